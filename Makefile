@@ -1,0 +1,45 @@
+# Every target sets up .venv on first use. `make TARGET PYTHON=python3` uses that interpreter and installs nothing.
+BOOTSTRAP ?= python3
+PIP_ARGS ?=
+VENV := .venv
+
+ifdef PYTHON
+PY := PYTHONPATH=.:kernels $(PYTHON)
+READY :=
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+
+.PHONY: demo test test-all check bench gpu-test gpu-bench clean
+
+demo: $(READY)
+	$(PY) -m tritoncomm demo
+
+test: $(READY)
+	$(PY) -m pytest -m "not slow" -q
+
+test-all: $(READY)
+	$(PY) -m pytest -q
+
+check: $(READY)
+	$(PY) -m ruff check --no-cache .
+	$(PY) -m ruff format --no-cache --check .
+	$(PY) -m basedpyright
+
+bench: $(READY)
+	$(PY) -m pytest bench -q --benchmark-disable-gc
+
+gpu-test: $(READY)
+	timeout 480 $(PY) bench/gpu_test.py
+
+gpu-bench: $(READY)
+	timeout 480 $(PY) bench/gpu_bench.py
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(BOOTSTRAP) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[cli,plot,test,bench,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .benchmarks

@@ -1,0 +1,98 @@
+"""Timing on the host: rounds interleaved between the providers, quantiles of them, and what the numbers were made with."""
+
+import gc
+import json
+import math
+import platform
+import shutil
+import subprocess
+import timeit
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["geometric_mean", "interleaved", "quantile", "quiet_host", "versions", "write_json"]
+
+
+@contextmanager
+def quiet_host() -> Iterator[None]:
+    """One thread, and no garbage collection between two calls."""
+    threads, collecting = torch.get_num_threads(), gc.isenabled()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        torch.set_num_threads(threads)
+        if collecting:
+            gc.enable()
+
+
+def interleaved(calls: Sequence[Callable[[], Any]], rounds: int = 200, inner: int = 50) -> list[list[float]]:
+    """Microseconds per call of every provider, one sample per round.
+
+    A round times every provider once, so what slows the machine down for a while slows all of them; who comes first
+    alternates from round to round.
+    """
+    timers = [timeit.Timer(call) for call in calls]
+    for timer in timers:
+        timer.timeit(2 * inner)
+    samples: list[list[float]] = [[] for _ in calls]
+    order = list(range(len(calls)))
+    for _ in range(rounds):
+        for i in order:
+            samples[i].append(timers[i].timeit(inner) / inner * 1e6)
+        order.reverse()
+    return samples
+
+
+def quantile(samples: Sequence[float], q: float) -> float:
+    """The sample that a share ``q`` of all samples does not exceed."""
+    ordered = sorted(samples)
+    return ordered[min(int(q * len(ordered)), len(ordered) - 1)]
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    return math.exp(sum(math.log(ratio) for ratio in ratios) / len(ratios))
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of the packages, of Python and of this tree, and the processor."""
+    found = {"python": platform.python_version(), "processor": _processor(), "commit": _commit()}
+    for package in ("torch", "triton", *packages):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if not info.is_file():
+        return platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _commit() -> str:
+    git = shutil.which("git")
+    if git is None:
+        return "unknown"
+    command = [git, "-C", str(Path(__file__).resolve().parent), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def write_json(path: str | Path, content: Any) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    return path

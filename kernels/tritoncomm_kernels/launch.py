@@ -1,0 +1,201 @@
+"""Launching a compiled kernel for a few microseconds: one compiled variant per kind of call, called directly.
+
+``fn[grid](...)`` looks every argument over on every call. None of ours depends on its values (integers are never
+specialised, and no access is wider than the host proved aligned), so the variant is looked up once and its ``run`` is
+called with raw pointers. The ordinary way remains for the interpreter, for profilers that hook launches, for a current
+device that is not the tensors' and for any Triton whose ``run`` is not known to take these arguments.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tritoncomm_kernels.numerics import INTERPRETED
+
+TRITON_TYPE = {
+    torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
+    torch.int16: tl.int16,
+    torch.int32: tl.int32,
+    torch.int64: tl.int64,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+_DIRECT_VERSIONS = ((3, 6), (3, 10))  # from, up to: the versions whose run() is known
+_LIMIT = 2**31 - 2**20  # a tile may reach past the last row and column by its own size
+
+_current_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled kernel on one device; holds ``compiled`` because Triton unloads the module with it."""
+
+    compiled: Any
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+
+
+_variants: dict[tuple[Any, ...], Variant | None] = {}
+
+
+@dataclass
+class Launch:
+    """Everything about a call but its pointers and its scale.
+
+    Attributes:
+        kernel: the ``triton.jit`` function: ``(first_ptr, second_ptr, starts_ptr, scale, *arguments, *constants)``.
+        device: device index, -1 for CPU tensors in the interpreter.
+        grid: number of programs.
+        types: element types the kernel sees behind the two pointers.
+        arguments: run-time integers.
+        constants: compile-time arguments, in signature order.
+        num_warps: warps per program.
+        starts: where each rank's piece of a row starts, for explicit sizes.
+    """
+
+    kernel: Any
+    device: int
+    grid: int
+    types: tuple[torch.dtype, torch.dtype]
+    arguments: tuple[int, ...]
+    constants: dict[str, Any]
+    num_warps: int
+    starts: tuple[int, ...] | None = None
+    tail: tuple[Any, ...] = field(init=False)
+    table: Tensor | None = field(init=False, default=None)
+    variants: dict[type, Variant | None] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tail = (*self.arguments, *self.constants.values())
+        if self.starts is not None:
+            self.table = _device_table(self.starts, self.device)
+
+    def __call__(self, first: Tensor, second: Tensor, scale: float) -> None:
+        """Launch on the current stream of the tensors' device."""
+        if not is_direct(self.device):
+            self._launch_checked(first, second, scale)
+            return
+        kind = scale.__class__
+        if kind not in self.variants:
+            self.variants[kind] = self._find_variant(scale)
+        variant = self.variants[kind]
+        if variant is None:
+            self._launch_checked(first, second, scale)
+            return
+        table = second.data_ptr() if self.table is None else self.table.data_ptr()
+        variant.run(
+            *(self.grid, 1, 1, _stream(self.device), variant.function, variant.metadata, None, None, None),
+            *(first.data_ptr(), second.data_ptr(), table, scale, *self.tail),
+        )
+
+    def _find_variant(self, scale: float) -> Variant | None:
+        key = (self.device, self.kernel, self.types, scale.__class__, self.num_warps, *self.constants.items())
+        if key not in _variants:
+            _variants[key] = self._compile(scale)
+        return _variants[key]
+
+    def _compile(self, scale: float) -> Variant | None:
+        """Compile for the current device without launching; the values of the integers do not matter."""
+        sample = 2**40 if isinstance(scale, int) else scale  # so that an integer is taken for the 64 bits it has
+        compiled = self.kernel.warmup(
+            *(*self.types, torch.int64, sample, *self.arguments),
+            grid=(1,),
+            num_warps=self.num_warps,
+            enable_fp_fusion=False,
+            **self.constants,
+        )
+        if hasattr(compiled, "result"):
+            compiled = compiled.result()
+        parts = [getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")]
+        return None if None in parts else Variant(compiled, *parts)  # pyright: ignore[reportArgumentType]
+
+    def _launch_checked(self, first: Tensor, second: Tensor, scale: float) -> None:
+        table = second if self.table is None else self.table
+        tensors = zip((first, second, table), (*self.types, torch.int64), strict=True)
+        pointers = [triton.reinterpret(x, TRITON_TYPE[kind]) for x, kind in tensors]
+        with _quiet() if INTERPRETED else torch.cuda.device(self.device):
+            self.kernel[(self.grid,)](
+                *(*pointers, scale, *self.arguments),
+                **self.constants,
+                num_warps=self.num_warps,
+                enable_fp_fusion=False,
+            )
+
+
+def is_direct(device: int) -> bool:
+    """Whether a compiled kernel may be called directly on ``device`` right now."""
+    if device < 0 or INTERPRETED or _current_device is None or _current_stream is None or not _known_version():
+        return False
+    runtime = triton.knobs.runtime
+    if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+        return False
+    return _current_device() == device
+
+
+@lru_cache(maxsize=1)
+def _known_version() -> bool:
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    hooks = (getattr(triton.knobs.runtime, name, None) for name in ("launch_enter_hook", "launch_exit_hook"))
+    first, end = _DIRECT_VERSIONS
+    return first <= version < end and all(hasattr(hook, "calls") for hook in hooks)
+
+
+def _stream(device: int) -> int:
+    assert _current_stream is not None
+    return _current_stream(device)
+
+
+@lru_cache(maxsize=1024)
+def _device_table(starts: tuple[int, ...], device: int) -> Tensor:
+    """The starts on the device; made once per list, copied from pinned memory without a host wait."""
+    table = torch.tensor(starts, dtype=torch.int64)
+    return table if device < 0 else table.pin_memory().to(torch.device("cuda", device), non_blocking=True)
+
+
+@lru_cache(maxsize=64)
+def device_name(device: int) -> str:
+    """Name of a GPU, the key of its tuned table."""
+    return torch.cuda.get_device_name(device)
+
+
+def check_place(name: str, first: Tensor, second: Tensor) -> None:
+    """Refuse tensors no kernel can reach, before anything is launched.
+
+    Raises:
+        ValueError: two devices, or a lazy conjugate or negative view.
+        RuntimeError: CPU tensors without the interpreter.
+    """
+    if first.device != second.device:
+        raise ValueError(f"{name}: tensors are on {first.device} and {second.device}")
+    if first.is_neg() or second.is_neg() or first.is_conj() or second.is_conj():
+        raise ValueError(f"{name}: a lazy conjugate or negative view must be resolved first")
+    if not first.is_cuda and not INTERPRETED:
+        raise RuntimeError(f"{name}: {first.device} tensors need a GPU or TRITON_INTERPRET=1")
+
+
+def fits(name: str, numbers: Iterable[int]) -> None:
+    """Refuse what 32-bit integers in units cannot hold: some Triton versions would truncate it silently."""
+    largest = max(numbers)
+    if largest >= _LIMIT:
+        raise ValueError(f"{name}: {largest} units do not fit the kernels' 32-bit integers")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """NumPy's warnings about arithmetic that overflows or meets NaN, which is what arithmetic kernels do."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield

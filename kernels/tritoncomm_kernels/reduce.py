@@ -1,0 +1,129 @@
+"""reduce: the sum of the ranks' parts of a wire, in rank order, with one rounding at the end."""
+
+import math
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tritoncomm_kernels.config import Config, config_for
+from tritoncomm_kernels.geometry import Ints
+from tritoncomm_kernels.launch import TRITON_TYPE, Launch, check_place, device_name, fits
+from tritoncomm_kernels.numerics import checked_scale, multiply, narrow, scale_argument, wide_type, widen
+
+__all__ = ["MAX_PARTS", "reduce"]
+
+MAX_PARTS = 64
+_UNROLLED = 16
+_CHUNK = 8
+_NAMES = ["scale", "stride_rank", "length", "parts"]
+
+
+@triton.jit(do_not_specialize=_NAMES)
+def _reduce_kernel(
+    wire_ptr, out_ptr, starts_ptr, scale, stride_rank: tl.int32, length: tl.int32, parts: tl.int32,
+    VEC: tl.constexpr, PARTS: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr, HAS_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """PARTS are summed unrolled; with REST they are the first ones, and chunks of REST follow up to ``parts``."""
+    lane = tl.arange(0, BLOCK)
+    unit = tl.program_id(0) * (BLOCK // VEC) + lane // VEC
+    mask = unit < length
+    offset = unit.to(tl.int64) * VEC + lane % VEC
+    step = stride_rank.to(tl.int64) * VEC
+    acc = widen(tl.load(wire_ptr + offset, mask=mask, other=0), WIDE)
+    for w in tl.static_range(1, PARTS):
+        acc += widen(tl.load(wire_ptr + offset + w * step, mask=mask, other=0), WIDE)
+    if REST > 0:
+        part_ptr = wire_ptr + offset + PARTS * step
+        for _ in range(0, (parts - PARTS) // REST):
+            for w in tl.static_range(REST):
+                acc += widen(tl.load(part_ptr + w * step, mask=mask, other=0), WIDE)
+            part_ptr += REST * step
+    if HAS_SCALE:
+        acc = multiply(acc, scale, WIDE)
+    tl.store(out_ptr + offset, narrow(acc, out_ptr.dtype.element_ty), mask=mask)
+
+
+def reduce(wire: Tensor, out: Tensor, scale: float | None = None, *, config: Config | None = None) -> int:
+    """Sum the parts in rank order: ``out[k] = (wire[0, k] + wire[1, k] + ...) * scale``.
+
+    The sum is fp32 (fp64 when either side is fp64, the integer itself for integers), rounded once at the store.
+
+    Args:
+        wire: ``[world, n]``, 1 to 64 parts, each contiguous, any stride between them.
+        out: ``[n]``, contiguous.
+        scale: a factor applied to the sum; floating point tensors only.
+        config: the tile; ``config_for`` chooses by default.
+
+    Returns:
+        Bytes read plus bytes written.
+
+    Raises:
+        ValueError: the shapes do not fit, or there are too many parts.
+        TypeError: a dtype without arithmetic here.
+
+    Example:
+        wire ``[[1, 2], [3, 4]]`` with scale 0.5 gives out ``[2, 3]``.
+
+    Traffic: reads ``wire`` once, writes ``out`` once.
+    """
+    if wire.is_complex() and wire.dtype is out.dtype and scale is None:
+        wire, out = torch.view_as_real(wire).flatten(1), torch.view_as_real(out).flatten()
+    check_place("reduce", wire, out)
+    launch, moved, wide = _plan(
+        wire.get_device(), wire.dtype, out.dtype, (wire.data_ptr() | out.data_ptr()) & 15, wire.shape, wire.stride(),
+        out.shape, out.stride(), scale is not None, config,
+    )  # fmt: skip
+    if launch is not None:
+        launch(wire, out, 1.0 if scale is None else scale_argument(checked_scale("reduce", scale, wide), wide))
+    return moved
+
+
+def check_parts(shape: Ints, stride: Ints, out_shape: Ints, out_stride: Ints) -> None:
+    """Raise ValueError unless the shapes are ``[world, n]`` and ``[n]`` with contiguous parts."""
+    if len(shape) != 2 or not 1 <= shape[0] <= MAX_PARTS or tuple(out_shape) != (shape[1],):
+        raise ValueError(f"reduce: wire {tuple(shape)} is no [1..{MAX_PARTS}, n] for out {tuple(out_shape)}")
+    if shape[1] > 1 and (stride[1] != 1 or out_stride[0] != 1):
+        raise ValueError(f"reduce: the parts of wire and out must be contiguous, not strided by {stride} and {out_stride}")
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    device: int,
+    wire_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    alignment: int,
+    shape: Ints,
+    stride: Ints,
+    out_shape: Ints,
+    out_stride: Ints,
+    scaled: bool,
+    config: Config | None,
+) -> tuple[Launch | None, int, torch.dtype | None]:
+    check_parts(shape, stride, out_shape, out_stride)
+    wide = wide_type("reduce", wire_dtype, out_dtype, scaled, True)
+    assert wide is not None
+    parts, length = shape
+    if length == 0:
+        return None, 0, wide
+    moved = parts * length * wire_dtype.itemsize + length * out_dtype.itemsize
+    small, large = sorted((wire_dtype.itemsize, out_dtype.itemsize))
+    aligned = math.gcd(alignment or 16, 16)
+    step = stride[0] if parts > 1 else 0
+    vec = math.gcd(step, length, 16 // small if aligned == 16 else max(aligned // large, 1))
+    tile = config or config_for(
+        "reduce", small, 1, length * small, device_name=device_name(device) if device >= 0 else None
+    )
+    block = max(tile.block_cols // small, vec)
+    numbers = (step // vec, length // vec, parts)
+    fits("reduce", numbers)
+    first = parts if parts <= _UNROLLED else _CHUNK + parts % _CHUNK
+    constants = dict(
+        VEC=vec, PARTS=first, REST=0 if parts <= _UNROLLED else _CHUNK, WIDE=TRITON_TYPE[wide], HAS_SCALE=scaled,
+        BLOCK=block,
+    )  # fmt: skip
+    grid = -(-length // block)
+    return Launch(_reduce_kernel, device, grid, (wire_dtype, out_dtype), numbers, constants, tile.num_warps), moved, wide

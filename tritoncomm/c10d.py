@@ -1,0 +1,208 @@
+"""The only caller of torch.distributed collectives: direct process-group calls, one shim over the torch versions.
+
+Tensors are contiguous and in wire order here; nothing is copied. `dist.*` wrappers cost 2 to 3 us more per call.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed import ProcessGroup, ReduceOp
+
+from tritoncomm.errors import UnsupportedError
+
+__all__ = [
+    "Work",
+    "all_gather",
+    "all_gather_list",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "check_op",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_list",
+]
+
+Work = Any
+
+_new_names = hasattr(ProcessGroup, "all_gather_single")
+_float8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith(("float8_", "float4_")))
+_raw = dict.fromkeys(_float8, torch.uint8)
+
+
+def _carrier(x: Tensor) -> Tensor:
+    """The same bytes in a dtype every backend moves: fp8 as uint8, complex as pairs of reals."""
+    if x.dtype in _raw:
+        return x.view(torch.uint8)
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+special = frozenset(_float8) | {torch.complex32, torch.complex64, torch.complex128}
+
+
+def _options(kind: Any, asynchronous: bool, op: Any = None) -> Any:
+    options = kind()
+    options.asyncOp = asynchronous
+    if op is not None:
+        options.reduceOp = op
+    return options
+
+
+_gather_options = tuple(_options(AllgatherOptions, flag) for flag in (False, True))
+_exchange_options = tuple(_options(dist.AllToAllOptions, flag) for flag in (False, True))
+_reduce_scatter_options: dict[tuple[Any, bool], Any] = {}
+_all_reduce_options: dict[tuple[Any, bool], Any] = {}
+
+
+def _cached(cache: dict[tuple[Any, bool], Any], kind: Any, op: Any, asynchronous: bool) -> Any:
+    options = cache.get((op, asynchronous))
+    if options is None:
+        options = cache[op, asynchronous] = _options(kind, asynchronous, op)
+    return options
+
+
+def _end(work: Work, asynchronous: bool) -> Work:
+    """Blocking calls end here; a backend that synchronised by itself returns no work."""
+    if asynchronous:
+        return work
+    if work is not None:
+        work.wait()
+    return None
+
+
+def all_gather(out: Tensor, x: Tensor, group: ProcessGroup, asynchronous: bool = False) -> Work:
+    """``out = concat over ranks of x``, out has world times the elements of x."""
+    if x.dtype in special:
+        out, x = _carrier(out), _carrier(x)
+    options = _gather_options[asynchronous]
+    if _new_names:
+        return _end(group.all_gather_single(out, x, options), asynchronous)  # pyright: ignore
+    return _end(group._allgather_base(out, x, options), asynchronous)
+
+
+def reduce_scatter(out: Tensor, x: Tensor, op: Any, group: ProcessGroup, asynchronous: bool = False) -> Work:
+    """``out = op over ranks of x[rank]``; x is in rank order with world times the elements of out."""
+    if x.dtype in special:
+        out, x = _carrier(out), _carrier(x)
+    options = _cached(_reduce_scatter_options, dist.ReduceScatterOptions, op, asynchronous)
+    if _new_names:
+        return _end(group.reduce_scatter_single(out, x, options), asynchronous)  # pyright: ignore
+    return _end(group._reduce_scatter_base(out, x, options), asynchronous)
+
+
+def reduce_scatter_list(
+    out: Tensor, parts: list[Tensor], op: Any, group: ProcessGroup, asynchronous: bool = False
+) -> Work:
+    """``reduce_scatter`` with pieces of different sizes."""
+    if out.dtype in special:
+        out, parts = _carrier(out), [_carrier(part) for part in parts]
+    options = _cached(_reduce_scatter_options, dist.ReduceScatterOptions, op, asynchronous)
+    return _end(group.reduce_scatter([out], [parts], options), asynchronous)
+
+
+def all_to_all(
+    out: Tensor,
+    x: Tensor,
+    out_rows: tuple[int, ...] | None,
+    in_rows: tuple[int, ...] | None,
+    group: ProcessGroup,
+    asynchronous: bool = False,
+) -> Work:
+    """Piece w of x goes to rank w; pieces are even, or rows of dim 0 as given."""
+    if x.dtype in special:
+        out, x = _carrier(out), _carrier(x)
+    options = _exchange_options[asynchronous]
+    args = (out, x, list(out_rows or ()), list(in_rows or ()), options)
+    if _new_names:
+        return _end(group.all_to_all_single(*args), asynchronous)  # pyright: ignore
+    return _end(group.alltoall_base(*args), asynchronous)
+
+
+class _Works:
+    """Several works waited for as one."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def all_gather_list(parts: list[Tensor], x: Tensor, group: ProcessGroup, asynchronous: bool = False) -> Work:
+    """``parts[w] = x of rank w``, in pieces of different sizes: one group of broadcasts on NCCL, and so on Gloo."""
+    if x.dtype in special:
+        parts, x = [_carrier(part) for part in parts], _carrier(x)
+    if backend_name(group, x) != "gloo":
+        return _end(group.allgather([parts], [x], _gather_options[asynchronous]), asynchronous)
+    parts[group.rank()].copy_(x)
+    works = [broadcast(part, w, group, True) for w, part in enumerate(parts) if part.numel()]
+    return _end(_Works(works), asynchronous)
+
+
+def all_reduce(x: Tensor, op: Any, group: ProcessGroup, asynchronous: bool = False) -> Work:
+    """In place."""
+    if x.dtype in special:
+        x = _carrier(x)
+    options = _cached(_all_reduce_options, dist.AllreduceOptions, op, asynchronous)
+    return _end(group.allreduce([x], options), asynchronous)
+
+
+def broadcast(x: Tensor, src: int, group: ProcessGroup, asynchronous: bool = False) -> Work:
+    """In place; ``src`` is the rank inside the group."""
+    options = _options(dist.BroadcastOptions, asynchronous)
+    options.rootRank, options.rootTensor = src, 0
+    return _end(group.broadcast([_carrier(x)], options), asynchronous)
+
+
+def reduce(x: Tensor, dst: int, op: Any, group: ProcessGroup, asynchronous: bool = False) -> Work:
+    """In place; ``dst`` is the rank inside the group, elsewhere x is scratch afterwards."""
+    options = _options(dist.ReduceOptions, asynchronous, op)
+    options.rootRank = dst
+    return _end(group.reduce([_carrier(x)], options), asynchronous)
+
+
+_bitwise = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+
+
+def check_op(op: Any, x: Tensor, group: ProcessGroup, name: str) -> None:
+    """Refuse what the backend would refuse, or get wrong, before anything is sent.
+
+    Raises:
+        UnsupportedError: names the function, the op, the dtype and the backend.
+    """
+    if op == ReduceOp.SUM and x.dtype not in _raw:
+        return
+    backend = backend_name(group, x)
+    problem = _refused(op, x.dtype, backend)
+    if problem:
+        raise UnsupportedError(f"{name}: {backend} cannot reduce {x.dtype} with {op}: {problem}")
+
+
+def backend_name(group: ProcessGroup, x: Tensor) -> str:
+    """Name of the backend that carries tensors of ``x``'s device in ``group``."""
+    return group._get_backend(x.device).name().lower()
+
+
+def _refused(op: Any, dtype: torch.dtype, backend: str) -> str:
+    if dtype in _raw:
+        return "sums of 8-bit floats would have to be decoded first; cast, or exchange and reduce"
+    if dtype.is_complex and op != ReduceOp.SUM and op != ReduceOp.AVG:
+        return "complex numbers have no such reduction"
+    if op in _bitwise and backend == "nccl":
+        return "NCCL has no bitwise reductions"
+    if op in _bitwise and dtype.is_floating_point:
+        return "bitwise reductions need integers or bool"
+    if (
+        op == ReduceOp.AVG
+        and not (dtype.is_floating_point or dtype.is_complex)
+        and (backend != "nccl" or dtype is torch.bool)
+    ):
+        return "an average needs a floating point dtype"
+    return ""

@@ -1,0 +1,220 @@
+"""ColossalAI's collectives over a parallel mode or a process group; any dim, contiguous results, not differentiable."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from tritoncomm import c10d, engine, ops, record
+from tritoncomm.errors import ArgumentError, GroupError, ShapeError
+from tritoncomm.groups import group_for
+from tritoncomm.handle import Handle
+from tritoncomm.plan import chunk_sizes, normalize_sizes
+
+__all__ = [
+    "Handle",
+    "ReduceOp",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "reduce_scatter",
+    "split_reduce_scatter",
+]
+
+
+def _checked(tensor: Any, parallel_mode: Any, name: str) -> dist.ProcessGroup:
+    if not isinstance(tensor, Tensor):
+        raise ArgumentError(f"{name}: expected a tensor, not {type(tensor).__name__}")
+    return group_for(parallel_mode, tensor, name)
+
+
+def _checked_dim(tensor: Tensor, dim: int, name: str) -> None:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ShapeError(f"{name}: dim {dim} is out of range for shape {tuple(tensor.shape)}")
+
+
+def all_gather(
+    tensor: Tensor, dim: int, parallel_mode: Any, async_op: bool = False, *, sizes: Sequence[int] | None = None
+) -> Any:
+    """Concatenate the ranks' tensors along ``dim``: ``out = cat([tensor of rank 0, tensor of rank 1, ...], dim)``.
+
+    Args:
+        tensor: the same shape on every rank, except along ``dim`` when ``sizes`` says so; any strides.
+        dim: any dim, negative counts from the end.
+        parallel_mode: a ParallelMode (CPU tensors go over its CPU group) or a torch process group.
+        async_op: return ``(out, handle)``; ``out`` is undefined until ``handle.wait()``.
+        sizes: size of ``dim`` on each rank, for uneven tensors.
+
+    Returns:
+        A contiguous tensor; with one rank the very same tensor (and None as handle).
+
+    Shape: ``[..., n, ...] -> [..., n*world, ...]``, or ``[..., sum(sizes), ...]``.
+    """
+    group = _checked(tensor, parallel_mode, "all_gather")
+    _checked_dim(tensor, dim, "all_gather")
+    return engine.gather(tensor, dim, group, normalize_sizes(sizes, "all_gather"), "all_gather", async_op)
+
+
+def reduce_scatter(
+    tensor: Tensor,
+    dim: int,
+    parallel_mode: Any,
+    op: Any = ReduceOp.SUM,
+    async_op: bool = False,
+    *,
+    sizes: Sequence[int] | None = None,
+) -> Any:
+    """Reduce over the ranks and keep this rank's piece of ``dim``.
+
+    Args:
+        tensor: the same shape on every rank, any strides.
+        dim: any dim; its size divides by the number of ranks unless ``sizes`` are given.
+        parallel_mode: a ParallelMode or a torch process group.
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR, where the backend has it for the dtype.
+        async_op: return ``(out, handle)``; ``out`` is undefined until ``handle.wait()``.
+        sizes: size of the piece of each rank.
+
+    Returns:
+        A contiguous tensor; with one rank the very same tensor (and None as handle).
+
+    Shape: ``[..., n, ...] -> [..., n/world, ...]``, or ``[..., sizes[rank], ...]``.
+    """
+    group = _checked(tensor, parallel_mode, "reduce_scatter")
+    _checked_dim(tensor, dim, "reduce_scatter")
+    cut = normalize_sizes(sizes, "reduce_scatter")
+    return engine.scatter_reduce(tensor, dim, group, cut, "reduce_scatter", op, async_op)
+
+
+def all_reduce(tensor: Tensor, parallel_mode: Any, op: Any = ReduceOp.SUM, async_op: bool = False) -> Any:
+    """Reduce over the ranks, in place when ``tensor`` is contiguous; otherwise into a contiguous copy.
+
+    Returns:
+        The reduced tensor (``tensor`` itself when contiguous), or ``(tensor, handle)``.
+    """
+    group = _checked(tensor, parallel_mode, "all_reduce")
+    return engine.all_reduce(tensor, group, "all_reduce", op, True, async_op)
+
+
+def _rooted(tensor: Tensor, root: int, group: dist.ProcessGroup, name: str) -> tuple[Tensor, int, int]:
+    """A contiguous tensor, the bytes moved for it, and the root's rank inside the group."""
+    ranks = dist.get_process_group_ranks(group)
+    if root not in ranks:
+        raise GroupError(f"{name}: global rank {root} is not in the group {ranks}")
+    contiguous = tensor if tensor.is_contiguous() else tensor.contiguous()
+    return contiguous, 0 if contiguous is tensor else 2 * tensor.nbytes, ranks.index(root)
+
+
+def broadcast(tensor: Tensor, src: int, parallel_mode: Any, async_op: bool = False) -> Any:
+    """Values of global rank ``src`` on every rank, in place when ``tensor`` is contiguous, else in a copy.
+
+    Returns:
+        The tensor with the values, or ``(tensor, handle)``.
+    """
+    group = _checked(tensor, parallel_mode, "broadcast")
+    started = record.clock()
+    if engine.ends_here(group):
+        return (tensor, None) if async_op else tensor
+    out, moved, root = _rooted(tensor, src, group, "broadcast")
+    work = c10d.broadcast(out, root, group, async_op)
+    record.add("broadcast", "torch" if moved else "view", moved, out.nbytes if group.rank() == root else 0, started)
+    return (out, Handle(work, out, None)) if async_op else out
+
+
+def reduce(tensor: Tensor, dst: int, parallel_mode: Any, op: Any = ReduceOp.SUM, async_op: bool = False) -> Any:
+    """Reduce over the ranks into global rank ``dst``; in place when ``tensor`` is contiguous, else in a copy.
+
+    Returns:
+        On ``dst`` the reduced tensor; elsewhere the same buffer with unspecified contents. Or ``(tensor, handle)``.
+    """
+    group = _checked(tensor, parallel_mode, "reduce")
+    started = record.clock()
+    if engine.ends_here(group):
+        return (tensor, None) if async_op else tensor
+    out, moved, root = _rooted(tensor, dst, group, "reduce")
+    c10d.check_op(op, out, group, "reduce")
+    work = c10d.reduce(out, root, op, group, async_op)
+    record.add("reduce", "torch" if moved else "view", moved, 0 if group.rank() == root else out.nbytes, started)
+    return (out, Handle(work, out, None)) if async_op else out
+
+
+def all_to_all(
+    tensor: Tensor,
+    parallel_mode: Any,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Send piece w of dim 0 to rank w and join what arrives, in rank order.
+
+    Args:
+        tensor: any strides; dim 0 is cut.
+        parallel_mode: a ParallelMode or a torch process group.
+        output_split_sizes: rows that arrive from each rank; even by default.
+        input_split_sizes: rows that go to each rank; even by default. Lists, tuples or numpy arrays, zeros allowed.
+        async_op: return ``(out, handle)``.
+
+    Shape: ``[n, ...] -> [sum(output_split_sizes), ...]``, ``[n, ...]`` without them.
+    """
+    name = "all_to_all"
+    group = _checked(tensor, parallel_mode, name)
+    out_sizes, in_sizes = normalize_sizes(output_split_sizes, name), normalize_sizes(input_split_sizes, name)
+    return engine.exchange_rows(tensor, group, out_sizes, in_sizes, name, async_op)
+
+
+def split_reduce_scatter(
+    tensors: Tensor | Sequence[Tensor],
+    dims: int | Sequence[int],
+    parallel_mode: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    scale: float | None = None,
+) -> Any:
+    """Cut, cast and scale one or several tensors into one buffer (one pass) and reduce-scatter it (one collective).
+
+    Args:
+        tensors: one tensor or several, any shapes and strides, the same on every rank.
+        dims: the dim each is cut along, or one for all; an uneven dim is cut as ``torch.chunk`` cuts it.
+        parallel_mode: a ParallelMode or a torch process group.
+        dtype: element type on the wire and of the result; the tensors' own by default.
+        scale: factor applied before the sum (``1/world`` for a mean).
+
+    Returns:
+        This rank's summed piece of each tensor, views of one buffer (one tensor for one tensor).
+
+    Example:
+        Gradients ``[5, 8]`` and ``[16]`` with dims ``[1, 0]`` on 4 ranks give pieces ``[5, 2]`` and ``[4]``.
+    """
+    name = "split_reduce_scatter"
+    single = isinstance(tensors, Tensor)
+    many = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if not many:
+        return []
+    axes = [dims] * len(many) if isinstance(dims, int) else list(dims)
+    if len(axes) != len(many):
+        raise ArgumentError(f"{name}: {len(many)} tensors but {len(axes)} dims")
+    group = _checked(many[0], parallel_mode, name)
+    started, world, rank = record.clock(), group.size(), group.rank()
+    for x, dim in zip(many, axes, strict=True):
+        _checked_dim(x, dim, name)
+    wire, pieces, path, moved = ops.pack_many(many, axes, world, dtype=dtype, scale=scale)
+    summed = wire
+    if not engine.ends_here(group):
+        c10d.check_op(ReduceOp.SUM, wire, group, name)
+        summed = wire.new_empty(wire.shape[1:])
+        c10d.reduce_scatter(summed, wire, ReduceOp.SUM, group)
+    record.add(name, path, moved, wire.nbytes * (world - 1) // world, started)
+    summed = summed.view(-1)
+    found = [_own(summed, x, dim, piece, world, rank) for x, dim, piece in zip(many, axes, pieces, strict=True)]
+    return found[0] if single else found
+
+
+def _own(summed: Tensor, x: Tensor, dim: int, piece: tuple[int, tuple[int, ...]], world: int, rank: int) -> Tensor:
+    offset, shape = piece
+    block = summed[offset : offset + math.prod(shape)].view(shape)
+    return block.narrow(dim, 0, chunk_sizes(x.shape[dim], world)[rank])

@@ -1,0 +1,23 @@
+"""What the library raises; every error is also the built-in kind a caller would expect."""
+
+__all__ = ["ArgumentError", "CommError", "GroupError", "ShapeError", "UnsupportedError"]
+
+
+class CommError(Exception):
+    """Base of everything this library raises on purpose."""
+
+
+class ShapeError(CommError, ValueError):
+    """A shape, dim or split list does not describe a cut over the ranks."""
+
+
+class ArgumentError(CommError, TypeError):
+    """An argument has the wrong type."""
+
+
+class GroupError(CommError, ValueError):
+    """There is no usable process group."""
+
+
+class UnsupportedError(CommError, ValueError):
+    """The backend, the dtype and the operation do not go together."""

@@ -1,0 +1,266 @@
+"""Parallel modes and their process groups: who talks to whom, and which rank lists they are made of."""
+
+import enum
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tritoncomm.errors import ArgumentError, GroupError
+
+__all__ = [
+    "Group",
+    "ParallelMode",
+    "as_mode",
+    "get_cpu_group",
+    "get_global_rank",
+    "get_group",
+    "get_local_rank",
+    "get_next_global_rank",
+    "get_prev_global_rank",
+    "get_ranks_in_group",
+    "get_world_size",
+    "group_for",
+    "is_first_rank",
+    "is_initialized",
+    "is_last_rank",
+    "is_pipeline_first_stage",
+    "is_pipeline_last_stage",
+    "rank_lists",
+    "resolve",
+    "set_virtual_pipeline_parallel_rank",
+    "set_virtual_pipeline_parallel_size",
+]
+
+
+class ParallelMode(enum.Enum):
+    """The ways to split a job; ColossalAI's own enum members are accepted by value everywhere."""
+
+    GLOBAL = "global"
+    DATA = "data"
+    MODEL = "model"
+    PIPELINE = "pipe"
+    TENSOR = "tensor"
+    SEQUENCE = "sequence"
+    SEQUENCE_DP = "sequence_dp"
+    PARALLEL_1D = "1d"
+    PARALLEL_2D_ROW = "2d_row"
+    PARALLEL_2D_COL = "2d_col"
+    PARALLEL_3D_INPUT = "3d_input"
+    PARALLEL_3D_WEIGHT = "3d_weight"
+    PARALLEL_3D_OUTPUT = "3d_output"
+    PARALLEL_3D_INPUT_X_WEIGHT = "3d_input_x_weight"
+    PARALLEL_3D_OUTPUT_X_WEIGHT = "3d_output_x_weight"
+    PARALLEL_2P5D_ROW = "2p5d_row"
+    PARALLEL_2P5D_COL = "2p5d_col"
+    PARALLEL_2P5D_DEP = "2p5d_dep"
+    PARALLEL_2P5D_XZ = "2p5d_xz"
+    CONTEXT = "context"
+    EXPERT = "expert"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The process group of one mode that this rank is in.
+
+    Attributes:
+        group: carries tensors of the job's device.
+        cpu_group: carries CPU tensors; the same object when ``group`` can do both.
+        ranks: global ranks, in group order.
+    """
+
+    group: ProcessGroup
+    cpu_group: ProcessGroup
+    ranks: tuple[int, ...]
+
+
+groups: dict[ParallelMode, Group] = {}
+_virtual: dict[str, int | None] = {"size": None, "rank": None}
+
+
+def rank_lists(
+    world: int, tensor: int = 1, pipeline: int = 1, context: int = 1, expert: int = 1
+) -> dict[ParallelMode, list[list[int]]]:
+    """The rank lists of every mode: ``rank = ((d*P + p)*C + c)*T + t``, tensor fastest and data slowest.
+
+    Example:
+        ``rank_lists(4, tensor=2, pipeline=2)`` has TENSOR [0,1],[2,3] and PIPELINE [0,2],[1,3].
+    """
+    data = world // (tensor * pipeline * context)
+    mesh = torch.arange(world).view(data, pipeline, context, tensor)
+
+    def lists(*axes: int) -> list[list[int]]:
+        rest = [axis for axis in range(4) if axis not in axes]
+        return mesh.permute(*rest, *axes).reshape(-1, _prod(mesh.shape[axis] for axis in axes)).tolist()
+
+    by_expert = mesh.view(data // expert, expert, pipeline, context, tensor)
+    return {
+        ParallelMode.GLOBAL: lists(0, 1, 2, 3),
+        ParallelMode.DATA: lists(0),
+        ParallelMode.PIPELINE: lists(1),
+        ParallelMode.CONTEXT: lists(2),
+        ParallelMode.TENSOR: lists(3),
+        ParallelMode.MODEL: lists(1, 2, 3),
+        ParallelMode.SEQUENCE_DP: lists(0, 3),
+        ParallelMode.EXPERT: by_expert.permute(0, 2, 3, 4, 1).reshape(-1, expert).tolist(),
+    }
+
+
+def _prod(sizes: Any) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def as_mode(mode: Any) -> ParallelMode:
+    """A ``ParallelMode`` from one of ours or any enum member with the same value."""
+    if isinstance(mode, ParallelMode):
+        return mode
+    if isinstance(mode, enum.Enum):
+        try:
+            return ParallelMode(mode.value)
+        except ValueError:
+            pass
+    raise ArgumentError(f"expected the argument parallel_mode to be of enum ParallelMode, but got {mode!r}")
+
+
+def is_initialized(parallel_mode: Any = ParallelMode.GLOBAL) -> bool:
+    """Whether ``initialize()`` made a group for this mode."""
+    return as_mode(parallel_mode) in groups
+
+
+def _entry(parallel_mode: Any) -> Group:
+    mode = as_mode(parallel_mode)
+    if mode not in groups:
+        made = ", ".join(m.name for m in groups) or "nothing: call tritoncomm.initialize() first"
+        raise GroupError(f"there is no process group for {mode.name}; initialized is {made}")
+    return groups[mode]
+
+
+def get_group(parallel_mode: Any) -> ProcessGroup:
+    """The process group of this rank for a mode."""
+    return _entry(parallel_mode).group
+
+
+def get_cpu_group(parallel_mode: Any) -> ProcessGroup:
+    """The group that carries CPU tensors; the same as ``get_group`` where one backend does both."""
+    return _entry(parallel_mode).cpu_group
+
+
+def get_ranks_in_group(parallel_mode: Any) -> list[int]:
+    """Global ranks of this rank's group, in group order."""
+    return list(_entry(parallel_mode).ranks)
+
+
+def get_world_size(parallel_mode: Any) -> int:
+    """Ranks in this rank's group."""
+    return len(_entry(parallel_mode).ranks)
+
+
+def get_global_rank() -> int:
+    """This process's rank in the job."""
+    return dist.get_rank()
+
+
+def get_local_rank(parallel_mode: Any) -> int:
+    """This process's index in the group's rank list."""
+    return _entry(parallel_mode).ranks.index(dist.get_rank())
+
+
+def _neighbour(parallel_mode: Any, step: int) -> int:
+    ranks = _entry(parallel_mode).ranks
+    return ranks[(ranks.index(dist.get_rank()) + step) % len(ranks)]
+
+
+def get_next_global_rank(parallel_mode: Any) -> int:
+    """Global rank of the next member on the ring: after the last comes the first."""
+    return _neighbour(parallel_mode, 1)
+
+
+def get_prev_global_rank(parallel_mode: Any) -> int:
+    """Global rank of the previous member on the ring: before the first comes the last."""
+    return _neighbour(parallel_mode, -1)
+
+
+def is_first_rank(parallel_mode: Any) -> bool:
+    """Whether this process is first in its group."""
+    return get_local_rank(parallel_mode) == 0
+
+
+def is_last_rank(parallel_mode: Any) -> bool:
+    """Whether this process is last in its group."""
+    return get_local_rank(parallel_mode) == get_world_size(parallel_mode) - 1
+
+
+def set_virtual_pipeline_parallel_size(size: int | None) -> None:
+    """Number of model chunks per pipeline stage (interleaved schedules)."""
+    _virtual["size"] = size
+
+
+def set_virtual_pipeline_parallel_rank(rank: int | None) -> None:
+    """The model chunk this process works on now."""
+    _virtual["rank"] = rank
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = False) -> bool:
+    """First stage and, with virtual stages, its first chunk."""
+    if not ignore_virtual and _virtual["size"] is not None and _virtual["rank"] != 0:
+        return False
+    return is_first_rank(ParallelMode.PIPELINE)
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = False) -> bool:
+    """Last stage and, with virtual stages, its last chunk."""
+    if not ignore_virtual and _virtual["size"] is not None and _virtual["rank"] != _virtual["size"] - 1:
+        return False
+    return is_last_rank(ParallelMode.PIPELINE)
+
+
+def resolve(group: ProcessGroup | None, name: str) -> ProcessGroup:
+    """The group of a mapping: the one given, else our tensor group, else Megatron's.
+
+    Raises:
+        GroupError: there is none, or this rank is not in it.
+    """
+    if isinstance(group, ProcessGroup):
+        return group
+    if group is not None:
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise GroupError(f"{name}: this rank is not a member of the group")
+        raise ArgumentError(f"{name}: group must be a torch process group, not {type(group).__name__}")
+    if ParallelMode.TENSOR in groups:
+        return groups[ParallelMode.TENSOR].group
+    megatron = sys.modules.get("megatron.core.parallel_state")
+    if megatron is not None and megatron.model_parallel_is_initialized():
+        return megatron.get_tensor_model_parallel_group()
+    raise GroupError(f"{name}: group is None and no tensor group exists; call tritoncomm.initialize() or pass one")
+
+
+def group_for(parallel_mode: Any, x: Tensor, name: str) -> ProcessGroup:
+    """The group that moves ``x``: a process group as it is, a mode's device group, or its CPU group for CPU tensors."""
+    if isinstance(parallel_mode, ProcessGroup):
+        return parallel_mode
+    if parallel_mode is None:
+        raise ArgumentError(f"{name}: parallel_mode must be a ParallelMode or a process group, not None")
+    if parallel_mode is dist.GroupMember.NON_GROUP_MEMBER:
+        raise GroupError(f"{name}: this rank is not a member of the group")
+    entry = _entry(parallel_mode)
+    return entry.group if x.is_cuda else entry.cpu_group
+
+
+def register(members: dict[ParallelMode, Group]) -> None:
+    """Replace all groups (the runtime calls this)."""
+    groups.clear()
+    groups.update(members)
+    _virtual.update(size=None, rank=None)
+
+
+def ranks_of(group: ProcessGroup) -> Sequence[int]:
+    """Global ranks of a process group in group order."""
+    return dist.get_process_group_ranks(group)

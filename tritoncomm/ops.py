@@ -1,0 +1,297 @@
+"""pack, unpack and reduce on tensors: the only place that chooses between view, torch and triton."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+import tritoncomm_kernels as kernels
+from torch import Tensor
+from tritoncomm_kernels import reference
+
+from tritoncomm.errors import ArgumentError, UnsupportedError
+from tritoncomm.plan import Ints, Plan, rows_layout, wire_layout
+
+__all__ = ["pack", "pack_many", "path", "path_for", "reduce", "unpack"]
+
+_PATHS = ("auto", "torch", "triton")
+
+
+def _from_environment() -> str:
+    value = os.environ.get("TRITONCOMM_PATH", "auto")
+    if value not in _PATHS:
+        raise ArgumentError(f"TRITONCOMM_PATH must be one of {', '.join(_PATHS)}, not {value!r}")
+    return value
+
+
+_forced = _from_environment()
+
+
+@contextmanager
+def path(name: str) -> Iterator[None]:
+    """Force ``torch`` or ``triton`` for every pack and unpack of this process, or give the choice back to ``auto``.
+
+    Process-wide and not per thread, because autograd runs the backward of GPU tensors in threads of its own.
+    """
+    global _forced
+    if name not in _PATHS:
+        raise ArgumentError(f"path must be one of {', '.join(_PATHS)}, not {name!r}")
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def path_for(x: Tensor) -> str:
+    """The path a copy of ``x`` takes: ``torch`` for CPU tensors, ``triton`` on GPUs, unless one is forced."""
+    if _forced == "auto":
+        return "triton" if x.is_cuda else "torch"
+    return _forced
+
+
+def pack(
+    x: Tensor,
+    dim: int,
+    world: int,
+    sizes: Ints | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    scale: float | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, str, int]:
+    """Put ``x`` into rank order: ``wire[w] = chunk w of x along dim``, one pass over memory or none.
+
+    Args:
+        x: any shape and strides.
+        dim: the dim that is cut over the ranks.
+        world: number of ranks.
+        sizes: pieces of ``dim`` per rank; without it as ``torch.chunk`` cuts, padded with zeros on the wire.
+        dtype: element type of the wire, ``x.dtype`` by default.
+        scale: factor applied before the one rounding.
+        out: a wire to fill: ``[world, outer, run]``, or flat when sizes are given.
+
+    Returns:
+        The wire, the path taken (view, torch or triton) and the bytes read plus written. Without ``out`` an even wire
+        is ``[world, *shape[:dim], shape[dim]/world, *shape[dim+1:]]``, an uneven one ``[world, outer, run]``,
+        one with sizes flat; a view of ``x`` when ``x`` already is the wire.
+
+    Traffic: reads ``x`` once, writes the wire once.
+    """
+    plan = Plan.along(x.shape, dim, world, sizes)
+    if scale is None and out is None and (dtype is None or dtype is x.dtype):
+        if plan.is_view and x.is_contiguous():
+            return (x.view(-1) if sizes is not None else x), "view", 0
+        if plan.even and sizes is None and path_for(x) == "torch":
+            wire = x.as_strided(*wire_layout(x.shape, x.stride(), dim, world)).contiguous()
+            return wire, "torch", 2 * x.nbytes
+    wire = out if out is not None else x.new_empty(_wire_shape(plan, x, dim, sizes), dtype=dtype)
+    blocks = wire if out is not None or sizes is not None else wire.view(world, plan.outer, plan.run)
+    return wire, *_pack_into(blocks, x, plan, dim, sizes, scale)
+
+
+def _wire_shape(plan: Plan, x: Tensor, dim: int, sizes: Ints | None) -> Ints:
+    if sizes is not None:
+        return (plan.outer * plan.row,)
+    if plan.even:
+        return wire_layout(x.shape, x.stride(), dim, plan.world)[0]
+    return (plan.world, plan.outer, plan.run)
+
+
+def _pack_into(
+    wire: Tensor, x: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None
+) -> tuple[str, int]:
+    taken, layout = path_for(x), rows_layout(x.shape, x.stride(), dim)
+    if layout is None:
+        _refuse_triton("pack", x, dim)
+        return "torch", _pack_blocks(wire, x, plan, dim, sizes, scale)
+    rows = x.as_strided(*layout)
+    run = kernels.pack if taken == "triton" else reference.pack
+    return taken, run(rows, wire, scale, sizes=plan.lengths)
+
+
+def _pack_blocks(wire: Tensor, x: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None) -> int:
+    """A layout no kernel reads: one strided torch copy per rank, together one pass (a scale costs another)."""
+    if scale is not None and not (x.dtype.is_floating_point and wire.dtype.is_floating_point):
+        raise ArgumentError(f"pack: a scale needs floating point tensors, not {x.dtype} and {wire.dtype}")
+    for block, piece in _blocks(wire, x, plan, dim, sizes):
+        if scale is None:
+            block.copy_(piece)
+        else:
+            wide = torch.promote_types(torch.promote_types(x.dtype, wire.dtype), torch.float32)
+            block.copy_(piece.to(wide).mul_(scale))
+    return x.nbytes + wire.nbytes
+
+
+def _blocks(wire: Tensor, x: Tensor, plan: Plan, dim: int, sizes: Ints | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of a rank's part of the wire and the same piece of ``x``; padding on the wire is zeroed on the way."""
+    dim %= x.dim()
+    lead, tail = x.shape[:dim], x.shape[dim + 1 :]
+    step, start = -(-x.shape[dim] // plan.world), 0
+    for w in range(plan.world):
+        size = sizes[w] if sizes is not None else max(0, min(step, x.shape[dim] - start))
+        piece = x.narrow(dim, start, size)
+        if sizes is not None:
+            inner = plan.row // max(x.shape[dim], 1)
+            at = plan.outer * start * inner
+            yield wire[at : at + piece.numel()].view(piece.shape), piece
+        else:
+            block = wire[w].view(*lead, step, *tail)
+            if size < step:
+                block.narrow(dim, size, step - size).zero_()
+            yield block.narrow(dim, 0, size), piece
+        start += size
+
+
+def unpack(
+    wire: Tensor,
+    shape: Sequence[int],
+    dim: int,
+    world: int,
+    sizes: Ints | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> tuple[Tensor, str, int]:
+    """The way back: concatenate the ranks' pieces along ``dim``, one pass over memory.
+
+    Args:
+        wire: contiguous pieces in rank order, as ``pack`` makes them.
+        shape: shape of the result.
+        dim: the dim the pieces are joined along.
+        world: number of ranks.
+        sizes: pieces of ``dim`` per rank, when they were given to ``pack``.
+        dtype: element type of the result, ``wire.dtype`` by default.
+        scale: factor applied before the one rounding.
+        out: a tensor of ``shape``, any strides, to fill.
+        accumulate: add to ``out`` instead of overwriting it.
+
+    Returns:
+        The result (a tensor of its own, never a view of the wire), the path and the bytes read plus written.
+
+    Traffic: reads the wire once, writes the result once (reads it too when accumulating).
+    """
+    plan = Plan.along(shape, dim, world, sizes)
+    plain = out is None and scale is None and sizes is None and (dtype is None or dtype is wire.dtype)
+    if plain and plan.even and plan.outer != 1 and wire.is_contiguous() and path_for(wire) == "torch":
+        size, stride, merges = _joined(tuple(shape), dim, world)
+        joined = wire.as_strided(size, stride)
+        joined = joined.reshape(shape) if merges else joined.clone(memory_format=torch.contiguous_format)
+        return joined, "torch", 2 * wire.nbytes
+    if out is None:
+        out = wire.new_empty(shape, dtype=dtype)
+    flat = (-1,) if sizes is not None else (world, plan.outer, plan.run)
+    return out, *_unpack_into(out, wire.reshape(flat), plan, dim, sizes, scale, accumulate)
+
+
+@lru_cache(maxsize=8192)
+def _joined(shape: Ints, dim: int, world: int) -> tuple[Ints, Ints, bool]:
+    """Size and stride that read a contiguous even wire in the order of the joined tensor.
+
+    The last value says whether two dims still have to be merged, which copies; with one element per rank along ``dim``
+    there is nothing to merge and a reshape would only give a view.
+    """
+    dim %= len(shape)
+    each = shape[dim] // world
+    piece = (*shape[:dim], each, *shape[dim + 1 :])
+    stride = [1] * len(piece)
+    for i in range(len(piece) - 1, 0, -1):
+        stride[i - 1] = stride[i] * piece[i]
+    rank = stride[0] * piece[0]
+    if each <= 1 or 0 in shape:
+        return shape, (*stride[:dim], rank, *stride[dim + 1 :]), False
+    return (*piece[:dim], world, *piece[dim:]), (*stride[:dim], rank, *stride[dim:]), True
+
+
+def _unpack_into(
+    out: Tensor, wire: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
+) -> tuple[str, int]:
+    taken, layout = path_for(out), rows_layout(out.shape, out.stride(), dim)
+    if layout is None:
+        _refuse_triton("unpack", out, dim)
+        return "torch", _unpack_blocks(wire, out, plan, dim, sizes, scale, accumulate)
+    rows = out.as_strided(*layout)
+    run = kernels.unpack if taken == "triton" else reference.unpack
+    return taken, run(wire, rows, scale, accumulate=accumulate, sizes=plan.lengths)
+
+
+def _unpack_blocks(
+    wire: Tensor, out: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
+) -> int:
+    if scale is not None or accumulate:
+        raise UnsupportedError("unpack: scale and accumulate need a result whose cut dims one stride can walk")
+    for block, piece in _blocks(wire, out, plan, dim, sizes):
+        piece.copy_(block)
+    return out.nbytes + out.numel() * wire.element_size()
+
+
+def _refuse_triton(name: str, x: Tensor, dim: int) -> None:
+    if _forced == "triton":
+        raise UnsupportedError(
+            f"{name}: path triton is forced, but no kernel walks shape {tuple(x.shape)} with strides {x.stride()} "
+            f"cut at dim {dim} (more than three outer dims, or a row that one stride cannot walk)"
+        )
+
+
+def reduce(
+    wire: Tensor, *, dtype: torch.dtype | None = None, scale: float | None = None, out: Tensor | None = None
+) -> tuple[Tensor, str, int]:
+    """Sum the ranks' parts in rank order: ``out = (wire[0] + wire[1] + ...) * scale``, fp32 sum, one rounding.
+
+    Args:
+        wire: ``[world, ...]``, each part contiguous.
+        dtype: element type of the result, ``wire.dtype`` by default.
+        scale: factor applied to the sum.
+        out: a contiguous tensor of shape ``wire.shape[1:]`` to fill.
+
+    Returns:
+        The sum, the path (torch or triton) and the bytes read plus written.
+
+    Traffic: reads the wire once, writes the result once.
+    """
+    if out is None:
+        out = wire.new_empty(wire.shape[1:], dtype=dtype)
+    taken = path_for(wire)
+    run = kernels.reduce if taken == "triton" else reference.reduce
+    return out, taken, run(wire.flatten(1) if wire.dim() > 2 else wire.view(wire.shape[0], -1), out.view(-1), scale)
+
+
+def pack_many(
+    tensors: Sequence[Tensor],
+    dims: Sequence[int],
+    world: int,
+    *,
+    dtype: torch.dtype | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, list[tuple[int, Ints]], str, int]:
+    """Pack several tensors into one wire whose rank stride is the sum of their pieces: one pass over each.
+
+    Returns:
+        The wire ``[world, total]``; for each tensor the offset of its piece in a rank's part and the shape of that
+        piece (of the longest one when the dim is uneven); the path; the bytes read plus written.
+
+    Example:
+        Gradients ``[5, 8]`` and ``[16]`` cut at dims 1 and 0 over 4 ranks give a wire ``[4, 5*2 + 4]``.
+    """
+    plans = [Plan.along(x.shape, dim, world) for x, dim in zip(tensors, dims, strict=True)]
+    wire_dtype = dtype or _common_dtype(tensors)
+    wire = tensors[0].new_empty((world, sum(p.outer * p.run for p in plans)), dtype=wire_dtype)
+    pieces: list[tuple[int, Ints]] = []
+    offset, moved, taken = 0, 0, "torch"
+    for x, dim, plan in zip(tensors, dims, plans, strict=True):
+        dim %= x.dim()
+        part = wire[:, offset : offset + plan.outer * plan.run].unflatten(1, (plan.outer, plan.run))
+        taken, bytes_moved = _pack_into(part, x, plan, dim, None, scale)
+        pieces.append((offset, (*x.shape[:dim], -(-x.shape[dim] // world), *x.shape[dim + 1 :])))
+        offset, moved = offset + plan.outer * plan.run, moved + bytes_moved
+    return wire, pieces, taken, moved
+
+
+def _common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    kinds = {x.dtype for x in tensors}
+    if len(kinds) != 1:
+        raise ArgumentError(f"pack_many: tensors of different dtypes {sorted(map(str, kinds))} need an explicit dtype")
+    return kinds.pop()

@@ -1,0 +1,129 @@
+"""The address map in integers: how one dim of a tensor is cut into the ranks' pieces of a wire."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from tritoncomm.errors import ArgumentError, ShapeError
+
+__all__ = ["Plan", "chunk_sizes", "normalize_sizes", "rows_layout", "wire_layout"]
+
+Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``rows[o, w*run + k] <-> wire[w, o, k]`` where ``w*run + k < row``.
+
+    ``outer = prod(shape[:dim])``, ``row = prod(shape[dim:])``,
+    ``run = ceil(shape[dim] / world) * prod(shape[dim+1:])``.
+    With explicit ``sizes`` the wire is flat and rank w's block ``[outer, lengths[w]]`` starts at ``outer*offsets[w]``.
+
+    Attributes:
+        outer: number of rows.
+        row: elements of a row.
+        run: elements of a row that go to one rank (the longest one when sizes are given).
+        world: number of ranks.
+        even: every rank gets the same number of elements.
+        is_view: a contiguous tensor already is the wire, no copy is needed.
+        lengths: elements of a row per rank, or None for the ceil cut.
+    """
+
+    outer: int
+    row: int
+    run: int
+    world: int
+    even: bool
+    is_view: bool
+    lengths: Ints | None = None
+
+    @staticmethod
+    def along(shape: Sequence[int], dim: int, world: int, sizes: Ints | None = None) -> "Plan":
+        """The plan that cuts ``shape[dim]`` over ``world`` ranks; made once per argument set.
+
+        Without ``sizes`` an uneven dim is cut as ``torch.chunk`` cuts it: 9 over 4 is 3, 3, 3, 0.
+
+        Raises:
+            ShapeError: no such dim, or sizes that do not add up to it.
+
+        Example:
+            ``Plan.along((2, 6), 1, 3)`` has outer 2, row 6, run 2, world 3.
+        """
+        return _along(tuple(shape), dim, world, sizes)
+
+
+@lru_cache(maxsize=8192)
+def _along(shape: Ints, dim: int, world: int, sizes: Ints | None) -> Plan:
+    dim = _dim(shape, dim)
+    inner = math.prod(shape[dim + 1 :])
+    outer, row = math.prod(shape[:dim]), shape[dim] * inner
+    if sizes is None:
+        run = -(-shape[dim] // world) * inner
+        even = run * world == row
+        return Plan(outer, row, run, world, even, outer == 1 and even)
+    if len(sizes) != world or sum(sizes) != shape[dim] or min(sizes, default=0) < 0:
+        raise ShapeError(f"split sizes {list(sizes)} do not cut dim {dim} of size {shape[dim]} over {world} ranks")
+    even = len(set(sizes)) <= 1
+    return Plan(outer, row, max(sizes) * inner, world, even, outer == 1, tuple(size * inner for size in sizes))
+
+
+def _dim(shape: Ints, dim: int) -> int:
+    if not -len(shape) <= dim < len(shape):
+        raise ShapeError(f"dim {dim} is out of range for shape {shape}")
+    return dim % len(shape)
+
+
+def chunk_sizes(size: int, world: int) -> Ints:
+    """How ``torch.chunk`` cuts ``size`` over ``world`` ranks, empty pieces included: 9 over 4 is (3, 3, 3, 0)."""
+    run = -(-size // world)
+    return tuple(max(0, min(run, size - w * run)) for w in range(world))
+
+
+def normalize_sizes(sizes: Any, name: str) -> Ints | None:
+    """Split sizes as a tuple of ints; lists, tuples and numpy arrays of integers are accepted, None stays None."""
+    if sizes is None:
+        return None
+    if hasattr(sizes, "device") and hasattr(sizes, "requires_grad"):
+        raise ArgumentError(f"{name}: split sizes must be a list of ints, not a tensor (that would synchronise)")
+    try:
+        return tuple(size.__index__() for size in sizes)
+    except (TypeError, AttributeError):
+        raise ArgumentError(f"{name}: split sizes must be a list of ints, not {sizes!r}") from None
+
+
+@lru_cache(maxsize=8192)
+def wire_layout(shape: Ints, stride: Ints, dim: int, world: int) -> tuple[Ints, Ints]:
+    """Size and stride of an even cut in wire order: ``[world, *shape[:dim], shape[dim]/world, *shape[dim+1:]]``."""
+    dim %= len(shape)
+    piece = shape[dim] // world
+    size = (world, *shape[:dim], piece, *shape[dim + 1 :])
+    return size, (piece * stride[dim], *stride)
+
+
+@lru_cache(maxsize=8192)
+def rows_layout(shape: Ints, stride: Ints, dim: int) -> tuple[Ints, Ints] | None:
+    """Size and stride of a tensor seen as ``[*outer, row]`` with at most three outer dims; None when it cannot be."""
+    dim %= len(shape)
+    if 0 in shape:
+        outer, row = math.prod(shape[:dim]), math.prod(shape[dim:])
+        return (outer, row), (row, 1)
+    outer, row = _merged(shape[:dim], stride[:dim]), _merged(shape[dim:], stride[dim:])
+    if len(outer) > 3 or len(row) > 1:
+        return None
+    dims = (outer or [(1, 0)]) + (row or [(1, 1)])
+    return tuple(size for size, _ in dims), tuple(step for _, step in dims)
+
+
+def _merged(shape: Ints, stride: Ints) -> list[tuple[int, int]]:
+    """Neighbouring dims that one stride can walk become one dim; dims of size 1 go away."""
+    merged: list[tuple[int, int]] = []
+    for size, step in zip(shape, stride, strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * step:
+            merged[-1] = (merged[-1][0] * size, step)
+        else:
+            merged.append((size, step))
+    return merged

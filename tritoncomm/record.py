@@ -1,0 +1,82 @@
+"""Counters: what every mapping and collective did, cheap enough to be always on."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+
+__all__ = ["Count", "add", "clock", "counters", "recording", "reset", "total"]
+
+clock = perf_counter
+
+
+@dataclass(slots=True)
+class Count:
+    """One line of the record.
+
+    Attributes:
+        calls: how often it ran.
+        packed: bytes read plus bytes written by local passes (pack, unpack, reduce, strided copies).
+        wire: bytes this rank had to send, by the formula of a bandwidth-optimal algorithm.
+        seconds: host time inside the calls, in seconds. On a GPU the device may still be working afterwards.
+    """
+
+    calls: int = 0
+    packed: int = 0
+    wire: int = 0
+    seconds: float = 0.0
+
+
+_counts: dict[tuple[str, str], Count] = {}
+
+
+def add(name: str, path: str, packed: int, wire: int, started: float, calls: int = 1) -> None:
+    """Count one call of ``name`` that took ``path`` and began at ``clock()`` value ``started``.
+
+    Under torch.compile a call is several ops: the collective counts it (path ``compiled``), pack and unpack count their
+    traffic with ``calls=0``.
+    """
+    count = _counts.get((name, path))
+    if count is None:
+        count = _counts[name, path] = Count()
+    count.calls += calls
+    count.packed += packed
+    count.wire += wire
+    count.seconds += clock() - started
+
+
+def counters() -> dict[tuple[str, str], Count]:
+    """A copy of the record: ``{(name, path): Count}``, path one of view, torch, triton."""
+    return {key: Count(c.calls, c.packed, c.wire, c.seconds) for key, c in _counts.items()}
+
+
+def total(name: str) -> Count:
+    """The counts of ``name`` over all paths."""
+    found = [c for (n, _), c in _counts.items() if n == name]
+    return Count(
+        sum(c.calls for c in found),
+        sum(c.packed for c in found),
+        sum(c.wire for c in found),
+        sum(c.seconds for c in found),
+    )
+
+
+def reset() -> None:
+    """Forget everything counted so far."""
+    _counts.clear()
+
+
+@contextmanager
+def recording() -> Iterator[dict[tuple[str, str], Count]]:
+    """Yield a dict that holds, once the block has ended, what was counted inside it."""
+    before = counters()
+    inside: dict[tuple[str, str], Count] = {}
+    try:
+        yield inside
+    finally:
+        for key, now in counters().items():
+            was = before.get(key, Count())
+            if now != was:
+                inside[key] = Count(
+                    now.calls - was.calls, now.packed - was.packed, now.wire - was.wire, now.seconds - was.seconds
+                )

@@ -1,0 +1,273 @@
+"""Megatron-LM's autograd classes; `mappings` has the public functions.
+
+The ctx attribute names and the one-None-per-extra-argument gradients are part of the contract. Backward enters an
+autograd class again only under ``create_graph``.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.compiler import is_compiling
+from torch.distributed import ProcessGroup
+
+from tritoncomm import engine, ownership
+from tritoncomm.along import (
+    _gather_along_first_dim,
+    _gather_along_last_dim,
+    _reduce_scatter_along_first_dim,
+    _reduce_scatter_along_last_dim,
+    _split_along_first_dim,
+    _split_along_last_dim,
+    run_gather,
+    run_scatter_reduce,
+    run_split,
+)
+from tritoncomm.dims import split_dim, wants_grad
+
+__all__ = [
+    "_AllGatherFromTensorParallelRegion",
+    "_CopyToModelParallelRegion",
+    "_GatherFromModelParallelRegion",
+    "_GatherFromSequenceParallelRegion",
+    "_ReduceFromModelParallelRegion",
+    "_ReduceInPlace",
+    "_ReduceScatterToSequenceParallelRegion",
+    "_ReduceScatterToTensorParallelRegion",
+    "_ScatterToModelParallelRegion",
+    "_ScatterToSequenceParallelRegion",
+]
+
+
+class _CopyToModelParallelRegion(Function):
+    """Forward: identity. Backward: all-reduce."""
+
+    @staticmethod
+    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        return input_
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        if not is_compiling():
+            ownership.measure()
+        return input_
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if wants_grad(grad_output):
+            return _ReduceFromModelParallelRegion.apply(grad_output, ctx.group), None
+        ours = not is_compiling() and ownership.gradient_is_ours(grad_output, sys.getrefcount(grad_output))
+        name = "copy_to_tensor_model_parallel_region.backward"
+        return engine.all_reduce(grad_output, ctx.group, name, in_place=ours), None
+
+
+class _ReduceFromModelParallelRegion(Function):
+    """Forward: all-reduce. Backward: identity."""
+
+    @staticmethod
+    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        return engine.all_reduce(input_, group, "reduce_from_tensor_model_parallel_region")
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return engine.all_reduce(input_, group, "reduce_from_tensor_model_parallel_region")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if wants_grad(grad_output):
+            return _CopyToModelParallelRegion.apply(grad_output, ctx.group), None
+        return grad_output, None
+
+
+class _ReduceInPlace(Function):
+    """``_ReduceFromModelParallelRegion`` into a temporary that nobody else can see; autograd is told."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        ctx.mark_dirty(input_)
+        return engine.all_reduce(input_, group, "reduce_from_tensor_model_parallel_region", in_place=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return _ReduceFromModelParallelRegion.backward(ctx, grad_output)
+
+
+class _ScatterToModelParallelRegion(Function):
+    """Forward: split the last dim. Backward: all-gather it."""
+
+    @staticmethod
+    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        return _split_along_last_dim(input_, group)
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return run_split(input_, -1, group, "scatter_to_tensor_model_parallel_region")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if wants_grad(grad_output):
+            return _GatherFromModelParallelRegion.apply(grad_output, ctx.group), None
+        return run_gather(grad_output, -1, ctx.group, None, "scatter_to_tensor_model_parallel_region.backward"), None
+
+
+class _GatherFromModelParallelRegion(Function):
+    """Forward: all-gather the last dim. Backward: split it (the gradient is the same on every rank)."""
+
+    @staticmethod
+    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        return _gather_along_last_dim(input_, group)
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return run_gather(input_, -1, group, None, "gather_from_tensor_model_parallel_region")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if wants_grad(grad_output):
+            return _ScatterToModelParallelRegion.apply(grad_output, ctx.group), None
+        return run_split(grad_output, -1, ctx.group, "gather_from_tensor_model_parallel_region.backward"), None
+
+
+class _ScatterToSequenceParallelRegion(Function):
+    """Forward: split dim 0. Backward: all-gather it."""
+
+    @staticmethod
+    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        return _split_along_first_dim(input_, group)
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return run_split(input_, 0, group, "scatter_to_sequence_parallel_region")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if wants_grad(grad_output):
+            return _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, False), None
+        return run_gather(grad_output, 0, ctx.group, None, "scatter_to_sequence_parallel_region.backward"), None
+
+
+class _GatherFromSequenceParallelRegion(Function):
+    """Forward: all-gather dim 0. Backward: reduce-scatter it, or split a replicated gradient."""
+
+    @staticmethod
+    def symbolic(
+        graph: Any,
+        input_: Tensor,
+        group: ProcessGroup,
+        tensor_parallel_output_grad: bool = True,
+        output_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Tensor:
+        return _gather_along_first_dim(input_, group, output_split_sizes, use_global_buffer)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_: Tensor,
+        group: ProcessGroup,
+        tensor_parallel_output_grad: bool = True,
+        output_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Tensor:
+        ctx.tensor_parallel_output_grad = tensor_parallel_output_grad
+        ctx.group = group
+        ctx.output_split_sizes = output_split_sizes
+        ctx.use_global_buffer = use_global_buffer
+        return run_gather(input_, 0, group, output_split_sizes, "gather_from_sequence_parallel_region")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        group, sizes = ctx.group, ctx.output_split_sizes
+        name = "gather_from_sequence_parallel_region.backward"
+        if not ctx.tensor_parallel_output_grad:
+            grad = split_dim(grad_output, 0, group, sizes=sizes)
+        elif wants_grad(grad_output):
+            grad = _ReduceScatterToSequenceParallelRegion.apply(grad_output, group, sizes, ctx.use_global_buffer)
+        else:
+            grad = run_scatter_reduce(grad_output, 0, group, sizes, name)
+        return grad, None, None, None, None
+
+
+class _ReduceScatterToSequenceParallelRegion(Function):
+    """Forward: reduce-scatter dim 0. Backward: all-gather it."""
+
+    @staticmethod
+    def symbolic(
+        graph: Any,
+        input_: Tensor,
+        group: ProcessGroup,
+        input_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Tensor:
+        return _reduce_scatter_along_first_dim(input_, group, input_split_sizes, use_global_buffer)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_: Tensor,
+        group: ProcessGroup,
+        input_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Tensor:
+        ctx.group = group
+        ctx.input_split_sizes = input_split_sizes
+        ctx.use_global_buffer = use_global_buffer
+        return run_scatter_reduce(input_, 0, group, input_split_sizes, "reduce_scatter_to_sequence_parallel_region")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if wants_grad(grad_output):
+            args = (True, ctx.input_split_sizes, ctx.use_global_buffer)
+            grad = _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, *args)
+        else:
+            name = "reduce_scatter_to_sequence_parallel_region.backward"
+            grad = run_gather(grad_output, 0, ctx.group, ctx.input_split_sizes, name)
+        return grad, None, None, None
+
+
+class _AllGatherFromTensorParallelRegion(Function):
+    """Forward: all-gather the last dim. Backward: reduce-scatter it."""
+
+    @staticmethod
+    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        return _gather_along_last_dim(input_, group)
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return run_gather(input_, -1, group, None, "all_gather_last_dim_from_tensor_parallel_region")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if wants_grad(grad_output):
+            return _ReduceScatterToTensorParallelRegion.apply(grad_output, ctx.group), None
+        name = "all_gather_last_dim_from_tensor_parallel_region.backward"
+        return run_scatter_reduce(grad_output, -1, ctx.group, None, name), None
+
+
+class _ReduceScatterToTensorParallelRegion(Function):
+    """Forward: reduce-scatter the last dim. Backward: all-gather it."""
+
+    @staticmethod
+    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        return _reduce_scatter_along_last_dim(input_, group)
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return run_scatter_reduce(input_, -1, group, None, "reduce_scatter_last_dim_to_tensor_parallel_region")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if wants_grad(grad_output):
+            return _AllGatherFromTensorParallelRegion.apply(grad_output, ctx.group), None
+        name = "reduce_scatter_last_dim_to_tensor_parallel_region.backward"
+        return run_gather(grad_output, -1, ctx.group, None, name), None
