@@ -42,7 +42,7 @@ class Case:
         return f"{self.name} {list(self.shape)}{f' {self.note}' if self.note else ''}"
 
 
-_UNEVEN_IN, _UNEVEN_OUT = [1, 2, 3, 2], [2, 1, 4, 3]
+# The fake group gathers pieces of one size only, so the sizes of a gather are equal here.
 
 CASES = [
     Case("copy_to_tensor_model_parallel_region", (8, 16), (8, 16)),
@@ -60,18 +60,18 @@ CASES = [
     ),
     Case(
         "gather_from_sequence_parallel_region",
-        (2, 16),
-        (10, 16),
-        {"output_split_sizes": _UNEVEN_OUT},
-        "uneven sizes",
+        (8, 2, 16),
+        (32, 2, 16),
+        {"output_split_sizes": [8] * WORLD},
+        "sizes",
     ),
     Case("reduce_scatter_to_sequence_parallel_region", (8, 2, 16), (2, 2, 16)),
     Case(
         "reduce_scatter_to_sequence_parallel_region",
-        (8, 16),
-        (1, 16),
-        {"input_split_sizes": _UNEVEN_IN},
-        "uneven sizes",
+        (8, 2, 16),
+        (2, 2, 16),
+        {"input_split_sizes": [2] * WORLD},
+        "sizes",
     ),
     Case("all_gather_last_dim_from_tensor_parallel_region", (8, 16), (8, 64)),
     Case("reduce_scatter_last_dim_to_tensor_parallel_region", (8, 16), (8, 4)),
@@ -80,7 +80,7 @@ CASES = [
         "all_to_all",
         (8, 16),
         (10, 16),
-        {"output_split_sizes_": _UNEVEN_OUT, "input_split_sizes": _UNEVEN_IN},
+        {"output_split_sizes_": [2, 1, 4, 3], "input_split_sizes": [1, 2, 3, 2]},
         "split sizes",
     ),
     Case("all_to_all_sp2hp", (8, 16), (32, 4)),

@@ -31,9 +31,13 @@ def draw(outer: int = 2, row: int = 8, world: int = 3) -> str:
                 c = w * run + k
                 color, label = (COLORS[w], f"{o}{c}") if c < row else ("#ccc", "")
                 parts.append(cell(left + k * CELL, 164 + o * CELL, color, label))
-    parts.append(note(20, 256, "wire[w, o, k] = rows[o, w*run + k] where w*run + k &lt; row; grey is padding, only on the wire"))
+    parts.append(
+        note(20, 256, "wire[w, o, k] = rows[o, w*run + k] where w*run + k &lt; row; grey is padding, only on the wire")
+    )
     body = "\n".join(parts)
-    return f'<svg xmlns="http://www.w3.org/2000/svg" width="600" height="272" font-family="sans-serif">\n{body}\n</svg>\n'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="600" height="272" font-family="sans-serif">\n{body}\n</svg>\n'
+    )
 
 
 if __name__ == "__main__":

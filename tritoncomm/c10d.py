@@ -106,16 +106,16 @@ def reduce_scatter_list(
 def all_to_all(
     out: Tensor,
     x: Tensor,
-    out_rows: tuple[int, ...] | None,
-    in_rows: tuple[int, ...] | None,
+    out_rows: tuple[int, ...],
+    in_rows: tuple[int, ...],
     group: ProcessGroup,
     asynchronous: bool = False,
 ) -> Work:
-    """Piece w of x goes to rank w; pieces are even, or rows of dim 0 as given."""
+    """Piece w of x goes to rank w; pieces are even (no rows given), or that many rows of dim 0."""
     if x.dtype in special:
         out, x = _carrier(out), _carrier(x)
     options = _exchange_options[asynchronous]
-    args = (out, x, list(out_rows or ()), list(in_rows or ()), options)
+    args = (out, x, list(out_rows), list(in_rows), options)
     if _new_names:
         return _end(group.all_to_all_single(*args), asynchronous)  # pyright: ignore
     return _end(group.alltoall_base(*args), asynchronous)

@@ -117,7 +117,7 @@ def broadcast(tensor: Tensor, src: int, parallel_mode: Any, async_op: bool = Fal
         The tensor with the values, or ``(tensor, handle)``.
     """
     group = _checked(tensor, parallel_mode, "broadcast")
-    started = record.clock()
+    started = record.now()
     if engine.ends_here(group):
         return (tensor, None) if async_op else tensor
     out, moved, root = _rooted(tensor, src, group, "broadcast")
@@ -133,7 +133,7 @@ def reduce(tensor: Tensor, dst: int, parallel_mode: Any, op: Any = ReduceOp.SUM,
         On ``dst`` the reduced tensor; elsewhere the same buffer with unspecified contents. Or ``(tensor, handle)``.
     """
     group = _checked(tensor, parallel_mode, "reduce")
-    started = record.clock()
+    started = record.now()
     if engine.ends_here(group):
         return (tensor, None) if async_op else tensor
     out, moved, root = _rooted(tensor, dst, group, "reduce")
@@ -199,7 +199,7 @@ def split_reduce_scatter(
     if len(axes) != len(many):
         raise ArgumentError(f"{name}: {len(many)} tensors but {len(axes)} dims")
     group = _checked(many[0], parallel_mode, name)
-    started, world, rank = record.clock(), group.size(), group.rank()
+    started, world, rank = record.now(), group.size(), group.rank()
     for x, dim in zip(many, axes, strict=True):
         _checked_dim(x, dim, name)
     wire, pieces, path, moved = ops.pack_many(many, axes, world, dtype=dtype, scale=scale)

@@ -103,6 +103,10 @@ def _pack_into(
     wire: Tensor, x: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None
 ) -> tuple[str, int]:
     taken, layout = path_for(x), rows_layout(x.shape, x.stride(), dim)
+    if layout is None and plan.outer == 1 and (plan.even or sizes is not None) and wire.is_contiguous():
+        layout = rows_layout(x.shape, x.stride(), -1)  # the wire is x in its own order: any rows will do
+        if layout is not None:
+            wire, sizes, plan = wire.view(1, -1, x.shape[-1]), None, Plan.along(x.shape, -1, 1)
     if layout is None:
         _refuse_triton("pack", x, dim)
         return "torch", _pack_blocks(wire, x, plan, dim, sizes, scale)

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
-__all__ = ["Count", "add", "clock", "counters", "recording", "reset", "total"]
+__all__ = ["Count", "add", "counters", "now", "recording", "reset", "timing", "total"]
 
-clock = perf_counter
+_timed = False
 
 
 @dataclass(slots=True)
@@ -18,7 +18,7 @@ class Count:
         calls: how often it ran.
         packed: bytes read plus bytes written by local passes (pack, unpack, reduce, strided copies).
         wire: bytes this rank had to send, by the formula of a bandwidth-optimal algorithm.
-        seconds: host time inside the calls, in seconds. On a GPU the device may still be working afterwards.
+        seconds: host time inside the calls, in seconds, while ``timing(True)``; a GPU may still be working afterwards.
     """
 
     calls: int = 0
@@ -30,8 +30,19 @@ class Count:
 _counts: dict[tuple[str, str], Count] = {}
 
 
+def timing(on: bool) -> None:
+    """Whether to take the time of every call (two clock readings each); off at the start."""
+    global _timed
+    _timed = on
+
+
+def now() -> float:
+    """Seconds for ``add``; 0.0 while nobody wants the time."""
+    return perf_counter() if _timed else 0.0
+
+
 def add(name: str, path: str, packed: int, wire: int, started: float, calls: int = 1) -> None:
-    """Count one call of ``name`` that took ``path`` and began at ``clock()`` value ``started``.
+    """Count one call of ``name`` that took ``path`` and began at ``now()`` value ``started``.
 
     Under torch.compile a call is several ops: the collective counts it (path ``compiled``), pack and unpack count their
     traffic with ``calls=0``.
@@ -42,7 +53,8 @@ def add(name: str, path: str, packed: int, wire: int, started: float, calls: int
     count.calls += calls
     count.packed += packed
     count.wire += wire
-    count.seconds += clock() - started
+    if started:
+        count.seconds += perf_counter() - started
 
 
 def counters() -> dict[tuple[str, str], Count]:

@@ -28,7 +28,7 @@ def _as_sizes(sizes: list[int] | None) -> Ints | None:
 
 
 def _pack(x: Tensor, dim: int, world: int, sizes: list[int] | None, name: str) -> Tensor:
-    started = record.clock()
+    started = record.now()
     wire, path, moved = ops.pack(x, dim, world, _as_sizes(sizes))
     if path == "view":
         wire, path, moved = wire.clone(), "torch", 2 * x.nbytes
@@ -37,14 +37,14 @@ def _pack(x: Tensor, dim: int, world: int, sizes: list[int] | None, name: str) -
 
 
 def _unpack(wire: Tensor, shape: list[int], dim: int, world: int, sizes: list[int] | None, name: str) -> Tensor:
-    started = record.clock()
+    started = record.now()
     out, path, moved = ops.unpack(wire.view(-1), shape, dim, world, _as_sizes(sizes))
     record.add(name, path, moved, 0, started, calls=0)
     return out
 
 
 def _count(name: str, wire: int) -> None:
-    record.add(name, "compiled", 0, wire, record.clock())
+    record.add(name, "compiled", 0, wire, record.now())
 
 
 for _name, _function in (("pack", _pack), ("unpack", _unpack), ("count", _count)):

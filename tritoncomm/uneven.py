@@ -5,32 +5,43 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tritoncomm import c10d, ops, record
-from tritoncomm.checks import even, flat, piece, sized
+from tritoncomm import c10d, ops, record, routes
 from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.handle import Handle
 from tritoncomm.plan import Ints, Plan
 
-__all__ = ["exchange_uneven", "gather_uneven"]
+__all__ = ["exchange_uneven", "gather_uneven", "scatter_uneven"]
+
+
+def _counts(plan: Plan) -> Ints:
+    """Elements of each rank's block on the wire."""
+    assert plan.lengths is not None
+    return tuple(plan.outer * length for length in plan.lengths)
+
+
+def _check_joined(x: Tensor, dim: int, sizes: Ints, name: str, group: ProcessGroup) -> int:
+    """``dim`` counted from the front; my entry of ``sizes`` has to be my size."""
+    world, rank = group.size(), group.rank()
+    if not -x.dim() <= dim < x.dim():
+        raise routes.located(ShapeError(f"dim {dim} is out of range"), x.shape, name, group)
+    dim %= x.dim()
+    if len(sizes) != world or min(sizes) < 0 or sizes[rank] != x.shape[dim]:
+        message = f"split sizes {list(sizes)} need {world} entries, mine being {x.shape[dim]}, the size of dim {dim}"
+        raise routes.located(ShapeError(message), x.shape, name, group)
+    return dim
 
 
 def gather_uneven(
     x: Tensor, dim: int, group: ProcessGroup, sizes: Ints, name: str, asynchronous: bool, started: float
 ) -> Any:
-    world, rank, dim = group.size(), group.rank(), dim % x.dim()
-    if len(sizes) != world or sizes[rank] != x.shape[dim]:
-        raise ShapeError(
-            f"{name}: split sizes {list(sizes)} need {world} entries with {x.shape[dim]}, the size of dim {dim}, "
-            f"at rank {rank} (shape {tuple(x.shape)})"
-        )
-    shape = (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
+    """Join ``dim`` from the ranks, ``sizes[w]`` of it from rank w."""
+    dim, world = _check_joined(x, dim, sizes, name, group), group.size()
+    shape = routes.piece(x.shape, dim, sum(sizes))
     plan = Plan.along(shape, dim, world, sizes)
-    x, moved = flat(x)
+    x, moved = routes.flat(x, routes.gathered(x.shape, x.dtype, dim, world))
     out = x.new_empty(shape)
     wire = out.view(-1) if plan.is_view else x.new_empty(out.numel())
-    assert plan.lengths is not None
-    parts = list(wire.split([plan.outer * length for length in plan.lengths]))
-    work = c10d.all_gather_list(parts, x.view(-1), group, asynchronous)
+    work = c10d.all_gather_list(list(wire.split(_counts(plan))), x.view(-1), group, asynchronous)
     wire_bytes = x.nbytes * (world - 1)
 
     def finish() -> tuple[str, int]:
@@ -44,6 +55,19 @@ def gather_uneven(
     return out
 
 
+def scatter_uneven(
+    x: Tensor, dim: int, group: ProcessGroup, sizes: Ints, name: str, op: Any, asynchronous: bool, started: float
+) -> Any:
+    """Reduce over the ranks and keep ``sizes[rank]`` of ``dim``."""
+    world, rank = group.size(), group.rank()
+    plan = routes.sized(x.shape, dim, world, sizes, name, group)
+    wire, path, moved = ops.pack(routes.resolved(x), dim, world, sizes)
+    out = x.new_empty(routes.piece(x.shape, dim, sizes[rank]))
+    work = c10d.reduce_scatter_list(out.view(-1), list(wire.split(_counts(plan))), op, group, asynchronous)
+    record.add(name, path, moved, x.nbytes * (world - 1) // world, started)
+    return (out, Handle(work, out, None, wire)) if asynchronous else out
+
+
 def exchange_uneven(
     x: Tensor,
     scatter_dim: int,
@@ -54,31 +78,23 @@ def exchange_uneven(
     gather_sizes: Ints | None,
     started: float,
 ) -> Tensor:
+    """Cut one dim and join another by sizes; a missing list means even pieces."""
     world, rank = group.size(), group.rank()
-    scatter_dim, gather_dim = scatter_dim % x.dim(), gather_dim % x.dim()
+    if scatter_sizes is None:
+        scatter_sizes = routes.even_sizes(x.shape, scatter_dim, world, name, group)
+    sent = routes.sized(x.shape, scatter_dim, world, scatter_sizes, name, group)
+    gather_sizes = gather_sizes if gather_sizes is not None else (x.shape[gather_dim],) * world
+    gather_dim, scatter_dim = _check_joined(x, gather_dim, gather_sizes, name, group), scatter_dim % x.dim()
     if scatter_dim == gather_dim:
         raise ArgumentError(f"{name}: sizes need two different dims, not {scatter_dim} twice")
-    if scatter_sizes is None:
-        even(x.shape, scatter_dim, world, name, group)
-        scatter_sizes = (x.shape[scatter_dim] // world,) * world
-    gather_sizes = gather_sizes if gather_sizes is not None else (x.shape[gather_dim],) * world
-    sent = sized(x.shape, scatter_dim, world, scatter_sizes, name, group)
-    if len(gather_sizes) != world or gather_sizes[rank] != x.shape[gather_dim]:
-        raise ShapeError(
-            f"{name}: gather sizes {list(gather_sizes)} need {world} entries with {x.shape[gather_dim]}, the size of "
-            f"dim {gather_dim}, at rank {rank} (shape {tuple(x.shape)})"
-        )
-    wire, path, moved = ops.pack(x, scatter_dim, world, scatter_sizes)
-    joined = piece(piece(x.shape, scatter_dim, scatter_sizes[rank]), gather_dim, sum(gather_sizes))
+    wire, path, moved = ops.pack(routes.resolved(x), scatter_dim, world, scatter_sizes)
+    joined = routes.piece(routes.piece(x.shape, scatter_dim, scatter_sizes[rank]), gather_dim, sum(gather_sizes))
     got = Plan.along(joined, gather_dim, world, gather_sizes)
-    assert sent.lengths is not None
-    assert got.lengths is not None
     out = x.new_empty(joined)
     received = out.view(-1) if got.is_view else x.new_empty(out.numel())
-    counts = [tuple(plan.outer * length for length in plan.lengths or ()) for plan in (got, sent)]
-    c10d.all_to_all(received, wire.view(-1), counts[0], counts[1], group)
+    c10d.all_to_all(received, wire.view(-1), _counts(got), _counts(sent), group)
     if not got.is_view:
         _, unpack_path, unpacked = ops.unpack(received, joined, gather_dim, world, gather_sizes, out=out)
         path, moved = (path if path != "view" else unpack_path), moved + unpacked
-    record.add(name, path, moved, x.nbytes - sent.outer * sent.lengths[rank] * x.element_size(), started)
+    record.add(name, path, moved, x.nbytes - _counts(sent)[rank] * x.element_size(), started)
     return out

@@ -75,7 +75,7 @@ def _tuned(device_name: str | None, op: str, unit_bytes: int) -> dict[str, int]:
 
 @lru_cache(maxsize=16)
 def _table(device_name: str) -> dict[str, dict[str, dict[str, int]]]:
-    """``{op: {unit_bytes: {"tile_bytes": ..., "segment_bytes": ..., "num_warps": ...}}}``, empty when none is shipped."""
+    """``{op: {unit_bytes: {"tile_bytes": ..., "segment_bytes": ..., "num_warps": ...}}}``, empty if none is shipped."""
     name = "".join(c if c.isalnum() else "-" for c in device_name.lower())
     path = resources.files("tritoncomm_kernels") / "configs" / f"{name}.json"
     return json.loads(path.read_text()) if path.is_file() else {}

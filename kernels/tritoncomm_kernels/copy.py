@@ -3,6 +3,7 @@
 A tile is BLOCK_ROWS rows by BLOCK_COLS columns of the row; columns run over all ranks, so reads stay contiguous for any
 run. Copies see integers of the widest access that both sides allow and never the dtype.
 """
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportPossiblyUnbound=false
 
 import math
 from collections.abc import Sequence
@@ -149,8 +150,8 @@ def pack(
 ) -> int:
     """Copy rows into rank order: ``wire[w, o, k] = rows[o, w*run + k] * scale``.
 
-    Positions past the end of a row are written as zero. With equal dtypes and no scale the bits are unchanged; otherwise
-    the arithmetic is fp32 (fp64 when either side is fp64) with one rounding at the store.
+    Positions past the end of a row are written as zero. With equal dtypes and no scale the bits are unchanged;
+    otherwise the arithmetic is fp32 (fp64 when either side is fp64) with one rounding at the store.
 
     Args:
         rows: ``[*outer, row]`` with up to three outer dims once neighbours are joined, any strides.
@@ -279,7 +280,7 @@ def _unit(
         size = rows_dtype.itemsize
         unit = math.gcd(alignment or 16, 16, *(n * size for n in numbers))
         element = min(unit, 8)
-        return (_INTEGERS[element],) * 2, unit // element, unit, (size, unit)
+        return (_INTEGERS[element], _INTEGERS[element]), unit // element, unit, (size, unit)
     small, large = sorted((rows_dtype.itemsize, wire_dtype.itemsize))
     aligned = math.gcd(alignment or 16, 16)
     vec = math.gcd(*numbers, 16 // small if aligned == 16 else max(aligned // large, 1))

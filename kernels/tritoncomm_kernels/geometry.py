@@ -79,7 +79,7 @@ def _uneven(name: str, outer: int, row: int, shape: Ints, stride: Ints, sizes: I
     if not sizes or min(sizes) < 0 or sum(sizes) != row:
         raise ValueError(f"{name}: sizes {list(sizes)} do not add up to rows of {row} elements")
     if len(shape) != 1 or shape[0] != outer * row or (shape[0] > 1 and stride[0] != 1):
-        raise ValueError(f"{name}: wire with sizes must be flat and contiguous with {outer}*{row} elements, not {shape}")
+        raise ValueError(f"{name}: wire with sizes must be flat and contiguous with {outer}*{row} elements")
     return tuple(accumulate(sizes, initial=0))
 
 

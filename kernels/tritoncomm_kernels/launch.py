@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from tritoncomm_kernels.numerics import INTERPRETED
 
@@ -139,7 +140,7 @@ def is_direct(device: int) -> bool:
     """Whether a compiled kernel may be called directly on ``device`` right now."""
     if device < 0 or INTERPRETED or _current_device is None or _current_stream is None or not _known_version():
         return False
-    runtime = triton.knobs.runtime
+    runtime = knobs.runtime
     if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
         return False
     return _current_device() == device
@@ -148,7 +149,7 @@ def is_direct(device: int) -> bool:
 @lru_cache(maxsize=1)
 def _known_version() -> bool:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    hooks = (getattr(triton.knobs.runtime, name, None) for name in ("launch_enter_hook", "launch_exit_hook"))
+    hooks = (getattr(knobs.runtime, name, None) for name in ("launch_enter_hook", "launch_exit_hook"))
     first, end = _DIRECT_VERSIONS
     return first <= version < end and all(hasattr(hook, "calls") for hook in hooks)
 

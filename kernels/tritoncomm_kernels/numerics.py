@@ -8,8 +8,9 @@ import struct
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -29,7 +30,7 @@ def widen(x, WIDE: tl.constexpr):
 @triton.jit
 def multiply(x, scale, WIDE: tl.constexpr):
     """``x * scale`` in the wide type; an fp64 scale arrives as the integer of its bits (see ``scale_argument``)."""
-    if WIDE == tl.float64:
+    if tl.float64 == WIDE:
         x *= scale.to(tl.int64).to(tl.float64, bitcast=True)
     else:
         x *= scale
@@ -39,11 +40,11 @@ def multiply(x, scale, WIDE: tl.constexpr):
 @triton.jit
 def narrow(x, NARROW: tl.constexpr):
     """``x`` rounded to nearest even; fp64 reaches 16 bits through fp32 as in ``torch.Tensor.to``; NaN stays NaN."""
-    if NARROW.primitive_bitwidth < 32:
+    if NARROW.primitive_bitwidth < 32:  # pyright: ignore[reportAttributeAccessIssue]
         if x.dtype == tl.float64:
             x = x.to(tl.float32)
     if INTERPRETED:  # whose own conversion to bf16 truncates
-        if NARROW == tl.bfloat16:
+        if tl.bfloat16 == NARROW:
             bits = x.to(tl.int32, bitcast=True)
             rounded = bits + 0x7FFF + ((bits >> 16) & 1)
             bits = tl.where(x != x, bits | 0x400000, rounded)

@@ -1,4 +1,5 @@
 """reduce: the sum of the ranks' parts of a wire, in rank order, with one rounding at the end."""
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportPossiblyUnbound=false
 
 import math
 from functools import lru_cache
@@ -38,7 +39,7 @@ def _reduce_kernel(
         acc += widen(tl.load(wire_ptr + offset + w * step, mask=mask, other=0), WIDE)
     if REST > 0:
         part_ptr = wire_ptr + offset + PARTS * step
-        for _ in range(0, (parts - PARTS) // REST):
+        for _ in range((parts - PARTS) // REST):
             for w in tl.static_range(REST):
                 acc += widen(tl.load(part_ptr + w * step, mask=mask, other=0), WIDE)
             part_ptr += REST * step
@@ -87,7 +88,9 @@ def check_parts(shape: Ints, stride: Ints, out_shape: Ints, out_stride: Ints) ->
     if len(shape) != 2 or not 1 <= shape[0] <= MAX_PARTS or tuple(out_shape) != (shape[1],):
         raise ValueError(f"reduce: wire {tuple(shape)} is no [1..{MAX_PARTS}, n] for out {tuple(out_shape)}")
     if shape[1] > 1 and (stride[1] != 1 or out_stride[0] != 1):
-        raise ValueError(f"reduce: the parts of wire and out must be contiguous, not strided by {stride} and {out_stride}")
+        raise ValueError(
+            f"reduce: the parts of wire and out must be contiguous, not strided by {stride} and {out_stride}"
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -126,4 +129,8 @@ def _plan(
         BLOCK=block,
     )  # fmt: skip
     grid = -(-length // block)
-    return Launch(_reduce_kernel, device, grid, (wire_dtype, out_dtype), numbers, constants, tile.num_warps), moved, wide
+    return (
+        Launch(_reduce_kernel, device, grid, (wire_dtype, out_dtype), numbers, constants, tile.num_warps),
+        moved,
+        wide,
+    )

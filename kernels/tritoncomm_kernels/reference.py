@@ -76,7 +76,7 @@ def _checked(
 
 
 def _pieces(rows: Tensor, wire: Tensor, sizes: tuple[int, ...] | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of the wire, shaped as the rows are, and the part of the rows each holds; one pair when the cut is even."""
+    """Blocks of the wire, shaped as the rows are, and the part of the rows each holds; one pair for an even cut."""
     lead, row = rows.shape[:-1], rows.shape[-1]
     if sizes is None:
         world, _, run = wire.shape

@@ -1,0 +1,148 @@
+"""Eight Gloo ranks, started once, that run many functions: ``pool.run(function, *args, world=2)``."""
+
+import importlib
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+__all__ = ["RANK_LISTS", "Pool", "WorkerError", "strict_warnings"]
+
+WORLD = 8
+RANK_LISTS = ((0,), (0, 1), (0, 1, 2, 3), tuple(range(WORLD)), (1, 3), (2, 3))
+START_SECONDS, GRACE_SECONDS = 90.0, 8.0
+COLLECTIVE = timedelta(seconds=40)
+
+
+class WorkerError(AssertionError):
+    """A rank failed; the message has its rank and traceback."""
+
+
+def strict_warnings() -> None:
+    """Warnings are errors, except torch's own about its own insides."""
+    warnings.simplefilter("error")
+    # Dynamo looks at every attribute of an autograd.Function, deprecated ones included.
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\..*")
+    warnings.filterwarnings("ignore", message=r".*torch\.jit.*", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message=r".*should not be instantiated.*", category=DeprecationWarning)
+
+
+class Pool:
+    """Processes with the process groups of ``RANK_LISTS``; rebuilt after a rank died or hung."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self.started = 0
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, world: int | Sequence[int] = 2, timeout: float = 90
+    ) -> list[Any]:
+        """Call ``function(group, *args)`` on the first ``world`` ranks, or on these ranks; the results in rank order."""
+        ranks = tuple(range(world)) if isinstance(world, int) else tuple(world)
+        if ranks not in RANK_LISTS:
+            raise ValueError(f"no group over {ranks}; there are {RANK_LISTS}")
+        self._start()
+        module = function.__module__.rpartition(".")[2]
+        job = pickle.dumps((ranks, module, function.__qualname__, args))
+        for rank in ranks:
+            self._workers[rank][1].send_bytes(job)
+        return self._collect(ranks, f"{module}.{function.__qualname__}", timeout)
+
+    def stop(self) -> None:
+        """End the processes that this pool started."""
+        for process, connection in self._workers:
+            connection.close()
+            process.join(2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._workers = []
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        self.started += 1
+        context = multiprocessing.get_context("spawn")
+        before = os.environ.get("TRITON_INTERPRET")
+        os.environ["TRITON_INTERPRET"] = "1"  # the child reads it before it imports anything
+        try:
+            store = tempfile.mkstemp(prefix="tritoncomm-pool-")[1]
+            for rank in range(WORLD):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_work, args=(rank, theirs, store, list(sys.path)), daemon=True)
+                process.start()
+                theirs.close()
+                self._workers.append((process, ours))
+        finally:
+            if before is None:
+                del os.environ["TRITON_INTERPRET"]
+            else:
+                os.environ["TRITON_INTERPRET"] = before
+        self._collect(range(WORLD), "start", START_SECONDS)
+
+    def _collect(self, ranks: Sequence[int], what: str, timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        problems: list[str] = []
+        lost = False
+        end = time.monotonic() + timeout
+        for rank in ranks:
+            process, connection = self._workers[rank]
+            try:
+                if not connection.poll(max(0.0, end - time.monotonic())):
+                    problems.append(f"rank {rank} did not answer")
+                    lost = True
+                    continue
+                good, value = pickle.loads(connection.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                process.join(1)
+                problems.append(f"rank {rank} died with exit code {process.exitcode}")
+                good, value, lost = True, None, True
+            if good:
+                results[rank] = value
+            else:
+                problems.append(f"rank {rank}:\n{value}")
+            if problems:
+                end = min(end, time.monotonic() + GRACE_SECONDS)
+        if lost:
+            self.stop()
+        if problems:
+            raise WorkerError(f"{what} on ranks {tuple(ranks)}\n" + "\n".join(problems))
+        return [results[rank] for rank in ranks]
+
+
+def _work(rank: int, connection: Connection, store: str, path: list[str]) -> None:
+    sys.path[:] = path
+    strict_warnings()
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        rendezvous = dist.FileStore(store, WORLD)
+        dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=WORLD, timeout=COLLECTIVE)
+        groups = {ranks: dist.new_group(list(ranks), timeout=COLLECTIVE) for ranks in RANK_LISTS}
+    except BaseException:
+        connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        return
+    connection.send_bytes(pickle.dumps((True, None)))
+    while True:
+        try:
+            ranks, module, name, args = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            break
+        try:
+            function = getattr(importlib.import_module(module), name)
+            answer = pickle.dumps((True, function(groups[ranks], *args)))
+        except BaseException:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(answer)
+    os._exit(0)  # the peers may be gone already: nothing to say goodbye to
