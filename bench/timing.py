@@ -1,4 +1,4 @@
-"""Timing on the host: rounds interleaved between the providers, quantiles of them, and what the numbers were made with."""
+"""Timing on the host: rounds interleaved between the providers, quantiles, and what the numbers were made with."""
 
 import gc
 import json

@@ -71,7 +71,8 @@ class Pool:
         if self._workers:
             return
         self.started += 1
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context("forkserver")  # torch is imported once, not eight times
+        context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
         before = os.environ.get("TRITON_INTERPRET")
         os.environ["TRITON_INTERPRET"] = "1"  # the child reads it before it imports anything
         try:

@@ -23,7 +23,8 @@ def _written(parameter: inspect.Parameter) -> str:
     if parameter.default is inspect.Parameter.empty:
         return parameter.name
     default = parameter.default
-    return f"{parameter.name}={'ReduceOp.SUM' if default == dist.ReduceOp.SUM else default}"
+    summed = isinstance(default, dist.ReduceOp.RedOpType) and default == dist.ReduceOp.SUM
+    return f"{parameter.name}={'ReduceOp.SUM' if summed else default}"
 
 
 @pytest.mark.parametrize(("module", "name", "wanted"), FUNCTIONS + METHODS, ids=[f[1] for f in FUNCTIONS + METHODS])

@@ -282,6 +282,11 @@ def pack_many(
     """
     plans = [Plan.along(x.shape, dim, world) for x, dim in zip(tensors, dims, strict=True)]
     wire_dtype = dtype or _common_dtype(tensors)
+    if len(tensors) == 1:  # which may be the wire already
+        x, dim = tensors[0], dims[0] % tensors[0].dim()
+        wire, taken, moved = pack(x, dim, world, dtype=wire_dtype, scale=scale)
+        piece = (*x.shape[:dim], -(-x.shape[dim] // world), *x.shape[dim + 1 :])
+        return wire.view(world, -1), [(0, piece)], taken, moved
     wire = tensors[0].new_empty((world, sum(p.outer * p.run for p in plans)), dtype=wire_dtype)
     pieces: list[tuple[int, Ints]] = []
     offset, moved, taken = 0, 0, "torch"

@@ -3,7 +3,7 @@
 A tile is BLOCK_ROWS rows by BLOCK_COLS columns of the row; columns run over all ranks, so reads stay contiguous for any
 run. Copies see integers of the widest access that both sides allow and never the dtype.
 """
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportPossiblyUnbound=false
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 import math
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 """reduce: the sum of the ranks' parts of a wire, in rank order, with one rounding at the end."""
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportPossiblyUnbound=false
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 import math
 from functools import lru_cache

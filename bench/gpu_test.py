@@ -1,0 +1,566 @@
+"""Correctness on one GPU, without pytest: kernels against the reference, mappings over NCCL, two processes over Gloo.
+
+Run as ``make gpu-test``. ``--dry`` runs the same checks on the CPU with TRITON_INTERPRET=1 and tiny sizes. Exits 0 when
+everything holds, 1 when something does not, 2 without a CUDA device. Writes ``gpu_test.json`` into $OUT when it is set.
+"""
+
+import argparse
+import math
+import os
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import tritoncomm_kernels as kernels
+from torch import Tensor
+from tritoncomm_kernels import reference
+
+from bench.timing import versions, write_json
+from tritoncomm import collective, engine, mappings, ops
+
+BUDGET_S = 420  # later checks are skipped, visibly, so that the run ends within eight minutes
+SHOWN = 5
+INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COPIED = (
+    *FLOATS,
+    *(getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)),
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64),
+)
+GUARD = 64
+
+
+class _OutOfTimeError(Exception):
+    pass
+
+
+@dataclass
+class Group:
+    """One printed line: how many checks ran, which failed, and why it was skipped if it was."""
+
+    name: str
+    checks: int = 0
+    failures: list[str] = field(default_factory=list)
+    skipped: str = ""
+    seconds: float = 0.0
+    deadline: float = math.inf
+
+    def expect(self, ok: bool, what: str) -> None:
+        """Count a check; raises once the time of the whole run is over."""
+        if time.monotonic() > self.deadline:
+            raise _OutOfTimeError
+        self.checks += 1
+        if not ok:
+            self.failures.append(what)
+
+    def line(self) -> str:
+        state = f"{len(self.failures)} failed" + (f", skipped: {self.skipped}" if self.skipped else "")
+        return f"{self.name:34} {self.checks:6} checks, {state} ({self.seconds:.1f} s)"
+
+
+@dataclass
+class Setting:
+    """Where the checks run, and how large they are."""
+
+    device: torch.device
+    dry: bool
+    generator: torch.Generator
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return (torch.bfloat16, torch.float32, torch.bool, torch.complex64) if self.dry else COPIED
+
+    @property
+    def backend(self) -> str:
+        return "gloo" if self.dry else "nccl"
+
+
+def bits(setting: Setting, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Random bits of the dtype's width as integers: NaN, infinities, denormals and negative zero included."""
+    kind = INTEGER[dtype.itemsize]
+    low, high = (0, 2) if dtype is torch.bool else (torch.iinfo(kind).min, torch.iinfo(kind).max)
+    return torch.randint(low, high, shape, dtype=kind, device=setting.device, generator=setting.generator)
+
+
+def poison(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """The whole storage of ``like`` again, filled with one pattern."""
+    count = like.untyped_storage().nbytes() // like.element_size()
+    return torch.full((count,), 1 if dtype is torch.bool else 90, dtype=like.dtype, device=like.device)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal bits."""
+    kind = INTEGER[a.dtype.itemsize]
+    return a.dtype is b.dtype and a.shape == b.shape and bool(torch.equal(a.view(kind), b.view(kind)))
+
+
+def same_or_nan(a: Tensor, b: Tensor) -> bool:
+    """Equal bits, or NaN on both sides (payloads of a NaN that went through arithmetic are nobody's promise)."""
+    kind = INTEGER[a.dtype.itemsize]
+    return bool(((a.view(kind) == b.view(kind)) | ((a != a) & (b != b))).all())
+
+
+def layouts(setting: Setting, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Rows as integers in the layouts that the kernels read through strides."""
+    n = 3 if setting.dry else 61
+    yield "contiguous", bits(setting, (n, 96), dtype)
+    yield "one row", bits(setting, (480,), dtype)
+    yield "columns of a wider tensor", bits(setting, (n, 160), dtype)[:, 32:128]
+    yield "odd offset", bits(setting, (n, 101), dtype)[:, 5:]
+    yield "permuted outer dims", bits(setting, (4, n, 96), dtype).transpose(0, 1)
+    yield "three outer dims", bits(setting, (2, 5, 3, 2, 120), dtype).permute(2, 0, 3, 1, 4)[..., 0, :96]
+    yield "every second element", bits(setting, (n, 192), dtype)[:, ::2]
+
+
+def copy_both_ways(
+    group: Group,
+    label: str,
+    rows: Tensor,
+    dtype: torch.dtype,
+    world: int,
+    sizes: tuple[int, ...] | None = None,
+    gap: int = 0,
+) -> None:
+    """pack and unpack of ``rows`` (integers; the kernel sees ``dtype``) against the reference, guards included."""
+    row = rows.shape[-1]
+    outer = rows.numel() // row if row else 0
+    run = -(-row // world)
+    cells = outer * row if sizes is not None else world * outer * run + (world - 1) * gap
+
+    def wire_of(flat: Tensor) -> Tensor:
+        inside = flat[GUARD : GUARD + cells]
+        if sizes is not None:
+            return inside
+        return inside.as_strided((world, outer, run), (outer * run + gap, run, 1))
+
+    got, want = (
+        torch.full((cells + 2 * GUARD,), int(dtype is torch.bool) or 90, dtype=rows.dtype, device=rows.device)
+        for _ in range(2)
+    )
+    moved = kernels.pack(rows.view(dtype), wire_of(got.view(dtype)), sizes=sizes)
+    counted = reference.pack(rows, wire_of(want), sizes=sizes)
+    group.expect(torch.equal(got, want), f"pack {label} {dtype}")
+    group.expect(moved == counted, f"pack {label} {dtype}: {moved} bytes stated, {counted} by the reference")
+    back, expected = poison(rows, dtype), poison(rows, dtype)
+    place = (rows.shape, rows.stride(), rows.storage_offset())
+    kernels.unpack(wire_of(got.view(dtype)), back.view(dtype).as_strided(*place), sizes=sizes)
+    reference.unpack(wire_of(want), expected.as_strided(*place), sizes=sizes)
+    group.expect(torch.equal(back, expected), f"unpack {label} {dtype}")
+    group.expect(torch.equal(back.as_strided(*place), rows), f"unpack(pack) {label} {dtype}")
+
+
+def check_dtypes_and_layouts(group: Group, setting: Setting) -> None:
+    for dtype in setting.dtypes:
+        for label, rows in layouts(setting, dtype):
+            for world in (4,) if setting.dry else (2, 4, 7, 64):
+                copy_both_ways(group, f"{label}, world {world}", rows, dtype, world)
+
+
+def check_units(group: Group, setting: Setting) -> None:
+    """Runs and offsets that leave 16, 8, 4, 2 and 1 bytes to an access."""
+    for dtype in (torch.int8,) if setting.dry else (torch.int8, torch.bfloat16, torch.float32, torch.float64):
+        for run in (16, 24, 20, 18, 17, 1) if setting.dry else (16, 64, 24, 20, 18, 17, 3, 2, 1, 513, 4096 + 8):
+            for shift in (0, 1) if setting.dry else (0, 1, 2, 4, 8):
+                rows = bits(setting, (5, 4 * run + shift), dtype)[:, shift:]
+                copy_both_ways(group, f"run {run}, shift {shift}", rows, dtype, 4)
+
+
+def check_ragged_and_gaps(group: Group, setting: Setting) -> None:
+    """Rows that do not divide (zero padding), empty ranks, and space between the ranks of a wire."""
+    for dtype in (torch.float32,) if setting.dry else (torch.bfloat16, torch.float32, torch.uint8):
+        for world in (4,) if setting.dry else (2, 3, 4, 8, 64):
+            for row in (9, 1, 130) if setting.dry else (1, 9, 63, 65, 130, 1000, 8193):
+                copy_both_ways(group, f"row {row}, world {world}", bits(setting, (7, row), dtype), dtype, world)
+                copy_both_ways(
+                    group, f"row {row}, world {world}, gap", bits(setting, (7, row), dtype), dtype, world, gap=48
+                )
+
+
+def check_sizes(group: Group, setting: Setting) -> None:
+    cuts = [(3, 0, 5, 8), (16, 32, 0, 48), (0, 0, 7), (96,), (64, 1, 31)]
+    if not setting.dry:
+        cuts += [(1000, 24, 4096, 0, 8), tuple(range(33)), (1,) * 64]
+    for dtype in (torch.bfloat16,) if setting.dry else (torch.bfloat16, torch.float32, torch.uint8, torch.complex64):
+        for sizes in cuts:
+            rows = bits(setting, (3, 5, sum(sizes) + 8), dtype).transpose(0, 1)[..., 8:]
+            copy_both_ways(group, f"sizes {sizes[:8]}", rows, dtype, len(sizes), sizes)
+
+
+def check_far_offsets(group: Group, setting: Setting) -> None:
+    """Rows and wires beyond 2**31 elements."""
+    if setting.dry:
+        group.skipped = "needs a GPU"
+        return
+    free = torch.cuda.mem_get_info()[0]
+    if free < 16 * 2**30:
+        group.skipped = f"needs 16 GiB of free memory, there are {free / 2**30:.0f}"
+        return
+    buffer = torch.empty(3 * 2**30 + 2**20, dtype=torch.int8, device=setting.device)
+    for step in (2**30, 2**30 + 48, 2**30 + 1):
+        rows = buffer.as_strided((4, 8192), (step, 1))
+        rows.copy_(bits(setting, tuple(rows.shape), torch.int8))
+        wire, want = (torch.empty(4, rows.shape[0], 2048, dtype=torch.int8, device=setting.device) for _ in range(2))
+        kernels.pack(rows, wire)
+        reference.pack(rows, want)
+        group.expect(torch.equal(wire, want), f"pack, rows {step} elements apart")
+        kept = rows.clone()
+        rows.zero_()
+        kernels.unpack(wire, rows)
+        group.expect(torch.equal(rows, kept), f"unpack, rows {step} elements apart")
+    del buffer, rows, kept
+    rows = torch.randint(-128, 127, (2**16 + 8, 2**15 + 64), dtype=torch.int8, device=setting.device)
+    wire = torch.full((2, rows.shape[0], rows.shape[1] // 2), 90, dtype=torch.int8, device=setting.device)
+    kernels.pack(rows, wire)
+    for w in range(2):
+        piece = rows[:, w * wire.shape[2] : (w + 1) * wire.shape[2]]
+        group.expect(torch.equal(wire[w], piece), f"pack of {rows.numel()} elements, rank {w}")
+    back = torch.full_like(rows, 90)
+    kernels.unpack(wire, back)
+    group.expect(torch.equal(back, rows), f"unpack of {rows.numel()} elements")
+
+
+def numbers(setting: Setting, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Ordinary values, then every kind of special one: NaN, infinities, zeros, denormals, overflow and ties."""
+    x = torch.randn(shape, dtype=torch.float64, device=setting.device, generator=setting.generator)
+    tie = 1 + 2.0**-8  # halfway between two bf16 values
+    special = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-40, 65520.0, 3.4e38, 1e308, tie, 1 + 3 * 2.0**-8]
+    special += [1 + 2.0**-11, 1 + 3 * 2.0**-11, 2.0**-25, 2.0**-24 * 1.5, 6e-8, -tie]
+    x.view(-1)[: len(special)] = torch.tensor(special, dtype=torch.float64, device=setting.device)
+    return x.to(dtype)
+
+
+def check_arithmetic(group: Group, setting: Setting) -> None:
+    """Casts, scales and accumulation: one rounding, the same bits as the reference."""
+    shape, world = ((3, 40), 4) if setting.dry else ((37, 520), 8)
+    kinds = (torch.bfloat16, torch.float32) if setting.dry else FLOATS
+    for source in kinds:
+        for target in kinds:
+            for scale in (None, 0.3) if setting.dry else (None, 1.0, 0.3, -1 / 3, 1e-3):
+                rows = numbers(setting, shape, source)
+                label = f"{source} to {target}, scale {scale}"
+                wires = [rows.new_empty((world, shape[0], shape[1] // world), dtype=target) for _ in range(2)]
+                kernels.pack(rows, wires[0], scale)
+                reference.pack(rows, wires[1], scale)
+                group.expect(same_or_nan(*wires), f"pack {label}")
+                for accumulate in (False, True):
+                    before = numbers(setting, shape, source).flip(0)
+                    out = [before.clone(), before.clone()]
+                    kernels.unpack(wires[1], out[0], scale, accumulate=accumulate)
+                    reference.unpack(wires[1], out[1], scale, accumulate=accumulate)
+                    group.expect(same_or_nan(*out), f"unpack {label}, accumulate {accumulate}")
+
+
+def check_reduce(group: Group, setting: Setting) -> None:
+    """Every number of parts in one dtype, every dtype with a few; each combination is a kernel to compile."""
+    worlds = (2, 17) if setting.dry else (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 23, 24, 25, 32, 33, 48, 63, 64)
+    for world in worlds:
+        sum_parts(group, setting, world, 40 if setting.dry else 4096 + 8, torch.bfloat16, torch.bfloat16, None)
+    for world in (3,) if setting.dry else (3, 17):
+        for length in (40, 7) if setting.dry else (1, 40, 100_003):
+            for source in (torch.bfloat16, torch.float32) if setting.dry else FLOATS:
+                for target, scale in ((source, None), (torch.float32, 0.3), (torch.bfloat16, 1 / world)):
+                    sum_parts(group, setting, world, length, source, target, scale)
+            for exact in (torch.int32,) if setting.dry else (torch.int8, torch.int32, torch.int64, torch.complex64):
+                wire = bits(setting, (world, length), torch.int8).to(exact)
+                out = [torch.empty(length, dtype=exact, device=setting.device) for _ in range(2)]
+                kernels.reduce(wire, out[0])
+                reference.reduce(wire, out[1])
+                group.expect(same(*out), f"reduce {world} x {length}, {exact}")
+
+
+def sum_parts(
+    group: Group,
+    setting: Setting,
+    world: int,
+    length: int,
+    source: torch.dtype,
+    target: torch.dtype,
+    scale: float | None,
+) -> None:
+    """One sum over parts with space between them, against the reference."""
+    wire = numbers(setting, (world, length + 24), source)[:, 8 : 8 + length]
+    out = [torch.empty(length, dtype=target, device=setting.device) for _ in range(2)]
+    kernels.reduce(wire, out[0], scale)
+    reference.reduce(wire, out[1], scale)
+    group.expect(same_or_nan(*out), f"reduce {world} x {length}, {source} to {target}, scale {scale}")
+
+
+Mapping = Callable[[Tensor, Any], Tensor]
+
+MAPPINGS: dict[str, Mapping] = {
+    "copy": mappings.copy_to_tensor_model_parallel_region,
+    "reduce_from": mappings.reduce_from_tensor_model_parallel_region,
+    "scatter_tp": mappings.scatter_to_tensor_model_parallel_region,
+    "gather_tp": mappings.gather_from_tensor_model_parallel_region,
+    "scatter_sp": mappings.scatter_to_sequence_parallel_region,
+    "gather_sp": lambda x, g: mappings.gather_from_sequence_parallel_region(x, group=g),
+    "gather_sp(False)": lambda x, g: mappings.gather_from_sequence_parallel_region(x, False, g),
+    "reduce_scatter_sp": mappings.reduce_scatter_to_sequence_parallel_region,
+    "all_gather_last": mappings.all_gather_last_dim_from_tensor_parallel_region,
+    "reduce_scatter_last": mappings.reduce_scatter_last_dim_to_tensor_parallel_region,
+    "all_to_all": lambda x, g: mappings.all_to_all(g, x),
+    "all_to_all on its stream": lambda x, g: mappings.all_to_all(g, x, use_nccl_stream=True),
+    "sp2hp": mappings.all_to_all_sp2hp,
+    "hp2sp": mappings.all_to_all_hp2sp,
+}
+SUMS_FORWARD = {"reduce_from", "reduce_scatter_sp", "reduce_scatter_last"}
+
+
+def check_one_rank(group: Group, setting: Setting) -> None:
+    """One rank through the backend: every mapping is the identity there, up to the shape, in both directions."""
+    with _world(setting, 0, 1, setting.backend, _free_port()) as pg, engine.run_alone_too():
+        for dtype in setting.dtypes:
+            kind = INTEGER[dtype.itemsize]
+            for name, mapping in MAPPINGS.items():
+                if name in SUMS_FORWARD and dtype not in FLOATS and dtype not in (torch.int32, torch.int64):
+                    continue
+                x = bits(setting, (8, 2, 16), dtype).view(dtype)
+                if name in SUMS_FORWARD:
+                    x = bits(setting, (8, 2, 16), torch.int8).to(dtype)
+                label = f"{name} {dtype}"
+                out = _tried(group, label, mapping, x, pg)
+                if out is None:
+                    continue
+                group.expect(torch.equal(out.reshape(-1).view(kind), x.reshape(-1).view(kind)), label)
+                if dtype in FLOATS:
+                    leaf = bits(setting, (8, 2, 16), torch.int8).to(dtype).requires_grad_()
+                    result = mapping(leaf, pg)
+                    gradient = bits(setting, tuple(result.shape), torch.int8).to(dtype)
+                    result.backward(gradient)
+                    group.expect(torch.equal(leaf.grad.view(-1), gradient.reshape(-1)), f"{label}, backward")
+
+
+def check_async(group: Group, setting: Setting) -> None:
+    """Handles waited for on a side stream; the inputs are overwritten right after the call has been waited for."""
+    with _world(setting, 0, 1, setting.backend, _free_port()) as pg, engine.run_alone_too():
+        for n in (64,) if setting.dry else (64, 4096, 1_000_000):
+            for name in ("all_gather", "reduce_scatter", "all_reduce"):
+                x = bits(setting, (2, n), torch.int8).float()
+                want = x.clone()
+                side = None if setting.dry else torch.cuda.Stream()
+                with torch.cuda.stream(side):
+                    if side is not None:
+                        side.wait_stream(torch.cuda.default_stream())
+                    if name == "all_reduce":
+                        out, handle = collective.all_reduce(x, pg, async_op=True)
+                    else:
+                        out, handle = getattr(collective, name)(x, 1, pg, async_op=True)
+                    group.expect(tuple(out.shape) == (2, n), f"{name}: the result has its shape before wait()")
+                    result = handle.wait()
+                    kept = result.clone()
+                    x.fill_(-1)
+                if side is not None:
+                    torch.cuda.default_stream().wait_stream(side)
+                group.expect(torch.equal(kept, want), f"{name}, {n} columns")
+
+
+class _world:
+    """A process group over ``world`` processes."""
+
+    def __init__(self, setting: Setting, rank: int, world: int, backend: str, port: int) -> None:
+        self.arguments: dict[str, Any] = {"backend": backend, "rank": rank, "world_size": world}
+        self.arguments["init_method"] = f"tcp://127.0.0.1:{port}"
+        self.device = setting.device
+
+    def __enter__(self) -> Any:
+        if self.arguments["backend"] == "nccl":
+            self.arguments["device_id"] = self.device
+        dist.init_process_group(**self.arguments)
+        return dist.group.WORLD
+
+    def __exit__(self, *_: object) -> None:
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def _tried(group: Group, label: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    """The result, or None and a failure that carries the error."""
+    try:
+        return call(*arguments)
+    except Exception as error:
+        group.expect(False, f"{label}: {type(error).__name__}: {error}")
+        return None
+
+
+def expected(name: str, parts: list[Tensor], rank: int) -> Tensor:
+    """Closed form of a mapping's forward on ``rank``, from the inputs of all ranks."""
+    world, x = len(parts), parts[rank]
+    total = torch.stack([part.double() for part in parts]).sum(0).to(x.dtype)
+    rows = [part.reshape(-1, part.shape[-1]) for part in parts]
+    if name == "copy":
+        return x
+    if name == "reduce_from":
+        return total
+    if name in ("scatter_tp", "scatter_sp"):
+        return x.chunk(world, -1 if name == "scatter_tp" else 0)[rank]
+    if name in ("gather_tp", "all_gather_last"):
+        return torch.cat(parts, -1)
+    if name.startswith("gather_sp"):
+        return torch.cat(parts, 0)
+    if name.startswith("reduce_scatter"):
+        return total.chunk(world, 0 if name.endswith("sp") else -1)[rank]
+    if name.startswith("all_to_all"):
+        return torch.cat([part.chunk(world, 0)[rank] for part in parts], 0)
+    if name == "sp2hp":
+        return torch.cat([part.chunk(world, -1)[rank] for part in rows], 0)
+    return torch.cat([part.chunk(world, 0)[rank] for part in rows], -1)
+
+
+ADJOINT = {
+    "copy": "reduce_from",
+    "reduce_from": "copy",
+    "scatter_tp": "gather_tp",
+    "gather_tp": "scatter_tp",
+    "scatter_sp": "gather_sp",
+    "gather_sp": "reduce_scatter_sp",
+    "gather_sp(False)": "scatter_sp",
+    "reduce_scatter_sp": "gather_sp",
+    "all_gather_last": "reduce_scatter_last",
+    "reduce_scatter_last": "all_gather_last",
+    "all_to_all": "all_to_all",
+    "all_to_all on its stream": "all_to_all",
+    "sp2hp": "hp2sp",
+    "hp2sp": "sp2hp",
+}
+
+
+def shared_device(rank: int, world: int, port: int, dry: bool, results: Any) -> None:
+    """One of several processes on one device, over Gloo: every mapping against its closed form, on the triton path."""
+    setting = make_setting(dry)
+    group = Group("two processes on one device")
+    warnings.simplefilter("ignore")
+    try:
+        with _world(setting, rank, world, "gloo", port) as pg, ops.path("triton"):
+            for dtype in (torch.float32,) if dry else (torch.bfloat16, torch.float32, torch.float64):
+                for name in MAPPINGS:
+                    against_closed_form(group, setting, name, dtype, rank, world, pg)
+    except Exception:
+        group.expect(False, f"rank {rank}: {traceback.format_exc(limit=-3)}")
+    results.put((group.checks, group.failures[:20]))
+
+
+def against_closed_form(
+    group: Group, setting: Setting, name: str, dtype: torch.dtype, rank: int, world: int, pg: Any
+) -> None:
+    """Forward and backward of one mapping on small whole numbers."""
+    parts = [_small(setting, (8, 2, 16), dtype, 7 * w) for w in range(world)]
+    leaf = parts[rank].clone().requires_grad_()
+    label = f"{name} {dtype}, rank {rank}"
+    out = _tried(group, label, MAPPINGS[name], leaf, pg)
+    if out is None:
+        return
+    want = expected(name, parts, rank)
+    group.expect(torch.equal(out.detach(), want), label)
+    gradients = [_small(setting, tuple(want.shape), dtype, 3 + 5 * w) for w in range(world)]
+    _tried(group, f"{label}, backward", out.backward, gradients[rank].clone())
+    back = expected(ADJOINT[name], gradients, rank).view(leaf.shape)
+    group.expect(leaf.grad is not None and torch.equal(leaf.grad, back), f"{label}, backward")
+
+
+def _small(setting: Setting, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> Tensor:
+    """Small whole numbers, whose sums every dtype holds exactly."""
+    return ((torch.arange(math.prod(shape), device=setting.device) * 5 + start) % 61).to(dtype).view(shape)
+
+
+def check_two_processes(group: Group, setting: Setting) -> None:
+    context, world, port = mp.get_context("spawn"), 2, _free_port()
+    results = context.SimpleQueue()
+    workers = [
+        context.Process(target=shared_device, args=(rank, world, port, setting.dry, results)) for rank in range(world)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(150)
+        if worker.is_alive():
+            worker.terminate()
+            group.expect(False, "a process did not end within 150 s")
+    for worker in workers:
+        if worker.exitcode == 0:
+            checks, failures = results.get()
+            group.checks += checks
+            group.failures += failures
+        else:
+            group.expect(False, f"a process ended with code {worker.exitcode}")
+
+
+CHECKS: dict[str, Callable[[Group, Setting], None]] = {
+    "copies: dtypes and layouts": check_dtypes_and_layouts,
+    "copies: access widths": check_units,
+    "copies: ragged rows, gaps": check_ragged_and_gaps,
+    "copies: split sizes": check_sizes,
+    "copies: beyond 2**31 elements": check_far_offsets,
+    "casts, scales, accumulation": check_arithmetic,
+    "reduce": check_reduce,
+    "mappings: one rank, NCCL": check_one_rank,
+    "async handles on a side stream": check_async,
+    "mappings: two processes, Gloo": check_two_processes,
+}
+
+
+def make_setting(dry: bool) -> Setting:
+    device = torch.device("cpu") if dry else torch.device("cuda", 0)
+    if not dry:
+        torch.cuda.set_device(device)
+    return Setting(device, dry, torch.Generator(device).manual_seed(0))
+
+
+def run_check(name: str, check: Callable[[Group, Setting], None], setting: Setting, started: float) -> Group:
+    group, begun = Group(name, deadline=started + BUDGET_S), time.monotonic()
+    try:
+        check(group, setting)
+        if not setting.dry:
+            torch.cuda.synchronize()
+    except _OutOfTimeError:
+        group.skipped = f"the rest, {BUDGET_S} s are over"
+    except Exception:
+        group.failures.append(traceback.format_exc(limit=-4))
+    group.seconds = time.monotonic() - begun
+    return group
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Correctness on one GPU.")
+    parser.add_argument("--dry", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--only", default="", help="only groups whose name contains this")
+    options = parser.parse_args()
+    if not options.dry and not torch.cuda.is_available():
+        print("gpu_test: no CUDA device here; nothing was tested")
+        return 2
+    if options.dry and os.environ.get("TRITON_INTERPRET") != "1":
+        print("gpu_test: --dry needs TRITON_INTERPRET=1")
+        return 2
+    warnings.simplefilter("ignore")
+    setting, started = make_setting(options.dry), time.monotonic()
+    name = "cpu, interpreter" if options.dry else torch.cuda.get_device_name(0)
+    print(f"device: {name}, torch {torch.__version__}")
+    groups = []
+    for label, check in CHECKS.items():
+        if options.only in label:
+            groups.append(run_check(label, check, setting, started))
+            print(groups[-1].line(), flush=True)
+            for failure in groups[-1].failures[:SHOWN]:
+                print("    FAILED:", failure, flush=True)
+    failed = sum(len(group.failures) for group in groups)
+    print(f"{sum(group.checks for group in groups)} checks, {failed} failed, {time.monotonic() - started:.0f} s")
+    if os.environ.get("OUT"):
+        content = {"device": name, "versions": versions(), "groups": [vars(group) for group in groups]}
+        print("written:", write_json(f"{os.environ['OUT']}/gpu_test.json", content))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,282 @@
+"""pack, unpack, reduce and pack_many against torch.chunk, cat and sum, bit for bit, on both paths."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from tritoncomm import ops
+from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+from tritoncomm.plan import chunk_sizes, rows_layout
+
+INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool, torch.complex64,
+    torch.float8_e4m3fn,
+]  # fmt: skip
+PATHS = ["torch", "triton"]
+SHAPES = [(8,), (4, 8), (1, 8), (3, 4, 8), (2, 4, 2, 8), (0, 8)]
+
+
+def name_of(value: object) -> str:
+    if isinstance(value, tuple):
+        return "x".join(map(str, value)) or "scalar"
+    return str(value).removeprefix("torch.")
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Any bits: NaN with payload, -0, Inf, denormals."""
+    made = torch.Generator().manual_seed(seed)
+    count = int(torch.Size(shape).numel())
+    if dtype is torch.bool:
+        return torch.randint(0, 2, (count,), generator=made).bool().view(shape)
+    data = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=made)
+    return data.view(dtype).view(shape)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8) if x.dim() else x.reshape(1).view(torch.uint8)
+
+
+def assert_same_bits(found: Tensor, wanted: Tensor) -> None:
+    assert found.dtype is wanted.dtype
+    assert found.shape == wanted.shape
+    assert torch.equal(bits(found), bits(wanted))
+
+
+def layouts(x: Tensor) -> dict[str, Tensor]:
+    """The same values in other memory."""
+    found = {"contiguous": x}
+    if x.dim() >= 2:
+        found["transposed"] = x.transpose(0, -1).contiguous().transpose(0, -1)
+    if x.numel():
+        wide = torch.cat([x, x, x], -1)
+        found["sliced"] = wide[..., x.shape[-1] : 2 * x.shape[-1]]
+        found["stepped"] = torch.stack([x, x], -1)[..., 0]
+    if x.dim() >= 3:
+        order = (1, 2, 0, *range(3, x.dim()))
+        back = tuple(order.index(i) for i in range(x.dim()))
+        found["permuted"] = x.permute(order).contiguous().permute(back)
+    return found
+
+
+def refused(view: Tensor, dim: int, world: int, path: str) -> bool:
+    """Whether forced triton has to refuse, and does; plain torch copies never refuse, nor do kernels a common layout."""
+    d = dim % view.dim()
+    in_order = d == 0 or view.shape[:d].numel() == 1
+    readable = rows_layout(tuple(view.shape), view.stride(), dim) is not None
+    readable |= (
+        in_order and rows_layout(tuple(view.shape), view.stride(), -1) is not None and view.shape[d] % world == 0
+    )
+    if path == "torch" or readable:
+        return False
+    with ops.path(path), pytest.raises(UnsupportedError, match="pack: path triton is forced"):
+        ops.pack(view, dim, world)
+    return True
+
+
+def flat_wire(x: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    return torch.cat([piece.reshape(-1) for piece in x.split(list(sizes), dim)])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_pack_then_unpack(path: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if path == "triton" and dtype not in (torch.float32, torch.bfloat16, torch.bool) and shape != (3, 4, 8):
+        pytest.skip("the interpreter is slow: these dtypes at one shape")
+    x = random_bits(shape, dtype)
+    for (layout, view), dim, world in itertools.product(layouts(x).items(), range(-1, len(shape)), (1, 2, 4)):
+        if shape[dim] % world:
+            continue
+        if refused(view, dim, world, path):
+            assert layout in ("transposed", "permuted") or (layout == "sliced" and dim not in (-1, len(shape) - 1))
+            continue
+        with ops.path(path):
+            wire, taken, moved = ops.pack(view, dim, world)
+        wanted = torch.stack([piece.contiguous() for piece in view.tensor_split(world, dim)])
+        assert_same_bits(wire.reshape(wanted.shape), wanted)
+        assert taken in ("view", path)
+        assert moved == (0 if taken == "view" else 2 * x.nbytes)
+        wire = wanted.clone()
+        with ops.path(path):
+            out, taken, moved = ops.unpack(wire, shape, dim, world)
+        assert_same_bits(out, x)
+        assert out._base is None
+        assert out.is_contiguous()
+        assert taken == path
+        assert moved == 2 * x.nbytes
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("shape", [(9,), (3, 9), (5, 3, 2), (2, 3, 2, 5)], ids=name_of)
+@pytest.mark.parametrize("world", [2, 4])
+def test_uneven_is_padded_with_zeros(path: str, shape: tuple[int, ...], world: int) -> None:
+    x = random_bits(shape, torch.bfloat16)
+    for (_, view), dim in itertools.product(layouts(x).items(), range(len(shape))):
+        if shape[dim] % world == 0 or refused(view, dim, world, path):
+            continue
+        with ops.path(path):
+            wire, taken, _ = ops.pack(view, dim, world)
+        assert taken == path
+        outer = torch.Size(shape[:dim]).numel()
+        blocks = view.split(list(chunk_sizes(shape[dim], world)), dim)
+        for w, block in enumerate(blocks):
+            rows = block.reshape(outer, -1) if block.numel() else block.new_empty(outer, 0)
+            assert_same_bits(wire[w][:, : rows.shape[1]], rows)
+            assert not bits(wire[w][:, rows.shape[1] :]).any()
+        with ops.path(path):
+            out, _, _ = ops.unpack(wire, shape, dim, world)
+        assert_same_bits(out, x)
+        assert out._base is None
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("sizes", [(3, 0, 4), (7, 0, 0), (2, 2, 3)], ids=name_of)
+def test_split_sizes(path: str, sizes: tuple[int, ...]) -> None:
+    for shape, dim in (((7, 3), 0), ((2, 7), 1), ((2, 7, 2), 1), ((2, 3, 7), -1)):
+        x = random_bits(shape, torch.float32)
+        for layout, view in layouts(x).items():
+            if path == "triton" and dim and layout != "contiguous":
+                continue
+            with ops.path(path):
+                wire, _, _ = ops.pack(view, dim, 3, sizes)
+                assert_same_bits(wire.view(-1), flat_wire(x, dim, sizes))
+                out, _, _ = ops.unpack(wire.clone(), shape, dim, 3, sizes)
+            assert_same_bits(out, x)
+            assert out._base is None
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_out_scale_dtype_accumulate(path: str) -> None:
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    chunks = torch.stack(list(x.chunk(2, 1)))
+    with ops.path(path):
+        half, _, moved = ops.pack(x, 1, 2, dtype=torch.bfloat16)
+        assert_same_bits(half, chunks.bfloat16())
+        assert moved == x.nbytes + half.nbytes
+        scaled, _, _ = ops.pack(x, 1, 2, scale=0.3)
+        assert_same_bits(scaled, chunks * 0.3)
+        both, _, _ = ops.pack(x, 1, 2, dtype=torch.float16, scale=0.25)
+        assert_same_bits(both, (chunks * 0.25).half())
+        own = torch.full((2, 3, 4), torch.nan)
+        wire, _, _ = ops.pack(x, 1, 2, out=own)
+        assert wire is own
+        assert_same_bits(own, chunks)
+        out = torch.ones(3, 8)
+        result, _, _ = ops.unpack(chunks, (3, 8), 1, 2, out=out, accumulate=True)
+        assert result is out
+        assert_same_bits(out, x + 1)
+        target = torch.full((8, 3), torch.nan).t()
+        ops.unpack(chunks, (3, 8), 1, 2, out=target)
+        assert_same_bits(target, x)
+        widened, _, _ = ops.unpack(half, (3, 8), 1, 2, dtype=torch.float32, scale=2.0)
+        assert_same_bits(widened, x.bfloat16().float() * 2.0)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=name_of)
+def test_reduce_is_in_rank_order(path: str, dtype: torch.dtype) -> None:
+    made = torch.Generator().manual_seed(2)
+    wire = (torch.randn(4, 3, 5, generator=made, dtype=torch.float64) * 100).to(dtype)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    total = torch.zeros(3, 5, dtype=wide) + wire[0].to(wide)
+    for part in wire[1:]:
+        total = total + part.to(wide)
+    with ops.path(path):
+        out, taken, moved = ops.reduce(wire)
+        halved, _, _ = ops.reduce(wire, scale=0.5, dtype=torch.float32 if dtype is not torch.float64 else dtype)
+    assert taken == path
+    assert moved == wire.nbytes + out.nbytes
+    assert_same_bits(out, total.to(dtype))
+    assert_same_bits(halved, total * 0.5)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_pack_many(path: str) -> None:
+    first, second, third = torch.arange(40.0).view(5, 8), torch.arange(16.0), torch.arange(18.0).view(2, 9)
+    with ops.path(path):
+        wire, pieces, _, moved = ops.pack_many([first, second, third], [1, 0, -1], 4)
+    assert wire.shape == (4, 10 + 4 + 6)
+    assert pieces == [(0, (5, 2)), (10, (4,)), (14, (2, 3))]
+    assert moved == first.nbytes + second.nbytes + third.nbytes + wire.nbytes
+    for w in range(4):
+        assert torch.equal(wire[w, :10].view(5, 2), first.chunk(4, 1)[w])
+        assert torch.equal(wire[w, 10:14], second.chunk(4)[w])
+        last = third.split(list(chunk_sizes(9, 4)), 1)[w]
+        assert torch.equal(wire[w, 14:].view(2, 3)[:, : last.shape[1]], last)
+        assert not wire[w, 14:].view(2, 3)[:, last.shape[1] :].any()
+
+
+def test_pack_many_dtypes() -> None:
+    mixed = [torch.ones(4), torch.ones(4, dtype=torch.bfloat16)]
+    with pytest.raises(ArgumentError, match="dtype"):
+        ops.pack_many(mixed, [0, 0], 2)
+    wire, _, _, _ = ops.pack_many(mixed, [0, 0], 2, dtype=torch.float16, scale=0.5)
+    assert wire.dtype is torch.float16
+    assert (wire == 0.5).all()
+
+
+def test_views_cost_nothing() -> None:
+    x = torch.randn(8, 3)
+    wire, taken, moved = ops.pack(x, 0, 4)
+    assert (taken, moved) == ("view", 0)
+    assert wire.data_ptr() == x.data_ptr()
+    wire, taken, _ = ops.pack(x.view(1, 1, 24), 2, 4)
+    assert taken == "view"
+    assert wire.data_ptr() == x.data_ptr()
+    flat, taken, _ = ops.pack(x, 0, 2, (3, 5))
+    assert taken == "view"
+    assert flat.data_ptr() == x.data_ptr()
+
+
+def test_choosing_a_path() -> None:
+    x = torch.ones(2, 4)
+    assert ops.path_for(x) == "torch"
+    with ops.path("triton"):
+        assert ops.path_for(x) == "triton"
+        with ops.path("torch"):
+            assert ops.path_for(x) == "torch"
+        assert ops.path_for(x) == "triton"
+        with ops.path("auto"):
+            assert ops.path_for(x) == "torch"
+    assert ops.path_for(x) == "torch"
+    with pytest.raises(ArgumentError, match="cuda"), ops.path("cuda"):
+        pass
+    with pytest.raises(KeyError), ops.path("triton"):
+        raise KeyError
+    assert ops.path_for(x) == "torch"
+
+
+def test_a_layout_no_kernel_reads_is_refused_by_triton_only() -> None:
+    x = torch.arange(2.0**6).view(2, 2, 2, 2, 2, 2).permute(5, 3, 1, 4, 2, 0)
+    with ops.path("torch"):
+        wire, taken, moved = ops.pack(x, 4, 2)
+    assert taken == "torch"
+    assert moved == 2 * x.nbytes
+    assert torch.equal(wire.view(2, -1), torch.stack([c.reshape(-1) for c in x.chunk(2, 4)]))
+    with ops.path("triton"), pytest.raises(UnsupportedError, match="pack: path triton is forced"):
+        ops.pack(x, 4, 2)
+
+
+def test_wrong_dims() -> None:
+    with pytest.raises(ShapeError, match="dim 2"):
+        ops.pack(torch.ones(2, 2), 2, 2)
+    with pytest.raises(ShapeError, match="split sizes"):
+        ops.pack(torch.ones(2, 2), 0, 2, (1, 2))
+
+
+@pytest.mark.parametrize(("value", "good"), [("torch", True), ("triton", True), ("fast", False)])
+def test_the_environment(value: str, good: bool) -> None:
+    code = "import torch; from tritoncomm import ops; print(ops.path_for(torch.ones(1)))"
+    path = os.pathsep.join(p for p in sys.path if p)
+    env = {**os.environ, "TRITONCOMM_PATH": value, "PYTHONPATH": path}
+    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100)
+    if good:
+        assert ran.stdout.strip() == value, ran.stderr
+    else:
+        assert ran.returncode != 0
+        assert "TRITONCOMM_PATH must be one of" in ran.stderr

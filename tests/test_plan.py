@@ -1,0 +1,121 @@
+"""The address map in integers, against a walk over every element."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tritoncomm.errors import ArgumentError, ShapeError
+from tritoncomm.plan import Plan, chunk_sizes, normalize_sizes, rows_layout, wire_layout
+
+SHAPES = [(6,), (2, 6), (4, 8, 4), (2, 3, 4, 5), (1, 7), (0, 4), (4, 0), (3, 1, 2, 2, 2)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_along_is_torch_chunk(shape: tuple[int, ...], world: int) -> None:
+    for dim in range(-len(shape), len(shape)):
+        plan = Plan.along(shape, dim, world)
+        d = dim % len(shape)
+        inner = math.prod(shape[d + 1 :])
+        assert (plan.outer, plan.row, plan.world) == (math.prod(shape[:d]), shape[d] * inner, world)
+        assert plan.run == math.ceil(shape[d] / world) * inner
+        assert plan.lengths is None
+        assert plan.even == (shape[d] % world == 0 or plan.row == 0)
+        assert plan.is_view == (plan.outer == 1 and plan.even)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", range(10))
+def test_chunk_sizes(size: int, world: int) -> None:
+    found = chunk_sizes(size, world)
+    wanted = [len(piece) for piece in torch.arange(size).chunk(world)] if size else []
+    assert list(found) == (wanted + [0] * world)[:world]
+
+
+def test_the_example_of_the_docstring() -> None:
+    plan = Plan.along((2, 6), 1, 3)
+    assert (plan.outer, plan.row, plan.run, plan.world) == (2, 6, 2, 3)
+    assert chunk_sizes(9, 4) == (3, 3, 3, 0)
+
+
+def test_along_with_sizes() -> None:
+    plan = Plan.along((2, 7, 3), 1, 3, (3, 0, 4))
+    assert (plan.outer, plan.row, plan.run, plan.lengths) == (2, 21, 12, (9, 0, 12))
+    assert not plan.even
+    assert not plan.is_view
+    assert Plan.along((7, 3), 0, 3, (3, 0, 4)).is_view
+    assert Plan.along((6, 3), 0, 3, (2, 2, 2)).even
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (7,), (8, -1), (3, 4, 0), ()], ids=str)
+def test_sizes_that_do_not_cut(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeError, match="7"):
+        Plan.along((7,), 0, 2, sizes)
+
+
+@pytest.mark.parametrize("dim", [2, -3, 9])
+def test_no_such_dim(dim: int) -> None:
+    with pytest.raises(ShapeError, match=f"dim {dim}"):
+        Plan.along((2, 3), dim, 2)
+
+
+def test_plans_are_cached() -> None:
+    assert Plan.along([4, 6], 1, 2) is Plan.along((4, 6), 1, 2)
+
+
+@pytest.mark.parametrize("sizes", [[1, 2], (1, 2), np.array([1, 2]), np.array([1, 2], dtype=np.int32)], ids=repr)
+def test_normalize_sizes(sizes: object) -> None:
+    found = normalize_sizes(sizes, "f")
+    assert found == (1, 2)
+    assert found is not None
+    assert all(type(size) is int for size in found)
+
+
+def test_normalize_sizes_refuses() -> None:
+    assert normalize_sizes(None, "f") is None
+    for bad in (torch.tensor([1, 2]), 3, [1.5, 2], "ab", [None]):
+        with pytest.raises(ArgumentError, match="f: split sizes"):
+            normalize_sizes(bad, "f")
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 6), (2, 4, 6), (6, 4, 2, 2)], ids=str)
+def test_wire_layout(shape: tuple[int, ...]) -> None:
+    for dim, transposed in itertools.product(range(-len(shape), len(shape)), (False, True)):
+        x = torch.arange(math.prod(shape)).view(shape)
+        if transposed:
+            x = x.flip(0).permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
+        wire = x.as_strided(*wire_layout(tuple(x.shape), x.stride(), dim, 2))
+        assert torch.equal(wire, torch.stack(x.chunk(2, dim)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_rows_layout_reads_the_tensor(data: st.DataObject) -> None:
+    dims = data.draw(st.integers(1, 5))
+    shape = tuple(data.draw(st.lists(st.integers(0, 4), min_size=dims, max_size=dims)))
+    order = data.draw(st.permutations(range(dims)))
+    cut = data.draw(st.integers(0, dims - 1))
+    whole = torch.arange(math.prod(s + 1 for s in shape)).view([s + 1 for s in shape])
+    x = whole.permute(*order)
+    x = x.narrow(cut, 0, x.shape[cut] - 1) if data.draw(st.booleans()) else x
+    dim = data.draw(st.integers(-dims, dims - 1))
+    layout = rows_layout(tuple(x.shape), x.stride(), dim)
+    d = dim % dims
+    if layout is None:
+        assert not x.is_contiguous()
+        return
+    rows = x.as_strided(*layout)
+    assert rows.dim() <= 4
+    assert rows.shape[-1] == math.prod(x.shape[d:])
+    assert torch.equal(rows.reshape(-1), x.reshape(-1))
+
+
+def test_rows_layout_of_everything_contiguous() -> None:
+    for shape in SHAPES:
+        x = torch.empty(shape)
+        for dim in range(len(shape)):
+            assert rows_layout(shape, x.stride(), dim) is not None

@@ -1,0 +1,33 @@
+"""Bytes to train on: the documentation inside Python, or a file."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tritoncomm.demo.settings import Settings
+
+__all__ = ["batches", "read_text"]
+
+
+def read_text(path: str | None) -> bytes:
+    """The file's bytes, or all of ``pydoc_data.topics``."""
+    if path is not None:
+        return Path(path).read_bytes()
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[key] for key in sorted(topics)).encode()
+
+
+def batches(settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (input, target) of shape ``[sequence, batch]`` for every step, the same in every process."""
+    text = torch.frombuffer(bytearray(read_text(settings.text)), dtype=torch.uint8)
+    span = settings.sequence + 1
+    if len(text) <= span:
+        raise ValueError(f"the text has {len(text)} bytes, but one sequence needs {span + 1}")
+    generator = torch.Generator().manual_seed(settings.seed + 1)
+    for _ in range(settings.steps):
+        starts = torch.randint(len(text) - span, (settings.batch,), generator=generator)
+        window = torch.stack([text[start : start + span] for start in starts.tolist()], dim=1).long()
+        yield window[:-1], window[1:]

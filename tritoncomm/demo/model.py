@@ -1,0 +1,99 @@
+"""A byte-level transformer with tensor, sequence and Ulysses parallelism; on one rank it is an ordinary one.
+
+Activations are ``[sequence/world, batch, hidden]``. Attention exchanges the sequence for heads and back; the MLP
+gathers the sequence, splits its hidden layer over the ranks and reduce-scatters the sequence again.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tritoncomm import mappings
+from tritoncomm.demo.settings import Settings
+
+__all__ = ["Transformer"]
+
+VOCABULARY = 256
+
+
+class Attention(nn.Module):
+    """Causal attention over the whole sequence for this rank's heads."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim = hidden // heads
+        self.qkv = nn.Linear(hidden, 3 * hidden)  # columns are [head, (q, k, v), head_dim], so heads travel whole
+        self.out = nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        local, batch, hidden = x.shape
+        qkv = mappings.all_to_all_sp2hp(self.qkv(x))  # [sequence*batch, 3*hidden/world]
+        qkv = qkv.view(-1, batch, qkv.shape[-1] // (3 * self.head_dim), 3, self.head_dim)
+        q, k, v = (part.permute(1, 2, 0, 3) for part in qkv.unbind(3))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3)
+        mixed = mappings.all_to_all_hp2sp(mixed.flatten(2))  # [sequence/world*batch, hidden]
+        return self.out(mixed.view(local, batch, hidden))
+
+
+class ParallelMLP(nn.Module):
+    """Column-parallel, GELU, row-parallel; this rank holds ``inner/world`` of the inner layer."""
+
+    def __init__(self, hidden: int, rank: int, world: int) -> None:
+        super().__init__()
+        full_in, full_out = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        part = slice(rank * 4 * hidden // world, (rank + 1) * 4 * hidden // world)
+        self.column_weight = nn.Parameter(full_in.weight.detach()[part].clone())
+        self.column_bias = nn.Parameter(full_in.bias.detach()[part].clone())
+        self.row_weight = nn.Parameter(full_out.weight.detach()[:, part].clone())
+        self.bias = nn.Parameter(full_out.bias.detach().clone())  # added once, on the sequence shard
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = mappings.gather_from_sequence_parallel_region(x)
+        inner = F.gelu(F.linear(x, self.column_weight, self.column_bias))
+        return mappings.reduce_scatter_to_sequence_parallel_region(F.linear(inner, self.row_weight)) + self.bias
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self, settings: Settings, rank: int) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(settings.hidden), nn.LayerNorm(settings.hidden)
+        self.attention = Attention(settings.hidden, settings.heads)
+        self.mlp = ParallelMLP(settings.hidden, rank, settings.ranks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.mlp(self.norm_2(x))
+
+
+class Transformer(nn.Module):
+    """The whole model; the same weights on any number of ranks."""
+
+    def __init__(self, settings: Settings, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(settings.seed)
+        self.settings, self.rank = settings, rank
+        self.tokens = nn.Embedding(VOCABULARY, settings.hidden)
+        self.positions = nn.Embedding(settings.sequence, settings.hidden)
+        self.blocks = nn.ModuleList(Block(settings, rank) for _ in range(settings.layers))
+        self.norm = nn.LayerNorm(settings.hidden)
+        self.head = nn.Linear(settings.hidden, VOCABULARY)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy of the whole batch ``[sequence, batch]``, the same on every rank."""
+        length = self.settings.sequence // self.settings.ranks
+        mine = slice(self.rank * length, (self.rank + 1) * length)
+        places = torch.arange(mine.start, mine.stop, device=inputs.device)
+        x = self.tokens(inputs[mine]) + self.positions(places)[:, None]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).flatten(0, 1)
+        wide = logits if logits.dtype is torch.float64 else logits.float()
+        total = F.cross_entropy(wide, targets[mine].flatten(), reduction="sum")
+        return mappings.reduce_from_tensor_model_parallel_region(total / targets.numel())
+
+    def replicated(self) -> list[nn.Parameter]:
+        """Parameters every rank holds whole; each rank's gradient of them covers its share of the sequence only."""
+        sharded = ("column_weight", "column_bias", "row_weight")
+        return [p for name, p in self.named_parameters() if not name.endswith(sharded)]

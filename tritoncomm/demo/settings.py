@@ -1,0 +1,59 @@
+"""What the demo trains, and how far its losses may be from those of one process."""
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["LIMITS", "Settings"]
+
+LIMITS = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 5e-2}
+"""Largest relative difference of a step's loss, per dtype. Two ranks sum in another order than one process."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run; the sizes of the model are in tokens and elements."""
+
+    ranks: int = 2
+    steps: int = 80
+    text: str | None = None
+    device: str = "auto"
+    dtype: str = "float32"
+    layers: int = 2
+    hidden: int = 128
+    heads: int = 4
+    sequence: int = 128
+    batch: int = 8
+    learning_rate: float = 1e-3
+    seed: int = 0
+    timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.heads % self.ranks or self.sequence % self.ranks:
+            raise ValueError(f"{self.ranks} ranks do not divide {self.heads} heads and {self.sequence} positions")
+        if not 1 <= self.steps <= 100:
+            raise ValueError(f"steps must be 1 to 100, not {self.steps}")
+        if self.dtype not in LIMITS:
+            raise ValueError(f"dtype must be one of {', '.join(LIMITS)}, not {self.dtype!r}")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"device must be auto, cpu or cuda, not {self.device!r}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device cuda was asked for, but torch sees no GPU")
+
+    @property
+    def limit(self) -> float:
+        """Largest relative difference of a loss to the single process."""
+        return LIMITS[self.dtype]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Element type of parameters and activations."""
+        return getattr(torch, self.dtype)
+
+    def on_gpu(self) -> bool:
+        """Whether the tensors live on a GPU."""
+        return self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
+
+    def backend(self) -> str:
+        """NCCL with a GPU per rank; otherwise Gloo, which carries CUDA tensors of a shared GPU too."""
+        return "nccl" if self.on_gpu() and torch.cuda.device_count() >= self.ranks > 1 else "gloo"

@@ -1,0 +1,81 @@
+"""What one process of the demo does: train, report every step, hand over losses and counters."""
+
+import os
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import tritoncomm
+from tritoncomm import ParallelMode, collective, record
+from tritoncomm.demo.data import batches
+from tritoncomm.demo.model import Transformer
+from tritoncomm.demo.settings import Settings
+from tritoncomm.plan import chunk_sizes
+
+__all__ = ["rank_main"]
+
+
+def rank_main(
+    role: str, settings: Settings, rank: int, port: int, queue: Any, prepare: Callable[[], None] | None
+) -> None:
+    """Train as rank ``rank``; everything that happens goes into ``queue`` as (role, rank, kind, value)."""
+    try:
+        if prepare is not None and settings.ranks > 1:
+            prepare()
+        losses, seconds = _train(settings, rank, port, lambda *step: queue.put((role, rank, "step", step)))
+        queue.put((role, rank, "done", (losses, seconds, record.counters())))
+    except BaseException:
+        queue.put((role, rank, "failed", traceback.format_exc()))
+        raise SystemExit(1) from None
+
+
+def _train(settings: Settings, rank: int, port: int, report: Callable[[int, float], None]) -> tuple[list[float], float]:
+    torch.set_num_threads(1)
+    device = _join(settings, rank, port)
+    model = Transformer(settings, rank).to(device, settings.torch_dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
+    losses: list[float] = []
+    record.timing(True)
+    record.reset()
+    started = time.perf_counter()
+    for step, (inputs, targets) in enumerate(batches(settings)):
+        optimizer.zero_grad(set_to_none=False)
+        loss = model(inputs.to(device), targets.to(device))
+        loss.backward()
+        _sum_gradients(model)
+        optimizer.step()
+        losses.append(loss.item())
+        report(step, losses[-1])
+    seconds = time.perf_counter() - started
+    tritoncomm.destroy()
+    return losses, seconds
+
+
+def _join(settings: Settings, rank: int, port: int) -> torch.device:
+    """Enter the job; a rank's GPU is its own with NCCL and the first one otherwise."""
+    if settings.ranks > 1:
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(settings.ranks), MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )  # fmt: skip
+    else:
+        os.environ.pop("RANK", None)
+    tritoncomm.initialize(tensor=settings.ranks, backend=settings.backend(), timeout=settings.timeout)
+    if not settings.on_gpu():
+        return torch.device("cpu")
+    return torch.device("cuda", rank if settings.backend() == "nccl" else 0)
+
+
+def _sum_gradients(model: Transformer) -> None:
+    """Sum the gradients of replicated parameters over the ranks: one reduce-scatter, one all-gather."""
+    parameters = model.replicated()
+    flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+    piece = collective.split_reduce_scatter(flat, 0, ParallelMode.TENSOR)
+    sizes = chunk_sizes(flat.numel(), model.settings.ranks)
+    summed = collective.all_gather(piece, 0, ParallelMode.TENSOR, sizes=sizes)
+    for p, part in zip(parameters, summed.split([p.numel() for p in parameters]), strict=True):
+        assert p.grad is not None
+        p.grad.copy_(part.view_as(p))
