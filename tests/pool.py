@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -61,10 +61,9 @@ class Pool:
         """End the processes that this pool started."""
         for process, connection in self._workers:
             connection.close()
-            process.join(2)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.kill()
+        for process, _ in self._workers:
+            process.join()
         self._workers = []
 
     def _start(self) -> None:
@@ -92,31 +91,28 @@ class Pool:
 
     def _collect(self, ranks: Sequence[int], what: str, timeout: float) -> list[Any]:
         results: dict[int, Any] = {}
-        problems: list[str] = []
-        lost = False
+        problems: dict[int, str] = {}
+        waiting = {self._workers[rank][1]: rank for rank in ranks}
         end = time.monotonic() + timeout
-        for rank in ranks:
-            process, connection = self._workers[rank]
-            try:
-                if not connection.poll(max(0.0, end - time.monotonic())):
-                    problems.append(f"rank {rank} did not answer")
-                    lost = True
-                    continue
-                good, value = pickle.loads(connection.recv_bytes())
-            except (EOFError, ConnectionResetError):
-                process.join(1)
-                problems.append(f"rank {rank} died with exit code {process.exitcode}")
-                good, value, lost = True, None, True
-            if good:
-                results[rank] = value
-            else:
-                problems.append(f"rank {rank}:\n{value}")
-            if problems:
-                end = min(end, time.monotonic() + GRACE_SECONDS)
-        if lost:
-            self.stop()
+        while waiting and (ready := wait(list(waiting), max(0.0, end - time.monotonic()))):
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    good, value = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    self._workers[rank][0].join(1)
+                    good, value = False, f"died with exit code {self._workers[rank][0].exitcode}"
+                if good:
+                    results[rank] = value
+                else:
+                    problems[rank] = value
+                    end = min(end, time.monotonic() + GRACE_SECONDS)
+        problems |= dict.fromkeys(waiting.values(), "did not answer")
         if problems:
-            raise WorkerError(f"{what} on ranks {tuple(ranks)}\n" + "\n".join(problems))
+            self.stop()  # the ranks no longer agree on what comes next
+            told = "\n".join(f"rank {rank}:\n{problems[rank]}" for rank in sorted(problems))
+            raise WorkerError(f"{what} on ranks {tuple(ranks)}\n{told}")
         return [results[rank] for rank in ranks]
 
 

@@ -510,7 +510,7 @@ def run_dims(group: ProcessGroup, path: str) -> None:
                 out = m.all_to_all_dims(x, dim, gather, group)
                 wanted = torch.cat([cut(part, world, rank, dim) for part in parts], gather)
                 same(out.detach(), wanted, (dim, gather))
-                assert out._base is None
+                assert world == 1 or out._base is None
                 out.backward(out.detach() * 2)
                 same(x.grad, parts[rank] * 2, (dim, gather))
 

@@ -8,7 +8,6 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import engine
 from tritoncomm.dims import checked
-from tritoncomm.errors import ShapeError
 from tritoncomm.plan import normalize_sizes
 
 __all__ = [
@@ -19,9 +18,6 @@ __all__ = [
     "_reduce_scatter_along_last_dim",
     "_split_along_first_dim",
     "_split_along_last_dim",
-    "run_gather",
-    "run_scatter_reduce",
-    "run_split",
 ]
 
 
@@ -33,22 +29,22 @@ def _reduce(input_: Tensor, group: ProcessGroup) -> Tensor:
 
 def _split_along_last_dim(input_: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's chunk of the last dim, contiguous: ``[..., H] -> [..., H/W]``."""
-    return run_split(input_, -1, group, "_split_along_last_dim")
+    return _run_split(input_, -1, group, "_split_along_last_dim")
 
 
 def _split_along_first_dim(input_: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's chunk of dim 0, a view of a contiguous input: ``[S, ...] -> [S/W, ...]``."""
-    return run_split(input_, 0, group, "_split_along_first_dim")
+    return _run_split(input_, 0, group, "_split_along_first_dim")
 
 
 def _gather_along_last_dim(input_: Tensor, group: ProcessGroup) -> Tensor:
     """All-gather along the last dim: ``[..., h] -> [..., h*W]``."""
-    return run_gather(input_, -1, group, None, "_gather_along_last_dim")
+    return _run_gather(input_, -1, group, None, "_gather_along_last_dim")
 
 
 def _reduce_scatter_along_last_dim(input_: Tensor, group: ProcessGroup) -> Tensor:
     """Reduce-scatter along the last dim: ``[..., H] -> [..., H/W]``."""
-    return run_scatter_reduce(input_, -1, group, None, "_reduce_scatter_along_last_dim")
+    return _run_scatter_reduce(input_, -1, group, None, "_reduce_scatter_along_last_dim")
 
 
 def _gather_along_first_dim(
@@ -58,7 +54,7 @@ def _gather_along_first_dim(
     use_global_buffer: bool = False,
 ) -> Tensor:
     """All-gather along dim 0: ``[s, ...] -> [s*W, ...]``, or ``[sum(output_split_sizes), ...]``."""
-    return run_gather(input_, 0, group, output_split_sizes, "_gather_along_first_dim")
+    return _run_gather(input_, 0, group, output_split_sizes, "_gather_along_first_dim")
 
 
 def _reduce_scatter_along_first_dim(
@@ -68,27 +64,19 @@ def _reduce_scatter_along_first_dim(
     use_global_buffer: bool = False,
 ) -> Tensor:
     """Reduce-scatter along dim 0: ``[S, ...] -> [S/W, ...]``, or ``[input_split_sizes[rank], ...]``."""
-    return run_scatter_reduce(input_, 0, group, input_split_sizes, "_reduce_scatter_along_first_dim")
+    return _run_scatter_reduce(input_, 0, group, input_split_sizes, "_reduce_scatter_along_first_dim")
 
 
-def _has_dim(input_: Tensor, name: str) -> None:
-    if input_.dim() == 0:
-        raise ShapeError(f"{name}: a 0-dim tensor has no dim to cut or join")
-
-
-def run_split(input_: Any, dim: int, group: Any, name: str) -> Tensor:
+def _run_split(input_: Any, dim: int, group: Any, name: str) -> Tensor:
     group = checked(input_, group, name)
-    _has_dim(input_, name)
     return engine.split(input_, dim, group, None, name)
 
 
-def run_gather(input_: Any, dim: int, group: Any, sizes: Any, name: str) -> Tensor:
+def _run_gather(input_: Any, dim: int, group: Any, sizes: Any, name: str) -> Tensor:
     group = checked(input_, group, name)
-    _has_dim(input_, name)
     return engine.gather(input_, dim, group, normalize_sizes(sizes, name), name)
 
 
-def run_scatter_reduce(input_: Any, dim: int, group: Any, sizes: Any, name: str) -> Tensor:
+def _run_scatter_reduce(input_: Any, dim: int, group: Any, sizes: Any, name: str) -> Tensor:
     group = checked(input_, group, name)
-    _has_dim(input_, name)
     return engine.scatter_reduce(input_, dim, group, normalize_sizes(sizes, name), name)

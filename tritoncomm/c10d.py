@@ -20,10 +20,12 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "carrier",
     "check_op",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_list",
+    "special",
 ]
 
 Work = Any
@@ -33,7 +35,7 @@ _float8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith((
 _raw = dict.fromkeys(_float8, torch.uint8)
 
 
-def _carrier(x: Tensor) -> Tensor:
+def carrier(x: Tensor) -> Tensor:
     """The same bytes in a dtype every backend moves: fp8 as uint8, complex as pairs of reals."""
     if x.dtype in _raw:
         return x.view(torch.uint8)
@@ -53,44 +55,50 @@ def _options(kind: Any, asynchronous: bool, op: Any = None) -> Any:
 
 _gather_options = tuple(_options(AllgatherOptions, flag) for flag in (False, True))
 _exchange_options = tuple(_options(dist.AllToAllOptions, flag) for flag in (False, True))
-_reduce_scatter_options: dict[tuple[Any, bool], Any] = {}
-_all_reduce_options: dict[tuple[Any, bool], Any] = {}
+_SUM = ReduceOp.SUM
+_sums = {
+    kind: tuple(_options(kind, flag, _SUM) for flag in (False, True))
+    for kind in (dist.ReduceScatterOptions, dist.AllreduceOptions)
+}
+_sum_scatter_options, _sum_options = _sums.values()
 
 
-def _cached(cache: dict[tuple[Any, bool], Any], kind: Any, op: Any, asynchronous: bool) -> Any:
-    options = cache.get((op, asynchronous))
-    if options is None:
-        options = cache[op, asynchronous] = _options(kind, asynchronous, op)
-    return options
-
-
-def _end(work: Work, asynchronous: bool) -> Work:
+def _end(work: Work) -> None:
     """Blocking calls end here; a backend that synchronised by itself returns no work."""
-    if asynchronous:
-        return work
     if work is not None:
         work.wait()
-    return None
 
 
 def all_gather(out: Tensor, x: Tensor, group: ProcessGroup, asynchronous: bool = False) -> Work:
     """``out = concat over ranks of x``, out has world times the elements of x."""
     if x.dtype in special:
-        out, x = _carrier(out), _carrier(x)
+        out, x = carrier(out), carrier(x)
     options = _gather_options[asynchronous]
     if _new_names:
-        return _end(group.all_gather_single(out, x, options), asynchronous)  # pyright: ignore
-    return _end(group._allgather_base(out, x, options), asynchronous)
+        work = group.all_gather_single(out, x, options)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        work = group._allgather_base(out, x, options)
+    if asynchronous:
+        return work
+    if work is not None:  # a backend that synchronised by itself returns none
+        work.wait()
+    return None
 
 
 def reduce_scatter(out: Tensor, x: Tensor, op: Any, group: ProcessGroup, asynchronous: bool = False) -> Work:
     """``out = op over ranks of x[rank]``; x is in rank order with world times the elements of out."""
-    if x.dtype in special:
-        out, x = _carrier(out), _carrier(x)
-    options = _cached(_reduce_scatter_options, dist.ReduceScatterOptions, op, asynchronous)
+    options = _sum_scatter_options[asynchronous]
+    if op is not _SUM:
+        options = _options(dist.ReduceScatterOptions, asynchronous, op)
     if _new_names:
-        return _end(group.reduce_scatter_single(out, x, options), asynchronous)  # pyright: ignore
-    return _end(group._reduce_scatter_base(out, x, options), asynchronous)
+        work = group.reduce_scatter_single(out, x, options)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        work = group._reduce_scatter_base(out, x, options)
+    if asynchronous:
+        return work
+    if work is not None:  # a backend that synchronised by itself returns none
+        work.wait()
+    return None
 
 
 def reduce_scatter_list(
@@ -98,9 +106,9 @@ def reduce_scatter_list(
 ) -> Work:
     """``reduce_scatter`` with pieces of different sizes."""
     if out.dtype in special:
-        out, parts = _carrier(out), [_carrier(part) for part in parts]
-    options = _cached(_reduce_scatter_options, dist.ReduceScatterOptions, op, asynchronous)
-    return _end(group.reduce_scatter([out], [parts], options), asynchronous)
+        out, parts = carrier(out), [carrier(part) for part in parts]
+    work = group.reduce_scatter([out], [parts], _options(dist.ReduceScatterOptions, asynchronous, op))
+    return work if asynchronous else _end(work)
 
 
 def all_to_all(
@@ -113,12 +121,18 @@ def all_to_all(
 ) -> Work:
     """Piece w of x goes to rank w; pieces are even (no rows given), or that many rows of dim 0."""
     if x.dtype in special:
-        out, x = _carrier(out), _carrier(x)
+        out, x = carrier(out), carrier(x)
     options = _exchange_options[asynchronous]
-    args = (out, x, list(out_rows), list(in_rows), options)
+    rows = (list(out_rows), list(in_rows)) if out_rows else ([], [])
     if _new_names:
-        return _end(group.all_to_all_single(*args), asynchronous)  # pyright: ignore
-    return _end(group.alltoall_base(*args), asynchronous)
+        work = group.all_to_all_single(out, x, *rows, options)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        work = group.alltoall_base(out, x, *rows, options)
+    if asynchronous:
+        return work
+    if work is not None:  # a backend that synchronised by itself returns none
+        work.wait()
+    return None
 
 
 class _Works:
@@ -138,34 +152,40 @@ class _Works:
 def all_gather_list(parts: list[Tensor], x: Tensor, group: ProcessGroup, asynchronous: bool = False) -> Work:
     """``parts[w] = x of rank w``, in pieces of different sizes: one group of broadcasts on NCCL, and so on Gloo."""
     if x.dtype in special:
-        parts, x = [_carrier(part) for part in parts], _carrier(x)
+        parts, x = [carrier(part) for part in parts], carrier(x)
     if backend_name(group, x) != "gloo":
-        return _end(group.allgather([parts], [x], _gather_options[asynchronous]), asynchronous)
+        work = group.allgather([parts], [x], _gather_options[asynchronous])
+        return work if asynchronous else _end(work)
     parts[group.rank()].copy_(x)
     works = [broadcast(part, w, group, True) for w, part in enumerate(parts) if part.numel()]
-    return _end(_Works(works), asynchronous)
+    return _Works(works) if asynchronous else _end(_Works(works))
 
 
 def all_reduce(x: Tensor, op: Any, group: ProcessGroup, asynchronous: bool = False) -> Work:
-    """In place."""
-    if x.dtype in special:
-        x = _carrier(x)
-    options = _cached(_all_reduce_options, dist.AllreduceOptions, op, asynchronous)
-    return _end(group.allreduce([x], options), asynchronous)
+    """In place; the dtype is one the backend adds up (see ``carrier``)."""
+    options = _sum_options[asynchronous] if op is _SUM else _options(dist.AllreduceOptions, asynchronous, op)
+    work = group.allreduce([x], options)
+    if asynchronous:
+        return work
+    if work is not None:  # a backend that synchronised by itself returns none
+        work.wait()
+    return None
 
 
 def broadcast(x: Tensor, src: int, group: ProcessGroup, asynchronous: bool = False) -> Work:
     """In place; ``src`` is the rank inside the group."""
     options = _options(dist.BroadcastOptions, asynchronous)
     options.rootRank, options.rootTensor = src, 0
-    return _end(group.broadcast([_carrier(x)], options), asynchronous)
+    work = group.broadcast([carrier(x)], options)
+    return work if asynchronous else _end(work)
 
 
 def reduce(x: Tensor, dst: int, op: Any, group: ProcessGroup, asynchronous: bool = False) -> Work:
     """In place; ``dst`` is the rank inside the group, elsewhere x is scratch afterwards."""
     options = _options(dist.ReduceOptions, asynchronous, op)
     options.rootRank = dst
-    return _end(group.reduce([_carrier(x)], options), asynchronous)
+    work = group.reduce([carrier(x)], options)
+    return work if asynchronous else _end(work)
 
 
 _bitwise = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)

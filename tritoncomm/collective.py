@@ -207,7 +207,7 @@ def split_reduce_scatter(
     if not engine.ends_here(group):
         c10d.check_op(ReduceOp.SUM, wire, group, name)
         summed = wire.new_empty(wire.shape[1:])
-        c10d.reduce_scatter(summed, wire.view(-1), ReduceOp.SUM, group)
+        c10d.reduce_scatter(c10d.carrier(summed), c10d.carrier(wire.view(-1)), ReduceOp.SUM, group)
     record.add(name, path, moved, wire.nbytes * (world - 1) // world, started)
     summed = summed.view(-1)
     found = [_own(summed, x, dim, piece, world, rank) for x, dim, piece in zip(many, axes, pieces, strict=True)]

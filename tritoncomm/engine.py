@@ -23,6 +23,7 @@ from tritoncomm.uneven import exchange_uneven, gather_uneven, scatter_uneven
 __all__ = ["all_reduce", "ends_here", "exchange", "exchange_rows", "gather", "run_alone_too", "scatter_reduce", "split"]
 
 _alone_ends_here = True
+_SUM = ReduceOp.SUM
 
 
 @contextmanager
@@ -96,7 +97,7 @@ def scatter_reduce(
     group: ProcessGroup,
     sizes: Ints | None,
     name: str,
-    op: Any = ReduceOp.SUM,
+    op: Any = _SUM,
     asynchronous: bool = False,
 ) -> Any:
     """Reduce over the ranks and keep this rank's piece of ``dim``; (tensor, handle) when asynchronous."""
@@ -105,7 +106,7 @@ def scatter_reduce(
     started, world = record.now(), group.size()
     if world == 1 and _alone_ends_here:
         return (x, None) if asynchronous else x
-    if op is not ReduceOp.SUM or x.dtype in c10d.special:
+    if op is not _SUM:
         c10d.check_op(op, x, group, name)
     if sizes is not None and (len(set(sizes)) != 1 or len(sizes) != world or sizes[0] * world != x.shape[dim]):
         return scatter_uneven(x, dim, group, sizes, name, op, asynchronous, started)
@@ -119,7 +120,10 @@ def scatter_reduce(
     else:
         wire, path, moved = ops.pack(routes.resolved(x) if route.lazy else x, dim, world)
     out = x.new_empty(route.shape)
-    if route.stacked is None:
+    if route.special:
+        c10d.check_op(op, x, group, name)
+        work = c10d.reduce_scatter(c10d.carrier(out.view(-1)), c10d.carrier(wire.view(-1)), op, group, asynchronous)
+    elif route.stacked is None:
         work = c10d.reduce_scatter(out, wire, op, group, asynchronous)
     else:  # Gloo wants the ranks in dim 0
         work = c10d.reduce_scatter(out.view(-1), wire.view(-1), op, group, asynchronous)
@@ -136,10 +140,10 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
         return traced.split(x, dim, world, rank, sizes)
     started = record.now()
     try:
-        start, size = routes.piece_of(x.shape, dim, world, rank, sizes)
+        start, end, first = routes.piece_of(x.shape, dim, world, rank, sizes)
     except ShapeError as error:
         raise routes.located(error, x.shape, name, group) from None
-    piece = x.narrow(dim, start, size)
+    piece = x[start:end] if first else x.narrow(dim, start, end - start)
     if piece.is_contiguous():
         record.add(name, "view", 0, 0, started)
         return piece
@@ -152,7 +156,7 @@ def all_reduce(
     x: Tensor,
     group: ProcessGroup,
     name: str,
-    op: Any = ReduceOp.SUM,
+    op: Any = _SUM,
     in_place: bool = False,
     asynchronous: bool = False,
 ) -> Any:
@@ -162,14 +166,19 @@ def all_reduce(
     started, world = record.now(), group.size()
     if world == 1 and _alone_ends_here:
         return (x, None) if asynchronous else x
-    if op is not ReduceOp.SUM or x.dtype in c10d.special:
+    special = x.dtype in c10d.special
+    if special or op is not _SUM:
         c10d.check_op(op, x, group, name)
-    if in_place and x.is_contiguous() and not x.is_neg() and not x.is_conj():
+        x, in_place = routes.resolved(x), in_place and not (x.is_conj() or x.is_neg())
+    size = x.nbytes
+    if not x.is_contiguous():
+        out, path, moved = x.clone(memory_format=torch.contiguous_format), "torch", 2 * size
+    elif in_place:
         out, path, moved = x, "view", 0
     else:
-        out, path, moved = x.clone(memory_format=torch.contiguous_format), "torch", 2 * x.nbytes
-    work = c10d.all_reduce(out, op, group, asynchronous)
-    record.add(name, path, moved, 2 * x.nbytes * (world - 1) // world, started)
+        out, path, moved = x.clone(), "torch", 2 * size
+    work = c10d.all_reduce(c10d.carrier(out) if special else out, op, group, asynchronous)
+    record.add(name, path, moved, 2 * size * (world - 1) // world, started)
     return (out, Handle(work, out, None)) if asynchronous else out
 
 

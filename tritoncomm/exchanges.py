@@ -44,6 +44,7 @@ class _AllToAll(Function):
 
 
 def exchange_rows(x: Tensor, group: ProcessGroup, out: Any, into: Any, on_stream: bool, name: str) -> Tensor:
+    """The engine's row exchange with a caller's split sizes, on the current stream or on the backend's."""
     group = checked(x, group, name)
     out_sizes, in_sizes = normalize_sizes(out, name), normalize_sizes(into, name)
     if on_stream and not is_compiling():

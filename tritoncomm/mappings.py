@@ -23,9 +23,6 @@ from tritoncomm.along import (
     _reduce_scatter_along_last_dim,
     _split_along_first_dim,
     _split_along_last_dim,
-    run_gather,
-    run_scatter_reduce,
-    run_split,
 )
 from tritoncomm.dims import all_gather_dim, all_to_all_dims, checked, reduce_scatter_dim, split_dim, wants_grad
 from tritoncomm.errors import GroupError, ShapeError
@@ -37,6 +34,7 @@ from tritoncomm.exchanges import (
     to_hidden,
     to_sequence,
 )
+from tritoncomm.plan import normalize_sizes
 from tritoncomm.regions import (
     _AllGatherFromTensorParallelRegion,
     _CopyToModelParallelRegion,
@@ -122,7 +120,7 @@ def scatter_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup 
     group = checked(input_, group, name)
     if wants_grad(input_):
         return _ScatterToModelParallelRegion.apply(input_, group)
-    return run_split(input_, -1, group, name)
+    return engine.split(input_, -1, group, None, name)
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -134,7 +132,7 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup
     group = checked(input_, group, name)
     if wants_grad(input_):
         return _GatherFromModelParallelRegion.apply(input_, group)
-    return run_gather(input_, -1, group, None, name)
+    return engine.gather(input_, -1, group, None, name)
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -146,7 +144,7 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | No
     group = checked(input_, group, name)
     if wants_grad(input_):
         return _ScatterToSequenceParallelRegion.apply(input_, group)
-    return run_split(input_, 0, group, name)
+    return engine.split(input_, 0, group, None, name)
 
 
 def gather_from_sequence_parallel_region(
@@ -173,7 +171,7 @@ def gather_from_sequence_parallel_region(
     if wants_grad(input_):
         args = (group, tensor_parallel_output_grad, output_split_sizes, use_global_buffer)
         return _GatherFromSequenceParallelRegion.apply(input_, *args)
-    return run_gather(input_, 0, group, output_split_sizes, name)
+    return engine.gather(input_, 0, group, normalize_sizes(output_split_sizes, name), name)
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -191,7 +189,7 @@ def reduce_scatter_to_sequence_parallel_region(
     if wants_grad(input_):
         args = (group, input_split_sizes, use_global_buffer)
         return _ReduceScatterToSequenceParallelRegion.apply(input_, *args)
-    return run_scatter_reduce(input_, 0, group, input_split_sizes, name)
+    return engine.scatter_reduce(input_, 0, group, normalize_sizes(input_split_sizes, name), name)
 
 
 def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -203,7 +201,7 @@ def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Proce
     group = checked(input_, group, name)
     if wants_grad(input_):
         return _AllGatherFromTensorParallelRegion.apply(input_, group)
-    return run_gather(input_, -1, group, None, name)
+    return engine.gather(input_, -1, group, None, name)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -215,7 +213,7 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Pro
     group = checked(input_, group, name)
     if wants_grad(input_):
         return _ReduceScatterToTensorParallelRegion.apply(input_, group)
-    return run_scatter_reduce(input_, -1, group, None, name)
+    return engine.scatter_reduce(input_, -1, group, None, name)
 
 
 def all_to_all(

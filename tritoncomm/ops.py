@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 
 import torch
 import tritoncomm_kernels as kernels
@@ -11,7 +10,7 @@ from torch import Tensor
 from tritoncomm_kernels import reference
 
 from tritoncomm.errors import ArgumentError, UnsupportedError
-from tritoncomm.plan import Ints, Plan, rows_layout, wire_layout
+from tritoncomm.plan import Ints, Plan, joined_layout, rows_layout, wire_layout
 
 __all__ = ["pack", "pack_many", "path", "path_for", "reduce", "unpack"]
 
@@ -79,13 +78,16 @@ def pack(
 
     Traffic: reads ``x`` once, writes the wire once.
     """
+    if scale is None and out is None and sizes is None and (dtype is None or dtype is x.dtype):
+        is_wire, layout = wire_layout(x.shape, x.stride(), dim, world)
+        if is_wire:
+            return x, "view", 0
+        if layout is not None and path_for(x) == "torch":
+            return x.as_strided(*layout).contiguous(), "torch", 2 * x.nbytes
     plan = Plan.along(x.shape, dim, world, sizes)
-    if scale is None and out is None and (dtype is None or dtype is x.dtype):
-        if plan.is_view and x.is_contiguous():
-            return (x.view(-1) if sizes is not None else x), "view", 0
-        if plan.even and sizes is None and path_for(x) == "torch":
-            wire = x.as_strided(*wire_layout(x.shape, x.stride(), dim, world)).contiguous()
-            return wire, "torch", 2 * x.nbytes
+    plain = scale is None and out is None and dtype in (None, x.dtype)
+    if plain and sizes is not None and plan.is_view and x.is_contiguous():
+        return x.view(-1), "view", 0
     wire = out if out is not None else x.new_empty(_wire_shape(plan, x, dim, sizes), dtype=dtype)
     blocks = wire if out is not None or sizes is not None else wire.view(world, plan.outer, plan.run)
     return wire, *_pack_into(blocks, x, plan, dim, sizes, scale)
@@ -94,9 +96,8 @@ def pack(
 def _wire_shape(plan: Plan, x: Tensor, dim: int, sizes: Ints | None) -> Ints:
     if sizes is not None:
         return (plan.outer * plan.row,)
-    if plan.even:
-        return wire_layout(x.shape, x.stride(), dim, plan.world)[0]
-    return (plan.world, plan.outer, plan.run)
+    layout = wire_layout(x.shape, x.stride(), dim, plan.world)[1]
+    return (plan.world, plan.outer, plan.run) if layout is None else layout[0]
 
 
 def _pack_into(
@@ -178,36 +179,17 @@ def unpack(
 
     Traffic: reads the wire once, writes the result once (reads it too when accumulating).
     """
+    if out is None and scale is None and sizes is None and (dtype is None or dtype is wire.dtype):
+        layout = joined_layout(tuple(shape), dim, world)
+        if layout is not None and path_for(wire) == "torch" and wire.is_contiguous():
+            joined = wire.as_strided(layout[0], layout[1])
+            joined = joined.reshape(shape) if layout[2] else joined.clone(memory_format=torch.contiguous_format)
+            return joined, "torch", 2 * wire.nbytes
     plan = Plan.along(shape, dim, world, sizes)
-    plain = out is None and scale is None and sizes is None and (dtype is None or dtype is wire.dtype)
-    if plain and plan.even and plan.outer != 1 and wire.is_contiguous() and path_for(wire) == "torch":
-        size, stride, merges = _joined(tuple(shape), dim, world)
-        joined = wire.as_strided(size, stride)
-        joined = joined.reshape(shape) if merges else joined.clone(memory_format=torch.contiguous_format)
-        return joined, "torch", 2 * wire.nbytes
     if out is None:
         out = wire.new_empty(shape, dtype=dtype)
     flat = (-1,) if sizes is not None else (world, plan.outer, plan.run)
     return out, *_unpack_into(out, wire.reshape(flat), plan, dim, sizes, scale, accumulate)
-
-
-@lru_cache(maxsize=8192)
-def _joined(shape: Ints, dim: int, world: int) -> tuple[Ints, Ints, bool]:
-    """Size and stride that read a contiguous even wire in the order of the joined tensor.
-
-    The last value says whether two dims still have to be merged, which copies; with one element per rank along ``dim``
-    there is nothing to merge and a reshape would only give a view.
-    """
-    dim %= len(shape)
-    each = shape[dim] // world
-    piece = (*shape[:dim], each, *shape[dim + 1 :])
-    stride = [1] * len(piece)
-    for i in range(len(piece) - 1, 0, -1):
-        stride[i - 1] = stride[i] * piece[i]
-    rank = stride[0] * piece[0]
-    if each <= 1 or 0 in shape:
-        return shape, (*stride[:dim], rank, *stride[dim + 1 :]), False
-    return (*piece[:dim], world, *piece[dim:]), (*stride[:dim], rank, *stride[dim:]), True
 
 
 def _unpack_into(

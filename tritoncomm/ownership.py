@@ -6,15 +6,15 @@ measured once, on a tensor that is held elsewhere and on one that is not; where 
 """
 
 import sys
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["gradient_is_ours", "temporary_is_ours"]
+__all__ = ["gradient_is_ours", "gradients_measured", "measure_gradients", "temporary_is_ours"]
 
 Counts = tuple[int, int, int]
+_NEVER: Counts = (0, 0, 0)
 
 
 def _use_count(x: Tensor) -> int:
@@ -34,19 +34,19 @@ def _probe(x: Tensor, _: Any = None) -> Counts:
     return sys.getrefcount(x), _use_count(x), _storage_count(x)
 
 
-@lru_cache(maxsize=1)
-def _temporary_counts() -> Counts | None:
+def _temporary_counts() -> Counts:
     held = torch.empty(1)
     alone, shared = _probe(torch.empty(1)), _probe(held)
-    return alone if alone[0] < shared[0] else None
+    return alone if alone[0] < shared[0] else _NEVER
 
 
 def temporary_is_ours(x: Tensor, references: int) -> bool:
     """Whether ``x``, an argument with ``sys.getrefcount`` of ``references``, is a temporary nobody else can see."""
-    counts = _temporary_counts()
-    if counts is None or references > counts[0] or not _may_be_written(x):
-        return False
-    return _use_count(x) <= counts[1] and _storage_count(x) <= counts[2]
+    return references <= _temporary[0] and _is_alone(x, _temporary)
+
+
+def _is_alone(x: Tensor, alone: Counts) -> bool:
+    return _may_be_written(x) and _use_count(x) <= alone[1] and _storage_count(x) <= alone[2]
 
 
 class _Gradient(torch.autograd.Function):
@@ -69,8 +69,7 @@ class _Gradient(torch.autograd.Function):
         return grad_output, None
 
 
-@lru_cache(maxsize=1)
-def _gradient_counts() -> Counts | None:
+def _gradient_counts() -> Counts:
     seen: list[Counts] = []
     kept: list[Tensor] = []
     with torch.enable_grad():
@@ -81,17 +80,20 @@ def _gradient_counts() -> Counts | None:
                 y.register_hook(kept.append)
             (y * 2).backward(torch.ones(1))
     alone, shared = seen
-    return alone if alone[0] < shared[0] else None
+    return alone if alone[0] < shared[0] else _NEVER
 
 
-def measure() -> None:
-    """Take the measurement now (a mapping's forward does, so that no backward has to)."""
-    _gradient_counts()
+def measure_gradients() -> None:
+    """Take the measurement (the first forward does, so that no backward has to)."""
+    global gradients_measured, _gradient
+    gradients_measured, _gradient = True, _gradient_counts()
 
 
 def gradient_is_ours(grad: Tensor, references: int) -> bool:
     """Whether ``grad``, handed to ``backward`` with ``sys.getrefcount`` of ``references``, is held nowhere else."""
-    counts = _gradient_counts()
-    if counts is None or references > counts[0] or not _may_be_written(grad):
-        return False
-    return _use_count(grad) <= counts[1] and _storage_count(grad) <= counts[2]
+    return references <= _gradient[0] and _is_alone(grad, _gradient)
+
+
+gradients_measured = False
+_temporary = _temporary_counts()
+_gradient = _NEVER

@@ -8,7 +8,7 @@ from typing import Any
 
 from tritoncomm.errors import ArgumentError, ShapeError
 
-__all__ = ["Plan", "chunk_sizes", "normalize_sizes", "rows_layout", "wire_layout"]
+__all__ = ["Plan", "chunk_sizes", "joined_layout", "normalize_sizes", "rows_layout", "wire_layout"]
 
 Ints = tuple[int, ...]
 
@@ -94,12 +94,48 @@ def normalize_sizes(sizes: Any, name: str) -> Ints | None:
 
 
 @lru_cache(maxsize=8192)
-def wire_layout(shape: Ints, stride: Ints, dim: int, world: int) -> tuple[Ints, Ints]:
-    """Size and stride of an even cut in wire order: ``[world, *shape[:dim], shape[dim]/world, *shape[dim+1:]]``."""
-    dim %= len(shape)
+def wire_layout(shape: Ints, stride: Ints, dim: int, world: int) -> tuple[bool, tuple[Ints, Ints] | None]:
+    """Whether the tensor is the wire as it lies; size and stride of an even cut in wire order, None when uneven.
+
+    Wire order is ``[world, *shape[:dim], shape[dim]/world, *shape[dim+1:]]``.
+    """
+    dim = _dim(shape, dim)
+    if shape[dim] % world:
+        return False, None
     piece = shape[dim] // world
-    size = (world, *shape[:dim], piece, *shape[dim + 1 :])
-    return size, (piece * stride[dim], *stride)
+    layout = (world, *shape[:dim], piece, *shape[dim + 1 :]), (piece * stride[dim], *stride)
+    return math.prod(shape[:dim]) == 1 and stride == _contiguous(shape, stride), layout
+
+
+def _contiguous(shape: Ints, stride: Ints) -> Ints:
+    """The strides of a contiguous tensor; dims of size 1, and empty tensors, keep theirs."""
+    expected, step = list(stride), 1
+    for i in range(len(shape) - 1, -1, -1):
+        if shape[i] != 1 and 0 not in shape:
+            expected[i] = step
+        step *= shape[i]
+    return tuple(expected)
+
+
+@lru_cache(maxsize=8192)
+def joined_layout(shape: Ints, dim: int, world: int) -> tuple[Ints, Ints, bool] | None:
+    """Size and stride that read a contiguous even wire in the order of the joined tensor.
+
+    The last value says whether two dims still have to be merged, which copies; with one element per rank along ``dim``
+    there is nothing to merge and a reshape would only give a view. None when the cut is uneven or nothing moves.
+    """
+    dim = _dim(shape, dim)
+    each = shape[dim] // world
+    if shape[dim] % world or world == 1 or math.prod(shape[:dim]) == 1:
+        return None
+    piece = (*shape[:dim], each, *shape[dim + 1 :])
+    stride = [1] * len(piece)
+    for i in range(len(piece) - 1, 0, -1):
+        stride[i - 1] = stride[i] * piece[i]
+    rank = stride[0] * piece[0]
+    if each <= 1 or 0 in shape:
+        return shape, (*stride[:dim], rank, *stride[dim + 1 :]), False
+    return (*piece[:dim], world, *piece[dim:]), (*stride[:dim], rank, *stride[dim:]), True
 
 
 @lru_cache(maxsize=8192)

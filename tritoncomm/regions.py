@@ -21,11 +21,9 @@ from tritoncomm.along import (
     _reduce_scatter_along_last_dim,
     _split_along_first_dim,
     _split_along_last_dim,
-    run_gather,
-    run_scatter_reduce,
-    run_split,
 )
 from tritoncomm.dims import split_dim, wants_grad
+from tritoncomm.plan import normalize_sizes
 
 __all__ = [
     "_AllGatherFromTensorParallelRegion",
@@ -51,8 +49,8 @@ class _CopyToModelParallelRegion(Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        if not is_compiling():
-            ownership.measure()
+        if not ownership.gradients_measured and not is_compiling():
+            ownership.measure_gradients()
         return input_
 
     @staticmethod
@@ -107,13 +105,13 @@ class _ScatterToModelParallelRegion(Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return run_split(input_, -1, group, "scatter_to_tensor_model_parallel_region")
+        return engine.split(input_, -1, group, None, "scatter_to_tensor_model_parallel_region")
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if wants_grad(grad_output):
             return _GatherFromModelParallelRegion.apply(grad_output, ctx.group), None
-        return run_gather(grad_output, -1, ctx.group, None, "scatter_to_tensor_model_parallel_region.backward"), None
+        return engine.gather(grad_output, -1, ctx.group, None, "scatter_to_tensor_model_parallel_region.backward"), None
 
 
 class _GatherFromModelParallelRegion(Function):
@@ -126,13 +124,13 @@ class _GatherFromModelParallelRegion(Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return run_gather(input_, -1, group, None, "gather_from_tensor_model_parallel_region")
+        return engine.gather(input_, -1, group, None, "gather_from_tensor_model_parallel_region")
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if wants_grad(grad_output):
             return _ScatterToModelParallelRegion.apply(grad_output, ctx.group), None
-        return run_split(grad_output, -1, ctx.group, "gather_from_tensor_model_parallel_region.backward"), None
+        return engine.split(grad_output, -1, ctx.group, None, "gather_from_tensor_model_parallel_region.backward"), None
 
 
 class _ScatterToSequenceParallelRegion(Function):
@@ -145,13 +143,13 @@ class _ScatterToSequenceParallelRegion(Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return run_split(input_, 0, group, "scatter_to_sequence_parallel_region")
+        return engine.split(input_, 0, group, None, "scatter_to_sequence_parallel_region")
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if wants_grad(grad_output):
             return _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, False), None
-        return run_gather(grad_output, 0, ctx.group, None, "scatter_to_sequence_parallel_region.backward"), None
+        return engine.gather(grad_output, 0, ctx.group, None, "scatter_to_sequence_parallel_region.backward"), None
 
 
 class _GatherFromSequenceParallelRegion(Function):
@@ -181,7 +179,8 @@ class _GatherFromSequenceParallelRegion(Function):
         ctx.group = group
         ctx.output_split_sizes = output_split_sizes
         ctx.use_global_buffer = use_global_buffer
-        return run_gather(input_, 0, group, output_split_sizes, "gather_from_sequence_parallel_region")
+        name = "gather_from_sequence_parallel_region"
+        return engine.gather(input_, 0, group, normalize_sizes(output_split_sizes, name), name)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -192,7 +191,7 @@ class _GatherFromSequenceParallelRegion(Function):
         elif wants_grad(grad_output):
             grad = _ReduceScatterToSequenceParallelRegion.apply(grad_output, group, sizes, ctx.use_global_buffer)
         else:
-            grad = run_scatter_reduce(grad_output, 0, group, sizes, name)
+            grad = engine.scatter_reduce(grad_output, 0, group, normalize_sizes(sizes, name), name)
         return grad, None, None, None, None
 
 
@@ -220,7 +219,8 @@ class _ReduceScatterToSequenceParallelRegion(Function):
         ctx.group = group
         ctx.input_split_sizes = input_split_sizes
         ctx.use_global_buffer = use_global_buffer
-        return run_scatter_reduce(input_, 0, group, input_split_sizes, "reduce_scatter_to_sequence_parallel_region")
+        name = "reduce_scatter_to_sequence_parallel_region"
+        return engine.scatter_reduce(input_, 0, group, normalize_sizes(input_split_sizes, name), name)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -229,7 +229,7 @@ class _ReduceScatterToSequenceParallelRegion(Function):
             grad = _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, *args)
         else:
             name = "reduce_scatter_to_sequence_parallel_region.backward"
-            grad = run_gather(grad_output, 0, ctx.group, ctx.input_split_sizes, name)
+            grad = engine.gather(grad_output, 0, ctx.group, normalize_sizes(ctx.input_split_sizes, name), name)
         return grad, None, None, None
 
 
@@ -243,14 +243,14 @@ class _AllGatherFromTensorParallelRegion(Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return run_gather(input_, -1, group, None, "all_gather_last_dim_from_tensor_parallel_region")
+        return engine.gather(input_, -1, group, None, "all_gather_last_dim_from_tensor_parallel_region")
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if wants_grad(grad_output):
             return _ReduceScatterToTensorParallelRegion.apply(grad_output, ctx.group), None
         name = "all_gather_last_dim_from_tensor_parallel_region.backward"
-        return run_scatter_reduce(grad_output, -1, ctx.group, None, name), None
+        return engine.scatter_reduce(grad_output, -1, ctx.group, None, name), None
 
 
 class _ReduceScatterToTensorParallelRegion(Function):
@@ -263,11 +263,11 @@ class _ReduceScatterToTensorParallelRegion(Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return run_scatter_reduce(input_, -1, group, None, "reduce_scatter_last_dim_to_tensor_parallel_region")
+        return engine.scatter_reduce(input_, -1, group, None, "reduce_scatter_last_dim_to_tensor_parallel_region")
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if wants_grad(grad_output):
             return _AllGatherFromTensorParallelRegion.apply(grad_output, ctx.group), None
         name = "reduce_scatter_last_dim_to_tensor_parallel_region.backward"
-        return run_gather(grad_output, -1, ctx.group, None, name), None
+        return engine.gather(grad_output, -1, ctx.group, None, name), None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tritoncomm import c10d
 from tritoncomm.errors import ShapeError
 from tritoncomm.plan import Ints, Plan
 
@@ -40,6 +41,7 @@ class Route:
         stacked: shape of the wire where it is not the result's; None where it is.
         out_rows: rows from each rank, empty when even.
         in_rows: rows to each rank, empty when even.
+        special: the backend has to see another dtype (only told for reductions).
     """
 
     shape: Any
@@ -49,6 +51,7 @@ class Route:
     stacked: Ints | None = None
     out_rows: Ints = ()
     in_rows: Ints = ()
+    special: bool = False
 
 
 def flat(x: Tensor, route: Route) -> tuple[Tensor, int]:
@@ -109,18 +112,19 @@ def scattered(shape: Ints, dtype: torch.dtype, dim: int, world: int) -> Route:
     mine = piece(shape, dim, _divided(shape, dim, world))
     sent = math.prod(mine) * dtype.itemsize * (world - 1)
     is_view = math.prod(shape[:dim]) == 1
-    return Route(mine, sent, is_view, _lazy(shape, dtype), None if dim == 0 else shape)
+    stacked = None if dim == 0 else shape
+    return Route(mine, sent, is_view, _lazy(shape, dtype), stacked, special=dtype in c10d.special)
 
 
 @lru_cache(maxsize=8192)
-def piece_of(shape: Ints, dim: int, world: int, rank: int, sizes: Ints | None) -> tuple[int, int]:
-    """Start and size of a rank's piece of ``dim``."""
+def piece_of(shape: Ints, dim: int, world: int, rank: int, sizes: Ints | None) -> tuple[int, int, bool]:
+    """Start and end of a rank's piece of ``dim``, and whether that is dim 0."""
     dim = _dim(shape, dim)
     if sizes is None:
         size = _divided(shape, dim, world)
-        return rank * size, size
+        return rank * size, (rank + 1) * size, dim == 0
     Plan.along(shape, dim, world, sizes)
-    return sum(sizes[:rank]), sizes[rank]
+    return sum(sizes[:rank]), sum(sizes[: rank + 1]), dim == 0
 
 
 @lru_cache(maxsize=8192)

@@ -61,6 +61,7 @@ def scatter_uneven(
     """Reduce over the ranks and keep ``sizes[rank]`` of ``dim``."""
     world, rank = group.size(), group.rank()
     plan = routes.sized(x.shape, dim, world, sizes, name, group)
+    c10d.check_op(op, x, group, name)
     wire, path, moved = ops.pack(routes.resolved(x), dim, world, sizes)
     out = x.new_empty(routes.piece(x.shape, dim, sizes[rank]))
     work = c10d.reduce_scatter_list(out.view(-1), list(wire.split(_counts(plan))), op, group, asynchronous)

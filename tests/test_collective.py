@@ -1,0 +1,309 @@
+"""The collectives over any dim, op, layout and group, against closed forms."""
+
+import enum
+import itertools
+from functools import reduce as fold
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from tritoncomm import UnsupportedError
+from tritoncomm import collective as c
+from tritoncomm.plan import chunk_sizes
+
+SHAPE = (4, 8, 4)
+LAYOUTS = ["contiguous", "transposed", "sliced"]
+OPS: dict[str, Any] = {
+    "SUM": torch.add,
+    "AVG": None,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+def held(group: ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    made = [torch.Generator().manual_seed(seed + rank) for rank in range(group.size())]
+    return [torch.randint(-4, 5, shape, generator=one).to(dtype) for one in made]
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    if layout == "transposed":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "sliced":
+        return torch.cat([x, x], -1)[..., : x.shape[-1]]
+    return x.clone()
+
+
+def same(found: Tensor, wanted: Tensor, what: object = "") -> None:
+    assert found.dtype is wanted.dtype, what
+    assert found.shape == wanted.shape, what
+    assert torch.equal(found, wanted), (what, found, wanted)
+
+
+def own(found: Tensor) -> None:
+    assert found.is_contiguous()
+    assert found._base is None
+
+
+def run_gather_and_scatter(group: ProcessGroup) -> None:
+    rank, world = group.rank(), group.size()
+    parts = held(group, SHAPE)
+    total = fold(torch.add, parts)
+    for dim, layout in itertools.product(range(-3, 3), LAYOUTS):
+        x = laid_out(parts[rank], layout)
+        for asynchronous in (False, True):
+            out = c.all_gather(x, dim, group, asynchronous)
+            if asynchronous:
+                out, handle = out
+                assert out.shape == torch.cat(parts, dim).shape
+                assert handle.wait() is out
+                assert handle.is_completed()
+            same(out, torch.cat(parts, dim), (dim, layout))
+            own(out)
+            out = c.reduce_scatter(x, dim, group, async_op=asynchronous)
+            if asynchronous:
+                out, handle = out
+                assert out.shape == total.tensor_split(world, dim)[rank].shape
+                handle.wait()
+            same(out, total.tensor_split(world, dim)[rank], (dim, layout))
+            own(out)
+            same(x, parts[rank], "input untouched")
+
+
+@pytest.mark.parametrize("world", [2, 4, 8, (1, 3)], ids=["world2", "world4", "world8", "ranks1and3"])
+def test_gather_and_scatter_any_dim(pool: Pool, world: Any) -> None:
+    pool.run(run_gather_and_scatter if world != 8 else run_eight, world=world)
+
+
+def run_eight(group: ProcessGroup) -> None:
+    parts = held(group, (8, 16))
+    for dim in (0, -1):
+        same(c.all_gather(parts[group.rank()], dim, group), torch.cat(parts, dim))
+        wanted = fold(torch.add, parts).chunk(8, dim)[group.rank()]
+        same(c.reduce_scatter(parts[group.rank()], dim, group), wanted)
+
+
+def run_sizes(group: ProcessGroup) -> None:
+    rank = group.rank()
+    for sizes in ((3, 4), (7, 0), (2, 2)) if group.size() == 2 else ((1, 0, 4, 2), (2, 2, 2, 2)):
+        for dim, layout, asynchronous in itertools.product((0, 1, -1), LAYOUTS, (False, True)):
+            shape = [2, 3, 4]
+            shape[dim] = sum(sizes)
+            full = torch.arange(float(torch.Size(shape).numel())).view(shape)
+            pieces = full.split(list(sizes), dim)
+            given: Any = np.array(sizes) if asynchronous else list(sizes)
+            out = c.all_gather(laid_out(pieces[rank], layout), dim, group, asynchronous, sizes=given)
+            if asynchronous:
+                out, handle = out
+                handle.wait()
+            same(out, full, (sizes, dim, layout))
+            own(out)
+            out = c.reduce_scatter(laid_out(full, layout), dim, group, async_op=asynchronous, sizes=given)
+            if asynchronous:
+                out, handle = out
+                handle.wait()
+            same(out, pieces[rank] * group.size(), (sizes, dim, layout))
+            own(out)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_explicit_sizes(pool: Pool, world: int) -> None:
+    pool.run(run_sizes, world=world)
+
+
+def _expected(op: str, parts: list[Tensor]) -> Tensor:
+    if op == "AVG":
+        return fold(torch.add, parts) / len(parts)
+    return fold(OPS[op], parts)
+
+
+def _supported(op: str, dtype: torch.dtype) -> bool:
+    if dtype is torch.float8_e4m3fn:
+        return False
+    if op in ("BAND", "BOR", "BXOR"):
+        return not dtype.is_floating_point and not dtype.is_complex
+    if dtype.is_complex:
+        return op in ("SUM", "AVG")
+    return op != "AVG" or dtype.is_floating_point
+
+
+def run_ops(group: ProcessGroup, op: str) -> None:
+    rank, world = group.rank(), group.size()
+    code = getattr(c.ReduceOp, op)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.complex64, torch.float8_e4m3fn):
+        parts = held(group, (4, 2), dtype)
+        calls: dict[str, Any] = {
+            "all_reduce": lambda x: c.all_reduce(x, group, code),
+            "reduce_scatter": lambda x: c.reduce_scatter(x, 0, group, code),
+            "reduce": lambda x: c.reduce(x, dist.get_process_group_ranks(group)[-1], group, code),
+        }
+        for name, call in calls.items():
+            x = parts[rank].clone()
+            if not _supported(op, dtype):
+                with pytest.raises(UnsupportedError) as caught:
+                    call(x)
+                message = str(caught.value)
+                assert name in message, message
+                assert "gloo" in message, message
+                assert str(dtype) in message, message
+                assert op in message, message
+                assert torch.equal(x.view(torch.uint8), parts[rank].view(torch.uint8))
+                continue
+            out, wanted = call(x), _expected(op, parts)
+            if name == "reduce_scatter":
+                wanted = wanted.chunk(world)[rank]
+            if name != "reduce" or rank == world - 1:
+                same(out, wanted, (op, dtype, name))
+    after = torch.ones(2)
+    same(c.all_reduce(after, group), torch.full((2,), float(world)), "the group works afterwards")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reduce_ops(pool: Pool, op: str) -> None:
+    pool.run(run_ops, op, world=2)
+    if op in ("SUM", "MAX"):
+        pool.run(run_ops, op, world=4)
+
+
+def run_in_place_rules(group: ProcessGroup) -> None:
+    rank, world = group.rank(), group.size()
+    ranks = dist.get_process_group_ranks(group)
+    parts = held(group, (4, 6))
+    total = fold(torch.add, parts)
+    for root, asynchronous, layout in itertools.product(range(world), (False, True), LAYOUTS):
+        calls: dict[str, Any] = {
+            "all_reduce": lambda x, a=asynchronous: c.all_reduce(x, group, async_op=a),
+            "broadcast": lambda x, a=asynchronous, r=ranks[root]: c.broadcast(x, r, group, a),
+            "reduce": lambda x, a=asynchronous, r=ranks[root]: c.reduce(x, r, group, async_op=a),
+        }
+        for name, call in calls.items():
+            x = laid_out(parts[rank], layout)
+            out = call(x)
+            if asynchronous:
+                out, handle = out
+                assert handle.wait() is out
+            wanted = parts[root] if name == "broadcast" else total
+            if name != "reduce" or rank == root:
+                same(out, wanted, (name, root, layout))
+            assert out.is_contiguous()
+            if x.is_contiguous():
+                assert out is x
+            else:
+                same(x, parts[rank], "a strided input is left alone")
+
+
+@pytest.mark.parametrize("world", [2, 4, (1, 3), (2, 3)], ids=["world2", "world4", "ranks1and3", "ranks2and3"])
+def test_in_place_and_global_roots(pool: Pool, world: Any) -> None:
+    pool.run(run_in_place_rules, world=world)
+
+
+def run_alone(group: ProcessGroup) -> None:
+    x = torch.ones(3, 2).t()
+    calls: list[Any] = [
+        lambda a: c.all_gather(x, 1, group, a),
+        lambda a: c.reduce_scatter(x, 1, group, async_op=a),
+        lambda a: c.all_reduce(x, group, async_op=a),
+        lambda a: c.broadcast(x, 0, group, a),
+        lambda a: c.reduce(x, 0, group, async_op=a),
+        lambda a: c.all_to_all(x, group, async_op=a),
+    ]
+    for call in calls:
+        assert call(False) is x
+        out, handle = call(True)
+        assert out is x
+        assert handle is None
+
+
+def test_one_rank_gives_the_tensor_back(pool: Pool) -> None:
+    pool.run(run_alone, world=1)
+
+
+def run_all_to_all(group: ProcessGroup) -> None:
+    rank, world = group.rank(), group.size()
+    table = [[(a + 2 * b) % 3 for b in range(world)] for a in range(world)]
+    parts = [torch.full((sum(row), 2), float(a)) + torch.arange(sum(row))[:, None] / 16 for a, row in enumerate(table)]
+    wanted = torch.cat([part.split(row)[rank] for part, row in zip(parts, table, strict=True)])
+    arriving = [row[rank] for row in table]
+    for made, layout, asynchronous in itertools.product((list, tuple, np.array), LAYOUTS, (False, True)):
+        x = laid_out(parts[rank], layout)
+        out = c.all_to_all(x, group, made(arriving), made(table[rank]), asynchronous)
+        if asynchronous:
+            out, handle = out
+            handle.wait()
+        same(out, wanted, layout)
+        own(out)
+    even = held(group, (2 * world, 3))
+    wanted = torch.cat([part.chunk(world)[rank] for part in even])
+    same(c.all_to_all(even[rank], group), wanted)
+    same(c.all_to_all(even[rank], group, [2] * world), wanted)
+    same(c.all_to_all(even[rank], group, None, [2] * world), wanted)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_to_all(pool: Pool, world: int) -> None:
+    pool.run(run_all_to_all, world=world)
+
+
+def run_split_reduce_scatter(group: ProcessGroup) -> None:
+    rank, world = group.rank(), group.size()
+    shapes, dims = [(5, 8), (16,), (2, 9), (7, 3, 2)], [1, 0, -1, 0]
+    for layout, dtype, scale in itertools.product(
+        ("contiguous", "transposed", "sliced"), (None, torch.bfloat16), (None, 0.5)
+    ):
+        held_by = [held(group, shape, seed=10 * i) for i, shape in enumerate(shapes)]
+        mine = [laid_out(parts[rank], layout) for parts in held_by]
+        found = c.split_reduce_scatter(mine, dims, group, dtype=dtype, scale=scale)
+        for parts, dim, out in zip(held_by, dims, found, strict=True):
+            wire = [part.mul(1 if scale is None else scale).to(dtype or part.dtype) for part in parts]
+            sizes = list(chunk_sizes(parts[0].shape[dim], world))
+            same(out, fold(torch.add, wire).split(sizes, dim)[rank], (layout, dtype, scale, dim))
+    one = c.split_reduce_scatter(held_by[0][rank], 1, group)
+    same(one, fold(torch.add, held_by[0]).chunk(world, 1)[rank])
+    both = c.split_reduce_scatter([held_by[0][rank]] * 2, 1, group)
+    assert len(both) == 2
+    assert c.split_reduce_scatter([], 0, group) == []
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_split_reduce_scatter(pool: Pool, world: int) -> None:
+    pool.run(run_split_reduce_scatter, world=world)
+
+
+class ForeignMode(enum.Enum):
+    """As another library defines it."""
+
+    GLOBAL = "global"
+    TENSOR = "tensor"
+
+
+def run_modes(group: ProcessGroup) -> None:
+    import tritoncomm as tc
+
+    tc.initialize(tensor=2)  # over the default group of eight, which is left alone
+    try:
+        for mode in (tc.ParallelMode.TENSOR, ForeignMode.TENSOR):
+            out = c.all_reduce(torch.ones(2), mode)
+            assert out.tolist() == [2.0, 2.0]
+        assert c.all_gather(torch.ones(1), 0, ForeignMode.GLOBAL).shape == (8,)
+        x = tc.mappings.reduce_from_tensor_model_parallel_region(torch.ones(2))
+        assert x.tolist() == [2.0, 2.0]
+        with pytest.raises(tc.GroupError):
+            c.all_reduce(torch.ones(2), tc.ParallelMode.PARALLEL_1D)
+    finally:
+        tc.destroy()
+    assert dist.is_initialized()
+    with pytest.raises(tc.GroupError):
+        c.all_reduce(torch.ones(2), tc.ParallelMode.TENSOR)
+
+
+def test_modes_by_member_and_by_value(pool: Pool) -> None:
+    pool.run(run_modes, world=8)

@@ -1,0 +1,253 @@
+"""Bad arguments raise the right error on every rank before anything is sent; the group works afterwards."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from torch.distributed import ProcessGroup
+from tritoncomm import ArgumentError, CommError, GroupError, ShapeError, UnsupportedError
+from tritoncomm import collective as c
+from tritoncomm import mappings as m
+
+T = torch.ones
+# id: (call, error, what the message has to say)
+SHAPES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "scatter_tp": (
+        lambda g: m.scatter_to_tensor_model_parallel_region(T(2, 5), g),
+        ("scatter_to_tensor_model_parallel_region", "dim", "5"),
+    ),
+    "scatter_sp": (
+        lambda g: m.scatter_to_sequence_parallel_region(T(5, 2), g),
+        ("scatter_to_sequence_parallel_region", "dim 0", "5"),
+    ),
+    "reduce_scatter_sp": (
+        lambda g: m.reduce_scatter_to_sequence_parallel_region(T(5, 2), g),
+        ("reduce_scatter_to_sequence_parallel_region", "dim 0", "5"),
+    ),
+    "reduce_scatter_sp-sizes": (
+        lambda g: m.reduce_scatter_to_sequence_parallel_region(T(5, 2), g, [2] * g.size()),
+        ("reduce_scatter_to_sequence_parallel_region", "dim 0", "5"),
+    ),
+    "gather_sp-sizes": (
+        lambda g: m.gather_from_sequence_parallel_region(T(5, 2), group=g, output_split_sizes=[4] * g.size()),
+        ("gather_from_sequence_parallel_region", "dim 0", "5"),
+    ),
+    "gather_sp-length": (
+        lambda g: m.gather_from_sequence_parallel_region(T(5, 2), group=g, output_split_sizes=[5]),
+        ("gather_from_sequence_parallel_region", "dim 0", "5"),
+    ),
+    "rs_last": (
+        lambda g: m.reduce_scatter_last_dim_to_tensor_parallel_region(T(2, 5), g),
+        ("reduce_scatter_last_dim_to_tensor_parallel_region", "dim", "5"),
+    ),
+    "all_to_all": (lambda g: m.all_to_all(g, T(5, 2)), ("all_to_all", "dim 0", "5")),
+    "all_to_all-sizes": (
+        lambda g: m.all_to_all(g, T(5, 2), [1] * g.size(), [1] * g.size()),
+        ("all_to_all", "dim 0", "5"),
+    ),
+    "sp2hp": (lambda g: m.all_to_all_sp2hp(T(4, 5), g), ("all_to_all_sp2hp", "dim", "5")),
+    "hp2sp": (lambda g: m.all_to_all_hp2sp(T(5, 4), g), ("all_to_all_hp2sp", "5")),
+    "hp2sp-3d": (lambda g: m.all_to_all_hp2sp(T(5, 3, 4), g), ("all_to_all_hp2sp", "15")),
+    "reduce_scatter_dim": (lambda g: m.reduce_scatter_dim(T(2, 5), 1, g), ("reduce_scatter_dim", "dim 1", "5")),
+    "split_dim": (lambda g: m.split_dim(T(2, 5), 1, g), ("split_dim", "dim 1", "5")),
+    "all_to_all_dims": (lambda g: m.all_to_all_dims(T(2, 5), 1, 0, g), ("all_to_all_dims", "dim 1", "5")),
+    "all_to_all_dims-sizes": (
+        lambda g: m.all_to_all_dims(T(2, 5), 1, 0, g, scatter_sizes=[1] * g.size()),
+        ("all_to_all_dims", "dim 1", "5"),
+    ),
+    "collective.reduce_scatter": (lambda g: c.reduce_scatter(T(2, 5), 1, g), ("reduce_scatter", "dim 1", "5")),
+    "collective.reduce_scatter-negative": (lambda g: c.reduce_scatter(T(5, 2), -2, g), ("reduce_scatter", "5")),
+    "collective.all_gather-sizes": (
+        lambda g: c.all_gather(T(5, 2), 0, g, sizes=[1] * g.size()),
+        ("all_gather", "dim 0", "5"),
+    ),
+    "collective.all_to_all": (lambda g: c.all_to_all(T(5, 2), g), ("all_to_all", "dim 0", "5")),
+    "_split_along_first_dim": (lambda g: m._split_along_first_dim(T(5), g), ("_split_along_first_dim", "dim 0", "5")),
+    "_reduce_scatter_along_last_dim": (
+        lambda g: m._reduce_scatter_along_last_dim(T(2, 5), g),
+        ("_reduce_scatter_along_last_dim", "5"),
+    ),
+}
+NO_DIM: dict[str, Any] = {
+    "scatter_tp": lambda g: m.scatter_to_tensor_model_parallel_region(T(()), g),
+    "gather_tp": lambda g: m.gather_from_tensor_model_parallel_region(T(()), g),
+    "scatter_sp": lambda g: m.scatter_to_sequence_parallel_region(T(()), g),
+    "gather_sp": lambda g: m.gather_from_sequence_parallel_region(T(()), group=g),
+    "reduce_scatter_sp": lambda g: m.reduce_scatter_to_sequence_parallel_region(T(()), g),
+    "ag_last": lambda g: m.all_gather_last_dim_from_tensor_parallel_region(T(()), g),
+    "rs_last": lambda g: m.reduce_scatter_last_dim_to_tensor_parallel_region(T(()), g),
+    "all_to_all": lambda g: m.all_to_all(g, T(())),
+    "sp2hp": lambda g: m.all_to_all_sp2hp(T(()), g),
+    "hp2sp": lambda g: m.all_to_all_hp2sp(T(()), g),
+    "all_gather_dim": lambda g: m.all_gather_dim(T(()), 0, g),
+    "all_gather_dim-7": lambda g: m.all_gather_dim(T(2, 2), 7, g),
+    "split_dim-minus-3": lambda g: m.split_dim(T(2, 2), -3, g),
+    "all_to_all_dims-2": lambda g: m.all_to_all_dims(T(4, 4), 0, 2, g),
+    "collective.all_gather": lambda g: c.all_gather(T(2, 2), 2, g),
+    "collective.reduce_scatter": lambda g: c.reduce_scatter(T(2, 2), -3, g),
+    "collective.split_reduce_scatter": lambda g: c.split_reduce_scatter([T(2)], [1], g),
+}
+# The first argument is the input, the second the group.
+CALLS: dict[str, Any] = {
+    "copy": m.copy_to_tensor_model_parallel_region,
+    "reduce_from": m.reduce_from_tensor_model_parallel_region,
+    "scatter_tp": m.scatter_to_tensor_model_parallel_region,
+    "gather_tp": m.gather_from_tensor_model_parallel_region,
+    "scatter_sp": m.scatter_to_sequence_parallel_region,
+    "gather_sp": lambda x, g: m.gather_from_sequence_parallel_region(x, group=g),
+    "reduce_scatter_sp": m.reduce_scatter_to_sequence_parallel_region,
+    "ag_last": m.all_gather_last_dim_from_tensor_parallel_region,
+    "rs_last": m.reduce_scatter_last_dim_to_tensor_parallel_region,
+    "all_to_all": lambda x, g: m.all_to_all(g, x),
+    "sp2hp": m.all_to_all_sp2hp,
+    "hp2sp": m.all_to_all_hp2sp,
+    "all_gather_dim": lambda x, g: m.all_gather_dim(x, 0, g),
+    "reduce_scatter_dim": lambda x, g: m.reduce_scatter_dim(x, 0, g),
+    "split_dim": lambda x, g: m.split_dim(x, 0, g),
+    "all_to_all_dims": lambda x, g: m.all_to_all_dims(x, 0, 1, g),
+    "_reduce": m._reduce,
+    "_gather_along_first_dim": m._gather_along_first_dim,
+    "_split_along_last_dim": m._split_along_last_dim,
+    "collective.all_gather": lambda x, g: c.all_gather(x, 0, g),
+    "collective.reduce_scatter": lambda x, g: c.reduce_scatter(x, 0, g),
+    "collective.all_reduce": c.all_reduce,
+    "collective.broadcast": lambda x, g: c.broadcast(x, 0, g),
+    "collective.reduce": lambda x, g: c.reduce(x, 0, g),
+    "collective.all_to_all": c.all_to_all,
+}
+
+
+def still_works(group: ProcessGroup) -> None:
+    assert c.all_reduce(torch.ones(2), group).tolist() == [group.size()] * 2
+
+
+def run_shapes(group: ProcessGroup) -> None:
+    for name, (call, words) in SHAPES.items():
+        for differentiable in (False, True):
+            with torch.set_grad_enabled(differentiable), pytest.raises(ShapeError) as caught:
+                call(group)
+            message = str(caught.value)
+            assert isinstance(caught.value, ValueError)
+            for word in (*words, str(group.size()), "rank", str(group.rank())):
+                assert word in message, f"{name}: {word!r} is not in {message!r}"
+        still_works(group)
+
+
+@pytest.mark.parametrize("world", [2, 4, (1, 3)], ids=["world2", "world4", "ranks1and3"])
+def test_shapes(pool: Pool, world: Any) -> None:
+    pool.run(run_shapes, world=world)
+
+
+def run_no_dim(group: ProcessGroup) -> None:
+    for name, call in NO_DIM.items():
+        with pytest.raises(ShapeError) as caught:
+            call(group)
+        assert "dim" in str(caught.value), name
+    still_works(group)
+
+
+def test_no_such_dim(pool: Pool) -> None:
+    pool.run(run_no_dim, world=2)
+
+
+def run_types(group: ProcessGroup) -> None:
+    x = torch.ones(4, 4)
+    for name, call in CALLS.items():
+        for bad in (None, [1.0], 3):
+            with pytest.raises(ArgumentError) as caught:
+                call(bad, group)
+            assert isinstance(caught.value, TypeError)
+            assert type(bad).__name__ in str(caught.value), name
+        for bad in ("tensor", 1, object()):
+            with pytest.raises(ArgumentError) as caught:
+                call(x, bad)
+        with pytest.raises(CommError) as caught:
+            call(x, None)
+        assert isinstance(caught.value, ArgumentError if name.startswith("collective") else GroupError), name
+        if not name.startswith("collective") and name != "all_to_all":
+            assert "tritoncomm.initialize()" in str(caught.value), name
+        with pytest.raises(GroupError, match="not a member"):
+            call(x, dist.GroupMember.NON_GROUP_MEMBER)
+    with pytest.raises(GroupError, match="group should not be None"):
+        m.all_to_all(None, x)  # pyright: ignore[reportArgumentType]
+    still_works(group)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_inputs_and_groups(pool: Pool, world: int) -> None:
+    pool.run(run_types, world=world)
+
+
+def run_split_lists(group: ProcessGroup) -> None:
+    x, world = torch.ones(4, 4), group.size()
+    for bad in (torch.tensor([2] * world), 4, [2.5] * world, [None] * world):
+        for call in (
+            lambda sizes: m.gather_from_sequence_parallel_region(x, group=group, output_split_sizes=sizes),
+            lambda sizes: m.reduce_scatter_to_sequence_parallel_region(x, group, sizes),
+            lambda sizes: m.all_to_all(group, x, sizes, sizes),
+            lambda sizes: c.all_gather(x, 0, group, sizes=sizes),
+            lambda sizes: c.all_to_all(x, group, None, sizes),
+        ):
+            with pytest.raises(ArgumentError, match="split sizes"):
+                call(bad)
+    for bad in ([3, -1, *[1] * (world - 2)][:world], [4] * (world + 1), []):
+        with pytest.raises(ShapeError):
+            m.all_to_all(group, x, None, bad)
+        with pytest.raises(ShapeError):
+            m.all_to_all(group, x, bad, None)
+    still_works(group)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_split_lists(pool: Pool, world: int) -> None:
+    pool.run(run_split_lists, world=world)
+
+
+def run_unsupported(group: ProcessGroup) -> None:
+    small = torch.ones(4, 4).to(torch.float8_e4m3fn)
+    for call in (
+        lambda: m.reduce_from_tensor_model_parallel_region(small, group),
+        lambda: m.reduce_scatter_to_sequence_parallel_region(small, group),
+        lambda: m.reduce_scatter_last_dim_to_tensor_parallel_region(small, group),
+        lambda: c.all_reduce(small, group),
+        lambda: c.split_reduce_scatter(small, 0, group),
+        lambda: c.all_reduce(torch.ones(2), group, c.ReduceOp.BAND),
+        lambda: c.all_reduce(torch.ones(2, dtype=torch.int32), group, c.ReduceOp.AVG),
+    ):
+        with pytest.raises(UnsupportedError, match="gloo"):
+            call()
+    with pytest.raises(GroupError, match="rank 7"):
+        c.broadcast(torch.ones(2), 7, group)
+    with pytest.raises(GroupError, match="rank 7"):
+        c.reduce(torch.ones(2), 7, group)
+    with pytest.raises(ArgumentError, match="dims"):
+        c.split_reduce_scatter([torch.ones(2)], [0, 1], group)
+    still_works(group)
+
+
+def test_unsupported(pool: Pool) -> None:
+    pool.run(run_unsupported, world=2)
+
+
+def run_backward(group: ProcessGroup) -> None:
+    """A wrong gradient shape cannot happen, a wrong dtype cannot either; a failing hook leaves the group usable."""
+    x = torch.ones(4, 4, requires_grad=True)
+    y = m.gather_from_sequence_parallel_region(x, group=group)
+    with pytest.raises(RuntimeError):
+        y.backward(torch.ones(3, 3))
+    still_works(group)
+
+
+def test_backward_with_a_wrong_gradient(pool: Pool) -> None:
+    pool.run(run_backward, world=2)
+
+
+def test_kinds() -> None:
+    assert issubclass(ShapeError, ValueError)
+    assert issubclass(GroupError, ValueError)
+    assert issubclass(UnsupportedError, ValueError)
+    assert issubclass(ArgumentError, TypeError)
+    for kind in (ShapeError, GroupError, UnsupportedError, ArgumentError):
+        assert issubclass(kind, CommError)
