@@ -21,7 +21,7 @@ from bench.timing import geometric_mean, interleaved, quantile, quiet_host, vers
 from tritoncomm import mappings
 
 WORLD = 4
-ROUNDS, INNER = 200, 50
+ROUNDS, INNER = 200, 40
 WORST, MEAN = 1.05, 0.80  # of Megatron's time: no mapping above, geometric mean at most
 MODES = ("forward", "forward, with grad", "forward + backward")
 HELD_TO_MEAN = {"forward": MODES[:2], "forward + backward": MODES[2:]}

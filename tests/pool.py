@@ -111,7 +111,10 @@ class Pool:
         problems |= dict.fromkeys(waiting.values(), "did not answer")
         if problems:
             self.stop()  # the ranks no longer agree on what comes next
-            told = "\n".join(f"rank {rank}:\n{problems[rank]}" for rank in sorted(problems))
+            alike: dict[str, list[int]] = {}
+            for rank in sorted(problems):
+                alike.setdefault(problems[rank], []).append(rank)
+            told = "\n".join(f"rank {', '.join(map(str, who))}:\n{text}" for text, who in alike.items())
             raise WorkerError(f"{what} on ranks {tuple(ranks)}\n{told}")
         return [results[rank] for rank in ranks]
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pool import Pool
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
 from tritoncomm import UnsupportedError
 from tritoncomm import collective as c
 from tritoncomm.plan import chunk_sizes

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from pool import Pool
 from torch.distributed import ProcessGroup
+
 from tritoncomm import ArgumentError, CommError, GroupError, ShapeError, UnsupportedError
 from tritoncomm import collective as c
 from tritoncomm import mappings as m

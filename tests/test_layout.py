@@ -8,8 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import tritoncomm
 import tritoncomm_kernels
+
+import tritoncomm
 
 ROOT = Path(__file__).parents[1]
 # From the bottom up; a module imports from lower layers, and modules of one layer import each other only downward
@@ -19,7 +20,7 @@ LAYERS = [
     ["errors"],
     ["record"],
     ["plan"],
-    ["ops"],
+    ["ops", "fused"],
     ["groups"],
     ["c10d"],
     ["handle", "routes"],

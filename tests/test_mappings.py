@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pool import Pool
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
 from tritoncomm import mappings as m
 from tritoncomm import ops
 

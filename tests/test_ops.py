@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 from torch import Tensor
-from tritoncomm import ops
+
+from tritoncomm import fused, ops
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.plan import chunk_sizes, rows_layout
 
@@ -199,7 +200,7 @@ def test_reduce_is_in_rank_order(path: str, dtype: torch.dtype) -> None:
 def test_pack_many(path: str) -> None:
     first, second, third = torch.arange(40.0).view(5, 8), torch.arange(16.0), torch.arange(18.0).view(2, 9)
     with ops.path(path):
-        wire, pieces, _, moved = ops.pack_many([first, second, third], [1, 0, -1], 4)
+        wire, pieces, _, moved = fused.pack_many([first, second, third], [1, 0, -1], 4)
     assert wire.shape == (4, 10 + 4 + 6)
     assert pieces == [(0, (5, 2)), (10, (4,)), (14, (2, 3))]
     assert moved == first.nbytes + second.nbytes + third.nbytes + wire.nbytes
@@ -214,8 +215,8 @@ def test_pack_many(path: str) -> None:
 def test_pack_many_dtypes() -> None:
     mixed = [torch.ones(4), torch.ones(4, dtype=torch.bfloat16)]
     with pytest.raises(ArgumentError, match="dtype"):
-        ops.pack_many(mixed, [0, 0], 2)
-    wire, _, _, _ = ops.pack_many(mixed, [0, 0], 2, dtype=torch.float16, scale=0.5)
+        fused.pack_many(mixed, [0, 0], 2)
+    wire, _, _, _ = fused.pack_many(mixed, [0, 0], 2, dtype=torch.float16, scale=0.5)
     assert wire.dtype is torch.float16
     assert (wire == 0.5).all()
 

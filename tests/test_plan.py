@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.plan import Plan, chunk_sizes, normalize_sizes, rows_layout, wire_layout
 

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from tritoncomm import c10d, engine, ops, record
+from tritoncomm import c10d, engine, record
 from tritoncomm.errors import ArgumentError, GroupError, ShapeError
+from tritoncomm.fused import pack_many
 from tritoncomm.groups import group_for
 from tritoncomm.handle import Handle
 from tritoncomm.plan import chunk_sizes, normalize_sizes
@@ -202,7 +203,7 @@ def split_reduce_scatter(
     started, world, rank = record.now(), group.size(), group.rank()
     for x, dim in zip(many, axes, strict=True):
         _checked_dim(x, dim, name)
-    wire, pieces, path, moved = ops.pack_many(many, axes, world, dtype=dtype, scale=scale)
+    wire, pieces, path, moved = pack_many(many, axes, world, dtype=dtype, scale=scale)
     summed = wire
     if not engine.ends_here(group):
         c10d.check_op(ReduceOp.SUM, wire, group, name)

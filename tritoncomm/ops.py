@@ -12,7 +12,7 @@ from tritoncomm_kernels import reference
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.plan import Ints, Plan, joined_layout, rows_layout, wire_layout
 
-__all__ = ["pack", "pack_many", "path", "path_for", "reduce", "unpack"]
+__all__ = ["pack", "pack_into", "path", "path_for", "reduce", "unpack"]
 
 _PATHS = ("auto", "torch", "triton")
 
@@ -90,7 +90,7 @@ def pack(
         return x.view(-1), "view", 0
     wire = out if out is not None else x.new_empty(_wire_shape(plan, x, dim, sizes), dtype=dtype)
     blocks = wire if out is not None or sizes is not None else wire.view(world, plan.outer, plan.run)
-    return wire, *_pack_into(blocks, x, plan, dim, sizes, scale)
+    return wire, *pack_into(blocks, x, plan, dim, sizes, scale)
 
 
 def _wire_shape(plan: Plan, x: Tensor, dim: int, sizes: Ints | None) -> Ints:
@@ -100,9 +100,10 @@ def _wire_shape(plan: Plan, x: Tensor, dim: int, sizes: Ints | None) -> Ints:
     return (plan.world, plan.outer, plan.run) if layout is None else layout[0]
 
 
-def _pack_into(
+def pack_into(
     wire: Tensor, x: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None
 ) -> tuple[str, int]:
+    """``pack`` into a wire of the plan's shape; the path and the bytes read plus written."""
     taken, layout = path_for(x), rows_layout(x.shape, x.stride(), dim)
     if layout is None and plan.outer == 1 and (plan.even or sizes is not None) and wire.is_contiguous():
         layout = rows_layout(x.shape, x.stride(), -1)  # the wire is x in its own order: any rows will do
@@ -243,46 +244,3 @@ def reduce(
     taken = path_for(wire)
     run = kernels.reduce if taken == "triton" else reference.reduce
     return out, taken, run(wire.flatten(1) if wire.dim() > 2 else wire.view(wire.shape[0], -1), out.view(-1), scale)
-
-
-def pack_many(
-    tensors: Sequence[Tensor],
-    dims: Sequence[int],
-    world: int,
-    *,
-    dtype: torch.dtype | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, list[tuple[int, Ints]], str, int]:
-    """Pack several tensors into one wire whose rank stride is the sum of their pieces: one pass over each.
-
-    Returns:
-        The wire ``[world, total]``; for each tensor the offset of its piece in a rank's part and the shape of that
-        piece (of the longest one when the dim is uneven); the path; the bytes read plus written.
-
-    Example:
-        Gradients ``[5, 8]`` and ``[16]`` cut at dims 1 and 0 over 4 ranks give a wire ``[4, 5*2 + 4]``.
-    """
-    plans = [Plan.along(x.shape, dim, world) for x, dim in zip(tensors, dims, strict=True)]
-    wire_dtype = dtype or _common_dtype(tensors)
-    if len(tensors) == 1:  # which may be the wire already
-        x, dim = tensors[0], dims[0] % tensors[0].dim()
-        wire, taken, moved = pack(x, dim, world, dtype=wire_dtype, scale=scale)
-        piece = (*x.shape[:dim], -(-x.shape[dim] // world), *x.shape[dim + 1 :])
-        return wire.view(world, -1), [(0, piece)], taken, moved
-    wire = tensors[0].new_empty((world, sum(p.outer * p.run for p in plans)), dtype=wire_dtype)
-    pieces: list[tuple[int, Ints]] = []
-    offset, moved, taken = 0, 0, "torch"
-    for x, dim, plan in zip(tensors, dims, plans, strict=True):
-        dim %= x.dim()
-        part = wire[:, offset : offset + plan.outer * plan.run].unflatten(1, (plan.outer, plan.run))
-        taken, bytes_moved = _pack_into(part, x, plan, dim, None, scale)
-        pieces.append((offset, (*x.shape[:dim], -(-x.shape[dim] // world), *x.shape[dim + 1 :])))
-        offset, moved = offset + plan.outer * plan.run, moved + bytes_moved
-    return wire, pieces, taken, moved
-
-
-def _common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    kinds = {x.dtype for x in tensors}
-    if len(kinds) != 1:
-        raise ArgumentError(f"pack_many: tensors of different dtypes {sorted(map(str, kinds))} need an explicit dtype")
-    return kinds.pop()

@@ -144,7 +144,7 @@ def rows_layout(shape: Ints, stride: Ints, dim: int) -> tuple[Ints, Ints] | None
     dim %= len(shape)
     if 0 in shape:
         outer, row = math.prod(shape[:dim]), math.prod(shape[dim:])
-        return (outer, row), (row, 1)
+        return (outer, row), (max(row, 1), 1)
     outer, row = _merged(shape[:dim], stride[:dim]), _merged(shape[dim:], stride[dim:])
     if len(outer) > 3 or len(row) > 1:
         return None

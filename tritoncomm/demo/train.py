@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-import tritoncomm
-from tritoncomm import ParallelMode, collective, record
+from tritoncomm import collective, record, runtime
 from tritoncomm.demo.data import batches
 from tritoncomm.demo.model import Transformer
 from tritoncomm.demo.settings import Settings
+from tritoncomm.groups import ParallelMode
 from tritoncomm.plan import chunk_sizes
 
 __all__ = ["rank_main"]
@@ -50,7 +50,7 @@ def _train(settings: Settings, rank: int, port: int, report: Callable[[int, floa
         losses.append(loss.item())
         report(step, losses[-1])
     seconds = time.perf_counter() - started
-    tritoncomm.destroy()
+    runtime.destroy()
     return losses, seconds
 
 
@@ -63,7 +63,7 @@ def _join(settings: Settings, rank: int, port: int) -> torch.device:
         )  # fmt: skip
     else:
         os.environ.pop("RANK", None)
-    tritoncomm.initialize(tensor=settings.ranks, backend=settings.backend(), timeout=settings.timeout)
+    runtime.initialize(tensor=settings.ranks, backend=settings.backend(), timeout=settings.timeout)
     if not settings.on_gpu():
         return torch.device("cpu")
     return torch.device("cuda", rank if settings.backend() == "nccl" else 0)

@@ -1,0 +1,70 @@
+"""torch.compile(fullgraph=True) of the mappings gives what eager gives, compiles once, and is counted."""
+
+import shutil
+from typing import Any
+
+import pytest
+from pool import Pool
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tritoncomm import mappings as m
+from tritoncomm import record
+
+CALLS = 20
+
+
+def run_compiled(group: ProcessGroup, backend: str) -> dict[str, int]:
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    def layer(x: Tensor) -> Tensor:
+        hidden = m.all_to_all_sp2hp(x, group)
+        rows = m.all_to_all_hp2sp(hidden * 2, group)
+        full = m.gather_from_sequence_parallel_region(rows, group=group)
+        part = m.reduce_scatter_to_sequence_parallel_region(full.relu(), group)
+        heads = m.all_to_all_dims(part.view(4, 4, 2), 1, 0, group)
+        copied = m.copy_to_tensor_model_parallel_region(heads, group)
+        total = m.reduce_from_tensor_model_parallel_region(copied * 0.5, group)
+        last = m.scatter_to_tensor_model_parallel_region(total, group)
+        return m.gather_from_tensor_model_parallel_region(last, group).sin()
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled: Any = torch.compile(layer, fullgraph=True, backend=backend)
+    made = torch.Generator().manual_seed(group.rank())
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for call in range(CALLS):
+            values = torch.randn(4, 8, generator=made)
+            x, y = values.clone().requires_grad_(), values.clone().requires_grad_()
+            if call == 1:
+                record.reset()
+            out = compiled(x)
+            out.sum().backward()
+            wanted = layer(y) if call in (0, 1, CALLS - 1) else None
+            if wanted is not None:
+                wanted.sum().backward()
+                torch.testing.assert_close(out, wanted)
+                torch.testing.assert_close(x.grad, y.grad)
+    assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
+    counted = record.counters()
+    return {name: count.calls for (name, path), count in counted.items() if path == "compiled"}
+
+
+def check(answers: list[dict[str, int]]) -> None:
+    for calls in answers:
+        assert calls.get("all_to_all_sp2hp") == CALLS - 1, calls
+        assert calls.get("all_to_all_hp2sp") == CALLS - 1, calls
+        assert calls.get("all_to_all_dims", 0) >= CALLS - 1, calls
+        assert calls.get("gather_from_sequence_parallel_region") == CALLS - 1, calls
+        assert any(name.endswith(".backward") for name in calls), calls
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_is_eager(pool: Pool, backend: str) -> None:
+    check(pool.run(run_compiled, backend, world=2))
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="inductor needs a C++ compiler")
+def test_inductor(pool: Pool) -> None:
+    check(pool.run(run_compiled, "inductor", world=2, timeout=110))

@@ -1,0 +1,219 @@
+"""Passes over memory outside the collectives, counted: every mapping moves what it has to and nothing more."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from tritoncomm import c10d, ops, record
+from tritoncomm import mappings as m
+
+FREE = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "detach"}
+
+
+class Traffic(TorchDispatchMode):
+    """Sums the bytes that every op reads and writes, and the bytes of new memory; views and collectives are free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved = 0
+        self.allocated = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        schema = func._schema
+        namespace, _, name = schema.name.partition("::")
+        if namespace in ("c10d", "_c10d_functional"):
+            return result
+        inputs = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        known = {x.untyped_storage()._cdata for x in inputs}
+        for x in outputs:
+            if x.untyped_storage()._cdata not in known and name != "_unsafe_view":
+                self.allocated += x.nbytes
+        aliases = [value.alias_info for value in schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        if is_view or name in FREE:
+            return result
+        if name == "copy_":  # writes its first argument, reads the second
+            self.moved += args[0].nbytes + args[1].nbytes
+        else:
+            self.moved += sum(x.nbytes for x in inputs) + sum(x.nbytes for x in outputs)
+        return result
+
+
+@contextmanager
+def collectives_uncounted() -> Iterator[None]:
+    """Gloo makes copies of its own; what happens inside a collective is not our pass."""
+    names = [name for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce") if hasattr(c10d, name)]
+    originals = {name: getattr(c10d, name) for name in names}
+
+    def hidden(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return original(*args, **kwargs)
+
+        return call
+
+    for name, original in originals.items():
+        setattr(c10d, name, hidden(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(c10d, name, original)
+
+
+def sliced(x: Tensor) -> Tensor:
+    """The same values, with a gap after every row: a slice of a fused projection."""
+    return torch.cat([x, x], -1)[..., : x.shape[-1]]
+
+
+# Bytes forward and backward as multiples of n, the bytes of the input; W ranks; shape [8, 3, 16].
+Floor = Callable[[int], float]
+CASES: dict[str, tuple[Any, Floor, Floor, Floor]] = {  # call, forward, forward of a strided input, backward
+    "reduce_from-held": (m.reduce_from_tensor_model_parallel_region, lambda W: 2, lambda W: 2, lambda W: 0),
+    "copy-held-gradient": (m.copy_to_tensor_model_parallel_region, lambda W: 0, lambda W: 0, lambda W: 2),
+    "scatter_tp": (m.scatter_to_tensor_model_parallel_region, lambda W: 2 / W, lambda W: 2 / W, lambda W: 2),
+    "gather_tp": (m.gather_from_tensor_model_parallel_region, lambda W: 2 * W, lambda W: 2 + 2 * W, lambda W: 2),
+    "scatter_sp": (m.scatter_to_sequence_parallel_region, lambda W: 0, lambda W: 2 / W, lambda W: 0),
+    "gather_sp": (
+        lambda x, g: m.gather_from_sequence_parallel_region(x, group=g),
+        lambda W: 0, lambda W: 2, lambda W: 0,
+    ),
+    "gather_sp-equal-sizes": (
+        lambda x, g: m.gather_from_sequence_parallel_region(x, group=g, output_split_sizes=[8] * g.size()),
+        lambda W: 0, lambda W: 2, lambda W: 0,
+    ),
+    "gather_sp-replicated-grad": (
+        lambda x, g: m.gather_from_sequence_parallel_region(x, False, g),
+        lambda W: 0, lambda W: 2, lambda W: 0,
+    ),
+    "reduce_scatter_sp": (m.reduce_scatter_to_sequence_parallel_region, lambda W: 0, lambda W: 2, lambda W: 0),
+    "reduce_scatter_sp-equal-sizes": (
+        lambda x, g: m.reduce_scatter_to_sequence_parallel_region(x, g, [8 // g.size()] * g.size()),
+        lambda W: 0, lambda W: 2, lambda W: 0,
+    ),
+    "ag_last": (
+        m.all_gather_last_dim_from_tensor_parallel_region,
+        lambda W: 2 * W, lambda W: 2 + 2 * W, lambda W: 2 * W,
+    ),
+    "rs_last": (m.reduce_scatter_last_dim_to_tensor_parallel_region, lambda W: 2, lambda W: 2, lambda W: 2),
+    "all_to_all": (lambda x, g: m.all_to_all(g, x), lambda W: 0, lambda W: 2, lambda W: 0),
+    "sp2hp": (m.all_to_all_sp2hp, lambda W: 2, lambda W: 2, lambda W: 2),
+    "hp2sp": (m.all_to_all_hp2sp, lambda W: 2, lambda W: 4, lambda W: 2),
+    "all_gather_dim-0": (lambda x, g: m.all_gather_dim(x, 0, g), lambda W: 0, lambda W: 2, lambda W: 0),
+    "reduce_scatter_dim-2": (lambda x, g: m.reduce_scatter_dim(x, 2, g), lambda W: 2, lambda W: 2, lambda W: 2),
+    "all_to_all_dims-2-0": (lambda x, g: m.all_to_all_dims(x, 2, 0, g), lambda W: 2, lambda W: 2, lambda W: 2),
+    "all_to_all_dims-0-2": (lambda x, g: m.all_to_all_dims(x, 0, 2, g), lambda W: 2, lambda W: 4, lambda W: 2),
+    "all_to_all_dims-2-1": (lambda x, g: m.all_to_all_dims(x, 2, 1, g), lambda W: 4, lambda W: 4, lambda W: 4),
+}  # fmt: skip
+# The most new memory in multiples of n: the wires and the output.
+MEMORY: dict[str, Floor] = {
+    "scatter_tp": lambda W: 1 / W,
+    "gather_tp": lambda W: 2 * W,
+    "scatter_sp": lambda W: 0,
+    "gather_sp": lambda W: W,
+    "reduce_scatter_sp": lambda W: 1 / W,
+    "ag_last": lambda W: 2 * W,
+    "rs_last": lambda W: 1 + 1 / W,
+    "all_to_all": lambda W: 1,
+    "sp2hp": lambda W: 2,
+    "hp2sp": lambda W: 2,
+    "all_to_all_dims-2-1": lambda W: 3,
+}
+
+
+def measured(call: Any, x: Tensor, group: ProcessGroup) -> tuple[int, int, int, int]:
+    """Bytes moved and allocated by the forward, moved by the backward, and the record's sum of both."""
+    torch.autograd.grad(call(x, group).sum(), x)  # what is measured once is not part of it
+    with collectives_uncounted(), record.recording() as counted:
+        with Traffic() as forward:
+            out = call(x, group)
+        gradient = torch.ones_like(out, memory_format=torch.contiguous_format)
+        with Traffic() as backward:
+            torch.autograd.grad(out, x, gradient)
+    return forward.moved, forward.allocated, backward.moved, sum(count.packed for count in counted.values())
+
+
+def run_floor(group: ProcessGroup, name: str) -> None:
+    call, floor, strided_floor, backward_floor = CASES[name]
+    world = group.size()
+    base = torch.ones(8, 3, 16)
+    for x, wanted in ((base, floor(world)), (sliced(base), strided_floor(world))):
+        moved, allocated, back, recorded = measured(call, x.clone().requires_grad_() if x is base else
+                                                    x.requires_grad_(), group)  # fmt: skip
+        n = base.nbytes
+        assert moved == wanted * n, f"{name}: forward moved {moved / n} n, not {wanted} n (contiguous {x is base})"
+        assert back == backward_floor(world) * n, f"{name}: backward moved {back / n} n, not {backward_floor(world)} n"
+        assert recorded == moved + back, f"{name}: the record says {recorded / n} n, not {(moved + back) / n} n"
+        if x is base and name in MEMORY:
+            assert allocated <= MEMORY[name](world) * n, f"{name}: allocated {allocated / n} n"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_floor(pool: Pool, name: str, world: int) -> None:
+    pool.run(run_floor, name, world=world)
+
+
+def run_triton_floor(group: ProcessGroup) -> None:
+    world = group.size()
+    base = torch.ones(8, 3, 16)
+    for name, (call, floor, strided_floor, backward_floor) in CASES.items():
+        for x, wanted in ((base.clone(), floor(world)), (sliced(base), strided_floor(world))):
+            if name == "all_to_all_dims-2-1" and not x.is_contiguous():
+                continue
+            x.requires_grad_()
+            with ops.path("triton"), record.recording() as counted:
+                out = call(x, group)
+                torch.autograd.grad(out, x, torch.ones_like(out, memory_format=torch.contiguous_format))
+            packed = sum(count.packed for count in counted.values())
+            assert packed == (wanted + backward_floor(world)) * base.nbytes, (name, packed / base.nbytes)
+
+
+def test_triton_floor(pool: Pool) -> None:
+    pool.run(run_triton_floor, world=2)
+
+
+def run_in_place_floor(group: ProcessGroup) -> None:
+    """A temporary is reduced in place, and so is a gradient that nobody else holds."""
+    x = torch.ones(8, 3, requires_grad=True)
+    with record.recording() as counted:
+        out = m.reduce_from_tensor_model_parallel_region(x * 2.0, group)
+        (m.copy_to_tensor_model_parallel_region(out, group) * 3.0).backward(torch.ones(8, 3))
+    names = {name for name, _ in counted}
+    assert "reduce_from_tensor_model_parallel_region" in names
+    assert "copy_to_tensor_model_parallel_region.backward" in names
+    assert all(count.packed == 0 for count in counted.values()), counted
+
+
+def test_in_place_where_possible(pool: Pool) -> None:
+    pool.run(run_in_place_floor, world=2)
+
+
+def run_slipped_in(group: ProcessGroup, which: str) -> None:
+    original = getattr(ops, which)
+
+    def twice(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(x.clone(), *args, **kwargs)
+
+    setattr(ops, which, twice)
+    try:
+        for name in ("sp2hp", "rs_last", "ag_last"):
+            with pytest.raises(AssertionError, match="moved|record"):
+                run_floor(group, name)
+    finally:
+        setattr(ops, which, original)
+
+
+@pytest.mark.parametrize("which", ["pack", "unpack"])
+def test_a_second_copy_is_seen(pool: Pool, which: str) -> None:
+    pool.run(run_slipped_in, which, world=2)
