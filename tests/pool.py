@@ -46,7 +46,7 @@ class Pool:
     def run(
         self, function: Callable[..., Any], *args: Any, world: int | Sequence[int] = 2, timeout: float = 90
     ) -> list[Any]:
-        """Call ``function(group, *args)`` on the first ``world`` ranks, or on these ranks; the results in rank order."""
+        """Call ``function(group, *args)`` on the first ``world`` ranks, or on these; results in rank order."""
         ranks = tuple(range(world)) if isinstance(world, int) else tuple(world)
         if ranks not in RANK_LISTS:
             raise ValueError(f"no group over {ranks}; there are {RANK_LISTS}")

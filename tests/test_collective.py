@@ -31,7 +31,9 @@ OPS: dict[str, Any] = {
 }
 
 
-def held(group: ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+def held(
+    group: ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> list[Tensor]:
     made = [torch.Generator().manual_seed(seed + rank) for rank in range(group.size())]
     return [torch.randint(-4, 5, shape, generator=one).to(dtype) for one in made]
 

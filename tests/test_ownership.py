@@ -12,7 +12,7 @@ from tritoncomm import ownership
 
 def mapping(x: Tensor) -> bool:
     """Called like a mapping."""
-    return ownership.temporary_is_ours(x, sys.getrefcount(x))
+    return ownership.temporary_is_ours(sys.getrefcount(x), x)
 
 
 def test_a_temporary_is_ours() -> None:
@@ -59,7 +59,7 @@ class Watch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        ctx.seen.append(ownership.gradient_is_ours(grad_output, sys.getrefcount(grad_output)))
+        ctx.seen.append(ownership.gradient_is_ours(sys.getrefcount(grad_output), grad_output))
         return grad_output, None
 
 
@@ -93,6 +93,10 @@ def test_a_shared_gradient_is_not_ours(how: str) -> None:
         y.sum().backward()
     else:
         (y.view(3, 1) * 1).view(3).backward(gradient)
-    if how == "view":
-        return  # either answer is safe: the gradient is a view of memory nobody else reads
+    if how == "retain":
+        assert y.grad is not None
+        assert y.grad.data_ptr() != gradient.data_ptr()  # a clone of its own, so either answer is safe
+        return
+    if how in ("retain", "view"):
+        return  # either answer is safe: retain_grad keeps a copy, and nobody else reads the memory of the view
     assert seen == [False]

@@ -208,7 +208,7 @@ def run_slipped_in(group: ProcessGroup, which: str) -> None:
     setattr(ops, which, twice)
     try:
         for name in ("sp2hp", "rs_last", "ag_last"):
-            with pytest.raises(AssertionError, match="moved|record"):
+            with pytest.raises(AssertionError, match=r"moved|record"):
                 run_floor(group, name)
     finally:
         setattr(ops, which, original)

@@ -89,7 +89,10 @@ def test_wire_layout(shape: tuple[int, ...]) -> None:
         x = torch.arange(math.prod(shape)).view(shape)
         if transposed:
             x = x.flip(0).permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
-        wire = x.as_strided(*wire_layout(tuple(x.shape), x.stride(), dim, 2))
+        is_wire, layout = wire_layout(tuple(x.shape), x.stride(), dim, 2)
+        assert layout is not None
+        assert is_wire == (x.is_contiguous() and math.prod(x.shape[: dim % x.dim()]) == 1)
+        wire = x.as_strided(*layout)
         assert torch.equal(wire, torch.stack(x.chunk(2, dim)))
 
 

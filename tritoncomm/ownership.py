@@ -40,8 +40,11 @@ def _temporary_counts() -> Counts:
     return alone if alone[0] < shared[0] else _NEVER
 
 
-def temporary_is_ours(x: Tensor, references: int) -> bool:
-    """Whether ``x``, an argument with ``sys.getrefcount`` of ``references``, is a temporary nobody else can see."""
+def temporary_is_ours(references: int, x: Tensor) -> bool:
+    """Whether ``x``, an argument with ``sys.getrefcount`` of ``references``, is a temporary nobody else can see.
+
+    The count comes first so that the call itself does not hold ``x`` yet while it is taken.
+    """
     return references <= _temporary[0] and _is_alone(x, _temporary)
 
 
@@ -89,7 +92,7 @@ def measure_gradients() -> None:
     gradients_measured, _gradient = True, _gradient_counts()
 
 
-def gradient_is_ours(grad: Tensor, references: int) -> bool:
+def gradient_is_ours(references: int, grad: Tensor) -> bool:
     """Whether ``grad``, handed to ``backward`` with ``sys.getrefcount`` of ``references``, is held nowhere else."""
     return references <= _gradient[0] and _is_alone(grad, _gradient)
 

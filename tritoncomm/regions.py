@@ -49,7 +49,7 @@ class _CopyToModelParallelRegion(Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        if not ownership.gradients_measured and not is_compiling():
+        if not is_compiling() and not ownership.gradients_measured:
             ownership.measure_gradients()
         return input_
 
@@ -57,7 +57,7 @@ class _CopyToModelParallelRegion(Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if wants_grad(grad_output):
             return _ReduceFromModelParallelRegion.apply(grad_output, ctx.group), None
-        ours = not is_compiling() and ownership.gradient_is_ours(grad_output, sys.getrefcount(grad_output))
+        ours = not is_compiling() and ownership.gradient_is_ours(sys.getrefcount(grad_output), grad_output)
         name = "copy_to_tensor_model_parallel_region.backward"
         return engine.all_reduce(grad_output, ctx.group, name, in_place=ours), None
 

@@ -116,8 +116,8 @@ def _read_config(config: Mapping[str, Any]) -> tuple[int, int, str | None]:
 
 def _sizes(world: int, tensor: int, pipeline: int, data: int | None, context: int, expert: int) -> tuple[int, ...]:
     model = tensor * pipeline * context
-    replicas = data if data is not None else world // model
-    if model < 1 or replicas * model != world:
+    replicas = data if data is not None else world // max(model, 1)
+    if min(tensor, pipeline, context) < 1 or replicas * model != world:
         raise GroupError(
             f"data {replicas} * pipeline {pipeline} * context {context} * tensor {tensor} is not {world}, "
             "the number of ranks"

@@ -47,7 +47,7 @@ def _tile(
     """
     pid = tl.program_id(0)
     if SPLIT:
-        row_blocks = tl.cdiv(outer, BLOCK_ROWS)
+        row_blocks = (outer + BLOCK_ROWS - 1) // BLOCK_ROWS
         tile = pid // blocks
         w = tile // row_blocks
         po = tile - w * row_blocks

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
 
+import torch
+
 from tritoncomm_kernels.numerics import INTERPRETED
 
 _TILE = 8192
@@ -12,6 +14,7 @@ _NARROW_TILE = 4096
 _INTERPRETED_TILE = 128 * 1024
 _SEGMENT = 512
 _REDUCE_ELEMENTS = 2048
+_LANES = 64 if torch.version.hip else 32  # of a warp: AMD's tile is twice as large for as many loads in flight
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def _default_tile(op: str, unit_bytes: int) -> int:
         return _INTERPRETED_TILE
     if op == "reduce":
         return _REDUCE_ELEMENTS * unit_bytes
-    return _NARROW_TILE if unit_bytes <= 2 else _TILE
+    return (_NARROW_TILE if unit_bytes <= 2 else _TILE) * _LANES // 32
 
 
 def _tuned(device_name: str | None, op: str, unit_bytes: int) -> dict[str, int]:

@@ -1,0 +1,126 @@
+"""Every kernel, cross-compiled: 16-byte access wherever the bytes allow it, loads in flight, registers, no spills."""
+
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from machine_code import TARGETS, Code, build, compiled_kernels
+
+ELEMENT = {16: ("i64", 2), 8: ("i64", 1), 4: ("i32", 1), 2: ("i16", 1), 1: ("i8", 1)}
+SIZE = {"i64": 8, "i32": 4, "i16": 2, "i8": 1, "fp32": 4, "bf16": 2, "fp64": 8}
+
+
+def tile(name: str, unit: int, element: int, target: str) -> tuple[int, int]:
+    """Rows and columns of the tile a GPU would get, in elements; AMD's waves are twice as wide."""
+    config_for = compiled_kernels()["config"].config_for
+    size = config_for(name, unit, 4096, 8192).block_rows * config_for(name, unit, 4096, 8192).block_cols
+    config = config_for(name, unit, 4096, 8192, tile_bytes=size * TARGETS[target].warp_size // 32)
+    return config.block_rows, config.block_cols // element
+
+
+def copy(name: str, target: str, unit: int, outer_dims: int = 1, strided: bool = False, split: bool = False) -> Code:
+    element, vec = ELEMENT[unit]
+    return _address(name, target, (element, element), vec, unit, outer_dims, strided, split)
+
+
+def _address(
+    name: str,
+    target: str,
+    types: tuple[str, str],
+    vec: int,
+    unit: int,
+    outer_dims: int = 1,
+    strided: bool = False,
+    split: bool = False,
+    wide: Any = None,
+    scaled: bool = False,
+    accumulate: bool = False,
+) -> Code:
+    kernel = getattr(compiled_kernels()["address"], f"_{name}_kernel")
+    rows, cols = tile(name, unit, max(SIZE[kind] for kind in types), target)
+    constants = {
+        "VEC": vec, "OUTER_DIMS": outer_dims, "STRIDED": strided, "SPLIT": split, "WIDE": wide, "HAS_SCALE": scaled,
+        "ACCUMULATE": accumulate, "BLOCK_ROWS": rows, "BLOCK_COLS": cols,
+    }  # fmt: skip
+    pointers = {"rows_ptr": f"*{types[0]}", "wire_ptr": f"*{types[1]}", "starts_ptr": "*i64"}
+    return build(kernel, pointers | {"scale": "i64" if wide is tl.float64 else "fp32"}, constants, target)
+
+
+def check(code: Code, unit: int) -> None:
+    assert code.spills == 0
+    assert code.registers <= (64 if unit >= 4 else 128)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["pack", "unpack"])
+@pytest.mark.parametrize("unit", [16, 8, 4, 2, 1])
+def test_copies_use_the_whole_unit(name: str, target: str, unit: int) -> None:
+    """16 is the aligned case and 8 x odd elements of 2 bytes; 8, 4, 2, 1 what less aligned bytes leave."""
+    code = copy(name, target, unit)
+    check(code, unit)
+    assert set(code.loads) == set(code.stores) == {unit}
+    assert code.loads_first == len(code.loads) >= 4
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["pack", "unpack"])
+@pytest.mark.parametrize("kind", ["two-outer-dims", "three-outer-dims", "split"])
+def test_other_layouts_keep_16_bytes(name: str, target: str, kind: str) -> None:
+    dims = {"two-outer-dims": 2, "three-outer-dims": 3, "split": 1}[kind]
+    code = copy(name, target, 16, dims, split=kind == "split")
+    check(code, 16)
+    assert set(code.stores) == {16}
+    assert code.loads.count(16) == len(code.stores)
+    assert code.loads_first == len(code.loads)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_element_strides_do_not_spill(target: str) -> None:
+    code = copy("pack", target, 2, strided=True)
+    check(code, 2)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("types", "vec", "scaled", "loads", "stores"),
+    [
+        (("fp32", "bf16"), 8, False, 16, 16),
+        (("bf16", "fp32"), 8, False, 16, 16),
+        (("bf16", "bf16"), 8, True, 16, 16),
+        (("fp32", "fp32"), 4, True, 16, 16),
+        (("fp64", "fp64"), 2, True, 16, 16),
+    ],
+    ids=["fp32-to-bf16", "bf16-to-fp32", "bf16-scaled", "fp32-scaled", "fp64-scaled"],
+)
+def test_casts_and_scales(target: str, types: tuple[str, str], vec: int, scaled: bool, loads: int, stores: int) -> None:
+    wide = tl.float64 if "fp64" in types else tl.float32
+    code = _address("pack", target, types, vec, vec * min(SIZE[kind] for kind in types), wide=wide, scaled=scaled)
+    check(code, 16)
+    assert set(code.loads) == {loads}
+    assert set(code.stores) == {stores}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_accumulate(target: str) -> None:
+    code = _address("unpack", target, ("fp32", "fp32"), 4, 16, wide=tl.float32, accumulate=True)
+    check(code, 16)
+    assert set(code.loads) == set(code.stores) == {16}
+    assert len(code.loads) == 2 * len(code.stores)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("parts", [2, 8, 64])
+def test_reduce(target: str, parts: int) -> None:
+    module = compiled_kernels()["reduce"]
+    cols = compiled_kernels()["config"].config_for("reduce", 2, 1, 2**20).block_cols
+    unrolled = parts <= 16
+    constants = {
+        "VEC": 8, "PARTS": parts if unrolled else 8, "REST": 0 if unrolled else 8, "WIDE": tl.float32,
+        "HAS_SCALE": False, "BLOCK": cols // torch.bfloat16.itemsize,
+    }  # fmt: skip
+    pointers = {"wire_ptr": "*bf16", "out_ptr": "*bf16", "starts_ptr": "*i64", "scale": "fp32"}
+    code = build(module._reduce_kernel, pointers, constants, target)
+    assert code.spills == 0
+    assert code.registers <= 128
+    assert set(code.loads) == set(code.stores) == {16}
