@@ -1,0 +1,112 @@
+"""The direct launch against a kernel that records what it is given; no GPU takes part."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import tritoncomm_kernels
+from tritoncomm_kernels import launch
+from tritoncomm_kernels.launch import Launch
+
+
+class RecordingKernel:
+    """Stands for a ``triton.jit`` function: ``warmup`` compiles, ``kernel[grid]`` is the ordinary way."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+        self.direct: list[tuple[Any, ...]] = []
+        self.ordinary: list[tuple[Any, ...]] = []
+
+    def warmup(self, *arguments: Any, grid: tuple[int, ...], **options: Any) -> SimpleNamespace:
+        self.compiled.append((arguments, options))
+        return SimpleNamespace(run=lambda *a: self.direct.append(a), function="function", packed_metadata="metadata")
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, **options: self.ordinary.append((grid, arguments, options))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> RecordingKernel:
+    """A device where everything for the direct way is there."""
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "_current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_current_stream", lambda device: 70 + device)
+    monkeypatch.setattr(launch, "_variants", {})
+    monkeypatch.setattr(torch.cuda, "device", lambda device: SimpleNamespace(__enter__=None, __exit__=None))
+    return RecordingKernel()
+
+
+def make(kernel: Any, device: int = 0, arguments: tuple[int, ...] = (5, 6), block: int = 8) -> Launch:
+    return Launch(kernel, device, 3, (torch.int64, torch.int64), arguments, {"VEC": 2, "BLOCK": block}, 4)
+
+
+def test_arguments_come_in_signature_order(kernel: RecordingKernel) -> None:
+    first, second = torch.zeros(4), torch.zeros(4)
+    make(kernel)(first, second, 1.0)
+    pointers = (first.data_ptr(), second.data_ptr(), second.data_ptr())
+    assert kernel.direct == [(3, 1, 1, 70, "function", "metadata", None, None, None, *pointers, 1.0, 5, 6, 2, 8)]
+    (arguments, options), *others = kernel.compiled
+    assert not others
+    assert arguments == (torch.int64, torch.int64, torch.int64, 1.0, 5, 6)
+    assert options == {"num_warps": 4, "enable_fp_fusion": False, "VEC": 2, "BLOCK": 8}
+
+
+def test_sizes_share_a_variant_and_tiles_do_not(kernel: RecordingKernel) -> None:
+    x = torch.zeros(4)
+    for arguments in ((5, 6), (1, 16), (2**20, 7)):
+        make(kernel, arguments=arguments)(x, x, 1.0)
+    assert len(kernel.compiled) == 1
+    make(kernel, block=16)(x, x, 1.0)
+    make(kernel)(x, x, 3)  # the bits of an fp64 scale: another argument type
+    assert len(kernel.compiled) == 3
+    assert len(kernel.direct) == 5
+
+
+def test_a_profiler_gets_the_ordinary_launch(kernel: RecordingKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch.is_direct(0)
+    hook = SimpleNamespace(calls=[print])
+    runtime = SimpleNamespace(launch_enter_hook=hook, launch_exit_hook=SimpleNamespace(calls=[]))
+    monkeypatch.setattr(launch, "knobs", SimpleNamespace(runtime=runtime))
+    assert not launch.is_direct(0)
+
+
+def test_the_ordinary_launch_where_the_direct_one_is_not_known(
+    kernel: RecordingKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not launch.is_direct(1), "another current device"
+    assert not launch.is_direct(-1), "CPU tensors"
+    launch._known_version.cache_clear()
+    monkeypatch.setattr(triton, "__version__", "4.0.0")
+    try:
+        assert not launch.is_direct(0)
+    finally:
+        monkeypatch.undo()
+        launch._known_version.cache_clear()
+
+
+def test_values_beyond_32_bits_are_refused() -> None:
+    with pytest.raises(ValueError, match="32-bit"):
+        launch.fits("pack", (2**31,))
+    launch.fits("pack", (2**30,))
+
+
+def test_alignment_chooses_the_unit() -> None:
+    """One element further the same rows are moved in 2-byte units, by another plan."""
+    from tritoncomm_kernels.copy import _plan
+
+    shapes = ((4, 64), (64, 1), (2, 4, 32), (128, 32, 1))
+    for alignment, vec, kind in ((0, 2, torch.int64), (8, 1, torch.int64), (4, 1, torch.int32), (2, 1, torch.int16)):
+        plan, moved, wide = _plan(
+            "pack", -1, torch.bfloat16, torch.bfloat16, alignment, *shapes, None, False, False, None
+        )
+        assert plan is not None
+        assert (plan.constants["VEC"], plan.types) == (vec, (kind, kind))
+        assert (moved, wide) == (2 * 4 * 64 * 2, None)
+
+
+def test_without_interpreter_cpu_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+        tritoncomm_kernels.pack(torch.zeros(2, 4), torch.zeros(2, 2, 2))
