@@ -1,7 +1,8 @@
 """Host cost of every mapping against megatron-core's own, over a process group that moves nothing.
 
 With small CPU tensors and a fake process group a call is all host work: what is compared is Python, autograd and the
-calls into the backend. ``python bench/bench_mappings.py`` prints the table; ``--json PATH`` writes it with versions.
+calls into the backend. Where Megatron overwrites an input or a gradient that the caller still holds, ours makes a copy
+first; those two rows are shown and count in the means, but no limit is set on them. ``python bench/bench_mappings.py`` prints the table; ``--json PATH`` writes it with versions.
 """
 
 import argparse
@@ -37,6 +38,8 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     note: str = ""
     fresh: bool = False  # the gradient comes out of another op, as in a model: nothing but autograd holds it
+    temporary: bool = False  # so does the input
+    overwritten: bool = False  # Megatron overwrites a tensor that the caller holds, ours keeps it: shown, not judged
 
     @property
     def label(self) -> str:
@@ -46,9 +49,10 @@ class Case:
 # The fake group gathers pieces of one size only, so the sizes of a gather are equal here.
 
 CASES = [
-    Case("copy_to_tensor_model_parallel_region", (8, 16), (8, 16), note="held gradient"),
+    Case("copy_to_tensor_model_parallel_region", (8, 16), (8, 16), note="held gradient", overwritten=True),
     Case("copy_to_tensor_model_parallel_region", (8, 16), (8, 16), note="fresh gradient", fresh=True),
-    Case("reduce_from_tensor_model_parallel_region", (8, 16), (8, 16)),
+    Case("reduce_from_tensor_model_parallel_region", (8, 16), (8, 16), note="held input", overwritten=True),
+    Case("reduce_from_tensor_model_parallel_region", (8, 16), (8, 16), note="temporary input", temporary=True),
     Case("scatter_to_tensor_model_parallel_region", (8, 2, 16), (8, 2, 4)),
     Case("gather_from_tensor_model_parallel_region", (8, 2, 16), (8, 2, 64)),
     Case("scatter_to_sequence_parallel_region", (8, 2, 16), (2, 2, 16)),
@@ -120,6 +124,8 @@ def calls(module: Any, case: Case, group: dist.ProcessGroup) -> dict[str, Callab
     def call(x: Tensor) -> Callable[[], Tensor]:
         if case.name == "all_to_all":
             return lambda: function(group, x, **arguments)
+        if case.temporary:
+            return lambda: function(x * 2.0, group=group, **arguments)
         return lambda: function(x, group=group, **arguments)
 
     def both() -> tuple[Tensor, ...]:
@@ -179,7 +185,7 @@ def failures(rows: list[Row]) -> list[str]:
         f"{row.case.label}, {mode}: {row.ratio(mode):.2f} of Megatron's time, at most {WORST}"
         for row in rows
         for mode in MODES
-        if row.ratio(mode) > WORST
+        if row.ratio(mode) > WORST and not row.case.overwritten
     ]
     for name, modes in HELD_TO_MEAN.items():
         mean = geometric_mean([row.ratio(mode) for row in rows for mode in modes])

@@ -26,6 +26,8 @@ def wants_grad(x: Tensor) -> bool:
 
 def checked(input_: Any, group: ProcessGroup | None, name: str) -> ProcessGroup:
     """The group to use; refuses anything but a tensor."""
+    if isinstance(input_, Tensor) and isinstance(group, ProcessGroup):
+        return group
     if not isinstance(input_, Tensor):
         raise ArgumentError(f"{name}: input_ must be a tensor, not {type(input_).__name__}")
     return resolve(group, name)

@@ -134,10 +134,10 @@ def scatter_reduce(
 def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
     """This rank's piece of ``dim``, contiguous; a view of ``x`` where that is contiguous already."""
     world, rank = group.size(), group.rank()
+    if is_compiling():
+        return x if world == 1 else traced.split(x, dim, world, rank, sizes)
     if world == 1 and _alone_ends_here:
         return x
-    if is_compiling():
-        return traced.split(x, dim, world, rank, sizes)
     started = record.now()
     try:
         start, end, first = routes.piece_of(x.shape, dim, world, rank, sizes)
