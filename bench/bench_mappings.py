@@ -2,7 +2,8 @@
 
 With small CPU tensors and a fake process group a call is all host work: what is compared is Python, autograd and the
 calls into the backend. Where Megatron overwrites an input or a gradient that the caller still holds, ours makes a copy
-first; those two rows are shown and count in the means, but no limit is set on them. ``python bench/bench_mappings.py`` prints the table; ``--json PATH`` writes it with versions.
+first; those two rows are shown and count in the means, but no limit is set on them.
+``python bench/bench_mappings.py`` prints the table; ``--json PATH`` writes it with versions.
 """
 
 import argparse
