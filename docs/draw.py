@@ -36,7 +36,7 @@ def draw(outer: int = 2, row: int = 8, world: int = 3) -> str:
     )
     body = "\n".join(parts)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="600" height="272" font-family="sans-serif">\n{body}\n</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="680" height="272" font-family="sans-serif">\n{body}\n</svg>\n'
     )
 
 
