@@ -1,5 +1,8 @@
 """The demo as a user runs it, and as it fails."""
 
+import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +17,15 @@ ROOT = Path(__file__).parents[1]
 SMALL = {"steps": 3, "layers": 1, "hidden": 32, "sequence": 16, "batch": 2}
 
 
+def checkout() -> dict[str, str]:
+    """The environment in which this checkout is imported, installed or not."""
+    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tritoncomm", "demo", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(command, env=checkout(), capture_output=True, text=True, timeout=110, check=False)
 
 
 def remove_gather_backward() -> None:
@@ -32,6 +41,26 @@ def remove_gather_backward() -> None:
 
 def raise_in_rank() -> None:
     raise RuntimeError("on purpose")
+
+
+def kill_rank_one() -> None:
+    """Run in every rank: rank 1 dies in the middle of its second step, without a word."""
+    from tritoncomm.demo import train
+
+    whole, steps = train._sum_gradients, []
+
+    def once(model):
+        steps.append(model)
+        if model.rank == 1 and len(steps) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        whole(model)
+
+    train._sum_gradients = once
+
+
+def break_ranks(monkeypatch, prepare, ranks=2) -> None:
+    """Make the command train the small model with ``prepare`` run in its ranks."""
+    monkeypatch.setattr(report, "run", lambda settings, follow: run(Settings(ranks=ranks, **SMALL), follow, prepare))
 
 
 def test_command_trains_and_agrees(tmp_path):
@@ -54,19 +83,23 @@ def test_losses_are_those_of_one_process(dtype, ranks):
 
 
 def test_exit_status_is_one_when_losses_differ(monkeypatch):
-    from typer.testing import CliRunner
-
-    from tritoncomm import cli
-
-    monkeypatch.setattr(report, "run", lambda settings, follow: run(Settings(**SMALL), follow, remove_gather_backward))
+    break_ranks(monkeypatch, remove_gather_backward)
     result = CliRunner().invoke(cli.app, ["demo", "--steps", "3"])
     assert result.exit_code == 1, result.output
     assert "largest relative difference" in result.output.splitlines()[-1]
 
 
-def test_failing_rank_is_named():
-    with pytest.raises(DemoError, match=r"rank \d failed(.|\n)*on purpose"):
-        run(Settings(**SMALL), prepare=raise_in_rank)
+def test_failing_rank_is_named(monkeypatch):
+    break_ranks(monkeypatch, raise_in_rank, ranks=1)
+    result = CliRunner().invoke(cli.app, ["demo", "--steps", "3"])
+    assert result.exit_code == 1
+    assert re.search(r"rank 0 failed(.|\n)*on purpose", result.output)
+
+
+@pytest.mark.slow
+def test_killed_rank_is_named_before_its_peers():
+    with pytest.raises(DemoError, match=r"^rank 1 was killed by signal 9"):
+        run(Settings(**SMALL), prepare=kill_rank_one)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +108,10 @@ def test_failing_rank_is_named():
         (("--ranks", "3"), "3 ranks do not divide"),
         (("--text", "no-such-file"), "no-such-file"),
         (("--steps", "0"), "steps"),
+        (("--text", os.devnull), "the text has 0 bytes"),
+        (("--plot", "no-such-folder/loss.png"), "no folder no-such-folder"),
     ],
-    ids=["ranks", "text", "steps"],
+    ids=["ranks", "text", "steps", "empty", "plot"],
 )
 def test_bad_arguments_are_explained(arguments, words):
     result = CliRunner().invoke(cli.app, ["demo", *arguments])
@@ -88,6 +123,8 @@ def test_readme_example_runs(tmp_path):
     readme = (ROOT / "README.md").read_text()
     example = tmp_path / "example.py"
     example.write_text(readme.split("```python\n")[1].split("```")[0])
-    result = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=100, check=False)
+    result = subprocess.run(
+        [sys.executable, example], env=checkout(), capture_output=True, text=True, timeout=100, check=False
+    )
     assert result.returncode == 0, result.stderr
     assert "all_to_all_hp2sp.backward" in result.stdout

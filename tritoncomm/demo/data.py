@@ -22,10 +22,10 @@ def read_text(path: str | None) -> bytes:
 
 def batches(settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (input, target) of shape ``[sequence, batch]`` for every step, the same in every process."""
-    text = torch.frombuffer(bytearray(read_text(settings.text)), dtype=torch.uint8)
-    span = settings.sequence + 1
-    if len(text) <= span:
-        raise ValueError(f"the text has {len(text)} bytes, but one sequence needs {span + 1}")
+    content, span = read_text(settings.text), settings.sequence + 1
+    if len(content) <= span:
+        raise ValueError(f"the text has {len(content)} bytes, but one sequence needs {span + 1}")
+    text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(settings.seed + 1)
     for _ in range(settings.steps):
         starts = torch.randint(len(text) - span, (settings.batch,), generator=generator)

@@ -1,5 +1,6 @@
 """What the demo shows: a progress bar, a table of what each mapping cost, a picture of the losses, one last line."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -9,7 +10,7 @@ from rich.table import Table
 from tritoncomm.demo.run import Outcome, run
 from tritoncomm.demo.settings import Settings
 
-__all__ = ["plot", "show", "train_with_progress"]
+__all__ = ["check_plot", "plot", "show", "train_with_progress"]
 
 
 def train_with_progress(settings: Settings, console: Console) -> Outcome:
@@ -51,6 +52,18 @@ def show(outcome: Outcome, console: Console) -> None:
     console.print(f"{line} (limit {outcome.settings.limit:.0e})", highlight=False, soft_wrap=True)
 
 
+def check_plot(path: Path) -> None:
+    """Refuse, before training, a picture that could not be drawn afterwards.
+
+    Raises:
+        ValueError: matplotlib or the folder is missing.
+    """
+    if find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'tritoncomm[plot]'")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--plot: there is no folder {path.parent}")
+
+
 def plot(outcome: Outcome, path: Path) -> None:
     """Draw both loss curves into a picture."""
     from matplotlib.figure import Figure
@@ -62,4 +75,4 @@ def plot(outcome: Outcome, path: Path) -> None:
     axes.set(xlabel="step", ylabel="cross-entropy per byte (nats)", title="The same training on one and several ranks")
     axes.legend()
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")

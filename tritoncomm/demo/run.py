@@ -5,11 +5,12 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch.multiprocessing as multiprocessing
 
-from tritoncomm.demo.data import read_text
+from tritoncomm.demo.data import batches
 from tritoncomm.demo.settings import Settings
 from tritoncomm.demo.train import rank_main
 from tritoncomm.record import Count
@@ -17,6 +18,7 @@ from tritoncomm.record import Count
 __all__ = ["DemoError", "Outcome", "run"]
 
 Follow = Callable[[str, int, float], None]
+Processes = dict[tuple[str, int], Any]
 
 
 class DemoError(RuntimeError):
@@ -59,27 +61,28 @@ def run(settings: Settings, follow: Follow | None = None, prepare: Callable[[], 
         prepare: called in every rank before training, never in the single process (tests break things with it).
 
     Raises:
+        ValueError: the text is too short.
+        OSError: the text cannot be read.
         DemoError: a process failed or nothing happened for ``settings.timeout`` seconds.
     """
-    read_text(settings.text)
+    next(batches(settings))  # a bad text shows here, before anything is spawned
     context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    port = _free_port()
-    jobs = [("ranks", settings, rank) for rank in range(settings.ranks)]
-    jobs.append(("single process", replace(settings, ranks=1), 0))
-    processes = [
-        context.Process(target=rank_main, args=(role, job, rank, port, queue, prepare), daemon=True)
-        for role, job, rank in jobs
-    ]
-    for process in processes:
-        process.start()
+    queue, port = context.Queue(), _free_port()
+    jobs = {("ranks", rank): (settings, prepare) for rank in range(settings.ranks)}
+    jobs["single process", 0] = (replace(settings, ranks=1), None)
+    processes: Processes = {
+        (role, rank): context.Process(target=rank_main, args=(role, job, rank, port, queue, first), daemon=True)
+        for (role, rank), (job, first) in jobs.items()
+    }
     try:
-        results = _collect(queue, processes, settings, follow or (lambda *_: None))
+        for process in processes.values():
+            process.start()
+        results = _collect(queue, processes, settings.timeout, follow or (lambda *_: None))
+        wait_until = time.monotonic() + 10
+        for process in processes.values():
+            process.join(max(0.0, wait_until - time.monotonic()))
     finally:
-        for process in processes:
-            process.join(timeout=10)
-            if process.is_alive():
-                process.kill()
+        _stop(processes)
     losses, seconds, counters = results["ranks", 0]
     return Outcome(settings, losses, results["single process", 0][0], seconds, counters)
 
@@ -89,20 +92,28 @@ def _free_port() -> int:
         return server.getsockname()[1]
 
 
-def _collect(queue: Any, processes: list[Any], settings: Settings, follow: Follow) -> dict[tuple[str, int], Any]:
+def _stop(processes: Processes) -> None:
+    started = [process for process in processes.values() if process.pid is not None]
+    for process in started:
+        process.kill()
+    for process in started:
+        process.join(timeout=10)
+
+
+def _collect(queue: Any, processes: Processes, timeout: float, follow: Follow) -> dict[tuple[str, int], Any]:
     results: dict[tuple[str, int], Any] = {}
-    quiet_since = time.monotonic()
+    heard = time.monotonic()
     while len(results) < len(processes):
         try:
             role, rank, kind, value = queue.get(timeout=1)
-            quiet_since = time.monotonic()
         except queues.Empty:
-            _raise_if_stuck(processes, len(results), time.monotonic() - quiet_since, settings.timeout)
+            _raise_if_stuck(processes, len(results), time.monotonic() - heard, timeout)
             continue
+        heard = time.monotonic()
         if kind == "failed":
-            for process in processes:
-                process.kill()
-            raise DemoError(f"{role}, rank {rank} failed:\n{value}")
+            wait([process.sentinel for process in processes.values()], timeout=0.5)
+            killed = [f"{why}\n" for why, code in _ended(processes) if code < 0]  # what a peer then says is a symptom
+            raise DemoError(f"{''.join(killed)}{_name(role, rank)} failed:\n{value}")
         if kind == "done":
             results[role, rank] = value
         elif rank == 0:
@@ -110,10 +121,22 @@ def _collect(queue: Any, processes: list[Any], settings: Settings, follow: Follo
     return results
 
 
-def _raise_if_stuck(processes: list[Any], finished: int, quiet: float, timeout: float) -> None:
-    dead = [i for i, process in enumerate(processes) if process.exitcode not in (None, 0)]
-    if dead or quiet > timeout:
-        for process in processes:
-            process.kill()
-        what = f"process {dead[0]} ended without a word" if dead else f"nothing happened for {quiet:.0f} s"
-        raise DemoError(f"{what}; {finished} of {len(processes)} processes had finished")
+def _name(role: str, rank: int) -> str:
+    return f"rank {rank}" if role == "ranks" else role
+
+
+def _ended(processes: Processes) -> list[tuple[str, int]]:
+    """Which processes ended badly, in words, with their exit code; below zero it is the signal that killed them."""
+    codes = [(_name(*key), process.exitcode) for key, process in processes.items() if process.exitcode]
+    return [
+        (f"{name} was killed by signal {-code}" if code < 0 else f"{name} exited with {code}", code)
+        for name, code in codes
+    ]
+
+
+def _raise_if_stuck(processes: Processes, finished: int, quiet: float, timeout: float) -> None:
+    what = [why for why, _ in _ended(processes)]
+    if quiet > timeout:
+        what.append(f"nothing happened for {quiet:.0f} s")
+    if what:
+        raise DemoError(f"{', '.join(what)}; {finished} of {len(processes)} processes had finished")

@@ -6,8 +6,11 @@ import torch
 
 __all__ = ["LIMITS", "Settings"]
 
-LIMITS = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 5e-2}
-"""Largest relative difference of a step's loss, per dtype. Two ranks sum in another order than one process."""
+LIMITS = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 2e-3}
+"""Largest relative difference of a step's loss, per dtype: ranks sum in another order than one process.
+
+bfloat16 on a CPU: rounding alone came to 2e-4 (2 ranks, 100 steps; 4 ranks, 60), a gradient that is not summed to 1e-2.
+"""
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class Settings:
     """One run; the sizes of the model are in tokens and elements."""
 
     ranks: int = 2
-    steps: int = 80
+    steps: int = 60
     text: str | None = None
     device: str = "auto"
     dtype: str = "float32"

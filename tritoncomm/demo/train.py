@@ -23,7 +23,7 @@ def rank_main(
 ) -> None:
     """Train as rank ``rank``; everything that happens goes into ``queue`` as (role, rank, kind, value)."""
     try:
-        if prepare is not None and settings.ranks > 1:
+        if prepare is not None:
             prepare()
         losses, seconds = _train(settings, rank, port, lambda *step: queue.put((role, rank, "step", step)))
         queue.put((role, rank, "done", (losses, seconds, record.counters())))
@@ -62,7 +62,8 @@ def _join(settings: Settings, rank: int, port: int) -> torch.device:
             MASTER_PORT=str(port),
         )  # fmt: skip
     else:
-        os.environ.pop("RANK", None)
+        for launcher in ("RANK", "SLURM_PROCID"):
+            os.environ.pop(launcher, None)
     runtime.initialize(tensor=settings.ranks, backend=settings.backend(), timeout=settings.timeout)
     if not settings.on_gpu():
         return torch.device("cpu")
