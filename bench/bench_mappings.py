@@ -1,8 +1,8 @@
 """Host cost of every mapping against megatron-core's own, over a process group that moves nothing.
 
 With small CPU tensors and a fake process group a call is all host work: what is compared is Python, autograd and the
-calls into the backend. Where Megatron overwrites an input or a gradient that the caller still holds, ours makes a copy
-first; those two rows are shown and count in the means, but no limit is set on them.
+calls into the backend. Where Megatron overwrites an input or a gradient that the caller still holds (the two rows that
+say so), ours makes a copy first; what that copy costs is allowed for in the limit of these rows.
 ``python bench/bench_mappings.py`` prints the table; ``--json PATH`` writes it with versions.
 """
 
@@ -25,6 +25,7 @@ from tritoncomm import mappings
 WORLD = 4
 ROUNDS, INNER = 200, 40
 WORST, MEAN = 1.05, 0.80  # of Megatron's time: no mapping above, geometric mean at most
+COPY = 0.03  # one clone of 512 bytes, of that time
 MODES = ("forward", "forward, with grad", "forward + backward")
 HELD_TO_MEAN = {"forward": MODES[:2], "forward + backward": MODES[2:]}
 
@@ -40,7 +41,7 @@ class Case:
     note: str = ""
     fresh: bool = False  # the gradient comes out of another op, as in a model: nothing but autograd holds it
     temporary: bool = False  # so does the input
-    overwritten: bool = False  # Megatron overwrites a tensor that the caller holds, ours keeps it: shown, not judged
+    limit: float = WORST
 
     @property
     def label(self) -> str:
@@ -50,9 +51,9 @@ class Case:
 # The fake group gathers pieces of one size only, so the sizes of a gather are equal here.
 
 CASES = [
-    Case("copy_to_tensor_model_parallel_region", (8, 16), (8, 16), note="held gradient", overwritten=True),
+    Case("copy_to_tensor_model_parallel_region", (8, 16), (8, 16), note="held gradient", limit=WORST + COPY),
     Case("copy_to_tensor_model_parallel_region", (8, 16), (8, 16), note="fresh gradient", fresh=True),
-    Case("reduce_from_tensor_model_parallel_region", (8, 16), (8, 16), note="held input", overwritten=True),
+    Case("reduce_from_tensor_model_parallel_region", (8, 16), (8, 16), note="held input", limit=WORST + COPY),
     Case("reduce_from_tensor_model_parallel_region", (8, 16), (8, 16), note="temporary input", temporary=True),
     Case("scatter_to_tensor_model_parallel_region", (8, 2, 16), (8, 2, 4)),
     Case("gather_from_tensor_model_parallel_region", (8, 2, 16), (8, 2, 64)),
@@ -159,7 +160,7 @@ def measure(case: Case, peer: Any, group: dist.ProcessGroup, rounds: int = ROUND
         for mode in MODES:
             pair = (ours[mode], theirs[mode])
             row.samples[mode] = tuple(interleaved(pair, rounds, inner))
-            if row.ratio(mode) > WORST:
+            if row.ratio(mode) > case.limit:
                 for kept, more in zip(row.samples[mode], interleaved(pair, rounds, inner), strict=True):
                     kept += more
     return row
@@ -183,10 +184,10 @@ def table(rows: list[Row]) -> str:
 def failures(rows: list[Row]) -> list[str]:
     """What misses the targets."""
     found = [
-        f"{row.case.label}, {mode}: {row.ratio(mode):.2f} of Megatron's time, at most {WORST}"
+        f"{row.case.label}, {mode}: {row.ratio(mode):.2f} of Megatron's time, at most {row.case.limit:.2f}"
         for row in rows
         for mode in MODES
-        if row.ratio(mode) > WORST and not row.case.overwritten
+        if row.ratio(mode) > row.case.limit
     ]
     for name, modes in HELD_TO_MEAN.items():
         mean = geometric_mean([row.ratio(mode) for row in rows for mode in modes])

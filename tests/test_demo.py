@@ -36,7 +36,7 @@ def remove_gather_backward() -> None:
         rows = grad_output.shape[0] // ctx.group.size()
         return grad_output.narrow(0, rows * ctx.group.rank(), rows), None, None, None, None
 
-    region.backward = staticmethod(wrong)
+    region._backward_cls.apply = wrong
 
 
 def raise_in_rank() -> None:

@@ -28,7 +28,7 @@ LAYERS = [
     ["uneven", "engine"],
     ["collective"],
     ["runtime"],
-    ["ownership"],
+    ["autograd", "ownership"],
     ["dims", "along"],
     ["regions", "exchanges"],
     ["mappings"],

@@ -1,6 +1,7 @@
 """Who may write into a tensor: yes only where nobody else can see it."""
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritoncomm import ownership
+from tritoncomm.autograd import direct
 
 
 def mapping(x: Tensor) -> bool:
@@ -48,6 +50,7 @@ def test_leaves_strides_and_lazy_bits_are_not_ours() -> None:
     assert not mapping(torch.ones(3, dtype=torch.complex64).conj().imag)
 
 
+@direct
 class Watch(torch.autograd.Function):
     """Identity that asks whether its gradient may be overwritten."""
 
@@ -59,7 +62,7 @@ class Watch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        ctx.seen.append(ownership.gradient_is_ours(sys.getrefcount(grad_output), grad_output))
+        ctx.seen.append(ownership.gradient_is_ours(sys.getrefcount(grad_output), grad_output, ctx, Watch))
         return grad_output, None
 
 
@@ -100,3 +103,25 @@ def test_a_shared_gradient_is_not_ours(how: str) -> None:
     if how in ("retain", "view"):
         return  # either answer is safe: retain_grad keeps a copy, and nobody else reads the memory of the view
     assert seen == [False]
+
+
+def test_a_gradient_passed_by_a_plain_call_is_not_ours() -> None:
+    seen: list[bool] = []
+    node = Watch.apply(torch.ones(3, requires_grad=True), seen).grad_fn
+    gradient = torch.ones(3)
+    Watch.backward(SimpleNamespace(seen=seen), gradient)
+    Watch.backward(node, gradient)
+    node.apply(gradient)
+
+    class Outer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> Any:
+            ctx.seen, mine = seen, grad_output * 2
+            return Watch.backward(ctx, mine)[0] + mine
+
+    (Outer.apply(torch.ones(3, requires_grad=True)) * 2).backward(torch.ones(3))
+    assert seen == [False] * 4

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import engine
+from tritoncomm.autograd import direct
 from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.groups import resolve
 from tritoncomm.plan import Ints, normalize_sizes
@@ -40,6 +41,7 @@ def checked_dim(input_: Tensor, dim: int, name: str) -> int:
     return dim % input_.dim()
 
 
+@direct
 class _AllGatherDim(torch.autograd.Function):
     """Forward: all-gather. Backward: reduce-scatter of a partial gradient, or split of a replicated one."""
 
@@ -54,6 +56,7 @@ class _AllGatherDim(torch.autograd.Function):
         return adjoint(grad_output, ctx.dim, ctx.group, sizes=ctx.sizes), None, None, None, None
 
 
+@direct
 class _ReduceScatterDim(torch.autograd.Function):
     """Forward: reduce-scatter. Backward: all-gather."""
 
@@ -67,6 +70,7 @@ class _ReduceScatterDim(torch.autograd.Function):
         return all_gather_dim(grad_output, ctx.dim, ctx.group, sizes=ctx.sizes), None, None, None
 
 
+@direct
 class _SplitDim(torch.autograd.Function):
     """Forward: this rank's piece. Backward: all-gather."""
 
@@ -81,6 +85,7 @@ class _SplitDim(torch.autograd.Function):
         return grad, None, None, None
 
 
+@direct
 class _AllToAllDims(torch.autograd.Function):
     """Forward: cut one dim, join another. Backward: the same with the dims swapped."""
 

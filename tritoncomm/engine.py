@@ -175,7 +175,7 @@ def all_reduce(
         out, path, moved = x.clone(memory_format=torch.contiguous_format), "torch", 2 * size
     elif in_place:
         out, path, moved = x, "view", 0
-    else:
+    else:  # a clone without arguments is a microsecond faster
         out, path, moved = x.clone(), "torch", 2 * size
     work = c10d.all_reduce(c10d.carrier(out) if special else out, op, group, asynchronous)
     record.add(name, path, moved, 2 * size * (world - 1) // world, started)

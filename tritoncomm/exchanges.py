@@ -9,12 +9,14 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from tritoncomm import engine
-from tritoncomm.dims import checked, wants_grad
+from tritoncomm.autograd import direct
+from tritoncomm.dims import checked
 from tritoncomm.plan import Ints, normalize_sizes
 
 __all__ = ["_AllToAll", "_HiddenToSequence", "_SequenceToHidden", "exchange_rows", "to_hidden", "to_sequence"]
 
 
+@direct
 class _AllToAll(Function):
     """Forward: all-to-all along dim 0. Backward: all-to-all with the split sizes swapped."""
 
@@ -38,7 +40,7 @@ class _AllToAll(Function):
         grad, group = grad_output[0], ctx.group
         sizes = (ctx.input_split_sizes, ctx.output_split_sizes)
         on_stream = getattr(ctx, "use_nccl_stream", False)
-        if wants_grad(grad):
+        if grad.requires_grad:
             return None, _AllToAll.apply(group, grad, *sizes, on_stream), None, None, None
         return None, exchange_rows(grad, group, *sizes, on_stream, "all_to_all.backward"), None, None, None
 
@@ -67,6 +69,7 @@ def to_sequence(x: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: b
     return engine.exchange(x, 0, 1, group, name, shape=shape, asynchronous=on_stream)
 
 
+@direct
 class _SequenceToHidden(Function):
     """Forward: every rank's rows, my columns. Backward: my rows, every rank's columns."""
 
@@ -78,11 +81,12 @@ class _SequenceToHidden(Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         args = (grad_output, ctx.group, ctx.shape, ctx.on_stream)
-        if wants_grad(grad_output):
+        if grad_output.requires_grad:
             return _HiddenToSequence.apply(*args), None, None, None
         return to_sequence(*args, "all_to_all_sp2hp.backward"), None, None, None
 
 
+@direct
 class _HiddenToSequence(Function):
     """Forward: my rows, every rank's columns. Backward: every rank's rows, my columns."""
 
@@ -94,6 +98,6 @@ class _HiddenToSequence(Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         args = (grad_output, ctx.group, ctx.shape, ctx.on_stream)
-        if wants_grad(grad_output):
+        if grad_output.requires_grad:
             return _SequenceToHidden.apply(*args), None, None, None
         return to_hidden(*args, "all_to_all_hp2sp.backward"), None, None, None

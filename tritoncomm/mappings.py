@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 
 from tritoncomm import engine, ownership
@@ -105,7 +105,7 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup
     """
     name = "reduce_from_tensor_model_parallel_region"
     group = checked(input_, group, name)
-    ours = not is_compiling() and ownership.temporary_is_ours(sys.getrefcount(input_), input_)
+    ours = not is_dynamo_compiling() and ownership.temporary_is_ours(sys.getrefcount(input_), input_)
     if wants_grad(input_):
         return (_ReduceInPlace if ours else _ReduceFromModelParallelRegion).apply(input_, group)
     return engine.all_reduce(input_, group, name, in_place=ours)

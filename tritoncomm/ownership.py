@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritoncomm.autograd import direct
+
 __all__ = ["gradient_is_ours", "gradients_measured", "measure_gradients", "temporary_is_ours"]
 
 Counts = tuple[int, int, int]
@@ -52,8 +54,9 @@ def _is_alone(x: Tensor, alone: Counts) -> bool:
     return _may_be_written(x) and _use_count(x) <= alone[1] and _storage_count(x) <= alone[2]
 
 
+@direct
 class _Gradient(torch.autograd.Function):
-    """Identity that reports the references to the gradient it is given."""
+    """Identity that reports the references to the gradient it is given, called as the mappings are."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seen: list[Counts]) -> Tensor:
@@ -92,9 +95,15 @@ def measure_gradients() -> None:
     gradients_measured, _gradient = True, _gradient_counts()
 
 
-def gradient_is_ours(references: int, grad: Tensor) -> bool:
-    """Whether ``grad``, handed to ``backward`` with ``sys.getrefcount`` of ``references``, is held nowhere else."""
-    return references <= _gradient[0] and _is_alone(grad, _gradient)
+def gradient_is_ours(references: int, grad: Tensor, ctx: Any, function: Any) -> bool:
+    """Whether ``grad``, given to ``function.backward`` with ``sys.getrefcount`` of ``references``, is held by nobody.
+
+    Only autograd's engine hands gradients over in the way that was measured; a plain call of ``backward`` or of a node
+    holds its arguments itself.
+    """
+    if references > _gradient[0] or type(ctx) is not function._backward_cls:
+        return False
+    return torch._C._current_graph_task_id() != -1 and _is_alone(grad, _gradient)
 
 
 gradients_measured = False

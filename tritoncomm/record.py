@@ -1,13 +1,14 @@
 """Counters: what every mapping and collective did, cheap enough to be always on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
 __all__ = ["Count", "add", "counters", "now", "recording", "reset", "timing", "total"]
 
-_timed = False
+now: Callable[[], float] = float
+"""Seconds for ``add``; 0.0, which is what ``float()`` gives, while nobody wants the time."""
 
 
 @dataclass(slots=True)
@@ -32,13 +33,8 @@ _counts: dict[tuple[str, str], Count] = {}
 
 def timing(on: bool) -> None:
     """Whether to take the time of every call (two clock readings each); off at the start."""
-    global _timed
-    _timed = on
-
-
-def now() -> float:
-    """Seconds for ``add``; 0.0 while nobody wants the time."""
-    return perf_counter() if _timed else 0.0
+    global now
+    now = perf_counter if on else float
 
 
 def add(name: str, path: str, packed: int, wire: int, started: float, calls: int = 1) -> None:
@@ -47,11 +43,13 @@ def add(name: str, path: str, packed: int, wire: int, started: float, calls: int
     Under torch.compile a call is several ops: the collective counts it (path ``compiled``), pack and unpack count their
     traffic with ``calls=0``.
     """
-    count = _counts.get((name, path))
-    if count is None:
+    try:
+        count = _counts[name, path]
+    except KeyError:
         count = _counts[name, path] = Count()
     count.calls += calls
-    count.packed += packed
+    if packed:
+        count.packed += packed
     count.wire += wire
     if started:
         count.seconds += perf_counter() - started

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 
 from tritoncomm import engine, ownership
@@ -22,7 +22,8 @@ from tritoncomm.along import (
     _split_along_first_dim,
     _split_along_last_dim,
 )
-from tritoncomm.dims import split_dim, wants_grad
+from tritoncomm.autograd import direct
+from tritoncomm.dims import split_dim
 from tritoncomm.plan import normalize_sizes
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 
+@direct
 class _CopyToModelParallelRegion(Function):
     """Forward: identity. Backward: all-reduce."""
 
@@ -49,19 +51,22 @@ class _CopyToModelParallelRegion(Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        if not is_compiling() and not ownership.gradients_measured:
+        if not is_dynamo_compiling() and not ownership.gradients_measured:
             ownership.measure_gradients()
         return input_
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        if wants_grad(grad_output):
+        if grad_output.requires_grad:
             return _ReduceFromModelParallelRegion.apply(grad_output, ctx.group), None
-        ours = not is_compiling() and ownership.gradient_is_ours(sys.getrefcount(grad_output), grad_output)
+        ours = not is_dynamo_compiling() and ownership.gradient_is_ours(
+            sys.getrefcount(grad_output), grad_output, ctx, _CopyToModelParallelRegion
+        )
         name = "copy_to_tensor_model_parallel_region.backward"
         return engine.all_reduce(grad_output, ctx.group, name, in_place=ours), None
 
 
+@direct
 class _ReduceFromModelParallelRegion(Function):
     """Forward: all-reduce. Backward: identity."""
 
@@ -76,11 +81,12 @@ class _ReduceFromModelParallelRegion(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        if wants_grad(grad_output):
+        if grad_output.requires_grad:
             return _CopyToModelParallelRegion.apply(grad_output, ctx.group), None
         return grad_output, None
 
 
+@direct
 class _ReduceInPlace(Function):
     """``_ReduceFromModelParallelRegion`` into a temporary that nobody else can see; autograd is told."""
 
@@ -95,6 +101,7 @@ class _ReduceInPlace(Function):
         return _ReduceFromModelParallelRegion.backward(ctx, grad_output)
 
 
+@direct
 class _ScatterToModelParallelRegion(Function):
     """Forward: split the last dim. Backward: all-gather it."""
 
@@ -109,11 +116,12 @@ class _ScatterToModelParallelRegion(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        if wants_grad(grad_output):
+        if grad_output.requires_grad:
             return _GatherFromModelParallelRegion.apply(grad_output, ctx.group), None
         return engine.gather(grad_output, -1, ctx.group, None, "scatter_to_tensor_model_parallel_region.backward"), None
 
 
+@direct
 class _GatherFromModelParallelRegion(Function):
     """Forward: all-gather the last dim. Backward: split it (the gradient is the same on every rank)."""
 
@@ -128,11 +136,12 @@ class _GatherFromModelParallelRegion(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        if wants_grad(grad_output):
+        if grad_output.requires_grad:
             return _ScatterToModelParallelRegion.apply(grad_output, ctx.group), None
         return engine.split(grad_output, -1, ctx.group, None, "gather_from_tensor_model_parallel_region.backward"), None
 
 
+@direct
 class _ScatterToSequenceParallelRegion(Function):
     """Forward: split dim 0. Backward: all-gather it."""
 
@@ -147,11 +156,12 @@ class _ScatterToSequenceParallelRegion(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        if wants_grad(grad_output):
+        if grad_output.requires_grad:
             return _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, False), None
         return engine.gather(grad_output, 0, ctx.group, None, "scatter_to_sequence_parallel_region.backward"), None
 
 
+@direct
 class _GatherFromSequenceParallelRegion(Function):
     """Forward: all-gather dim 0. Backward: reduce-scatter it, or split a replicated gradient."""
 
@@ -188,13 +198,14 @@ class _GatherFromSequenceParallelRegion(Function):
         name = "gather_from_sequence_parallel_region.backward"
         if not ctx.tensor_parallel_output_grad:
             grad = split_dim(grad_output, 0, group, sizes=sizes)
-        elif wants_grad(grad_output):
+        elif grad_output.requires_grad:
             grad = _ReduceScatterToSequenceParallelRegion.apply(grad_output, group, sizes, ctx.use_global_buffer)
         else:
             grad = engine.scatter_reduce(grad_output, 0, group, normalize_sizes(sizes, name), name)
         return grad, None, None, None, None
 
 
+@direct
 class _ReduceScatterToSequenceParallelRegion(Function):
     """Forward: reduce-scatter dim 0. Backward: all-gather it."""
 
@@ -224,7 +235,7 @@ class _ReduceScatterToSequenceParallelRegion(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        if wants_grad(grad_output):
+        if grad_output.requires_grad:
             args = (True, ctx.input_split_sizes, ctx.use_global_buffer)
             grad = _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, *args)
         else:
@@ -233,6 +244,7 @@ class _ReduceScatterToSequenceParallelRegion(Function):
         return grad, None, None, None
 
 
+@direct
 class _AllGatherFromTensorParallelRegion(Function):
     """Forward: all-gather the last dim. Backward: reduce-scatter it."""
 
@@ -247,12 +259,13 @@ class _AllGatherFromTensorParallelRegion(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        if wants_grad(grad_output):
+        if grad_output.requires_grad:
             return _ReduceScatterToTensorParallelRegion.apply(grad_output, ctx.group), None
         name = "all_gather_last_dim_from_tensor_parallel_region.backward"
         return engine.scatter_reduce(grad_output, -1, ctx.group, None, name), None
 
 
+@direct
 class _ReduceScatterToTensorParallelRegion(Function):
     """Forward: reduce-scatter the last dim. Backward: all-gather it."""
 
@@ -267,7 +280,7 @@ class _ReduceScatterToTensorParallelRegion(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        if wants_grad(grad_output):
+        if grad_output.requires_grad:
             return _AllGatherFromTensorParallelRegion.apply(grad_output, ctx.group), None
         name = "reduce_scatter_last_dim_to_tensor_parallel_region.backward"
         return engine.gather(grad_output, -1, ctx.group, None, name), None
