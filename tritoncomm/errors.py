@@ -1,6 +1,14 @@
 """What the library raises; every error is also the built-in kind a caller would expect."""
 
-__all__ = ["ArgumentError", "CommError", "GroupError", "ShapeError", "UnsupportedError"]
+__all__ = [
+    "ArgumentError",
+    "CommError",
+    "GroupError",
+    "MismatchError",
+    "PeerError",
+    "ShapeError",
+    "UnsupportedError",
+]
 
 
 class CommError(Exception):
@@ -21,3 +29,11 @@ class GroupError(CommError, ValueError):
 
 class UnsupportedError(CommError, ValueError):
     """The backend, the dtype and the operation do not go together."""
+
+
+class PeerError(CommError, RuntimeError):
+    """A transfer failed: the other side is gone, or did not come in time."""
+
+
+class MismatchError(CommError, ValueError):
+    """A sender's tensors are not those its receiver expects."""

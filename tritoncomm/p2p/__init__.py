@@ -1,0 +1,35 @@
+"""Point-to-point between the stages of a pipeline: ColossalAI's functions, Megatron-LM's communicator, schedules."""
+
+from tritoncomm.p2p.communicator import P2PCommunicator
+from tritoncomm.p2p.engine import check
+from tritoncomm.p2p.raw import _batched_p2p_ops, _p2p_ops
+from tritoncomm.p2p.shapes import Shape, is_single_shape
+from tritoncomm.p2p.stages import (
+    recv_backward,
+    recv_forward,
+    send_backward,
+    send_backward_recv_backward,
+    send_backward_recv_forward,
+    send_forward,
+    send_forward_backward_recv_forward_backward,
+    send_forward_recv_backward,
+    send_forward_recv_forward,
+)
+
+__all__ = [
+    "P2PCommunicator",
+    "Shape",
+    "_batched_p2p_ops",
+    "_p2p_ops",
+    "check",
+    "is_single_shape",
+    "recv_backward",
+    "recv_forward",
+    "send_backward",
+    "send_backward_recv_backward",
+    "send_backward_recv_forward",
+    "send_forward",
+    "send_forward_backward_recv_forward_backward",
+    "send_forward_recv_backward",
+    "send_forward_recv_forward",
+]

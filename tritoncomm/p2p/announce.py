@@ -1,0 +1,141 @@
+"""Headers between neighbours: sent ahead of the messages, read in both directions at the same time.
+
+Everything a rank sends is posted before it waits for anything, and two different neighbours are waited for in two
+threads: neither keeps the other waiting. Between the same two ranks the order is header, message, header, message,
+activation first, whatever calls they are grouped into.
+"""
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tritoncomm import groups, record
+from tritoncomm.p2p import header
+from tritoncomm.p2p.exchange import Line, Posted, Transfer, post, together
+from tritoncomm.p2p.header import WORDS, Contents
+
+__all__ = ["announce"]
+
+_ACTIVATION_FIRST = (("send_next", "recv_prev"), ("send_prev", "recv_next"))
+_EVERYTHING = (("send_prev", "recv_prev", "send_next", "recv_next"),)
+
+
+def announce(
+    line: Line,
+    name: str,
+    sends: dict[str, Contents],
+    receives: tuple[str, ...],
+    device: torch.device | str,
+    sent: Callable[[str], None],
+    take: Callable[[str, Contents], None],
+) -> list[Posted]:
+    """Exchange headers: ``sent(key)`` follows each one posted, ``take(key, contents)`` each one read.
+
+    Returns:
+        The headers sent, to be waited for after the messages.
+    """
+    rounds = _ACTIVATION_FIRST if line.prev == line.next else _EVERYTHING
+    side = _side(line, torch.device(device))
+    if side is None:
+        return [handle for keys in rounds for handle in _on_device(line, name, keys, sends, receives, device, take)]
+    posted: list[Posted] = []
+    for key in (key for keys in rounds for key in keys if key in sends):
+        posted += _send(side, name, key, header.encode(sends[key]))
+        sent(key)
+    for keys in rounds:
+        wanted = [key for key in keys if key in receives]
+        _each(wanted, lambda key: take(key, _read(side, name, key)))
+    return posted
+
+
+def _transfer(line: Line, name: str, tensors: dict[str, Tensor]) -> dict[str, Posted]:
+    transfers: list[Transfer] = together(line, tensors)
+    for transfer in transfers:
+        where = "device" if transfer.tensor.is_cuda else "cpu"
+        wire = transfer.tensor.nbytes if transfer.key.startswith("send") else 0
+        record.add(f"{name}.header", where, 0, wire, 0.0)
+    return post(transfers, line, name, True)
+
+
+def _send(line: Line, name: str, key: str, words: Tensor) -> list[Posted]:
+    parts = [words] if len(words) == WORDS else [words[:WORDS], words[WORDS:]]
+    return [_transfer(line, name, {key: part})[key] for part in parts]
+
+
+def _read(line: Line, name: str, key: str) -> Contents:
+    words = torch.empty(WORDS, dtype=torch.int64)
+    _transfer(line, name, {key: words})[key].wait()
+    found = words.tolist()
+    more = header.length(found) - WORDS
+    if more > 0:
+        rest = torch.empty(more, dtype=torch.int64)
+        _transfer(line, name, {key: rest})[key].wait()
+        found += rest.tolist()
+    return header.decode(found)
+
+
+def _on_device(
+    line: Line,
+    name: str,
+    keys: tuple[str, ...],
+    sends: dict[str, Contents],
+    receives: tuple[str, ...],
+    device: torch.device | str,
+    take: Callable[[str, Contents], None],
+) -> list[Posted]:
+    """No group carries CPU tensors: both directions in one batch, and one stream wait per header received."""
+    words = {key: header.encode(sends[key]).to(device) for key in keys if key in sends}
+    wanted = [key for key in keys if key in receives]
+    first = {key: torch.empty(WORDS, dtype=torch.int64, device=device) for key in wanted}
+    posted = _transfer(line, name, {key: x[:WORDS] for key, x in words.items()} | first)
+    found: dict[str, list[int]] = {}
+    for key in wanted:
+        posted[key].wait()
+        found[key] = first[key].tolist()
+    long = {key: x[WORDS:] for key, x in words.items() if len(x) > WORDS}
+    for key in wanted:
+        if (more := header.length(found[key]) - WORDS) > 0:
+            long[key] = torch.empty(more, dtype=torch.int64, device=device)
+    later = _transfer(line, name, long) if long else {}
+    for key in wanted:
+        if key in later:
+            later[key].wait()
+            found[key] += long[key].tolist()
+        take(key, header.decode(found[key]))
+    return [handles[key] for handles in (posted, later) for key in handles if key in sends]
+
+
+def _each(keys: list[str], call: Callable[[str], None]) -> None:
+    """``call`` for each key, at the same time where there are two."""
+    if len(keys) < 2:
+        for key in keys:
+            call(key)
+        return
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call(keys[1])
+        except BaseException as error:
+            failures.append(error)  # raised again below, in the caller's thread
+
+    helper = threading.Thread(target=run, name="tritoncomm-header", daemon=True)
+    helper.start()
+    try:
+        call(keys[0])
+    finally:
+        helper.join()
+    if failures:
+        raise failures[0]
+
+
+def _side(line: Line, device: torch.device) -> Line | None:
+    """The same neighbours over a group that carries CPU tensors; None where there is none."""
+    if device.type == "cpu" or any(kind.type == "cpu" for kind in line.group._device_types):
+        return line
+    for entry in groups.groups.values():
+        if entry.group is line.group and entry.cpu_group is not line.group:
+            return Line.of(entry.cpu_group, line.prev, line.next)
+    return None

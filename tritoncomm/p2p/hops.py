@@ -1,0 +1,199 @@
+"""Hops as Megatron-LM's configuration describes them: batched or not, shapes known or not, timed or not."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tritoncomm.errors import ArgumentError, GroupError, MismatchError, UnsupportedError
+from tritoncomm.p2p import engine
+from tritoncomm.p2p.exchange import Line
+from tritoncomm.p2p.place import default_device
+from tritoncomm.p2p.shapes import Shape, as_shape
+
+__all__ = ["Hops"]
+
+_COMMON = "Common tensor_shape is (seq_length, micro_batch_size, hidden_size)"
+
+
+def _present(**tensors: Tensor | None) -> dict[str, Sequence[Tensor]]:
+    return {key: [tensor] for key, tensor in tensors.items() if tensor is not None}
+
+
+def _only(hop: engine.Hop, key: str) -> Tensor | None:
+    """The one tensor received from a side, or None.
+
+    Raises:
+        MismatchError: more than one came (only a header can say so).
+    """
+    received = hop.received.get(key)
+    if received is None:
+        return None
+    if len(received) != 1:
+        raise MismatchError(f"{hop.name}: {hop.line} expects one tensor, got {len(received)}")
+    return received[0]
+
+
+class Hops:
+    """A stage of ``pp_group`` that starts hops as ``config`` says."""
+
+    def __init__(self, pp_group: ProcessGroup, config: Any) -> None:
+        if not isinstance(pp_group, ProcessGroup):
+            raise GroupError(f"P2PCommunicator: pp_group must be a process group with this rank, not {pp_group!r}")
+        self.pp_group, self.config = pp_group, config
+        self._line = Line.of(pp_group)
+        self.next_rank: int | None = self._line.next
+        self.prev_rank: int | None = self._line.prev
+        self.virtual_pipeline_model_parallel_size = getattr(config, "virtual_pipeline_model_parallel_size", None)
+
+    @property
+    def is_pp_first_stage(self) -> bool:
+        """Whether this rank is the first of the group."""
+        return self._line.stage == 0
+
+    @property
+    def is_pp_last_stage(self) -> bool:
+        """Whether this rank is the last of the group."""
+        return self._line.stage == self._line.stages - 1
+
+    @property
+    def total_stages(self) -> int:
+        """Ranks in the group."""
+        return self._line.stages
+
+    @property
+    def current_stage(self) -> int:
+        """This rank's place in the group."""
+        return self._line.stage
+
+    def _setting(self, name: str, default: Any) -> Any:
+        return getattr(self.config, name, default)
+
+    @property
+    def _lengths_vary(self) -> bool:
+        return bool(self._setting("variable_seq_lengths", False) or self._setting("mtp_standalone", False))
+
+    @contextmanager
+    def _timed(self, name: str, on: bool = True) -> Iterator[None]:
+        timers = self._setting("timers", None) if on else None
+        if timers is not None:
+            timers(name, log_level=2).start()
+        try:
+            yield
+        finally:
+            if timers is not None:
+                timers(name).stop()
+
+    def _device(self, *tensors: Tensor | None) -> torch.device:
+        for tensor in tensors:
+            if tensor is not None:
+                return tensor.device
+        chosen = self._setting("pipeline_device", None)
+        return default_device(self.pp_group) if chosen is None else torch.device(chosen)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        """Tell the neighbours the shapes of what they are about to get; (from the stage before, from the one after).
+
+        Any number of dims; ``[0, 0, 0]`` for a side that nothing is received from.
+        """
+        sends = _present(send_next=tensor_send_next, send_prev=tensor_send_prev)
+        receives = tuple(key for key, wanted in (("recv_prev", recv_prev), ("recv_next", recv_next)) if wanted)
+        device = self._device(tensor_send_next, tensor_send_prev)
+        found = engine.exchange_headers(self._line, "_communicate_shapes", sends, receives, device)
+        shapes = {key: list(contents.specs[0][0]) for key, contents in found.items()}
+        return shapes.get("recv_prev", [0, 0, 0]), shapes.get("recv_next", [0, 0, 0])
+
+    def _incoming(self, shapes: Sequence[Any] | None, key: str, name: str) -> engine.Incoming:
+        dtype = self._setting("pipeline_dtype", None)
+        if dtype is None:
+            subject = "pipeline_dtype" if key == "recv_prev" else "dtype"
+            raise RuntimeError(f"{subject} must be provided if {key} is True")
+        if shapes is None:
+            raise RuntimeError(f"tensor_shape must be specified if {key} is True. {_COMMON}")
+        if self._lengths_vary:
+            return engine.Incoming(None, dtype)
+        return engine.Incoming(tuple((as_shape(shape, name), dtype) for shape in shapes))
+
+    def _start(
+        self,
+        name: str,
+        *,
+        send_next: Sequence[Tensor | None] = (),
+        send_prev: Sequence[Tensor | None] = (),
+        recv_prev: bool = False,
+        recv_next: bool = False,
+        shapes: Sequence[Any] | None = None,
+        overlap: bool = False,
+    ) -> engine.Hop:
+        """One hop; ``shapes`` are those of either side."""
+        batched = bool(self._setting("batch_p2p_comm", True))
+        if self._setting("use_ring_exchange_p2p", False):
+            raise UnsupportedError(f"{name}: use_ring_exchange_p2p needs a patched torch; leave it off")
+        if overlap and batched:
+            raise AssertionError(f"{name}: overlap_p2p_comm needs batch_p2p_comm=False")
+        wanted = [key for key, on in (("recv_prev", recv_prev), ("recv_next", recv_next)) if on]
+        receives = {key: self._incoming(shapes, key, name) for key in wanted}
+        sends = {
+            key: [x for x in tensors if x is not None]
+            for key, tensors in (("send_next", send_next), ("send_prev", send_prev))
+        }
+        for x in (*sends["send_next"], *sends["send_prev"]):
+            if not isinstance(x, Tensor):
+                raise ArgumentError(f"{name}: expected tensors, not {type(x).__name__}")
+        device = self._device(*sends["send_next"], *sends["send_prev"])
+        return engine.exchange(
+            self._line,
+            name,
+            {key: tensors for key, tensors in sends.items() if tensors},
+            receives,
+            device,
+            batched=batched,
+            with_header=self._lengths_vary,
+        )
+
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Shape,
+        wait_on_reqs: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None, Any]:
+        """Up to four transfers at once; (from the stage before, from the stage after, handles).
+
+        The handles are None once waited for. Where nothing was posted, and without ``wait_on_reqs``, they are a dict
+        (``batch_p2p_comm`` off) or an empty list.
+        """
+        sends, receives = (tensor_send_next, tensor_send_prev), (recv_prev, recv_next)
+        return self._single("_communicate", sends, receives, tensor_shape, wait_on_reqs)
+
+    def _single(
+        self,
+        name: str,
+        sends: tuple[Tensor | None, Tensor | None],
+        receives: tuple[bool, bool],
+        shape: Any,
+        wait: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None, Any]:
+        """One tensor at most each way; ``sends`` to (next, previous), ``receives`` from (previous, next)."""
+        hop = self._start(
+            name,
+            send_next=sends[:1],
+            send_prev=sends[1:],
+            recv_prev=receives[0],
+            recv_next=receives[1],
+            shapes=None if shape is None else [shape],
+            overlap=not wait,
+        )
+        handles: Any = hop.handles()
+        if wait:
+            hop.wait()
+            handles = None if handles else ([] if self._setting("batch_p2p_comm", True) else {})
+        return _only(hop, "recv_prev"), _only(hop, "recv_next"), handles

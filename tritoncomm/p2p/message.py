@@ -1,0 +1,96 @@
+"""One message per peer: contiguous staging of what is sent, and buffers whose pieces are what was received.
+
+A contiguous tensor alone travels as it is. Several tensors lie behind each other in one buffer of bytes, each at a
+multiple of 16 bytes; both sides work the places out from shapes and dtypes. A piece owns no memory of its own: it keeps
+the whole buffer alive.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tritoncomm import ops
+from tritoncomm.c10d import carrier
+from tritoncomm.p2p.shapes import Spec, spec_of
+from tritoncomm.routes import resolved
+
+__all__ = ["Message", "allocate", "stage"]
+
+_ALIGNMENT = 16
+
+
+@dataclass(slots=True)
+class Message:
+    """Tensors for one peer, or from one.
+
+    Attributes:
+        wire: what the backend is given: contiguous, in a dtype it moves.
+        pieces: the tensors themselves.
+        path: view, torch or triton: how the wire was made.
+        moved: bytes read plus written for it.
+    """
+
+    wire: Tensor
+    pieces: list[Tensor]
+    path: str = "view"
+    moved: int = 0
+
+
+@lru_cache(maxsize=4096)
+def _places(specs: tuple[Spec, ...]) -> tuple[tuple[int, ...], int]:
+    """Where each tensor starts in the buffer, in bytes, and the bytes of the whole."""
+    starts, end = [], 0
+    for shape, dtype in specs:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        starts.append(start)
+        end = start + math.prod(shape) * dtype.itemsize
+    return tuple(starts), end
+
+
+def stage(tensors: Sequence[Tensor]) -> Message:
+    """The tensors as one message: without a pass for one contiguous tensor, with one pass otherwise."""
+    if len(tensors) == 1:
+        (x,) = tensors
+        x = resolved(x.detach() if x.requires_grad else x)
+        if x.is_contiguous():
+            return Message(carrier(x), [x])
+        wire, path, moved = ops.pack(x, 0, 1)
+        return Message(carrier(wire.view(x.shape)), [x], path, moved)
+    specs = tuple(spec_of(x) for x in tensors)
+    message = allocate(specs, tensors[0].device)
+    for x, piece in zip(tensors, message.pieces, strict=True):
+        if x.numel():
+            x = resolved(x.detach())
+            if x.dim() == 0:
+                x = x.view(1)
+            _, path, moved = ops.pack(x, 0, 1, out=piece.view(1, 1, -1))
+            message.path, message.moved = path, message.moved + moved
+    return message
+
+
+def allocate(specs: Sequence[Spec], device: torch.device | str, out: Tensor | None = None) -> Message:
+    """A message to receive into; ``out`` is a buffer for one tensor, of its shape and dtype."""
+    if len(specs) == 1:
+        ((shape, dtype),) = specs
+        piece = torch.empty(shape, dtype=dtype, device=device) if out is None else out
+        return Message(carrier(piece), [piece])
+    starts, size = _places(tuple(specs))
+    wire = torch.empty(size, dtype=torch.uint8, device=device)
+    storage = wire.untyped_storage()
+    pieces = []
+    for (shape, dtype), start in zip(specs, starts, strict=True):
+        piece = torch.empty(0, dtype=dtype, device=device)
+        pieces.append(piece.set_(storage, start // dtype.itemsize, shape, _strides(shape)))  # type: ignore[arg-type]
+    return Message(wire, pieces)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

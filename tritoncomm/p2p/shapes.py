@@ -1,0 +1,57 @@
+"""What travels between two stages, in shapes and dtypes."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncomm.errors import ArgumentError, ShapeError
+
+__all__ = ["Shape", "Spec", "as_shape", "as_shapes", "describe", "is_single_shape", "spec_of"]
+
+Shape = list[int] | torch.Size
+Spec = tuple[tuple[int, ...], torch.dtype]
+
+
+def is_single_shape(x: Any) -> bool:
+    """Whether ``x`` is one shape and not a list of shapes.
+
+    True for any ``torch.Size``, even an empty one, and for a non-empty list or tuple of ints.
+    """
+    if isinstance(x, torch.Size):
+        return True
+    return isinstance(x, list | tuple) and len(x) > 0 and all(isinstance(size, int) for size in x)
+
+
+def as_shape(x: Any, name: str) -> tuple[int, ...]:
+    """One shape as a tuple; ``()`` is a tensor of no dims.
+
+    Raises:
+        ArgumentError: not a sequence of whole numbers.
+        ShapeError: a negative size.
+    """
+    try:
+        shape = tuple(int(size.__index__()) for size in x)
+    except (TypeError, AttributeError):
+        raise ArgumentError(f"{name}: a shape must be a sequence of ints, not {x!r}") from None
+    if any(size < 0 for size in shape):
+        raise ShapeError(f"{name}: shape {list(shape)} has a negative size")
+    return shape
+
+
+def as_shapes(x: Any, name: str) -> list[tuple[int, ...]]:
+    """A list of shapes."""
+    if not isinstance(x, list | tuple):
+        raise ArgumentError(f"{name}: expected a shape or a list of shapes, not {x!r}")
+    return [as_shape(shape, name) for shape in x]
+
+
+def spec_of(x: Tensor) -> Spec:
+    """Shape and dtype of a tensor."""
+    return tuple(x.shape), x.dtype
+
+
+def describe(specs: Iterable[Spec]) -> str:
+    """Words for an error message: ``[2, 3] float32, [4] int64``."""
+    return ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in specs) or "nothing"
