@@ -41,6 +41,7 @@ def _share(shape: tuple[int, ...], wanted: bool, name: str) -> int:
 
 
 def outgoing(x: Tensors | None, split: bool, name: str) -> list[Tensor]:
+    """The tensors to send, or this tensor rank's share of each."""
     if x is None:
         return []
     tensors = [x] if isinstance(x, Tensor) else list(x)
