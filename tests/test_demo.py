@@ -82,6 +82,19 @@ def test_losses_are_those_of_one_process(dtype, ranks):
     assert outcome.largest_difference()[0] <= settings.limit
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [{"ranks": 2, "pipeline": 2, "virtual": 2}, {"ranks": 4, "pipeline": 2, "virtual": 1}],
+    ids=["stages-of-two-chunks", "stages-of-two-tensor-ranks"],
+)
+def test_losses_of_a_pipeline_are_those_of_one_process(layout):
+    outcome = run(Settings(**(SMALL | {"layers": 4, "batch": 4}), **layout))
+    assert len(outcome.losses) == SMALL["steps"]
+    assert outcome.largest_difference()[0] <= 1e-5
+    hop = "send_forward_recv_backward" if layout["virtual"] == 1 else "send_forward_backward_recv_forward_backward"
+    assert outcome.counters[hop, "view"].wire > 0
+
+
 def test_exit_status_is_one_when_losses_differ(monkeypatch):
     break_ranks(monkeypatch, remove_gather_backward)
     result = CliRunner().invoke(cli.app, ["demo", "--steps", "3"])
@@ -108,10 +121,12 @@ def test_killed_rank_is_named_before_its_peers():
         (("--ranks", "3"), "3 ranks do not divide"),
         (("--text", "no-such-file"), "no-such-file"),
         (("--steps", "0"), "steps"),
+        (("--pipeline", "2", "--tensor", "2", "--ranks", "2"), "are 4 ranks, not 2"),
+        (("--virtual", "2"), "virtual stages need a pipeline"),
         (("--text", os.devnull), "the text has 0 bytes"),
         (("--plot", "no-such-folder/loss.png"), "no folder no-such-folder"),
     ],
-    ids=["ranks", "text", "steps", "empty", "plot"],
+    ids=["ranks", "text", "steps", "product", "virtual", "empty", "plot"],
 )
 def test_bad_arguments_are_explained(arguments, words):
     result = CliRunner().invoke(cli.app, ["demo", *arguments])

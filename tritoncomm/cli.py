@@ -25,7 +25,10 @@ def _about() -> None:
 
 @app.command()
 def demo(
-    ranks: Annotated[int, typer.Option(help="Processes that train together.")] = 2,
+    ranks: Annotated[int | None, typer.Option(help="Processes that train together; 2 if nothing else says.")] = None,
+    tensor: Annotated[int | None, typer.Option(help="Tensor-parallel ranks per stage: ranks / pipeline.")] = None,
+    pipeline: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    virtual: Annotated[int, typer.Option(help="Model chunks per stage (interleaved schedule).")] = 1,
     steps: Annotated[int, typer.Option(help="Training steps, 100 at most.")] = 60,
     text: Annotated[str | None, typer.Option(help="File to train on; Python's own documentation by default.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -39,7 +42,16 @@ def demo(
     """
     console = Console(width=None if sys.stdout.isatty() else 110)
     try:
-        settings = Settings(ranks=ranks, steps=steps, text=text, device=device, dtype=dtype)
+        settings = Settings(
+            ranks=_ranks(ranks, tensor, pipeline),
+            pipeline=pipeline,
+            virtual=virtual,
+            layers=max(Settings.layers, pipeline * virtual),
+            steps=steps,
+            text=text,
+            device=device,
+            dtype=dtype,
+        )
         if picture is not None:
             check_plot(picture)
         outcome = train_with_progress(settings, console)
@@ -51,6 +63,15 @@ def demo(
     show(outcome, console)
     largest, _ = outcome.largest_difference()
     raise typer.Exit(0 if largest <= settings.limit else 1)
+
+
+def _ranks(ranks: int | None, tensor: int | None, pipeline: int) -> int:
+    """Processes to start."""
+    if tensor is not None:
+        if ranks not in (None, tensor * pipeline):
+            raise ValueError(f"{pipeline} stages of {tensor} tensor ranks are {tensor * pipeline} ranks, not {ranks}")
+        return tensor * pipeline
+    return ranks if ranks is not None else max(Settings.ranks, pipeline)
 
 
 def main() -> None:

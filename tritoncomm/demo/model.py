@@ -4,6 +4,8 @@ Activations are ``[sequence/world, batch, hidden]``. Attention exchanges the seq
 gathers the sequence, splits its hidden layer over the ranks and reduce-scatters the sequence again.
 """
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -60,7 +62,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(settings.hidden), nn.LayerNorm(settings.hidden)
         self.attention = Attention(settings.hidden, settings.heads)
-        self.mlp = ParallelMLP(settings.hidden, rank, settings.ranks)
+        self.mlp = ParallelMLP(settings.hidden, rank, settings.tensor)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm_1(x))
@@ -68,32 +70,61 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model; the same weights on any number of ranks."""
+    """The whole model, or the blocks and ends that a pipeline stage works on; the same weights on any number of ranks.
 
-    def __init__(self, settings: Settings, rank: int) -> None:
+    Args:
+        settings: the sizes.
+        rank: tensor-parallel rank.
+        stage: pipeline stage; its chunk c is part ``c*pipeline + stage`` of the model's ``pipeline*virtual`` parts.
+    """
+
+    def __init__(self, settings: Settings, rank: int, stage: int = 0) -> None:
         super().__init__()
         torch.manual_seed(settings.seed)
         self.settings, self.rank = settings, rank
-        self.tokens = nn.Embedding(VOCABULARY, settings.hidden)
-        self.positions = nn.Embedding(settings.sequence, settings.hidden)
-        self.blocks = nn.ModuleList(Block(settings, rank) for _ in range(settings.layers))
-        self.norm = nn.LayerNorm(settings.hidden)
-        self.head = nn.Linear(settings.hidden, VOCABULARY)
+        tokens = nn.Embedding(VOCABULARY, settings.hidden)
+        positions = nn.Embedding(settings.sequence, settings.hidden)
+        blocks = [Block(settings, rank) for _ in range(settings.layers)]
+        norm, head = nn.LayerNorm(settings.hidden), nn.Linear(settings.hidden, VOCABULARY)
+        if stage == 0:
+            self.tokens, self.positions = tokens, positions
+        count = settings.layers // (settings.pipeline * settings.virtual)
+        starts = [(c * settings.pipeline + stage) * count for c in range(settings.virtual)]
+        self.chunks = nn.ModuleList(nn.ModuleList(blocks[start : start + count]) for start in starts)
+        if stage == settings.pipeline - 1:
+            self.norm, self.head = norm, head
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy of the whole batch ``[sequence, batch]``, the same on every rank."""
-        length = self.settings.sequence // self.settings.ranks
-        mine = slice(self.rank * length, (self.rank + 1) * length)
+        x = self.embed(inputs)
+        for chunk in range(len(self.chunks)):
+            x = self.transform(x, chunk)
+        return self.loss(x, targets, targets.numel())
+
+    def _mine(self) -> slice:
+        length = self.settings.sequence // self.settings.tensor
+        return slice(self.rank * length, (self.rank + 1) * length)
+
+    def embed(self, inputs: Tensor) -> Tensor:
+        """``[sequence, batch] -> [sequence/world, batch, hidden]``."""
+        mine = self._mine()
         places = torch.arange(mine.start, mine.stop, device=inputs.device)
-        x = self.tokens(inputs[mine]) + self.positions(places)[:, None]
-        for block in self.blocks:
+        return self.tokens(inputs[mine]) + self.positions(places)[:, None]
+
+    def transform(self, x: Tensor, chunk: int) -> Tensor:
+        """One chunk's blocks."""
+        for block in cast(nn.ModuleList, self.chunks[chunk]):
             x = block(x)
+        return x
+
+    def loss(self, x: Tensor, targets: Tensor, count: int) -> Tensor:
+        """Sum of the cross-entropies over ``count``."""
         logits = self.head(self.norm(x)).flatten(0, 1)
         wide = logits if logits.dtype is torch.float64 else logits.float()
-        total = F.cross_entropy(wide, targets[mine].flatten(), reduction="sum")
-        return mappings.reduce_from_tensor_model_parallel_region(total / targets.numel())
+        total = F.cross_entropy(wide, targets[self._mine()].flatten(), reduction="sum")
+        return mappings.reduce_from_tensor_model_parallel_region(total / count)
 
     def replicated(self) -> list[nn.Parameter]:
-        """Parameters every rank holds whole; each rank's gradient of them covers its share of the sequence only."""
+        """Parameters every tensor rank holds whole; its gradient of them covers its share of the sequence only."""
         sharded = ("column_weight", "column_bias", "row_weight")
         return [p for name, p in self.named_parameters() if not name.endswith(sharded)]

@@ -32,10 +32,18 @@ def train_with_progress(settings: Settings, console: Console) -> Outcome:
         return run(settings, follow)
 
 
+def _layout(settings: Settings) -> str:
+    """Words for which ranks the table is of."""
+    if settings.pipeline == 1:
+        return f"rank 0 of {settings.ranks}"
+    chunks = f" of {settings.virtual} chunks" if settings.virtual > 1 else ""
+    return f"rank 0 of {settings.ranks} ({settings.pipeline} stages{chunks}, {settings.tensor} tensor ranks each)"
+
+
 def show(outcome: Outcome, console: Console) -> None:
     """The table of rank 0, sorted by time, and the verdict as the last line."""
-    table = Table(title=f"rank 0 of {outcome.settings.ranks}, {outcome.settings.steps} steps, {outcome.seconds:.1f} s")
-    table.add_column("mapping", no_wrap=True)
+    table = Table(title=f"{_layout(outcome.settings)}, {outcome.settings.steps} steps, {outcome.seconds:.1f} s")
+    table.add_column("mapping or hop", no_wrap=True)
     table.add_column("path")
     for heading in ("calls", "MB packed", "MB sent", "% of time"):
         table.add_column(heading, justify="right")

@@ -69,7 +69,7 @@ def run(settings: Settings, follow: Follow | None = None, prepare: Callable[[], 
     context = multiprocessing.get_context("spawn")
     queue, port = context.Queue(), _free_port()
     jobs = {("ranks", rank): (settings, prepare) for rank in range(settings.ranks)}
-    jobs["single process", 0] = (replace(settings, ranks=1), None)
+    jobs["single process", 0] = (replace(settings, ranks=1, pipeline=1, virtual=1), None)
     processes: Processes = {
         (role, rank): context.Process(target=rank_main, args=(role, job, rank, port, queue, first), daemon=True)
         for (role, rank), (job, first) in jobs.items()

@@ -15,9 +15,16 @@ bfloat16 on a CPU: rounding alone came to 2e-4 (2 ranks, 100 steps; 4 ranks, 60)
 
 @dataclass(frozen=True)
 class Settings:
-    """One run; the sizes of the model are in tokens and elements."""
+    """One run; the sizes of the model are in tokens and elements.
+
+    ``ranks`` processes are ``pipeline`` stages of ``ranks / pipeline`` tensor ranks each; a stage works on ``virtual``
+    chunks of the model, and with a pipeline the batch goes through it in ``microbatches`` parts.
+    """
 
     ranks: int = 2
+    pipeline: int = 1
+    virtual: int = 1
+    microbatches: int = 4
     steps: int = 60
     text: str | None = None
     device: str = "auto"
@@ -32,8 +39,19 @@ class Settings:
     timeout: float = 120.0
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or self.heads % self.ranks or self.sequence % self.ranks:
-            raise ValueError(f"{self.ranks} ranks do not divide {self.heads} heads and {self.sequence} positions")
+        if min(self.ranks, self.pipeline, self.virtual) < 1 or self.ranks % self.pipeline:
+            raise ValueError(f"{self.ranks} ranks do not make {self.pipeline} pipeline stages")
+        if self.heads % self.tensor or self.sequence % self.tensor:
+            raise ValueError(f"{self.tensor} ranks do not divide {self.heads} heads and {self.sequence} positions")
+        if self.virtual > 1 and self.pipeline == 1:
+            raise ValueError("virtual stages need a pipeline of two stages or more")
+        if self.layers % (self.pipeline * self.virtual):
+            raise ValueError(f"{self.pipeline} stages of {self.virtual} chunks do not divide {self.layers} layers")
+        uneven = self.batch % self.microbatches or (self.virtual > 1 and self.microbatches % self.pipeline)
+        if self.pipeline > 1 and uneven:
+            raise ValueError(
+                f"{self.microbatches} micro-batches do not fit {self.pipeline} stages and batch {self.batch}"
+            )
         if not 1 <= self.steps <= 100:
             raise ValueError(f"steps must be 1 to 100, not {self.steps}")
         if self.dtype not in LIMITS:
@@ -42,6 +60,11 @@ class Settings:
             raise ValueError(f"device must be auto, cpu or cuda, not {self.device!r}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device cuda was asked for, but torch sees no GPU")
+
+    @property
+    def tensor(self) -> int:
+        """Tensor-parallel ranks of one stage."""
+        return self.ranks // self.pipeline
 
     @property
     def limit(self) -> float:

@@ -11,6 +11,7 @@ import torch
 from tritoncomm import collective, record, runtime
 from tritoncomm.demo.data import batches
 from tritoncomm.demo.model import Transformer
+from tritoncomm.demo.pipeline import Pipeline
 from tritoncomm.demo.settings import Settings
 from tritoncomm.groups import ParallelMode
 from tritoncomm.plan import chunk_sizes
@@ -35,7 +36,8 @@ def rank_main(
 def _train(settings: Settings, rank: int, port: int, report: Callable[[int, float], None]) -> tuple[list[float], float]:
     torch.set_num_threads(1)
     device = _join(settings, rank, port)
-    model = Transformer(settings, rank).to(device, settings.torch_dtype)
+    model = Transformer(settings, rank % settings.tensor, rank // settings.tensor).to(device, settings.torch_dtype)
+    pipeline = Pipeline(model, device) if settings.pipeline > 1 else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
     losses: list[float] = []
     record.timing(True)
@@ -43,8 +45,12 @@ def _train(settings: Settings, rank: int, port: int, report: Callable[[int, floa
     started = time.perf_counter()
     for step, (inputs, targets) in enumerate(batches(settings)):
         optimizer.zero_grad(set_to_none=False)
-        loss = model(inputs.to(device), targets.to(device))
-        loss.backward()
+        inputs, targets = inputs.to(device), targets.to(device)
+        if pipeline is None:
+            loss = model(inputs, targets)
+            loss.backward()
+        else:
+            loss = pipeline.step(inputs, targets)
         _sum_gradients(model)
         optimizer.step()
         losses.append(loss.item())
@@ -64,18 +70,24 @@ def _join(settings: Settings, rank: int, port: int) -> torch.device:
     else:
         for launcher in ("RANK", "SLURM_PROCID"):
             os.environ.pop(launcher, None)
-    runtime.initialize(tensor=settings.ranks, backend=settings.backend(), timeout=settings.timeout)
+    runtime.initialize(
+        tensor=settings.tensor,
+        pipeline=settings.pipeline,
+        virtual_pipeline=settings.virtual if settings.virtual > 1 else None,
+        backend=settings.backend(),
+        timeout=settings.timeout,
+    )
     if not settings.on_gpu():
         return torch.device("cpu")
     return torch.device("cuda", rank if settings.backend() == "nccl" else 0)
 
 
 def _sum_gradients(model: Transformer) -> None:
-    """Sum the gradients of replicated parameters over the ranks: one reduce-scatter, one all-gather."""
+    """Sum the gradients of replicated parameters over the tensor ranks: one reduce-scatter, one all-gather."""
     parameters = model.replicated()
     flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
     piece = collective.split_reduce_scatter(flat, 0, ParallelMode.TENSOR)
-    sizes = chunk_sizes(flat.numel(), model.settings.ranks)
+    sizes = chunk_sizes(flat.numel(), model.settings.tensor)
     summed = collective.all_gather(piece, 0, ParallelMode.TENSOR, sizes=sizes)
     for p, part in zip(parameters, summed.split([p.numel() for p in parameters]), strict=True):
         assert p.grad is not None

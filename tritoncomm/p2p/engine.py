@@ -68,6 +68,7 @@ class Hop:
     Attributes:
         line: the neighbours.
         name: the function a caller knows.
+        path: how what is sent was staged: view, torch or triton.
         posted: the transfers by key.
         received: the tensors by key, defined after ``wait()``.
         problems: what a receiver has to refuse, by key; raised once its message has been taken.
@@ -75,6 +76,7 @@ class Hop:
 
     line: Line
     name: str
+    path: str = "view"
     posted: dict[str, Any] = field(default_factory=dict)
     received: dict[str, list[Tensor]] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
@@ -87,11 +89,11 @@ class Hop:
             PeerError: a neighbour died, or did not come within the group's timeout.
             MismatchError: a neighbour sent something else than was expected.
         """
+        started = record.now()
         for posted in (*self.posted.values(), *self.headers):
             posted.wait()
-        self._refuse()
-
-    def _refuse(self) -> None:
+        if started:
+            record.add(self.name, self.path, 0, 0, started, calls=0)
         if self.problems:
             raise MismatchError("; ".join(self.problems.values()))
 
@@ -152,9 +154,9 @@ def exchange(
                 messages[key] = _taken(hop, key, incoming, incoming.specs, None, device)
         _post(hop, messages, batched)
     sent = [messages[key] for key in sends if key in messages]
-    path = next((m.path for m in sent if m.path != "view"), "view")
+    hop.path = next((m.path for m in sent if m.path != "view"), "view")
     wire = sum(m.wire.nbytes for m in sent)
-    record.add(name, path, sum(m.moved for m in sent), wire, started)
+    record.add(name, hop.path, sum(m.moved for m in sent), wire, started)
     return hop
 
 
