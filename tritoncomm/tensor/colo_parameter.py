@@ -1,0 +1,70 @@
+"""A ColoTensor that a module owns."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncomm.tensor import dispatch
+from tritoncomm.tensor.colo_tensor import ColoTensor
+from tritoncomm.tensor.const import TensorType
+from tritoncomm.tensor.elementwise import LOOKS
+from tritoncomm.tensor.param_op_hook import ColoParamOpHookManager, params_in
+from tritoncomm.tensor.tensor_spec import ColoTensorSpec
+
+__all__ = ["ColoParameter"]
+
+
+class ColoParameter(ColoTensor, torch.nn.Parameter):
+    """A parameter of which this rank holds a piece; the hooks of ``ColoParamOpHookManager`` run around its operators.
+
+    Args:
+        data: this rank's piece, shared and not copied; None is an empty tensor.
+        requires_grad: as of any parameter.
+        spec: ranks and layout; None is a replica over ``ProcessGroup()``.
+
+    Attributes:
+        shared_param_modules: (module, name) pairs that hold the same parameter, for those who keep track of them.
+    """
+
+    _kind = TensorType.MODEL
+
+    def __new__(
+        cls, data: Tensor | None = None, requires_grad: bool = True, spec: ColoTensorSpec | None = None
+    ) -> "ColoParameter":
+        data = torch.empty(0) if data is None else data
+        data = dispatch.plain(data) if isinstance(data, ColoTensor) else data
+        made: ColoParameter = torch.Tensor._make_subclass(cls, data, requires_grad)
+        made._set_up(spec)
+        made._type = TensorType.MODEL
+        made.shared_param_modules = []
+        return made
+
+    shared_param_modules: list[Any]
+
+    @staticmethod
+    def from_torch_tensor(
+        tensor: Tensor, requires_grad: bool = True, spec: ColoTensorSpec | None = None
+    ) -> "ColoParameter":
+        """A parameter over the tensor's memory."""
+        return ColoParameter(tensor.detach(), requires_grad, spec)
+
+    @classmethod
+    def _rebuild(cls, data: Tensor, requires_grad: bool, state: tuple[Any, ...]) -> Any:
+        made: Any = super()._rebuild(data, requires_grad, state)
+        made.shared_param_modules = []
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return super().__repr__().replace("ColoTensor", "ColoParameter", 1)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if not ColoParamOpHookManager.has_hook() or name.startswith("__"):
+            return super().__torch_function__(func, types, args, kwargs)
+        kwargs = kwargs or {}
+        params = params_in([*args, *kwargs.values()], ColoParameter)
+        in_graph = name not in LOOKS
+        return ColoParamOpHookManager.around(params, partial(dispatch.run, func), tuple(args), kwargs, in_graph)

@@ -1,0 +1,248 @@
+"""A tensor of which this rank holds a piece."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncomm.errors import ShapeError
+from tritoncomm.tensor import dispatch
+from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
+from tritoncomm.tensor.const import TensorType
+from tritoncomm.tensor.dist_spec_mgr import DistSpecManager
+from tritoncomm.tensor.distspec import DistPlacementPattern, ReplicaSpec, _DistSpec, local_shape, partitions
+from tritoncomm.tensor.process_group import ProcessGroup
+from tritoncomm.tensor.tensor_spec import ColoTensorSpec
+
+__all__ = ["ColoTensor"]
+
+
+class ColoTensor(torch.Tensor):
+    """A ``torch.Tensor`` that knows of which whole it is the piece.
+
+    ``shape`` and ``numel()`` are those of the piece, ``size()`` and ``numel_global()`` those of the whole. Operators
+    keep that true: an element-wise operator keeps the layout, one without a rule gets whole tensors, redistributed.
+
+    Args:
+        data: this rank's piece, shared and not copied; None is an empty tensor.
+        spec: ranks and layout; None is a replica over ``ProcessGroup()``.
+        global_shape: of the whole, where a cut dim does not divide; otherwise pieces are taken to be equal.
+
+    Raises:
+        ShapeError: the spec does not fit the tensor or the ranks.
+    """
+
+    dist_spec: _DistSpec
+    compute_spec: ComputeSpec | None
+    process_group: ProcessGroup
+    has_initialized: bool
+    _type: TensorType
+    _global_shape: tuple[int, ...]
+
+    def __new__(
+        cls, data: Tensor | None, spec: ColoTensorSpec | None, global_shape: Sequence[int] | None = None
+    ) -> "ColoTensor":
+        data = torch.empty(0) if data is None else data
+        made: ColoTensor = torch.Tensor._make_subclass(cls, data, data.requires_grad)
+        return made._set_up(spec, global_shape)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def _set_up(self, spec: ColoTensorSpec | None, global_shape: Sequence[int] | None = None) -> "ColoTensor":
+        self.has_initialized = spec is not None
+        self._type = TensorType.NONMODEL
+        spec = ColoTensorSpec(ProcessGroup()) if spec is None else spec
+        return self._lay_out(spec.pg, spec.dist_attr, spec.compute_attr, global_shape)
+
+    def _lay_out(
+        self, pg: ProcessGroup, dist_spec: _DistSpec, compute: ComputeSpec | None, shape: Sequence[int] | None
+    ) -> "ColoTensor":
+        """Attributes of a piece that is laid out like this already."""
+        local = tuple(dispatch.plain(self).shape)
+        parts = partitions(dist_spec, len(local))
+        if shape is None:
+            shape = tuple(size * parts.get(dim, 1) for dim, size in enumerate(local))
+        if parts:
+            dispatch.check_cut(parts, pg)
+            mine = local_shape(shape, parts, pg.tp_local_rank())
+            if mine != local:
+                raise ShapeError(f"ColoTensor: the piece of {list(shape)} here is {list(mine)}, not {list(local)}")
+        self.process_group, self.dist_spec, self.compute_spec = pg, dist_spec, compute
+        self._global_shape = tuple(shape)
+        return self
+
+    @staticmethod
+    def from_torch_tensor(tensor: Tensor, spec: ColoTensorSpec | None = None) -> "ColoTensor":
+        """The same memory and the same place in the autograd graph, as a ColoTensor."""
+        if isinstance(tensor, ColoTensor):
+            tensor = dispatch.plain(tensor)
+        return tensor.as_subclass(ColoTensor)._set_up(spec)
+
+    @staticmethod
+    def from_dtensor(tensor: Any) -> "ColoTensor":
+        """A torch DTensor on a mesh of one axis, without a copy; see ``dtensor.from_dtensor``."""
+        from tritoncomm.tensor.dtensor import from_dtensor
+
+        return from_dtensor(tensor)
+
+    def to_dtensor(self) -> Any:
+        """As a torch DTensor, without a copy; see ``dtensor.to_dtensor``."""
+        from tritoncomm.tensor.dtensor import to_dtensor
+
+        return to_dtensor(self)
+
+    def has_compute_spec(self) -> bool:
+        """Whether operators are told how to compute."""
+        return self.compute_spec is not None
+
+    def has_compute_pattern(self, compute_pattern: ComputePattern) -> bool:
+        """Whether operators compute by this pattern."""
+        return self.compute_spec is not None and self.compute_spec.compute_pattern is compute_pattern
+
+    def is_model_data(self) -> bool:
+        """Whether this is a parameter."""
+        return self._type is TensorType.MODEL
+
+    def get_process_group(self) -> ProcessGroup:
+        """The ranks."""
+        return self.process_group
+
+    def set_process_group(self, pg: ProcessGroup) -> None:
+        """Name other ranks; nothing is moved, so the tensor has to be a replica.
+
+        Raises:
+            AssertionError: not a process group, a shard, or ranks with both a tensor and a data degree.
+        """
+        assert isinstance(pg, ProcessGroup), f"pg as type {type(pg)} is invalid"
+        if self.process_group == pg:
+            return
+        assert self.get_tp_world_size() == 1 or self.get_dp_world_size() == 1, "redistribute() to other ranks instead"
+        assert self.dist_spec.placement is DistPlacementPattern.REPLICATE, "a shard cannot change its ranks in place"
+        self.process_group = pg
+
+    def get_tp_world_size(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.process_group.tp_world_size()
+
+    def get_dp_world_size(self) -> int:
+        """Data-parallel ranks."""
+        return self.process_group.dp_world_size()
+
+    def set_dist_spec(self, dist_spec: _DistSpec) -> None:
+        """Redistribute in place, without autograd.
+
+        Raises:
+            AssertionError: not a spec, or the tensor is the result of an operator.
+        """
+        assert isinstance(dist_spec, _DistSpec), f"{dist_spec!r} is no dist spec"
+        assert self.grad_fn is None, "Current tensor has grad_fn and it can't get converted"
+        with DistSpecManager.no_grad(), torch.no_grad():
+            moved = self._moved(dist_spec, self.process_group)
+        shape = self._global_shape
+        self.data = moved
+        self._lay_out(self.process_group, dist_spec, self.compute_spec, shape)
+
+    def set_tensor_spec(self, dist_spec: _DistSpec | None, compute_spec: ComputeSpec | None) -> None:
+        """Set each of the two that is not None."""
+        if dist_spec is not None:
+            self.set_dist_spec(dist_spec)
+        if compute_spec is not None:
+            self.compute_spec = compute_spec
+
+    def _moved(self, dist_spec: _DistSpec, pg: ProcessGroup) -> Tensor:
+        """This rank's piece under another layout, a plain tensor."""
+        here = dispatch.plain(self)
+        if pg != self.process_group:
+            whole = DistSpecManager.handle_trans_spec(
+                here, self.dist_spec, ReplicaSpec(), self.process_group, self._global_shape
+            )
+            return DistSpecManager.handle_trans_spec(whole, ReplicaSpec(), dist_spec, pg, self._global_shape)
+        return DistSpecManager.handle_trans_spec(here, self.dist_spec, dist_spec, pg, self._global_shape)
+
+    def redistribute(self, dist_spec: _DistSpec, pg: ProcessGroup | None = None) -> "ColoTensor":
+        """A new tensor with another layout, and on other ranks if they are given; differentiable.
+
+        Forward: the cheapest movement between the two layouts. Backward: the movement back. Nothing is summed.
+        """
+        pg = self.process_group if pg is None else pg
+        return dispatch.wrap(self._moved(dist_spec, pg), pg, dist_spec, self._global_shape)
+
+    def to_replicate_(self) -> None:
+        """Make this tensor whole, in place."""
+        self.set_dist_spec(ReplicaSpec())
+
+    def to_replicate(self) -> "ColoTensor":
+        """The whole tensor, differentiable."""
+        return self.redistribute(ReplicaSpec())
+
+    def size_local(self, *args: int) -> Any:
+        """Shape of this rank's piece, or the size of one dim."""
+        return dispatch.plain(self).size(*args)
+
+    def size_global(self, *args: int) -> Any:
+        """Shape of the whole, or the size of one dim."""
+        return self._global_shape[args[0]] if args else torch.Size(self._global_shape)
+
+    def numel_global(self) -> int:
+        """Elements of the whole."""
+        return torch.Size(self._global_shape).numel()
+
+    def is_replicate(self) -> bool:
+        """Whether every rank holds the whole."""
+        return not partitions(self.dist_spec, len(self._global_shape)) or self.get_tp_world_size() == 1
+
+    def is_shard_1dcol(self) -> bool:
+        """Whether the last dim, written -1, is the one that is cut."""
+        return self.is_sharded() and self.dist_spec.dims == (-1,)  # type: ignore[attr-defined]
+
+    def is_shard_1drow(self) -> bool:
+        """Whether dim 0 is the one that is cut."""
+        return self.is_sharded() and self.dist_spec.dims == (0,)  # type: ignore[attr-defined]
+
+    def is_sharded(self) -> bool:
+        """Whether the spec is a shard."""
+        return self.dist_spec.placement is DistPlacementPattern.SHARD
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ColoTensor":
+        if id(self) in memo:
+            return memo[id(self)]
+        with torch.no_grad():
+            data = dispatch.plain(self).clone()
+        memo[id(self)] = copy = type(self)._rebuild(data, self.requires_grad, self._state())
+        return copy
+
+    def _state(self) -> tuple[Any, ...]:
+        """Everything but the values, in objects that ``torch.load`` takes by default."""
+        return self.process_group, self.dist_spec, self.compute_spec, self._global_shape, self.has_initialized
+
+    @classmethod
+    def _rebuild(cls, data: Tensor, requires_grad: bool, state: tuple[Any, ...]) -> "ColoTensor":
+        pg, dist_spec, compute_spec, shape, initialized = state
+        made: ColoTensor = torch.Tensor._make_subclass(cls, data, requires_grad)
+        made.has_initialized, made._type = initialized, cls._kind
+        made.process_group, made.dist_spec, made.compute_spec = pg, dist_spec, compute_spec
+        made._global_shape = tuple(shape)
+        return made
+
+    _kind = TensorType.NONMODEL
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from tritoncomm.tensor.pickles import rebuild
+
+        with torch.no_grad():
+            data = dispatch.plain(self).detach()
+        return rebuild, (type(self).__name__, data, self.requires_grad, self._state())
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        told = [repr(dispatch.plain(self)), repr(self.process_group), repr(self.dist_spec)]
+        if self.compute_spec is not None:
+            told.append(repr(self.compute_spec))
+        return "ColoTensor: " + "\n".join(told)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not all(issubclass(cls, t) or issubclass(t, ColoTensor) for t in types):
+            return NotImplemented
+        return dispatch.run(func, args, kwargs or {})

@@ -1,0 +1,40 @@
+"""How an operator computes on a sharded weight."""
+
+import enum
+
+from tritoncomm.errors import ArgumentError
+
+__all__ = ["ComputePattern", "ComputeSpec"]
+
+
+class ComputePattern(enum.Enum):
+    """Ways to split an operator over ranks; TP1D is the one with rules here."""
+
+    TP1D = 0
+    TP2D = 1
+    TP2P5D = 2
+    TP3D = 3
+
+
+class ComputeSpec:
+    """The pattern of an operator, and whether its output is gathered.
+
+    Args:
+        compute_pattern: a member of ``ComputePattern``.
+
+    Attributes:
+        output_replicate: whether a column-parallel operator gathers its output; True at first.
+    """
+
+    def __init__(self, compute_pattern: ComputePattern) -> None:
+        if not isinstance(compute_pattern, ComputePattern):
+            raise ArgumentError(f"ComputeSpec: expected a ComputePattern, not {compute_pattern!r}")
+        self.compute_pattern = compute_pattern
+        self.output_replicate = True
+
+    def set_output_replicate(self, flag: bool = True) -> None:
+        """Choose whether the output is gathered."""
+        self.output_replicate = flag
+
+    def __repr__(self) -> str:
+        return f"ComputeSpec(pattern={self.compute_pattern}, replicate_output={self.output_replicate})"

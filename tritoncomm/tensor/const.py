@@ -1,0 +1,12 @@
+"""Kinds of tensors."""
+
+import enum
+
+__all__ = ["TensorType"]
+
+
+class TensorType(enum.Enum):
+    """Whether a tensor is part of the model or of the data."""
+
+    MODEL = 0
+    NONMODEL = 1

@@ -1,0 +1,35 @@
+"""Operators with an implementation of their own for ColoTensors."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["colo_op_impl", "implementation"]
+
+_COLOSSAL_OPS: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def colo_op_impl(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: run the decorated function wherever ``func`` is called with a ColoTensor.
+
+    It gets the arguments of the call as they are, ColoTensors included, and its result is the result.
+
+    Example:
+        ``@colo_op_impl(torch.add)`` above ``def add(input, other, *, alpha=1): ...``.
+    """
+
+    def register(impl: Callable[..., Any]) -> Callable[..., Any]:
+        _COLOSSAL_OPS[func] = impl
+
+        @functools.wraps(impl)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return impl(*args, **kwargs)
+
+        return wrapper
+
+    return register
+
+
+def implementation(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What was registered for ``func``."""
+    return _COLOSSAL_OPS.get(func)

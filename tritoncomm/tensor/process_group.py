@@ -1,0 +1,275 @@
+"""The ranks of a ColoTensor: tensor-parallel groups next to each other, data-parallel groups across them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+from tritoncomm import groups
+from tritoncomm.errors import GroupError
+
+__all__ = ["ProcessGroup", "make_groups"]
+
+_made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+
+
+def _known(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """A group of these ranks that exists already."""
+    world = dist.group.WORLD
+    found = _made.get((backend, ranks))
+    if found is not None and _is_alive(found):
+        return found
+    if world is not None and backend == dist.get_backend() and ranks == tuple(range(dist.get_world_size())):
+        return world
+    for entry in groups.groups.values():
+        if entry.ranks == ranks:
+            for group in (entry.group, entry.cpu_group):
+                if dist.get_backend(group) == backend:
+                    return group
+    return None
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    """False once torch.distributed was shut down, or started again."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):
+        return False
+    return True
+
+
+def _elsewhere(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """A group of these ranks that the program made."""
+    for group, members in c10d._world.pg_group_ranks.items():
+        if tuple(sorted(members, key=members.__getitem__)) == ranks and dist.get_backend(group) == backend:
+            return group
+    return None
+
+
+def make_groups(lists: Sequence[tuple[int, ...]], rank: int, everybody: bool, backend: str | None = None) -> None:
+    """Have a group over every list; all ranks of the job call, in the same order, when one is missing.
+
+    Args:
+        lists: global ranks in ascending order.
+        rank: this one.
+        everybody: whether the lists cover the job; otherwise groups that the program made are taken as well.
+        backend: of the default group, unless given.
+    """
+    backend = dist.get_backend() if backend is None else backend
+    mine = [ranks for ranks in lists if rank in ranks and len(ranks) > 1]
+    if not everybody:
+        for ranks in mine:
+            found = _known(backend, ranks) or _elsewhere(backend, ranks)
+            if found is not None:
+                _made[backend, ranks] = found
+    if all(_known(backend, ranks) is not None for ranks in mine):
+        return
+    for ranks in lists:
+        if len(ranks) > 1:
+            made: Any = dist.new_group(list(ranks), backend=backend)
+            if rank in ranks:
+                _made[backend, ranks] = made
+
+
+def _of_one(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group of this rank alone, which needs nobody else."""
+    made: Any = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    _made[backend, ranks] = made
+    return made
+
+
+class ProcessGroup:
+    """``ranks`` as a grid: TP group i is ``ranks[i*tp : (i+1)*tp]``, DP group j is ``ranks[j::tp]``.
+
+    Groups are made once and shared by equal layouts. Making one takes a call of every process of the job; where all of
+    them exist already (made here, by ``initialize()``, or by the program for a part of the job) only ``ranks`` call.
+    Without torch.distributed the object is empty. Compares by rank, lists and degrees; pickles, and a pickle finds the
+    groups that exist in the process that loads it but never makes one.
+
+    Args:
+        rank: this process's global rank, checked.
+        ranks: global ranks in any order, all by default.
+        tp_degree: ranks of a tensor-parallel group; derived when only ``dp_degree`` is given, 1 when neither is.
+        dp_degree: ranks of a data-parallel group.
+
+    Raises:
+        AssertionError: a wrong rank, or degrees that do not multiply to the number of ranks.
+    """
+
+    def __init__(
+        self,
+        rank: int | None = None,
+        ranks: list[int] | None = None,
+        tp_degree: int | None = None,
+        dp_degree: int | None = None,
+    ) -> None:
+        self.is_init = dist.is_initialized()
+        if not self.is_init:
+            return
+        assert rank is None or rank == dist.get_rank(), f"rank {rank} given, but this is rank {dist.get_rank()}"
+        members = sorted(ranks) if ranks is not None else list(range(dist.get_world_size()))
+        self._lay_out(tuple(members), *_degrees(len(members), tp_degree, dp_degree))
+        make_groups(self._lists, self._rank, len(members) == dist.get_world_size())
+
+    def _lay_out(self, ranks: tuple[int, ...], tp: int, dp: int) -> None:
+        self._rank = dist.get_rank()
+        self._ranks, self._tp, self._dp, self._cpu = ranks, tp, dp, False
+        tp_lists = [ranks[i * tp : (i + 1) * tp] for i in range(dp)]
+        dp_lists = [ranks[j::tp] for j in range(tp)]
+        self._lists = [*tp_lists, *dp_lists]
+        self._tp_ranks = next((found for found in tp_lists if self._rank in found), None)
+        self._dp_ranks = next((found for found in dp_lists if self._rank in found), None)
+
+    @classmethod
+    def from_device_mesh(
+        cls, mesh: TorchMesh, tp_axis: str | int | None = None, dp_axis: str | int | None = None
+    ) -> "ProcessGroup":
+        """The groups of a torch mesh; the only axis, or the last and the one before, unless named.
+
+        Raises:
+            GroupError: the mesh's groups are not laid out as here, rank by rank along the tensor-parallel axis.
+        """
+        tp_index = _axis(mesh, tp_axis, mesh.ndim - 1)
+        dp_index = _axis(mesh, dp_axis, mesh.ndim - 2) if mesh.ndim > 1 else None
+        tp, dp = mesh.size(tp_index), 1 if dp_index is None else mesh.size(dp_index)
+        members = mesh.mesh.flatten().tolist()
+        axes = [index for index in (dp_index, tp_index) if index is not None]
+        if len(axes) != mesh.ndim or axes != sorted(axes) or members != sorted(members):
+            raise GroupError(f"from_device_mesh: {mesh} is no grid of data-parallel rows of tensor-parallel ranks")
+        for index in axes:
+            group = mesh.get_group(index)
+            _made.setdefault((dist.get_backend(group), tuple(dist.get_process_group_ranks(group))), group)
+        return cls(ranks=members, tp_degree=tp, dp_degree=dp)
+
+    def device_mesh(self, device_type: str = "cpu") -> TorchMesh:
+        """The tensor-parallel ranks as a torch mesh with the axis ``tensor``, over the same process group."""
+        return TorchMesh.from_group(self.tp_process_group(), device_type, mesh_dim_names=("tensor",))
+
+    def rank(self) -> int:
+        """This process's global rank."""
+        return self._rank
+
+    def ranks_in_group(self) -> list[int]:
+        """All ranks of the layout."""
+        return list(self._ranks)
+
+    def world_size(self) -> int:
+        """Number of ranks of the layout."""
+        return len(self._ranks)
+
+    def tp_rank_list(self) -> list[int] | None:
+        """Ranks of this rank's tensor-parallel group; None outside."""
+        return None if self._tp_ranks is None else list(self._tp_ranks)
+
+    def dp_rank_list(self) -> list[int] | None:
+        """Ranks of this rank's data-parallel group; None outside."""
+        return None if self._dp_ranks is None else list(self._dp_ranks)
+
+    get_ranks_in_tp = tp_rank_list
+    get_ranks_in_dp = dp_rank_list
+
+    def tp_local_rank(self) -> int:
+        """This rank's place in its tensor-parallel group."""
+        return self._inside(self._tp_ranks).index(self._rank)
+
+    def dp_local_rank(self) -> int:
+        """This rank's place in its data-parallel group."""
+        return self._inside(self._dp_ranks).index(self._rank)
+
+    def tp_world_size(self) -> int:
+        """Ranks of a tensor-parallel group."""
+        return self._tp
+
+    def dp_world_size(self) -> int:
+        """Ranks of a data-parallel group."""
+        return self._dp
+
+    def tp_process_group(self) -> dist.ProcessGroup:
+        """The tensor-parallel process group, the same object for equal layouts."""
+        return self._lookup(self._tp_ranks)
+
+    def dp_process_group(self) -> dist.ProcessGroup:
+        """The data-parallel process group."""
+        return self._lookup(self._dp_ranks)
+
+    @property
+    def has_cpu_groups(self) -> bool:
+        """Whether ``set_cpu_groups()`` was called."""
+        return self._cpu
+
+    def set_cpu_groups(self) -> None:
+        """Make Gloo twins of both groups."""
+        make_groups(self._lists, self._rank, len(self._ranks) == dist.get_world_size(), "gloo")
+        self._cpu = True
+
+    def cpu_tp_process_group(self) -> dist.ProcessGroup:
+        """The Gloo twin of the tensor-parallel group."""
+        assert self._cpu, "call set_cpu_groups() first"
+        return self._lookup(self._tp_ranks, "gloo")
+
+    def cpu_dp_process_group(self) -> dist.ProcessGroup:
+        """The Gloo twin of the data-parallel group."""
+        assert self._cpu, "call set_cpu_groups() first"
+        return self._lookup(self._dp_ranks, "gloo")
+
+    def _inside(self, ranks: tuple[int, ...] | None) -> tuple[int, ...]:
+        if ranks is None:
+            raise GroupError(f"rank {self._rank} is not among {list(self._ranks)}")
+        return ranks
+
+    def _lookup(self, ranks: tuple[int, ...] | None, backend: str | None = None) -> dist.ProcessGroup:
+        ranks, backend = self._inside(ranks), dist.get_backend() if backend is None else backend
+        found = _known(backend, ranks)
+        if found is None and len(ranks) == 1:
+            return _of_one(backend, ranks)
+        if found is None:
+            raise GroupError(f"no process group over {list(ranks)} exists here; make one with ProcessGroup(...) first")
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ProcessGroup) and self._identity() == other._identity()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _identity(self) -> tuple[Any, ...]:
+        return (self._rank, self._ranks, self._tp, self._dp) if self.is_init else ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self.is_init:
+            return {"ranks": None}
+        return {"ranks": list(self._ranks), "tp": self._tp, "dp": self._dp, "cpu": self._cpu}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ranks = state["ranks"]
+        self.is_init = dist.is_initialized() and ranks is not None
+        if ranks is not None and self.is_init:
+            self._lay_out(tuple(ranks), state["tp"], state["dp"])
+            self._cpu = state["cpu"]
+
+    def __repr__(self) -> str:
+        if not self.is_init:
+            return "ProcessGroup not initialized"
+        return f"ProcessGroup(ranks={list(self._ranks)},\n             rank={self._rank}, dp={self._dp}, tp={self._tp})"
+
+
+def _axis(mesh: TorchMesh, axis: str | int | None, default: int) -> int:
+    if not isinstance(axis, str):
+        return default if axis is None else axis
+    names = list(mesh.mesh_dim_names or [])
+    if axis not in names:
+        raise GroupError(f"from_device_mesh: the mesh has no axis {axis!r}, but {names}")
+    return names.index(axis)
+
+
+def _degrees(size: int, tp: int | None, dp: int | None) -> tuple[int, int]:
+    """(tp, dp) with ``tp * dp == size``."""
+    if not tp and not dp:
+        return 1, size
+    if not tp or not dp:
+        given = tp or dp or 1
+        assert size % given == 0, f"a degree of {given} does not divide {size} ranks"
+        return (given, size // given) if tp else (size // given, given)
+    assert tp * dp == size, f"tp {tp} * dp {dp} is not {size}, the number of ranks"
+    return tp, dp
