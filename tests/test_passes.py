@@ -115,24 +115,33 @@ CASES: dict[str, tuple[Any, Floor, Floor, Floor]] = {  # call, forward, forward 
     "all_to_all_dims-0-2": (lambda x, g: m.all_to_all_dims(x, 0, 2, g), lambda W: 2, lambda W: 4, lambda W: 2),
     "all_to_all_dims-2-1": (lambda x, g: m.all_to_all_dims(x, 2, 1, g), lambda W: 4, lambda W: 4, lambda W: 4),
 }  # fmt: skip
-# The most new memory in multiples of n: the wires and the output.
-MEMORY: dict[str, Floor] = {
-    "scatter_tp": lambda W: 1 / W,
-    "gather_tp": lambda W: 2 * W,
-    "scatter_sp": lambda W: 0,
-    "gather_sp": lambda W: W,
-    "reduce_scatter_sp": lambda W: 1 / W,
-    "ag_last": lambda W: 2 * W,
-    "rs_last": lambda W: 1 + 1 / W,
-    "all_to_all": lambda W: 1,
-    "sp2hp": lambda W: 2,
-    "hp2sp": lambda W: 2,
-    "all_to_all_dims-2-1": lambda W: 3,
+# The most new memory, forward and backward, in multiples of n: the wires and the result.
+MEMORY: dict[str, tuple[Floor, Floor]] = {
+    "reduce_from-held": (lambda W: 1, lambda W: 0),
+    "copy-held-gradient": (lambda W: 0, lambda W: 1),
+    "scatter_tp": (lambda W: 1 / W, lambda W: 2),
+    "gather_tp": (lambda W: 2 * W, lambda W: 1),
+    "scatter_sp": (lambda W: 0, lambda W: 1),
+    "gather_sp": (lambda W: W, lambda W: 1),
+    "gather_sp-equal-sizes": (lambda W: W, lambda W: 1),
+    "gather_sp-replicated-grad": (lambda W: W, lambda W: 0),
+    "reduce_scatter_sp": (lambda W: 1 / W, lambda W: 1),
+    "reduce_scatter_sp-equal-sizes": (lambda W: 1 / W, lambda W: 1),
+    "ag_last": (lambda W: 2 * W, lambda W: W + 1),
+    "rs_last": (lambda W: 1 + 1 / W, lambda W: 2),
+    "all_to_all": (lambda W: 1, lambda W: 1),
+    "sp2hp": (lambda W: 2, lambda W: 2),
+    "hp2sp": (lambda W: 2, lambda W: 2),
+    "all_gather_dim-0": (lambda W: W, lambda W: 1),
+    "reduce_scatter_dim-2": (lambda W: 1 + 1 / W, lambda W: 2),
+    "all_to_all_dims-2-0": (lambda W: 2, lambda W: 2),
+    "all_to_all_dims-0-2": (lambda W: 2, lambda W: 2),
+    "all_to_all_dims-2-1": (lambda W: 3, lambda W: 3),
 }
 
 
-def measured(call: Any, x: Tensor, group: ProcessGroup) -> tuple[int, int, int, int]:
-    """Bytes moved and allocated by the forward, moved by the backward, and the record's sum of both."""
+def measured(call: Any, x: Tensor, group: ProcessGroup) -> tuple[Traffic, Traffic, int]:
+    """The traffic of the forward and of the backward, and the record's sum of both."""
     torch.autograd.grad(call(x, group).sum(), x)  # what is measured once is not part of it
     with collectives_uncounted(), record.recording() as counted:
         with Traffic() as forward:
@@ -140,7 +149,7 @@ def measured(call: Any, x: Tensor, group: ProcessGroup) -> tuple[int, int, int, 
         gradient = torch.ones_like(out, memory_format=torch.contiguous_format)
         with Traffic() as backward:
             torch.autograd.grad(out, x, gradient)
-    return forward.moved, forward.allocated, backward.moved, sum(count.packed for count in counted.values())
+    return forward, backward, sum(count.packed for count in counted.values())
 
 
 def run_floor(group: ProcessGroup, name: str) -> None:
@@ -148,14 +157,16 @@ def run_floor(group: ProcessGroup, name: str) -> None:
     world = group.size()
     base = torch.ones(8, 3, 16)
     for x, wanted in ((base, floor(world)), (sliced(base), strided_floor(world))):
-        moved, allocated, back, recorded = measured(call, x.clone().requires_grad_() if x is base else
-                                                    x.requires_grad_(), group)  # fmt: skip
-        n = base.nbytes
+        leaf = x.clone().requires_grad_() if x is base else x.requires_grad_()
+        forward, backward, recorded = measured(call, leaf, group)
+        moved, back, n = forward.moved, backward.moved, base.nbytes
         assert moved == wanted * n, f"{name}: forward moved {moved / n} n, not {wanted} n (contiguous {x is base})"
         assert back == backward_floor(world) * n, f"{name}: backward moved {back / n} n, not {backward_floor(world)} n"
         assert recorded == moved + back, f"{name}: the record says {recorded / n} n, not {(moved + back) / n} n"
-        if x is base and name in MEMORY:
-            assert allocated <= MEMORY[name](world) * n, f"{name}: allocated {allocated / n} n"
+        if x is base:
+            most = [memory(world) for memory in MEMORY[name]]
+            assert forward.allocated <= most[0] * n, f"{name}: forward allocated {forward.allocated / n} n"
+            assert backward.allocated <= most[1] * n, f"{name}: backward allocated {backward.allocated / n} n"
 
 
 @pytest.mark.parametrize("world", [2, 4])
