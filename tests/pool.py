@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 __all__ = ["RANK_LISTS", "Pool", "WorkerError", "strict_warnings"]
@@ -41,6 +42,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._stores: list[str] = []
         self.started = 0
 
     def run(
@@ -65,6 +67,8 @@ class Pool:
         for process, _ in self._workers:
             process.join()
         self._workers = []
+        while self._stores:
+            Path(self._stores.pop()).unlink(missing_ok=True)
 
     def _start(self) -> None:
         if self._workers:
@@ -75,7 +79,8 @@ class Pool:
         before = os.environ.get("TRITON_INTERPRET")
         os.environ["TRITON_INTERPRET"] = "1"  # the child reads it before it imports anything
         try:
-            store = tempfile.mkstemp(prefix="tritoncomm-pool-")[1]
+            handle, store = tempfile.mkstemp(prefix="tritoncomm-pool-")
+            os.close(handle)
             for rank in range(WORLD):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_work, args=(rank, theirs, store, list(sys.path)), daemon=True)
@@ -87,7 +92,10 @@ class Pool:
                 del os.environ["TRITON_INTERPRET"]
             else:
                 os.environ["TRITON_INTERPRET"] = before
-        self._collect(range(WORLD), "start", START_SECONDS)
+        try:
+            self._collect(range(WORLD), "start", START_SECONDS)
+        finally:
+            self._stores.append(store)
 
     def _collect(self, ranks: Sequence[int], what: str, timeout: float) -> list[Any]:
         results: dict[int, Any] = {}

@@ -2,16 +2,20 @@
 
 import enum
 import os
+import random
+import socket
 import subprocess
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from pool import Pool
 from torch.distributed import ProcessGroup
 
-from tritoncomm import ArgumentError, GroupError, ParallelMode, groups, runtime
+from tritoncomm import ArgumentError, GroupError, ParallelMode, groups, mappings, runtime
 
 M = ParallelMode
 
@@ -240,3 +244,70 @@ def test_alone_without_a_launcher() -> None:
     env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     ran = subprocess.run([sys.executable, "-c", ALONE], env=env, capture_output=True, text=True, timeout=100)
     assert ran.stdout.strip() == "good", ran.stderr
+
+
+SLURM = """
+import torch, torch.distributed as dist, tritoncomm
+from tritoncomm import groups
+tritoncomm.initialize(tensor=2)
+x = torch.full((2,), float(dist.get_rank()))
+print(groups.get_ranks_in_group(groups.ParallelMode.TENSOR), tritoncomm.mappings.all_gather_dim(x, 0).tolist())
+tritoncomm.destroy()
+"""
+
+
+def free_port(ports: range) -> int:
+    for port in random.SystemRandom().sample(ports, 100):
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue
+    raise AssertionError("no free port")
+
+
+def test_two_tasks_of_slurm() -> None:
+    drop = ("SLURM_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_RANK")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    job = free_port(range(20000, 40000)) - 20000  # the port follows from the job
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SLURM],
+            env=env | {
+                "SLURM_PROCID": str(task), "SLURM_NTASKS": "2", "SLURM_LOCALID": str(task),
+                "SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost",
+            },
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for task in range(2)
+    ]  # fmt: skip
+    try:
+        told = [task.communicate(timeout=100) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert [out.strip() for out, _ in told] == ["[0, 1] [0.0, 0.0, 1.0, 1.0]"] * 2, told
+
+
+def run_megatron_group(group: ProcessGroup) -> None:
+    state: Any = ModuleType("megatron.core.parallel_state")
+    state.initialized = False
+    state.model_parallel_is_initialized = lambda: state.initialized
+    state.get_tensor_model_parallel_group = lambda: group
+    x = torch.full((2,), float(group.rank()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "megatron.core.parallel_state", state)
+        with pytest.raises(GroupError, match="no tensor group exists"):
+            mappings.all_gather_dim(x, 0)
+        state.initialized = True
+        assert mappings.all_gather_dim(x, 0).tolist() == [0, 0, 1, 1]
+        groups.register({ParallelMode.TENSOR: groups.Group(dist.group.WORLD, dist.group.WORLD, tuple(range(8)))})
+        try:
+            assert groups.resolve(None, "mapping") is dist.group.WORLD, "our own group goes first"
+        finally:
+            groups.register({})
+
+
+def test_no_group_finds_megatrons(pool: Pool) -> None:
+    pool.run(run_megatron_group)

@@ -1,6 +1,7 @@
 """pack, unpack, reduce and pack_many against torch.chunk, cat and sum, bit for bit, on both paths."""
 
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -288,3 +289,39 @@ def test_the_environment(value: str, good: bool) -> None:
     else:
         assert ran.returncode != 0
         assert "TRITONCOMM_PATH must be one of" in ran.stderr
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.complex64], ids=name_of)
+def test_nothing_is_written_beside_an_output(path: str, dtype: torch.dtype) -> None:
+    for shape, world in itertools.product([(5, 6), (3, 4, 7), (2, 9)], [2, 3]):
+        x = random_bits(shape, dtype)
+        for dim in range(len(shape)):
+            step = -(-shape[dim] // world)
+            lead, tail = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+            wire, before = amid_canaries((world, lead, step * tail), dtype)
+            joined, after = amid_canaries(shape, dtype)
+            with ops.path(path):
+                ops.pack(x, dim, world, out=wire)
+                ops.unpack(wire, shape, dim, world, out=joined)
+            assert_same_bits(joined, x)
+            assert intact(before, wire)
+            assert intact(after, joined)
+    parts = torch.ones(3, 7)
+    total, around = amid_canaries((7,), torch.float32)
+    with ops.path(path):
+        ops.reduce(parts, out=total)
+    assert total.eq(3).all()
+    assert intact(around, total)
+
+
+def amid_canaries(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A poisoned tensor in the middle of a buffer of canary bytes."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = torch.full((size + 128,), 0x7F, dtype=torch.uint8)
+    return raw[64 : 64 + size].view(dtype).view(shape), raw
+
+
+def intact(raw: Tensor, inside: Tensor) -> bool:
+    """Whether every canary is alive."""
+    return bool((raw[:64] == 0x7F).all() and (raw[64 + inside.nbytes :] == 0x7F).all())
