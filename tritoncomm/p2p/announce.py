@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tritoncomm import groups, record
 from tritoncomm.p2p import header
-from tritoncomm.p2p.exchange import Line, Posted, Transfer, post, together
+from tritoncomm.p2p.exchange import Line, Posted, post
 from tritoncomm.p2p.header import WORDS, Contents
 
 __all__ = ["announce"]
@@ -51,12 +51,10 @@ def announce(
 
 
 def _transfer(line: Line, name: str, tensors: dict[str, Tensor]) -> dict[str, Posted]:
-    transfers: list[Transfer] = together(line, tensors)
-    for transfer in transfers:
-        where = "device" if transfer.tensor.is_cuda else "cpu"
-        wire = transfer.tensor.nbytes if transfer.key.startswith("send") else 0
-        record.add(f"{name}.header", where, 0, wire, 0.0)
-    return post(transfers, line, name, True)
+    for key, words in tensors.items():
+        wire = words.nbytes if key.startswith("send") else 0
+        record.add(f"{name}.header", "device" if words.is_cuda else "cpu", 0, wire, 0.0)
+    return post(line, name, tensors, True)
 
 
 def _send(line: Line, name: str, key: str, words: Tensor) -> list[Posted]:

@@ -40,6 +40,10 @@ class P2PCommunicator(Hops):
         shapes: Any = None,
     ) -> Any:
         """One hop with a tensor or a list each way; what was received, in the form of ``shapes``."""
+        sent = send_next if send_prev is None else send_prev
+        few = not isinstance(sent, list | tuple) or len(sent) == 1
+        if few and (shapes is None or (isinstance(shapes, list) and len(shapes) == 1)):
+            return self._one(name, timer, send_next, send_prev, recv_prev, recv_next, shapes)
         single = is_single_shape(shapes)
         expected = [shapes] if single else shapes
         with self._timed(timer):
@@ -59,26 +63,47 @@ class P2PCommunicator(Hops):
             raise MismatchError(f"{name}: {hop.line} expects {len(expected)} tensors, got {len(received)}")
         return received[0] if single else received
 
+    def _one(
+        self, name: str, timer: str, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool, shapes: Any
+    ) -> Any:
+        """``_many`` with lists of one."""
+        sends = tuple(x[0] if isinstance(x, list | tuple) else x for x in (send_next, send_prev))
+        with self._timed(timer):
+            before, after, _ = self._single(name, sends, (recv_prev, recv_next), shapes and shapes[0])
+        return [before if recv_prev else after] if recv_prev or recv_next else None
+
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
         """Receive from the stage before: a tensor for a shape, a list for a list of shapes; None on the first stage."""
         if is_first_stage:
             return _nothing(tensor_shapes)
+        if is_single_shape(tensor_shapes):
+            with self._timed("forward-recv"):
+                return self._single("recv_forward", _NOTHING, (True, False), tensor_shapes)[0]
         return self._many("recv_forward", "forward-recv", recv_prev=True, shapes=tensor_shapes)
 
     def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
         """Receive gradients from the stage after: a tensor or a list; None on the last stage."""
         if is_last_stage:
             return _nothing(tensor_shapes)
+        if is_single_shape(tensor_shapes):
+            with self._timed("backward-recv"):
+                return self._single("recv_backward", _NOTHING, (False, True), tensor_shapes)[1]
         return self._many("recv_backward", "backward-recv", recv_next=True, shapes=tensor_shapes)
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
         """Send a tensor or a list of tensors to the stage after; nothing on the last stage."""
-        if not is_last_stage:
+        if isinstance(output_tensors, Tensor) and not is_last_stage:
+            with self._timed("forward-send"):
+                self._single("send_forward", (output_tensors, None), (False, False), None)
+        elif not is_last_stage:
             self._many("send_forward", "forward-send", send_next=output_tensors)
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
         """Send a gradient or a list of them to the stage before; nothing on the first stage."""
-        if not is_first_stage:
+        if isinstance(input_tensor_grads, Tensor) and not is_first_stage:
+            with self._timed("backward-send"):
+                self._single("send_backward", (None, input_tensor_grads), (False, False), None)
+        elif not is_first_stage:
             self._many("send_backward", "backward-send", send_prev=input_tensor_grads)
 
     def send_forward_recv_backward(self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool) -> Any:
@@ -106,6 +131,14 @@ class P2PCommunicator(Hops):
     def _pair(self, name: str, timer: str, side: str, sent: Any, shapes: Any, is_edge: bool) -> Any:
         """Send to and receive from the same neighbour; the form of what is sent decides the form of the result."""
         many = isinstance(sent, list | tuple)
+        x = sent[0] if many and len(sent) == 1 else sent
+        shape = shapes[0] if isinstance(shapes, list) and len(shapes) == 1 else shapes
+        if isinstance(x, Tensor) and is_single_shape(shape) and not is_edge:
+            to_next = side == "next"
+            with self._timed(timer):
+                sends = (x, None) if to_next else (None, x)
+                found = self._single(name, sends, (not to_next, to_next), shape)[1 if to_next else 0]
+            return [found] if many else found
         one = is_single_shape(shapes) or len(shapes) == 0
         expected = [shapes] if one else list(shapes)
         tensors = list(sent) if many else [sent]
@@ -153,6 +186,9 @@ class P2PCommunicator(Hops):
             sends, receives = (output_tensor, input_tensor_grad), (recv_prev, recv_next)
             before, after, _ = self._single(name, sends, receives, tensor_shape)
         return before, after
+
+
+_NOTHING = (None, None)
 
 
 def _listed(tensors: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from tritoncomm import record
 from tritoncomm.errors import ArgumentError, MismatchError
 from tritoncomm.p2p import header, message
 from tritoncomm.p2p.announce import announce
-from tritoncomm.p2p.exchange import Line, Posted, in_turn, post, together
+from tritoncomm.p2p.exchange import Line, Posted, post
 from tritoncomm.p2p.message import Message
 from tritoncomm.p2p.shapes import Spec, describe
 
@@ -162,8 +162,7 @@ def exchange(
 
 def _post(hop: Hop, messages: dict[str, Message], batched: bool) -> None:
     tensors = {key: m.wire for key, m in messages.items() if m.wire.numel()}
-    order = together if batched else in_turn
-    hop.posted.update(post(order(hop.line, tensors), hop.line, hop.name, batched))
+    hop.posted.update(post(hop.line, hop.name, tensors, batched))
 
 
 def _taken(

@@ -5,9 +5,8 @@ gradients on both sides, so that nothing is taken for the other; tags are not re
 CUDA tensors between two ranks: those go through pinned host memory.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,12 +16,24 @@ from torch.distributed import ProcessGroup
 from tritoncomm import c10d
 from tritoncomm.errors import GroupError, PeerError
 
-__all__ = ["Line", "Posted", "Transfer", "in_turn", "post", "together"]
+__all__ = ["Line", "Posted", "Way", "move", "post"]
 
 _TOGETHER = ("send_prev", "recv_prev", "send_next", "recv_next")
 _EVEN = ("send_next", "recv_prev", "send_prev", "recv_next")
 _ODD = ("recv_prev", "send_next", "recv_next", "send_prev")
-_BACKWARD_SIDE = ("send_prev", "recv_prev")
+
+
+class Way(NamedTuple):
+    """One direction of a line; ``place`` is the peer's rank inside ``group``."""
+
+    key: str
+    is_send: bool
+    place: int
+    group: ProcessGroup
+
+    def start(self, x: Tensor) -> Any:
+        """The transfer of a contiguous tensor, under way."""
+        return self.group.send([x], self.place, 0) if self.is_send else self.group.recv([x], self.place, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +47,8 @@ class Line:
         rank: global rank of this stage.
         stage: its place in the group.
         stages: ranks in the group.
-        places: place in the group of the stage before and of the stage after.
+        batch: the directions in the order of a batch.
+        singles: the directions in an order that no backend which blocks in single calls can deadlock on.
     """
 
     group: ProcessGroup
@@ -45,11 +57,15 @@ class Line:
     rank: int
     stage: int
     stages: int
-    places: tuple[int, int]
+    batch: tuple[Way, ...]
+    singles: tuple[Way, ...]
+    modes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, group: ProcessGroup, prev: int | None = None, next: int | None = None) -> "Line":
         """The ring of ``group``, or other neighbours (global ranks).
+
+        Two stages use the default group for every other single call, so that both directions run at once.
 
         Raises:
             GroupError: a neighbour is not in the group.
@@ -60,64 +76,49 @@ class Line:
         for rank in (before, after):
             if rank not in ranks:
                 raise GroupError(f"rank {rank} is not in the group of ranks {ranks}")
-        places = (ranks.index(before), ranks.index(after))
-        return cls(group, before, after, ranks[stage], stage, len(ranks), places)
+        peers = {"prev": before, "next": after}
+
+        def way(key: str, over: ProcessGroup) -> Way:
+            verb, _, side = key.partition("_")
+            place = ranks.index(peers[side]) if over is group else peers[side]
+            return Way(key, verb == "send", place, over)
+
+        together = _EVEN if before == after else _TOGETHER
+        alone, world = _ODD if stage % 2 else _EVEN, dist.group.WORLD
+        other = world if len(ranks) == 2 and world is not None and "ucc" not in dist.get_backend(group) else group
+        singles = tuple(way(key, over) for key, over in zip(alone, (group, other, group, other), strict=True))
+        batch = tuple(way(key, group) for key in together)
+        return cls(group, before, after, ranks[stage], stage, len(ranks), batch, singles)
 
     def peer(self, key: str) -> int:
         """Global rank at the other end of ``send_prev``, ``recv_next``, ..."""
-        return self.prev if key in _BACKWARD_SIDE else self.next
+        return self.prev if key.endswith("prev") else self.next
 
-    def place(self, transfer: "Transfer") -> int:
-        """The other end's rank inside the transfer's group."""
-        if transfer.group is not self.group:
-            return self.peer(transfer.key)
-        return self.places[0 if transfer.key in _BACKWARD_SIDE else 1]
+    def mode(self, x: Tensor) -> str:
+        """How tensors of this device go: direct, batched (NCCL wants a batch as one call), or through the host."""
+        kind = x.device.type
+        found = self.modes.get(kind)
+        if found is None:
+            gloo = kind == "cuda" and c10d.backend_name(self.group, x) == "gloo"
+            found = self.modes[kind] = "host" if gloo else ("batched" if kind == "cuda" else "direct")
+        return found
 
     def __str__(self) -> str:
         return f"stage {self.stage} of {self.stages} (rank {self.rank})"
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One message in one direction; ``tensor`` is contiguous and in a dtype that the backend moves."""
-
-    key: str
-    tensor: Tensor
-    group: ProcessGroup
-
-
-def together(line: Line, tensors: dict[str, Tensor]) -> list[Transfer]:
-    """The order of a batch."""
-    order = _EVEN if line.prev == line.next else _TOGETHER
-    return [Transfer(key, tensors[key], line.group) for key in order if key in tensors]
-
-
-def in_turn(line: Line, tensors: dict[str, Tensor]) -> list[Transfer]:
-    """The order of single calls, which no backend that blocks in them can deadlock on.
-
-    Two stages use the default group for every other call, so that both directions run at once.
-    """
-    other = line.group
-    if line.stages == 2 and _backend(line.group, tensors) != "ucc":
-        other = dist.group.WORLD or line.group
-    order = _ODD if line.stage % 2 else _EVEN
-    groups = (line.group, other, line.group, other)
-    return [Transfer(key, tensors[key], group) for key, group in zip(order, groups, strict=True) if key in tensors]
-
-
-def _backend(group: ProcessGroup, tensors: dict[str, Tensor]) -> str:
-    for tensor in tensors.values():
-        return c10d.backend_name(group, tensor)
-    return ""
+def _failure(line: Line, name: str, way: Way, x: Tensor, error: Exception) -> PeerError:
+    what = f"send {x.nbytes} bytes to" if way.is_send else f"receive {x.nbytes} bytes from"
+    return PeerError(f"{name}: {line} could not {what} rank {line.peer(way.key)}: {error}")
 
 
 class Posted:
     """A transfer under way; it keeps its buffers alive until it has been waited for."""
 
-    __slots__ = ("_finish", "_kept", "_line", "_name", "_transfer", "_work")
+    __slots__ = ("_host", "_line", "_name", "_tensor", "_way", "_work")
 
-    def __init__(self, work: Any, transfer: Transfer, line: Line, name: str, host: Tensor | None) -> None:
-        self._work, self._transfer, self._line, self._name, self._kept = work, transfer, line, name, host
+    def __init__(self, work: Any, way: Way, x: Tensor, line: Line, name: str, host: Tensor | None = None) -> None:
+        self._work, self._way, self._tensor, self._line, self._name, self._host = work, way, x, line, name, host
 
     def wait(self) -> None:
         """Afterwards the source may be reused or freed, or the result is there (on a GPU: in stream order).
@@ -125,63 +126,91 @@ class Posted:
         Raises:
             PeerError: the other side died or did not come within the group's timeout.
         """
-        work, self._work = self._work, None
-        if work is None:
+        if self._work is None:
             return
         try:
-            work.wait()
+            self._work.wait()
         except RuntimeError as error:
-            raise self._failure(error) from error
-        if self._kept is not None and self._transfer.key.startswith("recv"):
-            self._transfer.tensor.copy_(self._kept, non_blocking=True)
-        self._kept = None
-
-    def _failure(self, error: Exception) -> PeerError:
-        key, tensor = self._transfer.key, self._transfer.tensor
-        what = f"receive {tensor.nbytes} bytes from" if key.startswith("recv") else f"send {tensor.nbytes} bytes to"
-        peer = self._line.peer(key)
-        return PeerError(f"{self._name}: {self._line} could not {what} rank {peer}: {error}")
+            raise _failure(self._line, self._name, self._way, self._tensor, error) from error
+        if self._host is not None and not self._way.is_send:
+            self._tensor.copy_(self._host)
+        self._work = self._host = None
 
     def is_completed(self) -> bool:
         """Whether ``wait()`` would not have to wait for the backend."""
         return self._work is None or self._work.is_completed()
 
 
-def post(transfers: Iterable[Transfer], line: Line, name: str, batched: bool) -> dict[str, Posted]:
-    """Start the transfers in this order; a handle for each, by key.
+def post(line: Line, name: str, tensors: dict[str, Tensor], batched: bool) -> dict[str, Posted]:
+    """Start transfers; a handle for each, in the order they were posted.
+
+    Args:
+        line: the neighbours.
+        name: the function a caller knows, for errors.
+        tensors: by ``send_prev``, ``recv_prev``, ``send_next``, ``recv_next``; contiguous, in dtypes the backend moves.
+        batched: as one batch, or one by one.
 
     Raises:
         PeerError: the backend refuses, because a peer is known to be gone.
     """
-    ready = [_through_host(transfer) for transfer in transfers]
-    if batched and ready and ready[0][0].tensor.is_cuda and ready[0][1] is None:
-        ops = [_operation(sent, line) for sent, _ in ready]
-        works = dist.batch_isend_irecv(ops)
-        works = works if len(works) == len(ready) else works[:1] * len(ready)  # coalesced: one for all
-        return {t.key: Posted(w, t, line, name, None) for w, (t, _) in zip(works, ready, strict=True)}
+    ways = [way for way in (line.batch if batched else line.singles) if way.key in tensors]
+    if not ways:
+        return {}
+    mode = line.mode(tensors[ways[0].key])
+    if mode == "batched" and batched:
+        works = _batch(line, [(way, tensors[way.key]) for way in ways])
+        found = zip(ways, works, strict=True)
+        return {way.key: Posted(work, way, tensors[way.key], line, name) for way, work in found}
     posted = {}
-    for transfer, host in ready:
-        moved = transfer.tensor if host is None else host
-        call = transfer.group.send if transfer.key.startswith("send") else transfer.group.recv
+    for way in ways:
+        x = tensors[way.key]
+        host = _on_host(x, way) if mode == "host" else None
         try:
-            work = call([moved], line.place(transfer), 0)
+            work = way.start(x if host is None else host)
         except RuntimeError as error:
-            raise Posted(None, transfer, line, name, host)._failure(error) from error
-        posted[transfer.key] = Posted(work, transfer, line, name, host)
+            raise _failure(line, name, way, x, error) from error
+        posted[way.key] = Posted(work, way, x, line, name, host)
     return posted
 
 
-def _operation(transfer: Transfer, line: Line) -> dist.P2POp:
-    call = dist.isend if transfer.key.startswith("send") else dist.irecv
-    return dist.P2POp(call, transfer.tensor, line.peer(transfer.key), transfer.group)
+def move(line: Line, name: str, tensors: dict[str, Tensor], batched: bool) -> None:
+    """``post`` and wait for everything, without a handle for each.
+
+    Raises:
+        PeerError: a peer died or did not come within the group's timeout.
+    """
+    works = []
+    for way in line.batch if batched else line.singles:
+        x = tensors.get(way.key)
+        if x is None:
+            continue
+        if not works and line.mode(x) != "direct":
+            for posted in post(line, name, tensors, batched).values():
+                posted.wait()
+            return
+        try:
+            works.append((way.start(x), way, x))
+        except RuntimeError as error:
+            raise _failure(line, name, way, x, error) from error
+    for work, way, x in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise _failure(line, name, way, x, error) from error
 
 
-def _through_host(transfer: Transfer) -> tuple[Transfer, Tensor | None]:
-    """The transfer, and pinned host memory to move instead where the backend takes no CUDA tensors."""
-    x = transfer.tensor
-    if not x.is_cuda or c10d.backend_name(transfer.group, x) != "gloo":
-        return transfer, None
+def _batch(line: Line, transfers: list[tuple[Way, Tensor]]) -> list[Any]:
+    """All in one call of the backend; a work for each."""
+    calls = [
+        dist.P2POp(dist.isend if way.is_send else dist.irecv, x, line.peer(way.key), way.group) for way, x in transfers
+    ]
+    works = dist.batch_isend_irecv(calls)
+    return works if len(works) == len(transfers) else works[:1] * len(transfers)  # coalesced: one for all
+
+
+def _on_host(x: Tensor, way: Way) -> Tensor:
+    """Pinned memory to send from or receive into."""
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    if transfer.key.startswith("send"):
+    if way.is_send:
         host.copy_(x)
-    return transfer, host
+    return host

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -36,8 +37,9 @@ def describe_tensors(tensors: Sequence[Tensor]) -> Contents:
     return Contents(tuple(spec_of(x) for x in tensors), tuple(x.requires_grad for x in tensors))
 
 
+@lru_cache(maxsize=1024)
 def encode(contents: Contents) -> Tensor:
-    """``[magic, words, count, (dtype, requires_grad, dims, sizes...)...]``, padded to ``WORDS``; on the CPU."""
+    """``[magic, words, count, (dtype, requires_grad, dims, sizes...)...]``, padded to ``WORDS``; to be read only."""
     words = [_MAGIC, 0, len(contents.specs)]
     for (shape, dtype), wanted in zip(contents.specs, contents.requires_grad, strict=True):
         words += [_CODES[dtype], int(wanted), len(shape), *shape]

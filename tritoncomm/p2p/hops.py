@@ -1,16 +1,20 @@
 """Hops as Megatron-LM's configuration describes them: batched or not, shapes known or not, timed or not."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tritoncomm import record
+from tritoncomm.c10d import special
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError, UnsupportedError
+from tritoncomm.ops import path_for
 from tritoncomm.p2p import engine
-from tritoncomm.p2p.exchange import Line
+from tritoncomm.p2p.exchange import Line, move, post
+from tritoncomm.p2p.message import stage
 from tritoncomm.p2p.place import default_device
 from tritoncomm.p2p.shapes import Shape, as_shape
 
@@ -37,6 +41,19 @@ def _only(hop: engine.Hop, key: str) -> Tensor | None:
     return received[0]
 
 
+_SENDS, _RECEIVES = ("send_next", "send_prev"), ("recv_prev", "recv_next")
+_UNTIMED = nullcontext()
+
+
+@contextmanager
+def _running(timers: Any, name: str) -> Iterator[None]:
+    timers(name, log_level=2).start()
+    try:
+        yield
+    finally:
+        timers(name).stop()
+
+
 class Hops:
     """A stage of ``pp_group`` that starts hops as ``config`` says."""
 
@@ -45,6 +62,7 @@ class Hops:
             raise GroupError(f"P2PCommunicator: pp_group must be a process group with this rank, not {pp_group!r}")
         self.pp_group, self.config = pp_group, config
         self._line = Line.of(pp_group)
+        self._where: torch.device | None = None
         self.next_rank: int | None = self._line.next
         self.prev_rank: int | None = self._line.prev
         self.virtual_pipeline_model_parallel_size = getattr(config, "virtual_pipeline_model_parallel_size", None)
@@ -76,23 +94,19 @@ class Hops:
     def _lengths_vary(self) -> bool:
         return bool(self._setting("variable_seq_lengths", False) or self._setting("mtp_standalone", False))
 
-    @contextmanager
-    def _timed(self, name: str, on: bool = True) -> Iterator[None]:
-        timers = self._setting("timers", None) if on else None
-        if timers is not None:
-            timers(name, log_level=2).start()
-        try:
-            yield
-        finally:
-            if timers is not None:
-                timers(name).stop()
+    def _timed(self, name: str) -> Any:
+        """A context that runs Megatron's timer, if there is one."""
+        timers = getattr(self.config, "timers", None)
+        return _UNTIMED if timers is None else _running(timers, name)
 
     def _device(self, *tensors: Tensor | None) -> torch.device:
         for tensor in tensors:
             if tensor is not None:
                 return tensor.device
-        chosen = self._setting("pipeline_device", None)
-        return default_device(self.pp_group) if chosen is None else torch.device(chosen)
+        if self._where is None:
+            chosen = self._setting("pipeline_device", None)
+            self._where = default_device(self.pp_group) if chosen is None else torch.device(chosen)
+        return self._where
 
     def _communicate_shapes(
         self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
@@ -183,6 +197,14 @@ class Hops:
         wait: bool = True,
     ) -> tuple[Tensor | None, Tensor | None, Any]:
         """One tensor at most each way; ``sends`` to (next, previous), ``receives`` from (previous, next)."""
+        config = self.config
+        batched = getattr(config, "batch_p2p_comm", True)
+        announced = getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)
+        general = announced or self._line.stages == 1 or getattr(config, "use_ring_exchange_p2p", False)
+        if not general and (wait or not batched) and not engine.checking():
+            found = self._plain(name, sends, receives, shape, batched, wait)
+            if found is not None:
+                return found
         hop = self._start(
             name,
             send_next=sends[:1],
@@ -197,3 +219,46 @@ class Hops:
             hop.wait()
             handles = None if handles else ([] if self._setting("batch_p2p_comm", True) else {})
         return _only(hop, "recv_prev"), _only(hop, "recv_next"), handles
+
+    def _plain(
+        self,
+        name: str,
+        sends: tuple[Tensor | None, Tensor | None],
+        receives: tuple[bool, bool],
+        shape: Any,
+        batched: bool,
+        wait: bool,
+    ) -> tuple[Tensor | None, Tensor | None, Any] | None:
+        """``_single`` where nothing is announced; None for what only the general form handles, or refuses."""
+        started, tensors, sent, path, moved = record.now(), {}, 0, "view", 0
+        for key, x in zip(_SENDS, sends, strict=True):
+            if x is not None:
+                if not isinstance(x, Tensor) or x.dtype in special or x.numel() < 2:
+                    return None  # one element may carry a lazy negative bit
+                if not x.is_contiguous() and path_for(x) == "torch" and not x.is_neg():
+                    x, path, moved = x.contiguous(), "torch", moved + 2 * x.nbytes
+                elif not x.is_contiguous():
+                    staged = stage([x])
+                    x, path, moved = staged.wire, staged.path, moved + staged.moved
+                tensors[key] = x
+                sent += x.nbytes
+        if receives[0] or receives[1]:
+            dtype = getattr(self.config, "pipeline_dtype", None)
+            if dtype is None or shape is None:
+                return None
+            device = self._device(*sends)
+            grad = dtype.is_floating_point or dtype.is_complex
+            for key, wanted in zip(_RECEIVES, receives, strict=True):
+                if wanted:
+                    tensors[key] = x = torch.empty(shape, dtype=dtype, device=device, requires_grad=grad)
+                    if x.numel() == 0 or dtype in special:
+                        return None
+        handles: Any = None
+        if wait:
+            move(self._line, name, tensors, batched)
+            if not tensors:
+                handles = [] if batched else {}
+        else:
+            handles = post(self._line, name, tensors, batched)
+        record.add(name, path, moved, sent, started)
+        return tensors.get("recv_prev"), tensors.get("recv_next"), handles

@@ -53,23 +53,41 @@ def _places(specs: tuple[Spec, ...]) -> tuple[tuple[int, ...], int]:
 
 def stage(tensors: Sequence[Tensor]) -> Message:
     """The tensors as one message: without a pass for one contiguous tensor, with one pass otherwise."""
+    tensors = [resolved(x.detach() if x.requires_grad else x) for x in tensors]
+    on_torch = ops.path_for(tensors[0]) == "torch"
     if len(tensors) == 1:
         (x,) = tensors
-        x = resolved(x.detach() if x.requires_grad else x)
         if x.is_contiguous():
             return Message(carrier(x), [x])
+        if on_torch:
+            return Message(carrier(x.contiguous()), [x], "torch", 2 * x.nbytes)
         wire, path, moved = ops.pack(x, 0, 1)
         return Message(carrier(wire.view(x.shape)), [x], path, moved)
-    specs = tuple(spec_of(x) for x in tensors)
-    message = allocate(specs, tensors[0].device)
-    for x, piece in zip(tensors, message.pieces, strict=True):
+    starts, size = _places(tuple([spec_of(x) for x in tensors]))
+    wire = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
+    pieces = _views(wire, tensors, starts)
+    if on_torch:
+        torch._foreach_copy_(pieces, tensors)  # pyright: ignore[reportPrivateImportUsage]
+        return Message(wire, pieces, "torch", 2 * sum([x.nbytes for x in tensors]))
+    message = Message(wire, pieces)
+    for x, piece in zip(tensors, pieces, strict=True):
         if x.numel():
-            x = resolved(x.detach())
-            if x.dim() == 0:
-                x = x.view(1)
-            _, path, moved = ops.pack(x, 0, 1, out=piece.view(1, 1, -1))
-            message.path, message.moved = path, message.moved + moved
+            _, message.path, moved = ops.pack(x if x.dim() else x.view(1), 0, 1, out=piece.view(1, 1, -1))
+            message.moved += moved
     return message
+
+
+def _views(wire: Tensor, tensors: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
+    """The places of the tensors in the buffer."""
+    typed: dict[torch.dtype, Tensor] = {}
+    found = []
+    for x, start in zip(tensors, starts, strict=True):
+        dtype = x.dtype
+        whole = typed.get(dtype)
+        if whole is None:
+            whole = typed[dtype] = wire[: len(wire) // dtype.itemsize * dtype.itemsize].view(dtype)
+        found.append(whole.as_strided(x.shape, _strides(x.shape), start // dtype.itemsize))
+    return found
 
 
 def allocate(specs: Sequence[Spec], device: torch.device | str, out: Tensor | None = None) -> Message:
@@ -88,6 +106,7 @@ def allocate(specs: Sequence[Spec], device: torch.device | str, out: Tensor | No
     return Message(wire, pieces)
 
 
+@lru_cache(maxsize=4096)
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm.errors import ShapeError
-from tritoncomm.p2p.exchange import Line, in_turn, post, together
+from tritoncomm.p2p.exchange import Line, post
 from tritoncomm.p2p.message import stage
 
 __all__ = ["_batched_p2p_ops", "_p2p_ops"]
@@ -42,7 +42,7 @@ def _batched_p2p_ops(
     tensors = _given(
         send_prev=tensor_send_prev, recv_prev=tensor_recv_prev, send_next=tensor_send_next, recv_next=tensor_recv_next
     )
-    return list(post(together(line, tensors), line, "_batched_p2p_ops", True).values())
+    return list(post(line, "_batched_p2p_ops", tensors, True).values())
 
 
 def _p2p_ops(
@@ -63,4 +63,4 @@ def _p2p_ops(
     tensors = _given(
         send_prev=tensor_send_prev, recv_prev=tensor_recv_prev, send_next=tensor_send_next, recv_next=tensor_recv_next
     )
-    return dict(post(in_turn(line, tensors), line, "_p2p_ops", False))
+    return dict(post(line, "_p2p_ops", tensors, False))

@@ -1,0 +1,305 @@
+"""Devices as a grid: coordinates, the process groups of its axes, and what a collective over an axis costs."""
+
+import copy
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+from tritoncomm.errors import GroupError, ShapeError
+from tritoncomm.tensor import process_group
+
+__all__ = ["DeviceMesh", "FlattenDeviceMesh", "Members"]
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """This rank's process group along one axis.
+
+    Attributes:
+        group: the process group.
+        order: for each place along the axis the rank inside the group; None where the group counts the same way.
+    """
+
+    group: dist.ProcessGroup
+    order: tuple[int, ...] | None
+
+
+class DeviceMesh:
+    """Global ranks as a grid, one process group per line of ranks, and the alpha-beta cost of collectives.
+
+    In the costs ``k`` is the number of ranks along an axis and ``B`` what a rank holds (Alpa, arXiv 2201.12023); the
+    constant at the end keeps collectives of the same volume apart.
+
+    Groups are made by the ranks of the mesh alone, all of them together; a group that exists already is taken.
+
+    Args:
+        physical_mesh_id: global ranks.
+        mesh_shape: the grid; the shape of ``physical_mesh_id`` by default.
+        logical_mesh_id: the grid itself, in place of ``mesh_shape``.
+        mesh_alpha: latency of each axis, 1 by default.
+        mesh_beta: cost per unit of each axis, 1 by default.
+        init_process_group: whether to have process groups.
+        need_flatten: whether to have ``flatten_device_mesh`` and ``flatten_device_meshes``, for more than one axis.
+
+    Attributes:
+        convert_map: coordinates by global rank.
+        process_groups_dict: by axis, ``(ranks, group)`` of every line of ranks; a group that this rank is not in is
+            torch's ``NON_GROUP_MEMBER``. Empty without process groups.
+
+    Raises:
+        ShapeError: ranks and shape, or shape and costs, do not fit, or a rank appears twice.
+        GroupError: groups are wanted, but torch.distributed is not initialized.
+    """
+
+    def __init__(
+        self,
+        physical_mesh_id: Any,
+        mesh_shape: Sequence[int] | None = None,
+        logical_mesh_id: Any = None,
+        mesh_alpha: Sequence[float] | None = None,
+        mesh_beta: Sequence[float] | None = None,
+        init_process_group: bool = False,
+        need_flatten: bool = True,
+    ) -> None:
+        self.physical_mesh_id = torch.as_tensor(physical_mesh_id)
+        self._logical_mesh_id = _arranged(self.physical_mesh_id, mesh_shape, logical_mesh_id)
+        self.mesh_shape = tuple(self._logical_mesh_id.shape)
+        places = itertools.product(*map(range, self.mesh_shape))
+        ranks = self._logical_mesh_id.flatten().tolist()
+        self.convert_map: dict[int, list[int]] = dict(zip(ranks, map(list, places), strict=True))
+        if len(self.convert_map) != len(ranks):
+            raise ShapeError(f"DeviceMesh: a rank appears twice in {ranks}")
+        self.mesh_alpha: Any = self._per_axis(mesh_alpha, "mesh_alpha")
+        self.mesh_beta: Any = self._per_axis(mesh_beta, "mesh_beta")
+        self.init_process_group, self.need_flatten = init_process_group, need_flatten
+        self.process_groups_dict: dict[int, list[tuple[list[int], Any]]] = {}
+        self._members: dict[int, Members] = {}
+        self._merged: dict[tuple[int, ...], DeviceMesh] = {}
+        if init_process_group:
+            self._take_groups([])
+        if need_flatten:
+            self._add_flat()
+
+    shape = property(lambda self: self.mesh_shape, doc="Ranks along each axis.")
+
+    @property
+    def num_devices(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.mesh_shape)
+
+    @property
+    def logical_mesh_id(self) -> Tensor:
+        """Global ranks, laid out as the grid."""
+        return self._logical_mesh_id
+
+    def global_rank_to_logical_rank(self, rank: int) -> list[int]:
+        """Coordinates of a global rank.
+
+        Raises:
+            GroupError: the rank is not in the mesh.
+        """
+        if rank not in self.convert_map:
+            raise GroupError(f"rank {rank} is not in the mesh of {sorted(self.convert_map)}")
+        return self.convert_map[rank]
+
+    def flatten(self) -> "DeviceMesh":
+        """All ranks along one axis, row-major; alpha and beta are the largest of this mesh."""
+        return self._merge(tuple(range(len(self.mesh_shape))))
+
+    def merged(self, axes: Sequence[int]) -> "DeviceMesh":
+        """A mesh whose axis 0 counts through ``axes``, the last one fastest; alpha and beta are their largest.
+
+        All axes in order are ``flatten()``; otherwise axis 1 counts through the rest. Made once; where this mesh has
+        process groups all its ranks call.
+
+        Raises:
+            ShapeError: an axis that is not there, or one twice.
+        """
+        ndim = len(self.mesh_shape)
+        if not axes or any(not -ndim <= axis < ndim for axis in axes) or len({a % ndim for a in axes}) != len(axes):
+            raise ShapeError(f"merged: {list(axes)} are no different axes of a mesh of shape {self.mesh_shape}")
+        wanted = tuple(axis % ndim for axis in axes)
+        if wanted not in self._merged:
+            self._merged[wanted] = self._merge(wanted)
+        return self._merged[wanted]
+
+    def _merge(self, axes: tuple[int, ...]) -> "DeviceMesh":
+        rest = [axis for axis in range(len(self.mesh_shape)) if axis not in axes]
+        ids = self._logical_mesh_id.permute(*axes, *rest)
+        ids = ids.reshape(-1, math.prod(self.mesh_shape[axis] for axis in rest)) if rest else ids.flatten()
+        costs = [max(values[axis] for axis in axes) for values in (self.mesh_alpha, self.mesh_beta)]
+        alpha, beta = ([cost] * ids.dim() for cost in costs)
+        return DeviceMesh(self.physical_mesh_id, None, ids, alpha, beta, self.init_process_group, need_flatten=False)
+
+    def members(self, axis: int) -> Members | None:
+        """This rank's process group along an axis; None on ranks outside the mesh.
+
+        Raises:
+            GroupError: the mesh has no process groups.
+            ShapeError: no such axis.
+        """
+        if not self.init_process_group:
+            raise GroupError("the mesh has no process groups; make it with init_process_group=True")
+        ndim = len(self.mesh_shape)
+        if not -ndim <= axis < ndim:
+            raise ShapeError(f"axis {axis} is out of range for a mesh of shape {self.mesh_shape}")
+        return self._members.get(axis % ndim)
+
+    def all_gather_cost(self, num_bytes: float, mesh_dim: int) -> float:
+        """``alpha + beta*(k-1)/k*B + 0.1``."""
+        alpha, beta, k = self._costs(mesh_dim)
+        return alpha + beta * (k - 1) / k * num_bytes + 0.1
+
+    def all_reduce_cost(self, num_bytes: float, mesh_dim: int) -> float:
+        """``alpha + beta*2*(k-1)/k*B + 0.01``."""
+        alpha, beta, k = self._costs(mesh_dim)
+        return alpha + beta * 2 * (k - 1) / k * num_bytes + 0.01
+
+    def reduce_scatter_cost(self, num_bytes: float, mesh_dim: int) -> float:
+        """``alpha + beta*(k-1)/k*B + 0.001``."""
+        alpha, beta, k = self._costs(mesh_dim)
+        return alpha + beta * (k - 1) / k * num_bytes + 0.001
+
+    def all_to_all_cost(self, num_bytes: float, mesh_dim: int) -> float:
+        """``alpha + beta*(k-1)/k**2*B*(k/2) + 0.001``; the last factor is a penalty for many small messages."""
+        alpha, beta, k = self._costs(mesh_dim)
+        return alpha + beta * (k - 1) / k / k * num_bytes * (k / 2) + 0.001
+
+    @classmethod
+    def from_torch(
+        cls,
+        mesh: TorchMesh,
+        mesh_alpha: Sequence[float] | None = None,
+        mesh_beta: Sequence[float] | None = None,
+        need_flatten: bool = True,
+    ) -> "DeviceMesh":
+        """The same grid as a torch mesh, over its process groups; all ranks of the mesh call."""
+        made = cls(mesh.mesh, None, None, mesh_alpha, mesh_beta, need_flatten=False)
+        made.init_process_group, made.need_flatten = True, need_flatten
+        inside = mesh.get_coordinate() is not None
+        made._take_groups([mesh.get_group(axis) for axis in range(mesh.ndim)] if inside else [])
+        if need_flatten:
+            made._add_flat()
+        return made
+
+    def to_torch(self, device_type: str = "cpu", mesh_dim_names: Sequence[str] | None = None) -> TorchMesh:
+        """A torch mesh over the same process groups; axes are called ``axis0``, ``axis1``, ... unless named.
+
+        Raises:
+            GroupError: there are no process groups, or this rank is not in the mesh.
+        """
+        axes = range(len(self.mesh_shape))
+        found = [members.group for axis in axes if (members := self.members(axis)) is not None]
+        if not found:
+            raise GroupError(f"to_torch: rank {dist.get_rank()} is not in the mesh of {sorted(self.convert_map)}")
+        names = tuple(f"axis{axis}" for axis in axes) if mesh_dim_names is None else tuple(mesh_dim_names)
+        return TorchMesh.from_group(found, device_type, self._logical_mesh_id, mesh_dim_names=names)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DeviceMesh":
+        """A mesh of its own over the same process groups."""
+        twin = memo[id(self)] = self.__class__.__new__(self.__class__)
+        for name, value in vars(self).items():
+            shared = name in ("process_groups_dict", "_members")
+            setattr(twin, name, value if shared else copy.deepcopy(value, memo))
+        return twin
+
+    def _per_axis(self, values: Sequence[float] | None, name: str) -> tuple[float, ...]:
+        found = tuple(values) if values is not None else (1,) * len(self.mesh_shape)
+        if len(found) != len(self.mesh_shape):
+            raise ShapeError(f"DeviceMesh: {name} has {len(found)} values for a mesh of shape {self.mesh_shape}")
+        return found
+
+    def _costs(self, mesh_dim: int) -> tuple[float, float, int]:
+        """alpha, beta and the ranks of an axis."""
+        return self.mesh_alpha[mesh_dim], self.mesh_beta[mesh_dim], self.mesh_shape[mesh_dim]
+
+    def _add_flat(self) -> None:
+        """The two meshes of all ranks that a list of axes goes through."""
+        if len(self.mesh_shape) > 1:
+            self.flatten_device_mesh = self.flatten()
+            self._merged[tuple(range(len(self.mesh_shape)))] = self.flatten_device_mesh
+            self.flatten_device_meshes = FlattenDeviceMesh(
+                self._logical_mesh_id, self.mesh_shape, self.mesh_alpha, self.mesh_beta, need_flatten=False
+            )
+
+    def _take_groups(self, given: Sequence[dist.ProcessGroup]) -> None:
+        """Fill ``process_groups_dict``: this rank's groups as given by axis, or found, or made."""
+        if not dist.is_initialized():
+            raise GroupError("DeviceMesh: torch.distributed is not initialized; call init_process_group() first")
+        me = dist.get_rank()
+        for axis, size in enumerate(self.mesh_shape):
+            lines = self._logical_mesh_id.movedim(axis, -1).reshape(-1, size).tolist()
+            entries = self.process_groups_dict[axis] = []
+            for ranks in lines:
+                group: Any = dist.GroupMember.NON_GROUP_MEMBER
+                if me in ranks:
+                    group = given[axis] if given else _group_over(tuple(sorted(ranks)))
+                    counted = dist.get_process_group_ranks(group)
+                    order = None if counted == ranks else tuple(map(counted.index, ranks))
+                    self._members[axis] = Members(group, order)
+                entries.append((ranks, group))
+
+
+class FlattenDeviceMesh(DeviceMesh):
+    """A mesh whose gathers go over all ranks at once; one alpha, the largest, and one beta, the smallest.
+
+    Attributes:
+        process_number_dict: the places of the grid, counted with axis 0 fastest (key 0), and with the last axis fastest
+            (key 1).
+    """
+
+    def __init__(
+        self,
+        physical_mesh_id: Any,
+        mesh_shape: Sequence[int] | None = None,
+        mesh_alpha: Sequence[float] | None = None,
+        mesh_beta: Sequence[float] | None = None,
+        init_process_group: bool = False,
+        need_flatten: bool = True,
+    ) -> None:
+        super().__init__(physical_mesh_id, mesh_shape, None, mesh_alpha, mesh_beta, init_process_group, need_flatten)
+        self.mesh_alpha, self.mesh_beta = max(self.mesh_alpha), min(self.mesh_beta)
+        places = torch.arange(self.num_devices).view(self.mesh_shape)
+        fastest_first = places.permute(*reversed(range(places.dim())))
+        self.process_number_dict = {0: fastest_first.flatten().tolist(), 1: places.flatten().tolist()}
+
+    def mix_gather_cost(self, num_bytes: float) -> float:
+        """``alpha + beta*(N-1)/N*B + 0.1`` over all ``N`` ranks."""
+        alpha, beta, k = self.mesh_alpha, self.mesh_beta, self.num_devices
+        return alpha + beta * (k - 1) / k * num_bytes + 0.1
+
+    def _costs(self, mesh_dim: int) -> tuple[float, float, int]:
+        return self.mesh_alpha, self.mesh_beta, self.mesh_shape[mesh_dim]
+
+
+def _arranged(physical: Tensor, shape: Sequence[int] | None, logical: Any) -> Tensor:
+    """The grid of global ranks."""
+    if logical is not None:
+        ids = torch.as_tensor(logical)
+        if sorted(ids.flatten().tolist()) != sorted(physical.flatten().tolist()):
+            raise ShapeError("DeviceMesh: logical_mesh_id and physical_mesh_id have different ranks")
+        if shape is not None and tuple(shape) != tuple(ids.shape):
+            raise ShapeError(f"DeviceMesh: logical_mesh_id has shape {tuple(ids.shape)}, mesh_shape is {tuple(shape)}")
+        return ids
+    if shape is None:
+        return physical
+    if math.prod(shape) != physical.numel():
+        raise ShapeError(f"DeviceMesh: {physical.numel()} ranks do not fill a mesh of shape {tuple(shape)}")
+    return physical.reshape(tuple(shape))
+
+
+def _group_over(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The group of these ranks: one that exists, or a new one, which only they make."""
+    backend = dist.get_backend()
+    found: Any = process_group._known(backend, ranks)
+    if found is None:
+        found = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        process_group._made[backend, ranks] = found
+    return found

@@ -1,0 +1,187 @@
+"""Which mesh axes cut which dim of a tensor: ``[S0, R, S1]`` is dim 0 over axis 0 and dim 2 over axis 1."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tritoncomm.errors import ArgumentError, CommError
+from tritoncomm.tensor.device_mesh import DeviceMesh
+from tritoncomm.tensor.simulators import merge_same_dim_mesh_list
+
+__all__ = [
+    "DuplicatedShardingDimensionError",
+    "ShardingNotDivisibleError",
+    "ShardingOutOfIndexError",
+    "ShardingSpec",
+    "ShardingSpecException",
+    "_DimSpec",
+]
+
+_GATHER, _SHARD, _STEP = 20, 5, 6
+
+
+class ShardingSpecException(CommError):
+    """Base of what is wrong with a sharding spec."""
+
+
+class DuplicatedShardingDimensionError(ShardingSpecException, ValueError):
+    """A mesh axis cuts more than one dim, or one dim twice."""
+
+
+class ShardingOutOfIndexError(ShardingSpecException, IndexError):
+    """A dim that the tensor, or an axis that the mesh does not have."""
+
+
+class ShardingNotDivisibleError(ShardingSpecException, ValueError):
+    """A dim does not divide by the ranks that are to cut it."""
+
+
+class _DimSpec:
+    """The mesh axes of one dim, the first counting slowest through its pieces; written ``R``, ``S0``, ``S01``.
+
+    Args:
+        shard_list: the axes, none for a dim that is not cut.
+    """
+
+    def __init__(self, shard_list: Sequence[int]) -> None:
+        self.shard_list = list(shard_list)
+
+    @classmethod
+    def named(cls, name: str) -> "_DimSpec":
+        """The spec that is written ``name``, for meshes of up to ten axes."""
+        if name != "R" and not (name[:1] == "S" and name[1:].isdecimal()):
+            raise ArgumentError(f"{name!r} is no dim spec; write R, S0, S01, ...")
+        return cls([int(axis) for axis in name[1:]])
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether no axis cuts the dim."""
+        return not self.shard_list
+
+    def difference(self, other: "_DimSpec") -> int:
+        """Cost of getting from here to ``other``: 20 per axis gathered, 5 per axis cut, 6 between one step and the next.
+
+        Axes that both begin with stay. ``S1`` to ``S01`` gathers one and cuts two: 20 + 6 + 5 + 6 + 5 = 42.
+        """
+        mine, theirs = self.shard_list, other.shard_list
+        kept = next(
+            (at for at, pair in enumerate(zip(mine, theirs)) if pair[0] != pair[1]), min(len(mine), len(theirs))
+        )
+        gathers, cuts = len(mine) - kept, len(theirs) - kept
+        return _GATHER * gathers + _SHARD * cuts + _STEP * max(gathers + cuts - 1, 0)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _DimSpec) and self.shard_list == other.shard_list
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.shard_list))
+
+    def __repr__(self) -> str:
+        return "S" + "".join(map(str, self.shard_list)) if self.shard_list else "R"
+
+
+class ShardingSpec:
+    """How a tensor of ``entire_shape`` is cut over a mesh; told by dim or as a sequence, kept as both.
+
+    Args:
+        device_mesh: the ranks.
+        entire_shape: of the whole tensor.
+        dim_partition_dict: mesh axes by dim; negative dims count from the end. Not changed.
+        sharding_sequence: one ``_DimSpec``, or its name, for every dim.
+
+    Raises:
+        ArgumentError: neither of the two is given, or a sequence entry is no dim spec.
+        DuplicatedShardingDimensionError: an axis is used twice.
+        ShardingOutOfIndexError: no such dim or axis, or a sequence of the wrong length.
+        ShardingNotDivisibleError: a dim does not divide.
+        ShardingSpecException: dict and sequence do not say the same.
+
+    Example:
+        On a 2x2 mesh ``{0: [0, 1]}`` of an 8x4 tensor is ``[S01, R]``, and every rank holds 2x4.
+    """
+
+    def __init__(
+        self,
+        device_mesh: DeviceMesh,
+        entire_shape: Sequence[int],
+        dim_partition_dict: dict[int, list[int]] | None = None,
+        sharding_sequence: Sequence[Any] | None = None,
+    ) -> None:
+        self.device_mesh = device_mesh
+        self.entire_shape = torch.Size(entire_shape)
+        if dim_partition_dict is None and sharding_sequence is None:
+            raise ArgumentError("ShardingSpec: give dim_partition_dict or sharding_sequence")
+        if sharding_sequence is not None:
+            self.sharding_sequence = [_DimSpec.named(s) if isinstance(s, str) else s for s in sharding_sequence]
+            self.convert_shard_sequence_to_dict()
+        if dim_partition_dict is not None:
+            told = self.dim_partition_dict if sharding_sequence is not None else None
+            self.dim_partition_dict = merge_same_dim_mesh_list(len(self.entire_shape), dim_partition_dict)
+            if told is not None and told != {dim: axes for dim, axes in self.dim_partition_dict.items() if axes}:
+                raise ShardingSpecException(f"{dim_partition_dict} and {self.sharding_sequence} are two layouts")
+            self.convert_dict_to_shard_sequence()
+        self._check()
+
+    def convert_dict_to_shard_sequence(self) -> None:
+        """Set ``sharding_sequence`` from ``dim_partition_dict``.
+
+        Raises:
+            ShardingOutOfIndexError: no such dim.
+        """
+        ndim = len(self.entire_shape)
+        if any(not 0 <= dim < ndim for dim in self.dim_partition_dict):
+            raise ShardingOutOfIndexError(f"{self.dim_partition_dict} cuts dims that a {ndim}-dim tensor does not have")
+        self.sharding_sequence = [_DimSpec(self.dim_partition_dict.get(dim, [])) for dim in range(ndim)]
+
+    def convert_shard_sequence_to_dict(self) -> None:
+        """Set ``dim_partition_dict`` from ``sharding_sequence``; dims that are not cut have no entry.
+
+        Raises:
+            ArgumentError: an entry is no ``_DimSpec``.
+            ShardingOutOfIndexError: not one entry for every dim.
+        """
+        if not all(isinstance(spec, _DimSpec) for spec in self.sharding_sequence):
+            raise ArgumentError(f"{self.sharding_sequence} has entries that are no dim specs")
+        if len(self.sharding_sequence) != len(self.entire_shape):
+            raise ShardingOutOfIndexError(f"{self.sharding_sequence} does not fit a shape of {list(self.entire_shape)}")
+        specs = enumerate(self.sharding_sequence)
+        self.dim_partition_dict = {dim: list(spec.shard_list) for dim, spec in specs if spec.shard_list}
+
+    def sharding_sequence_difference(self, other: "ShardingSpec") -> int:
+        """Sum over the dims of what it costs to get from here to ``other``, 0 for equal layouts.
+
+        Raises:
+            AssertionError: tensors of different numbers of dims.
+        """
+        mine, theirs = self.sharding_sequence, other.sharding_sequence
+        assert len(mine) == len(theirs), f"{mine} and {theirs} are layouts of tensors with different numbers of dims"
+        return sum(here.difference(there) for here, there in zip(mine, theirs, strict=True))
+
+    def get_sharded_shape_per_device(self) -> torch.Size:
+        """Shape of what every rank holds."""
+        parts = [self._parts(spec.shard_list) for spec in self.sharding_sequence]
+        return torch.Size([size // count for size, count in zip(self.entire_shape, parts, strict=True)])
+
+    def _parts(self, axes: Sequence[int]) -> int:
+        return math.prod(self.device_mesh.mesh_shape[axis] for axis in axes)
+
+    def _check(self) -> None:
+        used = [axis for spec in self.sharding_sequence for axis in spec.shard_list]
+        if len(set(used)) != len(used):
+            raise DuplicatedShardingDimensionError(f"{self.sharding_sequence} uses a mesh axis twice")
+        mesh_shape = self.device_mesh.mesh_shape
+        if any(not 0 <= axis < len(mesh_shape) for axis in used):
+            raise ShardingOutOfIndexError(
+                f"{self.sharding_sequence} uses axes that a mesh of {mesh_shape} does not have"
+            )
+        for dim, (size, spec) in enumerate(zip(self.entire_shape, self.sharding_sequence, strict=True)):
+            if size % self._parts(spec.shard_list):
+                raise ShardingNotDivisibleError(
+                    f"dim {dim} of size {size} does not divide over {self._parts(spec.shard_list)} ranks ({spec})"
+                )
+
+    def __repr__(self) -> str:
+        told = ",".join(map(str, self.sharding_sequence))
+        return f"DistSpec:\n\tshard_sequence: {told}\n\tdevice_mesh_shape: {self.device_mesh.mesh_shape}"

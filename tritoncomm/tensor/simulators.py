@@ -1,0 +1,119 @@
+"""What a movement does to the mesh axes of a dim, without moving anything: lists of axes in, new lists out."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from tritoncomm.errors import ShapeError
+
+__all__ = [
+    "Pair",
+    "all_gather_simulator",
+    "all_to_all_simulator",
+    "convert_dim_partition_dict",
+    "merge_same_dim_mesh_list",
+    "mix_gather_simulator",
+    "shard_simulator",
+]
+
+Pair = tuple[int, list[int]]
+
+
+def convert_dim_partition_dict(dim_size: int, dim_partition_dict: dict[int, list[int]]) -> dict[int, list[int]]:
+    """Count every dim from the front: key ``-1`` becomes ``dim_size - 1``; values and order stay.
+
+    Args:
+        dim_size: number of dims of the tensor.
+        dim_partition_dict: mesh axes by dim; not changed, nor are its lists part of the result.
+
+    Raises:
+        ShapeError: two keys are the same dim; ``merge_same_dim_mesh_list`` joins their axes.
+
+    Example:
+        3 dims, ``{-1: [0], 0: [1]}`` give ``{2: [0], 0: [1]}``.
+    """
+    found: dict[int, list[int]] = {}
+    for dim, axes in dim_partition_dict.items():
+        place = dim + dim_size if dim < 0 else dim
+        if place in found:
+            raise ShapeError(f"convert_dim_partition_dict: dim {place} appears twice in {dim_partition_dict}")
+        found[place] = list(axes)
+    return found
+
+
+def merge_same_dim_mesh_list(dim_size: int, dim_partition_dict: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+    """Count every dim from the front and join the axes of keys that are the same dim, in the order they come.
+
+    Args:
+        dim_size: number of dims of the tensor.
+        dim_partition_dict: mesh axes by dim; not changed.
+
+    Example:
+        2 dims, ``{1: [0], -1: [1]}`` give ``{1: [0, 1]}``.
+    """
+    found: dict[int, list[int]] = {}
+    for dim, axes in dim_partition_dict.items():
+        found.setdefault(dim + dim_size if dim < 0 else dim, []).extend(axes)
+    return found
+
+
+def all_gather_simulator(target_pair: Pair) -> list[int]:
+    """The axes left after a gather over the last one: ``S01`` becomes ``S0``, and ``R`` stays.
+
+    Args:
+        target_pair: a dim and its mesh axes.
+    """
+    _, axes = target_pair
+    return list(axes[:-1])
+
+
+def all_to_all_simulator(f_target_pair: Pair, b_target_pair: Pair) -> tuple[list[int], list[int]]:
+    """The axes of two dims after an all-to-all: ``(S0, R)`` becomes ``(R, S0)``, ``(S0, S1)`` becomes ``(S01, R)``.
+
+    Args:
+        f_target_pair: the dim in front and its mesh axes; they go to the other dim when that has none.
+        b_target_pair: the dim behind; its axes, if it has any, go to the end of the one in front.
+
+    Returns:
+        New axes of the dim in front, and of the dim behind.
+    """
+    (_, front), (_, behind) = f_target_pair, b_target_pair
+    return ([*front, *behind], []) if behind else ([], [*front])
+
+
+def shard_simulator(target_pair: Pair, legal_sharding_dims: Iterable[int]) -> list[list[int]]:
+    """Every list of axes a dim can have after one more cut; axes only ever ascend.
+
+    Args:
+        target_pair: a dim and its mesh axes.
+        legal_sharding_dims: the axes that are free.
+
+    Example:
+        ``(0, [0])`` with ``[1, 2]`` free gives ``[[0, 1], [0, 2]]``.
+    """
+    _, axes = target_pair
+    return [[*axes, axis] for axis in legal_sharding_dims if not axes or axis > axes[-1]]
+
+
+def mix_gather_simulator(f_target_pair: Pair, b_target_pair: Pair) -> tuple[list[int], list[int]]:
+    """How to gather two dims at once that use both axes of a mesh: ``(gather_dim, logical_process_axes)``.
+
+    Two dims are told with the axis that each of them uses, the dim behind first. One dim is told alone, with ``[1, 1]``
+    when axis 1 counts fastest through its pieces (``S01``) and ``[0, 0]`` when axis 0 does (``S10``).
+
+    Args:
+        f_target_pair: the dim in front and its mesh axes.
+        b_target_pair: the dim behind and its mesh axes.
+
+    Raises:
+        ShapeError: the pairs do not use two axes between them.
+
+    Example:
+        ``S0S1`` is ``(0, [0]), (1, [1])`` and gives ``([1, 0], [1, 0])``; ``S01R`` gives ``([0], [1, 1])``.
+    """
+    (front, front_axes), (behind, behind_axes) = f_target_pair, b_target_pair
+    if len({*front_axes, *behind_axes}) != 2 or len(front_axes) + len(behind_axes) != 2:
+        raise ShapeError(f"mix_gather_simulator: {f_target_pair} and {b_target_pair} do not use two axes")
+    if front_axes and behind_axes:
+        first = int(behind_axes[0] > front_axes[0])
+        return [behind, front], [first, 1 - first]
+    dim, (slow, fast) = (front, front_axes) if front_axes else (behind, behind_axes)
+    return [dim], [int(slow < fast)] * 2
