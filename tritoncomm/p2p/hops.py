@@ -240,7 +240,7 @@ class Hops:
                 elif not x.is_contiguous():
                     staged = stage([x])
                     x, path, moved = staged.wire, staged.path, moved + staged.moved
-                tensors[key] = x
+                tensors[key] = x if wait else x.detach()  # the caller may give x other memory before the handle is done
                 sent += x.nbytes
         if receives[0] or receives[1]:
             dtype = getattr(self.config, "pipeline_dtype", None)

@@ -53,7 +53,7 @@ def _places(specs: tuple[Spec, ...]) -> tuple[tuple[int, ...], int]:
 
 def stage(tensors: Sequence[Tensor]) -> Message:
     """The tensors as one message: without a pass for one contiguous tensor, with one pass otherwise."""
-    tensors = [resolved(x.detach() if x.requires_grad else x) for x in tensors]
+    tensors = [resolved(x.detach()) for x in tensors]  # a handle holds the memory, whatever becomes of x
     on_torch = ops.path_for(tensors[0]) == "torch"
     if len(tensors) == 1:
         (x,) = tensors

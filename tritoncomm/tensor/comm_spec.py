@@ -2,18 +2,14 @@
 
 import enum
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from tritoncomm import engine, record
-from tritoncomm.autograd import direct
 from tritoncomm.dims import checked_dim, wants_grad
 from tritoncomm.errors import ArgumentError, ShapeError
-from tritoncomm.tensor.device_mesh import DeviceMesh, Members
+from tritoncomm.tensor.device_mesh import FlattenDeviceMesh, Members
+from tritoncomm.tensor.movements import Movement, move
 from tritoncomm.tensor.sharding_spec import ShardingSpec
 
 __all__ = ["CollectiveCommPattern", "CommSpec"]
@@ -30,48 +26,168 @@ class CollectiveCommPattern(enum.Enum):
     MIXGATHER_FWD_SPLIT_BWD = "mixgather_fwd_split_bwd"
 
 
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """One movement of a tensor over a group.
+_Pattern = CollectiveCommPattern
+_KINDS = {
+    _Pattern.GATHER_FWD_SPLIT_BWD: "gather",
+    _Pattern.ALL2ALL_FWD_ALL2ALL_BWD: "exchange",
+    _Pattern.SPLIT_FWD_GATHER_BWD: "split",
+    _Pattern.ALLREDUCE_FWD_IDENTITY_BWD: "all_reduce",
+    _Pattern.IDENTITY_FWD_ALLREDUCE_BWD: "identity",
+    _Pattern.MIXGATHER_FWD_SPLIT_BWD: "mix_gather",
+}
 
-    Attributes:
-        kind: name of a function in ``_MOVES``.
-        members: the group.
-        cut: dim that is cut; of a mixed gather nothing.
-        join: dim that is joined.
-        mixed: of a mixed gather, (dim, mesh axes) of every cut dim.
-        mesh_shape: of a mixed gather.
-        place: coordinates of this rank, for a mixed gather.
-        name: for errors and the record.
-        backward: whether the tensor is a gradient, whose memory is its giver's.
+
+class CommSpec:
+    """A collective on tensors laid out as ``sharding_spec``.
+
+    | pattern | forward | backward |
+    |---|---|---|
+    | GATHER_FWD_SPLIT_BWD | join ``gather_dim`` over the axis | this rank's piece of ``gather_dim`` |
+    | SPLIT_FWD_GATHER_BWD | this rank's piece of ``shard_dim`` | join it |
+    | ALL2ALL_FWD_ALL2ALL_BWD | cut ``shard_dim``, join ``gather_dim`` | the dims swapped |
+    | ALLREDUCE_FWD_IDENTITY_BWD | sum | the gradient as it is |
+    | IDENTITY_FWD_ALLREDUCE_BWD | the tensor as it is | sum |
+    | MIXGATHER_FWD_SPLIT_BWD | join two dims, or one over two axes, over the whole mesh | this rank's piece |
+
+    Args:
+        comm_pattern: the pattern, or one with the same value.
+        sharding_spec: how the tensor is cut before; its mesh says who talks.
+        gather_dim: the dim that is joined, ``shard_dim`` by default; of a mixed gather what ``mix_gather_simulator``
+            says.
+        shard_dim: the dim that is cut, ``gather_dim`` by default.
+        logical_process_axis: the mesh axis; a list of axes is one axis, the last of them counting fastest. Of a mixed
+            gather what ``mix_gather_simulator`` says.
+        forward_only: whether the backward costs nothing.
+        mix_gather: told by the pattern.
+        shard_cost: of cutting a tensor on its device; it moves nothing, and 0 says so.
+
+    Raises:
+        ArgumentError: no such pattern, or a mixed gather without its two lists.
+        ShapeError: axes that the mesh does not have.
     """
 
-    kind: str
-    members: Members
-    name: str
-    cut: int = 0
-    join: int = 0
-    mixed: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    mesh_shape: tuple[int, ...] = ()
-    place: tuple[int, ...] = ()
-    backward: bool = False
+    def __init__(
+        self,
+        comm_pattern: Any,
+        sharding_spec: ShardingSpec,
+        gather_dim: Any = None,
+        shard_dim: int | None = None,
+        logical_process_axis: Any = None,
+        forward_only: bool = False,
+        mix_gather: bool = False,
+        *,
+        shard_cost: float = 100,
+    ) -> None:
+        self.comm_pattern, self.sharding_spec = _as_pattern(comm_pattern), sharding_spec
+        self.gather_dim, self.shard_dim = gather_dim, shard_dim
+        self.logical_process_axis = logical_process_axis
+        self.forward_only, self.shard_cost = forward_only, shard_cost
+        self.device_mesh = sharding_spec.device_mesh
+        if self.comm_pattern is _Pattern.MIXGATHER_FWD_SPLIT_BWD:
+            self._mix()
+        elif mix_gather:
+            raise ArgumentError(f"CommSpec: mix_gather goes with MIXGATHER_FWD_SPLIT_BWD, not {self.comm_pattern.name}")
+        elif isinstance(logical_process_axis, list | tuple):
+            self.device_mesh = self.device_mesh.merged(logical_process_axis)
+            self.logical_process_axis = 0
+        if self.comm_pattern in (_Pattern.GATHER_FWD_SPLIT_BWD, _Pattern.SPLIT_FWD_GATHER_BWD):
+            self.gather_dim = shard_dim if gather_dim is None else gather_dim
+            self.shard_dim = gather_dim if shard_dim is None else shard_dim
 
-    def adjoint(self) -> "_Move":
-        """What gradients go through."""
-        kind, name = _ADJOINTS[self.kind], self.name.removesuffix(".backward") + ".backward"
-        return replace(self, kind=kind, cut=self.join, join=self.cut, name=name, backward=True)
+    def _mix(self) -> None:
+        mesh, axes = self.sharding_spec.device_mesh, self.logical_process_axis
+        if not isinstance(self.gather_dim, list | tuple) or not isinstance(axes, list | tuple):
+            raise ArgumentError("CommSpec: a mixed gather needs lists of gather_dim and logical_process_axis")
+        if len(mesh.mesh_shape) != 2 or any(axis not in (0, 1) for axis in axes) or len(axes) != 2:
+            raise ShapeError(
+                f"CommSpec: a mixed gather over axes {list(axes)} needs a mesh of two axes, not {mesh.shape}"
+            )
+        if len(self.gather_dim) != 1 + (axes[0] != axes[1]):
+            raise ShapeError(f"CommSpec: dims {list(self.gather_dim)} do not go with axes {list(axes)}")
+        self.logical_process_axes = list(axes)
+        self.device_mesh = mesh.merged((0, 1))
+        self.device_meshes = FlattenDeviceMesh(
+            mesh.logical_mesh_id, mesh.mesh_shape, mesh.mesh_alpha, mesh.mesh_beta, need_flatten=False
+        )
 
-    def run(self, x: Tensor) -> Tensor:
-        """The result; never in the memory of a gradient, nor, except for cutting dim 0, of ``x``."""
-        return _MOVES[self.kind](x, self)
+    def get_comm_cost(self) -> dict[str, float]:
+        """Costs ``forward``, ``backward`` and ``total`` under the mesh's alpha-beta model.
+
+        The volume is the number of elements a rank holds before the movement.
+
+        Raises:
+            ArgumentError: no ``logical_process_axis``.
+        """
+        size, mesh = math.prod(self.sharding_spec.get_sharded_shape_per_device()), self.device_mesh
+        kind = _KINDS[self.comm_pattern]
+        if kind == "mix_gather":
+            forward, backward = self.device_meshes.mix_gather_cost(size), self.shard_cost
+        elif kind == "exchange":
+            forward = backward = mesh.all_to_all_cost(size, self._axis())
+        elif kind in ("gather", "split"):
+            forward, backward = mesh.all_gather_cost(size, self._axis()), self.shard_cost
+        else:
+            forward, backward = mesh.all_reduce_cost(size, self._axis()), 0
+        if kind in ("split", "identity"):
+            forward, backward = backward, forward
+        backward = 0 if self.forward_only else backward
+        return {"forward": forward, "backward": backward, "total": forward + backward}
+
+    def covert_spec_to_action(self, tensor: Tensor) -> Any:
+        """Run the collective on this rank's piece; differentiable, any number of times.
+
+        The result is never in the memory of ``tensor``, except that cutting dim 0 and the identity give views of it.
+
+        Returns:
+            The tensor; None on a rank outside the mesh.
+
+        Raises:
+            ArgumentError: dims or axis that the pattern needs are missing.
+            ShapeError: a dim that is not there, or does not divide; a gradient that would have to be cut along a dim that
+                was not joined.
+            GroupError: the mesh has no process groups.
+        """
+        members = self.device_mesh.members(0 if hasattr(self, "logical_process_axes") else self._axis())
+        return None if members is None else move(tensor, self._movement(tensor, members))
+
+    convert_spec_to_action = covert_spec_to_action
+
+    def _axis(self) -> int:
+        if self.logical_process_axis is None:
+            raise ArgumentError(f"CommSpec: {self.comm_pattern.name} needs a logical_process_axis")
+        return self.logical_process_axis
+
+    def _movement(self, x: Tensor, members: Members) -> Movement:
+        kind, name = _KINDS[self.comm_pattern], self.comm_pattern.value
+        if kind in ("all_reduce", "identity"):
+            return Movement(kind, members, name)
+        if kind == "mix_gather":
+            dims = [checked_dim(x, dim, name) for dim in self.gather_dim]
+            first, second = self.logical_process_axes
+            cuts = ((first,), (second,)) if first != second else ((1 - first, first),)
+            return Movement(kind, members, name, mixed=tuple(zip(dims, cuts)), mesh=self.sharding_spec.device_mesh)
+        if self.gather_dim is None or self.shard_dim is None:
+            raise ArgumentError(f"{name}: gather_dim is {self.gather_dim}, shard_dim is {self.shard_dim}")
+        join, cut = checked_dim(x, self.gather_dim, name), checked_dim(x, self.shard_dim, name)
+        if kind != "exchange" and join != cut and wants_grad(x):
+            raise ShapeError(f"{name}: gather_dim {join} and shard_dim {cut} are no way there and back")
+        return Movement(kind, members, name, cut, join)
+
+    def __repr__(self) -> str:
+        dims = f"gather_dim:{self.gather_dim}, shard_dim:{self.shard_dim}, "
+        axis, name = f"logical_process_axis:{self.logical_process_axis}", self.comm_pattern.name
+        if self.comm_pattern is _Pattern.ALL2ALL_FWD_ALL2ALL_BWD:
+            axis = f"logical_process_axis: {self.logical_process_axis}"
+        elif self.comm_pattern is _Pattern.MIXGATHER_FWD_SPLIT_BWD:
+            dims, axis = f"gather_dim:{self.gather_dim}, ", f"logical_process_axes:{self.logical_process_axes}"
+        elif _KINDS[self.comm_pattern] in ("all_reduce", "identity"):
+            dims = ""
+        return f"CommSpec:(comm_pattern:{name}, {dims}{axis})"
 
 
-_ADJOINTS = {
-    "gather": "split",
-    "split": "gather",
-    "exchange": "exchange",
-    "all_reduce": "identity",
-    "identity": "all_reduce",
-    "mix_gather": "mix_split",
-    "mix_split": "mix_gather",
-}
+def _as_pattern(pattern: Any) -> CollectiveCommPattern:
+    """The pattern, one of another enum with the same value, or the value."""
+    try:
+        return _Pattern(pattern.value if isinstance(pattern, enum.Enum) else pattern)
+    except ValueError:
+        raise ArgumentError(f"CommSpec: {pattern!r} is no CollectiveCommPattern") from None

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
 
-from tritoncomm.errors import ArgumentError, CommError
+from tritoncomm.errors import ArgumentError, CommError, ShapeError
 from tritoncomm.tensor.device_mesh import DeviceMesh
 from tritoncomm.tensor.simulators import merge_same_dim_mesh_list
 
@@ -61,14 +62,13 @@ class _DimSpec:
         return not self.shard_list
 
     def difference(self, other: "_DimSpec") -> int:
-        """Cost of getting from here to ``other``: 20 per axis gathered, 5 per axis cut, 6 between one step and the next.
+        """Cost of getting from here to ``other``: 20 per axis gathered, 5 per axis cut, 6 between two of these steps.
 
         Axes that both begin with stay. ``S1`` to ``S01`` gathers one and cuts two: 20 + 6 + 5 + 6 + 5 = 42.
         """
         mine, theirs = self.shard_list, other.shard_list
-        kept = next(
-            (at for at, pair in enumerate(zip(mine, theirs)) if pair[0] != pair[1]), min(len(mine), len(theirs))
-        )
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=False))
+        kept = sum(1 for _ in alike)
         gathers, cuts = len(mine) - kept, len(theirs) - kept
         return _GATHER * gathers + _SHARD * cuts + _STEP * max(gathers + cuts - 1, 0)
 
@@ -96,7 +96,7 @@ class ShardingSpec:
         DuplicatedShardingDimensionError: an axis is used twice.
         ShardingOutOfIndexError: no such dim or axis, or a sequence of the wrong length.
         ShardingNotDivisibleError: a dim does not divide.
-        ShardingSpecException: dict and sequence do not say the same.
+        ShapeError: dict and sequence do not say the same.
 
     Example:
         On a 2x2 mesh ``{0: [0, 1]}`` of an 8x4 tensor is ``[S01, R]``, and every rank holds 2x4.
@@ -120,7 +120,7 @@ class ShardingSpec:
             told = self.dim_partition_dict if sharding_sequence is not None else None
             self.dim_partition_dict = merge_same_dim_mesh_list(len(self.entire_shape), dim_partition_dict)
             if told is not None and told != {dim: axes for dim, axes in self.dim_partition_dict.items() if axes}:
-                raise ShardingSpecException(f"{dim_partition_dict} and {self.sharding_sequence} are two layouts")
+                raise ShapeError(f"{dim_partition_dict} and {self.sharding_sequence} are two layouts")
             self.convert_dict_to_shard_sequence()
         self._check()
 
