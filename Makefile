@@ -17,10 +17,10 @@ endif
 demo: $(READY)
 	$(PY) -m tritoncomm demo
 
-test: $(READY)
+test: $(READY) $(PEERS)
 	$(PY) -m pytest -m "not slow" -q
 
-test-all: $(READY)
+test-all: $(READY) $(PEERS)
 	$(PY) -m pytest -q
 
 check: $(READY)
@@ -31,7 +31,7 @@ check: $(READY)
 bench: $(READY) $(PEERS)
 	$(PY) -m pytest bench -q --benchmark-disable-gc
 
-gpu-test: $(READY)
+gpu-test: $(READY) $(PEERS)
 	timeout 480 $(PY) bench/gpu_test.py
 
 gpu-bench: $(READY)
@@ -42,7 +42,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[cli,plot,test,bench,dev]'
 	@touch $@
 
-# What the benchmarks compare with; nothing else needs it.
+# What benchmarks and peer checks compare with.
 $(VENV)/.peers: $(VENV)/.ready
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps megatron-core==0.16.1
 	@touch $@

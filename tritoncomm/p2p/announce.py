@@ -133,6 +133,12 @@ def _side(line: Line, device: torch.device) -> Line | None:
     """The same neighbours over a group that carries CPU tensors; None where there is none."""
     if device.type == "cpu" or any(kind.type == "cpu" for kind in line.group._device_types):
         return line
+    if "side" not in line.sides:
+        line.sides["side"] = _side_group(line)
+    return line.sides["side"]
+
+
+def _side_group(line: Line) -> Line | None:
     for entry in groups.groups.values():
         if entry.group is line.group and entry.cpu_group is not line.group:
             return Line.of(entry.cpu_group, line.prev, line.next)

@@ -5,6 +5,7 @@ gradients on both sides, so that nothing is taken for the other; tags are not re
 CUDA tensors between two ranks: those go through pinned host memory.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from tritoncomm.errors import GroupError, PeerError
 
 __all__ = ["Line", "Posted", "Way", "move", "post"]
 
+_MOST_UNWAITED = 64
 _TOGETHER = ("send_prev", "recv_prev", "send_next", "recv_next")
 _EVEN = ("send_next", "recv_prev", "send_prev", "recv_next")
 _ODD = ("recv_prev", "send_next", "recv_next", "send_prev")
@@ -60,6 +62,8 @@ class Line:
     batch: tuple[Way, ...]
     singles: tuple[Way, ...]
     modes: dict[str, str] = field(default_factory=dict)
+    sides: dict[str, "Line | None"] = field(default_factory=dict)
+    unwaited: dict[str, "deque[Posted]"] = field(default_factory=dict)
 
     @classmethod
     def of(cls, group: ProcessGroup, prev: int | None = None, next: int | None = None) -> "Line":
@@ -103,6 +107,20 @@ class Line:
             found = self.modes[kind] = "host" if gloo else ("batched" if kind == "cuda" else "direct")
         return found
 
+    def keep(self, posted: "Posted", key: str) -> None:
+        """Hold a send until it was waited for: a handle that the caller drops must not take the send with it."""
+        queue = self.unwaited.setdefault(key, deque())
+        queue.append(posted)
+        if len(queue) > _MOST_UNWAITED:
+            queue[0].wait()
+
+    def forget(self, posted: "Posted", key: str) -> None:
+        """Let go of a send that is done, and with it of those posted before it on the same way."""
+        queue = self.unwaited.get(key)
+        if queue is not None and posted in queue:
+            while queue.popleft() is not posted:
+                pass
+
     def __str__(self) -> str:
         return f"stage {self.stage} of {self.stages} (rank {self.rank})"
 
@@ -135,6 +153,8 @@ class Posted:
         if self._host is not None and not self._way.is_send:
             self._tensor.copy_(self._host)
         self._work = self._host = None
+        if self._way.is_send:
+            self._line.forget(self, self._way.key)
 
     def is_completed(self) -> bool:
         """Whether ``wait()`` would not have to wait for the backend."""
@@ -169,7 +189,9 @@ def post(line: Line, name: str, tensors: dict[str, Tensor], batched: bool) -> di
             work = way.start(x if host is None else host)
         except RuntimeError as error:
             raise _failure(line, name, way, x, error) from error
-        posted[way.key] = Posted(work, way, x, line, name, host)
+        posted[way.key] = handle = Posted(work, way, x, line, name, host)
+        if way.is_send:
+            line.keep(handle, way.key)
     return posted
 
 
