@@ -38,6 +38,9 @@ class Case:
     Attributes:
         chunks: model chunks per rank, the virtual size.
         interleaved: the schedule that Megatron takes for a virtual size, also of 1.
+        strided: every chunk hands on a tensor that is not contiguous.
+        checked: in check mode, a header ahead of every message.
+        forward_only: an evaluation, without gradients.
         length: tokens of the longest micro-batch.
         settings: fields of Megatron's config.
     """

@@ -1,0 +1,357 @@
+"""P2PCommunicator: every method in every mode, values exact; what it returns, counts and refuses."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from test_stages import SHAPES, bits, made, strided
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tritoncomm import ops, p2p, record
+from tritoncomm.errors import GroupError, ShapeError, UnsupportedError
+from tritoncomm.p2p import P2PCommunicator, header, is_single_shape, message
+from tritoncomm.p2p.exchange import Line
+
+MODES: dict[str, dict[str, Any]] = {
+    "batched": {},
+    "individual": {"batch_p2p_comm": False},
+    "varying": {"variable_seq_lengths": True},
+    "varying-individual": {"mtp_standalone": True, "batch_p2p_comm": False},
+}
+DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "bool", "complex64", "float8_e4m3fn")
+
+
+def communicator(group: ProcessGroup, dtype: str = "float32", **settings: Any) -> P2PCommunicator:
+    return P2PCommunicator(group, SimpleNamespace(pipeline_dtype=getattr(torch, dtype), **settings))
+
+
+def same(found: Any, wanted: Tensor, what: Any) -> None:
+    assert isinstance(found, Tensor), (what, found)
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), (what, found.shape)
+    assert torch.equal(bits(found), bits(wanted)), what
+    assert found.is_leaf
+    assert found._base is None
+    assert found.requires_grad == (wanted.is_floating_point() or wanted.is_complex())
+
+
+def run_methods(group: ProcessGroup, mode: str, dtypes: tuple[str, ...]) -> None:
+    stage, stages = group.rank(), group.size()
+    first, last = stage == 0, stage == stages - 1
+    before, after = (stage - 1) % stages, (stage + 1) % stages
+    for dtype, shape in itertools.product(dtypes, SHAPES):
+        c = communicator(group, dtype, **MODES[mode])
+        what = (mode, dtype, shape)
+
+        def act(rank: int, *sizes: int, kind: str = dtype, shape: tuple[int, ...] = shape) -> Tensor:
+            return made(rank, sizes or shape, kind)
+
+        def grad(rank: int, kind: str = dtype, shape: tuple[int, ...] = shape) -> Tensor:
+            return made(rank, shape, kind, 2)
+
+        out, back = strided(act(stage)), strided(grad(stage))
+        size = torch.Size(shape)
+        x = c.recv_forward(size, first)
+        c.send_forward(out, last)
+        dx = c.recv_backward(size, last)
+        c.send_backward(back, first)
+        for found, edge, wanted in ((x, first, act(before)), (dx, last, grad(after))):
+            if edge:
+                assert found is None
+            else:
+                same(found, wanted, what)
+        if stage % 2 == 0:
+            dx = c.send_forward_recv_backward(out, size, last)
+            assert (dx is None) == last
+            if dx is not None:
+                same(dx, grad(after), what)
+        else:
+            same(c.send_backward_recv_forward(back, size, first), act(before), what)
+        same(c.send_forward_recv_forward(out, True, size), act(before), what)
+        same(c.send_backward_recv_backward(back, True, size), grad(after), what)
+        x, dx = c.send_forward_backward_recv_forward_backward(out, back, True, True, size)
+        same(x, act(before), what)
+        same(dx, grad(after), what)
+        assert c.send_forward_backward_recv_forward_backward(None, None, False, False, size) == (None, None)
+        if not MODES[mode].get("batch_p2p_comm", True):
+            x, handles = c.send_forward_recv_forward(out, True, size, overlap_p2p_comm=True)
+            dx, more = c.send_backward_recv_backward(back, True, size, overlap_p2p_comm=True)
+            moved = set() if torch.Size(shape).numel() == 0 else {"send_next", "recv_prev"}
+            assert set(handles) == moved
+            for handle in (*more.values(), *handles.values()):
+                handle.wait()
+            same(x, act(before), what)
+            same(dx, grad(after), what)
+        x = c.recv_forward([size, (2, 3)], first)
+        c.send_forward([out, act(stage, 2, 3)], last)
+        if first:
+            assert x == [None, None]
+        else:
+            same(x[0], act(before), what)
+            same(x[1], act(before, 2, 3), what)
+        if stage % 2 == 0:
+            found = c.send_forward_recv_backward([out], [size], last)
+            assert last or torch.equal(bits(found[0]), bits(grad(after)))
+        else:
+            same(c.send_backward_recv_forward([back], [size], first)[0], act(before), what)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("world", [2, 4, (1, 3)], ids=str)
+def test_every_method(pool: Pool, world: Any, mode: str) -> None:
+    pool.run(run_methods, mode, DTYPES if world == 2 else DTYPES[:2], world=world)
+
+
+def run_kernels(group: ProcessGroup) -> None:
+    with ops.path("triton"), record.recording() as counted:
+        run_methods(group, "batched", ("float32", "bfloat16"))
+    assert any(path == "triton" for _, path in counted)
+
+
+def test_staging_by_kernel_has_the_same_bits(pool: Pool) -> None:
+    pool.run(run_kernels)
+
+
+def run_alone(group: ProcessGroup) -> None:
+    c = communicator(group)
+    assert (c.is_pp_first_stage, c.is_pp_last_stage, c.total_stages, c.current_stage) == (True, True, 1, 0)
+    assert c.recv_forward((3,), True) is None
+    c.send_forward(torch.ones(3), True)
+    same(c.send_forward_recv_forward(torch.ones(3), True, (3,)), torch.ones(3), "ring of one")
+
+
+def run_attributes(group: ProcessGroup) -> None:
+    ranks, stage, stages = dist.get_process_group_ranks(group), group.rank(), group.size()
+    c = communicator(group, virtual_pipeline_model_parallel_size=2)
+    assert (c.prev_rank, c.next_rank) == (ranks[stage - 1], ranks[(stage + 1) % stages])
+    assert (c.pp_group, c.virtual_pipeline_model_parallel_size) == (group, 2)
+    assert (c.is_pp_first_stage, c.is_pp_last_stage) == (stage == 0, stage == stages - 1)
+    assert (c.total_stages, c.current_stage) == (stages, stage)
+    shape = (2, stage + 1, 1, 3)
+    found = c._communicate_shapes(torch.ones(shape), torch.ones(shape[:2]), True, True)
+    before, after = (stage - 1) % stages, (stage + 1) % stages
+    assert found == ([2, before + 1, 1, 3], [2, after + 1])
+    assert c._communicate_shapes(None, None, False, False) == ([0, 0, 0], [0, 0, 0])
+    nothing = {"tensor_send_next": None, "tensor_send_prev": None, "recv_prev": False, "recv_next": False}
+    assert c._communicate(**nothing, tensor_shape=None) == (None, None, [])  # type: ignore[arg-type]
+    single = communicator(group, batch_p2p_comm=False)
+    assert single._communicate(**nothing, tensor_shape=None) == (None, None, {})  # type: ignore[arg-type]
+    ring = nothing | {"tensor_send_next": torch.full((2,), float(stage)), "recv_prev": True}
+    x, none, handles = c._communicate(**ring, tensor_shape=[2])  # type: ignore[arg-type]
+    assert (none, handles) == (None, None)
+    assert x is not None
+    assert x.tolist() == [before] * 2
+    x, _, handles = single._communicate(**ring, tensor_shape=[2], wait_on_reqs=False)  # type: ignore[arg-type]
+    assert list(handles) == (["send_next", "recv_prev"] if stage % 2 == 0 else ["recv_prev", "send_next"])
+    for handle in handles.values():
+        handle.wait()
+        assert handle.is_completed()
+    assert x is not None
+    assert x.tolist() == [before] * 2
+
+
+def test_attributes_and_return_forms(pool: Pool) -> None:
+    pool.run(run_alone, world=1)
+    for world in (2, 4, (1, 3)):
+        pool.run(run_attributes, world=world)
+
+
+def run_refusals(group: ProcessGroup) -> None:
+    c, x = communicator(group), torch.ones(2)
+    no_dtype = P2PCommunicator(group, SimpleNamespace(pipeline_dtype=None))
+    with pytest.raises(RuntimeError, match="pipeline_dtype must be provided if recv_prev is True"):
+        no_dtype.recv_forward((2,), False)
+    with pytest.raises(RuntimeError, match="dtype must be provided if recv_next is True"):
+        no_dtype.recv_backward((2,), False)
+    for varying in (False, True):
+        lost = communicator(group, variable_seq_lengths=varying)
+        with pytest.raises(RuntimeError, match="tensor_shape must be specified if recv_prev is True"):
+            lost.send_forward_recv_forward(x, True, None)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="batch_p2p_comm=False"):
+        c.send_forward_recv_forward(x, True, [2], overlap_p2p_comm=True)
+    with pytest.raises(UnsupportedError, match="use_ring_exchange_p2p"):
+        communicator(group, use_ring_exchange_p2p=True).send_forward(x, False)
+    with pytest.raises(ShapeError, match="2 tensors to send, but 1 shapes"):
+        c.send_forward_recv_backward([x, x], [(2,)], False)
+    with pytest.raises(TypeError):
+        c.send_forward_recv_forward("x", True, [2])  # type: ignore[arg-type]
+    with pytest.raises(GroupError, match="pp_group"):
+        P2PCommunicator(None, SimpleNamespace())  # type: ignore[arg-type]
+    with pytest.raises(GroupError, match="rank 77"):
+        Line.of(group, prev=77)
+    same(c.send_forward_recv_forward(x, True, [2]), x, "the group still works")
+
+
+def test_refusals_leave_the_group_usable(pool: Pool) -> None:
+    pool.run(run_refusals)
+
+
+class Timers:
+    """Megatron's timers, as far as the communicator knows them."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str, Any]] = []
+
+    def __call__(self, name: str, log_level: int | None = None) -> Any:
+        return SimpleNamespace(
+            start=lambda: self.seen.append((name, "start", log_level)),
+            stop=lambda: self.seen.append((name, "stop", log_level)),
+        )
+
+
+def run_timers(group: ProcessGroup) -> None:
+    timers, x, other = Timers(), torch.ones(2), 1 - group.rank()
+    c = communicator(group, timers=timers)
+    names = []
+
+    def timed(name: str) -> None:
+        names.extend([(name, "start", 2), (name, "stop", None)])
+        assert timers.seen == names, name
+
+    if other:
+        c.send_forward(x, False)
+        timed("forward-send")
+        c.recv_backward((2,), False)
+        timed("backward-recv")
+        c.send_forward_recv_backward(x, (2,), False)
+        timed("forward-send-backward-recv")
+    else:
+        c.recv_forward((2,), False)
+        timed("forward-recv")
+        c.send_backward(x, False)
+        timed("backward-send")
+        c.send_backward_recv_forward(x, (2,), False)
+        timed("backward-send-forward-recv")
+    c.send_forward_recv_forward(x, True, [2])
+    timed("forward-send-forward-recv")
+    c.send_backward_recv_backward(x, True, [2])
+    timed("backward-send-backward-recv")
+    c.send_forward_backward_recv_forward_backward(x, x, True, True, [2])
+    timed("forward-backward-send-forward-backward-recv")
+    c.recv_forward((2,), True)
+    assert timers.seen == names, "an edge stage has nothing to time"
+    with pytest.raises(RuntimeError):
+        c.send_forward_recv_forward(x, True, None)  # type: ignore[arg-type]
+    timed("forward-send-forward-recv")
+
+
+def test_timers_also_stop_on_errors(pool: Pool) -> None:
+    pool.run(run_timers)
+
+
+def run_raw(group: ProcessGroup) -> None:
+    ranks, stage, stages = dist.get_process_group_ranks(group), group.rank(), group.size()
+    before, after = (stage - 1) % stages, (stage + 1) % stages
+    for call in (p2p._batched_p2p_ops, p2p._p2p_ops):
+        got = torch.empty(3), torch.empty(3)
+        found = call(
+            tensor_send_prev=torch.full((3,), -1.0 - stage),
+            tensor_recv_prev=got[0],
+            tensor_send_next=strided(torch.full((3,), float(stage))),
+            tensor_recv_next=got[1],
+            group=group,
+            prev_pipeline_rank=ranks[before],
+            next_pipeline_rank=ranks[after],
+        )
+        works = list(found.values()) if isinstance(found, dict) else found
+        assert len(works) == 4
+        for work in works:
+            work.wait()
+        assert got[0].tolist() == [before] * 3
+        assert got[1].tolist() == [-1.0 - after] * 3
+        none = dict.fromkeys(("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next"))
+        assert not call(**none, group=group, prev_pipeline_rank=ranks[before], next_pipeline_rank=ranks[after])  # type: ignore[arg-type]
+    order = [way.key for way in Line.of(group).batch]
+    if stages == 2:
+        assert order == ["send_next", "recv_prev", "send_prev", "recv_next"], "activations first"
+    else:
+        assert order == ["send_prev", "recv_prev", "send_next", "recv_next"]
+
+
+def test_raw_transfers_and_their_order(pool: Pool) -> None:
+    for world in (2, 4, (1, 3)):
+        pool.run(run_raw, world=world)
+
+
+def run_dropped_handles(group: ProcessGroup) -> None:
+    c, stage, count = communicator(group, batch_p2p_comm=False), group.rank(), 70
+    if stage == 0:
+        for i in range(count):
+            x = torch.full((1000,), float(i))
+            c._communicate(
+                tensor_send_next=x, tensor_send_prev=None, recv_prev=False, recv_next=False,
+                tensor_shape=[1000], wait_on_reqs=False,
+            )  # fmt: skip
+            x.data = torch.empty(1)
+    else:
+        for i in range(count):
+            x = c.recv_forward((1000,), False)
+            assert x.detach().eq(i).all(), i
+
+
+def test_a_send_outlives_its_handle_and_its_source(pool: Pool) -> None:
+    pool.run(run_dropped_handles)
+
+
+@pytest.mark.parametrize(
+    ("x", "single"),
+    [
+        (torch.Size([2, 3]), True), (torch.Size([]), True), ([2, 3], True), ((4,), True), ([True], True),
+        ((), False), ([], False), (None, False), (3, False), (range(3), False), ([(2, 3)], False), ("ab", False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_is_single_shape(x: Any, single: bool) -> None:
+    assert is_single_shape(x) is single
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_messages_hold_their_tensors(path: str) -> None:
+    tensors = [strided(made(i, shape, dtype)) for i, (shape, dtype) in enumerate(itertools.product(SHAPES, DTYPES))]
+    with ops.path(path):
+        staged = message.stage(tensors)
+    specs = [(tuple(x.shape), x.dtype) for x in tensors]
+    taken = message.allocate(specs, "cpu")
+    assert staged.wire.nbytes == taken.wire.nbytes
+    taken.wire.copy_(staged.wire)
+    for x, sent, got in zip(tensors, staged.pieces, taken.pieces, strict=True):
+        assert torch.equal(bits(sent), bits(x))
+        assert torch.equal(bits(got), bits(x))
+        assert got._base is None
+        assert got.numel() == 0 or got.data_ptr() % 16 == taken.wire.data_ptr() % 16
+    assert staged.path == path
+    assert staged.moved == 2 * sum(x.nbytes for x in tensors)
+    one = torch.ones(3, 4)
+    alone = message.stage([one])
+    assert (alone.path, alone.moved) == ("view", 0)
+    assert alone.wire.data_ptr() == one.data_ptr()
+
+
+def test_headers_hold_any_shape_and_dtype() -> None:
+    for count, dims in itertools.product((1, 2, 9), range(7)):
+        specs = tuple((tuple(range(dims)), getattr(torch, DTYPES[i % len(DTYPES)])) for i in range(count))
+        contents = header.Contents(specs, tuple(i % 2 == 0 for i in range(count)))
+        words = header.encode(contents).tolist()
+        assert header.length(words) == 3 + count * (3 + dims)
+        assert len(words) == max(header.WORDS, header.length(words))
+        assert header.decode(words) == contents
+
+
+def run_long_headers(group: ProcessGroup) -> None:
+    c, stage, other = communicator(group, variable_seq_lengths=True), group.rank(), 1 - group.rank()
+    for count in (1, 9, 2):
+        out = [made(stage, (1, 2, 1, 3, i)) for i in range(1, count + 1)]
+        back = [made(stage, (i,), sign=3) for i in range(1, count + 1)]
+        hop = c._start("hop", send_next=out, send_prev=back, recv_prev=True, recv_next=True, shapes=[])
+        hop.wait()
+        for i, (x, dx) in enumerate(zip(hop.received["recv_prev"], hop.received["recv_next"], strict=True), 1):
+            same(x, made(other, (1, 2, 1, 3, i)), count)
+            same(dx, made(other, (i,), sign=3), count)
+
+
+def test_headers_that_need_two_messages(pool: Pool) -> None:
+    pool.run(run_long_headers)

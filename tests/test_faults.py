@@ -1,0 +1,222 @@
+"""Pipelines that break: a rank that dies, one that never comes, a sender of something else. Gloo, on its own ranks."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pool import strict_warnings
+
+from tritoncomm import p2p
+from tritoncomm.errors import MismatchError, PeerError
+
+TIMEOUT, HARD = 4.0, 60.0
+SHAPE = (256, 256)
+
+
+def communicator(**settings: Any) -> p2p.P2PCommunicator:
+    import torch.distributed as dist
+
+    config = SimpleNamespace(**({"pipeline_dtype": torch.float32} | settings))
+    return p2p.P2PCommunicator(dist.group.WORLD, config)  # type: ignore[arg-type]
+
+
+def work(rank: int, world: int, store: str, path: list[str], function: Callable[[int], Any], answers: Any) -> None:
+    sys.path[:] = path
+    strict_warnings()
+    import torch.distributed as dist
+
+    try:
+        torch.set_num_threads(1)
+        timeout = timedelta(seconds=TIMEOUT)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timeout
+        )
+        answers.put((rank, function(rank), ""))
+    except BaseException:
+        answers.put((rank, None, traceback.format_exc()))
+    answers.close()
+    answers.join_thread()
+    os._exit(0)
+
+
+def world_of(ranks: int, function: Callable[[int], Any]) -> dict[int, Any]:
+    """What the ranks that survive return; fails when one does not end, or says what it did not expect."""
+    context = multiprocessing.get_context("forkserver")
+    answers: Any = context.Queue()
+    handle, store = tempfile.mkstemp(prefix="tritoncomm-faults-")
+    os.close(handle)
+    processes = [
+        context.Process(target=work, args=(rank, ranks, store, list(sys.path), function, answers), daemon=True)
+        for rank in range(ranks)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        end = time.monotonic() + HARD
+        found: dict[int, Any] = {}
+        while time.monotonic() < end and (any(p.is_alive() for p in processes) or not answers.empty()):
+            if answers.empty():
+                time.sleep(0.02)
+                continue
+            rank, value, problem = answers.get(timeout=5)
+            assert not problem, f"rank {rank}:\n{problem}"
+            found[rank] = value
+        assert not any(p.is_alive() for p in processes), "a rank hangs"
+        return found
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join(10)
+        Path(store).unlink(missing_ok=True)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def refused(call: Callable[[], Any]) -> tuple[str, float]:
+    """The message of the error that has to come, and how long it took, in seconds."""
+    started = time.monotonic()
+    with pytest.raises(PeerError) as caught:
+        call()
+    return str(caught.value), time.monotonic() - started
+
+
+def dies_before(rank: int) -> Any:
+    c = communicator()
+    if rank == 1:
+        die()
+    time.sleep(0.5)
+    return refused(lambda: c.recv_backward(SHAPE, False))
+
+
+def dies_during(rank: int) -> Any:
+    c = communicator()
+    if rank == 1:
+        c.recv_forward(SHAPE, False)
+        die()
+    c.send_forward(torch.ones(SHAPE), False)
+    return refused(lambda: c.send_forward_recv_backward(torch.ones(SHAPE), SHAPE, False))
+
+
+def dies_under_a_handle(rank: int) -> Any:
+    c = communicator(batch_p2p_comm=False)
+    if rank == 1:
+        time.sleep(0.5)
+        die()
+    _, handles = c.send_forward_recv_forward(torch.ones(SHAPE), True, SHAPE, overlap_p2p_comm=True)
+    return refused(handles["recv_prev"].wait)
+
+
+def dies_afterwards(rank: int) -> Any:
+    c = communicator()
+    x = c.recv_forward(SHAPE, rank == 0)
+    c.send_forward(torch.full(SHAPE, 3.0), rank == 1)
+    if rank == 0:
+        time.sleep(0.2)
+        die()
+    assert x is not None
+    return float(x.detach().sum())
+
+
+def dies_before_its_header(rank: int) -> Any:
+    c = communicator(variable_seq_lengths=True)
+    if rank == 1:
+        die()
+    time.sleep(0.5)
+    return refused(lambda: c.send_forward_recv_backward(torch.ones(SHAPE), SHAPE, False))
+
+
+def never_comes(rank: int) -> Any:
+    c = communicator()
+    if rank == 1:
+        time.sleep(TIMEOUT + 2)
+        return None
+    return refused(lambda: c.send_forward(torch.ones(SHAPE), False))
+
+
+@pytest.mark.parametrize(
+    ("story", "words", "seconds"),
+    [
+        (dies_before, "recv_backward: stage 0 of 2 (rank 0) could not receive 262144 bytes from rank 1", 2),
+        (dies_during, "send_forward_recv_backward: stage 0 of 2 (rank 0) could not", TIMEOUT + 2),
+        (dies_under_a_handle, "send_forward_recv_forward: stage 0 of 2 (rank 0) could not receive", TIMEOUT + 2),
+        (dies_before_its_header, "send_forward_recv_backward: stage 0 of 2 (rank 0) could not", TIMEOUT + 2),
+        (never_comes, "send_forward: stage 0 of 2 (rank 0) could not send 262144 bytes to rank 1", TIMEOUT + 2),
+    ],
+    ids=["dies-before", "dies-during", "dies-under-a-handle", "dies-before-its-header", "never-comes"],
+)
+def test_a_lost_peer_is_named(story: Callable[[int], Any], words: str, seconds: float) -> None:
+    told, took = world_of(2, story)[0]
+    assert words in told, told
+    assert took < seconds, took
+
+
+def test_a_rank_that_dies_afterwards_harms_nobody() -> None:
+    assert world_of(2, dies_afterwards) == {1: 3.0 * SHAPE[0] * SHAPE[1]}
+
+
+def disagree(rank: int) -> Any:
+    """Six hops in check mode: five with something wrong, each refused by its receiver only; the last is right."""
+    c = communicator()
+    x = torch.ones(4, 3)
+    wrong: list[tuple[Any, Any]] = [
+        (torch.ones(4, 3, dtype=torch.bfloat16), (4, 3)),
+        (torch.ones(3, 4), (4, 3)),
+        (torch.ones(4, 3, 1), (4, 3)),
+        ([x, x], [(4, 3)]),
+        ([x], [(4, 3), (1,)]),
+    ]
+    told = []
+    with p2p.check():
+        for sent, shape in wrong:
+            if rank == 0:
+                c.send_forward(sent, False)
+                continue
+            with pytest.raises(MismatchError) as caught:
+                c.recv_forward(shape, False)
+            told.append(str(caught.value))
+        if rank == 0:
+            c.send_forward(x, False)
+        else:
+            assert torch.equal(c.recv_forward((4, 3), False), x)
+    return told
+
+
+def test_a_wrong_sender_is_refused_by_its_receiver() -> None:
+    told = world_of(2, disagree)[1]
+    assert len(told) == 5
+    for words, message in zip(
+        ["[4, 3] bfloat16", "[3, 4] float32", "[4, 3, 1] float32", "[4, 3] float32, [4, 3] float32", "[4, 3] float32"],
+        told,
+        strict=True,
+    ):
+        assert "recv_forward: stage 1 of 2 (rank 1) expects [4, 3] float32" in message
+        assert f"but rank 0 sent {words}" in message
+
+
+def wrong_dtype_of_varying_length(rank: int) -> Any:
+    c = communicator(variable_seq_lengths=True)
+    if rank == 0:
+        c.send_forward(torch.ones(5, 2, dtype=torch.float64), False)
+        c.send_forward(torch.ones(7, 2), False)
+        return None
+    with pytest.raises(MismatchError, match=r"expects tensors of float32, but rank 0 sent \[5, 2\] float64"):
+        c.recv_forward((1, 2), False)
+    return tuple(c.recv_forward((1, 2), False).shape)
+
+
+def test_varying_lengths_still_have_one_dtype() -> None:
+    assert world_of(2, wrong_dtype_of_varying_length)[1] == (7, 2)
