@@ -4,32 +4,51 @@ from tritoncomm.tensor import overrides as overrides
 from tritoncomm.tensor import pickles as pickles
 from tritoncomm.tensor.colo_parameter import ColoParameter
 from tritoncomm.tensor.colo_tensor import ColoTensor
+from tritoncomm.tensor.comm_spec import CollectiveCommPattern, CommSpec
 from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
 from tritoncomm.tensor.const import TensorType
+from tritoncomm.tensor.device_mesh import DeviceMesh
 from tritoncomm.tensor.dist_spec_mgr import DistSpecManager
 from tritoncomm.tensor.distspec import DistPlacementPattern, ReplicaSpec, ShardSpec
 from tritoncomm.tensor.param_op_hook import ColoParamOpHook, ColoParamOpHookManager
 from tritoncomm.tensor.process_group import ProcessGroup
+from tritoncomm.tensor.sharding_spec import (
+    DuplicatedShardingDimensionError,
+    ShardingNotDivisibleError,
+    ShardingOutOfIndexError,
+    ShardingSpec,
+)
 from tritoncomm.tensor.tensor_spec import ColoTensorSpec
 from tritoncomm.tensor.utils import (
+    convert_dim_partition_dict,
     convert_parameter,
+    merge_same_dim_mesh_list,
     named_params_with_colotensor,
 )
 
 __all__ = [
+    "CollectiveCommPattern",
     "ColoParamOpHook",
     "ColoParamOpHookManager",
     "ColoParameter",
     "ColoTensor",
     "ColoTensorSpec",
+    "CommSpec",
     "ComputePattern",
     "ComputeSpec",
+    "DeviceMesh",
     "DistPlacementPattern",
     "DistSpecManager",
+    "DuplicatedShardingDimensionError",
     "ProcessGroup",
     "ReplicaSpec",
     "ShardSpec",
+    "ShardingNotDivisibleError",
+    "ShardingOutOfIndexError",
+    "ShardingSpec",
     "TensorType",
+    "convert_dim_partition_dict",
     "convert_parameter",
+    "merge_same_dim_mesh_list",
     "named_params_with_colotensor",
 ]

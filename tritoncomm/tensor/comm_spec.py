@@ -79,7 +79,8 @@ class CommSpec:
         shard_cost: float = 100,
     ) -> None:
         self.comm_pattern, self.sharding_spec = _as_pattern(comm_pattern), sharding_spec
-        self.gather_dim, self.shard_dim = gather_dim, shard_dim
+        self.gather_dim: Any = gather_dim
+        self.shard_dim: Any = shard_dim
         self.logical_process_axis = logical_process_axis
         self.forward_only, self.shard_cost = forward_only, shard_cost
         self.device_mesh = sharding_spec.device_mesh
@@ -143,16 +144,18 @@ class CommSpec:
 
         Raises:
             ArgumentError: dims or axis that the pattern needs are missing.
-            ShapeError: a dim that is not there, or does not divide; a gradient that would have to be cut along a dim that
-                was not joined.
+            ShapeError: a dim that is not there, or does not divide; a gradient that would have to be cut along a dim
+                that was not joined.
             GroupError: the mesh has no process groups.
         """
-        members = self.device_mesh.members(0 if hasattr(self, "logical_process_axes") else self._axis())
+        members = self.device_mesh.members(self._axis())
         return None if members is None else move(tensor, self._movement(tensor, members))
 
     convert_spec_to_action = covert_spec_to_action
 
     def _axis(self) -> int:
+        if self.comm_pattern is _Pattern.MIXGATHER_FWD_SPLIT_BWD:
+            return 0
         if self.logical_process_axis is None:
             raise ArgumentError(f"CommSpec: {self.comm_pattern.name} needs a logical_process_axis")
         return self.logical_process_axis
@@ -165,7 +168,9 @@ class CommSpec:
             dims = [checked_dim(x, dim, name) for dim in self.gather_dim]
             first, second = self.logical_process_axes
             cuts = ((first,), (second,)) if first != second else ((1 - first, first),)
-            return Movement(kind, members, name, mixed=tuple(zip(dims, cuts)), mesh=self.sharding_spec.device_mesh)
+            return Movement(
+                kind, members, name, mixed=tuple(zip(dims, cuts, strict=True)), mesh=self.sharding_spec.device_mesh
+            )
         if self.gather_dim is None or self.shard_dim is None:
             raise ArgumentError(f"{name}: gather_dim is {self.gather_dim}, shard_dim is {self.shard_dim}")
         join, cut = checked_dim(x, self.gather_dim, name), checked_dim(x, self.shard_dim, name)

@@ -88,16 +88,8 @@ class DeviceMesh:
             self._add_flat()
 
     shape = property(lambda self: self.mesh_shape, doc="Ranks along each axis.")
-
-    @property
-    def num_devices(self) -> int:
-        """Number of ranks."""
-        return math.prod(self.mesh_shape)
-
-    @property
-    def logical_mesh_id(self) -> Tensor:
-        """Global ranks, laid out as the grid."""
-        return self._logical_mesh_id
+    num_devices = property(lambda self: math.prod(self.mesh_shape), doc="Number of ranks.")
+    logical_mesh_id = property(lambda self: self._logical_mesh_id, doc="Global ranks, laid out as the grid.")
 
     def global_rank_to_logical_rank(self, rank: int) -> list[int]:
         """Coordinates of a global rank.
@@ -234,6 +226,13 @@ class DeviceMesh:
         if not dist.is_initialized():
             raise GroupError("DeviceMesh: torch.distributed is not initialized; call init_process_group() first")
         me = dist.get_rank()
+        if not given:
+            everything = [
+                tuple(sorted(ranks))
+                for axis, size in enumerate(self.mesh_shape)
+                for ranks in self._logical_mesh_id.movedim(axis, -1).reshape(-1, size).tolist()
+            ]
+            process_group.make_groups(everything, me, self.num_devices == dist.get_world_size())
         for axis, size in enumerate(self.mesh_shape):
             lines = self._logical_mesh_id.movedim(axis, -1).reshape(-1, size).tolist()
             entries = self.process_groups_dict[axis] = []
@@ -296,10 +295,10 @@ def _arranged(physical: Tensor, shape: Sequence[int] | None, logical: Any) -> Te
 
 
 def _group_over(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The group of these ranks: one that exists, or a new one, which only they make."""
+    """The group of these ranks, which exists by now; one of this rank alone is made on the spot."""
     backend = dist.get_backend()
-    found: Any = process_group._known(backend, ranks)
-    if found is None:
-        found = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-        process_group._made[backend, ranks] = found
+    found = process_group._known(backend, ranks)
+    if found is None and len(ranks) == 1:
+        return process_group._of_one(backend, ranks)
+    assert found is not None, ranks
     return found

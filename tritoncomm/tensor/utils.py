@@ -7,12 +7,26 @@ import torch
 from torch import Tensor, nn
 
 from tritoncomm.tensor.colo_tensor import ColoTensor
+from tritoncomm.tensor.simulators import (
+    all_gather_simulator,
+    all_to_all_simulator,
+    convert_dim_partition_dict,
+    merge_same_dim_mesh_list,
+    mix_gather_simulator,
+    shard_simulator,
+)
 
 __all__ = [
+    "all_gather_simulator",
+    "all_to_all_simulator",
+    "convert_dim_partition_dict",
     "convert_parameter",
     "full_state_dict",
     "load_full_state_dict",
+    "merge_same_dim_mesh_list",
+    "mix_gather_simulator",
     "named_params_with_colotensor",
+    "shard_simulator",
 ]
 
 
