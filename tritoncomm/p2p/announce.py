@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tritoncomm import groups, record
 from tritoncomm.p2p import header
-from tritoncomm.p2p.exchange import Line, Posted, post
+from tritoncomm.p2p.exchange import Line, Posted, post, start
 from tritoncomm.p2p.header import WORDS, Contents
 
-__all__ = ["announce"]
+__all__ = ["announce", "read", "say"]
 
 _ACTIVATION_FIRST = (("send_next", "recv_prev"), ("send_prev", "recv_next"))
 _EVERYTHING = (("send_prev", "recv_prev", "send_next", "recv_next"),)
@@ -42,11 +42,11 @@ def announce(
         return [handle for keys in rounds for handle in _on_device(line, name, keys, sends, receives, device, take)]
     posted: list[Posted] = []
     for key in (key for keys in rounds for key in keys if key in sends):
-        posted += _send(side, name, key, header.encode(sends[key]))
+        posted += say(side, name, key, sends[key])
         sent(key)
     for keys in rounds:
         wanted = [key for key in keys if key in receives]
-        _each(wanted, lambda key: take(key, _read(side, name, key)))
+        _each(wanted, lambda key: take(key, read(side, name, key)))
     return posted
 
 
@@ -57,19 +57,25 @@ def _transfer(line: Line, name: str, tensors: dict[str, Tensor]) -> dict[str, Po
     return post(line, name, tensors, True)
 
 
-def _send(line: Line, name: str, key: str, words: Tensor) -> list[Posted]:
-    parts = [words] if len(words) == WORDS else [words[:WORDS], words[WORDS:]]
-    return [_transfer(line, name, {key: part})[key] for part in parts]
+def say(line: Line, name: str, key: str, contents: Contents) -> list[Posted]:
+    """Tell what follows."""
+    words = header.encode(contents)
+    record.add(f"{name}.header", "cpu", 0, words.nbytes, 0.0)
+    if words.numel() == WORDS:
+        return [start(line, name, key, words, True)]
+    return [start(line, name, key, part, True) for part in (words[:WORDS], words[WORDS:])]
 
 
-def _read(line: Line, name: str, key: str) -> Contents:
+def read(line: Line, name: str, key: str) -> Contents:
+    """Hear what follows."""
+    record.add(f"{name}.header", "cpu", 0, 0, 0.0)
     words = torch.empty(WORDS, dtype=torch.int64)
-    _transfer(line, name, {key: words})[key].wait()
+    start(line, name, key, words, True).wait()
     found = words.tolist()
     more = header.length(found) - WORDS
     if more > 0:
         rest = torch.empty(more, dtype=torch.int64)
-        _transfer(line, name, {key: rest})[key].wait()
+        start(line, name, key, rest, True).wait()
         found += rest.tolist()
     return header.decode(found)
 

@@ -9,7 +9,7 @@ so that no rank waits for a neighbour that waits for it.
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor
 from tritoncomm import record
 from tritoncomm.errors import ArgumentError, MismatchError
 from tritoncomm.p2p import header, message
-from tritoncomm.p2p.announce import announce
-from tritoncomm.p2p.exchange import Line, Posted, post
+from tritoncomm.p2p.announce import announce, read, say
+from tritoncomm.p2p.exchange import Line, Posted, post, start
 from tritoncomm.p2p.message import Message
 from tritoncomm.p2p.shapes import Spec, describe
 
@@ -61,7 +61,6 @@ class Incoming:
     out: Tensor | None = None
 
 
-@dataclass(slots=True)
 class Hop:
     """A hop under way.
 
@@ -74,13 +73,14 @@ class Hop:
         problems: what a receiver has to refuse, by key; raised once its message has been taken.
     """
 
-    line: Line
-    name: str
-    path: str = "view"
-    posted: dict[str, Any] = field(default_factory=dict)
-    received: dict[str, list[Tensor]] = field(default_factory=dict)
-    problems: dict[str, str] = field(default_factory=dict)
-    headers: list[Posted] = field(default_factory=list)
+    __slots__ = ("headers", "line", "name", "path", "posted", "problems", "received")
+
+    def __init__(self, line: Line, name: str) -> None:
+        self.line, self.name, self.path = line, name, "view"
+        self.posted: dict[str, Any] = {}
+        self.received: dict[str, list[Tensor]] = {}
+        self.problems: dict[str, str] = {}
+        self.headers: list[Posted] = []
 
     def wait(self) -> None:
         """Wait for every transfer.
@@ -153,10 +153,14 @@ def exchange(
             if incoming.specs:
                 messages[key] = _taken(hop, key, incoming, incoming.specs, None, device)
         _post(hop, messages, batched)
-    sent = [messages[key] for key in sends if key in messages]
-    hop.path = next((m.path for m in sent if m.path != "view"), "view")
-    wire = sum(m.wire.nbytes for m in sent)
-    record.add(name, hop.path, sum(m.moved for m in sent), wire, started)
+    wire = moved = 0
+    for key in sends:
+        if key in messages:
+            each = messages[key]
+            wire, moved = wire + each.wire.nbytes, moved + each.moved
+            if each.path != "view":
+                hop.path = each.path
+    record.add(name, hop.path, moved, wire, started)
     return hop
 
 
@@ -207,12 +211,14 @@ def _to_self(
 def _problem(hop: Hop, key: str, incoming: Incoming, specs: tuple[Spec, ...]) -> str | None:
     """Why ``specs`` are not what is expected, in words for both sides."""
     if incoming.specs is None:
-        wrong = incoming.dtype is not None and any(dtype != incoming.dtype for _, dtype in specs)
+        wrong = incoming.dtype is not None and {dtype for _, dtype in specs} != {incoming.dtype}
+        if not wrong:
+            return None
         expected = f"tensors of {str(incoming.dtype).removeprefix('torch.')}"
     else:
-        wrong, expected = specs != incoming.specs, describe(incoming.specs)
-    if not wrong:
-        return None
+        if specs == incoming.specs:
+            return None
+        expected = describe(incoming.specs)
     return f"{hop.name}: {hop.line} expects {expected}, but rank {hop.line.peer(key)} sent {describe(specs)}"
 
 
@@ -225,28 +231,58 @@ def _announced(
     batched: bool,
 ) -> None:
     """Headers ahead of the messages; on the CPU, where a send takes up no stream, messages right behind them."""
+    at_once = str(device) == "cpu"
+    if at_once and len(receives) < 2:
+        _one_by_one(hop, messages, sends, receives, device, batched)
+        return
     contents = {key: header.describe_tensors(sends[key]) for key in messages}
-    at_once = torch.device(device).type == "cpu"
     outgoing = dict(messages)
 
     def send(key: str) -> None:
         if at_once:
-            _post(hop, {key: outgoing.pop(key)}, batched)
+            _begin(hop, key, outgoing.pop(key), batched)
 
     def take(key: str, found: header.Contents) -> None:
-        incoming = receives[key]
-        problem = _problem(hop, key, incoming, found.specs)
-        if problem:
-            hop.problems[key] = problem
-            incoming = Incoming(None, requires_grad=False)
-        taken = _taken(hop, key, incoming, found.specs, found.requires_grad, device)
+        taken = _told(hop, key, receives[key], found, device)
         if at_once:
-            _post(hop, {key: taken}, batched)
+            _begin(hop, key, taken, batched)
         else:
             outgoing[key] = taken
 
     hop.headers += announce(hop.line, hop.name, contents, tuple(receives), device, send, take)
-    _post(hop, outgoing, batched)
+    if outgoing:
+        _post(hop, outgoing, batched)
+
+
+def _one_by_one(
+    hop: Hop,
+    messages: dict[str, Message],
+    sends: dict[str, Sequence[Tensor]],
+    receives: dict[str, Incoming],
+    device: torch.device | str,
+    batched: bool,
+) -> None:
+    """``_announced`` on the CPU with one neighbour at most to hear from."""
+    for key, *_ in hop.line.batch:
+        if key in messages:
+            hop.headers += say(hop.line, hop.name, key, header.describe_tensors(sends[key]))
+            _begin(hop, key, messages[key], batched)
+    for key, incoming in receives.items():
+        _begin(hop, key, _told(hop, key, incoming, read(hop.line, hop.name, key), device), batched)
+
+
+def _begin(hop: Hop, key: str, each: Message, batched: bool) -> None:
+    if each.wire.numel():
+        hop.posted[key] = start(hop.line, hop.name, key, each.wire, batched)
+
+
+def _told(hop: Hop, key: str, incoming: Incoming, found: header.Contents, device: torch.device | str) -> Message:
+    """Buffers for what a header announces."""
+    problem = _problem(hop, key, incoming, found.specs)
+    if problem:
+        hop.problems[key] = problem
+        incoming = Incoming(None, requires_grad=False)
+    return _taken(hop, key, incoming, found.specs, found.requires_grad, device)
 
 
 def exchange_headers(

@@ -6,6 +6,7 @@ CUDA tensors between two ranks: those go through pinned host memory.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm import c10d
 from tritoncomm.errors import GroupError, PeerError
 
-__all__ = ["Line", "Posted", "Way", "move", "post"]
+__all__ = ["Line", "Posted", "Way", "keep", "move", "post", "start"]
 
 _MOST_UNWAITED = 64
 _TOGETHER = ("send_prev", "recv_prev", "send_next", "recv_next")
@@ -51,6 +52,7 @@ class Line:
         stages: ranks in the group.
         batch: the directions in the order of a batch.
         singles: the directions in an order that no backend which blocks in single calls can deadlock on.
+        ways: the directions of singles and of a batch, by key.
     """
 
     group: ProcessGroup
@@ -61,9 +63,9 @@ class Line:
     stages: int
     batch: tuple[Way, ...]
     singles: tuple[Way, ...]
+    ways: tuple[dict[str, Way], dict[str, Way]]
     modes: dict[str, str] = field(default_factory=dict)
     sides: dict[str, "Line | None"] = field(default_factory=dict)
-    unwaited: dict[str, "deque[Posted]"] = field(default_factory=dict)
 
     @classmethod
     def of(cls, group: ProcessGroup, prev: int | None = None, next: int | None = None) -> "Line":
@@ -92,7 +94,8 @@ class Line:
         other = world if len(ranks) == 2 and world is not None and "ucc" not in dist.get_backend(group) else group
         singles = tuple(way(key, over) for key, over in zip(alone, (group, other, group, other), strict=True))
         batch = tuple(way(key, group) for key in together)
-        return cls(group, before, after, ranks[stage], stage, len(ranks), batch, singles)
+        ways = {way.key: way for way in singles}, {way.key: way for way in batch}
+        return cls(group, before, after, ranks[stage], stage, len(ranks), batch, singles, ways)
 
     def peer(self, key: str) -> int:
         """Global rank at the other end of ``send_prev``, ``recv_next``, ..."""
@@ -107,20 +110,6 @@ class Line:
             found = self.modes[kind] = "host" if gloo else ("batched" if kind == "cuda" else "direct")
         return found
 
-    def keep(self, posted: "Posted", key: str) -> None:
-        """Hold a send until it was waited for: a handle that the caller drops must not take the send with it."""
-        queue = self.unwaited.setdefault(key, deque())
-        queue.append(posted)
-        if len(queue) > _MOST_UNWAITED:
-            queue[0].wait()
-
-    def forget(self, posted: "Posted", key: str) -> None:
-        """Let go of a send that is done, and with it of those posted before it on the same way."""
-        queue = self.unwaited.get(key)
-        if queue is not None and posted in queue:
-            while queue.popleft() is not posted:
-                pass
-
     def __str__(self) -> str:
         return f"stage {self.stage} of {self.stages} (rank {self.rank})"
 
@@ -133,10 +122,11 @@ def _failure(line: Line, name: str, way: Way, x: Tensor, error: Exception) -> Pe
 class Posted:
     """A transfer under way; it keeps its buffers alive until it has been waited for."""
 
-    __slots__ = ("_host", "_line", "_name", "_tensor", "_way", "_work")
+    __slots__ = ("_host", "_kept", "_line", "_name", "_tensor", "_way", "_work")
 
     def __init__(self, work: Any, way: Way, x: Tensor, line: Line, name: str, host: Tensor | None = None) -> None:
         self._work, self._way, self._tensor, self._line, self._name, self._host = work, way, x, line, name, host
+        self._kept: deque[Posted] | None = None
 
     def wait(self) -> None:
         """Afterwards the source may be reused or freed, or the result is there (on a GPU: in stream order).
@@ -153,12 +143,27 @@ class Posted:
         if self._host is not None and not self._way.is_send:
             self._tensor.copy_(self._host)
         self._work = self._host = None
-        if self._way.is_send:
-            self._line.forget(self, self._way.key)
+        if self._kept is not None and self in self._kept:
+            while self._kept.popleft() is not self:  # those posted before it on the same way are done as well
+                pass
 
     def is_completed(self) -> bool:
         """Whether ``wait()`` would not have to wait for the backend."""
         return self._work is None or self._work.is_completed()
+
+
+_unwaited: dict[tuple[ProcessGroup, int], deque[Posted]] = {}
+
+
+def keep(handles: Iterable[Posted]) -> None:
+    """Hold sends until they were waited for: a handle that the caller drops must not take the send with it."""
+    for posted in handles:
+        way = posted._way
+        if way.is_send:
+            posted._kept = queue = _unwaited.setdefault((way.group, way.place), deque())
+            queue.append(posted)
+            if len(queue) > _MOST_UNWAITED:
+                queue[0].wait()
 
 
 def post(line: Line, name: str, tensors: dict[str, Tensor], batched: bool) -> dict[str, Posted]:
@@ -189,10 +194,17 @@ def post(line: Line, name: str, tensors: dict[str, Tensor], batched: bool) -> di
             work = way.start(x if host is None else host)
         except RuntimeError as error:
             raise _failure(line, name, way, x, error) from error
-        posted[way.key] = handle = Posted(work, way, x, line, name, host)
-        if way.is_send:
-            line.keep(handle, way.key)
+        posted[way.key] = Posted(work, way, x, line, name, host)
     return posted
+
+
+def start(line: Line, name: str, key: str, x: Tensor, batched: bool) -> Posted:
+    """``post`` of one CPU tensor."""
+    way = line.ways[batched][key]
+    try:
+        return Posted(way.start(x), way, x, line, name)
+    except RuntimeError as error:
+        raise _failure(line, name, way, x, error) from error
 
 
 def move(line: Line, name: str, tensors: dict[str, Tensor], batched: bool) -> None:
@@ -203,15 +215,16 @@ def move(line: Line, name: str, tensors: dict[str, Tensor], batched: bool) -> No
     """
     works = []
     for way in line.batch if batched else line.singles:
-        x = tensors.get(way.key)
-        if x is None:
+        key, is_send, place, group = way
+        if key not in tensors:
             continue
-        if not works and line.mode(x) != "direct":
+        x = tensors[key]
+        if x.is_cuda and not works and line.mode(x) != "direct":
             for posted in post(line, name, tensors, batched).values():
                 posted.wait()
             return
         try:
-            works.append((way.start(x), way, x))
+            works.append(((group.send if is_send else group.recv)([x], place, 0), way, x))
         except RuntimeError as error:
             raise _failure(line, name, way, x, error) from error
     for work, way, x in works:

@@ -1,8 +1,8 @@
 """What a message holds, sent ahead of it: number of tensors, shapes, dtypes and requires-grad flags, as int64."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,7 @@ _DTYPES: list[torch.dtype | None] = [getattr(torch, name, None) for name in _NAM
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
+class Contents(NamedTuple):
     """The tensors of a message, without their values."""
 
     specs: tuple[Spec, ...]
@@ -34,7 +33,7 @@ class Contents:
 
 def describe_tensors(tensors: Sequence[Tensor]) -> Contents:
     """What ``tensors`` are."""
-    return Contents(tuple(spec_of(x) for x in tensors), tuple(x.requires_grad for x in tensors))
+    return Contents(tuple([spec_of(x) for x in tensors]), tuple([x.requires_grad for x in tensors]))
 
 
 @lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ from tritoncomm.c10d import special
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError, UnsupportedError
 from tritoncomm.ops import path_for
 from tritoncomm.p2p import engine
-from tritoncomm.p2p.exchange import Line, move, post
+from tritoncomm.p2p.exchange import Line, keep, move, post
 from tritoncomm.p2p.message import stage
 from tritoncomm.p2p.place import default_device
 from tritoncomm.p2p.shapes import Shape, as_shape
@@ -63,6 +63,7 @@ class Hops:
         self.pp_group, self.config = pp_group, config
         self._line = Line.of(pp_group)
         self._where: torch.device | None = None
+        self._alone = self._line.stages == 1
         self.next_rank: int | None = self._line.next
         self.prev_rank: int | None = self._line.prev
         self.virtual_pipeline_model_parallel_size = getattr(config, "virtual_pipeline_model_parallel_size", None)
@@ -122,16 +123,16 @@ class Hops:
         shapes = {key: list(contents.specs[0][0]) for key, contents in found.items()}
         return shapes.get("recv_prev", [0, 0, 0]), shapes.get("recv_next", [0, 0, 0])
 
-    def _incoming(self, shapes: Sequence[Any] | None, key: str, name: str) -> engine.Incoming:
+    def _incoming(self, shapes: Sequence[Any] | None, key: str, name: str, varies: bool) -> engine.Incoming:
         dtype = self._setting("pipeline_dtype", None)
         if dtype is None:
             subject = "pipeline_dtype" if key == "recv_prev" else "dtype"
             raise RuntimeError(f"{subject} must be provided if {key} is True")
         if shapes is None:
             raise RuntimeError(f"tensor_shape must be specified if {key} is True. {_COMMON}")
-        if self._lengths_vary:
+        if varies:
             return engine.Incoming(None, dtype)
-        return engine.Incoming(tuple((as_shape(shape, name), dtype) for shape in shapes))
+        return engine.Incoming(tuple([(as_shape(shape, name), dtype) for shape in shapes]))
 
     def _start(
         self,
@@ -145,30 +146,29 @@ class Hops:
         overlap: bool = False,
     ) -> engine.Hop:
         """One hop; ``shapes`` are those of either side."""
-        batched = bool(self._setting("batch_p2p_comm", True))
-        if self._setting("use_ring_exchange_p2p", False):
+        config = self.config
+        batched = bool(getattr(config, "batch_p2p_comm", True))
+        if getattr(config, "use_ring_exchange_p2p", False):
             raise UnsupportedError(f"{name}: use_ring_exchange_p2p needs a patched torch; leave it off")
         if overlap and batched:
             raise AssertionError(f"{name}: overlap_p2p_comm needs batch_p2p_comm=False")
-        wanted = [key for key, on in (("recv_prev", recv_prev), ("recv_next", recv_next)) if on]
-        receives = {key: self._incoming(shapes, key, name) for key in wanted}
-        sends = {
-            key: [x for x in tensors if x is not None]
-            for key, tensors in (("send_next", send_next), ("send_prev", send_prev))
-        }
-        for x in (*sends["send_next"], *sends["send_prev"]):
-            if not isinstance(x, Tensor):
-                raise ArgumentError(f"{name}: expected tensors, not {type(x).__name__}")
-        device = self._device(*sends["send_next"], *sends["send_prev"])
-        return engine.exchange(
-            self._line,
-            name,
-            {key: tensors for key, tensors in sends.items() if tensors},
-            receives,
-            device,
-            batched=batched,
-            with_header=self._lengths_vary,
-        )
+        varies = self._lengths_vary
+        receives = {}
+        if recv_prev:
+            receives["recv_prev"] = self._incoming(shapes, "recv_prev", name, varies)
+        if recv_next:
+            receives["recv_next"] = self._incoming(shapes, "recv_next", name, varies)
+        sends, device = {}, None
+        for key, tensors in (("send_next", send_next), ("send_prev", send_prev)):
+            given = [x for x in tensors if x is not None]
+            if given:
+                sends[key] = given
+                for x in given:
+                    if not isinstance(x, Tensor):
+                        raise ArgumentError(f"{name}: expected tensors, not {type(x).__name__}")
+                device = device or given[0].device
+        device = device or self._device()
+        return engine.exchange(self._line, name, sends, receives, device, batched=batched, with_header=varies)
 
     def _communicate(
         self,
@@ -200,8 +200,8 @@ class Hops:
         config = self.config
         batched = getattr(config, "batch_p2p_comm", True)
         announced = getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)
-        general = announced or self._line.stages == 1 or getattr(config, "use_ring_exchange_p2p", False)
-        if not general and (wait or not batched) and not engine.checking():
+        general = announced or self._alone or getattr(config, "use_ring_exchange_p2p", False)
+        if not general and (wait or not batched) and not engine._check:
             found = self._plain(name, sends, receives, shape, batched, wait)
             if found is not None:
                 return found
@@ -214,10 +214,13 @@ class Hops:
             shapes=None if shape is None else [shape],
             overlap=not wait,
         )
-        handles: Any = hop.handles()
-        if wait:
+        handles: Any = None
+        if not wait:
+            handles = hop.handles()
+            keep((*hop.headers, *hop.posted.values()))
+        else:
             hop.wait()
-            handles = None if handles else ([] if self._setting("batch_p2p_comm", True) else {})
+            handles = None if hop.posted else ([] if self._setting("batch_p2p_comm", True) else {})
         return _only(hop, "recv_prev"), _only(hop, "recv_next"), handles
 
     def _plain(
@@ -231,34 +234,44 @@ class Hops:
     ) -> tuple[Tensor | None, Tensor | None, Any] | None:
         """``_single`` where nothing is announced; None for what only the general form handles, or refuses."""
         started, tensors, sent, path, moved = record.now(), {}, 0, "view", 0
-        for key, x in zip(_SENDS, sends, strict=True):
-            if x is not None:
-                if not isinstance(x, Tensor) or x.dtype in special or x.numel() < 2:
-                    return None  # one element may carry a lazy negative bit
-                if not x.is_contiguous() and path_for(x) == "torch" and not x.is_neg():
-                    x, path, moved = x.contiguous(), "torch", moved + 2 * x.nbytes
-                elif not x.is_contiguous():
-                    staged = stage([x])
-                    x, path, moved = staged.wire, staged.path, moved + staged.moved
-                tensors[key] = x if wait else x.detach()  # the caller may give x other memory before the handle is done
-                sent += x.nbytes
-        if receives[0] or receives[1]:
+        to_next, to_prev = sends
+        for key, x in (("send_next", to_next), ("send_prev", to_prev)):
+            if x is None:
+                continue
+            if not isinstance(x, Tensor) or x.dtype in special or x.numel() < 2:
+                return None  # one element may carry a lazy negative bit
+            if x.is_contiguous():
+                if not wait:
+                    x = x.detach()  # the caller may give x other memory before the handle is done
+            elif path_for(x) == "torch" and not x.is_neg():
+                x, path, moved = x.detach().contiguous(), "torch", moved + 2 * x.nbytes
+            else:
+                staged = stage([x])
+                x, path, moved = staged.wire, staged.path, moved + staged.moved
+            tensors[key] = x
+            sent += x.nbytes
+        before = after = None
+        from_prev, from_next = receives
+        if from_prev or from_next:
             dtype = getattr(self.config, "pipeline_dtype", None)
-            if dtype is None or shape is None:
+            if dtype is None or shape is None or dtype in special:
                 return None
-            device = self._device(*sends)
-            grad = dtype.is_floating_point or dtype.is_complex
-            for key, wanted in zip(_RECEIVES, receives, strict=True):
-                if wanted:
-                    tensors[key] = x = torch.empty(shape, dtype=dtype, device=device, requires_grad=grad)
-                    if x.numel() == 0 or dtype in special:
-                        return None
+            device = self._device(to_next, to_prev)
+            if from_prev:
+                before = torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
+                tensors["recv_prev"] = before
+            if from_next:
+                after = torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
+                tensors["recv_next"] = after
+            if 0 in shape:
+                return None
         handles: Any = None
-        if wait:
-            move(self._line, name, tensors, batched)
-            if not tensors:
-                handles = [] if batched else {}
-        else:
+        if not wait:
             handles = post(self._line, name, tensors, batched)
+            keep(handles.values())
+        elif tensors:
+            move(self._line, name, tensors, batched)
+        else:
+            handles = [] if batched else {}
         record.add(name, path, moved, sent, started)
-        return tensors.get("recv_prev"), tensors.get("recv_next"), handles
+        return before, after, handles

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from tritoncomm import ops
 from tritoncomm.c10d import carrier
@@ -51,6 +52,13 @@ def _places(specs: tuple[Spec, ...]) -> tuple[tuple[int, ...], int]:
     return tuple(starts), end
 
 
+@lru_cache(maxsize=4096)
+def _dense(specs: tuple[Spec, ...]) -> bool:
+    """Whether the tensors lie behind each other without a gap, in one dtype."""
+    ends = [math.prod(shape) * dtype.itemsize for shape, dtype in specs[:-1]]
+    return len({dtype for _, dtype in specs}) == 1 and not any(end % _ALIGNMENT for end in ends)
+
+
 def stage(tensors: Sequence[Tensor]) -> Message:
     """The tensors as one message: without a pass for one contiguous tensor, with one pass otherwise."""
     tensors = [resolved(x.detach()) for x in tensors]  # a handle holds the memory, whatever becomes of x
@@ -63,7 +71,11 @@ def stage(tensors: Sequence[Tensor]) -> Message:
             return Message(carrier(x.contiguous()), [x], "torch", 2 * x.nbytes)
         wire, path, moved = ops.pack(x, 0, 1)
         return Message(carrier(wire.view(x.shape)), [x], path, moved)
-    starts, size = _places(tuple([spec_of(x) for x in tensors]))
+    specs = tuple([spec_of(x) for x in tensors])
+    if on_torch and _dense(specs) and all(map(Tensor.is_contiguous, tensors)):
+        flat = _flatten_dense_tensors(tensors)
+        return Message(flat.view(torch.uint8), tensors, "torch", 2 * flat.nbytes)
+    starts, size = _places(specs)
     wire = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
     pieces = _views(wire, tensors, starts)
     if on_torch:

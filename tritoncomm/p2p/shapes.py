@@ -21,7 +21,12 @@ def is_single_shape(x: Any) -> bool:
     """
     if isinstance(x, torch.Size):
         return True
-    return isinstance(x, list | tuple) and len(x) > 0 and all(isinstance(size, int) for size in x)
+    if not isinstance(x, (list, tuple)) or not x:
+        return False
+    for size in x:  # noqa: SIM110
+        if not isinstance(size, int):
+            return False
+    return True
 
 
 def as_shape(x: Any, name: str) -> tuple[int, ...]:
@@ -31,6 +36,12 @@ def as_shape(x: Any, name: str) -> tuple[int, ...]:
         ArgumentError: not a sequence of whole numbers.
         ShapeError: a negative size.
     """
+    if type(x) is tuple or type(x) is list:
+        for size in x:
+            if type(size) is not int or size < 0:
+                break
+        else:
+            return tuple(x)
     try:
         shape = tuple(int(size.__index__()) for size in x)
     except (TypeError, AttributeError):

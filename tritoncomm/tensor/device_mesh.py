@@ -37,7 +37,7 @@ class DeviceMesh:
     In the costs ``k`` is the number of ranks along an axis and ``B`` what a rank holds (Alpa, arXiv 2201.12023); the
     constant at the end keeps collectives of the same volume apart.
 
-    Groups are made by the ranks of the mesh alone, all of them together; a group that exists already is taken.
+    Groups that exist are taken; where one is missing, every process of the job calls, as for ``ProcessGroup``.
 
     Args:
         physical_mesh_id: global ranks.
@@ -108,8 +108,7 @@ class DeviceMesh:
     def merged(self, axes: Sequence[int]) -> "DeviceMesh":
         """A mesh whose axis 0 counts through ``axes``, the last one fastest; alpha and beta are their largest.
 
-        All axes in order are ``flatten()``; otherwise axis 1 counts through the rest. Made once; where this mesh has
-        process groups all its ranks call.
+        All axes in order are ``flatten()``; otherwise axis 1 counts through the rest. Made once, groups as this mesh.
 
         Raises:
             ShapeError: an axis that is not there, or one twice.
@@ -226,15 +225,12 @@ class DeviceMesh:
         if not dist.is_initialized():
             raise GroupError("DeviceMesh: torch.distributed is not initialized; call init_process_group() first")
         me = dist.get_rank()
+        ids = self._logical_mesh_id
+        axes = [ids.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(self.mesh_shape)]
         if not given:
-            everything = [
-                tuple(sorted(ranks))
-                for axis, size in enumerate(self.mesh_shape)
-                for ranks in self._logical_mesh_id.movedim(axis, -1).reshape(-1, size).tolist()
-            ]
+            everything = [tuple(sorted(ranks)) for lines in axes for ranks in lines]
             process_group.make_groups(everything, me, self.num_devices == dist.get_world_size())
-        for axis, size in enumerate(self.mesh_shape):
-            lines = self._logical_mesh_id.movedim(axis, -1).reshape(-1, size).tolist()
+        for axis, lines in enumerate(axes):
             entries = self.process_groups_dict[axis] = []
             for ranks in lines:
                 group: Any = dist.GroupMember.NON_GROUP_MEMBER
@@ -296,9 +292,8 @@ def _arranged(physical: Tensor, shape: Sequence[int] | None, logical: Any) -> Te
 
 def _group_over(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """The group of these ranks, which exists by now; one of this rank alone is made on the spot."""
-    backend = dist.get_backend()
-    found = process_group._known(backend, ranks)
-    if found is None and len(ranks) == 1:
-        return process_group._of_one(backend, ranks)
-    assert found is not None, ranks
+    found = process_group._known(dist.get_backend(), ranks)
+    if found is None:
+        assert len(ranks) == 1, ranks
+        return process_group._of_one(dist.get_backend(), ranks)
     return found
