@@ -7,6 +7,7 @@ import math
 import pickle
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -667,3 +668,22 @@ def run_named(group: TorchGroup) -> None:
 
 def test_named_params(pool: Pool) -> None:
     pool.run(run_named)
+
+
+def test_the_documented_table_is_the_code() -> None:
+    from tritoncomm.tensor.transitions import steps
+
+    text = (Path(__file__).parents[1] / "docs" / "tensor.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith(("| replica", "| shard"))]
+    kinds = {"replica": ((),), "shard, one dim": (((0, 4),), ((1, 4),)), "shard, several dims": (((0, 2), (1, 2)),)}
+    kinds["shard, several dims"] += (((1, 2), (0, 2)),)  # type: ignore[assignment]
+    assert [row.split("|")[1].strip() for row in rows] == list(kinds)
+    for row, old in zip(rows, kinds, strict=True):
+        for cell, new in zip(row.split("|")[2:-1], kinds, strict=True):
+            told = cell.strip().partition(" (")[0].replace("-to-", "_to_")
+            found = {
+                ", ".join(steps(a, b)) or "-" for a in kinds[old] for b in kinds[new] if a != b or old == "replica"
+            }
+            assert found == {told}, (old, new)
+            for same in kinds[old] if old == new else ():
+                assert steps(same, same) == ()
