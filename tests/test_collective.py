@@ -13,7 +13,7 @@ from pool import Pool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tritoncomm import UnsupportedError
+from tritoncomm import UnsupportedError, ops, record
 from tritoncomm import collective as c
 from tritoncomm.plan import chunk_sizes
 
@@ -121,6 +121,22 @@ def run_sizes(group: ProcessGroup) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_explicit_sizes(pool: Pool, world: int) -> None:
     pool.run(run_sizes, world=world)
+
+
+def run_on_kernels(group: ProcessGroup) -> None:
+    with pytest.MonkeyPatch.context() as patch, ops.path("triton"), record.recording() as counted:
+        patch.setitem(globals(), "LAYOUTS", ["contiguous"])  # the strides a kernel walks are in test_mappings
+        run_gather_and_scatter(group)
+        run_sizes(group)
+        run_all_to_all(group)
+        c.split_reduce_scatter([torch.ones(4, 3), torch.ones(8, 2)], 0, group)
+    by_kernel = {name for name, path in counted if path == "triton"}
+    assert by_kernel >= {"all_gather", "reduce_scatter", "split_reduce_scatter"}, counted
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_kernels_give_the_same_bits(pool: Pool, world: int) -> None:
+    pool.run(run_on_kernels, world=world)
 
 
 def _expected(op: str, parts: list[Tensor]) -> Tensor:
