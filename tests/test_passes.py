@@ -52,7 +52,8 @@ class Traffic(TorchDispatchMode):
 @contextmanager
 def collectives_uncounted() -> Iterator[None]:
     """Gloo makes copies of its own; what happens inside a collective is not our pass."""
-    names = [name for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce") if hasattr(c10d, name)]
+    lists = ("all_gather_list", "reduce_scatter_list")
+    names = ["all_gather", "reduce_scatter", "all_to_all", "all_reduce", *lists]
     originals = {name: getattr(c10d, name) for name in names}
 
     def hidden(original: Any) -> Any:
@@ -107,9 +108,22 @@ CASES: dict[str, tuple[Any, Floor, Floor, Floor]] = {  # call, forward, forward 
     ),
     "rs_last": (m.reduce_scatter_last_dim_to_tensor_parallel_region, lambda W: 2, lambda W: 2, lambda W: 2),
     "all_to_all": (lambda x, g: m.all_to_all(g, x), lambda W: 0, lambda W: 2, lambda W: 0),
+    "all_to_all-stream": (
+        lambda x, g: m.all_to_all(g, x, use_nccl_stream=True),
+        lambda W: 0, lambda W: 2, lambda W: 0,
+    ),
     "sp2hp": (m.all_to_all_sp2hp, lambda W: 2, lambda W: 2, lambda W: 2),
+    "sp2hp-stream": (lambda x, g: m.all_to_all_sp2hp(x, g, True), lambda W: 2, lambda W: 2, lambda W: 2),
     "hp2sp": (m.all_to_all_hp2sp, lambda W: 2, lambda W: 4, lambda W: 2),
+    "hp2sp-stream": (lambda x, g: m.all_to_all_hp2sp(x, g, True), lambda W: 2, lambda W: 4, lambda W: 2),
     "all_gather_dim-0": (lambda x, g: m.all_gather_dim(x, 0, g), lambda W: 0, lambda W: 2, lambda W: 0),
+    "all_gather_dim-2": (
+        lambda x, g: m.all_gather_dim(x, 2, g),
+        lambda W: 2 * W, lambda W: 2 + 2 * W, lambda W: 2 * W,
+    ),
+    "split_dim-0": (lambda x, g: m.split_dim(x, 0, g), lambda W: 0, lambda W: 2 / W, lambda W: 0),
+    "split_dim-2": (lambda x, g: m.split_dim(x, 2, g), lambda W: 2 / W, lambda W: 2 / W, lambda W: 2),
+    "reduce_scatter_dim-0": (lambda x, g: m.reduce_scatter_dim(x, 0, g), lambda W: 0, lambda W: 2, lambda W: 0),
     "reduce_scatter_dim-2": (lambda x, g: m.reduce_scatter_dim(x, 2, g), lambda W: 2, lambda W: 2, lambda W: 2),
     "all_to_all_dims-2-0": (lambda x, g: m.all_to_all_dims(x, 2, 0, g), lambda W: 2, lambda W: 2, lambda W: 2),
     "all_to_all_dims-0-2": (lambda x, g: m.all_to_all_dims(x, 0, 2, g), lambda W: 2, lambda W: 4, lambda W: 2),
@@ -130,9 +144,16 @@ MEMORY: dict[str, tuple[Floor, Floor]] = {
     "ag_last": (lambda W: 2 * W, lambda W: W + 1),
     "rs_last": (lambda W: 1 + 1 / W, lambda W: 2),
     "all_to_all": (lambda W: 1, lambda W: 1),
+    "all_to_all-stream": (lambda W: 1, lambda W: 1),
     "sp2hp": (lambda W: 2, lambda W: 2),
+    "sp2hp-stream": (lambda W: 2, lambda W: 2),
     "hp2sp": (lambda W: 2, lambda W: 2),
+    "hp2sp-stream": (lambda W: 2, lambda W: 2),
     "all_gather_dim-0": (lambda W: W, lambda W: 1),
+    "all_gather_dim-2": (lambda W: 2 * W, lambda W: W + 1),
+    "split_dim-0": (lambda W: 0, lambda W: 1),
+    "split_dim-2": (lambda W: 1 / W, lambda W: 2),
+    "reduce_scatter_dim-0": (lambda W: 1 / W, lambda W: 1),
     "reduce_scatter_dim-2": (lambda W: 1 + 1 / W, lambda W: 2),
     "all_to_all_dims-2-0": (lambda W: 2, lambda W: 2),
     "all_to_all_dims-0-2": (lambda W: 2, lambda W: 2),
@@ -163,16 +184,82 @@ def run_floor(group: ProcessGroup, name: str) -> None:
         assert moved == wanted * n, f"{name}: forward moved {moved / n} n, not {wanted} n (contiguous {x is base})"
         assert back == backward_floor(world) * n, f"{name}: backward moved {back / n} n, not {backward_floor(world)} n"
         assert recorded == moved + back, f"{name}: the record says {recorded / n} n, not {(moved + back) / n} n"
-        if x is base:
-            most = [memory(world) for memory in MEMORY[name]]
-            assert forward.allocated <= most[0] * n, f"{name}: forward allocated {forward.allocated / n} n"
-            assert backward.allocated <= most[1] * n, f"{name}: backward allocated {backward.allocated / n} n"
+        most = [memory(world) for memory in MEMORY[name]]
+        most[0] += (wanted - floor(world)) / 2  # a strided input that is packed first has a wire of its own
+        assert forward.allocated <= most[0] * n, f"{name}: forward allocated {forward.allocated / n} n"
+        assert backward.allocated <= most[1] * n, f"{name}: backward allocated {backward.allocated / n} n"
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_floor(pool: Pool, name: str, world: int) -> None:
     pool.run(run_floor, name, world=world)
+
+
+# With split sizes; n and o are the bytes of this rank's input and result: bytes moved, and the most new memory.
+Bytes = Callable[[int, int], int]
+UNEVEN: dict[str, tuple[Any, tuple[Bytes, Bytes], tuple[Bytes, Bytes]]] = {  # call, forward, backward
+    "gather_sp": (
+        lambda x, g, s, _: m.gather_from_sequence_parallel_region(x, True, g, s),
+        (lambda n, o: 0, lambda n, o: o), (lambda n, o: 0, lambda n, o: n),
+    ),
+    "gather_sp-replicated-grad": (
+        lambda x, g, s, _: m.gather_from_sequence_parallel_region(x, False, g, s),
+        (lambda n, o: 0, lambda n, o: o), (lambda n, o: 0, lambda n, o: 0),
+    ),
+    "reduce_scatter_sp": (
+        lambda x, g, s, _: m.reduce_scatter_to_sequence_parallel_region(x, g, s),
+        (lambda n, o: 0, lambda n, o: o), (lambda n, o: 0, lambda n, o: n),
+    ),
+    "all_to_all": (
+        lambda x, g, s, t: m.all_to_all(g, x, t, s),
+        (lambda n, o: 0, lambda n, o: o), (lambda n, o: 0, lambda n, o: n),
+    ),
+    "all_gather_dim-1": (
+        lambda x, g, s, _: m.all_gather_dim(x, 1, g, sizes=s),
+        (lambda n, o: 2 * o, lambda n, o: 2 * o), (lambda n, o: 2 * o, lambda n, o: o + n),
+    ),
+    "reduce_scatter_dim-1": (
+        lambda x, g, s, _: m.reduce_scatter_dim(x, 1, g, sizes=s),
+        (lambda n, o: 2 * n, lambda n, o: n + o), (lambda n, o: 2 * n, lambda n, o: 2 * n),
+    ),
+    "split_dim-1": (
+        lambda x, g, s, _: m.split_dim(x, 1, g, sizes=s),
+        (lambda n, o: 2 * o, lambda n, o: o), (lambda n, o: 2 * n, lambda n, o: 2 * n),
+    ),
+    "all_to_all_dims-2-1": (
+        lambda x, g, s, t: m.all_to_all_dims(x, 2, 1, g, scatter_sizes=t, gather_sizes=s),
+        (lambda n, o: 2 * n + 2 * o, lambda n, o: n + 2 * o), (lambda n, o: 2 * n + 2 * o, lambda n, o: 2 * n + o),
+    ),
+}  # fmt: skip
+
+
+def run_uneven_floor(group: ProcessGroup) -> None:
+    rank, world = group.rank(), group.size()
+    sizes, heads = ((4, 1), (3, 2)) if world == 2 else ((1, 3, 0, 2), (2, 0, 2, 1))
+    for name, (call, forward_bytes, backward_bytes) in UNEVEN.items():
+        given, other = sizes, heads
+        mine = sizes[rank] if name.startswith(("gather", "all_gather", "all_to_all_dims")) else sum(sizes)
+        if name == "all_to_all":  # every rank sends alike, so that all that arrive are of one size
+            other = (sizes[rank],) * world
+        x = torch.ones((2, mine, sum(heads), 3) if name[-1].isdigit() else (mine, 3, 4), requires_grad=True)
+
+        def mapping(x: Tensor, group: ProcessGroup, args: Any = (call, given, other)) -> Tensor:
+            return args[0](x, group, *args[1:])
+
+        n, o = x.nbytes, mapping(x, group).nbytes
+        forward, backward, recorded = measured(mapping, x, group)
+        moved = [wanted(n, o) for wanted, _ in (forward_bytes, backward_bytes)]
+        most = [memory(n, o) for _, memory in (forward_bytes, backward_bytes)]
+        assert [forward.moved, backward.moved] == moved, (name, n, o)
+        assert recorded == sum(moved), (name, n, o, recorded)
+        assert forward.allocated <= most[0], (name, n, o, forward.allocated)
+        assert backward.allocated <= most[1], (name, n, o, backward.allocated)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_floor_of_split_sizes(pool: Pool, world: int) -> None:
+    pool.run(run_uneven_floor, world=world)
 
 
 def run_triton_floor(group: ProcessGroup) -> None:

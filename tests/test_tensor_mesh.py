@@ -249,6 +249,22 @@ def test_ranks_outside_a_mesh(pool: Pool) -> None:
     pool.run(run_outside, world=4)
 
 
+def run_merges(group: ProcessGroup) -> None:
+    mesh = DeviceMesh(dist.get_process_group_ranks(group), (2, 2, 2), init_process_group=True)
+    for axes in ([2, 1], [1, 2], [0, 2], [2, 0, 1]):
+        members = mesh.merged(axes).members(0)
+        assert members is not None
+        x = torch.ones(1)
+        members.group.allreduce([x]).wait()
+        assert x.item() == 2 ** len(axes)
+
+
+def test_groups_that_only_some_ranks_have(pool: Pool) -> None:
+    for shape, world in (((2, 2), 4), ((4,), 4), ((2, 4), 8), ((4, 2), 8)):
+        pool.run(run_groups, shape, world=world)
+    pool.run(run_merges, world=8)
+
+
 def run_from_torch(group: ProcessGroup) -> None:
     theirs = TorchMesh("cpu", torch.arange(8).view(2, 4), mesh_dim_names=("data", "tensor"))
     mesh = DeviceMesh.from_torch(theirs, mesh_beta=[1, 3])

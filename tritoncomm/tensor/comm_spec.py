@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tritoncomm.dims import checked_dim, wants_grad
 from tritoncomm.errors import ArgumentError, ShapeError
-from tritoncomm.tensor.device_mesh import FlattenDeviceMesh, Members
+from tritoncomm.tensor.device_mesh import FlattenDeviceMesh
+from tritoncomm.tensor.mesh_groups import Members
 from tritoncomm.tensor.movements import Movement, move
 from tritoncomm.tensor.sharding_spec import ShardingSpec
 
@@ -107,7 +108,7 @@ class CommSpec:
             raise ShapeError(f"CommSpec: dims {list(self.gather_dim)} do not go with axes {list(axes)}")
         self.logical_process_axes = list(axes)
         self.device_mesh = mesh.merged((0, 1))
-        self.device_meshes = FlattenDeviceMesh(
+        self.device_meshes = getattr(mesh, "flatten_device_meshes", None) or FlattenDeviceMesh(
             mesh.logical_mesh_id, mesh.mesh_shape, mesh.mesh_alpha, mesh.mesh_beta, need_flatten=False
         )
 

@@ -4,7 +4,6 @@ import copy
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,22 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from tritoncomm.errors import GroupError, ShapeError
-from tritoncomm.tensor import process_group
+from tritoncomm.tensor.mesh_groups import Line, Members, groups_along
 
-__all__ = ["DeviceMesh", "FlattenDeviceMesh", "Members"]
-
-
-@dataclass(frozen=True, slots=True)
-class Members:
-    """This rank's process group along one axis.
-
-    Attributes:
-        group: the process group.
-        order: for each place along the axis the rank inside the group; None where the group counts the same way.
-    """
-
-    group: dist.ProcessGroup
-    order: tuple[int, ...] | None
+__all__ = ["DeviceMesh", "FlattenDeviceMesh"]
 
 
 class DeviceMesh:
@@ -79,11 +65,11 @@ class DeviceMesh:
         self.mesh_alpha: Any = self._per_axis(mesh_alpha, "mesh_alpha")
         self.mesh_beta: Any = self._per_axis(mesh_beta, "mesh_beta")
         self.init_process_group, self.need_flatten = init_process_group, need_flatten
-        self.process_groups_dict: dict[int, list[tuple[list[int], Any]]] = {}
+        self.process_groups_dict: dict[int, list[Line]] = {}
         self._members: dict[int, Members] = {}
         self._merged: dict[tuple[int, ...], DeviceMesh] = {}
         if init_process_group:
-            self._take_groups([])
+            self.process_groups_dict, self._members = groups_along(self._logical_mesh_id, [])
         if need_flatten:
             self._add_flat()
 
@@ -175,7 +161,8 @@ class DeviceMesh:
         made = cls(mesh.mesh, None, None, mesh_alpha, mesh_beta, need_flatten=False)
         made.init_process_group, made.need_flatten = True, need_flatten
         inside = mesh.get_coordinate() is not None
-        made._take_groups([mesh.get_group(axis) for axis in range(mesh.ndim)] if inside else [])
+        given = [mesh.get_group(axis) for axis in range(mesh.ndim)] if inside else []
+        made.process_groups_dict, made._members = groups_along(made._logical_mesh_id, given)
         if need_flatten:
             made._add_flat()
         return made
@@ -219,27 +206,6 @@ class DeviceMesh:
             self.flatten_device_meshes = FlattenDeviceMesh(
                 self._logical_mesh_id, self.mesh_shape, self.mesh_alpha, self.mesh_beta, need_flatten=False
             )
-
-    def _take_groups(self, given: Sequence[dist.ProcessGroup]) -> None:
-        """Fill ``process_groups_dict``: this rank's groups as given by axis, or found, or made."""
-        if not dist.is_initialized():
-            raise GroupError("DeviceMesh: torch.distributed is not initialized; call init_process_group() first")
-        me = dist.get_rank()
-        ids = self._logical_mesh_id
-        axes = [ids.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(self.mesh_shape)]
-        if not given:
-            everything = [tuple(sorted(ranks)) for lines in axes for ranks in lines]
-            process_group.make_groups(everything, me, self.num_devices == dist.get_world_size())
-        for axis, lines in enumerate(axes):
-            entries = self.process_groups_dict[axis] = []
-            for ranks in lines:
-                group: Any = dist.GroupMember.NON_GROUP_MEMBER
-                if me in ranks:
-                    group = given[axis] if given else _group_over(tuple(sorted(ranks)))
-                    counted = dist.get_process_group_ranks(group)
-                    order = None if counted == ranks else tuple(map(counted.index, ranks))
-                    self._members[axis] = Members(group, order)
-                entries.append((ranks, group))
 
 
 class FlattenDeviceMesh(DeviceMesh):
@@ -288,12 +254,3 @@ def _arranged(physical: Tensor, shape: Sequence[int] | None, logical: Any) -> Te
     if math.prod(shape) != physical.numel():
         raise ShapeError(f"DeviceMesh: {physical.numel()} ranks do not fill a mesh of shape {tuple(shape)}")
     return physical.reshape(tuple(shape))
-
-
-def _group_over(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The group of these ranks, which exists by now; one of this rank alone is made on the spot."""
-    found = process_group._known(dist.get_backend(), ranks)
-    if found is None:
-        assert len(ranks) == 1, ranks
-        return process_group._of_one(dist.get_backend(), ranks)
-    return found

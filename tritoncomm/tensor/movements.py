@@ -13,7 +13,8 @@ from tritoncomm import engine, record
 from tritoncomm.autograd import direct
 from tritoncomm.dims import wants_grad
 from tritoncomm.errors import ShapeError
-from tritoncomm.tensor.device_mesh import DeviceMesh, Members
+from tritoncomm.tensor.device_mesh import DeviceMesh
+from tritoncomm.tensor.mesh_groups import Members
 
 __all__ = ["Movement", "move"]
 
