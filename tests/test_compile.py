@@ -33,8 +33,9 @@ def whole_layer(group: ProcessGroup) -> Callable[[Tensor], Tensor]:
 
 
 def uneven_layer(group: ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Split sizes: tokens that go to ranks unevenly and come back, and a sequence that does not divide."""
+    """Split sizes: tokens that go to ranks unevenly and come back, and rows and heads that do not divide."""
     rank, world = group.rank(), group.size()
+    heads, rows = ((3, 1), (4, 0)) if world == 2 else ((2, 0, 1, 1), (1, 0, 12, 3))
     sent = [1 + (rank + to) % 2 for to in range(world)]
     sent[-1] += 4 * world // 2 - sum(sent)
     table = [[1 + (source + to) % 2 for to in range(world)] for source in range(world)]
@@ -48,7 +49,11 @@ def uneven_layer(group: ProcessGroup) -> Callable[[Tensor], Tensor]:
         full = m.gather_from_sequence_parallel_region(tokens.relu(), group=group, output_split_sizes=sizes)
         part = m.reduce_scatter_to_sequence_parallel_region(full * 2, group, sizes)
         back = m.all_to_all(group, part, sent, received)
-        return m.all_to_all_sp2hp(back, group).sin()
+        mine = m.all_to_all_dims(back.view(2, world, 4, 4), 2, 1, group, scatter_sizes=heads)
+        home = m.all_to_all_dims(mine * 2, 1, 2, group, scatter_sizes=rows, gather_sizes=heads)
+        every = m.all_gather_dim(home, 1, group, sizes=rows)
+        some = m.reduce_scatter_dim(every.relu(), 1, group, sizes=rows)
+        return (some + m.split_dim(every, 1, group, sizes=rows)).sin()
 
     return layer
 
@@ -100,6 +105,8 @@ def test_compiled_is_eager(pool: Pool, backend: str, world: int) -> None:
 def test_split_sizes_compile(pool: Pool, backend: str, world: int) -> None:
     for calls in pool.run(run_compiled, backend, "uneven_layer", world=world):
         assert calls.get("all_to_all") == 2 * (CALLS - 1), calls
+        assert calls.get("all_to_all_dims") == 4 * (CALLS - 1), calls
+        assert calls.get("reduce_scatter_dim") == 2 * (CALLS - 1), calls
         assert calls.get("reduce_scatter_to_sequence_parallel_region") == CALLS - 1, calls
 
 

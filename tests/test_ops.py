@@ -21,6 +21,7 @@ DTYPES = [
     torch.float8_e4m3fn,
 ]  # fmt: skip
 PATHS = ["torch", "triton"]
+CANARY = 0x7F
 SHAPES = [(8,), (4, 8), (1, 8), (3, 4, 8), (2, 4, 2, 8), (0, 8)]
 
 
@@ -307,21 +308,57 @@ def test_nothing_is_written_beside_an_output(path: str, dtype: torch.dtype) -> N
             assert_same_bits(joined, x)
             assert intact(before, wire)
             assert intact(after, joined)
-    parts = torch.ones(3, 7)
-    total, around = amid_canaries((7,), torch.float32)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+def test_nothing_is_written_beside_pieces_of_given_sizes(path: str, dtype: torch.dtype) -> None:
+    for shape, dim, sizes in (((7, 3), 0, (3, 0, 4)), ((2, 7), 1, (2, 5, 0)), ((2, 7, 3), 1, (1, 1, 5))):
+        x = random_bits(shape, dtype)
+        wire, before = amid_canaries((x.numel(),), dtype)
+        joined, after = amid_canaries(shape, dtype)
+        with ops.path(path):
+            ops.pack(x, dim, 3, sizes, out=wire)
+            ops.unpack(wire, shape, dim, 3, sizes, out=joined)
+        assert_same_bits(wire, flat_wire(x, dim, sizes))
+        assert_same_bits(joined, x)
+        assert intact(before, wire)
+        assert intact(after, joined)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=name_of)
+def test_nothing_is_written_between_the_rows_of_a_slice(path: str, dtype: torch.dtype) -> None:
+    x = random_bits((3, 5, 6), dtype)
+    wire = torch.stack([piece.contiguous() for piece in x.chunk(2, 2)])
+    wide, around = amid_canaries((3, 5, 10), dtype)
+    target = wide[..., 3:9]
     with ops.path(path):
-        ops.reduce(parts, out=total)
-    assert total.eq(3).all()
-    assert intact(around, total)
+        ops.unpack(wire, x.shape, 2, 2, out=target)
+    assert_same_bits(target, x)
+    assert (bits(wide[..., :3]) == CANARY).all()
+    assert (bits(wide[..., 9:]) == CANARY).all()
+    assert intact(around, wide)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64], ids=name_of)
+def test_nothing_is_written_beside_a_sum(path: str, dtype: torch.dtype) -> None:
+    for world, shape in itertools.product([2, 3], [(1,), (7,), (3, 5), (2, 8)]):
+        total, around = amid_canaries(shape, dtype)
+        with ops.path(path):
+            ops.reduce(torch.ones((world, *shape), dtype=dtype), out=total)
+        assert total.eq(world).all()
+        assert intact(around, total)
 
 
 def amid_canaries(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A poisoned tensor in the middle of a buffer of canary bytes."""
     size = math.prod(shape) * dtype.itemsize
-    raw = torch.full((size + 128,), 0x7F, dtype=torch.uint8)
+    raw = torch.full((size + 128,), CANARY, dtype=torch.uint8)
     return raw[64 : 64 + size].view(dtype).view(shape), raw
 
 
 def intact(raw: Tensor, inside: Tensor) -> bool:
     """Whether every canary is alive."""
-    return bool((raw[:64] == 0x7F).all() and (raw[64 + inside.nbytes :] == 0x7F).all())
+    return bool((raw[:64] == CANARY).all() and (raw[64 + inside.nbytes :] == CANARY).all())

@@ -297,21 +297,26 @@ def test_in_place_where_possible(pool: Pool) -> None:
     pool.run(run_in_place_floor, world=2)
 
 
-def run_slipped_in(group: ProcessGroup, which: str) -> None:
+def run_slipped_in(group: ProcessGroup, which: str, waste: str) -> None:
     original = getattr(ops, which)
 
-    def twice(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(x.clone(), *args, **kwargs)
+    def wasteful(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        extra = x.clone() if waste == "copy" else x.new_empty(x.shape)
+        return original(extra if waste == "copy" else x, *args, **kwargs)
 
-    setattr(ops, which, twice)
+    setattr(ops, which, wasteful)
+    told = r"moved|record" if waste == "copy" else "allocated"
     try:
         for name in ("sp2hp", "rs_last", "ag_last"):
-            with pytest.raises(AssertionError, match=r"moved|record"):
+            with pytest.raises(AssertionError, match=told):
                 run_floor(group, name)
+        with pytest.raises(AssertionError):
+            run_uneven_floor(group)
     finally:
         setattr(ops, which, original)
 
 
+@pytest.mark.parametrize("waste", ["copy", "buffer"])
 @pytest.mark.parametrize("which", ["pack", "unpack"])
-def test_a_second_copy_is_seen(pool: Pool, which: str) -> None:
-    pool.run(run_slipped_in, which, world=2)
+def test_waste_is_seen(pool: Pool, which: str, waste: str) -> None:
+    pool.run(run_slipped_in, which, waste, world=2)
