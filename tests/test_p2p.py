@@ -1,33 +1,24 @@
-"""Point-to-point: random hops in every mode, forms of arguments, posting order, check mode, messages and headers."""
+"""Point-to-point: random hops in every mode, at every world size, with several pipelines at the same time."""
 
 import dataclasses
 import itertools
 import math
 import random
-import runpy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pool import Pool
-from test_passes import Traffic
-from test_stages import pipeline
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tritoncomm import ops, p2p, record
-from tritoncomm.errors import MismatchError, PeerError, ShapeError
-from tritoncomm.p2p import P2PCommunicator, engine, header, message, shares
-from tritoncomm.p2p.exchange import Line, Way
-from tritoncomm.p2p.header import Contents
+from tritoncomm import p2p
+from tritoncomm.p2p import P2PCommunicator, header
 
 DTYPES = [dtype for dtype in header._DTYPES if dtype is not None]
 WORLDS: Any = pytest.mark.parametrize("world", [1, 2, 4, (1, 3)], ids=["1", "2", "4", "ranks1and3"])
