@@ -34,6 +34,7 @@ LAYERS = [
     ["mappings"],
     ["p2p"],
     ["tensor"],
+    ["tune"],
     ["demo"],
     ["__init__"],
     ["cli", "__main__"],

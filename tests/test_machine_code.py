@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from machine_code import TARGETS, Code, build, compiled_kernels
+
+from tritoncomm.tune.machine_code import TARGETS, Code, build, compiled_kernels
 
 ELEMENT = {16: ("i64", 2), 8: ("i64", 1), 4: ("i32", 1), 2: ("i16", 1), 1: ("i8", 1)}
 SIZE = {"i64": 8, "i32": 4, "i16": 2, "i8": 1, "fp32": 4, "bf16": 2, "fp64": 8}

@@ -1,0 +1,207 @@
+"""Cross-compiles kernels without a GPU and counts what is in the machine code."""
+
+import importlib.util
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import triton
+import tritoncomm_kernels
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+__all__ = ["TARGETS", "Build", "Code", "build", "build_all", "compiled_kernels"]
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_RAW_NAMES = {80: "SM80", 90: "SM90a", 100: "SM100a"}
+_AMD_WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "b128": 16, "b64": 8, "b32": 4}
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel to compile.
+
+    Attributes:
+        kernel: a ``triton.jit`` function that is not interpreted (see ``compiled_kernels``).
+        types: Triton's names of the argument types, ``*i64`` for a pointer; ``i32`` where nothing is said.
+        constants: compile-time arguments.
+        warps: warps per program.
+    """
+
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    warps: int = 4
+
+
+@dataclass(frozen=True)
+class Code:
+    """What one compiled kernel does per thread.
+
+    Attributes:
+        loads: bytes of every load from device memory, in order.
+        stores: bytes of every store to device memory.
+        loads_first: loads issued before the first store.
+        registers: vector registers per thread.
+        spills: bytes or registers that live in local memory.
+        instructions: all instructions of the kernel, padding left out.
+    """
+
+    loads: list[int]
+    stores: list[int]
+    loads_first: int
+    registers: int
+    spills: int
+    instructions: int
+
+
+@lru_cache(maxsize=1)
+def compiled_kernels() -> dict[str, ModuleType]:
+    """The kernel modules once more, not interpreted whatever TRITON_INTERPRET says, by their short names."""
+    folder = Path(tritoncomm_kernels.__path__[0])
+    modules: dict[str, ModuleType] = {}
+    shadowed = {name: sys.modules[name] for name in list(sys.modules) if name.startswith("tritoncomm_kernels")}
+    try:
+        for name in shadowed:
+            del sys.modules[name]
+        with knobs.runtime.scope():
+            knobs.runtime.interpret = False
+            spec = importlib.util.spec_from_file_location(
+                "tritoncomm_kernels", folder / "__init__.py", submodule_search_locations=[str(folder)]
+            )
+            assert spec is not None
+            assert spec.loader is not None
+            package = importlib.util.module_from_spec(spec)
+            sys.modules["tritoncomm_kernels"] = package
+            spec.loader.exec_module(package)
+        modules = {name.rpartition(".")[2]: sys.modules[name] for name in sys.modules if "tritoncomm_kernels." in name}
+    finally:
+        for name in [name for name in sys.modules if name.startswith("tritoncomm_kernels")]:
+            del sys.modules[name]
+        sys.modules.update(shadowed)
+    return modules
+
+
+def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], target: str, warps: int = 4) -> Code:
+    """Compile one kernel and read its machine code; see ``build_all``."""
+    return build_all([Build(kernel, types, constants, warps)], target)[0]
+
+
+def build_all(builds: Sequence[Build], target: str) -> list[Code]:
+    """Compile with 16-byte aligned pointers, as the launcher does, and read the machine code.
+
+    One disassembler run reads all of them, because its start is what takes time.
+
+    Args:
+        builds: what to compile.
+        target: a key of ``TARGETS``.
+    """
+    assembled = [_compile(one, target) for one in builds]
+    if TARGETS[target].backend == "hip":
+        return [_amd(asm["amdgcn"]) for asm in assembled]
+    return _nvidia([asm["cubin"] for asm in assembled], _RAW_NAMES[int(TARGETS[target].arch)])
+
+
+def _compile(one: Build, target: str) -> dict[str, Any]:
+    names = one.kernel.arg_names
+    signature = {name: one.types.get(name, "i32") if name not in one.constants else "constexpr" for name in names}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    values = {(names.index(name),): value for name, value in one.constants.items()}
+    source = ASTSource(one.kernel, signature, constexprs=values, attrs=attributes)
+    options = {"num_warps": one.warps, "enable_fp_fusion": False}
+    return triton.compile(source, target=TARGETS[target], options=options).asm
+
+
+def _nvidia(cubins: Sequence[bytes], architecture: str) -> list[Code]:
+    texts = [_text_section(cubin) for cubin in cubins]
+    with tempfile.TemporaryDirectory() as folder:
+        raw, found = Path(folder) / "raw", []
+        for cubin in cubins:
+            (Path(folder) / "cubin").write_bytes(cubin)
+            usage = _run("cuobjdump", "--dump-resource-usage", f"{folder}/cubin")
+            found.append(re.search(r"REG:(\d+) STACK:(\d+)", usage))
+        raw.write_bytes(b"".join(texts))
+        listing = _run("nvdisasm", "-ndf", "-b", architecture, str(raw))
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", listing)
+    operations = [(int(address, 16), operation) for address, operation in lines]
+    codes, start = [], 0
+    for text, usage in zip(texts, found, strict=True):
+        assert usage is not None
+        mine = [name for address, name in operations if start <= address < start + len(text) and name != "NOP"]
+        assert mine
+        local = sum(operation.startswith(("LDL", "STL")) for operation in mine)
+        codes.append(_code(mine, ("LDG", "STG"), _nvidia_width, int(usage[1]), int(usage[2]) + local, len(mine)))
+        start += len(text)
+    return codes
+
+
+def _text_section(cubin: bytes) -> bytes:
+    """The machine code in a 64-bit ELF file: its section named ``.text.<kernel>``."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<3H", cubin, 58)
+    headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
+    strings = headers[names][4]
+    found = [
+        cubin[offset : offset + length]
+        for name, _, _, _, offset, length in headers
+        if cubin[strings + name :].startswith(b".text.")
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+def _nvidia_width(operation: str) -> int:
+    wide = re.search(r"\.(128|64)\b", operation)
+    if wide:
+        return int(wide[1]) // 8
+    narrow = re.search(r"\.[US](8|16)\b", operation)
+    return int(narrow[1]) // 8 if narrow else 4
+
+
+def _amd(text: str) -> Code:
+    body = text.partition(".section")[0]
+    every = re.findall(r"^\t([a-z]\w+)", body, flags=re.MULTILINE)
+    operations = [operation for operation in every if re.match(r"(global|buffer|flat)_(load|store)_", operation)]
+    registers, spills = (re.search(rf"\.{key}:\s*(\d+)", text) for key in ("vgpr_count", "vgpr_spill_count"))
+    assert registers is not None
+    assert spills is not None
+    short = [re.sub(r"^\w+?_(load|store)", r"\1", operation) for operation in operations]
+    count = len([operation for operation in every if operation not in ("s_nop", "s_code_end")])
+    return _code(short, ("load", "store"), _amd_width, int(registers[1]), int(spills[1]), count)
+
+
+def _amd_width(operation: str) -> int:
+    kind = operation.partition("_")[2]
+    if kind in _AMD_WIDTHS:
+        return _AMD_WIDTHS[kind]
+    return 1 if "byte" in kind or kind in ("u8", "i8", "b8") else 2
+
+
+def _code(
+    operations: list[str], names: tuple[str, str], width: Any, registers: int, spills: int, instructions: int
+) -> Code:
+    memory = [operation for operation in operations if operation.startswith(names)]
+    kinds = [operation.startswith(names[0]) for operation in memory]
+    loads = [width(operation) for operation, is_load in zip(memory, kinds, strict=True) if is_load]
+    stores = [width(operation) for operation, is_load in zip(memory, kinds, strict=True) if not is_load]
+    first_store = kinds.index(False) if False in kinds else len(kinds)
+    return Code(loads, stores, sum(kinds[:first_store]), registers, spills, instructions)
+
+
+def _run(tool: str, *arguments: str) -> str:
+    return subprocess.run([_TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
