@@ -14,7 +14,7 @@ from tritoncomm.tensor.dispatch import plain
 from tritoncomm.tensor.dist_spec_mgr import transition_between
 from tritoncomm.tensor.distspec import ReplicaSpec, _DistSpec, cuts, local_shape
 from tritoncomm.tensor.process_group import ProcessGroup
-from tritoncomm.tensor.transitions import Transition, steps
+from tritoncomm.tensor.transitions import Transition, blocks, steps
 
 __all__ = ["RedistributionPlan", "Step", "redistribute_plan"]
 
@@ -137,6 +137,11 @@ def _step(name: str, way: Transition, pg: ProcessGroup, x: Tensor, rates: tuple[
         before, wire, copied = 0, mine * (world - 1), 2 * math.prod(shape) * item * after
         if len(old) > 1:
             path = "torch"
+    elif len(old) > 1 or len(new) > 1:
+        sent, got = blocks(way, rank, world), blocks(way.reversed(), rank, world)
+        before, after, path = int(not sent.in_order), int(not got.in_order), "torch"
+        kept = math.prod(got.shape) * item
+        wire, copied = mine - sent.counts[rank] * item, 2 * (mine * before + kept * after)
     else:
         ((dim, _),) = new.items()
         ((_, _, size),) = cuts(shape, new, rank)

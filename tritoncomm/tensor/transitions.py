@@ -3,16 +3,18 @@
 | from \\ to | replica | shard, one dim | shard, several dims |
 |---|---|---|---|
 | replica | - | cut | cut |
-| shard, one dim | gather | all-to-all (nothing when it is the same dim) | gather, cut |
-| shard, several dims | gather | gather, cut | gather, cut (nothing when it is the same) |
+| shard, one dim | gather | all-to-all (nothing when it is the same dim) | all-to-all |
+| shard, several dims | gather | all-to-all | all-to-all (nothing when it is the same) |
 
 A cut keeps this rank's piece; its adjoint is the gather, and the other way round: a replicated tensor has the same
-gradient on every rank, so nothing is summed. Dims that do not divide are cut as ``torch.chunk`` cuts them.
+gradient on every rank, so nothing is summed. Dims that do not divide are cut as ``torch.chunk`` cuts them. An
+all-to-all sends every rank what its new piece and my old one have in common.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -55,9 +57,7 @@ def steps(old: Parts, new: Parts) -> tuple[str, ...]:
         return ()
     if not old:
         return ("cut",)
-    if not new:
-        return ("gather",)
-    return ("all_to_all",) if len(old) == len(new) == 1 else ("gather", "cut")
+    return ("all_to_all",) if new else ("gather",)
 
 
 def check(parts: Parts, world: int, name: str) -> None:
@@ -140,10 +140,109 @@ def _gather(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -
 
 
 def _all_to_all(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> Tensor:
-    """Cut the new dim, join the old one."""
+    """Cut the new dims, join the old ones."""
+    if len(transition.old) > 1 or len(transition.new) > 1:
+        return _exchange_blocks(x, transition, group, name)
     ((old, world),), ((new, _),) = transition.old, transition.new
     scatter, join = _uneven(transition.shape, new, world), _uneven(transition.shape, old, world)
     return engine.exchange(x, new, old, group, name, scatter_sizes=scatter, gather_sizes=join)
+
+
+def _exchange_blocks(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> Tensor:
+    """An all-to-all whose blocks are cut along several dims: a strided copy per block, one pass on each side."""
+    started, rank, world = record.now(), group.rank(), group.size()
+    sent = blocks(transition, rank, world)
+    got = blocks(transition.reversed(), rank, world)
+    wire, moved = _in_rank_order(x, sent)
+    received = engine.exchange_rows(wire, group, got.counts, sent.counts, name)
+    del wire  # what arrived and the result are the most that is held
+    if got.in_order:
+        out = torch.ops.aten._unsafe_view(received, got.shape)  # a result of its own, not a view of anything
+    else:
+        out, moved = x.new_empty(got.shape), moved + 2 * received.nbytes
+        for block, box in zip(received.split(got.counts), got.boxes, strict=True):
+            part = _part(out, box)
+            part.copy_(block.view(part.shape))
+    record.add(name, "torch", moved, 0, started, calls=0)
+    return out
+
+
+def _in_rank_order(x: Tensor, sent: "Blocks") -> tuple[Tensor, int]:
+    """The wire, and the bytes moved for it."""
+    if sent.in_order and x.is_contiguous() and not (x.is_conj() or x.is_neg()):
+        return x.view(-1), 0
+    wire = x.new_empty(x.numel())
+    for block, box in zip(wire.split(sent.counts), sent.boxes, strict=True):
+        part = _part(x, box)
+        block.view(part.shape).copy_(part)
+    return wire, 2 * x.nbytes
+
+
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A piece as the blocks that the ranks' other pieces have in common with it.
+
+    Attributes:
+        shape: of the piece.
+        boxes: (start, size) along every dim of the piece, by rank.
+        counts: elements of each.
+        in_order: whether the blocks lie one behind the other in memory, so that the piece is its own wire.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    counts: tuple[int, ...]
+    in_order: bool
+
+
+@lru_cache(maxsize=4096)
+def blocks(transition: Transition, rank: int, world: int) -> Blocks:
+    """What a rank's old piece has in common with everybody's new pieces."""
+    mine = _box(transition.shape, transition.old, rank)
+    shape = tuple(size for _, size in mine)
+    boxes = tuple(_common(mine, _box(transition.shape, transition.new, w)) for w in range(world))
+    counts = tuple(math.prod(size for _, size in box) for box in boxes)
+    return Blocks(shape, boxes, counts, _in_order(shape, boxes, counts))
+
+
+def _box(shape: Sequence[int], parts: Parts, rank: int) -> Box:
+    box = [(0, size) for size in shape]
+    for dim, start, size in cuts(shape, dict(parts), rank):
+        box[dim] = (start, size)
+    return tuple(box)
+
+
+def _common(mine: Box, other: Box) -> Box:
+    """The intersection, counted from the first element of ``mine``; an empty one starts at 0."""
+    found = []
+    for (start, size), (begin, length) in zip(mine, other, strict=True):
+        first, last = max(start, begin), min(start + size, begin + length)
+        found.append((first - start, last - first) if first < last else (0, 0))
+    return tuple(found)
+
+
+def _in_order(shape: Sequence[int], boxes: Sequence[Box], counts: Sequence[int]) -> bool:
+    at = 0
+    for box, count in zip(boxes, counts, strict=True):
+        if not count:
+            continue
+        long = next((dim for dim, (_, size) in enumerate(box) if size > 1), len(box))
+        gaps = any(size != full for (_, size), full in zip(box[long + 1 :], shape[long + 1 :], strict=True))
+        first = sum(start * math.prod(shape[dim + 1 :]) for dim, (start, _) in enumerate(box))
+        if gaps or first != at:
+            return False
+        at += count
+    return True
+
+
+def _part(x: Tensor, box: Box) -> Tensor:
+    for dim, (start, size) in enumerate(box):
+        if size != x.shape[dim]:
+            x = x.narrow(dim, start, size)
+    return x
 
 
 def _uneven(shape: Sequence[int], dim: int, world: int) -> tuple[int, ...] | None:
