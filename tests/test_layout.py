@@ -35,6 +35,7 @@ LAYERS = [
     ["p2p"],
     ["tensor"],
     ["tune"],
+    ["cost", "steps", "explain"],
     ["demo"],
     ["__init__"],
     ["cli", "__main__"],

@@ -1,0 +1,162 @@
+"""What `explain` tells is what `record` counts for the real call; times and projections follow their formulas."""
+
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from torch.distributed import ProcessGroup
+
+from tritoncomm import cost, mappings, ops, record
+from tritoncomm.errors import ArgumentError, ShapeError
+from tritoncomm.explain import OPS, explain
+from tritoncomm.steps import Movement
+
+DIMS = {"all_to_all_dims": ((2, 1), (0, 2), (1, 0)), "all_gather": ((0,), (2,)), "reduce_scatter": ((1,),)}
+DIMS["split"] = ((0,), (-1,))
+SHAPES = ((8, 4, 16), (1, 8, 16), (4, 4, 4, 8))
+MIB = 2**20
+
+
+def called(op: str, x: torch.Tensor, group: ProcessGroup, dims: tuple[int, ...], held: bool) -> torch.Tensor:
+    function: Any = getattr(mappings, OPS[op])
+    if op == "all_to_all":
+        return function(group, x)
+    if op == "reduce" and not held:
+        return function(x * 2.0, group=group)
+    return function(x, *dims, group=group)
+
+
+def total(counted: dict[tuple[str, str], record.Count]) -> tuple[int, int]:
+    return sum(count.packed for count in counted.values()), sum(count.wire for count in counted.values())
+
+
+def check(movement: Movement, counted: dict[tuple[str, str], record.Count], what: Any) -> None:
+    assert (movement.packed, movement.wire) == total(counted), (what, movement, counted)
+    paths = {path for (_, path), count in counted.items() if count.packed} or {"view"}
+    assert paths == {movement.path}, (what, movement, counted)
+
+
+def run_every_op(group: ProcessGroup, path: str) -> int:
+    compared = 0
+    for op in OPS:
+        for shape in SHAPES:
+            for dims in DIMS.get(op, ((),)):
+                for held in (False, True) if op in ("copy", "reduce") else (False,):
+                    compared += run_one(group, op, shape, dims, held, path)
+    return compared
+
+
+def run_one(group: ProcessGroup, op: str, shape: tuple[int, ...], dims: tuple[int, ...], held: bool, path: str) -> bool:
+    what = (op, shape, dims, held)
+    x = torch.ones(shape, requires_grad=True)
+    with ops.path(path):
+        try:
+            told = explain(op, shape, group.size(), torch.float32, dims, "cpu", held=held)
+        except ShapeError:
+            with pytest.raises(ShapeError):
+                called(op, x, group, dims, held)
+            return False
+        with record.recording() as forward:
+            out = called(op, x, group, dims, held)
+        assert tuple(out.shape) == told.forward.result, what
+        assert told.backward.result == shape, what
+        check(told.forward, forward, what)
+        gradient = torch.ones_like(out)
+        with record.recording() as backward:
+            if held:
+                torch.autograd.grad(out, x, gradient)
+            else:
+                torch.autograd.grad(out * 2.0, x, gradient)
+        check(told.backward, backward, what)
+    assert {name for name, _ in forward} <= {told.forward.name}, (what, forward)
+    return True
+
+
+@pytest.mark.parametrize(("world", "path"), [(2, "auto"), (4, "auto"), (2, "triton")])
+def test_the_bytes_are_those_of_the_real_call(pool: Pool, world: int, path: str) -> None:
+    compared = pool.run(run_every_op, path, world=world)
+    assert min(compared) > 50
+
+
+def test_every_mapping_is_explained() -> None:
+    public = {name for name in mappings.__all__ if not name.startswith("_")}
+    assert set(OPS.values()) == public
+    for short, name in OPS.items():
+        dims = DIMS.get(short, ((),))[0]
+        assert explain(name, (8, 4, 16), 2, dims=dims) == explain(short, (8, 4, 16), 2, dims=dims)
+
+
+def test_one_rank_moves_nothing() -> None:
+    told = explain("sp2hp", (4, 6), 1)
+    assert told.forward.steps == told.backward.steps == ()
+
+
+def test_a_gpu_takes_kernels_and_says_which_tile() -> None:
+    told = explain("sp2hp", (4096, 2, 8192), 8, torch.bfloat16)
+    pack, exchange, unpack = told.forward.steps
+    assert (pack.name, pack.path, pack.packed) == ("pack", "triton", 2 * 128 * MIB)
+    assert pack.tile.endswith("16 B per access")
+    assert pack.origin == "rule"
+    assert (exchange.path, exchange.wire) == ("backend", 128 * MIB * 7 // 8)
+    assert unpack.path == "view"
+    assert (told.forward.passes, told.forward.result) == (1, (65536, 1024))
+    odd = explain("rs_last", (3, 2, 18), 2, torch.bfloat16)  # 9 elements of 2 bytes to each rank
+    assert odd.forward.steps[0].tile.endswith(" 2 B per access")
+    with ops.path("torch"):
+        assert explain("sp2hp", (64, 64), 8).forward.path == "torch"
+
+
+def test_a_tuned_table_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tritoncomm import steps as module
+
+    ordinary = module.config_for
+
+    def tuned(*args: Any, device_name: str | None = None, **kwargs: Any) -> Any:
+        config = ordinary(*args, **kwargs)
+        return type(config)(config.block_rows, config.block_cols, 8) if device_name == "NVIDIA X" else config
+
+    monkeypatch.setattr(module, "config_for", tuned)
+    assert explain("sp2hp", (64, 64), 8, device="NVIDIA X").forward.steps[0].origin == "table of NVIDIA X"
+    assert explain("sp2hp", (64, 64), 8, device="NVIDIA Y").forward.steps[0].origin == "rule"
+
+
+def test_times_follow_the_formulas() -> None:
+    rates = cost.Rates(latency=1.0, link=10.0, network=1.0, memory=4.0, node=4, source="")
+    assert cost.pass_seconds(8, rates) == 2.0
+    for kind, steps in (("all-gather", 3), ("reduce-scatter", 3), ("all-reduce", 6), ("all-to-all", 1)):
+        assert cost.collective_seconds(kind, 0, 4, rates) == steps, kind
+        assert cost.collective_seconds(kind, 20, 4, rates) == steps + 2.0, kind
+        assert cost.collective_seconds(kind, 20, 1, rates) == 0.0, kind
+    assert cost.collective_seconds("all-gather", 20, 8, rates) == 7 + 20 / 4  # four ports of a node
+    assert cost.collective_seconds("all-to-all", 70, 8, rates) == 1 + 40.0  # 40 of 70 leave the node
+    told = explain("sp2hp", (4, 8), 2, torch.float32, rates=rates)
+    assert told.forward.seconds == pytest.approx((2 * 128 / 4, 1 + 64 / 10))
+
+
+def test_projection_is_of_both_directions_and_leaves_out_what_does_not_divide() -> None:
+    told = explain("sp2hp", (64, 24), 8, torch.float32)
+    assert [share.world for share in told.projection] == [2, 4, 8, 16, 32, 64]
+    assert [share.share is None for share in told.projection] == [False, False, False, True, True, True]
+    here = told.projection[2]
+    assert here.local == pytest.approx(told.forward.seconds[0] + told.backward.seconds[0])
+    assert here.collective == pytest.approx(told.forward.seconds[1] + told.backward.seconds[1])
+    assert here.share == pytest.approx(here.local / (here.local + here.collective))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (("sp2hp", (4, 6), 4), ShapeError, "does not divide over 4 ranks"),
+        (("nothing", (4, 6), 2), ArgumentError, "no mapping 'nothing'"),
+        (("sp2hp", (), 2), ShapeError, "plan: shape"),
+        (("sp2hp", (4, 6), 0), ShapeError, "0 ranks"),
+        (("all_gather", (4, 6), 2, torch.float32, (3,)), ShapeError, "dim 3 is out of range"),
+        (("all_gather", (4, 6), 2, torch.float32, (0, 1)), ArgumentError, "takes 1 dims, not 2"),
+        (("all_to_all", (4, 6), 2, torch.float32, (0,)), ArgumentError, "takes 2 dims, not 1"),
+        (("sp2hp", (4, 6), 2, torch.float32, (0,)), ArgumentError, "takes no dims"),
+    ],
+)
+def test_what_cannot_be_run_cannot_be_explained(arguments: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words.replace("(", r"\(")):
+        explain(*arguments)
