@@ -8,6 +8,7 @@ import torch
 import tritoncomm_kernels as kernels
 from torch import Tensor
 from tritoncomm_kernels import reference
+from tritoncomm_kernels.launch import crossover
 
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.plan import Ints, Plan, joined_layout, rows_layout, wire_layout
@@ -43,11 +44,19 @@ def path(name: str) -> Iterator[None]:
         _forced = before
 
 
-def path_for(x: Tensor) -> str:
-    """The path a copy of ``x`` takes: ``torch`` for CPU tensors, ``triton`` on GPUs, unless one is forced."""
+def path_for(x: Tensor, op: str = "pack") -> str:
+    """The path ``op`` on ``x`` takes, unless one is forced: ``torch`` for CPU tensors, ``triton`` on GPUs.
+
+    On a GPU with a tuned table, tensors below its crossover take ``torch`` too.
+    """
     if _forced == "auto":
-        return "triton" if x.is_cuda else "torch"
+        return _path_on_gpu(x, op) if x.is_cuda else "torch"
     return _forced
+
+
+def _path_on_gpu(x: Tensor, op: str) -> str:
+    limit = crossover(op, x.get_device())
+    return "torch" if limit and x.numel() * x.element_size() < limit else "triton"
 
 
 def pack(
@@ -182,7 +191,7 @@ def unpack(
     """
     if out is None and scale is None and sizes is None and (dtype is None or dtype is wire.dtype):
         layout = joined_layout(tuple(shape), dim, world)
-        if layout is not None and path_for(wire) == "torch" and wire.is_contiguous():
+        if layout is not None and path_for(wire, "unpack") == "torch" and wire.is_contiguous():
             joined = wire.as_strided(layout[0], layout[1])
             joined = joined.reshape(shape) if layout[2] else joined.clone(memory_format=torch.contiguous_format)
             return joined, "torch", 2 * wire.nbytes
@@ -196,7 +205,7 @@ def unpack(
 def _unpack_into(
     out: Tensor, wire: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
 ) -> tuple[str, int]:
-    taken, layout = path_for(out), rows_layout(out.shape, out.stride(), dim)
+    taken, layout = path_for(out, "unpack"), rows_layout(out.shape, out.stride(), dim)
     if layout is None:
         _refuse_triton("unpack", out, dim)
         return "torch", _unpack_blocks(wire, out, plan, dim, sizes, scale, accumulate)
@@ -241,6 +250,6 @@ def reduce(
     """
     if out is None:
         out = wire.new_empty(wire.shape[1:], dtype=dtype)
-    taken = path_for(wire)
+    taken = path_for(wire, "reduce")
     run = kernels.reduce if taken == "triton" else reference.reduce
     return out, taken, run(wire.flatten(1) if wire.dim() > 2 else wire.view(wire.shape[0], -1), out.view(-1), scale)

@@ -1,18 +1,17 @@
 """How large a tile is: a pure function of the call, and tables that override it per device."""
 
-import json
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib import resources
 
 import torch
 
+from tritoncomm_kernels import tables
 from tritoncomm_kernels.numerics import INTERPRETED
 
 _TILE = 8192
 _NARROW_TILE = 4096
 _INTERPRETED_TILE = 128 * 1024
 _SEGMENT = 512
+_WARPS = 4
 _REDUCE_ELEMENTS = 2048
 _LANES = 64 if torch.version.hip else 32  # of a warp: AMD's tile is twice as large for as many loads in flight
 
@@ -34,10 +33,11 @@ def config_for(
     *,
     tile_bytes: int | None = None,
     device_name: str | None = None,
+    sm_count: int = 0,
 ) -> Config:
     """The tile for ``outer`` rows of ``cols_bytes`` bytes moved in units of ``unit_bytes``.
 
-    The same on every rank: it depends on its arguments and on the table shipped for ``device_name`` only.
+    The same on every rank that reads the same tables: it depends on its arguments and on ``tables.chosen`` only.
 
     Args:
         op: ``pack``, ``unpack`` or ``reduce``.
@@ -46,42 +46,67 @@ def config_for(
         cols_bytes: bytes of a row, padding on the wire included.
         tile_bytes: size of the tile, by default 8 KiB, 4 KiB for units of 1 and 2 bytes (fewer registers), and
             128 KiB in the interpreter, where a program costs milliseconds whatever its size.
-        device_name: key of a tuned table (``configs/<device>.json``).
+        device_name: name of the GPU whose tuned tables count; none by default.
+        sm_count: its multiprocessors, 0 if nobody knows.
 
     Example:
         ``config_for("pack", 16, 4096, 8192)`` is 16 rows of 512 bytes; for one row it is 1 row of 8192 bytes.
     """
-    tuned = _tuned(device_name, op, unit_bytes)
+    tuned = _tuned(device_name, sm_count, op, unit_bytes)[0]
     tile = tile_bytes or tuned.get("tile_bytes") or _default_tile(op, unit_bytes)
-    warps = tuned.get("num_warps", 4)
-    if op == "reduce":
-        return Config(1, tile, warps)
-    cols = max(_power_of_two(cols_bytes), unit_bytes, 64)
     segment = tile if INTERPRETED and tile_bytes is None else tuned.get("segment_bytes", _SEGMENT)
-    block_rows = max(1, min(tile // min(cols, segment), _power_of_two(outer)))
-    return Config(block_rows, max(min(tile // block_rows, cols), unit_bytes), warps)
+    return tile_for(op, unit_bytes, outer, cols_bytes, tile, segment, tuned.get("num_warps", _WARPS))
+
+
+def tile_for(
+    op: str, unit_bytes: int, outer: int, cols_bytes: int, tile_bytes: int, segment_bytes: int, num_warps: int
+) -> Config:
+    """A tile of at most ``tile_bytes``: rows are cut into ``segment_bytes``, longer where there are too few of them.
+
+    Units as in ``config_for``; ``reduce`` has no rows to cut and takes ``tile_bytes`` as they are.
+    """
+    if op == "reduce":
+        return Config(1, tile_bytes, num_warps)
+    cols = max(_power_of_two(cols_bytes), unit_bytes, 64)
+    block_rows = max(1, min(tile_bytes // min(cols, segment_bytes), _power_of_two(outer)))
+    return Config(block_rows, max(min(tile_bytes // block_rows, cols), unit_bytes), num_warps)
+
+
+def default_candidate(op: str, unit_bytes: int, lanes: int = _LANES) -> tuple[int, int, int]:
+    """``tile_bytes``, ``segment_bytes`` and ``num_warps`` where no table says otherwise, for warps of ``lanes``."""
+    if op == "reduce":
+        return _REDUCE_ELEMENTS * unit_bytes, _SEGMENT, _WARPS
+    return (_NARROW_TILE if unit_bytes <= 2 else _TILE) * lanes // 32, _SEGMENT, _WARPS
+
+
+def origin_of(op: str, unit_bytes: int, device_name: str | None, sm_count: int = 0) -> str:
+    """Where ``config_for`` takes the tile from: the path of a table, or ``built in``."""
+    return _tuned(device_name, sm_count, op, unit_bytes)[1]
+
+
+def crossover_bytes(op: str, device_name: str | None, sm_count: int = 0) -> int:
+    """Tensors smaller than this are faster on torch's path; 0 where no table says so.
+
+    Of the sizes measured for ``op`` it is the one of the widest unit, which aligned tensors have.
+    """
+    for table in tables.chosen(device_name, sm_count) if device_name else ():
+        sizes = table.crossover_bytes.get(op)
+        if sizes:
+            return sizes[max(sizes, key=int)]
+    return 0
 
 
 def _default_tile(op: str, unit_bytes: int) -> int:
-    if INTERPRETED:
-        return _INTERPRETED_TILE
-    if op == "reduce":
-        return _REDUCE_ELEMENTS * unit_bytes
-    return (_NARROW_TILE if unit_bytes <= 2 else _TILE) * _LANES // 32
+    return _INTERPRETED_TILE if INTERPRETED else default_candidate(op, unit_bytes)[0]
 
 
-def _tuned(device_name: str | None, op: str, unit_bytes: int) -> dict[str, int]:
-    if device_name is None:
-        return {}
-    return _table(device_name).get(op, {}).get(str(unit_bytes), {})
-
-
-@lru_cache(maxsize=16)
-def _table(device_name: str) -> dict[str, dict[str, dict[str, int]]]:
-    """``{op: {unit_bytes: {"tile_bytes": ..., "segment_bytes": ..., "num_warps": ...}}}``, empty if none is shipped."""
-    name = "".join(c if c.isalnum() else "-" for c in device_name.lower())
-    path = resources.files("tritoncomm_kernels") / "configs" / f"{name}.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+def _tuned(device_name: str | None, sm_count: int, op: str, unit_bytes: int) -> tuple[dict[str, int], str]:
+    """The first table's entry, and where that table is."""
+    for table in tables.chosen(device_name, sm_count) if device_name else ():
+        entry = table.configs.get(op, {}).get(str(unit_bytes))
+        if entry:
+            return dict(entry), table.origin
+    return {}, "built in"
 
 
 def _power_of_two(n: int) -> int:

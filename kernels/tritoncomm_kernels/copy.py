@@ -14,7 +14,7 @@ from torch import Tensor
 from tritoncomm_kernels.address import _pack_kernel, _unpack_kernel
 from tritoncomm_kernels.config import Config, config_for
 from tritoncomm_kernels.geometry import Geometry, Ints, geometry_of
-from tritoncomm_kernels.launch import TRITON_TYPE, Launch, check_place, device_name, fits
+from tritoncomm_kernels.launch import TRITON_TYPE, Launch, check_place, device_key, fits
 from tritoncomm_kernels.numerics import checked_scale, scale_argument, wide_type
 
 __all__ = ["pack", "unpack"]
@@ -131,9 +131,7 @@ def _plan(
         raise ValueError(f"{name}: rows {tuple(shape)} with strides {stride} have more than three outer dims")
     types, vec, unit, scaling = _unit(geo, rows_dtype, wire_dtype, wide, alignment)
     numbers = _in_units(geo, vec, scaling)
-    tile = config or config_for(
-        name, unit, geo.outer, numbers["cols"] * unit, device_name=device_name(device) if device >= 0 else None
-    )
+    tile = config or config_for(name, unit, geo.outer, numbers["cols"] * unit, **device_key(device))
     width = max(types[0].itemsize, types[1].itemsize)
     block_cols = max(tile.block_cols // width, vec)
     numbers["blocks"] = -(-(numbers["run"] if geo.starts else numbers["cols"]) * vec // block_cols)

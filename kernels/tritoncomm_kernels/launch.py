@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from tritoncomm_kernels.config import crossover_bytes
 from tritoncomm_kernels.numerics import INTERPRETED
 
 TRITON_TYPE = {
@@ -167,9 +168,18 @@ def _device_table(starts: tuple[int, ...], device: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def device_name(device: int) -> str:
-    """Name of a GPU, the key of its tuned table."""
-    return torch.cuda.get_device_name(device)
+def device_key(device: int) -> dict[str, Any]:
+    """What ``config_for`` takes to find the tuned tables of a device; nothing for CPU tensors."""
+    if device < 0:
+        return {}
+    found = torch.cuda.get_device_properties(device)
+    return {"device_name": found.name, "sm_count": found.multi_processor_count}
+
+
+@lru_cache(maxsize=64)
+def crossover(op: str, device: int) -> int:
+    """Bytes below which torch is faster for ``op`` on a GPU, by its tuned tables."""
+    return crossover_bytes(op, **device_key(device))
 
 
 def check_place(name: str, first: Tensor, second: Tensor) -> None:

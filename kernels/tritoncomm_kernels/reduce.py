@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tritoncomm_kernels.config import Config, config_for
 from tritoncomm_kernels.geometry import Ints
-from tritoncomm_kernels.launch import TRITON_TYPE, Launch, check_place, device_name, fits
+from tritoncomm_kernels.launch import TRITON_TYPE, Launch, check_place, device_key, fits
 from tritoncomm_kernels.numerics import checked_scale, multiply, narrow, scale_argument, wide_type, widen
 
 __all__ = ["MAX_PARTS", "reduce"]
@@ -117,9 +117,7 @@ def _plan(
     aligned = math.gcd(alignment or 16, 16)
     step = stride[0] if parts > 1 else 0
     vec = math.gcd(step, length, 16 // small if aligned == 16 else max(aligned // large, 1))
-    tile = config or config_for(
-        "reduce", small, 1, length * small, device_name=device_name(device) if device >= 0 else None
-    )
+    tile = config or config_for("reduce", small, 1, length * small, **device_key(device))
     block = max(tile.block_cols // small, vec)
     numbers = (step // vec, length // vec, parts)
     fits("reduce", numbers)

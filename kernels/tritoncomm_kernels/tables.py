@@ -1,0 +1,189 @@
+"""Tuned tables: what a file holds, whether it fits a device, and which files count.
+
+``chosen`` is read once per device; everything decided from it afterwards is a pure function. Without a table that fits,
+the rules in ``config.py`` hold.
+"""
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import triton
+
+__all__ = [
+    "FORMAT",
+    "OPS",
+    "UNITS",
+    "Table",
+    "TableError",
+    "chosen",
+    "misfit",
+    "read",
+    "source_hash",
+    "table_name",
+    "user_folder",
+]
+
+FORMAT = 1
+OPS = ("pack", "unpack", "reduce")
+UNITS = (1, 2, 4, 8, 16)
+VARIABLE = "TRITONCOMM_TABLE"
+_SOURCES = ("address.py", "numerics.py", "reduce.py")  # what the machine code is made from
+_BOUNDS = {"tile_bytes": (64, 2**16), "segment_bytes": (64, 2**16), "num_warps": (1, 16)}
+_KEY = {"device": str, "sm_count": int, "source": str, "triton": str}
+
+
+class TableError(ValueError):
+    """A file that is no tuned table, or one of a format this version does not know."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A tuned table.
+
+    Attributes:
+        device: name of the GPU, as its driver gives it.
+        sm_count: multiprocessors of that GPU; a partition of a GPU has fewer under the same name.
+        source: ``source_hash()`` of the kernels it was measured with.
+        triton: version of Triton it was measured with.
+        configs: ``{op: {unit_bytes: {"tile_bytes": ..., "segment_bytes": ..., "num_warps": ...}}}``.
+        crossover_bytes: ``{op: {unit_bytes: size}}``; smaller tensors are faster on torch's path.
+        origin: where it was read.
+    """
+
+    device: str
+    sm_count: int
+    source: str
+    triton: str
+    configs: Mapping[str, Mapping[str, Mapping[str, int]]]
+    crossover_bytes: Mapping[str, Mapping[str, int]]
+    origin: str
+
+
+def read(path: Any) -> Table:
+    """The table in a file (a path or a resource of the package).
+
+    Raises:
+        OSError: the file cannot be read.
+        TableError: it is no table, it is damaged, or its format is newer than this version's.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TableError(f"not readable as JSON ({error})") from None
+    if not isinstance(content, dict) or content.get("kind") != "measured":
+        raise TableError("not a measured table")
+    version = content.get("format")
+    if not isinstance(version, int) or version < 1:
+        raise TableError("damaged: no format version")
+    if version > FORMAT:
+        raise TableError(f"of format {version}, newer than {FORMAT}, the newest this version reads")
+    for name, kind in _KEY.items():
+        if not isinstance(content.get(name), kind):
+            raise TableError(f"damaged: {name} is {content.get(name)!r}")
+    configs, crossover = _section(content, "configs"), _section(content, "crossover_bytes")
+    for op, units in configs.items():
+        for unit, entry in units.items():
+            _check_config(f"configs.{op}.{unit}", entry, int(unit))
+    for op, units in crossover.items():
+        for unit, size in units.items():
+            if type(size) is not int or size < 0:
+                raise TableError(f"damaged: crossover_bytes.{op}.{unit} is {size!r}")
+    key = {name: content[name] for name in _KEY}
+    return Table(**key, configs=configs, crossover_bytes=crossover, origin=str(path))
+
+
+def _section(content: dict[str, Any], name: str) -> dict[str, Any]:
+    """``{op: {unit: ...}}`` with known ops and units."""
+    section = content.get(name, {})
+    if not isinstance(section, dict):
+        raise TableError(f"damaged: {name} is {section!r}")
+    for op, units in section.items():
+        if op not in OPS or not isinstance(units, dict) or not {str(unit) for unit in UNITS}.issuperset(units):
+            raise TableError(f"damaged: {name}.{op} is {units!r}")
+    return section
+
+
+def _check_config(place: str, entry: Any, unit: int) -> None:
+    if not isinstance(entry, dict) or set(entry) != set(_BOUNDS):
+        raise TableError(f"damaged: {place} is {entry!r}")
+    for name, (low, high) in _BOUNDS.items():
+        value = entry[name]
+        if type(value) is not int or not max(low, unit if low > 1 else 1) <= value <= high or value & (value - 1):
+            raise TableError(f"damaged: {place}.{name} is {value!r}, no power of two from {low} to {high}")
+
+
+def misfit(table: Table, device_name: str, sm_count: int, *, exact: bool = True) -> str:
+    """Why the table does not count for a device, empty if it does.
+
+    Args:
+        table: the table.
+        device_name: name of the GPU.
+        sm_count: its multiprocessors, 0 if nobody knows.
+        exact: whether the version of Triton has to be the table's too.
+    """
+    if table.device != device_name or sm_count not in (0, table.sm_count):
+        return f"for {table.device} with {table.sm_count} SMs, not {device_name} with {sm_count}"
+    if table.source != source_hash():
+        return "measured with other kernels than these; `tritoncomm tune` makes a new one"
+    if exact and table.triton != triton.__version__:
+        return f"measured with Triton {table.triton}, not {triton.__version__}; `tritoncomm tune` makes a new one"
+    return ""
+
+
+@lru_cache(maxsize=64)
+def chosen(device_name: str, sm_count: int) -> tuple[Table, ...]:
+    """The tables that count for a device, first come first: the user's own, then the one in the package.
+
+    The environment variable TRITONCOMM_TABLE names the only file to look at instead, or ``none`` for no table at all.
+    A file that is there and does not count is left out with one warning.
+    """
+    explicit = os.environ.get(VARIABLE, "")
+    if explicit == "none":
+        return ()
+    if explicit:
+        candidates = [(Path(explicit).expanduser(), True)]
+    else:
+        shipped = resources.files("tritoncomm_kernels") / "configs" / table_name(device_name)
+        candidates = [(user_folder() / table_name(device_name, sm_count), True), (shipped, False)]
+    found = []
+    for path, exact in candidates:
+        if not explicit and not path.is_file():
+            continue
+        try:
+            table = read(path)
+            reason = misfit(table, device_name, sm_count, exact=exact)
+        except (OSError, TableError) as error:
+            table, reason = None, str(error)
+        if table is None or reason:
+            warnings.warn(f"tuned table {path} is ignored: {reason}", RuntimeWarning, stacklevel=2)
+        else:
+            found.append(table)
+    return tuple(found)
+
+
+def table_name(device_name: str, sm_count: int | None = None) -> str:
+    """File name of a device's table, with the number of multiprocessors for a user's own."""
+    name = "".join(c if c.isalnum() else "-" for c in device_name.lower())
+    return f"{name}.json" if sm_count is None else f"{name}-{sm_count}.json"
+
+
+def user_folder() -> Path:
+    """Where the user's own tables are: ``$XDG_CACHE_HOME/tritoncomm`` or ``~/.cache/tritoncomm``."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "tritoncomm"
+
+
+@lru_cache(maxsize=1)
+def source_hash() -> str:
+    """First 16 hexadecimal digits of the SHA-256 of the kernels' source files."""
+    folder = resources.files("tritoncomm_kernels")
+    text = "".join((folder / name).read_text(encoding="utf-8") for name in _SOURCES)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
