@@ -141,9 +141,9 @@ def _gather(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -
 
 def _all_to_all(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> Tensor:
     """Cut the new dims, join the old ones."""
+    (old, world), (new, _) = transition.old[0], transition.new[0]
     if len(transition.old) > 1 or len(transition.new) > 1:
         return _exchange_blocks(x, transition, group, name)
-    ((old, world),), ((new, _),) = transition.old, transition.new
     scatter, join = _uneven(transition.shape, new, world), _uneven(transition.shape, old, world)
     return engine.exchange(x, new, old, group, name, scatter_sizes=scatter, gather_sizes=join)
 
