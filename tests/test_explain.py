@@ -1,11 +1,15 @@
 """What `explain` tells is what `record` counts for the real call; times and projections follow their formulas."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
 from pool import Pool
 from torch.distributed import ProcessGroup
+from tritoncomm_kernels import tables
 
 from tritoncomm import cost, mappings, ops, record
 from tritoncomm.errors import ArgumentError, ShapeError
@@ -97,7 +101,7 @@ def test_a_gpu_takes_kernels_and_says_which_tile() -> None:
     pack, exchange, unpack = told.forward.steps
     assert (pack.name, pack.path, pack.packed) == ("pack", "triton", 2 * 128 * MIB)
     assert pack.tile.endswith("16 B per access")
-    assert pack.origin == "rule"
+    assert pack.origin == "built in"
     assert (exchange.path, exchange.wire) == ("backend", 128 * MIB * 7 // 8)
     assert unpack.path == "view"
     assert (told.forward.passes, told.forward.result) == (1, (65536, 1024))
@@ -107,18 +111,25 @@ def test_a_gpu_takes_kernels_and_says_which_tile() -> None:
         assert explain("sp2hp", (64, 64), 8).forward.path == "torch"
 
 
-def test_a_tuned_table_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tritoncomm import steps as module
-
-    ordinary = module.config_for
-
-    def tuned(*args: Any, device_name: str | None = None, **kwargs: Any) -> Any:
-        config = ordinary(*args, **kwargs)
-        return type(config)(config.block_rows, config.block_cols, 8) if device_name == "NVIDIA X" else config
-
-    monkeypatch.setattr(module, "config_for", tuned)
-    assert explain("sp2hp", (64, 64), 8, device="NVIDIA X").forward.steps[0].origin == "table of NVIDIA X"
-    assert explain("sp2hp", (64, 64), 8, device="NVIDIA Y").forward.steps[0].origin == "rule"
+def test_a_tuned_table_is_named_and_its_crossover_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    table = tmp_path / "nvidia-x.json"
+    entry = {"tile_bytes": 4096, "segment_bytes": 1024, "num_warps": 8}
+    content = {
+        "kind": "measured", "format": tables.FORMAT, "device": "NVIDIA X", "sm_count": 100,
+        "source": tables.source_hash(), "triton": triton.__version__,
+        "configs": {"pack": {"16": entry}}, "crossover_bytes": {"pack": {"16": 65536}},
+    }  # fmt: skip
+    table.write_text(json.dumps(content))
+    monkeypatch.setenv(tables.VARIABLE, str(table))
+    tables.chosen.cache_clear()
+    request.addfinalizer(tables.chosen.cache_clear)
+    pack = explain("sp2hp", (1024, 1024), 8, device="NVIDIA X").forward.steps[0]
+    assert pack.origin == str(table)
+    assert "8 warps" in pack.tile
+    assert explain("sp2hp", (16, 1024), 8, device="NVIDIA X").forward.path == "torch"
+    assert explain("sp2hp", (16, 1024), 8).forward.steps[0].origin == "built in"
 
 
 def test_times_follow_the_formulas() -> None:

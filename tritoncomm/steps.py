@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from tritoncomm_kernels.config import config_for
+from tritoncomm_kernels.config import config_for, crossover_bytes, origin_of
 
 from tritoncomm import ops, routes
 from tritoncomm.cost import Rates, collective_seconds, pass_seconds
@@ -107,10 +106,13 @@ class Call:
         """Bytes of a tensor of that shape."""
         return math.prod(shape) * self.dtype.itemsize
 
-    def path(self) -> str:
-        """The path of a pack or unpack."""
-        with FakeTensorMode():
-            return ops.path_for(torch.empty(0, device=self.kind))
+    def path(self, op: str, nbytes: int) -> str:
+        """The path of a pack or unpack of so many bytes, as `ops` chooses it."""
+        if ops._forced != "auto":
+            return ops._forced
+        if self.kind == "cpu" or nbytes < crossover_bytes(op, self.device_name):
+            return "torch"
+        return "triton"
 
     def local(self, name: str, what: str, moved: int, path: str = "torch", tile: str = "", origin: str = "") -> Step:
         """A pass that reads and writes ``moved`` bytes; a view if none."""
@@ -134,16 +136,14 @@ def _layout(call: Call, name: str, shape: Ints, dim: int) -> Step:
         what = f"wire {wire} -> {list(shape)} along dim {dim}"
     if plan.outer == 1:
         return call.local(name, f"{list(shape)} is the wire as it lies", 0)
-    path, moved = call.path(), 2 * call.nbytes(shape)
+    path, moved = call.path(name, call.nbytes(shape)), 2 * call.nbytes(shape)
     if path != "triton" or not moved:
         return call.local(name, what, moved, path)
     size = call.dtype.itemsize
     unit = math.gcd(16, size * plan.row, size * plan.run)
     tile = config_for(name, unit, plan.outer, plan.world * plan.run * size, device_name=call.device_name)
     told = f"{tile.block_rows} x {tile.block_cols} B, {tile.num_warps} warps, {unit} B per access"
-    plain = config_for(name, unit, plan.outer, plan.world * plan.run * size)
-    origin = "rule" if tile == plain else f"table of {call.device_name}"
-    return call.local(name, what, moved, path, told, origin)
+    return call.local(name, what, moved, path, told, origin_of(name, unit, call.device_name))
 
 
 def identity(shape: Ints, dims: Ints, call: Call) -> Steps:
