@@ -19,9 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bench.timing import geometric_mean, interleaved, quantile, quiet_host, versions, write_json
+from bench import guard
+from bench.timing import figures, geometric_mean, interleaved, quantile, quiet_host, versions, write_json
 from tritoncomm import mappings
 
+PART = "host_cost"  # of the suite: the name of the results file
 WORLD = 4
 ROUNDS, INNER = 200, 40
 WORST, MEAN = 1.05, 0.80  # of Megatron's time: no mapping above, geometric mean at most
@@ -115,6 +117,16 @@ class Row:
         ours, theirs = self.cost(mode)
         return ours / theirs
 
+    def figures(self, mode: str) -> dict[str, Any]:
+        """The row of one mode in the results file."""
+        ours, theirs = self.samples[mode]
+        label = f"{self.case.label}, {mode}"
+        return figures(label, {"ours": ours, "megatron": theirs}, mode=mode, limit=self.case.limit)
+
+    def suspect(self, mode: str) -> bool:
+        """Above its limit, or worse than the committed figures."""
+        return self.ratio(mode) > self.case.limit or guard.is_worse(PART, self.figures(mode))
+
 
 def calls(module: Any, case: Case, group: dist.ProcessGroup) -> dict[str, Callable[[], Any]]:
     """The three calls that are timed, of one provider."""
@@ -152,7 +164,7 @@ def assert_agree(case: Case, ours: dict[str, Callable[[], Any]], theirs: dict[st
 
 
 def measure(case: Case, peer: Any, group: dist.ProcessGroup, rounds: int = ROUNDS, inner: int = INNER) -> Row:
-    """Both providers in one row; a mode above the limit gets as many rounds again, pooled with the first."""
+    """Both providers in one row; a mode that misses a limit gets as many rounds again, pooled with the first."""
     ours, theirs = calls(mappings, case, group), calls(peer, case, group)
     assert_agree(case, ours, theirs)
     row = Row(case)
@@ -160,7 +172,7 @@ def measure(case: Case, peer: Any, group: dist.ProcessGroup, rounds: int = ROUND
         for mode in MODES:
             pair = (ours[mode], theirs[mode])
             row.samples[mode] = tuple(interleaved(pair, rounds, inner))
-            if row.ratio(mode) > case.limit:
+            if row.suspect(mode):
                 for kept, more in zip(row.samples[mode], interleaved(pair, rounds, inner), strict=True):
                     kept += more
     return row
@@ -197,24 +209,11 @@ def failures(rows: list[Row]) -> list[str]:
 
 
 def as_json(rows: list[Row]) -> dict[str, Any]:
-    def quantiles(samples: list[float]) -> dict[str, float]:
-        return {name: round(quantile(samples, q), 3) for name, q in (("p20", 0.2), ("median", 0.5), ("p80", 0.8))}
-
     return {
         "versions": versions("megatron-core"),
         "unit": "microseconds per call",
         "world": WORLD,
-        "mappings": {
-            row.case.label: {
-                mode: {
-                    "ours": quantiles(row.samples[mode][0]),
-                    "megatron": quantiles(row.samples[mode][1]),
-                    "ratio": round(row.ratio(mode), 3),
-                }
-                for mode in MODES
-            }
-            for row in rows
-        },
+        "rows": [row.figures(mode) for row in rows for mode in MODES],
         "geometric_mean": {mode: round(geometric_mean([row.ratio(mode) for row in rows]), 3) for mode in MODES},
     }
 
@@ -275,6 +274,7 @@ def test_mapping_costs_no_more_than_megatrons(
     benchmark.extra_info.update({f"ratio, {mode}": round(row.ratio(mode), 3) for mode in MODES})
     benchmark.pedantic(calls(mappings, case, group)[MODES[2]], rounds=20, iterations=INNER, warmup_rounds=1)
     assert not [line for line in failures([row]) if not line.startswith("geometric")]
+    assert not [str(line) for line in guard.against_committed(PART, {"rows": [row.figures(mode) for mode in MODES]})]
 
 
 def test_mappings_in_the_mean(peer: Any, rows: list[Row], capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,11 +299,12 @@ def main() -> int:
     with _Host() as group:
         rows = [measure(case, peer, group, options.rounds) for case in CASES if options.only in case.label]
     print(table(rows))
-    for line in failures(rows):
+    missed = failures(rows) + [f"worse: {line}" for line in guard.against_committed(PART, as_json(rows))]
+    for line in missed:
         print("MISSED:", line)
     if options.json:
         print("written:", write_json(options.json, as_json(rows)))
-    return 1 if failures(rows) else 0
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

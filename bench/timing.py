@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 import timeit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["geometric_mean", "interleaved", "quantile", "quiet_host", "versions", "write_json"]
+__all__ = ["figures", "geometric_mean", "interleaved", "quantile", "quiet_host", "spread", "versions", "write_json"]
+
+GROUPS = 10
 
 
 @contextmanager
@@ -57,6 +59,30 @@ def quantile(samples: Sequence[float], q: float) -> float:
     """The sample that a share ``q`` of all samples does not exceed."""
     ordered = sorted(samples)
     return ordered[min(int(q * len(ordered)), len(ordered) - 1)]
+
+
+def spread(ours: Sequence[float], theirs: Sequence[float], groups: int = GROUPS) -> float:
+    """How far the ratio of the two wanders within a run: p80 - p20 of the ratios of groups of neighbouring rounds."""
+    size = max(1, len(ours) // groups)
+    starts = range(0, len(ours) - size + 1, size)
+    ratios = [quantile(ours[i : i + size], 0.2) / quantile(theirs[i : i + size], 0.2) for i in starts]
+    return quantile(ratios, 0.8) - quantile(ratios, 0.2)
+
+
+def figures(row: str, samples: Mapping[str, Sequence[float]], **more: Any) -> dict[str, Any]:
+    """One row of a results file from samples by provider: ``us`` of each, ``ratio`` and ``spread`` to every peer.
+
+    A ratio is ours at p20 over the peer's at p20.
+    """
+    ours = samples["ours"]
+    us = {
+        name: {key: round(quantile(times, q), 3) for key, q in (("p20", 0.2), ("median", 0.5), ("p80", 0.8))}
+        for name, times in samples.items()
+    }
+    peers = {name: times for name, times in samples.items() if name != "ours"}
+    ratio = {name: round(quantile(ours, 0.2) / quantile(times, 0.2), 3) for name, times in peers.items()}
+    wander = {name: round(spread(ours, times), 3) for name, times in peers.items()}
+    return {"row": row, "us": us, "ratio": ratio, "spread": wander, **more}
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:

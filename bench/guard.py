@@ -1,0 +1,134 @@
+"""The regression guard: this run's ratios (ours / a peer's) against the committed ones of the same kind of device.
+
+Only ratios are compared, because both sides of a ratio were measured in the same rounds. A row is worse when
+
+    ratio > committed ratio * 1.10 + spread
+
+where spread is the larger of the two runs' own: rounds are cut into ten groups of neighbours, each group gives a ratio,
+and the spread is the distance between the 20 % and the 80 % quantile of these ten. ``python bench/guard.py FOLDER``
+compares every ``FOLDER/<device>/<part>.json`` with ``bench/results/``; it exits with 1 when a row is worse and with 2
+when there is nothing to compare.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ALLOWED", "RESULTS", "Worse", "committed", "compare", "rows_of", "worse"]
+
+ALLOWED = 0.10
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@dataclass(frozen=True)
+class Worse:
+    """A row whose ratio to a peer grew by more than it may."""
+
+    row: str
+    peer: str
+    was: float
+    now: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.row}: {self.now:.3f} of {self.peer}'s time, {self.was:.3f} before, at most {self.most:.3f}"
+
+
+def rows_of(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a results file: ``row``, ``ratio`` and ``spread`` by peer, ``us`` by provider.
+
+    A file of ``gpu_bench.py`` has cases with quantiles only: there the spread is that of ours between p20 and p80.
+    """
+    if "cases" in content:
+        return [_row_of_case(case) for case in content["cases"]]
+    return content.get("rows", [])
+
+
+def _row_of_case(case: dict[str, Any]) -> dict[str, Any]:
+    times, ours = case["microseconds"], case["microseconds"]["ours"]
+    ratio = {peer: round(ours["median"] / us["median"], 3) for peer, us in times.items() if peer != "ours"}
+    share = (ours["p80"] - ours["p20"]) / ours["median"]
+    spread = {peer: round(value * share, 3) for peer, value in ratio.items()}
+    return {"row": " ".join(case["label"].split()), "us": times, "ratio": ratio, "spread": spread} | {
+        name: case[name] for name in ("share_of_roof", "target", "case") if name in case
+    }
+
+
+def worse(now: dict[str, Any], before: dict[str, Any]) -> list[Worse]:
+    """The peers to which one row's ratio worsened by more than 10 % beyond its spread."""
+    found = []
+    for peer, was in before["ratio"].items():
+        if peer not in now["ratio"]:
+            continue
+        spread = max(now.get("spread", {}).get(peer, 0.0), before.get("spread", {}).get(peer, 0.0))
+        most = was * (1 + ALLOWED) + spread
+        if now["ratio"][peer] > most:
+            found.append(Worse(now["row"], peer, was, now["ratio"][peer], most))
+    return found
+
+
+def compare(now: dict[str, Any], before: dict[str, Any]) -> list[Worse]:
+    """All rows that both files have; a row that is new, or was not measured this time, is no regression."""
+    known = {row["row"]: row for row in rows_of(before)}
+    return [line for row in rows_of(now) if row["row"] in known for line in worse(row, known[row["row"]])]
+
+
+def committed(part: str, device: str = "cpu", results: Path = RESULTS) -> dict[str, Any] | None:
+    """The committed file of one part of the suite, None where this kind of device has none."""
+    path = results / device / f"{part}.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def is_worse(part: str, row: dict[str, Any], device: str = "cpu") -> bool:
+    """Whether a row of this part is worse than the committed one; False where that does not exist."""
+    before = committed(part, device)
+    known = {line["row"]: line for line in rows_of(before)} if before else {}
+    return row["row"] in known and bool(worse(row, known[row["row"]]))
+
+
+def against_committed(part: str, content: dict[str, Any], device: str = "cpu") -> list[Worse]:
+    """``compare`` with the committed file; empty where there is none."""
+    before = committed(part, device)
+    return compare(content, before) if before else []
+
+
+def _folders(folder: Path, results: Path) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    for path in sorted(folder.glob("*/*.json")):
+        before = committed(path.stem, path.parent.name, results)
+        if before is not None:
+            yield f"{path.parent.name}/{path.stem}", json.loads(path.read_text()), before
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="This run's ratios against the committed ones.")
+    parser.add_argument("folder", type=Path, help="results of this run: <device>/<part>.json")
+    parser.add_argument("--baseline", type=Path, default=RESULTS, help="the committed results")
+    options = parser.parse_args()
+    compared, found = 0, 0
+    for name, now, before in _folders(options.folder, options.baseline):
+        known = {row["row"] for row in rows_of(before)}
+        compared += sum(row["row"] in known for row in rows_of(now))
+        lines = compare(now, before)
+        found += len(lines)
+        for line in lines:
+            print(f"WORSE: {name}: {line}")
+        changed = {
+            package: (before["versions"].get(package), version)
+            for package, version in now["versions"].items()
+            if package != "commit" and before["versions"].get(package) != version
+        }
+        if lines and changed:
+            print(f"{name}: the committed figures were made with", {k: was for k, (was, _) in changed.items()})
+    if not compared:
+        print(f"nothing to compare: {options.folder} and {options.baseline} have no row in common")
+        return 2
+    print(f"{compared} rows compared, {found} ratios worse by more than {ALLOWED:.0%} beyond their spread")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
