@@ -74,8 +74,8 @@ def tile_for(
 
 def default_candidate(op: str, unit_bytes: int, lanes: int = _LANES) -> tuple[int, int, int]:
     """``tile_bytes``, ``segment_bytes`` and ``num_warps`` where no table says otherwise, for warps of ``lanes``."""
-    if op == "reduce":
-        return _REDUCE_ELEMENTS * unit_bytes, _SEGMENT, _WARPS
+    if op == "reduce":  # 16 bytes for every thread at least, and no more parts in registers than fit
+        return max(min(_REDUCE_ELEMENTS * unit_bytes, _TILE), 16 * lanes * _WARPS), _SEGMENT, _WARPS
     return (_NARROW_TILE if unit_bytes <= 2 else _TILE) * lanes // 32, _SEGMENT, _WARPS
 
 

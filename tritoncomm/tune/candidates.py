@@ -1,0 +1,67 @@
+"""The tiles that are tried: bytes per thread x bytes of a row x warps, for one operation and one width of access."""
+
+from dataclasses import asdict, dataclass
+
+from tritoncomm_kernels.config import Config, default_candidate, tile_for
+from tritoncomm_kernels.tables import OPS, UNITS
+
+__all__ = ["Candidate", "candidates", "default", "groups"]
+
+_WARPS = (4, 8)
+_SEGMENTS = (256, 512, 1024, 2048, 4096)
+_BYTES_PER_THREAD = (32, 64, 128, 256)
+_NARROW_BYTES_PER_THREAD = (16, 32, 64)  # in units of 1 and 2 bytes every byte costs instructions and registers
+_SUMMED_BYTES_PER_THREAD = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """One row of a tuned table.
+
+    Attributes:
+        tile_bytes: bytes of a tile.
+        segment_bytes: bytes of a row in a tile, where there are rows enough to fill it; unused by ``reduce``.
+        num_warps: warps per program.
+    """
+
+    tile_bytes: int
+    segment_bytes: int
+    num_warps: int
+
+    @property
+    def label(self) -> str:
+        """``tile/segment/warps``, the key of a candidate in files."""
+        return f"{self.tile_bytes}/{self.segment_bytes}/{self.num_warps}"
+
+    def config(self, op: str, unit: int, outer: int = 2**20, cols_bytes: int = 2**20) -> Config:
+        """The tile of ``outer`` rows of ``cols_bytes`` bytes; by default of a tensor large enough for any tile."""
+        return tile_for(op, unit, outer, cols_bytes, *asdict(self).values())
+
+
+def default(op: str, unit: int, lanes: int = 32) -> Candidate:
+    """What ``config_for`` takes without a table, for warps of ``lanes`` threads."""
+    return Candidate(*default_candidate(op, unit, lanes))
+
+
+def candidates(op: str, unit: int, lanes: int = 32) -> list[Candidate]:
+    """Every candidate, the default first, then in order.
+
+    Args:
+        op: ``pack``, ``unpack`` or ``reduce``.
+        unit: bytes per access; for ``reduce`` bytes of one element.
+        lanes: threads of a warp, 64 on AMD.
+    """
+    first = default(op, unit, lanes)
+    if op == "reduce":
+        sizes, segments = _SUMMED_BYTES_PER_THREAD, (first.segment_bytes,)
+    else:
+        sizes, segments = (_NARROW_BYTES_PER_THREAD if unit <= 2 else _BYTES_PER_THREAD), _SEGMENTS
+    tiles = {
+        Candidate(each * lanes * warps, segment, warps) for each in sizes for warps in _WARPS for segment in segments
+    }
+    return [first, *sorted(tiles - {first})]
+
+
+def groups(ops: tuple[str, ...] = OPS) -> list[tuple[str, int]]:
+    """Operation and unit of every entry that a table can have."""
+    return [(op, unit) for op in ops for unit in sorted(UNITS, reverse=True) if op != "reduce" or unit <= 8]

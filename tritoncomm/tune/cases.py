@@ -1,0 +1,235 @@
+"""What is tuned: operations, shapes, ranks and dtypes, given one by one or as a model's layers produce them."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+
+import torch
+from tritoncomm_kernels.tables import OPS
+
+from tritoncomm.plan import Plan
+
+__all__ = ["MODELS", "Case", "Model", "from_model", "from_shapes", "parse_dtype", "parse_shape", "read_model", "sweep"]
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_MOST_RANKS = {"pack": 2**16, "unpack": 2**16, "reduce": 64}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call to tune for.
+
+    Attributes:
+        op: ``pack``, ``unpack`` or ``reduce``.
+        outer: number of rows; 1 for ``reduce``.
+        row: elements of a row, cut over the ranks; for ``reduce`` the elements of one part.
+        world: number of ranks.
+        dtype: element type.
+        note: where it comes from.
+    """
+
+    op: str
+    outer: int
+    row: int
+    world: int
+    dtype: torch.dtype
+    note: str = ""
+
+    @property
+    def label(self) -> str:
+        """The key of a case in files; the note is not part of it."""
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.op} {self.outer}x{self.row} world {self.world} {kind}"
+
+    @property
+    def run(self) -> int:
+        """Elements of a row that go to one rank."""
+        return Plan.along((self.outer, self.row), 1, self.world).run
+
+    @property
+    def unit(self) -> int:
+        """Bytes per access with aligned pointers; for ``reduce`` bytes of one element."""
+        size = self.dtype.itemsize
+        return size if self.op == "reduce" else math.gcd(self.row * size, self.run * size, 16)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor that is packed, or unpacked, or of all parts that are summed."""
+        return self.outer * self.row * self.dtype.itemsize * (self.world if self.op == "reduce" else 1)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a transformer that its communication depends on; public facts of the published models.
+
+    Attributes:
+        hidden: width of the residual stream.
+        heads: query heads.
+        kv_heads: key and value heads.
+        head_dim: width of a query or key head.
+        ffn: width of the (dense) feed-forward layer.
+        vocab: size of the vocabulary.
+        value_head_dim: width of a value head, ``head_dim`` if it is 0.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    value_head_dim: int = 0
+
+
+MODELS = {
+    "llama3-8b": Model(4096, 32, 8, 128, 14336, 128256),
+    "llama3-70b": Model(8192, 64, 8, 128, 28672, 128256),
+    "qwen3-32b": Model(5120, 64, 8, 128, 25600, 151936),
+    "deepseek-v3": Model(7168, 128, 128, 192, 18432, 129280, 128),
+}
+
+
+def read_model(name: str) -> Model:
+    """A model by its name, or from a JSON file with the fields of ``Model``.
+
+    Raises:
+        ValueError: there is neither, or the file does not describe a model.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"model {name!r} is none of {', '.join(MODELS)}, and there is no file of that name")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"model {name}: not readable as JSON ({error})") from None
+    known = {field.name: field.default is MISSING for field in fields(Model)}
+    if not isinstance(content, dict):
+        raise ValueError(f"model {name}: not an object with the fields {', '.join(known)}")
+    unknown = sorted(set(content) - set(known))
+    missing = [field for field, needed in known.items() if needed and field not in content]
+    if unknown or missing:
+        text = [f"no field {', '.join(missing)}"] * bool(missing) + [f"unknown field {', '.join(unknown)}"] * bool(
+            unknown
+        )
+        raise ValueError(f"model {name}: {'; '.join(text)} (the fields are {', '.join(known)})")
+    for field, value in content.items():
+        if type(value) is not int or value < (1 if known[field] else 0):
+            raise ValueError(f"model {name}: {field} must be a positive integer, not {value!r}")
+    return Model(**content)
+
+
+def from_model(
+    model: Model, world: int, tokens: int, dtype: torch.dtype, ops: Iterable[str] = OPS, name: str = ""
+) -> list[Case]:
+    """The calls around the collectives of one layer stack, ``world`` tensor-parallel ranks wide.
+
+    A gather along the last dim unpacks whole rows of all tokens, a reduce-scatter along it packs them, an exchange of
+    sequence for heads packs (and back, unpacks) each rank's share of the tokens, and a sum over a wire of another dtype
+    reduces ``world`` parts of a rank's share of the residual stream.
+
+    Args:
+        model: its sizes.
+        world: tensor- (or sequence-) parallel ranks, 2 or more.
+        tokens: tokens of one micro-batch on all ranks, sequence length times batch.
+        dtype: element type of the activations.
+        ops: operations wanted.
+        name: put into the notes.
+
+    Raises:
+        ValueError: the heads, the vocabulary or the tokens do not divide over the ranks.
+    """
+    value = model.value_head_dim or model.head_dim
+    sizes = {"heads": model.heads, "ffn": model.ffn, "hidden": model.hidden, "tokens": tokens}
+    for field, size in sizes.items():
+        if world < 2 or size % world:
+            raise ValueError(f"{field} {size} cannot be cut over {world} tensor-parallel ranks")
+    local = tokens // world
+    widths = {
+        "hidden": (tokens, model.hidden),
+        "feed-forward": (tokens, model.ffn),
+        "vocabulary": (tokens, model.vocab),
+        "query heads, exchanged": (local, model.heads * model.head_dim),
+    }
+    if model.kv_heads % world == 0:
+        widths["key heads, exchanged"] = (local, model.kv_heads * model.head_dim)
+    widths["attention output, exchanged"] = (local, model.heads * value)
+    found = [
+        Case(op, outer, row, world, dtype, f"{name} {what}".strip())
+        for op in ("pack", "unpack")
+        for what, (outer, row) in widths.items()
+    ]
+    found.append(Case("reduce", 1, local * model.hidden, world, dtype, f"{name} residual stream".strip()))
+    return _distinct(case for case in found if case.op in ops)
+
+
+def from_shapes(
+    shapes: Sequence[tuple[int, ...]], worlds: Sequence[int], dtypes: Sequence[torch.dtype], ops: Sequence[str]
+) -> list[Case]:
+    """Every combination; the last dim of a shape is cut, for ``reduce`` a shape is that of one part.
+
+    Raises:
+        ValueError: no ranks, or more than an operation takes.
+    """
+    for op in ops:
+        for world in worlds:
+            if not 1 <= world <= _MOST_RANKS[op]:
+                raise ValueError(f"world {world} is not in 1..{_MOST_RANKS[op]}, the ranks that {op} takes")
+    return _distinct(
+        Case(op, 1 if op == "reduce" else math.prod(shape[:-1]), _row(op, shape), world, dtype)
+        for op in ops
+        for shape in shapes
+        for world in worlds
+        for dtype in dtypes
+    )
+
+
+def sweep(ops: Iterable[str] = OPS) -> list[Case]:
+    """What is tuned when nothing is said: about 64 MiB for 8 ranks in every unit, and short and long runs."""
+    found = []
+    for op in ("pack", "unpack"):
+        for run in (512, 64, 16384, 200, 100, 1026):  # bytes per rank and row: units of 16, 16, 16, 8, 4 and 2
+            found.append(Case(op, max(2**26 // (8 * run), 1), 8 * run // 2, 8, torch.bfloat16, f"runs of {run} bytes"))
+        found.append(Case(op, 2**26 // (8 * 513), 8 * 513, 8, torch.int8, "runs of 513 bytes"))
+    for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.int8):
+        found.append(Case("reduce", 1, 2**23 // dtype.itemsize, 8, dtype, "parts of 8 MiB"))
+    return [case for case in found if case.op in ops]
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """``4096x8192`` or ``4096,1,8192`` as a tuple.
+
+    Raises:
+        ValueError: no positive sizes.
+    """
+    try:
+        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise ValueError(f"shape {text!r} is no list of positive sizes like 4096x8192")
+    return shape
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    """``bfloat16``, or short as in ``bf16``.
+
+    Raises:
+        ValueError: torch has no such dtype.
+    """
+    found = getattr(torch, _DTYPES.get(text, text), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{text!r} is no dtype of torch, like bfloat16, float32 or int8")
+    return found
+
+
+def _row(op: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) if op == "reduce" else shape[-1]
+
+
+def _distinct(cases: Iterable[Case]) -> list[Case]:
+    """The first of each label."""
+    return list({case.label: case for case in reversed(list(cases))}.values())[::-1]
