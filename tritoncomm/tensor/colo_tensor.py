@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tritoncomm.errors import ShapeError
-from tritoncomm.tensor import dispatch
+from tritoncomm.tensor import dispatch, layout
 from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
 from tritoncomm.tensor.const import TensorType
 from tritoncomm.tensor.dist_spec_mgr import DistSpecManager
@@ -18,6 +18,7 @@ from tritoncomm.tensor.tensor_spec import ColoTensorSpec
 __all__ = ["ColoTensor"]
 
 
+@layout.register
 class ColoTensor(torch.Tensor):
     """A ``torch.Tensor`` that knows of which whole it is the piece.
 
@@ -39,6 +40,7 @@ class ColoTensor(torch.Tensor):
     has_initialized: bool
     _type: TensorType
     _global_shape: tuple[int, ...]
+    _parts: tuple[tuple[int, int], ...]
 
     def __new__(
         cls, data: Tensor | None, spec: ColoTensorSpec | None, global_shape: Sequence[int] | None = None
@@ -60,29 +62,29 @@ class ColoTensor(torch.Tensor):
         self, pg: ProcessGroup, dist_spec: _DistSpec, compute: ComputeSpec | None, shape: Sequence[int] | None
     ) -> "ColoTensor":
         """Attributes of a piece that is laid out like this already."""
-        local = tuple(dispatch.plain(self).shape)
+        local = tuple(layout.plain(self).shape)
         parts = partitions(dist_spec, len(local))
         if shape is None:
             shape = tuple(size * parts.get(dim, 1) for dim, size in enumerate(local))
         if parts:
-            dispatch.check_cut(parts, pg)
+            layout.check_cut(parts, pg)
             mine = local_shape(shape, parts, pg.tp_local_rank())
             if mine != local:
                 raise ShapeError(f"ColoTensor: the piece of {list(shape)} here is {list(mine)}, not {list(local)}")
         self.process_group, self.dist_spec, self.compute_spec = pg, dist_spec, compute
-        self._global_shape = tuple(shape)
+        self._global_shape, self._parts = tuple(shape), tuple(parts.items())
         return self
 
     @staticmethod
     def from_torch_tensor(tensor: Tensor, spec: ColoTensorSpec | None = None) -> "ColoTensor":
         """The same memory and the same place in the autograd graph, as a ColoTensor."""
         if isinstance(tensor, ColoTensor):
-            tensor = dispatch.plain(tensor)
+            tensor = layout.plain(tensor)
         return tensor.as_subclass(ColoTensor)._set_up(spec)
 
     @staticmethod
     def from_dtensor(tensor: Any) -> "ColoTensor":
-        """A torch DTensor on a mesh of one axis, without a copy; see ``dtensor.from_dtensor``."""
+        """A torch DTensor over the ranks of its mesh, without a copy; see ``dtensor.from_dtensor``."""
         from tritoncomm.tensor.dtensor import from_dtensor
 
         return from_dtensor(tensor)
@@ -153,7 +155,7 @@ class ColoTensor(torch.Tensor):
 
     def _moved(self, dist_spec: _DistSpec, pg: ProcessGroup) -> Tensor:
         """This rank's piece under another layout, a plain tensor."""
-        here = dispatch.plain(self)
+        here = layout.plain(self)
         if pg != self.process_group:
             whole = DistSpecManager.handle_trans_spec(
                 here, self.dist_spec, ReplicaSpec(), self.process_group, self._global_shape
@@ -167,7 +169,7 @@ class ColoTensor(torch.Tensor):
         Forward: the cheapest movement between the two layouts. Backward: the movement back. Nothing is summed.
         """
         pg = self.process_group if pg is None else pg
-        return dispatch.wrap(self._moved(dist_spec, pg), pg, dist_spec, self._global_shape)
+        return layout.wrap(self._moved(dist_spec, pg), pg, dist_spec, self._global_shape)
 
     def to_replicate_(self) -> None:
         """Make this tensor whole, in place."""
@@ -179,7 +181,7 @@ class ColoTensor(torch.Tensor):
 
     def size_local(self, *args: int) -> Any:
         """Shape of this rank's piece, or the size of one dim."""
-        return dispatch.plain(self).size(*args)
+        return layout.plain(self).size(*args)
 
     def size_global(self, *args: int) -> Any:
         """Shape of the whole, or the size of one dim."""
@@ -209,7 +211,7 @@ class ColoTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         with torch.no_grad():
-            data = dispatch.plain(self).clone()
+            data = layout.plain(self).clone()
         memo[id(self)] = copy = type(self)._rebuild(data, self.requires_grad, self._state())
         return copy
 
@@ -223,7 +225,7 @@ class ColoTensor(torch.Tensor):
         made: ColoTensor = torch.Tensor._make_subclass(cls, data, requires_grad)
         made.has_initialized, made._type = initialized, cls._kind
         made.process_group, made.dist_spec, made.compute_spec = pg, dist_spec, compute_spec
-        made._global_shape = tuple(shape)
+        made._global_shape, made._parts = tuple(shape), tuple(partitions(dist_spec, len(shape)).items())
         return made
 
     _kind = TensorType.NONMODEL
@@ -232,11 +234,11 @@ class ColoTensor(torch.Tensor):
         from tritoncomm.tensor.pickles import rebuild
 
         with torch.no_grad():
-            data = dispatch.plain(self).detach()
+            data = layout.plain(self).detach()
         return rebuild, (type(self).__name__, data, self.requires_grad, self._state())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        told = [repr(dispatch.plain(self)), repr(self.process_group), repr(self.dist_spec)]
+        told = [repr(layout.plain(self)), repr(self.process_group), repr(self.dist_spec)]
         if self.compute_spec is not None:
             told.append(repr(self.compute_spec))
         return "ColoTensor: " + "\n".join(told)

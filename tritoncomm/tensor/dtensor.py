@@ -1,49 +1,99 @@
 """Over to torch's DTensor and back, without a copy."""
 
+import itertools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tritoncomm.errors import UnsupportedError
+from tritoncomm.plan import chunk_sizes
 from tritoncomm.tensor.colo_tensor import ColoTensor
-from tritoncomm.tensor.dispatch import plain, wrap
-from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, partitions
+from tritoncomm.tensor.device_mesh import DeviceMesh
+from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec, cuts, partitions
+from tritoncomm.tensor.layout import plain, wrap
 from tritoncomm.tensor.process_group import ProcessGroup
 
 __all__ = ["from_dtensor", "to_dtensor"]
 
 
 def from_dtensor(tensor: DTensor) -> ColoTensor:
-    """A DTensor on a mesh of one axis; shares its memory, and gradients arrive at it.
+    """A DTensor over all ranks of its mesh; shares its memory, and gradients arrive at it.
+
+    A mesh of several axes is counted through row-major: ``[Shard(0), Shard(1)]`` on 2 x 2 ranks is
+    ``ShardSpec([0, 1], [2, 2])``, and ``[Shard(0), Shard(0)]`` is ``ShardSpec([0], [4])`` where the dim divides.
 
     Raises:
-        UnsupportedError: several axes, or a partial placement.
+        UnsupportedError: a partial or strided placement, axes that cut beside axes that replicate, or pieces that no
+            ``ShardSpec`` describes.
+        GroupError: no process group over all ranks of a mesh of several axes exists, or they do not ascend.
     """
-    mesh, placements = tensor.device_mesh, tensor.placements
-    if mesh.ndim != 1:
-        raise UnsupportedError(f"from_dtensor: the mesh has {mesh.ndim} axes; redistribute to one axis first")
-    (placement,) = placements
-    if isinstance(placement, Shard):
-        spec = ShardSpec([placement.dim], [mesh.size()])
-    elif isinstance(placement, Replicate):
-        spec = ReplicaSpec()
-    else:
-        raise UnsupportedError(f"from_dtensor: {placement} is neither Shard nor Replicate; redistribute first")
-    return wrap(tensor.to_local(), ProcessGroup.from_device_mesh(mesh), spec, tuple(tensor.shape))
+    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+    spec = _spec_of(shape, tuple(mesh.shape), tensor.placements)
+    pg = ProcessGroup.from_device_mesh(mesh) if mesh.ndim == 1 else ProcessGroup.over_device_mesh(mesh)
+    return wrap(tensor.to_local(), pg, spec, shape)
+
+
+def _spec_of(shape: Sequence[int], mesh: tuple[int, ...], placements: Sequence[Any]) -> _DistSpec:
+    """The layout of a DTensor of that shape."""
+    parts: dict[int, int] = {}
+    whole = False
+    for size, placement in zip(mesh, placements, strict=True):
+        if isinstance(placement, Shard):
+            parts[placement.dim] = parts.get(placement.dim, 1) * size
+        elif isinstance(placement, Replicate):
+            whole = whole or size > 1
+        else:
+            raise UnsupportedError(f"from_dtensor: {placement} is neither Shard nor Replicate; redistribute first")
+    told = f"from_dtensor: {list(placements)} on a mesh of {mesh}"
+    if not parts:
+        return ReplicaSpec()
+    if whole:
+        raise UnsupportedError(f"{told} cuts along some axes only; redistribute first")
+    found = {dim: count for dim, count in parts.items() if count > 1}
+    for rank, place in enumerate(itertools.product(*map(range, mesh))):
+        theirs, ours = _box(shape, mesh, placements, place), [(0, size) for size in shape]
+        for dim, start, size in cuts(shape, found, rank):
+            ours[dim] = (start, size)
+        sizes, wanted = ([size for _, size in box] for box in (theirs, ours))
+        if sizes != wanted or (theirs != ours and math.prod(sizes)):  # it does not matter where an empty piece begins
+            raise UnsupportedError(f"{told} cuts {list(shape)} into pieces that no ShardSpec has; redistribute first")
+    return ShardSpec(list(parts), list(parts.values()))
+
+
+def _box(
+    shape: Sequence[int], mesh: tuple[int, ...], placements: Sequence[Any], place: tuple[int, ...]
+) -> list[tuple[int, int]]:
+    """(start, size) along every dim of the piece at a place of the mesh: axis after axis cuts what is left."""
+    box = [(0, size) for size in shape]
+    for size, placement, index in zip(mesh, placements, place, strict=True):
+        if isinstance(placement, Shard):
+            start, length = box[placement.dim]
+            sizes = chunk_sizes(length, size)
+            box[placement.dim] = (start + sum(sizes[:index]), sizes[index])
+    return box
 
 
 def to_dtensor(tensor: ColoTensor) -> DTensor:
-    """On a mesh over the tensor-parallel group; shares the memory, and gradients arrive at ``tensor``.
+    """Over the tensor-parallel ranks, a mesh axis per cut dim; shares the memory, and gradients arrive at ``tensor``.
 
-    Raises:
-        UnsupportedError: cut along several dims.
+    The process groups of a mesh of several axes are made as every ``ProcessGroup`` is: where they do not exist yet, all
+    processes of the job call.
     """
-    parts = partitions(tensor.dist_spec, len(tensor.size_global()))
-    if len(parts) > 1:
-        raise UnsupportedError(f"to_dtensor: {tensor.dist_spec} needs a mesh of {len(parts)} axes")
-    mesh = tensor.process_group.device_mesh(tensor.device.type)
-    placement: Any = Shard(next(iter(parts))) if parts else Replicate()
     shape = torch.Size(tensor.size_global())
+    parts = partitions(tensor.dist_spec, len(shape))
+    mesh = _mesh(tensor.process_group, tuple(parts.values()), tensor.device.type)
+    placements: list[Any] = [Shard(dim) for dim in parts] or [Replicate()]
     stride = tuple(torch.empty(shape, device="meta").stride())
-    return DTensor.from_local(plain(tensor), mesh, [placement], run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(plain(tensor), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _mesh(pg: ProcessGroup, sizes: tuple[int, ...], device_type: str) -> TorchMesh:
+    if len(sizes) < 2:
+        return pg.device_mesh(device_type)
+    ranks = dist.get_process_group_ranks(pg.tp_process_group())
+    return DeviceMesh(ranks, sizes, init_process_group=True, need_flatten=False).to_torch(device_type)

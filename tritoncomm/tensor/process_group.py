@@ -143,6 +143,25 @@ class ProcessGroup:
             _made.setdefault((dist.get_backend(group), tuple(dist.get_process_group_ranks(group))), group)
         return cls(ranks=members, tp_degree=tp, dp_degree=dp)
 
+    @classmethod
+    def over_device_mesh(cls, mesh: TorchMesh) -> "ProcessGroup":
+        """All ranks of a torch mesh, counted row-major, as one tensor-parallel group; only they call.
+
+        Raises:
+            GroupError: the ranks do not ascend, or there is no process group over all of them yet.
+        """
+        members = tuple(mesh.mesh.flatten().tolist())
+        backend = dist.get_backend()
+        if list(members) != sorted(members):
+            raise GroupError(f"over_device_mesh: the ranks of {mesh} do not ascend")
+        found = _known(backend, members) or _elsewhere(backend, members)
+        if found is None and len(members) > 1:
+            make = f"ProcessGroup(ranks={list(members)}, tp_degree={len(members)})"
+            raise GroupError(f"over_device_mesh: no process group over {mesh}; have every process call {make} first")
+        if found is not None:
+            _made.setdefault((backend, members), found)
+        return cls(ranks=list(members), tp_degree=len(members))
+
     def device_mesh(self, device_type: str = "cpu") -> TorchMesh:
         """The tensor-parallel ranks as a torch mesh with the axis ``tensor``, over the same process group."""
         return TorchMesh.from_group(self.tp_process_group(), device_type, mesh_dim_names=("tensor",))
