@@ -10,8 +10,11 @@ try:
 except ImportError as error:
     sys.exit(f"the command needs typer and rich ({error}): pip install 'tritoncomm[cli]'")
 
+from tritoncomm import commands
 from tritoncomm.demo import DemoError, Settings
 from tritoncomm.demo.report import check_plot, plot, show, train_with_progress
+from tritoncomm.tune import report as tune_report
+from tritoncomm.tune.command import Request
 
 __all__ = ["app", "main"]
 
@@ -65,6 +68,52 @@ def demo(
     raise typer.Exit(0 if largest <= settings.limit else 1)
 
 
+@app.command()
+def tune(
+    op: Annotated[list[str] | None, typer.Option(help="pack, unpack or reduce; all by default. Repeatable.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="Like 4096x8192; the last dim is cut. Repeatable.")] = None,
+    world: Annotated[list[int] | None, typer.Option(help="Ranks the dim is cut over; 8. Repeatable.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Element type; bfloat16. Repeatable.")] = None,
+    model: Annotated[str | None, typer.Option(help="llama3-8b, llama3-70b, qwen3-32b, deepseek-v3 or a file.")] = None,
+    tensor_parallel: Annotated[int | None, typer.Option(help="Ranks that share the model's layers; 8.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of one micro-batch of the model.")] = 8192,
+    listing: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False,
+    budget: Annotated[float | None, typer.Option(help="Seconds after which nothing new starts.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the results; the user's cache by default.")] = None,
+    target: Annotated[str | None, typer.Option(help="With --static: sm_80, sm_90, sm_100 or gfx942.")] = None,
+    static: Annotated[
+        bool, typer.Option("--static", help="Rank by machine code; needs no GPU, times nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Find the fastest tiles of the kernels on this GPU, and the sizes below which plain torch is faster.
+
+    Every candidate is checked against plain torch before it is timed. Results go to a table that this user's jobs on
+    this kind of GPU read from then on. Ctrl-C keeps what is done, and the same command goes on from there. Examples:
+
+    \b
+    tritoncomm tune
+    tritoncomm tune --model llama3-70b --tensor-parallel 8
+    tritoncomm tune --model llama3-70b --list
+    tritoncomm tune --op pack --shape 4096x8192 --world 4 --world 8 --budget 60
+    tritoncomm tune --static --target sm_90 --out sm_90.json
+
+    The first tunes for units and sizes of all kinds, the second for what a model's layers exchange, which the third
+    only lists. The last needs no GPU: it compiles every candidate, leaves out those that spill, need too many
+    registers or lose the width of their accesses, and ranks the rest by a static cost, which is no time.
+
+    Exits with 0 when done or out of time, 1 when an output was wrong, 2 when the arguments make no sense or there is
+    no GPU, 130 when interrupted.
+    """
+    request = Request(op or (), shape or (), world or (), dtype or (), model, tensor_parallel, tokens, budget, out)
+    try:
+        code = tune_report.run(request, listing=listing, ranking=static, target=target, as_json=as_json)
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(code)
+
+
 def _ranks(ranks: int | None, tensor: int | None, pipeline: int) -> int:
     """Processes to start."""
     if tensor is not None:
@@ -72,6 +121,9 @@ def _ranks(ranks: int | None, tensor: int | None, pipeline: int) -> int:
             raise ValueError(f"{pipeline} stages of {tensor} tensor ranks are {tensor * pipeline} ranks, not {ranks}")
         return tensor * pipeline
     return ranks if ranks is not None else max(Settings.ranks, pipeline)
+
+
+commands.add_to(app)
 
 
 def main() -> None:

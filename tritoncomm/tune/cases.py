@@ -144,6 +144,8 @@ def from_model(
     """
     value = model.value_head_dim or model.head_dim
     sizes = {"heads": model.heads, "ffn": model.ffn, "hidden": model.hidden, "tokens": tokens}
+    if tokens < 1:
+        raise ValueError(f"tokens must be positive, not {tokens}")
     for field, size in sizes.items():
         if world < 2 or size % world:
             raise ValueError(f"{field} {size} cannot be cut over {world} tensor-parallel ranks")

@@ -19,7 +19,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-__all__ = ["TARGETS", "Build", "Code", "build", "build_all", "compiled_kernels"]
+__all__ = ["CAN_READ", "TARGETS", "Build", "Code", "build", "build_all", "compiled_kernels"]
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -28,6 +28,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+CAN_READ = {"cuda": (_TOOLS / "nvdisasm").is_file() and (_TOOLS / "cuobjdump").is_file(), "hip": True}
 _RAW_NAMES = {80: "SM80", 90: "SM90a", 100: "SM100a"}
 _AMD_WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "b128": 16, "b64": 8, "b32": 4}
 

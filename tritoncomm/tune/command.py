@@ -1,0 +1,229 @@
+"""`tritoncomm tune` without its terminal: arguments to cases, cases to a search, results to a file."""
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tritoncomm_kernels.tables import OPS
+
+from tritoncomm.tune import cases, static, table, winners
+from tritoncomm.tune.candidates import Candidate, candidates, groups
+from tritoncomm.tune.cases import Case
+from tritoncomm.tune.machine_code import CAN_READ, TARGETS
+from tritoncomm.tune.measure import Bench
+from tritoncomm.tune.search import COMPLETE, Task, search
+
+__all__ = ["Outcome", "Request", "cases_of", "measure", "rank_static"]
+
+Follow = Callable[[str, int, int], None]
+_BATCH = 8  # candidates that one run of the disassembler reads
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for on the command line; ``cases_of`` checks it.
+
+    Attributes:
+        ops: operations, all by default.
+        shapes: like ``4096x8192``.
+        worlds: ranks; 8 by default.
+        dtypes: names; bfloat16 by default.
+        model: a model's name or file.
+        tensor_parallel: ranks of the model; 8 by default.
+        tokens: tokens of a micro-batch of the model.
+        budget: seconds.
+        out: file for the results.
+    """
+
+    ops: Sequence[str] = ()
+    shapes: Sequence[str] = ()
+    worlds: Sequence[int] = ()
+    dtypes: Sequence[str] = ()
+    model: str | None = None
+    tensor_parallel: int | None = None
+    tokens: int = 8192
+    budget: float | None = None
+    out: Path | None = None
+
+
+@dataclass
+class Outcome:
+    """What a search made.
+
+    Attributes:
+        state: ``complete``, ``out of time`` or ``interrupted``.
+        content: what the file holds.
+        path: the file, None if there is none.
+        warnings: about files that were there and are not used.
+        wrong: candidates whose output was wrong.
+        left: results that are missing.
+    """
+
+    state: str
+    content: dict[str, Any]
+    path: Path | None
+    warnings: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    left: int = 0
+
+
+def cases_of(request: Request) -> list[Case]:
+    """The cases asked for; without shapes and model a sweep over units and sizes.
+
+    Raises:
+        ValueError: arguments that make no sense or do not go together.
+    """
+    ops = tuple(request.ops) or OPS
+    for op in ops:
+        if op not in OPS:
+            raise ValueError(f"--op {op!r} is none of {', '.join(OPS)}")
+    if request.budget is not None and not request.budget > 0:
+        raise ValueError(f"--budget must be a positive number of seconds, not {request.budget:g}")
+    if request.tensor_parallel is not None and request.model is None:
+        raise ValueError("--tensor-parallel goes with --model; --shape takes --world")
+    dtypes = [cases.parse_dtype(name) for name in request.dtypes or ("bfloat16",)]
+    if request.model is not None:
+        if request.shapes or request.worlds:
+            raise ValueError("--model has shapes of its own: give --tensor-parallel, not --shape or --world")
+        model, name = cases.read_model(request.model), Path(request.model).stem
+        world = 8 if request.tensor_parallel is None else request.tensor_parallel
+        found = [cases.from_model(model, world, request.tokens, dtype, ops, name) for dtype in dtypes]
+        return [case for each in found for case in each]
+    if request.shapes:
+        shapes = [cases.parse_shape(text) for text in request.shapes]
+        return cases.from_shapes(shapes, request.worlds or (8,), dtypes, ops)
+    if request.worlds or request.dtypes:
+        raise ValueError("--world and --dtype go with --shape (or --dtype with --model)")
+    return cases.sweep(ops)
+
+
+def rank_static(request: Request, target: str, follow: Follow | None = None) -> Outcome:
+    """Compile every candidate for a target, leave out the bad ones, rank the rest.
+
+    Raises:
+        ValueError: bad arguments.
+        OSError: the file cannot be written.
+    """
+    if target not in TARGETS:
+        raise ValueError(f"--target {target!r} is none of {', '.join(TARGETS)}")
+    wanted = cases_of(request)
+    chosen = groups(tuple(request.ops) or OPS)
+    if request.shapes or request.model:
+        chosen = [group for group in chosen if group in {(case.op, case.unit) for case in wanted}]
+    content, outcome = _begin(request.out, table.static_key(target) | {"cost": static.COST})
+    todo = [task for op, unit in chosen for task in _static_tasks(op, unit, target)]
+
+    def save() -> None:
+        content["ranking"] = _ranking(content["results"], target)
+        _finish(outcome, todo)
+
+    outcome.state = search(todo, content["results"], save, budget=request.budget, follow=follow)
+    return outcome
+
+
+def measure(
+    request: Request, bench: Bench, follow: Follow | None = None, clock: Callable[[], float] = time.monotonic
+) -> Outcome:
+    """Check and time candidates and both paths on a GPU, and write the table; the cheapest by static cost come first.
+
+    Args:
+        request: what to measure.
+        bench: the device.
+        follow: see ``search``.
+        clock: seconds from any start, for the budget.
+
+    Raises:
+        ValueError: bad arguments.
+        OSError: the file cannot be written.
+    """
+    wanted = cases_of(request)
+    chosen = [group for group in groups() if group in {(case.op, case.unit) for case in wanted}]
+    path = request.out or table.user_path(bench.device_name, bench.sm_count)
+    content, outcome = _begin(path, table.measured_key(bench.device_name, bench.sm_count))
+    started, verdicts = clock(), {}
+    if bench.target is not None and CAN_READ[TARGETS[bench.target].backend]:
+        judged = [task for op, unit in chosen for task in _static_tasks(op, unit, bench.target)]
+        state = search(judged, verdicts, lambda: None, budget=request.budget, follow=follow, clock=clock)
+        if state != COMPLETE:
+            outcome.state, outcome.left = state, len(judged)
+            return outcome
+    tried = {group: _usable(*group, bench, verdicts) for group in chosen}
+    todo = [*winners.tasks(bench, wanted, tried), *winners.crossover_tasks(bench, chosen)]
+
+    def save() -> None:
+        content["configs"] = winners.configs(content["results"], bench.lanes)
+        content["crossover_bytes"] = winners.crossovers(content["results"])
+        _finish(outcome, todo)
+
+    budget = None if request.budget is None else request.budget - (clock() - started)
+    outcome.state = search(todo, content["results"], save, budget=budget, follow=follow, clock=clock)
+    outcome.wrong = winners.wrong(content["results"])
+    return outcome
+
+
+def _begin(path: Path | None, key: Mapping[str, Any]) -> tuple[dict[str, Any], Outcome]:
+    """The file's content so far, and the outcome that will hold it."""
+    if path is not None and path.is_dir():
+        raise ValueError(f"--out {path} is a folder, not a file")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        content = {**table.resume(path, dict(key)), **key}
+    content.setdefault("results", {})
+    return content, Outcome("", content, path, [str(one.message) for one in caught])
+
+
+def _finish(outcome: Outcome, todo: Sequence[Task]) -> None:
+    done = outcome.content["results"]
+    outcome.left = sum(key not in done for task in todo for key in task.keys)
+    outcome.content["complete"] = outcome.left == 0
+    if outcome.path is not None:
+        table.write(outcome.path, outcome.content)
+
+
+def _static_tasks(op: str, unit: int, target: str) -> list[Task]:
+    tried = candidates(op, unit, TARGETS[target].warp_size)
+    batches = [tried[i : i + _BATCH] for i in range(0, len(tried), _BATCH)]
+
+    def task(batch: Sequence[Candidate]) -> Task:
+        def work() -> list[dict[str, Any]]:
+            verdicts = static.judge(op, unit, batch, target)
+            pairs = zip(batch, verdicts, strict=True)
+            return [{"op": op, "unit": unit} | asdict(one) | asdict(verdict) for one, verdict in pairs]
+
+        return Task(f"{op}, {unit} bytes", tuple(f"{op} {unit} {one.label}" for one in batch), work)
+
+    return [task(batch) for batch in batches]
+
+
+def _ranking(results: Mapping[str, Mapping[str, Any]], target: str) -> dict[str, dict[str, list[str]]]:
+    """``{op: {unit: [candidate, ...]}}``, cheapest first."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for op, unit in groups():
+        verdicts = _verdicts(op, unit, results)
+        if verdicts:
+            found.setdefault(op, {})[str(unit)] = [one.label for one in static.rank(op, unit, verdicts, target)]
+    return found
+
+
+def _verdicts(op: str, unit: int, results: Mapping[str, Mapping[str, Any]]) -> dict[str, static.Verdict]:
+    """What static tasks found about one operation and unit, by candidate."""
+    names, start = static.Verdict.__dataclass_fields__, f"{op} {unit} "
+    return {
+        key.removeprefix(start): static.Verdict(**{name: one[name] for name in names})
+        for key, one in results.items()
+        if key.startswith(start)
+    }
+
+
+def _usable(op: str, unit: int, bench: Bench, results: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:
+    """The default, then what the target's machine code leaves, cheapest first; everything where it was not read."""
+    tried = candidates(op, unit, bench.lanes)
+    if bench.target is None or not results:
+        return tried
+    return [
+        tried[0],
+        *(one for one in static.rank(op, unit, _verdicts(op, unit, results), bench.target) if one != tried[0]),
+    ]

@@ -1,0 +1,189 @@
+"""Checking and timing on a GPU: every tile's output against plain torch before its time counts.
+
+A tile's time is the median of CUDA events around one launch, the L2 cache flushed before each. The crossover between
+the paths is host time as a caller sees it: calls back to back, with their allocations, until the GPU has finished.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+import tritoncomm_kernels as kernels
+from torch import Tensor
+from tritoncomm_kernels import reference
+
+from tritoncomm import ops
+from tritoncomm.tune.candidates import Candidate
+from tritoncomm.tune.cases import Case
+from tritoncomm.tune.machine_code import TARGETS
+
+__all__ = ["Bench", "DeviceBench", "open_gpu", "target_of"]
+
+_FLUSH_BYTES = 2**28  # more than any L2 cache holds
+_REPEATS = 25
+_CALLS = 20
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+class Bench(Protocol):
+    """What a search needs of a device."""
+
+    device_name: str
+    sm_count: int
+    target: str | None
+    lanes: int
+
+    def check(self, case: Case, candidate: Candidate) -> str:
+        """What is wrong with a candidate's output, empty if nothing."""
+        ...
+
+    def time(self, case: Case, candidate: Candidate) -> float:
+        """Microseconds of one launch."""
+        ...
+
+    def paths(self, case: Case) -> tuple[float, float]:
+        """Microseconds of a call on torch's path and on triton's."""
+        ...
+
+
+@dataclass
+class _Prepared:
+    case: Case
+    source: Tensor
+    target: Tensor
+    want: Tensor
+
+
+class DeviceBench:
+    """A ``Bench`` on a torch device.
+
+    Args:
+        device: where the tensors are.
+        device_name: the key of its tables, with ``sm_count``.
+        target: key of ``TARGETS``, None if it is none of them.
+        stopwatch: microseconds of one call.
+        synchronize: waits for the device.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        device_name: str,
+        sm_count: int,
+        target: str | None,
+        stopwatch: Callable[[Callable[[], Any]], float],
+        synchronize: Callable[[], Any],
+    ) -> None:
+        self.device, self.device_name, self.sm_count, self.target = device, device_name, sm_count, target
+        self.lanes = TARGETS[target].warp_size if target else 32
+        self._stopwatch, self._synchronize = stopwatch, synchronize
+        self._prepared: _Prepared | None = None
+
+    def check(self, case: Case, candidate: Candidate) -> str:
+        """Compare bits with ``reference`` on a target filled with ones bits before."""
+        ready = self._prepare(case)
+        _bits(ready.target).fill_(-1)
+        self._launch(ready, candidate)()
+        wrong = int((_bits(ready.target) != _bits(ready.want)).sum())
+        return f"{wrong} of {ready.want.numel()} elements differ from plain torch" if wrong else ""
+
+    def time(self, case: Case, candidate: Candidate) -> float:
+        """The stopwatch around one launch, after warming up."""
+        return self._stopwatch(self._launch(self._prepare(case), candidate))
+
+    def paths(self, case: Case) -> tuple[float, float]:
+        """Median over rounds of calls back to back; both paths in every round, for the same disturbances."""
+        ready = self._prepare(case)
+        shape = (case.outer, case.row)
+
+        def call() -> Any:
+            if case.op == "pack":
+                return ops.pack(ready.source, 1, case.world)
+            if case.op == "unpack":
+                return ops.unpack(ready.source, shape, 1, case.world)
+            return ops.reduce(ready.source)
+
+        times: dict[str, list[float]] = {"torch": [], "triton": []}
+        for round_ in range(8):
+            for path, found in times.items():
+                with ops.path(path):
+                    self._synchronize()
+                    started = time.perf_counter()
+                    for _ in range(_CALLS):
+                        call()
+                    self._synchronize()
+                if round_:
+                    found.append((time.perf_counter() - started) / _CALLS * 1e6)
+        return median(times["torch"]), median(times["triton"])
+
+    def _launch(self, ready: _Prepared, candidate: Candidate) -> Callable[[], Any]:
+        case = ready.case
+        launch = getattr(kernels, case.op)
+        cols = case.world * case.run * case.dtype.itemsize
+        outer, cols = (1, case.row * case.dtype.itemsize) if case.op == "reduce" else (case.outer, cols)
+        config = candidate.config(case.op, case.unit, outer, cols)
+        return lambda: launch(ready.source, ready.target, config=config)
+
+    def _prepare(self, case: Case) -> _Prepared:
+        """Tensors of a case; those of the last one are kept."""
+        if self._prepared is None or self._prepared.case != case:
+            self._prepared = None
+            source = self._random((case.outer, case.row) if case.op == "pack" else self._wire(case), case)
+            shape = {"pack": self._wire(case), "unpack": (case.outer, case.row), "reduce": (case.row,)}[case.op]
+            target = torch.empty(shape, dtype=case.dtype, device=self.device)
+            want = torch.empty_like(target)
+            getattr(reference, case.op)(source, want)
+            self._prepared = _Prepared(case, source, target, want)
+        return self._prepared
+
+    def _random(self, shape: tuple[int, ...], case: Case) -> Tensor:
+        """Any bits for copies; small whole numbers for sums."""
+        size = case.dtype.itemsize
+        if case.op == "reduce":
+            return torch.randint(-8, 8, shape, device=self.device).to(case.dtype)
+        numbers = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8, device=self.device)
+        return numbers.view(case.dtype) if case.dtype is not torch.bool else (numbers & 1).view(torch.bool)
+
+    @staticmethod
+    def _wire(case: Case) -> tuple[int, ...]:
+        return (case.world, case.row) if case.op == "reduce" else (case.world, case.outer, case.run)
+
+
+def open_gpu() -> DeviceBench | None:
+    """The current GPU, None where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    device = torch.device("cuda", torch.cuda.current_device())
+    flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+
+    def stopwatch(call: Callable[[], Any]) -> float:
+        call()
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_REPEATS)]
+        for start, end in events:
+            flush.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize(device)
+        return median(start.elapsed_time(end) * 1e3 for start, end in events)
+
+    def synchronize() -> None:
+        torch.cuda.synchronize(device)
+
+    return DeviceBench(device, found.name, found.multi_processor_count, target_of(found), stopwatch, synchronize)
+
+
+def target_of(properties: Any) -> str | None:
+    """The key of ``TARGETS`` for a GPU's properties, None where there is none."""
+    name = f"sm_{properties.major}{properties.minor}"
+    if torch.version.hip:
+        name = properties.gcnArchName.partition(":")[0]
+    return name if name in TARGETS else None
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(_INTEGER[x.dtype.itemsize])

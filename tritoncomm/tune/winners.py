@@ -1,0 +1,122 @@
+"""The tasks of a measurement, and the table that its results make."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from tritoncomm.tune.candidates import Candidate, default
+from tritoncomm.tune.cases import Case
+from tritoncomm.tune.measure import Bench
+from tritoncomm.tune.search import Task
+
+__all__ = ["configs", "crossover_tasks", "crossovers", "tasks", "wrong"]
+
+_BETTER = 0.99  # of the default's time; closer ones are noise
+_NO_SLOWER = 1.02
+_SIZES = [2**n for n in range(12, 27)]
+_ROW_BYTES = {16: 4096, 8: 8 * 200, 4: 8 * 100, 2: 8 * 1026, 1: 8 * 513}
+_DTYPES = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16, 1: torch.int8}
+
+
+def tasks(bench: Bench, cases: Sequence[Case], tried: Mapping[tuple[str, int], Sequence[Candidate]]) -> Iterator[Task]:
+    """One task per case and candidate of its operation and unit: check, then time."""
+    for case in cases:
+        for candidate in tried[case.op, case.unit]:
+
+            def work(case: Case = case, candidate: Candidate = candidate) -> list[dict[str, Any]]:
+                problem = bench.check(case, candidate)
+                result = {"wrong": problem} if problem else {"us": round(bench.time(case, candidate), 3)}
+                return [{"op": case.op, "unit": case.unit, "case": case.label} | asdict(candidate) | result]
+
+            yield Task(case.label, (f"{case.label} | {candidate.label}",), work)
+
+
+def crossover_tasks(bench: Bench, groups: Sequence[tuple[str, int]]) -> Iterator[Task]:
+    """One task per operation, unit and size: both paths of the same call."""
+    for op, unit in groups:
+        for nbytes in _SIZES:
+            case = _case(op, unit, nbytes)
+
+            def work(case: Case = case) -> list[dict[str, Any]]:
+                plain, ours = bench.paths(case)
+                sizes = {"op": case.op, "unit": case.unit, "bytes": case.nbytes}
+                return [sizes | {"torch_us": round(plain, 3), "triton_us": round(ours, 3)}]
+
+            yield Task(f"crossover of {op}, {unit} bytes", (f"crossover {op} {unit} {nbytes}",), work)
+
+
+def _case(op: str, unit: int, nbytes: int) -> Case:
+    """About ``nbytes`` for 8 ranks."""
+    if op == "reduce":
+        return Case(op, 1, nbytes // 8 // unit, 8, _DTYPES[unit])
+    dtype = torch.int8 if unit == 1 else torch.bfloat16
+    row = _ROW_BYTES[unit]
+    return Case(op, max(nbytes // row, 2), row // dtype.itemsize, 8, dtype)
+
+
+def configs(results: Mapping[str, Mapping[str, Any]], lanes: int = 32) -> dict[str, dict[str, dict[str, int]]]:
+    """The fastest candidate of every operation and unit, by the geometric mean of its times over the cases.
+
+    A case counts when no other of its group was measured with more candidates, so a search that was cut short gives
+    what it had finished. The default stays where nothing is at least 1 percent faster, and where the default was not
+    measured there is no entry; a candidate that was wrong once is out.
+    """
+    groups: dict[tuple[str, int], dict[str, dict[Candidate, float | None]]] = {}
+    for one in results.values():
+        if "case" in one:
+            candidate = Candidate(one["tile_bytes"], one["segment_bytes"], one["num_warps"])
+            groups.setdefault((one["op"], one["unit"]), {}).setdefault(one["case"], {})[candidate] = one.get("us")
+    table: dict[str, dict[str, dict[str, int]]] = {}
+    for (op, unit), cases in sorted(groups.items()):
+        winner = _winner(list(cases.values()), default(op, unit, lanes))
+        if winner is not None:
+            table.setdefault(op, {})[str(unit)] = asdict(winner)
+    return table
+
+
+def _winner(cases: Sequence[Mapping[Candidate, float | None]], first: Candidate) -> Candidate | None:
+    most = max(map(len, cases))
+    counted = [case for case in cases if len(case) == most]
+    out = {candidate for case in cases for candidate, us in case.items() if us is None}
+    everywhere = set.intersection(*(set(case) for case in counted)) - out
+    means = {
+        candidate: math.exp(sum(math.log(case[candidate] or 1e-3) for case in counted) / len(counted))
+        for candidate in everywhere
+    }
+    if first not in means:
+        return None
+    best = min(means, key=lambda candidate: (means[candidate], candidate))
+    return best if means[best] < _BETTER * means[first] else first
+
+
+def crossovers(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """The smallest size from which on triton's path was no slower at any size measured.
+
+    Twice the largest size where it always was; nothing where sizes are missing.
+    """
+    groups: dict[tuple[str, int], list[tuple[int, float, float]]] = {}
+    for one in results.values():
+        if "torch_us" in one:
+            row = (one["bytes"], one["torch_us"], one["triton_us"])
+            groups.setdefault((one["op"], one["unit"]), []).append(row)
+    table: dict[str, dict[str, int]] = {}
+    for (op, unit), rows in sorted(groups.items()):
+        if len(rows) == len(_SIZES):
+            table.setdefault(op, {})[str(unit)] = _crossover(sorted(rows))
+    return table
+
+
+def _crossover(rows: Sequence[tuple[int, float, float]]) -> int:
+    slower = [size for size, plain, ours in rows if ours > _NO_SLOWER * plain]
+    if not slower:
+        return 0
+    larger = [size for size, _, _ in rows if size > slower[-1]]
+    return larger[0] if larger else 2 * slower[-1]
+
+
+def wrong(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Every candidate whose output was not plain torch's, in words."""
+    return [f"{key}: {one['wrong']}" for key, one in sorted(results.items()) if "wrong" in one]
