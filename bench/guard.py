@@ -5,9 +5,13 @@ Only ratios are compared, because both sides of a ratio were measured in the sam
     ratio > committed ratio * 1.10 + spread
 
 where spread is the larger of the two runs' own: rounds are cut into ten groups of neighbours, each group gives a ratio,
-and the spread is the distance between the 20 % and the 80 % quantile of these ten. ``python bench/guard.py FOLDER``
-compares every ``FOLDER/<device>/<part>.json`` with ``bench/results/``; it exits with 1 when a row is worse and with 2
-when there is nothing to compare.
+and the spread is the distance between the 20 % and the 80 % quantile of these ten. Processes differ among each other
+too, in how their memory lies and in what else the machine does. So the committed figures come from several runs: of each
+row the run with the median ratio is kept, and its spread is at least the range of the ratios of all runs.
+
+``python bench/guard.py FOLDER`` compares every ``FOLDER/<device>/<part>.json`` with ``bench/results/``; it exits with 1
+when a row is worse and with 2 when there is nothing to compare. ``python bench/guard.py --keep FOLDER FOLDER ...``
+makes the runs in these folders the committed figures.
 """
 
 import argparse
@@ -18,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ALLOWED", "RESULTS", "Worse", "committed", "compare", "rows_of", "worse"]
+from bench.timing import write_json
+
+__all__ = ["ALLOWED", "RESULTS", "Worse", "against_committed", "committed", "compare", "is_worse", "merged", "rows_of"]
 
 ALLOWED = 0.10
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -77,6 +83,21 @@ def compare(now: dict[str, Any], before: dict[str, Any]) -> list[Worse]:
     return [line for row in rows_of(now) if row["row"] in known for line in worse(row, known[row["row"]])]
 
 
+def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several runs of one part as one: of each row the run with the median ratio, with the spread of all."""
+    rows: list[dict[str, Any]] = []
+    for row in rows_of(runs[0]):
+        same = [line for run in runs for line in rows_of(run) if line["row"] == row["row"]]
+        first = next(iter(row["ratio"]))
+        same.sort(key=lambda line: line["ratio"][first])
+        spread = {}
+        for peer in row["ratio"]:
+            ratios = [line["ratio"][peer] for line in same]
+            spread[peer] = round(max(max(ratios) - min(ratios), *(line["spread"][peer] for line in same)), 3)
+        rows.append(same[len(same) // 2] | {"spread": spread})
+    return runs[-1] | {"rows": rows, "runs": len(runs)}
+
+
 def committed(part: str, device: str = "cpu", results: Path = RESULTS) -> dict[str, Any] | None:
     """The committed file of one part of the suite, None where this kind of device has none."""
     path = results / device / f"{part}.json"
@@ -103,31 +124,45 @@ def _folders(folder: Path, results: Path) -> Iterator[tuple[str, dict[str, Any],
             yield f"{path.parent.name}/{path.stem}", json.loads(path.read_text()), before
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="This run's ratios against the committed ones.")
-    parser.add_argument("folder", type=Path, help="results of this run: <device>/<part>.json")
-    parser.add_argument("--baseline", type=Path, default=RESULTS, help="the committed results")
-    options = parser.parse_args()
+def keep(folders: list[Path], results: Path) -> int:
+    """Make these runs the committed figures."""
+    for path in sorted(folders[0].glob("*/*.json")):
+        part = path.relative_to(folders[0])
+        runs = [json.loads((folder / part).read_text()) for folder in folders if (folder / part).is_file()]
+        print("written:", write_json(results / part, merged(runs)), f"from {len(runs)} runs")
+    return 0
+
+
+def judge(folder: Path, results: Path) -> int:
+    """Print what is worse than the committed figures; the exit status."""
     compared, found = 0, 0
-    for name, now, before in _folders(options.folder, options.baseline):
+    for name, now, before in _folders(folder, results):
         known = {row["row"] for row in rows_of(before)}
         compared += sum(row["row"] in known for row in rows_of(now))
         lines = compare(now, before)
         found += len(lines)
         for line in lines:
             print(f"WORSE: {name}: {line}")
-        changed = {
-            package: (before["versions"].get(package), version)
-            for package, version in now["versions"].items()
-            if package != "commit" and before["versions"].get(package) != version
-        }
+        old, new = before["versions"], now["versions"]
+        changed = [f"{key} {old.get(key)}" for key in new if key != "commit" and old.get(key) != new[key]]
         if lines and changed:
-            print(f"{name}: the committed figures were made with", {k: was for k, (was, _) in changed.items()})
+            print(f"{name}: the committed figures were made with {', '.join(changed)}")
     if not compared:
-        print(f"nothing to compare: {options.folder} and {options.baseline} have no row in common")
+        print(f"nothing to compare: {folder} and {results} have no row in common")
         return 2
     print(f"{compared} rows compared, {found} ratios worse by more than {ALLOWED:.0%} beyond their spread")
     return 1 if found else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="This run's ratios against the committed ones.")
+    parser.add_argument("folders", type=Path, nargs="+", help="results of a run: <device>/<part>.json")
+    parser.add_argument("--baseline", type=Path, default=RESULTS, help="the committed results")
+    parser.add_argument("--keep", action="store_true", help="make these runs the committed results")
+    options = parser.parse_args()
+    if options.keep:
+        return keep(options.folders, options.baseline)
+    return max(judge(folder, options.baseline) for folder in options.folders)
 
 
 if __name__ == "__main__":

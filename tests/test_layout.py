@@ -35,9 +35,10 @@ LAYERS = [
     ["p2p"],
     ["tensor"],
     ["tune"],
-    ["cost", "steps", "explain"],
+    ["cost", "steps", "explain", "selftest", "doctor"],
     ["demo"],
     ["__init__"],
+    ["suite", "pictures", "commands"],
     ["cli", "__main__"],
 ]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}

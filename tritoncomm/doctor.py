@@ -1,0 +1,197 @@
+"""What this machine has for training over several ranks, and what to do about what it lacks."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+import torch.cuda.nccl
+import torch.distributed as dist
+from tritoncomm_kernels import tables
+
+from tritoncomm import selftest
+
+__all__ = ["Finding", "examine"]
+
+NEEDED = {"torch": (2, 11), "triton": (3, 6)}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at.
+
+    Attributes:
+        name: what.
+        value: how it is.
+        level: ``ok``, ``note`` (worth knowing) or ``problem``.
+        advice: what to do about it, empty when all is well.
+    """
+
+    name: str
+    value: str
+    level: str = "ok"
+    advice: str = ""
+
+
+def examine(self_test: bool = True) -> Iterator[Finding]:
+    """Look at one thing after the other; the self test, which takes seconds, comes last."""
+    yield Finding("python", f"{sys.version.split()[0]}")
+    for package, least in NEEDED.items():
+        yield _version(package, least)
+    yield from _backends()
+    yield from _gpus()
+    yield from _links()
+    yield from _table()
+    for name, judge in VARIABLES.items():
+        if name in os.environ:
+            yield judge(name, os.environ[name])
+    for name in sorted(os.environ):
+        if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_")) and name not in VARIABLES:
+            yield Finding(name, os.environ[name], "note", "unset it unless you know why it is there")
+    if self_test:
+        yield _self_test()
+
+
+def _version(package: str, least: tuple[int, int]) -> Finding:
+    wanted = ".".join(map(str, least))
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return Finding(package, "not installed", "problem", f"pip install '{package}>={wanted}'")
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if numbers < least:
+        return Finding(package, version, "problem", f"too old: pip install '{package}>={wanted}'")
+    return Finding(package, version)
+
+
+def _backends() -> Iterator[Finding]:
+    """Gloo and NCCL, as far as torch was built with them."""
+    if dist.is_gloo_available():
+        yield Finding("Gloo", "built in")
+    else:
+        yield Finding("Gloo", "missing", "problem", "install a build of torch with Gloo: CPU tensors need it")
+    if dist.is_nccl_available():
+        version = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "built in"
+        yield Finding("NCCL", version)
+    elif torch.cuda.is_available():
+        yield Finding("NCCL", "missing", "problem", "install a CUDA build of torch with NCCL")
+    else:
+        yield Finding("NCCL", "not in this build of torch", "note", "needed for GPUs only")
+
+
+def _gpus() -> Iterator[Finding]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        hint = "mappings run over Gloo with torch's copies; kernels need a GPU"
+        if shutil.which("nvidia-smi"):
+            hint = "the driver is there: is this a CPU build of torch, or is CUDA_VISIBLE_DEVICES empty?"
+        yield Finding("GPUs", "none that torch can use", "note", hint)
+    for index in range(count):
+        found = torch.cuda.get_device_properties(index)
+        size = f"{found.total_memory / 2**30:.0f} GiB, {found.multi_processor_count} SMs"
+        yield Finding(f"GPU {index}", f"{found.name}, {size}, compute capability {found.major}.{found.minor}")
+
+
+def _links() -> Iterator[Finding]:
+    """Whether every pair of GPUs can reach each other's memory, and the links between them."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return
+    apart = [
+        f"{a}-{b}" for a in range(count) for b in range(a + 1, count) if not torch.cuda.can_device_access_peer(a, b)
+    ]
+    if apart:
+        advice = "NCCL goes through host memory there: look at `nvidia-smi topo -m`, at ACS and at /dev/shm"
+        yield Finding("peer access", f"not between GPUs {', '.join(apart)}", "note", advice)
+    else:
+        yield Finding("peer access", "between all GPUs")
+    if smi := shutil.which("nvidia-smi"):
+        done = subprocess.run([smi, "topo", "-m"], capture_output=True, text=True, timeout=30, check=False)
+        links = [line.split()[: count + 1] for line in done.stdout.splitlines() if line.startswith("GPU")]
+        kinds = sorted({cell for row in links for cell in row[1:]} - {"X"})
+        yield Finding("links", ", ".join(kinds) or "unknown: nvidia-smi topo -m said nothing")
+
+
+def _table() -> Iterator[Finding]:
+    """The tuned tables that count for every kind of GPU here."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kinds = {(found.name, found.multi_processor_count) for found in map(torch.cuda.get_device_properties, range(count))}
+    for name, multiprocessors in sorted(kinds):
+        found = tables.chosen(name, multiprocessors)
+        if found:
+            yield Finding("tuned table", ", ".join(table.origin for table in found))
+        else:
+            yield Finding("tuned table", f"none for {name}: built-in rules", "note", "`tritoncomm tune` makes one")
+    if not kinds:
+        yield Finding("tuned table", "none in use without a GPU", "note", "`tritoncomm tune` makes one on a GPU")
+
+
+def _path_variable(name: str, value: str) -> Finding:
+    if value == "triton" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        return Finding(name, value, "problem", "kernels need a GPU: unset it, or set TRITON_INTERPRET=1 to debug")
+    return Finding(name, value, "ok" if value == "auto" else "note", "" if value == "auto" else "forces one path")
+
+
+def _interpreter(name: str, value: str) -> Finding:
+    if value == "1" and torch.cuda.is_available():
+        return Finding(name, value, "problem", "kernels run in Python, thousands of times slower: unset it")
+    return Finding(name, value, "note", "kernels run in Python, for debugging")
+
+
+def _connections(name: str, value: str) -> Finding:
+    if value == "1":
+        return Finding(name, value, "note", "keeps Megatron-LM's order of kernels; newer GPUs do not need it")
+    return Finding(name, value)
+
+
+def _switched_off(name: str, value: str) -> Finding:
+    if value not in ("", "0"):
+        return Finding(name, value, "problem", "turns the fast way between GPUs off: unset it")
+    return Finding(name, value)
+
+
+def _verbose(name: str, value: str) -> Finding:
+    if value.upper() in ("INFO", "TRACE", "DETAIL"):
+        return Finding(name, value, "note", "slows every collective down: for debugging only")
+    return Finding(name, value)
+
+
+def _visible(name: str, value: str) -> Finding:
+    if not value.strip() or value.strip().startswith("-1"):
+        return Finding(name, repr(value), "note", "hides every GPU")
+    return Finding(name, value)
+
+
+def _plain(name: str, value: str) -> Finding:
+    return Finding(name, value)
+
+
+VARIABLES: dict[str, Callable[[str, str], Finding]] = {
+    "TRITONCOMM_PATH": _path_variable,
+    "TRITONCOMM_TABLE": _plain,
+    "TRITON_INTERPRET": _interpreter,
+    "CUDA_DEVICE_MAX_CONNECTIONS": _connections,
+    "CUDA_VISIBLE_DEVICES": _visible,
+    "CUDA_LAUNCH_BLOCKING": _switched_off,
+    "NCCL_P2P_DISABLE": _switched_off,
+    "NCCL_SHM_DISABLE": _switched_off,
+    "NCCL_IB_DISABLE": _switched_off,
+    "NCCL_DEBUG": _verbose,
+    "TORCH_DISTRIBUTED_DEBUG": _verbose,
+}
+
+
+def _self_test() -> Finding:
+    backend = "nccl" if dist.is_nccl_available() and torch.cuda.device_count() > 1 else "gloo"
+    what = "all_to_all_sp2hp over two ranks, forward and backward"
+    wrong = selftest.run(backend)
+    if not wrong:
+        return Finding("self test", f"{what}, {backend}: exact")
+    advice = "run it with NCCL_DEBUG=INFO; check the variables above and `nvidia-smi topo -m`"
+    if backend == "gloo":
+        advice = "check GLOO_SOCKET_IFNAME, and that this machine's own name resolves (`getent hosts $(hostname)`)"
+    return Finding("self test", f"{what}, {backend}: {wrong}", "problem", advice)

@@ -1,0 +1,103 @@
+"""Two ranks in processes of their own exchange known values: ``all_to_all_sp2hp`` forward and backward, exact.
+
+``python -m tritoncomm.selftest RANK FILE BACKEND`` is one of the ranks; `run` starts both.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from tritoncomm.mappings import all_to_all_sp2hp
+
+__all__ = ["run"]
+
+WORLD, ROWS, HIDDEN = 2, 3, 8
+
+
+def run(backend: str, seconds: float = 60.0) -> str:
+    """What went wrong between two ranks over ``backend``, empty if nothing did; at most ``seconds``."""
+    paths = [*filter(None, sys.path), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    end = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory(prefix="tritoncomm-selftest-") as folder:
+        logs = [Path(folder, str(rank)) for rank in range(WORLD)]
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, log in enumerate(logs):
+                command = [sys.executable, "-m", "tritoncomm.selftest", str(rank), f"{folder}/store", backend]
+                with log.open("wb") as said:
+                    ranks.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
+            _wait(ranks, end)
+            failed = [rank for rank, process in enumerate(ranks) if process.poll()]
+            return next(filter(None, (_said(rank, logs[rank]) for rank in failed or range(WORLD))), "")
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], end: float) -> None:
+    """Until both have ended, one has failed, or the time is over."""
+    while time.monotonic() < end and any(process.poll() is None for process in ranks):
+        if any(process.poll() for process in ranks):
+            break
+        time.sleep(0.02)
+
+
+def _said(rank: int, log: Path) -> str:
+    """The last line of a rank that has not said that all is well."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    if lines and lines[-1] == "exact":
+        return ""
+    return f"rank {rank}: {lines[-1].strip() if lines else 'no word in time'}"
+
+
+def _inputs(rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's rows, and the gradient of its columns; every element has a value of its own."""
+    rows = 100.0 * rank + torch.arange(ROWS * HIDDEN, dtype=torch.float32, device=device).view(ROWS, HIDDEN)
+    columns = HIDDEN // WORLD
+    count = WORLD * ROWS * columns
+    gradient = 1000.0 * rank + torch.arange(count, dtype=torch.float32, device=device).view(WORLD * ROWS, columns)
+    return rows, gradient
+
+
+def _exchange(rank: int, device: torch.device) -> None:
+    """Values and gradients of one exchange against what every rank can work out for itself."""
+    group = dist.group.WORLD
+    assert group is not None
+    rows, gradient = _inputs(rank, device)
+    x = rows.requires_grad_()
+    out = all_to_all_sp2hp(x, group)
+    (found,) = torch.autograd.grad(out, x, gradient)
+    everyone = [_inputs(other, device) for other in range(WORLD)]
+    columns, mine = HIDDEN // WORLD, slice(rank * ROWS, (rank + 1) * ROWS)
+    values = torch.cat([all_rows[:, rank * columns : (rank + 1) * columns] for all_rows, _ in everyone])
+    gradients = torch.cat([all_columns[mine] for _, all_columns in everyone], 1)
+    if not torch.equal(out, values):
+        raise SystemExit(f"all_to_all_sp2hp gave wrong values: {out.tolist()}, not {values.tolist()}")
+    if not torch.equal(found, gradients):
+        raise SystemExit(f"all_to_all_sp2hp gave wrong gradients: {found.tolist()}, not {gradients.tolist()}")
+
+
+def _rank(rank: int, store: str, backend: str) -> None:
+    """One rank, from start to end."""
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=30)
+    dist.init_process_group(backend, store=FileStore(store, WORLD), rank=rank, world_size=WORLD, timeout=timeout)
+    _exchange(rank, device)
+    dist.destroy_process_group()
+    print("exact")
+
+
+if __name__ == "__main__":
+    _rank(int(sys.argv[1]), sys.argv[2], sys.argv[3])
