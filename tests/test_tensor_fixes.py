@@ -106,8 +106,14 @@ def run_shard_to_shard(group: TorchGroup) -> None:
             x = sharded(full, old, pg).requires_grad_()
             y = x.redistribute(new)
             assert torch.equal(plain(y), chunked(full, new, rank)), (shape, old, new)
-            (grad,) = torch.autograd.grad(y, x, chunked(gradient, new, rank))
-            assert torch.equal(plain(grad), chunked(gradient, old, rank)), (shape, old, new)
+            given = ColoTensor(chunked(gradient, new, rank).clone(), ColoTensorSpec(pg, new), shape)
+            for each in (plain(given), given):  # a hook may well make it a ColoTensor
+                out = plain(x.redistribute(new))
+                out.register_hook(lambda _, each=each: each)
+                (grad,) = torch.autograd.grad(out.sum(), x)
+                assert torch.equal(plain(grad), chunked(gradient, old, rank)), (shape, old, new)
+            again = DistSpecManager.handle_trans_spec(x, old, new, pg, shape)
+            assert torch.equal(plain(again), chunked(full, new, rank)), (shape, old, new)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -75,9 +75,18 @@ def redistribute(x: Tensor, transition: Transition, group: ProcessGroup) -> Tens
     """Move ``x``, this rank's piece, as the table says; the same tensor when nothing has to move."""
     if not steps(transition.old, transition.new):
         return x
+    x = _plain(x)
     if x.requires_grad and torch.is_grad_enabled():
         return _Redistribute.apply(x, transition, group)
     return _move(x, transition, group, "redistribute")
+
+
+def _plain(x: Tensor) -> Tensor:
+    """A piece as an ordinary tensor: what moves it must not ask an operator's rule what it means."""
+    if type(x) is Tensor:
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(Tensor)
 
 
 @direct
@@ -91,7 +100,7 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        back = ctx.transition.reversed()
+        grad_output, back = _plain(grad_output), ctx.transition.reversed()
         if grad_output.requires_grad:
             return _Redistribute.apply(grad_output, back, ctx.group), None, None
         return _move(grad_output, back, ctx.group, "redistribute.backward"), None, None

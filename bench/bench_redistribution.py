@@ -1,0 +1,352 @@
+"""Redistribution of a sharded tensor: ours against ``DTensor.redistribute``, on the same ranks and the same tensors.
+
+Counted on four Gloo ranks, forward and backward: messages (collective calls), passes (bytes that local ops read and
+write, as multiples of once over an even piece; mean over the ranks) and the most new memory held at once (in even
+pieces; of the rank that holds most). On CPUs DTensor's all-to-all is an all-gather, and a chunk of what it brings. Host
+time is taken with small tensors over a process group that moves nothing.
+``python bench/bench_redistribution.py`` prints the table; ``--json PATH`` writes it with versions.
+"""
+
+import argparse
+import math
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup as TorchGroup
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bench import guard
+from bench.timing import figures, geometric_mean, interleaved, quantile, quiet_host, versions, write_json
+from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup, ReplicaSpec, ShardSpec
+from tritoncomm.tensor.dispatch import plain
+from tritoncomm.tensor.distspec import _DistSpec
+
+PART = "redistribution"  # of the suite: the name of the results file
+WORLD = 4
+ROUNDS, INNER, REPEATS = 30, 10, 5
+WORST = 1.05  # of DTensor's time
+PROVIDERS = ("ours", "dtensor")
+MODES = ("forward", "forward, with grad", "forward + backward")
+WAYS = ("forward", "backward")
+MESSAGES = ("c10d", "_c10d_functional", "_dtensor")  # where the collectives are
+AROUND = ("wait_tensor", "_wrap_tensor_autograd")  # neither messages nor memory
+
+
+@dataclass(frozen=True)
+class Case:
+    """From one layout to another; a dim to cut, or None for a replica."""
+
+    shape: tuple[int, ...]
+    old: int | None
+    new: int | None
+
+    @property
+    def label(self) -> str:
+        names = ["R" if dim is None else f"S({dim})" for dim in (self.old, self.new)]
+        ragged = any(self.shape[dim] % WORLD for dim in (self.old, self.new) if dim is not None)
+        return f"{names[0]} -> {names[1]} {list(self.shape)}{' ragged' * ragged}"
+
+    @property
+    def specs(self) -> tuple[_DistSpec, _DistSpec]:
+        old, new = (ReplicaSpec() if dim is None else ShardSpec([dim], [WORLD]) for dim in (self.old, self.new))
+        return old, new
+
+
+CASES = [
+    Case((16, 32), 0, 1),
+    Case((4, 8, 16), 1, 2),
+    Case((16, 32), 0, None),
+    Case((16, 32), 1, None),
+    Case((16, 32), None, 1),
+    Case((17, 30), 0, 1),
+    Case((4, 9, 15), 1, 2),
+]
+
+
+@dataclass
+class Row:
+    """What one case takes: microseconds by mode and provider, and by provider and way what is counted."""
+
+    case: Case
+    counted: dict[str, dict[str, dict[str, float]]]
+    samples: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+    def ratio(self, mode: str) -> float:
+        ours, theirs = (quantile(self.samples[mode][provider], 0.2) for provider in PROVIDERS)
+        return ours / theirs
+
+    def figures(self, mode: str) -> dict[str, Any]:
+        """The row of one mode in the results file."""
+        return figures(f"{self.case.label}, {mode}", self.samples[mode], mode=mode, counted=self.counted)
+
+    def suspect(self, mode: str) -> bool:
+        """Above the limit, or worse than the committed figures."""
+        return self.ratio(mode) > WORST or guard.is_worse(PART, self.figures(mode))
+
+
+class Cost(TorchDispatchMode):
+    """Collective calls, bytes that local ops read and write, and the most bytes of new memory held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages = self.moved = self.live = self.peak = 0
+        self._held: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again with the pieces
+        result = func(*args, **(kwargs or {}))
+        namespace, _, name = func._schema.name.partition("::")
+        if name in AROUND:
+            return result
+        inputs = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        known = {x.untyped_storage()._cdata for x in inputs}
+        for x in outputs:
+            if x.untyped_storage()._cdata not in known:
+                self._hold(x.untyped_storage())
+        if namespace in MESSAGES:
+            self.messages += 1
+            return result
+        aliases = [value.alias_info for value in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not is_view and "empty" not in name and name not in ("detach", "_unsafe_view", "set_"):
+            self.moved += sum(x.nbytes for x in (*inputs, *(() if name == "copy_" else outputs)))
+        return result
+
+    def _hold(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._held:
+            self._held.add(key)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self._held.discard(key)
+        self.live -= size
+
+
+def tensors(case: Case, pg: ProcessGroup) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A leaf by provider, and a gradient of what comes out; of both providers the same values."""
+
+    def both(spec: _DistSpec, seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        full = ColoTensor(torch.randn(case.shape), ColoTensorSpec(pg))
+        made = plain(full.redistribute(spec))  # a cut, which needs nobody else
+        ours = ColoTensor(made.clone(), ColoTensorSpec(pg, spec), case.shape)
+        return {"ours": ours, "dtensor": ColoTensor(made.clone(), ColoTensorSpec(pg, spec), case.shape).to_dtensor()}
+
+    leaves, gradients = (both(spec, seed) for seed, spec in enumerate(case.specs))
+    return {name: x.detach().requires_grad_() for name, x in leaves.items()}, gradients
+
+
+def call_of(case: Case, provider: str, x: Any) -> Callable[[], Any]:
+    """The redistribution of ``x``."""
+    spec = case.specs[1]
+    if provider == "ours":
+        return lambda: x.redistribute(spec)
+    mesh, target = x.device_mesh, [Replicate() if case.new is None else Shard(case.new)]
+    return lambda: x.redistribute(mesh, target)
+
+
+def local(x: Any) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else plain(x)
+
+
+def count(group: TorchGroup, case: Case) -> dict[str, dict[str, tuple[int, int, int]]]:
+    """On this rank: (messages, bytes moved, peak bytes) by provider and way; the results have to be equal bits."""
+    pg = ProcessGroup(ranks=dist.get_process_group_ranks(group), tp_degree=WORLD)
+    leaves, gradients = tensors(case, pg)
+    found: dict[str, dict[str, tuple[int, int, int]]] = {}
+    results: dict[str, tuple[Tensor, Tensor]] = {}
+    for provider in PROVIDERS:
+        call, runs = call_of(case, provider, leaves[provider]), []
+        for _ in range(REPEATS):  # Gloo's threads let go of a tensor when they please: the least is what is needed
+            with Cost() as forward:
+                out = call()
+            with Cost() as backward:
+                (grad,) = torch.autograd.grad(out, leaves[provider], gradients[provider])
+            runs.append([(cost.messages, cost.moved, cost.peak) for cost in (forward, backward)])
+            results[provider] = (local(out.detach()), local(grad))
+            del out, grad
+        found[provider] = {way: min(run[place] for run in runs) for place, way in enumerate(WAYS)}
+    for ours, theirs in zip(*results.values(), strict=True):
+        assert ours.shape == theirs.shape, case.label
+        assert torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)), case.label
+    return found
+
+
+def over_ranks(pool: Any, case: Case) -> dict[str, dict[str, dict[str, float]]]:
+    """What the ranks counted, in even pieces of the tensor."""
+    ranks = pool.run(count, case, world=WORLD)
+    size = 4 * math.prod(case.shape) / WORLD
+    found: dict[str, dict[str, dict[str, float]]] = {provider: {} for provider in PROVIDERS}
+    for provider in PROVIDERS:
+        for way in WAYS:
+            messages, moved, peak = zip(*(rank[provider][way] for rank in ranks), strict=True)
+            found[provider][way] = {
+                "messages": max(messages),
+                "passes": round(sum(moved) / WORLD / (2 * size), 3),
+                "peak": round(max(peak) / size, 3),
+            }
+    return found
+
+
+# What torch.autograd.grad calls; its own checks take as long as a redistribution does, for both providers alike.
+_backward = torch.autograd.Variable._execution_engine.run_backward  # type: ignore
+
+
+def calls(case: Case, pg: ProcessGroup) -> dict[str, dict[str, Callable[[], Any]]]:
+    """What is timed, by mode and provider."""
+    leaves, gradients = tensors(case, pg)
+    found: dict[str, dict[str, Callable[[], Any]]] = {mode: {} for mode in MODES}
+    for provider in PROVIDERS:
+        leaf, gradient = leaves[provider], gradients[provider]
+        forward = call_of(case, provider, leaf)
+
+        def both(forward: Any = forward, leaf: Any = leaf, gradient: Any = gradient) -> Any:
+            return _backward((forward(),), (gradient,), False, False, (leaf,), True, accumulate_grad=False)
+
+        for mode, call in zip(MODES, (call_of(case, provider, leaf.detach()), forward, both), strict=True):
+            found[mode][provider] = call
+    return found
+
+
+def measure(case: Case, pool: Any, pg: ProcessGroup, rounds: int = ROUNDS, inner: int = INNER) -> Row:
+    """Both providers in one row; a mode that misses a limit gets as many rounds again, pooled with the first."""
+    row, found = Row(case, over_ranks(pool, case)), calls(case, pg)
+    with quiet_host():
+        for mode in MODES:
+            timed = list(found[mode].values())
+            row.samples[mode] = dict(zip(PROVIDERS, interleaved(timed, rounds, inner), strict=True))
+            if row.suspect(mode):
+                for kept, more in zip(row.samples[mode].values(), interleaved(timed, rounds, inner), strict=True):
+                    kept += more
+    return row
+
+
+def table(rows: list[Row]) -> str:
+    """One line per transition: what is counted, forward + backward, and the microseconds at p20 by mode."""
+    width = max(len(row.case.label) for row in rows)
+    head = [f"  {name:>19}" for name in ("messages", "passes", "peak memory")] + [f"  {mode:>24}" for mode in MODES]
+    lines = [f"{'ours / dtensor':{width}}" + "".join(head)]
+    for row in rows:
+        cells = ""
+        for what in ("messages", "passes", "peak"):
+            told = ["+".join(f"{row.counted[p][way][what]:.3g}" for way in WAYS) for p in PROVIDERS]
+            cells += f"  {' / '.join(told):>19}"
+        for mode in MODES:
+            ours, theirs = (quantile(row.samples[mode][provider], 0.2) for provider in PROVIDERS)
+            cells += f"  {f'{ours:.1f} / {theirs:.1f} = {row.ratio(mode):.2f}':>24}"
+        lines.append(f"{row.case.label:{width}}{cells}")
+    means = [geometric_mean([row.ratio(mode) for row in rows]) for mode in MODES]
+    lines.append(f"{'geometric mean':{width + 63}}" + "".join(f"  {mean:24.2f}" for mean in means))
+    return "\n".join(lines)
+
+
+def failures(rows: list[Row]) -> list[str]:
+    """What misses the targets: no more messages, passes and memory than DTensor, and not slower."""
+    found = []
+    for row in rows:
+        for way in WAYS:
+            ours, theirs = (row.counted[provider][way] for provider in PROVIDERS)
+            for what, mine in ours.items():
+                if mine > theirs[what]:
+                    found.append(f"{row.case.label}, {way}: {what} {mine:g}, DTensor's {theirs[what]:g}")
+        for mode in MODES:
+            if row.ratio(mode) > WORST:
+                found.append(f"{row.case.label}, {mode}: {row.ratio(mode):.2f} of DTensor's time, at most {WORST}")
+    return found
+
+
+def as_json(rows: list[Row]) -> dict[str, Any]:
+    return {
+        "versions": versions(),
+        "unit": "microseconds per redistribution; passes and peak memory in even pieces of the tensor",
+        "world": WORLD,
+        "rows": [row.figures(mode) for row in rows for mode in MODES],
+        "geometric_mean": {mode: round(geometric_mean([row.ratio(mode) for row in rows]), 3) for mode in MODES},
+    }
+
+
+class Ranks:
+    """Four real ranks to count on, and this process as a rank of a group that moves nothing to time in."""
+
+    def __enter__(self) -> tuple[Any, ProcessGroup]:
+        here = Path(__file__).resolve().parent
+        for folder in (here, here.parent / "tests"):
+            if str(folder) not in sys.path:
+                sys.path.append(str(folder))
+        from pool import Pool
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+        self._pool = Pool()
+        return self._pool, ProcessGroup(tp_degree=WORLD)
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.stop()
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[tuple[Any, ProcessGroup]]:
+    with Ranks() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+def test_redistribution_costs_no_more_than_dtensors(benchmark: Any, case: Case, ranks: Any, rows: list[Row]) -> None:
+    row = measure(case, *ranks)
+    rows.append(row)
+    benchmark.extra_info.update({f"ratio, {mode}": round(row.ratio(mode), 3) for mode in MODES})
+    benchmark.pedantic(calls(case, ranks[1])[MODES[2]]["ours"], rounds=20, iterations=INNER, warmup_rounds=1)
+    assert not failures([row])
+    assert not [str(line) for line in guard.against_committed(PART, {"rows": [row.figures(mode) for mode in MODES]})]
+
+
+def test_redistributions_together(rows: list[Row], capsys: pytest.CaptureFixture[str]) -> None:
+    if len(rows) < len(CASES):
+        pytest.skip(f"{len(rows)} of {len(CASES)} redistributions were measured")
+    with capsys.disabled():
+        print("\n" + table(rows))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Redistribution against DTensor's on the same ranks.")
+    parser.add_argument("--json", metavar="PATH", help="also write the table there, with versions")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--only", default="", help="only transitions whose label contains this")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    with Ranks() as (pool, pg):
+        rows = [measure(case, pool, pg, options.rounds) for case in CASES if options.only in case.label]
+    print(table(rows))
+    missed = failures(rows) + [f"worse: {line}" for line in guard.against_committed(PART, as_json(rows))]
+    for line in missed:
+        print("MISSED:", line)
+    if options.json:
+        print("written:", write_json(options.json, as_json(rows)))
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
