@@ -6,8 +6,8 @@ Only ratios are compared, because both sides of a ratio were measured in the sam
 
 where spread is the larger of the two runs' own: rounds are cut into ten groups of neighbours, each group gives a ratio,
 and the spread is the distance between the 20 % and the 80 % quantile of these ten. Processes differ among each other
-too, in how their memory lies and in what else the machine does. So the committed figures come from several runs: of each
-row the run with the median ratio is kept, and its spread is at least the range of the ratios of all runs.
+too, in how their memory lies and in what else the machine does. So the committed figures come from several runs: of
+each row that with the median ratio is kept, and the spread is at least the range of the ratios of all runs.
 
 ``python bench/guard.py FOLDER`` compares every ``FOLDER/<device>/<part>.json`` with ``bench/results/``; it exits with 1
 when a row is worse and with 2 when there is nothing to compare. ``python bench/guard.py --keep FOLDER FOLDER ...``

@@ -215,8 +215,8 @@ def _findings_table(findings: list[Finding]) -> Table:
 
 _BENCH_EPILOG = (
     "Examples: `tritoncomm bench p2p`; `tritoncomm bench --check` before a commit; `tritoncomm bench mappings --plot "
-    "--out figures`. Parts: one per `bench/bench_<part>.py`, and `gpu`. Exits with 0; with 1 when a part fails, or when "
-    "--check finds a target missed or a ratio worse; with 2 without a checkout."
+    "--out figures`. Parts: one per `bench/bench_<part>.py`, and `gpu`. Exits with 0; with 1 when a part fails, or "
+    "when --check finds a target missed or a ratio worse; with 2 without a checkout."
 )
 
 
@@ -243,7 +243,7 @@ def bench(
         for name in [part] if part else _runnable():
             with console.status(f"measuring {name}"):
                 outcomes.append(suite.run(name, folder, rounds, only))
-        found = {name: rows for name, rows in suite.rows(folder).items() if rows}
+        found = {name: rows for name, rows in suite.rows(folder, [one.part for one in outcomes]).items() if rows}
         for name, rows in found.items():
             console.print(_rows_table(name, rows))
             for picture in pictures.draw(name, rows, folder) if plot else ():

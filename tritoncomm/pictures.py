@@ -60,7 +60,7 @@ def _ratios(name: str, rows: Sequence[dict[str, Any]]) -> Any:
     axes.set_yticks(range(len(rows)), [row["row"] for row in rows], fontsize=7)
     axes.invert_yaxis()
     axes.set(xlabel="time, ours as a share of the peer's (smaller is better)", title=name)
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside lower right", ncols=max(len(peers), 1))
     return figure
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,13 @@ def _results(part: str, out: Path) -> Path:
     return out.absolute() / name / f"{'gpu_bench' if part == GPU else _FILES.get(part, part)}.json"
 
 
-def rows(out: Path) -> dict[str, list[dict[str, Any]]]:
-    """``{"<device>/<name>": rows}`` of all below ``out``; a row has ``row``, ``us``, ``ratio`` and ``spread``."""
-    guard = _guard()
-    found = {path: json.loads(path.read_text()) for path in sorted(out.glob("*/*.json"))}
-    return {f"{path.parent.name}/{path.stem}": guard.rows_of(content) for path, content in found.items()}
+def rows(out: Path, measured: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """``{"<device>/<name>": rows}`` of these parts; a row has ``row``, ``us``, ``ratio`` and ``spread``."""
+    guard, found = _guard(), {}
+    for path in [_results(part, out) for part in measured]:
+        if path.is_file():
+            found[f"{path.parent.name}/{path.stem}"] = guard.rows_of(json.loads(path.read_text()))
+    return found
 
 
 def verdict(out: Path) -> int:

@@ -1,0 +1,160 @@
+"""The regression guard: what it compares, what it lets pass, and that it sees a mapping that copies twice."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from bench import bench_mappings, guard, timing
+from tritoncomm import ops
+
+
+def row(ratio: float, spread: float = 0.02, name: str = "a", peer: str = "peer") -> dict[str, Any]:
+    return {"row": name, "us": {}, "ratio": {peer: ratio}, "spread": {peer: spread}}
+
+
+def content(*rows: dict[str, Any]) -> dict[str, Any]:
+    return {"versions": {"torch": "1"}, "rows": list(rows)}
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "passes"),
+    [
+        (row(0.50), row(0.50), True),
+        (row(0.57), row(0.50), True),  # 0.55 and the spread of 0.02
+        (row(0.58), row(0.50), False),
+        (row(0.62, 0.08), row(0.50), True),  # this run's own spread is larger
+        (row(0.62), row(0.50, 0.08), True),  # so was the committed one's
+        (row(0.64), row(0.50, 0.08), False),
+        (row(0.30), row(0.50), True),
+        (row(9.00, name="b"), row(0.50), True),  # not a row of the committed file
+        (row(9.00, peer="new"), row(0.50), True),  # a peer that is new
+    ],
+)
+def test_a_ratio_may_worsen_by_a_tenth_beyond_its_spread(
+    now: dict[str, Any], before: dict[str, Any], passes: bool
+) -> None:
+    assert bool(guard.compare(content(now), content(before))) is not passes
+
+
+def test_what_is_worse_is_told() -> None:
+    (line,) = guard.compare(content(row(0.8)), content(row(0.5)))
+    assert str(line) == "a: 0.800 of peer's time, 0.500 before, at most 0.570"
+
+
+def test_spread_is_how_far_groups_of_rounds_are_apart() -> None:
+    theirs = [1.0] * 100
+    assert timing.spread([2.0] * 100, theirs) == 0.0
+    assert timing.spread([1.0] * 40 + [3.0] * 60, theirs) == 2.0
+    assert timing.spread([2.0] * 95 + [9.0] * 5, theirs) == 0.0  # one slow moment of ten
+    assert timing.spread([2.0] * 3, [1.0] * 3) == 0.0  # fewer rounds than groups
+    found = timing.figures("a", {"ours": [1.0] * 40 + [3.0] * 60, "peer": theirs}, limit=1.0)
+    assert (found["ratio"], found["spread"], found["limit"]) == ({"peer": 1.0}, {"peer": 2.0}, 1.0)
+
+
+def test_several_runs_become_one_with_the_range_as_spread() -> None:
+    merged = guard.merged([content(row(0.5)), content(row(0.9)), content(row(0.6, 0.01))])
+    assert merged["runs"] == 3
+    assert (merged["rows"][0]["ratio"], merged["rows"][0]["spread"]) == ({"peer": 0.6}, {"peer": 0.4})
+
+
+def test_cases_of_a_gpu_are_rows_too() -> None:
+    case = {
+        "label": "pack   64 MiB", "share_of_roof": 0.8, "target": 0.95, "case": {"op": "pack"},
+        "microseconds": {
+            "roof": {"p20": 7, "median": 8, "p80": 9}, "ours": {"p20": 9, "median": 10, "p80": 11},
+            "split + cat": {"p20": 19, "median": 20, "p80": 21},
+        },
+    }  # fmt: skip
+    (found,) = guard.rows_of({"cases": [case]})
+    assert (found["row"], found["ratio"]) == ("pack 64 MiB", {"roof": 1.25, "split + cat": 0.5})
+    assert found["spread"] == {"roof": 0.25, "split + cat": 0.1}
+
+
+def test_exit_status_of_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main(*arguments: str | Path) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["guard.py", *map(str, arguments)])
+        return guard.main(), capsys.readouterr().out
+
+    runs = {"old": row(0.5), "same": row(0.5), "slow": row(0.8), "other": row(0.8, name="b")}
+    for name, found in runs.items():
+        timing.write_json(tmp_path / name / "cpu" / "part.json", content(found))
+    against = ("--baseline", tmp_path / "old")
+    assert main(tmp_path / "same", *against)[0] == 0
+    status, said = main(tmp_path / "slow", *against)
+    assert status == 1
+    assert "WORSE: cpu/part: a: 0.800" in said
+    assert main(tmp_path / "other", *against)[0] == 2
+    assert main(tmp_path / "same", tmp_path / "slow", *against)[0] == 1
+    assert main("--keep", tmp_path / "slow", tmp_path / "same", *against)[0] == 0
+    assert main(tmp_path / "slow", *against)[0] == 0
+
+
+def test_committed_figures_are_rows_that_hold_their_limits() -> None:
+    files = sorted(guard.RESULTS.glob("*/*.json"))
+    assert {path.stem for path in files} >= {"host_cost", "kernels", "p2p"}
+    for path in files:
+        found = json.loads(path.read_text())
+        assert guard.rows_of(found), path
+        assert not guard.compare(found, found), path
+        for line in found.get("rows", ()):
+            assert set(line["ratio"]) == set(line["spread"]) <= set(line["us"]), (path, line["row"])
+
+
+# The injected slowdown: a mapping of a tensor that is not small, measured as `make bench` measures.
+
+LARGE = bench_mappings.Case("all_to_all_sp2hp", (512, 512), (2048, 128))  # 1 MiB: copies, not calls, take the time
+ROUNDS, INNER = 400, 5
+
+
+def plain_sp2hp(x: Tensor, group: ProcessGroup) -> Tensor:
+    """What a layer does without a library."""
+    wire = torch.cat(torch.split(x, x.shape[1] // group.size(), 1), 0)
+    out = torch.empty_like(wire)
+    dist.all_to_all_single(out, wire, group=group)
+    return out
+
+
+@pytest.fixture
+def group() -> Iterator[ProcessGroup]:
+    with bench_mappings._Host() as made:
+        yield made
+
+
+def measured(group: ProcessGroup) -> dict[str, Any]:
+    """One run of one row, forward, ours against the plain formulation."""
+    x = torch.randn(LARGE.shape)
+    peer = SimpleNamespace(all_to_all_sp2hp=plain_sp2hp)
+    assert torch.equal(bench_mappings.mappings.all_to_all_sp2hp(x, group).new_zeros(1), torch.zeros(1))
+    ours, theirs = (bench_mappings.calls(module, LARGE, group)["forward"] for module in (bench_mappings.mappings, peer))
+    with timing.quiet_host():
+        samples = timing.interleaved((ours, theirs), ROUNDS, INNER)
+    return content(timing.figures(LARGE.label, dict(zip(("ours", "plain"), samples, strict=True))))
+
+
+def slow_pack(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _pack(x.clone(), *args, **kwargs)
+
+
+_pack = ops.pack
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_copy_is_seen(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = guard.merged([measured(group), measured(group)])
+    same = [guard.compare(measured(group), before) for _ in range(3)]
+    assert [] in same, same  # a busy machine may spoil one run, not all
+    monkeypatch.setattr(ops, "pack", slow_pack)
+    slow = [line for _ in range(3) for line in guard.compare(measured(group), before)]
+    assert slow
+    assert max(line.now / line.was for line in slow) > 1.2, slow
