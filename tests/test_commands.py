@@ -1,0 +1,308 @@
+"""`tritoncomm plan`, `doctor` and `bench` as a user runs them, and as they refuse."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from tritoncomm import cli, doctor, pictures, selftest, suite
+from tritoncomm.explain import OPS, explain
+
+ROOT = Path(__file__).parents[1]
+PLAN = ("plan", "sp2hp", "--shape", "4096,2,8192", "--world", "8")
+
+
+def run(*arguments: str) -> Any:
+    result = CliRunner().invoke(cli.app, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.output
+    return result
+
+
+def test_plan_tells_the_same_in_words_and_in_json() -> None:
+    words = run(*PLAN)
+    assert words.exit_code == 0
+    for part in (
+        "all_to_all_sp2hp",
+        "pack",
+        "all-to-all",
+        "256.000",
+        "112.000",
+        "1 pass over",
+        "16 B per access",
+        "(built in)",
+    ):
+        assert part in words.output, part
+    assert "predicted, not measured" in words.output
+    assert "PROJECTION, not measured" in words.output
+    told, known = json.loads(run(*PLAN, "--json").output), explain("sp2hp", (4096, 2, 8192), 8)
+    assert told["forward"]["packed"] == known.forward.packed == 256 * 2**20
+    assert told["backward"]["wire"] == known.backward.wire == 112 * 2**20
+    assert told["forward"]["steps"][0]["path"] == "triton"
+    assert [share["world"] for share in told["projection"]] == [2, 4, 8, 16, 32, 64]
+    assert told["dtype"] == "bfloat16"
+
+
+def test_plan_takes_the_figures_of_the_machine() -> None:
+    figures = ("--memory", "1000", "--link", "100", "--latency", "0", "--node", "4", "--network", "10", "--json")
+    told = json.loads(run(*PLAN, *figures).output)
+    assert told["forward"]["predicted_seconds"]["local"] == pytest.approx(256 * 2**20 / 1e12)
+    wire = 112 * 2**20  # to seven ranks, four of them in the other node
+    assert told["forward"]["predicted_seconds"]["collective"] == pytest.approx(wire * 4 / 7 / 10e9)
+
+
+def test_plan_of_a_cpu_takes_torch() -> None:
+    told = json.loads(run(*PLAN, "--device", "cpu", "--json").output)
+    assert told["forward"]["path"] == "torch"
+    assert told["forward"]["steps"][0]["tile"] == ""
+
+
+def test_plan_runs_for_every_mapping() -> None:
+    for op in OPS:
+        dims = ("--dim", "-1,0") if op == "all_to_all_dims" else ()
+        assert run("plan", op, "--shape", "8,4,16", "--world", "4", *dims).exit_code == 0, op
+
+
+def test_plan_as_a_process_of_its_own() -> None:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    command = [sys.executable, "-m", "tritoncomm", "plan", "ag_last", "--shape", "3,5", "--world", "4", "--json"]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["forward"]["result"] == [3, 20]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan", "nothing", "--shape", "4,4", "--world", "2"), "no mapping 'nothing'; there are sp2hp"),
+        (("plan", "sp2hp", "--shape", "4,9", "--world", "2"), "does not divide over 2 ranks"),
+        (("plan", "sp2hp", "--shape", "4,x", "--world", "2"), "--shape must be integers"),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", "0"), "one rank or more"),
+        (("plan", "split", "--shape", "4,4", "--world", "2", "--dim", "2"), "dim 2 is out of range"),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--dtype", "float"), ""),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--dtype", "bf16"), "torch has no dtype 'bf16'"),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--link", "0"), "--link must be more than 0"),
+        (("plan", "sp2hp", "--world", "2"), "--shape"),
+        (("bench", "nothing"), "no part 'nothing'; there are"),
+        (("bench", "kernels", "--rounds", "0"), "--rounds must be 1 or more"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: tuple[str, ...], words: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == (2 if words else 0), result.output
+    assert words in result.output
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor", "bench"])
+def test_help_has_examples(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"tritoncomm {command}" in result.output.split("Examples:")[1]
+    assert "xits with" in " ".join(result.output.split())
+
+
+# doctor
+
+
+def test_doctor_is_content_without_a_gpu() -> None:
+    result = run("doctor")
+    assert result.exit_code == 0, result.output
+    assert "exact" in result.output
+    assert result.output.splitlines()[-1] == "all well"
+
+
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Let a shell script be the ranks of the self test: its third argument is the rank."""
+    script = tmp_path / "rank"
+    script.write_text(f"#!/bin/sh\n{text}\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+
+
+def test_doctor_names_what_is_wrong_and_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rank(tmp_path, monkeypatch, '[ "$3" = 0 ] && sleep 30; echo; echo "RuntimeError: no such interface"; exit 1')
+    result = run("doctor", "--json")
+    assert result.exit_code == 1
+    told = json.loads(result.output)
+    (problem,) = (one for one in told["findings"] if one["level"] == "problem")
+    assert told["ok"] is False
+    assert problem["name"] == "self test"
+    assert problem["value"].endswith("gloo: rank 1: RuntimeError: no such interface")
+    assert "GLOO_SOCKET_IFNAME" in problem["advice"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("echo exact", ""),
+        ("sleep 30", "rank 0: no word in time"),
+        ('[ "$3" = 1 ] && exit 0; echo exact', "rank 1: no word in time"),
+        ('echo "wrong values"; echo bye', "rank 0: bye"),
+    ],
+)
+def test_self_test_believes_only_exact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, told: str) -> None:
+    rank(tmp_path, monkeypatch, text)
+    assert selftest.run("gloo", seconds=1.5) == told
+
+
+def found(monkeypatch: pytest.MonkeyPatch, **variables: str) -> dict[str, doctor.Finding]:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return {one.name: one for one in doctor.examine(self_test=False)}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "level"),
+    [
+        ("TRITONCOMM_PATH", "auto", "ok"),
+        ("TRITONCOMM_PATH", "torch", "note"),
+        ("TRITONCOMM_PATH", "triton", "problem"),
+        ("NCCL_P2P_DISABLE", "1", "problem"),
+        ("NCCL_P2P_DISABLE", "0", "ok"),
+        ("NCCL_DEBUG", "INFO", "note"),
+        ("NCCL_SOMETHING", "5", "note"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "note"),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "note"),
+        ("CUDA_VISIBLE_DEVICES", "", "note"),
+    ],
+)
+def test_doctor_reads_variables(monkeypatch: pytest.MonkeyPatch, name: str, value: str, level: str) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    one = found(monkeypatch, **{name: value})[name]
+    assert one.level == level
+    assert bool(one.advice) is (level != "ok")
+
+
+def test_doctor_looks_at_gpus_and_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="NVIDIA X", total_memory=80 * 2**30, multi_processor_count=132, major=9, minor=0)
+    for name, value in {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_device_properties": lambda index: gpu,
+        "can_device_access_peer": lambda a, b: False,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    told = found(monkeypatch, TRITON_INTERPRET="1")
+    assert "NVIDIA X, 80 GiB, 132 SMs" in told["GPU 1"].value
+    assert told["peer access"].value == "not between GPUs 0-1"
+    assert told["tuned table"].value.startswith("none for NVIDIA X")
+    assert (told["NCCL"].level, told["TRITON_INTERPRET"].level) == ("problem", "problem")
+
+
+def test_doctor_wants_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "NEEDED", {"torch": (99, 0), "no-such-package": (1, 0)})
+    told = found(monkeypatch)
+    assert told["torch"].advice == "too old: pip install 'torch>=99.0'"
+    assert told["no-such-package"].level == "problem"
+
+
+def test_self_test_sees_a_wrong_mapping(monkeypatch: pytest.MonkeyPatch, pool: Any) -> None:
+    assert pool.run(exchange_wrongly, world=2) == ["gave wrong values"] * 2
+
+
+def exchange_wrongly(group: Any) -> str:
+    """On a rank of the pool: the self test's own comparison, with a mapping that scales its values."""
+    right = selftest.all_to_all_sp2hp
+    selftest.all_to_all_sp2hp = lambda x, _: right(x, group) * 2.0
+    world, dist.group.WORLD = dist.group.WORLD, group
+    try:
+        selftest._exchange(group.rank(), torch.device("cpu"))
+    except SystemExit as error:
+        return " ".join(str(error).split()[1:4]).strip(":")
+    finally:
+        selftest.all_to_all_sp2hp = right
+        dist.group.WORLD = world
+    return "nothing"
+
+
+# bench
+
+
+def test_bench_runs_a_part_and_draws_it(tmp_path: Path) -> None:
+    result = run("bench", "kernels", "--only", "pack 0.25", "--rounds", "10", "--plot", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "cpu/kernels" in result.output
+    assert "split + cat" in result.output
+    assert json.loads((tmp_path / "cpu" / "kernels.json").read_text())["rows"]
+    assert (tmp_path / "cpu-kernels-ratios.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "cpu-kernels-ratios.svg").read_text()
+
+
+def test_bench_check_fails_for_a_worse_ratio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def slow(part: str, out: Path, rounds: int | None, only: str) -> suite.Outcome:
+        content = json.loads((ROOT / "bench" / "results" / "cpu" / "kernels.json").read_text())
+        for row in content["rows"]:
+            row["ratio"] = {peer: factor * ratio for peer, ratio in row["ratio"].items()}
+        (out / "cpu").mkdir(exist_ok=True)
+        (out / "cpu" / "kernels.json").write_text(json.dumps(content))
+        return suite.Outcome(part, 0, (), "")
+
+    monkeypatch.setattr(suite, "run", slow)
+    factor = 1.0
+    same = run("bench", "kernels", "--check", "--out", str(tmp_path))
+    assert same.exit_code == 0, same.output
+    factor = 3.0
+    assert run("bench", "kernels", "--out", str(tmp_path)).exit_code == 0
+    worse = run("bench", "kernels", "--check", "--out", str(tmp_path))
+    assert worse.exit_code == 1
+    assert "WORSE: cpu/kernels: pack" in worse.output
+
+
+@pytest.mark.parametrize(
+    ("outcome", "check", "code", "words"),
+    [
+        (suite.Outcome("p2p", 1, ("x: 2.00 of Megatron's time",), ""), False, 0, "missed, p2p: x: 2.00"),
+        (suite.Outcome("p2p", 2, (), "megatron-core is not installed"), False, 1, "p2p did not run: megatron-core"),
+        (suite.Outcome("p2p", 1, (), "RuntimeError: broken"), False, 1, "p2p did not run: RuntimeError: broken"),
+    ],
+)
+def test_bench_tells_what_a_part_said(
+    monkeypatch: pytest.MonkeyPatch, outcome: suite.Outcome, check: bool, code: int, words: str
+) -> None:
+    monkeypatch.setattr(suite, "run", lambda *_: outcome)
+    result = run("bench", "p2p", *(["--check"] if check else []))
+    assert result.exit_code == code, result.output
+    assert words in result.output
+
+
+def test_bench_needs_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(suite, "__file__", str(tmp_path / "tritoncomm" / "suite.py"))
+    result = run("bench")
+    assert result.exit_code == 2
+    assert "clone the repository" in " ".join(result.output.split())
+
+
+def test_bench_of_a_gpu_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run("bench", "gpu")
+    assert result.exit_code == 2
+    assert "needs a CUDA device" in result.output
+
+
+def test_share_of_the_roof_is_drawn_over_size(tmp_path: Path) -> None:
+    rows = [
+        {
+            "row": f"{op} {mib}", "us": {}, "ratio": {"roof": 1.1}, "spread": {"roof": 0.1}, "share_of_roof": 0.9,
+            "case": {"op": op, "nbytes": mib * 2**20, "sweep": "size"},
+        }
+        for op in ("pack", "reduce") for mib in (1, 64)
+    ]  # fmt: skip
+    made = pictures.draw("gpu/kernels", rows, tmp_path)
+    assert [path.name for path in made] == [
+        f"gpu-kernels-{kind}.{end}" for kind in ("ratios", "roof") for end in ("png", "svg")
+    ]
+    (axes,) = pictures._roof("x", rows).axes
+    assert [line.get_label() for line in axes.lines[:2]] == ["pack", "reduce"]
+    assert list(axes.lines[0].get_xdata()) == [1, 64]
