@@ -8,7 +8,7 @@ from tritoncomm_kernels import tables
 from tritoncomm_kernels.numerics import INTERPRETED
 
 _TILE = 8192
-_NARROW_TILE = 4096
+_NARROW_TILES = {2: 4096, 1: 2048}  # fewer accesses, because each needs registers
 _INTERPRETED_TILE = 128 * 1024
 _SEGMENT = 512
 _WARPS = 4
@@ -44,8 +44,8 @@ def config_for(
         unit_bytes: bytes per access; for ``reduce`` the bytes of one element.
         outer: number of rows.
         cols_bytes: bytes of a row, padding on the wire included.
-        tile_bytes: size of the tile, by default 8 KiB, 4 KiB for units of 1 and 2 bytes (fewer registers), and
-            128 KiB in the interpreter, where a program costs milliseconds whatever its size.
+        tile_bytes: size of the tile, by default 8 KiB, 4 and 2 KiB for units of 2 bytes and 1 (fewer registers),
+            and 128 KiB in the interpreter, where a program costs milliseconds whatever its size.
         device_name: name of the GPU whose tuned tables count; none by default.
         sm_count: its multiprocessors, 0 if nobody knows.
 
@@ -63,20 +63,22 @@ def tile_for(
 ) -> Config:
     """A tile of at most ``tile_bytes``: rows are cut into ``segment_bytes``, longer where there are too few of them.
 
+    Every unit that a thread has of one row costs it a division and registers, so beyond a segment there are 8 at most.
     Units as in ``config_for``; ``reduce`` has no rows to cut and takes ``tile_bytes`` as they are.
     """
     if op == "reduce":
         return Config(1, tile_bytes, num_warps)
     cols = max(_power_of_two(cols_bytes), unit_bytes, 64)
     block_rows = max(1, min(tile_bytes // min(cols, segment_bytes), _power_of_two(outer)))
-    return Config(block_rows, max(min(tile_bytes // block_rows, cols), unit_bytes), num_warps)
+    longest = max(8 * 32 * num_warps * unit_bytes, segment_bytes)
+    return Config(block_rows, max(min(tile_bytes // block_rows, cols, longest), unit_bytes), num_warps)
 
 
 def default_candidate(op: str, unit_bytes: int, lanes: int = _LANES) -> tuple[int, int, int]:
     """``tile_bytes``, ``segment_bytes`` and ``num_warps`` where no table says otherwise, for warps of ``lanes``."""
     if op == "reduce":  # 16 bytes for every thread at least, and no more parts in registers than fit
         return max(min(_REDUCE_ELEMENTS * unit_bytes, _TILE), 16 * lanes * _WARPS), _SEGMENT, _WARPS
-    return (_NARROW_TILE if unit_bytes <= 2 else _TILE) * lanes // 32, _SEGMENT, _WARPS
+    return _NARROW_TILES.get(unit_bytes, _TILE) * lanes // 32, _SEGMENT, _WARPS
 
 
 def origin_of(op: str, unit_bytes: int, device_name: str | None, sm_count: int = 0) -> str:
@@ -84,7 +86,7 @@ def origin_of(op: str, unit_bytes: int, device_name: str | None, sm_count: int =
     return _tuned(device_name, sm_count, op, unit_bytes)[1]
 
 
-def crossover_bytes(op: str, device_name: str | None, sm_count: int = 0) -> int:
+def crossover_bytes(op: str, device_name: str | None = None, sm_count: int = 0) -> int:
     """Tensors smaller than this are faster on torch's path; 0 where no table says so.
 
     Of the sizes measured for ``op`` it is the one of the widest unit, which aligned tensors have.

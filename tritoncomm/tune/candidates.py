@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from tritoncomm_kernels.config import Config, default_candidate, tile_for
 from tritoncomm_kernels.tables import OPS, UNITS
 
-__all__ = ["Candidate", "candidates", "default", "groups"]
+__all__ = ["Candidate", "candidates", "default", "groups", "reachable"]
 
 _WARPS = (4, 8)
 _SEGMENTS = (256, 512, 1024, 2048, 4096)
@@ -36,6 +36,13 @@ class Candidate:
     def config(self, op: str, unit: int, outer: int = 2**20, cols_bytes: int = 2**20) -> Config:
         """The tile of ``outer`` rows of ``cols_bytes`` bytes; by default of a tensor large enough for any tile."""
         return tile_for(op, unit, outer, cols_bytes, *asdict(self).values())
+
+
+def reachable(op: str, unit: int, candidate: Candidate) -> list[Config]:
+    """Every tile that tensors of any size get from a candidate, the largest tiles first."""
+    sizes = [2**n for n in range(21)]
+    found = {candidate.config(op, unit, outer, cols) for outer in sizes for cols in sizes if cols >= unit}
+    return sorted(found, key=lambda tile: (-tile.block_rows * tile.block_cols, tile.block_rows))
 
 
 def default(op: str, unit: int, lanes: int = 32) -> Candidate:

@@ -9,7 +9,7 @@ one target. It is no time: caches, partial tiles and the memory system, which de
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton.language as tl
@@ -18,7 +18,7 @@ from tritoncomm_kernels.config import Config
 from tritoncomm.tune.candidates import Candidate, candidates
 from tritoncomm.tune.machine_code import TARGETS, Build, Code, build_all, compiled_kernels
 
-__all__ = ["COST", "Check", "Verdict", "checks", "fault", "judge", "rank"]
+__all__ = ["COST", "Check", "Verdict", "audit", "checks", "fault", "judge", "rank"]
 
 COST = "instructions per 16 bytes x max(1, 65536 / bytes of loads in flight per multiprocessor)"
 _IN_FLIGHT = 65536
@@ -62,7 +62,7 @@ class Check:
     Attributes:
         name: what it is.
         build: the kernel.
-        width: bytes that every load and store should have.
+        width: bytes that every load and store should have, 0 if any will do.
         budget: registers a thread may have.
     """
 
@@ -126,7 +126,7 @@ def fault(code: Code, check: Check) -> str:
         return f"{check.name}: spills {code.spills}"
     if code.registers > check.budget:
         return f"{check.name}: {code.registers} registers, more than {check.budget}"
-    if widths != [check.width]:
+    if check.width and widths != [check.width]:
         return f"{check.name}: accesses of {', '.join(map(str, widths))} bytes, not {check.width}"
     return ""
 
@@ -141,6 +141,29 @@ def judge(op: str, unit: int, tried: Sequence[Candidate], target: str) -> list[V
         pruned = next(filter(None, (fault(code, check) for code, check in read)), "")
         verdicts.append(_verdict(read[0][0], candidate.num_warps, pruned, target))
     return verdicts
+
+
+def audit(op: str, unit: int, tiles: Sequence[Config], target: str) -> list[str]:
+    """What is wrong with the machine code of tiles, in words; nothing if all of them are good.
+
+    The width of accesses counts where a tile has a whole unit for every thread; tiles of smaller tensors have not.
+    """
+    mine = [(tile, check) for tile in tiles for check in checks(op, unit, tile)]
+    codes = build_all([check.build for _, check in mine], target)
+    found = []
+    for (tile, check), code in zip(mine, codes, strict=True):
+        threads = tile.num_warps * TARGETS[target].warp_size
+        full = tile.block_rows * tile.block_cols >= threads * _bytes_needed(check)
+        reason = fault(code, check if full else replace(check, width=0))
+        if reason:
+            found.append(f"{target}, unit {unit}, {tile.block_rows} x {tile.block_cols} B: {reason}")
+    return found
+
+
+def _bytes_needed(check: Check) -> int:
+    """Bytes of a tile per thread from which every access can have its width: of the smaller of two element types."""
+    sizes = [_SIZE.get(kind.removeprefix("*"), 8) for name, kind in check.build.types.items() if name.endswith("_ptr")]
+    return check.width * max(sizes[:2]) // min(sizes[:2])
 
 
 def _verdict(code: Code, warps: int, pruned: str, target: str) -> Verdict:
