@@ -36,8 +36,9 @@ from tritoncomm.tensor import (
     convert_parameter,
     named_params_with_colotensor,
 )
-from tritoncomm.tensor.dispatch import _told, plain
+from tritoncomm.tensor.dispatch import _told
 from tritoncomm.tensor.distspec import _DistSpec, cuts, partitions
+from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.op_wrapper import _COLOSSAL_OPS, colo_op_impl
 from tritoncomm.tensor.redistribution_plan import redistribute_plan
 from tritoncomm.tensor.utils import full_state_dict, load_full_state_dict
@@ -293,15 +294,13 @@ def run_operators(group: TorchGroup) -> None:
             same(out.to_replicate(), function(full, other), name)
     _told.clear()
     gathered = [
-        (lambda a, b: a.sum(0), "sum"),
-        (lambda a, b: a.t(), "t"),
-        (lambda a, b: a @ b.t(), "matmul"),
-        (lambda a, b: torch.softmax(a, 0), "softmax"),
-        (lambda a, b: a.argmax(), "argmax"),
-        (lambda a, b: torch.cat([a, b]), "cat"),
-        (lambda a, b: a.reshape(4, 8), "reshape"),
-        (lambda a, b: a[2:5], "index"),
         (lambda a, b: torch.topk(a, 2, 0).values, "topk"),
+        (lambda a, b: a.cumsum(0), "cumsum"),
+        (lambda a, b: torch.cat([a, b]), "cat along the cut"),
+        (lambda a, b: a.reshape(2, 16)[1:], "reshape that moves the cut"),
+        (lambda a, b: a[2:5], "index into the cut"),
+        (lambda a, b: a[a > 0], "index by a mask"),
+        (lambda a, b: a.argmax(), "argmax of several dims"),
     ]
     for function, name in gathered:
         with warnings.catch_warnings():
@@ -311,11 +310,11 @@ def run_operators(group: TorchGroup) -> None:
         assert out.is_replicate(), name
         same(out, function(full, other), name)
     _told.clear()
-    with pytest.warns(UserWarning, match="sum has no rule for shards"):
-        x.sum()
+    with pytest.warns(UserWarning, match="cumsum has no rule for these shards"):
+        x.cumsum(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        x.sum()
+        x.cumsum(0)
     mixed = x + sharded(other, column, pg)
     assert mixed.dist_spec == row
     same(mixed.to_replicate(), full + other)
@@ -326,8 +325,10 @@ def run_operators(group: TorchGroup) -> None:
     same(even.to_replicate(), full + 2 * other)
     with pytest.raises(UnsupportedError, match="has no rule for writing into a shard"):
         x.index_fill_(0, torch.tensor([0]), 1.0)
-    with pytest.raises(UnsupportedError, match="plain tensor"):
-        x.copy_(full)
+    x.copy_(full)
+    same(x, piece(full, row, rank), "a whole tensor into a shard")
+    with pytest.raises(UnsupportedError, match="writes into a plain tensor"):
+        full.add_(x)
     whole = ColoTensor(full.clone(), ColoTensorSpec(pg))
     whole.index_fill_(0, torch.tensor([0]), 7.0)
     assert plain(whole)[0].eq(7).all()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncomm.tensor import dispatch
+from tritoncomm.tensor import dispatch, layout
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.const import TensorType
 from tritoncomm.tensor.elementwise import LOOKS
@@ -34,7 +34,7 @@ class ColoParameter(ColoTensor, torch.nn.Parameter):
         cls, data: Tensor | None = None, requires_grad: bool = True, spec: ColoTensorSpec | None = None
     ) -> "ColoParameter":
         data = torch.empty(0) if data is None else data
-        data = dispatch.plain(data) if isinstance(data, ColoTensor) else data
+        data = layout.plain(data) if isinstance(data, ColoTensor) else data
         made: ColoParameter = torch.Tensor._make_subclass(cls, data, requires_grad)
         made._set_up(spec)
         made._type = TensorType.MODEL

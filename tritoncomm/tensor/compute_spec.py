@@ -24,6 +24,8 @@ class ComputeSpec:
 
     Attributes:
         output_replicate: whether a column-parallel operator gathers its output; True at first.
+        output_shard: dim along which a row-parallel operator cuts its output (sequence parallelism: a reduce-scatter in
+            place of the all-reduce); None, a whole output, at first.
     """
 
     def __init__(self, compute_pattern: ComputePattern) -> None:
@@ -31,10 +33,15 @@ class ComputeSpec:
             raise ArgumentError(f"ComputeSpec: expected a ComputePattern, not {compute_pattern!r}")
         self.compute_pattern = compute_pattern
         self.output_replicate = True
+        self.output_shard: int | None = None
 
     def set_output_replicate(self, flag: bool = True) -> None:
         """Choose whether the output is gathered."""
         self.output_replicate = flag
+
+    def set_output_shard(self, dim: int | None) -> None:
+        """Choose the dim along which a row-parallel operator cuts its output; None leaves it whole."""
+        self.output_shard = dim
 
     def __repr__(self) -> str:
         return f"ComputeSpec(pattern={self.compute_pattern}, replicate_output={self.output_replicate})"

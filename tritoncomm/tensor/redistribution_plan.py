@@ -10,9 +10,9 @@ from torch import Tensor
 from tritoncomm import ops
 from tritoncomm.errors import ArgumentError
 from tritoncomm.tensor.colo_tensor import ColoTensor
-from tritoncomm.tensor.dispatch import plain
 from tritoncomm.tensor.dist_spec_mgr import transition_between
 from tritoncomm.tensor.distspec import ReplicaSpec, _DistSpec, cuts, local_shape
+from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.transitions import Transition, blocks, steps
 

@@ -65,7 +65,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 
     Every rank of their groups has to call.
     """
-    from tritoncomm.tensor.dispatch import plain
+    from tritoncomm.tensor.layout import plain
 
     with torch.no_grad():
         return {
@@ -80,8 +80,8 @@ def load_full_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
     Raises:
         ValueError: a name is missing or not known, or a shape differs.
     """
-    from tritoncomm.tensor.dispatch import plain
     from tritoncomm.tensor.distspec import cuts, partitions
+    from tritoncomm.tensor.layout import plain
 
     own = module.state_dict(keep_vars=True)
     if own.keys() != state.keys():

@@ -1,0 +1,171 @@
+"""Tensors joined, cut apart and indexed, along dims that are not cut over the ranks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncomm.errors import UnsupportedError
+from tritoncomm.tensor.layout import is_colo, shape_of
+from tritoncomm.tensor.rules.call import Call, Operand
+from tritoncomm.tensor.rules.engine import is_legal, piece_of
+from tritoncomm.tensor.rules.table import rule
+
+__all__ = ["set_item"]
+
+_OTHER = "every cut of another dim"
+
+
+def _all_but(x: Tensor, dim: int) -> tuple[Any, ...]:
+    return tuple(None if d == dim else d for d in range(len(shape_of(x))))
+
+
+@rule(torch.cat, torch.concat, torch.concatenate, named="cat", accepts=_OTHER, result="the cut", collectives="none")
+def _cat(tensors: Sequence[Tensor], dim: Any = 0, *, axis: Any = None, out: Any = None) -> Call | None:
+    dim = dim if axis is None else axis
+    count = len(shape_of(tensors[0]))
+    if out is not None or not count or any(len(shape_of(x)) != count for x in tensors):
+        return None
+    dim %= count
+    labels = _all_but(tensors[0], dim)
+    return Call([Operand(x, labels) for x in tensors], [labels], lambda _, *pieces: torch.cat(pieces, dim))
+
+
+@rule(torch.stack, named="stack", accepts="every cut", result="the cut, moved along", collectives="none")
+def _stack(tensors: Sequence[Tensor], dim: int = 0, *, out: Any = None) -> Call | None:
+    count = len(shape_of(tensors[0]))
+    if out is not None or any(shape_of(x) != shape_of(tensors[0]) for x in tensors):
+        return None
+    dim %= count + 1
+    labels = tuple(range(count))
+    operands = [Operand(x, labels) for x in tensors]
+    return Call(operands, [(*labels[:dim], None, *labels[dim:])], lambda _, *pieces: torch.stack(pieces, dim))
+
+
+def _parted(input: Tensor, dim: int, function: Any) -> Call | None:
+    """``function`` cuts a tensor along one dim into a number of tensors."""
+    if not shape_of(input):
+        return None
+    dim %= len(shape_of(input))
+    labels = _all_but(input, dim)
+    many = len(function(torch.empty(shape_of(input)[dim], device="meta"), 0))
+    return Call([Operand(input, labels)], [labels] * many, lambda _, x: function(x, dim))
+
+
+@rule(torch.split, Tensor.split, named="split", accepts=_OTHER, result="the cut", collectives="none")
+def _split(tensor: Tensor, split_size_or_sections: Any = None, dim: int = 0, **names: Any) -> Call | None:
+    sizes = names.get("split_size", split_size_or_sections)
+    return _parted(tensor, dim, lambda x, d: torch.split(x, sizes, d))
+
+
+@rule(torch.chunk, Tensor.chunk, named="chunk", accepts=_OTHER, result="the cut", collectives="none")
+def _chunk(input: Tensor, chunks: int, dim: int = 0) -> Call | None:
+    return _parted(input, dim, lambda x, d: torch.chunk(x, chunks, d))
+
+
+@rule(torch.unbind, Tensor.unbind, named="unbind", accepts=_OTHER, result="the cut", collectives="none")
+def _unbind(input: Tensor, dim: int = 0) -> Call | None:
+    if not shape_of(input):
+        return None
+    dim %= len(shape_of(input))
+    labels = _all_but(input, dim)
+    left = tuple(d for d in labels if d is not None)
+    return Call([Operand(input, labels)], [left] * shape_of(input)[dim], lambda _, x: torch.unbind(x, dim))
+
+
+def _indexed(index: Any, count: int) -> tuple[list[Any], tuple[Any, ...], tuple[Any, ...]] | None:
+    """The index dim by dim, labels that stay whole dims, labels of the result; None for anything but basic indexing."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    kinds = (int, slice, type(None), type(Ellipsis))
+    if any(isinstance(i, bool) or not isinstance(i, kinds) for i in given):
+        return None
+    used = sum(i is not None and i is not Ellipsis for i in given)
+    if used > count:
+        return None
+    if not any(i is Ellipsis for i in given):
+        given.append(Ellipsis)
+    place = next(p for p, i in enumerate(given) if i is Ellipsis)
+    given[place : place + 1] = [slice(None)] * (count - used)
+    dims = iter(range(count))
+    labels: list[Any] = [None] * count
+    result: list[Any] = []
+    for i in given:
+        if i is None:
+            result.append(None)
+            continue
+        dim = next(dims)
+        if isinstance(i, int):
+            continue
+        if i == slice(None):
+            labels[dim] = dim
+        result.append(labels[dim])
+    return given, tuple(labels), tuple(result)
+
+
+@rule(
+    Tensor.__getitem__, named="indexing by numbers, slices, None", accepts="every cut of a dim that is taken whole",
+    result="the cut, moved along", collectives="none",
+)  # fmt: skip
+def _getitem(input: Tensor, index: Any) -> Call | None:
+    found = _indexed(index, len(shape_of(input)))
+    if found is None or not is_colo(input):
+        return None
+    given, labels, result = found
+    return Call([Operand(input, labels)], [result], lambda _, x: x[tuple(given)])
+
+
+def set_item(target: Any, index: Any, value: Any) -> None:
+    """``target[index] = value`` on the pieces, where the cut dims are taken whole.
+
+    Raises:
+        UnsupportedError: the index cuts a dim that is cut over the ranks, or is no basic index of a shard.
+    """
+    if not is_colo(target):
+        raise UnsupportedError("a ColoTensor is written into a part of a plain tensor; make it a ColoTensor first")
+    found = _indexed(index, len(shape_of(target)))
+    if found is None:
+        if target._parts:
+            raise UnsupportedError(f"{index!r} has no rule for writing into {target.dist_spec}; redistribute it first")
+        given, labels, result = index, (), ()
+    else:
+        given, labels, result = found[0], found[1], found[2]
+    parts = tuple((labels[dim], count) for dim, count in target._parts)
+    operands = []
+    if isinstance(value, Tensor):
+        shape = shape_of(value)
+        own = result[len(result) - len(shape) :] if len(shape) <= len(result) else (None,) * len(shape)
+        kept = [label if label is not None and size != 1 else None for label, size in zip(own, shape, strict=True)]
+        operands = [Operand(value, tuple(kept))]
+    if not is_legal(Call(operands, [], set_item), parts):
+        raise UnsupportedError(f"{index!r} takes a part of a dim that {target.dist_spec} cuts; redistribute it first")
+    with torch._C.DisableTorchFunctionSubclass():
+        piece = piece_of(operands[0], parts, target.process_group) if operands else value
+        target[tuple(given) if isinstance(given, list) else given] = piece
+
+
+@rule(torch.narrow, Tensor.narrow, named="narrow", accepts=_OTHER, result="the cut", collectives="none")
+def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Call:
+    dim %= len(shape_of(input))
+    labels = _all_but(input, dim)
+    return Call([Operand(input, labels)], [labels], lambda _, x: x.narrow(dim, start, length))
+
+
+@rule(torch.select, Tensor.select, named="select", accepts=_OTHER, result="the cut", collectives="none")
+def _select(input: Tensor, dim: int, index: int) -> Call:
+    dim %= len(shape_of(input))
+    labels = _all_but(input, dim)
+    left = tuple(d for d in labels if d is not None)
+    return Call([Operand(input, labels)], [left], lambda _, x: x.select(dim, index))
+
+
+@rule(
+    torch.index_select, Tensor.index_select, named="index_select", accepts=_OTHER, result="the cut", collectives="none"
+)
+def _index_select(input: Tensor, dim: int, index: Tensor, *, out: Any = None) -> Call | None:
+    if out is not None or not shape_of(input):
+        return None
+    dim %= len(shape_of(input))
+    labels = _all_but(input, dim)
+    operands = [Operand(input, labels), Operand(index, (None,) * len(shape_of(index)))]
+    return Call(operands, [labels], lambda _, x, i: torch.index_select(x, dim, i))

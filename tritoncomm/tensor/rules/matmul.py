@@ -1,0 +1,119 @@
+"""Products: linear, addmm, matmul and its kin."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tritoncomm.tensor.layout import is_colo, shape_of
+from tritoncomm.tensor.rules.call import Call, Cut, Labels, Operand
+from tritoncomm.tensor.rules.table import rule
+
+__all__: list[str] = []
+
+_SENT = "all-reduce where the contracted dim is cut; gradients of what is not cut: all-reduce"
+
+
+def _product(a: Tensor, b: Tensor) -> tuple[Labels, Labels, Labels] | None:
+    """Labels of both sides and of ``a @ b``: batch dims from the right, then m, k, n."""
+    shape_a, shape_b = (shape_of(x) for x in (a, b))
+    if not shape_a or not shape_b:
+        return None
+    batch_a, batch_b = shape_a[:-2], shape_b[:-2]
+    count = max(len(batch_a), len(batch_b))
+    sizes = [1] * count
+    for batch in (batch_a, batch_b):
+        for dim in range(-len(batch), 0):
+            if batch[dim] != 1:
+                sizes[dim] = batch[dim]
+    labels = [
+        tuple(dim if batch[dim] == sizes[dim] else None for dim in range(-len(batch), 0))
+        for batch in (batch_a, batch_b)
+    ]
+    left: Labels = (*labels[0], "m", "k") if len(shape_a) > 1 else ("k",)
+    right: Labels = (*labels[1], "k", "n") if len(shape_b) > 1 else ("k",)
+    result = (*range(-count, 0), *(("m",) if len(shape_a) > 1 else ()), *(("n",) if len(shape_b) > 1 else ()))
+    return left, right, result
+
+
+@rule(
+    torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.mv, Tensor.mv,
+    named="matmul, @, mm, bmm, mv",
+    accepts="a batch dim, the rows of the first, the columns of the second, or the contracted dim of both",
+    result="the cut; a replica where the contracted dim is cut", collectives=_SENT,
+)  # fmt: skip
+def _matmul(input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None = None, **rest: Any) -> Call | None:
+    other = mat2 if other is None else other
+    if rest or other is None:
+        return None
+    labels = _product(input, other)
+    if labels is None:
+        return None
+    left, right, result = labels
+    return Call([Operand(input, left), Operand(other, right)], [result], lambda _, a, b: torch.matmul(a, b))
+
+
+@rule(
+    Tensor.__rmatmul__, named="@ with a plain tensor on the left", accepts="as matmul", result="as matmul",
+    collectives=_SENT,
+)  # fmt: skip
+def _rmatmul(input: Tensor, other: Tensor) -> Call | None:
+    return _matmul(other, input)
+
+
+@rule(
+    F.linear,
+    accepts="input cut in a batch dim; weight in dim 0 (column-parallel); both in their last dim (row-parallel); with "
+    "a compute spec the cut is the weight's",
+    result="batch dim: the cut; column: Shard(-1), gathered where the compute spec says so; row: a replica, or "
+    "Shard(d) after `set_output_shard(d)`",
+    collectives="batch dim: all-reduce of the gradients of weight and bias; column: all-reduce of the input's "
+    "gradient; row: all-reduce, or reduce-scatter",
+)  # fmt: skip
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
+    if len(shape_of(weight)) != 2 or not len(shape_of(input)):
+        return None
+    batch = tuple(range(len(shape_of(input)) - 1))
+    late = [] if bias is None else [Operand(bias, ("n",))]
+    operands = [Operand(input, (*batch, "k")), Operand(weight, ("n", "k"))]
+    call = Call(operands, [(*batch, "n")], lambda _, *pieces: F.linear(*pieces), late=late, finish=_plus)
+    return by_weight(call, weight, 1)
+
+
+def _plus(product: Tensor, *bias: Tensor) -> Tensor:
+    return product + bias[0] if bias else product
+
+
+def by_weight(call: Call, weight: Tensor, place: int) -> Call:
+    """What the compute spec of a weight asks for: its own cut, and a result that is gathered or reduce-scattered."""
+    spec = weight.compute_spec if is_colo(weight) else None  # type: ignore[attr-defined]
+    if spec is not None:
+        call.prefer, call.gather, call.scatter = place, spec.output_replicate, spec.output_shard
+    return call
+
+
+@rule(
+    torch.addmm, Tensor.addmm,
+    accepts="as linear, for beta * input + alpha * (mat1 @ mat2)", result="as linear", collectives="as linear",
+)  # fmt: skip
+def _addmm(
+    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, out: Any = None
+) -> Call | None:
+    if out is not None:
+        return None
+    shape = shape_of(input)
+    wanted = (shape_of(mat1)[0], shape_of(mat2)[1])
+    padded = (1, 1, *shape)[-2:]
+    labels = tuple(name if size == full else None for name, size, full in zip("mn", padded, wanted, strict=True))
+
+    def run(_: Cut, a: Tensor, b: Tensor, *bias: Tensor) -> Tensor:
+        return torch.addmm(bias[0], a, b, beta=beta, alpha=alpha) if bias else a @ b
+
+    def finish(product: Tensor, bias: Tensor) -> Tensor:
+        scaled = product if alpha == 1 else product * alpha
+        return scaled if beta == 0 else scaled + (bias if beta == 1 else bias * beta)
+
+    operands = [Operand(mat1, ("m", "k")), Operand(mat2, ("k", "n"))]
+    late = [Operand(input, labels[2 - len(shape) :])]
+    return by_weight(Call(operands, [("m", "n")], run, late=late, finish=finish), mat2, 1)

@@ -1,0 +1,59 @@
+"""The table of operator rules: what each row accepts, gives and sends, and the function that describes a call."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tritoncomm.tensor.rules.call import Call
+
+__all__ = ["ROWS", "RULES", "Row", "markdown", "rule"]
+
+Describe = Callable[..., Call | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row for people.
+
+    Attributes:
+        operators: what it is about.
+        accepts: the layouts that stay as they are; others are gathered first.
+        result: layout of what comes out.
+        collectives: what is sent, forward and backward.
+    """
+
+    operators: str
+    accepts: str
+    result: str
+    collectives: str
+
+
+ROWS: list[Row] = []
+RULES: dict[Any, Describe] = {}
+
+
+def rule(
+    *functions: Any, accepts: str, result: str, collectives: str, named: str = ""
+) -> Callable[[Describe], Describe]:
+    """Decorator: the function gets the arguments of a call and describes it; None leaves it to replicas."""
+
+    def add(describe: Describe) -> Describe:
+        names = named or ", ".join(dict.fromkeys(_name(function) for function in functions))
+        ROWS.append(Row(names, accepts, result, collectives))
+        for function in functions:
+            assert function not in RULES, function
+            RULES[function] = describe
+        return describe
+
+    return add
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", str(function))
+
+
+def markdown() -> str:
+    """The rows as a Markdown table, for docs/tensor.md."""
+    lines = ["| operator | layouts it accepts | result | collectives |", "|---|---|---|---|"]
+    lines += [f"| {row.operators} | {row.accepts} | {row.result} | {row.collectives} |" for row in ROWS]
+    return "\n".join(lines)

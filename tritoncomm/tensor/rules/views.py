@@ -1,0 +1,173 @@
+"""The same elements in another shape: the cut stays where the pieces stay in one part."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncomm.errors import ShapeError
+from tritoncomm.tensor.layout import shape_of
+from tritoncomm.tensor.rules.call import Call, Cut, Operand
+from tritoncomm.tensor.rules.table import rule
+
+__all__: list[str] = []
+
+_ACCEPTS = "a dim that keeps its size, or leads those it is merged with or parted into, and divides"
+
+
+def _sizes(given: Sequence[Any]) -> tuple[int, ...] | None:
+    """Sizes given one by one or as one sequence; None for anything else (a dtype)."""
+    sizes = given[0] if len(given) == 1 and not isinstance(given[0], int) else given
+    if not isinstance(sizes, list | tuple) or not all(isinstance(size, int) for size in sizes):
+        return None
+    return tuple(sizes)
+
+
+def groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Dims of two shapes in groups that hold the same elements.
+
+    Example:
+        (2, 3, 4) as (6, 2, 2) is [([0, 1], [0]), ([2], [1, 2])].
+    """
+    found = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        left, right = [i] if i < len(old) else [], [j] if j < len(new) else []
+        have, want = old[i] if left else 1, new[j] if right else 1
+        i, j = i + len(left), j + len(right)
+        while have != want:
+            if have < want:
+                left.append(i)
+                have *= old[i]
+                i += 1
+            else:
+                right.append(j)
+                want *= new[j]
+                j += 1
+        found.append((left, right))
+    return found
+
+
+def _viewed(input: Tensor, target: Sequence[int]) -> Call:
+    """``input`` in the global shape ``target``, which may have one -1."""
+    shape, sizes = shape_of(input), list(target)
+    if -1 in sizes:
+        rest = -math.prod(sizes)
+        sizes[sizes.index(-1)] = math.prod(shape) // rest if rest else 0
+    if math.prod(sizes) != math.prod(shape):
+        raise ShapeError(f"view: {list(shape)} has other elements than {list(target)}")
+    labels, result = tuple(range(len(shape))), [None] * len(sizes)
+    stays: dict[int, int] = {}
+    for left, right in groups(shape, sizes) if math.prod(shape) else []:
+        old = next((dim for dim in left if shape[dim] > 1), None)
+        new = next((dim for dim in right if sizes[dim] > 1), None)
+        if old is not None and new is not None:
+            result[new], stays[old] = old, new  # type: ignore[call-overload]
+
+    def legal(label: Any, count: int, _: Any) -> bool:
+        if label not in stays:
+            return False
+        before, after = shape[label], sizes[stays[label]]
+        return before == after or (before % count == 0 and after % count == 0)
+
+    def run(cut: Cut, x: Tensor) -> Tensor:
+        local = list(sizes)
+        for label, count in cut.parts:
+            new = stays[label]
+            local[new] = cut.piece(label)[1] if shape[label] == sizes[new] else sizes[new] // count
+        return x.reshape(local)
+
+    out = {old: sizes[new] for old, new in stays.items()}
+    return Call([Operand(input, labels)], [tuple(result)], run, legal=legal, result_sizes=out)
+
+
+@rule(Tensor.view, torch.reshape, Tensor.reshape, accepts=_ACCEPTS, result="the cut, moved along", collectives="none")
+def _view(input: Tensor, *given: Any, **names: Any) -> Call | None:
+    given = (names["shape"],) if "shape" in names else (names["size"],) if "size" in names else given
+    sizes = _sizes(given)
+    return None if sizes is None else _viewed(input, sizes)
+
+
+@rule(Tensor.view_as, Tensor.reshape_as, accepts=_ACCEPTS, result="the cut, moved along", collectives="none")
+def _view_as(input: Tensor, other: Tensor) -> Call:
+    return _viewed(input, shape_of(other))
+
+
+@rule(
+    torch.flatten, Tensor.flatten, named="flatten", accepts=_ACCEPTS, result="the cut, moved along", collectives="none"
+)
+def _flatten(input: Tensor, start_dim: int = 0, end_dim: int = -1) -> Call:
+    shape = shape_of(input) or (1,)
+    start, end = start_dim % len(shape), end_dim % len(shape)
+    return _viewed(input, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]))
+
+
+@rule(
+    torch.unflatten,
+    Tensor.unflatten,
+    named="unflatten",
+    accepts=_ACCEPTS,
+    result="the cut, moved along",
+    collectives="none",
+)
+def _unflatten(input: Tensor, dim: int, sizes: Any) -> Call | None:
+    shape, given = shape_of(input), _sizes((sizes,))
+    if given is None:
+        return None
+    dim, parts = dim % len(shape), list(given)
+    if -1 in parts:
+        parts[parts.index(-1)] = shape[dim] // -math.prod(parts)
+    return _viewed(input, (*shape[:dim], *parts, *shape[dim + 1 :]))
+
+
+@rule(
+    torch.squeeze,
+    Tensor.squeeze,
+    named="squeeze",
+    accepts="every cut",
+    result="the cut, moved along",
+    collectives="none",
+)
+def _squeeze(input: Tensor, dim: Any = None) -> Call:
+    shape = shape_of(input)
+    dims = range(len(shape)) if dim is None else [d % len(shape) for d in ((dim,) if isinstance(dim, int) else dim)]
+    return _viewed(input, [size for d, size in enumerate(shape) if not (size == 1 and d in dims)])
+
+
+@rule(
+    torch.unsqueeze,
+    Tensor.unsqueeze,
+    named="unsqueeze",
+    accepts="every cut",
+    result="the cut, moved along",
+    collectives="none",
+)
+def _unsqueeze(input: Tensor, dim: int) -> Call:
+    shape = shape_of(input)
+    dim %= len(shape) + 1
+    return _viewed(input, (*shape[:dim], 1, *shape[dim:]))
+
+
+@rule(
+    Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to, named="expand, expand_as, broadcast_to",
+    accepts="every cut of a dim that is not expanded", result="the cut, moved along", collectives="none",
+)  # fmt: skip
+def _expand(input: Tensor, *given: Any, **names: Any) -> Call | None:
+    given = (names["size"],) if "size" in names else given
+    wanted = shape_of(given[0]) if len(given) == 1 and isinstance(given[0], Tensor) else _sizes(given)
+    if wanted is None:
+        return None
+    shape, sizes = shape_of(input), list(wanted)
+    for dim in range(-len(shape), 0):
+        sizes[dim] = shape[dim] if sizes[dim] == -1 else sizes[dim]
+    labels = tuple(dim if shape[dim] == sizes[dim] else None for dim in range(-len(shape), 0))
+    result = (*[None] * (len(sizes) - len(shape)), *labels)
+
+    def run(cut: Cut, x: Tensor) -> Tensor:
+        return x.expand(
+            [cut.piece(label)[1] if cut.has(label) else size for label, size in zip(result, sizes, strict=True)]
+        )
+
+    return Call([Operand(input, labels)], [result], run)
