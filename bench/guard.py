@@ -7,7 +7,8 @@ Only ratios are compared, because both sides of a ratio were measured in the sam
 where spread is the larger of the two runs' own: rounds are cut into ten groups of neighbours, each group gives a ratio,
 and the spread is the distance between the 20 % and the 80 % quantile of these ten. Processes differ among each other
 too, in how their memory lies and in what else the machine does. So the committed figures come from several runs: of
-each row that with the median ratio is kept, and the spread is at least the range of the ratios of all runs.
+each row that with the median ratio is kept, and the spread is the median one, or the range of the ratios if that is
+larger.
 
 ``python bench/guard.py FOLDER`` compares every ``FOLDER/<device>/<part>.json`` with ``bench/results/``; it exits with 1
 when a row is worse and with 2 when there is nothing to compare. ``python bench/guard.py --keep FOLDER FOLDER ...``
@@ -84,7 +85,7 @@ def compare(now: dict[str, Any], before: dict[str, Any]) -> list[Worse]:
 
 
 def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Several runs of one part as one: of each row the run with the median ratio, with the spread of all."""
+    """Several runs of one part as one: of each row the run with the median ratio, with the median spread, at least the range."""
     rows: list[dict[str, Any]] = []
     for row in rows_of(runs[0]):
         same = [line for run in runs for line in rows_of(run) if line["row"] == row["row"]]
@@ -93,7 +94,8 @@ def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
         spread = {}
         for peer in row["ratio"]:
             ratios = [line["ratio"][peer] for line in same]
-            spread[peer] = round(max(max(ratios) - min(ratios), *(line["spread"][peer] for line in same)), 3)
+            within = sorted(line["spread"][peer] for line in same)[len(same) // 2]
+            spread[peer] = round(max(max(ratios) - min(ratios), within), 3)
         rows.append(same[len(same) // 2] | {"spread": spread})
     return runs[-1] | {"rows": rows, "runs": len(runs)}
 

@@ -1,0 +1,192 @@
+"""docs/benchmarks.md from the committed results: ``python bench/report.py`` prints it, ``--write`` writes it."""
+
+import argparse
+import ast
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.guard import RESULTS, rows_of
+
+__all__ = ["PAGE", "page"]
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs" / "benchmarks.md"
+KNOWN = {"row", "mode", "us", "ratio", "spread", "limit", "case", "share_of_roof", "target"}
+NOT_MEASURED = "not measured"
+
+HEAD = """# Benchmarks
+
+Written by `python bench/report.py --write` from the files in `bench/results/`; a test compares the two.
+
+`make bench` measures on this machine and compares with these figures; `tritoncomm bench` does the same part by part,
+and draws pictures. Times of different machines do not compare. What compares is a **ratio**: our time over a peer's for
+the same work, from the same process and the same rounds, in which every provider takes its turn. Smaller is better, 1.00
+is as fast as the peer.
+
+- Times are microseconds at p20, the sample that a fifth of the rounds does not exceed: whatever else the machine does
+  only ever adds. A ratio is ours at p20 over the peer's at p20.
+- `±` is half the spread of a ratio. The rounds are cut into ten groups of neighbours, each group gives a ratio, and the
+  spread is the distance between their 20 % and 80 % quantiles; where the figures come from several runs it is at least
+  the range of their ratios.
+- `make bench` fails when a ratio is larger than here by more than 10 % and the spread, and where a row has a limit, when
+  it is above that.
+- *A process group that moves nothing* answers every collective at once and leaves the data alone. What is timed over it
+  is the host's work: Python, autograd, the calls into the backend. It says nothing about how fast data moves.
+- A *pass* reads and writes memory once over; local copies only, not what a backend does.
+"""
+
+# What is promised on a GPU: in words, operation, least share of the roof.
+GPU_TARGETS = (
+    ("pack, 64 MiB or more in runs of 128 B or more", "pack", 0.95),
+    ("unpack, the same", "unpack", 0.95),
+    ("reduce, 2 to 16 parts", "reduce", 0.90),
+)
+GPU_OTHERS = (
+    "pack and unpack against Megatron-LM's, DTensor's and ColossalAI's way to do the same step: 1.5 times as fast, or "
+    "0.95 of the roof; never slower",
+    "host time of a launch: 5 us; plan, path and launch: 6 us",
+    "mappings end to end over NCCL, and hops over NCCL",
+)
+
+
+def page(results: Path = RESULTS) -> str:
+    """The whole page, from the results files alone."""
+    files = {
+        f"{path.parent.name}/{path.stem}": json.loads(path.read_text()) for path in sorted(results.glob("*/*.json"))
+    }
+    sections = [HEAD, "## In short\n\n" + "\n".join(_short(files)) + "\n", *_gpu(files)]
+    sections += [_section(name, content) for name, content in files.items()]
+    return "\n".join(sections)
+
+
+def _short(files: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """One line per part: its rows and the geometric means it states."""
+    yield "| results | rows | ours / peer, geometric mean |"
+    yield "|---|---:|---|"
+    for name, content in files.items():
+        mean = content.get("geometric_mean", {})
+        told = (
+            "; ".join(f"{mode} {value:.2f}" for mode, value in mean.items())
+            if isinstance(mean, dict)
+            else f"{mean:.2f}"
+        )
+        yield f"| [{name}](#{name.replace('/', '')}) | {len(rows_of(content))} | {told} |"
+
+
+def _gpu(files: dict[str, dict[str, Any]]) -> list[str]:
+    """Targets on a GPU: share of the roof by device, or that nothing was measured."""
+    devices = {name.split("/")[0]: rows_of(found) for name, found in files.items() if name.endswith("/gpu_bench")}
+    lines = [
+        "## On a GPU",
+        "",
+        "The roof is a contiguous `dst.copy_(src)` that reads and writes as many bytes, measured in the same rounds; a",
+        "share of 1.00 is as fast. `make gpu-bench` measures, on a machine that has the GPU.",
+        "",
+        "| what | target | worst row with a target |",
+        "|---|---:|---|",
+    ]
+    for what, op, target in GPU_TARGETS:
+        lines.append(f"| {what} | {target:.2f} of the roof | {_worst(devices, op)} |")
+    lines += [f"| {what} | | {NOT_MEASURED} |" for what in GPU_OTHERS]
+    return ["\n".join(lines) + "\n"]
+
+
+def _worst(devices: dict[str, list[dict[str, Any]]], op: str) -> str:
+    told = []
+    for device, rows in devices.items():
+        held = [row for row in rows if row.get("target") is not None and row["case"]["op"] == op]
+        if held:
+            worst = min(held, key=lambda row: row["share_of_roof"] / row["target"])
+            missed = ", missed" if worst["share_of_roof"] < worst["target"] else ""
+            told.append(f"{device}: {worst['share_of_roof']:.2f} ({worst['row']}){missed}")
+    return "; ".join(told) or NOT_MEASURED
+
+
+def _section(name: str, content: dict[str, Any]) -> str:
+    rows = rows_of(content)
+    versions = ", ".join(f"{key} {value}" for key, value in content["versions"].items())
+    runs = f"; the median of {content['runs']} runs" if content.get("runs", 1) > 1 else ""
+    made = f"Measured with {versions}{runs}. Unit: {content.get('unit', 'microseconds')}."
+    return "\n".join([f"## {name}", "", _about(name.split("/")[1]), "", made, "", *_table(rows), ""])
+
+
+def _about(part: str) -> str:
+    """The docstring of the benchmark that wrote these results."""
+    for path in sorted(HERE.glob("*.py")):
+        text = path.read_text()
+        if path.stem == part or f'\nPART = "{part}"' in text:
+            told = ast.get_docstring(ast.parse(text)) or ""
+            return told.replace("``", "`")
+    return ""
+
+
+def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    providers = list(dict.fromkeys(provider for row in rows for provider in row["us"]))
+    providers.sort(key=lambda provider: provider != "ours")
+    peers = [provider for provider in providers if any(provider in row["ratio"] for row in rows)]
+    limited, shared = any("limit" in row for row in rows), any("share_of_roof" in row for row in rows)
+    counted = list(dict.fromkeys(label for row in rows for label in _counts(row, providers)))
+    heads = ["row", *(f"{provider}, us" for provider in providers), *(f"ours / {peer}" for peer in peers)]
+    heads += ["limit"] * limited + ["share of the roof", "target"] * shared
+    heads += [f"{label}: {' / '.join(providers)}" for label in counted]
+    yield f"| {' | '.join(heads)} |"
+    yield "|---|" + "---:|" * (len(heads) - 1)
+    for row in rows:
+        cells = [row["row"]]
+        cells += [f"{row['us'][provider]['p20']:.1f}" if provider in row["us"] else "-" for provider in providers]
+        cells += [_ratio(row, peer) for peer in peers]
+        cells += [f"{row['limit']:.2f}" if "limit" in row else "-"] * limited
+        if shared:
+            target = row.get("target")
+            cells += [f"{row['share_of_roof']:.2f}", "-" if target is None else f"{target:.2f}"]
+        counts = _counts(row, providers)
+        cells += [counts.get(label, "-") for label in counted]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _ratio(row: dict[str, Any], peer: str) -> str:
+    if peer not in row["ratio"]:
+        return "-"
+    return f"{row['ratio'][peer]:.2f} ± {row['spread'].get(peer, 0.0) / 2:.2f}"
+
+
+def _counts(row: dict[str, Any], providers: list[str]) -> dict[str, str]:
+    """What a row counts besides time, by label: ``ours / peer / ...``, several figures with commas between them."""
+    found: dict[str, dict[str, str]] = {}
+    for name, by_provider in row.items():
+        if name in KNOWN or not isinstance(by_provider, dict) or not set(by_provider) <= set(providers):
+            continue
+        for provider, value in by_provider.items():
+            for label, told in _leaves(name, value):
+                found.setdefault(label, {})[provider] = told
+    return {label: " / ".join(told.get(p, "-") for p in providers) for label, told in found.items()}
+
+
+def _leaves(label: str, value: Any) -> Iterator[tuple[str, str]]:
+    """A number is one leaf, and so is a dict of numbers; a dict of dicts has one leaf per key."""
+    if not isinstance(value, dict):
+        yield label, f"{value:g}"
+    elif any(isinstance(inner, dict) for inner in value.values()):
+        for key, inner in value.items():
+            yield from _leaves(key, inner)
+    else:
+        yield f"{label} ({', '.join(value)})", ", ".join(f"{number:.3g}" for number in value.values())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="docs/benchmarks.md from the committed results.")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} instead of printing it")
+    options = parser.parse_args()
+    if options.write:
+        PAGE.write_text(page())
+        print("written:", PAGE)
+    else:
+        print(page(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""docs/benchmarks.md is what its generator prints, and says what was not measured."""
+
+from pathlib import Path
+from typing import Any
+
+from bench import report, timing
+
+
+def gpu_case(op: str, share: float, target: float | None) -> dict[str, Any]:
+    quantiles = {"p20": 9.0, "median": 10.0, "p80": 11.0}
+    return {
+        "label": f"{op} 64 MiB", "share_of_roof": share, "target": target, "case": {"op": op, "sweep": "size"},
+        "microseconds": {"roof": quantiles, "ours": quantiles, "split + cat": quantiles},
+    }  # fmt: skip
+
+
+def test_the_committed_page_is_the_generated_one() -> None:
+    wrong = "docs/benchmarks.md is not what bench/results says: run `python bench/report.py --write`"
+    assert report.PAGE.read_text() == report.page(), wrong
+
+
+def test_every_row_is_on_the_page() -> None:
+    page = report.page()
+    for path in sorted(report.RESULTS.glob("*/*.json")):
+        assert f"## {path.parent.name}/{path.stem}\n" in page
+        for row in report.rows_of(report.json.loads(path.read_text())):
+            (line,) = (line for line in page.splitlines() if line.startswith(f"| {row['row']} |"))
+            for peer, ratio in row["ratio"].items():
+                assert f"{ratio:.2f} ± " in line, (row["row"], peer)
+
+
+def test_a_gpu_is_not_measured_until_it_is(tmp_path: Path) -> None:
+    nothing = report.page(tmp_path)
+    assert nothing.count(f"{report.NOT_MEASURED} |") == len(report.GPU_TARGETS) + len(report.GPU_OTHERS)
+    cases = [gpu_case("pack", 0.97, 0.95), gpu_case("pack", 0.5, None), gpu_case("unpack", 0.9, 0.95)]
+    content = {"versions": {"torch": "2"}, "cases": cases}
+    timing.write_json(tmp_path / "nvidia-x" / "gpu_bench.json", content)
+    page = report.page(tmp_path)
+    assert "| 0.95 of the roof | nvidia-x: 0.97 (pack 64 MiB) |" in page
+    assert "| 0.95 of the roof | nvidia-x: 0.90 (unpack 64 MiB), missed |" in page
+    assert "| 0.90 of the roof | not measured |" in page
+    assert "share of the roof" in page.split("## nvidia-x/gpu_bench")[1]
+
+
+def test_what_is_counted_is_told_by_provider(tmp_path: Path) -> None:
+    samples = {"ours": [1.0] * 10, "peer": [2.0] * 10}
+    row = timing.figures("a", samples, passes={"ours": 0, "peer": 1.5}, counted={"ours": {"in": {"x": 1, "y": 2}}})
+    timing.write_json(tmp_path / "cpu" / "part.json", {"versions": {}, "rows": [row], "runs": 3})
+    page = report.page(tmp_path)
+    assert "| row | ours, us | peer, us | ours / peer | passes: ours / peer | in (x, y): ours / peer |" in page
+    assert "| a | 1.0 | 2.0 | 0.50 ± 0.00 | 0 / 1.5 | 1, 2 / - |" in page
+    assert "the median of 3 runs" in page
