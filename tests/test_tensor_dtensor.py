@@ -53,7 +53,7 @@ def run_across(group: TorchGroup, mesh_shape: tuple[int, ...], shape: tuple[int,
     mesh, rank = mesh_over(group, mesh_shape), group.rank()
     full, weight = values(shape), values(shape, 1)
     found = pairs(mesh_shape, shape)
-    for place, step in itertools.product(range(len(found)), range(4)):
+    for place, step in itertools.product(range(len(found)), range(16 // group.size())):
         (start, spec), (target, wanted) = found[place], found[(place + step) % len(found)]
         told = (shape, start, target)
         theirs, twin = laid_out(full, mesh, start), laid_out(full, mesh, start)

@@ -17,7 +17,7 @@ from tritoncomm.tensor.dispatch import plain
 from tritoncomm.tensor.distspec import _DistSpec
 
 DTYPES = ("float32", "bfloat16", "int64", "float8_e4m3fn", "complex64", "bool")
-SHAPES = ((4, 6), (2, 5, 4))
+SHAPES = {2: ((4, 6), (2, 5, 4)), 4: ((4, 5, 2),)}
 
 
 def moved(
@@ -37,7 +37,7 @@ def moved(
 def run_paths(group: TorchGroup, dtype: str) -> None:
     pg, rank = ranks_of(group), group.rank()
     kind = getattr(torch, dtype)
-    for place, (shape, old, new) in enumerate(transitions(group.size(), SHAPES)):
+    for place, (shape, old, new) in enumerate(transitions(group.size(), SHAPES[group.size()])):
         full, gradient = random_bits(shape, kind, 2 * place), random_bits(shape, kind, 2 * place + 1)
         told: Any = (shape, old, new)
         found, found_grad, by_kernels = moved(full, gradient, old, new, pg, "triton")
