@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 endif
 
-.PHONY: demo test test-all check bench gpu-test gpu-bench clean
+.PHONY: demo test test-all programs check bench gpu-test gpu-bench clean
 
 demo: $(READY)
 	$(PY) -m tritoncomm demo
@@ -22,6 +22,10 @@ test: $(READY) $(PEERS)
 
 test-all: $(READY) $(PEERS)
 	$(PY) -m pytest -q
+
+# Random programs of tensor operators on pieces, against plain torch.
+programs: $(READY)
+	PYTHONPATH=.:kernels:tests $(if $(PYTHON),$(PYTHON),$(PY)) tests/programs.py 20000
 
 check: $(READY)
 	$(PY) -m ruff check --no-cache .
