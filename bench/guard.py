@@ -85,7 +85,7 @@ def compare(now: dict[str, Any], before: dict[str, Any]) -> list[Worse]:
 
 
 def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Several runs of one part as one: of each row the run with the median ratio, with the median spread, at least the range."""
+    """Several runs of one part as one: the median run of each row, with the spread that the module states."""
     rows: list[dict[str, Any]] = []
     for row in rows_of(runs[0]):
         same = [line for run in runs for line in rows_of(run) if line["row"] == row["row"]]

@@ -23,16 +23,16 @@ Written by `python bench/report.py --write` from the files in `bench/results/`; 
 
 `make bench` measures on this machine and compares with these figures; `tritoncomm bench` does the same part by part,
 and draws pictures. Times of different machines do not compare. What compares is a **ratio**: our time over a peer's for
-the same work, from the same process and the same rounds, in which every provider takes its turn. Smaller is better, 1.00
-is as fast as the peer.
+the same work, from the same process and the same rounds, in which every provider takes its turn. Smaller is better, and
+1.00 is as fast as the peer.
 
 - Times are microseconds at p20, the sample that a fifth of the rounds does not exceed: whatever else the machine does
   only ever adds. A ratio is ours at p20 over the peer's at p20.
 - `±` is half the spread of a ratio. The rounds are cut into ten groups of neighbours, each group gives a ratio, and the
-  spread is the distance between their 20 % and 80 % quantiles; where the figures come from several runs it is at least
-  the range of their ratios.
-- `make bench` fails when a ratio is larger than here by more than 10 % and the spread, and where a row has a limit, when
-  it is above that.
+  spread is the distance between their 20 % and 80 % quantiles. Where the figures come from several runs, each row is of
+  the run with the median ratio, and the spread is the median one, or the range of the ratios if that is larger.
+- `make bench` fails when a ratio is larger than here by more than 10 % and the spread, and where a row has a limit,
+  when it is above that.
 - *A process group that moves nothing* answers every collective at once and leaves the data alone. What is timed over it
   is the host's work: Python, autograd, the calls into the backend. It says nothing about how fast data moves.
 - A *pass* reads and writes memory once over; local copies only, not what a backend does.
@@ -68,11 +68,8 @@ def _short(files: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield "|---|---:|---|"
     for name, content in files.items():
         mean = content.get("geometric_mean", {})
-        told = (
-            "; ".join(f"{mode} {value:.2f}" for mode, value in mean.items())
-            if isinstance(mean, dict)
-            else f"{mean:.2f}"
-        )
+        by_mode = mean if isinstance(mean, dict) else {"": mean}
+        told = "; ".join(f"{mode} {value:.2f}".strip() for mode, value in by_mode.items())
         yield f"| [{name}](#{name.replace('/', '')}) | {len(rows_of(content))} | {told} |"
 
 
