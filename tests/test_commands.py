@@ -138,6 +138,10 @@ def test_doctor_names_what_is_wrong_and_what_to_do(monkeypatch: pytest.MonkeyPat
     assert problem["name"] == "self test"
     assert problem["value"].endswith("gloo: rank 1: RuntimeError: no such interface")
     assert "GLOO_SOCKET_IFNAME" in problem["advice"]
+    words = run("doctor")
+    assert words.exit_code == 1
+    assert "no such interface" in " ".join(words.output.split())
+    assert words.output.splitlines()[-1] == "1 problem"
 
 
 @pytest.mark.parametrize(
