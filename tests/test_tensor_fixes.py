@@ -251,6 +251,8 @@ def grid(*shape: int) -> DeviceMesh:
 
 OPERATORS: dict[str, Callable[[Tensor], Any]] = {
     "t": lambda x: x.t(),
+    "T": lambda x: x.T,
+    "mT": lambda x: x.mT,
     "transpose": lambda x: x.transpose(0, 1),
     "permute": lambda x: x.permute(1, 0),
     "sum": lambda x: x.sum(),
