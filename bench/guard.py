@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.timing import write_json
+from bench.timing import geometric_mean, write_json
 
 __all__ = ["ALLOWED", "RESULTS", "Worse", "against_committed", "committed", "compare", "is_worse", "merged", "rows_of"]
 
@@ -89,15 +89,27 @@ def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for row in rows_of(runs[0]):
         same = [line for run in runs for line in rows_of(run) if line["row"] == row["row"]]
-        first = next(iter(row["ratio"]))
-        same.sort(key=lambda line: line["ratio"][first])
+        same.sort(key=lambda line: geometric_mean(list(line["ratio"].values())))
         spread = {}
         for peer in row["ratio"]:
             ratios = [line["ratio"][peer] for line in same]
-            within = sorted(line["spread"][peer] for line in same)[len(same) // 2]
-            spread[peer] = round(max(max(ratios) - min(ratios), within), 3)
+            spread[peer] = round(max(max(ratios) - min(ratios), _median([line["spread"][peer] for line in same])), 3)
         rows.append(same[len(same) // 2] | {"spread": spread})
-    return runs[-1] | {"rows": rows, "runs": len(runs)}
+    return runs[-1] | {"rows": rows, "runs": len(runs)} | _means(runs)
+
+
+def _means(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median of the geometric means that the runs state, by mode where they do."""
+    means = [run["geometric_mean"] for run in runs if "geometric_mean" in run]
+    if not means:
+        return {}
+    if isinstance(means[0], dict):
+        return {"geometric_mean": {mode: _median([mean[mode] for mean in means]) for mode in means[0]}}
+    return {"geometric_mean": _median(means)}
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
 
 
 def committed(part: str, device: str = "cpu", results: Path = RESULTS) -> dict[str, Any] | None:

@@ -64,6 +64,8 @@ def test_several_runs_become_one_with_the_range_as_spread() -> None:
     merged = guard.merged([content(row(0.5)), content(row(0.9)), content(row(0.6, 0.01))])
     assert merged["runs"] == 3
     assert (merged["rows"][0]["ratio"], merged["rows"][0]["spread"]) == ({"peer": 0.6}, {"peer": 0.4})
+    means = ({"a": 0.3}, {"a": 0.9}, {"a": 0.5})
+    assert guard.merged([content() | {"geometric_mean": mean} for mean in means])["geometric_mean"] == {"a": 0.5}
     merged = guard.merged([content(row(0.5, 9.0)), content(row(0.5, 0.2)), content(row(0.5, 0.1))])  # one bad moment
     assert merged["rows"][0]["spread"] == {"peer": 0.2}
 
