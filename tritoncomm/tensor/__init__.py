@@ -4,12 +4,14 @@ from tritoncomm.tensor import overrides as overrides
 from tritoncomm.tensor import pickles as pickles
 from tritoncomm.tensor.colo_parameter import ColoParameter
 from tritoncomm.tensor.colo_tensor import ColoTensor
+from tritoncomm.tensor.comm_path import shortest_path
 from tritoncomm.tensor.comm_spec import CollectiveCommPattern, CommSpec
 from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
 from tritoncomm.tensor.const import TensorType
 from tritoncomm.tensor.device_mesh import DeviceMesh
 from tritoncomm.tensor.dist_spec_mgr import DistSpecManager
 from tritoncomm.tensor.distspec import DistPlacementPattern, ReplicaSpec, ShardSpec
+from tritoncomm.tensor.measure import measure_mesh
 from tritoncomm.tensor.param_op_hook import ColoParamOpHook, ColoParamOpHookManager
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.sharding_spec import (
@@ -19,6 +21,7 @@ from tritoncomm.tensor.sharding_spec import (
     ShardingSpec,
 )
 from tritoncomm.tensor.tensor_spec import ColoTensorSpec
+from tritoncomm.tensor.training import clip_grad_norm_, shard_parameters, sharded_optimizer_state
 from tritoncomm.tensor.utils import (
     convert_dim_partition_dict,
     convert_parameter,
@@ -47,8 +50,13 @@ __all__ = [
     "ShardingOutOfIndexError",
     "ShardingSpec",
     "TensorType",
+    "clip_grad_norm_",
     "convert_dim_partition_dict",
     "convert_parameter",
+    "measure_mesh",
     "merge_same_dim_mesh_list",
     "named_params_with_colotensor",
+    "shard_parameters",
+    "sharded_optimizer_state",
+    "shortest_path",
 ]

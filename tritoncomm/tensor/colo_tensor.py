@@ -237,6 +237,21 @@ class ColoTensor(torch.Tensor):
             data = layout.plain(self).detach()
         return rebuild, (type(self).__name__, data, self.requires_grad, self._state())
 
+    def __create_write_items__(self, fqn: str, _: Any) -> Any:
+        from tritoncomm.tensor.checkpoint import write_items
+
+        return write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> Any:
+        from tritoncomm.tensor.checkpoint import chunks
+
+        return chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        from tritoncomm.tensor.checkpoint import shard_at
+
+        return shard_at(self, index)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         told = [repr(layout.plain(self)), repr(self.process_group), repr(self.dist_spec)]
         if self.compute_spec is not None:

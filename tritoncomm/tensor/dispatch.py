@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor import rules as rules
 from tritoncomm.tensor.distspec import ReplicaSpec
-from tritoncomm.tensor.elementwise import ELEMENTWISE, LOOKS, MOVES_ONLY
+from tritoncomm.tensor.elementwise import ELEMENTWISE, LOOKS, MAKES_NEW, MOVES_ONLY
 from tritoncomm.tensor.layout import is_colo, plain, wrap
 from tritoncomm.tensor.op_wrapper import implementation
 from tritoncomm.tensor.rules.elementwise import elementwise, keep, writes
@@ -28,6 +28,7 @@ from tritoncomm.tensor.rules.noise import (
     INITIALISERS,
     NOISY,
     NOISY_ELEMENTS,
+    SAMPLERS,
     agreed_seed,
     initialise,
     noisy_elements,
@@ -54,13 +55,15 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
         if name == "__get__" and getattr(func, "__self__", Tensor).__name__ in _PARTS:  # type: ignore[attr-defined]
             return keep(func, args, kwargs, args[0])
         return _look(func, args, kwargs)
-    if func in INITIALISERS:
+    if func in INITIALISERS or name in SAMPLERS:
         return initialise(func, args, kwargs)
     if name in MOVES_ONLY:
         return keep(func, args, kwargs, next(_coloured(args, kwargs)))
+    if name in MAKES_NEW:
+        made = _look(func, args, kwargs)
+        return wrap(made, args[0].process_group, ReplicaSpec(), made.shape)
     if name in ELEMENTWISE:
-        result = elementwise(func, name, args, kwargs)
-        return _on_replicas(func, name, args, kwargs) if result is NotImplemented else result
+        return elementwise(func, name, args, kwargs)
     if name.startswith(("_foreach_", "_fused_")):
         return on_lists(func, name, args, kwargs)
     if name == "__setitem__":

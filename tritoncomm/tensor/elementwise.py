@@ -1,6 +1,6 @@
 """Operators by what they do to a layout, by name: the same name stands for function, method and in-place form."""
 
-__all__ = ["ELEMENTWISE", "LOOKS", "MOVES_ONLY"]
+__all__ = ["ELEMENTWISE", "LOOKS", "MAKES_NEW", "MOVES_ONLY"]
 
 _LOOKS = """
     numel nelement dim ndimension stride is_contiguous storage_offset data_ptr storage untyped_storage element_size
@@ -10,6 +10,9 @@ _LOOKS = """
 """
 LOOKS = frozenset(_LOOKS.split())
 """Questions about the piece, and switches on it; the result is no new tensor."""
+
+MAKES_NEW = frozenset(["new_tensor", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"])
+"""A new tensor of the dtype and device, of a shape of its own: a replica."""
 
 _MOVES_ONLY = """
     alias clone contiguous cpu cuda detach detach_ pin_memory to type bfloat16 bool byte char double float half int long

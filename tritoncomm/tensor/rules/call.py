@@ -86,7 +86,7 @@ class Call:
         finish: ``finish(result, *late)`` after a sum over the ranks; None for nothing.
         prefer: the operand whose cut is taken whatever it costs, by index.
         legal: a further condition on (label, pieces).
-        gather: whether the result is made whole.
+        gather: whether a result that is cut is made whole.
         scatter: dim of the result that is cut by the sum over the ranks; None leaves the sum whole.
         sizes: of the labels, filled in from the operands.
         result_sizes: of the labels in the result, where they are others.

@@ -35,8 +35,6 @@ def elementwise(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs
     tensors = [leaves[i] for i in places]
     if _one_layout(tensors):
         return keep(func, args, kwargs, next(x for x in tensors if is_colo(x)))
-    if "out" in kwargs:
-        return NotImplemented
 
     def run(_: Any, *pieces: Tensor) -> Any:
         filled = list(leaves)
@@ -46,8 +44,9 @@ def elementwise(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs
         return func(*args, **kwargs)
 
     operands, shape = _operands(tensors)
-    if writes(name):
-        return _into(tensors[0] if args and args[0] is tensors[0] else None, operands, run, name)
+    target = kwargs.get("out", args[0] if writes(name) and args else None)
+    if target is not None or writes(name):
+        return _into(next((i for i, x in enumerate(tensors) if x is target), -1), operands, run, name)
     return execute(Call(operands, [tuple(range(-len(shape), 0))], run))
 
 
@@ -119,15 +118,16 @@ def _is_piece(x: Tensor, cut: Any) -> bool:
     return all(not {1, shape[dim]} & set(chunk_sizes(shape[dim], count)) for dim, count in cut._parts)
 
 
-def _into(target: Any, operands: list[Operand], run: Callable[..., Any], name: str) -> Any:
-    """In place: everything is brought to the layout of the tensor that is written."""
-    if target is None or not is_colo(target):
+def _into(place: int, operands: list[Operand], run: Callable[..., Any], name: str) -> Any:
+    """In place, or with ``out=``: everything is brought to the layout of the operand that is written."""
+    target: Any = operands[place].tensor if place >= 0 else None
+    if not is_colo(target):
         raise UnsupportedError(f"{name} writes into a plain tensor from a ColoTensor; make it a ColoTensor first")
-    parts = tuple((operands[0].labels[dim], count) for dim, count in target._parts)
+    parts = tuple((operands[place].labels[dim], count) for dim, count in target._parts)
     if not is_legal(Call(operands, [], run), parts):
-        others = [list(shape_of(each.tensor)) for each in operands[1:]]
+        others = [list(shape_of(each.tensor)) for each in operands]
         raise UnsupportedError(f"{name}: {others} cannot be cut like {list(target._global_shape)}, {target.dist_spec}")
     with torch._C.DisableTorchFunctionSubclass():
-        pieces = [piece_of(each, parts, target.process_group) for each in operands[1:]]
-        run(None, target, *pieces)
+        pieces = [target if each.tensor is target else piece_of(each, parts, target.process_group) for each in operands]
+        run(None, *pieces)
     return target

@@ -26,6 +26,8 @@ def execute(call: Call) -> Any:
     coloured = [each for each in everything if is_colo(each.tensor)]
     pg: ProcessGroup = coloured[0].tensor.process_group  # type: ignore[attr-defined]
     for each in everything:
+        if each.is_piece:
+            continue  # the tensor it is a piece of is there too
         for label, size in zip(each.labels, shape_of(each.tensor), strict=True):
             if label is not None:
                 call.sizes.setdefault(label, size)
@@ -36,11 +38,13 @@ def execute(call: Call) -> Any:
         if parts and parts[0][0] not in call.results[0] and parts[0][0] not in call.own:
             found, tree = tree_flatten(call.run(cut, *pieces))
             found, parts = _summed(found, call, cut, pg)
+            gather = False
         else:
+            gather = call.gather
             late = [piece_of(each, parts, pg) for each in call.late]
             found, tree = tree_flatten(call.run(cut, *pieces, *late))
         made = [
-            _made(x, labels, call, parts, pg, coloured) if isinstance(x, Tensor) else x
+            _made(x, labels, call, parts, pg, coloured, gather) if isinstance(x, Tensor) else x
             for x, labels in zip(found, call.results, strict=True)
         ]
     return tree_unflatten(made, tree)
@@ -144,13 +148,15 @@ def _summed(found: list[Any], call: Call, cut: Cut, pg: ProcessGroup) -> tuple[l
     return found, parts
 
 
-def _made(x: Tensor, labels: Labels, call: Call, parts: Parts, pg: ProcessGroup, coloured: Sequence[Operand]) -> Any:
+def _made(
+    x: Tensor, labels: Labels, call: Call, parts: Parts, pg: ProcessGroup, coloured: Sequence[Operand], gather: bool
+) -> Any:
     """A result as a ColoTensor, laid out in the words of an operand that is laid out the same."""
     there = tuple((labels.index(label), count) for label, count in parts if label in labels)
     shape = list(x.shape)
     for dim, _ in there:
         shape[dim] = call.result_sizes.get(labels[dim], call.sizes[labels[dim]])
-    if there and call.gather:
+    if there and gather:
         x, there = redistribute(x, Transition(tuple(shape), there, ()), pg.tp_process_group()), ()
     for each in coloured:
         if each.labels == labels and each.tensor._parts == there:  # type: ignore[attr-defined]

@@ -23,14 +23,26 @@ from tritoncomm.tensor.rules.call import Call, Cut, Operand
 from tritoncomm.tensor.rules.elementwise import keep
 from tritoncomm.tensor.rules.table import ROWS, Row, rule
 
-__all__ = ["INITIALISERS", "NOISY", "NOISY_ELEMENTS", "agreed_seed", "initialise", "noisy_elements", "seeded"]
+__all__ = [
+    "INITIALISERS",
+    "NOISY",
+    "NOISY_ELEMENTS",
+    "SAMPLERS",
+    "agreed_seed",
+    "initialise",
+    "noisy_elements",
+    "seeded",
+]
 
 _ELEMENTS = """
-    dropout dropout_ alpha_dropout alpha_dropout_ native_dropout bernoulli bernoulli_ normal_ uniform_ exponential_
-    geometric_ log_normal_ cauchy_ random_ rand_like randn_like randint_like rrelu rrelu_
+    dropout dropout_ alpha_dropout alpha_dropout_ native_dropout bernoulli rand_like randn_like randint_like rrelu
+    rrelu_
 """
 NOISY_ELEMENTS = frozenset(_ELEMENTS.split())
 """Every element on its own."""
+_SAMPLERS = "bernoulli_ normal_ uniform_ exponential_ geometric_ log_normal_ cauchy_ random_"
+SAMPLERS = frozenset(_SAMPLERS.split())
+"""In place: a whole is drawn, of which each rank keeps its piece."""
 _OTHERS = "multinomial gumbel_softmax poisson normal feature_dropout feature_alpha_dropout fractional_max_pool2d"
 NOISY = frozenset(_OTHERS.split())
 """Others, which run on replicas."""
@@ -40,8 +52,8 @@ INITIALISERS: frozenset[Any] = frozenset(
 """``torch.nn.init``: depend on the shape of the whole."""
 
 ROWS += [
-    Row("dropout, bernoulli, rand_like, normal_, uniform_, ...", "every cut", "the cut; replicas stay equal", "none"),
-    Row("torch.nn.init.*", "every cut", "in place: the same values whatever the cut", "none"),
+    Row("dropout, bernoulli, rand_like, ...", "every cut", "the cut; replicas stay equal, pieces differ", "none"),
+    Row("torch.nn.init.*, normal_, uniform_, ...", "every cut", "in place: the same values whatever the cut", "none"),
 ]
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -100,7 +112,7 @@ def noisy_elements(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
 
 
 def initialise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``nn.init`` of the whole, of which each rank keeps its piece."""
+    """A whole is drawn, alike on all ranks, of which each keeps its piece: the same values whatever the layout."""
     target = next(x for x in tree_leaves((args, kwargs)) if is_colo(x))
     pg, shape = target.process_group, target._global_shape
     whole = torch.empty(shape, dtype=target.dtype, device=target.device) if target._parts else plain(target).detach()

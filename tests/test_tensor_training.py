@@ -1,0 +1,436 @@
+"""Training on ColoParameters: optimisers, clipping, checkpoints, recomputation, random operators, compute specs."""
+
+import copy
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from pool import Pool
+from test_tensor import piece, ranks_of
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup as TorchGroup
+from torch.utils.checkpoint import checkpoint
+
+from tritoncomm import record
+from tritoncomm.errors import ArgumentError, MismatchError, ShapeError, UnsupportedError
+from tritoncomm.tensor import (
+    ColoParameter,
+    ColoTensor,
+    ColoTensorSpec,
+    ComputePattern,
+    ComputeSpec,
+    DeviceMesh,
+    ProcessGroup,
+    ReplicaSpec,
+    ShardSpec,
+    clip_grad_norm_,
+    shard_parameters,
+    sharded_optimizer_state,
+)
+from tritoncomm.tensor.comm_path import shortest_path
+from tritoncomm.tensor.layout import plain
+from tritoncomm.tensor.measure import measure_mesh
+from tritoncomm.tensor.rules import noise
+from tritoncomm.tensor.sharding_spec import ShardingSpec
+
+WIDTH, CLASSES = 8, 10
+
+
+class Model(nn.Module):
+    """An embedding, a column- and a row-parallel linear, norms, and a head whose classes can be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(CLASSES, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        x = x + self.down(F.gelu(self.up(x)))
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def layouts(world: int) -> dict[str, Any]:
+    return {
+        "tokens.*": ShardSpec([0], [world]), "up.*": ShardSpec([0], [world]), "down.weight": ShardSpec([-1], [world]),
+        "head.*": ShardSpec([0], [world]),
+    }  # fmt: skip
+
+
+def both(pg: ProcessGroup) -> tuple[Model, Model]:
+    """The model of one process, and the same one sharded."""
+    torch.manual_seed(0)
+    whole = Model().double()
+    sharded = copy.deepcopy(whole)
+    shard_parameters(sharded, layouts(pg.tp_world_size()), pg)
+    return whole, sharded
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(CLASSES, (5, 3), generator=generator), torch.randint(CLASSES, (5, 3), generator=generator)
+
+
+def same_parameters(whole: nn.Module, sharded: nn.Module, pg: ProcessGroup, what: Any) -> None:
+    for (name, p), (_, q) in zip(whole.named_parameters(), sharded.named_parameters(), strict=True):
+        assert isinstance(q, ColoParameter), name
+        torch.testing.assert_close(
+            plain(q).detach(), piece(p.detach(), q.dist_spec, pg.tp_local_rank()), rtol=1e-9, atol=1e-9,
+            msg=lambda m, name=name: f"{what} {name}: {m}",
+        )  # fmt: skip
+
+
+OPTIMISERS: dict[str, Any] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "sgd foreach": partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "adamw foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
+    "adam fused": partial(torch.optim.Adam, lr=0.01, fused=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.01),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01),
+    "lion-like nadam": partial(torch.optim.NAdam, lr=0.01),
+    "adamax": partial(torch.optim.Adamax, lr=0.01),
+}
+
+
+def run_optimiser(group: TorchGroup, name: str, clip: float | None) -> None:
+    pg = ranks_of(group)
+    whole, sharded = both(pg)
+    theirs, ours = OPTIMISERS[name](whole.parameters()), OPTIMISERS[name](sharded.parameters())
+    for step in range(4):
+        for model, optimiser in ((whole, theirs), (sharded, ours)):
+            optimiser.zero_grad()
+            loss = model(*data(step))
+            loss.backward()
+            if model is whole:
+                wanted = loss.detach()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip) if clip else torch.zeros(())
+            else:
+                torch.testing.assert_close(plain(loss).detach(), wanted, rtol=1e-10, atol=0)
+                if clip:
+                    torch.testing.assert_close(clip_grad_norm_(model.parameters(), clip), norm, rtol=1e-9, atol=0)
+            optimiser.step()
+        same_parameters(whole, sharded, pg, (name, step))
+    told = sharded_optimizer_state(ours)["state"]
+    for number, p in enumerate(sharded.parameters()):
+        for key, value in told[number].items():
+            if isinstance(value, Tensor) and value.dim():
+                assert isinstance(value, ColoTensor), (name, key)
+                assert value.dist_spec == p.dist_spec, (name, key)
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_optimisers(pool: Pool, name: str) -> None:
+    for world in (2, 4):
+        pool.run(run_optimiser, name, None, world=world)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_clipping_by_the_global_norm(pool: Pool, world: int) -> None:
+    pool.run(run_optimiser, "sgd", 0.05, world=world)
+    pool.run(run_clip_orders, world=world)
+
+
+def run_clip_orders(group: TorchGroup) -> None:
+    pg = ranks_of(group)
+    whole, sharded = both(pg)
+    for model in (whole, sharded):
+        model(*data(0)).backward()
+    for order in (1.0, 2.0, 3.5, float("inf")):
+        wanted = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9, order)
+        torch.testing.assert_close(clip_grad_norm_(sharded.parameters(), 1e9, order), wanted, rtol=1e-9, atol=0)
+    next(sharded.parameters()).grad[0, 0] = float("nan")  # type: ignore[index]
+    with pytest.raises(RuntimeError, match="is nan"):
+        clip_grad_norm_(sharded.parameters(), 1.0, error_if_nonfinite=True)
+    assert clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0) == 0
+
+
+def run_save(group: TorchGroup, folder: str) -> None:
+    pg = ranks_of(group)
+    _, sharded = both(pg)
+    optimiser = torch.optim.AdamW(sharded.parameters(), lr=0.01)
+    sharded(*data(0)).backward()
+    optimiser.step()
+    state = {"model": sharded.state_dict(), "optimiser": optimiser.state_dict()["state"]}
+    dcp.save(state, checkpoint_id=folder, process_group=group)
+
+
+def run_load(group: TorchGroup, folder: str) -> None:
+    pg = ranks_of(group)
+    whole, sharded = both(pg)
+    optimiser = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    whole(*data(0)).backward()
+    optimiser.step()
+    mine = torch.optim.AdamW(sharded.parameters(), lr=0.01)
+    sharded(*data(7)).backward()
+    mine.step()  # other values, to be replaced
+    state = {"model": sharded.state_dict(), "optimiser": mine.state_dict()["state"]}
+    dcp.load(state, checkpoint_id=folder, process_group=group)
+    sharded.load_state_dict(state["model"])
+    same_parameters(whole, sharded, pg, "loaded")
+    for p, q in zip(whole.parameters(), sharded.parameters(), strict=True):
+        moment = mine.state[q]["exp_avg"]
+        wanted = piece(optimiser.state[p]["exp_avg"], moment.dist_spec, pg.tp_local_rank())
+        torch.testing.assert_close(plain(moment), wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_distributed_checkpoints(pool: Pool, tmp_path: Path) -> None:
+    for save, load in ((4, 2), (2, 4), (1, 4), (4, 1)):
+        folder = str(tmp_path / f"{save}-{load}")
+        pool.run(run_save_quietly, folder, world=save)
+        pool.run(run_load_quietly, folder, world=load)
+
+
+def run_save_quietly(group: TorchGroup, folder: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_save(group, folder)
+
+
+def run_load_quietly(group: TorchGroup, folder: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_load(group, folder)
+
+
+def run_recomputation(group: TorchGroup) -> None:
+    pg, world = ranks_of(group), group.size()
+    torch.manual_seed(1)
+    full = torch.randn(8, 8, dtype=torch.float64)
+    grads = []
+    for again in (False, True):
+        torch.manual_seed(2)
+        x = ColoTensor(
+            piece(full, ShardSpec([0], [world]), pg.tp_local_rank()), ColoTensorSpec(pg, ShardSpec([0], [world]))
+        )
+        w = ColoParameter(full.clone(), True, ColoTensorSpec(pg))
+        x.requires_grad_()
+
+        def block(x: Any, w: Any) -> Any:
+            return F.dropout(F.gelu(F.linear(F.dropout(x, 0.3), w)), 0.5) @ F.dropout(w, 0.1)
+
+        y = checkpoint(block, x, w, use_reentrant=False) if again else block(x, w)
+        assert y.dist_spec == ShardSpec([0], [world])
+        plain(y).sum().backward()
+        grads.append((x.grad, w.grad))
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_recomputed_activations_drop_the_same_elements(pool: Pool) -> None:
+    pool.run(run_recomputation, world=2)
+    pool.run(run_recomputation, world=4)
+
+
+def everybodys(x: Tensor, group: TorchGroup) -> list[Tensor]:
+    found = [torch.empty_like(x) for _ in range(group.size())]
+    torch.distributed.all_gather(found, x, group=group)
+    return found
+
+
+def run_random(group: TorchGroup) -> None:
+    pg, world = ranks_of(group), group.size()
+    noise._calls.clear()
+    torch.manual_seed(5)
+    ones = torch.ones(32, 16)
+    replica = ColoTensor(ones.clone(), ColoTensorSpec(pg))
+    shard = replica.redistribute(ShardSpec([0], [world]))
+    draws: dict[str, Any] = {
+        "dropout": lambda x: F.dropout(x, 0.5),
+        "rand_like": torch.rand_like,
+        "bernoulli": lambda x: torch.bernoulli(x * 0.5),
+        "normal_": lambda x: x.clone().normal_(),
+        "dropout2d": lambda x: F.dropout2d(x.view(8, 16, 2, 2), 0.5),
+        "multinomial": lambda x: torch.multinomial(x.to_replicate(), 4),
+    }
+    for name, draw in draws.items():
+        same = everybodys(plain(draw(replica)), group)
+        assert all(torch.equal(same[0], x) for x in same), name
+        if name == "multinomial":
+            continue
+        out = draw(shard)
+        assert out.size(0) == draw(replica).size(0)
+        apart = everybodys(plain(out), group)
+        assert not any(torch.equal(apart[0], x) for x in apart[1:]), name
+    kept = F.dropout(shard, 0.25).to_replicate()
+    assert 0.65 < float((plain(kept) != 0).double().mean()) < 0.85
+    assert float(plain(kept).max()) == pytest.approx(1 / 0.75)
+    q = ColoTensor(torch.randn(2, 4, 8, 4), ColoTensorSpec(pg))
+    out = everybodys(plain(F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)), group)
+    assert all(torch.equal(out[0], x) for x in out)
+    torch.manual_seed(5)
+    first = plain(F.dropout(shard, 0.5))
+    torch.manual_seed(5)
+    assert torch.equal(first, plain(F.dropout(shard, 0.5)))
+    noise._calls.clear()
+    torch.manual_seed(5 + group.rank())
+    with pytest.raises(MismatchError, match="same seed on all tensor-parallel ranks"):
+        F.dropout(replica, 0.5)
+
+
+def test_random_operators(pool: Pool) -> None:
+    pool.run(run_random, world=2)
+    pool.run(run_random, world=4)
+
+
+def run_initialisers(group: TorchGroup) -> None:
+    pg, world = ranks_of(group), group.size()
+    for init in (
+        nn.init.kaiming_uniform_,
+        nn.init.xavier_normal_,
+        nn.init.normal_,
+        nn.init.trunc_normal_,
+        nn.init.ones_,
+    ):
+        values = []
+        for spec in (ReplicaSpec(), ShardSpec([0], [world]), ShardSpec([1], [world])):
+            torch.manual_seed(3)
+            p = ColoParameter(torch.empty(8, 12), True, ColoTensorSpec(pg))
+            p.set_dist_spec(spec)
+            assert init(p) is p
+            values.append(plain(p.to_replicate()).detach())
+        assert all(torch.equal(values[0], x) for x in values), init
+    torch.manual_seed(3)
+    wanted = nn.init.kaiming_uniform_(torch.empty(4000, 12))
+    bound = float(
+        plain(
+            nn.init.kaiming_uniform_(
+                ColoParameter(torch.empty(4000 // world, 12), True, ColoTensorSpec(pg, ShardSpec([0], [world])))
+            )
+        )
+        .detach()
+        .abs()
+        .max()
+    )
+    assert bound == pytest.approx(float(wanted.abs().max()), rel=0.01)
+
+
+def test_initialisers_do_not_depend_on_the_layout(pool: Pool) -> None:
+    pool.run(run_initialisers, world=2)
+    pool.run(run_initialisers, world=4)
+
+
+def run_compute_specs(group: TorchGroup) -> None:
+    pg, world = ranks_of(group), group.size()
+    torch.manual_seed(0)
+    x, w, b = torch.randn(4, 8).double(), torch.randn(12, 8).double(), torch.randn(12).double()
+    full = F.linear(x, w, b)
+    rank = pg.tp_local_rank()
+
+    def weight(spec: Any, gather: bool = True, shard: int | None = None) -> ColoParameter:
+        compute = ComputeSpec(ComputePattern.TP1D)
+        compute.set_output_replicate(gather)
+        compute.set_output_shard(shard)
+        p = ColoParameter(w.clone(), True, ColoTensorSpec(pg, ReplicaSpec(), compute))
+        p.set_dist_spec(spec)
+        return p
+
+    def close(found: Any, spec: Any, wanted: Tensor = full) -> None:
+        assert found.dist_spec == spec, (found.dist_spec, spec)
+        torch.testing.assert_close(plain(found).detach(), piece(wanted, spec, rank))
+
+    column, row = ShardSpec([0], [world]), ShardSpec([-1], [world])
+    close(F.linear(x, weight(column), b), ReplicaSpec())
+    close(F.linear(x, weight(column, gather=False), b), row)
+    close(F.linear(x, weight(row), b), ReplicaSpec())
+    close(F.linear(x, weight(row, shard=0), b), column)
+    ragged = F.linear(x[:3], w, b)
+    close(F.linear(x[:3], weight(row, shard=0), b), column, ragged)
+    cut_weight = weight(row, shard=0)
+    with record.recording() as counted:
+        F.linear(ColoTensor(piece(x, row, rank), ColoTensorSpec(pg, row)), cut_weight, b)
+    assert [name for name, _ in counted] == ["reduce_scatter_dim"], counted
+    sequence = ColoTensor(piece(x, column, rank), ColoTensorSpec(pg, column)).requires_grad_()
+    with record.recording() as counted:
+        y = F.linear(sequence, weight(column, gather=False), b)
+        plain(y).backward(piece(torch.ones_like(full), row, rank))
+    assert {name for name, _ in counted} >= {"all_gather_dim", "reduce_scatter_dim"}, counted
+    assert sequence.grad is not None
+    torch.testing.assert_close(sequence.grad, piece(torch.ones_like(full) @ w, column, rank))
+    table = ColoParameter(w.clone(), True, ColoTensorSpec(pg, ReplicaSpec(), ComputeSpec(ComputePattern.TP1D)))
+    table.set_dist_spec(row)
+    ids = torch.tensor([3, 1, 11])
+    close(F.embedding(ids, table), ReplicaSpec(), w[ids])
+    with pytest.raises(IndexError, match="12 rows"):
+        F.embedding(torch.tensor([12]), weight(column))
+    with pytest.raises(UnsupportedError, match="max_norm"):
+        F.embedding(ids, weight(column), max_norm=1.0)
+
+
+def test_compute_specs(pool: Pool) -> None:
+    pool.run(run_compute_specs, world=2)
+    pool.run(run_compute_specs, world=4)
+
+
+def run_writes(group: TorchGroup) -> None:
+    pg, world = ranks_of(group), group.size()
+    full = torch.arange(32.0).view(8, 4)
+    x = ColoTensor(
+        piece(full, ShardSpec([0], [world]), pg.tp_local_rank()), ColoTensorSpec(pg, ShardSpec([0], [world]))
+    )
+    x[:, 1] = 7.0
+    full[:, 1] = 7.0
+    x[:, 2:] = torch.arange(2.0)
+    full[:, 2:] = torch.arange(2.0)
+    x[:, 0] = torch.arange(8.0)
+    full[:, 0] = torch.arange(8.0)
+    assert torch.equal(plain(x.to_replicate()), full)
+    x[...] = ColoTensor(full * 2, ColoTensorSpec(pg))
+    assert torch.equal(plain(x.to_replicate()), full * 2)
+    for index in (0, slice(1, 3), torch.tensor([1]), (full > 3)):
+        with pytest.raises(UnsupportedError, match="redistribute it first"):
+            x[index] = 0.0
+    with pytest.raises(UnsupportedError, match="plain tensor"):
+        full[0] = x[:, 0].to_replicate()[:4]
+    with pytest.raises(ShapeError, match="do not broadcast"):
+        x + torch.ones(3, 4)
+    x += torch.ones(4)
+    assert torch.equal(plain(x.to_replicate()), full * 2 + 1)
+
+
+def test_writing_into_pieces(pool: Pool) -> None:
+    pool.run(run_writes, world=2)
+    pool.run(run_writes, world=4)
+
+
+def run_sharded_modules(group: TorchGroup) -> None:
+    pg = ranks_of(group)
+    model = Model()
+    with pytest.raises(ArgumentError, match=r"middle\.weight fits none"):
+        shard_parameters(model, {"middle.weight": ShardSpec([0], [2])}, pg)
+    assert not any(isinstance(p, ColoParameter) for p in model.parameters())
+    model.head.weight = model.tokens.weight
+    shard_parameters(model, {"tokens.weight": ShardSpec([0], [2])}, pg)
+    assert model.head.weight is model.tokens.weight
+    assert model.head.weight.dist_spec == ShardSpec([0], [2])  # type: ignore[attr-defined]
+    assert model.norm.weight.is_replicate()  # type: ignore[attr-defined]
+
+
+def test_modules_are_sharded_by_name(pool: Pool) -> None:
+    pool.run(run_sharded_modules, world=2)
+
+
+def run_measure(group: TorchGroup) -> None:
+    ranks = torch.distributed.get_process_group_ranks(group)
+    mesh = DeviceMesh(torch.tensor(ranks), (2, 2), init_process_group=True)
+    found = measure_mesh(mesh, large=1 << 16, repeats=3)
+    assert found.mesh_shape == (2, 2)
+    numbers = torch.tensor([found.mesh_alpha, found.mesh_beta], dtype=torch.float64)
+    assert bool((numbers[0] > 0).all())
+    assert all(torch.equal(numbers, other) for other in everybodys(numbers, group))
+    source, target = (ShardingSpec(found, (8, 8), dims) for dims in ({0: [0]}, {1: [0]}))
+    path = shortest_path(source, target)
+    assert path.cost > 0
+    with pytest.raises(ShapeError, match="sizes"):
+        measure_mesh(mesh, small=8, large=8)
+
+
+def test_a_mesh_is_measured(pool: Pool) -> None:
+    pool.run(run_measure, world=4)

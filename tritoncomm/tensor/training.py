@@ -1,0 +1,156 @@
+"""What training with sharded parameters needs: parameters cut by name, gradients clipped by their global norm."""
+
+import math
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tritoncomm import engine
+from tritoncomm.errors import ArgumentError
+from tritoncomm.tensor.colo_parameter import ColoParameter
+from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
+from tritoncomm.tensor.distspec import ReplicaSpec, _DistSpec
+from tritoncomm.tensor.layout import is_colo, plain, wrap
+from tritoncomm.tensor.process_group import ProcessGroup
+from tritoncomm.tensor.tensor_spec import ColoTensorSpec
+
+__all__ = ["clip_grad_norm_", "shard_parameters", "sharded_optimizer_state"]
+
+
+def shard_parameters(
+    module: nn.Module,
+    layouts: Mapping[str, _DistSpec],
+    pg: ProcessGroup | None = None,
+    *,
+    gather_output: bool = False,
+    output_shard: int | None = None,
+) -> None:
+    """Make every parameter of a module a ColoParameter: cut where a pattern matches its name, a replica elsewhere.
+
+    Every rank has to hold the same whole parameters; nothing is sent. A parameter that two modules share stays shared.
+
+    Args:
+        module: changed in place.
+        layouts: by pattern, as ``fnmatch`` matches it: ``{"*.up.weight": ShardSpec([0], [tp])}``. The first that fits
+            counts.
+        pg: the ranks; ``ProcessGroup()`` by default.
+        gather_output: whether column-parallel operators gather their output.
+        output_shard: dim along which row-parallel operators cut theirs (sequence parallelism); None leaves it whole.
+
+    Raises:
+        ArgumentError: a pattern fits no parameter; nothing has been changed then.
+
+    Example:
+        ``shard_parameters(mlp, {"up.*": ShardSpec([0], [2]), "down.weight": ShardSpec([-1], [2])}, pg)`` is
+        Megatron's MLP: column-parallel, row-parallel, one all-reduce.
+    """
+    pg = ProcessGroup() if pg is None else pg
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    unused = [pattern for pattern in layouts if not any(fnmatchcase(name, pattern) for name in names)]
+    if unused:
+        raise ArgumentError(f"shard_parameters: {', '.join(unused)} fits none of {', '.join(names)}")
+    made: dict[int, ColoParameter] = {}
+    for prefix, owner in module.named_modules():
+        for key, parameter in list(owner._parameters.items()):
+            if parameter is None:
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            spec = next((layouts[pattern] for pattern in layouts if fnmatchcase(name, pattern)), None)
+            if id(parameter) not in made:
+                compute = None
+                if spec is not None:
+                    compute = ComputeSpec(ComputePattern.TP1D)
+                    compute.set_output_replicate(gather_output)
+                    compute.set_output_shard(output_shard)
+                whole = ColoTensorSpec(pg, ReplicaSpec(), compute)
+                made[id(parameter)] = ColoParameter(parameter.detach(), parameter.requires_grad, whole)
+                if spec is not None:
+                    made[id(parameter)].set_dist_spec(spec)
+            owner._parameters[key] = made[id(parameter)]
+
+
+def sharded_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """``optimizer.state_dict()`` in which every tensor of a sharded parameter says which piece it is.
+
+    Optimisers that copy a gradient into their state (SGD's momentum) keep a plain tensor there, which a distributed
+    checkpoint would take for a whole one. Memory is shared with the optimiser.
+    """
+    told = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [n for group in told["param_groups"] for n in group["params"]]
+    for number, p in zip(numbers, parameters, strict=True):
+        if not is_colo(p):
+            continue
+        kept = told["state"].get(number, {})
+        told["state"][number] = {key: _as_piece_of(p, value) for key, value in kept.items()}
+    return told
+
+
+def _as_piece_of(p: Any, value: Any) -> Any:
+    if not isinstance(value, Tensor) or is_colo(value) or value.dim() == 0 or value.shape != plain(p).shape:
+        return value
+    return wrap(value, p.process_group, p.dist_spec, p._global_shape)
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` for pieces: the norm is that of the whole gradients, each counted once.
+
+    All tensor-parallel ranks call it; a group sends one number. Gradients are scaled in place by
+    ``max_norm / (norm + 1e-6)`` where that is less than 1.
+
+    Returns:
+        The norm before clipping, the same on every rank.
+
+    Raises:
+        RuntimeError: the norm is not finite and ``error_if_nonfinite``.
+    """
+    tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    pairs = [(p, _plain_grad(p)) for p in tensors if p.grad is not None]
+    if not pairs:
+        return torch.tensor(0.0)
+    device, power = pairs[0][1].device, float(norm_type)
+    whole: list[Tensor] = []
+    cut: dict[tuple[int, ...], tuple[ProcessGroup, list[Tensor]]] = {}
+    for p, grad in pairs:
+        if is_colo(p) and p._parts:  # type: ignore[attr-defined]
+            pg: ProcessGroup = p.process_group  # type: ignore[attr-defined]
+            cut.setdefault(tuple(pg.tp_rank_list() or ()), (pg, []))[1].append(grad)
+        else:
+            whole.append(grad)
+    parts = [_power_sum(whole, power, device)]
+    for pg, grads in cut.values():
+        op: Any = dist.ReduceOp.MAX if math.isinf(power) else dist.ReduceOp.SUM
+        parts.append(engine.all_reduce(_power_sum(grads, power, device), pg.tp_process_group(), "clip_grad_norm_", op))
+    stacked = torch.stack(parts)
+    total = stacked.max() if math.isinf(power) else stacked.sum().pow(1 / power)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {float(total)}")
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for grad in (grad for _, grad in pairs):
+        grad.mul_(factor.to(grad.dtype))
+    return total
+
+
+def _plain_grad(p: Tensor) -> Tensor:
+    assert p.grad is not None
+    return plain(p.grad).detach() if is_colo(p.grad) else p.grad.detach()
+
+
+def _power_sum(grads: list[Tensor], power: float, device: torch.device) -> Tensor:
+    """Sum of |g|^p over all elements (their maximum for infinity), in fp32 or wider."""
+    wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
+    norms = [torch.linalg.vector_norm(grad, power, dtype=wide) for grad in grads if grad.numel()]
+    if not norms:
+        return torch.zeros((), device=device, dtype=wide)
+    stacked = torch.stack(norms)
+    return stacked.max() if math.isinf(power) else stacked.pow(power).sum()
