@@ -153,7 +153,7 @@ def documented(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec, rank: int
         return (0, k) if len(before) == 1 and leads(shape, before[0]) else (2 * k, 2 * k)
     if len(before) == len(after) == 1:
         packs, unpacks = not leads(mine.shape, after[0]), not leads(kept.shape, before[0])
-        return 2 * (n * packs + k * unpacks), n * packs + k * (1 + unpacks)
+        return 2 * (n * packs + k * unpacks), max(n * packs + k, k * (1 + unpacks))
     packs = not blocks_in_order(mine, common(mine, [chunked(places, new, w) for w in range(world)]))
     unpacks = not blocks_in_order(kept, common(kept, [chunked(places, old, w) for w in range(world)]))
     return 2 * (n * packs + k * unpacks), max(n * packs + k, k * (1 + unpacks))
@@ -231,7 +231,7 @@ def test_the_documented_movements() -> None:
         ["gather, dim 0", "-", "-", "the whole"],
         ["gather, another dim or several", "-", "one pass over the whole", "wire and whole"],
         ["all-to-all, new dim i, old dim j", "one pass unless i leads in memory", "one pass unless j leads",
-         "wires and piece"],
+         "wire and piece"],
         ["all-to-all, several dims", "one pass unless the blocks lie in order", "one pass unless they do",
          "wire and piece"],
     ]  # fmt: skip

@@ -240,6 +240,7 @@ def exchange(
     work = c10d.all_to_all(received, wire, (), (), group, asynchronous)
     if work is not None:
         work.wait()
+    del wire  # what was sent is not needed while what came is unpacked
     if route.is_view:
         out = received
     else:

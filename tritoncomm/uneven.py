@@ -91,11 +91,12 @@ def exchange_uneven(
     wire, path, moved = ops.pack(routes.resolved(x), scatter_dim, world, scatter_sizes)
     joined = routes.piece(routes.piece(x.shape, scatter_dim, scatter_sizes[rank]), gather_dim, sum(gather_sizes))
     got = Plan.along(joined, gather_dim, world, gather_sizes)
-    out = x.new_empty(joined)
-    received = out.view(-1) if got.is_view else x.new_empty(out.numel())
-    c10d.all_to_all(received, wire.view(-1), _counts(got), _counts(sent), group)
+    received = x.new_empty(joined)
+    c10d.all_to_all(received.view(-1), wire.view(-1), _counts(got), _counts(sent), group)
+    del wire  # what was sent is not needed while what came is unpacked
+    out = received if got.is_view else x.new_empty(joined)
     if not got.is_view:
-        _, unpack_path, unpacked = ops.unpack(received, joined, gather_dim, world, gather_sizes, out=out)
+        _, unpack_path, unpacked = ops.unpack(received.view(-1), joined, gather_dim, world, gather_sizes, out=out)
         path, moved = (path if path != "view" else unpack_path), moved + unpacked
     record.add(name, path, moved, x.nbytes - _counts(sent)[rank] * x.element_size(), started)
     return out
