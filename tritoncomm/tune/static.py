@@ -143,15 +143,19 @@ def judge(op: str, unit: int, tried: Sequence[Candidate], target: str) -> list[V
     return verdicts
 
 
-def audit(op: str, unit: int, tiles: Sequence[Config], target: str) -> list[str]:
+def audit(tiles: Sequence[tuple[str, int, Config]], target: str) -> list[str]:
     """What is wrong with the machine code of tiles, in words; nothing if all of them are good.
+
+    Args:
+        tiles: operation, unit and tile.
+        target: a key of ``TARGETS``.
 
     The width of accesses counts where a tile has a whole unit for every thread; tiles of smaller tensors have not.
     """
-    mine = [(tile, check) for tile in tiles for check in checks(op, unit, tile)]
-    codes = build_all([check.build for _, check in mine], target)
+    mine = [(unit, tile, check) for op, unit, tile in tiles for check in checks(op, unit, tile)]
+    codes = build_all([check.build for _, _, check in mine], target)
     found = []
-    for (tile, check), code in zip(mine, codes, strict=True):
+    for (unit, tile, check), code in zip(mine, codes, strict=True):
         threads = tile.num_warps * TARGETS[target].warp_size
         full = tile.block_rows * tile.block_cols >= threads * _bytes_needed(check)
         reason = fault(code, check if full else replace(check, width=0))
