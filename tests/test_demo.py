@@ -95,6 +95,16 @@ def test_losses_of_a_pipeline_are_those_of_one_process(layout):
     assert outcome.counters[hop, "view"].wire > 0
 
 
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (4, "float64")])
+def test_losses_of_the_tensor_layer_are_those_of_plain_torch(ranks, dtype):
+    outcome = run(Settings(ranks=ranks, dtype=dtype, tensor_layer=True, **SMALL))
+    assert len(outcome.losses) == SMALL["steps"]
+    assert outcome.largest_difference()[0] <= outcome.settings.limit
+    names = {name for name, _ in outcome.counters}
+    assert {"cross_entropy", "reduce_from_tensor_model_parallel_region"} <= names
+    assert not names & {"redistribute", "all_gather_dim"}, "an activation was gathered"
+
+
 def test_exit_status_is_one_when_losses_differ(monkeypatch):
     break_ranks(monkeypatch, remove_gather_backward)
     result = CliRunner().invoke(cli.app, ["demo", "--steps", "3"])
@@ -122,11 +132,12 @@ def test_killed_rank_is_named_before_its_peers():
         (("--text", "no-such-file"), "no-such-file"),
         (("--steps", "0"), "steps"),
         (("--pipeline", "2", "--tensor", "2", "--ranks", "2"), "are 4 ranks, not 2"),
+        (("--pipeline", "2", "--tensor-layer"), "tensor layer"),
         (("--virtual", "2"), "virtual stages need a pipeline"),
         (("--text", os.devnull), "the text has 0 bytes"),
         (("--plot", "no-such-folder/loss.png"), "no folder no-such-folder"),
     ],
-    ids=["ranks", "text", "steps", "product", "virtual", "empty", "plot"],
+    ids=["ranks", "text", "steps", "product", "layer", "virtual", "empty", "plot"],
 )
 def test_bad_arguments_are_explained(arguments, words):
     result = CliRunner().invoke(cli.app, ["demo", *arguments])

@@ -36,6 +36,9 @@ def demo(
     text: Annotated[str | None, typer.Option(help="File to train on; Python's own documentation by default.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, float64 or bfloat16.")] = "float32",
+    tensor_layer: Annotated[
+        bool, typer.Option("--tensor-layer", help="Plain modules whose parameters are ColoParameters.")
+    ] = False,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw both loss curves into this PNG.")] = None,
 ) -> None:
     """Train a small transformer on several ranks and on one, and compare the losses at every step.
@@ -54,6 +57,7 @@ def demo(
             text=text,
             device=device,
             dtype=dtype,
+            tensor_layer=tensor_layer,
         )
         if picture is not None:
             check_plot(picture)

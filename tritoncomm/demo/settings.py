@@ -18,7 +18,8 @@ class Settings:
     """One run; the sizes of the model are in tokens and elements.
 
     ``ranks`` processes are ``pipeline`` stages of ``ranks / pipeline`` tensor ranks each; a stage works on ``virtual``
-    chunks of the model, and with a pipeline the batch goes through it in ``microbatches`` parts.
+    chunks of the model, and with a pipeline the batch goes through it in ``microbatches`` parts. With ``tensor_layer``
+    the model is made of plain modules whose parameters are ColoParameters.
     """
 
     ranks: int = 2
@@ -37,12 +38,15 @@ class Settings:
     learning_rate: float = 1e-3
     seed: int = 0
     timeout: float = 120.0
+    tensor_layer: bool = False
 
     def __post_init__(self) -> None:
         if min(self.ranks, self.pipeline, self.virtual) < 1 or self.ranks % self.pipeline:
             raise ValueError(f"{self.ranks} ranks do not make {self.pipeline} pipeline stages")
         if self.heads % self.tensor or self.sequence % self.tensor:
             raise ValueError(f"{self.tensor} ranks do not divide {self.heads} heads and {self.sequence} positions")
+        if self.tensor_layer and self.pipeline > 1:
+            raise ValueError("the tensor layer's demo has one pipeline stage")
         if self.virtual > 1 and self.pipeline == 1:
             raise ValueError("virtual stages need a pipeline of two stages or more")
         if self.layers % (self.pipeline * self.virtual):

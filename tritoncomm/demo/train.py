@@ -12,9 +12,11 @@ from tritoncomm import collective, record, runtime
 from tritoncomm.demo.data import batches
 from tritoncomm.demo.model import Transformer
 from tritoncomm.demo.pipeline import Pipeline
+from tritoncomm.demo.plain_model import PlainTransformer, sharded
 from tritoncomm.demo.settings import Settings
 from tritoncomm.groups import ParallelMode
 from tritoncomm.plan import chunk_sizes
+from tritoncomm.tensor import ProcessGroup
 
 __all__ = ["rank_main"]
 
@@ -36,8 +38,8 @@ def rank_main(
 def _train(settings: Settings, rank: int, port: int, report: Callable[[int, float], None]) -> tuple[list[float], float]:
     torch.set_num_threads(1)
     device = _join(settings, rank, port)
-    model = Transformer(settings, rank % settings.tensor, rank // settings.tensor).to(device, settings.torch_dtype)
-    pipeline = Pipeline(model, device) if settings.pipeline > 1 else None
+    model = _model(settings, rank, device)
+    pipeline = Pipeline(model, device) if settings.pipeline > 1 and isinstance(model, Transformer) else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
     losses: list[float] = []
     record.timing(True)
@@ -51,13 +53,22 @@ def _train(settings: Settings, rank: int, port: int, report: Callable[[int, floa
             loss.backward()
         else:
             loss = pipeline.step(inputs, targets)
-        _sum_gradients(model)
+        if isinstance(model, Transformer):
+            _sum_gradients(model)
         optimizer.step()
         losses.append(loss.item())
         report(step, losses[-1])
     seconds = time.perf_counter() - started
     runtime.destroy()
     return losses, seconds
+
+
+def _model(settings: Settings, rank: int, device: torch.device) -> Transformer | PlainTransformer:
+    if not settings.tensor_layer:
+        model = Transformer(settings, rank % settings.tensor, rank // settings.tensor)
+        return model.to(device, settings.torch_dtype)
+    plain = PlainTransformer(settings).to(device, settings.torch_dtype)
+    return sharded(plain, ProcessGroup(tp_degree=settings.tensor)) if settings.tensor > 1 else plain
 
 
 def _join(settings: Settings, rank: int, port: int) -> torch.device:
