@@ -271,17 +271,20 @@ def _judged(outcomes: list[suite.Outcome], folder: Path, check: bool, console: C
 
 def _rows_table(name: str, rows: list[dict[str, Any]]) -> Table:
     peers = list(dict.fromkeys(peer for row in rows for peer in row["us"] if peer != "ours"))
+    compared = {peer for row in rows for peer in row["ratio"]}
     table = Table(title=f"{name}: microseconds (median), ours / peer (p20) with its spread", title_justify="left")
     table.add_column("row")
     table.add_column("ours", justify="right")
     for peer in peers:
         table.add_column(peer, justify="right")
-        table.add_column(f"ours / {peer}", justify="right")
+        if peer in compared:
+            table.add_column(f"ours / {peer}", justify="right")
     for row in rows:
         cells = [row["row"], f"{row['us']['ours']['median']:.1f}"]
         for peer in peers:
             us, ratio, spread = row["us"].get(peer), row["ratio"].get(peer), row["spread"].get(peer, 0.0)
             cells += ["-" if us is None else f"{us['median']:.1f}"]
-            cells += ["-" if ratio is None else f"{ratio:.2f} ± {spread / 2:.2f}"]
+            if peer in compared:
+                cells += ["-" if ratio is None else f"{ratio:.2f} ± {spread / 2:.2f}"]
         table.add_row(*cells)
     return table
