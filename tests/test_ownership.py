@@ -73,6 +73,35 @@ def test_a_fresh_gradient_is_ours() -> None:
     assert seen == [True]
 
 
+def test_the_gradient_of_a_linear_layers_input_is_ours() -> None:
+    """It is a view of a tensor that nobody else holds."""
+    seen: list[bool] = []
+    x, weight = torch.ones(2, 3, 4, requires_grad=True), torch.ones(5, 4, requires_grad=True)
+    torch.nn.functional.linear(Watch.apply(x, seen), weight, torch.ones(5)).pow(2).sum().backward()
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("how", ["add", "add-swapped", "caller", "hook", "two views"])
+def test_a_view_of_a_shared_gradient_is_not_ours(how: str) -> None:
+    seen: list[bool] = []
+    kept: list[Tensor] = []
+    x, other = torch.ones(3, requires_grad=True), torch.ones(3, 1, requires_grad=True)
+    gradient = torch.ones(3, 1)
+    y = Watch.apply(x, seen).view(3, 1)
+    if how == "add":
+        (y + other * 1).backward(gradient.clone())
+    elif how == "add-swapped":
+        (other * 1 + y).backward(gradient.clone())
+    elif how == "caller":
+        y.backward(gradient)
+    elif how == "hook":
+        y.register_hook(kept.append)
+        (y * 2).backward(gradient)
+    else:
+        (y + (other.view(3) * 1).view(3, 1)).backward(gradient.clone())
+    assert seen == [False]
+
+
 @pytest.mark.parametrize("how", ["add", "add-swapped", "caller", "hook", "retain", "expanded", "view"])
 def test_a_shared_gradient_is_not_ours(how: str) -> None:
     seen: list[bool] = []

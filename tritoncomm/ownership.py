@@ -3,6 +3,8 @@
 A tensor is ours alone when it is contiguous, no leaf that wants a gradient, and nothing else holds the Python object,
 the tensor or its storage. How many references "nothing else" means depends on the Python and torch versions: it is
 measured once, on a tensor that is held elsewhere and on one that is not; where the two look the same, the answer is no.
+A gradient may also be a view of a tensor that nothing but the view holds, which is what the gradient of a linear layer's
+input with more than two dims is.
 """
 
 import sys
@@ -16,7 +18,9 @@ from tritoncomm.autograd import direct
 __all__ = ["gradient_is_ours", "gradients_measured", "measure_gradients", "temporary_is_ours"]
 
 Counts = tuple[int, int, int]
+Base = tuple[int, int]
 _NEVER: Counts = (0, 0, 0)
+_NO_BASE: Base = (0, 0)
 
 
 def _use_count(x: Tensor) -> int:
@@ -59,40 +63,51 @@ class _Gradient(torch.autograd.Function):
     """Identity that reports the references to the gradient it is given, called as the mappings are."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seen: list[Counts]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, seen: list[tuple[Counts, Base]]) -> Tensor:
         ctx.seen = seen
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        ctx.seen.append(
-            (
-                sys.getrefcount(grad_output),
-                _use_count(grad_output),
-                _storage_count(grad_output),
-            )
+        counts = (
+            sys.getrefcount(grad_output),
+            _use_count(grad_output),
+            _storage_count(grad_output),
         )
+        ctx.seen.append((counts, _base_counts(grad_output)))
         return grad_output, None
 
 
-def _gradient_counts() -> Counts:
-    seen: list[Counts] = []
+def _base_counts(x: Tensor) -> Base:
+    """References to the tensor that ``x`` is a view of."""
+    base = x._base
+    return _NO_BASE if base is None else (sys.getrefcount(base), _use_count(base))
+
+
+def _gradient_counts() -> tuple[Counts, Counts, Base]:
+    """Of a gradient that is alone; of one that is a view of a tensor that is alone, and of that tensor."""
+    seen: list[tuple[Counts, Base]] = []
     kept: list[Tensor] = []
     with torch.enable_grad():
-        for hold in (False, True):
-            x = torch.ones(1, requires_grad=True)
-            y = _Gradient.apply(x, seen)
-            if hold:
-                y.register_hook(kept.append)
-            (y * 2).backward(torch.ones(1))
-    alone, shared = seen
-    return alone if alone[0] < shared[0] else _NEVER
+        for view in (False, True):
+            for hold in (False, True):
+                x = torch.ones(1, requires_grad=True)
+                y = _Gradient.apply(x, seen)
+                z = y.view(1, 1) if view else y
+                if hold:
+                    z.register_hook(kept.append)
+                (z * 2).backward(torch.ones_like(z))
+    (alone, _), (shared, _), (viewed, base), (_, base_shared) = seen
+    alone = alone if alone[0] < shared[0] else _NEVER
+    told = base != _NO_BASE and base[0] < base_shared[0]
+    return (alone, viewed, base) if told else (alone, _NEVER, _NO_BASE)
 
 
 def measure_gradients() -> None:
     """Take the measurement (the first forward does, so that no backward has to)."""
-    global gradients_measured, _gradient
-    gradients_measured, _gradient = True, _gradient_counts()
+    global gradients_measured, _gradient, _view, _view_base
+    gradients_measured = True
+    _gradient, _view, _view_base = _gradient_counts()
 
 
 def gradient_is_ours(references: int, grad: Tensor, ctx: Any, function: Any) -> bool:
@@ -103,9 +118,20 @@ def gradient_is_ours(references: int, grad: Tensor, ctx: Any, function: Any) -> 
     """
     if references > _gradient[0] or type(ctx) is not function._backward_cls:
         return False
-    return torch._C._current_graph_task_id() != -1 and _is_alone(grad, _gradient)
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    return _is_alone(grad, _gradient) or _is_lone_view(grad)
+
+
+def _is_lone_view(x: Tensor) -> bool:
+    """Whether ``x`` is the only view of a tensor that nothing else holds."""
+    if x._base is None or not _is_alone(x, _view):
+        return False
+    references, uses = _base_counts(x)
+    return references <= _view_base[0] and uses <= _view_base[1]
 
 
 gradients_measured = False
 _temporary = _temporary_counts()
-_gradient = _NEVER
+_gradient = _view = _NEVER
+_view_base = _NO_BASE

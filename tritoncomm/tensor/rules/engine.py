@@ -135,7 +135,10 @@ def _summed(found: list[Any], call: Call, cut: Cut, pg: ProcessGroup) -> tuple[l
     """The sum over the ranks, with what must not be summed after it; and how the result is cut."""
     group, parts = pg.tp_process_group(), ()
     if call.scatter is None:
-        found = [mappings.reduce_from_tensor_model_parallel_region(x, group) for x in found]
+        summed: list[Any] = []
+        while found:  # popped: a temporary that nobody else holds is summed in place
+            summed.append(mappings.reduce_from_tensor_model_parallel_region(found.pop(0), group))
+        found = summed
     else:
         dim, world = call.scatter % found[0].dim(), pg.tp_world_size()
         size = found[0].shape[dim]

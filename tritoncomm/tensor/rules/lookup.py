@@ -43,8 +43,8 @@ def _embedding(
             rows_here = table.sum(0).expand(*found.shape, -1)  # nothing of the table is here, but its graph is
         else:
             rows_here = F.embedding(local, table, own, scale_grad_by_freq=scale_grad_by_freq)
-        masked = rows_here.masked_fill(~here.unsqueeze(-1), 0)
-        return mappings.reduce_from_tensor_model_parallel_region(masked, cut.group)
+        elsewhere = ~here.unsqueeze(-1)
+        return mappings.reduce_from_tensor_model_parallel_region(rows_here.masked_fill(elsewhere, 0), cut.group)
 
     whole = frozenset(ids) if scale_grad_by_freq else frozenset()
     if scale_grad_by_freq:  # the ids that a rank masks would be counted
