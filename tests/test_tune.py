@@ -438,10 +438,10 @@ def test_the_bench_checks_bits_before_it_times(case: Case, monkeypatch: pytest.M
         target.view(-1)[-2:-1].view(torch.uint8).bitwise_xor_(1)
         return moved
 
+    monkeypatch.setattr(kernels, case.op, lambda *a, **k: 0)
+    assert "differ from plain torch" in bench.check(case, one), "a kernel that writes nothing, after one that did"
     monkeypatch.setattr(kernels, case.op, misses_one)
     assert bench.check(case, one).startswith("1 of ")
-    monkeypatch.setattr(kernels, case.op, lambda *a, **k: 0)
-    assert "differ from plain torch" in bench.check(case, one), "a kernel that writes nothing"
 
 
 @pytest.mark.parametrize("op", tables.OPS)
@@ -547,6 +547,7 @@ def test_a_search_starts_anew_beside_a_file_it_cannot_go_on_with(name: str) -> N
     before = path.read_text()
     outcome = command.measure(CASE, FakeBench())
     assert len(outcome.warnings) == 1
+    assert ("newer than" in outcome.warnings[0]) == (name == "newer")
     assert path.with_name(f"{path.name}.old").read_text() == before
     assert tuned() == (16384, 4)
 
