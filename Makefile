@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 endif
 
-.PHONY: demo test test-all programs check bench gpu-test gpu-bench clean
+.PHONY: demo test test-all programs docs check bench gpu-test gpu-bench clean
 
 demo: $(READY)
 	$(PY) -m tritoncomm demo
@@ -26,6 +26,11 @@ test-all: $(READY) $(PEERS)
 # Random programs of tensor operators on pieces, against plain torch.
 programs: $(READY)
 	PYTHONPATH=.:kernels:tests $(if $(PYTHON),$(PYTHON),$(PY)) tests/programs.py 20000
+
+# The pages that are made out of code and committed figures.
+docs: $(READY)
+	PYTHONPATH=.:kernels $(if $(PYTHON),$(PYTHON),$(PY)) docs/operators.py
+	$(PY) bench/report.py --write
 
 check: $(READY)
 	$(PY) -m ruff check --no-cache .

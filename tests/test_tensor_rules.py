@@ -2,8 +2,10 @@
 
 import itertools
 import random
+import runpy
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,10 @@ from torch.utils._pytree import tree_leaves
 from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup, ReplicaSpec, ShardSpec
 from tritoncomm.tensor.distspec import _DistSpec, partitions
 from tritoncomm.tensor.layout import plain
+from tritoncomm.tensor.rules.table import ROWS
 
+RULES_FOLDER = Path(__file__).parents[1] / "tritoncomm" / "tensor" / "rules"
+NO_ROWS = {"__init__", "call", "engine", "over_ranks", "table"}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 Make = Callable[..., Any]
 IDS = torch.tensor([[0, 3, 7, 7], [5, 1, 2, 6]])
@@ -250,6 +255,16 @@ def test_layouts(pool: Pool, name: str, world: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout(pool: Pool, name: str, world: int) -> None:
     assert min(pool.run(run_case, name, world=world, timeout=600)) > 1
+
+
+def test_the_documented_operators_are_the_code() -> None:
+    docs = Path(__file__).parents[1] / "docs"
+    filled = runpy.run_path(str(docs / "operators.py"))["filled"]
+    text = (docs / "tensor.md").read_text()
+    assert text == filled(text), "run `make docs`"
+    assert "F.linear" not in text
+    assert len(ROWS) > 50
+    assert {row.module for row in ROWS} == {path.stem for path in RULES_FOLDER.glob("*.py")} - NO_ROWS
 
 
 def test_at_other_ranks(pool: Pool) -> None:

@@ -24,6 +24,7 @@ ROWS.append(
         "every cut of the broadcast shape; a plain tensor of the piece's shape is a piece, any other is whole",
         "the cut; in place: as the tensor that is written",
         "a replica's gradient: gather, or all-reduce where it was broadcast over the cut",
+        "elementwise",
     )
 )
 

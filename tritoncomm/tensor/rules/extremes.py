@@ -60,7 +60,7 @@ class Extreme(torch.autograd.Function):
 
 @rule(
     torch.amax, Tensor.amax, named="amax", accepts="every cut", result="as sum",
-    collectives="reduced dim: all-reduces of maxima, and of how many there are for the gradient",
+    collectives="reduced dim: all-gather of the pieces' maxima; all-reduce of how many there are for the gradient",
 )  # fmt: skip
 def _amax(input: Tensor, dim: Any = (), keepdim: bool = False, *, out: Any = None) -> Call | None:
     return None if out is not None else _compare(input, dim, keepdim, False)

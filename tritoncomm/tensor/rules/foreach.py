@@ -19,6 +19,7 @@ ROWS.append(
         "every cut, alike at the same place of every list; plain tensors are pieces",
         "the cut",
         "none; norms: as norm",
+        "foreach",
     )
 )
 

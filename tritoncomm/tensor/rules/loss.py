@@ -19,7 +19,8 @@ __all__: list[str] = []
     F.cross_entropy,
     accepts="logits cut in the classes (vocabulary-parallel) or in any other dim; targets and weights likewise",
     result="a replica; reduction none: the cut of the rows",
-    collectives="classes: one all-gather of two numbers a row (three with smoothing or weights); rows: all-reduce",
+    collectives="classes: one all-gather of two numbers a row, with class weights or soft targets also an all-reduce; "
+    "rows: all-reduces of sums",
 )
 def _cross_entropy(
     input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,

@@ -52,8 +52,20 @@ INITIALISERS: frozenset[Any] = frozenset(
 """``torch.nn.init``: depend on the shape of the whole."""
 
 ROWS += [
-    Row("dropout, bernoulli, rand_like, ...", "every cut", "the cut; replicas stay equal, pieces differ", "none"),
-    Row("torch.nn.init.*, normal_, uniform_, ...", "every cut", "in place: the same values whatever the cut", "none"),
+    Row(
+        "dropout, bernoulli, rand_like, ...",
+        "every cut",
+        "the cut; replicas stay equal, pieces differ",
+        "none",
+        "noise",
+    ),
+    Row(
+        "torch.nn.init.*, normal_, uniform_, ...",
+        "every cut",
+        "in place: the same values whatever the cut",
+        "none",
+        "noise",
+    ),
 ]
 
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -86,7 +86,7 @@ def _count(input: Tensor, dim: Any = None) -> Call:
 
 @rule(
     torch.norm, Tensor.norm, torch.linalg.vector_norm, named="norm, linalg.vector_norm",
-    accepts="every cut", result="as sum", collectives="reduced dim: all-reduce",
+    accepts="every cut", result="as sum", collectives="reduced dim: all-gather of the pieces' norms",
 )  # fmt: skip
 def _norm(
     input: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, out: Any = None,

@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 @rule(
     F.softmax, torch.softmax, Tensor.softmax, named="softmax", accepts="every cut, the softmax dim as well",
-    result="the cut", collectives="softmax dim: all-reduces of maxima and sums, and of the sums' gradients",
+    result="the cut", collectives="softmax dim: all-gather of maxima, all-reduce of sums and of their gradients",
 )  # fmt: skip
 def _softmax(
     input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None

@@ -20,14 +20,20 @@ class Row:
         accepts: the layouts that stay as they are; others are gathered first.
         result: layout of what comes out.
         collectives: what is sent, forward and backward.
+        module: where its rule is, for the order.
     """
 
     operators: str
     accepts: str
     result: str
     collectives: str
+    module: str = ""
 
 
+_ORDER = (
+    "elementwise", "matmul", "lookup", "norms", "softmax", "reductions", "extremes", "shapes", "views", "joins",
+    "attention", "loss", "noise", "foreach",
+)  # fmt: skip
 ROWS: list[Row] = []
 RULES: dict[Any, Describe] = {}
 
@@ -39,7 +45,7 @@ def rule(
 
     def add(describe: Describe) -> Describe:
         names = named or ", ".join(dict.fromkeys(_name(function) for function in functions))
-        ROWS.append(Row(names, accepts, result, collectives))
+        ROWS.append(Row(names, accepts, result, collectives, describe.__module__.rpartition(".")[2]))
         for function in functions:
             assert function not in RULES, function
             RULES[function] = describe
@@ -54,6 +60,7 @@ def _name(function: Any) -> str:
 
 def markdown() -> str:
     """The rows as a Markdown table, for docs/tensor.md."""
+    rows = sorted(ROWS, key=lambda row: _ORDER.index(row.module))
     lines = ["| operator | layouts it accepts | result | collectives |", "|---|---|---|---|"]
-    lines += [f"| {row.operators} | {row.accepts} | {row.result} | {row.collectives} |" for row in ROWS]
+    lines += [f"| {row.operators} | {row.accepts} | {row.result} | {row.collectives} |" for row in rows]
     return "\n".join(lines)
