@@ -634,6 +634,20 @@ def test_bad_arguments_say_what_is_wrong(arguments: tuple[str, ...], message: st
     assert result.stdout == ""
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(command, "search", None)
+    result = tune("--static", "--target", "sm_90", "--out", str(tmp_path / "file" / "x.json"))
+    assert result.exit_code == 2
+    assert str(tmp_path / "file") in result.stderr.replace("\n", "")
+    monkeypatch.setattr(os, "access", lambda *a: False)
+    result = tune("--static", "--target", "sm_90", "--out", str(tmp_path / "x.json"))
+    assert result.exit_code == 2
+    assert "no file can be made in" in result.stderr
+
+
 def test_the_list_says_what_a_model_exchanges() -> None:
     result = tune("--model", "llama3-70b", "--tensor-parallel", "8", "--tokens", "4096", "--list", "--json")
     assert result.exit_code == 0

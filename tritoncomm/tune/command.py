@@ -1,5 +1,6 @@
 """`tritoncomm tune` without its terminal: arguments to cases, cases to a search, results to a file."""
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -166,8 +167,12 @@ def measure(
 
 def _begin(path: Path | None, key: Mapping[str, Any]) -> tuple[dict[str, Any], Outcome]:
     """The file's content so far, and the outcome that will hold it."""
-    if path is not None and path.is_dir():
-        raise ValueError(f"--out {path} is a folder, not a file")
+    if path is not None:
+        if path.is_dir():
+            raise ValueError(f"--out {path} is a folder, not a file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError(f"--out {path}: no file can be made in {path.parent}")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         content = {**table.resume(path, dict(key)), **key}
