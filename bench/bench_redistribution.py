@@ -11,10 +11,9 @@ import argparse
 import math
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,26 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed.tensor import Replicate, Shard
 
 from bench import guard
-from bench.timing import figures, geometric_mean, interleaved, quantile, quiet_host, versions, write_json
+from bench.cost import PROVIDERS, REPEATS, ROUNDS, WORLD, WORST, Cost, Ranks, Samples, local, paired, run_backward
+from bench.timing import figures, geometric_mean, quantile, quiet_host, versions, write_json
 from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup, ReplicaSpec, ShardSpec
 from tritoncomm.tensor.dispatch import plain
 from tritoncomm.tensor.distspec import _DistSpec
 
 PART = "redistribution"  # of the suite: the name of the results file
-WORLD = 4
-ROUNDS, INNER, REPEATS = 30, 10, 5
-WORST = 1.05  # of DTensor's time
-PROVIDERS = ("ours", "dtensor")
+INNER = 10
 MODES = ("forward", "forward, with grad", "forward + backward")
 WAYS = ("forward", "backward")
-MESSAGES = ("c10d", "_c10d_functional", "_dtensor")  # where the collectives are
-AROUND = ("wait_tensor", "_wrap_tensor_autograd")  # neither messages nor memory
 
 
 @dataclass(frozen=True)
@@ -81,62 +73,16 @@ class Row:
 
     case: Case
     counted: dict[str, dict[str, dict[str, float]]]
-    samples: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    samples: dict[str, Samples] = field(default_factory=dict)
 
     def ratio(self, mode: str) -> float:
         ours, theirs = (quantile(self.samples[mode][provider], 0.2) for provider in PROVIDERS)
         return ours / theirs
 
-    def figures(self, mode: str) -> dict[str, Any]:
+    def figures(self, mode: str, samples: Samples | None = None) -> dict[str, Any]:
         """The row of one mode in the results file."""
-        return figures(f"{self.case.label}, {mode}", self.samples[mode], mode=mode, counted=self.counted)
-
-    def suspect(self, mode: str) -> bool:
-        """Above the limit, or worse than the committed figures."""
-        return self.ratio(mode) > WORST or guard.is_worse(PART, self.figures(mode))
-
-
-class Cost(TorchDispatchMode):
-    """Collective calls, bytes that local ops read and write, and the most bytes of new memory held at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages = self.moved = self.live = self.peak = 0
-        self._held: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again with the pieces
-        result = func(*args, **(kwargs or {}))
-        namespace, _, name = func._schema.name.partition("::")
-        if name in AROUND:
-            return result
-        inputs = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
-        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        known = {x.untyped_storage()._cdata for x in inputs}
-        for x in outputs:
-            if x.untyped_storage()._cdata not in known:
-                self._hold(x.untyped_storage())
-        if namespace in MESSAGES:
-            self.messages += 1
-            return result
-        aliases = [value.alias_info for value in func._schema.returns]
-        is_view = any(alias is not None and not alias.is_write for alias in aliases)
-        if not is_view and "empty" not in name and name not in ("detach", "_unsafe_view", "set_"):
-            self.moved += sum(x.nbytes for x in (*inputs, *(() if name == "copy_" else outputs)))
-        return result
-
-    def _hold(self, storage: Any) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._held:
-            self._held.add(key)
-            self.live += size
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._release, key, size)
-
-    def _release(self, key: int, size: int) -> None:
-        self._held.discard(key)
-        self.live -= size
+        name, samples = f"{self.case.label}, {mode}", samples or self.samples[mode]
+        return figures(name, samples, mode=mode, counted=self.counted)
 
 
 def tensors(case: Case, pg: ProcessGroup) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -160,10 +106,6 @@ def call_of(case: Case, provider: str, x: Any) -> Callable[[], Any]:
         return lambda: x.redistribute(spec)
     mesh, target = x.device_mesh, [Replicate() if case.new is None else Shard(case.new)]
     return lambda: x.redistribute(mesh, target)
-
-
-def local(x: Any) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else plain(x)
 
 
 def count(group: TorchGroup, case: Case) -> dict[str, dict[str, tuple[int, int, int]]]:
@@ -205,10 +147,6 @@ def over_ranks(pool: Any, case: Case) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
-# What torch.autograd.grad calls; its own checks take as long as a redistribution does, for both providers alike.
-_backward = torch.autograd.Variable._execution_engine.run_backward  # type: ignore
-
-
 def calls(case: Case, pg: ProcessGroup) -> dict[str, dict[str, Callable[[], Any]]]:
     """What is timed, by mode and provider."""
     leaves, gradients = tensors(case, pg)
@@ -218,7 +156,7 @@ def calls(case: Case, pg: ProcessGroup) -> dict[str, dict[str, Callable[[], Any]
         forward = call_of(case, provider, leaf)
 
         def both(forward: Any = forward, leaf: Any = leaf, gradient: Any = gradient) -> Any:
-            return _backward((forward(),), (gradient,), False, False, (leaf,), True, accumulate_grad=False)
+            return run_backward((forward(),), (gradient,), False, False, (leaf,), True, accumulate_grad=False)
 
         for mode, call in zip(MODES, (call_of(case, provider, leaf.detach()), forward, both), strict=True):
             found[mode][provider] = call
@@ -230,11 +168,7 @@ def measure(case: Case, pool: Any, pg: ProcessGroup, rounds: int = ROUNDS, inner
     row, found = Row(case, over_ranks(pool, case)), calls(case, pg)
     with quiet_host():
         for mode in MODES:
-            timed = list(found[mode].values())
-            row.samples[mode] = dict(zip(PROVIDERS, interleaved(timed, rounds, inner), strict=True))
-            if row.suspect(mode):
-                for kept, more in zip(row.samples[mode].values(), interleaved(timed, rounds, inner), strict=True):
-                    kept += more
+            row.samples[mode] = paired(PART, found[mode], partial(row.figures, mode), rounds, inner)
     return row
 
 
@@ -280,25 +214,6 @@ def as_json(rows: list[Row]) -> dict[str, Any]:
         "rows": [row.figures(mode) for row in rows for mode in MODES],
         "geometric_mean": {mode: round(geometric_mean([row.ratio(mode) for row in rows]), 3) for mode in MODES},
     }
-
-
-class Ranks:
-    """Four real ranks to count on, and this process as a rank of a group that moves nothing to time in."""
-
-    def __enter__(self) -> tuple[Any, ProcessGroup]:
-        here = Path(__file__).resolve().parent
-        for folder in (here, here.parent / "tests"):
-            if str(folder) not in sys.path:
-                sys.path.append(str(folder))
-        from pool import Pool
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-        self._pool = Pool()
-        return self._pool, ProcessGroup(tp_degree=WORLD)
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.stop()
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,134 @@
+"""What the benchmarks of the tensor layer share: ours against DTensor, counted on real ranks, timed over none."""
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bench import guard
+from bench.timing import interleaved
+from tritoncomm.tensor import ProcessGroup
+from tritoncomm.tensor.dispatch import plain
+
+__all__ = [
+    "PROVIDERS",
+    "REPEATS",
+    "ROUNDS",
+    "WORLD",
+    "WORST",
+    "Cost",
+    "Ranks",
+    "Samples",
+    "local",
+    "paired",
+    "run_backward",
+]
+
+Samples = dict[str, list[float]]  # microseconds by provider
+
+WORLD = 4
+ROUNDS, REPEATS = 30, 5
+WORST = 1.05  # of DTensor's time
+PROVIDERS = ("ours", "dtensor")
+MESSAGES = ("c10d", "_c10d_functional", "_dtensor")  # where the collectives are
+AROUND = ("wait_tensor", "_wrap_tensor_autograd")  # neither messages nor memory
+
+# What torch.autograd.grad calls; its own checks take as long as a small operator does, for both providers alike.
+run_backward = torch.autograd.Variable._execution_engine.run_backward  # type: ignore
+
+
+class Cost(TorchDispatchMode):
+    """Collective calls, bytes that local ops read and write, and the most bytes of new memory held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages = self.moved = self.live = self.peak = 0
+        self._held: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again with the pieces
+        with torch._C.DisableTorchFunctionSubclass():  # the operators have been chosen already
+            result = func(*args, **(kwargs or {}))
+        namespace, _, name = func._schema.name.partition("::")
+        if name in AROUND:
+            return result
+        inputs = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        known = {x.untyped_storage()._cdata for x in inputs}
+        for x in outputs:
+            if x.untyped_storage()._cdata not in known:
+                self._hold(x.untyped_storage())
+        if namespace in MESSAGES:
+            self.messages += 1
+            return result
+        aliases = [value.alias_info for value in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not is_view and "empty" not in name and name not in ("detach", "_unsafe_view", "set_"):
+            self.moved += sum(x.nbytes for x in (*inputs, *(() if name == "copy_" else outputs)))
+        return result
+
+    def _hold(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._held:
+            self._held.add(key)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self._held.discard(key)
+        self.live -= size
+
+
+def local(x: Any) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else plain(x)
+
+
+def paired(
+    part: str, calls: Mapping[str, Callable[[], Any]], row: Callable[[Samples], dict[str, Any]], rounds: int, inner: int
+) -> Samples:
+    """Times of both providers from the same rounds.
+
+    Args:
+        part: of the suite.
+        calls: what is timed, by provider.
+        row: the row of the results file that samples make. One that is above the limit, or worse than the committed
+            one, gets as many rounds again, pooled with the first.
+        rounds: samples of each provider.
+        inner: calls in a sample.
+    """
+    samples = dict(zip(calls, interleaved(list(calls.values()), rounds, inner), strict=True))
+    told = row(samples)
+    if max(told["ratio"].values()) > WORST or guard.is_worse(part, told):
+        for kept, more in zip(samples.values(), interleaved(list(calls.values()), rounds, inner), strict=True):
+            kept += more
+    return samples
+
+
+class Ranks:
+    """Four real ranks to count on, and this process as a rank of a group that moves nothing to time in."""
+
+    def __enter__(self) -> tuple[Any, ProcessGroup]:
+        here = Path(__file__).resolve().parent
+        for folder in (here, here.parent / "tests"):
+            if str(folder) not in sys.path:
+                sys.path.append(str(folder))
+        from pool import Pool
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+        self._pool = Pool()
+        return self._pool, ProcessGroup(tp_degree=WORLD)
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.stop()
+        dist.destroy_process_group()
