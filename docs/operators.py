@@ -14,6 +14,5 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
-
     page = Path(__file__).with_name("tensor.md")
     page.write_text(filled(page.read_text()))

@@ -1,5 +1,6 @@
 """pack, unpack and reduce on tensors: the only place that chooses between view, torch and triton."""
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from tritoncomm.plan import Ints, Plan, joined_layout, rows_layout, wire_layout
 
 __all__ = ["pack", "pack_into", "path", "path_for", "reduce", "unpack"]
 
+_CAT_ROW, _CAT_BYTES = 2048, 1 << 15  # bytes of a row at most; of a wire of more than four pieces at least
 _PATHS = ("auto", "torch", "triton")
 
 
@@ -192,14 +194,24 @@ def unpack(
     if out is None and scale is None and sizes is None and (dtype is None or dtype is wire.dtype):
         layout = joined_layout(tuple(shape), dim, world)
         if layout is not None and path_for(wire, "unpack") == "torch" and wire.is_contiguous():
-            joined = wire.as_strided(layout[0], layout[1])
-            joined = joined.reshape(shape) if layout[2] else joined.clone(memory_format=torch.contiguous_format)
-            return joined, "torch", 2 * wire.nbytes
+            return _joined(wire, tuple(shape), dim, layout), "torch", 2 * wire.nbytes
     plan = Plan.along(shape, dim, world, sizes)
     if out is None:
         out = wire.new_empty(shape, dtype=dtype)
     flat = (-1,) if sizes is not None else (world, plan.outer, plan.run)
     return out, *_unpack_into(out, wire.reshape(flat), plan, dim, sizes, scale, accumulate)
+
+
+def _joined(wire: Tensor, shape: Ints, dim: int, layout: tuple[Ints, Ints, Ints | None, int]) -> Tensor:
+    """The pieces of a contiguous even wire joined by torch: by ``cat`` where rows are short, else by a strided copy."""
+    size, stride, pieces, row = layout
+    if pieces is None:
+        return wire.as_strided(size, stride).clone(memory_format=torch.contiguous_format)
+    bytes_each = wire.itemsize
+    # A strided copy takes its time per run, cat per byte and per piece.
+    if row * bytes_each <= _CAT_ROW and (pieces[0] <= 4 or wire.numel() * bytes_each >= _CAT_BYTES):
+        return torch.cat((wire if wire.shape == pieces else wire.view(pieces)).unbind(0), dim)
+    return wire.as_strided(size, stride).reshape(shape)
 
 
 def _unpack_into(

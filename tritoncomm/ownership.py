@@ -3,8 +3,7 @@
 A tensor is ours alone when it is contiguous, no leaf that wants a gradient, and nothing else holds the Python object,
 the tensor or its storage. How many references "nothing else" means depends on the Python and torch versions: it is
 measured once, on a tensor that is held elsewhere and on one that is not; where the two look the same, the answer is no.
-A gradient may also be a view of a tensor that nothing but the view holds: so is that of a linear layer's input with more
-than two dims.
+A gradient may also be a view of a tensor that nothing but the view holds, as the gradient of a linear layer's input is.
 """
 
 import sys

@@ -118,11 +118,12 @@ def _contiguous(shape: Ints, stride: Ints) -> Ints:
 
 
 @lru_cache(maxsize=8192)
-def joined_layout(shape: Ints, dim: int, world: int) -> tuple[Ints, Ints, bool] | None:
+def joined_layout(shape: Ints, dim: int, world: int) -> tuple[Ints, Ints, Ints | None, int] | None:
     """Size and stride that read a contiguous even wire in the order of the joined tensor.
 
-    The last value says whether two dims still have to be merged, which copies; with one element per rank along ``dim``
-    there is nothing to merge and a reshape would only give a view. None when the cut is uneven or nothing moves.
+    The third value is the shape of the wire as one piece per rank where two dims still have to be merged, which copies;
+    with one element per rank along ``dim`` there is nothing to merge, a reshape would only give a view, and it is None.
+    The last is the elements of a row. None when the cut is uneven or nothing moves.
     """
     dim = _dim(shape, dim)
     each = shape[dim] // world
@@ -134,8 +135,9 @@ def joined_layout(shape: Ints, dim: int, world: int) -> tuple[Ints, Ints, bool] 
         stride[i - 1] = stride[i] * piece[i]
     rank = stride[0] * piece[0]
     if each <= 1 or 0 in shape:
-        return shape, (*stride[:dim], rank, *stride[dim + 1 :]), False
-    return (*piece[:dim], world, *piece[dim:]), (*stride[:dim], rank, *stride[dim:]), True
+        return shape, (*stride[:dim], rank, *stride[dim + 1 :]), None, math.prod(shape[dim:])
+    size, steps = (*piece[:dim], world, *piece[dim:]), (*stride[:dim], rank, *stride[dim:])
+    return size, steps, (world, *piece), math.prod(shape[dim:])
 
 
 @lru_cache(maxsize=8192)
