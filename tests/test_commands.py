@@ -170,6 +170,7 @@ def found(monkeypatch: pytest.MonkeyPatch, **variables: str) -> dict[str, doctor
         ("TRITONCOMM_PATH", "auto", "ok"),
         ("TRITONCOMM_PATH", "torch", "note"),
         ("TRITONCOMM_PATH", "triton", "problem"),
+        ("TRITONCOMM_PATH", "treton", "problem"),
         ("NCCL_P2P_DISABLE", "1", "problem"),
         ("NCCL_P2P_DISABLE", "0", "ok"),
         ("NCCL_DEBUG", "INFO", "note"),

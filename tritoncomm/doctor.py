@@ -131,6 +131,8 @@ def _table() -> Iterator[Finding]:
 
 
 def _path_variable(name: str, value: str) -> Finding:
+    if value not in ("auto", "torch", "triton"):
+        return Finding(name, repr(value), "problem", "no path of this name: auto, torch or triton")
     if value == "triton" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return Finding(name, value, "problem", "kernels need a GPU: unset it, or set TRITON_INTERPRET=1 to debug")
     return Finding(name, value, "ok" if value == "auto" else "note", "" if value == "auto" else "forces one path")

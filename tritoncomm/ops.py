@@ -1,6 +1,5 @@
 """pack, unpack and reduce on tensors: the only place that chooses between view, torch and triton."""
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,20 +13,13 @@ from tritoncomm_kernels.launch import crossover
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.plan import Ints, Plan, joined_layout, rows_layout, wire_layout
 
-__all__ = ["pack", "pack_into", "path", "path_for", "reduce", "unpack"]
+__all__ = ["forced_path", "pack", "pack_into", "path", "path_for", "reduce", "unpack"]
 
 _CAT_ROW, _CAT_BYTES = 2048, 1 << 15  # bytes of a row at most; of a wire of more than four pieces at least
 _PATHS = ("auto", "torch", "triton")
 
 
-def _from_environment() -> str:
-    value = os.environ.get("TRITONCOMM_PATH", "auto")
-    if value not in _PATHS:
-        raise ArgumentError(f"TRITONCOMM_PATH must be one of {', '.join(_PATHS)}, not {value!r}")
-    return value
-
-
-_forced = _from_environment()
+_forced = os.environ.get("TRITONCOMM_PATH", "auto")
 
 
 @contextmanager
@@ -53,6 +45,17 @@ def path_for(x: Tensor, op: str = "pack") -> str:
     """
     if _forced == "auto":
         return _path_on_gpu(x, op) if x.is_cuda else "torch"
+    return forced_path()
+
+
+def forced_path() -> str:
+    """What ``path`` or ``TRITONCOMM_PATH`` say.
+
+    Raises:
+        ArgumentError: the variable says nothing that is known; so says the first use, not the import.
+    """
+    if _forced not in _PATHS:
+        raise ArgumentError(f"TRITONCOMM_PATH must be one of {', '.join(_PATHS)}, not {_forced!r}")
     return _forced
 
 

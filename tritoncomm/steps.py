@@ -108,8 +108,8 @@ class Call:
 
     def path(self, op: str, nbytes: int) -> str:
         """The path of a pack or unpack of so many bytes, as `ops` chooses it."""
-        if ops._forced != "auto":
-            return ops._forced
+        if ops.forced_path() != "auto":
+            return ops.forced_path()
         if self.kind == "cpu" or nbytes < crossover_bytes(op, self.device_name):
             return "torch"
         return "triton"
