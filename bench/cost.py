@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,21 +42,27 @@ WORST = 1.05  # of DTensor's time
 PROVIDERS = ("ours", "dtensor")
 MESSAGES = ("c10d", "_c10d_functional", "_dtensor")  # where the collectives are
 AROUND = ("wait_tensor", "_wrap_tensor_autograd")  # neither messages nor memory
+WRITING = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "zero_", "fill_")
+COMPOSED = {"logsumexp": (5, 1)}  # amax, sub, exp, sum: what it moves beyond its input, and holds; in inputs
 
 # What torch.autograd.grad calls; its own checks take as long as a small operator does, for both providers alike.
 run_backward = torch.autograd.Variable._execution_engine.run_backward  # type: ignore
 
 
 class Cost(TorchDispatchMode):
-    """Collective calls, bytes that local ops read and write, and the most bytes of new memory held at once."""
+    """Collective calls, bytes that local ops read and write, and the most bytes of new memory held at once.
+
+    What a backend does by itself is not counted. What an op does inside is, where it is more than it shows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.messages = self.moved = self.live = self.peak = 0
         self._held: set[int] = set()
+        self._received: tuple[Any, ...] = ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
             return NotImplemented  # it comes again with the pieces
         with torch._C.DisableTorchFunctionSubclass():  # the operators have been chosen already
             result = func(*args, **(kwargs or {}))
@@ -65,16 +72,22 @@ class Cost(TorchDispatchMode):
         inputs = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         known = {x.untyped_storage()._cdata for x in inputs}
-        for x in outputs:
-            if x.untyped_storage()._cdata not in known:
-                self._hold(x.untyped_storage())
+        new = [x for x in outputs if x.untyped_storage()._cdata not in known]
+        for x in new:
+            self._hold(x.untyped_storage())
         if namespace in MESSAGES:
             self.messages += 1
-            return result
-        aliases = [value.alias_info for value in func._schema.returns]
-        is_view = any(alias is not None and not alias.is_write for alias in aliases)
-        if not is_view and "empty" not in name and name not in ("detach", "_unsafe_view", "set_"):
-            self.moved += sum(x.nbytes for x in (*inputs, *(() if name == "copy_" else outputs)))
+            self._received = tuple(_place(x) for x in inputs)
+            if name == "all_reduce":
+                self.moved += _bytes(inputs) + _bytes(outputs)  # it sums in a copy that it makes
+        elif name == "copy_" and _place(args[0]) in self._received:
+            self._received = ()  # Gloo hands over what has come, while the caller waits
+        elif new or not _is_view(func):
+            self.moved += _moved(name, inputs, outputs)
+            if name in COMPOSED:
+                reads_and_writes, memory = COMPOSED[name]
+                self.moved += reads_and_writes * inputs[0].nbytes
+                self.peak = max(self.peak, self.live + memory * inputs[0].nbytes)
         return result
 
     def _hold(self, storage: Any) -> None:
@@ -88,6 +101,32 @@ class Cost(TorchDispatchMode):
     def _release(self, key: int, size: int) -> None:
         self._held.discard(key)
         self.live -= size
+
+
+def _is_view(func: Any) -> bool:
+    aliases = [value.alias_info for value in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _place(x: Tensor) -> tuple[int, int]:
+    return x.data_ptr(), x.nbytes
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(x.nbytes for x in tensors)
+
+
+def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    """Bytes that an op reads and writes."""
+    if "empty" in name or name in ("detach", "_unsafe_view", "set_"):
+        return 0
+    if name in WRITING:
+        return _bytes(outputs)
+    if name == "gather":  # as many elements as it has indices
+        return _bytes(inputs[1:]) + 2 * _bytes(outputs)
+    if name == "index_put_":
+        return _bytes(inputs[1:]) + 2 * inputs[-1].nbytes
+    return _bytes(inputs) + (0 if name == "copy_" else _bytes(outputs))
 
 
 def local(x: Any) -> Tensor:
