@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from tritoncomm.tune.machine_code import TARGETS, Code, build, compiled_kernels
+from tritoncomm.tune.machine_code import TARGETS, Build, Code, build, build_all, compiled_kernels
 
 ELEMENT = {16: ("i64", 2), 8: ("i64", 1), 4: ("i32", 1), 2: ("i16", 1), 1: ("i8", 1)}
 SIZE = {"i64": 8, "i32": 4, "i16": 2, "i8": 1, "fp32": 4, "bf16": 2, "fp64": 8}
@@ -125,3 +125,23 @@ def test_reduce(target: str, parts: int) -> None:
     assert code.spills == 0
     assert code.registers <= 128
     assert set(code.loads) == set(code.stores) == {16}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("flat", [False, True], ids=["plain", "smooth"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+def test_cross_entropy(target: str, dtype: str, flat: bool) -> None:
+    module, wide = compiled_kernels()["softmax"], "fp64" if dtype == "fp64" else "fp32"
+    block = 8192 // SIZE[dtype]
+    constants = {"HAS_FLAT": flat, "WIDE": tl.float64 if wide == "fp64" else tl.float32, "BLOCK": block}
+    pointers = {f"{name}_ptr": f"*{wide}" for name in ("hard", "flat", "total", "lse", "upstream")}
+    pointers |= {"logits_ptr": f"*{dtype}", "place_ptr": "*i64"}
+    divisible = ("stride_row", "cols")
+    statistics = Build(module._statistics_kernel, pointers | {"out_ptr": f"*{wide}"}, constants, 8, divisible)
+    gradient = Build(module._gradient_kernel, pointers | {"out_ptr": f"*{dtype}"}, constants, 8, divisible)
+    reads, writes = build_all([statistics, gradient], target)
+    for code in (reads, writes):
+        assert code.spills == 0
+        assert code.registers <= 128
+        assert code.loads.count(16) >= block * SIZE[dtype] // (8 * TARGETS[target].warp_size) // 16
+    assert set(writes.stores) == {16}

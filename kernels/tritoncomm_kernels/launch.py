@@ -137,6 +137,14 @@ class Launch:
             )
 
 
+def launched(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """The ordinary launch, on the device of the first argument; integers are specialised as Triton likes."""
+    check_place(kernel.__name__, arguments[0], arguments[0])
+    device = arguments[0].get_device()
+    with _quiet() if INTERPRETED else torch.cuda.device(device):
+        kernel[grid](*arguments, **constants, enable_fp_fusion=False)
+
+
 def is_direct(device: int) -> bool:
     """Whether a compiled kernel may be called directly on ``device`` right now."""
     if device < 0 or INTERPRETED or _current_device is None or _current_stream is None or not _known_version():

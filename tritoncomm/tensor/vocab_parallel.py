@@ -9,8 +9,8 @@ row. Backward reads the piece once more and writes the gradient:
 
     d loss / d x[c] = softmax[c] ((1 - e) w[t] + e/C sum(w)) - (1 - e) w[t] [c = t] - e/C w[c]
 
-The logits are left alone. Rows are taken in blocks that stay in the cache, so no tensor as large as the piece is made
-but the gradient.
+The logits are left alone, and no tensor as large as the piece is made but the gradient: by kernels on GPUs, on CPUs by
+torch on blocks of rows that stay in the cache.
 """
 
 import math
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+from tritoncomm_kernels import softmax
 
-from tritoncomm import engine
+from tritoncomm import engine, ops, record
 from tritoncomm.autograd import direct
 
 __all__ = ["cross_entropy_rows"]
@@ -35,10 +36,7 @@ class _Wanted:
     """What the rows want, without the logits.
 
     Attributes:
-        classes: of the whole.
-        start: the first class here.
-        place: [rows] class of the target counted from ``start``, 0 where it is elsewhere.
-        here: [rows] whether the target is here and counts.
+        place: [rows] class of the target counted from the first one here, -1 where it is elsewhere or does not count.
         hard: [rows] factor of the target's loss: (1 - e) w[t], 0 where ignored.
         total: [rows] sum of all factors of a row: what multiplies lse.
         flat: factors of every class here, alike in all rows: e/C w[c]; None without smoothing.
@@ -48,7 +46,6 @@ class _Wanted:
     """
 
     place: Tensor
-    here: Tensor
     hard: Tensor
     total: Tensor
     flat: Tensor | None
@@ -102,11 +99,11 @@ def _hard(
     if not target.is_cuda and bool((kept & ((target < 0) | (target >= classes))).any()):
         raise IndexError(f"cross_entropy: a target is out of bounds for {classes} classes")
     here = kept & (target >= start) & (target < start + size)
-    place = (target - start).masked_fill(~here, 0)
+    place = (target - start).masked_fill(~here, -1)
     factor = kept.to(wide)
     weights_sum: Any = float(classes)
     if weight is not None:
-        own = weight.to(wide)[place] * here if size else torch.zeros_like(factor)
+        own = weight.to(wide)[place.clamp(min=0)] * here if size else torch.zeros_like(factor)
         both = torch.cat([own, own.new_zeros(1) + weight.sum().to(wide)])
         both = engine.all_reduce(both, group, "cross_entropy.weights")
         factor, weights_sum = both[:-1], both[-1]
@@ -121,7 +118,7 @@ def _hard(
             else weight.to(wide) * spread
         )
     counts = kept.to(wide) if weight is None else factor
-    return _Wanted(place, here, hard, total, flat, counts, kept, None)
+    return _Wanted(place, hard, total, flat, counts, kept, None)
 
 
 def _soft(
@@ -131,9 +128,9 @@ def _soft(
     soft = target.reshape(rows.shape).to(wide) * (1 - smoothing) + smoothing / classes
     soft = soft if weight is None else soft * weight.to(wide)
     total = engine.all_reduce(soft.sum(-1), group, "cross_entropy.targets")
-    nowhere = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    nowhere = torch.full((len(rows),), -1, device=rows.device)
     ones = torch.ones(len(rows), dtype=wide, device=rows.device)
-    return _Wanted(nowhere, nowhere.bool(), torch.zeros_like(ones), total, None, ones, ones.bool(), soft)
+    return _Wanted(nowhere, torch.zeros_like(ones), total, None, ones, ones.bool(), soft)
 
 
 @direct
@@ -142,53 +139,78 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, wanted: _Wanted, wide: torch.dtype, group: ProcessGroup) -> Tensor:
-        count, here = rows.shape
-        numbers = torch.empty(2, count, dtype=wide, device=rows.device)  # log-sum-exp, factors times logits
-        for block in _blocks(count, here):
-            x = rows[block]
-            if here:
-                wide_x = x.to(wide)
-                torch.logsumexp(wide_x, -1, out=numbers[0, block])
-                picked = wide_x.gather(1, wanted.place[block].unsqueeze(1)).squeeze(1)
-                told = torch.where(wanted.here[block], picked * wanted.hard[block], 0.0)
-                if wanted.flat is not None:
-                    told = told + (wide_x @ wanted.flat) * wanted.kept[block]
-                if wanted.soft is not None:
-                    told = (wide_x * wanted.soft[block]).sum(-1)
-                numbers[1, block] = told
-            else:
-                numbers[0, block], numbers[1, block] = -torch.inf, 0.0
+        started = record.now()
+        numbers = torch.empty(2, len(rows), dtype=wide, device=rows.device)  # log-sum-exp, factors times logits
+        path = ops.path_for(rows, "reduce") if wanted.soft is None and rows.stride(-1) == 1 else "torch"
+        if path == "triton":
+            moved = softmax.statistics(rows, wanted.place, wanted.hard, wanted.flat, numbers)
+        else:
+            moved = rows.nbytes
+            for block in _blocks(rows):
+                _statistics(rows[block], wanted, block, numbers)
+        record.add("cross_entropy.rows", path, moved, 0, started)
         everybody = engine.gather(numbers.unsqueeze(0), 0, group, None, "cross_entropy")
         lse, told = torch.logsumexp(everybody[:, 0], 0), everybody[:, 1].sum(0)
         ctx.save_for_backward(rows, lse)
-        ctx.wanted, ctx.wide = wanted, wide
+        ctx.wanted, ctx.path = wanted, path
         return torch.where(wanted.kept, lse * wanted.total - told, 0.0).to(rows.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
+        started = record.now()
         rows, lse = ctx.saved_tensors
         wanted: _Wanted = ctx.wanted
-        count, here = rows.shape
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        upstream = grad.to(ctx.wide)
-        ones = torch.arange(count, device=rows.device)
-        some = rows.is_cuda or not bool(wanted.kept.all())  # not looked at where looking waits for the device
-        for block in _blocks(count, here):
-            part = torch.sub(rows[block].to(ctx.wide), lse[block].unsqueeze(1)).exp_()
-            part.mul_((upstream * wanted.total)[block].unsqueeze(1))
-            if wanted.flat is not None:
-                part -= torch.outer(upstream[block] * wanted.kept[block], wanted.flat)
-            if wanted.soft is not None:
-                part -= wanted.soft[block] * upstream[block].unsqueeze(1)
-            elif here:
-                hard = torch.where(wanted.here[block], wanted.hard[block] * upstream[block], 0.0)
-                part.index_put_((ones[: len(part)], wanted.place[block]), -hard, accumulate=True)
-            out[block] = part.masked_fill_(~wanted.kept[block].unsqueeze(1), 0.0) if some else part
+        upstream = grad.to(lse.dtype).contiguous()
+        moved = rows.nbytes + out.nbytes
+        if ctx.path == "triton":
+            moved = softmax.gradient(
+                rows, wanted.place, wanted.hard, wanted.flat, wanted.total, lse, upstream * wanted.kept, out
+            )
+        else:
+            for block in _blocks(rows):
+                _gradient(rows[block], wanted, block, lse, upstream, out)
+        record.add("cross_entropy.backward", ctx.path, moved, 0, started)
         return out, None, None, None
 
 
-def _blocks(count: int, width: int) -> list[slice]:
-    """Rows in blocks that stay in the cache."""
-    step = max(1, _BLOCK // max(width, 1))
-    return [slice(i, min(i + step, count)) for i in range(0, count, step)]
+def _statistics(x: Tensor, wanted: _Wanted, block: slice, numbers: Tensor) -> None:
+    """The numbers of some rows, by torch."""
+    if not x.shape[1]:
+        numbers[0, block], numbers[1, block] = -torch.inf, 0.0
+        return
+    wide, place = x.to(numbers.dtype), wanted.place[block]
+    torch.logsumexp(wide, -1, out=numbers[0, block])
+    if wanted.soft is not None:
+        numbers[1, block] = (wide * wanted.soft[block]).sum(-1)
+        return
+    picked = wide.gather(1, place.clamp(min=0).unsqueeze(1)).squeeze(1)
+    told = torch.where(place >= 0, picked * wanted.hard[block], 0.0)
+    if wanted.flat is not None:
+        told += (wide @ wanted.flat) * wanted.kept[block]
+    numbers[1, block] = told
+
+
+def _gradient(x: Tensor, wanted: _Wanted, block: slice, lse: Tensor, upstream: Tensor, out: Tensor) -> None:
+    """The gradient of some rows, by torch."""
+    upstream, place, kept = upstream[block], wanted.place[block], wanted.kept[block]
+    part = torch.sub(x.to(lse.dtype), lse[block].unsqueeze(1)).exp_()
+    part.mul_((upstream * wanted.total[block]).unsqueeze(1))
+    if wanted.soft is not None:
+        part -= wanted.soft[block] * upstream.unsqueeze(1)
+    elif x.shape[1]:
+        if wanted.flat is not None:
+            part -= torch.outer(upstream, wanted.flat)
+        hard = torch.where(place >= 0, wanted.hard[block] * upstream, 0.0)
+        part.scatter_add_(1, place.clamp(min=0).unsqueeze(1), -hard.unsqueeze(1))
+    if x.is_cuda or not bool(kept.all()):  # not looked at where looking waits for the device
+        part.masked_fill_(~kept.unsqueeze(1), 0.0)
+    out[block] = part
+
+
+def _blocks(rows: Tensor) -> list[slice]:
+    """Rows in blocks that stay in the cache; on a GPU, where each costs launches, all at once."""
+    count, width = rows.shape
+    step = count if rows.is_cuda else max(1, _BLOCK // max(width, 1))
+    return [slice(i, min(i + step, count)) for i in range(0, count, max(step, 1))]

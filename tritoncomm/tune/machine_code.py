@@ -42,12 +42,14 @@ class Build:
         types: Triton's names of the argument types, ``*i64`` for a pointer; ``i32`` where nothing is said.
         constants: compile-time arguments.
         warps: warps per program.
+        divisible: names of integers that are multiples of 16, as an ordinary launch finds out; pointers all are.
     """
 
     kernel: Any
     types: dict[str, str]
     constants: dict[str, Any]
     warps: int = 4
+    divisible: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,8 @@ def build_all(builds: Sequence[Build], target: str) -> list[Code]:
 def _compile(one: Build, target: str) -> dict[str, Any]:
     names = one.kernel.arg_names
     signature = {name: one.types.get(name, "i32") if name not in one.constants else "constexpr" for name in names}
-    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in one.divisible]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     values = {(names.index(name),): value for name, value in one.constants.items()}
     source = ASTSource(one.kernel, signature, constexprs=values, attrs=attributes)
     options = {"num_warps": one.warps, "enable_fp_fusion": False}
