@@ -5,6 +5,7 @@ everything holds, 1 when something does not, 2 without a CUDA device. Writes ``g
 """
 
 import argparse
+import itertools
 import math
 import os
 import socket
@@ -293,6 +294,38 @@ def sum_parts(
     group.expect(same_or_nan(*out), f"reduce {world} x {length}, {source} to {target}, scale {scale}")
 
 
+def check_cross_entropy(group: Group, setting: Setting) -> None:
+    """Statistics and gradient of the rows of a cut vocabulary, against torch in fp64."""
+    shapes = ((2, 5), (3, 130)) if setting.dry else ((1, 1), (7, 5), (64, 129), (33, 16384), (8, 38016), (4, 128_256))
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+    for (rows, cols), dtype, smooth in itertools.product(shapes, bound, (False, True)):
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        padded = torch.randn(rows, cols + 3, device=setting.device, generator=setting.generator) * 4
+        x = padded.to(dtype)[:, :cols]
+        place = torch.arange(rows, device=setting.device) * 7 % (cols + 1) - 1
+        hard = torch.linspace(0.5, 1.5, rows, device=setting.device, dtype=wide) * (place >= 0)
+        flat = torch.linspace(0, 1e-3, cols, device=setting.device, dtype=wide) if smooth else None
+        total, upstream = hard + 1, 2 - hard
+        found = torch.empty(2, rows, device=setting.device, dtype=wide)
+        out = torch.empty(rows, cols, device=setting.device, dtype=dtype)
+        kernels.softmax.statistics(x, place, hard, flat, found)
+        exact, factor = x.double(), 0 if flat is None else flat.double()
+        lse, at = exact.logsumexp(1), place.clamp(min=0).unsqueeze(1)
+        told = exact.gather(1, at).squeeze(1) * hard.double() + (exact * factor).sum(1)
+        kernels.softmax.gradient(x, place, hard, flat, total, lse.to(wide), upstream, out)
+        one = torch.zeros_like(exact).scatter_(1, at, hard.double().unsqueeze(1))
+        grad = (
+            (exact - lse.unsqueeze(1)).exp() * total.double().unsqueeze(1) - factor - one
+        ) * upstream.double().unsqueeze(1)
+        what = f"cross entropy {rows} x {cols}, {dtype}, smooth {smooth}"
+        sharp = bound[wide]
+        group.expect(bool((found[0] - lse).abs().max() <= sharp * lse.abs().max().clamp(min=1)), f"{what}: lse")
+        group.expect(bool((found[1] - told).abs().max() <= sharp * told.abs().max().clamp(min=1)), f"{what}: sums")
+        group.expect(
+            bool((out - grad).abs().max() <= bound[dtype] * grad.abs().max().clamp(min=1)), f"{what}: gradient"
+        )
+
+
 Mapping = Callable[[Tensor, Any], Tensor]
 
 MAPPINGS: dict[str, Mapping] = {
@@ -505,6 +538,7 @@ CHECKS: dict[str, Callable[[Group, Setting], None]] = {
     "copies: beyond 2**31 elements": check_far_offsets,
     "casts, scales, accumulation": check_arithmetic,
     "reduce": check_reduce,
+    "cross entropy": check_cross_entropy,
     "mappings: one rank, NCCL": check_one_rank,
     "async handles on a side stream": check_async,
     "mappings: two processes, Gloo": check_two_processes,
