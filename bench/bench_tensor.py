@@ -274,6 +274,27 @@ def as_json(rows: list[Row]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize(
+    ("call", "moved", "peak"),
+    [
+        pytest.param(lambda x: x + 1, 2, 1, id="add"),
+        pytest.param(lambda x: x.add_(1), 2, 0, id="add-in-place"),
+        pytest.param(lambda x: (x + 1) + 1, 4, 2, id="add-twice"),
+        pytest.param(lambda x: [(x + 1).sum(), (x + 1).sum()], 6 + 2 / 64, 1 + 2 / 64, id="memory-let-go"),
+        pytest.param(lambda x: x.t().view(8, 2, 4), 0, 0, id="view"),
+        pytest.param(lambda x: x.t().reshape(-1), 2, 1, id="view-that-copies"),
+        pytest.param(torch.zeros_like, 1, 1, id="only-written"),
+        pytest.param(lambda x: x + x.bfloat16(), 1.5 + 2.5 + 2, 1.5, id="dtypes-mixed"),
+        pytest.param(lambda x: x.logsumexp(-1), 6 + 1 / 8, 1 + 1 / 8, id="composed"),
+    ],
+)
+def test_what_is_counted(call: Callable[[Tensor], Any], moved: float, peak: float) -> None:
+    x = torch.ones(8, 8)
+    with Cost() as cost:
+        call(x)
+    assert (cost.moved, cost.peak) == (moved * x.nbytes, peak * x.nbytes)
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[tuple[Any, ProcessGroup]]:
     with Ranks() as made:

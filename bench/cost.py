@@ -43,6 +43,7 @@ PROVIDERS = ("ours", "dtensor")
 MESSAGES = ("c10d", "_c10d_functional", "_dtensor")  # where the collectives are
 AROUND = ("wait_tensor", "_wrap_tensor_autograd")  # neither messages nor memory
 WRITING = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "zero_", "fill_")
+ARITHMETIC = ("add", "sub", "mul", "div")
 COMPOSED = {"logsumexp": (5, 1)}  # amax, sub, exp, sum: what it moves beyond its input, and holds; in inputs
 
 # What torch.autograd.grad calls; its own checks take as long as a small operator does, for both providers alike.
@@ -124,9 +125,13 @@ def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
         return _bytes(outputs)
     if name == "gather":  # as many elements as it has indices
         return _bytes(inputs[1:]) + 2 * _bytes(outputs)
-    if name == "index_put_":
+    if name in ("index_put_", "scatter_add_"):
         return _bytes(inputs[1:]) + 2 * inputs[-1].nbytes
-    return _bytes(inputs) + (0 if name == "copy_" else _bytes(outputs))
+    moved = _bytes(inputs) + (0 if name == "copy_" else _bytes(outputs))
+    if name.rstrip("_") in ARITHMETIC:  # on CPUs another dtype is converted first, in memory
+        wide = max(x.element_size() for x in (*inputs, *outputs))
+        moved += sum(2 * x.numel() * wide for x in inputs if x.dim() and x.dtype is not outputs[0].dtype)
+    return moved
 
 
 def local(x: Any) -> Tensor:
