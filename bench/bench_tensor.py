@@ -284,8 +284,12 @@ def as_json(rows: list[Row]) -> dict[str, Any]:
         pytest.param(lambda x: x.t().view(8, 2, 4), 0, 0, id="view"),
         pytest.param(lambda x: x.t().reshape(-1), 2, 1, id="view-that-copies"),
         pytest.param(torch.zeros_like, 1, 1, id="only-written"),
+        pytest.param(lambda x: torch.exp(x, out=x.new_empty(8, 8)), 2, 1, id="given-result"),
         pytest.param(lambda x: x + x.bfloat16(), 1.5 + 2.5 + 2, 1.5, id="dtypes-mixed"),
         pytest.param(lambda x: x.logsumexp(-1), 6 + 1 / 8, 1 + 1 / 8, id="composed"),
+        pytest.param(
+            lambda x: x.index_fill_(0, torch.ones(2, dtype=torch.int64), 0.0), 2 / 16 + 2 / 8, 1 / 16, id="few-rows"
+        ),
     ],
 )
 def test_what_is_counted(call: Callable[[Tensor], Any], moved: float, peak: float) -> None:

@@ -84,7 +84,8 @@ class Cost(TorchDispatchMode):
         elif name == "copy_" and _place(args[0]) in self._received:
             self._received = ()  # Gloo hands over what has come, while the caller waits
         elif new or not _is_view(func):
-            self.moved += _moved(name, inputs, outputs)
+            read = [x for x in inputs if x is not (kwargs or {}).get("out")]
+            self.moved += _moved(name, args, read, outputs)
             if name in COMPOSED:
                 reads_and_writes, memory = COMPOSED[name]
                 self.moved += reads_and_writes * inputs[0].nbytes
@@ -117,7 +118,7 @@ def _bytes(tensors: list[Tensor]) -> int:
     return sum(x.nbytes for x in tensors)
 
 
-def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+def _moved(name: str, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> int:
     """Bytes that an op reads and writes."""
     if "empty" in name or name in ("detach", "_unsafe_view", "set_"):
         return 0
@@ -127,6 +128,8 @@ def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
         return _bytes(inputs[1:]) + 2 * _bytes(outputs)
     if name in ("index_put_", "scatter_add_"):
         return _bytes(inputs[1:]) + 2 * inputs[-1].nbytes
+    if name == "index_fill_":
+        return inputs[1].nbytes + inputs[0].nbytes // inputs[0].shape[args[1]] * inputs[1].numel()
     moved = _bytes(inputs) + (0 if name == "copy_" else _bytes(outputs))
     if name.rstrip("_") in ARITHMETIC:  # on CPUs another dtype is converted first, in memory
         wide = max(x.element_size() for x in (*inputs, *outputs))
