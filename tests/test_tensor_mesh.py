@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
+from tritoncomm.tensor import ProcessGroup as Groups
 from tritoncomm.tensor.device_mesh import DeviceMesh, FlattenDeviceMesh
 from tritoncomm.tensor.sharding_spec import (
     DuplicatedShardingDimensionError,
@@ -427,3 +428,29 @@ def test_mix_gather_simulator() -> None:
     for pairs in (((0, []), (1, [])), ((0, [0]), (1, [])), ((0, [0]), (1, [0])), ((0, [0, 1]), (1, [2]))):
         with pytest.raises(ShapeError):
             mix_gather_simulator(*pairs)
+
+
+def run_made_by_members(group: ProcessGroup) -> None:
+    """Processes make different groups, in different numbers, and then one together."""
+    me = dist.get_rank()
+    for ranks in ([1, 2, 5], [4, 6], [2, 5, 7], [4, 6, 7]):
+        if me in ranks:
+            pg = Groups(ranks=ranks, tp_degree=len(ranks))
+            x = torch.tensor([float(me)])
+            pg.tp_process_group().allreduce([x]).wait()
+            assert x.item() == sum(ranks)
+    mesh = DeviceMesh([7, 5, 3, 1, 0, 2, 4, 6], (2, 4), init_process_group=True)
+    for axis in range(2):
+        members = mesh.members(axis)
+        assert members is not None
+        x = torch.tensor([1.0])
+        members.group.allreduce([x]).wait()
+        assert x.item() == mesh.mesh_shape[axis]
+    whole = dist.new_group(list(range(8)))  # the job's own count is the same everywhere
+    x = torch.tensor([1.0])
+    whole.allreduce([x]).wait()
+    assert x.item() == 8
+
+
+def test_groups_are_made_by_their_members(pool: Pool) -> None:
+    pool.run(run_made_by_members, world=8)

@@ -14,7 +14,9 @@ from pool import Pool
 from test_tensor import piece, ranks_of
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup as TorchGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from tritoncomm import record
 from tritoncomm.demo.plain_model import PlainTransformer
@@ -455,3 +457,29 @@ def run_documented(group: TorchGroup) -> None:
 
 def test_the_documented_training_runs(pool: Pool) -> None:
     pool.run(run_documented, world=2)
+
+
+class Seen(TorchDispatchMode):
+    """Every operator, as profilers and counters see it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def run_under_a_mode(group: TorchGroup) -> None:
+    pg, world = ranks_of(group), group.size()
+    full = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    (F.gelu(full) * full).sum().backward()
+    spec = ShardSpec([0], [world])
+    for mode in (Seen(), FlopCounterMode(display=False)):
+        x = ColoTensor(piece(full.detach(), spec, pg.tp_local_rank()), ColoTensorSpec(pg, spec)).requires_grad_()
+        with mode, record.recording() as counted:
+            (F.gelu(x) * x).sum().backward()
+        assert {name for name, _ in counted} == {"reduce_from_tensor_model_parallel_region"}, counted
+        assert x.grad is not None
+        assert full.grad is not None
+        torch.testing.assert_close(plain(x.grad), piece(full.grad, spec, pg.tp_local_rank()))
+
+
+def test_dispatch_modes_see_pieces(pool: Pool) -> None:
+    pool.run(run_under_a_mode, world=2)

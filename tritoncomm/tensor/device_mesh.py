@@ -23,7 +23,7 @@ class DeviceMesh:
     In the costs ``k`` is the number of ranks along an axis and ``B`` what a rank holds (Alpa, arXiv 2201.12023); the
     constant at the end keeps collectives of the same volume apart.
 
-    Groups that exist are taken; where one is missing, every process of the job calls, as for ``ProcessGroup``.
+    Groups that exist are taken; where one is missing, its members make it, as for ``ProcessGroup``.
 
     Args:
         physical_mesh_id: global ranks.

@@ -1,90 +1,22 @@
 """The ranks of a ColoTensor: tensor-parallel groups next to each other, data-parallel groups across them."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from tritoncomm import groups
 from tritoncomm.errors import GroupError
+from tritoncomm.tensor.rank_groups import adopt, exists, known, made, make_groups
 
-__all__ = ["ProcessGroup", "make_groups"]
-
-_made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-
-
-def _known(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """A group of these ranks that exists already."""
-    world = dist.group.WORLD
-    found = _made.get((backend, ranks))
-    if found is not None and _is_alive(found):
-        return found
-    if world is not None and backend == dist.get_backend() and ranks == tuple(range(dist.get_world_size())):
-        return world
-    for entry in groups.groups.values():
-        if entry.ranks == ranks:
-            for group in (entry.group, entry.cpu_group):
-                if dist.get_backend(group) == backend:
-                    return group
-    return None
-
-
-def _is_alive(group: dist.ProcessGroup) -> bool:
-    """False once torch.distributed was shut down, or started again."""
-    try:
-        dist.get_process_group_ranks(group)
-    except (KeyError, ValueError, RuntimeError):
-        return False
-    return True
-
-
-def _elsewhere(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """A group of these ranks that the program made."""
-    for group, members in c10d._world.pg_group_ranks.items():
-        if tuple(sorted(members, key=members.__getitem__)) == ranks and dist.get_backend(group) == backend:
-            return group
-    return None
-
-
-def make_groups(lists: Sequence[tuple[int, ...]], rank: int, everybody: bool, backend: str | None = None) -> None:
-    """Have a group over every list; all ranks of the job call, in the same order, when one is missing.
-
-    Args:
-        lists: global ranks in ascending order.
-        rank: this one.
-        everybody: whether the lists cover the job; otherwise groups that the program made are taken as well.
-        backend: of the default group, unless given.
-    """
-    backend = dist.get_backend() if backend is None else backend
-    mine = [ranks for ranks in lists if rank in ranks and len(ranks) > 1]
-    if not everybody:
-        for ranks in mine:
-            found = _known(backend, ranks) or _elsewhere(backend, ranks)
-            if found is not None:
-                _made[backend, ranks] = found
-    if all(_known(backend, ranks) is not None for ranks in mine):
-        return
-    for ranks in lists:
-        if len(ranks) > 1:
-            made: Any = dist.new_group(list(ranks), backend=backend)
-            if rank in ranks:
-                _made[backend, ranks] = made
-
-
-def _of_one(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A group of this rank alone, which needs nobody else."""
-    made: Any = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-    _made[backend, ranks] = made
-    return made
+__all__ = ["ProcessGroup"]
 
 
 class ProcessGroup:
     """``ranks`` as a grid: TP group i is ``ranks[i*tp : (i+1)*tp]``, DP group j is ``ranks[j::tp]``.
 
-    Groups are made once and shared by equal layouts. Making one takes a call of every process of the job; where all of
-    them exist already (made here, by ``initialize()``, or by the program for a part of the job) only ``ranks`` call.
+    Groups are made once and shared by equal layouts, and groups that exist already are taken. ``ranks`` call, nobody
+    else has to; only where torch itself waits for the whole job (a default group bound to a device, or
+    ``TORCH_DIST_INIT_BARRIER``) every process calls.
     Without torch.distributed the object is empty. Compares by rank, lists and degrees; pickles, and a pickle finds the
     groups that exist in the process that loads it but never makes one.
 
@@ -111,7 +43,7 @@ class ProcessGroup:
         assert rank is None or rank == dist.get_rank(), f"rank {rank} given, but this is rank {dist.get_rank()}"
         members = sorted(ranks) if ranks is not None else list(range(dist.get_world_size()))
         self._lay_out(tuple(members), *_degrees(len(members), tp_degree, dp_degree))
-        make_groups(self._lists, self._rank, len(members) == dist.get_world_size())
+        make_groups(self._lists, self._rank)
 
     def _lay_out(self, ranks: tuple[int, ...], tp: int, dp: int) -> None:
         self._rank = dist.get_rank()
@@ -140,7 +72,7 @@ class ProcessGroup:
             raise GroupError(f"from_device_mesh: {mesh} is no grid of data-parallel rows of tensor-parallel ranks")
         for index in axes:
             group = mesh.get_group(index)
-            _made.setdefault((dist.get_backend(group), tuple(dist.get_process_group_ranks(group))), group)
+            adopt(group)
         return cls(ranks=members, tp_degree=tp, dp_degree=dp)
 
     @classmethod
@@ -154,12 +86,9 @@ class ProcessGroup:
         backend = dist.get_backend()
         if list(members) != sorted(members):
             raise GroupError(f"over_device_mesh: the ranks of {mesh} do not ascend")
-        found = _known(backend, members) or _elsewhere(backend, members)
-        if found is None and len(members) > 1:
+        if exists(backend, members) is None and len(members) > 1:
             make = f"ProcessGroup(ranks={list(members)}, tp_degree={len(members)})"
-            raise GroupError(f"over_device_mesh: no process group over {mesh}; have every process call {make} first")
-        if found is not None:
-            _made.setdefault((backend, members), found)
+            raise GroupError(f"over_device_mesh: no process group over {mesh}; have its ranks call {make} first")
         return cls(ranks=list(members), tp_degree=len(members))
 
     def device_mesh(self, device_type: str = "cpu") -> TorchMesh:
@@ -220,7 +149,7 @@ class ProcessGroup:
 
     def set_cpu_groups(self) -> None:
         """Make Gloo twins of both groups."""
-        make_groups(self._lists, self._rank, len(self._ranks) == dist.get_world_size(), "gloo")
+        make_groups(self._lists, self._rank, "gloo")
         self._cpu = True
 
     def cpu_tp_process_group(self) -> dist.ProcessGroup:
@@ -240,9 +169,10 @@ class ProcessGroup:
 
     def _lookup(self, ranks: tuple[int, ...] | None, backend: str | None = None) -> dist.ProcessGroup:
         ranks, backend = self._inside(ranks), dist.get_backend() if backend is None else backend
-        found = _known(backend, ranks)
+        found = known(backend, ranks)
         if found is None and len(ranks) == 1:
-            return _of_one(backend, ranks)
+            make_groups([ranks], self._rank, backend)
+            return made(ranks, backend)
         if found is None:
             raise GroupError(f"no process group over {list(ranks)} exists here; make one with ProcessGroup(...) first")
         return found

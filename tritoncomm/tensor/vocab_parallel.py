@@ -151,7 +151,7 @@ class _Rows(torch.autograd.Function):
         record.add("cross_entropy.rows", path, moved, 0, started)
         everybody = engine.gather(numbers.unsqueeze(0), 0, group, None, "cross_entropy")
         lse, told = torch.logsumexp(everybody[:, 0], 0), everybody[:, 1].sum(0)
-        ctx.save_for_backward(rows, lse)
+        ctx.save_for_backward(rows, lse, numbers[0])
         ctx.wanted, ctx.path = wanted, path
         return torch.where(wanted.kept, lse * wanted.total - told, 0.0).to(rows.dtype)
 
@@ -159,7 +159,7 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         started = record.now()
-        rows, lse = ctx.saved_tensors
+        rows, lse, here = ctx.saved_tensors
         wanted: _Wanted = ctx.wanted
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         upstream = grad.to(lse.dtype).contiguous()
@@ -169,8 +169,9 @@ class _Rows(torch.autograd.Function):
                 rows, wanted.place, wanted.hard, wanted.flat, wanted.total, lse, upstream * wanted.kept, out
             )
         else:
+            share = torch.exp(here - lse)  # of this piece in the sum over all classes
             for block in _blocks(rows):
-                _gradient(rows[block], wanted, block, lse, upstream, out)
+                _gradient(rows[block], wanted, block, share, upstream, out)
         record.add("cross_entropy.backward", ctx.path, moved, 0, started)
         return out, None, None, None
 
@@ -181,7 +182,9 @@ def _statistics(x: Tensor, wanted: _Wanted, block: slice, numbers: Tensor) -> No
         numbers[0, block], numbers[1, block] = -torch.inf, 0.0
         return
     wide, place = x.to(numbers.dtype), wanted.place[block]
-    torch.logsumexp(wide, -1, out=numbers[0, block])
+    largest = x.amax(-1).to(numbers.dtype)  # lse = max x - log max softmax: one pass and two readings
+    lse = largest - torch.softmax(wide, -1).amax(-1).log_()
+    numbers[0, block] = torch.where(largest == -torch.inf, largest, lse)
     if wanted.soft is not None:
         numbers[1, block] = (wide * wanted.soft[block]).sum(-1)
         return
@@ -192,21 +195,27 @@ def _statistics(x: Tensor, wanted: _Wanted, block: slice, numbers: Tensor) -> No
     numbers[1, block] = told
 
 
-def _gradient(x: Tensor, wanted: _Wanted, block: slice, lse: Tensor, upstream: Tensor, out: Tensor) -> None:
+def _gradient(x: Tensor, wanted: _Wanted, block: slice, share: Tensor, upstream: Tensor, out: Tensor) -> None:
     """The gradient of some rows, by torch."""
     upstream, place, kept = upstream[block], wanted.place[block], wanted.kept[block]
-    part = torch.sub(x.to(lse.dtype), lse[block].unsqueeze(1)).exp_()
-    part.mul_((upstream * wanted.total[block]).unsqueeze(1))
+    direct = x.dtype is upstream.dtype
+    part = out[block] if direct else torch.empty(x.shape, dtype=upstream.dtype, device=x.device)
+    torch.softmax(x if direct else x.to(upstream.dtype), -1, out=part)
+    part.mul_((upstream * wanted.total[block] * share[block]).unsqueeze(1))
+    nothing = ~kept | (share[block] == 0)  # ignored, or all logits here -inf, of which softmax makes NaN
+    if x.is_cuda:  # not looked at where looking waits for the device
+        part.masked_fill_(nothing.unsqueeze(1), 0.0)
+    elif len(empty := nothing.nonzero().squeeze(1)):
+        part.index_fill_(0, empty, 0.0)
     if wanted.soft is not None:
         part -= wanted.soft[block] * upstream.unsqueeze(1)
     elif x.shape[1]:
         if wanted.flat is not None:
-            part -= torch.outer(upstream, wanted.flat)
+            part -= torch.outer(upstream * kept, wanted.flat)
         hard = torch.where(place >= 0, wanted.hard[block] * upstream, 0.0)
         part.scatter_add_(1, place.clamp(min=0).unsqueeze(1), -hard.unsqueeze(1))
-    if x.is_cuda or not bool(kept.all()):  # not looked at where looking waits for the device
-        part.masked_fill_(~kept.unsqueeze(1), 0.0)
-    out[block] = part
+    if not direct:
+        out[block] = part
 
 
 def _blocks(rows: Tensor) -> list[slice]:

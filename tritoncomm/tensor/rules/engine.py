@@ -36,7 +36,8 @@ def execute(call: Call) -> Any:
         cut = Cut(parts, call.sizes, pg.tp_local_rank() if parts else 0, pg.tp_process_group() if parts else None)
         pieces = [piece_of(each, parts, pg) for each in call.operands]
         if parts and parts[0][0] not in call.results[0] and parts[0][0] not in call.own:
-            found, tree = tree_flatten(call.run(cut, *pieces))
+            early = [] if call.finish is not None else [piece_of(each, (), pg) for each in call.late]
+            found, tree = tree_flatten(call.run(cut, *pieces, *early))
             found, parts = _summed(found, call, cut, pg)
             gather = False
         else:

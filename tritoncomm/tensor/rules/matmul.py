@@ -77,12 +77,26 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call |
     batch = tuple(range(len(shape_of(input)) - 1))
     late = [] if bias is None else [Operand(bias, ("n",))]
     operands = [Operand(input, (*batch, "k")), Operand(weight, ("n", "k"))]
-    call = Call(operands, [(*batch, "n")], lambda _, *pieces: F.linear(*pieces), late=late, finish=_plus)
-    return by_weight(call, weight, 1)
+    return by_weight(Call(operands, [(*batch, "n")], _on_pieces, late=late), weight, 1)
 
 
-def _plus(product: Tensor, *bias: Tensor) -> Tensor:
-    return product + bias[0] if bias else product
+def _on_pieces(cut: Cut, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+    """The product of pieces; where the ranks' are summed, the bias is in the first rank's: no pass and no message."""
+    if bias and cut.has("k"):
+        bias = (_Once.apply(bias[0], cut.rank),)  # type: ignore[assignment]
+    return F.linear(x, weight, *bias)
+
+
+class _Once(torch.autograd.Function):
+    """Forward: the tensor on the first rank, zeros elsewhere. Backward: the gradient, which all ranks have alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rank: int) -> Tensor:
+        return torch.zeros_like(x) if rank else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
 
 
 def by_weight(call: Call, weight: Tensor, place: int) -> Call:
