@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tritoncomm.autograd import direct
 
-__all__ = ["gradient_is_ours", "gradients_measured", "measure_gradients", "temporary_is_ours"]
+__all__ = ["gradient_is_ours", "gradients_measured", "measure_gradients", "most_references", "temporary_is_ours"]
 
 Counts = tuple[int, int, int]
 Base = tuple[int, int]
@@ -104,9 +104,10 @@ def _gradient_counts() -> tuple[Counts, Counts, Base]:
 
 def measure_gradients() -> None:
     """Take the measurement (the first forward does, so that no backward has to)."""
-    global gradients_measured, _gradient, _view, _view_base
+    global gradients_measured, most_references, _gradient, _view, _view_base
     gradients_measured = True
     _gradient, _view, _view_base = _gradient_counts()
+    most_references = _gradient[0]
 
 
 def gradient_is_ours(references: int, grad: Tensor, ctx: Any, function: Any) -> bool:
@@ -131,6 +132,7 @@ def _is_lone_view(x: Tensor) -> bool:
 
 
 gradients_measured = False
+most_references = 0  # of a gradient that is ours; callers look at it first, because the rest costs a call
 _temporary = _temporary_counts()
 _gradient = _view = _NEVER
 _view_base = _NO_BASE

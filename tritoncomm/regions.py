@@ -59,8 +59,10 @@ class _CopyToModelParallelRegion(Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
             return _ReduceFromModelParallelRegion.apply(grad_output, ctx.group), None
-        ours = not is_dynamo_compiling() and ownership.gradient_is_ours(
-            sys.getrefcount(grad_output), grad_output, ctx, _CopyToModelParallelRegion
+        ours = (
+            not is_dynamo_compiling()
+            and (references := sys.getrefcount(grad_output)) <= ownership.most_references
+            and ownership.gradient_is_ours(references, grad_output, ctx, _CopyToModelParallelRegion)
         )
         name = "copy_to_tensor_model_parallel_region.backward"
         return engine.all_reduce(grad_output, ctx.group, name, in_place=ours), None
