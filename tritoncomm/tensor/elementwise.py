@@ -6,7 +6,8 @@ _LOOKS = """
     numel nelement dim ndimension stride is_contiguous storage_offset data_ptr storage untyped_storage element_size
     is_floating_point is_complex is_conj is_neg is_signed is_inference is_pinned is_shared is_same_size get_device
     is_set_to has_names register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ __hash__ __format__
-    _is_view _use_count dense_dim sparse_dim
+    _is_view _use_count dense_dim sparse_dim is_distributed _is_zerotensor _has_compatible_shallow_copy_type
+    record_stream share_memory_ result_type can_cast
 """
 LOOKS = frozenset(_LOOKS.split())
 """Questions about the piece, and switches on it; the result is no new tensor."""
