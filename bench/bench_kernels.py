@@ -1,12 +1,18 @@
 """pack and unpack on the CPU, where they are torch's own copies, against torch's other ways to write the same step.
 
 Ours is the path that `auto` takes for CPU tensors; the others are what layers do today: ``split`` and ``cat``
-(Megatron-LM's sp2hp and hp2sp), ``movedim`` and ``contiguous`` (DTensor), and ``copy_`` of as many bytes without moving
-any, the roof. Kernels on a GPU are `gpu_bench.py`'s. Passes are bytes read and written, as multiples of once over.
+(Megatron-LM's sp2hp and hp2sp), ``movedim`` and ``contiguous`` (DTensor), the same through ``torch.compile``, and
+``copy_`` of as many bytes without moving any, the roof. "FSDP2's op" is the one of its two fused copies that does this
+very step in one call: to pack, ``split_with_sizes_copy`` with the blocks of the wire as ``out=``; to unpack,
+``_chunk_cat`` of these blocks. FSDP2 itself uses them the other way round, on parameters cut along dim 0, where nothing
+changes its order within a parameter; along another dim it splits and concatenates first, which is the column before.
+Compiling is not timed. Kernels on a GPU are `gpu_bench.py`'s. Passes are bytes read and written, as multiples of once
+over; what is inside a compiled call is not seen.
 ``python bench/bench_kernels.py`` prints the table; ``--json PATH`` writes it with versions.
 """
 
 import argparse
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +29,7 @@ from tritoncomm import ops
 
 PART = "kernels"  # of the suite: the name of the results file
 ROUNDS = 60
-PEERS = ("split + cat", "movedim", "roof")
+PEERS = ("split + cat", "movedim", "compiled", "FSDP2's op", "roof")
 MIB = 2**20
 
 
@@ -70,7 +76,7 @@ class Row:
     @property
     def against_fastest(self) -> float:
         """Ours over the fastest alternative that does the step."""
-        return self.cost("ours") / min(self.cost(peer) for peer in PEERS if peer != "roof")
+        return self.cost("ours") / min(self.cost(peer) for peer in PEERS if peer in self.samples and peer != "roof")
 
     def figures(self) -> dict[str, Any]:
         """The row in the results file."""
@@ -80,6 +86,20 @@ class Row:
         return row
 
 
+def compiled(function: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """``function`` of ``x`` through torch.compile, at its first call; nothing where there is no C++ compiler."""
+    if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+        return {}
+    torch.compiler.reset()  # every shape for itself: a graph for any size would be slower
+    made = torch.compile(function, dynamic=False)
+    return {"compiled": lambda: made(x)}
+
+
+def split_into(x: Tensor, run: int, wire: Tensor) -> Tensor:
+    torch.split_with_sizes_copy(x, [run] * len(wire), 1, out=wire.unbind(0))
+    return wire
+
+
 def calls(case: Case) -> dict[str, Callable[[], Tensor]]:
     """The step by every provider; the results of all but the roof are equal."""
     world, run = case.world, case.run_bytes // case.dtype.itemsize
@@ -87,10 +107,16 @@ def calls(case: Case) -> dict[str, Callable[[], Tensor]]:
     source, target = torch.empty(case.nbytes, dtype=torch.int8), torch.empty(case.nbytes, dtype=torch.int8)
     if case.op == "pack":
         x = torch.randn(outer, world * run).to(case.dtype)
+
+        def moved(x: Tensor) -> Tensor:
+            return x.unflatten(1, (world, run)).movedim(1, 0).contiguous()
+
         return {
             "ours": lambda: ops.pack(x, 1, world)[0],
             "split + cat": lambda: torch.cat(torch.split(x, run, 1), 0),
-            "movedim": lambda: x.unflatten(1, (world, run)).movedim(1, 0).contiguous(),
+            "movedim": lambda: moved(x),
+            **compiled(moved, x),
+            "FSDP2's op": lambda: split_into(x, run, x.new_empty(world, outer, run)),
             "roof": lambda: target.copy_(source),
         }
     wire = torch.randn(world, outer, run).to(case.dtype)
@@ -98,6 +124,8 @@ def calls(case: Case) -> dict[str, Callable[[], Tensor]]:
         "ours": lambda: ops.unpack(wire, (outer, world * run), 1, world)[0],
         "split + cat": lambda: torch.cat(wire.unbind(0), -1),
         "movedim": lambda: wire.movedim(0, 1).flatten(1),
+        **compiled(lambda wire: wire.movedim(0, 1).flatten(1), wire),
+        "FSDP2's op": lambda: torch._chunk_cat(wire.unbind(0), 0, outer),  # type: ignore
         "roof": lambda: target.copy_(source),
     }
 
@@ -108,6 +136,8 @@ def measure(case: Case, rounds: int = ROUNDS) -> Row:
     want = found["split + cat"]().flatten()
     for provider, call in found.items():
         assert provider == "roof" or torch.equal(call().flatten(), want), (case.label, provider)
+        if provider == "compiled":
+            continue
         with Traffic() as traffic:
             call()
         row.passes[provider] = round(traffic.moved / (2 * case.nbytes), 3)
@@ -125,7 +155,7 @@ def table(rows: list[Row]) -> str:
     width = max(len(row.case.label) for row in rows)
     lines = [f"{'us at p20':{width}}" + "".join(f"  {name:>12}" for name in ("ours", *PEERS, "of fastest", "passes"))]
     for row in rows:
-        cells = [f"{row.cost(provider):.1f}" for provider in ("ours", *PEERS)]
+        cells = [f"{row.cost(provider):.1f}" if provider in row.samples else "-" for provider in ("ours", *PEERS)]
         cells += [f"{row.against_fastest:.2f}", f"{row.passes['ours']:g}"]
         lines.append(f"{row.case.label:{width}}" + "".join(f"  {cell:>12}" for cell in cells))
     return "\n".join(lines)
@@ -150,6 +180,7 @@ def rows() -> list[Row]:
     return []
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 def test_step_is_one_pass(benchmark: Any, case: Case, rows: list[Row]) -> None:
     row = measure(case)
