@@ -84,6 +84,7 @@ class Call:
         own: labels that ``run`` deals with when they are cut; the engine sums nothing over them.
         late: operands that must not be summed, labelled like the result.
         finish: ``finish(result, *late)`` after a sum over the ranks; None for nothing.
+        after: what the sum over the ranks goes through; None for nothing.
         prefer: the operand whose cut is taken whatever it costs, by index.
         legal: a further condition on (label, pieces).
         gather: whether a result that is cut is made whole.
@@ -99,6 +100,7 @@ class Call:
     own: frozenset[Any] = frozenset()
     late: Sequence[Operand] = ()
     finish: Callable[..., Any] | None = None
+    after: Callable[[Tensor], Tensor] | None = None
     prefer: int | None = None
     legal: Callable[[Any, int, dict[Any, int]], bool] | None = None
     gather: bool = False

@@ -139,7 +139,7 @@ def _summed(found: list[Any], call: Call, cut: Cut, pg: ProcessGroup) -> tuple[l
         summed: list[Any] = []
         while found:  # popped: a temporary that nobody else holds is summed in place
             summed.append(mappings.reduce_from_tensor_model_parallel_region(found.pop(0), group))
-        found = summed
+        found = summed if call.after is None else [call.after(x) for x in summed]
     else:
         dim, world = call.scatter % found[0].dim(), pg.tp_world_size()
         size = found[0].shape[dim]

@@ -77,7 +77,12 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call |
     batch = tuple(range(len(shape_of(input)) - 1))
     late = [] if bias is None else [Operand(bias, ("n",))]
     operands = [Operand(input, (*batch, "k")), Operand(weight, ("n", "k"))]
-    return by_weight(Call(operands, [(*batch, "n")], _on_pieces, late=late), weight, 1)
+    call = by_weight(Call(operands, [(*batch, "n")], _on_pieces, late=late), weight, 1)
+    if late and len(batch) > 1 and call.scatter is None:
+        # torch makes this result as a view, which cannot be summed in place: the rows are summed flat.
+        shape = (*shape_of(input)[:-1], shape_of(weight)[0])
+        call.run, call.after = _on_rows, lambda x: torch.ops.aten._unsafe_view(x, shape)
+    return call
 
 
 def _on_pieces(cut: Cut, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
@@ -85,6 +90,11 @@ def _on_pieces(cut: Cut, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
     if bias and cut.has("k"):
         bias = (_Once.apply(bias[0], cut.rank),)  # type: ignore[assignment]
     return F.linear(x, weight, *bias)
+
+
+def _on_rows(cut: Cut, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+    """The same; where the ranks' are summed, as ``[rows, n]``."""
+    return _on_pieces(cut, x.flatten(0, -2) if cut.has("k") else x, weight, *bias)
 
 
 class _Once(torch.autograd.Function):
