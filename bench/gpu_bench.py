@@ -1,9 +1,12 @@
-"""pack, unpack and reduce on one GPU: share of the copy roof, and against what torch code does for the same step today.
+"""The kernels on one GPU: share of the copy roof, and against what torch code does for the same step today.
 
 Run as ``make gpu-bench``. The roof is a contiguous ``dst.copy_(src)`` that reads and writes as many bytes, measured in
-the same rounds. Times are CUDA events around one call with the L2 cache flushed before it. Results go to $OUT, or to
-``bench/results/<device>/``. ``--dry`` runs everything but the GPU on the CPU with TRITON_INTERPRET=1 and tiny sizes;
-its times mean nothing and are not written as results. Exits 2 without a CUDA device.
+the same rounds; a share of it is of medians. Times are CUDA events around one call with the L2 cache flushed before it.
+"statistics" and "gradient" are the two kernels of the cross entropy over a cut vocabulary; a run is a row of the
+logits, and torch's formulations compute in float32 as they do. Rows that begin with "host" are the host's time to
+enqueue one small call, by the host's clock. Results go to $OUT, or to ``bench/results/<device>/``. ``--dry`` runs
+everything but the GPU on the CPU with TRITON_INTERPRET=1 and tiny sizes; its times mean nothing and are not written as
+results. Exits 2 without a CUDA device.
 """
 
 import argparse
@@ -21,20 +24,25 @@ import triton
 import triton.language as tl
 import tritoncomm_kernels as kernels
 from torch import Tensor
-from tritoncomm_kernels import reference
+from tritoncomm_kernels import reference, softmax
 
-from bench.timing import quantile, versions, write_json
+from bench.report import GPU_HOST
+from bench.timing import figures, quantile, versions, write_json
 from tritoncomm import ops
 
 BUDGET_S = 400  # later cases are left out, visibly, so that the run ends within eight minutes
 MIB = 2**20
 TARGET = {"pack": 0.95, "unpack": 0.95, "reduce": 0.90}
+ENTROPY = {"statistics", "gradient"}
 Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One point: ``nbytes`` in runs of ``run_bytes`` for ``world`` ranks, or that many parts of it to sum."""
+    """One point: ``nbytes`` in runs of ``run_bytes`` for ``world`` ranks, or that many parts of it to sum.
+
+    Of the cross entropy: logits in rows of ``run_bytes``, a piece of the vocabulary of ``world`` ranks.
+    """
 
     op: str
     sweep: str
@@ -49,11 +57,16 @@ class Case:
         kind = str(self.dtype).removeprefix("torch.")
         kind += f">{str(self.out_dtype).removeprefix('torch.')}" if self.out_dtype else ""
         size = f"{self.nbytes / MIB:g} MiB"
-        return f"{self.op:6} {size:>10}  run {self.run_bytes:>6}  world {self.world:>2}  {kind}"
+        return f"{self.op:10} {size:>10}  run {self.run_bytes:>6}  world {self.world:>2}  {kind}"
 
     @property
     def has_target(self) -> bool:
-        return self.nbytes >= 64 * MIB and self.run_bytes >= 128 and (self.op != "reduce" or self.world <= 16)
+        return (
+            self.op in TARGET
+            and self.nbytes >= 64 * MIB
+            and self.run_bytes >= 128
+            and (self.op != "reduce" or self.world <= 16)
+        )
 
 
 def cases() -> Iterator[Case]:
@@ -75,6 +88,10 @@ def cases() -> Iterator[Case]:
         yield Case("reduce", "size", mib * MIB, mib * MIB // 8, 8)
     for dtype, out in ((torch.bfloat16, torch.float32), (torch.float32, None), (torch.float32, torch.bfloat16)):
         yield Case("reduce", "dtype", 256 * MIB, 32 * MIB, 8, dtype, out)
+    for op in ("statistics", "gradient"):  # 4096 tokens, a vocabulary of 128256
+        for world, dtype in ((8, torch.bfloat16), (8, torch.float32), (2, torch.bfloat16), (1, torch.bfloat16)):
+            run = 128256 // world * dtype.itemsize
+            yield Case(op, "vocabulary", 4096 * run, run, world, dtype)
     yield Case("pack", "cast", 64 * MIB, 1024, 8, torch.float32, torch.bfloat16)
     yield Case("unpack", "cast", 64 * MIB, 1024, 8, torch.bfloat16, torch.float32)
 
@@ -82,6 +99,8 @@ def cases() -> Iterator[Case]:
 def shrunk(case: Case) -> Case:
     """The same case, small enough for the interpreter."""
     run = min(case.run_bytes, 2048)
+    if case.op in ENTROPY:
+        return Case(case.op, case.sweep, 3 * run, run, case.world, case.dtype)
     if case.op == "reduce":
         return Case("reduce", case.sweep, run * case.world, run, case.world, case.dtype, case.out_dtype)
     return Case(case.op, case.sweep, 3 * run * case.world, run, case.world, case.dtype, case.out_dtype)
@@ -111,6 +130,8 @@ def agree(case: Case, got: Tensor, want: Tensor, what: str) -> None:
 
 
 def prepare(case: Case, device: torch.device) -> Prepared:
+    if case.op in ENTROPY:
+        return prepare_entropy(case, device)
     return prepare_reduce(case, device) if case.op == "reduce" else prepare_copy(case, device)
 
 
@@ -169,6 +190,45 @@ def prepare_reduce(case: Case, device: torch.device) -> Prepared:
     return Prepared(calls, moved)
 
 
+def prepare_entropy(case: Case, device: torch.device) -> Prepared:
+    """The statistics of every row, or the gradient of the logits; one target in ``world`` is in this piece."""
+    cols = case.run_bytes // case.dtype.itemsize
+    rows = case.nbytes // case.run_bytes
+    x = filled((rows, cols), case.dtype, device)
+    target = torch.randint(cols * case.world, (rows,), device=device)
+    here = target < cols
+    place, column = torch.where(here, target, -1), torch.where(here, target, 0)[:, None]
+    hard, factor = torch.ones(rows, device=device), here.to(torch.float32)[:, None]
+    if case.op == "statistics":
+        found = torch.empty(2, rows, device=device)
+
+        def statistics() -> Tensor:
+            wide = x.float()
+            return torch.stack((torch.logsumexp(wide, -1), (wide.gather(1, column) * factor)[:, 0]))
+
+        calls: dict[str, Call] = {
+            "ours": lambda: softmax.statistics(x, place, hard, None, found),
+            "logsumexp + gather": statistics,
+        }
+    else:
+        found, total = torch.empty_like(x), torch.ones(rows, device=device)
+        lse, upstream = torch.logsumexp(x.float(), -1), torch.full((rows,), 1 / rows, device=device)
+
+        def gradient() -> Tensor:
+            out = (x - lse[:, None]).exp_()
+            return out.scatter_add_(1, column, -factor).mul_(upstream[:, None]).to(case.dtype)
+
+        calls = {
+            "ours": lambda: softmax.gradient(x, place, hard, None, total, lse, upstream, found),
+            "exp + scatter": gradient,
+        }
+    moved = calls["ours"]()
+    (peer,) = (call for name, call in calls.items() if name != "ours")
+    tolerance = 2e-2 if found.dtype is torch.bfloat16 else 1e-4
+    torch.testing.assert_close(found, peer(), rtol=tolerance, atol=tolerance / (rows if case.op == "gradient" else 1))
+    return Prepared(calls, moved)
+
+
 class Device:
     """Clocks of the device: CUDA events, or the host's clock when dry."""
 
@@ -211,24 +271,18 @@ class Device:
 
 
 def measure(case: Case, device: Device, rounds: int) -> dict[str, Any]:
-    """Median, p20 and p80 of every provider, share of the roof, and ours against the fastest alternative."""
+    """One row of the results: every provider, the roof among them, and ours as a share of it."""
     prepared = prepare(case, device.device)
     source, target = (torch.empty(prepared.moved // 2, dtype=torch.int8, device=device.device) for _ in range(2))
-    calls = {"roof": lambda: target.copy_(source), **prepared.calls}
-    samples = device.times(calls, rounds)
-    median = {name: quantile(times, 0.5) for name, times in samples.items()}
-    return {
-        "case": {**vars(case), "dtype": str(case.dtype), "out_dtype": str(case.out_dtype or case.dtype)},
-        "label": case.label,
-        "moved": prepared.moved,
-        "microseconds": {
-            name: {key: round(quantile(times, q), 3) for key, q in (("p20", 0.2), ("median", 0.5), ("p80", 0.8))}
-            for name, times in samples.items()
-        },
-        "share_of_roof": round(median["roof"] / median["ours"], 3),
-        "against": {name: round(median[name] / median["ours"], 2) for name in samples if name not in ("ours", "roof")},
-        "target": TARGET[case.op] if case.has_target else None,
-    }
+    samples = device.times({"roof": lambda: target.copy_(source), **prepared.calls}, rounds)
+    return figures(
+        " ".join(case.label.split()),
+        samples,
+        case={**vars(case), "dtype": str(case.dtype), "out_dtype": str(case.out_dtype or case.dtype)},
+        moved=prepared.moved,
+        share_of_roof=round(quantile(samples["roof"], 0.5) / quantile(samples["ours"], 0.5), 3),
+        target=TARGET[case.op] if case.has_target else None,
+    )
 
 
 @triton.jit
@@ -240,41 +294,49 @@ def _plain_kernel(
     tl.store(b_ptr + offs, tl.load(a_ptr + offs, mask=offs < length), mask=offs < length)
 
 
-def launch_costs(device: Device, rounds: int) -> dict[str, dict[str, float]]:
-    """Host microseconds to enqueue one small call."""
+def launch_costs(device: Device, rounds: int) -> list[dict[str, Any]]:
+    """Rows of the host's microseconds to enqueue one small call; all of them from the same rounds."""
     rows = filled((16, 256), torch.float32, device.device)
     wire = torch.empty(4, 16, 64, device=device.device)
     flat = torch.empty(4096, device=device.device)
     numbers = tuple(range(3, 13))
     calls: dict[str, Call] = {
-        "kernels.pack": lambda: kernels.pack(rows, wire),
-        "ops.pack, path and plan included": lambda: ops.pack(rows, 1, 4),
+        "launch": lambda: kernels.pack(rows, wire),
+        "plan, path and launch": lambda: ops.pack(rows, 1, 4),
         "fn[grid](...)": lambda: _plain_kernel[(16,)](rows, flat, *numbers, 4096, BLOCK=256),
-        "dst.copy_(src)": lambda: flat.copy_(rows.view(-1)),
+        "copy_": lambda: flat.copy_(rows.view(-1)),
         "split + cat": lambda: torch.cat(torch.split(rows, 64, 1), 0),
     }
-    found = {}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
     inner = 2 if device.dry else 100
-    for name, call in calls.items():
-        samples = []
-        for i in range(rounds + 2):
+    for i in range(rounds + 2):
+        for name, call in calls.items():
             device.synchronize()
             started = time.perf_counter()
             for _ in range(inner):
                 call()
             if i >= 2:
-                samples.append((time.perf_counter() - started) / inner * 1e6)
-        found[name] = {key: round(quantile(samples, q), 2) for key, q in (("p20", 0.2), ("median", 0.5), ("p80", 0.8))}
-    return found
+                samples[name].append((time.perf_counter() - started) / inner * 1e6)
+    peers = {name: samples.pop(name) for name in ("fn[grid](...)", "copy_", "split + cat")}
+    return [
+        figures(f"host, {name}", {"ours": ours, **peers}, target_us=GPU_HOST[name]) for name, ours in samples.items()
+    ]
 
 
-def line(result: dict[str, Any]) -> str:
-    against = "  ".join(f"{name} {ratio:5.2f}x" for name, ratio in result["against"].items())
-    missed = result["target"] is not None and result["share_of_roof"] < result["target"]
-    ours = result["microseconds"]["ours"]
+def missed(row: dict[str, Any]) -> bool:
+    """Below its share of the roof, or above its microseconds."""
+    if "target_us" in row:
+        return row["us"]["ours"]["p20"] > row["target_us"]
+    return row["target"] is not None and row["share_of_roof"] < row["target"]
+
+
+def line(row: dict[str, Any]) -> str:
+    against = "  ".join(f"{ratio:5.2f} of {peer}" for peer, ratio in row["ratio"].items() if peer != "roof")
+    ours = row["us"]["ours"]
+    roof = f"  roof {row['share_of_roof']:5.2f}" if "share_of_roof" in row else ""
     return (
-        f"{result['label']:58} {ours['median']:9.1f} us ({ours['p20']:.1f}-{ours['p80']:.1f})"
-        f"  roof {result['share_of_roof']:5.2f}  {against}{'  MISSED' if missed else ''}"
+        f"{row['row']:58} {ours['median']:9.1f} us ({ours['p20']:.1f}-{ours['p80']:.1f}){roof}"
+        f"  {against}{'  MISSED' if missed(row) else ''}"
     )
 
 
@@ -287,7 +349,7 @@ def destination(device: Device) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="pack, unpack and reduce against the copy roof of one GPU.")
+    parser = argparse.ArgumentParser(description="The kernels against the copy roof of one GPU.")
     parser.add_argument("--dry", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--only", default="", help="only cases whose label contains this")
@@ -303,10 +365,9 @@ def main() -> int:
     started, device = time.monotonic(), Device(options.dry)
     rounds = 2 if options.dry else options.rounds
     print(f"{device.name}, torch {torch.__version__}, triton {triton.__version__}")
-    costs = launch_costs(device, rounds)
-    for name, cost in costs.items():
-        print(f"host cost, {name:36} {cost['median']:8.2f} us ({cost['p20']:.2f}-{cost['p80']:.2f})")
-    results, left_out = [], []
+    results, left_out = launch_costs(device, rounds), []
+    for row in results:
+        print(line(row))
     for case in cases():
         if options.only not in case.label:
             continue
@@ -319,10 +380,15 @@ def main() -> int:
             torch.cuda.empty_cache()
     if left_out:
         print(f"{len(left_out)} cases left out, {BUDGET_S} s are over: {'; '.join(left_out)}")
-    missed = [r for r in results if r["target"] is not None and r["share_of_roof"] < r["target"]]
-    held = sum(r["target"] is not None for r in results)
-    print(f"{len(results)} cases, {held} with a target, {len(missed)} of them missed it")
-    content = {"device": device.name, "versions": versions(), "host": costs, "cases": results, "left_out": left_out}
+    held = [row for row in results if row.get("target") is not None or "target_us" in row]
+    print(f"{len(results)} rows, {len(held)} with a target, {sum(map(missed, held))} of them missed it")
+    content = {
+        "device": device.name,
+        "versions": versions(),
+        "unit": "microseconds per call",
+        "rows": results,
+        "left_out": left_out,
+    }
     if options.dry:
         print("dry run: nothing written")
     else:

@@ -46,23 +46,8 @@ class Worse:
 
 
 def rows_of(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a results file: ``row``, ``ratio`` and ``spread`` by peer, ``us`` by provider.
-
-    A file of ``gpu_bench.py`` has cases with quantiles only: there the spread is that of ours between p20 and p80.
-    """
-    if "cases" in content:
-        return [_row_of_case(case) for case in content["cases"]]
+    """The rows of a results file: ``row``, ``ratio`` and ``spread`` by peer, ``us`` by provider."""
     return content.get("rows", [])
-
-
-def _row_of_case(case: dict[str, Any]) -> dict[str, Any]:
-    times, ours = case["microseconds"], case["microseconds"]["ours"]
-    ratio = {peer: round(ours["median"] / us["median"], 3) for peer, us in times.items() if peer != "ours"}
-    share = (ours["p80"] - ours["p20"]) / ours["median"]
-    spread = {peer: round(value * share, 3) for peer, value in ratio.items()}
-    return {"row": " ".join(case["label"].split()), "us": times, "ratio": ratio, "spread": spread} | {
-        name: case[name] for name in ("share_of_roof", "target", "case") if name in case
-    }
 
 
 def worse(now: dict[str, Any], before: dict[str, Any]) -> list[Worse]:

@@ -44,10 +44,10 @@ GPU_TARGETS = (
     ("unpack, the same", "unpack", 0.95),
     ("reduce, 2 to 16 parts", "reduce", 0.90),
 )
+GPU_HOST = {"launch": 5, "plan, path and launch": 6}  # microseconds of the host at most
 GPU_OTHERS = (
     "pack and unpack against Megatron-LM's, DTensor's and ColossalAI's way to do the same step: 1.5 times as fast, or "
     "0.95 of the roof; never slower",
-    "host time of a launch: 5 us; plan, path and launch: 6 us",
     "mappings end to end over NCCL, and hops over NCCL",
 )
 
@@ -87,6 +87,9 @@ def _gpu(files: dict[str, dict[str, Any]]) -> list[str]:
     ]
     for what, op, target in GPU_TARGETS:
         lines.append(f"| {what} | {target:.2f} of the roof | {_worst(devices, op)} |")
+    lines += [
+        f"| host time of a call: {what} | {most} us | {_host(devices, what)} |" for what, most in GPU_HOST.items()
+    ]
     lines += [f"| {what} | | {NOT_MEASURED} |" for what in GPU_OTHERS]
     return ["\n".join(lines) + "\n"]
 
@@ -99,6 +102,16 @@ def _worst(devices: dict[str, list[dict[str, Any]]], op: str) -> str:
             worst = min(held, key=lambda row: row["share_of_roof"] / row["target"])
             missed = ", missed" if worst["share_of_roof"] < worst["target"] else ""
             told.append(f"{device}: {worst['share_of_roof']:.2f} ({worst['row']}){missed}")
+    return "; ".join(told) or NOT_MEASURED
+
+
+def _host(devices: dict[str, list[dict[str, Any]]], what: str) -> str:
+    told = []
+    for device, rows in devices.items():
+        for row in rows:
+            if row["row"] == f"host, {what}":
+                ours = row["us"]["ours"]["p20"]
+                told.append(f"{device}: {ours:.1f} us{', missed' * (ours > GPU_HOST[what])}")
     return "; ".join(told) or NOT_MEASURED
 
 
@@ -138,7 +151,8 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
         cells += [f"{row['limit']:.2f}" if "limit" in row else "-"] * limited
         if shared:
             target = row.get("target")
-            cells += [f"{row['share_of_roof']:.2f}", "-" if target is None else f"{target:.2f}"]
+            share = f"{row['share_of_roof']:.2f}" if "share_of_roof" in row else "-"
+            cells += [share, "-" if target is None else f"{target:.2f}"]
         counts = _counts(row, providers)
         cells += [counts.get(label, "-") for label in counted]
         yield f"| {' | '.join(cells)} |"

@@ -70,19 +70,6 @@ def test_several_runs_become_one_with_the_range_as_spread() -> None:
     assert merged["rows"][0]["spread"] == {"peer": 0.2}
 
 
-def test_cases_of_a_gpu_are_rows_too() -> None:
-    case = {
-        "label": "pack   64 MiB", "share_of_roof": 0.8, "target": 0.95, "case": {"op": "pack"},
-        "microseconds": {
-            "roof": {"p20": 7, "median": 8, "p80": 9}, "ours": {"p20": 9, "median": 10, "p80": 11},
-            "split + cat": {"p20": 19, "median": 20, "p80": 21},
-        },
-    }  # fmt: skip
-    (found,) = guard.rows_of({"cases": [case]})
-    assert (found["row"], found["ratio"]) == ("pack 64 MiB", {"roof": 1.25, "split + cat": 0.5})
-    assert found["spread"] == {"roof": 0.25, "split + cat": 0.1}
-
-
 def test_exit_status_of_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

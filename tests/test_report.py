@@ -6,12 +6,9 @@ from typing import Any
 from bench import report, timing
 
 
-def gpu_case(op: str, share: float, target: float | None) -> dict[str, Any]:
-    quantiles = {"p20": 9.0, "median": 10.0, "p80": 11.0}
-    return {
-        "label": f"{op} 64 MiB", "share_of_roof": share, "target": target, "case": {"op": op, "sweep": "size"},
-        "microseconds": {"roof": quantiles, "ours": quantiles, "split + cat": quantiles},
-    }  # fmt: skip
+def gpu_row(op: str, share: float, target: float | None) -> dict[str, Any]:
+    samples = {provider: [10.0] * 10 for provider in ("ours", "roof", "split + cat")}
+    return timing.figures(f"{op} 64 MiB", samples, share_of_roof=share, target=target, case={"op": op, "sweep": "size"})
 
 
 def test_the_committed_page_is_the_generated_one() -> None:
@@ -31,14 +28,20 @@ def test_every_row_is_on_the_page() -> None:
 
 def test_a_gpu_is_not_measured_until_it_is(tmp_path: Path) -> None:
     nothing = report.page(tmp_path)
-    assert nothing.count(f"{report.NOT_MEASURED} |") == len(report.GPU_TARGETS) + len(report.GPU_OTHERS)
-    cases = [gpu_case("pack", 0.97, 0.95), gpu_case("pack", 0.5, None), gpu_case("unpack", 0.9, 0.95)]
-    content = {"versions": {"torch": "2"}, "cases": cases}
+    assert nothing.count(f"{report.NOT_MEASURED} |") == sum(
+        len(lines) for lines in (report.GPU_TARGETS, report.GPU_HOST, report.GPU_OTHERS)
+    )
+    rows = [gpu_row("pack", 0.97, 0.95), gpu_row("pack", 0.5, None), gpu_row("unpack", 0.9, 0.95)]
+    for name, us in (("launch", 4.5), ("plan, path and launch", 6.5)):
+        rows.append(timing.figures(f"host, {name}", {"ours": [us] * 10, "copy_": [3.0] * 10}, target_us=5))
+    content = {"versions": {"torch": "2"}, "rows": rows}
     timing.write_json(tmp_path / "nvidia-x" / "gpu_bench.json", content)
     page = report.page(tmp_path)
     assert "| 0.95 of the roof | nvidia-x: 0.97 (pack 64 MiB) |" in page
     assert "| 0.95 of the roof | nvidia-x: 0.90 (unpack 64 MiB), missed |" in page
     assert "| 0.90 of the roof | not measured |" in page
+    assert "| host time of a call: launch | 5 us | nvidia-x: 4.5 us |" in page
+    assert "| host time of a call: plan, path and launch | 6 us | nvidia-x: 6.5 us, missed |" in page
     assert "share of the roof" in page.split("## nvidia-x/gpu_bench")[1]
 
 
