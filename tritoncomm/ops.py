@@ -15,7 +15,7 @@ from tritoncomm.plan import Ints, Plan, joined_layout, rows_layout, wire_layout
 
 __all__ = ["forced_path", "pack", "pack_into", "path", "path_for", "reduce", "unpack"]
 
-_CAT_ROW, _CAT_BYTES = 2048, 1 << 15  # bytes of a row at most; of a wire of more than four pieces at least
+_CAT_ROW, _CAT_BYTES = 2048, 1 << 15  # bytes of a row at most and of a wire at least
 _PATHS = ("auto", "torch", "triton")
 
 
@@ -210,9 +210,7 @@ def _joined(wire: Tensor, shape: Ints, dim: int, layout: tuple[Ints, Ints, Ints 
     size, stride, pieces, row = layout
     if pieces is None:
         return wire.as_strided(size, stride).clone(memory_format=torch.contiguous_format)
-    bytes_each = wire.itemsize
-    # A strided copy takes its time per run, cat per byte and per piece.
-    if row * bytes_each <= _CAT_ROW and (pieces[0] <= 4 or wire.numel() * bytes_each >= _CAT_BYTES):
+    if wire.nbytes >= _CAT_BYTES and row * wire.itemsize <= _CAT_ROW:  # a strided copy takes its time per run
         return torch.cat((wire if wire.shape == pieces else wire.view(pieces)).unbind(0), dim)
     return wire.as_strided(size, stride).reshape(shape)
 
