@@ -15,7 +15,6 @@ in the times and counts of both.
 ``python bench/bench_end_to_end.py`` prints the table; ``--json PATH`` writes it with versions.
 """
 
-import argparse
 import sys
 import time
 import warnings
@@ -31,10 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from bench import guard
+from bench import guard, part
 from bench.bench_mappings import load_peer
 from bench.cost import REPEATS, Cost, Samples, run_backward
-from bench.timing import figures, geometric_mean, quantile, quiet_host, versions, write_json
+from bench.timing import figures, geometric_mean, quantile, quiet_host, versions
 from tritoncomm import mappings
 
 PART = "end_to_end"  # of the suite: the name of the results file
@@ -268,25 +267,15 @@ def test_mappings_together(rows: list[Row], capsys: pytest.CaptureFixture[str]) 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Mappings forward and backward on real ranks, against megatron-core's."
+    options = part.arguments(
+        "Mappings forward and backward on real ranks, against megatron-core's.", "mappings", ROUNDS
     )
-    parser.add_argument("--json", metavar="PATH", help="also write the table there, with versions")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--only", default="", help="only mappings whose label contains this")
-    options = parser.parse_args()
     if load_peer() is None:
         print("megatron-core is not installed: there is nothing to compare the mappings with")
         return 2
     with processes() as pool:
         rows = [measure(case, pool, options.rounds) for case in CASES if options.only in case.label]
-    print(table(rows))
-    missed = failures(rows) + [f"worse: {line}" for line in guard.against_committed(PART, as_json(rows))]
-    for line in missed:
-        print("MISSED:", line)
-    if options.json:
-        print("written:", write_json(options.json, as_json(rows)))
-    return 1 if missed else 0
+    return part.finish(PART, rows, options.json, table, failures, as_json)
 
 
 if __name__ == "__main__":

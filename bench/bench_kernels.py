@@ -11,7 +11,6 @@ over; what is inside a compiled call is not seen.
 ``python bench/bench_kernels.py`` prints the table; ``--json PATH`` writes it with versions.
 """
 
-import argparse
 import shutil
 import sys
 from collections.abc import Callable
@@ -22,9 +21,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import guard
+from bench import guard, part
 from bench.bench_p2p import Traffic
-from bench.timing import figures, geometric_mean, interleaved, quantile, quiet_host, versions, write_json
+from bench.timing import figures, geometric_mean, interleaved, quantile, quiet_host, versions
 from tritoncomm import ops
 
 PART = "kernels"  # of the suite: the name of the results file
@@ -199,19 +198,9 @@ def test_steps_together(rows: list[Row], capsys: pytest.CaptureFixture[str]) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="pack and unpack on the CPU against torch's own formulations.")
-    parser.add_argument("--json", metavar="PATH", help="also write the table there, with versions")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--only", default="", help="only steps whose label contains this")
-    options = parser.parse_args()
+    options = part.arguments("pack and unpack on the CPU against torch's own formulations.", "steps", ROUNDS)
     rows = [measure(case, options.rounds) for case in CASES if options.only in case.label]
-    print(table(rows))
-    missed = failures(rows) + [f"worse: {line}" for line in guard.against_committed(PART, as_json(rows))]
-    for line in missed:
-        print("MISSED:", line)
-    if options.json:
-        print("written:", write_json(options.json, as_json(rows)))
-    return 1 if missed else 0
+    return part.finish(PART, rows, options.json, table, failures, as_json)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ say so), ours makes a copy first; what that copy costs is allowed for in the lim
 ``python bench/bench_mappings.py`` prints the table; ``--json PATH`` writes it with versions.
 """
 
-import argparse
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bench import guard
-from bench.timing import figures, geometric_mean, interleaved, quantile, quiet_host, versions, write_json
+from bench import guard, part
+from bench.timing import figures, geometric_mean, interleaved, quantile, quiet_host, versions
 from tritoncomm import mappings
 
 PART = "host_cost"  # of the suite: the name of the results file
@@ -286,11 +285,7 @@ def test_mappings_in_the_mean(peer: Any, rows: list[Row], capsys: pytest.Capture
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Host cost of every mapping against megatron-core's.")
-    parser.add_argument("--json", metavar="PATH", help="also write the table there, with versions")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--only", default="", help="only mappings whose name contains this")
-    options = parser.parse_args()
+    options = part.arguments("Host cost of every mapping against megatron-core's.", "mappings", ROUNDS)
     peer = load_peer()
     if peer is None:
         print("megatron-core is not installed: there is nothing to compare the mappings with")
@@ -298,13 +293,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     with _Host() as group:
         rows = [measure(case, peer, group, options.rounds) for case in CASES if options.only in case.label]
-    print(table(rows))
-    missed = failures(rows) + [f"worse: {line}" for line in guard.against_committed(PART, as_json(rows))]
-    for line in missed:
-        print("MISSED:", line)
-    if options.json:
-        print("written:", write_json(options.json, as_json(rows)))
-    return 1 if missed else 0
+    return part.finish(PART, rows, options.json, table, failures, as_json)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ of once over what is sent), and calls that synchronise a device. Nobody but us s
 ``contiguous()`` first. ``python bench/bench_p2p.py`` prints the table; ``--json PATH`` writes it with versions.
 """
 
-import argparse
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bench import guard
-from bench.timing import figures, geometric_mean, interleaved, quantile, quiet_host, versions, write_json
+from bench import guard, part
+from bench.timing import figures, geometric_mean, interleaved, quantile, quiet_host, versions
 from tritoncomm import p2p, record
 from tritoncomm.p2p import header
 
@@ -428,11 +427,7 @@ def test_hops_together(peer: Any, rows: list[Row], capsys: pytest.CaptureFixture
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="One hop between two pipeline stages against megatron-core's.")
-    parser.add_argument("--json", metavar="PATH", help="also write the table there, with versions")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--only", default="", help="only hops whose label contains this")
-    options = parser.parse_args()
+    options = part.arguments("One hop between two pipeline stages against megatron-core's.", "hops", ROUNDS)
     peer = load_peer()
     if peer is None:
         print("megatron-core is not installed: there is nothing to compare a hop with")
@@ -440,13 +435,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     with Host() as host:
         rows = [measure(case, peer, host, options.rounds) for case in CASES if options.only in case.label]
-    print(table(rows))
-    missed = failures(rows) + [f"worse: {line}" for line in guard.against_committed(PART, as_json(rows))]
-    for line in missed:
-        print("MISSED:", line)
-    if options.json:
-        print("written:", write_json(options.json, as_json(rows)))
-    return 1 if missed else 0
+    return part.finish(PART, rows, options.json, table, failures, as_json)
 
 
 if __name__ == "__main__":

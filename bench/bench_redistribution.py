@@ -7,7 +7,6 @@ time is taken with small tensors over a process group that moves nothing.
 ``python bench/bench_redistribution.py`` prints the table; ``--json PATH`` writes it with versions.
 """
 
-import argparse
 import math
 import sys
 import warnings
@@ -23,9 +22,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 from torch.distributed.tensor import Replicate, Shard
 
-from bench import guard
+from bench import guard, part
 from bench.cost import PROVIDERS, REPEATS, ROUNDS, WORLD, WORST, Cost, Ranks, Samples, local, paired, run_backward
-from bench.timing import figures, geometric_mean, quantile, quiet_host, versions, write_json
+from bench.timing import figures, geometric_mean, quantile, quiet_host, versions
 from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup, ReplicaSpec, ShardSpec
 from tritoncomm.tensor.dispatch import plain
 from tritoncomm.tensor.distspec import _DistSpec
@@ -246,21 +245,11 @@ def test_redistributions_together(rows: list[Row], capsys: pytest.CaptureFixture
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Redistribution against DTensor's on the same ranks.")
-    parser.add_argument("--json", metavar="PATH", help="also write the table there, with versions")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--only", default="", help="only transitions whose label contains this")
-    options = parser.parse_args()
+    options = part.arguments("Redistribution against DTensor's on the same ranks.", "transitions", ROUNDS)
     warnings.simplefilter("ignore")
     with Ranks() as (pool, pg):
         rows = [measure(case, pool, pg, options.rounds) for case in CASES if options.only in case.label]
-    print(table(rows))
-    missed = failures(rows) + [f"worse: {line}" for line in guard.against_committed(PART, as_json(rows))]
-    for line in missed:
-        print("MISSED:", line)
-    if options.json:
-        print("written:", write_json(options.json, as_json(rows)))
-    return 1 if missed else 0
+    return part.finish(PART, rows, options.json, table, failures, as_json)
 
 
 if __name__ == "__main__":

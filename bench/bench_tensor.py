@@ -10,7 +10,6 @@ holds most). Host time is taken with small tensors over a process group that mov
 ``python bench/bench_tensor.py`` prints the table; ``--json PATH`` writes it with versions.
 """
 
-import argparse
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,9 +27,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
-from bench import guard
+from bench import guard, part
 from bench.cost import PROVIDERS, REPEATS, ROUNDS, WORLD, WORST, Cost, Ranks, Samples, local, paired, run_backward
-from bench.timing import figures, geometric_mean, quantile, quiet_host, versions, write_json
+from bench.timing import figures, geometric_mean, quantile, quiet_host, versions
 from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup, ShardSpec, shard_parameters
 
 PART = "tensor"  # of the suite: the name of the results file
@@ -329,21 +328,11 @@ def test_steps_together(rows: list[Row], capsys: pytest.CaptureFixture[str]) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Steps of tensor-parallel training against DTensor's.")
-    parser.add_argument("--json", metavar="PATH", help="also write the table there, with versions")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--only", default="", help="only cases whose label contains this")
-    options = parser.parse_args()
+    options = part.arguments("Steps of tensor-parallel training against DTensor's.", "cases", ROUNDS)
     warnings.simplefilter("ignore")
     with Ranks() as (pool, pg):
         rows = [measure(case, pool, pg, options.rounds) for case in CASES if options.only in case.label]
-    print(table(rows))
-    missed = failures(rows) + [f"worse: {line}" for line in guard.against_committed(PART, as_json(rows))]
-    for line in missed:
-        print("MISSED:", line)
-    if options.json:
-        print("written:", write_json(options.json, as_json(rows)))
-    return 1 if missed else 0
+    return part.finish(PART, rows, options.json, table, failures, as_json)
 
 
 if __name__ == "__main__":
