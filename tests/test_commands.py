@@ -50,6 +50,42 @@ def test_plan_tells_the_same_in_words_and_in_json() -> None:
     assert told["dtype"] == "bfloat16"
 
 
+SHORT = {
+    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32",
+    "fp64": "float64", "double": "float64", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
+    "torch.bfloat16": "bfloat16", "BF16": "bfloat16", "int64": "int64",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("short", "name"), SHORT.items())
+def test_short_names_of_element_types_are_known_to_every_command(short: str, name: str) -> None:
+    told = json.loads(run("plan", "sp2hp", "--shape", "8x4", "--world", "2", "--dtype", short, "--json").output)
+    assert told["dtype"] == name
+    rows = json.loads(run("tune", "--shape", "8x4", "--world", "2", "--dtype", short, "--list", "--json").output)
+    assert {row["dtype"] for row in rows} == {name}
+    assert ("reduce" in {row["op"] for row in rows}) is not name.startswith("float8")
+
+
+def test_the_demo_takes_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(cli, "train_with_progress", lambda settings, _: asked.append(settings.dtype) or stop())
+    assert run("demo", "--dtype", "bf16").exit_code == 1
+    assert asked == ["bfloat16"]
+
+
+def stop() -> None:
+    raise cli.DemoError("far enough")
+
+
+def test_plan_says_why_there_is_no_backward() -> None:
+    for dtype, why in (("int32", "int32 has no gradients"), ("fp8_e4m3", "cannot reduce float8_e4m3fn")):
+        arguments = ("plan", "all_gather", "--shape", "8,4", "--world", "2", "--dtype", dtype)
+        assert why in run(*arguments).output
+        told = json.loads(run(*arguments, "--json").output)
+        assert (told["forward"]["wire"] > 0, told["backward"]) == (True, None)
+        assert why in told["no_backward"]
+
+
 def test_plan_takes_the_figures_of_the_machine() -> None:
     figures = ("--memory", "1000", "--link", "100", "--latency", "0", "--node", "4", "--network", "10", "--json")
     told = json.loads(run(*PLAN, *figures).output)
@@ -88,8 +124,10 @@ def test_plan_as_a_process_of_its_own() -> None:
         (("plan", "sp2hp", "--shape", "4,x", "--world", "2"), "--shape must be integers"),
         (("plan", "sp2hp", "--shape", "4,4", "--world", "0"), "one rank or more"),
         (("plan", "split", "--shape", "4,4", "--world", "2", "--dim", "2"), "dim 2 is out of range"),
-        (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--dtype", "float"), ""),
-        (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--dtype", "bf16"), "torch has no dtype 'bf16'"),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--dtype", "bf17"), "'bf17' is no dtype"),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--dtype", "quint8"), "dtype 'quint8' cannot be moved"),
+        (("plan", "rs_last", "--shape", "4,4", "--world", "2", "--dtype", "fp8_e5m2"), "cannot reduce float8_e5m2"),
+        (("demo", "--dtype", "fp16"), "dtype must be one of float32, float64, bfloat16, not 'float16'"),
         (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--link", "0"), "--link must be more than 0"),
         (("plan", "sp2hp", "--world", "2"), "--shape"),
         (("bench", "nothing"), "no part 'nothing'; there are"),

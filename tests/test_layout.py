@@ -34,6 +34,7 @@ LAYERS = [
     ["mappings"],
     ["p2p"],
     ["tensor"],
+    ["arguments"],
     ["tune"],
     ["cost", "steps", "explain", "selftest", "doctor"],
     ["demo"],

@@ -25,6 +25,7 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "reduce_scatter_list",
+    "refused",
     "special",
 ]
 
@@ -200,7 +201,7 @@ def check_op(op: Any, x: Tensor, group: ProcessGroup, name: str) -> None:
     if op == ReduceOp.SUM and x.dtype not in _raw:
         return
     backend = backend_name(group, x)
-    problem = _refused(op, x.dtype, backend)
+    problem = refused(op, x.dtype, backend)
     if problem:
         raise UnsupportedError(f"{name}: {backend} cannot reduce {x.dtype} with {op}: {problem}")
 
@@ -210,7 +211,8 @@ def backend_name(group: ProcessGroup, x: Tensor) -> str:
     return group._get_backend(x.device).name().lower()
 
 
-def _refused(op: Any, dtype: torch.dtype, backend: str) -> str:
+def refused(op: Any, dtype: torch.dtype, backend: str) -> str:
+    """Why ``backend`` cannot reduce ``dtype`` with ``op``, empty if it can."""
     if dtype in _raw:
         return "sums of 8-bit floats would have to be decoded first; cast, or exchange and reduce"
     if dtype.is_complex and op != ReduceOp.SUM and op != ReduceOp.AVG:

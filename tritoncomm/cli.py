@@ -11,6 +11,7 @@ except ImportError as error:
     sys.exit(f"the command needs typer and rich ({error}): pip install 'tritoncomm[cli]'")
 
 from tritoncomm import commands
+from tritoncomm.arguments import dtype_name, parse_dtype
 from tritoncomm.demo import DemoError, Settings
 from tritoncomm.demo.report import check_plot, plot, show, train_with_progress
 from tritoncomm.tune import report as tune_report
@@ -35,7 +36,7 @@ def demo(
     steps: Annotated[int, typer.Option(help="Training steps, 100 at most.")] = 60,
     text: Annotated[str | None, typer.Option(help="File to train on; Python's own documentation by default.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, float64 or bfloat16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32, float64 or bfloat16, or short: fp32, fp64, bf16.")] = "float32",
     tensor_layer: Annotated[
         bool, typer.Option("--tensor-layer", help="Plain modules whose parameters are ColoParameters.")
     ] = False,
@@ -56,7 +57,7 @@ def demo(
             steps=steps,
             text=text,
             device=device,
-            dtype=dtype,
+            dtype=dtype_name(parse_dtype(dtype)),
             tensor_layer=tensor_layer,
         )
         if picture is not None:
@@ -77,7 +78,9 @@ def tune(
     op: Annotated[list[str] | None, typer.Option(help="pack, unpack or reduce; all by default. Repeatable.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help="Like 4096x8192; the last dim is cut. Repeatable.")] = None,
     world: Annotated[list[int] | None, typer.Option(help="Ranks the dim is cut over; 8. Repeatable.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="Element type; bfloat16. Repeatable.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="Element type like bf16, fp32, fp8_e4m3; bfloat16. Repeatable.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="llama3-8b, llama3-70b, qwen3-32b, deepseek-v3 or a file.")] = None,
     tensor_parallel: Annotated[int | None, typer.Option(help="Ranks that share the model's layers; 8.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of one micro-batch of the model.")] = 8192,

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tritoncomm import cost, pictures, suite
+from tritoncomm.arguments import dtype_name, parse_dtype, parse_ints
 from tritoncomm.doctor import Finding, examine
 from tritoncomm.explain import OPS, Explanation, explain
 from tritoncomm.steps import Movement
@@ -56,9 +57,11 @@ _PLAN_EPILOG = (
 
 def plan(
     op: Annotated[str, typer.Argument(help="The mapping, for example sp2hp or all_gather.")],
-    shape: Annotated[str, typer.Option(help="Shape of the input on one rank, for example 4096,2,8192.")],
+    shape: Annotated[str, typer.Option(help="Input on one rank, like 4096,2,8192 or 4096x2x8192.")],
     world: Annotated[int, typer.Option(help="Number of ranks.")],
-    dtype: Annotated[str, typer.Option(help="Element type of the input.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="Element type of the input: torch's name, or bf16, fp32, fp8_e4m3.")
+    ] = "bfloat16",
     dim: Annotated[str, typer.Option(help="The dim; scatter_dim,gather_dim for all_to_all.")] = "",
     device: Annotated[str, typer.Option(help="cuda, cpu, or the name of a GPU, for its tuned table.")] = "cuda",
     held: Annotated[bool, typer.Option("--held", help="copy, reduce: the caller keeps the tensor.")] = False,
@@ -79,7 +82,8 @@ def plan(
         rates = _rates("cpu" if device == "cpu" else "cuda", latency, link, network, memory, node)
         if device == "cuda" and torch.cuda.is_available():
             device = torch.cuda.get_device_name()
-        told = explain(op, _ints(shape, "--shape"), world, _dtype(dtype), _ints(dim, "--dim"), device, rates, held)
+        sizes, dims = parse_ints(shape, "--shape", 0), parse_ints(dim, "--dim")
+        told = explain(op, sizes, world, parse_dtype(dtype), dims, device, rates, held)
     if as_json:
         print(json.dumps(_as_json(told), indent=1))
     else:
@@ -106,20 +110,6 @@ def _rates(
     return replace(cost.DEFAULTS[kind], **given)
 
 
-def _ints(text: str, option: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise ValueError(f"{option} must be integers with commas between them, not {text!r}") from None
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"--dtype: torch has no dtype {name!r}; for example bfloat16, float16, float32, int64")
-    return found
-
-
 def _as_json(told: Explanation) -> dict[str, Any]:
     def movement(one: Movement) -> dict[str, Any]:
         local, collective = one.seconds
@@ -129,19 +119,23 @@ def _as_json(told: Explanation) -> dict[str, Any]:
     return {
         "mapping": told.op,
         "world": told.world,
-        "dtype": str(told.dtype).removeprefix("torch."),
+        "dtype": dtype_name(told.dtype),
         "device": told.device,
         "forward": movement(told.forward),
-        "backward": movement(told.backward),
+        "backward": None if told.backward is None else movement(told.backward),
+        "no_backward": told.no_backward,
         "assumed": asdict(told.rates),
         "projection": [asdict(share) | {"share": share.share} for share in told.projection],
     }
 
 
 def _show(told: Explanation, console: Console) -> None:
-    kind = str(told.dtype).removeprefix("torch.")
+    kind = dtype_name(told.dtype)
     console.print(f"{told.op}: {kind}, {told.world} ranks, {told.device}", style="bold", markup=False)
     for direction, one in (("forward", told.forward), ("backward", told.backward)):
+        if one is None:
+            console.print(f"{direction}: none: {told.no_backward}", markup=False, soft_wrap=True)
+            continue
         console.print(_movement_table(direction, one))
         for step in one.steps:
             if step.tile:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from tritoncomm import steps
+from tritoncomm.arguments import dtype_name
 from tritoncomm.cost import DEFAULTS, Rates
-from tritoncomm.errors import ArgumentError, ShapeError
+from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.plan import Ints
 from tritoncomm.steps import Call, Move, Movement
 
@@ -38,7 +39,12 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A mapping forward and backward, and what the share of its local passes would be at other numbers of ranks."""
+    """A mapping forward and backward, and what the share of its local passes would be at other numbers of ranks.
+
+    Attributes:
+        backward: None where there is none.
+        no_backward: why not.
+    """
 
     op: str
     world: int
@@ -46,7 +52,8 @@ class Explanation:
     device: str
     rates: Rates
     forward: Movement
-    backward: Movement
+    backward: Movement | None
+    no_backward: str
     projection: tuple[Share, ...]
 
 
@@ -97,6 +104,7 @@ def explain(
     Raises:
         ArgumentError: no such mapping, or dims where it takes none.
         ShapeError: the shape does not divide, or has no such dim.
+        UnsupportedError: a reduction of a dtype that the backend cannot reduce.
     """
     short, dims = _named(op, tuple(dims))
     if world < 1 or not shape or min(shape) < 0:
@@ -104,9 +112,9 @@ def explain(
     kind = "cpu" if device == "cpu" else "cuda"
     name = None if device in ("cpu", "cuda") else device
     call = Call(dims, world, dtype, kind, name, rates or DEFAULTS[kind], held)
-    forward, backward = _both(short, tuple(shape), call)
+    forward, backward, why = _both(short, tuple(shape), call)
     shares = tuple(_share(short, tuple(shape), replace(call, world=other)) for other in PROJECTED)
-    return Explanation(OPS[short], world, dtype, device, call.rates, forward, backward, shares)
+    return Explanation(OPS[short], world, dtype, device, call.rates, forward, backward, why, shares)
 
 
 def _named(op: str, dims: Ints) -> tuple[str, Ints]:
@@ -128,18 +136,24 @@ def _named(op: str, dims: Ints) -> tuple[str, Ints]:
     return short, dims
 
 
-def _both(short: str, shape: Ints, call: Call) -> tuple[Movement, Movement]:
+def _both(short: str, shape: Ints, call: Call) -> tuple[Movement, Movement | None, str]:
+    """Forward, backward, and why there is no backward."""
     name, _, forth, back = _TABLE[short]
-    if call.world == 1:
-        return Movement(name, shape, shape, ()), Movement(f"{name}.backward", shape, shape, ())
-    steps, result = forth(shape, call.dims, call)
-    returned, _ = back(result, call.dims, call)
-    return Movement(name, shape, result, tuple(steps)), Movement(f"{name}.backward", result, shape, tuple(returned))
+    steps, result = ([], shape) if call.world == 1 else forth(shape, call.dims, call)
+    forward = Movement(name, shape, result, tuple(steps))
+    if not (call.dtype.is_floating_point or call.dtype.is_complex):
+        return forward, None, f"{dtype_name(call.dtype)} has no gradients"
+    try:
+        returned, _ = ([], shape) if call.world == 1 else back(result, call.dims, call)
+    except UnsupportedError as error:
+        return forward, None, str(error)
+    return forward, Movement(f"{name}.backward", result, shape, tuple(returned)), ""
 
 
 def _share(short: str, shape: Ints, call: Call) -> Share:
     try:
-        forward, backward = _both(short, shape, call)
+        forward, backward, _ = _both(short, shape, call)
     except ShapeError:
         return Share(call.world, None, None)
-    return Share(call.world, *(a + b for a, b in zip(forward.seconds, backward.seconds, strict=True)))
+    back = (0.0, 0.0) if backward is None else backward.seconds
+    return Share(call.world, *(a + b for a, b in zip(forward.seconds, back, strict=True)))

@@ -5,10 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.distributed import ReduceOp
 from tritoncomm_kernels.config import config_for, crossover_bytes, origin_of
 
-from tritoncomm import ops, routes
+from tritoncomm import c10d, ops, routes
+from tritoncomm.arguments import dtype_name
 from tritoncomm.cost import Rates, collective_seconds, pass_seconds
+from tritoncomm.errors import UnsupportedError
 from tritoncomm.plan import Ints, Plan
 
 __all__ = [
@@ -114,6 +117,12 @@ class Call:
             return "torch"
         return "triton"
 
+    def check_sum(self) -> None:
+        """Refuse to reduce what the backend cannot, as `c10d` does."""
+        backend = "gloo" if self.kind == "cpu" else "nccl"
+        if problem := c10d.refused(ReduceOp.SUM, self.dtype, backend):
+            raise UnsupportedError(f"plan: {backend} cannot reduce {dtype_name(self.dtype)}: {problem}")
+
     def local(self, name: str, what: str, moved: int, path: str = "torch", tile: str = "", origin: str = "") -> Step:
         """A pass that reads and writes ``moved`` bytes; a view if none."""
         return Step(name, path if moved else "view", what, moved, 0, pass_seconds(moved, self.rates), tile, origin)
@@ -153,6 +162,7 @@ def identity(shape: Ints, dims: Ints, call: Call) -> Steps:
 
 def all_reduce(shape: Ints, dims: Ints, call: Call) -> Steps:
     """Reduce over the ranks, in place unless the tensor is held."""
+    call.check_sum()
     size = call.nbytes(shape)
     where = "the tensor is held elsewhere: into a copy" if call.held else "nothing else holds the tensor: in place"
     copy = call.local("copy", where, 2 * size if call.held else 0)
@@ -168,6 +178,7 @@ def gather(shape: Ints, dims: Ints, call: Call) -> Steps:
 
 def scatter_reduce(shape: Ints, dims: Ints, call: Call) -> Steps:
     """Reduce over the ranks, keep this rank's piece of a dim."""
+    call.check_sum()
     route = routes.scattered(shape, call.dtype, dims[0], call.world)
     sent = call.collective("reduce-scatter", f"{list(route.shape)} to every rank", route.wire_bytes)
     return [_layout(call, "pack", shape, dims[0]), sent], route.shape

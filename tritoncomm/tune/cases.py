@@ -7,13 +7,14 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 import torch
+from tritoncomm_kernels.numerics import wide_type
 from tritoncomm_kernels.tables import OPS
 
+from tritoncomm.arguments import dtype_name, parse_ints
 from tritoncomm.plan import Plan
 
-__all__ = ["MODELS", "Case", "Model", "from_model", "from_shapes", "parse_dtype", "parse_shape", "read_model", "sweep"]
+__all__ = ["MODELS", "Case", "Model", "can_sum", "from_model", "from_shapes", "parse_shape", "read_model", "sweep"]
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _MOST_RANKS = {"pack": 2**16, "unpack": 2**16, "reduce": 64}
 
 
@@ -40,8 +41,7 @@ class Case:
     @property
     def label(self) -> str:
         """The key of a case in files; the note is not part of it."""
-        kind = str(self.dtype).removeprefix("torch.")
-        return f"{self.op} {self.outer}x{self.row} world {self.world} {kind}"
+        return f"{self.op} {self.outer}x{self.row} world {self.world} {dtype_name(self.dtype)}"
 
     @property
     def run(self) -> int:
@@ -207,25 +207,19 @@ def parse_shape(text: str) -> tuple[int, ...]:
     Raises:
         ValueError: no positive sizes.
     """
-    try:
-        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
-    except ValueError:
-        shape = ()
-    if not shape or min(shape) < 1:
-        raise ValueError(f"shape {text!r} is no list of positive sizes like 4096x8192")
+    shape = parse_ints(text, "--shape", 1)
+    if not shape:
+        raise ValueError("--shape is empty; give sizes like 4096x8192")
     return shape
 
 
-def parse_dtype(text: str) -> torch.dtype:
-    """``bfloat16``, or short as in ``bf16``.
-
-    Raises:
-        ValueError: torch has no such dtype.
-    """
-    found = getattr(torch, _DTYPES.get(text, text), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{text!r} is no dtype of torch, like bfloat16, float32 or int8")
-    return found
+def can_sum(dtype: torch.dtype) -> bool:
+    """Whether ``reduce`` adds up elements of ``dtype``."""
+    try:
+        wide_type("reduce", dtype, dtype, False, True)
+    except TypeError:
+        return False
+    return True
 
 
 def _row(op: str, shape: tuple[int, ...]) -> int:

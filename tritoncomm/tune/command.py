@@ -10,6 +10,7 @@ from typing import Any
 
 from tritoncomm_kernels.tables import OPS
 
+from tritoncomm.arguments import dtype_name, parse_dtype
 from tritoncomm.tune import cases, static, table, winners
 from tritoncomm.tune.candidates import Candidate, candidates, groups
 from tritoncomm.tune.cases import Case
@@ -85,20 +86,28 @@ def cases_of(request: Request) -> list[Case]:
         raise ValueError(f"--budget must be a positive number of seconds, not {request.budget:g}")
     if request.tensor_parallel is not None and request.model is None:
         raise ValueError("--tensor-parallel goes with --model; --shape takes --world")
-    dtypes = [cases.parse_dtype(name) for name in request.dtypes or ("bfloat16",)]
+    dtypes = [parse_dtype(name) for name in request.dtypes or ("bfloat16",)]
     if request.model is not None:
         if request.shapes or request.worlds:
             raise ValueError("--model has shapes of its own: give --tensor-parallel, not --shape or --world")
         model, name = cases.read_model(request.model), Path(request.model).stem
         world = 8 if request.tensor_parallel is None else request.tensor_parallel
         found = [cases.from_model(model, world, request.tokens, dtype, ops, name) for dtype in dtypes]
-        return [case for each in found for case in each]
+        return _summable([case for each in found for case in each], request)
     if request.shapes:
         shapes = [cases.parse_shape(text) for text in request.shapes]
-        return cases.from_shapes(shapes, request.worlds or (8,), dtypes, ops)
+        return _summable(cases.from_shapes(shapes, request.worlds or (8,), dtypes, ops), request)
     if request.worlds or request.dtypes:
         raise ValueError("--world and --dtype go with --shape (or --dtype with --model)")
     return cases.sweep(ops)
+
+
+def _summable(found: list[Case], request: Request) -> list[Case]:
+    """Without the sums of what cannot be summed, unless they were asked for."""
+    out = [case for case in found if case.op == "reduce" and not cases.can_sum(case.dtype)]
+    if out and "reduce" in request.ops:
+        raise ValueError(f"--op reduce cannot sum {dtype_name(out[0].dtype)}; give --op pack --op unpack")
+    return [case for case in found if case not in out]
 
 
 def rank_static(request: Request, target: str, follow: Follow | None = None) -> Outcome:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from tritoncomm.arguments import dtype_name
 from tritoncomm.tune.candidates import candidates
 from tritoncomm.tune.cases import MODELS, Case
 from tritoncomm.tune.command import Outcome, Request, cases_of, measure, rank_static
@@ -46,7 +47,7 @@ def case_rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
             "outer": case.outer,
             "row": case.row,
             "world": case.world,
-            "dtype": str(case.dtype).removeprefix("torch."),
+            "dtype": dtype_name(case.dtype),
             "unit": case.unit,
             "bytes": case.nbytes,
             "candidates": len(candidates(case.op, case.unit)),

@@ -1,0 +1,58 @@
+"""What the commands take as words: element types and lists of sizes, read the same way by all of them."""
+
+import re
+
+import torch
+
+__all__ = ["dtype_name", "parse_dtype", "parse_ints"]
+
+_SHORT = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}  # half, float, double and the like are torch's own
+_MOVED = re.compile(r"bfloat16|float(16|32|64|8_\w+)|complex(32|64|128)|u?int(8|16|32|64)|bool")
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    """``bfloat16``, ``torch.bfloat16`` or ``bf16``: torch's names of element types, and the short ones of the field.
+
+    Raises:
+        ValueError: torch has no such dtype, or tensors of it cannot be moved (quantized, or below a byte).
+    """
+    name = text.strip().removeprefix("torch.")
+    found = getattr(torch, _SHORT.get(name.lower(), name), None)
+    if not isinstance(found, torch.dtype):
+        short = ", ".join(_SHORT)
+        raise ValueError(f"{text!r} is no dtype: torch's names (bfloat16, float32, int64, ...) or {short}, half")
+    if not _MOVED.fullmatch(dtype_name(found)):
+        raise ValueError(f"dtype {text!r} cannot be moved: quantized types and elements below a byte have no path here")
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def parse_ints(text: str, option: str, least: int | None = None) -> tuple[int, ...]:
+    """``4096,1,8192`` or ``4096x1x8192`` as a tuple; nothing is an empty one.
+
+    Args:
+        text: what was given.
+        option: its name, for the message.
+        least: the smallest integer that makes sense; any by default.
+
+    Raises:
+        ValueError: not integers, or one that is too small.
+    """
+    try:
+        numbers = tuple(int(part) for part in text.replace("x", ",").split(",")) if text.strip() else ()
+    except ValueError:
+        raise ValueError(f"{option} must be integers like 4096,1,8192 or 4096x1x8192, not {text!r}") from None
+    if least is not None and min(numbers, default=least) < least:
+        raise ValueError(f"{option} {text!r}: {min(numbers)} is below {least}")
+    return numbers
