@@ -3,20 +3,25 @@
 Run as ``make gpu-bench``. The roof is a contiguous ``dst.copy_(src)`` that reads and writes as many bytes, measured in
 the same rounds; a share of it is of medians. Times are CUDA events around one call with the L2 cache flushed before it.
 "statistics" and "gradient" are the two kernels of the cross entropy over a cut vocabulary; a run is a row of the
-logits, and torch's formulations compute in float32 as they do. Rows that begin with "host" are the host's time to
-enqueue one small call, by the host's clock. Results go to $OUT, or to ``bench/results/<device>/``. ``--dry`` runs
-everything but the GPU on the CPU with TRITON_INTERPRET=1 and tiny sizes; its times mean nothing and are not written as
-results. Exits 2 without a CUDA device.
+logits, and torch's formulations compute in float32 as they do. "copy-in" packs several tensors of equal size into one
+wire and "copy-out" unpacks it, as FSDP2 does around its collectives: ours with a launch for each, FSDP2's ops with one.
+"split + cat" is what Megatron-LM does, and DTensor where it gathers or reduce-scatters; "movedim" is DTensor's
+exchange, "compiled" the same by torch.compile (in some sweeps; compiling is not timed); "chunk + contiguous" is
+ColossalAI's way to pack. Rows that begin with "host" are the host's time to enqueue one small call, by the host's
+clock. Results go to $OUT, or to ``bench/results/<device>/``, after every row. ``--dry`` runs everything but the GPU on
+the CPU with TRITON_INTERPRET=1 and tiny sizes; its times mean nothing and are not written as results. Exits 1 when
+results differ, 2 without a CUDA device.
 """
 
 import argparse
 import os
 import sys
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +31,8 @@ import tritoncomm_kernels as kernels
 from torch import Tensor
 from tritoncomm_kernels import reference, softmax
 
+from bench.device import Call, Device, destination
+from bench.formulations import PEERS, compiled, exp_scatter, logsumexp_gather
 from bench.report import GPU_HOST
 from bench.timing import figures, quantile, versions, write_json
 from tritoncomm import ops
@@ -34,14 +41,15 @@ BUDGET_S = 400  # later cases are left out, visibly, so that the run ends within
 MIB = 2**20
 TARGET = {"pack": 0.95, "unpack": 0.95, "reduce": 0.90}
 ENTROPY = {"statistics", "gradient"}
-Call = Callable[[], Any]
+COMPILED = {"run", "dtype", "cast"}  # the sweeps in which torch.compile is a peer; a compilation takes seconds
 
 
 @dataclass(frozen=True)
 class Case:
     """One point: ``nbytes`` in runs of ``run_bytes`` for ``world`` ranks, or that many parts of it to sum.
 
-    Of the cross entropy: logits in rows of ``run_bytes``, a piece of the vocabulary of ``world`` ranks.
+    Of the cross entropy: logits in rows of ``run_bytes``, a piece of the vocabulary of ``world`` ranks. Of a copy-in or
+    copy-out: as many tensors as there would be rows.
     """
 
     op: str
@@ -56,8 +64,11 @@ class Case:
     def label(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         kind += f">{str(self.out_dtype).removeprefix('torch.')}" if self.out_dtype else ""
-        size = f"{self.nbytes / MIB:g} MiB"
-        return f"{self.op:10} {size:>10}  run {self.run_bytes:>6}  world {self.world:>2}  {kind}"
+        return f"{self.op} {self.nbytes / MIB:g} MiB run {self.run_bytes} world {self.world} {kind}"
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.op in ("pack", "unpack") and self.sweep in COMPILED
 
     @property
     def has_target(self) -> bool:
@@ -92,6 +103,10 @@ def cases() -> Iterator[Case]:
         for world, dtype in ((8, torch.bfloat16), (8, torch.float32), (2, torch.bfloat16), (1, torch.bfloat16)):
             run = 128256 // world * dtype.itemsize
             yield Case(op, "vocabulary", 4096 * run, run, world, dtype)
+    for op in ("copy-in", "copy-out"):  # 8 and 128 tensors
+        for run in (MIB, MIB // 16):
+            yield Case(op, "tensors", 64 * MIB, run, 8)
+    yield Case("copy-in", "tensors", 64 * MIB, MIB, 8, torch.bfloat16, torch.float32)
     yield Case("pack", "cast", 64 * MIB, 1024, 8, torch.float32, torch.bfloat16)
     yield Case("unpack", "cast", 64 * MIB, 1024, 8, torch.bfloat16, torch.float32)
 
@@ -117,60 +132,78 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 @dataclass
 class Prepared:
-    """What is timed, checked already: ours and the alternatives by name, and the bytes ours moves."""
+    """What is timed, checked already: ours and the peers by name, the bytes ours moves, and which peers were wrong."""
 
     calls: dict[str, Call]
     moved: int
+    wrong: list[str] = field(default_factory=list)
+
+    def add(self, case: Case, peers: dict[str, Call], check: Callable[[Any], None]) -> None:
+        """Take the peers that run and agree; who does not is told and left out."""
+        for name, call in peers.items():
+            try:
+                result = call()
+            except Exception as error:  # a dtype or size that torch has no kernel for, or no compiler
+                print(f"{case.label}: {name} left out: {type(error).__name__}: {str(error).strip().splitlines()[:1]}")
+                continue
+            try:
+                check(result)
+            except AssertionError as error:
+                self.wrong.append(f"{case.label}: {name}: {error}")
+                continue
+            self.calls[name] = call
 
 
-def agree(case: Case, got: Tensor, want: Tensor, what: str) -> None:
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.dtype.itemsize]
-    assert got.dtype is want.dtype, f"{case.label}: {what} has another dtype"
-    assert torch.equal(got.reshape(-1).view(kind), want.reshape(-1).view(kind)), f"{case.label}: {what} differs"
+def agree(got: Tensor | Sequence[Tensor], want: Tensor) -> None:
+    """Equal bits; a result in pieces is joined."""
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[want.dtype.itemsize]
+    parts = [got] if isinstance(got, Tensor) else got
+    assert all(part.dtype is want.dtype for part in parts), "another dtype"
+    found = torch.cat([part.reshape(-1).view(kind) for part in parts])
+    assert torch.equal(found, want.reshape(-1).view(kind)), "other bits"
 
 
-def prepare(case: Case, device: torch.device) -> Prepared:
+def prepare(case: Case, device: Device) -> Prepared:
     if case.op in ENTROPY:
         return prepare_entropy(case, device)
-    return prepare_reduce(case, device) if case.op == "reduce" else prepare_copy(case, device)
+    return prepare_reduce(case, device.device) if case.op == "reduce" else prepare_copy(case, device)
 
 
-def prepare_copy(case: Case, device: torch.device) -> Prepared:
-    """pack: the columns of every rank become its block. unpack: the way back."""
+def prepare_copy(case: Case, device: Device) -> Prepared:
+    """pack: the columns of every rank become its block. unpack: the way back. copy-in, copy-out: of several tensors."""
     world, run = case.world, case.run_bytes // case.dtype.itemsize
     outer = max(1, case.nbytes // (case.run_bytes * world))
     out_dtype = case.out_dtype or case.dtype
-    if case.op == "pack":
-        rows = filled((outer, world * run), case.dtype, device)
-        wire, want = (torch.empty((world, outer, run), dtype=out_dtype, device=device) for _ in range(2))
-        calls: dict[str, Call] = {
-            "ours": lambda: kernels.pack(rows, wire),
-            "split + cat": lambda: torch.cat(torch.split(rows.to(out_dtype), run, 1), 0),
-            "movedim": lambda: rows.to(out_dtype).unflatten(1, (world, run)).movedim(1, 0).contiguous(),
-        }
-        reference.pack(rows, want)
-        target = wire
-    else:
-        wire = filled((world, outer, run), case.dtype, device)
-        rows, want = (torch.empty((outer, world * run), dtype=out_dtype, device=device) for _ in range(2))
-        calls = {
-            "ours": lambda: kernels.unpack(wire, rows),
-            "split + cat": lambda: torch.cat(wire.to(out_dtype).unbind(0), -1),
-            "movedim": lambda: wire.to(out_dtype).movedim(0, 1).contiguous(),
-        }
-        reference.unpack(wire, want)
-        target = rows
-    moved = calls["ours"]()
-    agree(case, target, want, "ours")
-    for name in ("split + cat", "movedim"):
-        try:
-            result = calls[name]()
-        except (RuntimeError, NotImplementedError) as error:  # a dtype that torch has no kernel for
-            print(f"{case.label}: {name} left out: {error}")
-            del calls[name]
-            continue
-        agree(case, result, want, name)
-    return Prepared(calls, moved)
+    packs = case.op in ("pack", "copy-in")
+    shapes = ((outer, world * run), (world, outer, run))[:: 1 if packs else -1]
+    source = filled(shapes[0], case.dtype, device.device)
+    target, want = (torch.empty(shapes[1], dtype=out_dtype, device=device.device) for _ in range(2))
+    (reference.pack if packs else reference.unpack)(source, want)
+    given: Any = source
+    if case.op == "copy-in":
+        given = [row.clone() for row in source]
+    result: Any = [torch.empty_like(row) for row in target] if case.op == "copy-out" else target
+    prepared = Prepared({"ours": ours(case.op, given, result)}, 0)
+    prepared.moved = prepared.calls["ours"]()
+    agree(result, want)
+    peers: dict[str, Call] = {name: partial(peer, given, world, out_dtype) for name, peer in PEERS[case.op].items()}
+    if case.is_compiled:
+        peers["compiled"] = compiled(PEERS[case.op]["movedim"], device.dry, given, world, out_dtype)
+    prepared.add(case, peers, lambda got: agree(got, want))
+    return prepared
+
+
+def ours(op: str, source: Any, target: Any) -> Call:
+    """Our kernel on these tensors: one launch, or one for each of several tensors; says the bytes it moves."""
+    if op == "pack":
+        return lambda: kernels.pack(source, target)
+    if op == "unpack":
+        return lambda: kernels.unpack(source, target)
+    if op == "copy-in":
+        pairs = [(param[None], target[:, i : i + 1]) for i, param in enumerate(source)]
+        return lambda: sum(kernels.pack(param, block) for param, block in pairs)
+    pairs = [(source[:, i : i + 1], param[None]) for i, param in enumerate(target)]
+    return lambda: sum(kernels.unpack(block, param) for block, param in pairs)
 
 
 def prepare_reduce(case: Case, device: torch.device) -> Prepared:
@@ -179,109 +212,55 @@ def prepare_reduce(case: Case, device: torch.device) -> Prepared:
     wire = filled((case.world, length), case.dtype, device)
     out, want = (torch.empty(length, dtype=out_dtype, device=device) for _ in range(2))
     wide = case.dtype if case.out_dtype is None else torch.promote_types(case.dtype, out_dtype)
-    calls: dict[str, Call] = {
-        "ours": lambda: kernels.reduce(wire, out),
-        "sum": lambda: wire.sum(0, dtype=wide).to(out_dtype),
-    }
-    moved = calls["ours"]()
+    prepared = Prepared({"ours": lambda: kernels.reduce(wire, out)}, 0)
+    prepared.moved = prepared.calls["ours"]()
     reference.reduce(wire, want)
-    agree(case, out, want, "ours")
-    torch.testing.assert_close(calls["sum"](), want, rtol=2e-2, atol=2e-2)
-    return Prepared(calls, moved)
+    agree(out, want)
+    peers: dict[str, Call] = {"sum": lambda: wire.sum(0, dtype=wide).to(out_dtype)}
+    prepared.add(case, peers, lambda got: torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2))
+    return prepared
 
 
-def prepare_entropy(case: Case, device: torch.device) -> Prepared:
+def prepare_entropy(case: Case, device: Device) -> Prepared:
     """The statistics of every row, or the gradient of the logits; one target in ``world`` is in this piece."""
     cols = case.run_bytes // case.dtype.itemsize
-    rows = case.nbytes // case.run_bytes
-    x = filled((rows, cols), case.dtype, device)
-    target = torch.randint(cols * case.world, (rows,), device=device)
+    rows, place = case.nbytes // case.run_bytes, device.device
+    x = filled((rows, cols), case.dtype, place)
+    target = torch.randint(cols * case.world, (rows,), device=place)
     here = target < cols
-    place, column = torch.where(here, target, -1), torch.where(here, target, 0)[:, None]
-    hard, factor = torch.ones(rows, device=device), here.to(torch.float32)[:, None]
+    index, column = torch.where(here, target, -1), torch.where(here, target, 0)[:, None]
+    hard, factor = torch.ones(rows, device=place), here.to(torch.float32)[:, None]
     if case.op == "statistics":
-        found = torch.empty(2, rows, device=device)
-
-        def statistics() -> Tensor:
-            wide = x.float()
-            return torch.stack((torch.logsumexp(wide, -1), (wide.gather(1, column) * factor)[:, 0]))
-
-        calls: dict[str, Call] = {
-            "ours": lambda: softmax.statistics(x, place, hard, None, found),
-            "logsumexp + gather": statistics,
-        }
+        found, name, peer = torch.empty(2, rows, device=place), "logsumexp + gather", logsumexp_gather
+        arguments: tuple[Tensor, ...] = (x, column, factor)
+        prepared = Prepared({"ours": lambda: softmax.statistics(x, index, hard, None, found)}, 0)
     else:
-        found, total = torch.empty_like(x), torch.ones(rows, device=device)
-        lse, upstream = torch.logsumexp(x.float(), -1), torch.full((rows,), 1 / rows, device=device)
-
-        def gradient() -> Tensor:
-            out = (x - lse[:, None]).exp_()
-            return out.scatter_add_(1, column, -factor).mul_(upstream[:, None]).to(case.dtype)
-
-        calls = {
-            "ours": lambda: softmax.gradient(x, place, hard, None, total, lse, upstream, found),
-            "exp + scatter": gradient,
-        }
-    moved = calls["ours"]()
-    (peer,) = (call for name, call in calls.items() if name != "ours")
+        found, name, peer = torch.empty_like(x), "exp + scatter", exp_scatter
+        lse, upstream = torch.logsumexp(x.float(), -1), torch.full((rows,), 1 / rows, device=place)
+        arguments, total = (x, lse, column, factor, upstream), torch.ones(rows, device=place)
+        prepared = Prepared({"ours": lambda: softmax.gradient(x, index, hard, None, total, lse, upstream, found)}, 0)
+    prepared.moved = prepared.calls["ours"]()
     tolerance = 2e-2 if found.dtype is torch.bfloat16 else 1e-4
-    torch.testing.assert_close(found, peer(), rtol=tolerance, atol=tolerance / (rows if case.op == "gradient" else 1))
-    return Prepared(calls, moved)
-
-
-class Device:
-    """Clocks of the device: CUDA events, or the host's clock when dry."""
-
-    def __init__(self, dry: bool) -> None:
-        self.dry = dry
-        self.device = torch.device("cpu") if dry else torch.device("cuda", 0)
-        self.name = "dry run on the CPU" if dry else torch.cuda.get_device_name(0)
-        cache = 0 if dry else torch.cuda.get_device_properties(0).L2_cache_size
-        self._flush = torch.empty(max(4 * cache, 4096), dtype=torch.int8, device=self.device)
-
-    def synchronize(self) -> None:
-        if not self.dry:
-            torch.cuda.synchronize()
-
-    def mark(self) -> Any:
-        if self.dry:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def microseconds(self, start: Any, end: Any) -> float:
-        return (end - start) * 1e6 if self.dry else start.elapsed_time(end) * 1e3
-
-    def times(self, calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
-        """Microseconds of every call, one sample per round, every provider in every round, caches cold."""
-        for call in calls.values():
-            for _ in range(3):
-                call()
-        self.synchronize()
-        marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
-        for _ in range(rounds):
-            for name, call in calls.items():
-                self._flush.zero_()  # also keeps the device busy while the host prepares the call
-                start = self.mark()
-                call()
-                marks[name].append((start, self.mark()))
-        self.synchronize()
-        return {name: [self.microseconds(*pair) for pair in pairs] for name, pairs in marks.items()}
+    bounds = {"rtol": tolerance, "atol": tolerance / (rows if case.op == "gradient" else 1)}
+    peers: dict[str, Call] = {name: lambda: peer(*arguments), "compiled": compiled(peer, device.dry, *arguments)}
+    prepared.add(case, peers, lambda got: torch.testing.assert_close(got, found, **bounds))
+    return prepared
 
 
 def measure(case: Case, device: Device, rounds: int) -> dict[str, Any]:
     """One row of the results: every provider, the roof among them, and ours as a share of it."""
-    prepared = prepare(case, device.device)
-    source, target = (torch.empty(prepared.moved // 2, dtype=torch.int8, device=device.device) for _ in range(2))
-    samples = device.times({"roof": lambda: target.copy_(source), **prepared.calls}, rounds)
+    prepared = prepare(case, device)
+    for what in prepared.wrong:
+        print("WRONG:", what)
+    samples = device.times({"roof": device.roof(prepared.moved), **prepared.calls}, rounds)
     return figures(
-        " ".join(case.label.split()),
+        case.label,
         samples,
         case={**vars(case), "dtype": str(case.dtype), "out_dtype": str(case.out_dtype or case.dtype)},
         moved=prepared.moved,
         share_of_roof=round(quantile(samples["roof"], 0.5) / quantile(samples["ours"], 0.5), 3),
         target=TARGET[case.op] if case.has_target else None,
+        wrong=prepared.wrong,
     )
 
 
@@ -340,14 +319,6 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def destination(device: Device) -> Path:
-    """$OUT, or the folder of this device beside this file."""
-    if os.environ.get("OUT"):
-        return Path(os.environ["OUT"]) / "gpu_bench.json"
-    folder = "".join(c if c.isalnum() else "-" for c in device.name.lower())
-    return Path(__file__).resolve().parent / "results" / folder / "gpu_bench.json"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="The kernels against the copy roof of one GPU.")
     parser.add_argument("--dry", action="store_true", help=argparse.SUPPRESS)
@@ -365,7 +336,15 @@ def main() -> int:
     started, device = time.monotonic(), Device(options.dry)
     rounds = 2 if options.dry else options.rounds
     print(f"{device.name}, torch {torch.__version__}, triton {triton.__version__}")
-    results, left_out = launch_costs(device, rounds), []
+    results, left_out, failed = launch_costs(device, rounds), [], []
+    content = {
+        "device": device.name,
+        "versions": versions(),
+        "unit": "microseconds per call",
+        "rows": results,
+        "left_out": left_out,
+        "failed": failed,
+    }
     for row in results:
         print(line(row))
     for case in cases():
@@ -374,26 +353,28 @@ def main() -> int:
         if time.monotonic() - started > BUDGET_S:
             left_out.append(case.label)
             continue
-        results.append(measure(shrunk(case) if options.dry else case, device, rounds))
-        print(line(results[-1]), flush=True)
+        try:
+            row = measure(shrunk(case) if options.dry else case, device, rounds)
+        except Exception:  # the other rows are worth having
+            failed.append(f"{case.label}: {traceback.format_exc(limit=-4)}")
+            print("FAILED:", failed[-1], flush=True)
+            continue
+        failed += row.pop("wrong")
+        results.append(row)
+        print(line(row), flush=True)
         if not options.dry:
+            write_json(destination(device, "gpu_bench"), content)
             torch.cuda.empty_cache()
     if left_out:
         print(f"{len(left_out)} cases left out, {BUDGET_S} s are over: {'; '.join(left_out)}")
     held = [row for row in results if row.get("target") is not None or "target_us" in row]
     print(f"{len(results)} rows, {len(held)} with a target, {sum(map(missed, held))} of them missed it")
-    content = {
-        "device": device.name,
-        "versions": versions(),
-        "unit": "microseconds per call",
-        "rows": results,
-        "left_out": left_out,
-    }
+    print(f"{len(failed)} failed", *failed, sep="\n  ")
     if options.dry:
         print("dry run: nothing written")
     else:
-        print("written:", write_json(destination(device), content))
-    return 0
+        print("written:", write_json(destination(device, "gpu_bench"), content))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

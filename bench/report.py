@@ -45,11 +45,14 @@ GPU_TARGETS = (
     ("reduce, 2 to 16 parts", "reduce", 0.90),
 )
 GPU_HOST = {"launch": 5, "plan, path and launch": 6}  # microseconds of the host at most
-GPU_OTHERS = (
-    "pack and unpack against Megatron-LM's, DTensor's and ColossalAI's way to do the same step: 1.5 times as fast, or "
-    "0.95 of the roof; never slower",
-    "mappings end to end over NCCL, and hops over NCCL",
+# Whose way to do the same step: in words, its formulation in gpu_bench.
+GPU_PEERS = (
+    ("Megatron-LM's way, and DTensor's where it gathers or reduces", "split + cat"),
+    ("DTensor's way where it exchanges", "movedim"),
+    ("ColossalAI's way to pack", "chunk + contiguous"),
 )
+GPU_FASTER, GPU_NEAR = 1.5, 0.95  # so many times as fast as a peer, or so near to the roof; never slower
+GPU_OTHERS = ("mappings end to end over NCCL, and hops over NCCL",)
 
 
 def page(results: Path = RESULTS) -> str:
@@ -90,6 +93,11 @@ def _gpu(files: dict[str, dict[str, Any]]) -> list[str]:
     lines += [
         f"| host time of a call: {what} | {most} us | {_host(devices, what)} |" for what, most in GPU_HOST.items()
     ]
+    target = f"{GPU_FASTER} times as fast, or {GPU_NEAR} of the roof; never slower"
+    lines += [
+        f"| pack and unpack against {whose}, `{peer}` | {target} | {_against(devices, peer)} |"
+        for whose, peer in GPU_PEERS
+    ]
     lines += [f"| {what} | | {NOT_MEASURED} |" for what in GPU_OTHERS]
     return ["\n".join(lines) + "\n"]
 
@@ -102,6 +110,23 @@ def _worst(devices: dict[str, list[dict[str, Any]]], op: str) -> str:
             worst = min(held, key=lambda row: row["share_of_roof"] / row["target"])
             missed = ", missed" if worst["share_of_roof"] < worst["target"] else ""
             told.append(f"{device}: {worst['share_of_roof']:.2f} ({worst['row']}){missed}")
+    return "; ".join(told) or NOT_MEASURED
+
+
+def _against(devices: dict[str, list[dict[str, Any]]], peer: str) -> str:
+    """The row that misses its target most, or is nearest to missing it, as ours over the peer's time."""
+
+    def over(row: dict[str, Any]) -> float:
+        ratio = row["ratio"][peer]
+        return max(ratio, min(ratio * GPU_FASTER, GPU_NEAR / row["share_of_roof"]))
+
+    told = []
+    for device, rows in devices.items():
+        held = [row for row in rows if peer in row["ratio"] and row.get("case", {}).get("op") in ("pack", "unpack")]
+        if held:
+            worst = max(held, key=over)
+            missed = ", missed" if over(worst) > 1 else ""
+            told.append(f"{device}: {worst['ratio'][peer]:.2f} of its time ({worst['row']}){missed}")
     return "; ".join(told) or NOT_MEASURED
 
 

@@ -29,7 +29,7 @@ def test_every_row_is_on_the_page() -> None:
 def test_a_gpu_is_not_measured_until_it_is(tmp_path: Path) -> None:
     nothing = report.page(tmp_path)
     assert nothing.count(f"{report.NOT_MEASURED} |") == sum(
-        len(lines) for lines in (report.GPU_TARGETS, report.GPU_HOST, report.GPU_OTHERS)
+        len(lines) for lines in (report.GPU_TARGETS, report.GPU_HOST, report.GPU_PEERS, report.GPU_OTHERS)
     )
     rows = [gpu_row("pack", 0.97, 0.95), gpu_row("pack", 0.5, None), gpu_row("unpack", 0.9, 0.95)]
     for name, us in (("launch", 4.5), ("plan, path and launch", 6.5)):
@@ -43,6 +43,24 @@ def test_a_gpu_is_not_measured_until_it_is(tmp_path: Path) -> None:
     assert "| host time of a call: launch | 5 us | nvidia-x: 4.5 us |" in page
     assert "| host time of a call: plan, path and launch | 6 us | nvidia-x: 6.5 us, missed |" in page
     assert "share of the roof" in page.split("## nvidia-x/gpu_bench")[1]
+
+
+def test_a_peer_on_a_gpu_is_told_by_its_worst_row(tmp_path: Path) -> None:
+    def line(*rows: tuple[str, float, float]) -> str:
+        content = {"versions": {}, "rows": []}
+        for op, ours, share in rows:
+            samples = {"ours": [ours] * 10, "movedim": [10.0] * 10}
+            named = f"{op} {ours}"
+            content["rows"].append(timing.figures(named, samples, share_of_roof=share, case={"op": op}))
+        timing.write_json(tmp_path / "nvidia-x" / "gpu_bench.json", content)
+        (found,) = (line for line in report.page(tmp_path).splitlines() if "`movedim`" in line and "against" in line)
+        return found
+
+    assert line(("pack", 6.0, 0.5), ("unpack", 4.0, 0.2)).endswith("| nvidia-x: 0.60 of its time (pack 6.0) |")
+    assert line(("pack", 9.0, 0.96)).endswith("| nvidia-x: 0.90 of its time (pack 9.0) |")
+    assert line(("pack", 9.0, 0.94), ("pack", 6.0, 0.1)).endswith("0.90 of its time (pack 9.0), missed |")
+    assert line(("unpack", 10.1, 0.99), ("pack", 6.0, 0.1)).endswith("1.01 of its time (unpack 10.1), missed |")
+    assert line(("copy-in", 20.0, 0.1)).endswith(f"| {report.NOT_MEASURED} |")
 
 
 def test_what_is_counted_is_told_by_provider(tmp_path: Path) -> None:

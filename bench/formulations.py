@@ -1,0 +1,88 @@
+"""What torch code does today for the step that one of our kernels does: the peers of `gpu_bench.py`.
+
+``rows`` are ``[outer, world*run]``, ``wire`` is ``[world, outer, run]``. The tensors of a copy-in or copy-out are
+FSDP2's parameters, flat, each cut into ``world`` runs. Names say the code; who writes it:
+
+- ``split + cat``: Megatron-LM; DTensor where it gathers or reduce-scatters a dim other than 0; ColossalAI to unpack;
+- ``movedim``: DTensor's all-to-all, DeepSpeed; ``compiled`` is the same through torch.compile;
+- ``chunk + contiguous``: ColossalAI to pack, a copy per rank that the list collectives take;
+- ``FSDP2's op``: its two fused copies. FSDP2 itself uses ``_chunk_cat`` for the copy-in and ``split_with_sizes_copy``
+  for the copy-out; between rows and wire they do the step the other way round.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["PEERS", "compiled", "exp_scatter", "logsumexp_gather"]
+
+Tensors = Sequence[Tensor]
+
+
+def _split_with_sizes_copy(rows: Tensor, world: int, dtype: torch.dtype) -> Tensor:
+    outer, run = rows.shape[0], rows.shape[1] // world
+    wire = rows.new_empty((world, outer, run), dtype=dtype)
+    torch.split_with_sizes_copy(rows.to(dtype), [run] * world, 1, out=wire.unbind(0))
+    return wire
+
+
+def _copy_out(wire: Tensor, world: int, dtype: torch.dtype) -> Tensors:
+    _, count, run = wire.shape
+    made = [wire.new_empty(world * run, dtype=dtype) for _ in range(count)]
+    torch.split_with_sizes_copy(
+        wire.to(dtype).view(world, -1), [run] * count, 1, out=[x.view(world, run) for x in made]
+    )
+    return made
+
+
+def _chunk_cat(parts: Tensors, chunks: int, dtype: torch.dtype) -> Tensor:
+    """Chunk c of every part, concatenated, is row c; the cast is fused."""
+    out = parts[0].new_empty((chunks, sum(part.numel() for part in parts) // chunks), dtype=dtype)
+    return torch._chunk_cat(parts, 0, chunks, out=out)
+
+
+# By operation and name: (source, world, dtype of the result) to the result, or to its pieces in order.
+PEERS: dict[str, dict[str, Callable[[Any, int, torch.dtype], Any]]] = {
+    "pack": {
+        "split + cat": lambda rows, world, dtype: torch.cat(torch.split(rows.to(dtype), rows.shape[1] // world, 1), 0),
+        "movedim": lambda rows, world, dtype: rows.to(dtype).unflatten(1, (world, -1)).movedim(1, 0).contiguous(),
+        "chunk + contiguous": lambda rows, world, dtype: [x.contiguous() for x in rows.to(dtype).chunk(world, 1)],
+        "FSDP2's op": _split_with_sizes_copy,
+    },
+    "unpack": {
+        "split + cat": lambda wire, world, dtype: torch.cat(wire.to(dtype).unbind(0), -1),
+        "movedim": lambda wire, world, dtype: wire.to(dtype).movedim(0, 1).contiguous(),
+        "FSDP2's op": lambda wire, world, dtype: _chunk_cat(wire.unbind(0), wire.shape[1], dtype),
+    },
+    "copy-in": {
+        "split + cat": lambda params, world, dtype: torch.cat([x.to(dtype).view(world, -1) for x in params], 1),
+        "FSDP2's op": lambda params, world, dtype: _chunk_cat(params, world, dtype),
+    },
+    "copy-out": {
+        "chunk + contiguous": lambda wire, world, dtype: [x.contiguous() for x in wire.to(dtype).unbind(1)],
+        "FSDP2's op": _copy_out,
+    },
+}
+
+
+def logsumexp_gather(x: Tensor, column: Tensor, factor: Tensor) -> Tensor:
+    """The statistics of the rows of a piece of the vocabulary."""
+    wide = x.float()
+    return torch.stack((torch.logsumexp(wide, -1), (wide.gather(1, column) * factor)[:, 0]))
+
+
+def exp_scatter(x: Tensor, lse: Tensor, column: Tensor, factor: Tensor, upstream: Tensor) -> Tensor:
+    """The gradient of the logits of that piece."""
+    out = (x - lse[:, None]).exp_()
+    return out.scatter_add_(1, column, -factor).mul_(upstream[:, None]).to(x.dtype)
+
+
+def compiled(function: Callable[..., Any], dry: bool, *arguments: Any) -> Callable[[], Any]:
+    """``function`` of these arguments through torch.compile, at its first call; in a dry run traced, not compiled."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of processes takes longer than one kernel
+    torch.compiler.reset()  # every case for itself: a graph for any size would be slower
+    made = torch.compile(function, dynamic=False, fullgraph=True, backend="eager" if dry else "inductor")
+    return lambda: made(*arguments)
