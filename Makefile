@@ -2,6 +2,8 @@
 BOOTSTRAP ?= python3
 PIP_ARGS ?=
 VENV := .venv
+# Triton 3.6's interpreter of kernels breaks with a newer numpy.
+OLDEST := torch==2.11.0 triton==3.6.0 'numpy<2.4'
 
 ifdef PYTHON
 PY := PYTHONPATH=.:kernels $(PYTHON)
@@ -12,7 +14,7 @@ READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 endif
 
-.PHONY: demo test test-all programs docs check bench gpu-test gpu-bench clean
+.PHONY: demo test test-all test-oldest programs docs check bench gpu-test gpu-bench clean
 
 demo: $(READY)
 	$(PY) -m tritoncomm demo
@@ -22,6 +24,13 @@ test: $(READY) $(PEERS)
 
 test-all: $(READY) $(PEERS)
 	$(PY) -m pytest -q
+
+# The oldest versions that are supported, in an environment of their own; torch brings several GB of CUDA libraries.
+test-oldest:
+	$(BOOTSTRAP) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet $(PIP_ARGS) -e '.[cli,plot,test,bench]' $(OLDEST)
+	.venv-oldest/bin/python -m pip install --quiet --no-deps megatron-core==0.16.1
+	.venv-oldest/bin/python -m pytest -m "not slow" -q
 
 # Random programs of tensor operators on pieces, against plain torch.
 programs: $(READY)
@@ -57,4 +66,4 @@ $(VENV)/.peers: $(VENV)/.ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .benchmarks
+	rm -rf $(VENV) .venv-oldest .pytest_cache .ruff_cache .benchmarks

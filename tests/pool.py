@@ -33,6 +33,7 @@ def strict_warnings() -> None:
     warnings.simplefilter("error")
     # Dynamo looks at every attribute of an autograd.Function, deprecated ones included.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\..*")
+    warnings.filterwarnings("ignore", message="Conversion of an array with ndim", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message=r".*torch\.jit.*", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message=r".*should not be instantiated.*", category=DeprecationWarning)
 

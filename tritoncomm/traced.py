@@ -68,6 +68,15 @@ _register_effectful_op(torch.ops.tritoncomm.count.default, _EffectType.ORDERED)
 _c10d = torch.ops._c10d_functional
 
 
+def _result(x: Tensor) -> Tensor:
+    """A tensor of its own over the same memory, to be returned from a forward.
+
+    torch 2.11 takes every value of a compiled forward for an output of it: where the last operator returns its own
+    input (``wait_tensor``, an idle ``contiguous``) the gradient goes to the wrong one of the two, and is lost.
+    """
+    return x.view(x.shape)
+
+
 def _even(size: int, world: int, dim: int, name: str) -> None:
     if size % world:
         raise ShapeError(f"{name}: dim {dim} of size {size} does not divide over {world} ranks")
@@ -120,7 +129,7 @@ def scatter_reduce(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None,
     torch.ops.tritoncomm.count(name, x.numel() * x.element_size() * (world - 1) // world)
     if sizes is not None and len(set(sizes)) > 1:
         summed = _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group.group_name))
-        return summed.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
+        return _result(summed.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous())
     _even(x.shape[dim], world, dim, name)
     wire = _wire(x, dim, world, None, name)
     out = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(wire, "sum", world, group.group_name))
@@ -132,7 +141,7 @@ def split(x: Tensor, dim: int, world: int, rank: int, sizes: Ints | None) -> Ten
     if sizes is None:
         _even(x.shape[dim], world, dim, "split")
     sizes = sizes or (x.shape[dim] // world,) * world
-    return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
+    return _result(x.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous())
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, name: str) -> Tensor:
@@ -141,7 +150,7 @@ def all_reduce(x: Tensor, group: ProcessGroup, name: str) -> Tensor:
     if world == 1:
         return x
     torch.ops.tritoncomm.count(name, 2 * x.numel() * x.element_size() * (world - 1) // world)
-    return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group.group_name))
+    return _result(_c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group.group_name)))
 
 
 def exchange_rows(x: Tensor, group: ProcessGroup, out_sizes: Ints | None, in_sizes: Ints | None, name: str) -> Tensor:
