@@ -77,6 +77,20 @@ def stop() -> None:
     raise cli.DemoError("far enough")
 
 
+def test_plan_tells_of_split_sizes_and_strides() -> None:
+    sent = ("plan", "all_to_all", "--shape", "8,4", "--world", "2", "--dtype", "fp32", "--sizes", "3,5", "--out-sizes")
+    told = json.loads(run(*sent, "3,1", "--json").output)
+    assert (told["forward"]["result"], told["forward"]["wire"]) == ([4, 4], 5 * 16)
+    assert (told["backward"]["result"], told["backward"]["wire"]) == ([8, 4], 1 * 16)
+    assert told["projection"] == []
+    assert "PROJECTION" not in run(*sent, "3,1").output
+    assert json.loads(run(*sent, "5,1", "--rank", "1", "--json").output)["forward"]["wire"] == 3 * 16
+    sliced = ("plan", "sp2hp", "--shape", "4096,8192", "--world", "8", "--json", "--strides")
+    assert json.loads(run(*sliced, "24576,1").output)["forward"]["packed"] == 128 * 2**20
+    (copy, *_) = json.loads(run("plan", "all_to_all", *sliced[2:], "24576,1").output)["forward"]["steps"]
+    assert (copy["name"], copy["path"], copy["packed"]) == ("copy", "torch", 128 * 2**20)
+
+
 def test_plan_says_why_there_is_no_backward() -> None:
     for dtype, why in (("int32", "int32 has no gradients"), ("fp8_e4m3", "cannot reduce float8_e4m3fn")):
         arguments = ("plan", "all_gather", "--shape", "8,4", "--world", "2", "--dtype", dtype)
@@ -130,6 +144,14 @@ def test_plan_as_a_process_of_its_own() -> None:
         (("demo", "--dtype", "fp16"), "dtype must be one of float32, float64, bfloat16, not 'float16'"),
         (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--link", "0"), "--link must be more than 0"),
         (("plan", "sp2hp", "--world", "2"), "--shape"),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--sizes", "1,3"), "takes no sizes; all_gather"),
+        (("plan", "split", "--shape", "4,4", "--world", "2", "--out-sizes", "1,3"), "takes no sizes of what comes"),
+        (("plan", "all_gather", "--shape", "4,4", "--world", "2", "--sizes", "3,4"), "(told for rank 0 of 2)"),
+        (("plan", "split", "--shape", "4,4", "--world", "2", "--sizes", "3,4"), "do not cut dim 0 of size 4"),
+        (("plan", "split", "--shape", "4,4", "--world", "2", "--rank", "2"), "rank 2 is none of 0 to 1"),
+        (("plan", "split", "--shape", "4,4", "--world", "2", "--strides", "4"), "one of 0 or more for every dim"),
+        (("plan", "split", "--shape", "4,4", "--world", "2", "--strides", "4,-1"), "--strides '4,-1': -1 is below 0"),
+        (("plan", "split", "--shape", "4,4", "--world", "2", "--held"), "held says something about copy and reduce"),
         (("bench", "nothing"), "no part 'nothing'; there are"),
         (("bench", "kernels", "--rounds", "0"), "--rounds must be 1 or more"),
     ],

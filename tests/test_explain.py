@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm_kernels import tables
 
 from tritoncomm import cost, mappings, ops, record
-from tritoncomm.errors import ArgumentError, ShapeError
+from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.explain import OPS, explain
 from tritoncomm.steps import Movement
 
@@ -81,6 +81,137 @@ def run_one(group: ProcessGroup, op: str, shape: tuple[int, ...], dims: tuple[in
 def test_the_bytes_are_those_of_the_real_call(pool: Pool, world: int, path: str) -> None:
     compared = pool.run(run_every_op, path, world=world)
     assert min(compared) > 50
+
+
+Given = tuple[int, ...] | None
+
+
+def strided(shape: tuple[int, ...], stride: Given) -> torch.Tensor:
+    """A leaf of that layout in memory."""
+    if stride is None:
+        return torch.ones(shape, requires_grad=True)
+    cells = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    return torch.ones(cells).as_strided(shape, stride).requires_grad_()
+
+
+def sized(op: str, x: torch.Tensor, group: ProcessGroup, dims: tuple[int, ...], cut: Given, out: Given) -> torch.Tensor:
+    function: Any = getattr(mappings, OPS[op])
+    if op == "all_to_all":
+        return function(group, x, out, cut)
+    if op == "all_to_all_dims":
+        return function(x, *dims, group, scatter_sizes=cut, gather_sizes=out)
+    if cut is None:
+        return function(x, *dims, group=group)
+    keyword = {"gather_sp": "output_split_sizes", "reduce_scatter_sp": "input_split_sizes"}.get(op, "sizes")
+    return function(x, *dims, group=group, **{keyword: cut})
+
+
+def run_layouts(group: ProcessGroup, path: str, cases: list[Any]) -> int:
+    """Calls of ``(op, shape per rank, stride, dims, sizes per rank, out_sizes per rank)``; how many passes moved."""
+    rank, world, passes = group.rank(), group.size(), 0
+    for op, shapes, stride, dims, cut, out in cases:
+        what, shape = (op, shapes, stride, dims, cut, out, path), shapes[rank % len(shapes)]
+        given, taken = (None if one is None else one[rank % len(one)] for one in (cut, out))
+        with ops.path(path):
+            options = {"sizes": given, "out_sizes": taken, "rank": rank, "stride": stride}
+            x = strided(shape, stride)
+            try:
+                told = explain(op, shape, world, torch.float32, dims, "cpu", held=op == "reduce", **options)
+            except UnsupportedError:
+                with pytest.raises(UnsupportedError, match="no kernel walks"):
+                    sized(op, x, group, dims, given, taken)
+                continue
+            with record.recording() as forward:
+                y = sized(op, x, group, dims, given, taken)
+            assert tuple(y.shape) == told.forward.result, (what, told.forward)
+            check(told.forward, forward, what)
+            if op == "copy":
+                continue
+            gradient = torch.ones_like(y, memory_format=torch.contiguous_format)
+            with record.recording() as backward:
+                torch.autograd.grad(y, x, gradient)
+            check(told.backward, backward, what)
+            passes += told.forward.passes
+    return passes
+
+
+# Sizes of two ranks: what rank 0 sends, what rank 1 sends; what comes is the column.
+UNEVEN = [
+    ("all_to_all", ((5, 4), (3, 4)), None, (), ((2, 3), (3, 0)), ((2, 3), (3, 0))),
+    ("all_to_all", ((5, 4), (3, 4)), (8, 2), (), ((2, 3), (0, 3)), ((2, 0), (3, 3))),
+    ("all_to_all", ((4, 4),), None, (), ((2, 2),), ((2, 2),)),
+    *(("all_gather", shapes, None, (dim,), ((3, 5),), None)
+      for dim, shapes in ((0, ((3, 4), (5, 4))), (1, ((4, 3), (4, 5))), (-1, ((2, 2, 3), (2, 2, 5))))),
+    ("all_gather", ((4, 3), (4, 5)), (1, 4), (1,), ((3, 5),), None),
+    ("all_gather", ((4, 4),), None, (1,), ((4, 4),), None),
+    *(("reduce_scatter", ((8, 8),), stride, (dim,), (cut,), None)
+      for dim in (0, 1) for stride in (None, (1, 8), (24, 1)) for cut in ((3, 5), (4, 4), (0, 8))),
+    ("gather_sp", ((3, 4), (5, 4)), None, (), ((3, 5),), None),
+    ("reduce_scatter_sp", ((8, 4),), None, (), ((3, 5),), None),
+    *(("split", ((4, 8),), stride, (1,), ((3, 5),), None) for stride in (None, (1, 4))),
+    ("all_to_all_dims", ((4, 8, 2),), None, (1, 0), ((3, 5),), None),
+    ("all_to_all_dims", ((3, 8, 2), (5, 8, 2)), None, (1, 0), None, ((3, 5),)),
+    ("all_to_all_dims", ((3, 8, 2), (5, 8, 2)), (48, 2, 1), (1, 0), ((2, 6),), ((3, 5),)),
+    ("all_to_all_dims", ((8, 3, 2), (8, 5, 2)), None, (0, 1), ((3, 5),), ((3, 5),)),
+]  # fmt: skip
+QKV = (48, 8, 1)  # of a [4, 6, 8] that is the first of three in a fused qkv: pitch 48 of the tokens, no gap inside
+STRIDED = [
+    (op, (shape,), stride, dims, None, None)
+    for shape, strides in {
+        (4, 6, 8): ((144, 8, 1), QKV, (48, 1, 6), (8, 32, 1), (96, 16, 2)),
+        (8, 12): ((36, 1), (1, 8), (24, 2), (0, 1)),
+        (1, 4, 8): ((999, 24, 1),),
+    }.items()
+    for stride in strides
+    for op, dims in (
+        ("sp2hp", ()), ("all_to_all", ()), ("all_to_all_dims", (1, 0)), ("all_to_all_dims", (0, 1)),
+        ("all_to_all_dims", (-1, 1)), ("all_gather", (0,)), ("all_gather", (1,)), ("reduce_scatter", (0,)),
+        ("reduce_scatter", (1,)), ("reduce_scatter", (-1,)), ("split", (0,)), ("split", (1,)), ("ag_last", ()),
+        ("rs_last", ()), ("gather_sp", ()), ("scatter_sp", ()), ("gather_tp", ()), ("scatter_tp", ()), ("copy", ()),
+        ("reduce", ()),
+    )
+    if shape[0] % 2 == 0 or (op, dims) not in {
+        ("all_to_all", ()), ("reduce_scatter", (0,)), ("split", (0,)), ("scatter_sp", ()), ("all_to_all_dims", (0, 1)),
+    }
+]  # fmt: skip
+STRIDED += [("hp2sp", ((8, 12),), stride, (), None, None) for stride in ((36, 1), (1, 8))]
+STRIDED += [("hp2sp", ((4, 6, 8),), (144, 24, 1), (), None, None)]
+
+
+@pytest.mark.parametrize("cases", [UNEVEN, STRIDED], ids=["sizes", "strides"])
+def test_the_bytes_are_those_of_the_real_call_with(pool: Pool, cases: list[Any]) -> None:
+    for path in ("auto", "triton"):
+        assert min(pool.run(run_layouts, path, cases, world=2)) > 10
+
+
+def test_what_no_kernel_walks_takes_torch_and_a_forced_kernel_refuses(pool: Pool) -> None:
+    shape, stride = (2, 4, 3, 5, 4), (4000, 900, 200, 30, 1)
+    case = ("rs_last", (shape,), stride, (), None, None)
+    pool.run(run_layouts, "auto", [case], world=2)
+    (pack, _) = explain("rs_last", shape, 2, torch.float32, stride=stride).forward.steps
+    assert (pack.path, pack.packed) == ("torch", 2 * 480 * 4)
+    with ops.path("triton"), pytest.raises(UnsupportedError, match="no kernel walks"):
+        explain("rs_last", shape, 2, torch.float32, stride=stride)
+
+
+def test_a_flattening_copy_that_nobody_counts_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="counters"):
+        explain("hp2sp", (4, 6, 8), 2, torch.float32, stride=QKV[::-1])
+
+
+def test_a_slice_of_a_fused_qkv_is_read_in_place() -> None:
+    contiguous = explain("all_to_all_dims", (2, 1024, 32, 128), 4, dims=(2, 1)).forward
+    sliced = explain("all_to_all_dims", (2, 1024, 32, 128), 4, dims=(2, 1), stride=(12582912, 12288, 128, 1)).forward
+    assert (sliced.packed, sliced.wire, sliced.passes) == (contiguous.packed, contiguous.wire, contiguous.passes)
+    assert sliced.steps[0].tile.endswith("16 B per access")
+    odd = explain("all_to_all_dims", (2, 1024, 32, 128), 4, dims=(2, 1), stride=(12582912, 12290, 128, 1)).forward
+    assert odd.steps[0].tile.endswith(" 4 B per access")
+
+
+def test_the_time_is_that_of_the_larger_direction() -> None:
+    rates = cost.Rates(latency=0.0, link=1.0, network=1.0, memory=1.0, node=8, source="")
+    told = explain("all_gather", (1, 4), 2, torch.float32, rates=rates, sizes=(1, 9)).forward
+    assert (told.wire, told.seconds[1], told.result) == (16, 9 * 16, (10, 4))
 
 
 def test_every_mapping_is_explained() -> None:

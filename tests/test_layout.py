@@ -36,7 +36,7 @@ LAYERS = [
     ["tensor"],
     ["arguments"],
     ["tune"],
-    ["cost", "steps", "explain", "selftest", "doctor"],
+    ["cost", "steps", "movements", "explain", "selftest", "doctor"],
     ["demo"],
     ["__init__"],
     ["suite", "pictures", "commands"],

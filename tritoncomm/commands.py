@@ -50,7 +50,9 @@ def _told(console: Console) -> Iterator[None]:
 
 _PLAN_EPILOG = (
     "Examples: `tritoncomm plan sp2hp --shape 4096,2,8192 --world 8` for GPUs; `--device 'NVIDIA H200'` with the tuned "
-    "table of that GPU; `tritoncomm plan all_to_all --shape 2,1024,32,128 --dim 2,1 --world 4 --json` for Ulysses. "
+    "table of that GPU; `tritoncomm plan all_to_all --shape 2,1024,32,128 --dim 2,1 --world 4 --json` for Ulysses, with `--strides 12582912,12288,128,1` "
+    "where the input is one third of a fused qkv; `tritoncomm plan all_to_all --shape 8,512 --world 2 --sizes 3,5 "
+    "--out-sizes 4,2` for split sizes. "
     f"Mappings: {', '.join(OPS)}, or their full names. Exits with 2 when such a call would be refused."
 )
 
@@ -64,6 +66,10 @@ def plan(
     ] = "bfloat16",
     dim: Annotated[str, typer.Option(help="The dim; scatter_dim,gather_dim for all_to_all.")] = "",
     device: Annotated[str, typer.Option(help="cuda, cpu, or the name of a GPU, for its tuned table.")] = "cuda",
+    sizes: Annotated[str, typer.Option(help="Pieces of the dim per rank, like 3,5; all-to-all: what goes out.")] = "",
+    out_sizes: Annotated[str, typer.Option(help="all-to-all: what comes from each rank.")] = "",
+    rank: Annotated[int, typer.Option(help="The rank that is told about; with --sizes they differ.")] = 0,
+    strides: Annotated[str, typer.Option(help="x.stride() of an input that is not contiguous.")] = "",
     held: Annotated[bool, typer.Option("--held", help="copy, reduce: the caller keeps the tensor.")] = False,
     latency: Annotated[float | None, typer.Option(help="Microseconds per step of a collective; 5, cpu 50.")] = None,
     link: Annotated[float | None, typer.Option(help="GB/s a rank sends inside a node; 350, cpu 1.")] = None,
@@ -74,16 +80,20 @@ def plan(
 ) -> None:
     """Explain what a mapping does, without running it: path per step, passes, bytes, tiles, predicted time.
 
-    Bytes are exactly those that `tritoncomm.counters()` would show for a contiguous input. Times are predictions from
-    the figures given here, nothing is measured.
+    Bytes are exactly those that `tritoncomm.counters()` would show. Times are predictions from the figures given here,
+    nothing is measured.
     """
     console = _console()
     with _told(console):
         rates = _rates("cpu" if device == "cpu" else "cuda", latency, link, network, memory, node)
         if device == "cuda" and torch.cuda.is_available():
             device = torch.cuda.get_device_name()
-        sizes, dims = parse_ints(shape, "--shape", 0), parse_ints(dim, "--dim")
-        told = explain(op, sizes, world, parse_dtype(dtype), dims, device, rates, held)
+        told = explain(
+            op, parse_ints(shape, "--shape", 0), world, parse_dtype(dtype), parse_ints(dim, "--dim"), device, rates,
+            held, sizes=parse_ints(sizes, "--sizes", 0) or None, rank=rank,
+            out_sizes=parse_ints(out_sizes, "--out-sizes", 0) or None,
+            stride=parse_ints(strides, "--strides", 0) or None,
+        )  # fmt: skip
     if as_json:
         print(json.dumps(_as_json(told), indent=1))
     else:
@@ -148,6 +158,8 @@ def _show(told: Explanation, console: Console) -> None:
         markup=False,
         soft_wrap=True,
     )
+    if not told.projection:
+        return
     shares = ", ".join(f"{s.world}: {'-' if s.share is None else f'{s.share:.0%}'}" for s in told.projection)
     what = "PROJECTION, not measured: share of pack and unpack in forward + backward by ranks, same shape on every rank"
     console.print(f"{what}: {shares}", markup=False, soft_wrap=True)

@@ -1,6 +1,6 @@
 """What a mapping would do, told without doing it: steps, paths, bytes, tiles, and a predicted time.
 
-The bytes are those that `record` counts for the real call with a contiguous input; times are predictions of `cost`.
+The bytes are those that `record` counts for the real call; times are predictions of `cost`.
 """
 
 from collections.abc import Sequence
@@ -8,16 +8,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tritoncomm import steps
+from tritoncomm import movements as do
 from tritoncomm.arguments import dtype_name
 from tritoncomm.cost import DEFAULTS, Rates
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+from tritoncomm.movements import Move
 from tritoncomm.plan import Ints
-from tritoncomm.steps import Call, Move, Movement
+from tritoncomm.steps import Call, Movement
 
 __all__ = ["OPS", "Explanation", "Share", "explain"]
 
 PROJECTED = (2, 4, 8, 16, 32, 64)
+_SIZED = ("all_gather", "reduce_scatter", "split", "gather_sp", "reduce_scatter_sp")
+_EXCHANGES = ("all_to_all", "all_to_all_dims")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +62,27 @@ class Explanation:
 
 # Short name: the mapping's name, its dims (a number: how many the caller gives), forward, backward.
 _TABLE: dict[str, tuple[str, Ints | int, Move, Move]] = {
-    "sp2hp": ("all_to_all_sp2hp", (), steps.to_hidden, steps.to_sequence),
-    "hp2sp": ("all_to_all_hp2sp", (), steps.to_sequence, steps.to_hidden),
-    "all_to_all": ("all_to_all", (), steps.rows, steps.rows),
-    "all_to_all_dims": ("all_to_all_dims", 2, steps.exchange, steps.swapped),
-    "all_gather": ("all_gather_dim", 1, steps.gather, steps.scatter_reduce),
-    "reduce_scatter": ("reduce_scatter_dim", 1, steps.scatter_reduce, steps.gather),
-    "split": ("split_dim", 1, steps.split, steps.gather),
-    "ag_last": ("all_gather_last_dim_from_tensor_parallel_region", (-1,), steps.gather, steps.scatter_reduce),
-    "rs_last": ("reduce_scatter_last_dim_to_tensor_parallel_region", (-1,), steps.scatter_reduce, steps.gather),
-    "gather_sp": ("gather_from_sequence_parallel_region", (0,), steps.gather, steps.scatter_reduce),
-    "reduce_scatter_sp": ("reduce_scatter_to_sequence_parallel_region", (0,), steps.scatter_reduce, steps.gather),
-    "scatter_sp": ("scatter_to_sequence_parallel_region", (0,), steps.split, steps.gather),
-    "gather_tp": ("gather_from_tensor_model_parallel_region", (-1,), steps.gather, steps.split),
-    "scatter_tp": ("scatter_to_tensor_model_parallel_region", (-1,), steps.split, steps.gather),
-    "copy": ("copy_to_tensor_model_parallel_region", (), steps.identity, steps.all_reduce),
-    "reduce": ("reduce_from_tensor_model_parallel_region", (), steps.all_reduce, steps.identity),
+    "sp2hp": ("all_to_all_sp2hp", (), do.to_hidden, do.to_sequence),
+    "hp2sp": ("all_to_all_hp2sp", (), do.to_sequence, do.to_hidden),
+    "all_to_all": ("all_to_all", (), do.rows, do.rows_back),
+    "all_to_all_dims": ("all_to_all_dims", 2, do.exchange, do.swapped),
+    "all_gather": ("all_gather_dim", 1, do.gather, do.scatter_reduce),
+    "reduce_scatter": ("reduce_scatter_dim", 1, do.scatter_reduce, do.gather),
+    "split": ("split_dim", 1, do.split, do.gather),
+    "ag_last": ("all_gather_last_dim_from_tensor_parallel_region", (-1,), do.gather, do.scatter_reduce),
+    "rs_last": ("reduce_scatter_last_dim_to_tensor_parallel_region", (-1,), do.scatter_reduce, do.gather),
+    "gather_sp": ("gather_from_sequence_parallel_region", (0,), do.gather, do.scatter_reduce),
+    "reduce_scatter_sp": (
+        "reduce_scatter_to_sequence_parallel_region",
+        (0,),
+        do.scatter_reduce,
+        do.gather,
+    ),
+    "scatter_sp": ("scatter_to_sequence_parallel_region", (0,), do.split, do.gather),
+    "gather_tp": ("gather_from_tensor_model_parallel_region", (-1,), do.gather, do.split),
+    "scatter_tp": ("scatter_to_tensor_model_parallel_region", (-1,), do.split, do.gather),
+    "copy": ("copy_to_tensor_model_parallel_region", (), do.identity, do.all_reduce),
+    "reduce": ("reduce_from_tensor_model_parallel_region", (), do.all_reduce, do.identity),
 }
 OPS = {short: row[0] for short, row in _TABLE.items()}
 
@@ -88,8 +96,13 @@ def explain(
     device: str = "cuda",
     rates: Rates | None = None,
     held: bool = False,
+    *,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    rank: int = 0,
+    stride: Sequence[int] | None = None,
 ) -> Explanation:
-    """Tell what a mapping does with a contiguous tensor, forward and backward, without doing it.
+    """Tell what a mapping does with a tensor, forward and backward (of a contiguous gradient), without doing it.
 
     Args:
         op: a short name of ``OPS`` or the mapping's own name.
@@ -100,9 +113,13 @@ def explain(
         device: ``cpu``, ``cuda``, or the name of a GPU whose tuned table counts.
         rates: of the prediction; ``cost.DEFAULTS`` of the kind of device by default.
         held: the caller keeps the input (``reduce``) or the gradient (``copy``), so it is not reduced in place.
+        sizes: of the mappings that take some: pieces of the dim per rank; of an all-to-all what goes to each rank.
+        out_sizes: of an all-to-all: what comes from each rank.
+        rank: the rank that is told about, which matters with sizes.
+        stride: of the input; contiguous by default.
 
     Raises:
-        ArgumentError: no such mapping, or dims where it takes none.
+        ArgumentError: no such mapping, or dims, sizes or ``held`` where it takes none.
         ShapeError: the shape does not divide, or has no such dim.
         UnsupportedError: a reduction of a dtype that the backend cannot reduce.
     """
@@ -111,9 +128,14 @@ def explain(
         raise ShapeError(f"plan: shape {list(shape)} over {world} ranks: sizes of 0 or more, one rank or more")
     kind = "cpu" if device == "cpu" else "cuda"
     name = None if device in ("cpu", "cuda") else device
-    call = Call(dims, world, dtype, kind, name, rates or DEFAULTS[kind], held)
+    call = Call(
+        dims, world, dtype, kind, name, rates or DEFAULTS[kind], held, rank,
+        *(None if given is None else tuple(given) for given in (sizes, out_sizes, stride)),
+    )  # fmt: skip
+    _check(short, tuple(shape), call)
     forward, backward, why = _both(short, tuple(shape), call)
-    shares = tuple(_share(short, tuple(shape), replace(call, world=other)) for other in PROJECTED)
+    others = PROJECTED if call.sizes is None and call.out_sizes is None else ()  # sizes are those of one world
+    shares = tuple(_share(short, tuple(shape), replace(call, world=other, rank=0)) for other in others)
     return Explanation(OPS[short], world, dtype, device, call.rates, forward, backward, why, shares)
 
 
@@ -136,6 +158,21 @@ def _named(op: str, dims: Ints) -> tuple[str, Ints]:
     return short, dims
 
 
+def _check(short: str, shape: Ints, call: Call) -> None:
+    """Refuse what the mapping does not take."""
+    name = OPS[short]
+    if call.sizes is not None and short not in _SIZED + _EXCHANGES:
+        raise ArgumentError(f"plan: {name} takes no sizes; {', '.join(_SIZED + _EXCHANGES)} do")
+    if call.out_sizes is not None and short not in _EXCHANGES:
+        raise ArgumentError(f"plan: {name} takes no sizes of what comes; {', '.join(_EXCHANGES)} do")
+    if call.held and short not in ("copy", "reduce"):
+        raise ArgumentError(f"plan: held says something about copy and reduce only, not about {name}")
+    if not 0 <= call.rank < call.world:
+        raise ArgumentError(f"plan: rank {call.rank} is none of 0 to {call.world - 1}")
+    if call.stride is not None and (len(call.stride) != len(shape) or min(call.stride) < 0):
+        raise ShapeError(f"plan: strides {list(call.stride)} for shape {list(shape)}: one of 0 or more for every dim")
+
+
 def _both(short: str, shape: Ints, call: Call) -> tuple[Movement, Movement | None, str]:
     """Forward, backward, and why there is no backward."""
     name, _, forth, back = _TABLE[short]
@@ -144,7 +181,7 @@ def _both(short: str, shape: Ints, call: Call) -> tuple[Movement, Movement | Non
     if not (call.dtype.is_floating_point or call.dtype.is_complex):
         return forward, None, f"{dtype_name(call.dtype)} has no gradients"
     try:
-        returned, _ = ([], shape) if call.world == 1 else back(result, call.dims, call)
+        returned, _ = ([], shape) if call.world == 1 else back(result, call.dims, replace(call, stride=None))
     except UnsupportedError as error:
         return forward, None, str(error)
     return forward, Movement(f"{name}.backward", result, shape, tuple(returned)), ""

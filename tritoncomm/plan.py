@@ -8,7 +8,7 @@ from typing import Any
 
 from tritoncomm.errors import ArgumentError, ShapeError
 
-__all__ = ["Plan", "chunk_sizes", "joined_layout", "normalize_sizes", "rows_layout", "wire_layout"]
+__all__ = ["Plan", "chunk_sizes", "joined_layout", "normalize_sizes", "rows_layout", "unit_bytes", "wire_layout"]
 
 Ints = tuple[int, ...]
 
@@ -152,6 +152,21 @@ def rows_layout(shape: Ints, stride: Ints, dim: int) -> tuple[Ints, Ints] | None
         return None
     dims = (outer or [(1, 0)]) + (row or [(1, 1)])
     return tuple(size for size, _ in dims), tuple(step for _, step in dims)
+
+
+@lru_cache(maxsize=8192)
+def unit_bytes(shape: Ints, stride: Ints, dim: int, world: int, sizes: Ints | None, itemsize: int) -> int:
+    """Bytes per access with which a kernel copies between this tensor and its wire, both aligned to 16 bytes."""
+    layout, plan = rows_layout(shape, stride, dim), Plan.along(shape, dim, world, sizes)
+    if layout is None:  # as rows of any length where the wire is the tensor in its own order
+        any_rows = plan.outer == 1 and (plan.even or sizes is not None)
+        return unit_bytes(shape, stride, -1, 1, None, itemsize) if any_rows else math.gcd(16, itemsize)
+    size, step = layout
+    if size[-1] > 1 and step[-1] != 1:
+        return math.gcd(16, itemsize)
+    cuts = plan.lengths or (plan.run, plan.outer * plan.run if world > 1 else 0)
+    strides = [pitch for rows, pitch in zip(size[:-1], step[:-1], strict=True) if rows > 1]
+    return math.gcd(16, *(itemsize * n for n in (plan.row, *cuts, *strides)))
 
 
 def _merged(shape: Ints, stride: Ints) -> list[tuple[int, int]]:

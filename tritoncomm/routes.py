@@ -19,6 +19,7 @@ __all__ = [
     "exchanged",
     "flat",
     "gathered",
+    "joined",
     "located",
     "piece",
     "piece_of",
@@ -163,6 +164,16 @@ def sized(shape: Ints, dim: int, world: int, sizes: Ints, name: str, group: Proc
         return Plan.along(shape, _dim(shape, dim), world, sizes)
     except ShapeError as error:
         raise located(error, shape, name, group) from None
+
+
+def joined(shape: Ints, dim: int, sizes: Ints, world: int, rank: int) -> int:
+    """``dim`` counted from the front; this rank's entry of ``sizes`` has to be its size."""
+    dim = _dim(shape, dim)
+    if len(sizes) != world or min(sizes) < 0 or sizes[rank] != shape[dim]:
+        raise ShapeError(
+            f"split sizes {list(sizes)} need {world} entries, mine being {shape[dim]}, the size of dim {dim}"
+        )
+    return dim
 
 
 def even_sizes(shape: Ints, dim: int, world: int, name: str, group: ProcessGroup) -> Ints:

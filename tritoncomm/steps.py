@@ -1,35 +1,19 @@
-"""The steps of every movement, told from shapes: what `engine` would do with a contiguous tensor."""
+"""The steps that movements are made of: local passes as `ops` would make them, and collectives."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.distributed import ReduceOp
 from tritoncomm_kernels.config import config_for, crossover_bytes, origin_of
 
-from tritoncomm import c10d, ops, routes
+from tritoncomm import c10d, ops
 from tritoncomm.arguments import dtype_name
 from tritoncomm.cost import Rates, collective_seconds, pass_seconds
 from tritoncomm.errors import UnsupportedError
-from tritoncomm.plan import Ints, Plan
+from tritoncomm.plan import Ints, Plan, rows_layout, unit_bytes, wire_layout
 
-__all__ = [
-    "Call",
-    "Move",
-    "Movement",
-    "Step",
-    "all_reduce",
-    "exchange",
-    "gather",
-    "identity",
-    "rows",
-    "scatter_reduce",
-    "split",
-    "swapped",
-    "to_hidden",
-    "to_sequence",
-]
+__all__ = ["Call", "Movement", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +52,10 @@ class Movement:
 
     @property
     def path(self) -> str:
-        """As `record` counts it: the first local path that moves something, else view."""
-        return next((step.path for step in self.steps if step.packed), "view")
+        """As `record` counts it: that of the first pack or unpack that moves something, else of any local step."""
+        moving = [step for step in self.steps if step.packed]
+        first = [step for step in moving if step.name in ("pack", "unpack")] + moving
+        return first[0].path if first else "view"
 
     @property
     def passes(self) -> int:
@@ -95,19 +81,43 @@ class Movement:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What all steps of a call share."""
+    """What all steps of a call share.
+
+    Attributes:
+        dims: of the mapping.
+        world: number of ranks.
+        dtype: element type.
+        kind: of device, cpu or cuda.
+        device_name: the GPU whose tables count, if any.
+        rates: what the machine is assumed to do.
+        held: whether somebody else holds the tensor.
+        rank: the rank that is told about; it matters with sizes.
+        sizes: pieces of the (scattered) dim per rank.
+        out_sizes: of an all-to-all, what comes from each rank.
+        stride: of the input, None when it is contiguous.
+    """
 
     dims: Ints
     world: int
     dtype: torch.dtype
-    kind: str  # of device: cpu or cuda
+    kind: str
     device_name: str | None
     rates: Rates
     held: bool
+    rank: int = 0
+    sizes: Ints | None = None
+    out_sizes: Ints | None = None
+    stride: Ints | None = None
 
     def nbytes(self, shape: Ints) -> int:
         """Bytes of a tensor of that shape."""
         return math.prod(shape) * self.dtype.itemsize
+
+    def input(self, shape: Ints) -> torch.Tensor:
+        """The input without memory."""
+        if self.stride is None:
+            return torch.empty(shape, device="meta")
+        return torch.empty_strided(shape, self.stride, device="meta")
 
     def path(self, op: str, nbytes: int) -> str:
         """The path of a pack or unpack of so many bytes, as `ops` chooses it."""
@@ -127,98 +137,56 @@ class Call:
         """A pass that reads and writes ``moved`` bytes; a view if none."""
         return Step(name, path if moved else "view", what, moved, 0, pass_seconds(moved, self.rates), tile, origin)
 
-    def collective(self, name: str, what: str, wire: int) -> Step:
-        """A collective in which this rank sends ``wire`` bytes."""
-        return Step(name, "backend", what, 0, wire, collective_seconds(name, wire, self.world, self.rates))
+    def collective(self, name: str, what: str, wire: int, received: int = 0) -> Step:
+        """A collective in which this rank sends ``wire`` bytes; the larger of that and ``received`` takes the time."""
+        seconds = collective_seconds(name, max(wire, received), self.world, self.rates)
+        return Step(name, "backend", what, 0, wire, seconds)
 
+    def flat(self, shape: Ints) -> list[Step]:
+        """The copy that makes the input contiguous; nothing where it is."""
+        if self.input(shape).is_contiguous():
+            return []
+        what = f"{list(shape)} with strides {list(self.stride or ())} made contiguous"
+        return [self.local("copy", what, 2 * self.nbytes(shape))]
 
-Steps = tuple[list[Step], Ints]
-Move = Callable[[Ints, Ints, Call], Steps]
+    def pack(self, shape: Ints, dim: int, sizes: Ints | None = None) -> Step:
+        """The input, cut along ``dim``, into rank order."""
+        x = self.input(shape)
+        stride = x.stride()
+        if sizes is None:
+            is_wire = wire_layout(shape, stride, dim, self.world)[0]
+        else:
+            is_wire = Plan.along(shape, dim, self.world, sizes).is_view and x.is_contiguous()
+        return self._layout("pack", shape, stride, dim, sizes, is_wire)
 
+    def unpack(self, shape: Ints, dim: int, sizes: Ints | None = None) -> Step:
+        """The wire into a tensor of that shape, joined along ``dim``."""
+        is_wire = Plan.along(shape, dim, self.world, sizes).outer == 1
+        return self._layout("unpack", shape, torch.empty(shape, device="meta").stride(), dim, sizes, is_wire)
 
-def _layout(call: Call, name: str, shape: Ints, dim: int) -> Step:
-    """pack or unpack of the tensor ``shape`` cut along ``dim``; nothing where the tensor is the wire."""
-    plan, dim = Plan.along(shape, dim, call.world), dim % len(shape)
-    wire = f"[{call.world}, {plan.outer}, {plan.run}]"
-    what = f"{list(shape)} along dim {dim} -> wire {wire}"
-    if name == "unpack":
-        what = f"wire {wire} -> {list(shape)} along dim {dim}"
-    if plan.outer == 1:
-        return call.local(name, f"{list(shape)} is the wire as it lies", 0)
-    path, moved = call.path(name, call.nbytes(shape)), 2 * call.nbytes(shape)
-    if path != "triton" or not moved:
-        return call.local(name, what, moved, path)
-    size = call.dtype.itemsize
-    unit = math.gcd(16, size * plan.row, size * plan.run)
-    tile = config_for(name, unit, plan.outer, plan.world * plan.run * size, device_name=call.device_name)
-    told = f"{tile.block_rows} x {tile.block_cols} B, {tile.num_warps} warps, {unit} B per access"
-    return call.local(name, what, moved, path, told, origin_of(name, unit, call.device_name))
+    def _layout(self, name: str, shape: Ints, stride: Ints, dim: int, sizes: Ints | None, is_wire: bool) -> Step:
+        if is_wire:
+            return self.local(name, f"{list(shape)} is the wire as it lies", 0)
+        plan, dim = Plan.along(shape, dim, self.world, sizes), dim % len(shape)
+        wire = f"[{plan.outer * plan.row}]" if sizes is not None else f"[{self.world}, {plan.outer}, {plan.run}]"
+        what = f"{list(shape)} along dim {dim} -> wire {wire}"
+        if name == "unpack":
+            what = f"wire {wire} -> {list(shape)} along dim {dim}"
+        moved, path = 2 * self.nbytes(shape), self.path(name, self.nbytes(shape))
+        if rows_layout(shape, stride, dim) is None:
+            if plan.outer != 1 or rows_layout(shape, stride, -1) is None:  # no kernel reads it
+                return self._copied(name, what, moved)
+            plan = Plan.along(shape, -1, 1)
+        if path != "triton" or not moved:
+            return self.local(name, what, moved, path)
+        size = self.dtype.itemsize
+        unit = unit_bytes(shape, stride, dim, self.world, sizes, size)
+        cols = plan.row if plan.lengths is not None else plan.world * plan.run
+        tile = config_for(name, unit, plan.outer, cols * size, device_name=self.device_name)
+        told = f"{tile.block_rows} x {tile.block_cols} B, {tile.num_warps} warps, {unit} B per access"
+        return self.local(name, what, moved, path, told, origin_of(name, unit, self.device_name))
 
-
-def identity(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """Nothing happens."""
-    return [], shape
-
-
-def all_reduce(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """Reduce over the ranks, in place unless the tensor is held."""
-    call.check_sum()
-    size = call.nbytes(shape)
-    where = "the tensor is held elsewhere: into a copy" if call.held else "nothing else holds the tensor: in place"
-    copy = call.local("copy", where, 2 * size if call.held else 0)
-    return [copy, call.collective("all-reduce", f"{list(shape)}", 2 * size * (call.world - 1) // call.world)], shape
-
-
-def gather(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """Join a dim from the ranks."""
-    route = routes.gathered(shape, call.dtype, dims[0], call.world)
-    sent = call.collective("all-gather", f"{list(shape)} from every rank", route.wire_bytes)
-    return [sent, _layout(call, "unpack", route.shape, dims[0])], route.shape
-
-
-def scatter_reduce(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """Reduce over the ranks, keep this rank's piece of a dim."""
-    call.check_sum()
-    route = routes.scattered(shape, call.dtype, dims[0], call.world)
-    sent = call.collective("reduce-scatter", f"{list(route.shape)} to every rank", route.wire_bytes)
-    return [_layout(call, "pack", shape, dims[0]), sent], route.shape
-
-
-def split(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """This rank's piece of a dim."""
-    start, end, _ = routes.piece_of(shape, dims[0], call.world, 0, None)
-    piece = routes.piece(shape, dims[0], end - start)
-    is_view = Plan.along(shape, dims[0], call.world).outer == 1
-    moved = 0 if is_view else 2 * call.nbytes(piece)
-    return [call.local("split", f"{list(shape)} -> this rank's {list(piece)}", moved)], piece
-
-
-def rows(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """All-to-all along dim 0."""
-    route = routes.rows_exchanged(shape, call.dtype, call.world, 0, None, None)
-    return [call.collective("all-to-all", f"{list(shape)}, rows in rank order", route.wire_bytes)], shape
-
-
-def exchange(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """Cut the first of two dims, join the second."""
-    route = routes.exchanged(shape, call.dtype, *dims, call.world)
-    cut = list(routes.piece(shape, dims[0], shape[dims[0]] // call.world))
-    sent = call.collective("all-to-all", f"{cut} to every rank", route.wire_bytes)
-    return [_layout(call, "pack", shape, dims[0]), sent, _layout(call, "unpack", route.shape, dims[1])], route.shape
-
-
-def to_hidden(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """Sequence-parallel to hidden-parallel, leading dims flattened."""
-    flat = (math.prod(shape[:-1]), shape[-1])
-    return exchange(flat, (1, 0), call)
-
-
-def to_sequence(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """Hidden-parallel to sequence-parallel, leading dims flattened."""
-    flat = (math.prod(shape[:-1]), shape[-1])
-    return exchange(flat, (0, 1), call)
-
-
-def swapped(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """``exchange`` with the dims swapped."""
-    return exchange(shape, dims[::-1], call)
+    def _copied(self, name: str, what: str, moved: int) -> Step:
+        if ops.forced_path() == "triton":
+            raise UnsupportedError(f"plan: path triton is forced, but no kernel walks {what} with these strides")
+        return self.local(name, f"{what}, one strided copy per rank", moved)

@@ -21,14 +21,10 @@ def _counts(plan: Plan) -> Ints:
 
 def _check_joined(x: Tensor, dim: int, sizes: Ints, name: str, group: ProcessGroup) -> int:
     """``dim`` counted from the front; my entry of ``sizes`` has to be my size."""
-    world, rank = group.size(), group.rank()
-    if not -x.dim() <= dim < x.dim():
-        raise routes.located(ShapeError(f"dim {dim} is out of range"), x.shape, name, group)
-    dim %= x.dim()
-    if len(sizes) != world or min(sizes) < 0 or sizes[rank] != x.shape[dim]:
-        message = f"split sizes {list(sizes)} need {world} entries, mine being {x.shape[dim]}, the size of dim {dim}"
-        raise routes.located(ShapeError(message), x.shape, name, group)
-    return dim
+    try:
+        return routes.joined(x.shape, dim, sizes, group.size(), group.rank())
+    except ShapeError as error:
+        raise routes.located(error, x.shape, name, group) from None
 
 
 def gather_uneven(
