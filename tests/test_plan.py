@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tritoncomm.errors import ArgumentError, ShapeError
-from tritoncomm.plan import Plan, chunk_sizes, normalize_sizes, rows_layout, wire_layout
+from tritoncomm.plan import Plan, chunk_sizes, normalize_sizes, rows_layout, unit_bytes, wire_layout
 
 SHAPES = [(6,), (2, 6), (4, 8, 4), (2, 3, 4, 5), (1, 7), (0, 4), (4, 0), (3, 1, 2, 2, 2)]
 
@@ -123,3 +123,33 @@ def test_rows_layout_of_everything_contiguous() -> None:
         x = torch.empty(shape)
         for dim in range(len(shape)):
             assert rows_layout(shape, x.stride(), dim) is not None
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 4, 8, 12]), min_size=1, max_size=3),
+    st.data(),
+    st.sampled_from([torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]),
+)
+def test_the_unit_is_the_one_that_the_kernel_takes(shape: list[int], data: st.DataObject, dtype: torch.dtype) -> None:
+    from tritoncomm_kernels.copy import _plan
+
+    dim, world = data.draw(st.integers(0, len(shape) - 1)), data.draw(st.sampled_from([1, 2, 4]))
+    storage = [size + data.draw(st.sampled_from([0, 0, 1, 4, 8])) for size in shape]
+    x = torch.empty(storage, dtype=dtype, device="meta")[tuple(slice(size) for size in shape)]
+    if data.draw(st.booleans()):
+        x = x.transpose(0, -1)
+    layout, sizes = rows_layout(x.shape, x.stride(), dim), None
+    if layout is None:
+        return
+    if data.draw(st.booleans()):
+        first = data.draw(st.integers(0, x.shape[dim]))
+        world, sizes = 2, (first, x.shape[dim] - first)
+    plan = Plan.along(x.shape, dim, world, sizes)
+    wire = torch.empty((plan.outer * plan.row,) if sizes else (world, plan.outer, plan.run), device="meta")
+    shapes = (*layout, tuple(wire.shape), wire.stride())
+    launch, *_ = _plan("pack", -1, dtype, dtype, 0, *shapes, plan.lengths, False, False, None)
+    unit = launch.constants["VEC"] * launch.types[0].itemsize
+    assert unit_bytes(tuple(x.shape), x.stride(), dim, world, sizes, dtype.itemsize) == unit
+    if x.is_contiguous():
+        assert unit_bytes(tuple(x.shape), None, dim, world, sizes, dtype.itemsize) == unit

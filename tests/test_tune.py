@@ -18,7 +18,7 @@ import torch
 import triton
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels import launch, tables
-from tritoncomm_kernels.config import config_for, crossover_bytes, origin_of
+from tritoncomm_kernels.config import config_for, crossover_of, origin_of
 from typer.testing import CliRunner
 
 from tritoncomm import cli, ops
@@ -288,8 +288,9 @@ def test_a_search_writes_the_table_that_config_for_reads() -> None:
     assert origin_of("unpack", 16, *DEVICE) == "built in"
     limit = outcome.content["crossover_bytes"]["pack"]["16"]
     assert limit == 2**17
-    assert crossover_bytes("pack", *DEVICE) == limit
-    assert crossover_bytes("reduce", *DEVICE) == 0
+    found = crossover_of("pack", *DEVICE)
+    assert (found.least, found.most, set(found.by_unit)) == (limit, limit, set(tables.UNITS))
+    assert crossover_of("reduce", *DEVICE) is None
 
 
 def test_an_interrupted_search_goes_on_where_it_stopped() -> None:
@@ -535,7 +536,7 @@ def test_a_table_that_does_not_count_is_ignored_with_one_warning(content: Any, r
         warnings.simplefilter("always")
         for _ in range(3):
             assert origin_of("pack", 16, *DEVICE) == "built in"
-            assert crossover_bytes("pack", *DEVICE) == 0
+            assert crossover_of("pack", *DEVICE) is None
     assert len(caught) == 1
     assert f"tuned table {path} is ignored: " in str(caught[0].message)
     assert reason in str(caught[0].message)
@@ -581,18 +582,80 @@ def test_keys_follow_the_kernels_and_triton() -> None:
     assert set(tables._SOURCES) == sources, "every file with a kernel that is tuned is part of the key"
 
 
-def test_small_tensors_take_torch_below_the_crossover(monkeypatch: pytest.MonkeyPatch) -> None:
-    put(reader(crossover_bytes={"pack": {"2": 10**6, "16": 1000}}))
+def gpu(shape: tuple[int, ...], stride: tuple[int, ...] | None = None, address: int = 512, dtype: Any = BF16) -> Any:
+    """What `ops` asks a tensor on a GPU."""
+    meta = torch.empty(shape, dtype=dtype, device="meta")
+    if stride is not None:
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    asked = {name: getattr(meta, name) for name in ("shape", "stride", "nbytes", "element_size", "dim")}
+    return SimpleNamespace(**asked, is_cuda=True, get_device=lambda: 0, data_ptr=lambda: address)
+
+
+@pytest.fixture
+def crossovers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose crossovers are 1000, 2000, ... bytes; unit 4 was not measured."""
+    sizes = {"16": 1000, "8": 2000, "2": 10**5, "1": 10**6}
+    put(reader(crossover_bytes={"pack": sizes, "unpack": sizes, "reduce": {"2": 3000, "4": 1000}}))
     monkeypatch.setattr(launch, "device_key", lambda device: {"device_name": DEVICE[0], "sm_count": DEVICE[1]})
 
-    def gpu(n: int) -> Any:
-        return SimpleNamespace(is_cuda=True, get_device=lambda: 0, numel=lambda: n, element_size=lambda: 2)
 
-    assert ops.path_for(gpu(499)) == "torch"
-    assert ops.path_for(gpu(500)) == "triton"
-    assert ops.path_for(gpu(1), "reduce") == "triton"
+@pytest.mark.parametrize(
+    ("x", "cut", "limit"),
+    [
+        (lambda n: gpu((n, 64)), (1, 4), 1000),  # runs of 32 bytes
+        (lambda n: gpu((n, 64)), (1, 16), 2000),  # of 8
+        (lambda n: gpu((n, 64)), (1, 32), 10**6),  # of 4, a unit that was not measured
+        (lambda n: gpu((n, 64)), (1, 64), 10**5),
+        (lambda n: gpu((n, 64), (68, 1)), (1, 4), 2000),  # rows 136 bytes apart
+        (lambda n: gpu((n, 64), (1, n)), (1, 4), 10**5),  # a row that is not contiguous
+        (lambda n: gpu((n, 64), address=520), (1, 4), 2000),
+        (lambda n: gpu((n, 64), address=514), (1, 4), 10**5),
+        (lambda n: gpu((n, 64)), (1, 2, (24, 40)), 1000),
+        (lambda n: gpu((n, 64)), (1, 2, (28, 36)), 2000),
+        (lambda n: gpu((n, 128), dtype=torch.int8), (1, 128), 10**6),
+        (lambda n: gpu((n, 64)), (), 1000),
+    ],
+)  # fmt: skip
+def test_small_tensors_take_torch_below_the_crossover_of_their_unit(
+    crossovers: None, x: Any, cut: tuple[Any, ...], limit: int
+) -> None:
+    rows = limit // 128  # of 128 bytes
+    assert ops.path_for(x(rows), "pack", *cut) == "torch"
+    assert ops.path_for(x(rows + 1), "pack", *cut) == "triton"
     with ops.path("triton"):
-        assert ops.path_for(gpu(1)) == "triton"
+        assert ops.path_for(x(1), "pack", *cut) == "triton"
+
+
+def test_a_wire_has_the_unit_of_what_it_is_unpacked_into(crossovers: None) -> None:
+    for world, limit in ((4, 1000), (16, 2000), (64, 10**5)):
+        for rows, path in ((limit // 128, "torch"), (limit // 128 + 1, "triton")):
+            wire = gpu((world, rows, 64 // world))
+            assert ops.path_for(wire, "unpack", 1, world, None, (rows, 64)) == path
+            assert ops.path_for(gpu((rows, 64)), "unpack", 1, world) == path
+
+
+def test_a_sum_has_the_unit_of_its_elements(crossovers: None) -> None:
+    for dtype, limit in ((BF16, 3000), (torch.float32, 1000)):
+        assert ops.path_for(gpu((2, (limit - 1) // 8), dtype=dtype), "reduce") == "torch"
+        assert ops.path_for(gpu((2, limit), dtype=dtype), "reduce") == "triton"
+
+
+def test_units_come_from_the_first_table_that_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables.resources, "files", lambda package: tmp_path / "package")
+    monkeypatch.setattr(tables, "source_hash", lambda: "0123")
+    shipped = reader(source="0123", crossover_bytes={"pack": {"16": 7, "2": 70}})
+    put(shipped, tmp_path / "package" / "configs" / tables.table_name(DEVICE[0]))
+    put(reader(source="0123"))
+    found = crossover_of("pack", *DEVICE)
+    assert (found.least, found.most, found.by_unit) == (5, 70, {16: 5, 2: 70, 1: 70, 4: 70, 8: 70})
+
+
+def test_no_unit_is_worked_out_where_all_agree(crossovers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "unit_bytes", None)
+    assert ops.path_for(gpu((7, 64)), "pack", 1, 4) == "torch"
+    assert ops.path_for(gpu((10**6, 64)), "pack", 1, 4) == "triton"
+    with pytest.raises(TypeError):
+        ops.path_for(gpu((70, 64)), "pack", 1, 4)
 
 
 def test_cpu_tensors_ask_for_no_table(monkeypatch: pytest.MonkeyPatch) -> None:

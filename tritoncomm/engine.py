@@ -83,7 +83,8 @@ def _gather_apart(
         wire = x.new_empty(route.stacked or route.shape)
     work = c10d.all_gather(wire, x, group, asynchronous)
     if out is not None:
-        record.add(name, "view" if route.is_view else ops.path_for(out, "unpack"), moved, route.wire_bytes, started)
+        path = "view" if route.is_view else ops.path_for(out, "unpack", dim, world)
+        record.add(name, path, moved, route.wire_bytes, started)
         finish = None if route.is_view else lambda: ops.unpack(wire, route.shape, dim, world, out=out)
         return out, Handle(work, out, finish, x, wire)
     out, path, unpacked = ops.unpack(wire, route.shape, dim, world)

@@ -1,5 +1,6 @@
 """pack, unpack and reduce on tensors: the only place that chooses between view, torch and triton."""
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from tritoncomm_kernels import reference
 from tritoncomm_kernels.launch import crossover
 
 from tritoncomm.errors import ArgumentError, UnsupportedError
-from tritoncomm.plan import Ints, Plan, joined_layout, rows_layout, wire_layout
+from tritoncomm.plan import Ints, Plan, joined_layout, rows_layout, unit_bytes, wire_layout
 
 __all__ = ["forced_path", "pack", "pack_into", "path", "path_for", "reduce", "unpack"]
 
@@ -38,13 +39,17 @@ def path(name: str) -> Iterator[None]:
         _forced = before
 
 
-def path_for(x: Tensor, op: str = "pack") -> str:
+def path_for(
+    x: Tensor, op: str = "pack", dim: int = -1, world: int = 1, sizes: Ints | None = None, shape: Ints | None = None
+) -> str:
     """The path ``op`` on ``x`` takes, unless one is forced: ``torch`` for CPU tensors, ``triton`` on GPUs.
 
-    On a GPU with a tuned table, tensors below its crossover take ``torch`` too.
+    On a GPU with a tuned table, tensors below its crossover take ``torch`` too: that of the unit in which a kernel
+    would copy ``x`` cut along ``dim``, or the wire ``x`` into a contiguous tensor of ``shape``. The unit is worked out
+    only for sizes where the units' crossovers disagree.
     """
     if _forced == "auto":
-        return _path_on_gpu(x, op) if x.is_cuda else "torch"
+        return _path_on_gpu(x, op, dim, world, sizes, shape) if x.is_cuda else "torch"
     return forced_path()
 
 
@@ -59,9 +64,17 @@ def forced_path() -> str:
     return _forced
 
 
-def _path_on_gpu(x: Tensor, op: str) -> str:
-    limit = crossover(op, x.get_device())
-    return "torch" if limit and x.numel() * x.element_size() < limit else "triton"
+def _path_on_gpu(x: Tensor, op: str, dim: int, world: int, sizes: Ints | None, shape: Ints | None) -> str:
+    limits = crossover(op, x.get_device())
+    if limits is None or (nbytes := x.nbytes) >= limits.most:
+        return "triton"
+    if nbytes < limits.least:
+        return "torch"
+    unit = x.element_size()
+    if op != "reduce":
+        layout = (x.shape, x.stride()) if shape is None else (shape, None)
+        unit = math.gcd(unit_bytes(*layout, dim, world, sizes, unit), x.data_ptr() & 15)  # of 0, which is aligned, too
+    return "torch" if nbytes < limits.by_unit[unit] else "triton"
 
 
 def pack(
@@ -96,7 +109,7 @@ def pack(
         is_wire, layout = wire_layout(x.shape, x.stride(), dim, world)
         if is_wire:
             return x, "view", 0
-        if layout is not None and path_for(x) == "torch":
+        if layout is not None and path_for(x, "pack", dim, world) == "torch":
             return x.as_strided(*layout).contiguous(), "torch", 2 * x.nbytes
     plan = Plan.along(x.shape, dim, world, sizes)
     plain = scale is None and out is None and dtype in (None, x.dtype)
@@ -118,7 +131,7 @@ def pack_into(
     wire: Tensor, x: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None
 ) -> tuple[str, int]:
     """``pack`` into a wire of the plan's shape; the path and the bytes read plus written."""
-    taken, layout = path_for(x), rows_layout(x.shape, x.stride(), dim)
+    taken, layout = path_for(x, "pack", dim, plan.world, sizes), rows_layout(x.shape, x.stride(), dim)
     if layout is None and plan.outer == 1 and (plan.even or sizes is not None) and wire.is_contiguous():
         layout = rows_layout(x.shape, x.stride(), -1)  # the wire is x in its own order: any rows will do
         if layout is not None:
@@ -195,9 +208,10 @@ def unpack(
     Traffic: reads the wire once, writes the result once (reads it too when accumulating).
     """
     if out is None and scale is None and sizes is None and (dtype is None or dtype is wire.dtype):
-        layout = joined_layout(tuple(shape), dim, world)
-        if layout is not None and path_for(wire, "unpack") == "torch" and wire.is_contiguous():
-            return _joined(wire, tuple(shape), dim, layout), "torch", 2 * wire.nbytes
+        whole = tuple(shape)
+        layout = joined_layout(whole, dim, world)
+        if layout is not None and path_for(wire, "unpack", dim, world, None, whole) == "torch" and wire.is_contiguous():
+            return _joined(wire, whole, dim, layout), "torch", 2 * wire.nbytes
     plan = Plan.along(shape, dim, world, sizes)
     if out is None:
         out = wire.new_empty(shape, dtype=dtype)
@@ -218,7 +232,7 @@ def _joined(wire: Tensor, shape: Ints, dim: int, layout: tuple[Ints, Ints, Ints 
 def _unpack_into(
     out: Tensor, wire: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
 ) -> tuple[str, int]:
-    taken, layout = path_for(out, "unpack"), rows_layout(out.shape, out.stride(), dim)
+    taken, layout = path_for(out, "unpack", dim, plan.world, sizes), rows_layout(out.shape, out.stride(), dim)
     if layout is None:
         _refuse_triton("unpack", out, dim)
         return "torch", _unpack_blocks(wire, out, plan, dim, sizes, scale, accumulate)

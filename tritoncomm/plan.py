@@ -155,9 +155,13 @@ def rows_layout(shape: Ints, stride: Ints, dim: int) -> tuple[Ints, Ints] | None
 
 
 @lru_cache(maxsize=8192)
-def unit_bytes(shape: Ints, stride: Ints, dim: int, world: int, sizes: Ints | None, itemsize: int) -> int:
-    """Bytes per access with which a kernel copies between this tensor and its wire, both aligned to 16 bytes."""
-    layout, plan = rows_layout(shape, stride, dim), Plan.along(shape, dim, world, sizes)
+def unit_bytes(shape: Ints, stride: Ints | None, dim: int, world: int, sizes: Ints | None, itemsize: int) -> int:
+    """Bytes per access with which a kernel copies between this tensor and its wire, both aligned to 16 bytes.
+
+    Without strides the tensor is contiguous.
+    """
+    plan = Plan.along(shape, dim, world, sizes)
+    layout = rows_layout(shape, stride, dim) if stride is not None else ((plan.outer, plan.row), (plan.row, 1))
     if layout is None:  # as rows of any length where the wire is the tensor in its own order
         any_rows = plan.outer == 1 and (plan.even or sizes is not None)
         return unit_bytes(shape, stride, -1, 1, None, itemsize) if any_rows else math.gcd(16, itemsize)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed import ReduceOp
-from tritoncomm_kernels.config import config_for, crossover_bytes, origin_of
+from tritoncomm_kernels.config import config_for, crossover_of, origin_of
 
 from tritoncomm import c10d, ops
 from tritoncomm.arguments import dtype_name
@@ -119,13 +119,12 @@ class Call:
             return torch.empty(shape, device="meta")
         return torch.empty_strided(shape, self.stride, device="meta")
 
-    def path(self, op: str, nbytes: int) -> str:
-        """The path of a pack or unpack of so many bytes, as `ops` chooses it."""
+    def path(self, op: str, nbytes: int, unit: int) -> str:
+        """The path of a pack or unpack of so many bytes in that unit, as `ops` chooses it."""
         if ops.forced_path() != "auto":
             return ops.forced_path()
-        if self.kind == "cpu" or nbytes < crossover_bytes(op, self.device_name):
-            return "torch"
-        return "triton"
+        limits = crossover_of(op, self.device_name)
+        return "torch" if self.kind == "cpu" or (limits and nbytes < limits.by_unit[unit]) else "triton"
 
     def check_sum(self) -> None:
         """Refuse to reduce what the backend cannot, as `c10d` does."""
@@ -172,15 +171,15 @@ class Call:
         what = f"{list(shape)} along dim {dim} -> wire {wire}"
         if name == "unpack":
             what = f"wire {wire} -> {list(shape)} along dim {dim}"
-        moved, path = 2 * self.nbytes(shape), self.path(name, self.nbytes(shape))
+        size, moved = self.dtype.itemsize, 2 * self.nbytes(shape)
+        unit = unit_bytes(shape, stride, dim, self.world, sizes, size)
+        path = self.path(name, self.nbytes(shape), unit)
         if rows_layout(shape, stride, dim) is None:
             if plan.outer != 1 or rows_layout(shape, stride, -1) is None:  # no kernel reads it
                 return self._copied(name, what, moved)
             plan = Plan.along(shape, -1, 1)
         if path != "triton" or not moved:
             return self.local(name, what, moved, path)
-        size = self.dtype.itemsize
-        unit = unit_bytes(shape, stride, dim, self.world, sizes, size)
         cols = plan.row if plan.lengths is not None else plan.world * plan.run
         tile = config_for(name, unit, plan.outer, cols * size, device_name=self.device_name)
         told = f"{tile.block_rows} x {tile.block_cols} B, {tile.num_warps} warps, {unit} B per access"

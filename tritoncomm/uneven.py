@@ -44,7 +44,8 @@ def gather_uneven(
         return ("view", 0) if plan.is_view else ops.unpack(wire, shape, dim, world, sizes, out=out)[1:]
 
     if asynchronous:
-        record.add(name, "view" if plan.is_view else ops.path_for(out, "unpack"), moved, wire_bytes, started)
+        path = "view" if plan.is_view else ops.path_for(out, "unpack", dim, world, sizes)
+        record.add(name, path, moved, wire_bytes, started)
         return out, Handle(work, out, finish, x, wire)
     path, unpacked = finish()
     record.add(name, path, moved + unpacked, wire_bytes, started)

@@ -1,5 +1,6 @@
 """How large a tile is: a pure function of the call, and tables that override it per device."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -86,16 +87,30 @@ def origin_of(op: str, unit_bytes: int, device_name: str | None, sm_count: int =
     return _tuned(device_name, sm_count, op, unit_bytes)[1]
 
 
-def crossover_bytes(op: str, device_name: str | None = None, sm_count: int = 0) -> int:
-    """Tensors smaller than this are faster on torch's path; 0 where no table says so.
+@dataclass(frozen=True, slots=True)
+class Crossover:
+    """Sizes in bytes below which tensors are faster on torch's path.
 
-    Of the sizes measured for ``op`` it is the one of the widest unit, which aligned tensors have.
+    Attributes:
+        least: of all units; smaller tensors are faster there whatever their unit.
+        most: of all units; tensors of that size and larger never are.
+        by_unit: for every unit. One that was not measured has ``most``: a kernel is not taken where it may be slower.
     """
+
+    least: int
+    most: int
+    by_unit: Mapping[int, int]
+
+
+def crossover_of(op: str, device_name: str | None = None, sm_count: int = 0) -> Crossover | None:
+    """What the tables of a device say about ``op``, None where they say nothing."""
+    found: dict[int, int] = {}
     for table in tables.chosen(device_name, sm_count) if device_name else ():
-        sizes = table.crossover_bytes.get(op)
-        if sizes:
-            return sizes[max(sizes, key=int)]
-    return 0
+        found = {int(unit): size for unit, size in table.crossover_bytes.get(op, {}).items()} | found
+    if not found:
+        return None
+    by_unit = {unit: found.get(unit, max(found.values())) for unit in tables.UNITS}
+    return Crossover(min(by_unit.values()), max(by_unit.values()), by_unit)
 
 
 def _default_tile(op: str, unit_bytes: int) -> int:

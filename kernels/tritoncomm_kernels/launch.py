@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from tritoncomm_kernels.config import crossover_bytes
+from tritoncomm_kernels.config import Crossover, crossover_of
 from tritoncomm_kernels.numerics import INTERPRETED
 
 TRITON_TYPE = {
@@ -185,9 +185,9 @@ def device_key(device: int) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=64)
-def crossover(op: str, device: int) -> int:
-    """Bytes below which torch is faster for ``op`` on a GPU, by its tuned tables."""
-    return crossover_bytes(op, **device_key(device))
+def crossover(op: str, device: int) -> Crossover | None:
+    """Bytes below which torch is faster for ``op`` on a GPU, by its tuned tables; None where they say nothing."""
+    return crossover_of(op, **device_key(device))
 
 
 def check_place(name: str, first: Tensor, second: Tensor) -> None:
