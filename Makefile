@@ -14,7 +14,7 @@ READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 endif
 
-.PHONY: demo test test-all test-oldest programs docs check bench gpu-test gpu-bench clean
+.PHONY: demo test test-all test-oldest programs docs check bench gpu-test gpu-bench gpu-ranks clean
 
 demo: $(READY)
 	$(PY) -m tritoncomm demo
@@ -54,6 +54,9 @@ gpu-test: $(READY) $(PEERS)
 
 gpu-bench: $(READY)
 	timeout 480 $(PY) bench/gpu_bench.py
+
+gpu-ranks: $(READY)
+	timeout 480 $(PY) bench/gpu_ranks.py
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BOOTSTRAP) -m venv $(VENV)

@@ -222,11 +222,12 @@ def prepare_reduce(case: Case, device: torch.device) -> Prepared:
 
 
 def prepare_entropy(case: Case, device: Device) -> Prepared:
-    """The statistics of every row, or the gradient of the logits; one target in ``world`` is in this piece."""
+    """The statistics of every row, or the gradient of the logits; about one target in ``world`` is in this piece."""
     cols = case.run_bytes // case.dtype.itemsize
     rows, place = case.nbytes // case.run_bytes, device.device
     x = filled((rows, cols), case.dtype, place)
     target = torch.randint(cols * case.world, (rows,), device=place)
+    target[0] = 0
     here = target < cols
     index, column = torch.where(here, target, -1), torch.where(here, target, 0)[:, None]
     hard, factor = torch.ones(rows, device=place), here.to(torch.float32)[:, None]

@@ -14,7 +14,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +25,12 @@ import tritoncomm_kernels as kernels
 from torch import Tensor
 from tritoncomm_kernels import reference
 
+from bench.checks import Group, run_check, summary, tried
+from bench.closed_forms import MAPPINGS, SUMS_FORWARD, against_closed_form
 from bench.timing import versions, write_json
-from tritoncomm import collective, engine, mappings, ops
+from tritoncomm import collective, engine, ops
 
 BUDGET_S = 420  # later checks are skipped, visibly, so that the run ends within eight minutes
-SHOWN = 5
 INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COPIED = (
@@ -37,34 +39,6 @@ COPIED = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64),
 )
 GUARD = 64
-
-
-class _OutOfTimeError(Exception):
-    pass
-
-
-@dataclass
-class Group:
-    """One printed line: how many checks ran, which failed, and why it was skipped if it was."""
-
-    name: str
-    checks: int = 0
-    failures: list[str] = field(default_factory=list)
-    skipped: str = ""
-    seconds: float = 0.0
-    deadline: float = math.inf
-
-    def expect(self, ok: bool, what: str) -> None:
-        """Count a check; raises once the time of the whole run is over."""
-        if time.monotonic() > self.deadline:
-            raise _OutOfTimeError
-        self.checks += 1
-        if not ok:
-            self.failures.append(what)
-
-    def line(self) -> str:
-        state = f"{len(self.failures)} failed" + (f", skipped: {self.skipped}" if self.skipped else "")
-        return f"{self.name:34} {self.checks:6} checks, {state} ({self.seconds:.1f} s)"
 
 
 @dataclass
@@ -326,27 +300,6 @@ def check_cross_entropy(group: Group, setting: Setting) -> None:
         )
 
 
-Mapping = Callable[[Tensor, Any], Tensor]
-
-MAPPINGS: dict[str, Mapping] = {
-    "copy": mappings.copy_to_tensor_model_parallel_region,
-    "reduce_from": mappings.reduce_from_tensor_model_parallel_region,
-    "scatter_tp": mappings.scatter_to_tensor_model_parallel_region,
-    "gather_tp": mappings.gather_from_tensor_model_parallel_region,
-    "scatter_sp": mappings.scatter_to_sequence_parallel_region,
-    "gather_sp": lambda x, g: mappings.gather_from_sequence_parallel_region(x, group=g),
-    "gather_sp(False)": lambda x, g: mappings.gather_from_sequence_parallel_region(x, False, g),
-    "reduce_scatter_sp": mappings.reduce_scatter_to_sequence_parallel_region,
-    "all_gather_last": mappings.all_gather_last_dim_from_tensor_parallel_region,
-    "reduce_scatter_last": mappings.reduce_scatter_last_dim_to_tensor_parallel_region,
-    "all_to_all": lambda x, g: mappings.all_to_all(g, x),
-    "all_to_all on its stream": lambda x, g: mappings.all_to_all(g, x, use_nccl_stream=True),
-    "sp2hp": mappings.all_to_all_sp2hp,
-    "hp2sp": mappings.all_to_all_hp2sp,
-}
-SUMS_FORWARD = {"reduce_from", "reduce_scatter_sp", "reduce_scatter_last"}
-
-
 def check_one_rank(group: Group, setting: Setting) -> None:
     """One rank through the backend: every mapping is the identity there, up to the shape, in both directions."""
     with _world(setting, 0, 1, setting.backend, _free_port()) as pg, engine.run_alone_too():
@@ -359,7 +312,7 @@ def check_one_rank(group: Group, setting: Setting) -> None:
                 if name in SUMS_FORWARD:
                     x = bits(setting, (8, 2, 16), torch.int8).to(dtype)
                 label = f"{name} {dtype}"
-                out = _tried(group, label, mapping, x, pg)
+                out = tried(group, label, mapping, x, pg)
                 if out is None:
                     continue
                 group.expect(torch.equal(out.reshape(-1).view(kind), x.reshape(-1).view(kind)), label)
@@ -419,57 +372,6 @@ def _free_port() -> int:
         return found.getsockname()[1]
 
 
-def _tried(group: Group, label: str, call: Callable[..., Any], *arguments: Any) -> Any:
-    """The result, or None and a failure that carries the error."""
-    try:
-        return call(*arguments)
-    except Exception as error:
-        group.expect(False, f"{label}: {type(error).__name__}: {error}")
-        return None
-
-
-def expected(name: str, parts: list[Tensor], rank: int) -> Tensor:
-    """Closed form of a mapping's forward on ``rank``, from the inputs of all ranks."""
-    world, x = len(parts), parts[rank]
-    total = torch.stack([part.double() for part in parts]).sum(0).to(x.dtype)
-    rows = [part.reshape(-1, part.shape[-1]) for part in parts]
-    if name == "copy":
-        return x
-    if name == "reduce_from":
-        return total
-    if name in ("scatter_tp", "scatter_sp"):
-        return x.chunk(world, -1 if name == "scatter_tp" else 0)[rank]
-    if name in ("gather_tp", "all_gather_last"):
-        return torch.cat(parts, -1)
-    if name.startswith("gather_sp"):
-        return torch.cat(parts, 0)
-    if name.startswith("reduce_scatter"):
-        return total.chunk(world, 0 if name.endswith("sp") else -1)[rank]
-    if name.startswith("all_to_all"):
-        return torch.cat([part.chunk(world, 0)[rank] for part in parts], 0)
-    if name == "sp2hp":
-        return torch.cat([part.chunk(world, -1)[rank] for part in rows], 0)
-    return torch.cat([part.chunk(world, 0)[rank] for part in rows], -1)
-
-
-ADJOINT = {
-    "copy": "reduce_from",
-    "reduce_from": "copy",
-    "scatter_tp": "gather_tp",
-    "gather_tp": "scatter_tp",
-    "scatter_sp": "gather_sp",
-    "gather_sp": "reduce_scatter_sp",
-    "gather_sp(False)": "scatter_sp",
-    "reduce_scatter_sp": "gather_sp",
-    "all_gather_last": "reduce_scatter_last",
-    "reduce_scatter_last": "all_gather_last",
-    "all_to_all": "all_to_all",
-    "all_to_all on its stream": "all_to_all",
-    "sp2hp": "hp2sp",
-    "hp2sp": "sp2hp",
-}
-
-
 def shared_device(rank: int, world: int, port: int, dry: bool, results: Any) -> None:
     """One of several processes on one device, over Gloo: every mapping against its closed form, on the triton path."""
     setting = make_setting(dry)
@@ -479,33 +381,10 @@ def shared_device(rank: int, world: int, port: int, dry: bool, results: Any) -> 
         with _world(setting, rank, world, "gloo", port) as pg, ops.path("triton"):
             for dtype in (torch.float32,) if dry else (torch.bfloat16, torch.float32, torch.float64):
                 for name in MAPPINGS:
-                    against_closed_form(group, setting, name, dtype, rank, world, pg)
+                    against_closed_form(group, name, dtype, rank, pg, setting.device)
     except Exception:
         group.expect(False, f"rank {rank}: {traceback.format_exc(limit=-3)}")
     results.put((group.checks, group.failures[:20]))
-
-
-def against_closed_form(
-    group: Group, setting: Setting, name: str, dtype: torch.dtype, rank: int, world: int, pg: Any
-) -> None:
-    """Forward and backward of one mapping on small whole numbers."""
-    parts = [_small(setting, (8, 2, 16), dtype, 7 * w) for w in range(world)]
-    leaf = parts[rank].clone().requires_grad_()
-    label = f"{name} {dtype}, rank {rank}"
-    out = _tried(group, label, MAPPINGS[name], leaf, pg)
-    if out is None:
-        return
-    want = expected(name, parts, rank)
-    group.expect(torch.equal(out.detach(), want), label)
-    gradients = [_small(setting, tuple(want.shape), dtype, 3 + 5 * w) for w in range(world)]
-    _tried(group, f"{label}, backward", out.backward, gradients[rank].clone())
-    back = expected(ADJOINT[name], gradients, rank).view(leaf.shape)
-    group.expect(leaf.grad is not None and torch.equal(leaf.grad, back), f"{label}, backward")
-
-
-def _small(setting: Setting, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> Tensor:
-    """Small whole numbers, whose sums every dtype holds exactly."""
-    return ((torch.arange(math.prod(shape), device=setting.device) * 5 + start) % 61).to(dtype).view(shape)
 
 
 def check_two_processes(group: Group, setting: Setting) -> None:
@@ -552,20 +431,6 @@ def make_setting(dry: bool) -> Setting:
     return Setting(device, dry, torch.Generator(device).manual_seed(0))
 
 
-def run_check(name: str, check: Callable[[Group, Setting], None], setting: Setting, started: float) -> Group:
-    group, begun = Group(name, deadline=started + BUDGET_S), time.monotonic()
-    try:
-        check(group, setting)
-        if not setting.dry:
-            torch.cuda.synchronize()
-    except _OutOfTimeError:
-        group.skipped = f"the rest, {BUDGET_S} s are over"
-    except Exception:
-        group.failures.append(traceback.format_exc(limit=-4))
-    group.seconds = time.monotonic() - begun
-    return group
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Correctness on one GPU.")
     parser.add_argument("--dry", action="store_true", help=argparse.SUPPRESS)
@@ -581,15 +446,13 @@ def main() -> int:
     setting, started = make_setting(options.dry), time.monotonic()
     name = "cpu, interpreter" if options.dry else torch.cuda.get_device_name(0)
     print(f"device: {name}, torch {torch.__version__}")
-    groups = []
-    for label, check in CHECKS.items():
-        if options.only in label:
-            groups.append(run_check(label, check, setting, started))
-            print(groups[-1].line(), flush=True)
-            for failure in groups[-1].failures[:SHOWN]:
-                print("    FAILED:", failure, flush=True)
-    failed = sum(len(group.failures) for group in groups)
-    print(f"{sum(group.checks for group in groups)} checks, {failed} failed, {time.monotonic() - started:.0f} s")
+    deadline = started + BUDGET_S
+    groups = [
+        run_check(label, partial(check, setting=setting), deadline)
+        for label, check in CHECKS.items()
+        if options.only in label
+    ]
+    failed = summary(groups, started)
     if os.environ.get("OUT"):
         content = {"device": name, "versions": versions(), "groups": [vars(group) for group in groups]}
         print("written:", write_json(f"{os.environ['OUT']}/gpu_test.json", content))

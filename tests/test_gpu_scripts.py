@@ -1,16 +1,25 @@
-"""What `make gpu-bench` runs, on the CPU, so that its first run on a GPU is not its first run."""
+"""What `make gpu-bench` and `make gpu-ranks` run, on the CPU, so that the first run on a GPU is not the first run."""
 
+import math
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from bench import gpu_bench
+from bench import closed_forms, gpu_bench, gpu_ranks, guard, report, threaded, timing
+from bench.checks import Group, run_check
 from bench.device import Device
 from bench.formulations import PEERS
 from bench.gpu_bench import Case
+from tritoncomm import mappings, ops
 
 
 def one_of_each() -> Iterator[Case]:
@@ -76,3 +85,119 @@ def test_a_kernel_that_differs_fails_the_run(
     assert status == 1
     assert "agree(result, want)" in said
     assert "2 rows" in said
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_many_ranks_in_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    world, run, results = dist.distributed_c10d._world, gpu_ranks.run, []
+    monkeypatch.setattr(gpu_ranks, "run", lambda *arguments: results.append(run(*arguments)) or results[0])
+    monkeypatch.setattr(sys, "argv", ["gpu_ranks.py", "--dry", "--worlds", "2"])
+    status, said = gpu_ranks.main(), capsys.readouterr().out
+    assert status == 0, said
+    mapped = 2 * (1 + 2 * 2 * len(closed_forms.MAPPINGS)) + 1  # ranks, directions, dtypes
+    moved = 2 * 2 * 2 * 2 * 6  # and shapes, transitions
+    counts = [group["checks"] for group in results[0]["groups"]]
+    assert counts == [mapped, moved, len(gpu_ranks.LOCAL)]
+    assert gpu_ranks.LEFT_OUT in said
+    assert "are a projection from" in said
+    assert not guard.compare(results[0], results[0])
+    timing.write_json(tmp_path / "nvidia-x" / "gpu_ranks.json", results[0])
+    page = report.page(tmp_path).split("## nvidia-x/gpu_ranks")[1]
+    assert f"{gpu_ranks.SHARE}: ours / " in page
+    assert page.count(", local part |") == len(gpu_ranks.LOCAL)
+    results[0]["groups"][0]["failures"].append("no")
+    monkeypatch.setattr(gpu_ranks, "run", lambda *_: results[0])
+    assert gpu_ranks.main() == 1
+    assert dist.distributed_c10d._world is world
+    assert torch.autograd.is_multithreading_enabled()
+
+
+def failures(check: Any, path: str = "triton") -> list[str]:
+    with ops.path(path), threaded.launches_take_turns():
+        return run_check("two", lambda group: check(group, 2, torch.device("cpu")), time.monotonic() + 60).failures
+
+
+def doubled(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Right forward, twice the gradient."""
+    y = mappings.scatter_to_sequence_parallel_region(x, group)
+    return 2 * y - y.detach()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_wrong_on_many_ranks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_ranks, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(gpu_ranks, "MAPPINGS", ("scatter_sp",))
+    assert failures(gpu_ranks.check_mappings) == []
+    assert failures(gpu_ranks.check_mappings, "torch") == ["no kernel was launched"]
+    for wrong, told in ((lambda x, _: x[: x.shape[0] // 2], ""), (doubled, ", backward")):
+        with monkeypatch.context() as patch:
+            patch.setitem(closed_forms.MAPPINGS, "scatter_sp", wrong)
+            found = failures(gpu_ranks.check_mappings)
+        assert f"scatter_sp torch.float32, rank 1 of 2{told}" in found
+        assert all(line.endswith(", backward") for line in found if told)
+    assert failures(gpu_ranks.check_transitions) == []
+    pack = ops.pack
+    monkeypatch.setattr(ops, "pack", lambda *given, **out: pack(*given, **out) if out else (pack(*given)[0] * 0, "", 0))
+    assert "(1, 0) (16, 24) torch.float32, rank 1 of 2" in failures(gpu_ranks.check_transitions)
+
+
+def test_what_is_timed_is_compared_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(group: Group, world: int, _: Any) -> None:
+        gpu_ranks.time_local_parts(group, Device(dry=True), (world,), 1, [])
+
+    assert failures(check) == []
+    monkeypatch.setitem(PEERS["pack"], gpu_ranks.PEER, lambda rows, *_: rows)
+    wrong = f"world 2: pack and {gpu_ranks.PEER} differ"
+    assert failures(check) == [f"sp2hp, {wrong}", f"reduce_scatter_last, {wrong}"]
+
+
+def test_a_check_that_raises_or_comes_too_late_is_told() -> None:
+    def late(group: Group) -> None:
+        group.expect(False, "in time")
+        group.deadline = 0
+        group.expect(False, "too late")
+
+    assert "ZeroDivisionError" in run_check("raises", lambda _: print(1 / 0), math.inf).failures[0]
+    found = run_check("late", late, math.inf)
+    assert (found.failures, found.checks, bool(found.skipped)) == (["in time"], 1, True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_backward_in_another_thread_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_ranks, "MAPPINGS", ())
+    monkeypatch.setattr(gpu_ranks.threading, "get_ident", iter(range(99)).__next__)
+    assert "rank 1: backward ran in another thread" in failures(gpu_ranks.check_mappings)
+
+
+def test_a_rank_that_fails_or_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def fails(rank: int, group: ProcessGroup) -> None:
+        assert rank != 1, "no"
+        dist.all_reduce(torch.ones(1), group=group)
+
+    def hangs(rank: int, group: ProcessGroup) -> None:
+        if rank == 1:
+            go_on.wait(60)
+        else:
+            dist.all_reduce(torch.ones(1), group=group)
+
+    with pytest.raises(threaded.ThreadedRanksError, match=r"ranks \[0\]: left a collective.*\nranks \[1\]: Trace"):
+        threaded.run_ranks(2, fails)
+    with pytest.raises(threaded.ThreadedRanksError, match=r"ranks \[0, 1\]: did not end within 1 s"):
+        threaded.run_ranks(2, hangs, timeout=1)
+    go_on.set()
+    assert threaded.run_ranks(2, lambda rank, group: (rank, group.size())) == [(0, 2), (1, 2)]
+
+
+def test_a_torch_without_threaded_ranks_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(torch._C._distributed_c10d, "_set_thread_isolation_mode")
+    monkeypatch.setattr(sys, "argv", ["gpu_ranks.py", "--dry"])
+    assert gpu_ranks.main() == 2
+    said = capsys.readouterr().out
+    assert "has no threaded process group" in said
+    assert "_set_thread_isolation_mode" in said
