@@ -20,6 +20,7 @@ LAYERS = [
     ["errors"],
     ["record"],
     ["plan"],
+    ["copies"],
     ["ops", "fused"],
     ["groups"],
     ["c10d"],
@@ -27,6 +28,7 @@ LAYERS = [
     ["traced"],
     ["uneven", "engine"],
     ["collective"],
+    ["agreement"],
     ["runtime"],
     ["autograd", "ownership"],
     ["dims", "along"],
@@ -39,7 +41,7 @@ LAYERS = [
     ["cost", "steps", "movements", "explain", "selftest", "doctor"],
     ["demo"],
     ["__init__"],
-    ["suite", "pictures", "commands"],
+    ["terminal", "suite", "pictures", "planning", "commands"],
     ["cli", "__main__"],
 ]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}

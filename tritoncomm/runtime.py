@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tritoncomm import groups
+from tritoncomm import agreement, groups
 from tritoncomm.errors import ArgumentError, GroupError
 from tritoncomm.groups import Group, ParallelMode
 
@@ -44,7 +44,8 @@ def initialize(
 
     Rank layout: ``rank = ((d*pipeline + p)*context + c)*tensor + t``. Works under torchrun, under Slurm (srun), in a
     spawned world with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, alone (one rank), and over a default process
-    group that already exists.
+    group that already exists. One rank warns where ranks differ in tuned tables or in the variables that choose tables
+    and paths; nobody waits for that.
 
     Args:
         tensor: ranks that share one layer.
@@ -76,6 +77,7 @@ def initialize(
             mesh = init_device_mesh(_device_type(), sizes, mesh_dim_names=tuple(_AXES))
             _state["owned"] += [group for group in mesh.get_all_groups() if group is not dist.group.WORLD]
         groups.register(_make_groups(mesh, expert, tensor_mode))
+        agreement.check()
     except BaseException:
         destroy()
         raise

@@ -24,6 +24,7 @@ __all__ = [
     "Table",
     "TableError",
     "chosen",
+    "digest",
     "misfit",
     "read",
     "source_hash",
@@ -167,6 +168,12 @@ def chosen(device_name: str, sm_count: int) -> tuple[Table, ...]:
         else:
             found.append(table)
     return tuple(found)
+
+
+def digest(device_name: str, sm_count: int) -> str:
+    """The same where a device's tiles and crossovers are the same, whatever the files; ``built in`` without any."""
+    held = [[one.configs, one.crossover_bytes] for one in chosen(device_name, sm_count)]
+    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()[:8] if held else "built in"
 
 
 def table_name(device_name: str, sm_count: int | None = None) -> str:

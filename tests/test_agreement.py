@@ -1,0 +1,139 @@
+"""Ranks that differ in tables or variables are named in one warning, by whoever comes last; nobody waits."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch.distributed import FileStore, HashStore
+from tritoncomm_kernels import tables
+
+from tritoncomm import agreement
+
+ROOT = Path(__file__).parents[1]
+ALIKE = {"device": "X, 8 SMs", "tuned tables": "abcd", "TRITONCOMM_PATH": "", "TRITONCOMM_TABLE": "/t.json"}
+OTHER = {"device": "Y, 4 SMs", "tuned tables": "built in", "TRITONCOMM_PATH": "", "TRITONCOMM_TABLE": ""}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, ""),
+        ({1: {"TRITONCOMM_PATH": "torch"}}, "TRITONCOMM_PATH is unset on ranks 0, 2-4, torch on rank 1."),
+        ({4: {"tuned tables": "built in"}}, "tuned tables for X, 8 SMs is abcd on ranks 0-3, built in on rank 4."),
+        ({0: {"TRITONCOMM_TABLE": ""}}, "TRITONCOMM_TABLE for X, 8 SMs is unset on rank 0, /t.json on ranks 1-4."),
+        ({3: OTHER, 4: OTHER}, ""),
+        ({3: OTHER, 4: OTHER | {"tuned tables": "ef"}}, "tables for Y, 4 SMs is built in on rank 3, ef on rank 4."),
+        ({3: OTHER | {"TRITONCOMM_PATH": "triton"}}, "TRITONCOMM_PATH is unset on ranks 0-2, 4, triton on rank 3."),
+    ],
+)
+def test_what_differs_is_told_by_rank(changed: dict[int, dict[str, str]], words: str) -> None:
+    told = agreement.difference([ALIKE | changed.get(rank, {}) for rank in range(5)])
+    assert bool(told) is bool(words)
+    assert words in told
+    assert not told or "Results are the same" in told
+
+
+def test_many_ranks_make_a_short_line() -> None:
+    told = agreement.difference([ALIKE | {"TRITONCOMM_PATH": "torch" if rank % 2 else ""} for rank in range(4096)])
+    assert "unset on ranks 0, 2, 4, 6, 8, 10, ..., torch on ranks 1, 3, 5, 7, 9, 11, ..." in told
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+def test_the_last_rank_compares_and_rounds_are_apart(tmp_path: Path, kind: str) -> None:
+    store: Any = HashStore() if kind == "hash" else FileStore(str(tmp_path / "store"), 3)
+    changed = ALIKE | {"TRITONCOMM_PATH": "torch"}
+    for order, settings, words in (
+        ((2, 0, 1), [ALIKE] * 3, ""),
+        ((1, 2, 0), [ALIKE, ALIKE, changed], "torch on rank 2"),
+        ((0, 1, 2), [ALIKE] * 3, ""),
+    ):
+        told = [agreement.compare(store, rank, 3, settings[rank]) for rank in order]
+        assert told[:2] == ["", ""]
+        assert words in told[2]
+        assert bool(told[2]) is bool(words)
+
+
+def test_a_rank_that_comes_more_often_waits_for_nobody() -> None:
+    store = HashStore()
+    assert [agreement.compare(store, 0, 2, ALIKE) for _ in range(5)] == [""] * 5
+    late = agreement.compare(store, 1, 2, OTHER | {"TRITONCOMM_PATH": "torch"})
+    assert "torch on rank 1" in late, "with the first round of rank 0"
+
+
+def test_a_count_without_the_rank_behind_it_is_not_waited_for() -> None:
+    store = HashStore()
+    store.add(f"{agreement._KEY}/1", 1)
+    assert agreement.compare(store, 0, 2, ALIKE) == ""
+
+
+def table(path: Path, tile: int) -> Path:
+    content = {
+        "kind": "measured", "format": tables.FORMAT, "device": "X", "sm_count": 8, "source": tables.source_hash(),
+        "triton": triton.__version__, "results": {path.name: {}}, "crossover_bytes": {},
+        "configs": {"pack": {"16": {"tile_bytes": tile, "segment_bytes": 256, "num_warps": 8}}},
+    }  # fmt: skip
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_the_digest_is_of_what_counts_and_not_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for name, tile in (("a", 4096), ("b", 4096), ("c", 8192)):
+        monkeypatch.setenv("TRITONCOMM_TABLE", str(table(tmp_path / name, tile)))
+        tables.chosen.cache_clear()
+        found[name] = tables.digest("X", 8)
+    monkeypatch.setenv("TRITONCOMM_TABLE", "none")
+    tables.chosen.cache_clear()
+    try:
+        assert found["a"] == found["b"] != found["c"]
+        assert tables.digest("X", 8) == "built in"
+    finally:
+        tables.chosen.cache_clear()
+
+
+def test_cuda_is_not_started_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", None)
+    monkeypatch.setenv("TRITONCOMM_PATH", "torch")
+    assert agreement.settings()["device"] == "CPU"
+    assert agreement.settings()["TRITONCOMM_PATH"] == "torch"
+
+
+JOB = """
+import sys, warnings, torch.distributed as dist
+import tritoncomm
+warnings.simplefilter("always")
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+for _ in range(2):
+    tritoncomm.initialize(tensor=2)
+    tritoncomm.destroy()
+"""
+
+
+@pytest.mark.parametrize(("paths", "warned"), [(("auto", "torch"), 2), (("torch", "torch"), 0)])
+def test_a_job_warns_once_each_time_it_initializes(tmp_path: Path, paths: tuple[str, str], warned: int) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOB, str(rank), str(tmp_path / "store")],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+                "TRITONCOMM_PATH": path,
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, path in enumerate(paths)
+    ]
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert sum(one.count("RuntimeWarning: ranks do not choose tiles and paths alike") for one in said) == warned
+    assert "".join(said).count("TRITONCOMM_PATH is auto on rank 0, torch on rank 1") == warned

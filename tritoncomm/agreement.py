@@ -1,0 +1,92 @@
+"""Whether all ranks of a job choose tiles and paths alike. Only speed depends on it, so a difference is a warning."""
+
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from tritoncomm_kernels import tables
+
+__all__ = ["check", "compare", "difference", "settings"]
+
+_ANYWHERE = ("TRITONCOMM_PATH",)
+_PER_DEVICE = ("TRITONCOMM_TABLE", "tuned tables")
+_KEY = "tritoncomm/agreement"
+_SHOWN = 6
+
+
+def check() -> None:
+    """Warn on one rank if ranks of the default group differ in tuned tables, TRITONCOMM_TABLE or TRITONCOMM_PATH.
+
+    Every rank calls it; `initialize()` does. No rank waits for another: each leaves what it has in the store of the
+    default group, and whoever comes last compares.
+    """
+    world = dist.get_world_size()
+    if world == 1 or dist.get_backend() == "fake":
+        return
+    store = distributed_c10d._get_default_store()
+    told = "" if store is None else compare(store, dist.get_rank(), world, settings())
+    if told:
+        warnings.warn(told, RuntimeWarning, stacklevel=3)
+
+
+def settings() -> dict[str, str]:
+    """What decides this rank's tiles and paths: the variables, and the tables that count for its current device."""
+    mine = {name: os.environ.get(name, "") for name in ("TRITONCOMM_PATH", "TRITONCOMM_TABLE")}
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # a check must not be what starts CUDA
+        return {"device": "CPU", "tuned tables": ""} | mine
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    device = (found.name, found.multi_processor_count)
+    return {"device": f"{device[0]}, {device[1]} SMs", "tuned tables": tables.digest(*device)} | mine
+
+
+def compare(store: Any, rank: int, world: int, mine: Mapping[str, str]) -> str:
+    """Leave ``mine`` in the store; on the last of the ranks what differs in words, else nothing.
+
+    Rounds are counted per rank, so ranks that are started again or initialize more often than others are compared with
+    nobody, and wait for nobody.
+    """
+    key = f"{_KEY}/{store.add(f'{_KEY}/rounds/{rank}', 1)}"
+    store.set(f"{key}/{rank}", json.dumps(dict(mine)))
+    names = [f"{key}/{other}" for other in range(world)]
+    if store.add(key, 1) != world or not store.check(names):
+        return ""
+    return difference([json.loads(value) for value in store.multi_get(names)])
+
+
+def difference(found: Sequence[Mapping[str, str]]) -> str:
+    """What ranks differ in, in words; tables and the variable that names one are compared on devices of one kind."""
+    lines = [_line(name, found, range(len(found))) for name in _ANYWHERE]
+    for device in sorted({one["device"] for one in found}):
+        ranks = [rank for rank, one in enumerate(found) if one["device"] == device]
+        lines += [_line(name, found, ranks, f" for {device}") for name in _PER_DEVICE]
+    told = "; ".join(filter(None, lines))
+    return told and (
+        f"ranks do not choose tiles and paths alike: {told}. Results are the same, but all wait for the slowest rank: "
+        "give every rank the same variables and one table (docs/tuning.md)"
+    )
+
+
+def _line(name: str, found: Sequence[Mapping[str, str]], ranks: Sequence[int], where: str = "") -> str:
+    values: dict[str, list[int]] = {}
+    for rank in ranks:
+        values.setdefault(found[rank][name], []).append(rank)
+    if len(values) < 2:
+        return ""
+    return f"{name}{where} is " + ", ".join(f"{value or 'unset'} on {_ranks(who)}" for value, who in values.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``ranks 0-3, 7``, the first few runs."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_SHOWN]]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}{', ...' if len(runs) > _SHOWN else ''}"
