@@ -14,7 +14,7 @@ READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 endif
 
-.PHONY: demo test test-all test-oldest programs docs check bench gpu-test gpu-bench gpu-ranks clean
+.PHONY: demo test test-all test-oldest programs docs check bench fake-gpu-test gpu-test gpu-bench gpu-ranks clean
 
 demo: $(READY)
 	$(PY) -m tritoncomm demo
@@ -48,6 +48,10 @@ check: $(READY)
 
 bench: $(READY) $(PEERS)
 	$(PY) -m pytest bench -q --benchmark-disable-gc
+
+# The compiled kernels without a GPU: launched by Triton, run as PTX on the CPU.
+fake-gpu-test: $(READY)
+	$(PY) -m bench.fake_gpu.check
 
 gpu-test: $(READY) $(PEERS)
 	timeout 480 $(PY) bench/gpu_test.py

@@ -64,6 +64,19 @@ def test_sizes_share_a_variant_and_tiles_do_not(kernel: RecordingKernel) -> None
     assert len(kernel.direct) == 5
 
 
+def test_every_stream_has_its_own_table_of_starts(kernel: RecordingKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that did not wait for the copy of another stream's table must not read that."""
+    made: list[tuple[Any, ...]] = []
+    tables = {stream: torch.zeros(3, dtype=torch.int64) for stream in (1, 2)}
+    monkeypatch.setattr(launch, "_device_table", lambda *key: made.append(key) or tables[key[-1]])
+    call, x = Launch(kernel, 0, 3, (torch.int8, torch.int8), (5,), {"VEC": 2}, 4, starts=(0, 3, 8)), torch.zeros(4)
+    for stream in (1, 2, 1):
+        monkeypatch.setattr(launch, "_current_stream", lambda device, stream=stream: stream)
+        call(x, x, 1.0)
+    assert made == [((0, 3, 8), 0, stream) for stream in (1, 2, 1)]
+    assert [a[11] for a in kernel.direct] == [tables[stream].data_ptr() for stream in (1, 2, 1)]
+
+
 def test_a_profiler_gets_the_ordinary_launch(kernel: RecordingKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch.is_direct(0)
     hook = SimpleNamespace(calls=[print])

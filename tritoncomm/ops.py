@@ -11,6 +11,7 @@ from torch import Tensor
 from tritoncomm_kernels import reference
 from tritoncomm_kernels.launch import crossover
 
+from tritoncomm.copies import plain_copy
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.plan import Ints, Plan, joined_layout, rows_layout, unit_bytes, wire_layout
 
@@ -106,11 +107,16 @@ def pack(
     Traffic: reads ``x`` once, writes the wire once.
     """
     if scale is None and out is None and sizes is None and (dtype is None or dtype is x.dtype):
-        is_wire, layout = wire_layout(x.shape, x.stride(), dim, world)
+        shape, stride = x.shape, x.stride()
+        is_wire, layout = wire_layout(shape, stride, dim, world)
         if is_wire:
             return x, "view", 0
-        if layout is not None and path_for(x, "pack", dim, world) == "torch":
-            return x.as_strided(*layout).contiguous(), "torch", 2 * x.nbytes
+        if layout is not None:
+            if path_for(x, "pack", dim, world) == "torch":
+                return x.as_strided(*layout).contiguous(), "torch", 2 * x.nbytes
+            wire = x.new_empty(layout[0])
+            if not x.is_conj() and not x.is_neg() and (moved := plain_copy("pack", x, wire, shape, stride, dim, world)):
+                return wire, "triton", moved
     plan = Plan.along(x.shape, dim, world, sizes)
     plain = scale is None and out is None and dtype in (None, x.dtype)
     if plain and sizes is not None and plan.is_view and x.is_contiguous():
@@ -210,8 +216,13 @@ def unpack(
     if out is None and scale is None and sizes is None and (dtype is None or dtype is wire.dtype):
         whole = tuple(shape)
         layout = joined_layout(whole, dim, world)
-        if layout is not None and path_for(wire, "unpack", dim, world, None, whole) == "torch" and wire.is_contiguous():
-            return _joined(wire, whole, dim, layout), "torch", 2 * wire.nbytes
+        if layout is not None and wire.is_contiguous():
+            if path_for(wire, "unpack", dim, world, None, whole) == "torch":
+                return _joined(wire, whole, dim, layout), "torch", 2 * wire.nbytes
+            out = wire.new_empty(whole)
+            plain = not wire.is_conj() and not wire.is_neg()
+            if plain and (moved := plain_copy("unpack", out, wire, whole, out.stride(), dim, world)):
+                return out, "triton", moved
     plan = Plan.along(shape, dim, world, sizes)
     if out is None:
         out = wire.new_empty(shape, dtype=dtype)

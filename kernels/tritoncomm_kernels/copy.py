@@ -17,7 +17,7 @@ from tritoncomm_kernels.geometry import Geometry, Ints, geometry_of
 from tritoncomm_kernels.launch import TRITON_TYPE, Launch, check_place, device_key, fits
 from tritoncomm_kernels.numerics import checked_scale, scale_argument, wide_type
 
-__all__ = ["pack", "unpack"]
+__all__ = ["pack", "plain_copy", "unpack"]
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -76,6 +76,28 @@ def unpack(
     Traffic: reads the wire once, writes ``rows`` once (reads ``rows`` too when accumulating).
     """
     return _run("unpack", rows, wire, scale, accumulate, sizes, config)
+
+
+def plain_copy(
+    name: str, device: int, dtype: torch.dtype, alignment: int, shape: Ints, stride: Ints, world: int
+) -> tuple[Launch | None, int]:
+    """What ``pack`` or ``unpack`` does between rows and a contiguous wire that cuts them evenly, prepared.
+
+    Args:
+        name: ``pack`` or ``unpack``.
+        device: index of a CUDA device, -1 for CPU tensors in the interpreter.
+        dtype: of both.
+        alignment: the addresses of both, or-ed, modulo 16.
+        shape, stride: of the rows.
+        world: ranks, which divide a row.
+
+    Returns:
+        The launch, to be called with rows, wire and 1.0 on tensors of exactly this kind, None when there is nothing to
+        copy; the bytes read plus written. Neither tensor may be a lazy conjugate or negative view.
+    """
+    outer, run = math.prod(shape[:-1]), shape[-1] // world
+    wire = (world, outer, run), (outer * run, run, 1)
+    return _plan(name, device, dtype, dtype, alignment, shape, stride, *wire, None, False, False, None)[:2]
 
 
 def _run(

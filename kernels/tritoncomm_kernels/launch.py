@@ -2,8 +2,9 @@
 
 ``fn[grid](...)`` looks every argument over on every call. None of ours depends on its values (integers are never
 specialised, and no access is wider than the host proved aligned), so the variant is looked up once and its ``run`` is
-called with raw pointers. The ordinary way remains for the interpreter, for profilers that hook launches, for a current
-device that is not the tensors' and for any Triton whose ``run`` is not known to take these arguments.
+called with raw pointers, past the Python in front of Triton's C launcher where that is known. The ordinary way remains
+for the interpreter, for profilers that hook launches, for a current device that is not the tensors' and for any Triton
+whose ``run`` is not known to take these arguments.
 """
 
 import warnings
@@ -40,14 +41,21 @@ _current_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice",
 _current_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Variant:
-    """One compiled kernel on one device; holds ``compiled`` because Triton unloads the module with it."""
+    """One compiled kernel on one device: ``run(grid, 1, 1, stream, *fixed, *arguments)``.
 
-    compiled: Any
+    Attributes:
+        run: a launcher.
+        fixed: what it takes between the stream and the kernel's arguments.
+        packed: the kernel's arguments go as one tuple.
+        compiled: held because Triton unloads the module with it.
+    """
+
     run: Callable[..., None]
-    function: Any
-    metadata: Any
+    fixed: tuple[Any, ...]
+    packed: bool
+    compiled: Any
 
 
 _variants: dict[tuple[Any, ...], Variant | None] = {}
@@ -77,13 +85,10 @@ class Launch:
     num_warps: int
     starts: tuple[int, ...] | None = None
     tail: tuple[Any, ...] = field(init=False)
-    table: Tensor | None = field(init=False, default=None)
     variants: dict[type, Variant | None] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tail = (*self.arguments, *self.constants.values())
-        if self.starts is not None:
-            self.table = _device_table(self.starts, self.device)
 
     def __call__(self, first: Tensor, second: Tensor, scale: float) -> None:
         """Launch on the current stream of the tensors' device."""
@@ -97,11 +102,15 @@ class Launch:
         if variant is None:
             self._launch_checked(first, second, scale)
             return
-        table = second.data_ptr() if self.table is None else self.table.data_ptr()
-        variant.run(
-            *(self.grid, 1, 1, _stream(self.device), variant.function, variant.metadata, None, None, None),
-            *(first.data_ptr(), second.data_ptr(), table, scale, *self.tail),
-        )
+        stream, second_ptr = _current_stream(self.device), second.data_ptr()  # pyright: ignore[reportOptionalCall]
+        table_ptr = second_ptr
+        if self.starts is not None:
+            table_ptr = _device_table(self.starts, self.device, stream).data_ptr()
+        arguments = (first.data_ptr(), second_ptr, table_ptr, scale, *self.tail)
+        if variant.packed:
+            variant.run(self.grid, 1, 1, stream, *variant.fixed, arguments)
+        else:
+            variant.run(self.grid, 1, 1, stream, *variant.fixed, *arguments)
 
     def _find_variant(self, scale: float) -> Variant | None:
         key = (self.device, self.kernel, self.types, scale.__class__, self.num_warps, *self.constants.items())
@@ -121,11 +130,13 @@ class Launch:
         )
         if hasattr(compiled, "result"):
             compiled = compiled.result()
-        parts = [getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")]
-        return None if None in parts else Variant(compiled, *parts)  # pyright: ignore[reportArgumentType]
+        return _entry(compiled)
 
     def _launch_checked(self, first: Tensor, second: Tensor, scale: float) -> None:
-        table = second if self.table is None else self.table
+        table = second
+        if self.starts is not None:
+            stream = 0 if self.device < 0 else torch.cuda.current_stream(self.device).cuda_stream
+            table = _device_table(self.starts, self.device, stream)
         tensors = zip((first, second, table), (*self.types, torch.int64), strict=True)
         pointers = [triton.reinterpret(x, TRITON_TYPE[kind]) for x, kind in tensors]
         with _quiet() if INTERPRETED else torch.cuda.device(self.device):
@@ -135,6 +146,22 @@ class Launch:
                 num_warps=self.num_warps,
                 enable_fp_fusion=False,
             )
+
+
+def _entry(compiled: Any) -> Variant | None:
+    """How to call a compiled kernel: straight into the C launcher where it is known, else through ``run``."""
+    run, function, metadata = (getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
+    if run is None or function is None or metadata is None:
+        return None
+    needs = [getattr(run, name, 1) for name in ("global_scratch_size", "profile_scratch_size")]
+    if type(run).__name__ == "CudaLauncher" and needs == [0, 0]:
+        how = (function, run.launch_cooperative_grid, run.launch_pdl)
+        if _version() == (3, 6):  # ..., global scratch, profile scratch, metadata, launch metadata, hooks
+            return Variant(run.launch, (*how, None, None, metadata, None, None, None), False, compiled)
+        if _version() == (3, 7):  # ..., metadata, launch metadata, hooks, scratch, kinds of the arguments
+            fixed = (*how, metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
+            return Variant(run.launch, fixed, True, compiled)
+    return Variant(run, (function, metadata, None, None, None), False, compiled)
 
 
 def launched(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -157,20 +184,21 @@ def is_direct(device: int) -> bool:
 
 @lru_cache(maxsize=1)
 def _known_version() -> bool:
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     hooks = (getattr(knobs.runtime, name, None) for name in ("launch_enter_hook", "launch_exit_hook"))
     first, end = _DIRECT_VERSIONS
-    return first <= version < end and all(hasattr(hook, "calls") for hook in hooks)
+    return first <= _version() < end and all(hasattr(hook, "calls") for hook in hooks)
 
 
-def _stream(device: int) -> int:
-    assert _current_stream is not None
-    return _current_stream(device)
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 @lru_cache(maxsize=1024)
-def _device_table(starts: tuple[int, ...], device: int) -> Tensor:
-    """The starts on the device; made once per list, copied from pinned memory without a host wait."""
+def _device_table(starts: tuple[int, ...], device: int, stream: int) -> Tensor:
+    """The starts on the device, copied from pinned memory without a host wait.
+
+    Made once per list and stream: on another stream the copy might not have arrived yet.
+    """
     table = torch.tensor(starts, dtype=torch.int64)
     return table if device < 0 else table.pin_memory().to(torch.device("cuda", device), non_blocking=True)
 
