@@ -248,6 +248,23 @@ def test_doctor_reads_variables(monkeypatch: pytest.MonkeyPatch, name: str, valu
     assert bool(one.advice) is (level != "ok")
 
 
+def test_doctor_reads_the_table_that_a_variable_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "gpu-x-8.json"
+
+    def told(value: Path | str) -> doctor.Finding:
+        return found(monkeypatch, TRITONCOMM_TABLE=str(value))["TRITONCOMM_TABLE"]
+
+    assert told(path).level == "problem"
+    assert "No such file" in told(path).value
+    assert (told(tmp_path).level, told(tmp_path).value) == ("problem", f"{tmp_path}: no table in it")
+    path.write_text("[]")
+    assert (told(path).level, told("none").level, told("").level) == ("problem", "note", "ok")
+    key = {"kind": "measured", "format": 1, "device": "GPU X", "sm_count": 8, "source": "0", "triton": "0"}
+    path.write_text(json.dumps(key))
+    assert (told(path).level, told(path).value) == ("ok", f"{path}: for GPU X with 8 SMs")
+    assert (told(tmp_path).level, told(tmp_path).value) == ("ok", f"{tmp_path}: gpu-x-8.json")
+
+
 def test_doctor_looks_at_gpus_and_links(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(name="NVIDIA X", total_memory=80 * 2**30, multi_processor_count=132, major=9, minor=0)
     for name, value in {
@@ -263,6 +280,11 @@ def test_doctor_looks_at_gpus_and_links(monkeypatch: pytest.MonkeyPatch) -> None
     assert "NVIDIA X, 80 GiB, 132 SMs" in told["GPU 1"].value
     assert told["peer access"].value == "not between GPUs 0-1"
     assert told["tuned table"].value.startswith("none for NVIDIA X")
+    monkeypatch.setenv("TRITONCOMM_TABLE", "/no/such/table.json")
+    doctor.tables.chosen.cache_clear()
+    said = [one for one in doctor.examine(self_test=False) if one.name == "tuned table"]
+    doctor.tables.chosen.cache_clear()
+    assert "table.json is ignored" in said[0].value
     assert (told["NCCL"].level, told["TRITON_INTERPRET"].level) == ("problem", "problem")
 
 

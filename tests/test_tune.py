@@ -511,6 +511,43 @@ def test_the_variable_names_the_only_table_or_none(tmp_path: Path, monkeypatch: 
         assert origin_of("pack", 16, *DEVICE) == "built in"
 
 
+def test_the_variable_may_name_a_folder_with_a_table_per_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, sm_count, tile in ((*DEVICE, 2048), (DEVICE[0], 14, 4096), ("Other GPU", 7, 1024)):
+        put(reader(tile, device=name, sm_count=sm_count), tmp_path / tables.table_name(name, sm_count))
+    monkeypatch.setenv("TRITONCOMM_TABLE", str(tmp_path))
+    found = {(name, n): tables.chosen(name, n) for name, n in (DEVICE, ("Other GPU", 7), (DEVICE[0], 14))}
+    assert [one.configs["pack"]["16"]["tile_bytes"] for (one,) in found.values()] == [2048, 1024, 4096]
+    assert tables.chosen(DEVICE[0], 0)[0].sm_count == 14, "of the largest part"
+    with pytest.warns(RuntimeWarning, match=r"other-gpu-8.json is ignored: .*No such file"):
+        assert tables.chosen("Other GPU", 8) == ()
+
+
+def test_a_search_writes_into_a_folder_by_the_name_of_the_device(tmp_path: Path) -> None:
+    outcome = command.measure(Request(ops=["pack"], shapes=["64x1024"], out=tmp_path), FakeBench())
+    assert outcome.path == tmp_path / "test-gpu-7.json"
+    assert outcome.path.is_file()
+
+
+def test_torchrun_does_not_search_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    command.measure(CASE, FakeBench())
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with pytest.raises(ValueError, match="without torchrun"):
+        command.measure(CASE, FakeBench())
+
+
+def test_plan_finds_the_users_own_table() -> None:
+    plan = ("plan", "sp2hp", "--shape", "4096x8192", "--world", "8", "--device", DEVICE[0])
+    assert f"no tuned table for '{DEVICE[0]}'" in CliRunner().invoke(cli.app, plan).output
+    forget()
+    path = put(reader())
+    told = CliRunner().invoke(cli.app, plan).output
+    assert f"({path})" in told.replace("\n", "")
+    assert "no tuned table" not in told
+
+
 BAD = {
     "half": (json.dumps(reader())[:40], "not readable as JSON"),
     "a-list": ([1], "not a measured table"),

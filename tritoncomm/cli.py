@@ -86,7 +86,9 @@ def tune(
     tokens: Annotated[int, typer.Option(help="Tokens of one micro-batch of the model.")] = 8192,
     listing: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False,
     budget: Annotated[float | None, typer.Option(help="Seconds after which nothing new starts.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File for the results; the user's cache by default.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File, or folder with a file per GPU; the user's cache by default.")
+    ] = None,
     target: Annotated[str | None, typer.Option(help="With --static: sm_80, sm_90, sm_100 or gfx942.")] = None,
     static: Annotated[
         bool, typer.Option("--static", help="Rank by machine code; needs no GPU, times nothing.")

@@ -4,9 +4,11 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 import torch
 import torch.cuda.nccl
@@ -121,9 +123,14 @@ def _table() -> Iterator[Finding]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kinds = {(found.name, found.multi_processor_count) for found in map(torch.cuda.get_device_properties, range(count))}
     for name, multiprocessors in sorted(kinds):
-        found = tables.chosen(name, multiprocessors)
+        with warnings.catch_warnings(record=True) as ignored:
+            warnings.simplefilter("always")
+            found = tables.chosen(name, multiprocessors)
+        for one in ignored:
+            yield Finding("tuned table", str(one.message), "note", "see `Which table counts` in docs/tuning.md")
         if found:
-            yield Finding("tuned table", ", ".join(table.origin for table in found))
+            digest = tables.digest(name, multiprocessors)
+            yield Finding("tuned table", f"{', '.join(table.origin for table in found)} (digest {digest})")
         else:
             yield Finding("tuned table", f"none for {name}: built-in rules", "note", "`tritoncomm tune` makes one")
     if not kinds:
@@ -168,13 +175,27 @@ def _visible(name: str, value: str) -> Finding:
     return Finding(name, value)
 
 
-def _plain(name: str, value: str) -> Finding:
-    return Finding(name, value)
+def _table_variable(name: str, value: str) -> Finding:
+    if value in ("", "none"):
+        return Finding(name, repr(value), "ok" if not value else "note", "" if not value else "no tuned table is read")
+    place = Path(value).expanduser()
+    if place.is_dir():
+        held = sorted(path.name for path in place.glob("*.json"))
+        if held:
+            return Finding(name, f"{value}: {', '.join(held)}")
+        return Finding(
+            name, f"{value}: no table in it", "problem", "`tritoncomm tune --out` that folder, on each kind of GPU"
+        )
+    try:
+        found = tables.read(place)
+    except (OSError, tables.TableError) as error:
+        return Finding(name, f"{value}: {error}", "problem", "built-in rules are used: name a table, or unset it")
+    return Finding(name, f"{value}: for {found.device} with {found.sm_count} SMs")
 
 
 VARIABLES: dict[str, Callable[[str, str], Finding]] = {
     "TRITONCOMM_PATH": _path_variable,
-    "TRITONCOMM_TABLE": _plain,
+    "TRITONCOMM_TABLE": _table_variable,
     "TRITON_INTERPRET": _interpreter,
     "CUDA_DEVICE_MAX_CONNECTIONS": _connections,
     "CUDA_VISIBLE_DEVICES": _visible,

@@ -101,6 +101,7 @@ def explain(
     out_sizes: Sequence[int] | None = None,
     rank: int = 0,
     stride: Sequence[int] | None = None,
+    sm_count: int = 0,
 ) -> Explanation:
     """Tell what a mapping does with a tensor, forward and backward (of a contiguous gradient), without doing it.
 
@@ -117,6 +118,7 @@ def explain(
         out_sizes: of an all-to-all: what comes from each rank.
         rank: the rank that is told about, which matters with sizes.
         stride: of the input; contiguous by default.
+        sm_count: multiprocessors of the named GPU; by default those of the largest part of it that has a table.
 
     Raises:
         ArgumentError: no such mapping, or dims, sizes or ``held`` where it takes none.
@@ -129,7 +131,7 @@ def explain(
     kind = "cpu" if device == "cpu" else "cuda"
     name = None if device in ("cpu", "cuda") else device
     call = Call(
-        dims, world, dtype, kind, name, rates or DEFAULTS[kind], held, rank,
+        dims, world, dtype, kind, name, rates or DEFAULTS[kind], held, sm_count, rank,
         *(None if given is None else tuple(given) for given in (sizes, out_sizes, stride)),
     )  # fmt: skip
     _check(short, tuple(shape), call)

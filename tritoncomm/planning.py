@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from tritoncomm_kernels import tables
 
 from tritoncomm import cost
 from tritoncomm.arguments import dtype_name, parse_dtype, parse_ints
@@ -62,18 +63,24 @@ def plan(
     console = terminal()
     with refusing():
         rates = _rates("cpu" if device == "cpu" else "cuda", latency, link, network, memory, node)
+        multiprocessors = 0
         if device == "cuda" and torch.cuda.is_available():
-            device = torch.cuda.get_device_name()
+            here = torch.cuda.get_device_properties(torch.cuda.current_device())
+            device, multiprocessors = here.name, here.multi_processor_count
         told = explain(
             op, parse_ints(shape, "--shape", 0), world, parse_dtype(dtype), parse_ints(dim, "--dim"), device, rates,
             held, sizes=parse_ints(sizes, "--sizes", 0) or None, rank=rank,
             out_sizes=parse_ints(out_sizes, "--out-sizes", 0) or None,
-            stride=parse_ints(strides, "--strides", 0) or None,
+            stride=parse_ints(strides, "--strides", 0) or None, sm_count=multiprocessors,
         )  # fmt: skip
     if as_json:
         print(json.dumps(_as_json(told), indent=1))
     else:
         _show(told, console)
+        if device not in ("cpu", "cuda") and not tables.chosen(device, multiprocessors):
+            console.print(
+                f"no tuned table for {device!r}: built-in tiles and no crossover", markup=False, soft_wrap=True
+            )
 
 
 def _rates(

@@ -89,6 +89,7 @@ class Call:
         dtype: element type.
         kind: of device, cpu or cuda.
         device_name: the GPU whose tables count, if any.
+        sm_count: its multiprocessors, 0 if nobody knows.
         rates: what the machine is assumed to do.
         held: whether somebody else holds the tensor.
         rank: the rank that is told about; it matters with sizes.
@@ -104,6 +105,7 @@ class Call:
     device_name: str | None
     rates: Rates
     held: bool
+    sm_count: int = 0
     rank: int = 0
     sizes: Ints | None = None
     out_sizes: Ints | None = None
@@ -123,7 +125,7 @@ class Call:
         """The path of a pack or unpack of so many bytes in that unit, as `ops` chooses it."""
         if ops.forced_path() != "auto":
             return ops.forced_path()
-        limits = crossover_of(op, self.device_name)
+        limits = crossover_of(op, self.device_name, self.sm_count)
         return "torch" if self.kind == "cpu" or (limits and nbytes < limits.by_unit[unit]) else "triton"
 
     def check_sum(self) -> None:
@@ -181,9 +183,9 @@ class Call:
         if path != "triton" or not moved:
             return self.local(name, what, moved, path)
         cols = plan.row if plan.lengths is not None else plan.world * plan.run
-        tile = config_for(name, unit, plan.outer, cols * size, device_name=self.device_name)
+        tile = config_for(name, unit, plan.outer, cols * size, device_name=self.device_name, sm_count=self.sm_count)
         told = f"{tile.block_rows} x {tile.block_cols} B, {tile.num_warps} warps, {unit} B per access"
-        return self.local(name, what, moved, path, told, origin_of(name, unit, self.device_name))
+        return self.local(name, what, moved, path, told, origin_of(name, unit, self.device_name, self.sm_count))
 
     def _copied(self, name: str, what: str, moved: int) -> Step:
         if ops.forced_path() == "triton":

@@ -28,6 +28,7 @@ __all__ = [
     "misfit",
     "read",
     "source_hash",
+    "table_in",
     "table_name",
     "user_folder",
 ]
@@ -143,17 +144,19 @@ def misfit(table: Table, device_name: str, sm_count: int, *, exact: bool = True)
 def chosen(device_name: str, sm_count: int) -> tuple[Table, ...]:
     """The tables that count for a device, first come first: the user's own, then the one in the package.
 
-    The environment variable TRITONCOMM_TABLE names the only file to look at instead, or ``none`` for no table at all.
-    A file that is there and does not count is left out with one warning.
+    The environment variable TRITONCOMM_TABLE names the only file to look at instead, or a folder of files named as the
+    user's own are, or ``none`` for no table at all. A file that is there and does not count is left out with one
+    warning, and so is one that the variable names and that is not there.
     """
     explicit = os.environ.get(VARIABLE, "")
     if explicit == "none":
         return ()
     if explicit:
-        candidates = [(Path(explicit).expanduser(), True)]
+        place = Path(explicit).expanduser()
+        candidates = [(table_in(place, device_name, sm_count) if place.is_dir() else place, True)]
     else:
         shipped = resources.files("tritoncomm_kernels") / "configs" / table_name(device_name)
-        candidates = [(user_folder() / table_name(device_name, sm_count), True), (shipped, False)]
+        candidates = [(table_in(user_folder(), device_name, sm_count), True), (shipped, False)]
     found = []
     for path, exact in candidates:
         if not explicit and not path.is_file():
@@ -180,6 +183,15 @@ def table_name(device_name: str, sm_count: int | None = None) -> str:
     """File name of a device's table, with the number of multiprocessors for a user's own."""
     name = "".join(c if c.isalnum() else "-" for c in device_name.lower())
     return f"{name}.json" if sm_count is None else f"{name}-{sm_count}.json"
+
+
+def table_in(folder: Path, device_name: str, sm_count: int) -> Path:
+    """Where a folder has the table of a device; if nobody knows its multiprocessors that of its largest part."""
+    if sm_count:
+        return folder / table_name(device_name, sm_count)
+    start = table_name(device_name, 0).removesuffix("0.json")
+    parts = [path for path in folder.glob(f"{start}*.json") if path.stem.removeprefix(start).isdigit()]
+    return max(parts, key=lambda path: int(path.stem.removeprefix(start)), default=folder / f"{start}N.json")
 
 
 def user_folder() -> Path:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tritoncomm_kernels import tables
 from tritoncomm_kernels.tables import OPS
 
 from tritoncomm.arguments import dtype_name, parse_dtype
@@ -152,6 +153,10 @@ def measure(
     wanted = cases_of(request)
     chosen = [group for group in groups() if group in {(case.op, case.unit) for case in wanted}]
     path = request.out or table.user_path(bench.device_name, bench.sm_count)
+    if path.is_dir():
+        path = tables.table_in(path, bench.device_name, bench.sm_count)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError("tune measures one GPU and writes one file: start it once, without torchrun")
     content, outcome = _begin(path, table.measured_key(bench.device_name, bench.sm_count))
     started, verdicts = clock(), {}
     if bench.target is not None and CAN_READ[TARGETS[bench.target].backend]:

@@ -30,7 +30,7 @@ def _versions() -> dict[str, str]:
 
 def user_path(device_name: str, sm_count: int) -> Path:
     """Where ``config_for`` looks for the user's own table of a device."""
-    return tables.user_folder() / tables.table_name(device_name, sm_count)
+    return tables.table_in(tables.user_folder(), device_name, sm_count)
 
 
 def resume(path: Path | None, key: dict[str, Any]) -> dict[str, Any]:
