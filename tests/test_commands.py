@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,8 +159,39 @@ def test_plan_as_a_process_of_its_own() -> None:
 )
 def test_bad_arguments_are_one_line(arguments: tuple[str, ...], words: str) -> None:
     result = run(*arguments)
-    assert result.exit_code == (2 if words else 0), result.output
-    assert words in result.output
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert result.stdout == "", "what a program reads is not mixed with errors"
+    assert len(result.stderr.splitlines()) == 1 or "Usage:" in result.stderr
+
+
+def test_figures_that_are_no_numbers_are_refused() -> None:
+    for name, value in (("link", "nan"), ("memory", "inf"), ("latency", "-1")):
+        result = run(*PLAN, f"--{name}", value)
+        assert (result.exit_code, f"--{name} must be" in result.stderr) == (2, True)
+
+
+def test_small_sizes_are_shown_in_a_unit_that_shows_them() -> None:
+    assert "256" in run("plan", "sp2hp", "--shape", "8,8", "--world", "2").output.split("bytes copied")[1]
+    assert "64.000" in run("plan", "sp2hp", "--shape", "128,128", "--world", "2").output.split("KiB copied")[1]
+
+
+def test_version_and_parts() -> None:
+    told = run("--version")
+    assert (told.exit_code, told.output) == (
+        0,
+        f"tritoncomm 0.1.0, torch {version('torch')}, triton {version('triton')}\n",
+    )
+    listed = run("bench", "--list")
+    assert listed.exit_code == 0
+    assert [line.split()[0] for line in listed.output.splitlines()] == suite.parts()
+    assert ("(needs a GPU)" in listed.output) is not torch.cuda.is_available()
+
+
+def test_plan_help_has_every_mapping() -> None:
+    told = " ".join(run("plan", "--help").output.split())
+    for short, name in OPS.items():
+        assert f"{short} ({name})" in told
 
 
 @pytest.mark.parametrize("command", ["plan", "doctor", "bench"])

@@ -716,6 +716,7 @@ def test_cpu_tensors_ask_for_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--shape", "8x8", "--dtype", "fp8_e5m2", "--op", "reduce"), "--op reduce cannot sum float8_e5m2"),
         (("--world", "8"), "--world and --dtype go with --shape"),
         (("--tensor-parallel", "8"), "goes with --model"),
+        (("--tokens", "64", "--shape", "8x8"), "--tokens goes with --model"),
         (("--model", "llama3-8b", "--shape", "8x8"), "--model has shapes of its own"),
         (("--model", "llama9"), "model 'llama9' is none of llama3-8b"),
         (("--model", "llama3-8b", "--tensor-parallel", "3"), "heads 32 cannot be cut over 3"),

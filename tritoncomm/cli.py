@@ -1,6 +1,7 @@
 """The command `tritoncomm`."""
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -10,10 +11,11 @@ try:
 except ImportError as error:
     sys.exit(f"the command needs typer and rich ({error}): pip install 'tritoncomm[cli]'")
 
-from tritoncomm import commands
+from tritoncomm import __version__, commands
 from tritoncomm.arguments import dtype_name, parse_dtype
 from tritoncomm.demo import DemoError, Settings
 from tritoncomm.demo.report import check_plot, plot, show, train_with_progress
+from tritoncomm.terminal import refuse
 from tritoncomm.tune import report as tune_report
 from tritoncomm.tune.command import Request
 
@@ -22,9 +24,22 @@ __all__ = ["app", "main"]
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"tritoncomm {__version__}, torch {version('torch')}, triton {version('triton')}")
+        raise typer.Exit(0)
+
+
 @app.callback()
-def _about() -> None:
-    """A communication layer for tensor, sequence and pipeline parallel training."""
+def _about(
+    wanted: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions and stop.")
+    ] = False,
+) -> None:
+    """A communication layer for tensor, sequence and pipeline parallel training.
+
+    Start with `demo` to see it train, `doctor` to see what a machine has, `plan` to see what a mapping costs.
+    """
 
 
 @app.command()
@@ -66,8 +81,7 @@ def demo(
         if picture is not None:
             plot(outcome, picture)
     except (ValueError, OSError, DemoError) as error:
-        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1 if isinstance(error, DemoError) else 2) from None
+        raise refuse(error, 1 if isinstance(error, DemoError) else 2) from None
     show(outcome, console)
     largest, _ = outcome.largest_difference()
     raise typer.Exit(0 if largest <= settings.limit else 1)
@@ -83,7 +97,7 @@ def tune(
     ] = None,
     model: Annotated[str | None, typer.Option(help="llama3-8b, llama3-70b, qwen3-32b, deepseek-v3 or a file.")] = None,
     tensor_parallel: Annotated[int | None, typer.Option(help="Ranks that share the model's layers; 8.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of one micro-batch of the model.")] = 8192,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of one micro-batch of the model; 8192.")] = None,
     listing: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False,
     budget: Annotated[float | None, typer.Option(help="Seconds after which nothing new starts.")] = None,
     out: Annotated[
@@ -118,8 +132,7 @@ def tune(
     try:
         code = tune_report.run(request, listing=listing, ranking=static, target=target, as_json=as_json)
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+        raise refuse(error) from None
     raise typer.Exit(code)
 
 

@@ -28,9 +28,14 @@ def add_to(app: typer.Typer) -> None:
     app.command(epilog=_BENCH_EPILOG)(bench)
 
 
-_DOCTOR_EPILOG = (
-    "Examples: `tritoncomm doctor` on the machine that will train, with the variables of the job set; "
-    "`tritoncomm doctor --json` for a job's log. Exits with 0 when all is well (no GPU is a note), 1 for a problem."
+_DOCTOR_EPILOG = "\n\n".join(
+    (
+        "Examples:",
+        "tritoncomm doctor   (on a machine that will train, with the variables of the job set)",
+        "tritoncomm doctor --json   (for a job's log)",
+        "tritoncomm doctor --no-self-test",
+        "Exits with 0 when all is well (no GPU is a note), 1 for a problem, 2 for arguments that make no sense.",
+    )
 )
 
 
@@ -64,20 +69,30 @@ def _findings_table(findings: list[Finding]) -> Table:
     return table
 
 
-_BENCH_EPILOG = (
-    "Examples: `tritoncomm bench p2p`; `tritoncomm bench --check` before a commit; `tritoncomm bench mappings --plot "
-    "--out figures`. Parts: one per `bench/bench_<part>.py`, and `gpu`. Exits with 0; with 1 when a part fails, or "
-    "when --check finds a target missed or a ratio worse; with 2 without a checkout."
+_BENCH_EPILOG = "\n\n".join(
+    (
+        "Examples:",
+        "tritoncomm bench --list",
+        "tritoncomm bench p2p",
+        "tritoncomm bench mappings --only all_to_all --rounds 20",
+        "tritoncomm bench mappings --plot --out figures",
+        "tritoncomm bench --check   (before a commit)",
+        "Exits with 0; with 1 when a part fails, or when --check finds a target missed or a ratio worse; with 2 for "
+        "arguments that make no sense, or without a checkout.",
+    )
 )
 
 
 def bench(
-    part: Annotated[str | None, typer.Argument(help="One part; by default all that this machine can run.")] = None,
+    part: Annotated[
+        str | None, typer.Argument(help="One part, see --list; by default all that this machine can run.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Keep the results there, as <device>/<part>.json.")] = None,
     plot: Annotated[bool, typer.Option("--plot", help="Draw PNG and SVG into --out, or bench-results.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Fail when a ratio is worse than the committed one.")] = False,
     rounds: Annotated[int | None, typer.Option(help="Rounds per row; fewer are quicker and noisier.")] = None,
     only: Annotated[str, typer.Option(help="Only rows whose name contains this.")] = "",
+    listing: Annotated[bool, typer.Option("--list", help="List the parts and stop.")] = False,
 ) -> None:
     """Run the benchmarks of a checkout, print ours against peers as ratios, draw them, compare them with the last ones.
 
@@ -85,6 +100,11 @@ def bench(
     """
     console = terminal()
     with tempfile.TemporaryDirectory() as scratch, refusing(suite.SuiteError):
+        if listing:
+            here = _runnable()
+            for name in suite.parts():
+                console.print(f"{name}{'' if name in here else '   (needs a GPU)'}", markup=False)
+            raise typer.Exit(0)
         if plot:
             pictures.check()
         if rounds is not None and rounds < 1:

@@ -28,14 +28,14 @@ EPILOG = "\n\n".join(
         "tritoncomm plan all_to_all --shape 2,1024,32,128 --dim 2,1 --world 4   (Ulysses)",
         "   ... --strides 12582912,12288,128,1   (the same of one third of a fused qkv)",
         "tritoncomm plan all_to_all --shape 8,512 --world 2 --sizes 3,5 --out-sizes 3,1   (split sizes)",
-        f"Mappings: {', '.join(OPS)}, or their full names.",
+        "Mappings, by the short name or the full one: " + ", ".join(f"{short} ({name})" for short, name in OPS.items()),
         "Exits with 0, or with 2 when the arguments make no sense or such a call would be refused.",
     )
 )
 
 
 def plan(
-    op: Annotated[str, typer.Argument(help="The mapping, for example sp2hp or all_gather.")],
+    op: Annotated[str, typer.Argument(help="The mapping, for example sp2hp or all_gather; all are listed below.")],
     shape: Annotated[str, typer.Option(help="Input on one rank, like 4096,2,8192 or 4096x2x8192.")],
     world: Annotated[int, typer.Option(help="Number of ranks.")],
     dtype: Annotated[

@@ -36,7 +36,7 @@ class Request:
         dtypes: names; bfloat16 by default.
         model: a model's name or file.
         tensor_parallel: ranks of the model; 8 by default.
-        tokens: tokens of a micro-batch of the model.
+        tokens: tokens of a micro-batch of the model; 8192 by default.
         budget: seconds.
         out: file for the results.
     """
@@ -47,7 +47,7 @@ class Request:
     dtypes: Sequence[str] = ()
     model: str | None = None
     tensor_parallel: int | None = None
-    tokens: int = 8192
+    tokens: int | None = None
     budget: float | None = None
     out: Path | None = None
 
@@ -87,13 +87,16 @@ def cases_of(request: Request) -> list[Case]:
         raise ValueError(f"--budget must be a positive number of seconds, not {request.budget:g}")
     if request.tensor_parallel is not None and request.model is None:
         raise ValueError("--tensor-parallel goes with --model; --shape takes --world")
+    if request.tokens is not None and request.model is None:
+        raise ValueError("--tokens goes with --model; --shape has its rows in it")
     dtypes = [parse_dtype(name) for name in request.dtypes or ("bfloat16",)]
     if request.model is not None:
         if request.shapes or request.worlds:
             raise ValueError("--model has shapes of its own: give --tensor-parallel, not --shape or --world")
         model, name = cases.read_model(request.model), Path(request.model).stem
         world = 8 if request.tensor_parallel is None else request.tensor_parallel
-        found = [cases.from_model(model, world, request.tokens, dtype, ops, name) for dtype in dtypes]
+        tokens = 8192 if request.tokens is None else request.tokens
+        found = [cases.from_model(model, world, tokens, dtype, ops, name) for dtype in dtypes]
         return _summable([case for each in found for case in each], request)
     if request.shapes:
         shapes = [cases.parse_shape(text) for text in request.shapes]
