@@ -19,7 +19,7 @@ import torch
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels import copy, launch, reference
 
-from bench import gpu_test
+from bench import gpu_ranks, gpu_test
 from bench.checks import Group, run_check, summary
 from bench.fake_gpu.device import Device
 from bench.fake_gpu.program import PtxError
@@ -94,6 +94,18 @@ def check_faults(group: Group, device: Device, setting: gpu_test.Setting) -> Non
     expect_fault("rows too short", lambda: planned(0)(x.view(-1)[:-16], wire, 1.0), "from a buffer")
 
 
+def check_mappings(group: Group, device: Device, setting: gpu_test.Setting) -> None:
+    """Every mapping on ranks in threads that launch at the same time; ``auto`` takes the kernels here."""
+    for world in (2,) if setting.dry else (2, 4, 8):
+        gpu_ranks.check_mappings(group, world, setting.device)
+
+
+def check_transitions(group: Group, device: Device, setting: gpu_test.Setting) -> None:
+    """Every redistribution of a sharded tensor, likewise."""
+    for world in (2,) if setting.dry else (2, 4, 8):
+        gpu_ranks.check_transitions(group, world, setting.device)
+
+
 Check = Callable[[Group, Device, gpu_test.Setting], None]
 
 
@@ -113,6 +125,8 @@ CHECKS: dict[str, Check] = {
     "casts, scales, accumulation": _as_on_a_gpu(gpu_test.check_arithmetic),
     "reduce": _as_on_a_gpu(gpu_test.check_reduce),
     "cross entropy": _as_on_a_gpu(gpu_test.check_cross_entropy),
+    "ranks in threads: mappings": check_mappings,
+    "ranks in threads: sharded tensors": check_transitions,
 }
 
 

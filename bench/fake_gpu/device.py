@@ -67,7 +67,9 @@ class Device:
                 mock.patch.multiple(torch.Tensor, is_cuda=property(lambda x: True), get_device=lambda x: 0),
                 mock.patch.multiple(torch.cuda, device=lambda at: nullcontext()),
                 mock.patch.multiple(torch.cuda, get_device_properties=lambda at: PROPERTIES),
-                mock.patch.multiple(torch.cuda, current_stream=lambda at: SimpleNamespace(cuda_stream=0)),
+                mock.patch.multiple(torch.cuda, Stream=_Stream, stream=lambda stream: nullcontext()),
+                mock.patch.multiple(torch.cuda, current_stream=_Stream),
+                mock.patch.multiple(torch.Tensor, record_stream=lambda x, stream: None),
                 mock.patch.multiple(launch, _current_device=lambda: 0, _current_stream=lambda at: 0),
                 mock.patch.multiple(launch, _device_table=_table),
                 mock.patch.multiple(CompiledKernel, _init_handles=partialmethod(_load, self.kernels)),
@@ -114,6 +116,18 @@ class Device:
             run(program, grid, arguments, [_buffer(x) for x in self._thread.tensors], shared)
         except Exception as error:  # nothing can be raised through the driver
             self._thread.error = error
+
+
+class _Stream:
+    """The only one there is: everything is in order."""
+
+    cuda_stream = 0
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
+
+    def wait_stream(self, stream: "_Stream") -> None:
+        assert isinstance(stream, _Stream)
 
 
 @lru_cache(maxsize=1)
