@@ -146,7 +146,7 @@ def _expected(op: str, parts: list[Tensor]) -> Tensor:
 
 
 def _supported(op: str, dtype: torch.dtype) -> bool:
-    if dtype is torch.float8_e4m3fn:
+    if dtype in (torch.float8_e4m3fn, torch.int16, torch.uint32):
         return False
     if op in ("BAND", "BOR", "BXOR"):
         return not dtype.is_floating_point and not dtype.is_complex
@@ -158,7 +158,8 @@ def _supported(op: str, dtype: torch.dtype) -> bool:
 def run_ops(group: ProcessGroup, op: str) -> None:
     rank, world = group.rank(), group.size()
     code = getattr(c.ReduceOp, op)
-    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.complex64, torch.float8_e4m3fn):
+    kinds = (torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.complex64, torch.float8_e4m3fn)
+    for dtype in (*kinds, torch.int16, torch.uint32):
         parts = held(group, (4, 2), dtype)
         calls: dict[str, Any] = {
             "all_reduce": lambda x: c.all_reduce(x, group, code),

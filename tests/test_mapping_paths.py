@@ -16,10 +16,10 @@ from torch.distributed import ProcessGroup
 from tritoncomm import UnsupportedError, ops, record
 from tritoncomm import mappings as m
 
-COPIED = ["float32", "bfloat16", "float16", "float64", "int64", "bool", "float8_e4m3fn", "complex64"]
+COPIED = ["float32", "bfloat16", "float16", "float64", "int64", "bool", "float8_e4m3fn", "complex64", "int16", "uint32"]
 SUMMED = COPIED[:5]
 NEITHER, BOTH = (False, False), (True, True)
-FORWARD_ONLY = ["int64", "bool", "float8_e4m3fn"]
+FORWARD_ONLY = ["int64", "bool", "float8_e4m3fn", "int16", "uint32"]
 SHAPES = [(8, 4, 12), (8,), (4, 12), (4, 4, 4, 4), (4, 1, 4, 2, 4)]
 
 Call = Callable[[Tensor, ProcessGroup], Tensor]

@@ -33,17 +33,19 @@ Work = Any
 
 _new_names = hasattr(ProcessGroup, "all_gather_single")
 _float8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith(("float8_", "float4_")))
-_raw = dict.fromkeys(_float8, torch.uint8)
+_integers = (torch.int16, torch.uint16, torch.uint32, torch.uint64)  # which neither Gloo nor NCCL knows
+_raw = frozenset(_float8 + _integers)
+special = _raw | {torch.complex32, torch.complex64, torch.complex128}
 
 
 def carrier(x: Tensor) -> Tensor:
-    """The same bytes in a dtype every backend moves: fp8 as uint8, complex as pairs of reals."""
+    """The same bytes in a dtype every backend moves; one dim more where an element is several of those.
+
+    fp8 goes as uint8, 16-bit and wider unsigned integers as their bytes, complex numbers as pairs of reals.
+    """
     if x.dtype in _raw:
-        return x.view(torch.uint8)
+        return (x if x.itemsize == 1 else x.unsqueeze(-1)).view(torch.uint8)
     return torch.view_as_real(x) if x.is_complex() else x
-
-
-special = frozenset(_float8) | {torch.complex32, torch.complex64, torch.complex128}
 
 
 def _options(kind: Any, asynchronous: bool, op: Any = None) -> Any:
@@ -213,6 +215,8 @@ def backend_name(group: ProcessGroup, x: Tensor) -> str:
 
 def refused(op: Any, dtype: torch.dtype, backend: str) -> str:
     """Why ``backend`` cannot reduce ``dtype`` with ``op``, empty if it can."""
+    if dtype in _integers:
+        return "the backend has no such integers; cast to int32 or int64"
     if dtype in _raw:
         return "sums of 8-bit floats would have to be decoded first; cast, or exchange and reduce"
     if dtype.is_complex and op != ReduceOp.SUM and op != ReduceOp.AVG:
