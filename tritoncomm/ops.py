@@ -287,7 +287,9 @@ def reduce(
     Traffic: reads the wire once, writes the result once.
     """
     if out is None:
-        out = wire.new_empty(wire.shape[1:], dtype=dtype)
+        out = wire.new_empty(wire.shape[1:]) if dtype is None else wire.new_empty(wire.shape[1:], dtype=dtype)
     taken = path_for(wire, "reduce")
     run = kernels.reduce if taken == "triton" else reference.reduce
+    if wire.dim() == 2:
+        return out, taken, run(wire, out, scale)
     return out, taken, run(wire.flatten(1) if wire.dim() > 2 else wire.view(wire.shape[0], -1), out.view(-1), scale)
