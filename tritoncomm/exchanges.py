@@ -8,7 +8,7 @@ from torch.autograd import Function
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
-from tritoncomm import engine
+from tritoncomm import engine, ops, record, routes
 from tritoncomm.autograd import direct
 from tritoncomm.dims import checked
 from tritoncomm.plan import Ints, normalize_sizes
@@ -62,10 +62,24 @@ def to_hidden(x: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: boo
     return engine.exchange(x, -1, 0, group, name, shape=shape, asynchronous=on_stream)
 
 
+def _flattened(x: Tensor, name: str) -> Tensor:
+    """``[T.., h] -> [T, h]``; a copy, which is counted, where the leading dims cannot be joined."""
+    flat = math.prod(x.shape[:-1]), x.shape[-1]
+    if is_compiling() or x.is_contiguous():
+        return x.reshape(flat)
+    try:
+        return x.view(flat)
+    except RuntimeError:
+        started = record.now()
+        rows, path, moved = ops.pack(routes.resolved(x), 0, 1)
+        record.add(name, path, moved, 0, started, calls=0)
+        return rows.view(flat)
+
+
 def to_sequence(x: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: bool, name: str) -> Tensor:
     """``[T.., h] -> [T/W, h*W]``, or ``shape``."""
     if x.dim() != 2:
-        x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        x = _flattened(x, name)
     return engine.exchange(x, 0, 1, group, name, shape=shape, asynchronous=on_stream)
 
 

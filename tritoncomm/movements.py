@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tritoncomm import routes
-from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.plan import Ints, Plan
 from tritoncomm.steps import Call, Step
 
@@ -139,21 +139,16 @@ def to_hidden(shape: Ints, dims: Ints, call: Call) -> Steps:
 
 
 def to_sequence(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """Hidden-parallel to sequence-parallel, leading dims flattened.
-
-    Raises:
-        UnsupportedError: flattening them copies, which the mapping does before it counts.
-    """
+    """Hidden-parallel to sequence-parallel; where leading dims cannot be joined in place, flattening them copies."""
     flat = (math.prod(shape[:-1]), shape[-1])
     if call.stride is None:
         return exchange(flat, (0, 1), call)
     try:
         stride = call.input(shape).view(flat).stride()
     except RuntimeError:
-        raise UnsupportedError(
-            f"plan: the leading dims of {list(shape)} by {list(call.stride)} cannot be joined without a copy, which "
-            "counters() do not count; plan the contiguous tensor, and one copy more"
-        ) from None
+        flattened = replace(call, world=1).pack(shape, 0)
+        steps, found = exchange(flat, (0, 1), replace(call, stride=None))
+        return [flattened, *steps], found
     return exchange(flat, (0, 1), replace(call, stride=stride))
 
 
