@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from typer.testing import CliRunner
 
-from tritoncomm import cli, doctor, pictures, selftest, suite
+from tritoncomm import cli, commands, doctor, pictures, selftest, suite
 from tritoncomm.explain import OPS, explain
 
 ROOT = Path(__file__).parents[1]
@@ -425,3 +426,13 @@ def test_share_of_the_roof_is_drawn_over_size(tmp_path: Path) -> None:
     (axes,) = pictures._roof("x", rows).axes
     assert [line.get_label() for line in axes.lines[:2]] == ["pack", "reduce"]
     assert list(axes.lines[0].get_xdata()) == [1, 64]
+
+
+def test_a_table_of_rows_shows_names_with_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"p20": 1.0, "median": 1.0, "p80": 1.0}
+    peer = "fn[grid](...)"
+    row = {"row": "sum [wide]", "us": {"ours": figures, peer: figures}, "ratio": {peer: 1.0}, "spread": {peer: 0.0}}
+    Console(width=120).print(commands._rows_table("cpu/launch", [row]))
+    shown = capsys.readouterr().out
+    assert "sum [wide]" in shown
+    assert f"ours / {peer}" in shown

@@ -147,11 +147,11 @@ def _rows_table(name: str, rows: list[dict[str, Any]]) -> Table:
     table.add_column("row")
     table.add_column("ours", justify="right")
     for peer in peers:
-        table.add_column(peer, justify="right")
+        table.add_column(escape(peer), justify="right")
         if peer in compared:
-            table.add_column(f"ours / {peer}", justify="right")
+            table.add_column(escape(f"ours / {peer}"), justify="right")
     for row in rows:
-        cells = [row["row"], f"{row['us']['ours']['median']:.1f}"]
+        cells = [escape(row["row"]), f"{row['us']['ours']['median']:.1f}"]
         for peer in peers:
             us, ratio, spread = row["us"].get(peer), row["ratio"].get(peer), row["spread"].get(peer, 0.0)
             cells += ["-" if us is None else f"{us['median']:.1f}"]
