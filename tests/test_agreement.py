@@ -26,7 +26,11 @@ OTHER = {"device": "Y, 4 SMs", "tuned tables": "built in", "TRITONCOMM_PATH": ""
         ({}, ""),
         ({1: {"TRITONCOMM_PATH": "torch"}}, "TRITONCOMM_PATH is unset on ranks 0, 2-4, torch on rank 1."),
         ({4: {"tuned tables": "built in"}}, "tuned tables for X, 8 SMs is abcd on ranks 0-3, built in on rank 4."),
-        ({0: {"TRITONCOMM_TABLE": ""}}, "TRITONCOMM_TABLE for X, 8 SMs is unset on rank 0, /t.json on ranks 1-4."),
+        ({0: {"TRITONCOMM_TABLE": ""}}, ""),
+        (
+            {rank: {"tuned tables": ""} | ({"TRITONCOMM_TABLE": ""} if rank == 0 else {}) for rank in range(5)},
+            "TRITONCOMM_TABLE for X, 8 SMs is unset on rank 0, /t.json on ranks 1-4.",
+        ),
         ({3: OTHER, 4: OTHER}, ""),
         ({3: OTHER, 4: OTHER | {"tuned tables": "ef"}}, "tables for Y, 4 SMs is built in on rank 3, ef on rank 4."),
         ({3: OTHER | {"TRITONCOMM_PATH": "triton"}}, "TRITONCOMM_PATH is unset on ranks 0-2, 4, triton on rank 3."),

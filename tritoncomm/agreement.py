@@ -14,7 +14,6 @@ from tritoncomm_kernels import tables
 __all__ = ["check", "compare", "difference", "settings"]
 
 _ANYWHERE = ("TRITONCOMM_PATH",)
-_PER_DEVICE = ("TRITONCOMM_TABLE", "tuned tables")
 _KEY = "tritoncomm/agreement"
 _SHOWN = 6
 
@@ -59,11 +58,16 @@ def compare(store: Any, rank: int, world: int, mine: Mapping[str, str]) -> str:
 
 
 def difference(found: Sequence[Mapping[str, str]]) -> str:
-    """What ranks differ in, in words; tables and the variable that names one are compared on devices of one kind."""
+    """What ranks differ in, in words.
+
+    Tables are compared on devices of one kind; where nobody read one, so is the variable that names it: a node may have
+    the same table elsewhere.
+    """
     lines = [_line(name, found, range(len(found))) for name in _ANYWHERE]
     for device in sorted({one["device"] for one in found}):
         ranks = [rank for rank, one in enumerate(found) if one["device"] == device]
-        lines += [_line(name, found, ranks, f" for {device}") for name in _PER_DEVICE]
+        known = all(found[rank]["tuned tables"] for rank in ranks)
+        lines.append(_line("tuned tables" if known else "TRITONCOMM_TABLE", found, ranks, f" for {device}"))
     told = "; ".join(filter(None, lines))
     return told and (
         f"ranks do not choose tiles and paths alike: {told}. Results are the same, but all wait for the slowest rank: "
