@@ -3,7 +3,8 @@ BOOTSTRAP ?= python3
 PIP_ARGS ?=
 VENV := .venv
 # Triton 3.6's interpreter of kernels breaks with a newer numpy.
-OLDEST := torch==2.11.0 triton==3.6.0 'numpy<2.4'
+oldest := torch==2.11.0 triton==3.6.0 'numpy<2.4'
+newest := torch
 
 ifdef PYTHON
 PY := PYTHONPATH=.:kernels $(PYTHON)
@@ -14,7 +15,7 @@ READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 endif
 
-.PHONY: demo test test-all test-oldest programs docs check bench fake-gpu-test gpu-test gpu-bench gpu-ranks clean
+.PHONY: demo test test-all test-oldest test-newest programs docs check bench fake-gpu-test gpu-test gpu-bench gpu-ranks clean
 
 demo: $(READY)
 	$(PY) -m tritoncomm demo
@@ -25,12 +26,13 @@ test: $(READY) $(PEERS)
 test-all: $(READY) $(PEERS)
 	$(PY) -m pytest -q
 
-# The oldest versions that are supported, in an environment of their own; torch brings several GB of CUDA libraries.
-test-oldest:
-	$(BOOTSTRAP) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet $(PIP_ARGS) -e '.[cli,plot,test,bench]' $(OLDEST)
-	.venv-oldest/bin/python -m pip install --quiet --no-deps megatron-core==0.16.1
-	.venv-oldest/bin/python -m pytest -m "not slow" -q
+# The oldest versions that are supported, and the newest that there are, each in an environment of its own; torch brings
+# several GB of CUDA libraries. BOOTSTRAP=python3.13 chooses the Python.
+test-oldest test-newest: test-%:
+	$(BOOTSTRAP) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet $(PIP_ARGS) -e '.[cli,plot,test,bench]' $($*)
+	.venv-$*/bin/python -m pip install --quiet --no-deps megatron-core==0.16.1
+	.venv-$*/bin/python -m pytest -m "not slow" -q
 
 # Random programs of tensor operators on pieces, against plain torch.
 programs: $(READY)
@@ -73,4 +75,4 @@ $(VENV)/.peers: $(VENV)/.ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest .pytest_cache .ruff_cache .benchmarks
+	rm -rf $(VENV) .venv-oldest .venv-newest .pytest_cache .ruff_cache .benchmarks

@@ -238,7 +238,10 @@ def exchange(
         x = routes.resolved(x)
     wire, path, moved = ops.pack(x, scatter_dim, world)
     received = torch.empty_like(wire)
-    work = c10d.all_to_all(received, wire, (), (), group, asynchronous)
+    if wire.shape[0] % world:  # dims of size 1 in front; torch 2.15 wants to cut dim 0
+        work = c10d.all_to_all(received.view(-1), wire.view(-1), (), (), group, asynchronous)
+    else:
+        work = c10d.all_to_all(received, wire, (), (), group, asynchronous)
     if work is not None:
         work.wait()
     del wire  # what was sent is not needed while what came is unpacked

@@ -88,7 +88,7 @@ class Device:
                 yield
             finally:
                 self._library.fake_on_launch(None)
-                triton.runtime.driver._active = before
+                triton.runtime.driver._active = before or driver  # kernels are unloaded through it when they go
 
     def _watched(self, call: Callable[..., Any], tensors_of: Callable[..., Any]) -> Callable[..., Any]:
         """Note the tensors of a launch, the only memory its kernel may touch; raise what went wrong in the kernel."""

@@ -30,6 +30,11 @@ CUresult cuCtxGetLimit(size_t *value, CUlimit limit) {
 }
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice *device, int ordinal) { return answer(device, ordinal); }
+CUresult cuCtxGetDevice(CUdevice *device) { return answer(device, 0); }
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+  *status = CU_STREAM_CAPTURE_STATUS_NONE;
+  return CUDA_SUCCESS;
+}
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return cuCtxGetCurrent(context); }
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
   if (attribute == CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
@@ -40,6 +45,7 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
   *module = (CUmodule)image;
   return CUDA_SUCCESS;
 }
+CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
   *function = malloc(1); /* a handle of its own for every function */
   return CUDA_SUCCESS;

@@ -154,11 +154,11 @@ def _entry(compiled: Any) -> Variant | None:
     if run is None or function is None or metadata is None:
         return None
     needs = [getattr(run, name, 1) for name in ("global_scratch_size", "profile_scratch_size")]
-    if type(run).__name__ == "CudaLauncher" and needs == [0, 0]:
+    if type(run).__name__ == "CudaLauncher" and needs == [0, 0] and not getattr(run, "gsan_enabled", False):
         how = (function, run.launch_cooperative_grid, run.launch_pdl)
         if _version() == (3, 6):  # ..., global scratch, profile scratch, metadata, launch metadata, hooks
             return Variant(run.launch, (*how, None, None, metadata, None, None, None), False, compiled)
-        if _version() == (3, 7):  # ..., metadata, launch metadata, hooks, scratch, kinds of the arguments
+        if _version() in ((3, 7), (3, 9)):  # ..., metadata, launch metadata, hooks, scratch, kinds of the arguments
             fixed = (*how, metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
             return Variant(run.launch, fixed, True, compiled)
     return Variant(run, (function, metadata, None, None, None), False, compiled)
