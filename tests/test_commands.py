@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -350,14 +351,16 @@ def exchange_wrongly(group: Any) -> str:
 # bench
 
 
-def test_bench_runs_a_part_and_draws_it(tmp_path: Path) -> None:
-    result = run("bench", "kernels", "--only", "pack 0.25", "--rounds", "10", "--plot", "--out", str(tmp_path))
+@pytest.mark.skipif(shutil.which("cc") is None or torch.cuda.is_available(), reason="part launch needs cc and no GPU")
+def test_bench_runs_a_part_and_draws_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    result = run("bench", "launch", "--only", "launch, reduce", "--rounds", "10", "--plot", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    assert "cpu/kernels" in result.output
-    assert "split" in result.output  # a narrow terminal breaks the heading
-    assert json.loads((tmp_path / "cpu" / "kernels.json").read_text())["rows"]
-    assert (tmp_path / "cpu-kernels-ratios.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in (tmp_path / "cpu-kernels-ratios.svg").read_text()
+    assert "cpu/launch" in result.output
+    assert "fn[grid]" in result.output
+    assert json.loads((tmp_path / "cpu" / "launch.json").read_text())["rows"]
+    assert (tmp_path / "cpu-launch-ratios.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "cpu-launch-ratios.svg").read_text()
 
 
 def test_bench_check_fails_for_a_worse_ratio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
