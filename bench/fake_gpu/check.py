@@ -51,22 +51,6 @@ def check_ordinary_launch(group: Group, device: Device, setting: gpu_test.Settin
     group.expect(launch.is_direct(0), "the direct launch is on")
 
 
-def check_far_offsets(group: Group, device: Device, setting: gpu_test.Setting) -> None:
-    """Rows that begin beyond 2**31 elements, in memory that nobody touches in between."""
-    buffer = torch.empty(3 * 2**30 + 2**20, dtype=torch.int8)
-    for step in (2**30, 2**30 + 48, 2**30 + 1):
-        rows = buffer.as_strided((4, 512), (step, 1))
-        rows.copy_(gpu_test.bits(setting, tuple(rows.shape), torch.int8))
-        wire, want = (torch.empty(4, 4, 128, dtype=torch.int8) for _ in range(2))
-        kernels.pack(rows, wire)
-        reference.pack(rows, want)
-        group.expect(torch.equal(wire, want), f"pack, rows {step} elements apart")
-        kept = rows.clone()
-        rows.zero_()
-        kernels.unpack(wire, rows)
-        group.expect(torch.equal(rows, kept), f"unpack, rows {step} elements apart")
-
-
 def check_faults(group: Group, device: Device, setting: gpu_test.Setting) -> None:
     """What a GPU would not forgive is seen here too: the plan of one call with the tensors of another."""
     x, wire = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(4, 8, 16, dtype=torch.bfloat16)
@@ -121,7 +105,7 @@ CHECKS: dict[str, Check] = {
     "copies: access widths": _as_on_a_gpu(gpu_test.check_units),
     "copies: ragged rows, gaps": _as_on_a_gpu(gpu_test.check_ragged_and_gaps),
     "copies: split sizes": _as_on_a_gpu(gpu_test.check_sizes),
-    "copies: beyond 2**31 elements": check_far_offsets,
+    "copies: rows beyond 2**31": _as_on_a_gpu(gpu_test.check_far_rows),
     "casts, scales, accumulation": _as_on_a_gpu(gpu_test.check_arithmetic),
     "reduce": _as_on_a_gpu(gpu_test.check_reduce),
     "cross entropy": _as_on_a_gpu(gpu_test.check_cross_entropy),
