@@ -387,7 +387,12 @@ def test_bench_check_fails_for_a_worse_ratio(monkeypatch: pytest.MonkeyPatch, tm
     ("outcome", "check", "code", "words"),
     [
         (suite.Outcome("p2p", 1, ("x: 2.00 of Megatron's time",), ""), False, 0, "missed, p2p: x: 2.00"),
-        (suite.Outcome("p2p", 2, (), "megatron-core is not installed"), False, 1, "p2p did not run: megatron-core"),
+        (
+            suite.Outcome("p2p", 2, (), "megatron-core is not installed"),
+            False,
+            2,
+            "p2p: megatron-core is not installed",
+        ),
         (suite.Outcome("p2p", 1, (), "RuntimeError: broken"), False, 1, "p2p did not run: RuntimeError: broken"),
     ],
 )

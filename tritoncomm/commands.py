@@ -127,16 +127,21 @@ def _runnable() -> list[str]:
 
 
 def _judged(outcomes: list[suite.Outcome], folder: Path, check: bool, console: Console) -> int:
-    """Say what was missed; the exit code."""
+    """Say what was missed and what had nothing to measure; the exit code, 2 where that is everything."""
     status = 0
+    idle = [one for one in outcomes if one.status == 2]
     for one in outcomes:
         for line in one.missed:
             console.print(f"missed, {one.part}: {line}", style="yellow", markup=False, soft_wrap=True)
-        if one.status not in (0, 1) or (one.status and not one.missed):
+        if one in idle:
+            console.print(f"{one.part}: {one.last}", style="dim", markup=False, soft_wrap=True)
+        elif one.status not in (0, 1) or (one.status and not one.missed):
             console.print(f"{one.part} did not run: {one.last}", style="red", markup=False, soft_wrap=True)
             status = 1
         elif one.status and check:
             status = 1
+    if len(idle) == len(outcomes):
+        return 2
     return max(status, min(suite.verdict(folder), 1)) if check else status
 
 
