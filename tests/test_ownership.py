@@ -1,40 +1,64 @@
-"""Who may write into a tensor: yes only where nobody else can see it."""
+"""A sum may overwrite its input only where nothing else refers to the tensor or its memory."""
 
+import os
+import subprocess
 import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritoncomm import ownership
 from tritoncomm.autograd import direct
 
+ROOT = Path(__file__).parent.parent
+
 
 def mapping(x: Tensor) -> bool:
     """Called like a mapping."""
-    return ownership.temporary_is_ours(sys.getrefcount(x), x)
+    return ownership.temporary_is_exclusive(sys.getrefcount(x), x)
 
 
-def test_a_temporary_is_ours() -> None:
-    answers = [mapping(torch.ones(3) * 2), mapping(torch.ones(3, 3))]  # an assert would hold the temporaries
+def test_a_temporary_is_exclusive() -> None:
+    answers = [mapping(torch.ones(3) * 2), mapping(torch.ones(3, 3))]  # an assert would refer to the temporaries
     assert answers == [True, True]
 
 
-def test_what_somebody_holds_is_not_ours() -> None:
+def test_the_counts_of_this_version() -> None:
+    """What the decision rests on, pinned so that a version of Python or torch that counts otherwise is noticed."""
+    ownership._measure_gradients()
+    counts = (ownership._temporary, ownership._gradient, ownership._view, ownership._view_base)
+    if sys.version_info >= (3, 14):
+        assert counts == ((0, 0, 0, 0),) * 4
+    else:
+        assert counts == ((2, 1, 2, 3), (3, 1, 2, 3), (3, 1, 3, 3), (3, 2, 3, 3))
+
+
+def test_what_somebody_refers_to_is_not_exclusive() -> None:
     held = torch.ones(3, 3)
     assert not mapping(held)
-    assert not mapping(held.view(-1)), "its base is held"
+    assert not mapping(held.view(-1)), "its base is referenced"
     assert not mapping(held[0])
     assert not mapping(held.detach())
     assert not mapping([held][0])
     owner = torch.nn.Linear(2, 2)
     assert not mapping(owner.weight)
     assert not mapping(owner.weight.data)
+    storage = torch.ones(3).untyped_storage()
+    assert not mapping(torch.empty(0).set_(storage))  # pyright: ignore[reportArgumentType]
 
 
-def test_what_autograd_saved_is_not_ours() -> None:
+def test_what_autograd_saved_is_not_exclusive() -> None:
     x = torch.ones(3, requires_grad=True)
     saved: list[bool] = []
     y = x.exp()
@@ -43,11 +67,96 @@ def test_what_autograd_saved_is_not_ours() -> None:
     assert saved[0] is False
 
 
-def test_leaves_strides_and_lazy_bits_are_not_ours() -> None:
+def test_leaves_strides_and_lazy_bits_are_not_exclusive() -> None:
     assert not mapping(torch.ones(3, requires_grad=True))
     assert not mapping(torch.ones(3, 4).t())
     assert not mapping(torch.ones(3, dtype=torch.complex64).conj())
     assert not mapping(torch.ones(3, dtype=torch.complex64).conj().imag)
+
+
+class Subclass(torch.Tensor):
+    """May keep anything anywhere."""
+
+
+class Wrapper(torch.Tensor):
+    """A tensor around another, as DTensor is."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Wrapper":
+        self = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        self.inner = inner
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*(x.inner if isinstance(x, Wrapper) else x for x in args), **(kwargs or {}))
+
+
+def _file(path: str, shared: bool) -> Tensor:
+    np.zeros(8, np.float32).tofile(path)
+    return torch.from_file(path, shared=shared, size=8)
+
+
+def _memmap(path: str) -> Tensor:
+    return torch.from_numpy(np.memmap(path, np.float32, "w+", shape=(8,)))
+
+
+kept: list[Any] = []
+
+
+def _keep(x: Any) -> Any:
+    kept.append(x)
+    return x
+
+
+# Memory that something besides the tensor sees: a function of a file name makes a tensor of 8 floats over it.
+EXTERNAL: dict[str, Callable[[str], Tensor]] = {
+    "from_numpy": lambda _: torch.from_numpy(_keep(np.zeros(8, np.float32))),
+    "as_tensor": lambda _: torch.as_tensor(_keep(np.zeros(8, np.float32))),
+    "asarray": lambda _: torch.asarray(_keep(np.zeros(8, np.float32))),
+    "frombuffer": lambda _: torch.frombuffer(_keep(bytearray(32)), dtype=torch.float32),
+    "from_dlpack-numpy": lambda _: torch.from_dlpack(_keep(np.zeros(8, np.float32))),
+    "from_dlpack-torch": lambda _: torch.from_dlpack(_keep(torch.zeros(8))),
+    "numpy-of-it": lambda _: torch.as_tensor(_keep(torch.zeros(8).numpy())),
+    "from_file-shared": lambda path: _file(path, True),
+    "from_file-private": lambda path: _file(path, False),
+    "memmap": _memmap,
+    "share_memory_": lambda _: torch.zeros(8).share_memory_(),
+    "storage": lambda _: torch.empty(0).set_(_keep(torch.zeros(8).untyped_storage())),  # pyright: ignore
+    "subclass": lambda _: torch.zeros(8).as_subclass(Subclass),
+    "wrapper": lambda _: Wrapper(_keep(torch.zeros(8))),
+    "parameter": lambda _: torch.nn.Parameter(torch.zeros(8), requires_grad=False),
+}
+TYPES = ("subclass", "wrapper", "parameter")  # it is their type that is refused, not their memory
+# Ways to another tensor over the same memory.
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda x: x,
+    "view": lambda x: x.view(2, 4),
+    "slice": lambda x: x[2:6],
+    "detach": lambda x: x.detach(),
+    "alias": lambda x: x.detach().view(4, 2)[1:].view(-1),
+    "bits": lambda x: x.view(torch.int32),
+    "as_strided": lambda x: x.as_strided((4,), (1,), 2),
+}
+
+
+@pytest.fixture
+def path() -> Any:
+    with tempfile.NamedTemporaryFile() as file:
+        yield file.name
+        kept.clear()
+
+
+@pytest.mark.parametrize("external", EXTERNAL)
+def test_memory_seen_from_elsewhere_is_not_exclusive(external: str, path: str) -> None:
+    answers = {}
+    for name, view in VIEWS.items():
+        if external in TYPES and name != "itself":
+            continue
+        answers[name] = mapping(view(EXTERNAL[external](path)))
+    assert not any(answers.values()), answers
 
 
 @direct
@@ -56,25 +165,24 @@ class Watch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seen: list[bool]) -> Tensor:
-        ownership.measure_gradients()
         ctx.seen = seen
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        ctx.seen.append(ownership.gradient_is_ours(sys.getrefcount(grad_output), grad_output, ctx, Watch))
+        ctx.seen.append(ownership.gradient_is_exclusive(sys.getrefcount(grad_output), grad_output, ctx, Watch))
         return grad_output, None
 
 
-def test_a_fresh_gradient_is_ours() -> None:
+def test_a_fresh_gradient_is_exclusive() -> None:
     seen: list[bool] = []
     x = torch.ones(3, requires_grad=True)
     (Watch.apply(x, seen) * 2).backward(torch.ones(3))
     assert seen == [True]
 
 
-def test_the_gradient_of_a_linear_layers_input_is_ours() -> None:
-    """It is a view of a tensor that nobody else holds."""
+def test_the_gradient_of_a_linear_layers_input_is_exclusive() -> None:
+    """It is a view of a tensor that nothing else refers to."""
     seen: list[bool] = []
     x, weight = torch.ones(2, 3, 4, requires_grad=True), torch.ones(5, 4, requires_grad=True)
     torch.nn.functional.linear(Watch.apply(x, seen), weight, torch.ones(5)).pow(2).sum().backward()
@@ -82,7 +190,7 @@ def test_the_gradient_of_a_linear_layers_input_is_ours() -> None:
 
 
 @pytest.mark.parametrize("how", ["add", "add-swapped", "caller", "hook", "two views"])
-def test_a_view_of_a_shared_gradient_is_not_ours(how: str) -> None:
+def test_a_view_of_a_shared_gradient_is_not_exclusive(how: str) -> None:
     seen: list[bool] = []
     kept: list[Tensor] = []
     x, other = torch.ones(3, requires_grad=True), torch.ones(3, 1, requires_grad=True)
@@ -103,7 +211,7 @@ def test_a_view_of_a_shared_gradient_is_not_ours(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["add", "add-swapped", "caller", "hook", "retain", "expanded", "view"])
-def test_a_shared_gradient_is_not_ours(how: str) -> None:
+def test_a_shared_gradient_is_not_exclusive(how: str) -> None:
     seen: list[bool] = []
     kept: list[Tensor] = []
     x, other = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
@@ -134,7 +242,70 @@ def test_a_shared_gradient_is_not_ours(how: str) -> None:
     assert seen == [False]
 
 
-def test_a_gradient_passed_by_a_plain_call_is_not_ours() -> None:
+class FromOutside(torch.autograd.Function):
+    """Identity whose gradient is the tensor that ``make`` returns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        ctx.make = make
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        return ctx.make(), None
+
+
+GRADIENTS = [
+    (name, view) for name in EXTERNAL for view in (False, True) if name != "wrapper" and not (view and name in TYPES)
+]
+
+
+@pytest.mark.parametrize(("external", "view"), GRADIENTS)
+def test_a_gradient_seen_from_elsewhere_is_not_exclusive(external: str, view: bool, path: str) -> None:
+    """A custom function returns memory of numpy, a file, another process; as it is, or below a view."""
+    seen: list[bool] = []
+    y = Watch.apply(torch.ones(8, requires_grad=True), seen)
+    if view:
+        y = y.view(2, 4).view(8)
+    FromOutside.apply(y, lambda: EXTERNAL[external](path)).sum().backward()
+    assert seen == [False]
+
+
+@pytest.mark.parametrize("keep", ["storage", "detach", "view", "object"])
+@pytest.mark.parametrize("view", [False, True])
+def test_what_a_hook_keeps_is_not_exclusive(keep: str, view: bool) -> None:
+    keepers: dict[str, Callable[[Tensor], Any]] = {
+        "storage": Tensor.untyped_storage,
+        "detach": Tensor.detach,
+        "view": lambda grad: grad.view(-1),
+        "object": lambda grad: grad,
+    }
+    seen: list[bool] = []
+    y = Watch.apply(torch.ones(3, requires_grad=True), seen)
+    z = y.view(3, 1) if view else y
+    z.register_hook(lambda grad: kept.append(keepers[keep](grad)))
+    (z * 2).backward(torch.ones_like(z))
+    kept.clear()
+    assert seen == [False]
+
+
+def test_a_view_whose_base_was_given_other_memory_is_not_exclusive() -> None:
+    """The view keeps the first memory, which ``kept`` sees; its base is referenced by nothing but the view."""
+
+    def make() -> Tensor:
+        base = torch.zeros(8)
+        view = base.view(2, 4)
+        kept.append(base.detach())
+        base.set_(torch.zeros(8))
+        return view
+
+    seen: list[bool] = []
+    FromOutside.apply(Watch.apply(torch.ones(2, 4, requires_grad=True), seen), make).sum().backward()
+    kept.clear()
+    assert seen == [False]
+
+
+def test_a_gradient_passed_by_a_plain_call_is_not_exclusive() -> None:
     seen: list[bool] = []
     node = Watch.apply(torch.ones(3, requires_grad=True), seen).grad_fn
     gradient = torch.ones(3)
@@ -154,3 +325,130 @@ def test_a_gradient_passed_by_a_plain_call_is_not_ours() -> None:
 
     (Outer.apply(torch.ones(3, requires_grad=True)) * 2).backward(torch.ones(3))
     assert seen == [False] * 4
+
+
+class Keep(TorchDispatchMode):
+    """Keeps every result, as a debugger's recording mode does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.kept.append(result)
+        return result
+
+
+def test_a_mode_that_keeps_results_during_the_call() -> None:
+    with Keep():
+        answers = [mapping(torch.ones(3) * 2)]
+    assert answers == [False]
+
+
+class KeepFunctions(TorchFunctionMode):
+    """The same for functions of torch."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        kept.append(result)
+        return result
+
+
+def trace(frame: Any, event: str, arg: Any) -> Any:
+    """Keeps every local variable, as a debugger may."""
+    kept.append(frame.f_locals)
+    return trace
+
+
+@contextmanager
+def traced(install: Callable[[Any], None], threads: Callable[[Any], None]) -> Iterator[None]:
+    threads(trace)
+    install(trace)
+    try:
+        yield
+    finally:
+        install(None)
+        threads(None)  # pyright: ignore[reportArgumentType]
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "settrace": lambda: traced(sys.settrace, threading.settrace),
+    "setprofile": lambda: traced(sys.setprofile, threading.setprofile),
+    "dispatch mode": Keep,
+    "function mode": KeepFunctions,
+    "inference mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "default device": lambda: torch.device("meta"),
+    "saved tensor hooks": lambda: torch.autograd.graph.saved_tensors_hooks(_keep, _keep),
+    "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_what_runs_beside_the_measurement_does_not_change_it(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts taken under a tool that keeps what it sees would let referenced tensors be overwritten ever after."""
+    ownership._measure_gradients()
+    names = ("_gradient", "_view", "_view_base", "max_references")
+    clean = (ownership._temporary, *(getattr(ownership, name) for name in names))
+    for name in names:
+        monkeypatch.setattr(ownership, name, None)
+    with MODES[mode]():
+        temporary = ownership._in_new_thread(ownership._temporary_counts)
+        ownership._measure_gradients()
+    kept.clear()
+    assert (temporary, *(getattr(ownership, name) for name in names)) == clean
+
+
+UNDER_A_TOOL = """
+import sys, threading, torch
+kept = []
+def trace(frame, event, arg):
+    kept.append(frame.f_locals)
+    return trace
+def watch(*_):
+    kept.append(sys._getframe(1).f_locals)
+TOOL
+from tritoncomm import ownership
+ownership._measure_gradients()
+sys.settrace(None)
+print((ownership._temporary, ownership._gradient, ownership._view, ownership._view_base))
+"""
+TOOLS = {"settrace": "threading.settrace(trace); sys.settrace(trace)"}
+if sys.version_info >= (3, 12):  # which has sys.monitoring
+    TOOLS["monitoring"] = (
+        "m = sys.monitoring; m.use_tool_id(3, 'keeper'); m.set_events(3, m.events.PY_START | m.events.PY_RETURN);"
+        "m.register_callback(3, m.events.PY_START, watch); m.register_callback(3, m.events.PY_RETURN, watch)"
+    )
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_that_is_active_at_import(tool: str) -> None:
+    out = subprocess.run(
+        [sys.executable, "-c", UNDER_A_TOOL.replace("TOOL", TOOLS[tool])],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert out.returncode == 0, out.stderr
+    ownership._measure_gradients()
+    clean = (ownership._temporary, ownership._gradient, ownership._view, ownership._view_base)
+    assert out.stdout.strip() == str(((0, 0, 0, 0),) * 4 if tool == "monitoring" else clean)
+
+
+def test_never_where_references_may_be_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not ownership._hidden_references() or sys.version_info >= (3, 14)
+    tool = SimpleNamespace(get_tool=lambda number: "coverage" if number == 1 else None)
+    monkeypatch.setattr(sys, "monitoring", tool, raising=False)
+    assert ownership._hidden_references()
+    monkeypatch.setattr(sys, "monitoring", SimpleNamespace(get_tool=lambda _: None), raising=False)
+    monkeypatch.setattr(sys, "version_info", (3, 14, 0))
+    assert ownership._hidden_references()
+
+
+def test_a_thread_that_is_none_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Green threads run on the caller's, with its tracers and modes."""
+    monkeypatch.setattr(ownership._thread, "start_new_thread", lambda run, args: run(*args))
+    assert ownership._in_new_thread(lambda: 1) is None

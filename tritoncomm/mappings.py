@@ -105,10 +105,10 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup
     """
     name = "reduce_from_tensor_model_parallel_region"
     group = checked(input_, group, name)
-    ours = not is_dynamo_compiling() and ownership.temporary_is_ours(sys.getrefcount(input_), input_)
+    exclusive = not is_dynamo_compiling() and ownership.temporary_is_exclusive(sys.getrefcount(input_), input_)
     if wants_grad(input_):
-        return (_ReduceInPlace if ours else _ReduceFromModelParallelRegion).apply(input_, group)
-    return engine.all_reduce(input_, group, name, in_place=ours)
+        return (_ReduceInPlace if exclusive else _ReduceFromModelParallelRegion).apply(input_, group)
+    return engine.all_reduce(input_, group, name, in_place=exclusive)
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:

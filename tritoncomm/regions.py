@@ -51,21 +51,19 @@ class _CopyToModelParallelRegion(Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        if not is_dynamo_compiling() and not ownership.gradients_measured:
-            ownership.measure_gradients()
         return input_
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
             return _ReduceFromModelParallelRegion.apply(grad_output, ctx.group), None
-        ours = (
+        exclusive = (
             not is_dynamo_compiling()
-            and (references := sys.getrefcount(grad_output)) <= ownership.most_references
-            and ownership.gradient_is_ours(references, grad_output, ctx, _CopyToModelParallelRegion)
+            and (references := sys.getrefcount(grad_output)) <= ownership.max_references
+            and ownership.gradient_is_exclusive(references, grad_output, ctx, _CopyToModelParallelRegion)
         )
         name = "copy_to_tensor_model_parallel_region.backward"
-        return engine.all_reduce(grad_output, ctx.group, name, in_place=ours), None
+        return engine.all_reduce(grad_output, ctx.group, name, in_place=exclusive), None
 
 
 @direct
@@ -90,7 +88,7 @@ class _ReduceFromModelParallelRegion(Function):
 
 @direct
 class _ReduceInPlace(Function):
-    """``_ReduceFromModelParallelRegion`` into a temporary that nobody else can see; autograd is told."""
+    """``_ReduceFromModelParallelRegion`` in place, for an otherwise unreferenced temporary; marks the input dirty."""
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
