@@ -327,3 +327,44 @@ def run_modes(group: ProcessGroup) -> None:
 
 def test_modes_by_member_and_by_value(pool: Pool) -> None:
     pool.run(run_modes, world=8)
+
+
+def run_requires_grad(group: ProcessGroup) -> None:
+    """Not differentiable: results have no graph; what is written in place is the very tensor."""
+    world = group.size()
+    calls: dict[str, Any] = {
+        "all_gather": lambda x, dim, **how: c.all_gather(x, dim, group, **how),
+        "all_gather-sizes": lambda x, dim, **how: c.all_gather(x, dim, group, sizes=[x.shape[dim]] * world, **how),
+        "reduce_scatter": lambda x, dim, **how: c.reduce_scatter(x, dim, group, **how),
+        "all_to_all": lambda x, dim, **how: c.all_to_all(x, group, **how),
+        "split_reduce_scatter": lambda x, dim, **how: c.split_reduce_scatter(x, dim, group),
+        "split_reduce_scatter of two": lambda x, dim, **how: c.split_reduce_scatter([x, x], dim, group)[1],
+    }
+    for leaf in (True, False):
+        for name, call in calls.items():
+            for dim in range(3):
+                plain = held(group, (4, 8, 4))[group.rank()].float()
+                x = plain.clone().requires_grad_()
+                x = x if leaf else x * 1
+                out = call(x, dim)
+                assert not out.requires_grad, name
+                same(out, call(plain, dim))
+                if name.startswith("split"):
+                    continue
+                later, handle = call(x, dim, async_op=True)
+                later = later if handle is None else handle.wait()
+                assert not later.requires_grad, name
+                same(later, out)
+    for name, call in {
+        "all_reduce": lambda x: c.all_reduce(x, group),
+        "broadcast": lambda x: c.broadcast(x, dist.get_process_group_ranks(group)[0], group),
+        "reduce": lambda x: c.reduce(x, dist.get_process_group_ranks(group)[0], group),
+    }.items():
+        x = torch.ones(4, 4, requires_grad=True)
+        assert call(x) is x, name
+        assert x.requires_grad, name
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_tensor_that_requires_grad(pool: Pool, world: int) -> None:
+    pool.run(run_requires_grad, world=world)

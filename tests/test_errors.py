@@ -1,16 +1,20 @@
 """Bad arguments raise the right error on every rank before anything is sent; the group works afterwards."""
 
+import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tritoncomm import ArgumentError, CommError, GroupError, ShapeError, UnsupportedError
+from tritoncomm import ArgumentError, CommError, GroupError, ShapeError, UnsupportedError, engine
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
+from tritoncomm.tensor import rank_groups
 
 T = torch.ones
 # id: (call, error, what the message has to say)
@@ -183,7 +187,8 @@ def test_inputs_and_groups(pool: Pool, world: int) -> None:
 
 def run_split_lists(group: ProcessGroup) -> None:
     x, world = torch.ones(4, 4), group.size()
-    for bad in (torch.tensor([2] * world), 4, [2.5] * world, [None] * world):
+    bad_tensors = (torch.ones(world, device="meta"), torch.ones(world), torch.tensor(2), torch.ones(1, world).long())
+    for bad in (*bad_tensors, 4, [2.5] * world, [None] * world):
         for call in (
             lambda sizes: m.gather_from_sequence_parallel_region(x, group=group, output_split_sizes=sizes),
             lambda sizes: m.reduce_scatter_to_sequence_parallel_region(x, group, sizes),
@@ -204,6 +209,111 @@ def run_split_lists(group: ProcessGroup) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_split_lists(pool: Pool, world: int) -> None:
     pool.run(run_split_lists, world=world)
+
+
+def run_sizes_as_tensors(group: ProcessGroup) -> None:
+    """A CPU tensor of integers is a list of integers."""
+    x, world = torch.arange(4.0 * group.size()).view(-1, 2), group.size()
+    even = torch.tensor([2] * world)
+    assert torch.equal(m.all_to_all(group, x, even, even.int()), m.all_to_all(group, x))
+    assert torch.equal(
+        m.reduce_scatter_to_sequence_parallel_region(x, group, even),
+        m.reduce_scatter_to_sequence_parallel_region(x, group, even.tolist()),
+    )
+
+
+def test_split_sizes_as_tensors(pool: Pool) -> None:
+    pool.run(run_sizes_as_tensors, world=2)
+
+
+def run_kinds_of_tensors(group: ProcessGroup) -> None:
+    """What is not one strided block of memory of this rank is refused with a remedy."""
+    dense = torch.ones(4, 4)
+    mesh = DeviceMesh("cpu", dist.get_process_group_ranks(group))
+    cases = (
+        (dense.to_sparse(), "to_dense"),
+        (_quietly(dense.to_sparse_csr), "to_dense"),
+        (DTensor.from_local(dense, mesh, [Replicate()]), "to_local"),
+        (DTensor.from_local(dense, mesh, [Shard(0)]), "to_local"),
+    )
+    for name, call in CALLS.items():
+        for x, remedy in cases:
+            if name == "copy" and remedy == "to_dense":
+                continue  # nothing is sent, and the gradient may well be dense
+            with pytest.raises(ArgumentError, match=remedy):
+                call(x, group)
+    with pytest.raises(ArgumentError, match="to_dense"):
+        c.split_reduce_scatter([dense, dense.to_sparse()], 0, group)
+    still_works(group)
+
+
+def _quietly(call: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sparse CSR is in beta
+        return call()
+
+
+def test_kinds_of_tensors(pool: Pool) -> None:
+    pool.run(run_kinds_of_tensors, world=2)
+
+
+def run_zero_dims(group: ProcessGroup) -> None:
+    x, sizes = torch.ones(()), [1] * group.size()
+    for call in (
+        lambda: m.gather_from_sequence_parallel_region(x, group=group),
+        lambda: m.gather_from_sequence_parallel_region(x, group=group, output_split_sizes=sizes),
+        lambda: m.reduce_scatter_to_sequence_parallel_region(x, group),
+        lambda: m.reduce_scatter_to_sequence_parallel_region(x, group, sizes),
+        lambda: m._reduce_scatter_along_first_dim(x, group, sizes),
+        lambda: m._gather_along_first_dim(x, group, sizes),
+        lambda: m.scatter_to_sequence_parallel_region(x, group),
+        lambda: m.all_to_all(group, x, sizes, sizes),
+    ):
+        with pytest.raises(ShapeError):
+            call()
+    still_works(group)
+
+
+def test_zero_dims_have_no_rows(pool: Pool) -> None:
+    pool.run(run_zero_dims, world=2)
+
+
+def run_destroyed(group: ProcessGroup) -> None:
+    made = rank_groups._by_members(tuple(dist.get_process_group_ranks(group)), "gloo")
+    x = torch.ones(4, 4, requires_grad=True)
+    calls = {**CALLS, "split_reduce_scatter": lambda x, group: c.split_reduce_scatter(x, 0, group)}
+    calls.pop("copy")
+    y = m.copy_to_tensor_model_parallel_region(x, made)
+    for call in calls.values():
+        call(x.detach().clone(), made)
+    dist.destroy_process_group(made)
+    for name, call in calls.items():
+        for requires_grad in (False, True):
+            with pytest.raises(GroupError) as caught:
+                call(x.detach().clone().requires_grad_(requires_grad), made)
+            assert "destroyed" in str(caught.value), name
+    with pytest.raises(GroupError, match="destroyed"):
+        y.sum().backward()
+    still_works(group)
+
+
+def test_a_destroyed_group(pool: Pool) -> None:
+    pool.run(run_destroyed, world=2)
+
+
+def run_without_a_registry() -> None:
+    """A group that was made past torch's registry, as fault-tolerant trainers do, is not a destroyed one."""
+    store = dist.HashStore()
+    group = dist.ProcessGroup(store, 0, 1)
+    backend = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=5))
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    with engine.run_alone_too():
+        assert m.reduce_from_tensor_model_parallel_region(torch.ones(3), group).tolist() == [1.0] * 3
+
+
+def test_a_group_past_the_registry() -> None:
+    run_without_a_registry()
 
 
 def run_unsupported(group: ProcessGroup) -> None:

@@ -3,10 +3,8 @@
 import os
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from memory import EXTERNAL, TYPES, VIEWS, Keep, KeepFunctions, kept, traced
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritoncomm import ownership
 from tritoncomm.autograd import direct
@@ -74,79 +71,9 @@ def test_leaves_strides_and_lazy_bits_are_not_exclusive() -> None:
     assert not mapping(torch.ones(3, dtype=torch.complex64).conj().imag)
 
 
-class Subclass(torch.Tensor):
-    """May keep anything anywhere."""
-
-
-class Wrapper(torch.Tensor):
-    """A tensor around another, as DTensor is."""
-
-    inner: Tensor
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> "Wrapper":
-        self = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        self.inner = inner
-        return self
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*(x.inner if isinstance(x, Wrapper) else x for x in args), **(kwargs or {}))
-
-
-def _file(path: str, shared: bool) -> Tensor:
-    np.zeros(8, np.float32).tofile(path)
-    return torch.from_file(path, shared=shared, size=8)
-
-
-def _memmap(path: str) -> Tensor:
-    return torch.from_numpy(np.memmap(path, np.float32, "w+", shape=(8,)))
-
-
-kept: list[Any] = []
-
-
-def _keep(x: Any) -> Any:
-    kept.append(x)
-    return x
-
-
-# Memory that something besides the tensor sees: a function of a file name makes a tensor of 8 floats over it.
-EXTERNAL: dict[str, Callable[[str], Tensor]] = {
-    "from_numpy": lambda _: torch.from_numpy(_keep(np.zeros(8, np.float32))),
-    "as_tensor": lambda _: torch.as_tensor(_keep(np.zeros(8, np.float32))),
-    "asarray": lambda _: torch.asarray(_keep(np.zeros(8, np.float32))),
-    "frombuffer": lambda _: torch.frombuffer(_keep(bytearray(32)), dtype=torch.float32),
-    "from_dlpack-numpy": lambda _: torch.from_dlpack(_keep(np.zeros(8, np.float32))),
-    "from_dlpack-torch": lambda _: torch.from_dlpack(_keep(torch.zeros(8))),
-    "numpy-of-it": lambda _: torch.as_tensor(_keep(torch.zeros(8).numpy())),
-    "from_file-shared": lambda path: _file(path, True),
-    "from_file-private": lambda path: _file(path, False),
-    "memmap": _memmap,
-    "share_memory_": lambda _: torch.zeros(8).share_memory_(),
-    "storage": lambda _: torch.empty(0).set_(_keep(torch.zeros(8).untyped_storage())),  # pyright: ignore
-    "subclass": lambda _: torch.zeros(8).as_subclass(Subclass),
-    "wrapper": lambda _: Wrapper(_keep(torch.zeros(8))),
-    "parameter": lambda _: torch.nn.Parameter(torch.zeros(8), requires_grad=False),
-}
-TYPES = ("subclass", "wrapper", "parameter")  # it is their type that is refused, not their memory
-# Ways to another tensor over the same memory.
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "itself": lambda x: x,
-    "view": lambda x: x.view(2, 4),
-    "slice": lambda x: x[2:6],
-    "detach": lambda x: x.detach(),
-    "alias": lambda x: x.detach().view(4, 2)[1:].view(-1),
-    "bits": lambda x: x.view(torch.int32),
-    "as_strided": lambda x: x.as_strided((4,), (1,), 2),
-}
-
-
 @pytest.fixture
-def path() -> Any:
-    with tempfile.NamedTemporaryFile() as file:
-        yield file.name
-        kept.clear()
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "memory")
 
 
 @pytest.mark.parametrize("external", EXTERNAL)
@@ -155,7 +82,10 @@ def test_memory_seen_from_elsewhere_is_not_exclusive(external: str, path: str) -
     for name, view in VIEWS.items():
         if external in TYPES and name != "itself":
             continue
-        answers[name] = mapping(view(EXTERNAL[external](path)))
+        made = list(EXTERNAL[external](np.arange(8, dtype=np.float32), path))
+        look = made.pop()
+        answers[name] = mapping(view(made.pop()))
+        assert look().tolist() == list(range(8))  # which keeps the memory until here
     assert not any(answers.values()), answers
 
 
@@ -267,8 +197,16 @@ def test_a_gradient_seen_from_elsewhere_is_not_exclusive(external: str, view: bo
     y = Watch.apply(torch.ones(8, requires_grad=True), seen)
     if view:
         y = y.view(2, 4).view(8)
-    FromOutside.apply(y, lambda: EXTERNAL[external](path)).sum().backward()
+    looks: list[Any] = []
+
+    def make() -> Tensor:
+        x, look = EXTERNAL[external](np.arange(8, dtype=np.float32), path)
+        looks.append(look)
+        return x
+
+    FromOutside.apply(y, make).sum().backward()
     assert seen == [False]
+    assert looks[0]().tolist() == list(range(8))
 
 
 @pytest.mark.parametrize("keep", ["storage", "detach", "view", "object"])
@@ -327,49 +265,15 @@ def test_a_gradient_passed_by_a_plain_call_is_not_exclusive() -> None:
     assert seen == [False] * 4
 
 
-class Keep(TorchDispatchMode):
-    """Keeps every result, as a debugger's recording mode does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Any] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        self.kept.append(result)
-        return result
-
-
 def test_a_mode_that_keeps_results_during_the_call() -> None:
     with Keep():
         answers = [mapping(torch.ones(3) * 2)]
     assert answers == [False]
 
 
-class KeepFunctions(TorchFunctionMode):
-    """The same for functions of torch."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        kept.append(result)
-        return result
-
-
-def trace(frame: Any, event: str, arg: Any) -> Any:
-    """Keeps every local variable, as a debugger may."""
-    kept.append(frame.f_locals)
-    return trace
-
-
-@contextmanager
-def traced(install: Callable[[Any], None], threads: Callable[[Any], None]) -> Iterator[None]:
-    threads(trace)
-    install(trace)
-    try:
-        yield
-    finally:
-        install(None)
-        threads(None)  # pyright: ignore[reportArgumentType]
+def keep(x: Tensor) -> Tensor:
+    kept.append(x)
+    return x
 
 
 MODES: dict[str, Callable[[], Any]] = {
@@ -380,7 +284,7 @@ MODES: dict[str, Callable[[], Any]] = {
     "inference mode": torch.inference_mode,
     "no_grad": torch.no_grad,
     "default device": lambda: torch.device("meta"),
-    "saved tensor hooks": lambda: torch.autograd.graph.saved_tensors_hooks(_keep, _keep),
+    "saved tensor hooks": lambda: torch.autograd.graph.saved_tensors_hooks(keep, keep),
     "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
 }
 

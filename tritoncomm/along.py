@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import engine
+from tritoncomm.autograd import without_graph
 from tritoncomm.dims import checked
 from tritoncomm.plan import normalize_sizes
 
@@ -74,9 +75,9 @@ def _run_split(input_: Any, dim: int, group: Any, name: str) -> Tensor:
 
 def _run_gather(input_: Any, dim: int, group: Any, sizes: Any, name: str) -> Tensor:
     group = checked(input_, group, name)
-    return engine.gather(input_, dim, group, normalize_sizes(sizes, name), name)
+    return engine.gather(without_graph(input_), dim, group, normalize_sizes(sizes, name), name)
 
 
 def _run_scatter_reduce(input_: Any, dim: int, group: Any, sizes: Any, name: str) -> Tensor:
     group = checked(input_, group, name)
-    return engine.scatter_reduce(input_, dim, group, normalize_sizes(sizes, name), name)
+    return engine.scatter_reduce(without_graph(input_), dim, group, normalize_sizes(sizes, name), name)

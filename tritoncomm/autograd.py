@@ -1,10 +1,11 @@
-"""``torch.autograd.Function`` without the Python around it, which takes as long as a small mapping does."""
+"""When autograd records a mapping, and its functions without the Python around them (as long as a small mapping)."""
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["direct"]
+__all__ = ["direct", "wants_grad", "without_graph"]
 
 _base = torch.autograd.Function
 _transformed = torch._C._are_functorch_transforms_active
@@ -28,3 +29,13 @@ def direct(cls: Any) -> Any:
 
     cls.apply = classmethod(apply)
     return cls
+
+
+def wants_grad(x: Tensor) -> bool:
+    """Whether operations on ``x`` must be recorded by autograd."""
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def without_graph(x: Tensor) -> Tensor:
+    """``x`` for, or from, an operation that is not recorded: the same object unless it requires grad, else detached."""
+    return x.detach() if x.requires_grad else x

@@ -1,4 +1,8 @@
-"""ColossalAI's collectives over a parallel mode or a process group; any dim, contiguous results, not differentiable."""
+"""ColossalAI's collectives over a parallel mode or a process group; any dim, contiguous results.
+
+They are not differentiable: a tensor that requires grad is detached first, and results have no graph. ``all_reduce``,
+``broadcast`` and ``reduce`` write into the tensor itself and return that.
+"""
 
 import math
 from collections.abc import Sequence
@@ -10,11 +14,13 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from tritoncomm import c10d, engine, record
+from tritoncomm.autograd import without_graph
 from tritoncomm.errors import ArgumentError, GroupError, ShapeError
 from tritoncomm.fused import pack_many
 from tritoncomm.groups import group_for
 from tritoncomm.handle import Handle
 from tritoncomm.plan import chunk_sizes, normalize_sizes
+from tritoncomm.validation import check_input
 
 __all__ = [
     "Handle",
@@ -59,7 +65,9 @@ def all_gather(
     """
     group = _checked(tensor, parallel_mode, "all_gather")
     _checked_dim(tensor, dim, "all_gather")
-    return engine.gather(tensor, dim, group, normalize_sizes(sizes, "all_gather"), "all_gather", async_op)
+    return engine.gather(
+        without_graph(tensor), dim, group, normalize_sizes(sizes, "all_gather"), "all_gather", async_op
+    )
 
 
 def reduce_scatter(
@@ -89,7 +97,7 @@ def reduce_scatter(
     group = _checked(tensor, parallel_mode, "reduce_scatter")
     _checked_dim(tensor, dim, "reduce_scatter")
     cut = normalize_sizes(sizes, "reduce_scatter")
-    return engine.scatter_reduce(tensor, dim, group, cut, "reduce_scatter", op, async_op)
+    return engine.scatter_reduce(without_graph(tensor), dim, group, cut, "reduce_scatter", op, async_op)
 
 
 def all_reduce(tensor: Tensor, parallel_mode: Any, op: Any = ReduceOp.SUM, async_op: bool = False) -> Any:
@@ -121,6 +129,7 @@ def broadcast(tensor: Tensor, src: int, parallel_mode: Any, async_op: bool = Fal
     started = record.now()
     if engine.ends_here(group):
         return (tensor, None) if async_op else tensor
+    check_input(tensor, group, "broadcast")
     out, moved, root = _rooted(tensor, src, group, "broadcast")
     work = c10d.broadcast(out, root, group, async_op)
     record.add("broadcast", "torch" if moved else "view", moved, out.nbytes if group.rank() == root else 0, started)
@@ -137,6 +146,7 @@ def reduce(tensor: Tensor, dst: int, parallel_mode: Any, op: Any = ReduceOp.SUM,
     started = record.now()
     if engine.ends_here(group):
         return (tensor, None) if async_op else tensor
+    check_input(tensor, group, "reduce")
     out, moved, root = _rooted(tensor, dst, group, "reduce")
     c10d.check_op(op, out, group, "reduce")
     work = c10d.reduce(out, root, op, group, async_op)
@@ -165,7 +175,7 @@ def all_to_all(
     name = "all_to_all"
     group = _checked(tensor, parallel_mode, name)
     out_sizes, in_sizes = normalize_sizes(output_split_sizes, name), normalize_sizes(input_split_sizes, name)
-    return engine.exchange_rows(tensor, group, out_sizes, in_sizes, name, async_op)
+    return engine.exchange_rows(without_graph(tensor), group, out_sizes, in_sizes, name, async_op)
 
 
 def split_reduce_scatter(
@@ -196,13 +206,16 @@ def split_reduce_scatter(
     many = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if not many:
         return []
+    many = [without_graph(x) if isinstance(x, Tensor) else x for x in many]
     axes = [dims] * len(many) if isinstance(dims, int) else list(dims)
     if len(axes) != len(many):
         raise ArgumentError(f"{name}: {len(many)} tensors but {len(axes)} dims")
     group = _checked(many[0], parallel_mode, name)
     started, world, rank = record.now(), group.size(), group.rank()
     for x, dim in zip(many, axes, strict=True):
+        _checked(x, group, name)
         _checked_dim(x, dim, name)
+        check_input(x, group, name)
     wire, pieces, path, moved = pack_many(many, axes, world, dtype=dtype, scale=scale)
     summed = wire
     if not engine.ends_here(group):

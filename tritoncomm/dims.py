@@ -9,24 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 
 from tritoncomm import engine
-from tritoncomm.autograd import direct
+from tritoncomm.autograd import direct, wants_grad, without_graph
 from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.groups import resolve
 from tritoncomm.plan import Ints, normalize_sizes
+from tritoncomm.validation import refuse_forward_ad
 
 __all__ = ["all_gather_dim", "all_to_all_dims", "reduce_scatter_dim", "split_dim"]
 
 
-def wants_grad(x: Tensor) -> bool:
-    """Whether autograd has to see what happens to ``x``."""
-    return x.requires_grad and torch.is_grad_enabled()
-
-
 def checked(input_: Any, group: ProcessGroup | None, name: str) -> ProcessGroup:
-    """The group to use; refuses anything but a tensor."""
+    """The group to use; refuses anything but a tensor, and forward-mode AD (which `autograd.Function` hides)."""
+    if forward_ad._current_level >= 0 and isinstance(input_, Tensor):
+        refuse_forward_ad(input_, name)
     if isinstance(input_, Tensor) and isinstance(group, ProcessGroup):
         return group
     if not isinstance(input_, Tensor):
@@ -126,7 +125,7 @@ def all_gather_dim(
     dim, cut = checked_dim(input_, dim, name), normalize_sizes(sizes, name)
     if wants_grad(input_):
         return _AllGatherDim.apply(input_, dim, group, cut, tensor_parallel_output_grad)
-    return engine.gather(input_, dim, group, cut, name)
+    return without_graph(engine.gather(input_, dim, group, cut, name))
 
 
 def reduce_scatter_dim(
@@ -144,7 +143,7 @@ def reduce_scatter_dim(
     dim, cut = checked_dim(input_, dim, name), normalize_sizes(sizes, name)
     if wants_grad(input_):
         return _ReduceScatterDim.apply(input_, dim, group, cut)
-    return engine.scatter_reduce(input_, dim, group, cut, name)
+    return without_graph(engine.scatter_reduce(input_, dim, group, cut, name))
 
 
 def split_dim(
@@ -161,7 +160,7 @@ def split_dim(
     dim, cut = checked_dim(input_, dim, name), normalize_sizes(sizes, name)
     if wants_grad(input_):
         return _SplitDim.apply(input_, dim, group, cut)
-    return engine.split(input_, dim, group, cut, name)
+    return without_graph(engine.split(input_, dim, group, cut, name))
 
 
 def all_to_all_dims(
@@ -197,4 +196,4 @@ def all_to_all_dims(
     sizes = (normalize_sizes(scatter_sizes, name), normalize_sizes(gather_sizes, name))
     if wants_grad(input_):
         return _AllToAllDims.apply(input_, dims, group, sizes)
-    return engine.exchange(input_, *dims, group, name, scatter_sizes=sizes[0], gather_sizes=sizes[1])
+    return without_graph(engine.exchange(input_, *dims, group, name, scatter_sizes=sizes[0], gather_sizes=sizes[1]))

@@ -19,6 +19,7 @@ from tritoncomm.errors import ShapeError
 from tritoncomm.handle import Handle
 from tritoncomm.plan import Ints
 from tritoncomm.uneven import exchange_uneven, gather_uneven, scatter_uneven
+from tritoncomm.validation import check_input
 
 __all__ = ["all_reduce", "ends_here", "exchange", "exchange_rows", "gather", "run_alone_too", "scatter_reduce", "split"]
 
@@ -49,7 +50,8 @@ def gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: s
     started, world = record.now(), group.size()
     if world == 1 and _alone_ends_here:
         return (x, None) if asynchronous else x
-    if sizes is not None and (len(set(sizes)) != 1 or len(sizes) != world or sizes[0] != x.shape[dim]):
+    check_input(x, group, name)
+    if sizes is not None and x.dim() and (len(set(sizes)) != 1 or len(sizes) != world or sizes[0] != x.shape[dim]):
         return gather_uneven(x, dim, group, sizes, name, asynchronous, started)
     try:
         route = routes.gathered(x.shape, x.dtype, dim, world)
@@ -107,9 +109,14 @@ def scatter_reduce(
     started, world = record.now(), group.size()
     if world == 1 and _alone_ends_here:
         return (x, None) if asynchronous else x
+    check_input(x, group, name)
     if op is not _SUM:
         c10d.check_op(op, x, group, name)
-    if sizes is not None and (len(set(sizes)) != 1 or len(sizes) != world or sizes[0] * world != x.shape[dim]):
+    if (
+        sizes is not None
+        and x.dim()
+        and (len(set(sizes)) != 1 or len(sizes) != world or sizes[0] * world != x.shape[dim])
+    ):
         return scatter_uneven(x, dim, group, sizes, name, op, asynchronous, started)
     try:
         route = routes.scattered(x.shape, x.dtype, dim, world)
@@ -139,6 +146,7 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
         return x if world == 1 else traced.split(x, dim, world, rank, sizes)
     if world == 1 and _alone_ends_here:
         return x
+    check_input(x, group, name)
     started = record.now()
     try:
         start, end, first = routes.piece_of(x.shape, dim, world, rank, sizes)
@@ -167,6 +175,7 @@ def all_reduce(
     started, world = record.now(), group.size()
     if world == 1 and _alone_ends_here:
         return (x, None) if asynchronous else x
+    check_input(x, group, name)
     special = x.dtype in c10d.special
     if special or op is not _SUM:
         c10d.check_op(op, x, group, name)
@@ -197,6 +206,7 @@ def exchange_rows(
     started, world = record.now(), group.size()
     if world == 1 and _alone_ends_here:
         return (x, None) if asynchronous else x
+    check_input(x, group, name)
     try:
         route = routes.rows_exchanged(x.shape, x.dtype, world, group.rank(), out_sizes, in_sizes)
     except ShapeError as error:
@@ -228,6 +238,7 @@ def exchange(
     started, world = record.now(), group.size()
     if world == 1 and _alone_ends_here:
         return x if shape is None else x.reshape(shape)
+    check_input(x, group, name)
     if scatter_sizes is not None or gather_sizes is not None:
         return exchange_uneven(x, scatter_dim, gather_dim, group, name, scatter_sizes, gather_sizes, started)
     try:

@@ -24,7 +24,8 @@ from tritoncomm.along import (
     _split_along_first_dim,
     _split_along_last_dim,
 )
-from tritoncomm.dims import all_gather_dim, all_to_all_dims, checked, reduce_scatter_dim, split_dim, wants_grad
+from tritoncomm.autograd import wants_grad, without_graph
+from tritoncomm.dims import all_gather_dim, all_to_all_dims, checked, reduce_scatter_dim, split_dim
 from tritoncomm.errors import GroupError, ShapeError
 from tritoncomm.exchanges import (
     _AllToAll,
@@ -47,6 +48,7 @@ from tritoncomm.regions import (
     _ScatterToModelParallelRegion,
     _ScatterToSequenceParallelRegion,
 )
+from tritoncomm.validation import check_kind
 
 __all__ = [
     "_AllGatherFromTensorParallelRegion",
@@ -93,7 +95,9 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | N
     Shape: unchanged. Source: Megatron-LM (arXiv 1909.08053), the operator f.
     """
     group = checked(input_, group, "copy_to_tensor_model_parallel_region")
-    return _CopyToModelParallelRegion.apply(input_, group) if wants_grad(input_) else input_
+    if type(input_) is not Tensor:
+        check_kind(input_, "copy_to_tensor_model_parallel_region")
+    return _CopyToModelParallelRegion.apply(input_, group) if wants_grad(input_) else without_graph(input_)
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -108,7 +112,7 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup
     exclusive = not is_dynamo_compiling() and ownership.temporary_is_exclusive(sys.getrefcount(input_), input_)
     if wants_grad(input_):
         return (_ReduceInPlace if exclusive else _ReduceFromModelParallelRegion).apply(input_, group)
-    return engine.all_reduce(input_, group, name, in_place=exclusive)
+    return without_graph(engine.all_reduce(input_, group, name, in_place=exclusive))
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -120,7 +124,7 @@ def scatter_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup 
     group = checked(input_, group, name)
     if wants_grad(input_):
         return _ScatterToModelParallelRegion.apply(input_, group)
-    return engine.split(input_, -1, group, None, name)
+    return without_graph(engine.split(input_, -1, group, None, name))
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -132,7 +136,7 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup
     group = checked(input_, group, name)
     if wants_grad(input_):
         return _GatherFromModelParallelRegion.apply(input_, group)
-    return engine.gather(input_, -1, group, None, name)
+    return without_graph(engine.gather(input_, -1, group, None, name))
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -144,7 +148,7 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | No
     group = checked(input_, group, name)
     if wants_grad(input_):
         return _ScatterToSequenceParallelRegion.apply(input_, group)
-    return engine.split(input_, 0, group, None, name)
+    return without_graph(engine.split(input_, 0, group, None, name))
 
 
 def gather_from_sequence_parallel_region(
@@ -171,7 +175,7 @@ def gather_from_sequence_parallel_region(
     if wants_grad(input_):
         args = (group, tensor_parallel_output_grad, output_split_sizes, use_global_buffer)
         return _GatherFromSequenceParallelRegion.apply(input_, *args)
-    return engine.gather(input_, 0, group, normalize_sizes(output_split_sizes, name), name)
+    return without_graph(engine.gather(input_, 0, group, normalize_sizes(output_split_sizes, name), name))
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -189,7 +193,7 @@ def reduce_scatter_to_sequence_parallel_region(
     if wants_grad(input_):
         args = (group, input_split_sizes, use_global_buffer)
         return _ReduceScatterToSequenceParallelRegion.apply(input_, *args)
-    return engine.scatter_reduce(input_, 0, group, normalize_sizes(input_split_sizes, name), name)
+    return without_graph(engine.scatter_reduce(input_, 0, group, normalize_sizes(input_split_sizes, name), name))
 
 
 def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -201,7 +205,7 @@ def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Proce
     group = checked(input_, group, name)
     if wants_grad(input_):
         return _AllGatherFromTensorParallelRegion.apply(input_, group)
-    return engine.gather(input_, -1, group, None, name)
+    return without_graph(engine.gather(input_, -1, group, None, name))
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -213,7 +217,7 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Pro
     group = checked(input_, group, name)
     if wants_grad(input_):
         return _ReduceScatterToTensorParallelRegion.apply(input_, group)
-    return engine.scatter_reduce(input_, -1, group, None, name)
+    return without_graph(engine.scatter_reduce(input_, -1, group, None, name))
 
 
 def all_to_all(
@@ -241,7 +245,7 @@ def all_to_all(
     args = (output_split_sizes_, input_split_sizes, use_nccl_stream)
     if wants_grad(input_):
         return _AllToAll.apply(group, input_, *args)
-    return exchange_rows(input_, group, *args, name)
+    return without_graph(exchange_rows(input_, group, *args, name))
 
 
 def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None, use_nccl_stream: bool = False) -> Tensor:
@@ -258,7 +262,7 @@ def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None, use_nccl
     group = _checked_hidden(input_, group, name)
     if wants_grad(input_):
         return _SequenceToHidden.apply(input_, group, None, use_nccl_stream)
-    return to_hidden(input_, group, None, use_nccl_stream, name)
+    return without_graph(to_hidden(input_, group, None, use_nccl_stream, name))
 
 
 def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None, use_nccl_stream: bool = False) -> Tensor:
@@ -275,7 +279,7 @@ def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None, use_nccl
     group = _checked_hidden(input_, group, name)
     if wants_grad(input_):
         return _HiddenToSequence.apply(input_, group, None, use_nccl_stream)
-    return to_sequence(input_, group, None, use_nccl_stream, name)
+    return without_graph(to_sequence(input_, group, None, use_nccl_stream, name))
 
 
 def _checked_hidden(input_: Tensor, group: ProcessGroup | None, name: str) -> ProcessGroup:

@@ -26,6 +26,7 @@ __all__ = ["gradient_is_exclusive", "max_references", "temporary_is_exclusive"]
 Counts = tuple[int, int, int, int]
 _NEVER: Counts = (0, 0, 0, 0)
 
+_strided = torch.strided
 _current_graph_task = torch._C._current_graph_task_id
 _storage_use_count = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
 _use_count: Callable[[Tensor], int] = Tensor._use_count  # pyright: ignore[reportAttributeAccessIssue]
@@ -42,7 +43,7 @@ def _exceeds(counts: Counts, limit: Counts) -> bool:
 
 
 def temporary_is_exclusive(references: int, x: Tensor) -> bool:
-    """Whether ``x``, an argument with ``sys.getrefcount`` of ``references``, is a temporary that nothing else refers to.
+    """Whether ``x``, an argument with ``sys.getrefcount`` of ``references``, is an otherwise unreferenced temporary.
 
     The caller takes the count, so that this call does not refer to ``x`` yet.
     """
@@ -50,9 +51,9 @@ def temporary_is_exclusive(references: int, x: Tensor) -> bool:
 
 
 def _is_exclusive(x: Tensor, limit: Counts) -> bool:
-    if type(x) is not Tensor or _use_count(x) > limit[1] or not x.is_contiguous() or (x.requires_grad and x.is_leaf):
+    if type(x) is not Tensor or x.layout is not _strided or _use_count(x) > limit[1]:
         return False
-    if x.is_neg() or x.is_conj():
+    if not x.is_contiguous() or (x.requires_grad and x.is_leaf) or x.is_neg() or x.is_conj():
         return False
     storage = x.untyped_storage()
     return (

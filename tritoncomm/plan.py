@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from tritoncomm.errors import ArgumentError, ShapeError
 
 __all__ = ["Plan", "chunk_sizes", "joined_layout", "normalize_sizes", "rows_layout", "unit_bytes", "wire_layout"]
@@ -82,11 +84,22 @@ def chunk_sizes(size: int, world: int) -> Ints:
 
 
 def normalize_sizes(sizes: Any, name: str) -> Ints | None:
-    """Split sizes as a tuple of ints; lists, tuples and numpy arrays of integers are accepted, None stays None."""
+    """Split sizes as a tuple of ints; None stays None.
+
+    Accepted are lists, tuples, numpy arrays and CPU tensors of integers.
+
+    Raises:
+        ArgumentError: anything else; a tensor on a device, because reading it would synchronise the device.
+    """
     if sizes is None:
         return None
-    if hasattr(sizes, "device") and hasattr(sizes, "requires_grad"):
-        raise ArgumentError(f"{name}: split sizes must be a list of ints, not a tensor (that would synchronise)")
+    if isinstance(sizes, torch.Tensor):
+        if sizes.device.type != "cpu":
+            raise ArgumentError(
+                f"{name}: split sizes must be a list of ints or a CPU tensor, not a tensor on {sizes.device} "
+                "(reading it would synchronise)"
+            )
+        sizes = sizes.tolist() if sizes.dim() == 1 else sizes
     try:
         return tuple(size.__index__() for size in sizes)
     except (TypeError, AttributeError):

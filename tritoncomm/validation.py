@@ -1,0 +1,74 @@
+"""Refuse, before the first byte is sent, tensors and groups that end in a backend's error or in a wrong result."""
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from tritoncomm.errors import ArgumentError, GroupError, UnsupportedError
+
+__all__ = ["check_input", "check_kind", "refuse_forward_ad"]
+
+_strided = torch.strided
+_registered: dict[ProcessGroup, Any] = getattr(distributed_c10d, "_pg_map", {})
+_is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def check_input(x: Tensor, group: ProcessGroup, name: str) -> None:
+    """Check what ``name`` is about to send over ``group``.
+
+    Raises:
+        ArgumentError: a DTensor, or a tensor that is not one strided block of memory.
+        GroupError: the group was destroyed.
+        UnsupportedError: ``x`` carries a tangent of forward-mode AD.
+    """
+    if forward_ad._current_level >= 0:
+        refuse_forward_ad(x, name)
+    if type(x) is not Tensor or x.layout is not _strided:
+        check_kind(x, name)
+    if group not in _registered:
+        _check_alive(group, name)
+
+
+def refuse_forward_ad(x: Tensor, name: str) -> None:
+    """Refuse a dual tensor; called where a dual level is entered.
+
+    Raises:
+        UnsupportedError: a collective would send the values alone, and the tangent would come out as zero.
+    """
+    if _is_transformed(x) or forward_ad.unpack_dual(x).tangent is not None:
+        raise UnsupportedError(f"{name}: forward-mode AD (dual tensors, torch.func.jvp) has no rule for collectives")
+
+
+def check_kind(x: Tensor, name: str) -> None:
+    """Refuse what is not one strided block of this rank's memory.
+
+    Raises:
+        ArgumentError: a sparse tensor or a DTensor.
+    """
+    if x.layout is not _strided:
+        raise ArgumentError(f"{name}: expected a strided tensor, not one of layout {x.layout}; call .to_dense()")
+    distributed = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has imported it
+    if distributed is not None and isinstance(x, distributed.DTensor):
+        raise ArgumentError(f"{name}: expected a plain tensor, not a DTensor; pass its local shard, .to_local()")
+
+
+def _check_alive(group: ProcessGroup, name: str) -> None:
+    """Refuse a group that torch has forgotten; one that it never knew is its maker's business."""
+    if group in distributed_c10d._world.pg_map:  # of ranks that are threads
+        return
+    try:
+        registered = group.group_name
+    except RuntimeError:
+        registered = ""
+    if not registered:
+        return
+    try:
+        distributed_c10d._resolve_process_group(registered)  # pyright: ignore[reportArgumentType]
+    except (RuntimeError, ValueError):
+        what = f"process group {registered!r}" if dist.is_initialized() else "process group (as all others are)"
+        raise GroupError(f"{name}: the {what} was destroyed") from None
