@@ -327,19 +327,26 @@ if sys.version_info >= (3, 12):  # which has sys.monitoring
     )
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-def test_a_tool_that_is_active_at_import(tool: str) -> None:
+def run(program: str) -> str:
+    """What a program prints in a process of its own."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     out = subprocess.run(
-        [sys.executable, "-c", UNDER_A_TOOL.replace("TOOL", TOOLS[tool])],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert out.returncode == 0, out.stderr
+    return out.stdout.strip()
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_that_is_active_at_import(tool: str) -> None:
     ownership._measure_gradients()
     clean = (ownership._temporary, ownership._gradient, ownership._view, ownership._view_base)
-    assert out.stdout.strip() == str(((0, 0, 0, 0),) * 4 if tool == "monitoring" else clean)
+    wanted = ((0, 0, 0, 0),) * 4 if tool == "monitoring" else clean
+    assert run(UNDER_A_TOOL.replace("TOOL", TOOLS[tool])) == str(wanted)
 
 
 def test_never_where_references_may_be_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,3 +363,21 @@ def test_a_thread_that_is_none_measures_nothing(monkeypatch: pytest.MonkeyPatch)
     """Green threads run on the caller's, with its tracers and modes."""
     monkeypatch.setattr(ownership._thread, "start_new_thread", lambda run, args: run(*args))
     assert ownership._in_new_thread(lambda: 1) is None
+
+
+def test_first_called_in_inference_mode() -> None:
+    """The first call of a process may be one that records nothing; the measurement is not spoiled, nor does it fail."""
+    program = """
+import torch, torch.distributed as dist
+from tritoncomm import mappings, ownership
+dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+group = dist.group.WORLD
+with torch.inference_mode():
+    mappings._CopyToModelParallelRegion.apply(torch.ones(3), group)
+    mappings.reduce_from_tensor_model_parallel_region(torch.ones(3), group)
+x = torch.ones(3, requires_grad=True)
+(mappings.copy_to_tensor_model_parallel_region(x, group) * 2).sum().backward()
+print(ownership._temporary, ownership._gradient)
+"""
+    program = "import torch.testing._internal.distributed.fake_pg" + program
+    assert run(program) == f"{ownership._temporary} {ownership._gradient}"

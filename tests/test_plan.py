@@ -68,7 +68,9 @@ def test_plans_are_cached() -> None:
     assert Plan.along([4, 6], 1, 2) is Plan.along((4, 6), 1, 2)
 
 
-@pytest.mark.parametrize("sizes", [[1, 2], (1, 2), np.array([1, 2]), np.array([1, 2], dtype=np.int32)], ids=repr)
+@pytest.mark.parametrize(
+    "sizes", [[1, 2], (1, 2), np.array([1, 2]), np.array([1, 2], np.int32), torch.tensor([1, 2])], ids=repr
+)
 def test_normalize_sizes(sizes: object) -> None:
     found = normalize_sizes(sizes, "f")
     assert found == (1, 2)
@@ -78,7 +80,8 @@ def test_normalize_sizes(sizes: object) -> None:
 
 def test_normalize_sizes_refuses() -> None:
     assert normalize_sizes(None, "f") is None
-    for bad in (torch.tensor([1, 2]), 3, [1.5, 2], "ab", [None]):
+    tensors = (torch.tensor([1, 2], device="meta"), torch.tensor([1.0, 2.0]), torch.tensor(3), torch.ones(2, 2).int())
+    for bad in (*tensors, 3, [1.5, 2], "ab", [None]):
         with pytest.raises(ArgumentError, match="f: split sizes"):
             normalize_sizes(bad, "f")
 
