@@ -127,9 +127,9 @@ def broadcast(tensor: Tensor, src: int, parallel_mode: Any, async_op: bool = Fal
     """
     group = _checked(tensor, parallel_mode, "broadcast")
     started = record.now()
-    if engine.ends_here(group):
+    if engine.ends_here(group, "broadcast"):
         return (tensor, None) if async_op else tensor
-    check_input(tensor, group, "broadcast")
+    check_input(tensor, "broadcast")
     out, moved, root = _rooted(tensor, src, group, "broadcast")
     work = c10d.broadcast(out, root, group, async_op)
     record.add("broadcast", "torch" if moved else "view", moved, out.nbytes if group.rank() == root else 0, started)
@@ -144,9 +144,9 @@ def reduce(tensor: Tensor, dst: int, parallel_mode: Any, op: Any = ReduceOp.SUM,
     """
     group = _checked(tensor, parallel_mode, "reduce")
     started = record.now()
-    if engine.ends_here(group):
+    if engine.ends_here(group, "reduce"):
         return (tensor, None) if async_op else tensor
-    check_input(tensor, group, "reduce")
+    check_input(tensor, "reduce")
     out, moved, root = _rooted(tensor, dst, group, "reduce")
     c10d.check_op(op, out, group, "reduce")
     work = c10d.reduce(out, root, op, group, async_op)
@@ -215,10 +215,10 @@ def split_reduce_scatter(
     for x, dim in zip(many, axes, strict=True):
         _checked(x, group, name)
         _checked_dim(x, dim, name)
-        check_input(x, group, name)
+        check_input(x, name)
     wire, pieces, path, moved = pack_many(many, axes, world, dtype=dtype, scale=scale)
     summed = wire
-    if not engine.ends_here(group):
+    if not engine.ends_here(group, name):
         c10d.check_op(ReduceOp.SUM, wire, group, name)
         summed = wire.new_empty(wire.shape[1:])
         c10d.reduce_scatter(c10d.carrier(summed), c10d.carrier(wire.view(-1)), ReduceOp.SUM, group)

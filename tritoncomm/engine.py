@@ -19,7 +19,7 @@ from tritoncomm.errors import ShapeError
 from tritoncomm.handle import Handle
 from tritoncomm.plan import Ints
 from tritoncomm.uneven import exchange_uneven, gather_uneven, scatter_uneven
-from tritoncomm.validation import check_input
+from tritoncomm.validation import check_input, members, world_of
 
 __all__ = ["all_reduce", "ends_here", "exchange", "exchange_rows", "gather", "run_alone_too", "scatter_reduce", "split"]
 
@@ -38,19 +38,20 @@ def run_alone_too() -> Iterator[None]:
         _alone_ends_here = before
 
 
-def ends_here(group: ProcessGroup) -> bool:
-    """Whether the group is this rank alone, so that nothing has to move."""
-    return _alone_ends_here and group.size() == 1
+def ends_here(group: ProcessGroup, name: str) -> bool:
+    """Whether the group is this rank alone, so that nothing has to be sent."""
+    world = len(members[group]) if group in members else world_of(group, name)
+    return _alone_ends_here and world == 1
 
 
 def gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str, asynchronous: bool = False) -> Any:
     """Concatenate the ranks' tensors along ``dim``; a tensor, or (tensor, handle) when asynchronous."""
     if is_compiling():
         return traced.gather(x, dim, group, sizes, name)
-    started, world = record.now(), group.size()
+    started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1 and _alone_ends_here:
         return (x, None) if asynchronous else x
-    check_input(x, group, name)
+    check_input(x, name)
     if sizes is not None and x.dim() and (len(set(sizes)) != 1 or len(sizes) != world or sizes[0] != x.shape[dim]):
         return gather_uneven(x, dim, group, sizes, name, asynchronous, started)
     try:
@@ -106,10 +107,10 @@ def scatter_reduce(
     """Reduce over the ranks and keep this rank's piece of ``dim``; (tensor, handle) when asynchronous."""
     if is_compiling():
         return traced.scatter_reduce(x, dim, group, sizes, name)
-    started, world = record.now(), group.size()
+    started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1 and _alone_ends_here:
         return (x, None) if asynchronous else x
-    check_input(x, group, name)
+    check_input(x, name)
     if op is not _SUM:
         c10d.check_op(op, x, group, name)
     if (
@@ -141,13 +142,13 @@ def scatter_reduce(
 
 def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
     """This rank's piece of ``dim``, contiguous; a view of ``x`` where that is contiguous already."""
-    world, rank = group.size(), group.rank()
     if is_compiling():
-        return x if world == 1 else traced.split(x, dim, world, rank, sizes)
+        return x if group.size() == 1 else traced.split(x, dim, group.size(), group.rank(), sizes)
+    started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1 and _alone_ends_here:
         return x
-    check_input(x, group, name)
-    started = record.now()
+    check_input(x, name)
+    rank = group.rank()
     try:
         start, end, first = routes.piece_of(x.shape, dim, world, rank, sizes)
     except ShapeError as error:
@@ -172,10 +173,10 @@ def all_reduce(
     """Reduce over the ranks; into ``x`` itself when ``in_place`` and it is contiguous, otherwise into one copy."""
     if is_compiling():
         return traced.all_reduce(x, group, name)
-    started, world = record.now(), group.size()
+    started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1 and _alone_ends_here:
         return (x, None) if asynchronous else x
-    check_input(x, group, name)
+    check_input(x, name)
     special = x.dtype in c10d.special
     if special or op is not _SUM:
         c10d.check_op(op, x, group, name)
@@ -203,10 +204,10 @@ def exchange_rows(
     """All-to-all along dim 0 by split sizes; even where a list is missing."""
     if is_compiling():
         return traced.exchange_rows(x, group, out_sizes, in_sizes, name)
-    started, world = record.now(), group.size()
+    started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1 and _alone_ends_here:
         return (x, None) if asynchronous else x
-    check_input(x, group, name)
+    check_input(x, name)
     try:
         route = routes.rows_exchanged(x.shape, x.dtype, world, group.rank(), out_sizes, in_sizes)
     except ShapeError as error:
@@ -235,10 +236,10 @@ def exchange(
     """
     if is_compiling():
         return traced.exchange(x, scatter_dim, gather_dim, group, name, shape, scatter_sizes, gather_sizes)
-    started, world = record.now(), group.size()
+    started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1 and _alone_ends_here:
         return x if shape is None else x.reshape(shape)
-    check_input(x, group, name)
+    check_input(x, name)
     if scatter_sizes is not None or gather_sizes is not None:
         return exchange_uneven(x, scatter_dim, gather_dim, group, name, scatter_sizes, gather_sizes, started)
     try:

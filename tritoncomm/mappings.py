@@ -286,7 +286,7 @@ def _checked_hidden(input_: Tensor, group: ProcessGroup | None, name: str) -> Pr
     group = checked(input_, group, name)
     if input_.dim() == 0:
         raise ShapeError(f"{name}: a 0-dim tensor has no hidden dim")
-    if engine.ends_here(group):
+    if engine.ends_here(group, name):
         return group
     size = input_.shape[-1] if name.endswith("sp2hp") else math.prod(input_.shape[:-1])
     if size % group.size():

@@ -11,27 +11,46 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from tritoncomm.errors import ArgumentError, GroupError, UnsupportedError
 
-__all__ = ["check_input", "check_kind", "refuse_forward_ad"]
+__all__ = ["check_input", "check_kind", "members", "refuse_forward_ad", "world_of"]
 
 _strided = torch.strided
-_registered: dict[ProcessGroup, Any] = getattr(distributed_c10d, "_pg_map", {})
+members: dict[ProcessGroup, Any] = getattr(distributed_c10d, "_pg_group_ranks", {})
+"""The groups that exist, in torch's own table; the length of an entry is the number of ranks, sooner than size()."""
 _is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-def check_input(x: Tensor, group: ProcessGroup, name: str) -> None:
-    """Check what ``name`` is about to send over ``group``.
+def check_input(x: Tensor, name: str) -> None:
+    """Check what ``name`` is about to send.
 
     Raises:
         ArgumentError: a DTensor, or a tensor that is not one strided block of memory.
-        GroupError: the group was destroyed.
         UnsupportedError: ``x`` carries a tangent of forward-mode AD.
     """
     if forward_ad._current_level >= 0:
         refuse_forward_ad(x, name)
     if type(x) is not Tensor or x.layout is not _strided:
         check_kind(x, name)
-    if group not in _registered:
-        _check_alive(group, name)
+
+
+def world_of(group: ProcessGroup, name: str) -> int:
+    """Number of ranks of a group that is not in ``members``.
+
+    Raises:
+        GroupError: it was destroyed. A group that torch never registered is its maker's business.
+    """
+    if group in distributed_c10d._world.pg_map:  # of ranks that are threads
+        return group.size()
+    try:
+        registered = group.group_name
+    except RuntimeError:
+        registered = ""
+    if registered:
+        try:
+            distributed_c10d._resolve_process_group(registered)  # pyright: ignore[reportArgumentType]
+        except (RuntimeError, ValueError):
+            which = f"process group {registered!r}" if dist.is_initialized() else "process group, as all others,"
+            raise GroupError(f"{name}: the {which} was destroyed") from None
+    return group.size()
 
 
 def refuse_forward_ad(x: Tensor, name: str) -> None:
@@ -55,20 +74,3 @@ def check_kind(x: Tensor, name: str) -> None:
     distributed = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has imported it
     if distributed is not None and isinstance(x, distributed.DTensor):
         raise ArgumentError(f"{name}: expected a plain tensor, not a DTensor; pass its local shard, .to_local()")
-
-
-def _check_alive(group: ProcessGroup, name: str) -> None:
-    """Refuse a group that torch has forgotten; one that it never knew is its maker's business."""
-    if group in distributed_c10d._world.pg_map:  # of ranks that are threads
-        return
-    try:
-        registered = group.group_name
-    except RuntimeError:
-        registered = ""
-    if not registered:
-        return
-    try:
-        distributed_c10d._resolve_process_group(registered)  # pyright: ignore[reportArgumentType]
-    except (RuntimeError, ValueError):
-        what = f"process group {registered!r}" if dist.is_initialized() else "process group (as all others are)"
-        raise GroupError(f"{name}: the {what} was destroyed") from None
