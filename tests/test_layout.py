@@ -22,7 +22,7 @@ LAYERS = [
     ["plan"],
     ["copies"],
     ["ops", "fused"],
-    ["groups"],
+    ["groups", "meshes", "place"],
     ["c10d"],
     ["handle", "routes"],
     ["traced"],

@@ -4,6 +4,7 @@ import copy
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from tritoncomm.tensor import (
     ReplicaSpec,
     ShardSpec,
     clip_grad_norm_,
+    measure,
     shard_parameters,
     sharded_optimizer_state,
 )
@@ -434,6 +436,32 @@ def run_measure(group: TorchGroup) -> None:
     assert path.cost > 0
     with pytest.raises(ShapeError, match="sizes"):
         measure_mesh(mesh, small=8, large=8)
+
+
+def test_a_mesh_is_measured_where_its_groups_move_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        """A group as torch makes it for ``cpu:gloo,cuda:nccl``, or for one backend."""
+
+        def __init__(self, **backends: str) -> None:
+            self._backends, self._device_types = backends, [torch.device(kind) for kind in backends]
+
+        def _get_backend(self, device: torch.device) -> Any:
+            return SimpleNamespace(name=lambda: self._backends[device.type])
+
+    seen: list[Any] = []
+    where: Any = measure.default_device
+    monkeypatch.setattr(measure, "default_device", lambda group: seen.append(where(group)) or torch.device("meta"))
+    monkeypatch.setattr(measure.engine, "all_reduce", lambda x, *_, **__: seen.append(x.device.type))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    cuda, cpu = torch.device("cuda", 3), torch.device("cpu")
+    for backends, wanted in (
+        ({"cpu": "gloo", "cuda": "nccl"}, cuda), ({"cuda": "nccl"}, cuda), ({"cuda": "NCCL2"}, cuda),
+        ({"cpu": "gloo", "cuda": "gloo"}, cpu), ({"cpu": "gloo"}, cpu),
+    ):  # fmt: skip
+        seen.clear()
+        measure._microseconds(Group(**backends), 8, 1)  # type: ignore[arg-type]
+        assert seen == [wanted, "meta", "meta", "meta"], backends
 
 
 def test_a_mesh_is_measured(pool: Pool) -> None:

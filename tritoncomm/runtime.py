@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tritoncomm import agreement, groups
+from tritoncomm import agreement, groups, meshes
 from tritoncomm.errors import ArgumentError, GroupError
 from tritoncomm.groups import Group, ParallelMode
 
@@ -63,10 +63,13 @@ def initialize(
         The device mesh with axes data, pipeline, context, tensor (the given one when ``mesh`` was passed).
 
     Raises:
-        GroupError: already initialized, or the sizes do not multiply to the number of ranks.
+        GroupError: already initialized, the sizes do not multiply to the number of ranks, or the ranks of the mesh do
+            not ascend along an axis.
     """
     if groups.groups:
         raise GroupError("tritoncomm is already initialized; call tritoncomm.destroy() first")
+    if mesh is not None:
+        meshes.check_mesh(mesh, "initialize")
     tensor_mode = None
     if config is not None:
         tensor, pipeline, tensor_mode = _read_config(config)
@@ -226,7 +229,7 @@ def _own_group(lists: list[list[int]], made: dist.ProcessGroup | None) -> Group:
     rank = dist.get_rank()
     mine = next(ranks for ranks in lists if rank in ranks)
     group = made if made is not None else _new_group(lists, None)
-    return Group(group, _cpu_twin(lists, group), tuple(mine))
+    return Group(group, _cpu_twin(lists, group), tuple(sorted(mine)))  # torch sorts the ranks of a group
 
 
 def _new_group(lists: list[list[int]], backend: str | None) -> dist.ProcessGroup:

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import engine
 from tritoncomm.errors import GroupError, ShapeError
+from tritoncomm.place import default_device
 from tritoncomm.tensor.device_mesh import DeviceMesh
 
 __all__ = ["measure_mesh"]
@@ -20,7 +21,8 @@ def measure_mesh(mesh: DeviceMesh, *, small: int = 256, large: int = 1 << 20, re
 
     Both come out of all-reduces of two sizes: ``t(B) = alpha + 2*beta*(k-1)/k*B`` for k ranks that hold B elements. All
     ranks of the mesh call; they get the same numbers, those of the slowest rank. Links that several lines of ranks
-    share are measured as they are used: all lines of an axis at the same time.
+    share are measured as they are used: all lines of an axis at the same time. On GPUs where the groups move CUDA
+    tensors over another backend than Gloo (``nccl``, ``cpu:gloo,cuda:nccl``), else on the CPU.
 
     Args:
         mesh: with process groups.
@@ -50,21 +52,18 @@ def measure_mesh(mesh: DeviceMesh, *, small: int = 256, large: int = 1 << 20, re
         beta.append(slope)
     found = torch.tensor([alpha, beta], dtype=torch.float64)
     for group in groups:
-        found = engine.all_reduce(found.to(_device(group)), group, "measure_mesh", dist.ReduceOp.MAX).cpu()
+        found = engine.all_reduce(found.to(default_device(group)), group, "measure_mesh", dist.ReduceOp.MAX).cpu()
     alpha, beta = found.tolist()
-    return DeviceMesh(mesh.physical_mesh_id, None, mesh.logical_mesh_id, alpha, beta, True, mesh.need_flatten)
-
-
-def _device(group: ProcessGroup) -> torch.device:
-    """Where tensors for this group live."""
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    )
+    measured = DeviceMesh(mesh.physical_mesh_id, None, mesh.logical_mesh_id, alpha, beta, need_flatten=False)
+    measured._connect(groups)
+    if mesh.need_flatten:
+        measured._add_flat()
+    return measured
 
 
 def _microseconds(group: ProcessGroup, size: int, repeats: int) -> float:
     """Median time of an all-reduce of ``size`` fp32 elements, the first two left out."""
-    x = torch.ones(size, device=_device(group))
+    x = torch.ones(size, device=default_device(group))
     times = []
     for _ in range(repeats + 2):
         _wait(x)

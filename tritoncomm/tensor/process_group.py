@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from tritoncomm.errors import GroupError
+from tritoncomm.meshes import check_ascending, check_mesh
 from tritoncomm.tensor.rank_groups import adopt, exists, known, made, make_groups
 
 __all__ = ["ProcessGroup"]
@@ -61,15 +62,20 @@ class ProcessGroup:
         """The groups of a torch mesh; the only axis, or the last and the one before, unless named.
 
         Raises:
-            GroupError: the mesh's groups are not laid out as here, rank by rank along the tensor-parallel axis.
+            GroupError: ranks that do not ascend along an axis, or groups that are not laid out as here, rank by rank
+                along the tensor-parallel axis.
         """
+        check_mesh(mesh, "from_device_mesh")
         tp_index = _axis(mesh, tp_axis, mesh.ndim - 1)
         dp_index = _axis(mesh, dp_axis, mesh.ndim - 2) if mesh.ndim > 1 else None
         tp, dp = mesh.size(tp_index), 1 if dp_index is None else mesh.size(dp_index)
         members = mesh.mesh.flatten().tolist()
         axes = [index for index in (dp_index, tp_index) if index is not None]
         if len(axes) != mesh.ndim or axes != sorted(axes) or members != sorted(members):
-            raise GroupError(f"from_device_mesh: {mesh} is no grid of data-parallel rows of tensor-parallel ranks")
+            raise GroupError(
+                f"from_device_mesh: {mesh} with ranks {mesh.mesh.tolist()} is no grid of data-parallel rows of "
+                "tensor-parallel ranks, counted row by row"
+            )
         for index in axes:
             group = mesh.get_group(index)
             adopt(group)
@@ -82,10 +88,10 @@ class ProcessGroup:
         Raises:
             GroupError: the ranks do not ascend, or there is no process group over all of them yet.
         """
+        check_mesh(mesh, "over_device_mesh")
+        check_ascending(mesh.mesh.flatten(), "over_device_mesh", f"{mesh}, counted row-major,")
         members = tuple(mesh.mesh.flatten().tolist())
         backend = dist.get_backend()
-        if list(members) != sorted(members):
-            raise GroupError(f"over_device_mesh: the ranks of {mesh} do not ascend")
         if exists(backend, members) is None and len(members) > 1:
             make = f"ProcessGroup(ranks={list(members)}, tp_degree={len(members)})"
             raise GroupError(f"over_device_mesh: no process group over {mesh}; have its ranks call {make} first")
