@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from pool import Pool
-from test_tensor import piece, ranks_of
+from test_tensor import piece, ranks_of, sharded
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup as TorchGroup
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -345,6 +345,26 @@ def run_compute_specs(group: TorchGroup) -> None:
     column, row = ShardSpec([0], [world]), ShardSpec([-1], [world])
     close(F.linear(x, weight(column), b), ReplicaSpec())
     close(F.linear(x, weight(column, gather=False), b), row)
+    open_table = weight(row, gather=False)
+    by_columns_of_mat2 = ColoTensor(w.t().contiguous(), ColoTensorSpec(pg, ReplicaSpec(), open_table.compute_spec))
+    by_columns_of_mat2.set_dist_spec(row)
+    for by_column in (  # contract of ColossalAI: a compute spec of its own, where the output stays sharded
+        lambda: F.linear(x, weight(column, gather=False), b),
+        lambda: torch.addmm(b, x, by_columns_of_mat2),
+        lambda: F.embedding(torch.tensor([3, 1]), open_table),
+        lambda: F.embedding_bag(torch.tensor([[3, 1]]), open_table),
+    ):
+        one, other = by_column(), by_column()
+        assert one.is_shard_1dcol()
+        assert (one.has_compute_pattern(ComputePattern.TP1D), one.compute_spec.output_replicate) == (True, True)
+        assert one.compute_spec is not other.compute_spec, "a new one each time"
+        assert not (one + 1).has_compute_spec()
+    for whole in (
+        F.linear(x, weight(column), b), F.linear(x, weight(row, gather=False), b),
+        F.embedding(torch.tensor([3, 1]), weight(column, gather=False)), F.linear(x, weight(row, shard=0), b),
+        F.linear(sharded(x, column, pg), weight(ReplicaSpec(), gather=False), b),
+    ):  # fmt: skip
+        assert not whole.has_compute_spec(), whole
     close(F.linear(x, weight(row), b), ReplicaSpec())
     close(F.linear(x, weight(row, shard=0), b), column)
     ragged = F.linear(x[:3], w, b)

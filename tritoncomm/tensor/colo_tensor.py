@@ -210,6 +210,9 @@ class ColoTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> "ColoTensor":
         if id(self) in memo:
             return memo[id(self)]
+        if not self.is_leaf:
+            with torch._C.DisableTorchFunctionSubclass():
+                return torch.Tensor.__deepcopy__(self, memo)  # torch refuses a result of the graph, in its words
         with torch.no_grad():
             data = layout.plain(self).clone()
         memo[id(self)] = copy = type(self)._rebuild(data, self.requires_grad, self._state())
@@ -253,10 +256,17 @@ class ColoTensor(torch.Tensor):
         return shard_at(self, index)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        told = [repr(layout.plain(self)), repr(self.process_group), repr(self.dist_spec)]
+        local = layout.plain(self)
+        if self.requires_grad and self.is_leaf:
+            local = local.detach().requires_grad_()  # as the leaf that it is, not as an alias of it
+        told = [repr(local), repr(self.process_group), repr(self.dist_spec)]
         if self.compute_spec is not None:
             told.append(repr(self.compute_spec))
         return "ColoTensor: " + "\n".join(told)
+
+    def __format__(self, format_spec: str) -> str:
+        """A tensor of no dims as its number, as torch does; any other as its ``repr``."""
+        return format(layout.plain(self), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

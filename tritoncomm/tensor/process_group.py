@@ -11,6 +11,8 @@ from tritoncomm.tensor.rank_groups import adopt, exists, known, made, make_group
 
 __all__ = ["ProcessGroup"]
 
+_LAYOUT = frozenset(["_cpu", "_dp", "_dp_ranks", "_lists", "_rank", "_ranks", "_tp", "_tp_ranks"])
+
 
 class ProcessGroup:
     """``ranks`` as a grid: TP group i is ``ranks[i*tp : (i+1)*tp]``, DP group j is ``ranks[j::tp]``.
@@ -18,8 +20,9 @@ class ProcessGroup:
     Groups are made once and shared by equal layouts, and groups that exist already are taken. ``ranks`` call, nobody
     else has to; only where torch itself waits for the whole job (a default group bound to a device, or
     ``TORCH_DIST_INIT_BARRIER``) every process calls.
-    Without torch.distributed the object is empty. Compares by rank, lists and degrees; pickles, and a pickle finds the
-    groups that exist in the process that loads it but never makes one.
+    Without torch.distributed the object is empty, and asking it for ranks raises ``GroupError``. Compares by rank,
+    lists and degrees; pickles, and a pickle finds the groups that exist in the process that loads it but never makes
+    one.
 
     Args:
         rank: this process's global rank, checked.
@@ -45,6 +48,15 @@ class ProcessGroup:
         members = sorted(ranks) if ranks is not None else list(range(dist.get_world_size()))
         self._lay_out(tuple(members), *_degrees(len(members), tp_degree, dp_degree))
         make_groups(self._lists, self._rank)
+
+    def __getattr__(self, name: str) -> Any:
+        """Reached for attributes that are missing: all of the layout, before torch.distributed is initialized."""
+        if name in _LAYOUT:
+            raise GroupError(
+                "ProcessGroup: torch.distributed was not initialized when this was made, so it has no ranks; call "
+                "tritoncomm.initialize() first, then make process groups and ColoTensors"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _lay_out(self, ranks: tuple[int, ...], tp: int, dp: int) -> None:
         self._rank = dist.get_rank()
