@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tritoncomm.errors import ShapeError
-from tritoncomm.tensor import dispatch, layout
+from tritoncomm.tensor import dispatch, layout, optimizers
 from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
 from tritoncomm.tensor.const import TensorType
 from tritoncomm.tensor.dist_spec_mgr import DistSpecManager
@@ -62,6 +62,7 @@ class ColoTensor(torch.Tensor):
         self, pg: ProcessGroup, dist_spec: _DistSpec, compute: ComputeSpec | None, shape: Sequence[int] | None
     ) -> "ColoTensor":
         """Attributes of a piece that is laid out like this already."""
+        optimizers.watch()
         local = tuple(layout.plain(self).shape)
         parts = partitions(dist_spec, len(local))
         if shape is None:
@@ -211,8 +212,8 @@ class ColoTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
-            with torch._C.DisableTorchFunctionSubclass():
-                return torch.Tensor.__deepcopy__(self, memo)  # torch refuses a result of the graph, in its words
+            with torch._C.DisableTorchFunctionSubclass():  # torch refuses a result of the graph, in its own words
+                return torch.Tensor.__deepcopy__(self, memo)  # type: ignore[return-value]
         with torch.no_grad():
             data = layout.plain(self).clone()
         memo[id(self)] = copy = type(self)._rebuild(data, self.requires_grad, self._state())
@@ -224,6 +225,7 @@ class ColoTensor(torch.Tensor):
 
     @classmethod
     def _rebuild(cls, data: Tensor, requires_grad: bool, state: tuple[Any, ...]) -> "ColoTensor":
+        optimizers.watch()
         pg, dist_spec, compute_spec, shape, initialized = state
         made: ColoTensor = torch.Tensor._make_subclass(cls, data, requires_grad)
         made.has_initialized, made._type = initialized, cls._kind
