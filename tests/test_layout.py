@@ -22,7 +22,7 @@ LAYERS = [
     ["plan"],
     ["copies"],
     ["ops", "fused"],
-    ["groups", "meshes", "place"],
+    ["groups", "meshes"],
     ["c10d"],
     ["handle", "routes"],
     ["traced"],

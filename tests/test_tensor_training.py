@@ -671,8 +671,8 @@ def test_a_mesh_is_measured_where_its_groups_move_cuda_tensors(monkeypatch: pyte
             return SimpleNamespace(name=lambda: self._backends[device.type])
 
     seen: list[Any] = []
-    where: Any = measure.default_device
-    monkeypatch.setattr(measure, "default_device", lambda group: seen.append(where(group)) or torch.device("meta"))
+    where: Any = measure._device
+    monkeypatch.setattr(measure, "_device", lambda group: seen.append(where(group)) or torch.device("meta"))
     monkeypatch.setattr(measure.engine, "all_reduce", lambda x, *_, **__: seen.append(x.device.type))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)

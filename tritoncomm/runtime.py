@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tritoncomm import agreement, groups, meshes
+from tritoncomm import agreement, groups
 from tritoncomm.errors import ArgumentError, GroupError
 from tritoncomm.groups import Group, ParallelMode
+from tritoncomm.meshes import check_mesh
 
 __all__ = ["destroy", "device_mesh", "initialize"]
 
@@ -54,7 +55,8 @@ def initialize(
         context: ranks that share one sequence.
         expert: ranks of the data axis that share one set of experts; divides ``data``.
         virtual_pipeline: model chunks per stage.
-        mesh: an existing mesh with axes named data/dp, pipeline/pp, context/cp, tensor/tp; instead of the sizes.
+        mesh: an existing mesh with axes named data/dp, pipeline/pp, context/cp, tensor/tp; instead of the sizes. Its
+            ranks have to ascend along every axis, as they do in torch's groups, or GroupError is raised on all ranks.
         config: ColossalAI's ``dict(parallel=dict(pipeline=..., tensor=dict(size=..., mode=...)))``; instead of sizes.
         backend: of a process group made here; Gloo for CPU tensors and NCCL for CUDA tensors by default.
         timeout: of a process group made here, a timedelta or seconds.
@@ -63,13 +65,10 @@ def initialize(
         The device mesh with axes data, pipeline, context, tensor (the given one when ``mesh`` was passed).
 
     Raises:
-        GroupError: already initialized, the sizes do not multiply to the number of ranks, or the ranks of the mesh do
-            not ascend along an axis.
+        GroupError: already initialized, or the sizes do not multiply to the number of ranks.
     """
     if groups.groups:
         raise GroupError("tritoncomm is already initialized; call tritoncomm.destroy() first")
-    if mesh is not None:
-        meshes.check_mesh(mesh, "initialize")
     tensor_mode = None
     if config is not None:
         tensor, pipeline, tensor_mode = _read_config(config)
@@ -180,6 +179,7 @@ def _device_type() -> str:
 
 
 def _make_groups(mesh: DeviceMesh, expert: int, tensor_mode: str | None) -> dict[ParallelMode, Group]:
+    check_mesh(mesh, "initialize")
     names = mesh.mesh_dim_names or ()
     axis = {ours: next((n for n in names if n in known), None) for ours, known in _AXES.items()}
     unknown = set(names) - set(axis.values())

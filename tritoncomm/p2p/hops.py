@@ -15,8 +15,8 @@ from tritoncomm.ops import path_for
 from tritoncomm.p2p import engine
 from tritoncomm.p2p.exchange import Line, keep, move, post
 from tritoncomm.p2p.message import stage
+from tritoncomm.p2p.place import default_device
 from tritoncomm.p2p.shapes import Shape, as_shape
-from tritoncomm.place import default_device
 
 __all__ = ["Hops"]
 

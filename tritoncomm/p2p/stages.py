@@ -17,8 +17,8 @@ from tritoncomm import groups
 from tritoncomm.groups import ParallelMode
 from tritoncomm.p2p import engine
 from tritoncomm.p2p.exchange import Line
+from tritoncomm.p2p.place import default_device
 from tritoncomm.p2p.shares import Expected, Tensors, outgoing
-from tritoncomm.place import default_device
 
 __all__ = [
     "recv_backward",

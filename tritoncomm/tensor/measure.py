@@ -10,7 +10,6 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import engine
 from tritoncomm.errors import GroupError, ShapeError
-from tritoncomm.place import default_device
 from tritoncomm.tensor.device_mesh import DeviceMesh
 
 __all__ = ["measure_mesh"]
@@ -52,7 +51,7 @@ def measure_mesh(mesh: DeviceMesh, *, small: int = 256, large: int = 1 << 20, re
         beta.append(slope)
     found = torch.tensor([alpha, beta], dtype=torch.float64)
     for group in groups:
-        found = engine.all_reduce(found.to(default_device(group)), group, "measure_mesh", dist.ReduceOp.MAX).cpu()
+        found = engine.all_reduce(found.to(_device(group)), group, "measure_mesh", dist.ReduceOp.MAX).cpu()
     alpha, beta = found.tolist()
     measured = DeviceMesh(mesh.physical_mesh_id, None, mesh.logical_mesh_id, alpha, beta, need_flatten=False)
     measured._connect(groups)
@@ -61,9 +60,20 @@ def measure_mesh(mesh: DeviceMesh, *, small: int = 256, large: int = 1 << 20, re
     return measured
 
 
+def _device(group: ProcessGroup) -> torch.device:
+    """The current GPU where the group moves CUDA tensors over another backend than Gloo, else the CPU.
+
+    By what the group can do: its backend has a name of its own for every device (``cpu:gloo,cuda:nccl``).
+    """
+    if not torch.cuda.is_available() or all(kind.type != "cuda" for kind in group._device_types):
+        return torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if group._get_backend(device).name().lower() == "gloo" else device
+
+
 def _microseconds(group: ProcessGroup, size: int, repeats: int) -> float:
     """Median time of an all-reduce of ``size`` fp32 elements, the first two left out."""
-    x = torch.ones(size, device=default_device(group))
+    x = torch.ones(size, device=_device(group))
     times = []
     for _ in range(repeats + 2):
         _wait(x)
