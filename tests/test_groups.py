@@ -192,6 +192,14 @@ def run_meshes(group: ProcessGroup) -> None:
     assert groups.get_world_size(M.PIPELINE) == 1
     tc.destroy()
     assert mesh.get_group("tp").size() == 2, "the caller's groups stay"
+    crossed = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("tp", "pp", "dp"))
+    tc.initialize(mesh=crossed, expert=2)  # tensor is the slowest axis: the ranks of a stage are not next to each other
+    for mode in groups.groups:
+        group = groups.get_group(mode)
+        assert groups.get_ranks_in_group(mode) == dist.get_process_group_ranks(group), mode
+        assert groups.get_local_rank(mode) == group.rank(), mode
+    assert groups.get_ranks_in_group(M.MODEL) == [rank & 1 | each for each in (0, 2, 4, 6)]
+    tc.destroy()
     for names in (("dp", "cp", "sideways"), ("dp", "cp", "pp")):
         odd = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
         with pytest.raises(GroupError, match="mesh axes"):

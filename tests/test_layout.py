@@ -23,7 +23,7 @@ LAYERS = [
     ["copies"],
     ["ops", "fused"],
     ["autograd", "ownership"],
-    ["groups", "validation"],
+    ["groups", "meshes", "validation"],
     ["c10d"],
     ["handle", "routes"],
     ["traced"],

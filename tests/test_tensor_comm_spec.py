@@ -210,8 +210,8 @@ def run_moves(group: ProcessGroup, shape: tuple[int, ...], order: Sequence[int] 
 @pytest.mark.parametrize(
     ("shape", "world", "order"),
     [
-        ((2,), 2, None), ((2, 1), 2, None), ((2, 2), 4, None), ((4, 1), 4, None), ((2, 2), 4, (3, 1, 2, 0)),
-        ((4,), 4, (2, 0, 3, 1)), ((2, 4), 8, None), ((2, 2, 2), 8, None),
+        ((2,), 2, None), ((2, 1), 2, None), ((2, 2), 4, None), ((4, 1), 4, None), ((2, 2), 4, (0, 2, 1, 3)),
+        ((2, 4), 8, None), ((2, 2, 2), 8, None),
     ],
     ids=str,
 )  # fmt: skip
@@ -273,11 +273,50 @@ def run_mixed(group: ProcessGroup, shape: tuple[int, ...], order: Sequence[int] 
 
 @pytest.mark.parametrize(
     ("shape", "world", "order"),
-    [((2, 2), 4, None), ((1, 4), 4, None), ((2, 2), 4, (3, 1, 2, 0)), ((2, 4), 8, None), ((4, 2), 8, None)],
+    [((2, 2), 4, None), ((1, 4), 4, None), ((2, 2), 4, (0, 2, 1, 3)), ((2, 4), 8, None), ((4, 2), 8, None)],
     ids=str,
 )
 def test_mixed_gathers(pool: Pool, shape: Any, world: int, order: Any) -> None:
     pool.run(run_mixed, shape, order, world=world)
+
+
+def run_one_rank(group: ProcessGroup) -> None:
+    """A gather and an all-to-all give new contiguous tensors; under no_grad what is handed back has no graph."""
+    mesh = mesh_over(group, (group.size(), 1))
+    whole = ShardingSpec(mesh, (4, 6), {})
+    new = [CommSpec(GATHER, whole, 1, 1, 1), CommSpec(ALL2ALL, whole, 0, 1, 1)]
+    same_memory = [CommSpec(SPLIT, whole, 1, 1, 1), CommSpec(ALLREDUCE, whole, logical_process_axis=1)]
+    if group.size() == 1:
+        both = ShardingSpec(mesh, (4, 6), {0: [0], 1: [1]})
+        new += [CommSpec(MIX, both, [1, 0], None, [1, 0]), CommSpec(MIX, both, [0], None, [1, 1])]
+    for strided, graded, off in itertools.product((False, True), repeat=3):
+        x = values((6, 4)).t() if strided else values((4, 6))
+        x.requires_grad_(graded)
+        with torch.set_grad_enabled(not off):
+            for spec in new:
+                y = spec.covert_spec_to_action(x)
+                same(y, x)
+                assert y.is_contiguous(), spec
+                assert y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr(), spec
+                assert y.requires_grad == (graded and not off), spec
+                if y.requires_grad:
+                    (grad,) = torch.autograd.grad(y, x, given := values((4, 6), 2))
+                    same(grad, given)
+            for spec in same_memory:
+                y = spec.covert_spec_to_action(x)
+                same(y, x)
+                assert y.requires_grad == (graded and not off), spec
+                assert y.data_ptr() == x.data_ptr(), spec
+                assert (y is x) or graded, spec
+            path = shortest_path(whole, whole)
+            assert not path.steps
+            assert path.run(x).requires_grad == (graded and not off)
+            assert (path.run(x) is x) == (not (graded and off))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_axis_of_one_rank(pool: Pool, world: int) -> None:
+    pool.run(run_one_rank, world=world)
 
 
 def run_second_derivatives(group: ProcessGroup) -> None:

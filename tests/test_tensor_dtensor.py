@@ -129,9 +129,9 @@ def run_refused(group: TorchGroup) -> None:
         with pytest.raises(UnsupportedError, match=told):
             ColoTensor.from_dtensor(x)
     ranks = dist.get_process_group_ranks(group)
-    backwards = DeviceMesh(ranks, logical_mesh_id=[ranks[4:], ranks[:4]], init_process_group=True).to_torch()
+    crossed = DeviceMesh(ranks, logical_mesh_id=[ranks[0::2], ranks[1::2]], init_process_group=True).to_torch()
     with pytest.raises(GroupError, match="do not ascend"):
-        ColoTensor.from_dtensor(laid_out(values((8, 8)), backwards, [Shard(0), Shard(1)]))
+        ColoTensor.from_dtensor(laid_out(values((8, 8)), crossed, [Shard(0), Shard(1)]))
     spec = ColoTensor.from_dtensor(laid_out(values((8, 8)), cube, [Shard(1), Shard(0), Shard(0)])).dist_spec
     assert spec == ShardSpec([1, 0], [2, 4])
 

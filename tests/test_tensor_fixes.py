@@ -3,10 +3,13 @@
 import copy
 import io
 import itertools
+import math
+import operator
 import pickle
 import threading
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from test_tensor_passes import chunked, layouts, ranks_of
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup as TorchGroup
 
-from tritoncomm.errors import ShapeError
+from tritoncomm.errors import GroupError, PeerError, ShapeError
 from tritoncomm.tensor import (
     ColoParameter,
     ColoTensor,
@@ -28,7 +31,10 @@ from tritoncomm.tensor import (
     ProcessGroup,
     ReplicaSpec,
     ShardSpec,
+    dispatch,
     named_params_with_colotensor,
+    shard_parameters,
+    transitions,
 )
 from tritoncomm.tensor.device_mesh import DeviceMesh
 from tritoncomm.tensor.dispatch import plain
@@ -155,6 +161,156 @@ def fail_inside(x: ColoTensor, spec: _DistSpec) -> None:
 
 def test_no_grad_nests_and_belongs_to_a_thread(pool: Pool) -> None:
     pool.run(run_no_grad)
+
+
+def run_handed_back(group: TorchGroup) -> None:
+    """Under no_grad a redistribution that moves nothing ends the graph as well; under the manager's it does not."""
+    pg, world = ranks_of(group), group.size()
+    on: list[Callable[[], Any]] = [DistSpecManager.no_grad, torch.enable_grad]
+    modes: list[Callable[[], Any]] = [torch.no_grad, torch.inference_mode, *on]
+    for spec, other in (
+        (ReplicaSpec(), ReplicaSpec()), (ShardSpec([0], [world]), ShardSpec([0], [world])),
+        (ShardSpec([-1], [world]), ShardSpec([1], [world])),
+    ):  # fmt: skip
+        for graded, mode, leaf in itertools.product((True, False), modes, (True, False)):
+            local = chunked(counted(4, 4).double(), spec, group.rank()).requires_grad_(graded)
+            local = local if leaf else local * 1
+            x = ColoTensor.from_torch_tensor(local, ColoTensorSpec(pg, spec))
+            with mode():
+                y = DistSpecManager.handle_trans_spec(local, spec, other, pg)
+                z = x.redistribute(other)
+                assert (y is local) == (not graded or mode in on), (mode, graded)
+                for each in (y, z):
+                    assert each.requires_grad == (graded and mode in on), (mode, graded, leaf)
+                moved = mode is torch.enable_grad if x._parts else mode in on
+                assert x.to_replicate().requires_grad == (graded and moved), (mode, graded, leaf)
+                assert plain(z).data_ptr() == y.data_ptr() == local.data_ptr()
+    p = ColoParameter(torch.tensor([1.0, 2.0]), True, ColoTensorSpec(pg))
+    with torch.no_grad():
+        target = p.to_replicate()
+    loss = ((p * 3 - target) ** 2).sum()
+    loss.backward()
+    assert p.grad is not None
+    assert plain(p.grad).tolist() == [12.0, 24.0], "a target computed under no_grad is not trained"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_handed_back_under_no_grad_has_no_graph(pool: Pool, world: int) -> None:
+    pool.run(run_handed_back, world=world)
+
+
+def run_numbers(group: TorchGroup) -> None:
+    """A tensor of no dims stands for its number wherever a torch tensor does."""
+    spec = ColoTensorSpec(ranks_of(group))
+    for number in (3, -2, 3.75, True):
+        theirs = torch.tensor(number)
+        ours = ColoTensor(theirs.clone(), spec)
+        asked: list[Callable[[Any], Any]] = [
+            int, float, bool, complex, operator.index, "{:.2f}".format, "{:>9}".format, "{}".format,
+            lambda x: f"{x:e}", lambda x: list(range(9))[x], lambda x: [0] * x, lambda x: x.item(), math.trunc,
+        ]  # fmt: skip
+        for ask in asked:
+            try:
+                wanted = ask(theirs)
+            except (TypeError, ValueError) as error:
+                with pytest.raises(type(error)):
+                    ask(ours)
+                continue
+            found = ask(ours)
+            assert (type(found), found) == (type(wanted), wanted), (ask, number)
+    one = ColoTensor(torch.tensor([5]), spec)
+    assert (int(one), operator.index(one)) == (5, 5)
+    with pytest.raises(TypeError, match="format"):
+        f"{one:.2f}"
+    assert f"{one}" == str(one)
+    graded = ColoTensor(torch.tensor(2.5), spec).requires_grad_()
+    assert f"{graded * 2:.1f} {int(graded)}" == "5.0 2"
+    x = ColoTensor(torch.tensor([True, False]), spec)
+    assert plain(~x).tolist() == [False, True]
+    x &= False
+    assert plain(x).tolist() == [False, False]
+
+
+def test_numbers_of_tensors_without_dims(pool: Pool) -> None:
+    pool.run(run_numbers)
+
+
+def run_reprs(group: TorchGroup) -> None:
+    spec = ColoTensorSpec(ranks_of(group))
+    p, x = ColoParameter(torch.ones(2), True, spec), ColoTensor(torch.ones(2), spec)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            assert repr(p).startswith("ColoParameter: tensor([1., 1.], requires_grad=True)\n"), mode
+            assert repr(x).startswith("ColoTensor: tensor([1., 1.])\n"), mode
+    assert "grad_fn" in repr(p * 2)
+    assert p.requires_grad
+    assert p.is_leaf
+    assert p.grad is None
+
+
+def test_the_repr_of_a_leaf_shows_requires_grad(pool: Pool) -> None:
+    pool.run(run_reprs)
+
+
+def run_alone(group: TorchGroup) -> None:
+    """One rank gathers, the other does not: the error says that every rank has to."""
+    pg, world = ranks_of(group), group.size()
+    apart: Any = dist.new_group(
+        dist.get_process_group_ranks(group), timeout=timedelta(milliseconds=300), use_local_synchronization=True
+    )
+    x = torch.arange(4.0)
+    if group.rank() == 0:
+        with pytest.raises(PeerError, match=r"(?s)over ranks \[0, 1\] failed.*iteration.*alone waits"):
+            transitions.redistribute(x, transitions.Transition((4 * world,), ((0, world),), ()), apart)
+    shard = sharded(counted(4, 2), ShardSpec([0], [world]), pg)
+    dispatch._told.clear()
+    with pytest.warns(UserWarning, match="numpy has no rule .* every rank; a rank that calls it alone waits"):
+        assert shard.numpy().tolist() == counted(4, 2).tolist()
+    assert [plain(row).tolist() for row in shard] == counted(4, 2).tolist()
+
+
+def test_an_operator_that_gathers_says_that_every_rank_calls(pool: Pool) -> None:
+    pool.run(run_alone)
+
+
+def run_deepcopies_of_results(group: TorchGroup) -> None:
+    pg = ranks_of(group)
+    x = ColoTensor(counted(2, 2).double(), ColoTensorSpec(pg)).requires_grad_()
+    for result in (x * 2, x.redistribute(ShardSpec([0], [group.size()]))):
+        with pytest.raises(RuntimeError, match="deepcopy"):
+            copy.deepcopy(result)
+        twin = copy.deepcopy(result.detach())
+        assert (twin.dist_spec, twin.requires_grad) == (result.dist_spec, False)
+    with torch.no_grad():
+        assert copy.deepcopy(x * 2).is_leaf
+    assert copy.deepcopy(x).requires_grad
+
+
+def test_a_result_of_the_graph_is_not_deepcopied(pool: Pool) -> None:
+    pool.run(run_deepcopies_of_results)
+
+
+def test_before_initialize_the_error_says_what_to_call() -> None:
+    pg = ProcessGroup()
+    x, module = ColoTensor(torch.ones(2, 2), ColoTensorSpec(pg)), nn.Linear(2, 2)
+    before = dict(module.named_parameters())
+    spec = ShardSpec([0], [2])
+    for ask in (
+        pg.rank, pg.world_size, pg.ranks_in_group, pg.tp_world_size, pg.dp_world_size, pg.tp_rank_list, pg.dp_rank_list,
+        pg.tp_local_rank, pg.dp_local_rank, pg.tp_process_group, pg.dp_process_group, pg.set_cpu_groups,
+        pg.device_mesh, lambda: pg.has_cpu_groups, x.to_replicate, x.to_replicate_, x.to_dtensor,
+        lambda: x.set_dist_spec(spec), lambda: x.redistribute(ReplicaSpec()), x.get_tp_world_size,
+        lambda: ColoTensor(torch.ones(2), ColoTensorSpec(pg, spec)), lambda: ColoTensor(torch.ones(2), None).normal_(),
+        lambda: nn.functional.dropout(x), lambda: nn.init.normal_(x), lambda: torch.rand_like(x),
+        lambda: shard_parameters(module, {"weight": spec}), lambda: shard_parameters(module, {}),
+        lambda: DeviceMesh(torch.arange(2), (2,), init_process_group=True),
+    ):  # fmt: skip
+        with pytest.raises(GroupError, match=r"call tritoncomm\.initialize\(\)"):
+            ask()
+    assert all(after is before[name] for name, after in module.named_parameters()), "nothing has been changed"
+    assert repr(pg) == "ProcessGroup not initialized"
+    assert pg == ProcessGroup() == copy.deepcopy(pg) == pickle.loads(pickle.dumps(pg)) == copy.copy(pg)
+    assert not hasattr(pg, "_something_else")
 
 
 def run_copies(group: TorchGroup) -> None:
@@ -311,10 +467,10 @@ def run_never_stale(group: TorchGroup) -> None:
         full = (counted(*shape) * 7 % 31).double()
         for spec in layouts(2, group.size()):
             x = sharded(full, spec, pg)
-            for name, operator in OPERATORS.items():
+            for name, function in OPERATORS.items():
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    found, wanted = operator(x), operator(full)
+                    found, wanted = function(x), function(full)
                 told = (name, shape, spec)
                 assert isinstance(found, ColoTensor), told
                 assert tuple(found.size()) == tuple(wanted.shape), (told, found.size(), wanted.shape)

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import Pool
 from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from tritoncomm import record
 from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
+from tritoncomm.meshes import check_ascending
+from tritoncomm.tensor import ColoTensor
 from tritoncomm.tensor import ProcessGroup as Groups
 from tritoncomm.tensor.device_mesh import DeviceMesh, FlattenDeviceMesh
+from tritoncomm.tensor.measure import measure_mesh
 from tritoncomm.tensor.sharding_spec import (
     DuplicatedShardingDimensionError,
     ShardingNotDivisibleError,
@@ -224,8 +231,8 @@ def test_groups_of_four(pool: Pool, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "ids"),
-    [((2, 2, 2), None), ((4, 2), None), ((2, 4), [0, 2, 4, 6, 1, 3, 5, 7]), ((2, 4), [7, 2, 4, 0, 1, 3, 5, 6])],
-    ids=["2x2x2", "4x2", "2x4-strided", "2x4-shuffled"],
+    [((2, 2, 2), None), ((4, 2), None), ((2, 4), [0, 2, 4, 6, 1, 3, 5, 7]), ((2, 4), [0, 1, 4, 5, 2, 3, 6, 7])],
+    ids=["2x2x2", "4x2", "2x4-strided", "2x4-pairs"],
 )
 def test_groups_of_eight(pool: Pool, shape: tuple[int, ...], ids: list[int] | None) -> None:
     pool.run(run_groups, shape, ids, world=8)
@@ -233,7 +240,7 @@ def test_groups_of_eight(pool: Pool, shape: tuple[int, ...], ids: list[int] | No
 
 def test_groups_that_do_not_begin_at_zero(pool: Pool) -> None:
     pool.run(run_groups, (2, 1), world=(2, 3))
-    pool.run(run_groups, (1, 2), [3, 1], world=(1, 3))
+    pool.run(run_groups, (1, 2), [1, 3], world=(1, 3))
 
 
 def run_outside(group: ProcessGroup) -> None:
@@ -264,6 +271,110 @@ def test_groups_that_only_some_ranks_have(pool: Pool) -> None:
     for shape, world in (((2, 2), 4), ((4,), 4), ((2, 4), 8), ((4, 2), 8)):
         pool.run(run_groups, shape, world=world)
     pool.run(run_merges, world=8)
+
+
+@st.composite
+def permuted(draw: st.DrawFn) -> torch.Tensor:
+    """Ranks in any order on a grid of up to three axes."""
+    shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    first, step = draw(st.integers(0, 9)), draw(st.integers(1, 3))
+    ranks = [first + step * each for each in range(math.prod(shape))]
+    return torch.tensor(draw(st.permutations(ranks)) if draw(st.booleans()) else ranks).view(shape)
+
+
+@settings(deadline=None)
+@given(permuted())
+def test_a_mesh_is_refused_where_a_line_descends(ids: torch.Tensor) -> None:
+    descends = any(line != sorted(line) for axis in range(ids.dim()) for line in wanted_lines(ids, axis))
+    if not descends:
+        return check_ascending(ids, "f")
+    with pytest.raises(GroupError, match="f: the ranks") as caught:
+        check_ascending(ids, "f", "the grid")
+    assert str(ids.tolist()) in str(caught.value)
+    assert str(torch.tensor(sorted(ids.flatten().tolist())).view(ids.shape).tolist()) in str(caught.value)
+    return None
+
+
+def refused(make: Any, ids: torch.Tensor, *what: Any) -> None:
+    """``make`` raises before any group is made and anything sent."""
+    made = len(c10d._world.pg_map)
+    with record.recording() as counted, pytest.raises(GroupError, match="ascend") as caught:
+        make()
+    assert str(ids.tolist()) in str(caught.value), what
+    assert not counted, what
+    assert len(c10d._world.pg_map) == made, what
+
+
+def run_permuted(group: ProcessGroup) -> None:
+    """Every order of four ranks: refused, or coordinates and ranks in the groups agree."""
+    me = dist.get_rank()
+    for order, shape in itertools.product(itertools.permutations(range(4)), ((4,), (2, 2), (1, 4))):
+        ids = torch.tensor(order).view(shape)
+        if any(line != sorted(line) for axis in range(ids.dim()) for line in wanted_lines(ids, axis)):
+            refused(lambda ids=ids: DeviceMesh(ids, init_process_group=True), ids)
+            assert DeviceMesh(ids).convert_map[order[1]] == [*[0] * (ids.dim() - 1), 1], "costs need no groups"
+            continue
+        mesh = DeviceMesh(ids, init_process_group=True)
+        for axis, place in enumerate(mesh.global_rank_to_logical_rank(me)):
+            members = mesh.members(axis)
+            assert members is not None
+            assert (members.order, members.group.rank()) == (None, place), (order, shape)
+    merged = DeviceMesh(torch.arange(4), (2, 2), init_process_group=True).merged([1, 0])
+    assert merged.members(0).order == (0, 2, 1, 3)  # type: ignore[union-attr]
+    refused(merged.to_torch, merged.logical_mesh_id)
+    assert measure_mesh(merged, small=8, large=64, repeats=1).members(0) == merged.members(0)
+
+
+def test_every_order_of_four_ranks(pool: Pool) -> None:
+    pool.run(run_permuted, world=4)
+
+
+def run_permuted_torch_meshes(group: ProcessGroup) -> None:
+    import tritoncomm as tc
+
+    ids = torch.arange(8).view(4, 2)
+    ids[1] = ids[1].flip(0)  # one line descends; the ranks of the others raise as well
+    theirs = TorchMesh("cpu", ids, mesh_dim_names=("dp", "tp"))
+    line = TorchMesh("cpu", ids.flatten())
+    refused(partial(tc.initialize, mesh=theirs), ids)
+    assert not tc.groups.is_initialized()
+    for mesh, ranks in ((theirs, ids), (theirs["tp"], ids), (line, ids.flatten())):
+        for make in (DeviceMesh.from_torch, Groups.from_device_mesh, Groups.over_device_mesh):
+            refused(partial(make, mesh), ranks, make)
+    for mesh, placements in ((line, [Shard(0)]), (theirs, [Shard(0), Shard(1)])):
+        tensor = DTensor.from_local(torch.ones(1, 2), mesh, placements, run_check=False)
+        refused(partial(ColoTensor.from_dtensor, tensor), mesh.mesh)
+    across = Groups.from_device_mesh(theirs["dp"])  # along this axis all lines ascend
+    assert across.tp_local_rank() == theirs.get_local_rank("dp")
+
+
+def test_permuted_torch_meshes_are_refused_on_every_rank(pool: Pool) -> None:
+    pool.run(run_permuted_torch_meshes, world=8)
+
+
+def test_lines_of_a_rank() -> None:
+    mesh = DeviceMesh(torch.arange(16).reshape(2, 8), (4, 4))
+    assert mesh.global_rank_to_process_groups_with_logical_rank(0) == {
+        0: [[0, 0], [1, 0], [2, 0], [3, 0]],
+        1: [[0, 0], [0, 1], [0, 2], [0, 3]],
+    }
+    assert mesh.global_rank_to_process_groups_with_global_rank(0) == {0: [0, 4, 8, 12], 1: [0, 1, 2, 3]}
+    odd = DeviceMesh(torch.tensor([[[3, 9]], [[5, 20]], [[4, 1]]]))
+    for rank, at in odd.convert_map.items():
+        lines = odd.global_rank_to_process_groups_with_global_rank(rank)
+        assert lines == {
+            axis: odd.logical_mesh_id[(*at[:axis], slice(None), *at[axis + 1 :])].tolist() for axis in range(3)
+        }
+        assert odd.global_rank_to_process_groups_with_logical_rank(rank) == {
+            axis: [odd.convert_map[each] for each in line] for axis, line in lines.items()
+        }
+        assert odd.global_rank_to_logical_rank(rank) == at, "the mesh's own coordinates are left alone"
+    for method in (
+        odd.global_rank_to_process_groups_with_global_rank,
+        odd.global_rank_to_process_groups_with_logical_rank,
+    ):
+        with pytest.raises(GroupError):
+            method(0)
 
 
 def run_from_torch(group: ProcessGroup) -> None:
@@ -439,7 +550,7 @@ def run_made_by_members(group: ProcessGroup) -> None:
             x = torch.tensor([float(me)])
             pg.tp_process_group().allreduce([x]).wait()
             assert x.item() == sum(ranks)
-    mesh = DeviceMesh([7, 5, 3, 1, 0, 2, 4, 6], (2, 4), init_process_group=True)
+    mesh = DeviceMesh([0, 2, 4, 6, 1, 3, 5, 7], (2, 4), init_process_group=True)
     for axis in range(2):
         members = mesh.members(axis)
         assert members is not None

@@ -1,9 +1,15 @@
 """Training on ColoParameters: optimisers, clipping, checkpoints, recomputation, random operators, compute specs."""
 
 import copy
+import inspect
+import random
+import sys
 import warnings
+from collections import OrderedDict
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from pool import Pool
-from test_tensor import piece, ranks_of
+from test_tensor import piece, ranks_of, sharded
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup as TorchGroup
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +38,11 @@ from tritoncomm.tensor import (
     ProcessGroup,
     ReplicaSpec,
     ShardSpec,
+    check_replicas,
     clip_grad_norm_,
+    measure,
+    optimizers,
+    replicas,
     shard_parameters,
     sharded_optimizer_state,
 )
@@ -153,6 +163,200 @@ def run_clip_orders(group: TorchGroup) -> None:
     with pytest.raises(RuntimeError, match="is nan"):
         clip_grad_norm_(sharded.parameters(), 1.0, error_if_nonfinite=True)
     assert clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0) == 0
+
+
+class Inherited(torch.optim.AdamW):
+    """Another name, the same step."""
+
+
+class Normalised(torch.optim.SGD):
+    """An optimizer that nobody knows: it divides by the norm of each gradient."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(group["lr"] * p.grad / p.grad.norm())
+
+
+class OwnMuon(torch.optim.Muon):
+    """A subclass of one that is refused."""
+
+
+def run_steps_of_shards(group: TorchGroup) -> None:
+    """Refused by name, unknown once with a warning, element-wise in silence; replicas and plain tensors with any."""
+    pg, world = ranks_of(group), group.size()
+    full = torch.arange(16.0).view(4, 4)
+
+    def parameter(layout: Any) -> nn.Parameter:
+        p: Any = nn.Parameter(full.clone()) if layout is None else ColoParameter(full.clone(), True, ColoTensorSpec(pg))
+        if layout is not None:
+            p.set_dist_spec(layout)
+        p.grad = torch.ones_like(plain(p)) if layout is not None else torch.ones_like(p)
+        return p
+
+    shard, whole = ShardSpec([0], [world]), ReplicaSpec()
+    refused: list[Any] = [torch.optim.Muon, torch.optim.Adafactor, OwnMuon, torch.optim.LBFGS]
+    for kind in refused:
+        for layouts in ([None, None], [whole], [whole, shard], [shard]):
+            parameters = [parameter(layout) for layout in layouts]
+            optimiser = kind(parameters, lr=0.1)
+            before = [plain(p).detach().clone() for p in parameters]
+
+            def closure(parameters: Any = parameters) -> Tensor:
+                return sum((plain(p) ** 2).sum() for p in parameters)  # type: ignore[return-value]
+
+            step = partial(optimiser.step, closure) if kind is torch.optim.LBFGS else optimiser.step
+            if shard in layouts and world > 1:
+                with pytest.raises(UnsupportedError, match=rf"{kind.__name__}\.step: .*1 sharded .*\[4, 4\]"):
+                    step()
+                assert all(torch.equal(plain(p), old) for p, old in zip(parameters, before, strict=True)), kind
+            elif layouts == [None, None] or kind is not torch.optim.LBFGS:
+                step()
+                assert not torch.equal(plain(parameters[0]), before[0]), kind
+    for kind in (torch.optim.SGD, torch.optim.AdamW, Inherited, *(case.func for case in OPTIMISERS.values())):
+        kind([parameter(shard)], lr=0.1).step()  # warnings are errors here
+    optimizers._warned.clear()
+    Normalised([parameter(whole), parameter(None)], lr=0.1).step()
+    with pytest.warns(UserWarning, match="Normalised is not known") if world > 1 else nullcontext():
+        Normalised([parameter(shard)], lr=0.1).step()
+    Normalised([parameter(shard)], lr=0.1).step()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_optimizers_that_need_whole_parameters_are_refused(pool: Pool, world: int) -> None:
+    pool.run(run_steps_of_shards, world=world)
+
+
+def test_every_optimizer_of_torch_is_judged() -> None:
+    every = {kind for kind in vars(torch.optim).values() if inspect.isclass(kind) and kind.__name__ != "Optimizer"}
+    unknown = {kind.__name__ for kind in every if optimizers._verdict(kind) == ""}
+    assert not unknown, "a new optimizer of torch: element-wise, or not?"
+    assert {kind.__name__ for kind in every if optimizers._verdict(kind)} == {"Muon", "Adafactor", "LBFGS"}
+
+
+def test_optimizers_are_watched_once_there_are_colo_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: OrderedDict[int, Any] = OrderedDict()
+    monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_pre_hooks", hooks)
+    optimizers.watch.cache_clear()
+    before = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    before.step()
+    assert not hooks
+    for _ in range(2):
+        ColoTensor(torch.ones(2), None)
+    assert list(hooks.values()) == [optimizers._before_step]
+    optimizers.watch.cache_clear()
+    hooks.clear()
+    copy.deepcopy(ColoTensor._rebuild(torch.ones(2), False, (ProcessGroup(), ReplicaSpec(), None, (2,), True)))
+    assert list(hooks.values()) == [optimizers._before_step]
+
+
+def run_replicas(group: TorchGroup) -> None:
+    pg, world = ranks_of(group), group.size()
+    _, module = both(pg)
+    replicas = [name for name, p in module.named_parameters() if not p._parts]  # type: ignore[attr-defined]
+    shards = [name for name, p in module.named_parameters() if p._parts]  # type: ignore[attr-defined]
+    assert bool(shards) == (world > 1)
+    with record.recording() as counted:
+        check_replicas(module)
+    calls = sum(each.calls for each in counted.values())
+    assert calls == (2 if world > 1 else 0), "two all-gathers, however many parameters"
+    liar = group.rank() == world - 1
+    for name in replicas + shards:
+        p = plain(module.get_parameter(name)).detach()
+        if liar:
+            p.view(-1)[-1:].view(torch.int64).bitwise_xor_(1)
+        if world > 1 and name in replicas:
+            with pytest.raises(MismatchError, match=rf"1 of {len(replicas)} parameters differ over .*: {name} \(norm"):
+                check_replicas(module)
+        else:
+            check_replicas(module)  # ranks hold different shards anyway
+        if liar:
+            p.view(-1)[-1:].view(torch.int64).bitwise_xor_(1)
+    check_replicas(module)
+    module(*data(0)).backward()
+    nn.utils.clip_grad_norm_(module.parameters(), 0.01)  # torch's own: every rank scales by another norm
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    if world > 1:
+        with pytest.raises(MismatchError, match=r"norm\.weight"):
+            check_replicas(module)
+    module.extra = nn.Parameter(torch.ones(2 + liar))  # a plain parameter belongs to the ranks of the others
+    if world > 1:
+        with pytest.raises(MismatchError, match="different names, shapes"):
+            check_replicas(module)
+    odd = nn.Linear(2, 2)
+    with pytest.raises(ArgumentError, match="pass the process group"):
+        check_replicas(odd)
+    with torch.no_grad():
+        odd.weight.fill_(group.rank())
+        odd.bias.fill_(0)
+    if world > 1:
+        with pytest.raises(MismatchError, match=r"1 of 2 parameters differ .*weight .*norm 0 on ranks \[0\], norm 2"):
+            check_replicas(odd, pg)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_replicas_are_compared(pool: Pool, world: int) -> None:
+    pool.run(run_replicas, world=world)
+
+
+def run_copies_of_shards(group: TorchGroup) -> None:
+    pg = ProcessGroup(ranks=list(range(4)), tp_degree=2)
+    _, module = both(pg)
+    check_replicas(module)
+    if group.rank() == 2:  # replicas of ranks 2 and 3 differ, and the copies of ranks 0 and 2
+        plain(module.norm.bias).detach()[0] = -0.0
+        plain(module.up.weight).detach()[0, 0] += 1
+    wrong = {0: ["data"], 1: [], 2: ["tensor", "data"], 3: ["tensor"]}[group.rank()]
+    for data_parallel in (True, False):
+        expected = [what for what in wrong if data_parallel or what == "tensor"]
+        if not expected:
+            check_replicas(module, data_parallel=data_parallel)
+            continue
+        with pytest.raises(MismatchError) as caught:
+            check_replicas(module, data_parallel=data_parallel)
+        for what, text in (
+            ("tensor", "over tensor-parallel ranks [2, 3]: norm.bias"),
+            ("data", "over data-parallel ranks [0, 2]"),
+        ):
+            assert (text in str(caught.value)) == (what in expected)
+        assert ("up.weight" in str(caught.value)) == ("data" in expected), "a shard is compared with its copies only"
+
+
+def test_copies_of_shards_are_compared_over_data_parallel_ranks(pool: Pool) -> None:
+    pool.run(run_copies_of_shards, world=4)
+
+
+@pytest.mark.parametrize("dtype", [
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64, torch.complex128,
+    torch.int8, torch.int64, torch.uint16, torch.bool,
+], ids=str)  # fmt: skip
+def test_a_fingerprint_sees_every_change(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_CHUNK", 7)  # so that small tensors have several chunks
+    weights, draw = replicas._weights(torch.device("cpu")), random.Random(str(dtype))
+
+    def digest(x: Tensor) -> int:
+        return int(replicas._fingerprint(x, weights)[0])
+
+    for size in (1, 2, 6, 7, 8, 30):
+        bits = torch.tensor(
+            [draw.getrandbits(8) & (1 if dtype is torch.bool else 255) for _ in range(size * dtype.itemsize)]
+        )
+        x = bits.to(torch.uint8).view(dtype)
+        seen = {digest(x)}
+        assert digest(x.clone()) == digest(x.view(1, -1).expand(2, -1)[1]) == digest(x)
+        changed = []
+        for at in range(len(bits)):
+            other = bits.clone()
+            other[at] ^= 1 << (0 if dtype is torch.bool else draw.randrange(8))
+            changed.append(other)
+        distinct = {tuple(each.tolist()): each for each in changed}
+        for each in distinct.values():
+            seen.add(digest(each.to(torch.uint8).view(dtype)))
+        assert len(seen) == 1 + len(distinct)
+        swapped = x.roll(1) if dtype.is_floating_point and dtype.itemsize > 1 else x
+        assert (digest(swapped) == digest(x)) == torch.equal(swapped.view(torch.uint8), x.view(torch.uint8))
+    assert digest(torch.zeros(0, dtype=dtype)) == 0
+    assert len(set(replicas._mixed(torch.arange(-500, 500) << 50).tolist())) == 1000
 
 
 def run_save(group: TorchGroup, folder: str) -> None:
@@ -343,6 +547,26 @@ def run_compute_specs(group: TorchGroup) -> None:
     column, row = ShardSpec([0], [world]), ShardSpec([-1], [world])
     close(F.linear(x, weight(column), b), ReplicaSpec())
     close(F.linear(x, weight(column, gather=False), b), row)
+    open_table = weight(row, gather=False)
+    by_columns_of_mat2 = ColoTensor(w.t().contiguous(), ColoTensorSpec(pg, ReplicaSpec(), open_table.compute_spec))
+    by_columns_of_mat2.set_dist_spec(row)
+    for by_column in (  # contract of ColossalAI: a compute spec of its own, where the output stays sharded
+        lambda: F.linear(x, weight(column, gather=False), b),
+        lambda: torch.addmm(b, x, by_columns_of_mat2),
+        lambda: F.embedding(torch.tensor([3, 1]), open_table),
+        lambda: F.embedding_bag(torch.tensor([[3, 1]]), open_table),
+    ):
+        one, other = by_column(), by_column()
+        assert one.is_shard_1dcol()
+        assert (one.has_compute_pattern(ComputePattern.TP1D), one.compute_spec.output_replicate) == (True, True)
+        assert one.compute_spec is not other.compute_spec, "a new one each time"
+        assert not (one + 1).has_compute_spec()
+    for whole in (
+        F.linear(x, weight(column), b), F.linear(x, weight(row, gather=False), b),
+        F.embedding(torch.tensor([3, 1]), weight(column, gather=False)), F.linear(x, weight(row, shard=0), b),
+        F.linear(sharded(x, column, pg), weight(ReplicaSpec(), gather=False), b),
+    ):  # fmt: skip
+        assert not whole.has_compute_spec(), whole
     close(F.linear(x, weight(row), b), ReplicaSpec())
     close(F.linear(x, weight(row, shard=0), b), column)
     ragged = F.linear(x[:3], w, b)
@@ -434,6 +658,32 @@ def run_measure(group: TorchGroup) -> None:
     assert path.cost > 0
     with pytest.raises(ShapeError, match="sizes"):
         measure_mesh(mesh, small=8, large=8)
+
+
+def test_a_mesh_is_measured_where_its_groups_move_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        """A group as torch makes it for ``cpu:gloo,cuda:nccl``, or for one backend."""
+
+        def __init__(self, **backends: str) -> None:
+            self._backends, self._device_types = backends, [torch.device(kind) for kind in backends]
+
+        def _get_backend(self, device: torch.device) -> Any:
+            return SimpleNamespace(name=lambda: self._backends[device.type])
+
+    seen: list[Any] = []
+    where: Any = measure._device
+    monkeypatch.setattr(measure, "_device", lambda group: seen.append(where(group)) or torch.device("meta"))
+    monkeypatch.setattr(measure.engine, "all_reduce", lambda x, *_, **__: seen.append(x.device.type))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    cuda, cpu = torch.device("cuda", 3), torch.device("cpu")
+    for backends, wanted in (
+        ({"cpu": "gloo", "cuda": "nccl"}, cuda), ({"cuda": "nccl"}, cuda), ({"cuda": "NCCL2"}, cuda),
+        ({"cpu": "gloo", "cuda": "gloo"}, cpu), ({"cpu": "gloo"}, cpu),
+    ):  # fmt: skip
+        seen.clear()
+        measure._microseconds(Group(**backends), 8, 1)  # type: ignore[arg-type]
+        assert seen == [wanted, "meta", "meta", "meta"], backends
 
 
 def test_a_mesh_is_measured(pool: Pool) -> None:

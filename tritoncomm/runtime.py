@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tritoncomm import agreement, groups
 from tritoncomm.errors import ArgumentError, GroupError
 from tritoncomm.groups import Group, ParallelMode
+from tritoncomm.meshes import check_mesh
 
 __all__ = ["destroy", "device_mesh", "initialize"]
 
@@ -54,7 +55,8 @@ def initialize(
         context: ranks that share one sequence.
         expert: ranks of the data axis that share one set of experts; divides ``data``.
         virtual_pipeline: model chunks per stage.
-        mesh: an existing mesh with axes named data/dp, pipeline/pp, context/cp, tensor/tp; instead of the sizes.
+        mesh: an existing mesh with axes named data/dp, pipeline/pp, context/cp, tensor/tp; instead of the sizes. Its
+            ranks have to ascend along every axis, as they do in torch's groups, or GroupError is raised on all ranks.
         config: ColossalAI's ``dict(parallel=dict(pipeline=..., tensor=dict(size=..., mode=...)))``; instead of sizes.
         backend: of a process group made here; Gloo for CPU tensors and NCCL for CUDA tensors by default.
         timeout: of a process group made here, a timedelta or seconds.
@@ -177,6 +179,7 @@ def _device_type() -> str:
 
 
 def _make_groups(mesh: DeviceMesh, expert: int, tensor_mode: str | None) -> dict[ParallelMode, Group]:
+    check_mesh(mesh, "initialize")
     names = mesh.mesh_dim_names or ()
     axis = {ours: next((n for n in names if n in known), None) for ours, known in _AXES.items()}
     unknown = set(names) - set(axis.values())
@@ -226,7 +229,7 @@ def _own_group(lists: list[list[int]], made: dist.ProcessGroup | None) -> Group:
     rank = dist.get_rank()
     mine = next(ranks for ranks in lists if rank in ranks)
     group = made if made is not None else _new_group(lists, None)
-    return Group(group, _cpu_twin(lists, group), tuple(mine))
+    return Group(group, _cpu_twin(lists, group), tuple(sorted(mine)))  # torch sorts the ranks of a group
 
 
 def _new_group(lists: list[list[int]], backend: str | None) -> dist.ProcessGroup:

@@ -14,6 +14,7 @@ from tritoncomm.tensor.distspec import DistPlacementPattern, ReplicaSpec, ShardS
 from tritoncomm.tensor.measure import measure_mesh
 from tritoncomm.tensor.param_op_hook import ColoParamOpHook, ColoParamOpHookManager
 from tritoncomm.tensor.process_group import ProcessGroup
+from tritoncomm.tensor.replicas import check_replicas
 from tritoncomm.tensor.sharding_spec import (
     DuplicatedShardingDimensionError,
     ShardingNotDivisibleError,
@@ -50,6 +51,7 @@ __all__ = [
     "ShardingOutOfIndexError",
     "ShardingSpec",
     "TensorType",
+    "check_replicas",
     "clip_grad_norm_",
     "convert_dim_partition_dict",
     "convert_parameter",

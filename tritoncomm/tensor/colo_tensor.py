@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tritoncomm.errors import ShapeError
-from tritoncomm.tensor import dispatch, layout
+from tritoncomm.tensor import dispatch, layout, optimizers
 from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
 from tritoncomm.tensor.const import TensorType
 from tritoncomm.tensor.dist_spec_mgr import DistSpecManager
@@ -62,6 +62,7 @@ class ColoTensor(torch.Tensor):
         self, pg: ProcessGroup, dist_spec: _DistSpec, compute: ComputeSpec | None, shape: Sequence[int] | None
     ) -> "ColoTensor":
         """Attributes of a piece that is laid out like this already."""
+        optimizers.watch()
         local = tuple(layout.plain(self).shape)
         parts = partitions(dist_spec, len(local))
         if shape is None:
@@ -210,6 +211,9 @@ class ColoTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> "ColoTensor":
         if id(self) in memo:
             return memo[id(self)]
+        if not self.is_leaf:
+            with torch._C.DisableTorchFunctionSubclass():  # torch refuses a result of the graph, in its own words
+                return torch.Tensor.__deepcopy__(self, memo)  # type: ignore[return-value]
         with torch.no_grad():
             data = layout.plain(self).clone()
         memo[id(self)] = copy = type(self)._rebuild(data, self.requires_grad, self._state())
@@ -221,6 +225,7 @@ class ColoTensor(torch.Tensor):
 
     @classmethod
     def _rebuild(cls, data: Tensor, requires_grad: bool, state: tuple[Any, ...]) -> "ColoTensor":
+        optimizers.watch()
         pg, dist_spec, compute_spec, shape, initialized = state
         made: ColoTensor = torch.Tensor._make_subclass(cls, data, requires_grad)
         made.has_initialized, made._type = initialized, cls._kind
@@ -253,10 +258,17 @@ class ColoTensor(torch.Tensor):
         return shard_at(self, index)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        told = [repr(layout.plain(self)), repr(self.process_group), repr(self.dist_spec)]
+        local = layout.plain(self)
+        if self.requires_grad and self.is_leaf:
+            local = local.detach().requires_grad_()  # as the leaf that it is, not as an alias of it
+        told = [repr(local), repr(self.process_group), repr(self.dist_spec)]
         if self.compute_spec is not None:
             told.append(repr(self.compute_spec))
         return "ColoTensor: " + "\n".join(told)
+
+    def __format__(self, format_spec: str) -> str:
+        """A tensor of no dims as its number, as torch does; any other as its ``repr``."""
+        return format(layout.plain(self), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -14,6 +14,7 @@ from tritoncomm.tensor.comm_spec import CollectiveCommPattern, CommSpec
 from tritoncomm.tensor.device_mesh import DeviceMesh
 from tritoncomm.tensor.sharding_spec import ShardingSpec
 from tritoncomm.tensor.simulators import mix_gather_simulator
+from tritoncomm.tensor.transitions import unchanged
 
 __all__ = ["Path", "shortest_path"]
 
@@ -41,7 +42,8 @@ class Path:
         """Take this rank's piece from the source's layout to the target's; differentiable.
 
         Returns:
-            The piece; None on a rank outside the mesh. Without steps ``tensor`` itself.
+            The piece; None on a rank outside the mesh. Without steps ``tensor`` itself, detached where autograd is
+            off and it requires grad.
 
         Raises:
             ShapeError: the tensor is no piece under the source's layout.
@@ -49,7 +51,7 @@ class Path:
         wanted = self.layouts[0].get_sharded_shape_per_device()
         if tensor.shape != wanted:
             raise ShapeError(f"Path.run: a piece has shape {list(wanted)}, not {list(tensor.shape)}")
-        result: Any = tensor
+        result: Any = tensor if self.steps else unchanged(tensor)
         for step in self.steps:
             if result is not None:
                 result = step.covert_spec_to_action(result)

@@ -138,7 +138,9 @@ class CommSpec:
     def covert_spec_to_action(self, tensor: Tensor) -> Any:
         """Run the collective on this rank's piece; differentiable, any number of times.
 
-        The result is never in the memory of ``tensor``, except that cutting dim 0 and the identity give views of it.
+        The result is contiguous memory of its own, over an axis of one rank as well, with these exceptions: cutting
+        dim 0 and the identity give views of ``tensor``, and a split or a sum over one rank is ``tensor`` itself,
+        detached where autograd is off and it requires grad.
 
         Returns:
             The tensor; None on a rank outside the mesh.

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from tritoncomm.errors import GroupError, ShapeError
+from tritoncomm.meshes import check_ascending, check_mesh
 from tritoncomm.tensor.mesh_groups import Line, Members, groups_along
 
 __all__ = ["DeviceMesh", "FlattenDeviceMesh"]
@@ -41,7 +42,7 @@ class DeviceMesh:
 
     Raises:
         ShapeError: ranks and shape, or shape and costs, do not fit, or a rank appears twice.
-        GroupError: groups are wanted, but torch.distributed is not initialized.
+        GroupError: groups are wanted, but torch.distributed is not initialized, or ranks do not ascend along an axis.
     """
 
     def __init__(
@@ -64,14 +65,20 @@ class DeviceMesh:
             raise ShapeError(f"DeviceMesh: a rank appears twice in {ranks}")
         self.mesh_alpha: Any = self._per_axis(mesh_alpha, "mesh_alpha")
         self.mesh_beta: Any = self._per_axis(mesh_beta, "mesh_beta")
-        self.init_process_group, self.need_flatten = init_process_group, need_flatten
+        self.init_process_group = self.need_flatten = False
         self.process_groups_dict: dict[int, list[Line]] = {}
         self._members: dict[int, Members] = {}
         self._merged: dict[tuple[int, ...], DeviceMesh] = {}
         if init_process_group:
-            self.process_groups_dict, self._members = groups_along(self._logical_mesh_id, [])
+            check_ascending(self._logical_mesh_id, "DeviceMesh")
+            self._connect([])
         if need_flatten:
             self._add_flat()
+
+    def _connect(self, given: Sequence[dist.ProcessGroup]) -> None:
+        """Have the process groups: those given by axis, or those that exist, or new ones."""
+        self.process_groups_dict, self._members = groups_along(self._logical_mesh_id, given)
+        self.init_process_group = True
 
     shape = property(lambda self: self.mesh_shape, doc="Ranks along each axis.")
     num_devices = property(lambda self: math.prod(self.mesh_shape), doc="Number of ranks.")
@@ -86,6 +93,33 @@ class DeviceMesh:
         if rank not in self.convert_map:
             raise GroupError(f"rank {rank} is not in the mesh of {sorted(self.convert_map)}")
         return self.convert_map[rank]
+
+    def global_rank_to_process_groups_with_logical_rank(self, rank: int) -> dict[int, list[list[int]]]:
+        """By axis, the coordinates of every rank that is in one line with a global rank.
+
+        Example:
+            On ranks ``[[0, 1, 2], [3, 4, 5]]`` rank 4 has ``{0: [[0, 1], [1, 1]], 1: [[1, 0], [1, 1], [1, 2]]}``.
+
+        Raises:
+            GroupError: the rank is not in the mesh.
+        """
+        at = self.global_rank_to_logical_rank(rank)
+        return {
+            axis: [[*at[:axis], place, *at[axis + 1 :]] for place in range(size)]
+            for axis, size in enumerate(self.mesh_shape)
+        }
+
+    def global_rank_to_process_groups_with_global_rank(self, rank: int) -> dict[int, list[int]]:
+        """By axis, the global ranks that are in one line with a global rank.
+
+        Example:
+            On ranks ``[[0, 1, 2], [3, 4, 5]]`` rank 4 has ``{0: [1, 4], 1: [3, 4, 5]}``.
+
+        Raises:
+            GroupError: the rank is not in the mesh.
+        """
+        lines = self.global_rank_to_process_groups_with_logical_rank(rank)
+        return {axis: [int(self._logical_mesh_id[tuple(at)]) for at in line] for axis, line in lines.items()}
 
     def flatten(self) -> "DeviceMesh":
         """All ranks along one axis, row-major; alpha and beta are the largest of this mesh."""
@@ -113,7 +147,10 @@ class DeviceMesh:
         ids = ids.reshape(-1, math.prod(self.mesh_shape[axis] for axis in rest)) if rest else ids.flatten()
         costs = [max(values[axis] for axis in axes) for values in (self.mesh_alpha, self.mesh_beta)]
         alpha, beta = ([cost] * ids.dim() for cost in costs)
-        return DeviceMesh(self.physical_mesh_id, None, ids, alpha, beta, self.init_process_group, need_flatten=False)
+        made = DeviceMesh(self.physical_mesh_id, None, ids, alpha, beta, need_flatten=False)
+        if self.init_process_group:
+            made._connect([])  # axes in another order may descend: `Members.order` has the ranks in the group
+        return made
 
     def members(self, axis: int) -> Members | None:
         """This rank's process group along an axis; None on ranks outside the mesh.
@@ -157,12 +194,15 @@ class DeviceMesh:
         mesh_beta: Sequence[float] | None = None,
         need_flatten: bool = True,
     ) -> "DeviceMesh":
-        """The same grid as a torch mesh, over its process groups; all ranks of the mesh call."""
+        """The same grid as a torch mesh, over its process groups; all ranks of the mesh call.
+
+        Raises:
+            GroupError: ranks do not ascend along an axis.
+        """
+        check_mesh(mesh, "from_torch")
         made = cls(mesh.mesh, None, None, mesh_alpha, mesh_beta, need_flatten=False)
-        made.init_process_group, made.need_flatten = True, need_flatten
         inside = mesh.get_coordinate() is not None
-        given = [mesh.get_group(axis) for axis in range(mesh.ndim)] if inside else []
-        made.process_groups_dict, made._members = groups_along(made._logical_mesh_id, given)
+        made._connect([mesh.get_group(axis) for axis in range(mesh.ndim)] if inside else [])
         if need_flatten:
             made._add_flat()
         return made
@@ -171,8 +211,9 @@ class DeviceMesh:
         """A torch mesh over the same process groups; axes are called ``axis0``, ``axis1``, ... unless named.
 
         Raises:
-            GroupError: there are no process groups, or this rank is not in the mesh.
+            GroupError: there are no process groups, this rank is not in the mesh, or ranks do not ascend along an axis.
         """
+        check_ascending(self._logical_mesh_id, "to_torch")
         axes = range(len(self.mesh_shape))
         found = [members.group for axis in axes if (members := self.members(axis)) is not None]
         if not found:
@@ -200,6 +241,7 @@ class DeviceMesh:
 
     def _add_flat(self) -> None:
         """The two meshes of all ranks that a list of axes goes through."""
+        self.need_flatten = True
         if len(self.mesh_shape) > 1:
             self.flatten_device_mesh = self.flatten()
             self._merged[tuple(range(len(self.mesh_shape)))] = self.flatten_device_mesh

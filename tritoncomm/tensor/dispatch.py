@@ -115,7 +115,11 @@ def _on_replicas(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
         raise UnsupportedError(f"{name} has no rule for writing into a shard; redistribute it first")
     if sharded and name not in _told:
         _told.add(name)
-        warnings.warn(f"{name} has no rule for these shards: it runs on whole tensors, on every rank", stacklevel=4)
+        warnings.warn(
+            f"{name} has no rule for these shards: it gathers them and runs on the whole tensors, on every rank; a "
+            "rank that calls it alone waits for the others",
+            stacklevel=4,
+        )
     pg = (sharded or tensors)[0].process_group
 
     def whole(x: Any) -> Any:

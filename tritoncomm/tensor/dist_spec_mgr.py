@@ -77,7 +77,7 @@ class DistSpecManager:
                     f"under {old_dist_spec} is {list(mine)}"
                 )
         transition = transition_between(shape, old_dist_spec, dist_spec, pg)
-        if _depth.blocks:
+        if _depth.blocks and transition.old != transition.new:
             with torch.no_grad():
                 return redistribute(tensor, transition, pg.tp_process_group())
         return redistribute(tensor, transition, pg.tp_process_group())
@@ -85,7 +85,10 @@ class DistSpecManager:
     @staticmethod
     @contextmanager
     def no_grad() -> Iterator[None]:
-        """Redistribution registers no backward in this thread; blocks nest, other operators are not touched."""
+        """Redistribution registers no backward in this thread; blocks nest, other operators are not touched.
+
+        A tensor that does not move is handed back as it is; only ``torch.no_grad()`` takes it out of the graph.
+        """
         _depth.blocks += 1
         try:
             yield

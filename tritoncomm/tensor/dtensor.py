@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.plan import chunk_sizes
+from tritoncomm.tensor import optimizers
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.device_mesh import DeviceMesh
 from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec, cuts, partitions
@@ -32,6 +33,7 @@ def from_dtensor(tensor: DTensor) -> ColoTensor:
             ``ShardSpec`` describes.
         GroupError: no process group over all ranks of a mesh of several axes exists, or they do not ascend.
     """
+    optimizers.watch()
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     spec = _spec_of(shape, tuple(mesh.shape), tensor.placements)
     pg = ProcessGroup.from_device_mesh(mesh) if mesh.ndim == 1 else ProcessGroup.over_device_mesh(mesh)

@@ -20,7 +20,8 @@ def measure_mesh(mesh: DeviceMesh, *, small: int = 256, large: int = 1 << 20, re
 
     Both come out of all-reduces of two sizes: ``t(B) = alpha + 2*beta*(k-1)/k*B`` for k ranks that hold B elements. All
     ranks of the mesh call; they get the same numbers, those of the slowest rank. Links that several lines of ranks
-    share are measured as they are used: all lines of an axis at the same time.
+    share are measured as they are used: all lines of an axis at the same time. On GPUs where the groups move CUDA
+    tensors over another backend than Gloo (``nccl``, ``cpu:gloo,cuda:nccl``), else on the CPU.
 
     Args:
         mesh: with process groups.
@@ -52,14 +53,22 @@ def measure_mesh(mesh: DeviceMesh, *, small: int = 256, large: int = 1 << 20, re
     for group in groups:
         found = engine.all_reduce(found.to(_device(group)), group, "measure_mesh", dist.ReduceOp.MAX).cpu()
     alpha, beta = found.tolist()
-    return DeviceMesh(mesh.physical_mesh_id, None, mesh.logical_mesh_id, alpha, beta, True, mesh.need_flatten)
+    measured = DeviceMesh(mesh.physical_mesh_id, None, mesh.logical_mesh_id, alpha, beta, need_flatten=False)
+    measured._connect(groups)
+    if mesh.need_flatten:
+        measured._add_flat()
+    return measured
 
 
 def _device(group: ProcessGroup) -> torch.device:
-    """Where tensors for this group live."""
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    )
+    """The current GPU where the group moves CUDA tensors over another backend than Gloo, else the CPU.
+
+    By what the group can do: its backend has a name of its own for every device (``cpu:gloo,cuda:nccl``).
+    """
+    if not torch.cuda.is_available() or all(kind.type != "cuda" for kind in group._device_types):
+        return torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if group._get_backend(device).name().lower() == "gloo" else device
 
 
 def _microseconds(group: ProcessGroup, size: int, repeats: int) -> float:

@@ -21,7 +21,8 @@ class Members:
 
     Attributes:
         group: the process group.
-        order: for each place along the axis the rank inside the group; None where the group counts the same way.
+        order: for each place along the axis the rank inside the group, where several axes in another order are one;
+            None where the group has the same order.
     """
 
     group: dist.ProcessGroup
@@ -41,7 +42,7 @@ def groups_along(ids: Tensor, given: Sequence[dist.ProcessGroup]) -> tuple[dict[
         GroupError: torch.distributed is not initialized.
     """
     if not dist.is_initialized():
-        raise GroupError("DeviceMesh: torch.distributed is not initialized; call init_process_group() first")
+        raise GroupError("DeviceMesh: torch.distributed is not initialized; call tritoncomm.initialize() first")
     me = dist.get_rank()
     axes = [ids.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(ids.shape)]
     if not given:

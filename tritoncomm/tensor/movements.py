@@ -15,6 +15,7 @@ from tritoncomm.dims import wants_grad
 from tritoncomm.errors import ShapeError
 from tritoncomm.tensor.device_mesh import DeviceMesh
 from tritoncomm.tensor.mesh_groups import Members
+from tritoncomm.tensor.transitions import unchanged
 
 __all__ = ["Movement", "move"]
 
@@ -63,7 +64,10 @@ class Movement:
 
 def move(x: Tensor, movement: Movement) -> Tensor:
     """Run the movement on this rank's piece; differentiable, any number of times."""
-    return _Moved.apply(x, movement) if wants_grad(x) else _MOVES[movement.kind](x, movement)
+    if wants_grad(x):
+        return _Moved.apply(x, movement)
+    result = _MOVES[movement.kind](x, movement)
+    return unchanged(x) if result is x else result
 
 
 @direct
@@ -92,9 +96,18 @@ def _inverse(order: Axes | None) -> list[int] | None:
     return None if order is None else [order.index(place) for place in range(len(order))]
 
 
+def _own(result: Tensor, x: Tensor, movement: Movement) -> Tensor:
+    """Contiguous memory of its own: a group of one rank hands the input back. A gradient may be handed back."""
+    if result is not x or movement.backward:
+        return result
+    record.add(movement.name, "torch", 2 * x.nbytes, 0, record.now())
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _gather(x: Tensor, movement: Movement) -> Tensor:
     dim, members = movement.join, movement.members
-    return _in_order(engine.gather(x, dim, members.group, None, movement.name), dim, members.order)
+    result = _in_order(engine.gather(x, dim, members.group, None, movement.name), dim, members.order)
+    return _own(result, x, movement)
 
 
 def _split(x: Tensor, movement: Movement) -> Tensor:
@@ -108,7 +121,8 @@ def _split(x: Tensor, movement: Movement) -> Tensor:
 def _exchange(x: Tensor, movement: Movement) -> Tensor:
     cut, join, members = movement.cut, movement.join, movement.members
     sent = _in_order(x, cut, _inverse(members.order))
-    return _in_order(engine.exchange(sent, cut, join, members.group, movement.name), join, members.order)
+    result = _in_order(engine.exchange(sent, cut, join, members.group, movement.name), join, members.order)
+    return _own(result, x, movement)
 
 
 def _all_reduce(x: Tensor, movement: Movement) -> Tensor:
@@ -126,7 +140,7 @@ def _mix_gather(x: Tensor, movement: Movement) -> Tensor:
     wire = _in_order(engine.gather(x, 0, movement.members.group, None, movement.name), 0, order)
     axes_of, shape = dict(movement.mixed), list(x.shape)
     if movement.mixed == ((0, (0, 1)),):
-        return wire
+        return _own(wire, x, movement)
     started = record.now()
     places: list[int] = []
     for dim in range(x.dim()):

@@ -6,9 +6,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from tritoncomm.errors import GroupError
+from tritoncomm.meshes import check_ascending, check_mesh
 from tritoncomm.tensor.rank_groups import adopt, exists, known, made, make_groups
 
 __all__ = ["ProcessGroup"]
+
+_LAYOUT = frozenset(["_cpu", "_dp", "_dp_ranks", "_lists", "_rank", "_ranks", "_tp", "_tp_ranks"])
 
 
 class ProcessGroup:
@@ -17,8 +20,9 @@ class ProcessGroup:
     Groups are made once and shared by equal layouts, and groups that exist already are taken. ``ranks`` call, nobody
     else has to; only where torch itself waits for the whole job (a default group bound to a device, or
     ``TORCH_DIST_INIT_BARRIER``) every process calls.
-    Without torch.distributed the object is empty. Compares by rank, lists and degrees; pickles, and a pickle finds the
-    groups that exist in the process that loads it but never makes one.
+    Without torch.distributed the object is empty, and asking it for ranks raises ``GroupError``. Compares by rank,
+    lists and degrees; pickles, and a pickle finds the groups that exist in the process that loads it but never makes
+    one.
 
     Args:
         rank: this process's global rank, checked.
@@ -45,6 +49,15 @@ class ProcessGroup:
         self._lay_out(tuple(members), *_degrees(len(members), tp_degree, dp_degree))
         make_groups(self._lists, self._rank)
 
+    def __getattr__(self, name: str) -> Any:
+        """Reached for attributes that are missing: all of the layout, before torch.distributed is initialized."""
+        if name in _LAYOUT:
+            raise GroupError(
+                "ProcessGroup: torch.distributed was not initialized when this was made, so it has no ranks; call "
+                "tritoncomm.initialize() first, then make process groups and ColoTensors"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def _lay_out(self, ranks: tuple[int, ...], tp: int, dp: int) -> None:
         self._rank = dist.get_rank()
         self._ranks, self._tp, self._dp, self._cpu = ranks, tp, dp, False
@@ -61,15 +74,20 @@ class ProcessGroup:
         """The groups of a torch mesh; the only axis, or the last and the one before, unless named.
 
         Raises:
-            GroupError: the mesh's groups are not laid out as here, rank by rank along the tensor-parallel axis.
+            GroupError: ranks that do not ascend along an axis, or groups that are not laid out as here, rank by rank
+                along the tensor-parallel axis.
         """
+        check_mesh(mesh, "from_device_mesh")
         tp_index = _axis(mesh, tp_axis, mesh.ndim - 1)
         dp_index = _axis(mesh, dp_axis, mesh.ndim - 2) if mesh.ndim > 1 else None
         tp, dp = mesh.size(tp_index), 1 if dp_index is None else mesh.size(dp_index)
         members = mesh.mesh.flatten().tolist()
         axes = [index for index in (dp_index, tp_index) if index is not None]
         if len(axes) != mesh.ndim or axes != sorted(axes) or members != sorted(members):
-            raise GroupError(f"from_device_mesh: {mesh} is no grid of data-parallel rows of tensor-parallel ranks")
+            raise GroupError(
+                f"from_device_mesh: {mesh} with ranks {mesh.mesh.tolist()} is no grid of data-parallel rows of "
+                "tensor-parallel ranks, counted row by row"
+            )
         for index in axes:
             group = mesh.get_group(index)
             adopt(group)
@@ -82,10 +100,10 @@ class ProcessGroup:
         Raises:
             GroupError: the ranks do not ascend, or there is no process group over all of them yet.
         """
+        check_mesh(mesh, "over_device_mesh")
+        check_ascending(mesh.mesh.flatten(), "over_device_mesh", f"{mesh}, counted row-major,")
         members = tuple(mesh.mesh.flatten().tolist())
         backend = dist.get_backend()
-        if list(members) != sorted(members):
-            raise GroupError(f"over_device_mesh: the ranks of {mesh} do not ascend")
         if exists(backend, members) is None and len(members) > 1:
             make = f"ProcessGroup(ranks={list(members)}, tp_degree={len(members)})"
             raise GroupError(f"over_device_mesh: no process group over {mesh}; have its ranks call {make} first")

@@ -43,12 +43,14 @@ def shard_parameters(
 
     Raises:
         ArgumentError: a pattern fits no parameter; nothing has been changed then.
+        GroupError: torch.distributed is not initialized; nothing has been changed then.
 
     Example:
         ``shard_parameters(mlp, {"up.*": ShardSpec([0], [2]), "down.weight": ShardSpec([-1], [2])}, pg)`` is
         Megatron's MLP: column-parallel, row-parallel, one all-reduce.
     """
     pg = ProcessGroup() if pg is None else pg
+    pg.ranks_in_group()
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     unused = [pattern for pattern in layouts if not any(fnmatchcase(name, pattern) for name in names)]
     if unused:

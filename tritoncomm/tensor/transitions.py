@@ -18,16 +18,17 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import engine, ops, record
-from tritoncomm.autograd import direct
-from tritoncomm.errors import ShapeError
+from tritoncomm.autograd import direct, without_graph
+from tritoncomm.errors import CommError, PeerError, ShapeError
 from tritoncomm.plan import chunk_sizes
 from tritoncomm.tensor.distspec import cuts, local_shape
 
-__all__ = ["Transition", "redistribute", "steps"]
+__all__ = ["Transition", "redistribute", "steps", "unchanged"]
 
 Parts = tuple[tuple[int, int], ...]
 
@@ -71,10 +72,15 @@ def check(parts: Parts, world: int, name: str) -> None:
         raise ShapeError(f"{name}: a cut into {count} pieces needs {count} tensor-parallel ranks, not {world}")
 
 
+def unchanged(x: Tensor) -> Tensor:
+    """An input that is the result as well: the same tensor, without its graph where autograd is off."""
+    return x if torch.is_grad_enabled() else without_graph(x)
+
+
 def redistribute(x: Tensor, transition: Transition, group: ProcessGroup) -> Tensor:
-    """Move ``x``, this rank's piece, as the table says; the same tensor when nothing has to move."""
+    """Move ``x``, this rank's piece, as the table says; ``unchanged(x)`` when nothing has to move."""
     if not steps(transition.old, transition.new):
-        return x
+        return unchanged(x)
     x = _plain(x)
     if x.requires_grad and torch.is_grad_enabled():
         return _Redistribute.apply(x, transition, group)
@@ -108,7 +114,17 @@ class _Redistribute(torch.autograd.Function):
 
 def _move(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> Tensor:
     for step in steps(transition.old, transition.new):
-        x = _MOVES[step](x, transition, group, name)
+        try:
+            x = _MOVES[step](x, transition, group, name)
+        except RuntimeError as error:
+            if step == "cut" or isinstance(error, CommError | torch.OutOfMemoryError):
+                raise
+            ranks = dist.get_process_group_ranks(group)
+            raise PeerError(
+                f"{name}: the {step} of {list(transition.shape)} over ranks {ranks} failed: {error}. All of these "
+                "ranks have to call it. That goes for every operator that gathers a shard: numpy(), tolist(), "
+                "iteration, those without a rule; a rank that calls one alone waits for the others"
+            ) from error
     return x
 
 

@@ -85,7 +85,7 @@ class Call:
         late: operands that must not be summed, labelled like the result.
         finish: ``finish(result, *late)`` after a sum over the ranks; None for nothing.
         after: what the sum over the ranks goes through; None for nothing.
-        prefer: the operand whose cut is taken whatever it costs, by index.
+        prefer: the operand whose cut is taken whatever it costs, by index: a weight with a compute spec.
         legal: a further condition on (label, pieces).
         gather: whether a result that is cut is made whole.
         scatter: dim of the result that is cut by the sum over the ranks; None leaves the sum whole.

@@ -16,7 +16,7 @@ from tritoncomm.tensor.rules.call import Call, Operand
 from tritoncomm.tensor.rules.engine import execute, is_legal, piece_of
 from tritoncomm.tensor.rules.table import ROWS, Row
 
-__all__ = ["elementwise", "keep", "writes"]
+__all__ = ["broadcast_operands", "elementwise", "keep", "writes"]
 
 ROWS.append(
     Row(
@@ -44,7 +44,7 @@ def elementwise(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs
         args, kwargs = tree_unflatten(filled, tree)
         return func(*args, **kwargs)
 
-    operands, shape = _operands(tensors)
+    operands, shape = broadcast_operands(tensors)
     target = kwargs.get("out", args[0] if writes(name) and args else None)
     if target is not None or writes(name):
         return _into(next((i for i, x in enumerate(tensors) if x is target), -1), operands, run, name)
@@ -52,8 +52,10 @@ def elementwise(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs
 
 
 def writes(name: str) -> bool:
-    """Whether an operator of this name writes into its first argument."""
-    return (name.endswith("_") and not name.startswith("__")) or (name.startswith("__i") and name.endswith("__"))
+    """Whether an operator of this name writes into its first argument: ``add_``, ``__iadd__``; not ``__int__``."""
+    if not name.endswith("_"):
+        return False
+    return not name.startswith("__") or (name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"))
 
 
 def _one_layout(tensors: list[Any]) -> bool:
@@ -84,7 +86,7 @@ def keep(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
     return wrap(result, like.process_group, spec, result.shape)
 
 
-def _operands(tensors: list[Any]) -> tuple[list[Operand], tuple[int, ...]]:
+def broadcast_operands(tensors: list[Any]) -> tuple[list[Operand], tuple[int, ...]]:
     """The tensors, labelled from the last dim, and the broadcast shape."""
     cut = next((x for x in tensors if is_colo(x) and x._parts), None)
     pieces = [cut is not None and not is_colo(x) and _is_piece(x, cut) for x in tensors]

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tritoncomm import mappings
 from tritoncomm.dims import wants_grad
 from tritoncomm.plan import chunk_sizes
+from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
 from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec
 from tritoncomm.tensor.layout import is_colo, plain, shape_of, wrap
 from tritoncomm.tensor.process_group import ProcessGroup
@@ -39,15 +40,17 @@ def execute(call: Call) -> Any:
             early = [] if call.finish is not None else [piece_of(each, (), pg) for each in call.late]
             found, tree = tree_flatten(call.run(cut, *pieces, *early))
             found, parts = _summed(found, call, cut, pg)
-            gather = False
+            gather = column = False
         else:
-            gather = call.gather
+            gather, column = call.gather, not call.gather and _by_column(call, parts)
             late = [piece_of(each, parts, pg) for each in call.late]
             found, tree = tree_flatten(call.run(cut, *pieces, *late))
         made = [
             _made(x, labels, call, parts, pg, coloured, gather) if isinstance(x, Tensor) else x
             for x, labels in zip(found, call.results, strict=True)
         ]
+        for x in made if column else ():
+            x.compute_spec = ComputeSpec(ComputePattern.TP1D)
     return tree_unflatten(made, tree)
 
 
@@ -66,6 +69,13 @@ def choose(call: Call, pg: ProcessGroup) -> Parts:
     if len(found) < 2:
         return found[0] if found else ()
     return min(found, key=lambda parts: _moved(call, parts, pg.tp_world_size()))
+
+
+def _by_column(call: Call, parts: Parts) -> bool:
+    """Whether the weight with a compute spec is cut along a dim of the result: column-parallel."""
+    if call.prefer is None or not parts:
+        return False
+    return parts[0][0] in call.operands[call.prefer].labels and parts[0][0] in call.results[0]
 
 
 def is_legal(call: Call, parts: Parts) -> bool:

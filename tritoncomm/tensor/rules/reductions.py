@@ -1,6 +1,8 @@
 """Sums, means, norms and truth over dims that are cut as well."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tritoncomm import engine, mappings
-from tritoncomm.tensor.layout import shape_of
+from tritoncomm.errors import ShapeError
+from tritoncomm.tensor.layout import is_colo, shape_of
 from tritoncomm.tensor.rules.call import Call, Cut, Operand
+from tritoncomm.tensor.rules.elementwise import broadcast_operands
 from tritoncomm.tensor.rules.extremes import Extreme
 from tritoncomm.tensor.rules.over_ranks import dims_of, left_of, summing
 from tritoncomm.tensor.rules.table import rule
@@ -73,6 +77,49 @@ def _all(input: Tensor, dim: Any = None, keepdim: bool = False, *, out: Any = No
 @rule(torch.any, Tensor.any, named="any", accepts="every cut", result="as sum", collectives="reduced dim: all-reduce")
 def _any(input: Tensor, dim: Any = None, keepdim: bool = False, *, out: Any = None) -> Call | None:
     return None if out is not None else _logical(input, dim, keepdim, torch.any, _MAX)
+
+
+def _on_all_ranks(input: Any, other: Any, local: Callable[[Tensor, Tensor], bool], broadcasts: bool) -> Call | None:
+    """Whether ``local`` holds of the operands, the same answer on every rank.
+
+    Shapes that differ are no reason to answer at once: a plain tensor may have the wrong shape on one rank only, for
+    which the others wait in the all-reduce.
+    """
+    shard = next((x for x in (input, other) if is_colo(x) and x._parts), None)
+    if shard is None or not isinstance(input, Tensor) or not isinstance(other, Tensor):
+        return None
+    try:
+        operands, shape = broadcast_operands([input.detach(), other.detach()])
+        comparable = broadcasts or all(each.labels == tuple(range(-len(shape), 0)) for each in operands)
+    except ShapeError:
+        if broadcasts:
+            raise
+        shape, comparable = shape_of(shard), False
+        operands = [Operand(shard.detach(), tuple(range(-len(shape), 0)))]
+
+    def run(cut: Cut, *pieces: Tensor) -> bool:
+        mine = comparable and local(*pieces)
+        if cut.group is None:
+            return mine
+        found = torch.tensor([mine], dtype=torch.uint8, device=pieces[0].device)
+        return bool(engine.all_reduce(found, cut.group, "equal", _MIN))
+
+    return Call(operands, [tuple(range(-len(shape), 0))], run)
+
+
+@rule(
+    torch.equal, Tensor.equal, accepts="every cut; a plain tensor of the piece's shape is a piece, any other is whole",
+    result="a bool, the same on every rank", collectives="cut: all-reduce of one number",
+)  # fmt: skip
+def _equal(input: Tensor, other: Tensor) -> Call | None:
+    return _on_all_ranks(input, other, torch.equal, False)
+
+
+@rule(torch.allclose, Tensor.allclose, accepts="as equal", result="as equal", collectives="as equal")
+def _allclose(
+    input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> Call | None:
+    return _on_all_ranks(input, other, partial(torch.allclose, rtol=rtol, atol=atol, equal_nan=equal_nan), True)
 
 
 @rule(
