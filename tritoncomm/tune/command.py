@@ -158,8 +158,6 @@ def measure(
     path = request.out or table.user_path(bench.device_name, bench.sm_count)
     if path.is_dir():
         path = tables.table_in(path, bench.device_name, bench.sm_count)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ValueError("tune measures one GPU and writes one file: start it once, without torchrun")
     content, outcome = _begin(path, table.measured_key(bench.device_name, bench.sm_count))
     started, verdicts = clock(), {}
     if bench.target is not None and CAN_READ[TARGETS[bench.target].backend]:
