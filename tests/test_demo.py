@@ -181,11 +181,14 @@ def test_the_demo_of_a_rank_of_torchrun_has_a_store_of_its_own() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rest", [("demo", "--steps", "1"), ("tune", "--list"), ("doctor",)], ids=lambda rest: rest[0])
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "rest", [("demo", "--steps", "1"), ("tune", "--list"), ("doctor", "--no-self-test")], ids=lambda rest: rest[0]
+)
 def test_torchrun_runs_a_command_once(rest: tuple[str, ...]) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = subprocess.run(
-        [*launcher, "-m", "tritoncomm", *rest], env=checkout(), capture_output=True, text=True, timeout=110, check=False
+        [*launcher, "-m", "tritoncomm", *rest], env=checkout(), capture_output=True, text=True, timeout=390, check=False
     )
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]

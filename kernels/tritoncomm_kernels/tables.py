@@ -233,6 +233,7 @@ def variable() -> str:
 def digest(device_name: str, sm_count: int) -> str:
     """The same where a device's tiles and crossovers are the same, whatever the files; ``built in`` without any."""
     held = [[one.configs, one.crossover_bytes] for one in chosen(device_name, sm_count)]
+    held = [one for one in held if any(one)]  # a search that was stopped early leaves an empty one
     return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()[:8] if held else "built in"
 
 
