@@ -300,6 +300,35 @@ def test_without_gpus_nothing_is_divided_by_their_number(monkeypatch: pytest.Mon
         runtime._start(None, None)
 
 
+def run_bound_device(group: ProcessGroup) -> None:
+    """A default group bound to a GPU, as "nccl" of torch 2.15 binds it: the whole job makes groups of a few ranks."""
+    import tritoncomm as tc
+
+    me, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world, "bound_device_id", torch.device("cuda", 0))
+        patch.setattr(dist.distributed_c10d, "_get_split_source", lambda *_: None)  # Gloo's cannot leave ranks out
+        made = [tc.tensor.ProcessGroup(ranks=list(ranks), tp_degree=len(ranks)) for ranks in ((1, 2, 5), (4, 6))]
+        tc.initialize(tensor=4)
+        whole = dist.new_group(list(range(8)))  # every process has made as many groups
+    for pg, ranks in zip(made, ((1, 2, 5), (4, 6)), strict=True):
+        x = torch.tensor([float(me)])
+        if me in ranks:
+            pg.tp_process_group().allreduce([x]).wait()
+        assert x.item() == (sum(ranks) if me in ranks else me)
+    x = torch.tensor([1.0])
+    assert tc.collective.all_reduce(x, M.TENSOR).item() == 4
+    whole.allreduce([x]).wait()
+    assert x.item() == 32
+    tc.destroy()
+    dist.destroy_process_group(whole)
+
+
+def test_groups_of_a_few_ranks_with_a_bound_device(pool: Pool) -> None:
+    pool.run(run_bound_device, world=8)
+
+
 def run_megatron_group(group: ProcessGroup) -> None:
     state: Any = ModuleType("megatron.core.parallel_state")
     state.initialized = False
