@@ -2,29 +2,31 @@
 
 import json
 import os
-import subprocess
-import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
+from jobs import run_job
 from torch.distributed import FileStore, HashStore
 from tritoncomm_kernels import tables
 
 from tritoncomm import agreement
 
-ROOT = Path(__file__).parents[1]
-ALIKE = {"device": "X, 8 SMs", "tuned tables": "abcd", "TRITONCOMM_PATH": "", "TRITONCOMM_TABLE": "/t.json"}
-OTHER = {"device": "Y, 4 SMs", "tuned tables": "built in", "TRITONCOMM_PATH": "", "TRITONCOMM_TABLE": ""}
+ALIKE = {
+    "device": "X, 8 SMs", "tuned tables": "abcd", "TRITONCOMM_PATH": "auto", "TRITONCOMM_TABLE": "/t.json",
+    "TRITONCOMM_CHECK": "off",
+}  # fmt: skip
+OTHER = ALIKE | {"device": "Y, 4 SMs", "tuned tables": "built in", "TRITONCOMM_TABLE": ""}
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
         ({}, ""),
-        ({1: {"TRITONCOMM_PATH": "torch"}}, "TRITONCOMM_PATH is unset on ranks 0, 2-4, torch on rank 1."),
+        ({1: {"TRITONCOMM_PATH": "torch"}}, "TRITONCOMM_PATH is auto on ranks 0, 2-4, torch on rank 1."),
         ({4: {"tuned tables": "built in"}}, "tuned tables for X, 8 SMs is abcd on ranks 0-3, built in on rank 4."),
         ({0: {"TRITONCOMM_TABLE": ""}}, ""),
         (
@@ -33,19 +35,20 @@ OTHER = {"device": "Y, 4 SMs", "tuned tables": "built in", "TRITONCOMM_PATH": ""
         ),
         ({3: OTHER, 4: OTHER}, ""),
         ({3: OTHER, 4: OTHER | {"tuned tables": "ef"}}, "tables for Y, 4 SMs is built in on rank 3, ef on rank 4."),
-        ({3: OTHER | {"TRITONCOMM_PATH": "triton"}}, "TRITONCOMM_PATH is unset on ranks 0-2, 4, triton on rank 3."),
+        ({2: {"TRITONCOMM_CHECK": "on"}}, "TRITONCOMM_CHECK is off on ranks 0-1, 3-4, on on rank 2. Messages between"),
+        ({3: OTHER | {"TRITONCOMM_PATH": "triton"}}, "TRITONCOMM_PATH is auto on ranks 0-2, 4, triton on rank 3."),
     ],
 )
 def test_what_differs_is_told_by_rank(changed: dict[int, dict[str, str]], words: str) -> None:
     told = agreement.difference([ALIKE | changed.get(rank, {}) for rank in range(5)])
     assert bool(told) is bool(words)
     assert words in told
-    assert not told or "Results are the same" in told
+    assert ("Results are the same" in told) is bool(words and "CHECK" not in words)
 
 
 def test_many_ranks_make_a_short_line() -> None:
-    told = agreement.difference([ALIKE | {"TRITONCOMM_PATH": "torch" if rank % 2 else ""} for rank in range(4096)])
-    assert "unset on ranks 0, 2, 4, 6, 8, 10, ..., torch on ranks 1, 3, 5, 7, 9, 11, ..." in told
+    told = agreement.difference([ALIKE | {"TRITONCOMM_PATH": "torch" if rank % 2 else "auto"} for rank in range(4096)])
+    assert "auto on ranks 0, 2, 4, 6, 8, 10, ..., torch on ranks 1, 3, 5, 7, 9, 11, ..." in told
 
 
 @pytest.mark.parametrize("kind", ["hash", "file"])
@@ -105,38 +108,33 @@ def test_cuda_is_not_started_to_compare(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", None)
-    monkeypatch.setenv("TRITONCOMM_PATH", "torch")
     assert agreement.settings()["device"] == "CPU"
-    assert agreement.settings()["TRITONCOMM_PATH"] == "torch"
 
 
-JOB = """
-import sys, warnings, torch.distributed as dist
-import tritoncomm
-warnings.simplefilter("always")
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-for _ in range(2):
-    tritoncomm.initialize(tensor=2)
-    tritoncomm.destroy()
-"""
+def initialize_twice() -> list[str]:
+    """The warnings of one rank that initializes twice over its own default group."""
+    import torch.distributed as dist
+
+    import tritoncomm
+
+    rank = int(os.environ["PLACE"])
+    dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"], 2), rank=rank, world_size=2)
+    os.environ["TRITONCOMM_PATH"] = os.environ["LATER"]  # after the import
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            tritoncomm.initialize(tensor=2)
+            tritoncomm.destroy()
+    return [str(one.message) for one in caught if issubclass(one.category, RuntimeWarning)]
 
 
 def test_a_job_warns_once_each_time_it_initializes(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOB, str(rank), str(tmp_path / "store")],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
-                "TRITONCOMM_PATH": path,
-            },
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, path in enumerate(("auto", "torch"))
-    ]
-    said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    assert sum(one.count("RuntimeWarning: ranks do not choose tiles and paths alike") for one in said) == 2
-    assert "".join(said).count("TRITONCOMM_PATH is auto on rank 0, torch on rank 1") == 2
+    store = str(tmp_path / "store")
+    rank_0 = {"PLACE": "0", "STORE": store, "LATER": "off", "TRITONCOMM_CHECK": "1"}
+    rank_1 = {"PLACE": "1", "STORE": store, "LATER": "torch", "TRITONCOMM_CHECK": "False"}
+    answers = run_job(initialize_twice, [rank_0, rank_1])
+    said = [message for one in answers for message in one]
+    assert len(said) == 2, answers
+    for message in said:
+        assert "TRITONCOMM_PATH is auto on rank 0, torch on rank 1" in message
+        assert "TRITONCOMM_CHECK is on on rank 0, off on rank 1. Messages between" in message

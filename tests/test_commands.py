@@ -146,6 +146,14 @@ def test_plan_as_a_process_of_its_own() -> None:
         (("plan", "rs_last", "--shape", "4,4", "--world", "2", "--dtype", "fp8_e5m2"), "cannot reduce float8_e5m2"),
         (("demo", "--dtype", "fp16"), "dtype must be one of float32, float64, bfloat16, not 'float16'"),
         (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--link", "0"), "--link must be more than 0"),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--link", "1e300"), "and 1e+09 at most"),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--node", "0"), "--node must be 1 or more"),
+        (("plan", "sp2hp", "--shape", f"4,{10**20}", "--world", "2"), "larger than 4 EiB"),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", f"{10**30}"), "no job has more than 1048576 ranks"),
+        (
+            ("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--device", "H800"),
+            "nothing is known of a device 'H800'",
+        ),
         (("plan", "sp2hp", "--world", "2"), "--shape"),
         (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--sizes", "1,3"), "takes no sizes; all_gather"),
         (("plan", "split", "--shape", "4,4", "--world", "2", "--out-sizes", "1,3"), "takes no sizes of what comes"),
@@ -204,6 +212,44 @@ def test_help_has_examples(command: str) -> None:
     assert "xits with" in " ".join(result.output.split())
 
 
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4"}
+SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "n[1-2]"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "command", "runs"),
+    [
+        (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, "plan", True),
+        (TORCHRUN | {"RANK": "1", "LOCAL_RANK": "1"}, "plan", False),
+        (SRUN | {"SLURM_PROCID": "2", "SLURM_LOCALID": "0"}, "plan", False),
+        (SRUN | {"SLURM_PROCID": "2", "SLURM_LOCALID": "0"}, "doctor", True),
+        (SRUN | {"SLURM_PROCID": "3", "SLURM_LOCALID": "1"}, "doctor", False),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "plan", True),  # of nodes, without a launcher
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, "plan", True),
+    ],
+)
+def test_a_launcher_runs_a_command_once(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], command: str, runs: bool
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    result = run(*PLAN) if command == "plan" else run("doctor", "--no-self-test")
+    assert result.exit_code == 0, result.output
+    assert bool(result.stdout) is runs
+    several = {"WORLD_SIZE": "4"}.items() <= variables.items() or SRUN.items() <= variables.items()
+    assert ("started 4 ranks: `tritoncomm" in result.stderr) is (runs and several)
+
+
+def test_variables_that_contradict_each_other_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMIX_RANK", "3")
+    refused = run(*PLAN)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "PMIX_RANK is 3, but no variable says" in refused.stderr
+    findings = {one["name"]: one for one in json.loads(run("doctor", "--no-self-test", "--json").output)["findings"]}
+    assert findings["launcher"]["level"] == "problem"
+    assert "PMIX_RANK is 3" in findings["launcher"]["value"]
+
+
 # doctor
 
 
@@ -238,6 +284,65 @@ def test_doctor_names_what_is_wrong_and_what_to_do(monkeypatch: pytest.MonkeyPat
     assert words.output.splitlines()[-1] == "1 problem"
 
 
+def test_doctor_does_not_blame_the_network_for_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONCOMM_PATH", "treton")
+    given = []
+    monkeypatch.setattr(selftest, "run", lambda backend, without: given.append(without) or "")
+    findings = {one["name"]: one for one in json.loads(run("doctor", "--json").output)["findings"]}
+    assert findings["TRITONCOMM_PATH"]["level"] == "problem"
+    assert given == [("TRITONCOMM_PATH",)]
+    assert findings["self test"]["level"] == "ok"
+    assert findings["self test"]["value"].endswith("exact (without TRITONCOMM_PATH)")
+
+
+def test_doctor_does_not_blame_the_network_for_an_installation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rank(tmp_path, monkeypatch, """echo "ModuleNotFoundError: No module named 'tritoncomm'"; exit 1""")
+    findings = {one["name"]: one for one in json.loads(run("doctor", "--json").output)["findings"]}
+    assert "the network is not to blame" in findings["self test"]["advice"]
+
+
+def test_the_self_test_is_no_rank_of_the_job_around_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rank(tmp_path, monkeypatch, """echo "${LOCAL_RANK-none} ${SECRET-none}"; exit 1""")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("SECRET", "x")
+    assert selftest.run("gloo", 5, ("SECRET",)) == "rank 0: none none"
+
+
+@pytest.mark.parametrize(
+    ("creator", "variable", "kind"),
+    [
+        ("_create_nccl2_process_group", None, "nccl2"),
+        ("_create_nccl_process_group", "0", "nccl-legacy"),
+        ("_create_nccl_lazy_process_group", None, "nccl-lazy"),
+        ("my_backend", None, "my_backend"),
+        (None, None, "nccl-legacy"),  # torch 2.14
+        (None, "1", "nccl2"),
+    ],
+)
+def test_doctor_says_what_nccl_is(
+    monkeypatch: pytest.MonkeyPatch, creator: str | None, variable: str | None, kind: str
+) -> None:
+    c10d = dist.distributed_c10d
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    assert doctor.nccl_kind() == "", "one implementation: nothing to tell apart"
+    if variable is not None:
+        monkeypatch.setenv("TORCH_DIST_USE_NCCL2", variable)
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL2", object, raising=False)
+    plugins: dict[str, Any] = {}
+
+    def ensure(name: str) -> None:
+        if creator is not None:
+            plugins[name.upper()] = SimpleNamespace(creator_fn=SimpleNamespace(__name__=creator))
+
+    monkeypatch.setattr(c10d.Backend, "_plugins", plugins)
+    monkeypatch.setattr(c10d.Backend, "_ensure_backend_registered", ensure, raising=False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert found(monkeypatch)["NCCL"].value == f'built in; backend "nccl" is {kind}'
+    debug = found(monkeypatch, TORCH_DISTRIBUTED_DEBUG="DETAIL")["TORCH_DISTRIBUTED_DEBUG"]
+    assert debug.level == ("problem" if kind == "nccl2" else "note")
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -265,6 +370,12 @@ def found(monkeypatch: pytest.MonkeyPatch, **variables: str) -> dict[str, doctor
         ("TRITONCOMM_PATH", "torch", "note"),
         ("TRITONCOMM_PATH", "triton", "problem"),
         ("TRITONCOMM_PATH", "treton", "problem"),
+        ("TRITONCOMM_PATH", "", "ok"),
+        ("TRITONCOMM_PATH", "off", "ok"),
+        ("TRITONCOMM_CHECK", "1", "note"),
+        ("TRITONCOMM_CHECK", "false", "ok"),
+        ("TRITONCOMM_PATHS", "torch", "note"),
+        ("TORCH_DIST_USE_NCCL2", "0", "note"),
         ("NCCL_P2P_DISABLE", "1", "problem"),
         ("NCCL_P2P_DISABLE", "0", "ok"),
         ("NCCL_DEBUG", "INFO", "note"),

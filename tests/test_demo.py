@@ -3,11 +3,13 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from jobs import run_job
 from typer.testing import CliRunner
 
 from tritoncomm import cli
@@ -154,3 +156,41 @@ def test_readme_example_runs(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert "all_to_all_hp2sp.backward" in result.stdout
+
+
+def join(port: int) -> tuple[int, int]:
+    """Enter the demo's job as one of its ranks; rank and size there."""
+    import torch.distributed as dist
+
+    from tritoncomm import runtime
+    from tritoncomm.demo import train
+
+    train._join(Settings(ranks=2, device="cpu", timeout=30), int(os.environ["PLACE"]), port)
+    answer = dist.get_rank(), dist.get_world_size()
+    runtime.destroy()
+    return answer
+
+
+def test_the_demo_of_a_rank_of_torchrun_has_a_store_of_its_own() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    torchrun = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    torchrun |= {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    answers = run_job(join, [torchrun | {"PLACE": str(rank)} for rank in range(2)], port)
+    assert answers == [(0, 2), (1, 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "rest", [("demo", "--steps", "1"), ("tune", "--list"), ("doctor", "--no-self-test")], ids=lambda rest: rest[0]
+)
+def test_torchrun_runs_a_command_once(rest: tuple[str, ...]) -> None:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = subprocess.run(
+        [*launcher, "-m", "tritoncomm", *rest], env=checkout(), capture_output=True, text=True, timeout=390, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert done.stdout.splitlines().count(last) == 1
+    assert done.stderr.count("torchrun started 2 ranks: `tritoncomm") == 1

@@ -1,14 +1,15 @@
-"""Rank lists, initialize() and destroy(), from sizes, a mesh, a config and Slurm's variables."""
+"""Rank lists, initialize() and destroy(), from sizes, a mesh and a config; the GPU of a rank."""
 
 import enum
+import math
 import os
-import random
-import socket
+import re
 import subprocess
 import sys
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from pool import Pool
 from torch.distributed import ProcessGroup
 
 from tritoncomm import ArgumentError, GroupError, ParallelMode, groups, mappings, runtime
+from tritoncomm.sizes import read_sizes
 
 M = ParallelMode
 
@@ -67,58 +69,6 @@ def test_modes_by_value() -> None:
     assert values["PIPELINE"] == "pipe"
     assert values["PARALLEL_2P5D_XZ"] == "2p5d_xz"
     assert values["PARALLEL_3D_INPUT_X_WEIGHT"] == "3d_input_x_weight"
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("gpu3", "gpu3"),
-        ("gpu3,gpu4", "gpu3"),
-        ("gpu[03-07,12],x", "gpu03"),
-        ("a-b[1,5]", "a-b1"),
-        ("node-001.cluster", "node-001.cluster"),
-        ("localhost", "localhost"),
-    ],
-)
-def test_first_node(nodes: str, first: str) -> None:
-    assert runtime._first_node(nodes) == first
-
-
-def test_a_node_list_without_a_name() -> None:
-    with pytest.raises(GroupError, match="node list"):
-        runtime._first_node("")
-
-
-def _slurm(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
-    for name in list(os.environ):
-        if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            monkeypatch.delenv(name)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-
-
-def test_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    _slurm(
-        monkeypatch, SLURM_PROCID="5", SLURM_NTASKS="16", SLURM_LOCALID="1", SLURM_JOB_ID="123456",
-        SLURM_STEP_NODELIST="gpu[03-07]",
-    )  # fmt: skip
-    found = runtime._launcher_environment()
-    assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")} == {
-        "RANK": "5",
-        "WORLD_SIZE": "16",
-        "LOCAL_RANK": "1",
-        "MASTER_ADDR": "gpu03",
-    }
-    assert 1024 < int(found["MASTER_PORT"]) < 65536
-    monkeypatch.setenv("RANK", "0")
-    assert runtime._launcher_environment() == {}, "torchrun inside Slurm"
-
-
-def test_slurm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    _slurm(monkeypatch)
-    assert runtime._launcher_environment() == {}
-    _slurm(monkeypatch, SLURM_PROCID="0", SLURM_NTASKS="1", SLURM_JOB_NODELIST="gpu1")
-    assert runtime._launcher_environment() == {}
 
 
 def run_sizes(group: ProcessGroup) -> None:
@@ -254,48 +204,137 @@ def test_alone_without_a_launcher() -> None:
     assert ran.stdout.strip() == "good", ran.stderr
 
 
-SLURM = """
-import torch, torch.distributed as dist, tritoncomm
-from tritoncomm import groups
-tritoncomm.initialize(tensor=2)
-x = torch.full((2,), float(dist.get_rank()))
-print(groups.get_ranks_in_group(groups.ParallelMode.TENSOR), tritoncomm.mappings.all_gather_dim(x, 0).tolist())
-tritoncomm.destroy()
-"""
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"tensor": 2.0}, "tensor must be an integer, not 2.0 (float)"),
+        ({"tensor": "2"}, "tensor must be an integer, not '2' (str)"),
+        ({"pipeline": None}, "pipeline must be an integer, not None"),
+        ({"data": True}, "data must be an integer, not True (bool)"),
+        ({"context": [1]}, "context must be an integer"),
+        ({"expert": "all"}, "expert must be an integer"),
+        ({"virtual_pipeline": 1.5}, "virtual_pipeline must be an integer"),
+        ({"mesh": "cuda"}, "mesh must be torch's DeviceMesh, not str"),
+        ({"backend": 3}, "backend must be a name, not 3 (int)"),
+        ({"timeout": "20"}, "timeout must be a timedelta or seconds, not '20' (str)"),
+        ({"timeout": True}, "timeout must be a timedelta or seconds"),
+        ({"timeout": 0}, "timeout must be a positive number of seconds, not 0"),
+        ({"timeout": math.nan}, "timeout must be a positive number of seconds"),
+        ({"config": "config.py"}, "config must be a dict, not str"),
+        ({"config": {"tensor": 2}}, "belongs in config['parallel']: config=dict(parallel=dict(tensor=2))"),
+        ({"config": {"pipeline": {"size": 2}}}, "config['pipeline'] belongs in config['parallel']"),
+        ({"config": {"parallel": 2}}, "config['parallel'] must be a dict, not int"),
+        (
+            {"config": {"parallel": {"tensors": 2}}},
+            "config['parallel'] has no key 'tensors'; it takes pipeline, tensor",
+        ),
+        ({"config": {"parallel": {"tensor": "2"}}}, "config['parallel']['tensor'] must be an integer, not '2'"),
+        ({"config": {"parallel": {"tensor": {"mode": "1d"}}}}, "config['parallel']['tensor'] has no size"),
+        ({"config": {"parallel": {"tensor": {"size": 2, "modes": "1d"}}}}, "['tensor'] has no key 'modes'"),
+        ({"config": {"parallel": {"tensor": {"size": 2.5}}}}, "['tensor']['size'] must be an integer, not 2.5"),
+        ({"config": {"parallel": {"pipeline": {"size": 2, "mode": "1d"}}}}, "['pipeline'] has no key 'mode'"),
+        ({"config": {"parallel": {}}, "tensor": 2}, "config says the sizes of tensor, pipeline: leave out tensor=2"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(arguments: dict[str, Any], words: str) -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(ArgumentError, match=re.escape(words)):
+        runtime.initialize(**arguments)
+    assert not dist.is_initialized(), "refused before anything is started"
 
 
-def free_port(ports: range) -> int:
-    for port in random.SystemRandom().sample(ports, 100):
-        try:
-            with socket.create_server(("127.0.0.1", port)):
-                return port
-        except OSError:
-            continue
-    raise AssertionError("no free port")
+def test_integers_of_other_libraries_are_sizes() -> None:
+    config = {"parallel": {"tensor": np.int64(2)}, "fp16": {}, "data": "a dataset"}
+    assert read_sizes(1, 1, None, np.int32(4), 1, None, None, config).of_world(16) == (2, 1, 4, 2)
 
 
-def test_two_tasks_of_slurm() -> None:
-    drop = ("SLURM_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_RANK")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
-    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    job = free_port(range(20000, 40000)) - 20000  # the port follows from the job
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SLURM],
-            env=env | {
-                "SLURM_PROCID": str(task), "SLURM_NTASKS": "2", "SLURM_LOCALID": str(task),
-                "SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost",
-            },
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for task in range(2)
-    ]  # fmt: skip
-    try:
-        told = [task.communicate(timeout=100) for task in tasks]
-    finally:
-        for task in tasks:
-            task.kill()
-    assert [out.strip() for out, _ in told] == ["[0, 1] [0.0, 0.0, 1.0, 1.0]"] * 2, told
+class Gpus:
+    """``torch.cuda`` of a machine with GPUs, as far as initialize() asks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, current: int = 0, used: bool = False) -> None:
+        self.current, self.used = current, used
+        self.started: dict[str, Any] = {}
+        for name, value in {
+            "device_count": lambda: count, "is_available": lambda: count > 0, "current_device": lambda: self.current,
+            "is_initialized": lambda: self.used, "set_device": self.set,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: self.used, raising=False)
+        monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: self.started.update(options))
+        monkeypatch.setitem(runtime._state, "owns_world", False)
+        for name in ("LOCAL_RANK", "RANK"):
+            monkeypatch.delenv(name, raising=False)
+
+    def set(self, index: int) -> None:
+        self.current, self.used = index, True
+
+
+@pytest.mark.parametrize(
+    ("variable", "current", "used", "after", "bound"),
+    [
+        ("2", 0, False, 2, 2),  # the launcher's
+        ("5", 0, False, 1, 1),  # more ranks than GPUs
+        (None, 0, False, 0, None),  # nobody says: nothing is moved, nothing bound
+        (None, 3, True, 3, 3),  # the program's own
+        ("2", 3, True, 3, 3),  # the program's own, against the launcher's
+        ("2", 0, True, 0, 0),  # the same, with the first GPU
+    ],
+)
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cu130", "2.15.0a0+git1"])
+def test_the_gpu_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, current: int, used: bool, after: int, bound: int | None,
+    version: str,
+) -> None:  # fmt: skip
+    gpus = Gpus(monkeypatch, 4, current, used)
+    monkeypatch.setattr(torch, "__version__", version)
+    if variable is not None:
+        monkeypatch.setenv("LOCAL_RANK", variable)
+    runtime._start(None, None)
+    assert gpus.current == after
+    device = gpus.started.get("device_id")
+    assert device == (torch.device("cuda", bound) if bound is not None and version[:4] == "2.15" else None)
+
+
+def test_without_gpus_nothing_is_divided_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(monkeypatch, 0)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    runtime._start("cpu:gloo,cuda:nccl", None)
+    assert gpus.current == 0
+    assert "device_id" not in gpus.started
+    monkeypatch.setenv("LOCAL_RANK", "one")
+    Gpus(monkeypatch, 2)
+    monkeypatch.setenv("LOCAL_RANK", "one")
+    with pytest.raises(GroupError, match="LOCAL_RANK is 'one', not a number"):
+        runtime._start(None, None)
+
+
+def run_bound_device(group: ProcessGroup) -> None:
+    """A default group bound to a GPU, as "nccl" of torch 2.15 binds it: the whole job makes groups of a few ranks."""
+    import tritoncomm as tc
+
+    me, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world, "bound_device_id", torch.device("cuda", 0))
+        patch.setattr(dist.distributed_c10d, "_get_split_source", lambda *_: None)  # Gloo's cannot leave ranks out
+        made = [tc.tensor.ProcessGroup(ranks=list(ranks), tp_degree=len(ranks)) for ranks in ((1, 2, 5), (4, 6))]
+        tc.initialize(tensor=4)
+        whole = dist.new_group(list(range(8)))  # every process has made as many groups
+    for pg, ranks in zip(made, ((1, 2, 5), (4, 6)), strict=True):
+        x = torch.tensor([float(me)])
+        if me in ranks:
+            pg.tp_process_group().allreduce([x]).wait()
+        assert x.item() == (sum(ranks) if me in ranks else me)
+    x = torch.tensor([1.0])
+    assert tc.collective.all_reduce(x, M.TENSOR).item() == 4
+    whole.allreduce([x]).wait()
+    assert x.item() == 32
+    tc.destroy()
+    dist.destroy_process_group(whole)
+
+
+def test_groups_of_a_few_ranks_with_a_bound_device(pool: Pool) -> None:
+    pool.run(run_bound_device, world=8)
 
 
 def run_megatron_group(group: ProcessGroup) -> None:

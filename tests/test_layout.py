@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     ["tritoncomm_kernels"],
     ["errors"],
-    ["record"],
+    ["record", "variables", "launchers", "sizes"],
     ["plan"],
     ["copies"],
     ["ops", "fused"],

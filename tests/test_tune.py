@@ -530,17 +530,10 @@ def test_a_search_writes_into_a_folder_by_the_name_of_the_device(tmp_path: Path)
     assert outcome.path.is_file()
 
 
-def test_torchrun_does_not_search_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    command.measure(CASE, FakeBench())
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    with pytest.raises(ValueError, match="without torchrun"):
-        command.measure(CASE, FakeBench())
-
-
 def test_plan_finds_the_users_own_table() -> None:
     plan = ("plan", "sp2hp", "--shape", "4096x8192", "--world", "8", "--device", DEVICE[0])
-    assert f"no tuned table for '{DEVICE[0]}'" in CliRunner().invoke(cli.app, plan).output
+    unknown = CliRunner().invoke(cli.app, plan)
+    assert (unknown.exit_code, f"nothing is known of a device '{DEVICE[0]}'" in unknown.stderr) == (2, True)
     forget()
     path = put(reader())
     told = CliRunner().invoke(cli.app, plan).output

@@ -1,7 +1,9 @@
-"""Whether all ranks of a job choose tiles and paths alike. Only speed depends on it, so a difference is a warning."""
+"""Whether all ranks of a job have the same variables and tuned tables; where they differ one rank warns.
+
+Only TRITONCOMM_CHECK decides what is sent. Paths and tiles decide speed: a collective waits for the slowest rank.
+"""
 
 import json
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,15 +13,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from tritoncomm_kernels import tables
 
+from tritoncomm import variables
+
 __all__ = ["check", "compare", "difference", "settings"]
 
-_ANYWHERE = ("TRITONCOMM_PATH",)
 _KEY = "tritoncomm/agreement"
 _SHOWN = 6
 
 
 def check() -> None:
-    """Warn on one rank if ranks of the default group differ in tuned tables, TRITONCOMM_TABLE or TRITONCOMM_PATH.
+    """Warn on one rank if ranks of the default group differ in the library's variables or in tuned tables.
 
     Every rank calls it; `initialize()` does. No rank waits for another: each leaves what it has in the store of the
     default group, and whoever comes last compares.
@@ -28,18 +31,18 @@ def check() -> None:
     if world == 1 or dist.get_backend() == "fake":
         return
     store = distributed_c10d._get_default_store()
-    told = "" if store is None else compare(store, dist.get_rank(), world, settings())
-    if told:
-        warnings.warn(told, RuntimeWarning, stacklevel=3)
+    message = "" if store is None else compare(store, dist.get_rank(), world, settings())
+    if message:
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def settings() -> dict[str, str]:
-    """What decides this rank's tiles and paths: the variables, and the tables that count for its current device."""
-    mine = {name: os.environ.get(name, "") for name in ("TRITONCOMM_PATH", "TRITONCOMM_TABLE")}
+    """What every variable comes to on this rank, and the tables that count for its current device."""
+    mine = variables.effective()
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # a check must not be what starts CUDA
         return {"device": "CPU", "tuned tables": ""} | mine
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    device = (found.name, found.multi_processor_count)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    device = (properties.name, properties.multi_processor_count)
     return {"device": f"{device[0]}, {device[1]} SMs", "tuned tables": tables.digest(*device)} | mine
 
 
@@ -57,28 +60,34 @@ def compare(store: Any, rank: int, world: int, mine: Mapping[str, str]) -> str:
     return difference([json.loads(value) for value in store.multi_get(names)])
 
 
-def difference(found: Sequence[Mapping[str, str]]) -> str:
-    """What ranks differ in, in words.
+def difference(settings: Sequence[Mapping[str, str]]) -> str:
+    """What ranks differ in, and what follows from it.
 
     Tables are compared on devices of one kind; where nobody read one, so is the variable that names it: a node may have
     the same table elsewhere.
     """
-    lines = [_line(name, found, range(len(found))) for name in _ANYWHERE]
-    for device in sorted({one["device"] for one in found}):
-        ranks = [rank for rank, one in enumerate(found) if one["device"] == device]
-        known = all(found[rank]["tuned tables"] for rank in ranks)
-        lines.append(_line("tuned tables" if known else "TRITONCOMM_TABLE", found, ranks, f" for {device}"))
-    told = "; ".join(filter(None, lines))
-    return told and (
-        f"ranks do not choose tiles and paths alike: {told}. Results are the same, but all wait for the slowest rank: "
-        "give every rank the same variables and one table (docs/tuning.md)"
+    speed = [_line(variables.PATH.name, settings, range(len(settings)))]
+    for device in sorted({one["device"] for one in settings}):
+        ranks = [rank for rank, one in enumerate(settings) if one["device"] == device]
+        are_read = all(settings[rank]["tuned tables"] for rank in ranks)
+        speed.append(_line("tuned tables" if are_read else tables.VARIABLE, settings, ranks, f" for {device}"))
+    slower = "; ".join(filter(None, speed))
+    sentences = [
+        slower and f"{slower}. Results are the same, but every collective waits for the slowest rank",
+        _line(variables.CHECK.name, settings, range(len(settings))),
+    ]
+    if sentences[1]:
+        sentences[1] += ". Messages between ranks that differ in it fail: only one side sends or expects a header"
+    words = ". ".join(filter(None, sentences))
+    return words and (
+        f"ranks are configured differently: {words}. Give every rank the same variables and one table (docs/tuning.md)"
     )
 
 
-def _line(name: str, found: Sequence[Mapping[str, str]], ranks: Sequence[int], where: str = "") -> str:
+def _line(name: str, settings: Sequence[Mapping[str, str]], ranks: Sequence[int], where: str = "") -> str:
     values: dict[str, list[int]] = {}
     for rank in ranks:
-        values.setdefault(found[rank][name], []).append(rank)
+        values.setdefault(settings[rank][name], []).append(rank)
     if len(values) < 2:
         return ""
     return f"{name}{where} is " + ", ".join(f"{value or 'unset'} on {_ranks(who)}" for value, who in values.items())

@@ -1,5 +1,6 @@
 """The command `tritoncomm`."""
 
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -11,11 +12,12 @@ try:
 except ImportError as error:
     sys.exit(f"the command needs typer and rich ({error}): pip install 'tritoncomm[cli]'")
 
-from tritoncomm import __version__, commands
+from tritoncomm import __version__, commands, launchers
 from tritoncomm.arguments import dtype_name, parse_dtype
 from tritoncomm.demo import DemoError, Settings
 from tritoncomm.demo.report import check_plot, plot, show, train_with_progress
-from tritoncomm.terminal import refuse
+from tritoncomm.errors import GroupError
+from tritoncomm.terminal import refuse, terminal
 from tritoncomm.tune import report as tune_report
 from tritoncomm.tune.command import Request
 
@@ -32,14 +34,39 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _about(
+    context: typer.Context,
     wanted: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions and stop.")
     ] = False,
 ) -> None:
     """A communication layer for tensor, sequence and pipeline parallel training.
 
-    Start with `demo` to see it train, `doctor` to see what a machine has, `plan` to see what a mapping costs.
+    Start with `demo` to see it train, `doctor` to see what a machine has, `plan` to see what a mapping costs. Under
+    torchrun, mpirun or srun a command runs once, on rank 0, and `doctor` once on every node.
     """
+    _run_once(context.invoked_subcommand or "")
+
+
+def _run_once(command: str) -> None:
+    """Leave a command to one rank of the job, or of the node: it starts the ranks that it needs itself.
+
+    `doctor` runs where the variables contradict each other, to say so.
+    """
+    try:
+        launch = launchers.started_by(os.environ)
+    except GroupError as error:
+        if command == "doctor":
+            return
+        raise refuse(error) from None
+    if launch is None or launch.size == 1:
+        return
+    of_node = command == "doctor"
+    if not launchers.is_first(launch, of_node=of_node):
+        raise typer.Exit(0)
+    where = "on the first rank of every node" if of_node else "on rank 0, and starts the ranks that it needs itself"
+    terminal(stderr=True).print(
+        f"{launch.launcher} started {launch.size} ranks: `tritoncomm {command}` runs once, {where}", soft_wrap=True
+    )
 
 
 @app.command()

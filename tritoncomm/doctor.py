@@ -1,6 +1,7 @@
 """What this machine has for training over several ranks, and what to do about what it lacks."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -8,18 +9,20 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.cuda.nccl
 import torch.distributed as dist
 from tritoncomm_kernels import tables
 
-from tritoncomm import selftest
+from tritoncomm import launchers, selftest, variables
+from tritoncomm.errors import GroupError
 
 __all__ = ["Finding", "examine"]
 
 NEEDED = {"torch": (2, 11), "triton": (3, 6)}
+_NO_NETWORK = re.compile(r"rank \d: (tritoncomm\.errors\.|(ModuleNotFound|Import|Attribute|Name)Error|\w+ gave wrong)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +51,18 @@ def examine(self_test: bool = True) -> Iterator[Finding]:
     yield from _gpus()
     yield from _links()
     yield from _table()
-    for name, judge in VARIABLES.items():
-        if name in os.environ:
-            yield judge(name, os.environ[name])
+    yield from _launcher()
+    judged = [judge(name, os.environ[name]) for name, judge in VARIABLES.items() if name in os.environ]
+    yield from judged
     for name in sorted(os.environ):
         if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_")) and name not in VARIABLES:
             yield Finding(name, os.environ[name], "note", "unset it unless you know why it is there")
+        if name.startswith("TRITONCOMM_") and name not in VARIABLES:
+            advice = f"no such variable; there are {', '.join(variables.effective())}"
+            yield Finding(name, os.environ[name], "note", advice)
     if self_test:
-        yield _self_test()
+        wrong = {one.name for one in judged if one.level == "problem"}
+        yield _self_test(tuple(name for name in variables.effective() if name in wrong))
 
 
 def _version(package: str, least: tuple[int, int]) -> Finding:
@@ -78,11 +85,42 @@ def _backends() -> Iterator[Finding]:
         yield Finding("Gloo", "missing", "problem", "install a build of torch with Gloo: CPU tensors need it")
     if dist.is_nccl_available():
         version = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "built in"
-        yield Finding("NCCL", version)
+        kind = nccl_kind()
+        yield Finding("NCCL", f'{version}; backend "nccl" is {kind}' if kind else version)
     elif torch.cuda.is_available():
         yield Finding("NCCL", "missing", "problem", "install a CUDA build of torch with NCCL")
     else:
         yield Finding("NCCL", "not in this build of torch", "note", "needed for GPUs only")
+
+
+def nccl_kind() -> str:
+    """What the backend name "nccl" stands for where torch has two implementations (2.14 and newer), else nothing.
+
+    The answer is what torch has registered under the name, so it holds for a program's own backend of that name too.
+    """
+    c10d: Any = dist.distributed_c10d
+    if not hasattr(c10d, "ProcessGroupNCCL2"):
+        return ""
+    getattr(c10d.Backend, "_ensure_backend_registered", lambda name: None)("nccl")
+    creator = getattr(c10d.Backend._plugins.get("NCCL"), "creator_fn", None)
+    if creator is None:  # torch chooses when it makes a group
+        return "nccl2" if os.environ.get("TORCH_DIST_USE_NCCL2") == "1" else "nccl-legacy"
+    names = {"_create_nccl2_process_group": "nccl2", "_create_nccl_process_group": "nccl-legacy"}
+    names["_create_nccl_lazy_process_group"] = "nccl-lazy"
+    name = getattr(creator, "__name__", repr(creator))
+    return names.get(name, name)
+
+
+def _launcher() -> Iterator[Finding]:
+    """What started this process, and where its ranks would meet."""
+    try:
+        launch, meeting = launchers.started_by(os.environ), launchers.rendezvous(os.environ)
+    except GroupError as error:
+        yield Finding("launcher", str(error), "problem", "`initialize()` would refuse this")
+        return
+    if launch is not None:
+        where = f"; the ranks meet at {meeting['MASTER_ADDR']}:{meeting['MASTER_PORT']}" if meeting else ""
+        yield Finding("launcher", f"{launch.launcher}: this is rank {launch.rank} of {launch.size}{where}")
 
 
 def _gpus() -> Iterator[Finding]:
@@ -138,11 +176,18 @@ def _table() -> Iterator[Finding]:
 
 
 def _path_variable(name: str, value: str) -> Finding:
-    if value not in ("auto", "torch", "triton"):
+    value = value if variables.is_on(value) else "auto"
+    if value not in variables.PATHS:
         return Finding(name, repr(value), "problem", "no path of this name: auto, torch or triton")
     if value == "triton" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return Finding(name, value, "problem", "kernels need a GPU: unset it, or set TRITON_INTERPRET=1 to debug")
     return Finding(name, value, "ok" if value == "auto" else "note", "" if value == "auto" else "forces one path")
+
+
+def _check_variable(name: str, value: str) -> Finding:
+    if variables.is_on(value):
+        return Finding(name, value, "note", "a header before every message, for debugging; set it on all ranks or none")
+    return Finding(name, repr(value))
 
 
 def _interpreter(name: str, value: str) -> Finding:
@@ -163,7 +208,13 @@ def _switched_off(name: str, value: str) -> Finding:
     return Finding(name, value)
 
 
+def _nccl_choice(name: str, value: str) -> Finding:
+    return Finding(name, value, "note", 'chooses what backend "nccl" is, see above; unset it unless you know why')
+
+
 def _verbose(name: str, value: str) -> Finding:
+    if name == "TORCH_DISTRIBUTED_DEBUG" and value.upper() == "DETAIL" and nccl_kind() == "nccl2":
+        return Finding(name, value, "problem", "nccl2 does not support it: unset it, or take backend nccl-legacy")
     if value.upper() in ("INFO", "TRACE", "DETAIL"):
         return Finding(name, value, "note", "slows every collective down: for debugging only")
     return Finding(name, value)
@@ -176,26 +227,27 @@ def _visible(name: str, value: str) -> Finding:
 
 
 def _table_variable(name: str, value: str) -> Finding:
-    if value in ("", "none"):
-        return Finding(name, repr(value), "ok" if not value else "note", "" if not value else "no tuned table is read")
-    place = Path(value).expanduser()
-    if place.is_dir():
-        held = sorted(path.name for path in place.glob("*.json"))
-        if held:
-            return Finding(name, f"{value}: {', '.join(held)}")
-        return Finding(
-            name, f"{value}: no table in it", "problem", "`tritoncomm tune --out` that folder, on each kind of GPU"
-        )
+    named = tables.variable()
+    if named in ("", "none"):
+        return Finding(name, repr(value), "ok" if not named else "note", "" if not named else "no tuned table is read")
     try:
-        found = tables.read(place)
+        place = tables.expanded(named)
+        if place.is_dir():
+            files = sorted(path.name for path in place.glob("*.json"))
+            if files:
+                return Finding(name, f"{value}: {', '.join(files)}")
+            advice = "`tritoncomm tune --out` that folder, on each kind of GPU"
+            return Finding(name, f"{value}: no table in it", "problem", advice)
+        table = tables.read(place)
     except (OSError, tables.TableError) as error:
         return Finding(name, f"{value}: {error}", "problem", "built-in rules are used: name a table, or unset it")
-    return Finding(name, f"{value}: for {found.device} with {found.sm_count} SMs")
+    return Finding(name, f"{value}: for {table.device} with {table.sm_count} SMs")
 
 
 VARIABLES: dict[str, Callable[[str, str], Finding]] = {
     "TRITONCOMM_PATH": _path_variable,
     "TRITONCOMM_TABLE": _table_variable,
+    "TRITONCOMM_CHECK": _check_variable,
     "TRITON_INTERPRET": _interpreter,
     "CUDA_DEVICE_MAX_CONNECTIONS": _connections,
     "CUDA_VISIBLE_DEVICES": _visible,
@@ -204,17 +256,22 @@ VARIABLES: dict[str, Callable[[str, str], Finding]] = {
     "NCCL_SHM_DISABLE": _switched_off,
     "NCCL_IB_DISABLE": _switched_off,
     "NCCL_DEBUG": _verbose,
+    "TORCH_DIST_USE_NCCL2": _nccl_choice,
     "TORCH_DISTRIBUTED_DEBUG": _verbose,
 }
 
 
-def _self_test() -> Finding:
+def _self_test(without: tuple[str, ...]) -> Finding:
+    """Two ranks exchange known values, without the variables that are wrong: what is tested is the connection."""
     backend = "nccl" if dist.is_nccl_available() and torch.cuda.device_count() > 1 else "gloo"
     what = "all_to_all_sp2hp over two ranks, forward and backward"
-    wrong = selftest.run(backend)
+    wrong = selftest.run(backend, without=without)
+    value = f"{what}, {backend}: {wrong or 'exact'}" + (f" (without {', '.join(without)})" if without else "")
     if not wrong:
-        return Finding("self test", f"{what}, {backend}: exact")
+        return Finding("self test", value)
     advice = "run it with NCCL_DEBUG=INFO; check the variables above and `nvidia-smi topo -m`"
     if backend == "gloo":
         advice = "check GLOO_SOCKET_IFNAME, and that this machine's own name resolves (`getent hosts $(hostname)`)"
-    return Finding("self test", f"{what}, {backend}: {wrong}", "problem", advice)
+    if _NO_NETWORK.match(wrong):
+        advice = "the network is not to blame: check the findings above and the installation (`pip check`)"
+    return Finding("self test", value, "problem", advice)

@@ -3,10 +3,12 @@
 The bytes are those that `record` counts for the real call; times are predictions of `cost`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from tritoncomm_kernels import tables
 
 from tritoncomm import movements as do
 from tritoncomm.arguments import dtype_name
@@ -19,6 +21,7 @@ from tritoncomm.steps import Call, Movement
 __all__ = ["OPS", "Explanation", "Share", "explain"]
 
 PROJECTED = (2, 4, 8, 16, 32, 64)
+_MOST_RANKS, _MOST_BYTES = 2**20, 2**62
 _SIZED = ("all_gather", "reduce_scatter", "split", "gather_sp", "reduce_scatter_sp")
 _EXCHANGES = ("all_to_all", "all_to_all_dims")
 
@@ -121,13 +124,15 @@ def explain(
         sm_count: multiprocessors of the named GPU; by default those of the largest part of it that has a table.
 
     Raises:
-        ArgumentError: no such mapping, or dims, sizes or ``held`` where it takes none.
-        ShapeError: the shape does not divide, or has no such dim.
+        ArgumentError: no such mapping or device, or dims, sizes or ``held`` where it takes none.
+        ShapeError: the shape does not divide, has no such dim, or is larger than any tensor.
         UnsupportedError: a reduction of a dtype that the backend cannot reduce.
     """
     short, dims = _named(op, tuple(dims))
     if world < 1 or not shape or min(shape) < 0:
         raise ShapeError(f"plan: shape {list(shape)} over {world} ranks: sizes of 0 or more, one rank or more")
+    _check_extent(tuple(shape), max(world, *PROJECTED), dtype, out_sizes or (), stride or ())
+    _check_device(device, sm_count)
     kind = "cpu" if device == "cpu" else "cuda"
     name = None if device in ("cpu", "cuda") else device
     call = Call(
@@ -158,6 +163,32 @@ def _named(op: str, dims: Ints) -> tuple[str, Ints]:
     if len(dims) != takes:
         raise ArgumentError(f"plan: {OPS[short]} takes {takes} dims, not {len(dims)}: {list(dims)}")
     return short, dims
+
+
+def _check_extent(shape: Ints, world: int, dtype: torch.dtype, out_sizes: Sequence[int], stride: Sequence[int]) -> None:
+    """Refuse what no tensor of torch holds, on any rank or gathered from all of them."""
+    if world > _MOST_RANKS:
+        raise ShapeError(f"plan: no job has more than {_MOST_RANKS} ranks")
+    sizes = [max(size, 1) for size in shape]
+    elements = max(math.prod(sizes) * world, math.prod(sizes) // min(sizes) * sum(out_sizes))
+    reach = sum((size - 1) * step for size, step in zip(sizes, stride, strict=False))
+    nbytes = max(elements, reach, *stride, 0) * dtype.itemsize
+    if nbytes > _MOST_BYTES:
+        raise ShapeError("plan: the tensors of such a call are larger than 4 EiB; is a size or a stride mistyped?")
+
+
+def _check_device(device: str, sm_count: int) -> None:
+    """Refuse the name of a GPU of which nothing is known: what is told would be another one's tiles and times."""
+    if device in ("cpu", "cuda"):
+        return
+    here = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    if device in {torch.cuda.get_device_name(index) for index in here}:
+        return
+    if not device.isprintable() or len(device) > 100 or not tables.chosen(device, sm_count):
+        raise ArgumentError(
+            f"plan: nothing is known of a device {device[:100]!r}: no GPU here has this name, and no tuned table is "
+            "for it (docs/tuning.md); give cuda, cpu or the name of such a GPU"
+        )
 
 
 def _check(short: str, shape: Ints, call: Call) -> None:

@@ -1,9 +1,8 @@
 """pack, unpack and reduce on tensors: the only place that chooses between view, torch and triton."""
 
 import math
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 import tritoncomm_kernels as kernels
@@ -11,6 +10,7 @@ from torch import Tensor
 from tritoncomm_kernels import reference
 from tritoncomm_kernels.launch import crossover
 
+from tritoncomm import variables
 from tritoncomm.copies import plain_copy
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.plan import Ints, Plan, joined_layout, rows_layout, unit_bytes, wire_layout
@@ -18,26 +18,17 @@ from tritoncomm.plan import Ints, Plan, joined_layout, rows_layout, unit_bytes, 
 __all__ = ["forced_path", "pack", "pack_into", "path", "path_for", "reduce", "unpack"]
 
 _CAT_ROW, _CAT_BYTES = 2048, 1 << 15  # bytes of a row at most and of a wire at least
-_PATHS = ("auto", "torch", "triton")
+_forced = variables.PATH
 
 
-_forced = os.environ.get("TRITONCOMM_PATH", "auto")
-
-
-@contextmanager
-def path(name: str) -> Iterator[None]:
+def path(name: str) -> AbstractContextManager[None]:
     """Force ``torch`` or ``triton`` for every pack and unpack of this process, or give the choice back to ``auto``.
 
     Process-wide and not per thread, because autograd runs the backward of GPU tensors in threads of its own.
     """
-    global _forced
-    if name not in _PATHS:
-        raise ArgumentError(f"path must be one of {', '.join(_PATHS)}, not {name!r}")
-    before, _forced = _forced, name
-    try:
-        yield
-    finally:
-        _forced = before
+    if name not in variables.PATHS:
+        raise ArgumentError(f"path must be one of {', '.join(variables.PATHS)}, not {name!r}")
+    return _forced.override(name)
 
 
 def path_for(
@@ -49,7 +40,7 @@ def path_for(
     would copy ``x`` cut along ``dim``, or the wire ``x`` into a contiguous tensor of ``shape``. The unit is worked out
     only for sizes where the units' crossovers disagree.
     """
-    if _forced == "auto":
+    if _forced.value == "auto":
         return _path_on_gpu(x, op, dim, world, sizes, shape) if x.is_cuda else "torch"
     return forced_path()
 
@@ -60,9 +51,9 @@ def forced_path() -> str:
     Raises:
         ArgumentError: the variable says nothing that is known; so says the first use, not the import.
     """
-    if _forced not in _PATHS:
-        raise ArgumentError(f"TRITONCOMM_PATH must be one of {', '.join(_PATHS)}, not {_forced!r}")
-    return _forced
+    if _forced.value not in variables.PATHS:
+        raise ArgumentError(f"{_forced.name} must be one of {', '.join(variables.PATHS)}, not {_forced.value!r}")
+    return _forced.value
 
 
 def _path_on_gpu(x: Tensor, op: str, dim: int, world: int, sizes: Ints | None, shape: Ints | None) -> str:
@@ -263,7 +254,7 @@ def _unpack_blocks(
 
 
 def _refuse_triton(name: str, x: Tensor, dim: int) -> None:
-    if _forced == "triton":
+    if _forced.value == "triton":
         raise UnsupportedError(
             f"{name}: path triton is forced, but no kernel walks shape {tuple(x.shape)} with strides {x.stride()} "
             f"cut at dim {dim} (more than three outer dims, or a row that one stride cannot walk)"

@@ -1,7 +1,6 @@
 """The command `tritoncomm plan`: arguments, tables, exit codes."""
 
 import json
-import math
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
@@ -20,6 +19,7 @@ from tritoncomm.terminal import refusing, terminal
 
 __all__ = ["EPILOG", "plan"]
 
+_LEAST_FIGURE, _LARGEST_FIGURE = 1e-9, 1e9
 EPILOG = "\n\n".join(
     (
         "Examples:",
@@ -92,13 +92,18 @@ def _rates(
     node: int | None,
 ) -> cost.Rates:
     scaled = {"latency": (latency, 1e-6), "link": (link, 1e9), "network": (network, 1e9), "memory": (memory, 1e9)}
-    given: dict[str, Any] = {name: value * unit for name, (value, unit) in scaled.items() if value is not None}
-    for name, value in given.items():
-        if not math.isfinite(value) or value < 0 or (value == 0 and name != "latency"):
-            raise ValueError(f"--{name} must be {'0 or more' if name == 'latency' else 'more than 0'}")
+    given: dict[str, Any] = {}
+    for name, (value, unit) in scaled.items():
+        if value is None:
+            continue
+        least = 0.0 if name == "latency" else _LEAST_FIGURE
+        if not least <= value <= _LARGEST_FIGURE:  # NaN neither
+            words = "0 or more" if name == "latency" else f"more than 0, {_LEAST_FIGURE:g} at least"
+            raise ValueError(f"--{name} must be {words}, and {_LARGEST_FIGURE:g} at most")
+        given[name] = value * unit
     if node is not None:
-        if node < 1:
-            raise ValueError("--node must be 1 or more")
+        if not 1 <= node <= _LARGEST_FIGURE:
+            raise ValueError(f"--node must be 1 or more, and {_LARGEST_FIGURE:g} at most")
         given["node"] = node
     return replace(cost.DEFAULTS[kind], **given)
 

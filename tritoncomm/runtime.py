@@ -1,7 +1,7 @@
 """initialize() and destroy(): from a launcher's variables, a mesh or a config to the groups of every mode."""
 
+import math
 import os
-import re
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tritoncomm import agreement, groups
+from tritoncomm import agreement, groups, launchers, variables
 from tritoncomm.errors import ArgumentError, GroupError
 from tritoncomm.groups import Group, ParallelMode
 from tritoncomm.meshes import check_mesh
+from tritoncomm.sizes import read_sizes
 
 __all__ = ["destroy", "device_mesh", "initialize"]
 
@@ -24,7 +25,6 @@ _AXES = {
     "context": ("context", "cp"),
     "tensor": ("tensor", "tp", "model"),
 }
-_TENSOR_MODES = (None, "1d", "sequence")
 _state: dict[str, Any] = {"mesh": None, "owns_world": False, "owned": []}
 
 
@@ -43,10 +43,14 @@ def initialize(
 ) -> DeviceMesh:
     """Start torch.distributed if need be and make the process groups of every parallel mode.
 
-    Rank layout: ``rank = ((d*pipeline + p)*context + c)*tensor + t``. Works under torchrun, under Slurm (srun), in a
-    spawned world with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, alone (one rank), and over a default process
-    group that already exists. One rank warns where ranks differ in tuned tables or in the variables that choose tables
-    and paths; nobody waits for that.
+    Rank layout: ``rank = ((d*pipeline + p)*context + c)*tensor + t``. Works under torchrun, srun and mpirun (Open MPI,
+    MPICH, Intel MPI), in a spawned world with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, alone (one rank), and
+    over a default process group that already exists. Under mpirun on several nodes MASTER_ADDR and MASTER_PORT have to
+    be set.
+
+    The current GPU becomes that of LOCAL_RANK, unless there is no such variable or the program uses a GPU already: it
+    called ``torch.cuda.set_device``, or has memory on one. The variables of this library are read again. One rank
+    warns where ranks differ in them or in tuned tables; nobody waits for that.
 
     Args:
         tensor: ranks that share one layer.
@@ -65,25 +69,27 @@ def initialize(
         The device mesh with axes data, pipeline, context, tensor (the given one when ``mesh`` was passed).
 
     Raises:
-        GroupError: already initialized, or the sizes do not multiply to the number of ranks.
+        ArgumentError: an argument of the wrong type, a key of ``config`` in the wrong place, or ``mesh`` or ``config``
+            together with the sizes that they replace.
+        GroupError: already initialized, the sizes do not multiply to the number of ranks, or a launcher's variables
+            contradict each other or do not say where the ranks meet.
     """
     if groups.groups:
         raise GroupError("tritoncomm is already initialized; call tritoncomm.destroy() first")
-    tensor_mode = None
-    if config is not None:
-        tensor, pipeline, tensor_mode = _read_config(config)
+    sizes = read_sizes(tensor, pipeline, data, context, expert, virtual_pipeline, mesh, config)
+    variables.read()
     _start(backend, timeout)
     try:
         if mesh is None:
-            sizes = _sizes(dist.get_world_size(), tensor, pipeline, data, context, expert)
-            mesh = init_device_mesh(_device_type(), sizes, mesh_dim_names=tuple(_AXES))
+            shape = sizes.of_world(dist.get_world_size())
+            mesh = init_device_mesh(_device_type(), shape, mesh_dim_names=tuple(_AXES))
             _state["owned"] += [group for group in mesh.get_all_groups() if group is not dist.group.WORLD]
-        groups.register(_make_groups(mesh, expert, tensor_mode))
+        groups.register(_make_groups(mesh, sizes.expert, sizes.tensor_mode))
         agreement.check()
     except BaseException:
         destroy()
         raise
-    groups.set_virtual_pipeline_parallel_size(virtual_pipeline)
+    groups.set_virtual_pipeline_parallel_size(sizes.virtual_pipeline)
     _state["mesh"] = mesh
     return mesh
 
@@ -105,73 +111,55 @@ def device_mesh() -> DeviceMesh:
     return _state["mesh"]
 
 
-def _read_config(config: Mapping[str, Any]) -> tuple[int, int, str | None]:
-    parallel = config.get("parallel", {})
-    pipeline, tensor = parallel.get("pipeline", 1), parallel.get("tensor", 1)
-    if isinstance(pipeline, Mapping):
-        pipeline = pipeline["size"]
-    mode = None
-    if isinstance(tensor, Mapping):
-        tensor, mode = tensor.get("size", 1), tensor.get("mode")
-    if mode not in _TENSOR_MODES:
-        raise ArgumentError(f"tensor mode {mode!r} is not supported; supported are {_TENSOR_MODES}")
-    return tensor, pipeline, mode
-
-
-def _sizes(world: int, tensor: int, pipeline: int, data: int | None, context: int, expert: int) -> tuple[int, ...]:
-    model = tensor * pipeline * context
-    replicas = data if data is not None else world // max(model, 1)
-    if min(tensor, pipeline, context) < 1 or replicas * model != world:
-        raise GroupError(
-            f"data {replicas} * pipeline {pipeline} * context {context} * tensor {tensor} is not {world}, "
-            "the number of ranks"
-        )
-    if expert < 1 or replicas % expert:
-        raise GroupError(f"expert {expert} does not divide data {replicas}")
-    return replicas, pipeline, context, tensor
-
-
 def _start(backend: str | None, timeout: timedelta | float | None) -> None:
+    """Start torch.distributed, where the program has not."""
+    limit = _as_timedelta(timeout)
+    if not isinstance(backend, str | None):
+        raise ArgumentError(f"backend must be a name, not {backend!r} ({type(backend).__name__})")
     if dist.is_initialized():
         return
-    environment = _launcher_environment()
-    for name, value in environment.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(launchers.rendezvous(os.environ))
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if "nccl" in backend:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    if timeout is not None and not isinstance(timeout, timedelta):
-        timeout = timedelta(seconds=timeout)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+    options: dict[str, Any] = {"timeout": limit}
+    device = _bind_gpu() if "nccl" in backend else None
+    if device is not None and _torch_version() >= (2, 15):
+        options["device_id"] = device  # "nccl" binds to a GPU there: to that of LOCAL_RANK, whatever the program chose
+    if "RANK" not in os.environ:
+        options |= {"store": HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, **options)
     _state["owns_world"] = True
 
 
-def _launcher_environment() -> dict[str, str]:
-    """torchrun's variables from Slurm's when only those are there; nothing in any other case."""
-    env = os.environ
-    if "RANK" in env or "SLURM_PROCID" not in env or int(env.get("SLURM_NTASKS", "1")) < 2:
-        return {}
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", "localhost")
-    job = re.sub(r"\D", "", env.get("SLURM_JOB_ID", "0")) or "0"
-    return {
-        "RANK": env["SLURM_PROCID"],
-        "WORLD_SIZE": env["SLURM_NTASKS"],
-        "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
-        "MASTER_ADDR": _first_node(nodes),
-        "MASTER_PORT": str(20000 + int(job) % 20000),
-    }
+def _as_timedelta(timeout: timedelta | float | None) -> timedelta | None:
+    if timeout is None or isinstance(timeout, timedelta):
+        return timeout
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise ArgumentError(f"timeout must be a timedelta or seconds, not {timeout!r} ({type(timeout).__name__})")
+    if not (math.isfinite(timeout) and timeout > 0):
+        raise ArgumentError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    return timedelta(seconds=timeout)
 
 
-def _first_node(nodes: str) -> str:
-    """First host of a Slurm node list: ``gpu[03-07,12],x`` is gpu03."""
-    match = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
-    if match is None:
-        raise GroupError(f"cannot read a host name from the Slurm node list {nodes!r}")
-    return match.group(1) + (match.group(2) or "")
+def _bind_gpu() -> torch.device | None:
+    """Make LOCAL_RANK's GPU the current one, unless the program uses one; None where nobody says which is this rank's.
+
+    Memory on GPU 0 counts as the program's choice too: torch does not tell it from ``set_device(0)``.
+    """
+    count = torch.cuda.device_count()
+    if not count:
+        return None
+    uses_gpu = torch.cuda.is_initialized() and (torch.cuda.current_device() != 0 or torch._C._cuda_hasPrimaryContext(0))
+    if not uses_gpu:
+        local_rank = launchers.local_rank(os.environ)
+        if local_rank is None:
+            return None
+        torch.cuda.set_device(local_rank % count)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _torch_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def _device_type() -> str:

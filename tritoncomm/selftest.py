@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from tritoncomm import launchers
 from tritoncomm.mappings import all_to_all_sp2hp
 
 __all__ = ["run"]
@@ -22,10 +24,18 @@ __all__ = ["run"]
 WORLD, ROWS, HIDDEN = 2, 3, 8
 
 
-def run(backend: str, seconds: float = 60.0) -> str:
-    """What went wrong between two ranks over ``backend``, empty if nothing did; at most ``seconds``."""
+def run(backend: str, seconds: float = 60.0, without: Sequence[str] = ()) -> str:
+    """What went wrong between two ranks over ``backend``, empty if nothing did; at most ``seconds``.
+
+    Args:
+        backend: ``gloo`` or ``nccl``.
+        seconds: limit of all of it.
+        without: environment variables that the ranks do not get.
+    """
     paths = [*filter(None, sys.path), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = {name: value for name, value in os.environ.items() if name not in without}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    launchers.forget(environment)  # NCCL of torch 2.15 would take the GPU of LOCAL_RANK for both
     end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="tritoncomm-selftest-") as folder:
         logs = [Path(folder, str(rank)) for rank in range(WORLD)]

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tritoncomm import launchers
+
 __all__ = ["Outcome", "SuiteError", "folder", "parts", "rows", "run", "verdict"]
 
 GPU = "gpu"
@@ -66,6 +68,7 @@ def run(part: str, out: Path, rounds: int | None = None, only: str = "") -> Outc
         raise SuiteError("part gpu needs a CUDA device, and torch sees none here")
     paths = [str(bench.parent), str(bench.parent / "kernels"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    launchers.forget(environment)
     command = [sys.executable, str(bench / f"bench_{part}.py"), "--json", str(_results(part, out))]
     if part == GPU:
         command = [sys.executable, str(bench / "gpu_bench.py")]

@@ -7,38 +7,47 @@ the rules in ``config.py`` hold.
 import hashlib
 import json
 import os
+import reprlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import triton
 
 __all__ = [
     "FORMAT",
+    "OFF",
     "OPS",
     "UNITS",
     "Table",
     "TableError",
     "chosen",
     "digest",
+    "expanded",
     "misfit",
     "read",
+    "read_json",
     "source_hash",
     "table_in",
     "table_name",
     "user_folder",
+    "variable",
 ]
 
 FORMAT = 1
 OPS = ("pack", "unpack", "reduce")
 UNITS = (1, 2, 4, 8, 16)
 VARIABLE = "TRITONCOMM_TABLE"
+OFF = ("0", "false", "no", "off")
 _SOURCES = ("address.py", "numerics.py", "reduce.py")  # what the machine code is made from
-_BOUNDS = {"tile_bytes": (64, 2**16), "segment_bytes": (64, 2**16), "num_warps": (1, 16)}
+_BOUNDS = {"tile_bytes": (64, 2**17), "segment_bytes": (64, 2**16), "num_warps": (1, 16)}
+_PER_THREAD = 512  # bytes of a tile; twice what `tune` tries, and what still compiles in a second
+_FILE_BYTES = 2**25  # a search of everything writes about 1 MiB
+_LARGEST = 2**62
 _KEY = {"device": str, "sm_count": int, "source": str, "triton": str}
 
 
@@ -76,50 +85,71 @@ def read(path: Any) -> Table:
         OSError: the file cannot be read.
         TableError: it is no table, it is damaged, or its format is newer than this version's.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TableError(f"not readable as JSON ({error})") from None
+    content = read_json(path)
     if not isinstance(content, dict) or content.get("kind") != "measured":
         raise TableError("not a measured table")
     version = content.get("format")
-    if not isinstance(version, int) or version < 1:
+    if type(version) is not int or version < 1:
         raise TableError("damaged: no format version")
     if version > FORMAT:
-        raise TableError(f"of format {version}, newer than {FORMAT}, the newest this version reads")
+        raise TableError(f"of format {reprlib.repr(version)}, newer than {FORMAT}, the newest this version reads")
     for name, kind in _KEY.items():
-        if not isinstance(content.get(name), kind):
-            raise TableError(f"damaged: {name} is {content.get(name)!r}")
+        value = content.get(name)
+        if type(value) is not kind or (value < 1 if kind is int else not value.isprintable()):
+            raise TableError(f"damaged: {name} is {reprlib.repr(value)}")
     configs, crossover = _section(content, "configs"), _section(content, "crossover_bytes")
     for op, units in configs.items():
         for unit, entry in units.items():
             _check_config(f"configs.{op}.{unit}", entry, int(unit))
     for op, units in crossover.items():
         for unit, size in units.items():
-            if type(size) is not int or size < 0:
-                raise TableError(f"damaged: crossover_bytes.{op}.{unit} is {size!r}")
+            if type(size) is not int or not 0 <= size <= _LARGEST:
+                raise TableError(f"damaged: crossover_bytes.{op}.{unit} is {reprlib.repr(size)}")
     key = {name: content[name] for name in _KEY}
     return Table(**key, configs=configs, crossover_bytes=crossover, origin=str(path))
+
+
+def read_json(path: Any) -> Any:
+    """What a JSON file holds, of whatever shape.
+
+    Raises:
+        OSError: the file cannot be read.
+        TableError: it is no regular file (a pipe would never end), larger than any table, or no JSON.
+    """
+    if path.exists() and not path.is_file():
+        raise TableError("not a regular file")
+    with path.open("rb") as file:
+        text = cast(bytes, file.read(_FILE_BYTES + 1))
+    if len(text) > _FILE_BYTES:
+        raise TableError(f"larger than {_FILE_BYTES >> 20} MiB")
+    try:
+        return json.loads(text.decode("utf-8"))
+    except RecursionError:
+        raise TableError("not readable as JSON (nested too deeply)") from None
+    except ValueError as error:
+        raise TableError(f"not readable as JSON ({error})") from None
 
 
 def _section(content: dict[str, Any], name: str) -> dict[str, Any]:
     """``{op: {unit: ...}}`` with known ops and units."""
     section = content.get(name, {})
     if not isinstance(section, dict):
-        raise TableError(f"damaged: {name} is {section!r}")
+        raise TableError(f"damaged: {name} is {reprlib.repr(section)}")
     for op, units in section.items():
         if op not in OPS or not isinstance(units, dict) or not {str(unit) for unit in UNITS}.issuperset(units):
-            raise TableError(f"damaged: {name}.{op} is {units!r}")
+            raise TableError(f"damaged: {name}.{reprlib.repr(op)[1:-1]} is {reprlib.repr(units)}")
     return section
 
 
 def _check_config(place: str, entry: Any, unit: int) -> None:
     if not isinstance(entry, dict) or set(entry) != set(_BOUNDS):
-        raise TableError(f"damaged: {place} is {entry!r}")
+        raise TableError(f"damaged: {place} is {reprlib.repr(entry)}")
     for name, (low, high) in _BOUNDS.items():
         value = entry[name]
         if type(value) is not int or not max(low, unit if low > 1 else 1) <= value <= high or value & (value - 1):
-            raise TableError(f"damaged: {place}.{name} is {value!r}, no power of two from {low} to {high}")
+            raise TableError(f"damaged: {place}.{name} is {reprlib.repr(value)}, no power of two from {low} to {high}")
+    if entry["tile_bytes"] > _PER_THREAD * 32 * entry["num_warps"]:
+        raise TableError(f"damaged: {place}.tile_bytes is more than {_PER_THREAD} for each of its threads")
 
 
 def misfit(table: Table, device_name: str, sm_count: int, *, exact: bool = True) -> str:
@@ -148,34 +178,62 @@ def chosen(device_name: str, sm_count: int) -> tuple[Table, ...]:
     user's own are, or ``none`` for no table at all. A file that is there and does not count is left out with one
     warning, and so is one that the variable names and that is not there.
     """
-    explicit = os.environ.get(VARIABLE, "")
-    if explicit == "none":
+    named, key = variable(), (device_name, sm_count)
+    if named == "none":
         return ()
-    if explicit:
-        place = Path(explicit).expanduser()
-        candidates = [(table_in(place, device_name, sm_count) if place.is_dir() else place, True)]
-    else:
-        shipped = resources.files("tritoncomm_kernels") / "configs" / table_name(device_name)
-        candidates = [(table_in(user_folder(), device_name, sm_count), True), (shipped, False)]
-    found = []
-    for path, exact in candidates:
-        if not explicit and not path.is_file():
-            continue
-        try:
-            table = read(path)
-            reason = misfit(table, device_name, sm_count, exact=exact)
-        except (OSError, TableError) as error:
-            table, reason = None, str(error)
-        if table is None or reason:
-            warnings.warn(f"tuned table {path} is ignored: {reason}", RuntimeWarning, stacklevel=2)
-        else:
-            found.append(table)
-    return tuple(found)
+    if named:
+        return tuple(_usable(named, lambda: _named_file(named, *key), key, exact=True, required=True))
+    shipped = resources.files("tritoncomm_kernels") / "configs" / table_name(device_name)
+    own = _usable("of this user", lambda: table_in(user_folder(), *key), key, exact=True)
+    return (*own, *_usable(str(shipped), lambda: shipped, key, exact=False))
+
+
+def _usable(
+    name: str, locate: Callable[[], Any], key: tuple[str, int], *, exact: bool, required: bool = False
+) -> list[Table]:
+    """The table at a place, or nothing with a warning that says why; without one where there is no such file."""
+    try:
+        path = locate()
+        name = str(path)
+        table = read(path)
+        reason = misfit(table, *key, exact=exact)
+        if not reason:
+            return [table]
+    except (OSError, TableError) as error:
+        if isinstance(error, FileNotFoundError) and not required:
+            return []
+        reason = str(error)
+    warnings.warn(f"tuned table {name} is ignored: {reason}", RuntimeWarning, stacklevel=4)
+    return []
+
+
+def _named_file(named: str, device_name: str, sm_count: int) -> Path:
+    place = expanded(named)
+    return table_in(place, device_name, sm_count) if place.is_dir() else place
+
+
+def expanded(text: str) -> Path:
+    """A path with ``~`` and ``~user`` resolved.
+
+    Raises:
+        FileNotFoundError: there is no such user, or no home directory.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise FileNotFoundError(f"{text}: no such user, or no home directory") from None
+
+
+def variable() -> str:
+    """What TRITONCOMM_TABLE says: a file, a folder, ``none`` (also written as a switch that is off), or nothing."""
+    value = os.environ.get(VARIABLE, "").strip()
+    return "none" if value.lower() in ("none", *OFF) else value
 
 
 def digest(device_name: str, sm_count: int) -> str:
     """The same where a device's tiles and crossovers are the same, whatever the files; ``built in`` without any."""
     held = [[one.configs, one.crossover_bytes] for one in chosen(device_name, sm_count)]
+    held = [one for one in held if any(one)]  # a search that was stopped early leaves an empty one
     return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()[:8] if held else "built in"
 
 
@@ -190,14 +248,18 @@ def table_in(folder: Path, device_name: str, sm_count: int) -> Path:
     if sm_count:
         return folder / table_name(device_name, sm_count)
     start = table_name(device_name, 0).removesuffix("0.json")
-    parts = [path for path in folder.glob(f"{start}*.json") if path.stem.removeprefix(start).isdigit()]
+    parts = [path for path in folder.glob(f"{start}*.json") if path.stem.removeprefix(start).isdecimal()]
     return max(parts, key=lambda path: int(path.stem.removeprefix(start)), default=folder / f"{start}N.json")
 
 
 def user_folder() -> Path:
-    """Where the user's own tables are: ``$XDG_CACHE_HOME/tritoncomm`` or ``~/.cache/tritoncomm``."""
+    """Where the user's own tables are: ``$XDG_CACHE_HOME/tritoncomm`` or ``~/.cache/tritoncomm``.
+
+    Raises:
+        FileNotFoundError: neither the variable nor a home directory is there.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "tritoncomm"
+    return (Path(base) if os.path.isabs(base) else expanded("~/.cache")) / "tritoncomm"
 
 
 @lru_cache(maxsize=1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tritoncomm import collective, record, runtime
+from tritoncomm import collective, launchers, record, runtime
 from tritoncomm.demo.data import batches
 from tritoncomm.demo.model import Transformer
 from tritoncomm.demo.pipeline import Pipeline
@@ -73,14 +73,12 @@ def _model(settings: Settings, rank: int, device: torch.device) -> Transformer |
 
 def _join(settings: Settings, rank: int, port: int) -> torch.device:
     """Enter the job; a rank's GPU is its own with NCCL and the first one otherwise."""
+    launchers.forget(os.environ)  # of the job that the demo itself may be a rank of
     if settings.ranks > 1:
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(settings.ranks), MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
         )  # fmt: skip
-    else:
-        for launcher in ("RANK", "SLURM_PROCID"):
-            os.environ.pop(launcher, None)
     runtime.initialize(
         tensor=settings.tensor,
         pipeline=settings.pipeline,

@@ -6,16 +6,15 @@ header. Everything that is sent is posted before anything is waited for, and the
 so that no rank waits for a neighbour that waits for it.
 """
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritoncomm import record
+from tritoncomm import record, variables
 from tritoncomm.errors import ArgumentError, MismatchError
 from tritoncomm.p2p import header, message
 from tritoncomm.p2p.announce import announce, read, say
@@ -25,23 +24,17 @@ from tritoncomm.p2p.shapes import Spec, describe
 
 __all__ = ["Hop", "Incoming", "check", "checking", "exchange", "exchange_headers"]
 
-_check = os.environ.get("TRITONCOMM_CHECK", "0") not in ("", "0")
+_check = variables.CHECK
 
 
 def checking() -> bool:
     """Whether every message is announced by a header and compared with what its receiver expects."""
-    return _check
+    return _check.value
 
 
-@contextmanager
-def check(on: bool = True) -> Iterator[None]:
+def check(on: bool = True) -> AbstractContextManager[None]:
     """Turn check mode (``TRITONCOMM_CHECK=1``) on or off for a block; all ranks have to agree."""
-    global _check
-    before, _check = _check, on
-    try:
-        yield
-    finally:
-        _check = before
+    return _check.override(on)
 
 
 @dataclass(slots=True)
@@ -143,7 +136,7 @@ def exchange(
     started = record.now()
     messages = {key: message.stage(tensors) for key, tensors in sends.items() if len(tensors)}
     hop = Hop(line, name)
-    announced = with_header or _check
+    announced = with_header or _check.value
     if line.prev == line.next == line.rank:
         _to_self(hop, messages, sends, receives)
     elif announced:

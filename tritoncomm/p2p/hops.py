@@ -201,7 +201,7 @@ class Hops:
         batched = getattr(config, "batch_p2p_comm", True)
         announced = getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)
         general = announced or self._alone or getattr(config, "use_ring_exchange_p2p", False)
-        if not general and (wait or not batched) and not engine._check:
+        if not general and (wait or not batched) and not engine._check.value:
             found = self._plain(name, sends, receives, shape, batched, wait)
             if found is not None:
                 return found

@@ -1,6 +1,7 @@
 """Process groups by their ranks: found where they exist, made by their members where not."""
 
 import hashlib
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ __all__ = ["adopt", "exists", "known", "made", "make_groups"]
 
 _made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 _times: dict[tuple[str, tuple[int, ...]], int] = {}
+_together: weakref.WeakKeyDictionary[Any, set[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
 
 
 def known(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -49,7 +51,7 @@ def _elsewhere(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None
 
 
 def make_groups(lists: Sequence[tuple[int, ...]], rank: int, backend: str | None = None) -> None:
-    """Have a group over every list that this rank is in; its members call, in the same order.
+    """Have a group over every list that this rank is in; its members call, in the same order, or the whole job.
 
     Args:
         lists: global ranks in ascending order.
@@ -57,14 +59,29 @@ def make_groups(lists: Sequence[tuple[int, ...]], rank: int, backend: str | None
         backend: of the default group, unless given.
     """
     backend = dist.get_backend() if backend is None else backend
-    together = _needs_everybody()
-    missing = [ranks for ranks in lists if rank in ranks and exists(backend, ranks) is None]
-    if not missing:
+    if _needs_everybody():
+        _make_together(lists, rank, backend)
         return
-    for ranks in lists if together else missing:
-        made: Any = dist.new_group(list(ranks), backend=backend) if together else _by_members(ranks, backend)
+    for ranks in lists:
+        if rank in ranks and exists(backend, ranks) is None:
+            _made[backend, ranks] = _by_members(ranks, backend)
+
+
+def _make_together(lists: Sequence[tuple[int, ...]], rank: int, backend: str) -> None:
+    """Make every group, also those that this rank is not in.
+
+    What exists is decided by what all processes know alike, the groups made here: a rank that is in no group cannot
+    see that its members have one from elsewhere, and would wait for them.
+    """
+    made = _together.setdefault(dist.group.WORLD, set())
+    for ranks in lists:
+        is_world = backend == dist.get_backend() and len(ranks) == dist.get_world_size()
+        if is_world or (backend, ranks) in made:
+            continue
+        group: Any = dist.new_group(list(ranks), backend=backend)
+        made.add((backend, ranks))
         if rank in ranks:
-            _made[backend, ranks] = made
+            _made[backend, ranks] = group
 
 
 def exists(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:

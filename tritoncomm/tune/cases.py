@@ -1,12 +1,12 @@
 """What is tuned: operations, shapes, ranks and dtypes, given one by one or as a model's layers produce them."""
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 import torch
+from tritoncomm_kernels import tables
 from tritoncomm_kernels.numerics import wide_type
 from tritoncomm_kernels.tables import OPS
 
@@ -103,9 +103,9 @@ def read_model(name: str) -> Model:
     if not path.is_file():
         raise ValueError(f"model {name!r} is none of {', '.join(MODELS)}, and there is no file of that name")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"model {name}: not readable as JSON ({error})") from None
+        content = tables.read_json(path)
+    except tables.TableError as error:
+        raise ValueError(f"model {name}: {error}") from None
     known = {field.name: field.default is MISSING for field in fields(Model)}
     if not isinstance(content, dict):
         raise ValueError(f"model {name}: not an object with the fields {', '.join(known)}")

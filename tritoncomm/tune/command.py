@@ -4,7 +4,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,15 @@ from tritoncomm.arguments import dtype_name, parse_dtype
 from tritoncomm.tune import cases, static, table, winners
 from tritoncomm.tune.candidates import Candidate, candidates, groups
 from tritoncomm.tune.cases import Case
+from tritoncomm.tune.judging import Batch, batches, judge_all
 from tritoncomm.tune.machine_code import CAN_READ, TARGETS
 from tritoncomm.tune.measure import Bench
-from tritoncomm.tune.search import COMPLETE, Task, search
+from tritoncomm.tune.search import INTERRUPTED, Task, search
 
 __all__ = ["Outcome", "Request", "cases_of", "measure", "rank_static"]
 
 Follow = Callable[[str, int, int], None]
-_BATCH = 8  # candidates that one run of the disassembler reads
+_JUDGING = 1 / 3  # of a budget, at most: what is not judged by then is measured as it comes
 
 
 @dataclass(frozen=True)
@@ -128,13 +129,13 @@ def rank_static(request: Request, target: str, follow: Follow | None = None) -> 
     if request.shapes or request.model:
         chosen = [group for group in chosen if group in {(case.op, case.unit) for case in wanted}]
     content, outcome = _begin(request.out, table.static_key(target) | {"cost": static.COST})
-    todo = [task for op, unit in chosen for task in _static_tasks(op, unit, target)]
+    todo = [batch for op, unit in chosen for batch in batches(op, unit, target)]
 
     def save() -> None:
         content["ranking"] = _ranking(content["results"], target)
         _finish(outcome, todo)
 
-    outcome.state = search(todo, content["results"], save, budget=request.budget, follow=follow)
+    outcome.state = judge_all(todo, content["results"], save, budget=request.budget, follow=follow)
     return outcome
 
 
@@ -158,17 +159,16 @@ def measure(
     path = request.out or table.user_path(bench.device_name, bench.sm_count)
     if path.is_dir():
         path = tables.table_in(path, bench.device_name, bench.sm_count)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ValueError("tune measures one GPU and writes one file: start it once, without torchrun")
     content, outcome = _begin(path, table.measured_key(bench.device_name, bench.sm_count))
-    started, verdicts = clock(), {}
+    started, judged = clock(), content.setdefault("judged", {})
     if bench.target is not None and CAN_READ[TARGETS[bench.target].backend]:
-        judged = [task for op, unit in chosen for task in _static_tasks(op, unit, bench.target)]
-        state = search(judged, verdicts, lambda: None, budget=request.budget, follow=follow, clock=clock)
-        if state != COMPLETE:
-            outcome.state, outcome.left = state, len(judged)
+        todo = [batch for op, unit in chosen for batch in batches(op, unit, bench.target)]
+        limit = None if request.budget is None else request.budget * _JUDGING
+        outcome.state = judge_all(todo, judged, lambda: None, budget=limit, follow=follow, clock=clock)
+        if outcome.state == INTERRUPTED:
+            _finish(outcome, todo)
             return outcome
-    tried = {group: _usable(*group, bench, verdicts) for group in chosen}
+    tried = {group: _usable(*group, bench, judged) for group in chosen}
     todo = [*winners.tasks(bench, wanted, tried), *winners.crossover_tasks(bench, chosen)]
 
     def save() -> None:
@@ -187,6 +187,8 @@ def _begin(path: Path | None, key: Mapping[str, Any]) -> tuple[dict[str, Any], O
     if path is not None:
         if path.is_dir():
             raise ValueError(f"--out {path} is a folder, not a file")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"--out {path} is no regular file: it would be replaced by one")
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(f"--out {path}: no file can be made in {path.parent}")
@@ -197,27 +199,12 @@ def _begin(path: Path | None, key: Mapping[str, Any]) -> tuple[dict[str, Any], O
     return content, Outcome("", content, path, [str(one.message) for one in caught])
 
 
-def _finish(outcome: Outcome, todo: Sequence[Task]) -> None:
+def _finish(outcome: Outcome, todo: Sequence[Task | Batch]) -> None:
     done = outcome.content["results"]
     outcome.left = sum(key not in done for task in todo for key in task.keys)
     outcome.content["complete"] = outcome.left == 0
     if outcome.path is not None:
         table.write(outcome.path, outcome.content)
-
-
-def _static_tasks(op: str, unit: int, target: str) -> list[Task]:
-    tried = candidates(op, unit, TARGETS[target].warp_size)
-    batches = [tried[i : i + _BATCH] for i in range(0, len(tried), _BATCH)]
-
-    def task(batch: Sequence[Candidate]) -> Task:
-        def work() -> list[dict[str, Any]]:
-            verdicts = static.judge(op, unit, batch, target)
-            pairs = zip(batch, verdicts, strict=True)
-            return [{"op": op, "unit": unit} | asdict(one) | asdict(verdict) for one, verdict in pairs]
-
-        return Task(f"{op}, {unit} bytes", tuple(f"{op} {unit} {one.label}" for one in batch), work)
-
-    return [task(batch) for batch in batches]
 
 
 def _ranking(results: Mapping[str, Mapping[str, Any]], target: str) -> dict[str, dict[str, list[str]]]:
@@ -240,12 +227,11 @@ def _verdicts(op: str, unit: int, results: Mapping[str, Mapping[str, Any]]) -> d
     }
 
 
-def _usable(op: str, unit: int, bench: Bench, results: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:
-    """The default, then what the target's machine code leaves, cheapest first; everything where it was not read."""
+def _usable(op: str, unit: int, bench: Bench, judged: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:
+    """The default, what the target's machine code leaves, cheapest first, and what nobody has judged, as it comes."""
     tried = candidates(op, unit, bench.lanes)
-    if bench.target is None or not results:
+    if bench.target is None:
         return tried
-    return [
-        tried[0],
-        *(one for one in static.rank(op, unit, _verdicts(op, unit, results), bench.target) if one != tried[0]),
-    ]
+    verdicts = _verdicts(op, unit, judged)
+    ranked = static.rank(op, unit, verdicts, bench.target) if verdicts else []
+    return list(dict.fromkeys([tried[0], *ranked, *(one for one in tried if one.label not in verdicts)]))

@@ -108,6 +108,8 @@ def verdict(outcome: Outcome, console: Console) -> int:
     where = f" in {outcome.path}" if outcome.path is not None else ""
     line = f"{outcome.state}: {len(outcome.content['results'])} results{where}"
     if outcome.state != COMPLETE:
+        if not outcome.content["results"]:
+            line += ", because the time was over before the first one: give a larger --budget"
         again = "the same command goes on from there" if outcome.path is not None else "--out FILE would keep them"
         line += f", {outcome.left} to do; {again}"
     console.print(line, markup=False, highlight=False, soft_wrap=True)

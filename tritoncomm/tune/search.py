@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["COMPLETE", "INTERRUPTED", "OUT_OF_TIME", "Task", "search"]
+__all__ = ["COMPLETE", "INTERRUPTED", "OUT_OF_TIME", "SAVE_EVERY_S", "Task", "search"]
 
 COMPLETE = "complete"
 OUT_OF_TIME = "out of time"
 INTERRUPTED = "interrupted"
-_SAVE_EVERY_S = 2.0
+SAVE_EVERY_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def search(
             finished += len(task.keys)
             if follow is not None:
                 follow(task.group, finished, total)
-            if clock() - saved >= _SAVE_EVERY_S:
+            if clock() - saved >= SAVE_EVERY_S:
                 save()
                 saved = clock()
     except KeyboardInterrupt:

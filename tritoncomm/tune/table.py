@@ -2,14 +2,26 @@
 
 import json
 import os
+import reprlib
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from tritoncomm_kernels import tables
+
+# Fields of one result: what static ranking says of a candidate, a time, a wrong output, the times of both paths.
+_CANDIDATE = {"op": str, "unit": int, "tile_bytes": int, "segment_bytes": int, "num_warps": int}
+_JUDGED = _CANDIDATE | {
+    "pruned": str, "cost": float, "instructions_per_16_bytes": float, "registers": int, "spills": int, "widths": list,
+    "loads_in_flight": int, "bytes_in_flight": int,
+}  # fmt: skip
+_TIMED = _CANDIDATE | {"case": str, "us": float}
+_WRONG = _CANDIDATE | {"case": str, "wrong": str}
+_PATHS = {"op": str, "unit": int, "bytes": int, "torch_us": float, "triton_us": float}
 
 __all__ = ["measured_key", "resume", "static_key", "user_path", "write"]
 
@@ -42,10 +54,10 @@ def resume(path: Path | None, key: dict[str, Any]) -> dict[str, Any]:
     if path is None or not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = tables.read_json(path)
         reason = _difference(content, key)
-    except ValueError as error:
-        content, reason = {}, f"not readable as JSON ({error})"
+    except tables.TableError as error:
+        content, reason = {}, str(error)
     if not reason:
         return content
     kept = path.with_name(f"{path.name}.old")
@@ -55,16 +67,40 @@ def resume(path: Path | None, key: dict[str, Any]) -> dict[str, Any]:
 
 
 def _difference(content: Any, key: dict[str, Any]) -> str:
+    """Why a search cannot go on with what a file holds, empty if it can."""
     if not isinstance(content, dict):
         return "not an object"
     if isinstance(content.get("format"), int) and content["format"] > tables.FORMAT:
-        return f"of format {content['format']}, newer than {tables.FORMAT}"
+        return f"of format {reprlib.repr(content['format'])}, newer than {tables.FORMAT}"
     for name, value in key.items():
         if content.get(name) != value:
-            return f"its {name} is {content.get(name)!r}, not {value!r}"
-    if not all(isinstance(content.get(name, {}), dict) for name in ("results", "crossovers")):
-        return "its results are damaged"
+            return f"its {name} is {reprlib.repr(content.get(name))}, not {value!r}"
+    kinds = (_JUDGED,) if key["kind"] == "static" else (_TIMED, _WRONG, _PATHS)
+    for section, allowed in (("results", kinds), ("judged", (_JUDGED,))):
+        results = content.get(section, {})
+        if not isinstance(results, dict):
+            return f"its {section} are damaged: {reprlib.repr(results)}"
+        for name, one in results.items():
+            if not any(_has(one, fields) for fields in allowed):
+                return f"its {section} are damaged: {reprlib.repr(name)} is {reprlib.repr(one)}"
     return ""
+
+
+def _has(one: Any, fields: Mapping[str, type]) -> bool:
+    """Whether one result has these fields and no others, of these types; times are finite and positive."""
+    if not isinstance(one, dict) or one.keys() != fields.keys():
+        return False
+    return all(map(_is_one, fields.values(), (one[name] for name in fields))) and (
+        one["op"] in tables.OPS and one["unit"] in tables.UNITS
+    )
+
+
+def _is_one(kind: type, value: Any) -> bool:
+    if kind is float:
+        return type(value) in (int, float) and 0 <= value < 1e12
+    if kind is int:
+        return type(value) is int and 0 <= value < 2**62
+    return type(value) is kind and (kind is not list or all(type(item) is int for item in value))
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

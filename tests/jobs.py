@@ -1,0 +1,56 @@
+"""Ranks in fresh processes that are told about their job by environment variables only."""
+
+import multiprocessing
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pool import strict_warnings
+
+__all__ = ["run_job"]
+
+_LAUNCHERS = re.compile(
+    r"RANK|WORLD_SIZE|LOCAL_\w+|GROUP_\w+|ROLE_\w+|MASTER_\w+|TORCHELASTIC_\w+|OMPI_\w+|PMI\w*_\w+|MPI_\w+|SLURM_\w+"
+    r"|PBS_\w+|LSB_\w+|JOB_ID|TRITONCOMM_\w+"
+)
+
+
+def run_job(
+    function: Callable[..., Any], ranks: Sequence[dict[str, str]], *args: Any, timeout: float = 60
+) -> list[Any]:
+    """``function(*args)`` in one process per entry of ``ranks``, with these variables and no launcher's; the results.
+
+    A rank that raises gives its exception's text, one that does not answer in time None.
+    """
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+    pipes = [context.Pipe() for _ in ranks]
+    processes = [
+        context.Process(target=_rank, args=(theirs, variables, list(sys.path), function, args), daemon=True)
+        for (_, theirs), variables in zip(pipes, ranks, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        return [ours.recv() if ours.poll(timeout) else None for ours, _ in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _rank(
+    connection: Any, variables: dict[str, str], path: list[str], function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    sys.path[:] = path
+    strict_warnings()
+    for name in [name for name in os.environ if _LAUNCHERS.fullmatch(name)]:
+        del os.environ[name]
+    os.environ.update(variables)
+    try:
+        connection.send(function(*args))
+    except BaseException as error:
+        connection.send(f"{type(error).__name__}: {error}" if str(error) else traceback.format_exc())

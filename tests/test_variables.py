@@ -1,0 +1,120 @@
+"""The TRITONCOMM_* variables: read at import and by initialize(), one meaning of "off", blocks that go first."""
+
+import ast
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import run_job
+from tritoncomm_kernels import tables
+
+import tritoncomm
+from tritoncomm import ArgumentError, ops, variables
+
+ROOT = Path(__file__).parents[1]
+OFF = ("", " ", "0", "false", "False", "no", "NO", "off", "Off")
+
+
+@pytest.fixture(autouse=True)
+def _read_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("TRITONCOMM_PATH", "TRITONCOMM_CHECK", "TRITONCOMM_TABLE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    monkeypatch.undo()
+    variables.read()
+
+
+@pytest.mark.parametrize("text", OFF)
+def test_off_is_off_for_all_variables(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    for name in ("TRITONCOMM_PATH", "TRITONCOMM_CHECK", "TRITONCOMM_TABLE"):
+        monkeypatch.setenv(name, text)
+    variables.read()
+    nothing = "none" if text.strip() else ""
+    assert variables.effective() == {
+        "TRITONCOMM_PATH": "auto", "TRITONCOMM_CHECK": "off", "TRITONCOMM_TABLE": nothing
+    }  # fmt: skip
+    assert ops.path_for(torch.ones(1)) == "torch"
+    assert not tritoncomm.p2p.engine.checking()
+    assert not nothing or tables.chosen("Some GPU", 1) == ()
+
+
+def test_every_combination_reads_as_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = {"": "auto", "off": "auto", "auto": "auto", "torch": "torch", "triton": "triton"}
+    checks = {"": "off", "no": "off", "1": "on", "true": "on", "yes": "on"}
+    named = {"": "", "none": "none", "FALSE": "none", "/t.json": "/t.json"}
+    for path, check, table in itertools.product(paths, checks, named):
+        for name, value in (("PATH", path), ("CHECK", check), ("TABLE", table)):
+            monkeypatch.setenv(f"TRITONCOMM_{name}", value)
+        variables.read()
+        assert list(variables.effective().values()) == [paths[path], checks[check], named[table]]
+
+
+def test_initialize_reads_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONCOMM_PATH", "triton")
+    monkeypatch.setenv("TRITONCOMM_CHECK", "1")
+    assert (ops.forced_path(), tritoncomm.p2p.engine.checking()) == ("auto", False)
+    tables.chosen("Some GPU", 1)
+    monkeypatch.setenv("TRITONCOMM_TABLE", "/no/such/table.json")
+    try:
+        tritoncomm.initialize()
+    finally:
+        tritoncomm.destroy()
+    assert (ops.forced_path(), tritoncomm.p2p.engine.checking()) == ("triton", True)
+    with pytest.warns(RuntimeWarning, match="No such file"):
+        tables.chosen("Some GPU", 1)
+
+
+def test_a_block_goes_before_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tritoncomm.path("torch"), tritoncomm.p2p.check(False):
+        monkeypatch.setenv("TRITONCOMM_PATH", "triton")
+        monkeypatch.setenv("TRITONCOMM_CHECK", "1")
+        variables.read()
+        assert (ops.forced_path(), tritoncomm.p2p.engine.checking()) == ("torch", False)
+        with tritoncomm.path("auto"):
+            assert ops.forced_path() == "auto"
+        assert ops.forced_path() == "torch"
+    assert (ops.forced_path(), tritoncomm.p2p.engine.checking()) == ("triton", True)
+
+
+def test_an_unknown_path_is_refused_at_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONCOMM_PATH", "fast")
+    variables.read()
+    with pytest.raises(ArgumentError, match="TRITONCOMM_PATH must be one of auto, torch, triton, not 'fast'"):
+        ops.path_for(torch.ones(1))
+    with pytest.raises(ArgumentError, match="path must be one of"):
+        tritoncomm.path("fast")
+
+
+def test_each_variable_is_named_in_one_module_and_in_the_doctor() -> None:
+    named: dict[str, list[str]] = {}
+    for path in sorted([*(ROOT / "tritoncomm").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and str(node.value).startswith("TRITONCOMM_"):
+                named.setdefault(str(node.value).split()[0], []).append(path.stem)
+    assert {name: sorted({*stems} - {"doctor"}) for name, stems in named.items()} == {
+        "TRITONCOMM_PATH": ["variables"], "TRITONCOMM_CHECK": ["variables"], "TRITONCOMM_TABLE": ["tables"]
+    }  # fmt: skip
+
+
+def load_lazily() -> list[Any]:
+    import tritoncomm
+
+    early = sorted({"tritoncomm.p2p", "tritoncomm.tensor"} & set(sys.modules))
+    names = {"p2p", "tensor", "ops"} <= set(dir(tritoncomm))
+    used = [tritoncomm.p2p.P2PCommunicator, tritoncomm.tensor.ColoTensor, tritoncomm.ops.pack]
+    try:
+        tritoncomm.nothing  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
+    except AttributeError as error:
+        return [early, names, len(used), str(error)]
+    return []
+
+
+def test_packages_are_there_after_the_import_and_loaded_at_their_first_use() -> None:
+    assert run_job(load_lazily, [{}]) == [[[], True, 3, "module 'tritoncomm' has no attribute 'nothing'"]]
+    for error in ("PeerError", "MismatchError"):
+        assert issubclass(getattr(tritoncomm, error), tritoncomm.CommError)
+        assert error in tritoncomm.__all__
