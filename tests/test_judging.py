@@ -180,7 +180,7 @@ def test_results_have_the_fields_that_going_on_asks_for(judge: list[tuple[str, i
 
 @pytest.mark.slow
 def test_real_processes_find_what_this_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    todo = [batch for op in ("pack", "unpack") for batch in judging.batches(op, 8, "sm_90")][:8]
+    todo = [batch for op in ("pack", "unpack") for batch in judging.batches(op, 8, "sm_90")][:16]
     alone: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})

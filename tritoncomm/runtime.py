@@ -149,7 +149,8 @@ def _bind_gpu() -> torch.device | None:
     count = torch.cuda.device_count()
     if not count:
         return None
-    uses_gpu = torch.cuda.is_initialized() and (torch.cuda.current_device() != 0 or torch._C._cuda_hasPrimaryContext(0))
+    bindings: Any = torch._C  # the attribute is in builds with CUDA only
+    uses_gpu = torch.cuda.is_initialized() and (torch.cuda.current_device() != 0 or bindings._cuda_hasPrimaryContext(0))
     if not uses_gpu:
         local_rank = launchers.local_rank(os.environ)
         if local_rank is None:

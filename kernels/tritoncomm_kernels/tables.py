@@ -94,7 +94,7 @@ def read(path: Any) -> Table:
     if version > FORMAT:
         raise TableError(f"of format {reprlib.repr(version)}, newer than {FORMAT}, the newest this version reads")
     for name, kind in _KEY.items():
-        value = content.get(name)
+        value: Any = content.get(name)
         if type(value) is not kind or (value < 1 if kind is int else not value.isprintable()):
             raise TableError(f"damaged: {name} is {reprlib.repr(value)}")
     configs, crossover = _section(content, "configs"), _section(content, "crossover_bytes")

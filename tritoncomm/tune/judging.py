@@ -20,7 +20,7 @@ from tritoncomm.tune.search import COMPLETE, INTERRUPTED, OUT_OF_TIME, SAVE_EVER
 __all__ = ["Batch", "batches", "judge_all"]
 
 _CANDIDATES = 4  # of a batch: one run of the disassembler, about a second of one core
-_WORTH_A_WORKER = 4  # batches; a worker's imports take seconds
+_WORTH_A_WORKER = 8  # batches; a worker's imports take as long as three of them
 _MOST_WORKERS = 8
 _POLL_S = 0.5
 
@@ -95,6 +95,7 @@ def _in_processes(
     clock: Callable[[], float],
 ) -> str:
     started = saved = clock()
+    known = len(done)
     pool, state = ProcessPoolExecutor(workers, get_context("spawn")), COMPLETE
     try:
         with _no_interrupts():
@@ -113,9 +114,9 @@ def _in_processes(
                 if follow is not None:
                     rest = sum(len(one.keys) for one in open_batches.values())
                     follow(batch.group, total - rest, total)
-            if clock() - saved >= SAVE_EVERY_S:
+            if clock() - saved >= SAVE_EVERY_S and len(done) > known:
                 save()
-                saved = clock()
+                saved, known = clock(), len(done)
     except KeyboardInterrupt:
         state = INTERRUPTED
     finally:
