@@ -1,4 +1,4 @@
-"""Which call of the process group a collective becomes: the same one on every rank, whatever this rank's split sizes."""
+"""Which call of the process group a collective becomes: the same on every rank, whatever its split sizes."""
 
 from typing import Any
 
