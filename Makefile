@@ -15,7 +15,7 @@ READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 endif
 
-.PHONY: demo test test-all test-oldest test-newest programs docs check bench fake-gpu-test gpu-test gpu-bench gpu-ranks clean
+.PHONY: demo test test-all test-oldest test-newest programs docs check bench fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
 
 demo: $(READY)
 	$(PY) -m tritoncomm demo
@@ -55,14 +55,22 @@ bench: $(READY) $(PEERS)
 fake-gpu-test: $(READY)
 	$(PY) -m bench.fake_gpu.check
 
-gpu-test: $(READY) $(PEERS)
-	timeout 480 $(PY) bench/gpu_test.py
+# All that needs a GPU, of most worth first, within 25 minutes: the limits below add up to 24:40.
+gpu: $(READY)
+	-$(MAKE) gpu-test
+	-$(MAKE) gpu-ranks
+	-$(MAKE) gpu-bench
+	-timeout 395 $(PY) -m tritoncomm tune --budget 360
+	$(MAKE) gpu-bench
 
-gpu-bench: $(READY)
-	timeout 480 $(PY) bench/gpu_bench.py
+gpu-test: $(READY)
+	timeout 375 $(PY) bench/gpu_test.py
 
 gpu-ranks: $(READY)
-	timeout 480 $(PY) bench/gpu_ranks.py
+	timeout 180 $(PY) bench/gpu_ranks.py
+
+gpu-bench: $(READY)
+	timeout 265 $(PY) bench/gpu_bench.py
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BOOTSTRAP) -m venv $(VENV)

@@ -1,6 +1,8 @@
 """Counted checks without pytest: one printed line per group of them, and the time of the whole run as a limit."""
 
+import faulthandler
 import math
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -9,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Group", "run_check", "summary", "tried"]
+__all__ = ["Group", "limit_run", "run_check", "summary", "tried"]
 
 SHOWN = 5
 
@@ -37,9 +39,22 @@ class Group:
         if not ok:
             self.failures.append(what)
 
+    def result(self) -> dict[str, Any]:
+        """What a results file has of it."""
+        return {name: value for name, value in vars(self).items() if name != "deadline"}
+
     def line(self) -> str:
         state = f"{len(self.failures)} failed" + (f", skipped: {self.skipped}" if self.skipped else "")
         return f"{self.name:34} {self.checks:6} checks, {state} ({self.seconds:.1f} s)"
+
+
+def limit_run(seconds: float) -> None:
+    """Print every line at once, and end the process after that long with the stack of every thread.
+
+    Whatever ends a run, what it had found by then has been printed.
+    """
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    faulthandler.dump_traceback_later(seconds, exit=True)
 
 
 def tried(group: Group, label: str, call: Callable[..., Any], *arguments: Any) -> Any:

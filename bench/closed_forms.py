@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,16 @@ from torch import Tensor
 from bench.checks import Group, tried
 from tritoncomm import mappings
 
-__all__ = ["ADJOINT", "MAPPINGS", "SUMS_FORWARD", "against_closed_form", "expected", "whole_numbers"]
+__all__ = [
+    "ADJOINT",
+    "MAPPINGS",
+    "SUMS_FORWARD",
+    "against_closed_form",
+    "by_sizes",
+    "by_sizes_against_closed_form",
+    "expected",
+    "whole_numbers",
+]
 
 Mapping = Callable[[Tensor, Any], Tensor]
 
@@ -89,6 +99,96 @@ def against_closed_form(group: Group, name: str, dtype: torch.dtype, rank: int, 
     gradients = [whole_numbers(tuple(want.shape), dtype, 3 + 5 * w, device) for w in range(world)]
     tried(group, f"{label}, backward", out.backward, gradients[rank].clone())
     back = expected(ADJOINT[name], gradients, rank).view(leaf.shape)
+    group.expect(leaf.grad is not None and torch.equal(leaf.grad, back), f"{label}, backward")
+
+
+@dataclass(frozen=True)
+class BySizes:
+    """A mapping with split sizes: a rank's call and input shape, and its results both ways from all ranks' tensors."""
+
+    call: Callable[[Tensor, Any, int], Tensor]
+    shape: Callable[[int], tuple[int, ...]]
+    forward: Callable[[list[Tensor], int], Tensor]
+    backward: Callable[[list[Tensor], int], Tensor]
+
+
+def by_sizes(world: int) -> dict[str, BySizes]:
+    """Every mapping that takes split sizes, with sizes that differ and some that are zero."""
+    rows = [(2 + 3 * rank) % 7 for rank in range(world)]  # 2, 5, 1, 4, 0, 3, 6, 2
+    heads = [(3 * rank) % 5 for rank in range(world)]  # 0, 3, 1, 4, 2
+    sent = [[(source + 2 * to) % 3 for to in range(world)] for source in range(world)]
+    received = [[sent[source][to] for source in range(world)] for to in range(world)]
+
+    def added(parts: list[Tensor]) -> Tensor:
+        return torch.stack([part.double() for part in parts]).sum(0).to(parts[0].dtype)
+
+    def exchanged(parts: list[Tensor], rank: int, sizes: list[list[int]]) -> Tensor:
+        return torch.cat([part.split(sizes[source])[rank] for source, part in enumerate(parts)])
+
+    def along(dim: int, sizes: list[int], rank: int, joined: bool) -> tuple[int, ...]:
+        return (sum(sizes) if joined else sizes[rank], 8) if dim == 0 else (3, sum(sizes) if joined else sizes[rank], 8)
+
+    return {
+        "gather_sp by sizes": BySizes(
+            lambda x, g, _: mappings.gather_from_sequence_parallel_region(x, group=g, output_split_sizes=rows),
+            lambda rank: along(0, rows, rank, False),
+            lambda parts, _: torch.cat(parts, 0),
+            lambda grads, rank: added(grads).split(rows, 0)[rank],
+        ),
+        "reduce_scatter_sp by sizes": BySizes(
+            lambda x, g, _: mappings.reduce_scatter_to_sequence_parallel_region(x, g, rows),
+            lambda rank: along(0, rows, rank, True),
+            lambda parts, rank: added(parts).split(rows, 0)[rank],
+            lambda grads, _: torch.cat(grads, 0),
+        ),
+        "all_gather_dim by sizes": BySizes(
+            lambda x, g, _: mappings.all_gather_dim(x, 1, g, sizes=rows),
+            lambda rank: along(1, rows, rank, False),
+            lambda parts, _: torch.cat(parts, 1),
+            lambda grads, rank: added(grads).split(rows, 1)[rank],
+        ),
+        "reduce_scatter_dim by sizes": BySizes(
+            lambda x, g, _: mappings.reduce_scatter_dim(x, 1, g, sizes=rows),
+            lambda rank: along(1, rows, rank, True),
+            lambda parts, rank: added(parts).split(rows, 1)[rank],
+            lambda grads, _: torch.cat(grads, 1),
+        ),
+        "split_dim by sizes": BySizes(
+            lambda x, g, _: mappings.split_dim(x, 1, g, sizes=rows),
+            lambda rank: along(1, rows, rank, True),
+            lambda parts, rank: parts[rank].split(rows, 1)[rank],
+            lambda grads, _: torch.cat(grads, 1),
+        ),
+        "all_to_all by sizes": BySizes(
+            lambda x, g, rank: mappings.all_to_all(g, x, received[rank], sent[rank]),
+            lambda rank: (sum(sent[rank]), 8),
+            lambda parts, rank: exchanged(parts, rank, sent),
+            lambda grads, rank: exchanged(grads, rank, received),
+        ),
+        "all_to_all_dims by sizes": BySizes(
+            lambda x, g, _: mappings.all_to_all_dims(x, 1, 0, g, scatter_sizes=heads, gather_sizes=rows),
+            lambda rank: (rows[rank], sum(heads), 8),
+            lambda parts, rank: torch.cat([part.split(heads, 1)[rank] for part in parts], 0),
+            lambda grads, rank: torch.cat([grad.split(rows, 0)[rank] for grad in grads], 1),
+        ),
+    }
+
+
+def by_sizes_against_closed_form(
+    group: Group, name: str, dtype: torch.dtype, rank: int, pg: Any, device: torch.device
+) -> None:
+    """Forward and backward of one mapping with split sizes, on small whole numbers."""
+    world, case = pg.size(), by_sizes(pg.size())[name]
+    parts = [whole_numbers(case.shape(w), dtype, 7 * w, device) for w in range(world)]
+    leaf, label = parts[rank].clone().requires_grad_(), f"{name} {dtype}, rank {rank} of {world}"
+    out = tried(group, label, case.call, leaf, pg, rank)
+    if out is None:
+        return
+    group.expect(torch.equal(out.detach(), case.forward(parts, rank)), label)
+    shapes = [case.forward(parts, w).shape for w in range(world)]
+    gradients = [whole_numbers(tuple(shape), dtype, 3 + 5 * w, device) for w, shape in enumerate(shapes)]
+    tried(group, f"{label}, backward", out.backward, gradients[rank].clone())
+    back = case.backward(gradients, rank)
     group.expect(leaf.grad is not None and torch.equal(leaf.grad, back), f"{label}, backward")
 
 

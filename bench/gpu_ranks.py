@@ -1,14 +1,14 @@
 """Many ranks on one GPU, as threads of one process: every mapping checked, and the local part of a call timed.
 
 Run as ``make gpu-ranks``. Ranks run at the same time over torch's threaded process group, the kernels forced: forward
-and backward of every mapping against its closed form, and every transition of a sharded tensor. There an exchange is a
-copy inside the GPU, so no call is timed. What is timed, by CUDA events with the L2 cache flushed, is what one rank does
-before or after its exchange: pack or unpack, ours against Megatron-LM's ``split`` and ``cat``, beside a contiguous copy
-of as many bytes, the roof. "share with the projected collective" is that time as a share of the forward if the
-collective took what `tritoncomm plan` projects from published figures: a projection, not a measurement. Results go to
-$OUT, or to ``bench/results/<device>/``. ``--dry`` runs everything on the CPU with TRITON_INTERPRET=1 and small sizes,
-and writes nothing. Exits 0 when everything holds, 1 when something does not, 2 without a CUDA device or a threaded
-process group.
+and backward of every mapping against its closed form, evenly and by split sizes, and every transition of a sharded
+tensor. There an exchange is a copy inside the GPU, so no call is timed. What is timed, by CUDA events with the L2 cache
+flushed, is what one rank does before or after its exchange: pack or unpack, ours against Megatron-LM's ``split`` and
+``cat``, beside a contiguous copy of as many bytes, the roof. "share with the projected collective" is that time as a
+share of the forward if the collective took what `tritoncomm plan` projects from published figures: a projection, not a
+measurement. Results go to $OUT, or to ``bench/results/<device>/``, after every group. ``--dry`` runs everything on the
+CPU with TRITON_INTERPRET=1 and small sizes, and writes nothing. Exits 0 when everything holds, 1 when something does
+not, 2 without a CUDA device or a threaded process group.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,14 @@ import triton
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from bench.checks import Group, run_check, summary
-from bench.closed_forms import MAPPINGS, against_closed_form, whole_numbers
+from bench.checks import Group, limit_run, run_check, summary
+from bench.closed_forms import (
+    MAPPINGS,
+    against_closed_form,
+    by_sizes,
+    by_sizes_against_closed_form,
+    whole_numbers,
+)
 from bench.device import Call, Device, destination
 from bench.formulations import PEERS
 from bench.threaded import ThreadedRanksError, available, launches_take_turns, run_ranks
@@ -38,7 +44,8 @@ from tritoncomm import counters, mappings, ops, tensor
 from tritoncomm.explain import explain
 from tritoncomm.tensor.layout import plain
 
-BUDGET_S = 400  # later checks are skipped, visibly
+BUDGET_S = 150  # later checks are skipped, visibly
+GRACE_S = 20  # for a check that began in time
 WORLDS = (2, 4, 8)
 DTYPES = (torch.bfloat16, torch.float32)
 PEER, ROOF, SHARE = "split + cat", "roof", "share with the projected collective"
@@ -65,6 +72,18 @@ def check_mappings(group: Group, world: int, device: torch.device) -> None:
     before = counters().get(("all_to_all_sp2hp", "triton"))
     gathered(group, run_ranks(world, on_rank))
     group.expect(counters().get(("all_to_all_sp2hp", "triton")) != before, "no kernel was launched")
+
+
+def check_split_sizes(group: Group, world: int, device: torch.device) -> None:
+    """Every mapping that takes split sizes, on ranks that run at the same time; zero sizes among them."""
+
+    def on_rank(rank: int, pg: ProcessGroup) -> Group:
+        found = Group(group.name)
+        for dtype, name in itertools.product(DTYPES, by_sizes(world)):
+            by_sizes_against_closed_form(found, name, dtype, rank, pg, device)
+        return found
+
+    gathered(group, run_ranks(world, on_rank))
 
 
 def backward_is_here(group: Group, rank: int, pg: ProcessGroup, device: torch.device) -> None:
@@ -123,6 +142,9 @@ def gathered(group: Group, ranks: list[Group]) -> None:
     for found in ranks:
         group.checks += found.checks
         group.failures += found.failures
+
+
+CHECKS = {"mappings": check_mappings, "split sizes": check_split_sizes, "sharded tensors": check_transitions}
 
 
 def local_calls(name: str, step: str, shape: tuple[int, int], world: int, device: torch.device) -> dict[str, Call]:
@@ -188,32 +210,41 @@ def line(row: dict[str, Any]) -> str:
 
 
 def run(device: Device, worlds: Sequence[int], rounds: int) -> dict[str, Any]:
-    """All checks and timings, printed; the content of the results file."""
+    """All checks and timings, printed; the content of the results file, which is written after every group."""
     started = time.monotonic()
-    deadline = started + BUDGET_S
     print(f"{device.name}, torch {torch.__version__}, triton {triton.__version__}")
     print("ranks are threads; seconds of these checks are the host's, and say nothing about speed")
     groups: list[Group] = []
-    rows: list[dict[str, Any]] = []
-    with ops.path("triton"), launches_take_turns() if device.dry else contextlib.nullcontext():
-        for world in worlds:
-            for what, check in (("mappings", check_mappings), ("sharded tensors", check_transitions)):
-                bound = partial(check, world=world, device=device.device)
-                groups.append(run_check(f"{what}: {world} ranks in threads", bound, deadline))
-        print(LEFT_OUT)
-        rates = explain("sp2hp", (8, 8), 2).rates
-        print(f"local parts are measured; collectives and the plan's figures are a projection from {rates.source}")
-        bound = partial(time_local_parts, device=device, worlds=worlds, rounds=rounds, rows=rows)
-        groups.append(run_check("local parts, timed", bound, deadline))
-    summary(groups, started)
-    return {
+    content: dict[str, Any] = {
         "device": device.name,
         "versions": versions(),
         "unit": "microseconds per call",
-        "rows": rows,
-        "groups": [vars(group) for group in groups],
+        "rows": [],
+        "groups": [],
         "left_out": [LEFT_OUT],
     }
+
+    def add(label: str, check: Callable[..., None], **arguments: Any) -> None:
+        groups.append(run_check(label, partial(check, **arguments), started + BUDGET_S))
+        content["groups"].append(groups[-1].result())
+        save(device, content)
+
+    with ops.path("triton"), launches_take_turns() if device.dry else contextlib.nullcontext():
+        for world, (what, check) in itertools.product(worlds, CHECKS.items()):
+            add(f"{what}: {world} ranks in threads", check, world=world, device=device.device)
+        print(LEFT_OUT)
+        rates = explain("sp2hp", (8, 8), 2).rates
+        print(f"local parts are measured; collectives and the plan's figures are a projection from {rates.source}")
+        add("local parts, timed", time_local_parts, device=device, worlds=worlds, rounds=rounds, rows=content["rows"])
+    summary(groups, started)
+    return content
+
+
+def save(device: Device, content: dict[str, Any]) -> str:
+    """Write the results file, in a dry run none; what was written."""
+    if device.dry:
+        return "dry run: nothing written"
+    return f"written: {write_json(destination(device, 'gpu_ranks'), content)}"
 
 
 def main() -> int:
@@ -235,12 +266,11 @@ def main() -> int:
         return 2
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
+    if not options.dry:
+        limit_run(BUDGET_S + GRACE_S)
     device = Device(options.dry)
     content = run(device, options.worlds, 2 if options.dry else options.rounds)
-    if options.dry:
-        print("dry run: nothing written")
-    else:
-        print("written:", write_json(destination(device, "gpu_ranks"), content))
+    print(save(device, content))
     return 1 if any(group["failures"] for group in content["groups"]) else 0
 
 

@@ -1,68 +1,37 @@
-"""Correctness on one GPU, without pytest: kernels against the reference, mappings over NCCL, two processes over Gloo.
+"""Correctness on one GPU, without pytest: kernels against the reference, mappings over NCCL and Gloo, launches.
 
-Run as ``make gpu-test``. ``--dry`` runs the same checks on the CPU with TRITON_INTERPRET=1 and tiny sizes. Exits 0 when
-everything holds, 1 when something does not, 2 without a CUDA device. Writes ``gpu_test.json`` into $OUT when it is set.
+Run as ``make gpu-test``. Groups of checks run in the order of their worth, in a child process: what crashes or hangs is
+told, the others go on, and every line is there as soon as it is known. ``--dry`` runs the same checks on the CPU with
+TRITON_INTERPRET=1 and tiny sizes, as far as they go there. Exits 0 when everything holds, 1 when something does not, 2
+without a CUDA device. Writes ``gpu_test.json`` into $OUT when it is set, after every group.
 """
 
 import argparse
 import itertools
 import math
 import os
-import socket
 import sys
+import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import tritoncomm_kernels as kernels
 from torch import Tensor
 from tritoncomm_kernels import reference
 
-from bench.checks import Group, run_check, summary, tried
-from bench.closed_forms import MAPPINGS, SUMS_FORWARD, against_closed_form
+from bench import gpu_groups, gpu_launches
+from bench.checks import Group, summary
+from bench.setting import FLOATS, INTEGER, Setting, bits, make_setting
+from bench.supervised import run_checks, supervise
 from bench.timing import versions, write_json
-from tritoncomm import collective, engine, ops
 
-BUDGET_S = 420  # later checks are skipped, visibly, so that the run ends within eight minutes
-INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-COPIED = (
-    *FLOATS,
-    *(getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)),
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64),
-)
+BUDGET_S = 345  # of all groups; later ones are skipped, visibly
+EACH_S = 150  # of one group, which has crashed or hangs beyond that
 GUARD = 64
-
-
-@dataclass
-class Setting:
-    """Where the checks run, and how large they are."""
-
-    device: torch.device
-    dry: bool
-    generator: torch.Generator
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        return (torch.bfloat16, torch.float32, torch.bool, torch.complex64) if self.dry else COPIED
-
-    @property
-    def backend(self) -> str:
-        return "gloo" if self.dry else "nccl"
-
-
-def bits(setting: Setting, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Random bits of the dtype's width as integers: NaN, infinities, denormals and negative zero included."""
-    kind = INTEGER[dtype.itemsize]
-    low, high = (0, 2) if dtype is torch.bool else (torch.iinfo(kind).min, torch.iinfo(kind).max)
-    return torch.randint(low, high, shape, dtype=kind, device=setting.device, generator=setting.generator)
 
 
 def poison(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -303,142 +272,51 @@ def check_cross_entropy(group: Group, setting: Setting) -> None:
         )
 
 
-def check_one_rank(group: Group, setting: Setting) -> None:
-    """One rank through the backend: every mapping is the identity there, up to the shape, in both directions."""
-    with _world(setting, 0, 1, setting.backend, _free_port()) as pg, engine.run_alone_too():
-        for dtype in setting.dtypes:
-            kind = INTEGER[dtype.itemsize]
-            for name, mapping in MAPPINGS.items():
-                if name in SUMS_FORWARD and dtype not in FLOATS and dtype not in (torch.int32, torch.int64):
-                    continue
-                x = bits(setting, (8, 2, 16), dtype).view(dtype)
-                if name in SUMS_FORWARD:
-                    x = bits(setting, (8, 2, 16), torch.int8).to(dtype)
-                label = f"{name} {dtype}"
-                out = tried(group, label, mapping, x, pg)
-                if out is None:
-                    continue
-                group.expect(torch.equal(out.reshape(-1).view(kind), x.reshape(-1).view(kind)), label)
-                if dtype in FLOATS:
-                    leaf = bits(setting, (8, 2, 16), torch.int8).to(dtype).requires_grad_()
-                    result = mapping(leaf, pg)
-                    gradient = bits(setting, tuple(result.shape), torch.int8).to(dtype)
-                    result.backward(gradient)
-                    group.expect(torch.equal(leaf.grad.view(-1), gradient.reshape(-1)), f"{label}, backward")
-
-
-def check_async(group: Group, setting: Setting) -> None:
-    """Handles waited for on a side stream; the inputs are overwritten right after the call has been waited for."""
-    with _world(setting, 0, 1, setting.backend, _free_port()) as pg, engine.run_alone_too():
-        for n in (64,) if setting.dry else (64, 4096, 1_000_000):
-            for name in ("all_gather", "reduce_scatter", "all_reduce"):
-                x = bits(setting, (2, n), torch.int8).float()
-                want = x.clone()
-                side = None if setting.dry else torch.cuda.Stream()
-                with torch.cuda.stream(side):
-                    if side is not None:
-                        side.wait_stream(torch.cuda.default_stream())
-                    if name == "all_reduce":
-                        out, handle = collective.all_reduce(x, pg, async_op=True)
-                    else:
-                        out, handle = getattr(collective, name)(x, 1, pg, async_op=True)
-                    group.expect(tuple(out.shape) == (2, n), f"{name}: the result has its shape before wait()")
-                    result = handle.wait()
-                    kept = result.clone()
-                    x.fill_(-1)
-                if side is not None:
-                    torch.cuda.default_stream().wait_stream(side)
-                group.expect(torch.equal(kept, want), f"{name}, {n} columns")
-
-
-class _world:
-    """A process group over ``world`` processes."""
-
-    def __init__(self, setting: Setting, rank: int, world: int, backend: str, port: int) -> None:
-        self.arguments: dict[str, Any] = {"backend": backend, "rank": rank, "world_size": world}
-        self.arguments["init_method"] = f"tcp://127.0.0.1:{port}"
-        self.device = setting.device
-
-    def __enter__(self) -> Any:
-        if self.arguments["backend"] == "nccl":
-            self.arguments["device_id"] = self.device
-        dist.init_process_group(**self.arguments)
-        return dist.group.WORLD
-
-    def __exit__(self, *_: object) -> None:
-        dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def shared_device(rank: int, world: int, port: int, dry: bool, results: Any) -> None:
-    """One of several processes on one device, over Gloo: every mapping against its closed form, on the triton path."""
-    setting = make_setting(dry)
-    group = Group("two processes on one device")
-    warnings.simplefilter("ignore")
-    try:
-        with _world(setting, rank, world, "gloo", port) as pg, ops.path("triton"):
-            for dtype in (torch.float32,) if dry else (torch.bfloat16, torch.float32, torch.float64):
-                for name in MAPPINGS:
-                    against_closed_form(group, name, dtype, rank, pg, setting.device)
-    except Exception:
-        group.expect(False, f"rank {rank}: {traceback.format_exc(limit=-3)}")
-    results.put((group.checks, group.failures[:20]))
-
-
-def check_two_processes(group: Group, setting: Setting) -> None:
-    context, world, port = mp.get_context("spawn"), 2, _free_port()
-    results = context.SimpleQueue()
-    workers = [
-        context.Process(target=shared_device, args=(rank, world, port, setting.dry, results)) for rank in range(world)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(150)
-        if worker.is_alive():
-            worker.terminate()
-            group.expect(False, "a process did not end within 150 s")
-    for worker in workers:
-        if worker.exitcode == 0:
-            checks, failures = results.get()
-            group.checks += checks
-            group.failures += failures
-        else:
-            group.expect(False, f"a process ended with code {worker.exitcode}")
-
-
+# Of most worth first: what never ran on a GPU, and what everything else rests on.
 CHECKS: dict[str, Callable[[Group, Setting], None]] = {
+    "initialize() and destroy()": gpu_groups.check_initialize,
+    "mappings: one rank, NCCL": gpu_groups.check_one_rank,
     "copies: dtypes and layouts": check_dtypes_and_layouts,
+    "copies: split sizes": check_sizes,
+    "mappings: two processes, Gloo": gpu_groups.check_two_processes,
+    "capture and replay": gpu_launches.check_capture,
+    "streams": gpu_launches.check_streams,
+    "p2p: two processes, Gloo": gpu_groups.check_p2p,
+    "torch.compile: two processes, Gloo": gpu_groups.check_compile,
+    "two processes, NCCL": gpu_groups.check_two_processes_nccl,
+    "torch.compile: CUDA graphs": gpu_groups.check_cuda_graphs,
+    "launch hooks": gpu_launches.check_hooks,
+    "narrow units beyond 2**31": gpu_launches.check_narrow_units,
+    "reduce": check_reduce,
+    "casts, scales, accumulation": check_arithmetic,
+    "cross entropy": check_cross_entropy,
+    "async handles on a side stream": gpu_groups.check_async,
     "copies: access widths": check_units,
     "copies: ragged rows, gaps": check_ragged_and_gaps,
-    "copies: split sizes": check_sizes,
     "copies: rows beyond 2**31": check_far_rows,
     "copies: more than 2**31 elements": check_far_wires,
-    "casts, scales, accumulation": check_arithmetic,
-    "reduce": check_reduce,
-    "cross entropy": check_cross_entropy,
-    "mappings: one rank, NCCL": check_one_rank,
-    "async handles on a side stream": check_async,
-    "mappings: two processes, Gloo": check_two_processes,
 }
 
 
-def make_setting(dry: bool) -> Setting:
-    device = torch.device("cpu") if dry else torch.device("cuda", 0)
-    if not dry:
-        torch.cuda.set_device(device)
-    return Setting(device, dry, torch.Generator(device).manual_seed(0))
+def child(options: argparse.Namespace) -> None:
+    """Run what nobody has begun."""
+    warnings.simplefilter("ignore")
+    setting = make_setting(options.dry)
+    checks = {name: partial(CHECKS[name], setting=setting) for name in selected(options.only)}
+    run_checks(checks, Path(options.progress), options.deadline)
+
+
+def selected(only: str) -> list[str]:
+    return [name for name in CHECKS if only in name]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Correctness on one GPU.")
     parser.add_argument("--dry", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--only", default="", help="only groups whose name contains this")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds after which nothing new starts")
+    parser.add_argument("--progress", help=argparse.SUPPRESS)
+    parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.dry and not torch.cuda.is_available():
         print("gpu_test: no CUDA device here; nothing was tested")
@@ -446,21 +324,29 @@ def main() -> int:
     if options.dry and os.environ.get("TRITON_INTERPRET") != "1":
         print("gpu_test: --dry needs TRITON_INTERPRET=1")
         return 2
-    warnings.simplefilter("ignore")
-    setting, started = make_setting(options.dry), time.monotonic()
-    name = "cpu, interpreter" if options.dry else torch.cuda.get_device_name(0)
-    print(f"device: {name}, torch {torch.__version__}")
-    deadline = started + BUDGET_S
-    groups = [
-        run_check(label, partial(check, setting=setting), deadline)
-        for label, check in CHECKS.items()
-        if options.only in label
-    ]
-    failed = summary(groups, started)
-    if os.environ.get("OUT"):
-        content = {"device": name, "versions": versions(), "groups": [vars(group) for group in groups]}
-        print("written:", write_json(f"{os.environ['OUT']}/gpu_test.json", content))
-    return 1 if failed else 0
+    if options.progress:
+        child(options)
+        return 0
+    return supervised(options)
+
+
+def supervised(options: argparse.Namespace) -> int:
+    started = time.monotonic()
+    name = "cpu, interpreter" if options.dry else torch.cuda.get_device_properties(0).name
+    print(f"device: {name}, torch {torch.__version__}", flush=True)
+    content = {"device": name, "versions": versions()}
+    out = os.environ.get("OUT")
+
+    def found(groups: list[Group]) -> None:
+        if out:
+            write_json(f"{out}/gpu_test.json", {**content, "groups": [group.result() for group in groups]})
+
+    with tempfile.TemporaryDirectory() as folder:
+        progress, deadline = Path(folder) / "progress", started + options.budget
+        command = [sys.executable, os.path.abspath(__file__), "--progress", str(progress), "--deadline", str(deadline)]
+        command += ["--only", options.only, *(["--dry"] if options.dry else [])]
+        groups = supervise(command, selected(options.only), progress, deadline, EACH_S, found)
+    return 1 if summary(groups, started) else 0
 
 
 if __name__ == "__main__":

@@ -1,18 +1,40 @@
-"""torch.compile(fullgraph=True) of the mappings gives what eager gives, compiles once, and is counted."""
+"""torch.compile(fullgraph=True) of mappings and of blocks around them gives what eager gives, and is counted.
+
+Each graph is compiled once for one shape and once more, with symbols for sizes, for all others.
+"""
 
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from blocks import BLOCKS, HIDDEN, make_block
 from pool import Pool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import mappings as m
 from tritoncomm import record
+from tritoncomm.errors import ShapeError
 
 CALLS = 20
+LENGTHS = (8, 12, 20)
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("c++")), reason="inductor needs a C++ compiler"
+)
+
+on_backends = pytest.mark.parametrize(
+    ("backend", "world"),
+    [
+        ("eager", 2),
+        ("aot_eager", 4),
+        pytest.param("aot_eager", 2, marks=pytest.mark.slow),
+        pytest.param("eager", 4, marks=pytest.mark.slow),
+    ],
+)
 
 
 def whole_layer(group: ProcessGroup) -> Callable[[Tensor], Tensor]:
@@ -94,14 +116,12 @@ def check(answers: list[dict[str, int]]) -> None:
         assert any(name.endswith(".backward") for name in calls), calls
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@on_backends
 def test_compiled_is_eager(pool: Pool, backend: str, world: int) -> None:
     check(pool.run(run_compiled, backend, world=world))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@on_backends
 def test_split_sizes_compile(pool: Pool, backend: str, world: int) -> None:
     for calls in pool.run(run_compiled, backend, "uneven_layer", world=world):
         assert calls.get("all_to_all") == 2 * (CALLS - 1), calls
@@ -110,6 +130,189 @@ def test_split_sizes_compile(pool: Pool, backend: str, world: int) -> None:
         assert calls.get("reduce_scatter_to_sequence_parallel_region") == CALLS - 1, calls
 
 
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="inductor needs a C++ compiler")
-def test_inductor(pool: Pool) -> None:
+@needs_compiler
+@pytest.mark.slow
+def test_every_mapping_through_inductor(pool: Pool) -> None:
     check(pool.run(run_compiled, "inductor", world=2, timeout=110))
+
+
+def compiled_once(function: Any, backend: Any) -> Any:
+    """``function`` compiled as one graph, with nothing compiled before it."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    return torch.compile(function, fullgraph=True, backend=backend)
+
+
+def graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def trained(function: Any, x: Tensor) -> tuple[list[Tensor], tuple[int, int]]:
+    """The result and the gradients of the input and of a module's parameters; calls and bytes of the record."""
+    leaf = x.clone().requires_grad_()
+    parameters = list(function.parameters()) if isinstance(function, torch.nn.Module) else []
+    with record.recording() as counted:
+        out = function(leaf)
+        gradients = torch.autograd.grad(out.sin().sum(), [leaf, *parameters])
+    sent = [count for count in counted.values() if count.wire]
+    return [out.detach(), *gradients], (sum(count.calls for count in sent), sum(count.wire for count in sent))
+
+
+def block_is_eager(
+    group: ProcessGroup, name: str, sequence: bool, backend: Any, lengths: Sequence[int] = LENGTHS
+) -> int:
+    """Values, gradients, calls and bytes for every length; the number of graphs."""
+    plain = make_block(name, group, sequence)
+    compiled = compiled_once(plain, backend)
+    for length in lengths:
+        made = torch.Generator().manual_seed(group.rank() if sequence or name == "ulysses" else 0)
+        x = torch.randn(length, 2, HIDDEN, dtype=torch.float64, generator=made)
+        (got, counted), (wanted, expected) = trained(compiled, x), trained(plain, x)
+        for ours, theirs in zip(got, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+        assert counted == expected
+        assert counted[0] > 0
+    return graphs()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "no-sequence"])
+@pytest.mark.parametrize("name", list(BLOCKS))
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
+def test_blocks(pool: Pool, backend: str, name: str, sequence: bool) -> None:
+    assert pool.run(block_is_eager, name, sequence, backend, world=2, timeout=580) == [2, 2]
+
+
+def test_a_block_of_several_lengths(pool: Pool) -> None:
+    assert pool.run(block_is_eager, "norm", True, "aot_eager", world=2) == [2, 2]
+
+
+def inspected_block(group: ProcessGroup) -> list[tuple[int, list[int]]]:
+    """Inputs of the graphs of a block, and which of them they write; the block is compared with eager, too."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    seen: list[tuple[int, list[int]]] = []
+
+    def inner(graph: Any, inputs: Any, **options: Any) -> Any:
+        compiled = compile_fx_inner(graph, inputs, **options)
+        seen.append((len(inputs), list(compiled.mutated_input_idxs)))  # pyright: ignore[reportAttributeAccessIssue]
+        return compiled
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return compile_fx(graph, inputs, inner_compile=inner)
+
+    assert block_is_eager(group, "mlp", True, backend, LENGTHS[:1]) == 1
+    return seen
+
+
+@needs_compiler
+def test_inductor(pool: Pool) -> None:
+    """A block, in graphs that CUDA graphs admit: forward takes the input and parameters, and no graph writes inputs."""
+    for forward, backward in pool.run(inspected_block, world=2, timeout=110):
+        assert forward == (6, [])
+        assert backward[1] == []
+
+
+def forwards_before_backwards(group: ProcessGroup, backend: str) -> None:
+    """As pipelines and accumulated gradients do: what one call counts must not spoil what another has saved."""
+    plain = make_block("norm", group, True)
+    compiled = compiled_once(plain, backend)
+    xs = [torch.randn(8, 2, HIDDEN, dtype=torch.float64) for _ in range(3)]
+    leaves = [x.clone().requires_grad_() for x in xs]
+    for x, leaf, out in zip(xs, leaves, [compiled(leaf) for leaf in leaves], strict=True):
+        (grad,) = torch.autograd.grad(out.sin().sum(), leaf)
+        torch.testing.assert_close(grad, trained(plain, x)[0][1], rtol=1e-9, atol=1e-10)
+
+
+def sizes_change(group: ProcessGroup, backend: str) -> None:
+    """Split sizes that differ from call to call, as those of experts do: two graphs, not one for every list."""
+
+    def exchanged(x: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        return m.all_to_all(group, x * 2, received, sent).relu()
+
+    rank, compiled = group.rank(), compiled_once(exchanged, backend)
+    for a, b, c, d in ((3, 5, 2, 4), (4, 2, 6, 7), (5, 3, 3, 2), (2, 7, 4, 3)):
+        sent, received = ([a, b], [a, c]) if rank == 0 else ([c, d], [b, d])
+        x = torch.randn(sum(sent), 3, dtype=torch.float64)
+        (got, counted), (wanted, expected) = (
+            trained(partial(call, received=received, sent=sent), x) for call in (compiled, exchanged)
+        )
+        assert all(map(torch.equal, got, wanted))
+        assert counted == expected
+    assert graphs() == 2
+
+
+def bad_sizes_are_refused(group: ProcessGroup) -> None:
+    """Without a full graph by eager mode's own error, in a full graph by one that carries it."""
+    x = torch.zeros(4, 6)
+    for call in (
+        lambda x: m.all_to_all(group, x, [3, 3], [3, 3]),
+        lambda x: m.all_to_all(group, x, [2, 2, 2], None),
+        lambda x: m.all_gather_dim(x, 1, group, sizes=(5, 5)),
+        lambda x: m.reduce_scatter_dim(x, 1, group, sizes=(4, 1)),
+        lambda x: m.split_dim(x, 1, group, sizes=(7, -1)),
+        lambda x: m.all_to_all_dims(x, 1, 0, group, scatter_sizes=(3, 4)),
+        lambda x: m.all_to_all_dims(x, 1, 0, group, gather_sizes=(5, 5)),
+    ):
+        with pytest.raises(RuntimeError, match="ShapeError"):
+            compiled_once(call, "eager")(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what Dynamo says of the frames that it compiles after the graph break
+            with pytest.raises(ShapeError):
+                torch.compile(call, backend="eager")(x)
+
+
+def no_graph_under_no_grad(group: ProcessGroup) -> None:
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        "scatter_sp": lambda x: m.scatter_to_sequence_parallel_region(x, group),
+        "gather_sp": lambda x: m.gather_from_sequence_parallel_region(x, group=group),
+        "sp2hp": lambda x: m.all_to_all_sp2hp(x, group),
+        "reduce_from": lambda x: m.reduce_from_tensor_model_parallel_region(x * 2, group),
+        "split_dim": lambda x: m.split_dim(x, 0, group),
+    }
+    for name, call in calls.items():
+        x = torch.randn(4, 8, requires_grad=True)
+        compiled = compiled_once(call, "eager")
+        with torch.no_grad():
+            out = compiled(x)
+        assert not out.requires_grad, name
+        assert torch.equal(out, call(x)), name
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
+def test_calls_one_after_another(pool: Pool, backend: str) -> None:
+    pool.run(forwards_before_backwards, backend, world=2)
+    pool.run(sizes_change, backend, world=2)
+
+
+def test_arguments_are_checked_while_traced(pool: Pool) -> None:
+    pool.run(bad_sizes_are_refused, world=2)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_graph_under_no_grad(pool: Pool, world: int) -> None:
+    pool.run(no_graph_under_no_grad, world=world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
+def test_one_rank(pool: Pool, backend: str) -> None:
+    """Nothing is sent, and the gradient arrives."""
+    assert pool.run(one_rank_is_eager, backend, world=1) == [0]
+
+
+def one_rank_is_eager(group: ProcessGroup, backend: str) -> int:
+    def layer(x: Tensor) -> Tensor:
+        return whole_layer(group)(x).cos()
+
+    x = torch.randn(4, 16, dtype=torch.float64)
+    (got, counted), (wanted, _) = trained(compiled_once(layer, backend), x), trained(layer, x)
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    return counted[0]

@@ -1,6 +1,10 @@
-"""What `make gpu-bench` and `make gpu-ranks` run, on the CPU, so that the first run on a GPU is not the first run."""
+"""What `make gpu` runs, on the CPU, so that the first run on a GPU is not the first run."""
 
+import json
 import math
+import os
+import re
+import subprocess
 import sys
 import threading
 import time
@@ -11,15 +15,30 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pool import Pool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from bench import closed_forms, gpu_bench, gpu_ranks, guard, report, threaded, timing
+from bench import (
+    closed_forms,
+    gpu_bench,
+    gpu_groups,
+    gpu_ranks,
+    gpu_test,
+    guard,
+    report,
+    supervised,
+    threaded,
+    timing,
+)
 from bench.checks import Group, run_check
 from bench.device import Device
 from bench.formulations import PEERS
 from bench.gpu_bench import Case
+from bench.setting import make_setting
 from tritoncomm import mappings, ops
+
+ROOT = Path(__file__).parents[1]
 
 
 def one_of_each() -> Iterator[Case]:
@@ -97,9 +116,10 @@ def test_many_ranks_in_one_process(
     status, said = gpu_ranks.main(), capsys.readouterr().out
     assert status == 0, said
     mapped = 2 * (1 + 2 * 2 * len(closed_forms.MAPPINGS)) + 1  # ranks, directions, dtypes
+    by_sizes = 2 * 2 * 2 * len(closed_forms.by_sizes(2))
     moved = 2 * 2 * 2 * 2 * 6  # and shapes, transitions
     counts = [group["checks"] for group in results[0]["groups"]]
-    assert counts == [mapped, moved, len(gpu_ranks.LOCAL)]
+    assert counts == [mapped, by_sizes, moved, len(gpu_ranks.LOCAL)]
     assert gpu_ranks.LEFT_OUT in said
     assert "are a projection from" in said
     assert not guard.compare(results[0], results[0])
@@ -201,3 +221,163 @@ def test_a_torch_without_threaded_ranks_is_told(
     said = capsys.readouterr().out
     assert "has no threaded process group" in said
     assert "_set_thread_isolation_mode" in said
+
+
+GROUPS = {"initialize() and destroy()": 12, "mappings: one rank, NCCL": 78, "torch.compile: CUDA graphs": 22}
+LAUNCHES = ("capture and replay", "streams", "launch hooks", "narrow units beyond 2**31")
+SLOW = ("torch.compile: CUDA graphs", "launch hooks")
+
+
+def named(*names: str, slow: tuple[str, ...] = SLOW) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in names]
+
+
+def checked(name: str) -> Group:
+    setting = make_setting(dry=True)
+    return run_check(name, lambda group: gpu_test.CHECKS[name](group, setting), math.inf)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", named(*GROUPS, *LAUNCHES))
+def test_groups_of_checks_run_dry(name: str) -> None:
+    group = checked(name)
+    assert (group.failures, group.skipped) == ([], "")
+    assert group.checks >= GROUPS.get(name, 6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", named(*LAUNCHES, slow=(*SLOW, "capture and replay")))
+def test_wrong_values_of_a_launch_are_seen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    pack = ops.pack
+    values = iter(range(10**6))
+
+    def differs(*given: Any) -> Any:
+        wire, *rest = pack(*given)
+        return wire + next(values) % 100 + 1, *rest
+
+    monkeypatch.setattr(ops, "pack", differs)
+    assert any("pack" in failure for failure in checked(name).failures)
+
+
+def on_two_ranks(group: ProcessGroup, name: str) -> tuple[int, list[str]]:
+    found = Group(name)
+    getattr(gpu_groups, name)(found, group.rank(), group, make_setting(dry=True))
+    return found.checks, found.failures
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        pytest.param("_mappings", 42, marks=pytest.mark.slow),
+        ("_p2p", 16),
+        pytest.param("_compiled", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_what_two_processes_do(pool: Pool, name: str, least: int) -> None:
+    for checks, failures in pool.run(on_two_ranks, name, world=2):
+        assert failures == []
+        assert checks >= least
+
+
+@pytest.mark.slow
+def test_two_processes() -> None:
+    group = Group("two")
+    gpu_groups._two_processes(group, make_setting(dry=True), "gloo", gpu_groups._mappings, fails_on_one_rank)
+    assert group.checks == 85
+    assert [failure.splitlines()[-1] for failure in group.failures] == ["ValueError: no"]
+
+
+def fails_on_one_rank(group: Group, rank: int, *_: Any) -> None:
+    if rank == 1:
+        raise ValueError("no")
+
+
+CHILD = """
+import json, os, signal, sys, time
+begun = [json.loads(line)["begun"] for line in open(sys.argv[1]) if "begun" in line]
+def add(**line):
+    with open(sys.argv[1], "a") as file:
+        file.write(json.dumps(line) + chr(10))
+for name in ("good", "crashes", "hangs", "also good", "leaves", "last"):
+    if name in begun:
+        continue
+    add(begun=name)
+    if name == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if name == "hangs":
+        time.sleep(60)
+    add(ended=dict(name=name, checks=1, failures=["lost"] * (name == "leaves"), skipped="", seconds=0.1))
+    if name == "leaves":
+        os._exit(75)
+"""
+
+
+def test_a_crash_or_a_hang_ends_one_group_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, seen, started = tmp_path / "progress", [], time.monotonic()
+    names = ["good", "crashes", "hangs", "also good", "leaves", "last"]
+    command = [sys.executable, "-S", "-c", CHILD, str(path)]
+    groups = supervised.supervise(command, names, path, started + 30, 2, seen.append)
+    assert time.monotonic() - started < 25
+    told = {group.name: (group.checks, group.failures) for group in groups}
+    assert told["crashes"] == (0, ["the process ended with SIGSEGV"])
+    assert re.fullmatch(r"did not end within \d s", told["hangs"][1][0])
+    assert [told[name][0] for name in ("good", "also good", "leaves", "last")] == [1] * 4
+    assert list(told) == names
+    assert len(seen[-1]) == 6
+    assert "FAILED: the process ended with SIGSEGV" in capsys.readouterr().out
+
+
+def test_checks_that_never_start_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="did not start: the process ended with status 1"):
+        supervised.supervise(["false"], ["one"], tmp_path / "progress", time.monotonic() + 30, 9, lambda _: None)
+
+
+def test_what_there_is_no_time_for_is_told(tmp_path: Path) -> None:
+    groups = supervised.supervise(["false"], ["one"], tmp_path / "progress", time.monotonic() - 1, 1, lambda _: None)
+    assert [(group.name, group.skipped) for group in groups] == [("one", "the time of the run is over")]
+
+
+def test_a_child_goes_on_where_another_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, ran = tmp_path / "progress", []
+    path.write_text(json.dumps({"begun": "one"}) + "\n")
+
+    def fails(group: Group) -> None:
+        ran.append(group.name)
+        group.expect(False, "no")
+
+    supervised.run_checks(dict.fromkeys(("one", "two"), fails), path, math.inf)
+    assert ran == ["two"]
+    left: list[int] = []
+    monkeypatch.setattr(supervised, "_gpu_answers", lambda: False)
+    monkeypatch.setattr(os, "_exit", left.append)
+    supervised.run_checks({"three": fails}, path, math.inf)
+    assert left == [supervised.LOST]
+    begun, ended = supervised._Progress(path).read()
+    assert begun == ["one", "two", "three"]
+    assert [group.failures for group in ended.values()] == [["no"], ["no"]]
+
+
+@pytest.mark.slow
+def test_the_whole_command_runs_dry(tmp_path: Path) -> None:
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
+    env = os.environ | {"PYTHONPATH": paths, "TRITON_INTERPRET": "1", "OUT": str(tmp_path)}
+    command = [sys.executable, str(ROOT / "bench" / "gpu_test.py"), "--dry", "--only", "p2p"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^p2p: two processes, Gloo +41 checks, 0 failed", done.stdout, re.MULTILINE)
+    (written,) = json.loads((tmp_path / "gpu_test.json").read_text())["groups"]
+    assert (written["checks"], written["failures"]) == (41, [])
+
+
+def test_the_run_on_a_gpu_fits_its_time() -> None:
+    """The limits of `make gpu`, and the budgets inside them."""
+    makefile = (ROOT / "Makefile").read_text()
+    limits = {target: int(limit) for limit, target in re.findall(r"timeout (\d+) \$\(PY\) bench/(\w+)\.py", makefile)}
+    (tune,) = re.findall(r"timeout (\d+) \$\(PY\) -m tritoncomm tune --budget (\d+)", makefile)
+    runs = re.findall(r"^\t-?\$\(MAKE\) gpu-(\w+)$", makefile, re.MULTILINE)
+    assert runs == ["test", "ranks", "bench", "bench"]
+    assert sum(limits[f"gpu_{run}"] for run in runs) + int(tune[0]) <= 25 * 60
+    assert int(tune[0]) > int(tune[1])
+    for module in (gpu_ranks, gpu_bench):
+        assert limits[module.__name__.rpartition(".")[2]] >= module.BUDGET_S + module.GRACE_S
+    assert limits["gpu_test"] >= gpu_test.BUDGET_S + 20

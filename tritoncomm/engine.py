@@ -201,7 +201,7 @@ def exchange_rows(
     name: str,
     asynchronous: bool = False,
 ) -> Any:
-    """All-to-all along dim 0 by split sizes; even where a list is missing."""
+    """All-to-all along dim 0 by split sizes; a list that is missing is even, without both it is the even collective."""
     if is_compiling():
         return traced.exchange_rows(x, group, out_sizes, in_sizes, name)
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)

@@ -1,4 +1,8 @@
-"""Counters: what every mapping and collective did, cheap enough to be always on."""
+"""Counters: what every mapping and collective did, cheap enough to be always on.
+
+They are kept on the host: a CUDA graph, captured by hand or by ``torch.compile(mode="reduce-overhead")``, counts while
+it is warmed up and captured, and not when it is replayed.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,7 +60,11 @@ def add(name: str, path: str, packed: int, wire: int, started: float, calls: int
 
 
 def counters() -> dict[tuple[str, str], Count]:
-    """A copy of the record: ``{(name, path): Count}``, path one of view, torch, triton."""
+    """A copy of the record: ``{(name, path): Count}``.
+
+    The path is view, torch or triton; compiled for a collective inside ``torch.compile``, where pack and unpack add
+    their bytes under torch or triton; cpu or device for the header of a message.
+    """
     return {key: Count(c.calls, c.packed, c.wire, c.seconds) for key, c in _counts.items()}
 
 

@@ -132,7 +132,10 @@ def piece_of(shape: Ints, dim: int, world: int, rank: int, sizes: Ints | None) -
 def rows_exchanged(
     shape: Ints, dtype: torch.dtype, world: int, rank: int, out_sizes: Ints | None, in_sizes: Ints | None
 ) -> Route:
-    """All-to-all of rows; equal lists are the even exchange."""
+    """All-to-all of rows, by split sizes as soon as this rank was given a list.
+
+    Equal sizes of this rank say nothing about those of the others, and NCCL has another call for the even exchange.
+    """
     if not shape:
         raise ShapeError("a 0-dim tensor has no rows to exchange")
     rows, row = shape[0], math.prod(shape[1:]) * dtype.itemsize
@@ -143,7 +146,7 @@ def rows_exchanged(
     taken = out_sizes if out_sizes is not None else (_divided(shape, 0, world),) * world
     result = None if sum(taken) == rows else (sum(taken), *shape[1:])
     sent, lazy = (rows - given[rank]) * row, _lazy(shape, dtype)
-    if len(set(given)) == 1 and taken == given:
+    if out_sizes is None and in_sizes is None:
         return Route(result, sent, True, lazy)
     return Route(result, sent, True, lazy, None, taken, given)
 

@@ -1,6 +1,7 @@
 """The same movements under torch.compile: functional collectives that inductor knows, and opaque pack and unpack ops.
 
-The ops run the eager code, so paths, counters and alignment checks happen at run time and nothing recompiles per call.
+The ops run the eager code, so paths, counters and alignment checks happen at run time. Sizes reach them as symbols, so
+one graph serves every sequence length. Arguments are checked while a call is traced, as in eager mode.
 """
 
 import math
@@ -8,19 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.distributed import ProcessGroup
 
 from tritoncomm import ops, record
-from tritoncomm.errors import ShapeError
-from tritoncomm.plan import Ints, Plan
+from tritoncomm.errors import ArgumentError, ShapeError
+from tritoncomm.plan import Ints
 
 __all__ = ["all_reduce", "exchange", "exchange_rows", "gather", "scatter_reduce", "split"]
 
 _library = torch.library.Library("tritoncomm", "DEF")
-_library.define("pack(Tensor x, int dim, int world, int[]? sizes, str name) -> Tensor")
-_library.define("unpack(Tensor wire, int[] shape, int dim, int world, int[]? sizes, str name) -> Tensor")
-_library.define("count(str name, int wire) -> ()")
+_library.define("pack(Tensor x, int dim, int world, SymInt[]? sizes, str name) -> Tensor")
+_library.define("unpack(Tensor wire, SymInt[] shape, int dim, int world, SymInt[]? sizes, str name) -> Tensor")
+_library.define("count(Tensor(a!) result, str name, SymInt bytes_sent) -> ()")
 
 
 def _as_sizes(sizes: list[int] | None) -> Ints | None:
@@ -43,8 +43,8 @@ def _unpack(wire: Tensor, shape: list[int], dim: int, world: int, sizes: list[in
     return out
 
 
-def _count(name: str, wire: int) -> None:
-    record.add(name, "compiled", 0, wire, record.now())
+def _count(result: Tensor, name: str, bytes_sent: int) -> None:
+    record.add(name, "compiled", 0, bytes_sent, record.now())
 
 
 for _name, _function in (("pack", _pack), ("unpack", _unpack), ("count", _count)):
@@ -54,7 +54,7 @@ for _name, _function in (("pack", _pack), ("unpack", _unpack), ("count", _count)
 @torch.library.register_fake("tritoncomm::pack", lib=_library)
 def _(x: Tensor, dim: int, world: int, sizes: list[int] | None, name: str) -> Tensor:
     length = x.shape[dim] if sizes is not None else -(-x.shape[dim] // world) * world
-    return x.new_empty(x.numel() // x.shape[dim] * length if x.shape[dim] else 0)
+    return x.new_empty(math.prod(x.shape[:dim]) * length * math.prod(x.shape[dim + 1 :]))
 
 
 @torch.library.register_fake("tritoncomm::unpack", lib=_library)
@@ -62,10 +62,21 @@ def _(wire: Tensor, shape: list[int], dim: int, world: int, sizes: list[int] | N
     return wire.new_empty(shape)
 
 
-torch.library.register_fake("tritoncomm::count", lambda name, wire: None, lib=_library)
-_register_effectful_op(torch.ops.tritoncomm.count.default, _EffectType.ORDERED)
+torch.library.register_fake("tritoncomm::count", lambda result, name, bytes_sent: None, lib=_library)
 
 _c10d = torch.ops._c10d_functional
+
+
+def _finished(pending: Tensor, name: str, bytes_sent: int) -> Tensor:
+    """Wait for a collective, and count the call.
+
+    ``count`` is declared to write the result, and does not: an operator that writes what is used later is neither
+    dropped nor merged with its like. A tally from outside the graph would be a saved tensor of the backward graph, and
+    autograd refuses that backward once another forward has written the tally; inductor loses track of effect tokens.
+    """
+    result = _c10d.wait_tensor(pending)
+    torch.ops.tritoncomm.count(result, name, bytes_sent)
+    return result
 
 
 def _result(x: Tensor) -> Tensor:
@@ -77,18 +88,40 @@ def _result(x: Tensor) -> Tensor:
     return x.view(x.shape)
 
 
-def _even(size: int, world: int, dim: int, name: str) -> None:
-    if size % world:
-        raise ShapeError(f"{name}: dim {dim} of size {size} does not divide over {world} ranks")
+def _split_sizes(x: Tensor, dim: int, world: int, sizes: Ints | None, name: str) -> Ints:
+    """What ``dim`` is split into: ``sizes``, or equal sizes."""
+    size = x.shape[dim]
+    if sizes is None:
+        if size % world:
+            raise ShapeError(f"{name}: dim {dim} of size {size} does not divide over {world} ranks")
+        return (size // world,) * world
+    if len(sizes) != world or sum(sizes) != size or any(part < 0 for part in sizes):
+        raise ShapeError(f"{name}: split sizes do not cut dim {dim} of shape {tuple(x.shape)} over {world} ranks")
+    return sizes
 
 
-def _all_to_all(x: Tensor, out_counts: list[int], in_counts: list[int], group: ProcessGroup) -> Tensor:
+def _all_gather_sizes(shape: Ints, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Ints:
+    """The size of ``dim`` on every rank: ``sizes``, or this rank's on all of them."""
+    world, size = group.size(), shape[dim]
+    if sizes is None:
+        return (size,) * world
+    if len(sizes) != world or sizes[group.rank()] != size or any(part < 0 for part in sizes):
+        raise ShapeError(f"{name}: split sizes need {world} entries, mine the size of dim {dim} of {tuple(shape)}")
+    return sizes
+
+
+def _all_equal(sizes: Ints | None) -> bool:
+    return sizes is None or all(size == sizes[0] for size in sizes)
+
+
+def _all_to_all(
+    x: Tensor, out_counts: list[int], in_counts: list[int], group: ProcessGroup, name: str, bytes_sent: int
+) -> Tensor:
+    """All-to-all of a flat tensor by numbers of elements."""
     wire = torch.view_as_real(x).flatten() if x.is_complex() else x
     width = 2 if x.is_complex() else 1
-    out = _c10d.all_to_all_single(
-        wire, [width * count for count in out_counts], [width * count for count in in_counts], group.group_name
-    )
-    out = _c10d.wait_tensor(out)
+    out_counts, in_counts = ([width * count for count in counts] for counts in (out_counts, in_counts))
+    out = _finished(_c10d.all_to_all_single(wire, out_counts, in_counts, group.group_name), name, bytes_sent)
     return torch.view_as_complex(out.view(-1, 2)) if x.is_complex() else out
 
 
@@ -97,21 +130,26 @@ def gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: s
     world, dim = group.size(), dim % x.dim()
     if world == 1:
         return x
-    torch.ops.tritoncomm.count(name, x.numel() * x.element_size() * (world - 1))
-    sizes = sizes or (x.shape[dim],) * world
-    shape = (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
-    plan = Plan(math.prod(shape[:dim]), 0, 0, world, len(set(sizes)) == 1, False)
-    if plan.even:
-        wire = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), world, group.group_name))
-        if plan.outer == 1:
-            return wire.view(shape)
-        return torch.ops.tritoncomm.unpack(wire, shape, dim, world, None, name)
-    rest = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
-    mine = x.contiguous().view(-1)
-    wire = _all_to_all(mine.repeat(world), [rest * size for size in sizes], [mine.numel()] * world, group)
-    if plan.outer == 1:
+    each = _all_gather_sizes(x.shape, dim, group, sizes, name)
+    shape = (*x.shape[:dim], sum(each), *x.shape[dim + 1 :])
+    bytes_sent = x.numel() * x.element_size() * (world - 1)
+    if _all_equal(sizes):
+        sizes = None
+        pending = _c10d.all_gather_into_tensor(x.contiguous(), world, group.group_name)
+        wire = _finished(pending, name, bytes_sent)
+    else:
+        rest = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+        mine = x.contiguous().view(-1)
+        counts = [rest * size for size in each], [mine.numel()] * world
+        wire = _all_to_all(mine.repeat(world), *counts, group, name, bytes_sent)
+    return _joined(wire, shape, dim, world, sizes, name)
+
+
+def _joined(wire: Tensor, shape: Ints, dim: int, world: int, sizes: Ints | None, name: str) -> Tensor:
+    """What arrived in rank order, as the tensor of this shape."""
+    if math.prod(shape[:dim]) == 1:
         return wire.view(shape)
-    return torch.ops.tritoncomm.unpack(wire, shape, dim, world, list(sizes), name)
+    return torch.ops.tritoncomm.unpack(wire, shape, dim, world, None if sizes is None else list(sizes), name)
 
 
 def _wire(x: Tensor, dim: int, world: int, sizes: Ints | None, name: str) -> Tensor:
@@ -122,26 +160,24 @@ def _wire(x: Tensor, dim: int, world: int, sizes: Ints | None, name: str) -> Ten
 
 
 def scatter_reduce(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
-    """Sum over the ranks and keep this rank's piece of ``dim``."""
+    """Sum over the ranks and keep this rank's shard of ``dim``."""
     world, rank, dim = group.size(), group.rank(), dim % x.dim()
     if world == 1:
         return x
-    torch.ops.tritoncomm.count(name, x.numel() * x.element_size() * (world - 1) // world)
-    if sizes is not None and len(set(sizes)) > 1:
-        summed = _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group.group_name))
-        return _result(summed.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous())
-    _even(x.shape[dim], world, dim, name)
+    each = _split_sizes(x, dim, world, sizes, name)
+    if not _all_equal(sizes):  # no functional reduce-scatter takes sizes
+        return _result(all_reduce(x, group, name).narrow(dim, sum(each[:rank]), each[rank]).contiguous())
     wire = _wire(x, dim, world, None, name)
-    out = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(wire, "sum", world, group.group_name))
-    return out.view((*x.shape[:dim], x.shape[dim] // world, *x.shape[dim + 1 :]))
+    pending = _c10d.reduce_scatter_tensor(wire, "sum", world, group.group_name)
+    out = _finished(pending, name, x.numel() * x.element_size() * (world - 1) // world)
+    return out.view((*x.shape[:dim], each[rank], *x.shape[dim + 1 :]))
 
 
 def split(x: Tensor, dim: int, world: int, rank: int, sizes: Ints | None) -> Tensor:
-    """This rank's piece of ``dim``; plain torch, which inductor fuses with what follows."""
-    if sizes is None:
-        _even(x.shape[dim], world, dim, "split")
-    sizes = sizes or (x.shape[dim] // world,) * world
-    return _result(x.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous())
+    """This rank's shard of ``dim``; plain torch, which inductor fuses with what follows."""
+    dim %= x.dim()
+    each = _split_sizes(x, dim, world, sizes, "split")
+    return _result(x.narrow(dim, sum(each[:rank]), each[rank]).contiguous())
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, name: str) -> Tensor:
@@ -149,27 +185,24 @@ def all_reduce(x: Tensor, group: ProcessGroup, name: str) -> Tensor:
     world = group.size()
     if world == 1:
         return x
-    torch.ops.tritoncomm.count(name, 2 * x.numel() * x.element_size() * (world - 1) // world)
-    return _result(_c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group.group_name)))
+    pending = _c10d.all_reduce(x.contiguous(), "sum", group.group_name)
+    return _result(_finished(pending, name, 2 * x.numel() * x.element_size() * (world - 1) // world))
 
 
 def exchange_rows(x: Tensor, group: ProcessGroup, out_sizes: Ints | None, in_sizes: Ints | None, name: str) -> Tensor:
-    """All-to-all along dim 0."""
-    world = group.size()
+    """All-to-all along dim 0, always by split sizes: the functional collective has no even form."""
+    world, rank = group.size(), group.rank()
     if world == 1:
         return x
-    if in_sizes is None:
-        _even(x.shape[0], world, 0, name)
-    rows = sum(out_sizes) if out_sizes is not None else x.shape[0]
-    if out_sizes is None:
-        _even(rows, world, 0, name)
-    torch.ops.tritoncomm.count(name, x.numel() * x.element_size() * (world - 1) // world)
+    sent = _split_sizes(x, 0, world, in_sizes, name)
+    received = out_sizes if out_sizes is not None else _split_sizes(x, 0, world, None, name)
+    if len(received) != world or any(size < 0 for size in received):
+        raise ShapeError(f"{name}: output split sizes need {world} entries of 0 or more")
     rest = math.prod(x.shape[1:])
-    counts = [
-        [size * rest for size in (sizes or (count // world,) * world)]
-        for sizes, count in ((out_sizes, rows), (in_sizes, x.shape[0]))
-    ]
-    return _all_to_all(x.contiguous().view(-1), counts[0], counts[1], group).view((rows, *x.shape[1:]))
+    counts = [size * rest for size in received], [size * rest for size in sent]
+    bytes_sent = (x.shape[0] - sent[rank]) * rest * x.element_size()
+    out = _all_to_all(x.contiguous().view(-1), *counts, group, name, bytes_sent)
+    return out.view((sum(received), *x.shape[1:]))
 
 
 def exchange(
@@ -182,23 +215,23 @@ def exchange(
     scatter_sizes: Ints | None = None,
     gather_sizes: Ints | None = None,
 ) -> Tensor:
-    """Cut ``scatter_dim`` over the ranks and join ``gather_dim`` from them."""
+    """Split ``scatter_dim`` over the ranks and concatenate ``gather_dim`` from them."""
     world, rank = group.size(), group.rank()
     if world == 1:
         return x if shape is None else x.reshape(shape)
     scatter_dim, gather_dim = scatter_dim % x.dim(), gather_dim % x.dim()
-    if scatter_sizes is None:
-        _even(x.shape[scatter_dim], world, scatter_dim, name)
-    torch.ops.tritoncomm.count(name, x.numel() * x.element_size() * (world - 1) // world)
-    cut = scatter_sizes or (x.shape[scatter_dim] // world,) * world
-    block = (*x.shape[:scatter_dim], cut[rank], *x.shape[scatter_dim + 1 :])
-    join = gather_sizes or (block[gather_dim],) * world
-    joined = (*block[:gather_dim], sum(join), *block[gather_dim + 1 :])
-    sent_unit = x.numel() // max(x.shape[scatter_dim], 1)
-    got_unit = math.prod(joined) // max(joined[gather_dim], 1)
+    if scatter_dim == gather_dim and (scatter_sizes is not None or gather_sizes is not None):
+        raise ArgumentError(f"{name}: sizes need two different dims, not {scatter_dim} twice")
+    sent = _split_sizes(x, scatter_dim, world, scatter_sizes, name)
+    block = (*x.shape[:scatter_dim], sent[rank], *x.shape[scatter_dim + 1 :])
+    received = _all_gather_sizes(block, gather_dim, group, gather_sizes, name)
+    joined = (*block[:gather_dim], sum(received), *block[gather_dim + 1 :])
+    sent_unit, received_unit = (
+        math.prod(of[:dim]) * math.prod(of[dim + 1 :]) for of, dim in ((x.shape, scatter_dim), (joined, gather_dim))
+    )
+    counts = [received_unit * size for size in received], [sent_unit * size for size in sent]
+    bytes_sent = (x.numel() - sent_unit * sent[rank]) * x.element_size()
     wire = _wire(x, scatter_dim, world, scatter_sizes, name)
-    wire = _all_to_all(wire, [got_unit * n for n in join], [sent_unit * n for n in cut], group)
-    if math.prod(joined[:gather_dim]) != 1:
-        sizes = None if gather_sizes is None else list(gather_sizes)
-        wire = torch.ops.tritoncomm.unpack(wire, joined, gather_dim, world, sizes, name)
-    return wire.view(joined if shape is None else shape)
+    wire = _all_to_all(wire, *counts, group, name, bytes_sent)
+    out = _joined(wire, joined, gather_dim, world, gather_sizes, name)
+    return out if shape is None else out.view(shape)

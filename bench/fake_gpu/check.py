@@ -79,9 +79,10 @@ def check_faults(group: Group, device: Device, setting: gpu_test.Setting) -> Non
 
 
 def check_mappings(group: Group, device: Device, setting: gpu_test.Setting) -> None:
-    """Every mapping on ranks in threads that launch at the same time; ``auto`` takes the kernels here."""
+    """Every mapping on ranks in threads that launch at once, evenly and by sizes; ``auto`` takes the kernels here."""
     for world in (2,) if setting.dry else (2, 4, 8):
         gpu_ranks.check_mappings(group, world, setting.device)
+        gpu_ranks.check_split_sizes(group, world, setting.device)
 
 
 def check_transitions(group: Group, device: Device, setting: gpu_test.Setting) -> None:
