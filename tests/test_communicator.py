@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm import ops, p2p, record
 from tritoncomm.errors import GroupError, ShapeError, UnsupportedError
 from tritoncomm.p2p import P2PCommunicator, header, is_single_shape, message
-from tritoncomm.p2p.exchange import Line
+from tritoncomm.p2p.line import Line
 
 MODES: dict[str, dict[str, Any]] = {
     "batched": {},
