@@ -390,6 +390,7 @@ def decoded(words: list[int], traced: bool) -> header.Contents | str:
     if traced:
         tracemalloc.start()
     try:
+        assert header.length(words) <= header.MAX_WORDS  # which a receiver allocates
         return header.decode(words)
     except MismatchError as error:
         return re.sub(r"\[.*\]|-?\d+", "#", str(error)).partition(":")[0]

@@ -20,7 +20,7 @@ from pool import strict_warnings
 
 import tritoncomm
 from tritoncomm import groups, p2p
-from tritoncomm.errors import MismatchError, PeerError
+from tritoncomm.p2p import MismatchError, PeerError
 
 TIMEOUT, HARD = 4.0, 60.0
 SLACK = TIMEOUT + 8  # seconds until a lost peer is noticed, on a busy machine

@@ -101,6 +101,10 @@ def decode(words: Sequence[int]) -> Contents:
     Raises:
         MismatchError: ``encode`` did not write this.
     """
+    return _decode_known(tuple(words)) if len(words) == WORDS else _decode(words)
+
+
+def _decode(words: Sequence[int]) -> Contents:
     end = length(words)
     if len(words) != max(end, WORDS) or any(words[end:]):
         raise MismatchError(f"a header of {end} words came in {len(words)}, or with something behind it")
@@ -126,6 +130,9 @@ def decode(words: Sequence[int]) -> Contents:
     return Contents(tuple(specs), tuple(flags))
 
 
+_decode_known = lru_cache(maxsize=1024)(_decode)  # short headers only: a long one is no key for a cache
+
+
 def _dtype(code: int, i: int) -> torch.dtype:
     known = 0 <= code < len(_DTYPES)
     dtype = _DTYPES[code] if known else None
@@ -143,4 +150,7 @@ def _shape(sizes: Sequence[int], i: int) -> tuple[int, ...]:
 
 def _is_possible(sizes: Sequence[int]) -> bool:
     """Whether strides and bytes of such a tensor fit in 64 bits, whatever its dtype."""
-    return min(sizes, default=0) >= 0 and _MAX_ITEM * math.prod([max(size, 1) for size in sizes]) <= _MAX_BYTES
+    smallest = min(sizes, default=1)
+    if smallest <= 0:
+        sizes = [size for size in sizes if size]
+    return smallest >= 0 and _MAX_ITEM * math.prod(sizes) <= _MAX_BYTES
