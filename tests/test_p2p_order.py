@@ -186,4 +186,4 @@ def test_cuda_tensors_are_posted_as_the_line_says(monkeypatch: pytest.MonkeyPatc
             ("send", 3, world),
         ]
         monkeypatch.setattr("tritoncomm.p2p.line.cuda_backend", lambda group: "gloo")
-        assert {way.modes for way in Line.of(world).batch} == {("direct", "host")}
+        assert {way.modes for way in Line.of(dist.new_group([0, 1, 2])).batch} == {("direct", "host")}

@@ -183,10 +183,15 @@ def _side(line: Line, device: torch.device) -> Line | None:
     if device.type == "cpu" or all(map(_moves_cpu, filter(None, (line.group, line.outside)))):
         return line
     if "side" not in line.sides:
-        group, outside = _twin(line.group), line.outside and _twin(line.outside)
-        missing = group is None or (line.outside is not None and outside is None)
-        line.sides["side"] = None if missing else Line.of(group, line.prev, line.next, outside)
+        line.sides["side"] = _side_of(line)
     return line.sides["side"]
+
+
+def _side_of(line: Line) -> Line | None:
+    group, outside = _twin(line.group), line.outside and _twin(line.outside)
+    if group is None or (line.outside is not None and outside is None):
+        return None
+    return Line.of(group, line.prev, line.next, outside)
 
 
 def _moves_cpu(group: ProcessGroup) -> bool:

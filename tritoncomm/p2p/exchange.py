@@ -49,7 +49,7 @@ class Posted:
         if self._host is not None and not end.is_send:
             self._tensor.detach().copy_(self._host)
         self._work = self._host = None
-        queue = end.queue() if end.is_send else None
+        queue = None if end.queue is None else end.queue()
         if queue is not None and self in queue:
             while queue.popleft() is not self:  # those posted before it in the same direction are done as well
                 pass
@@ -62,7 +62,7 @@ class Posted:
 def keep(handles: Iterable[Posted]) -> None:
     """Hold sends until they were waited for: a handle that the caller drops must not take the send with it."""
     for posted in handles:
-        queue = posted._end.queue() if posted._end.is_send else None
+        queue = None if posted._end.queue is None else posted._end.queue()
         if queue is not None:
             queue.append(posted)
             if len(queue) > _MOST_UNWAITED:

@@ -25,9 +25,23 @@ _TWO_STAGES = ("send_next", "recv_prev", "send_prev", "recv_next")
 Queue = deque[Any]
 
 
-# Sends that nobody waited for yet, by group and the receiver's rank in it. Nothing in a queue refers to the group, so
-# that the queues die with it, whoever destroys it.
-_queues: weakref.WeakKeyDictionary[ProcessGroup, dict[int, Queue]] = weakref.WeakKeyDictionary()
+class _Shared:
+    """What all lines of a group have in common.
+
+    Attributes:
+        backend: carries its CUDA tensors, empty where none does.
+        queues: sends that nobody waited for yet, by the receiver's rank in the group.
+    """
+
+    __slots__ = ("backend", "queues")
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.backend = cuda_backend(group)
+        self.queues: dict[int, Queue] = {}
+
+
+# Nothing in here refers to the group: it dies with the group, whoever destroys that.
+_shared: weakref.WeakKeyDictionary[ProcessGroup, _Shared] = weakref.WeakKeyDictionary()
 
 
 def posting_order(key: str, source: int, target: int, in_ring: bool) -> tuple[bool, int, int, int]:
@@ -54,13 +68,13 @@ class Endpoint(NamedTuple):
         stage: this rank, as errors name it.
         is_send: whether it sends.
         peer: global rank of the other end.
-        queue: the sends to that rank that nobody waited for yet; None once their group is gone.
+        queue: of a sender: the sends to that rank that nobody waited for yet; dead once their group is gone.
     """
 
     stage: str
     is_send: bool
     peer: int
-    queue: "weakref.ref[Queue]"
+    queue: "weakref.ref[Queue] | None"
 
 
 class Way(NamedTuple):
@@ -151,22 +165,29 @@ class _Plan:
 
     def __init__(self, group: ProcessGroup, prev: int | None, next: int | None, outside: ProcessGroup | None) -> None:
         self.group, self.outside, self.stage = group, outside, group.rank()
-        self.backends: dict[ProcessGroup, str] = {}
         self.ranks = ranks = dist.get_process_group_ranks(group)
-        self.outer = [] if outside is None else dist.get_process_group_ranks(outside)
         self.prev = ranks[self.stage - 1] if prev is None else prev
         self.next = ranks[(self.stage + 1) % len(ranks)] if next is None else next
+        self.text = _stage(self.stage, len(ranks), ranks[self.stage])
+        outer = [] if outside is None else dist.get_process_group_ranks(outside)
         for rank in (self.prev, self.next):
-            if rank not in ranks and rank not in self.outer:
-                raise GroupError(f"rank {rank} is not in the group of ranks {self.outer or ranks}")
+            if rank not in ranks and rank not in outer:
+                raise GroupError(f"rank {rank} is not in the group of ranks {outer or ranks}")
 
     def line(self) -> Line:
+        prev, next = self._side(self.prev), self._side(self.next)
+        sides = {"send_prev": prev, "recv_prev": prev, "send_next": next, "recv_next": next}
         keys = _TWO_STAGES if self.prev == self.next else _KEYS
-        batched = [key for key in keys if self._in_batch(key)]
-        ordered = sorted(keys, key=self._order)
-        batch = [self._way(key, True) for key in batched]
-        batch += [self._way(key, False) for key in ordered if key not in batched]
-        singles = [self._way(key, False, self._over(key)) for key in ordered]
+        order = {key: self._order(key, sides[key]) for key in keys}
+        ordered = sorted(keys, key=order.__getitem__)
+        batch = [self._way(key, sides[key]) for key in keys if sides[key].is_near]
+        batch += [self._way(key, sides[key]) for key in ordered if not sides[key].is_near]
+        singles, other = [], self._other()
+        for key in ordered:
+            side = sides[key]
+            if other is not None and order[key][1] == 1:  # what the odd one of two stages sends
+                side = side._replace(group=other, place=dist.get_group_rank(other, side.peer))
+            singles.append(self._way(key, side._replace(is_near=False)))
         ways = {way.key: way for way in singles}, {way.key: way for way in batch}
         stage, ranks = self.stage, self.ranks
         return Line(
@@ -174,36 +195,45 @@ class _Plan:
             tuple(batch), tuple(singles), ways,
         )  # fmt: skip
 
-    def _peer(self, key: str) -> int:
-        return self.prev if key.endswith("prev") else self.next
+    def _side(self, peer: int) -> "_Side":
+        if peer in self.ranks:
+            place = self.ranks.index(peer)
+            near = (place - self.stage) % len(self.ranks) in (0, 1, len(self.ranks) - 1)
+            return _Side(peer, place, self.group, True, near)
+        assert self.outside is not None
+        return _Side(peer, dist.get_group_rank(self.outside, peer), self.outside, False, False)
 
-    def _in_batch(self, key: str) -> bool:
-        peer = self._peer(key)
-        distance = self.ranks.index(peer) - self.stage if peer in self.ranks else None
-        return distance is not None and distance % len(self.ranks) in (0, 1, len(self.ranks) - 1)
+    def _order(self, key: str, side: "_Side") -> tuple[bool, int, int, int]:
+        own, other = (self.stage, side.place) if side.in_ring else (self.ranks[self.stage], side.peer)
+        source, target = (own, other) if key.startswith("send") else (other, own)
+        return posting_order(key, source, target, side.in_ring)
 
-    def _order(self, key: str) -> tuple[bool, int, int, int]:
-        peer = self._peer(key)
-        in_ring = peer in self.ranks
-        ends = (self.stage, self.ranks.index(peer)) if in_ring else (self.ranks[self.stage], peer)
-        return posting_order(key, *(ends if key.startswith("send") else ends[::-1]), in_ring)
+    def _other(self) -> ProcessGroup | None:
+        """The group that two stages use for every other single call."""
+        return None if len(self.ranks) != 2 or "ucc" in dist.get_backend(self.group) else dist.group.WORLD
 
-    def _over(self, key: str) -> ProcessGroup | None:
-        """The default group for what the odd one of two stages sends."""
-        world = dist.group.WORLD
-        if len(self.ranks) != 2 or world is None or self._order(key)[1] != 1 or "ucc" in dist.get_backend(self.group):
-            return None
-        return world
+    def _way(self, key: str, side: "_Side") -> Way:
+        shared, is_send = _shared.get(side.group), key.startswith("send")
+        if shared is None:
+            shared = _shared[side.group] = _Shared(side.group)
+        queue = weakref.ref(shared.queues.setdefault(side.place, deque())) if is_send else None
+        modes = ("direct", "host" if shared.backend == "gloo" else "batched" if side.is_near else "direct")
+        return Way(key, is_send, side.place, side.group, modes, Endpoint(self.text, is_send, side.peer, queue))
 
-    def _way(self, key: str, batched: bool, over: ProcessGroup | None = None) -> Way:
-        peer, is_send = self._peer(key), key.startswith("send")
-        if over is None:
-            over = self.group if peer in self.ranks else self.outside
-        assert over is not None
-        place = dist.get_group_rank(over, peer)
-        if over not in self.backends:
-            self.backends[over] = cuda_backend(over)
-        modes = ("direct", "host" if self.backends[over] == "gloo" else "batched" if batched else "direct")
-        queue = _queues.setdefault(over, {}).setdefault(place, deque())
-        end = Endpoint(_stage(self.stage, len(self.ranks), self.ranks[self.stage]), is_send, peer, weakref.ref(queue))
-        return Way(key, is_send, place, over, modes, end)
+
+class _Side(NamedTuple):
+    """A neighbour.
+
+    Attributes:
+        peer: its global rank.
+        place: its rank in ``group``.
+        group: the group that both ends use.
+        in_ring: whether it is in the pipeline's group.
+        is_near: whether it is next to this stage on the ring, so that a batch serves it.
+    """
+
+    peer: int
+    place: int
+    group: ProcessGroup
+    in_ring: bool
+    is_near: bool
