@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import ops, p2p, record
 from tritoncomm.errors import GroupError, MismatchError, ShapeError, UnsupportedError
-from tritoncomm.p2p import P2PCommunicator, header, is_single_shape, message
+from tritoncomm.p2p import P2PCommunicator, announce, engine, header, is_single_shape, message
 from tritoncomm.p2p.incoming import Incoming
 from tritoncomm.p2p.line import Line
 
@@ -490,6 +490,34 @@ def test_a_receiver_names_what_is_no_header(pool: Pool) -> None:
     ):
         assert message_.startswith("recv_forward: stage 1 of 2 (rank 1)"), message_
         assert words in message_
+
+
+def run_device_headers(group: ProcessGroup) -> None:
+    """Headers where no group carries CPU tensors: in one batch with the device's tensors."""
+    c, stage, stages = communicator(group), group.rank(), group.size()
+    ends = {"recv_prev": (stage - 1) % stages, "recv_next": (stage + 1) % stages}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(announce, "_side", lambda line, device: None)
+        for count in (1, 9):
+            sends = {
+                "send_next": [torch.ones(1, i, stage) for i in range(count)],
+                "send_prev": [torch.ones(stage, i) for i in range(count)],
+            }
+            found = engine.exchange_headers(c._line, "headers", sends, tuple(ends), "cpu")
+            assert [shape for shape, _ in found["recv_prev"].specs] == [(1, i, ends["recv_prev"]) for i in range(count)]
+            assert [shape for shape, _ in found["recv_next"].specs] == [(ends["recv_next"], i) for i in range(count)]
+        if stages > 2:
+            return
+        if stage == 0:
+            group.send([torch.arange(32)], 1, 0).wait()
+        else:
+            with pytest.raises(MismatchError, match=r"stage 1 of 2 .* cannot read the header from rank 0: no header"):
+                engine.exchange_headers(c._line, "headers", {}, ("recv_prev",), "cpu")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_headers_over_the_device(pool: Pool, world: int) -> None:
+    pool.run(run_device_headers, world=world)
 
 
 def run_long_headers(group: ProcessGroup) -> None:

@@ -10,6 +10,7 @@ grouped into.
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,11 +83,14 @@ def read(line: Line, name: str, key: str) -> Contents:
     words = torch.empty(WORDS, dtype=torch.int64, device="cpu")
     start(way, name, words).wait()
     values = words.tolist()
-    if (more := _rest(line, name, key, values)) > 0:
-        rest = torch.empty(more, dtype=torch.int64, device="cpu")
-        start(way, name, rest).wait()
-        values += rest.tolist()
-    return _contents(line, name, key, values)
+    try:
+        if (more := header.length(values) - WORDS) > 0:
+            rest = torch.empty(more, dtype=torch.int64, device="cpu")
+            start(way, name, rest).wait()
+            values += rest.tolist()
+        return header.decode(values)
+    except MismatchError as error:
+        raise _refused(line, name, key, error) from None
 
 
 def _words(line: Line, name: str, key: str, contents: Contents) -> Tensor:
@@ -96,17 +100,9 @@ def _words(line: Line, name: str, key: str, contents: Contents) -> Tensor:
         raise UnsupportedError(f"{name}: {line} cannot send to rank {line.peer(key)}: {error}") from None
 
 
-def _rest(line: Line, name: str, key: str, words: list[int]) -> int:
-    """Words of the second part of the header that begins with ``words``; 0 or less where there is none."""
+def _checked(line: Line, name: str, key: str, call: Callable[[list[int]], Any], words: list[int]) -> Any:
     try:
-        return header.length(words) - WORDS
-    except MismatchError as error:
-        raise _refused(line, name, key, error) from None
-
-
-def _contents(line: Line, name: str, key: str, words: list[int]) -> Contents:
-    try:
-        return header.decode(words)
+        return call(words)
     except MismatchError as error:
         raise _refused(line, name, key, error) from None
 
@@ -135,14 +131,14 @@ def _on_device(
         found[key] = first[key].tolist()
     long = {key: x[WORDS:] for key, x in words.items() if len(x) > WORDS}
     for key in wanted:
-        if (more := _rest(line, name, key, found[key])) > 0:
+        if (more := _checked(line, name, key, header.length, found[key]) - WORDS) > 0:
             long[key] = torch.empty(more, dtype=torch.int64, device=device)
     later = _transfer(line, name, long) if long else {}
     for key in wanted:
         if key in later:
             later[key].wait()
             found[key] += long[key].tolist()
-        take(key, _contents(line, name, key, found[key]))
+        take(key, _checked(line, name, key, header.decode, found[key]))
     return [handles[key] for handles in (posted, later) for key in handles if key in sends]
 
 

@@ -69,14 +69,6 @@ def keep(handles: Iterable[Posted]) -> None:
                 queue[0].wait()
 
 
-def _begin(way: Way, x: Tensor, name: str) -> Any:
-    """The transfer of a contiguous tensor, under way."""
-    try:
-        return way.group.send([x], way.place, 0) if way.is_send else way.group.recv([x], way.place, 0)
-    except RuntimeError as error:
-        raise _failure(way.end, name, x, error) from error
-
-
 def post(line: Line, name: str, tensors: dict[str, Tensor], batched: bool) -> dict[str, Posted]:
     """Start transfers; a handle for each, in the order they were posted.
 
@@ -108,10 +100,13 @@ def start(way: Way, name: str, x: Tensor) -> Posted:
     Raises:
         PeerError: the backend refuses, because the peer is known to be gone.
     """
-    if way.modes[x.is_cuda] != "host":
-        return Posted(_begin(way, x, name), way.end, x, name)
-    host = _on_host(x, way.is_send)
-    return Posted(_begin(way, host, name), way.end, x, name, host)
+    _, is_send, place, group, modes, end = way
+    host = _on_host(x, is_send) if modes[x.is_cuda] == "host" else None
+    try:
+        work = (group.send if is_send else group.recv)([x if host is None else host], place, 0)
+    except RuntimeError as error:
+        raise _failure(end, name, x, error) from error
+    return Posted(work, end, x, name, host)
 
 
 def move(line: Line, name: str, tensors: dict[str, Tensor], batched: bool) -> None:
@@ -127,10 +122,10 @@ def move(line: Line, name: str, tensors: dict[str, Tensor], batched: bool) -> No
             continue
         x = tensors[key]
         mode = modes[x.is_cuda]
-        if mode == "batched":  # those come first
-            handles += post(line, name, tensors, batched).values()
-            break
-        if mode == "host":
+        if mode != "direct":
+            if mode == "batched":  # those come first
+                handles += post(line, name, tensors, batched).values()
+                break
             handles.append(start(way, name, x))
             continue
         try:

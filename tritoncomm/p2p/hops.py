@@ -42,7 +42,7 @@ def _only(hop: engine.Hop, key: str) -> Tensor | None:
 
 
 _SENDS, _RECEIVES = ("send_next", "send_prev"), ("recv_prev", "recv_next")
-_UNTIMED, _NO_SHAPES = nullcontext(), (None, None)
+_UNTIMED = nullcontext()
 
 
 @contextmanager
@@ -207,15 +207,13 @@ class Hops:
         announced = getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)
         general = announced or self._alone or getattr(config, "use_ring_exchange_p2p", False)
         if not general and (wait or not batched) and not engine._check:
-            from_prev, from_next = receives
+            result, (to_next, to_prev), (from_prev, from_next) = None, sends, receives
             if not (from_prev or from_next):
-                result = exchange_plain(self._line, name, sends, _NO_SHAPES, None, None, batched, wait)
-            elif shape is None:
-                result = None
-            else:
-                shapes = (shape if from_prev else None, shape if from_next else None)
-                dtype, device = getattr(config, "pipeline_dtype", None), self._device(*sends)
-                result = exchange_plain(self._line, name, sends, shapes, dtype, device, batched, wait)
+                result = exchange_plain(self._line, name, to_next, to_prev, None, None, None, None, batched, wait)
+            elif shape is not None:
+                dtype, device = getattr(config, "pipeline_dtype", None), self._device(to_next, to_prev)
+                first, second = shape if from_prev else None, shape if from_next else None
+                result = exchange_plain(self._line, name, to_next, to_prev, first, second, dtype, device, batched, wait)
             if result is not None:
                 return result
         hop = self._start(

@@ -38,11 +38,14 @@ class Incoming:
     def problem(self, line: Line, name: str, key: str, specs: tuple[Spec, ...]) -> str | None:
         """Why ``specs`` are not what is expected, in words for both sides; None where they are."""
         if self.specs is None:
-            wrong = self.dtype is not None and {dtype for _, dtype in specs} != {self.dtype}
+            if self.dtype is None or all([dtype is self.dtype for _, dtype in specs] or [False]):
+                return None
             expected = f"tensors of {str(self.dtype).removeprefix('torch.')}"
         else:
-            wrong, expected = specs != self.specs, describe(self.specs)
-        return f"{name}: {line} expects {expected}, but rank {line.peer(key)} sent {describe(specs)}" if wrong else None
+            if specs == self.specs:
+                return None
+            expected = describe(self.specs)
+        return f"{name}: {line} expects {expected}, but rank {line.peer(key)} sent {describe(specs)}"
 
     def allocate(
         self, name: str, specs: tuple[Spec, ...], device: torch.device | str, flags: tuple[bool, ...] | None = None

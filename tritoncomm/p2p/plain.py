@@ -20,20 +20,24 @@ Result = tuple[Tensor | None, Tensor | None, Any]
 def exchange_plain(
     line: Line,
     name: str,
-    sends: tuple[Tensor | None, Tensor | None],
-    shapes: tuple[Any, Any],
+    to_next: Any,
+    to_prev: Any,
+    from_prev: Any,
+    from_next: Any,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     batched: bool = True,
     wait: bool = True,
 ) -> Result | None:
-    """``engine.exchange`` of plain tensors, at a third of its host time.
+    """``engine.exchange`` of plain tensors, at a fraction of its host time.
 
     Args:
         line: two neighbours other than this rank.
         name: the function a caller knows, for errors and the record.
-        sends: to (next, previous).
-        shapes: of what comes from (previous, next); None for nothing.
+        to_next: what is sent to the stage after.
+        to_prev: what is sent to the stage before.
+        from_prev: shape of what comes from the stage before; None for nothing.
+        from_next: shape of what comes from the stage after.
         dtype: of what comes.
         device: where it lives.
         batched: post all transfers as one batch, or one by one.
@@ -44,7 +48,6 @@ def exchange_plain(
         that no backend moves, single elements, empty tensors, bad arguments. Nothing has been sent then.
     """
     started, tensors, sent, path, moved = record.now(), {}, 0, "view", 0
-    to_next, to_prev = sends
     for key, x in (("send_next", to_next), ("send_prev", to_prev)):
         if x is None:
             continue
@@ -61,21 +64,21 @@ def exchange_plain(
         tensors[key] = x
         sent += x.nbytes
     before = after = None
-    from_prev, from_next = shapes
     if from_prev is not None or from_next is not None:
         if dtype is None or dtype in special:
             return None
         wanted = dtype.is_floating_point
-        if from_prev is not None:
-            if min(from_prev, default=0) < 1:
-                return None
-            before = torch.empty(from_prev, dtype=dtype, device=device, requires_grad=wanted)
-            tensors["recv_prev"] = before
-        if from_next is not None:
-            if min(from_next, default=0) < 1:
-                return None
-            after = torch.empty(from_next, dtype=dtype, device=device, requires_grad=wanted)
-            tensors["recv_next"] = after
+        try:
+            if from_prev is not None:
+                before = torch.empty(from_prev, dtype=dtype, device=device, requires_grad=wanted)
+                tensors["recv_prev"] = before
+            if from_next is not None:
+                after = torch.empty(from_next, dtype=dtype, device=device, requires_grad=wanted)
+                tensors["recv_next"] = after
+        except (RuntimeError, TypeError):
+            return None  # the general form says what is wrong with a shape
+        if (from_prev is not None and 0 in from_prev) or (from_next is not None and 0 in from_next):
+            return None
     handles: Any = None
     if not wait:
         handles = post(line, name, tensors, batched)

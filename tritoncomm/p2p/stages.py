@@ -75,9 +75,13 @@ def _exchange(
     line = _line(prev_rank, next_rank)
     if device is None:
         device = _device(line, forward, backward)
-    shapes = forward_shape if recv_prev else None, backward_shape if recv_next else None
-    if not (split or engine.checking() or line.is_alone) and _is_plain(shapes, (recv_prev, recv_next)):
-        result = exchange_plain(line, name, (forward, backward), shapes, dtype, device)  # type: ignore[arg-type]
+    first, second = forward_shape if recv_prev else None, backward_shape if recv_next else None
+    if (
+        not (split or engine.checking() or line.is_alone)
+        and _is_plain(first, recv_prev)
+        and _is_plain(second, recv_next)
+    ):
+        result = exchange_plain(line, name, forward, backward, first, second, dtype, device)
         if result is not None:
             return result[:2]
     sends = {"send_next": outgoing(forward, split, name), "send_prev": outgoing(backward, split, name)}
@@ -93,9 +97,9 @@ def _exchange(
     return results.get("recv_prev"), results.get("recv_next")
 
 
-def _is_plain(shapes: tuple[Any, Any], receives: tuple[bool, bool]) -> bool:
-    """Whether one tensor of a known shape comes from every side that is received from."""
-    return (not receives[0] or is_single_shape(shapes[0])) and (not receives[1] or is_single_shape(shapes[1]))
+def _is_plain(shape: Any, is_received: bool) -> bool:
+    """Whether nothing comes from a side, or one tensor of a known shape."""
+    return not is_received or is_single_shape(shape)
 
 
 def _device(line: Line, *sent: Tensors | None) -> torch.device:
