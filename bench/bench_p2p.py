@@ -1,5 +1,7 @@
 """One hop between two pipeline stages: ours, torch.distributed.batch_isend_irecv by hand, Megatron-LM's communicator.
 
+Ours is the method of ``P2PCommunicator``, and in the rows of ``stages`` ColossalAI's function of that name.
+
 Host time is taken with small CPU tensors over a process group that moves nothing, so that what is compared is Python
 and the calls into the backend; what arrives in a receive of int64, the shapes of variable lengths, is filled in for
 everybody alike. Counted besides: messages sent, passes over memory (bytes read and written by local ops, as multiples
@@ -26,7 +28,8 @@ from torch.utils._pytree import tree_leaves
 
 from bench import guard, part
 from bench.timing import figures, geometric_mean, interleaved, quantile, quiet_host, versions
-from tritoncomm import p2p, record
+from tritoncomm import groups, p2p, record
+from tritoncomm.groups import Group, ParallelMode
 from tritoncomm.p2p import header
 
 PART = "p2p"  # of the suite: the name of the results file
@@ -43,21 +46,23 @@ class Case:
     """A method of the communicator with what it sends.
 
     Attributes:
-        method: the name in both communicators.
+        method: the name in both communicators, and of the stage function.
         tensors: one, strided or eight.
         batched: ``batch_p2p_comm``.
         varies: ``variable_seq_lengths``, a header or the shapes ahead of every message.
+        stages: ours is ColossalAI's stage function.
     """
 
     method: str
     tensors: str = "one"
     batched: bool = True
     varies: bool = False
+    stages: bool = False
 
     @property
     def label(self) -> str:
         words = ("batched" if self.batched else "single", *["variable lengths"] * self.varies)
-        return f"{self.method} {self.tensors}, {', '.join(words)}"
+        return f"{'stages.' * self.stages}{self.method} {self.tensors}, {', '.join(words)}"
 
     @property
     def sends(self) -> tuple[str, ...]:
@@ -74,17 +79,20 @@ class Case:
         }.get(self.method, ("prev",))
 
 
+METHODS = (
+    "send_forward",
+    "recv_forward",
+    "send_forward_recv_forward",
+    "send_forward_backward_recv_forward_backward",
+)
+
+
 def cases() -> Iterator[Case]:
-    for batched in (True, False):
+    for batched, stages in ((True, False), (False, False), (True, True)):
         for tensors in ("one", "strided", "eight"):
-            yield Case("send_forward_recv_backward", tensors, batched)
-        for method in (
-            "send_forward",
-            "recv_forward",
-            "send_forward_recv_forward",
-            "send_forward_backward_recv_forward_backward",
-        ):
-            yield Case(method, "one", batched)
+            yield Case("send_forward_recv_backward", tensors, batched, stages=stages)
+        for method in METHODS:
+            yield Case(method, "one", batched, stages=stages)
     for tensors in ("one", "strided", "eight"):
         yield Case("send_forward_recv_backward", tensors, varies=True)
 
@@ -150,6 +158,8 @@ class Host:
         dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=WORLD)
         assert dist.group.WORLD is not None
         self.group: ProcessGroup = dist.group.WORLD
+        pipeline = Group(self.group, self.group, tuple(range(WORLD)))
+        groups.register({ParallelMode.GLOBAL: pipeline, ParallelMode.PIPELINE: pipeline})
         self._before = torch.cuda.current_device, torch.cuda.synchronize
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore
         torch.cuda.synchronize = lambda device=None: None
@@ -157,6 +167,7 @@ class Host:
 
     def __exit__(self, *_: object) -> None:
         torch.cuda.current_device, torch.cuda.synchronize = self._before
+        groups.register({})
         dist.destroy_process_group()
 
     @contextmanager
@@ -252,6 +263,20 @@ def through(communicator: Any, case: Case, tensors: list[Tensor], contiguous: bo
     return lambda: method(given(), given(), recv_prev=True, recv_next=True, tensor_shape=SHAPE)
 
 
+def through_stages(case: Case, tensors: list[Tensor]) -> Callable[[], Any]:
+    """A hop of a stage function."""
+    function, many = getattr(p2p, case.method), len(tensors) > 1
+    x, shape = (tensors, [SHAPE] * len(tensors)) if many else (tensors[0], SHAPE)
+    arguments = {
+        "send_forward": (x,),
+        "recv_forward": (shape,),
+        "send_forward_recv_backward": (x, shape),
+        "send_forward_recv_forward": (x, shape),
+        "send_forward_backward_recv_forward_backward": (x, x, shape, shape),
+    }[case.method]
+    return lambda: function(*arguments)
+
+
 def by_hand(group: ProcessGroup, case: Case, tensors: list[Tensor]) -> Callable[[], Any]:
     """The same with nothing around it: a list of operations, one batch, every request waited for."""
     peers = {"next": RANK + 1, "prev": RANK - 1}
@@ -283,8 +308,9 @@ def by_hand(group: ProcessGroup, case: Case, tensors: list[Tensor]) -> Callable[
 def calls(case: Case, peer: Any, host: Host) -> dict[str, Callable[[], Any]]:
     """The hop of every provider."""
     tensors, settings = inputs(case), _settings(case)
+    ours = through(p2p.P2PCommunicator(host.group, settings), case, tensors, False)
     return {
-        "ours": through(p2p.P2PCommunicator(host.group, settings), case, tensors, False),
+        "ours": through_stages(case, tensors) if case.stages else ours,
         "by hand": by_hand(host.group, case, tensors),
         "megatron": through(peer.P2PCommunicator(host.group, settings), case, tensors, case.tensors == "strided"),
     }

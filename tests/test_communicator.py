@@ -1,6 +1,12 @@
 """P2PCommunicator: every method in every mode, values exact; what it returns, counts and refuses."""
 
 import itertools
+import math
+import random
+import re
+import time
+import tracemalloc
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +19,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import ops, p2p, record
-from tritoncomm.errors import GroupError, ShapeError, UnsupportedError
-from tritoncomm.p2p import P2PCommunicator, header, is_single_shape, message
-from tritoncomm.p2p.exchange import Line
+from tritoncomm.errors import GroupError, MismatchError, ShapeError, UnsupportedError
+from tritoncomm.p2p import P2PCommunicator, announce, engine, header, is_single_shape, message
+from tritoncomm.p2p.incoming import Incoming
+from tritoncomm.p2p.line import Line
 
 MODES: dict[str, dict[str, Any]] = {
     "batched": {},
@@ -336,9 +343,181 @@ def test_headers_hold_any_shape_and_dtype() -> None:
         specs = tuple((tuple(range(dims)), getattr(torch, DTYPES[i % len(DTYPES)])) for i in range(count))
         contents = header.Contents(specs, tuple(i % 2 == 0 for i in range(count)))
         words = header.encode(contents).tolist()
-        assert header.length(words) == 3 + count * (3 + dims)
+        assert header.length(words) == 4 + count * (3 + dims)
         assert len(words) == max(header.WORDS, header.length(words))
         assert header.decode(words) == contents
+
+
+EXTREMES = (-1, 0, 1, 2, 64, 65, 1 << 20, (1 << 20) + 1, 1 << 31, 1 << 40, 1 << 62, (1 << 63) - 1, -(1 << 63))
+
+
+def valid_header(draw: random.Random) -> header.Contents:
+    """The contents of a header of one part, of two, or now and then of many."""
+    count = draw.choice((0, 1, 1, 1, 2, 3, 9, 20)) if draw.random() < 0.99 else 300
+    dtypes = [dtype for dtype in header._DTYPES if dtype is not None]
+    shapes = [tuple(draw.choice((0, 1, 2, 3, 1024)) for _ in range(draw.randint(0, 5))) for _ in range(count)]
+    flags = tuple(draw.random() < 0.5 for _ in shapes)
+    return header.Contents(tuple((shape, draw.choice(dtypes)) for shape in shapes), flags)
+
+
+def mutated(draw: random.Random, words: list[int]) -> list[int]:
+    """A header with something changed; as often as not with a checksum that is right again."""
+    words = list(words)
+    for _ in range(draw.randint(1, 3)):
+        at = min(int(draw.expovariate(0.2)), len(words) - 1)
+        kind = draw.randrange(6)
+        if kind == 0:
+            words[at] = (words[at] ^ 1 << draw.randrange(64)) & (1 << 64) - 1
+            words[at] -= (words[at] >> 63) << 64
+        elif kind == 1:
+            words[at] = draw.choice(EXTREMES)
+        elif kind == 2:
+            words[at] = min(max(words[at] + draw.choice((-1, 1)), -(1 << 63)), (1 << 63) - 1)
+        elif kind == 3:
+            del words[draw.randint(1, len(words)) :]
+        elif kind == 4:
+            words += [draw.choice((0, *EXTREMES)) for _ in range(draw.randint(1, 40))]
+        else:
+            other = draw.randrange(len(words))
+            words[at], words[other] = words[other], words[at]
+    if draw.random() < 0.6 and len(words) > 3 and 4 <= words[1] <= len(words):
+        words[2] = header._checksum(words[: words[1]])
+    return words
+
+
+def decoded(words: list[int], traced: bool) -> header.Contents | str:
+    """What a header says, or the kind of error it is; ``traced`` bounds the memory that takes."""
+    if traced:
+        tracemalloc.start()
+    try:
+        assert header.length(words) <= header.MAX_WORDS  # which a receiver allocates
+        return header.decode(words)
+    except MismatchError as error:
+        return re.sub(r"\[.*\]|-?\d+", "#", str(error)).partition(":")[0]
+    finally:
+        if traced:
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert peak < 100_000 + 200 * len(words), words
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_mutated_headers_are_refused_by_name_or_right() -> None:
+    draw, kinds = random.Random(0), Counter[str]()
+    line: Any = SimpleNamespace(peer=lambda key: 0)
+    originals = [(contents, header.encode(contents).tolist()) for contents in (valid_header(draw) for _ in range(500))]
+    started = time.process_time()
+    for i in range(20_000):
+        contents, right = draw.choice(originals)
+        words = mutated(draw, right)
+        found = decoded(words, i % 20 == 0)
+        if isinstance(found, str):
+            kinds[found] += 1
+            continue
+        kinds["unchanged" if words == right else "another header"] += 1
+        assert header.encode.__wrapped__(found).tolist() == words  # type: ignore[attr-defined]
+        for incoming in (Incoming(contents.specs), Incoming(None, torch.float32)):
+            expected = incoming.problem(line, "recv", "recv_prev", found.specs)
+            bound = 1 << 48 if expected is None else max(1 << 30, bytes_of(incoming.specs or ()))
+            if bytes_of(found.specs) > bound:
+                with pytest.raises(MismatchError, match="bytes are not received") as caught:
+                    incoming.announced(line, "recv", "recv_prev", found, "meta")
+                assert len(str(caught.value)) < 5000
+                continue
+            taken, problem = incoming.announced(line, "recv", "recv_prev", found, "meta")
+            assert problem == expected
+            assert bytes_of(found.specs) <= taken.wire.nbytes <= bytes_of(found.specs) + 16 * len(found.specs)
+    assert time.process_time() - started < 10
+    assert min(kinds.values()) >= 5, kinds
+    assert len(kinds) >= 10, kinds
+
+
+def bytes_of(specs: Any) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
+
+
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        ([((2,), torch.qint8)], r"cannot announce tensors of torch\.qint8"),
+        ([((1,) * 65, torch.float32)], "a tensor of 65 dims, only up to 64"),
+        ([((0, 1 << 62), torch.float32)], r"the shape \[0, 4611686018427387904\]"),
+        ([((2,), torch.int8)] * (1 << 18), "cannot announce 262144 tensors"),
+    ],
+    ids=["dtype", "dims", "size", "count"],
+)
+def test_what_no_header_holds_is_refused_by_its_sender(contents: list[Any], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        header.encode(header.Contents(tuple(contents), (False,) * len(contents)))
+
+
+def run_strange_headers(group: ProcessGroup) -> list[str]:
+    """What a receiver in check mode makes of a sender that sends something else than a header."""
+    c, seen = communicator(group), []
+    strange = [torch.arange(32), torch.full((32,), -1), header.encode(header.Contents((), ())).clone()]
+    strange[2][1] = 1 << 40
+    for words in strange:
+        if group.rank() == 0:
+            group.send([words], 1, 0).wait()
+            continue
+        with p2p.check(), pytest.raises(MismatchError) as caught:
+            c.recv_forward((2,), False)
+        seen.append(str(caught.value))
+    large = header.Contents((((1 << 20, 1 << 10), torch.float32),), (False,))
+    if group.rank() == 0:
+        group.send([header.encode(large)], 1, 0).wait()
+        group.send([header.encode(header.Contents((), ()))], 1, 0).wait()
+    else:
+        with p2p.check(), pytest.raises(MismatchError) as caught:
+            c.recv_forward((2,), False)
+        seen.append(str(caught.value))
+        with pytest.raises(MismatchError, match=r"_communicate_shapes: .* expects one tensor, but rank 0 sent nothing"):
+            c._communicate_shapes(None, None, True, False)
+    return seen
+
+
+def test_a_receiver_names_what_is_no_header(pool: Pool) -> None:
+    seen = pool.run(run_strange_headers)[1]
+    for message_, words in zip(
+        seen,
+        (
+            "no header came first",
+            "no header came first",
+            "a header of 1099511627776 words came",
+            "rank 0 sent [1048576, 1024] float32; 4294967296 bytes are not received",
+        ),
+        strict=True,
+    ):
+        assert message_.startswith("recv_forward: stage 1 of 2 (rank 1)"), message_
+        assert words in message_
+
+
+def run_device_headers(group: ProcessGroup) -> None:
+    """Headers where no group carries CPU tensors: in one batch with the device's tensors."""
+    c, stage, stages = communicator(group), group.rank(), group.size()
+    ends = {"recv_prev": (stage - 1) % stages, "recv_next": (stage + 1) % stages}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(announce, "_side", lambda line, device: None)
+        for count in (1, 9):
+            sends = {
+                "send_next": [torch.ones(1, i, stage) for i in range(count)],
+                "send_prev": [torch.ones(stage, i) for i in range(count)],
+            }
+            found = engine.exchange_headers(c._line, "headers", sends, tuple(ends), "cpu")
+            assert [shape for shape, _ in found["recv_prev"].specs] == [(1, i, ends["recv_prev"]) for i in range(count)]
+            assert [shape for shape, _ in found["recv_next"].specs] == [(ends["recv_next"], i) for i in range(count)]
+        if stages > 2:
+            return
+        if stage == 0:
+            group.send([torch.arange(32)], 1, 0).wait()
+        else:
+            with pytest.raises(MismatchError, match=r"stage 1 of 2 .* cannot read the header from rank 0: no header"):
+                engine.exchange_headers(c._line, "headers", {}, ("recv_prev",), "cpu")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_headers_over_the_device(pool: Pool, world: int) -> None:
+    pool.run(run_device_headers, world=world)
 
 
 def run_long_headers(group: ProcessGroup) -> None:

@@ -1,5 +1,6 @@
 """Pipelines that break: a rank that dies, one that never comes, a sender of something else. Gloo, on its own ranks."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -17,12 +18,14 @@ import pytest
 import torch
 from pool import strict_warnings
 
-from tritoncomm import p2p
-from tritoncomm.errors import MismatchError, PeerError
+import tritoncomm
+from tritoncomm import groups, p2p
+from tritoncomm.p2p import MismatchError, PeerError
 
 TIMEOUT, HARD = 4.0, 60.0
 SLACK = TIMEOUT + 8  # seconds until a lost peer is noticed, on a busy machine
 SHAPE = (256, 256)
+ROUNDS = 6
 
 
 def communicator(**settings: Any) -> p2p.P2PCommunicator:
@@ -167,6 +170,101 @@ def test_a_lost_peer_is_named(story: Callable[[int], Any], words: str, seconds: 
 
 def test_a_rank_that_dies_afterwards_harms_nobody() -> None:
     assert world_of(2, dies_afterwards) == {1: 3.0 * SHAPE[0] * SHAPE[1]}
+
+
+def overlapped_hop(rank: int, group: Any, wait: bool) -> None:
+    """A hop of which nobody may ever wait for the send."""
+    import torch.distributed as dist
+
+    c = p2p.P2PCommunicator(group, SimpleNamespace(pipeline_dtype=torch.float32, batch_p2p_comm=False))
+    x, handles = c.send_forward_recv_forward(torch.full((4,), float(rank)), True, [4], overlap_p2p_comm=True)
+    handles["recv_prev"].wait()
+    assert x.tolist() == [1.0 - rank] * 4
+    if wait:
+        handles["send_next"].wait()
+    if groups.groups:
+        p2p.send_forward_recv_forward(torch.ones(3), (3,))
+    dist.barrier()
+
+
+def resources() -> tuple[int, int]:
+    """Open file descriptors and threads of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def rounds_of_initialize(rank: int, shared: Any) -> list[tuple[int, int]]:
+    """Our initialize() and destroy(), by the variables of a launcher that serves the ranks' store."""
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
+    counted = []
+    for i in range(ROUNDS):
+        if rank == 0:
+            served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            shared.set(f"port {i}", str(served.port))
+        os.environ["MASTER_PORT"] = shared.get(f"port {i}").decode()
+        tritoncomm.initialize(pipeline=2, timeout=TIMEOUT)
+        overlapped_hop(rank, groups.get_group(groups.ParallelMode.PIPELINE), i % 2 == 1)
+        tritoncomm.destroy()
+        counted.append(resources())
+    shared.set(f"initialize {rank}", "")
+    shared.wait([f"initialize {1 - rank}"])  # rank 0 serves until then
+    return counted
+
+
+def rounds_of_torch(rank: int, shared: Any) -> list[tuple[int, int]]:
+    """torch's own calls, on a group beside the default one."""
+    import torch.distributed as dist
+
+    counted = []
+    for i in range(ROUNDS):
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"torch {i}", shared), rank=rank, world_size=2)
+        overlapped_hop(rank, dist.new_group([0, 1]), i % 2 == 1)
+        dist.destroy_process_group()
+        counted.append(resources())
+    return counted
+
+
+def outlived(rank: int, shared: Any) -> list[float]:
+    """Handles that are waited for when their group is gone already."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.PrefixStore("outlived", shared), rank=rank, world_size=2)
+    c = communicator(batch_p2p_comm=False)
+    x, handles = c.send_forward_recv_forward(torch.full((4,), float(rank)), True, [4], overlap_p2p_comm=True)
+    dist.barrier()
+    del c
+    dist.destroy_process_group()
+    gc.collect()
+    for handle in handles.values():
+        handle.wait()
+    return x.tolist()
+
+
+def lives(rank: int) -> Any:
+    import torch.distributed as dist
+
+    shared = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    dist.destroy_process_group()
+    return {story.__name__: story(rank, shared) for story in (rounds_of_initialize, rounds_of_torch, outlived)}
+
+
+@pytest.fixture(scope="module")
+def lived() -> dict[int, Any]:
+    return world_of(2, lives)
+
+
+@pytest.mark.parametrize("rounds", [rounds_of_initialize.__name__, rounds_of_torch.__name__])
+def test_destroyed_groups_leave_no_descriptors_and_threads(lived: dict[int, Any], rounds: str) -> None:
+    for rank in (0, 1):
+        counted = lived[rank][rounds]
+        assert len(set(counted[2:])) == 1, (rank, counted)
+
+
+def test_handles_outlive_their_group(lived: dict[int, Any]) -> None:
+    assert [lived[rank]["outlived"] for rank in (0, 1)] == [[1.0] * 4, [0.0] * 4]
 
 
 def disagree(rank: int) -> Any:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import p2p
-from tritoncomm.p2p import P2PCommunicator, header
+from tritoncomm.p2p import P2PCommunicator, header, message
 
 DTYPES = [dtype for dtype in header._DTYPES if dtype is not None]
 WORLDS: Any = pytest.mark.parametrize("world", [1, 2, 4, (1, 3)], ids=["1", "2", "4", "ranks1and3"])
@@ -197,6 +198,30 @@ def run_mode(group: ProcessGroup, name: str) -> int:
 @WORLDS
 def test_random_hops(pool: Pool, world: Any, mode: str) -> None:
     assert min(pool.run(run_mode, mode, world=world)) > 30
+
+
+def run_allocations(group: ProcessGroup) -> None:
+    """Both neighbours announce what they send; memory for it is made where the caller can use it."""
+    stage, stages = group.rank(), group.size()
+    made, allocate = [], message.allocate
+
+    def noted(*args: Any) -> Any:
+        made.append((threading.get_ident(), torch.is_inference_mode_enabled()))
+        return allocate(*args)
+
+    c = communicator(group, MODES["varying"])
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(message, "allocate", noted)
+        x, dx = c.send_forward_backward_recv_forward_backward(
+            torch.full((2, 1 + stage), 1.0), torch.full((1 + stage, 2), 2.0), True, True, [1]
+        )
+        assert made == [(threading.get_ident(), True)] * 2
+        assert (x.shape, dx.shape) == ((2, 1 + (stage - 1) % stages), (1 + (stage + 1) % stages, 2))
+        assert (x.is_inference(), dx.is_inference()) == (True, True)
+
+
+def test_memory_is_allocated_in_the_callers_thread(pool: Pool) -> None:
+    pool.run(run_allocations, world=4)
 
 
 def two_pipelines() -> ProcessGroup | None:

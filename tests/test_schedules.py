@@ -1,15 +1,20 @@
 """Pipeline schedules of our own against one process."""
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 from pool import Pool
+from test_communicator import run_methods
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from tritoncomm.errors import ShapeError
-from tritoncomm.p2p import P2PCommunicator
+from tritoncomm.p2p import P2PCommunicator, exchange
+from tritoncomm.p2p.line import _Plan
 from tritoncomm.p2p.schedules import interleaved, one_forward_one_backward
 
 HIDDEN = 4
@@ -76,6 +81,48 @@ def test_losses_and_gradients_are_those_of_one_process(
     stages = world if isinstance(world, int) else len(world)
     for microbatches in (stages, 2 * stages, 8):
         pool.run(run_schedule, chunks, microbatches, batched, varying, world=world)
+
+
+@contextmanager
+def through_the_host() -> Iterator[list[Tensor]]:
+    """Tensors go as CUDA tensors go over Gloo, through memory of their own on both sides; those copies."""
+    copies: list[Tensor] = []
+    way, on_host = _Plan._way, exchange._on_host
+
+    def noted(x: Tensor, is_send: bool) -> Tensor:
+        copies.append(on_host(x, is_send))
+        assert copies[-1].data_ptr() != x.data_ptr()
+        assert not copies[-1].requires_grad
+        return copies[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Plan, "_way", lambda *args, **more: way(*args, **more)._replace(modes=("host", "host")))
+        patch.setattr(exchange, "_on_host", noted)
+        yield copies
+
+
+def run_through_the_host(group: ProcessGroup) -> None:
+    with through_the_host() as copies:
+        for chunks, batched, varying in itertools.product((1, 2), (False, True), (False, True)):
+            copies.clear()
+            run_schedule(group, chunks, 4, batched, varying)
+            assert len(copies) >= 4 * chunks, "messages, and headers where lengths vary"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_schedule_whose_tensors_go_through_the_host(pool: Pool, world: int) -> None:
+    pool.run(run_through_the_host, world=world)
+
+
+def run_host_hops(group: ProcessGroup) -> None:
+    with through_the_host() as copies:
+        for mode in ("individual", "varying"):
+            run_methods(group, mode, ("float32", "complex64", "bool"))
+    assert copies
+
+
+def test_every_method_through_the_host(pool: Pool) -> None:
+    pool.run(run_host_hops, world=2)
 
 
 def run_refusal(group: ProcessGroup) -> None:

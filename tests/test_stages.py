@@ -161,6 +161,76 @@ def test_a_neighbour_outside_the_pipeline(pool: Pool) -> None:
     pool.run(run_outside, world=8)
 
 
+def run_chain(group: ProcessGroup) -> None:
+    """Two pipelines of two stages; the last of one hands on to the first of the other, which it names."""
+    rank = dist.get_rank()
+    pairs = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3))}
+    mine = [pair for ranks, pair in pairs.items() if rank in ranks]
+    if not mine:
+        return
+    pipeline(mine[0])
+    for shape in ((2,), (3, 4)):
+        x = p2p.send_forward_recv_forward(
+            None if rank == 3 else made(rank, shape),
+            shape,
+            recv_prev=rank > 0,
+            prev_rank=1 if rank == 2 else None,
+            next_rank=2 if rank == 1 else None,
+        )
+        if rank:
+            same(x, made(rank - 1, shape), "each over the group that both ends are in")
+
+
+def test_one_neighbour_inside_and_one_outside(pool: Pool) -> None:
+    pool.run(run_chain, world=8)
+
+
+def run_again(group: ProcessGroup) -> None:
+    stage = group.rank()
+    pairs = {pair: dist.new_group(list(pair)) for pair in ((0, 1), (0, 2), (0, 3))}
+    for other in (1, 2, 3, 1):  # each time stage 0 has another pipeline, and is its first or its last stage
+        if stage not in (0, other):
+            continue
+        pipeline(pairs[0, other])
+        out, peer = made(stage, (3,)), other - stage
+        same(p2p.send_forward_recv_forward(out, (3,)), made(peer, (3,)), "the pipeline registered last")
+        lines = [key for key in groups.derived if isinstance(key, tuple)]
+        assert len(lines) == 1
+        line = groups.derived[lines[0]]
+        same(p2p.send_forward_recv_forward(out, (3,)), made(peer, (3,)), "again")
+        assert groups.derived[lines[0]] is line, "the neighbours are looked up once"
+        got = p2p.recv_forward((3,))
+        p2p.send_forward(out)
+        assert (got is None) == (stage == 0)
+    groups.register({})
+    assert not groups.derived
+    with pytest.raises(GroupError, match="no process group for PIPELINE"):
+        p2p.send_forward_recv_forward(torch.ones(3), (3,))
+
+
+def test_neighbours_are_those_of_the_groups_in_force(pool: Pool) -> None:
+    pool.run(run_again, world=8)
+
+
+def run_without_gradients(group: ProcessGroup) -> None:
+    pipeline(group)
+    stage, stages = group.rank(), group.size()
+    x = torch.ones(2, 3, requires_grad=True) * stage
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            for split in (False, True):  # the plain form of a call, and the general one
+                got = p2p.send_forward_recv_forward([x] if split else x, [(2, 3)] if split else (2, 3))
+                got = got[0] if split else got
+                assert got.requires_grad
+                assert got.is_leaf
+                assert got.is_inference() == torch.is_inference_mode_enabled()
+                assert torch.equal(got, torch.full((2, 3), float((stage - 1) % stages)))
+
+
+def test_without_gradients(pool: Pool) -> None:
+    pool.run(run_without_gradients, world=2)
+
+
 def run_shares(group: ProcessGroup) -> None:
     grid = _grid(group.rank())
     if grid is None:

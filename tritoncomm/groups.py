@@ -80,6 +80,8 @@ class Group:
 
 
 groups: dict[ParallelMode, Group] = {}
+derived: dict[Any, Any] = {}
+"""What other modules worked out from ``groups``, under keys of their own; emptied whenever the groups are replaced."""
 _virtual: dict[str, int | None] = {"size": None, "rank": None}
 
 
@@ -170,7 +172,11 @@ def get_global_rank() -> int:
 
 def get_local_rank(parallel_mode: Any) -> int:
     """This process's index in the group's rank list."""
-    return _entry(parallel_mode).ranks.index(dist.get_rank())
+    mode = as_mode(parallel_mode)
+    rank = derived.get(mode)
+    if rank is None:
+        rank = derived[mode] = _entry(mode).ranks.index(dist.get_rank())
+    return rank
 
 
 def _neighbour(parallel_mode: Any, step: int) -> int:
@@ -257,6 +263,7 @@ def group_for(parallel_mode: Any, x: Tensor, name: str) -> ProcessGroup:
 def register(members: dict[ParallelMode, Group]) -> None:
     """Replace all groups (the runtime calls this)."""
     groups.clear()
+    derived.clear()
     groups.update(members)
     _virtual.update(size=None, rank=None)
 

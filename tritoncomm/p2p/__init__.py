@@ -1,5 +1,6 @@
 """Point-to-point between the stages of a pipeline: ColossalAI's functions, Megatron-LM's communicator, schedules."""
 
+from tritoncomm.errors import MismatchError, PeerError
 from tritoncomm.p2p.communicator import P2PCommunicator
 from tritoncomm.p2p.engine import check
 from tritoncomm.p2p.raw import _batched_p2p_ops, _p2p_ops
@@ -17,7 +18,9 @@ from tritoncomm.p2p.stages import (
 )
 
 __all__ = [
+    "MismatchError",
     "P2PCommunicator",
+    "PeerError",
     "Shape",
     "_batched_p2p_ops",
     "_p2p_ops",

@@ -8,7 +8,6 @@ so that no rank waits for a neighbour that waits for it.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +17,10 @@ from tritoncomm import record, variables
 from tritoncomm.errors import ArgumentError, MismatchError
 from tritoncomm.p2p import header, message
 from tritoncomm.p2p.announce import announce, read, say
-from tritoncomm.p2p.exchange import Line, Posted, post, start
+from tritoncomm.p2p.exchange import Posted, post, start
+from tritoncomm.p2p.incoming import Incoming
+from tritoncomm.p2p.line import Line
 from tritoncomm.p2p.message import Message
-from tritoncomm.p2p.shapes import Spec, describe
 
 __all__ = ["Hop", "Incoming", "check", "checking", "exchange", "exchange_headers"]
 
@@ -35,23 +35,6 @@ def checking() -> bool:
 def check(on: bool = True) -> AbstractContextManager[None]:
     """Turn check mode (``TRITONCOMM_CHECK=1``) on or off for a block; all ranks have to agree."""
     return _check.override(on)
-
-
-@dataclass(slots=True)
-class Incoming:
-    """What a receiver expects from one neighbour.
-
-    Attributes:
-        specs: shapes and dtypes, or None where only the header knows them.
-        dtype: the dtype of every tensor, where only the header knows the shapes.
-        requires_grad: of the received tensors, where their dtype allows it; None: as the header says.
-        out: a buffer to receive a single tensor into.
-    """
-
-    specs: tuple[Spec, ...] | None
-    dtype: torch.dtype | None = None
-    requires_grad: bool | None = True
-    out: Tensor | None = None
 
 
 class Hop:
@@ -137,14 +120,14 @@ def exchange(
     messages = {key: message.stage(tensors) for key, tensors in sends.items() if len(tensors)}
     hop = Hop(line, name)
     announced = with_header or _check.value
-    if line.prev == line.next == line.rank:
+    if line.is_alone:
         _to_self(hop, messages, sends, receives)
     elif announced:
         _announced(hop, messages, sends, receives, device, batched)
     else:
         for key, incoming in receives.items():
             if incoming.specs:
-                messages[key] = _taken(hop, key, incoming, incoming.specs, None, device)
+                messages[key] = _receive_into(hop, key, incoming.allocate(name, incoming.specs, device))
         _post(hop, messages, batched)
     wire = moved = 0
     for key in sends:
@@ -162,24 +145,8 @@ def _post(hop: Hop, messages: dict[str, Message], batched: bool) -> None:
     hop.posted.update(post(hop.line, hop.name, tensors, batched))
 
 
-def _taken(
-    hop: Hop,
-    key: str,
-    incoming: Incoming,
-    specs: tuple[Spec, ...],
-    flags: tuple[bool, ...] | None,
-    device: torch.device | str,
-) -> Message:
-    """Buffers for what arrives."""
-    out = incoming.out
-    if out is not None and ((tuple(out.shape), out.dtype),) != specs:
-        raise ArgumentError(f"{hop.name}: out is {describe([(tuple(out.shape), out.dtype)])}, not {describe(specs)}")
-    taken = message.allocate(specs, device, out)
-    hop.received[key] = []
-    for i, piece in enumerate(taken.pieces):
-        wanted = incoming.requires_grad if incoming.requires_grad is not None else flags is None or flags[i]
-        differentiable = piece.dtype.is_floating_point or piece.dtype.is_complex
-        hop.received[key].append(piece.requires_grad_() if wanted and differentiable and out is None else piece)
+def _receive_into(hop: Hop, key: str, taken: Message) -> Message:
+    hop.received[key] = taken.pieces
     return taken
 
 
@@ -193,26 +160,13 @@ def _to_self(
         if taken in receives:
             tensors, incoming = sends[sent], receives[taken]
             contents = header.describe_tensors(tensors)
-            problem = _problem(hop, taken, incoming, contents.specs)
+            problem = incoming.problem(hop.line, hop.name, taken, contents.specs)
             if problem:
                 raise MismatchError(problem)
-            _taken(hop, taken, incoming, contents.specs, contents.requires_grad, tensors[0].device)
-            for piece, x in zip(hop.received[taken], tensors, strict=True):
-                piece.detach().copy_(x.detach())
-
-
-def _problem(hop: Hop, key: str, incoming: Incoming, specs: tuple[Spec, ...]) -> str | None:
-    """Why ``specs`` are not what is expected, in words for both sides."""
-    if incoming.specs is None:
-        wrong = incoming.dtype is not None and {dtype for _, dtype in specs} != {incoming.dtype}
-        if not wrong:
-            return None
-        expected = f"tensors of {str(incoming.dtype).removeprefix('torch.')}"
-    else:
-        if specs == incoming.specs:
-            return None
-        expected = describe(incoming.specs)
-    return f"{hop.name}: {hop.line} expects {expected}, but rank {hop.line.peer(key)} sent {describe(specs)}"
+            device = tensors[0].device
+            hop.received[taken] = incoming.allocate(hop.name, contents.specs, device, contents.requires_grad).pieces
+            for received, x in zip(hop.received[taken], tensors, strict=True):
+                received.detach().copy_(x.detach())
 
 
 def _announced(
@@ -236,7 +190,7 @@ def _announced(
             _begin(hop, key, outgoing.pop(key), batched)
 
     def take(key: str, found: header.Contents) -> None:
-        taken = _told(hop, key, receives[key], found, device)
+        taken = _allocate_announced(hop, key, receives[key], found, device)
         if at_once:
             _begin(hop, key, taken, batched)
         else:
@@ -261,21 +215,22 @@ def _one_by_one(
             hop.headers += say(hop.line, hop.name, key, header.describe_tensors(sends[key]))
             _begin(hop, key, messages[key], batched)
     for key, incoming in receives.items():
-        _begin(hop, key, _told(hop, key, incoming, read(hop.line, hop.name, key), device), batched)
+        _begin(hop, key, _allocate_announced(hop, key, incoming, read(hop.line, hop.name, key), device), batched)
 
 
 def _begin(hop: Hop, key: str, each: Message, batched: bool) -> None:
     if each.wire.numel():
-        hop.posted[key] = start(hop.line, hop.name, key, each.wire, batched)
+        hop.posted[key] = start(hop.line.ways[batched][key], hop.name, each.wire)
 
 
-def _told(hop: Hop, key: str, incoming: Incoming, found: header.Contents, device: torch.device | str) -> Message:
+def _allocate_announced(
+    hop: Hop, key: str, incoming: Incoming, contents: header.Contents, device: torch.device | str
+) -> Message:
     """Buffers for what a header announces."""
-    problem = _problem(hop, key, incoming, found.specs)
+    taken, problem = incoming.announced(hop.line, hop.name, key, contents, device)
     if problem:
         hop.problems[key] = problem
-        incoming = Incoming(None, requires_grad=False)
-    return _taken(hop, key, incoming, found.specs, found.requires_grad, device)
+    return _receive_into(hop, key, taken)
 
 
 def exchange_headers(

@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tritoncomm import record
-from tritoncomm.c10d import special
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError, UnsupportedError
-from tritoncomm.ops import path_for
 from tritoncomm.p2p import engine
-from tritoncomm.p2p.exchange import Line, keep, move, post
-from tritoncomm.p2p.message import stage
+from tritoncomm.p2p.exchange import keep
+from tritoncomm.p2p.line import Line
 from tritoncomm.p2p.place import default_device
-from tritoncomm.p2p.shapes import Shape, as_shape
+from tritoncomm.p2p.plain import exchange_plain
+from tritoncomm.p2p.shapes import Shape, as_shape, describe
 
 __all__ = ["Hops"]
 
@@ -36,6 +34,8 @@ def _only(hop: engine.Hop, key: str) -> Tensor | None:
     received = hop.received.get(key)
     if received is None:
         return None
+    if key in hop.problems:  # its handle raises, once the message has been taken
+        return received[0] if received else None
     if len(received) != 1:
         raise MismatchError(f"{hop.name}: {hop.line} expects one tensor, got {len(received)}")
     return received[0]
@@ -102,7 +102,7 @@ class Hops:
 
     def _device(self, *tensors: Tensor | None) -> torch.device:
         for tensor in tensors:
-            if tensor is not None:
+            if isinstance(tensor, Tensor):
                 return tensor.device
         if self._where is None:
             chosen = self._setting("pipeline_device", None)
@@ -120,7 +120,12 @@ class Hops:
         receives = tuple(key for key, wanted in (("recv_prev", recv_prev), ("recv_next", recv_next)) if wanted)
         device = self._device(tensor_send_next, tensor_send_prev)
         found = engine.exchange_headers(self._line, "_communicate_shapes", sends, receives, device)
-        shapes = {key: list(contents.specs[0][0]) for key, contents in found.items()}
+        shapes = {}
+        for key, contents in found.items():
+            if len(contents.specs) != 1:
+                sent = f"rank {self._line.peer(key)} sent {describe(contents.specs)}"
+                raise MismatchError(f"_communicate_shapes: {self._line} expects one tensor, but {sent}")
+            shapes[key] = list(contents.specs[0][0])
         return shapes.get("recv_prev", [0, 0, 0]), shapes.get("recv_next", [0, 0, 0])
 
     def _incoming(self, shapes: Sequence[Any] | None, key: str, name: str, varies: bool) -> engine.Incoming:
@@ -202,9 +207,15 @@ class Hops:
         announced = getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)
         general = announced or self._alone or getattr(config, "use_ring_exchange_p2p", False)
         if not general and (wait or not batched) and not engine._check.value:
-            found = self._plain(name, sends, receives, shape, batched, wait)
-            if found is not None:
-                return found
+            result, (to_next, to_prev), (from_prev, from_next) = None, sends, receives
+            if not (from_prev or from_next):
+                result = exchange_plain(self._line, name, to_next, to_prev, None, None, None, None, batched, wait)
+            elif shape is not None:
+                dtype, device = getattr(config, "pipeline_dtype", None), self._device(to_next, to_prev)
+                first, second = shape if from_prev else None, shape if from_next else None
+                result = exchange_plain(self._line, name, to_next, to_prev, first, second, dtype, device, batched, wait)
+            if result is not None:
+                return result
         hop = self._start(
             name,
             send_next=sends[:1],
@@ -222,56 +233,3 @@ class Hops:
             hop.wait()
             handles = None if hop.posted else ([] if self._setting("batch_p2p_comm", True) else {})
         return _only(hop, "recv_prev"), _only(hop, "recv_next"), handles
-
-    def _plain(
-        self,
-        name: str,
-        sends: tuple[Tensor | None, Tensor | None],
-        receives: tuple[bool, bool],
-        shape: Any,
-        batched: bool,
-        wait: bool,
-    ) -> tuple[Tensor | None, Tensor | None, Any] | None:
-        """``_single`` where nothing is announced; None for what only the general form handles, or refuses."""
-        started, tensors, sent, path, moved = record.now(), {}, 0, "view", 0
-        to_next, to_prev = sends
-        for key, x in (("send_next", to_next), ("send_prev", to_prev)):
-            if x is None:
-                continue
-            if not isinstance(x, Tensor) or x.dtype in special or x.numel() < 2:
-                return None  # one element may carry a lazy negative bit
-            if x.is_contiguous():
-                if not wait:
-                    x = x.detach()  # the caller may give x other memory before the handle is done
-            elif path_for(x) == "torch" and not x.is_neg():
-                x, path, moved = x.detach().contiguous(), "torch", moved + 2 * x.nbytes
-            else:
-                staged = stage([x])
-                x, path, moved = staged.wire, staged.path, moved + staged.moved
-            tensors[key] = x
-            sent += x.nbytes
-        before = after = None
-        from_prev, from_next = receives
-        if from_prev or from_next:
-            dtype = getattr(self.config, "pipeline_dtype", None)
-            if dtype is None or shape is None or dtype in special:
-                return None
-            device = self._device(to_next, to_prev)
-            if from_prev:
-                before = torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
-                tensors["recv_prev"] = before
-            if from_next:
-                after = torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
-                tensors["recv_next"] = after
-            if 0 in shape:
-                return None
-        handles: Any = None
-        if not wait:
-            handles = post(self._line, name, tensors, batched)
-            keep(handles.values())
-        elif tensors:
-            move(self._line, name, tensors, batched)
-        else:
-            handles = [] if batched else {}
-        record.add(name, path, moved, sent, started)
-        return before, after, handles

@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm.errors import ShapeError
-from tritoncomm.p2p.exchange import Line, post
+from tritoncomm.p2p.exchange import post
+from tritoncomm.p2p.line import Line
 from tritoncomm.p2p.message import stage
 
 __all__ = ["_batched_p2p_ops", "_p2p_ops"]

@@ -1,6 +1,6 @@
 """What travels between two stages, in shapes and dtypes."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ __all__ = ["Shape", "Spec", "as_shape", "as_shapes", "describe", "is_single_shap
 
 Shape = list[int] | torch.Size
 Spec = tuple[tuple[int, ...], torch.dtype]
+
+_SHOWN = 8  # tensors in an error message
 
 
 def is_single_shape(x: Any) -> bool:
@@ -63,6 +65,8 @@ def spec_of(x: Tensor) -> Spec:
     return tuple(x.shape), x.dtype
 
 
-def describe(specs: Iterable[Spec]) -> str:
+def describe(specs: Sequence[Spec]) -> str:
     """Words for an error message: ``[2, 3] float32, [4] int64``."""
-    return ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in specs) or "nothing"
+    shown = [f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in specs[:_SHOWN]]
+    more = [f"and {len(specs) - _SHOWN} more"] if len(specs) > _SHOWN else []
+    return ", ".join(shown + more) or "nothing"

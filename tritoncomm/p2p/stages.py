@@ -12,12 +12,15 @@ tensors that are the same on all of its ranks; both sides have to say so.
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tritoncomm import groups
 from tritoncomm.groups import ParallelMode
 from tritoncomm.p2p import engine
-from tritoncomm.p2p.exchange import Line
+from tritoncomm.p2p.line import Line
 from tritoncomm.p2p.place import default_device
+from tritoncomm.p2p.plain import exchange_plain
+from tritoncomm.p2p.shapes import is_single_shape
 from tritoncomm.p2p.shares import Expected, Tensors, outgoing
 
 __all__ = [
@@ -42,16 +45,15 @@ def _last() -> bool:
 
 
 def _line(prev_rank: int | None, next_rank: int | None) -> Line:
-    """The pipeline's ring, or the default group where a neighbour is not in the pipeline's."""
-    group = groups.get_group(ParallelMode.PIPELINE)
-    members = groups.get_ranks_in_group(ParallelMode.PIPELINE)
-    if any(rank is not None and rank not in members for rank in (prev_rank, next_rank)):
-        return Line.of(
-            groups.get_group(ParallelMode.GLOBAL),
-            groups.get_prev_global_rank(ParallelMode.PIPELINE) if prev_rank is None else prev_rank,
-            groups.get_next_global_rank(ParallelMode.PIPELINE) if next_rank is None else next_rank,
-        )
-    return Line.of(group, prev_rank, next_rank)
+    """The pipeline's ring, or the neighbours named; over the default group to one that is not in the pipeline's."""
+    key = "p2p.stages", prev_rank, next_rank
+    line = groups.derived.get(key)
+    if line is None:
+        pipeline, named = groups.get_group(ParallelMode.PIPELINE), (prev_rank, next_rank) != (None, None)
+        outside = named and groups.is_initialized(ParallelMode.GLOBAL)
+        line = Line.of(pipeline, prev_rank, next_rank, groups.get_group(ParallelMode.GLOBAL) if outside else None)
+        groups.derived[key] = line
+    return line
 
 
 def _exchange(
@@ -71,10 +73,18 @@ def _exchange(
 ) -> tuple[Any, Any]:
     """Every function below: what is sent each way, and (from the stage before, from the stage after)."""
     line = _line(prev_rank, next_rank)
-    sends = {"send_next": outgoing(forward, split, name), "send_prev": outgoing(backward, split, name)}
     if device is None:
-        sent = sends["send_next"] + sends["send_prev"]
-        device = sent[0].device if sent else default_device(line.group)
+        device = _device(line, forward, backward)
+    first, second = forward_shape if recv_prev else None, backward_shape if recv_next else None
+    if (
+        not (split or engine.checking() or line.is_alone)
+        and _is_plain(first, recv_prev)
+        and _is_plain(second, recv_next)
+    ):
+        result = exchange_plain(line, name, forward, backward, first, second, dtype, device)
+        if result is not None:
+            return result[:2]
+    sends = {"send_next": outgoing(forward, split, name), "send_prev": outgoing(backward, split, name)}
     expected: dict[str, Expected] = {}
     if recv_prev:
         expected["recv_prev"] = Expected(forward_shape, dtype, split, device, name)
@@ -83,8 +93,23 @@ def _exchange(
     receives = {key: each.incoming for key, each in expected.items()}
     hop = engine.exchange(line, name, {k: x for k, x in sends.items() if x}, receives, device)
     hop.wait()
-    found = {key: each.finish(hop.received.get(key, [])) for key, each in expected.items()}
-    return found.get("recv_prev"), found.get("recv_next")
+    results = {key: each.finish(hop.received.get(key, [])) for key, each in expected.items()}
+    return results.get("recv_prev"), results.get("recv_next")
+
+
+def _is_plain(shape: Any, is_received: bool) -> bool:
+    """Whether nothing comes from a side, or one tensor of a known shape."""
+    return not is_received or is_single_shape(shape)
+
+
+def _device(line: Line, *sent: Tensors | None) -> torch.device:
+    """Where what is sent lives, else the job's device."""
+    for x in sent:
+        if isinstance(x, Tensor):
+            return x.device
+        if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor):
+            return x[0].device
+    return default_device(line.group)
 
 
 def recv_forward(

@@ -1,0 +1,189 @@
+"""In which order and over which groups transfers are posted: no ring and no named neighbour can deadlock."""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tritoncomm.p2p import exchange
+from tritoncomm.p2p.line import Line, Way
+
+Transfer = tuple[int, int, str]  # sender and receiver, activation or gradient
+Step = list[Transfer]  # one call: a single transfer, or the transfers of a batch
+KEYS = ("send_prev", "recv_prev", "send_next", "recv_next")
+
+
+@contextmanager
+def rank_of(rank: int, world: int) -> Iterator[None]:
+    """A job that moves nothing, seen from one rank; its groups carry CPU and CUDA tensors."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def transfer(line: Line, key: str) -> Transfer:
+    ends = (line.rank, line.peer(key)) if key.startswith("send") else (line.peer(key), line.rank)
+    return (*ends, "activation" if key in ("send_next", "recv_prev") else "gradient")
+
+
+def completes(programs: Sequence[Sequence[Step]]) -> bool:
+    """Whether ranks end that block in every step until the other side of each of its transfers has come to it."""
+    done: set[Transfer] = set()
+    at = [0] * len(programs)
+    while True:
+        offered = [set(steps[i]) - done if i < len(steps) else set() for steps, i in zip(programs, at, strict=True)]
+        met = {each for each in set().union(*offered) if each in offered[each[0]] and each in offered[each[1]]}
+        if not met:
+            return all(i == len(steps) for steps, i in zip(programs, at, strict=True))
+        done |= met
+        for rank, steps in enumerate(programs):
+            while at[rank] < len(steps) and done.issuperset(steps[at[rank]]):
+                at[rank] += 1
+
+
+def steps_of(ways: Sequence[Way], line: Line, wanted: set[Transfer]) -> list[Step]:
+    """What a rank posts to a backend of CUDA tensors: batches and single transfers, in order."""
+    steps: list[Step] = []
+    together = [transfer(line, way.key) for way in ways if way.modes[1] == "batched"]
+    if batch := [each for each in together if each in wanted]:
+        steps.append(batch)
+    alone = [transfer(line, way.key) for way in ways if way.modes[1] != "batched"]
+    return steps + [[each] for each in alone if each in wanted]
+
+
+def lines(world: int) -> list[Line]:
+    made = []
+    for rank in range(world):
+        with rank_of(rank, world):
+            assert dist.group.WORLD is not None
+            made.append(Line.of(dist.group.WORLD))
+    return made
+
+
+def subsets(world: int) -> Iterator[set[Transfer]]:
+    """Which transfers of a ring take place: every choice for few stages, some for many."""
+    ring = [(r, (r + 1) % world, "activation") for r in range(world)]
+    ring += [((r + 1) % world, r, "gradient") for r in range(world)]
+    if world <= 4:
+        for chosen in itertools.product((False, True), repeat=len(ring)):
+            yield {each for each, taken in zip(ring, chosen, strict=True) if taken}
+        return
+    yield set(ring)
+    draw = random.Random(world)
+    for _ in range(150):
+        yield {each for each in ring if draw.random() < draw.choice((0.3, 0.7, 0.95))}
+
+
+@pytest.mark.parametrize("world", range(2, 9))
+def test_blocking_transfers_on_a_ring_complete(world: int) -> None:
+    ring = lines(world)
+    for wanted in subsets(world):
+        assert completes([steps_of(line.singles, line, wanted) for line in ring]), wanted
+    full = {transfer(line, key) for line in ring for key in KEYS}
+    naive = [[[transfer(line, key)] for key in ("send_next", "recv_prev", "send_prev", "recv_next")] for line in ring]
+    assert not completes(naive), "every rank sends first: this has to be seen as a deadlock"
+    assert completes([steps_of(line.batch, line, full) for line in ring])
+
+
+@pytest.mark.parametrize("world", range(2, 9))
+def test_a_ring_is_posted_in_megatrons_order(world: int) -> None:
+    for line in lines(world):
+        even = ["send_next", "recv_prev", "send_prev", "recv_next"]
+        odd = ["recv_prev", "send_next", "recv_next", "send_prev"]
+        assert [way.key for way in line.singles] == (odd if line.stage % 2 else even)
+        assert [way.key for way in line.batch] == (even if world == 2 else [*KEYS])
+        assert {way.modes for way in line.batch} == {("direct", "batched")}
+        assert {way.modes for way in line.singles} == {("direct", "direct")}
+
+
+def named(world: int, stages: int, draw: random.Random) -> tuple[list[Line], set[Transfer]]:
+    """Pipelines of ``stages`` ranks side by side, in which ranks name any rank of the job as a neighbour, or none."""
+    order = draw.sample(range(world), world)
+    after = {rank: order[(i + 1) % world] for i, rank in enumerate(order)}
+    before = {rank: order[i - 1] for i, rank in enumerate(order)}
+    made, wanted = [], set()
+    for rank in range(world):
+        with rank_of(rank, world):
+            parts = [dist.new_group([*range(start, start + stages)]) for start in range(0, world, stages)]
+            line = Line.of(parts[rank // stages], before[rank], after[rank], dist.group.WORLD)
+        made.append(line)
+        wanted |= {transfer(line, key) for key in KEYS}
+    return made, {each for each in sorted(wanted) if draw.random() < 0.8}
+
+
+@pytest.mark.parametrize(("world", "stages"), [(2, 2), (3, 3), (4, 2), (6, 3), (6, 2), (8, 4), (8, 2), (8, 8), (7, 7)])
+def test_named_neighbours_cannot_deadlock(world: int, stages: int) -> None:
+    draw = random.Random(world * stages)
+    for _ in range(4):
+        made, wanted = named(world, stages, draw)
+        for ways in ("batch", "singles"):
+            assert completes([steps_of(getattr(line, ways), line, wanted) for line in made]), (ways, wanted)
+        for line in made:
+            for way in line.batch:
+                inside = line.peer(way.key) // stages == line.rank // stages
+                near = (line.peer(way.key) - line.rank) % stages in (0, 1, stages - 1)
+                assert way.modes[1] == ("batched" if inside and near else "direct"), (line, way)
+                assert (way.group is line.group) == inside or line.outside is line.group
+
+
+class Recorder:
+    """What a backend is asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[Any] = []
+
+        def batch(operations: list[Any]) -> list[Any]:
+            self.seen.append(operations)
+            return [self] * len(operations)
+
+        monkeypatch.setattr(dist, "P2POp", lambda op, x, peer, group: (op.__name__, peer, group))
+
+        for verb in ("send", "recv"):
+
+            def single(group: ProcessGroup, x: Any, peer: int, tag: int, verb: str = verb) -> Any:
+                self.seen.append((verb, peer, group))
+                return self
+
+            monkeypatch.setattr(ProcessGroup, verb, single)
+        monkeypatch.setattr(dist, "batch_isend_irecv", batch)
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["post", "move"])
+def test_cuda_tensors_are_posted_as_the_line_says(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    with rank_of(1, 4):
+        world, pair = dist.group.WORLD, dist.new_group([0, 1])
+        assert world is not None
+        call = exchange.move if waits else exchange.post
+        tensors: Any = dict.fromkeys(KEYS, SimpleNamespace(is_cuda=True))
+        ring, outer = Line.of(world), Line.of(pair, 3, 0, world)
+        recorder = Recorder(monkeypatch)
+        call(ring, "hop", tensors, True)
+        assert recorder.seen.pop() == [
+            ("isend", 0, world),
+            ("irecv", 0, world),
+            ("isend", 2, world),
+            ("irecv", 2, world),
+        ]
+        call(ring, "hop", tensors, False)
+        assert recorder.seen == [("recv", 0, world), ("send", 2, world), ("recv", 2, world), ("send", 0, world)]
+        recorder.seen.clear()
+        call(outer, "hop", tensors, True)
+        assert recorder.seen == [
+            [("isend", 0, pair), ("irecv", 0, pair)],
+            ("recv", 3, world),
+            ("send", 3, world),
+        ]
+        monkeypatch.setattr("tritoncomm.p2p.line.cuda_backend", lambda group: "gloo")
+        assert {way.modes for way in Line.of(dist.new_group([0, 1, 2])).batch} == {("direct", "host")}
