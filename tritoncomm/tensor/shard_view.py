@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves, tree_map
@@ -36,6 +37,11 @@ Args = Sequence[Any]
 Kwargs = dict[str, Any]
 
 _ALIASES = frozenset(["conj", "positive", "real", "__pos__"])
+_STATISTICS = {
+    F.batch_norm: slice(1, 3), F.instance_norm: slice(1, 3), torch.batch_norm: slice(3, 5),
+    torch.instance_norm: slice(3, 5), torch.native_batch_norm: slice(3, 5),
+}  # fmt: skip
+"""Where the running statistics are, which these write without counting a version."""
 
 
 def run(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -61,6 +67,8 @@ def _written(func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) ->
     """The arguments that an operator writes into."""
     if name.startswith("_fused_"):
         return args, kwargs
+    if func in _STATISTICS:
+        return args[_STATISTICS[func]], kwargs.get("running_mean"), kwargs.get("running_var")
     first = args[0] if args else next(iter(kwargs.values()), None)
     writes_first = name == "__setitem__" or (writes(name) and name not in LOOKS and name not in MOVES_ONLY)
     return [first if writes_first or kwargs.get("inplace") else None, kwargs.get("out")]

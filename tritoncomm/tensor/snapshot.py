@@ -88,8 +88,8 @@ class Snapshot:
         box = box_of(self.base._global_shape, view, self.offset) if self.exact and same else None
         if box is None and view.numel():
             raise UnsupportedError(
-                f"{name}: this may be a view of {self.base.dist_spec} by more than integers and slices of its dims, and "
-                "then no write can be mapped to the shard; clone() it, or write by index"
+                f"{name}: this may be a view of {self.base.dist_spec} by more than integers and slices of its dims, "
+                "and then no write can be mapped to the shard; clone() it, or write by index"
             )
         return box
 
@@ -102,6 +102,8 @@ def of_gathered(result: Any, gathered: Sequence[tuple[Any, Tensor]], func: Calla
         gathered: pairs of a sharded ColoTensor and the copy of all its elements that ``func`` got.
         func: the operator.
     """
+    if _is_array(result):
+        return _read_only(result)
     shared = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
     sources = [
         (copy, Snapshot(base, plain(base).detach(), base._parts, copy.storage_offset(), copy.is_contiguous()))
@@ -122,7 +124,20 @@ def track(result: Any, sources: Sources, func: Callable[..., Any]) -> Any:
                 return _as_view(x, replace(snapshot, exact=snapshot.exact and func in _VIEWS))
         return x
 
+    if _is_array(result):
+        return _read_only(result)
     return tracked(result) if isinstance(result, Tensor) else tree_map(tracked, result)
+
+
+def _is_array(x: Any) -> bool:
+    return type(x).__module__ == "numpy" and hasattr(x, "setflags")
+
+
+def _read_only(array: Any) -> Any:
+    """An array over a gathered copy, which numpy now refuses to write into: the shard would not see it."""
+    if not array.flags.owndata:
+        array.setflags(write=False)
+    return array
 
 
 def _as_view(x: Tensor, snapshot: Snapshot) -> Any:
