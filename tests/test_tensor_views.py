@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -263,6 +264,11 @@ LANDS: dict[str, Step] = {
     "view of a view": lambda x: x[1:][::2].detach().data[1, 1:3].fill_(8),
     "flat": lambda x: x.view(-1)[8:12].fill_(8),
     "itself": lambda x: x[1:3].mul_(x[1:3]),
+    "the same memory": lambda x: _twice(x[1:3]),
+    "copied": lambda x: copy.copy(x[1]).mul_(5),
+    "numpy's integer": lambda x: _add_item(x, np.int64(1)),
+    "a tensor's integer": lambda x: _add_item(x, torch.tensor(1)),
+    "a tensor's integer in any dim": lambda x: _add_item(x, (slice(None), torch.tensor(1))),
     "augmented": lambda x: _add_item(x, 2),
     "augmented slice": lambda x: _add_item(x, (slice(1, None, 3), 1)),
     "item": lambda x: x.__setitem__(3, torch.arange(4.0)),
@@ -289,6 +295,11 @@ REFUSED: dict[str, Step] = {
     "eye_": lambda x: nn.init.eye_(x[:4]),
     "cumsum_": lambda x: x[1].cumsum_(0),
     "indices": lambda x: x[1].index_fill_(0, torch.tensor([1]), 3),
+    "item by a mask of rows": lambda x: x.__setitem__(torch.arange(5) > 2, 3),
+    "item by a mask": lambda x: x.__setitem__(x.to_replicate() > 2, 3),
+    "items by indices": lambda x: x.__setitem__(torch.tensor([1]), 3),
+    "items by a list": lambda x: x.__setitem__([1, 2], 3),
+    "more items": lambda x: _add_item(x, [1, 2]),
     "item by mask": lambda x: x[1].__setitem__(torch.tensor([True, False, True, False]), 3),
     "dropout": lambda x: F.dropout(x[1], inplace=True),
     "running mean": lambda x: F.batch_norm(x, x[1], torch.ones(4), training=True),
@@ -297,6 +308,10 @@ REFUSED: dict[str, Step] = {
     "memory of a view": lambda x: setattr(ColoTensor(torch.zeros(4), ColoTensorSpec(x.process_group)), "data", x[1]),
     "in place transpose": lambda x: x[:2].t_(),
 }  # fmt: skip
+
+
+def _twice(x: Any) -> None:
+    x[0].add_(x[0]).mul_(x.detach()[0])
 
 
 def _descend(parameter: nn.Parameter) -> None:
@@ -315,16 +330,22 @@ def refusal(write: Step, x: Any) -> str:
 
 
 def run_examples(group: TorchGroup) -> None:
-    pg, full = ranks_of(group), torch.arange(20.0).view(5, 4)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*has no rule for these shards")
+        check_examples(ranks_of(group))
+
+
+def check_examples(pg: ProcessGroup) -> None:
+    """Writes that land, then writes that are refused and change nothing."""
+    spec, full = ShardSpec([0], [pg.tp_world_size()]), torch.arange(20.0).view(5, 4)
     torch.manual_seed(1)
     for name, write in LANDS.items():
-        x, wanted = sharded(full, ShardSpec([0], [group.size()]), pg), full.clone()
+        x, wanted = sharded(full, spec, pg), full.clone()
         write(x)
         write(wanted)
         assert torch.equal(whole(x), wanted), name
-    warnings.filterwarnings("ignore", message=".*has no rule for these shards")
     for name, write in REFUSED.items():
-        x = sharded(full, ShardSpec([0], [group.size()]), pg)
+        x = sharded(full, spec, pg)
         assert refusal(write, x), name
         assert torch.equal(whole(x), full), name
 

@@ -66,7 +66,7 @@ def box_of(shape: Sequence[int], view: Tensor, offset: int = 0) -> Box | None:
     """
     if not view.numel():
         return None
-    strides, place = _contiguous(shape), view.storage_offset() - offset
+    strides, place = _contiguous(shape), int(view.storage_offset()) - offset
     starts: list[int] = []
     for stride in strides:
         start, place = divmod(place, stride)

@@ -66,7 +66,9 @@ class ColoParameter(ColoTensor, torch.nn.Parameter):
         name = getattr(func, "__name__", "")
         if not ColoParamOpHookManager.has_hook() or name.startswith("__"):
             return super().__torch_function__(func, types, args, kwargs)
-        kwargs = kwargs or {}
+        run, kwargs = cls._runner(types), kwargs or {}
+        if run is None:
+            return NotImplemented
         params = params_in([*args, *kwargs.values()], ColoParameter)
         in_graph = name not in LOOKS
-        return ColoParamOpHookManager.around(params, partial(cls._runner(types), func), tuple(args), kwargs, in_graph)
+        return ColoParamOpHookManager.around(params, partial(run, func), tuple(args), kwargs, in_graph)

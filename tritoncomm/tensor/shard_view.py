@@ -15,7 +15,7 @@ from tritoncomm.tensor.box import Slices
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.distspec import _DistSpec, partitions
 from tritoncomm.tensor.elementwise import ELEMENTWISE, LOOKS, MOVES_ONLY, RESHAPES_IN_PLACE, writes
-from tritoncomm.tensor.layout import is_colo, plain, shape_of
+from tritoncomm.tensor.layout import is_colo, plain, shape_of, shares_storage
 from tritoncomm.tensor.op_wrapper import implementation
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.rules.call import Operand
@@ -34,6 +34,7 @@ from tritoncomm.tensor.snapshot import (
 __all__ = ["ShardView", "run"]
 
 Args = Sequence[Any]
+_REAL, _IMAG = (getattr(Tensor, name).__get__ for name in ("real", "imag"))  # torch asks only for reading
 Kwargs = dict[str, Any]
 
 _ALIASES = frozenset(["conj", "positive", "real", "__pos__"])
@@ -135,7 +136,7 @@ def _map(target: Any, func: Callable[..., Any], name: str, args: Args, kwargs: K
     """An element-wise operator in place: on the view's own memory, then on the part of the shard that it shows."""
     snapshot = target._snapshot
     box, shape = snapshot.box(target, name), target.shape
-    args, kwargs = tree_map(lambda x: x if x is target else _gathered(x), (tuple(args), kwargs))
+    args, kwargs = tree_map(lambda x: _operand(x, target), (tuple(args), kwargs))
     operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x is not target]
     wide = {id(x): x.broadcast_to(shape) for x in operands if x.dim()}
 
@@ -159,11 +160,12 @@ def _into_shard(name: str, snapshot: Snapshot, box: Any, write: Callable[[Tensor
     write_shard(name, snapshot.memory, base._global_shape, snapshot.parts, base.process_group, box, write)
 
 
-def _gathered(x: Any) -> Any:
-    """An operand as a plain tensor that has all elements."""
-    if not is_colo(x):
+def _operand(x: Any, target: Any) -> Any:
+    """An operand of a write as a plain tensor that has all elements, and keeps them while ``target`` is written."""
+    if x is target or not is_colo(x):
         return x
-    return piece_of(Operand(x, (None,) * len(shape_of(x))), (), x.process_group).detach()
+    values = piece_of(Operand(x, (None,) * len(shape_of(x))), (), x.process_group).detach()
+    return values.clone() if shares_storage(values, target) else values
 
 
 def _set_item(target: Any, index: Any, value: Any) -> None:
@@ -192,14 +194,14 @@ class ShardView(ColoTensor):
     _run = staticmethod(run)
 
     @property
-    def real(self) -> Any:
+    def real(self) -> Any:  # type: ignore[override]
         """The real part, which cannot be written through."""
-        return run(Tensor.real.__get__, (self,), {})
+        return run(_REAL, (self,), {})
 
     @property
-    def imag(self) -> Any:
+    def imag(self) -> Any:  # type: ignore[override]
         """The imaginary part, which cannot be written through."""
-        return run(Tensor.imag.__get__, (self,), {})
+        return run(_IMAG, (self,), {})
 
     def set_dist_spec(self, dist_spec: _DistSpec) -> None:
         """Refuse another layout.
@@ -207,6 +209,7 @@ class ShardView(ColoTensor):
         Raises:
             UnsupportedError: the layout is not a replica's.
         """
+        assert isinstance(dist_spec, _DistSpec), f"{dist_spec!r} is no dist spec"
         if partitions(dist_spec, self.dim()):
             refuse_sharing("set_dist_spec", self)
 
@@ -221,6 +224,9 @@ class ShardView(ColoTensor):
             UnsupportedError: always.
         """
         refuse_sharing("to_dtensor", self)
+
+    def __copy__(self) -> Any:
+        return self.detach().requires_grad_(self.requires_grad)
 
     @classmethod
     def _rebuild(cls, data: Tensor, requires_grad: bool, state: tuple[Any, ...]) -> ColoTensor:

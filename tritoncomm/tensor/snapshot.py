@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor.box import Box, Slices, box_of
 from tritoncomm.tensor.distspec import ReplicaSpec, cuts
-from tritoncomm.tensor.layout import is_colo, plain, wrap
+from tritoncomm.tensor.layout import is_colo, plain, shares_storage, wrap
 from tritoncomm.tensor.process_group import ProcessGroup
 
 __all__ = [
@@ -82,7 +82,7 @@ class Snapshot:
         Raises:
             UnsupportedError: a write cannot be mapped to them.
         """
-        if not torch._C._is_alias_of(plain(self.base), self.memory) or self.base._parts != self.parts:
+        if not shares_storage(plain(self.base), self.memory) or self.base._parts != self.parts:
             raise UnsupportedError(f"{name}: the shard that this is a view of has got other memory; index it again")
         same = view.dtype == self.memory.dtype and not view.is_conj() and not view.is_neg()
         box = box_of(self.base._global_shape, view, self.offset) if self.exact and same else None
@@ -106,9 +106,9 @@ def of_gathered(result: Any, gathered: Sequence[tuple[Any, Tensor]], func: Calla
         return _read_only(result)
     shared = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
     sources = [
-        (copy, Snapshot(base, plain(base).detach(), base._parts, copy.storage_offset(), copy.is_contiguous()))
+        (copy, Snapshot(base, plain(base).detach(), base._parts, int(copy.storage_offset()), copy.is_contiguous()))
         for base, copy in gathered
-        if any(torch._C._is_alias_of(x, copy) for x in shared)
+        if any(shares_storage(x, copy) for x in shared)
     ]
     return track(result, sources, func) if sources else result
 
@@ -120,7 +120,7 @@ def track(result: Any, sources: Sources, func: Callable[..., Any]) -> Any:
         if not isinstance(x, Tensor) or is_view(x):
             return x
         for copy, snapshot in sources:
-            if torch._C._is_alias_of(x, copy):
+            if shares_storage(x, copy):
                 return _as_view(x, replace(snapshot, exact=snapshot.exact and func in _VIEWS))
         return x
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor.box import box_of
-from tritoncomm.tensor.layout import is_colo, plain, shape_of
+from tritoncomm.tensor.layout import is_colo, plain, shape_of, shares_storage
 from tritoncomm.tensor.rules.call import Call, Operand
 from tritoncomm.tensor.rules.engine import is_legal, piece_of
 from tritoncomm.tensor.rules.table import rule
@@ -128,7 +128,8 @@ def set_item(target: Any, index: Any, value: Any) -> None:
     found = _indexed(index, len(shape_of(target)))
     if found is None:
         if target._parts:
-            raise UnsupportedError(f"{index!r} has no rule for writing into {target.dist_spec}; redistribute it first")
+            _set_part(target, index, value)
+            return
         given, labels, result = index, (), ()
     else:
         given, labels, result = found[0], found[1], found[2]
@@ -147,11 +148,23 @@ def set_item(target: Any, index: Any, value: Any) -> None:
         target[tuple(given) if isinstance(given, list) else given] = piece
 
 
-def _set_part(target: Any, index: tuple[Any, ...], value: Any) -> None:
+def _selected(target: Any, index: Any) -> Tensor:
+    """``target[index]`` without values: a view of the global shape."""
+    base = torch.empty(target._global_shape, device="meta")
+    try:
+        view = base[index]
+    except (NotImplementedError, RuntimeError):
+        view = None  # a mask: how many elements it selects depends on its values
+    if view is None or not shares_storage(view, base):
+        raise UnsupportedError(f"{index!r} has no rule for writing into {target.dist_spec}; redistribute it first")
+    return view
+
+
+def _set_part(target: Any, index: Any, value: Any) -> None:
     """``target[index] = value`` where the index takes a part of a sharded dim: each rank writes what it has of it."""
+    selected = _selected(target, index)
     refuse_graph("__setitem__", (target, value))
     shape, pg = target._global_shape, target.process_group
-    selected = torch.empty(shape, device="meta")[index]
     if isinstance(value, Tensor):
         source = piece_of(Operand(value, (None,) * len(shape_of(value))), (), pg).detach()
         extra = max(source.dim() - selected.dim(), 0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tritoncomm.errors import ShapeError
-from tritoncomm.tensor.layout import shape_of
+from tritoncomm.tensor.layout import shape_of, shares_storage
 from tritoncomm.tensor.rules.call import Call, Cut, Operand
 from tritoncomm.tensor.rules.table import rule
 
@@ -88,7 +88,7 @@ def _viewed(input: Tensor, target: Sequence[int], copies: bool = False) -> Call:
             return x.view(local)
         made = x.reshape(local)
         single = tuple((label, stays[label]) for label, _ in cut.parts if x.shape[label] == 1 < shape[label])
-        if single and torch._C._is_alias_of(made, x) and _hides_copy(x.shape, x.stride(), tuple(local), single):
+        if single and shares_storage(made, x) and _hides_copy(x.shape, x.stride(), tuple(local), single):
             return made.clone()
         return made
 
