@@ -200,4 +200,4 @@ def test_every_launcher_has_a_twin() -> None:
 @pytest.mark.parametrize("path", SOURCES + KERNELS, ids=_id)
 def test_modules_are_short(path: Path) -> None:
     lines = len(path.read_text().splitlines())
-    assert lines <= 300, f"{_id(path)} has {lines} lines"
+    assert lines <= 400, f"{_id(path)} has {lines} lines"

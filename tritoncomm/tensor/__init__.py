@@ -2,6 +2,7 @@
 
 from tritoncomm.tensor import overrides as overrides
 from tritoncomm.tensor import pickles as pickles
+from tritoncomm.tensor import shard_view as shard_view
 from tritoncomm.tensor.colo_parameter import ColoParameter
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.comm_path import shortest_path

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncomm.tensor import dispatch, layout
+from tritoncomm.tensor import layout
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.const import TensorType
 from tritoncomm.tensor.elementwise import LOOKS
 from tritoncomm.tensor.param_op_hook import ColoParamOpHookManager, params_in
+from tritoncomm.tensor.snapshot import refuse_sharing
 from tritoncomm.tensor.tensor_spec import ColoTensorSpec
 
 __all__ = ["ColoParameter"]
@@ -34,6 +35,7 @@ class ColoParameter(ColoTensor, torch.nn.Parameter):
         cls, data: Tensor | None = None, requires_grad: bool = True, spec: ColoTensorSpec | None = None
     ) -> "ColoParameter":
         data = torch.empty(0) if data is None else data
+        refuse_sharing(cls.__name__, data)
         data = layout.plain(data) if isinstance(data, ColoTensor) else data
         made: ColoParameter = torch.Tensor._make_subclass(cls, data, requires_grad)
         made._set_up(spec)
@@ -64,7 +66,9 @@ class ColoParameter(ColoTensor, torch.nn.Parameter):
         name = getattr(func, "__name__", "")
         if not ColoParamOpHookManager.has_hook() or name.startswith("__"):
             return super().__torch_function__(func, types, args, kwargs)
-        kwargs = kwargs or {}
+        run, kwargs = cls._runner(types), kwargs or {}
+        if run is None:
+            return NotImplemented
         params = params_in([*args, *kwargs.values()], ColoParameter)
         in_graph = name not in LOOKS
-        return ColoParamOpHookManager.around(params, partial(dispatch.run, func), tuple(args), kwargs, in_graph)
+        return ColoParamOpHookManager.around(params, partial(run, func), tuple(args), kwargs, in_graph)

@@ -13,6 +13,7 @@ from tritoncomm.tensor.const import TensorType
 from tritoncomm.tensor.dist_spec_mgr import DistSpecManager
 from tritoncomm.tensor.distspec import DistPlacementPattern, ReplicaSpec, _DistSpec, local_shape, partitions
 from tritoncomm.tensor.process_group import ProcessGroup
+from tritoncomm.tensor.snapshot import refuse_sharing
 from tritoncomm.tensor.tensor_spec import ColoTensorSpec
 
 __all__ = ["ColoTensor"]
@@ -46,6 +47,7 @@ class ColoTensor(torch.Tensor):
         cls, data: Tensor | None, spec: ColoTensorSpec | None, global_shape: Sequence[int] | None = None
     ) -> "ColoTensor":
         data = torch.empty(0) if data is None else data
+        refuse_sharing(cls.__name__, data)
         made: ColoTensor = torch.Tensor._make_subclass(cls, data, data.requires_grad)
         return made._set_up(spec, global_shape)
 
@@ -79,6 +81,7 @@ class ColoTensor(torch.Tensor):
     @staticmethod
     def from_torch_tensor(tensor: Tensor, spec: ColoTensorSpec | None = None) -> "ColoTensor":
         """The same memory and the same place in the autograd graph, as a ColoTensor."""
+        refuse_sharing("from_torch_tensor", tensor)
         if isinstance(tensor, ColoTensor):
             tensor = layout.plain(tensor)
         return tensor.as_subclass(ColoTensor)._set_up(spec)
@@ -144,7 +147,8 @@ class ColoTensor(torch.Tensor):
         with DistSpecManager.no_grad(), torch.no_grad():
             moved = self._moved(dist_spec, self.process_group)
         shape = self._global_shape
-        self.data = moved
+        with torch._C.DisableTorchFunctionSubclass():
+            self.data = moved
         self._lay_out(self.process_group, dist_spec, self.compute_spec, shape)
 
     def set_tensor_spec(self, dist_spec: _DistSpec | None, compute_spec: ComputeSpec | None) -> None:
@@ -270,8 +274,31 @@ class ColoTensor(torch.Tensor):
         """A tensor of no dims as its number, as torch does; any other as its ``repr``."""
         return format(layout.plain(self), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
 
+    def set_(self, *_: Any, **__: Any) -> Any:
+        """Refuse other memory; torch does not ask ``__torch_function__``.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        return dispatch.run(torch.Tensor.set_, (self,), {})
+
+    _run: Any = staticmethod(dispatch.run)
+
+    @classmethod
+    def _runner(cls, types: Sequence[type]) -> Any:
+        """What runs an operator on tensors of these classes; None where they are strangers."""
+        if not all(issubclass(cls, t) or issubclass(t, ColoTensor) for t in types):
+            return None
+        special = [t._run for t in types if issubclass(t, ColoTensor) and t._run is not ColoTensor._run]
+        return special[0] if special else ColoTensor._run
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not all(issubclass(cls, t) or issubclass(t, ColoTensor) for t in types):
-            return NotImplemented
-        return dispatch.run(func, args, kwargs or {})
+        run = _runners.get((cls, types), _unknown)
+        if run is _unknown:
+            run = _runners[cls, types] = cls._runner(types)
+        return NotImplemented if run is None else run(func, args, kwargs or {})
+
+
+_unknown: Any = object()
+_runners: dict[tuple[type, Any], Any] = {}

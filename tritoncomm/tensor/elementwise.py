@@ -1,6 +1,6 @@
 """Operators by what they do to a layout, by name: the same name stands for function, method and in-place form."""
 
-__all__ = ["ELEMENTWISE", "LOOKS", "MAKES_NEW", "MOVES_ONLY"]
+__all__ = ["ELEMENTWISE", "LOOKS", "MAKES_NEW", "MOVES_ONLY", "RESHAPES_IN_PLACE", "writes"]
 
 _LOOKS = """
     numel nelement dim ndimension stride is_contiguous storage_offset data_ptr storage untyped_storage element_size
@@ -45,3 +45,17 @@ _SEVERAL = """
 _names = (_UNARY + _SEVERAL).split()
 ELEMENTWISE = frozenset(_names + [f"{name}_" for name in _names if not name.startswith("__")])
 """Every element of the result depends on the same element of the inputs only."""
+
+_RESHAPES = """
+    t_ unsqueeze_ squeeze_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ resize_as_sparse_ set_ as_strided_
+    sparse_resize_ sparse_resize_and_clear_
+"""
+RESHAPES_IN_PLACE = frozenset(_RESHAPES.split())
+"""In place, another shape or other memory, which a layout does not survive."""
+
+_AUGMENTED = frozenset(name for name in ELEMENTWISE if name.startswith("__i") and name != "__invert__")
+
+
+def writes(name: str) -> bool:
+    """Whether an operator of this name writes into its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED

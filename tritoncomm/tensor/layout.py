@@ -10,7 +10,7 @@ from tritoncomm.tensor.distspec import _DistSpec, partitions
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.transitions import check
 
-__all__ = ["check_cut", "colour", "is_colo", "plain", "register", "shape_of", "wrap"]
+__all__ = ["check_cut", "colour", "is_colo", "plain", "register", "shape_of", "shares_storage", "wrap"]
 
 T = TypeVar("T")
 
@@ -33,6 +33,11 @@ def plain(x: Tensor) -> Tensor:
     """The piece as an ordinary tensor, in the same place of the autograd graph."""
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(torch.Tensor)
+
+
+def shares_storage(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are views of one storage."""
+    return torch._C._is_alias_of(x, y)  # type: ignore[attr-defined]
 
 
 def shape_of(x: Tensor) -> tuple[int, ...]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from tritoncomm.tensor.snapshot import is_view
+
 __all__ = ["ColoParamOpHook", "ColoParamOpHookManager", "params_in"]
 
 Hooks = tuple["ColoParamOpHook", ...]
@@ -157,7 +159,7 @@ def _dressed(x: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, ColoTensor):
         return x
     with torch._C.DisableTorchFunctionSubclass():
-        made = x.as_subclass(ColoTensor)
+        made = x.as_subclass(type(like) if is_view(like) else ColoTensor)
     for name, value in vars(like).items():
         setattr(made, name, value)
     return made

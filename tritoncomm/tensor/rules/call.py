@@ -91,6 +91,7 @@ class Call:
         scatter: dim of the result that is cut by the sum over the ranks; None leaves the sum whole.
         sizes: of the labels, filled in from the operands.
         result_sizes: of the labels in the result, where they are others.
+        gathered: sharded operands and their gathered copies, where the operator runs on replicas; from the engine.
     """
 
     operands: Sequence[Operand]
@@ -107,3 +108,4 @@ class Call:
     scatter: int | None = None
     sizes: dict[Any, int] = field(default_factory=dict)
     result_sizes: dict[Any, int] = field(default_factory=dict)
+    gathered: Sequence[tuple[Any, Tensor]] = ()

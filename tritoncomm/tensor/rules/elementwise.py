@@ -11,12 +11,13 @@ from tritoncomm.dims import wants_grad
 from tritoncomm.errors import ShapeError, UnsupportedError
 from tritoncomm.plan import chunk_sizes
 from tritoncomm.tensor.distspec import ReplicaSpec
+from tritoncomm.tensor.elementwise import writes
 from tritoncomm.tensor.layout import is_colo, shape_of, wrap
 from tritoncomm.tensor.rules.call import Call, Operand
 from tritoncomm.tensor.rules.engine import execute, is_legal, piece_of
 from tritoncomm.tensor.rules.table import ROWS, Row
 
-__all__ = ["broadcast_operands", "elementwise", "keep", "writes"]
+__all__ = ["broadcast_operands", "elementwise", "keep"]
 
 ROWS.append(
     Row(
@@ -34,6 +35,8 @@ def elementwise(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs
     leaves, tree = tree_flatten((tuple(args), kwargs))
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     tensors = [leaves[i] for i in places]
+    if kwargs and is_colo(kwargs.get("out")):
+        _refuse_resizing(name, kwargs["out"], tensors)
     if _one_layout(tensors):
         return keep(func, args, kwargs, next(x for x in tensors if is_colo(x)))
 
@@ -44,18 +47,20 @@ def elementwise(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs
         args, kwargs = tree_unflatten(filled, tree)
         return func(*args, **kwargs)
 
-    operands, shape = broadcast_operands(tensors)
+    operands, shape = broadcast_operands(tensors, kwargs.get("out"))
     target = kwargs.get("out", args[0] if writes(name) and args else None)
     if target is not None or writes(name):
         return _into(next((i for i, x in enumerate(tensors) if x is target), -1), operands, run, name)
     return execute(Call(operands, [tuple(range(-len(shape), 0))], run))
 
 
-def writes(name: str) -> bool:
-    """Whether an operator of this name writes into its first argument: ``add_``, ``__iadd__``; not ``__int__``."""
-    if not name.endswith("_"):
-        return False
-    return not name.startswith("__") or (name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"))
+def _refuse_resizing(name: str, out: Any, tensors: list[Any]) -> None:
+    """Refuse ``out=`` of another shape than the result's, which torch would resize."""
+    shapes, _ = _shapes(tensors)
+    place = next(i for i, x in enumerate(tensors) if x is out)
+    result = _broadcast([*shapes[:place], *shapes[place + 1 :]])
+    if result != out._global_shape:
+        raise UnsupportedError(f"{name}: out= of shape {list(out._global_shape)} cannot be resized to {list(result)}")
 
 
 def _one_layout(tensors: list[Any]) -> bool:
@@ -86,26 +91,45 @@ def keep(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
     return wrap(result, like.process_group, spec, result.shape)
 
 
-def broadcast_operands(tensors: list[Any]) -> tuple[list[Operand], tuple[int, ...]]:
-    """The tensors, labelled from the last dim, and the broadcast shape."""
+def _shapes(tensors: list[Any]) -> tuple[list[tuple[int, ...]], list[bool]]:
+    """The global shapes, and which of the tensors are plain pieces."""
     cut = next((x for x in tensors if is_colo(x) and x._parts), None)
     pieces = [cut is not None and not is_colo(x) and _is_piece(x, cut) for x in tensors]
     shapes = [
         tuple(cut._global_shape) if piece else shape_of(x)  # type: ignore[union-attr]
         for x, piece in zip(tensors, pieces, strict=True)
     ]
-    ndim = max(map(len, shapes))
+    return shapes, pieces
+
+
+def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    ndim = max(map(len, shapes), default=0)
     sizes = [1] * ndim
     for shape in shapes:
         for dim in range(-len(shape), 0):
             if shape[dim] != 1 and sizes[dim] not in (1, shape[dim]):
                 raise ShapeError(f"shapes {' and '.join(str(list(s)) for s in shapes)} do not broadcast")
             sizes[dim] = sizes[dim] if shape[dim] == 1 else shape[dim]
+    return tuple(sizes)
+
+
+def broadcast_operands(tensors: list[Any], out: Any = None) -> tuple[list[Operand], tuple[int, ...]]:
+    """The tensors, labelled from the last dim, and the broadcast shape.
+
+    A dim of size 1 is broadcast to every shard, an empty one too, so only a tensor that is sharded there has its label;
+    unless the result goes into ``out``, to which nothing is broadcast.
+    """
+    shapes, pieces = _shapes(tensors)
+    sizes = _broadcast(shapes)
     found = []
     for x, shape, piece in zip(tensors, shapes, pieces, strict=True):
-        labels = tuple(dim if shape[dim] == sizes[dim] else None for dim in range(-len(shape), 0))
+        own = {dim - len(shape) for dim, _ in x._parts} if is_colo(x) else ()
+        labels = tuple(
+            dim if shape[dim] == sizes[dim] and (shape[dim] != 1 or piece or dim in own or out is not None) else None
+            for dim in range(-len(shape), 0)
+        )
         found.append(Operand(x, labels, piece))
-    return found, tuple(sizes)
+    return found, sizes
 
 
 def _is_piece(x: Tensor, cut: Any) -> bool:

@@ -33,7 +33,8 @@ def execute(call: Call) -> Any:
             if label is not None:
                 call.sizes.setdefault(label, size)
     with torch._C.DisableTorchFunctionSubclass():
-        parts = choose(call, pg)
+        chosen = choose(call, pg)
+        parts = chosen or ()
         cut = Cut(parts, call.sizes, pg.tp_local_rank() if parts else 0, pg.tp_process_group() if parts else None)
         pieces = [piece_of(each, parts, pg) for each in call.operands]
         if parts and parts[0][0] not in call.results[0] and parts[0][0] not in call.own:
@@ -44,6 +45,9 @@ def execute(call: Call) -> Any:
         else:
             gather, column = call.gather, not call.gather and _by_column(call, parts)
             late = [piece_of(each, parts, pg) for each in call.late]
+            if chosen is None:
+                pairs = zip(call.operands, pieces, strict=True)
+                call.gathered = [(each.tensor, x) for each, x in pairs if _parts(each)]
             found, tree = tree_flatten(call.run(cut, *pieces, *late))
         made = [
             _made(x, labels, call, parts, pg, coloured, gather) if isinstance(x, Tensor) else x
@@ -54,21 +58,28 @@ def execute(call: Call) -> Any:
     return tree_unflatten(made, tree)
 
 
-def choose(call: Call, pg: ProcessGroup) -> Parts:
-    """What is cut: of the ways the operands are cut now, the one that moves least; nothing when no way will do."""
+def choose(call: Call, pg: ProcessGroup) -> Parts | None:
+    """What is cut: of the ways the operands are cut now, the one that moves least; None when no way will do."""
     found: list[Parts] = []
+    sharded = False
     for place, each in enumerate(call.operands):
-        if not is_colo(each.tensor) or not each.tensor._parts:  # type: ignore[attr-defined]
+        have = _parts(each)
+        if not have:
             continue
-        parts = tuple((each.labels[dim], count) for dim, count in each.tensor._parts)  # type: ignore[attr-defined]
+        sharded = True
+        parts = tuple((each.labels[dim], count) for dim, count in have)
         if is_legal(call, parts):
             if call.prefer == place:
                 return parts
             if parts not in found:
                 found.append(parts)
-    if len(found) < 2:
-        return found[0] if found else ()
-    return min(found, key=lambda parts: _moved(call, parts, pg.tp_world_size()))
+    if not found:
+        return None if sharded else ()
+    return found[0] if len(found) == 1 else min(found, key=lambda parts: _moved(call, parts, pg.tp_world_size()))
+
+
+def _parts(each: Operand) -> Parts:
+    return each.tensor._parts if is_colo(each.tensor) else ()  # type: ignore[attr-defined]
 
 
 def _by_column(call: Call, parts: Parts) -> bool:

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from tritoncomm.errors import UnsupportedError
-from tritoncomm.tensor.layout import is_colo, shape_of
+from tritoncomm.tensor.box import box_of
+from tritoncomm.tensor.layout import is_colo, plain, shape_of, shares_storage
 from tritoncomm.tensor.rules.call import Call, Operand
 from tritoncomm.tensor.rules.engine import is_legal, piece_of
 from tritoncomm.tensor.rules.table import rule
+from tritoncomm.tensor.snapshot import refuse_graph, write_shard
 
 __all__ = ["set_item"]
 
@@ -116,17 +118,18 @@ def _getitem(input: Tensor, index: Any) -> Call | None:
 
 
 def set_item(target: Any, index: Any, value: Any) -> None:
-    """``target[index] = value`` on the pieces, where the cut dims are taken whole.
+    """``target[index] = value`` on the pieces.
 
     Raises:
-        UnsupportedError: the index cuts a dim that is cut over the ranks, or is no basic index of a shard.
+        UnsupportedError: no basic index of a shard, or one of a part of a sharded dim where a gradient is wanted.
     """
     if not is_colo(target):
         raise UnsupportedError("a ColoTensor is written into a part of a plain tensor; make it a ColoTensor first")
     found = _indexed(index, len(shape_of(target)))
     if found is None:
         if target._parts:
-            raise UnsupportedError(f"{index!r} has no rule for writing into {target.dist_spec}; redistribute it first")
+            _set_part(target, index, value)
+            return
         given, labels, result = index, (), ()
     else:
         given, labels, result = found[0], found[1], found[2]
@@ -138,10 +141,44 @@ def set_item(target: Any, index: Any, value: Any) -> None:
         kept = [label if label is not None and size != 1 else None for label, size in zip(own, shape, strict=True)]
         operands = [Operand(value, tuple(kept))]
     if not is_legal(Call(operands, [], set_item), parts):
-        raise UnsupportedError(f"{index!r} takes a part of a dim that {target.dist_spec} cuts; redistribute it first")
+        _set_part(target, tuple(given), value)
+        return
     with torch._C.DisableTorchFunctionSubclass():
         piece = piece_of(operands[0], parts, target.process_group) if operands else value
         target[tuple(given) if isinstance(given, list) else given] = piece
+
+
+def _selected(target: Any, index: Any) -> Tensor:
+    """``target[index]`` without values: a view of the global shape."""
+    base = torch.empty(target._global_shape, device="meta")
+    try:
+        view = base[index]
+    except (NotImplementedError, RuntimeError):
+        view = None  # a mask: how many elements it selects depends on its values
+    if view is None or not shares_storage(view, base):
+        raise UnsupportedError(f"{index!r} has no rule for writing into {target.dist_spec}; redistribute it first")
+    return view
+
+
+def _set_part(target: Any, index: Any, value: Any) -> None:
+    """``target[index] = value`` where the index takes a part of a sharded dim: each rank writes what it has of it."""
+    selected = _selected(target, index)
+    refuse_graph("__setitem__", (target, value))
+    shape, pg = target._global_shape, target.process_group
+    if isinstance(value, Tensor):
+        source = piece_of(Operand(value, (None,) * len(shape_of(value))), (), pg).detach()
+        extra = max(source.dim() - selected.dim(), 0)
+        if source.shape[:extra].numel() == 1:  # as torch, which drops leading dims of size 1
+            source = source.reshape(source.shape[extra:])
+        source = source.broadcast_to(selected.shape)
+    else:  # a number that the dtype does not hold is refused on every rank
+        source = torch.full((), value, dtype=target.dtype, device=target.device).expand(selected.shape)
+
+    def write(region: Tensor, slices: tuple[slice, ...]) -> None:
+        region.copy_(source[slices])
+
+    memory = plain(target).detach()
+    write_shard("__setitem__", memory, shape, target._parts, pg, box_of(shape, selected), write)
 
 
 @rule(torch.narrow, Tensor.narrow, named="narrow", accepts=_OTHER, result="the cut", collectives="none")

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritoncomm.errors import ShapeError
-from tritoncomm.tensor.layout import shape_of
+from tritoncomm.tensor.layout import shape_of, shares_storage
 from tritoncomm.tensor.rules.call import Call, Cut, Operand
 from tritoncomm.tensor.rules.table import rule
 
@@ -23,6 +24,12 @@ def _sizes(given: Sequence[Any]) -> tuple[int, ...] | None:
     if not isinstance(sizes, list | tuple) or not all(isinstance(size, int) for size in sizes):
         return None
     return tuple(sizes)
+
+
+def _target(given: Sequence[Any], names: dict[str, Any]) -> tuple[int, ...] | None:
+    """The global shape that a call of view, reshape, view_as or reshape_as asks for."""
+    given = given or [names[name] for name in ("shape", "size", "other") if name in names]
+    return shape_of(given[0]) if given and isinstance(given[0], Tensor) else _sizes(given)
 
 
 def groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -50,8 +57,8 @@ def groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list
     return found
 
 
-def _viewed(input: Tensor, target: Sequence[int]) -> Call:
-    """``input`` in the global shape ``target``, which may have one -1."""
+def _viewed(input: Tensor, target: Sequence[int], copies: bool = False) -> Call:
+    """``input`` in the global shape ``target``, which may have one -1; ``copies``: where torch's view would fail."""
     shape, sizes = shape_of(input), list(target)
     if -1 in sizes:
         rest = -math.prod(sizes)
@@ -77,22 +84,57 @@ def _viewed(input: Tensor, target: Sequence[int]) -> Call:
         for label, count in cut.parts:
             new = stays[label]
             local[new] = cut.piece(label)[1] if shape[label] == sizes[new] else sizes[new] // count
-        return x.reshape(local)
+        if not copies:
+            return x.view(local)
+        made = x.reshape(local)
+        single = tuple((label, stays[label]) for label, _ in cut.parts if x.shape[label] == 1 < shape[label])
+        if single and shares_storage(made, x) and _hides_copy(x.shape, x.stride(), tuple(local), single):
+            return made.clone()
+        return made
 
     out = {old: sizes[new] for old, new in stays.items()}
     return Call([Operand(input, labels)], [tuple(result)], run, legal=legal, result_sizes=out)
 
 
-@rule(Tensor.view, torch.reshape, Tensor.reshape, accepts=_ACCEPTS, result="the cut, moved along", collectives="none")
+@lru_cache(maxsize=1024)
+def _hides_copy(
+    shape: tuple[int, ...], stride: tuple[int, ...], target: tuple[int, ...], single: tuple[tuple[int, int], ...]
+) -> bool:
+    """Whether a local tensor reshapes without a copy only because it has one element along sharded dims.
+
+    Then other ranks, and torch on the global tensor, copy, and a later write must not show here either. Dims with a
+    stride as large as that of such a dim are outside of it in memory: with more elements, their strides would grow.
+
+    Args:
+        shape: of the local tensor.
+        stride: of the local tensor.
+        target: its shape afterwards.
+        single: the sharded dims of size 1, and where they are in the target.
+    """
+    sizes, strides, wanted = list(shape), list(stride), list(target)
+    for dim, new in single:
+        strides = [2 * s if at != dim and s >= strides[dim] else s for at, s in enumerate(strides)]
+        sizes[dim], wanted[new] = 2, 2 * wanted[new]
+    try:
+        torch.empty_strided(sizes, strides, device="meta").view(wanted)
+    except RuntimeError:
+        return True
+    return False
+
+
+@rule(Tensor.view, Tensor.view_as, accepts=_ACCEPTS, result="the cut, moved along", collectives="none")
 def _view(input: Tensor, *given: Any, **names: Any) -> Call | None:
-    given = (names["shape"],) if "shape" in names else (names["size"],) if "size" in names else given
-    sizes = _sizes(given)
+    sizes = _target(given, names)
     return None if sizes is None else _viewed(input, sizes)
 
 
-@rule(Tensor.view_as, Tensor.reshape_as, accepts=_ACCEPTS, result="the cut, moved along", collectives="none")
-def _view_as(input: Tensor, other: Tensor) -> Call:
-    return _viewed(input, shape_of(other))
+@rule(
+    torch.reshape, Tensor.reshape, Tensor.reshape_as, accepts=_ACCEPTS, result="the cut, moved along",
+    collectives="none",
+)  # fmt: skip
+def _reshape(input: Tensor, *given: Any, **names: Any) -> Call | None:
+    sizes = _target(given, names)
+    return None if sizes is None else _viewed(input, sizes, copies=True)
 
 
 @rule(
@@ -101,7 +143,7 @@ def _view_as(input: Tensor, other: Tensor) -> Call:
 def _flatten(input: Tensor, start_dim: int = 0, end_dim: int = -1) -> Call:
     shape = shape_of(input) or (1,)
     start, end = start_dim % len(shape), end_dim % len(shape)
-    return _viewed(input, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]))
+    return _viewed(input, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]), copies=True)
 
 
 @rule(

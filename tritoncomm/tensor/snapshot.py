@@ -1,0 +1,195 @@
+"""Views along sharded dims: copies that remember which elements of which shard they show, and writes that land there.
+
+An operator that torch would answer with a view runs on a gathered copy where the dim is sharded. The memory tells which
+results are such views: those that share the storage of the copy. Their strides tell which elements they show.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tritoncomm.errors import UnsupportedError
+from tritoncomm.tensor.box import Box, Slices, box_of
+from tritoncomm.tensor.distspec import ReplicaSpec, cuts
+from tritoncomm.tensor.layout import is_colo, plain, shares_storage, wrap
+from tritoncomm.tensor.process_group import ProcessGroup
+
+__all__ = [
+    "Snapshot",
+    "is_view",
+    "of_gathered",
+    "refuse_graph",
+    "refuse_sharing",
+    "register_view",
+    "track",
+    "write_shard",
+]
+
+Write = Callable[[Tensor, Slices], Any]
+Sources = Sequence[tuple[Tensor, "Snapshot"]]
+
+_NAMES = """
+    __getitem__ select narrow split split_with_sizes chunk unbind tensor_split hsplit vsplit dsplit view view_as
+    unflatten squeeze unsqueeze transpose swapaxes swapdims t adjoint permute movedim moveaxis expand expand_as
+    broadcast_to diagonal alias detach
+"""
+_GETTERS = [getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data")]
+_VIEWS = frozenset(
+    [getattr(owner, name) for name in _NAMES.split() for owner in (Tensor, torch) if hasattr(owner, name)] + _GETTERS
+)
+"""Operators that share memory whatever the strides are; ``reshape`` and others copy where torch's tensor needs it."""
+
+_view: Any = ()
+
+
+def register_view(cls: Any) -> Any:
+    """Class decorator of ShardView, which lives above this module."""
+    global _view
+    _view = cls
+    return cls
+
+
+def is_view(x: Any) -> bool:
+    """Whether ``x`` shows elements of a shard in memory of its own."""
+    return isinstance(x, _view)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """Where the elements of a gathered copy come from.
+
+    Attributes:
+        base: the sharded ColoTensor.
+        memory: its local tensor, outside of the autograd graph.
+        parts: how it was sharded.
+        offset: of the copy in its storage.
+        exact: whether torch would have made a view, and the strides are those of a contiguous copy.
+    """
+
+    base: Any
+    memory: Tensor
+    parts: tuple[tuple[int, int], ...]
+    offset: int
+    exact: bool
+
+    def box(self, view: Tensor, name: str) -> Box | None:
+        """The elements of the base that ``view`` shows; None for no elements.
+
+        Raises:
+            UnsupportedError: a write cannot be mapped to them.
+        """
+        if not shares_storage(plain(self.base), self.memory) or self.base._parts != self.parts:
+            raise UnsupportedError(f"{name}: the shard that this is a view of has got other memory; index it again")
+        same = view.dtype == self.memory.dtype and not view.is_conj() and not view.is_neg()
+        box = box_of(self.base._global_shape, view, self.offset) if self.exact and same else None
+        if box is None and view.numel():
+            raise UnsupportedError(
+                f"{name}: this may be a view of {self.base.dist_spec} by more than integers and slices of its dims, "
+                "and then no write can be mapped to the shard; clone() it, or write by index"
+            )
+        return box
+
+
+def of_gathered(result: Any, gathered: Sequence[tuple[Any, Tensor]], func: Callable[..., Any]) -> Any:
+    """The result of ``func`` on copies of shards, its views of them remembering where they are from.
+
+    Args:
+        result: tensors in any structure.
+        gathered: pairs of a sharded ColoTensor and the copy of all its elements that ``func`` got.
+        func: the operator.
+    """
+    if _is_array(result):
+        return _read_only(result)
+    shared = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+    sources = [
+        (copy, Snapshot(base, plain(base).detach(), base._parts, int(copy.storage_offset()), copy.is_contiguous()))
+        for base, copy in gathered
+        if any(shares_storage(x, copy) for x in shared)
+    ]
+    return track(result, sources, func) if sources else result
+
+
+def track(result: Any, sources: Sources, func: Callable[..., Any]) -> Any:
+    """The result of ``func``, in which every tensor that shares the memory of a source remembers where it is from."""
+
+    def tracked(x: Any) -> Any:
+        if not isinstance(x, Tensor) or is_view(x):
+            return x
+        for copy, snapshot in sources:
+            if shares_storage(x, copy):
+                return _as_view(x, replace(snapshot, exact=snapshot.exact and func in _VIEWS))
+        return x
+
+    if _is_array(result):
+        return _read_only(result)
+    return tracked(result) if isinstance(result, Tensor) else tree_map(tracked, result)
+
+
+def _is_array(x: Any) -> bool:
+    return type(x).__module__ == "numpy" and hasattr(x, "setflags")
+
+
+def _read_only(array: Any) -> Any:
+    """An array over a gathered copy, which numpy now refuses to write into: the shard would not see it."""
+    if not array.flags.owndata:
+        array.setflags(write=False)
+    return array
+
+
+def _as_view(x: Tensor, snapshot: Snapshot) -> Any:
+    like = x if is_colo(x) else wrap(x, snapshot.base.process_group, ReplicaSpec(), x.shape)
+    with torch._C.DisableTorchFunctionSubclass():
+        made = like.as_subclass(_view)
+    vars(made).update(vars(like))
+    made._snapshot = snapshot
+    return made
+
+
+def write_shard(
+    name: str, memory: Tensor, shape: Sequence[int], parts: Any, pg: ProcessGroup, box: Box | None, write: Write
+) -> None:
+    """``write(region, slices)`` on what this rank's shard has of a box, and where that is in the box.
+
+    A rank that has nothing of it counts one more version of its memory nevertheless, so that all ranks agree whether
+    backward still finds what it saved.
+
+    Raises:
+        UnsupportedError: elements of the shard share memory, or it was made in inference mode and this is outside.
+    """
+    sharded = dict(parts)
+    shared = any(not memory.stride(dim) and size > 1 for dim, size in enumerate(shape) if dim not in sharded)
+    if shared or (memory.is_inference() and not torch.is_inference_mode_enabled()):
+        why = "elements of the shard share memory" if shared else "the shard was made in inference mode"
+        raise UnsupportedError(f"{name}: {why}; clone() it first")
+    part = None if box is None else box.within(cuts(shape, sharded, pg.tp_local_rank()))
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        if part is None:
+            memory.narrow(next(iter(sharded)), 0, 0).zero_()
+        else:
+            write(part[0].select(memory), part[1])
+
+
+def refuse_graph(name: str, tensors: Iterable[Any]) -> None:
+    """Refuse a write that autograd would have to see.
+
+    Raises:
+        UnsupportedError: a tensor requires grad and gradients are recorded.
+    """
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
+        raise UnsupportedError(
+            f"{name}: a write into a part of a sharded dim has no gradient; use torch.no_grad(), or redistribute first"
+        )
+
+
+def refuse_sharing(name: str, x: Any) -> None:
+    """Refuse to give the memory of a view to a tensor that knows nothing of the shard.
+
+    Raises:
+        UnsupportedError: ``x`` is a view of a sharded dim.
+    """
+    if is_view(x):
+        raise UnsupportedError(f"{name}: this is a view of a sharded dim, whose memory is a copy; clone() it first")
