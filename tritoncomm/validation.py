@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, distributed_c10d
 
@@ -16,7 +18,6 @@ __all__ = ["check_input", "check_kind", "members", "refuse_forward_ad", "world_o
 _strided = torch.strided
 members: dict[ProcessGroup, Any] = getattr(distributed_c10d, "_pg_group_ranks", {})
 """The groups that exist, in torch's own table; the length of an entry is the number of ranks, sooner than size()."""
-_is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def check_input(x: Tensor, name: str) -> None:
@@ -46,7 +47,7 @@ def world_of(group: ProcessGroup, name: str) -> int:
         registered = ""
     if registered:
         try:
-            distributed_c10d._resolve_process_group(registered)  # pyright: ignore[reportArgumentType]
+            _resolve_process_group(registered)
         except (RuntimeError, ValueError):
             which = f"process group {registered!r}" if dist.is_initialized() else "process group, as all others,"
             raise GroupError(f"{name}: the {which} was destroyed") from None
@@ -59,7 +60,7 @@ def refuse_forward_ad(x: Tensor, name: str) -> None:
     Raises:
         UnsupportedError: a collective would send the values alone, and the tangent would come out as zero.
     """
-    if _is_transformed(x) or forward_ad.unpack_dual(x).tangent is not None:
+    if is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None:
         raise UnsupportedError(f"{name}: forward-mode AD (dual tensors, torch.func.jvp) has no rule for collectives")
 
 
