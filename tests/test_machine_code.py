@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton.language as tl
 
+from bench import audit
 from tritoncomm.tune.machine_code import TARGETS, Build, Code, build, build_all, compiled_kernels
 
 ELEMENT = {16: ("i64", 2), 8: ("i64", 1), 4: ("i32", 1), 2: ("i16", 1), 1: ("i8", 1)}
@@ -125,6 +126,35 @@ def test_reduce(target: str, parts: int) -> None:
     assert code.spills == 0
     assert code.registers <= 128
     assert set(code.loads) == set(code.stores) == {16}
+
+
+# Instructions per useful 16 bytes at most, and KiB in flight on a multiprocessor at least, on an sm_90.
+LIMITS = {
+    "pack, 1 outer dim: 16-byte units": (34, 128),
+    "pack, 3 outer dims: 16-byte units": (67, 128),
+    "unpack, 1 outer dim: 16-byte units": (33, 128),
+}
+
+
+def assert_good(cases: list[audit.Case], target: str) -> list[audit.Figures]:
+    """No spills, registers in budget, and accesses as wide as the alignment of both sides allows."""
+    figures = audit.measure(cases, target)
+    for case, one in zip(cases, figures, strict=True):
+        assert one.code.spills == 0, case.label
+        assert one.code.registers <= (64 if case.access >= 4 and case.op != "reduce" else 128), case.label
+        assert set(one.code.stores) == {case.access}, case.label
+        assert one.code.loads.count(case.access) >= len(one.code.stores), case.label
+        assert 0 < one.lanes <= 1, case.label
+    return figures
+
+
+def test_instructions_and_bytes_in_flight() -> None:
+    cases = [case for case in audit.CASES if case.label in LIMITS]
+    for case, one in zip(cases, assert_good(cases, "sm_90"), strict=True):
+        instructions, in_flight = LIMITS[case.label]
+        assert one.instructions <= instructions, case.label
+        assert one.in_flight >= in_flight * 1024, case.label
+    assert len(cases) == len(LIMITS)
 
 
 @pytest.mark.parametrize("target", TARGETS)
