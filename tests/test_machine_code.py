@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
+from tritoncomm_kernels import Config
 
 from bench import audit
+from tritoncomm.tune import static
 from tritoncomm.tune.machine_code import TARGETS, Build, Code, build, build_all, compiled_kernels
 
 ELEMENT = {16: ("i64", 2), 8: ("i64", 1), 4: ("i32", 1), 2: ("i16", 1), 1: ("i8", 1)}
@@ -133,6 +135,9 @@ LIMITS = {
     "pack, 1 outer dim: 16-byte units": (34, 128),
     "pack, 3 outer dims: 16-byte units": (67, 128),
     "unpack, 1 outer dim: 16-byte units": (33, 128),
+    "pack, short rows: 16 bytes of bf16 over 8 ranks": (170, 32),
+    "pack, short rows: 8 bytes of bf16 over 4 ranks": (170, 32),
+    "pack, short rows: 32 bytes of bf16 over 2 ranks": (34, 128),
 }
 
 
@@ -155,6 +160,13 @@ def test_instructions_and_bytes_in_flight() -> None:
         assert one.instructions <= instructions, case.label
         assert one.in_flight >= in_flight * 1024, case.label
     assert len(cases) == len(LIMITS)
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_a_tile_of_one_element(target: str) -> None:
+    """A single row that is one access long."""
+    tiles = [(op, unit, Config(1, unit)) for op in ("pack", "unpack") for unit in (8, 2)]
+    assert static.audit(tiles, target) == []
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -69,7 +69,7 @@ def tile_for(
     """
     if op == "reduce":
         return Config(1, tile_bytes, num_warps)
-    cols = max(_power_of_two(cols_bytes), unit_bytes, 64)
+    cols = max(_power_of_two(cols_bytes), unit_bytes)
     block_rows = max(1, min(tile_bytes // min(cols, segment_bytes), _power_of_two(outer)))
     longest = max(8 * 32 * num_warps * unit_bytes, segment_bytes)
     return Config(block_rows, max(min(tile_bytes // block_rows, cols, longest), unit_bytes), num_warps)
