@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 import triton.language as tl
 from tritoncomm_kernels import Config
 
@@ -134,7 +135,11 @@ def test_reduce(target: str, parts: int) -> None:
 LIMITS = {
     "pack, 1 outer dim: 16-byte units": (34, 128),
     "pack, 3 outer dims: 16-byte units": (67, 128),
+    "pack, 1 outer dim: 4-byte units": (72, 72),
+    "pack, 1 outer dim: 2-byte units": (114, 52),
+    "pack, 1 outer dim: 1-byte units": (215, 26),
     "unpack, 1 outer dim: 16-byte units": (33, 128),
+    "unpack, 3 outer dims: 4-byte units": (150, 72),
     "pack, short rows: 16 bytes of bf16 over 8 ranks": (170, 32),
     "pack, short rows: 8 bytes of bf16 over 4 ranks": (170, 32),
     "pack, short rows: 32 bytes of bf16 over 2 ranks": (34, 128),
@@ -147,8 +152,9 @@ def assert_good(cases: list[audit.Case], target: str) -> list[audit.Figures]:
     for case, one in zip(cases, figures, strict=True):
         assert one.code.spills == 0, case.label
         assert one.code.registers <= (64 if case.access >= 4 and case.op != "reduce" else 128), case.label
-        assert set(one.code.stores) == {case.access}, case.label
-        assert one.code.loads.count(case.access) >= len(one.code.stores), case.label
+        assert max(one.code.stores) == case.access, case.label
+        assert case.op == "reduce" or set(one.code.stores) == {case.access}, case.label  # a tail has narrow ones too
+        assert one.code.loads.count(case.access) >= one.code.stores.count(case.access), case.label
         assert 0 < one.lanes <= 1, case.label
     return figures
 
@@ -160,6 +166,24 @@ def test_instructions_and_bytes_in_flight() -> None:
         assert one.instructions <= instructions, case.label
         assert one.in_flight >= in_flight * 1024, case.label
     assert len(cases) == len(LIMITS)
+
+
+def test_the_page_is_up_to_date() -> None:
+    """A sample of its rows; another Triton makes other machine code."""
+    text = audit.PAGE.read_text()
+    assert [text.count(f"| {case.name} |") for case in audit.CASES].count(0) == 0
+    sample = audit.CASES[::13]
+    rows = [audit.row(case, one) for case, one in zip(sample, assert_good(list(sample), "sm_90"), strict=True)]
+    if f"Triton {triton.__version__} for sm_90" in text:
+        assert [row for row in rows if row not in text] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_every_case_of_the_audit(target: str) -> None:
+    assert_good(list(audit.CASES), target)
+    if target == "sm_90" and f"Triton {triton.__version__} for sm_90" in audit.PAGE.read_text():
+        assert audit.page() == audit.PAGE.read_text()
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
