@@ -122,7 +122,7 @@ def test_reduce(target: str, parts: int) -> None:
     unrolled = parts <= 16
     constants = {
         "VEC": 8, "PARTS": parts if unrolled else 8, "REST": 0 if unrolled else 8, "WIDE": tl.float32,
-        "HAS_SCALE": False, "BLOCK": cols // torch.bfloat16.itemsize,
+        "HAS_SCALE": False, "TAIL": False, "BLOCK": cols // torch.bfloat16.itemsize,
     }  # fmt: skip
     pointers = {"wire_ptr": "*bf16", "out_ptr": "*bf16", "starts_ptr": "*i64", "scale": "fp32"}
     code = build(module._reduce_kernel, pointers, constants, target)
@@ -143,6 +143,7 @@ LIMITS = {
     "pack, short rows: 16 bytes of bf16 over 8 ranks": (170, 32),
     "pack, short rows: 8 bytes of bf16 over 4 ranks": (170, 32),
     "pack, short rows: 32 bytes of bf16 over 2 ranks": (34, 128),
+    "reduce, bf16: 8 parts of odd length, aligned": (30, 320),
 }
 
 

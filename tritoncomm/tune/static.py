@@ -102,7 +102,7 @@ def _sum(kernel: Any, unit: int, parts: int, config: Config) -> Build:
     kind, vec = _SUMMED[unit], 16 // unit
     constants = {
         "VEC": vec, "PARTS": parts, "REST": 0, "WIDE": {8: tl.float64, 1: tl.int8}.get(unit, tl.float32),
-        "HAS_SCALE": False, "BLOCK": max(config.block_cols // unit, vec),
+        "HAS_SCALE": False, "TAIL": False, "BLOCK": max(config.block_cols // unit, vec),
     }  # fmt: skip
     types = {"wire_ptr": f"*{kind}", "out_ptr": f"*{kind}", "starts_ptr": "*i64", "scale": "fp32"}
     return Build(kernel, types, constants, config.num_warps)
