@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton.runtime import interpreter
 from tritoncomm_kernels import reference
+from tritoncomm_kernels.reduce import _plan as _reduce_plan
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 COPIED = (*FLOATS, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.complex128)
@@ -186,6 +187,29 @@ def test_reduce_sums_in_rank_order(source: torch.dtype, target: torch.dtype, par
         total = total + part
     assert torch.equal(bits(out), bits(total.to(target)))
     assert torch.equal(bits(out), bits(twin))
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 37, 1001])
+@pytest.mark.parametrize("parts", [1, 3, 17])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float64, torch.float16)],
+    ids=name_of,
+)
+def test_reduce_of_odd_lengths(source: torch.dtype, target: torch.dtype, parts: int, length: int) -> None:
+    """Parts 16 bytes apart are read in units of 16 bytes whatever their length, and nothing else is touched."""
+    generator = torch.Generator().manual_seed(length)
+    step = -(-length // 8) * 8
+    wire = torch.randn(parts, step, generator=generator, dtype=torch.float64).to(source)
+    wire[:, length:] = math.nan
+    out, raw = guarded((length,), target)
+    twin = torch.empty(length, dtype=target)
+    assert kernels.reduce(wire[:, :length], out, 0.5) == reference.reduce(wire[:, :length], twin, 0.5)
+    assert torch.equal(bits(out), bits(twin))
+    assert canaries_live(raw)
+    ends = ((parts, length), (step, 1), (length,), (1,))
+    launch = _reduce_plan(-1, source, target, 0, *ends, False, None)[0]
+    assert launch.constants["VEC"] == 16 // min(source.itemsize, target.itemsize)
 
 
 @settings(max_examples=40, deadline=None)

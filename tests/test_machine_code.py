@@ -4,8 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 import triton.language as tl
+from tritoncomm_kernels import Config
 
+from bench import audit
+from tritoncomm.tune import static
 from tritoncomm.tune.machine_code import TARGETS, Build, Code, build, build_all, compiled_kernels
 
 ELEMENT = {16: ("i64", 2), 8: ("i64", 1), 4: ("i32", 1), 2: ("i16", 1), 1: ("i8", 1)}
@@ -118,13 +122,76 @@ def test_reduce(target: str, parts: int) -> None:
     unrolled = parts <= 16
     constants = {
         "VEC": 8, "PARTS": parts if unrolled else 8, "REST": 0 if unrolled else 8, "WIDE": tl.float32,
-        "HAS_SCALE": False, "BLOCK": cols // torch.bfloat16.itemsize,
+        "HAS_SCALE": False, "TAIL": False, "BLOCK": cols // torch.bfloat16.itemsize,
     }  # fmt: skip
     pointers = {"wire_ptr": "*bf16", "out_ptr": "*bf16", "starts_ptr": "*i64", "scale": "fp32"}
     code = build(module._reduce_kernel, pointers, constants, target)
     assert code.spills == 0
     assert code.registers <= 128
     assert set(code.loads) == set(code.stores) == {16}
+
+
+# Instructions per useful 16 bytes at most, and KiB in flight on a multiprocessor at least, on an sm_90.
+LIMITS = {
+    "pack, 1 outer dim: 16-byte units": (34, 128),
+    "pack, 3 outer dims: 16-byte units": (67, 128),
+    "pack, 1 outer dim: 4-byte units": (72, 72),
+    "pack, 1 outer dim: 2-byte units": (114, 52),
+    "pack, 1 outer dim: 1-byte units": (215, 26),
+    "unpack, 1 outer dim: 16-byte units": (33, 128),
+    "unpack, 3 outer dims: 4-byte units": (150, 72),
+    "pack, short rows: 16 bytes of bf16 over 8 ranks": (170, 32),
+    "pack, short rows: 8 bytes of bf16 over 4 ranks": (170, 32),
+    "pack, short rows: 32 bytes of bf16 over 2 ranks": (34, 128),
+    "reduce, bf16: 8 parts of odd length, aligned": (30, 320),
+}
+
+
+def assert_good(cases: list[audit.Case], target: str) -> list[audit.Figures]:
+    """No spills, registers in budget, and accesses as wide as the alignment of both sides allows."""
+    figures = audit.measure(cases, target)
+    for case, one in zip(cases, figures, strict=True):
+        assert one.code.spills == 0, case.label
+        assert one.code.registers <= (64 if case.access >= 4 and case.op != "reduce" else 128), case.label
+        assert max(one.code.stores) == case.access, case.label
+        assert case.op == "reduce" or set(one.code.stores) == {case.access}, case.label  # a tail has narrow ones too
+        assert one.code.loads.count(case.access) >= one.code.stores.count(case.access), case.label
+        assert 0 < one.lanes <= 1, case.label
+    return figures
+
+
+def test_instructions_and_bytes_in_flight() -> None:
+    cases = [case for case in audit.CASES if case.label in LIMITS]
+    for case, one in zip(cases, assert_good(cases, "sm_90"), strict=True):
+        instructions, in_flight = LIMITS[case.label]
+        assert one.instructions <= instructions, case.label
+        assert one.in_flight >= in_flight * 1024, case.label
+    assert len(cases) == len(LIMITS)
+
+
+def test_the_page_is_up_to_date() -> None:
+    """A sample of its rows; another Triton makes other machine code."""
+    text = audit.PAGE.read_text()
+    assert [text.count(f"| {case.name} |") for case in audit.CASES].count(0) == 0
+    sample = audit.CASES[::13]
+    rows = [audit.row(case, one) for case, one in zip(sample, assert_good(list(sample), "sm_90"), strict=True)]
+    if f"Triton {triton.__version__} for sm_90" in text:
+        assert [row for row in rows if row not in text] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_every_case_of_the_audit(target: str) -> None:
+    assert_good(list(audit.CASES), target)
+    if target == "sm_90" and f"Triton {triton.__version__} for sm_90" in audit.PAGE.read_text():
+        assert audit.page() == audit.PAGE.read_text()
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_a_tile_of_one_element(target: str) -> None:
+    """A single row that is one access long."""
+    tiles = [(op, unit, Config(1, unit)) for op in ("pack", "unpack") for unit in (8, 2)]
+    assert static.audit(tiles, target) == []
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from tritoncomm_kernels import launch
 
 from tritoncomm import fused, ops
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
@@ -350,6 +353,55 @@ def test_nothing_is_written_beside_a_sum(path: str, dtype: torch.dtype) -> None:
             ops.reduce(torch.ones((world, *shape), dtype=dtype), out=total)
         assert total.eq(world).all()
         assert intact(around, total)
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """``auto`` takes the kernels, which are planned and checked but not launched: tensors may be on the meta device."""
+    launched: list[tuple[int, ...]] = []
+    monkeypatch.setattr(ops, "path_for", lambda x, *rest: "triton" if ops._forced == "auto" else ops.forced_path())
+    monkeypatch.setattr(launch.Launch, "__call__", lambda call, *rest: launched.append(call.arguments))
+    return launched
+
+
+LARGE = [((524288, 8194), torch.bfloat16, 2), ((262144, 16386), torch.int8, 2), ((2**31 - 2**20, 2), torch.int8, 2)]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "world"), LARGE, ids=name_of)
+def test_more_units_than_a_kernel_counts_go_to_torch(
+    shape: tuple[int, int], dtype: torch.dtype, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = as_on_a_gpu(monkeypatch)
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    wire, taken, moved = ops.pack(x, 1, world)
+    assert (taken, moved, wire.shape) == ("torch", 2 * x.nbytes, (world, shape[0], shape[1] // world))
+    out, taken, moved = ops.unpack(wire, shape, 1, world)
+    assert (taken, moved, out.shape) == ("torch", 2 * x.nbytes, shape)
+    parts = torch.empty((2, 2**31 + 1), dtype=torch.int8, device="meta")
+    assert ops.reduce(parts)[1] == "torch"
+    assert not launched
+    for call in (lambda: ops.pack(x, 1, world), lambda: ops.unpack(wire, shape, 1, world), lambda: ops.reduce(parts)):
+        with ops.path("triton"), pytest.raises(UnsupportedError, match="32-bit"):
+            call()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_every_size_has_a_path(data: st.DataObject) -> None:
+    """Kernels take what they count in 31 bits, torch the rest; nothing raises, and no number is truncated."""
+    dtype = data.draw(st.sampled_from([torch.int8, torch.bfloat16, torch.float32, torch.complex128]))
+    outer, run = (2 ** data.draw(st.integers(0, 33)) + data.draw(st.integers(-1, 1)) for _ in range(2))
+    world, sized = data.draw(st.sampled_from([1, 2, 8, 40])), data.draw(st.booleans())
+    if not 0 < outer * run * world < 2**50:
+        return
+    x = torch.empty(outer, world * run, dtype=dtype, device="meta")
+    sizes = (run - 1, run + 1, *[run] * (world - 2)) if sized and world > 1 else None
+    with pytest.MonkeyPatch.context() as patch:
+        launched = as_on_a_gpu(patch)
+        wire, taken, _ = ops.pack(x, 1, world, sizes)
+        back = ops.unpack(wire, x.shape, 1, world, sizes)[1]
+    assert all(number < 2**31 for numbers in launched for number in numbers)
+    assert len(launched) == [taken, back].count("triton")
+    assert back == "triton" or outer * run * world * dtype.itemsize >= 2**30
 
 
 def amid_canaries(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

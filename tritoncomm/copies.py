@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from tritoncomm_kernels import copy as kernels_copy
-from tritoncomm_kernels.launch import Launch
+from tritoncomm_kernels.launch import Launch, TooLargeError
 from tritoncomm_kernels.numerics import INTERPRETED
 
 from tritoncomm.plan import Ints, rows_layout
@@ -32,4 +32,7 @@ def _prepared(
     layout = rows_layout(shape, stride, dim)
     if layout is None or 0 in shape or (device < 0 and not INTERPRETED):
         return None, 0
-    return kernels_copy.plain_copy(name, device, dtype, alignment, *layout, world)
+    try:
+        return kernels_copy.plain_copy(name, device, dtype, alignment, *layout, world)
+    except TooLargeError:
+        return None, 0

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 import tritoncomm_kernels as kernels
 from torch import Tensor
-from tritoncomm_kernels import reference
+from tritoncomm_kernels import TooLargeError, reference
 from tritoncomm_kernels.launch import crossover
 
 from tritoncomm import variables
@@ -97,6 +97,7 @@ def pack(
 
     Traffic: reads ``x`` once, writes the wire once.
     """
+    wire = out
     if scale is None and out is None and sizes is None and (dtype is None or dtype is x.dtype):
         shape, stride = x.shape, x.stride()
         is_wire, layout = wire_layout(shape, stride, dim, world)
@@ -112,7 +113,8 @@ def pack(
     plain = scale is None and out is None and dtype in (None, x.dtype)
     if plain and sizes is not None and plan.is_view and x.is_contiguous():
         return x.view(-1), "view", 0
-    wire = out if out is not None else x.new_empty(_wire_shape(plan, x, dim, sizes), dtype=dtype)
+    if wire is None:
+        wire = x.new_empty(_wire_shape(plan, x, dim, sizes), dtype=dtype)
     blocks = wire if out is not None or sizes is not None else wire.view(world, plan.outer, plan.run)
     return wire, *pack_into(blocks, x, plan, dim, sizes, scale)
 
@@ -137,8 +139,12 @@ def pack_into(
         _refuse_triton("pack", x, dim)
         return "torch", _pack_blocks(wire, x, plan, dim, sizes, scale)
     rows = x.as_strided(*layout)
-    run = kernels.pack if taken == "triton" else reference.pack
-    return taken, run(rows, wire, scale, sizes=plan.lengths)
+    if taken == "triton":
+        try:
+            return taken, kernels.pack(rows, wire, scale, sizes=plan.lengths)
+        except TooLargeError as error:
+            _leave_to_torch(error)
+    return "torch", reference.pack(rows, wire, scale, sizes=plan.lengths)
 
 
 def _pack_blocks(wire: Tensor, x: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None) -> int:
@@ -239,8 +245,12 @@ def _unpack_into(
         _refuse_triton("unpack", out, dim)
         return "torch", _unpack_blocks(wire, out, plan, dim, sizes, scale, accumulate)
     rows = out.as_strided(*layout)
-    run = kernels.unpack if taken == "triton" else reference.unpack
-    return taken, run(wire, rows, scale, accumulate=accumulate, sizes=plan.lengths)
+    if taken == "triton":
+        try:
+            return taken, kernels.unpack(wire, rows, scale, accumulate=accumulate, sizes=plan.lengths)
+        except TooLargeError as error:
+            _leave_to_torch(error)
+    return "torch", reference.unpack(wire, rows, scale, accumulate=accumulate, sizes=plan.lengths)
 
 
 def _unpack_blocks(
@@ -261,6 +271,12 @@ def _refuse_triton(name: str, x: Tensor, dim: int) -> None:
         )
 
 
+def _leave_to_torch(error: TooLargeError) -> None:
+    """A tensor of more units than the kernels count takes torch's path, unless triton is forced."""
+    if _forced == "triton":
+        raise UnsupportedError(f"path triton is forced, but {error}") from error
+
+
 def reduce(
     wire: Tensor, *, dtype: torch.dtype | None = None, scale: float | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, str, int]:
@@ -279,8 +295,12 @@ def reduce(
     """
     if out is None:
         out = wire.new_empty(wire.shape[1:]) if dtype is None else wire.new_empty(wire.shape[1:], dtype=dtype)
-    taken = path_for(wire, "reduce")
-    run = kernels.reduce if taken == "triton" else reference.reduce
-    if wire.dim() == 2:
-        return out, taken, run(wire, out, scale)
-    return out, taken, run(wire.flatten(1) if wire.dim() > 2 else wire.view(wire.shape[0], -1), out.view(-1), scale)
+    flat, total = wire, out
+    if wire.dim() != 2:
+        flat, total = wire.flatten(1) if wire.dim() > 2 else wire.view(wire.shape[0], -1), out.view(-1)
+    if path_for(wire, "reduce") == "triton":
+        try:
+            return out, "triton", kernels.reduce(flat, total, scale)
+        except TooLargeError as error:
+            _leave_to_torch(error)
+    return out, "torch", reference.reduce(flat, total, scale)

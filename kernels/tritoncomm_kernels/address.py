@@ -19,16 +19,22 @@ _NAMES = [
 
 
 @triton.jit
+def _divide(a, b):
+    """``a // b`` where neither is negative: a signed division takes more instructions to get the signs right."""
+    return (a.to(tl.uint32) // b.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
 def _row_offset(o, stride_0, stride_1, stride_2, size_1, size_2, OUTER_DIMS: tl.constexpr):
     """Where row ``o`` starts, in units; the outer dims are walked with the last one fastest."""
     if OUTER_DIMS == 1:
         offset = o.to(tl.int64) * stride_0
     elif OUTER_DIMS == 2:
-        o0 = o // size_1
+        o0 = _divide(o, size_1)
         offset = o0.to(tl.int64) * stride_0 + (o - o0 * size_1).to(tl.int64) * stride_1
     else:
-        o01 = o // size_2
-        o0 = o01 // size_1
+        o01 = _divide(o, size_2)
+        o0 = _divide(o01, size_1)
         offset = o0.to(tl.int64) * stride_0 + (o01 - o0 * size_1).to(tl.int64) * stride_1
         offset += (o - o01 * size_2).to(tl.int64) * stride_2
     return offset
@@ -48,14 +54,14 @@ def _tile(
     pid = tl.program_id(0)
     if SPLIT:
         row_blocks = (outer + BLOCK_ROWS - 1) // BLOCK_ROWS
-        tile = pid // blocks
-        w = tile // row_blocks
+        tile = _divide(pid, blocks)
+        w = _divide(tile, row_blocks)
         po = tile - w * row_blocks
         start = tl.load(starts_ptr + w).to(tl.int32)
         run = tl.load(starts_ptr + w + 1).to(tl.int32) - start
         pk = pid - tile * blocks
     else:
-        po = pid // blocks
+        po = _divide(pid, blocks)
         pk = pid - po * blocks
     o = po * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     lane = tl.arange(0, BLOCK_COLS)[None, :]
@@ -67,16 +73,17 @@ def _tile(
         wire_ptr += (start.to(tl.int64) * outer + o.to(tl.int64) * run + c) * VEC + element
         c += start
     else:
-        w = c // run
+        w = _divide(c, run)
         in_row = (o < outer) & (c < row)
         in_wire = (o < outer) & (c < cols)
         wire_ptr += (o.to(tl.int64) * run + (w.to(tl.int64) * stride_rank + (c - w * run))) * VEC + element
     offset = _row_offset(o, stride_0, stride_1, stride_2, size_1, size_2, OUTER_DIMS)
     if STRIDED:
-        rows_ptr += (offset + c.to(tl.int64) * stride_element) * VEC + element
+        rows_ptr += offset * VEC  # apart from the columns, which takes fewer registers
+        rows_ptr += c.to(tl.int64) * stride_element * VEC + element
     else:
         rows_ptr += (offset + c) * VEC + element
-    if VEC == 1:  # Triton 3.6 does not see that columns run along dim 1 and would walk down the rows
+    if VEC == 1 and BLOCK_COLS > 1:  # Triton 3.6 does not see that columns run along dim 1 and would walk down the rows
         wire_ptr = tl.max_contiguous(wire_ptr, [1, 2])
     return rows_ptr, wire_ptr, in_row, in_wire
 

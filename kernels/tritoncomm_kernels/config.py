@@ -8,10 +8,14 @@ import torch
 from tritoncomm_kernels import tables
 from tritoncomm_kernels.numerics import INTERPRETED
 
-_TILE = 8192
-_NARROW_TILES = {2: 4096, 1: 2048}  # fewer accesses, because each needs registers
+_TILE, _SEGMENT = 8192, 512
+# Tile and segment where accesses are narrow: bound by instructions, so that more of them share each row's address; but
+# every access needs registers, more for unpack, whose addresses on the strided side wait for the loads.
+_NARROW_TILES = {
+    ("pack", 4): (8192, 1024), ("pack", 2): (8192, 1024), ("pack", 1): (4096, 512),
+    ("unpack", 4): (8192, 1024), ("unpack", 2): (4096, 1024), ("unpack", 1): (2048, 512),
+}  # fmt: skip
 _INTERPRETED_TILE = 128 * 1024
-_SEGMENT = 512
 _WARPS = 4
 _REDUCE_ELEMENTS = 2048
 _LANES = 64 if torch.version.hip else 32  # of a warp: AMD's tile is twice as large for as many loads in flight
@@ -45,7 +49,7 @@ def config_for(
         unit_bytes: bytes per access; for ``reduce`` the bytes of one element.
         outer: number of rows.
         cols_bytes: bytes of a row, padding on the wire included.
-        tile_bytes: size of the tile, by default 8 KiB, 4 and 2 KiB for units of 2 bytes and 1 (fewer registers),
+        tile_bytes: size of the tile, by default 8 KiB, down to 2 KiB for units of 2 bytes and 1 (fewer registers),
             and 128 KiB in the interpreter, where a program costs milliseconds whatever its size.
         device_name: name of the GPU whose tuned tables count; none by default.
         sm_count: its multiprocessors, 0 if nobody knows.
@@ -54,9 +58,10 @@ def config_for(
         ``config_for("pack", 16, 4096, 8192)`` is 16 rows of 512 bytes; for one row it is 1 row of 8192 bytes.
     """
     tuned = _tuned(device_name, sm_count, op, unit_bytes)[0]
-    tile = tile_bytes or tuned.get("tile_bytes") or _default_tile(op, unit_bytes)
-    segment = tile if INTERPRETED and tile_bytes is None else tuned.get("segment_bytes", _SEGMENT)
-    return tile_for(op, unit_bytes, outer, cols_bytes, tile, segment, tuned.get("num_warps", _WARPS))
+    tile, segment, warps = default_candidate(op, unit_bytes)
+    tile = tile_bytes or tuned.get("tile_bytes", _INTERPRETED_TILE if INTERPRETED else tile)
+    segment = tile if INTERPRETED and tile_bytes is None else tuned.get("segment_bytes", segment)
+    return tile_for(op, unit_bytes, outer, cols_bytes, tile, segment, tuned.get("num_warps", warps))
 
 
 def tile_for(
@@ -64,13 +69,16 @@ def tile_for(
 ) -> Config:
     """A tile of at most ``tile_bytes``: rows are cut into ``segment_bytes``, longer where there are too few of them.
 
-    Every unit that a thread has of one row costs it a division and registers, so beyond a segment there are 8 at most.
+    Every unit that a thread has of one row costs it a division and registers, so beyond a segment there are 8 at most;
+    every row that it has costs it an address, so there are 16 at most.
     Units as in ``config_for``; ``reduce`` has no rows to cut and takes ``tile_bytes`` as they are.
     """
     if op == "reduce":
         return Config(1, tile_bytes, num_warps)
-    cols = max(_power_of_two(cols_bytes), unit_bytes, 64)
-    block_rows = max(1, min(tile_bytes // min(cols, segment_bytes), _power_of_two(outer)))
+    cols = max(_power_of_two(cols_bytes), unit_bytes)
+    segment = min(cols, segment_bytes)
+    tile_bytes = min(tile_bytes, 16 * max(segment, 32 * num_warps * unit_bytes))
+    block_rows = max(1, min(tile_bytes // segment, _power_of_two(outer)))
     longest = max(8 * 32 * num_warps * unit_bytes, segment_bytes)
     return Config(block_rows, max(min(tile_bytes // block_rows, cols, longest), unit_bytes), num_warps)
 
@@ -79,7 +87,8 @@ def default_candidate(op: str, unit_bytes: int, lanes: int = _LANES) -> tuple[in
     """``tile_bytes``, ``segment_bytes`` and ``num_warps`` where no table says otherwise, for warps of ``lanes``."""
     if op == "reduce":  # 16 bytes for every thread at least, and no more parts in registers than fit
         return max(min(_REDUCE_ELEMENTS * unit_bytes, _TILE), 16 * lanes * _WARPS), _SEGMENT, _WARPS
-    return _NARROW_TILES.get(unit_bytes, _TILE) * lanes // 32, _SEGMENT, _WARPS
+    tile, segment = _NARROW_TILES.get((op, unit_bytes), (_TILE, _SEGMENT))
+    return tile * lanes // 32, segment, _WARPS
 
 
 def origin_of(op: str, unit_bytes: int, device_name: str | None, sm_count: int = 0) -> str:
@@ -111,10 +120,6 @@ def crossover_of(op: str, device_name: str | None = None, sm_count: int = 0) -> 
         return None
     by_unit = {unit: found.get(unit, max(found.values())) for unit in tables.UNITS}
     return Crossover(min(by_unit.values()), max(by_unit.values()), by_unit)
-
-
-def _default_tile(op: str, unit_bytes: int) -> int:
-    return _INTERPRETED_TILE if INTERPRETED else default_candidate(op, unit_bytes)[0]
 
 
 def _tuned(device_name: str | None, sm_count: int, op: str, unit_bytes: int) -> tuple[dict[str, int], str]:

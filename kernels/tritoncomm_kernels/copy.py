@@ -46,7 +46,8 @@ def pack(
         Bytes read plus bytes written.
 
     Raises:
-        ValueError: the shapes do not describe one split, or are too large for 32-bit units.
+        ValueError: the shapes do not describe one split.
+        TooLargeError: a size or stride of 2**31 units or nearly that.
         TypeError: a cast or scale of a dtype that has no arithmetic here.
 
     Example:

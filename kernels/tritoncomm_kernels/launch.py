@@ -41,6 +41,10 @@ _current_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice",
 _current_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
+class TooLargeError(ValueError):
+    """More units than the kernels' 32-bit integers can count; plain torch has no such limit."""
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One compiled kernel on one device: ``run(grid, 1, 1, stream, *fixed, *arguments)``.
@@ -234,10 +238,14 @@ def check_place(name: str, first: Tensor, second: Tensor) -> None:
 
 
 def fits(name: str, numbers: Iterable[int]) -> None:
-    """Refuse what 32-bit integers in units cannot hold: some Triton versions would truncate it silently."""
+    """Refuse what 32-bit integers in units cannot hold: some Triton versions would truncate it silently.
+
+    Raises:
+        TooLargeError: one of them is 2**31 or nearly that.
+    """
     largest = max(numbers)
     if largest >= _LIMIT:
-        raise ValueError(f"{name}: {largest} units do not fit the kernels' 32-bit integers")
+        raise TooLargeError(f"{name}: {largest} units do not fit the kernels' 32-bit integers")
 
 
 @contextmanager

@@ -19,33 +19,55 @@ __all__ = ["MAX_PARTS", "reduce"]
 MAX_PARTS = 64
 _UNROLLED = 16
 _CHUNK = 8
-_NAMES = ["scale", "stride_rank", "length", "parts"]
+_NAMES = ["scale", "stride_rank", "units", "rest", "parts"]
 
 
-@triton.jit(do_not_specialize=_NAMES)
-def _reduce_kernel(
-    wire_ptr, out_ptr, starts_ptr, scale, stride_rank: tl.int32, length: tl.int32, parts: tl.int32,
-    VEC: tl.constexpr, PARTS: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr, HAS_SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
+@triton.jit
+def _total(
+    part_ptr, mask, step, scale, parts, PARTS: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """PARTS are summed unrolled; with REST they are the first ones, and chunks of REST follow up to ``parts``."""
-    lane = tl.arange(0, BLOCK)
-    unit = tl.program_id(0) * (BLOCK // VEC) + lane // VEC
-    mask = unit < length
-    offset = unit.to(tl.int64) * VEC + lane % VEC
-    step = stride_rank.to(tl.int64) * VEC
-    acc = widen(tl.load(wire_ptr + offset, mask=mask, other=0), WIDE)
+    """The sum of what ``parts`` parts have at ``part_ptr``, ``step`` elements apart.
+
+    PARTS are summed unrolled; with REST they are the first ones, and chunks of REST follow.
+    """
+    acc = widen(tl.load(part_ptr, mask=mask, other=0), WIDE)
     for w in tl.static_range(1, PARTS):
-        acc += widen(tl.load(wire_ptr + offset + w * step, mask=mask, other=0), WIDE)
+        acc += widen(tl.load(part_ptr + w * step, mask=mask, other=0), WIDE)
     if REST > 0:
-        part_ptr = wire_ptr + offset + PARTS * step
+        part_ptr += PARTS * step
         for _ in range((parts - PARTS) // REST):
             for w in tl.static_range(REST):
                 acc += widen(tl.load(part_ptr + w * step, mask=mask, other=0), WIDE)
             part_ptr += REST * step
     if HAS_SCALE:
         acc = multiply(acc, scale, WIDE)
+    return acc
+
+
+@triton.jit(do_not_specialize=_NAMES)
+def _reduce_kernel(
+    wire_ptr, out_ptr, starts_ptr, scale, stride_rank: tl.int32, units: tl.int32, rest: tl.int32, parts: tl.int32,
+    VEC: tl.constexpr, PARTS: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr, HAS_SCALE: tl.constexpr,
+    TAIL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``units`` of VEC elements, then, with TAIL, the ``rest`` that is no whole unit, by the first program.
+
+    A mask by element over everything would make every access as narrow as an element.
+    """
+    pid = tl.program_id(0)
+    step = stride_rank.to(tl.int64) * VEC
+    lane = tl.arange(0, BLOCK)
+    unit = pid * (BLOCK // VEC) + lane // VEC
+    offset, mask = unit.to(tl.int64) * VEC + lane % VEC, unit < units
+    acc = _total(wire_ptr + offset, mask, step, scale, parts, PARTS, REST, WIDE, HAS_SCALE)
     tl.store(out_ptr + offset, narrow(acc, out_ptr.dtype.element_ty), mask=mask)
+    if TAIL:
+        if pid == 0:
+            element = tl.arange(0, VEC)
+            tail_offset, tail_mask = units.to(tl.int64) * VEC + element, element < rest
+            tail = _total(wire_ptr + tail_offset, tail_mask, step, scale, parts, PARTS, REST, WIDE, HAS_SCALE)
+            tl.store(out_ptr + tail_offset, narrow(tail, out_ptr.dtype.element_ty), mask=tail_mask)
 
 
 def reduce(wire: Tensor, out: Tensor, scale: float | None = None, *, config: Config | None = None) -> int:
@@ -64,6 +86,7 @@ def reduce(wire: Tensor, out: Tensor, scale: float | None = None, *, config: Con
 
     Raises:
         ValueError: the shapes do not fit, or there are too many parts.
+        TooLargeError: 2**31 units or nearly that.
         TypeError: a dtype without arithmetic here.
 
     Example:
@@ -116,17 +139,18 @@ def _plan(
     small, large = sorted((wire_dtype.itemsize, out_dtype.itemsize))
     aligned = math.gcd(alignment or 16, 16)
     step = stride[0] if parts > 1 else 0
-    vec = math.gcd(step, length, 16 // small if aligned == 16 else max(aligned // large, 1))
+    vec = math.gcd(step, 16 // small if aligned == 16 else max(aligned // large, 1))
     tile = config or config_for("reduce", small, 1, length * small, **device_key(device))
     block = max(tile.block_cols // small, vec)
-    numbers = (step // vec, length // vec, parts)
+    units, rest = divmod(length, vec)
+    numbers = (step // vec, units, rest, parts)
     fits("reduce", numbers)
     first = parts if parts <= _UNROLLED else _CHUNK + parts % _CHUNK
     constants = dict(
         VEC=vec, PARTS=first, REST=0 if parts <= _UNROLLED else _CHUNK, WIDE=TRITON_TYPE[wide], HAS_SCALE=scaled,
-        BLOCK=block,
+        TAIL=rest > 0, BLOCK=block,
     )  # fmt: skip
-    grid = -(-length // block)
+    grid = max(-(-units * vec // block), 1)
     return (
         Launch(_reduce_kernel, device, grid, (wire_dtype, out_dtype), numbers, constants, tile.num_warps),
         moved,

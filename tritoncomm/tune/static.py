@@ -18,7 +18,7 @@ from tritoncomm_kernels.config import Config
 from tritoncomm.tune.candidates import Candidate, candidates
 from tritoncomm.tune.machine_code import TARGETS, Build, Code, build_all, compiled_kernels
 
-__all__ = ["COST", "Check", "Verdict", "audit", "checks", "fault", "judge", "rank"]
+__all__ = ["COST", "Check", "Verdict", "audit", "checks", "fault", "judge", "rank", "resident"]
 
 COST = "instructions per 16 bytes x max(1, 65536 / bytes of loads in flight per multiprocessor)"
 _IN_FLIGHT = 65536
@@ -102,7 +102,7 @@ def _sum(kernel: Any, unit: int, parts: int, config: Config) -> Build:
     kind, vec = _SUMMED[unit], 16 // unit
     constants = {
         "VEC": vec, "PARTS": parts, "REST": 0, "WIDE": {8: tl.float64, 1: tl.int8}.get(unit, tl.float32),
-        "HAS_SCALE": False, "BLOCK": max(config.block_cols // unit, vec),
+        "HAS_SCALE": False, "TAIL": False, "BLOCK": max(config.block_cols // unit, vec),
     }  # fmt: skip
     types = {"wire_ptr": f"*{kind}", "out_ptr": f"*{kind}", "starts_ptr": "*i64", "scale": "fp32"}
     return Build(kernel, types, constants, config.num_warps)
@@ -172,7 +172,7 @@ def _bytes_needed(check: Check) -> int:
 
 def _verdict(code: Code, warps: int, pruned: str, target: str) -> Verdict:
     per_16 = code.instructions * 16 / max(sum(code.loads), sum(code.stores), 1)
-    in_flight = _resident(code.registers, warps, target) * sum(code.loads[: code.loads_first])
+    in_flight = resident(code.registers, warps, target) * sum(code.loads[: code.loads_first])
     cost = per_16 * max(1.0, _IN_FLIGHT / max(in_flight, 1))
     return Verdict(
         pruned=pruned,
@@ -186,7 +186,7 @@ def _verdict(code: Code, warps: int, pruned: str, target: str) -> Verdict:
     )
 
 
-def _resident(registers: int, warps: int, target: str) -> int:
+def resident(registers: int, warps: int, target: str) -> int:
     """Threads of a kernel that one multiprocessor holds at a time."""
     limits, lanes = (_AMD if TARGETS[target].backend == "hip" else _NVIDIA), TARGETS[target].warp_size
     threads = warps * lanes

@@ -1,0 +1,283 @@
+"""docs/machine_code.md: what the compiled kernels do per useful 16 bytes, by layout; no GPU takes part.
+
+``python -m bench.audit`` prints the page, ``--write`` writes it. Every case is a real call: planned as for a GPU,
+cross-compiled with the compiler and assembler that Triton ships, disassembled and counted.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from tritoncomm_kernels.launch import TRITON_TYPE
+
+from tritoncomm.plan import rows_layout
+from tritoncomm.tune.machine_code import TARGETS, Build, Code, build_all, compiled_kernels
+from tritoncomm.tune.static import resident
+
+__all__ = ["CASES", "PAGE", "Case", "Figures", "measure", "page"]
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "machine_code.md"
+Ints = tuple[int, ...]
+_ONE, _TWO, _THREE = "1 outer dim", "2 outer dims", "3 outer dims"
+_SIZE = 2**26
+
+HEAD = """# Machine code
+
+Written by `python -m bench.audit --write`; a test compiles a sample of the rows again, `make test-all` all of them.
+Made with Triton {triton} for {target}, without a GPU: these are properties of the code, not times.
+
+- *access*: bytes of a store, as wide as the alignment of both sides allows.
+- *lanes*: the part of the lanes of all programs that carries data; the rest is masked off.
+- *in flight*: useful bytes of the loads that one multiprocessor has under way, by the threads that fit with their
+  registers and the loads they issue before their first store. A copy needs bandwidth times latency: about 9 KB on an
+  H100 and 13 KB on an H200, 40 to 64 KB by a stricter measure.
+- *instructions*: of all threads of the launch, those that a program may skip included, for every 16 bytes that are
+  useful on the side that has more of them. At the speed of a plain copy a warp has about 357 issue slots for as much
+  on an H100, 249 on an H200.
+
+Every case moves about 64 MiB with tiles by the built-in rule.
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call.
+
+    Attributes:
+        group: the table it belongs to.
+        name: what it is.
+        op: ``pack``, ``unpack`` or ``reduce``.
+        shape, stride: of the rows ``[*outer, row]``; of the wire for ``reduce``.
+        dtypes: of rows and wire; of wire and sum.
+        world: ranks.
+        sizes: elements of a row per rank.
+        alignment: bytes that the addresses are off a multiple of 16.
+        accumulate: whether ``unpack`` adds.
+    """
+
+    group: str
+    name: str
+    op: str
+    shape: Ints
+    stride: Ints
+    dtypes: tuple[torch.dtype, torch.dtype]
+    world: int = 8
+    sizes: Ints | None = None
+    alignment: int = 0
+    accumulate: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.group}: {self.name}"
+
+    @property
+    def useful(self) -> int:
+        """Bytes that are read or written, whichever are more."""
+        cells = math.prod(self.shape)
+        if self.op == "reduce":
+            return max(cells * self.dtypes[0].itemsize, self.shape[1] * self.dtypes[1].itemsize)
+        return cells * max(dtype.itemsize for dtype in self.dtypes)
+
+    @property
+    def access(self) -> int:
+        """Bytes to which the start of every row, and of every rank's part of it, is aligned on both sides."""
+        strides = [step for size, step in zip(self.shape[:-1], self.stride[:-1], strict=True) if size > 1]
+        small = min(dtype.itemsize for dtype in self.dtypes)
+        if self.op == "reduce":
+            return math.gcd(16, self.alignment, *(step * small for step in strides))
+        if self.stride[-1] != 1:
+            return math.gcd(16, small)
+        row, outer = self.shape[-1], math.prod(self.shape[:-1])
+        run = -(-row // self.world)
+        starts = [sum(self.sizes[:w]) for w in range(self.world + 1)] if self.sizes else [run, outer * run]
+        return math.gcd(16, self.alignment, *(n * small for n in (*strides, *starts)))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one case is worth on one target; see the head of the page."""
+
+    code: Code
+    programs: int
+    lanes: float
+    in_flight: float
+    instructions: float
+
+
+def _permuted(sizes: Ints, row: int) -> tuple[Ints, Ints]:
+    """Rows with as many outer dims as sizes, in the opposite order in memory, so that none can be joined."""
+    strides, step = [], row
+    for size in sizes:
+        strides.append(step)
+        step *= size
+    return (*sizes, row), (*strides, 1)
+
+
+def _even(op: str, unit: int, dims: int) -> Case:
+    """Rows of 8 ranks whose runs are 4 KiB long, and a little more for narrow units."""
+    dtype = torch.int8 if unit == 1 else torch.bfloat16
+    row = 8 * (4096 + unit % 16) // dtype.itemsize
+    outer = _SIZE // (row * dtype.itemsize)
+    sizes = {1: (outer,), 2: (16, outer // 16), 3: (8, 16, outer // 128)}[dims]
+    group = f"{op}, {(_ONE, _TWO, _THREE)[dims - 1]}"
+    return Case(group, f"{unit}-byte units", op, *_permuted(sizes, row), (dtype, dtype))
+
+
+def _rows(group: str, name: str, row: int, pitch: int, dtype: torch.dtype, world: int, **more: Any) -> Case:
+    """Rows of ``row`` elements, ``pitch`` apart."""
+    outer = _SIZE // (row * dtype.itemsize)
+    return Case(group, name, more.pop("op", "pack"), (outer, row), (pitch, 1), (dtype, dtype), world, **more)
+
+
+def _short(nbytes: int, world: int) -> Case:
+    row = nbytes // 2
+    return _rows("pack, short rows", f"{nbytes} bytes of bf16 over {world} ranks", row, row, torch.bfloat16, world)
+
+
+def _split(name: str, sizes: Ints, op: str = "pack") -> Case:
+    """Split sizes in bytes, of bf16."""
+    parts = tuple(size // 2 for size in sizes)
+    row = sum(parts)
+    return _rows(f"{op}, split sizes", name, row, row, torch.bfloat16, len(parts), sizes=parts, op=op)
+
+
+def _cast(name: str, op: str, rows: torch.dtype, wire: torch.dtype, **more: Any) -> Case:
+    row = 4096
+    return Case("casts and sums on the way", name, op, (_SIZE // (row * 4), row), (row, 1), (rows, wire), **more)
+
+
+def _sum(name: str, parts: int, length: int, step: int) -> Case:
+    return Case("reduce, bf16", name, "reduce", (parts, length), (step, 1), (torch.bfloat16, torch.bfloat16))
+
+
+def _cases() -> Iterator[Case]:
+    for op in ("pack", "unpack"):
+        for dims in (1, 2, 3):
+            for unit in (16, 8, 4, 2, 1):
+                yield _even(op, unit, dims)
+    for nbytes, world in ((8, 4), (12, 2), (16, 8), (16, 2), (18, 3), (24, 3), (30, 5), (32, 2), (48, 3)):
+        yield _short(nbytes, world)
+    strided = "pack, other layouts"
+    yield _rows(strided, "columns of a wider tensor", 2048, 6144, torch.bfloat16, 8)
+    yield _rows(strided, "the same, 8 bytes further", 2048, 6144, torch.bfloat16, 8, alignment=8)
+    yield _rows(strided, "rows 4098 elements apart", 4096, 4098, torch.bfloat16, 8)
+    yield _rows(strided, "a row that does not divide", 4104, 4104, torch.bfloat16, 5)
+    for dtype in (torch.bfloat16, torch.int8):
+        outer = _SIZE // (4096 * dtype.itemsize)
+        name = f"every second element, {str(dtype).removeprefix('torch.')}"
+        yield Case(strided, name, "pack", (outer, 4096), (8192, 2), (dtype, dtype))
+    for op in ("pack", "unpack"):
+        yield _split("8 of 256 B", (256,) * 8, op)
+        yield _split("8 of 64 to 512 B", tuple(64 * (w + 1) for w in range(8)), op)
+        yield _split("half of all in one of 8", (7 * 1024, *(1024,) * 7), op)
+        yield _split("64 of 64 B", (64,) * 64, op)
+        yield _split("128 of 16 B", (16,) * 128, op)
+        yield _split("32 of 96 to 160 B", tuple(96 + 32 * (w % 3) for w in range(32)), op)
+        yield _split("64, all but 16 B each in one", (7 * 1024, *(16,) * 63), op)
+        yield _split("8 of odd sizes", tuple(2 * (101 + 50 * w) for w in range(8)), op)
+    yield _cast("pack fp32 to bf16", "pack", torch.float32, torch.bfloat16)
+    yield _cast("pack bf16 to fp32", "pack", torch.bfloat16, torch.float32)
+    yield _cast("pack fp64 to bf16", "pack", torch.float64, torch.bfloat16)
+    yield _cast("unpack and accumulate fp32", "unpack", torch.float32, torch.float32, accumulate=True)
+    for parts in (2, 8, 16):
+        length = _SIZE // (2 * parts)
+        yield _sum(f"{parts} parts", parts, length, length)
+    yield _sum("8 parts of odd length, aligned", 8, _SIZE // 16 - 1, _SIZE // 16)
+    yield _sum("8 parts of odd length, one after the other", 8, _SIZE // 16 - 1, _SIZE // 16 - 1)
+
+
+CASES = tuple(_cases())
+
+
+def measure(cases: Sequence[Case], target: str = "sm_90") -> list[Figures]:
+    """Figures of cases on an NVIDIA target, in their order."""
+    launches = [_launch(case) for case in cases]
+    codes = build_all([_build(launch) for launch in launches], target)
+    return [_figures(case, launch, code, target) for case, launch, code in zip(cases, launches, codes, strict=True)]
+
+
+def _launch(case: Case) -> Any:
+    """The launch that a call on a GPU prepares."""
+    modules = compiled_kernels()
+    if case.op == "reduce":
+        ends = (case.shape, case.stride, case.shape[1:], (1,))
+        return modules["reduce"]._plan(-1, *case.dtypes, case.alignment, *ends, False, None)[0]
+    layout = rows_layout(case.shape, case.stride, -1)
+    assert layout is not None
+    row, outer = case.shape[-1], math.prod(case.shape[:-1])
+    run = -(-row // case.world)
+    wire = ((outer * row,), (1,)) if case.sizes else ((case.world, outer, run), (outer * run, run, 1))
+    options = (case.sizes, False, case.accumulate, None)
+    return modules["copy"]._plan(case.op, -1, *case.dtypes, case.alignment, *layout, *wire, *options)[0]
+
+
+def _build(launch: Any) -> Build:
+    pointers = [name for name in launch.kernel.arg_names if name.endswith("_ptr")]
+    types = dict.fromkeys(pointers, "*i64") | {"scale": "fp32"}
+    for name, kind in zip(pointers, launch.types, strict=False):
+        types[name] = "*" + str(TRITON_TYPE[kind]).replace("int", "i")
+    return Build(launch.kernel, types, launch.constants, launch.num_warps)
+
+
+def _figures(case: Case, launch: Any, code: Code, target: str) -> Figures:
+    constants = launch.constants
+    tile = constants["BLOCK"] if case.op == "reduce" else constants["BLOCK_ROWS"] * constants["BLOCK_COLS"]
+    cells = case.shape[1] if case.op == "reduce" else math.prod(case.shape)
+    lanes = cells * case.dtypes[0].itemsize / launch.types[0].itemsize / (launch.grid * tile)
+    issued = sum(code.loads[: code.loads_first])
+    threads = launch.grid * launch.num_warps * TARGETS[target].warp_size
+    return Figures(
+        code=code,
+        programs=launch.grid,
+        lanes=lanes,
+        in_flight=resident(code.registers, launch.num_warps, target) * issued * lanes,
+        instructions=code.instructions * threads * 16 / case.useful,
+    )
+
+
+def page(target: str = "sm_90") -> str:
+    """The whole page."""
+    figures = dict(zip(CASES, measure(CASES, target), strict=True))
+    lines = [HEAD.format(triton=triton.__version__, target=target)]
+    for group in dict.fromkeys(case.group for case in CASES):
+        lines += [f"## {group[0].upper()}{group[1:]}", "", *_HEADS]
+        lines += [row(case, one) for case, one in figures.items() if case.group == group]
+        lines.append("")
+    return "\n".join(lines)
+
+
+_HEADS = (
+    "| case | access | lanes | in flight, KiB | instructions | registers | programs |",
+    "|---|---:|---:|---:|---:|---:|---:|",
+)
+
+
+def row(case: Case, figures: Figures) -> str:
+    """One line of a table."""
+    code = figures.code
+    access = ", ".join(str(width) for width in sorted({*code.stores}))
+    told = (access, f"{figures.lanes:.0%}", f"{figures.in_flight / 1024:.0f}", f"{figures.instructions:.0f}")
+    return f"| {' | '.join((case.name, *told, str(code.registers), str(figures.programs)))} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The page about the machine code of the kernels.")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} instead of printing it")
+    parser.add_argument("--target", choices=[name for name in TARGETS if name != "gfx942"], default="sm_90")
+    options = parser.parse_args()
+    if options.write:
+        PAGE.write_text(page())
+        print("written:", PAGE)
+    else:
+        print(page(options.target), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
