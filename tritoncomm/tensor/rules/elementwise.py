@@ -13,7 +13,7 @@ from tritoncomm.plan import chunk_sizes
 from tritoncomm.tensor.distspec import ReplicaSpec
 from tritoncomm.tensor.elementwise import writes
 from tritoncomm.tensor.layout import is_colo, shape_of, wrap
-from tritoncomm.tensor.rules.call import Call, Operand
+from tritoncomm.tensor.rules.call import Call, Operand, Parts
 from tritoncomm.tensor.rules.engine import execute, is_legal, piece_of
 from tritoncomm.tensor.rules.table import ROWS, Row
 
@@ -47,7 +47,7 @@ def elementwise(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs
         args, kwargs = tree_unflatten(filled, tree)
         return func(*args, **kwargs)
 
-    operands, shape = broadcast_operands(tensors, kwargs.get("out"))
+    operands, shape = broadcast_operands(tensors)
     target = kwargs.get("out", args[0] if writes(name) and args else None)
     if target is not None or writes(name):
         return _into(next((i for i, x in enumerate(tensors) if x is target), -1), operands, run, name)
@@ -113,21 +113,13 @@ def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def broadcast_operands(tensors: list[Any], out: Any = None) -> tuple[list[Operand], tuple[int, ...]]:
-    """The tensors, labelled from the last dim, and the broadcast shape.
-
-    A dim of size 1 is broadcast to every shard, an empty one too, so only a tensor that is sharded there has its label;
-    unless the result goes into ``out``, to which nothing is broadcast.
-    """
+def broadcast_operands(tensors: list[Any]) -> tuple[list[Operand], tuple[int, ...]]:
+    """The tensors, labelled from the last dim, and the broadcast shape."""
     shapes, pieces = _shapes(tensors)
     sizes = _broadcast(shapes)
     found = []
     for x, shape, piece in zip(tensors, shapes, pieces, strict=True):
-        own = {dim - len(shape) for dim, _ in x._parts} if is_colo(x) else ()
-        labels = tuple(
-            dim if shape[dim] == sizes[dim] and (shape[dim] != 1 or piece or dim in own or out is not None) else None
-            for dim in range(-len(shape), 0)
-        )
+        labels = tuple(dim if shape[dim] == sizes[dim] else None for dim in range(-len(shape), 0))
         found.append(Operand(x, labels, piece))
     return found, sizes
 
@@ -151,6 +143,8 @@ def _into(place: int, operands: list[Operand], run: Callable[..., Any], name: st
     if not is_colo(target):
         raise UnsupportedError(f"{name} writes into a plain tensor from a ColoTensor; make it a ColoTensor first")
     parts = tuple((operands[place].labels[dim], count) for dim, count in target._parts)
+    if writes(name):
+        operands = [each if each.tensor is target else _broadcast_ones(each, parts) for each in operands]
     if not is_legal(Call(operands, [], run), parts):
         others = [list(shape_of(each.tensor)) for each in operands]
         raise UnsupportedError(f"{name}: {others} cannot be cut like {list(target._global_shape)}, {target.dist_spec}")
@@ -158,3 +152,14 @@ def _into(place: int, operands: list[Operand], run: Callable[..., Any], name: st
         pieces = [target if each.tensor is target else piece_of(each, parts, target.process_group) for each in operands]
         run(None, *pieces)
     return target
+
+
+def _broadcast_ones(each: Operand, parts: Parts) -> Operand:
+    """An operand that has some of several sharded dims, all of size 1, without their labels.
+
+    It is broadcast to every shard, to an empty one too; a rank whose local tensor has that shape takes it for a shard.
+    """
+    shared = [label for label, _ in parts if label in each.labels]
+    if each.is_piece or len(shared) in (0, len(parts)) or any(shape_of(each.tensor)[label] != 1 for label in shared):
+        return each
+    return Operand(each.tensor, tuple(None if label in shared else label for label in each.labels))
