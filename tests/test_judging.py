@@ -179,13 +179,15 @@ def test_results_have_the_fields_that_going_on_asks_for(judge: list[tuple[str, i
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_real_processes_find_what_this_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    todo = [batch for op in ("pack", "unpack") for batch in judging.batches(op, 8, "sm_90")][:16]
+    todo = [batch for op in ("pack", "unpack") for batch in judging.batches(op, 8, "sm_90")][:4]
     alone: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     assert judging.judge_all(todo, alone, lambda: None) == search.COMPLETE
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(judging, "_WORTH_A_WORKER", 2)
     assert judging.judge_all(todo, shared, lambda: None) == search.COMPLETE
     assert shared == alone
 
