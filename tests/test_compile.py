@@ -175,8 +175,10 @@ def block_is_eager(
         (got, counted), (wanted, expected) = trained(compiled, x), trained(plain, x)
         for ours, theirs in zip(got, wanted, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
-        assert counted == expected
-        assert counted[0] > 0
+        if name == "checkpointed":  # what is computed again is the compiler's choice: less in torch 2.11
+            assert (0, 0) < counted <= expected
+        else:
+            assert counted == expected > (0, 0)
     return graphs()
 
 
