@@ -39,6 +39,7 @@ from tritoncomm.tensor import (
 from tritoncomm.tensor.device_mesh import DeviceMesh
 from tritoncomm.tensor.dispatch import plain
 from tritoncomm.tensor.distspec import _DistSpec
+from tritoncomm.tensor.rank_groups import _by_members
 from tritoncomm.tensor.sharding_spec import ShardingSpec
 from tritoncomm.tensor.utils import convert_dim_partition_dict, merge_same_dim_mesh_list
 
@@ -255,9 +256,8 @@ def test_the_repr_of_a_leaf_shows_requires_grad(pool: Pool) -> None:
 def run_alone(group: TorchGroup) -> None:
     """One rank gathers, the other does not: the error says that every rank has to."""
     pg, world = ranks_of(group), group.size()
-    apart: Any = dist.new_group(
-        dist.get_process_group_ranks(group), timeout=timedelta(milliseconds=300), use_local_synchronization=True
-    )
+    apart = _by_members(tuple(dist.get_process_group_ranks(group)), "gloo")
+    dist.distributed_c10d._set_pg_timeout(timedelta(milliseconds=300), apart)
     x = torch.arange(4.0)
     if group.rank() == 0:
         with pytest.raises(PeerError, match=r"(?s)over ranks \[0, 1\] failed.*iteration.*alone waits"):

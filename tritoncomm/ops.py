@@ -273,7 +273,7 @@ def _refuse_triton(name: str, x: Tensor, dim: int) -> None:
 
 def _leave_to_torch(error: TooLargeError) -> None:
     """A tensor of more units than the kernels count takes torch's path, unless triton is forced."""
-    if _forced == "triton":
+    if _forced.value == "triton":
         raise UnsupportedError(f"path triton is forced, but {error}") from error
 
 
