@@ -358,7 +358,9 @@ def test_nothing_is_written_beside_a_sum(path: str, dtype: torch.dtype) -> None:
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """``auto`` takes the kernels, which are planned and checked but not launched: tensors may be on the meta device."""
     launched: list[tuple[int, ...]] = []
-    monkeypatch.setattr(ops, "path_for", lambda x, *rest: "triton" if ops._forced.value == "auto" else ops.forced_path())
+    monkeypatch.setattr(
+        ops, "path_for", lambda x, *rest: "triton" if ops._forced.value == "auto" else ops.forced_path()
+    )
     monkeypatch.setattr(launch.Launch, "__call__", lambda call, *rest: launched.append(call.arguments))
     return launched
 

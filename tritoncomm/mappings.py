@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
@@ -97,7 +98,9 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | N
     group = checked(input_, group, "copy_to_tensor_model_parallel_region")
     if type(input_) is not Tensor:
         check_kind(input_, "copy_to_tensor_model_parallel_region")
-    return _CopyToModelParallelRegion.apply(input_, group) if wants_grad(input_) else without_graph(input_)
+    if not input_.requires_grad:
+        return input_
+    return _CopyToModelParallelRegion.apply(input_, group) if torch.is_grad_enabled() else input_.detach()
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -112,7 +115,8 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup
     exclusive = not is_dynamo_compiling() and ownership.temporary_is_exclusive(sys.getrefcount(input_), input_)
     if wants_grad(input_):
         return (_ReduceInPlace if exclusive else _ReduceFromModelParallelRegion).apply(input_, group)
-    return without_graph(engine.all_reduce(input_, group, name, in_place=exclusive))
+    result = engine.all_reduce(input_, group, name, in_place=exclusive)
+    return result.detach() if result.requires_grad else result
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:

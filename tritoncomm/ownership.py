@@ -26,7 +26,6 @@ __all__ = ["gradient_is_exclusive", "max_references", "temporary_is_exclusive"]
 Counts = tuple[int, int, int, int]
 _NEVER: Counts = (0, 0, 0, 0)
 
-_strided = torch.strided
 _current_graph_task = torch._C._current_graph_task_id
 _storage_use_count = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
 _use_count: Callable[[Tensor], int] = Tensor._use_count  # pyright: ignore[reportAttributeAccessIssue]
@@ -51,9 +50,12 @@ def temporary_is_exclusive(references: int, x: Tensor) -> bool:
 
 
 def _is_exclusive(x: Tensor, limit: Counts) -> bool:
-    if type(x) is not Tensor or x.layout is not _strided or _use_count(x) > limit[1]:
+    if type(x) is not Tensor or _use_count(x) > limit[1] or (x.requires_grad and x.is_leaf):
         return False
-    if not x.is_contiguous() or (x.requires_grad and x.is_leaf) or x.is_neg() or x.is_conj():
+    try:
+        if not x.is_contiguous() or x.is_neg() or x.is_conj():
+            return False
+    except RuntimeError:  # a sparse tensor, which is refused by name where it would be sent
         return False
     storage = x.untyped_storage()
     return (
