@@ -219,7 +219,7 @@ def _launch(case: Case) -> Any:
 
 def _build(launch: Any) -> Build:
     pointers = [name for name in launch.kernel.arg_names if name.endswith("_ptr")]
-    types = dict.fromkeys(pointers, "*i64") | {"scale": "fp32"}
+    types = dict.fromkeys(pointers, "*i32") | {"scale": "fp32"}
     for name, kind in zip(pointers, launch.types, strict=False):
         types[name] = "*" + str(TRITON_TYPE[kind]).replace("int", "i")
     return Build(launch.kernel, types, launch.constants, launch.num_warps)
@@ -230,7 +230,8 @@ def _figures(case: Case, launch: Any, code: Code, target: str) -> Figures:
     tile = constants["BLOCK"] if case.op == "reduce" else constants["BLOCK_ROWS"] * constants["BLOCK_COLS"]
     cells = case.shape[1] if case.op == "reduce" else math.prod(case.shape)
     lanes = cells * case.dtypes[0].itemsize / launch.types[0].itemsize / (launch.grid * tile)
-    issued = sum(code.loads[: code.loads_first])
+    of_table = constants.get("STEPS", -3) + 3  # loads that find the rank of a tile
+    issued = sum(code.loads[of_table : code.loads_first])
     threads = launch.grid * launch.num_warps * TARGETS[target].warp_size
     return Figures(
         code=code,

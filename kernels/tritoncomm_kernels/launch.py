@@ -70,14 +70,15 @@ class Launch:
     """Everything about a call but its pointers and its scale.
 
     Attributes:
-        kernel: the ``triton.jit`` function: ``(first_ptr, second_ptr, starts_ptr, scale, *arguments, *constants)``.
+        kernel: the ``triton.jit`` function: ``(first_ptr, second_ptr, scale, *arguments, *constants)``, with a
+            ``table_ptr`` after the first two if there is a table.
         device: device index, -1 for CPU tensors in the interpreter.
         grid: number of programs.
         types: element types the kernel sees behind the two pointers.
         arguments: run-time integers.
         constants: compile-time arguments, in signature order.
         num_warps: warps per program.
-        starts: where each rank's piece of a row starts, for explicit sizes.
+        table: integers that the kernel reads on the device.
     """
 
     kernel: Any
@@ -87,9 +88,10 @@ class Launch:
     arguments: tuple[int, ...]
     constants: dict[str, Any]
     num_warps: int
-    starts: tuple[int, ...] | None = None
+    table: tuple[int, ...] | None = None
     tail: tuple[Any, ...] = field(init=False)
     variants: dict[type, Variant | None] = field(init=False, default_factory=dict)
+    resident: "Table | None" = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.tail = (*self.arguments, *self.constants.values())
@@ -106,15 +108,23 @@ class Launch:
         if variant is None:
             self._launch_checked(first, second, scale)
             return
-        stream, second_ptr = _current_stream(self.device), second.data_ptr()  # pyright: ignore[reportOptionalCall]
-        table_ptr = second_ptr
-        if self.starts is not None:
-            table_ptr = _device_table(self.starts, self.device, stream).data_ptr()
-        arguments = (first.data_ptr(), second_ptr, table_ptr, scale, *self.tail)
+        stream = _current_stream(self.device)  # pyright: ignore[reportOptionalCall]
+        if self.table is None:
+            arguments = (first.data_ptr(), second.data_ptr(), scale, *self.tail)
+        else:
+            table_ptr = self.table_for(stream).data_ptr()
+            arguments = (first.data_ptr(), second.data_ptr(), table_ptr, scale, *self.tail)
         if variant.packed:
             variant.run(self.grid, 1, 1, stream, *variant.fixed, arguments)
         else:
             variant.run(self.grid, 1, 1, stream, *variant.fixed, *arguments)
+
+    def table_for(self, stream: int) -> Tensor:
+        """The table, for the current stream of the current device."""
+        assert self.table is not None
+        if self.resident is None:
+            self.resident = _table_on(self.table, self.device)
+        return self.resident.on(stream)
 
     def _find_variant(self, scale: float) -> Variant | None:
         key = (self.device, self.kernel, self.types, scale.__class__, self.num_warps, *self.constants.items())
@@ -126,7 +136,7 @@ class Launch:
         """Compile for the current device without launching; the values of the integers do not matter."""
         sample = 2**40 if isinstance(scale, int) else scale  # so that an integer is taken for the 64 bits it has
         compiled = self.kernel.warmup(
-            *(*self.types, torch.int64, sample, *self.arguments),
+            *(*self.types, *((torch.int32,) if self.table else ()), sample, *self.arguments),
             grid=(1,),
             num_warps=self.num_warps,
             enable_fp_fusion=False,
@@ -137,19 +147,70 @@ class Launch:
         return _entry(compiled)
 
     def _launch_checked(self, first: Tensor, second: Tensor, scale: float) -> None:
-        table = second
-        if self.starts is not None:
-            stream = 0 if self.device < 0 else torch.cuda.current_stream(self.device).cuda_stream
-            table = _device_table(self.starts, self.device, stream)
-        tensors = zip((first, second, table), (*self.types, torch.int64), strict=True)
-        pointers = [triton.reinterpret(x, TRITON_TYPE[kind]) for x, kind in tensors]
         with _quiet() if INTERPRETED else torch.cuda.device(self.device):
+            tensors, kinds = [first, second], [*self.types]
+            if self.table is not None:
+                stream = 0 if self.device < 0 else torch.cuda.current_stream(self.device).cuda_stream
+                tensors, kinds = [*tensors, self.table_for(stream)], [*kinds, torch.int32]
             self.kernel[(self.grid,)](
-                *(*pointers, scale, *self.arguments),
+                *(triton.reinterpret(x, TRITON_TYPE[kind]) for x, kind in zip(tensors, kinds, strict=True)),
+                *(scale, *self.arguments),
                 **self.constants,
                 num_warps=self.num_warps,
                 enable_fp_fusion=False,
             )
+
+
+class Table:
+    """Integers on a device, copied there once from pinned memory and without a wait of the host.
+
+    Attributes:
+        tensor: on the device; on the CPU for the interpreter.
+        source: the pinned copy, which has to live until it was read.
+    """
+
+    def __init__(self, content: tuple[int, ...], device: int) -> None:
+        self.source = self.tensor = torch.tensor(content, dtype=torch.int32)
+        self._device, self._streams = device, set[int]()
+        if device < 0:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "split sizes of so many ranks need a table on the device, which cannot be copied there "
+                "while a CUDA graph is captured: call once with the same tensors and sizes before the capture"
+            )
+        self.source = self.tensor.pin_memory()
+        self.tensor = self.source.to(torch.device("cuda", device), non_blocking=True)
+        stream = torch.cuda.current_stream(device)
+        self._copied = torch.cuda.Event()
+        self._copied.record(stream)
+        self._streams.add(stream.cuda_stream)
+
+    def on(self, stream: int) -> Tensor:
+        """The tensor for kernels of ``stream``, which is the current one: another than the copy's waits for that once.
+
+        A capture must not wait for what is outside of it. Its graph has the address and replays only after the device
+        was synchronised, as ``torch.cuda.graph`` does before it captures; so the table stays, and no stream waits.
+        """
+        if self._device < 0:
+            return self.tensor
+        if torch.cuda.is_current_stream_capturing():
+            _in_graphs.add(self)
+        elif stream not in self._streams:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(self._copied)
+            self.tensor.record_stream(current)
+            self._streams.add(stream)
+        return self.tensor
+
+
+_in_graphs: set[Table] = set()
+
+
+@lru_cache(maxsize=1024)
+def _table_on(content: tuple[int, ...], device: int) -> Table:
+    """One table per content and device."""
+    return Table(content, device)
 
 
 def _entry(compiled: Any) -> Variant | None:
@@ -195,16 +256,6 @@ def _known_version() -> bool:
 
 def _version() -> tuple[int, ...]:
     return tuple(int(part) for part in triton.__version__.split(".")[:2])
-
-
-@lru_cache(maxsize=1024)
-def _device_table(starts: tuple[int, ...], device: int, stream: int) -> Tensor:
-    """The starts on the device, copied from pinned memory without a host wait.
-
-    Made once per list and stream: on another stream the copy might not have arrived yet.
-    """
-    table = torch.tensor(starts, dtype=torch.int64)
-    return table if device < 0 else table.pin_memory().to(torch.device("cuda", device), non_blocking=True)
 
 
 @lru_cache(maxsize=64)
