@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 import tritoncomm_kernels
-from tritoncomm_kernels import launch
+from tritoncomm_kernels import device_table, launch
 from tritoncomm_kernels.launch import Launch
 
 
@@ -88,7 +88,7 @@ def streams(kernel: RecordingKernel, monkeypatch: pytest.MonkeyPatch) -> Any:
         state.copies.append(x.tolist())
         return x.clone()
 
-    monkeypatch.setattr(launch, "_in_graphs", set())
+    monkeypatch.setattr(device_table, "_in_graphs", set())
     monkeypatch.setattr(launch, "_current_stream", lambda device: state.current.cuda_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: state.current)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
@@ -96,9 +96,9 @@ def streams(kernel: RecordingKernel, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     monkeypatch.setattr(torch.Tensor, "to", copied)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: state.kept.append(stream.cuda_stream))
-    launch._table_on.cache_clear()
+    device_table.table_on.cache_clear()
     yield state
-    launch._table_on.cache_clear()
+    device_table.table_on.cache_clear()
 
 
 def with_table(kernel: Any, table: tuple[int, ...], device: int = 0) -> Launch:
@@ -135,7 +135,7 @@ def test_a_table_cannot_be_made_during_a_capture(kernel: RecordingKernel, stream
     call(x, x, 1.0)
     assert len(kernel.direct) == 2
     assert (streams.current.waited, streams.kept) == ([], []), "a capture must not wait for what is outside of it"
-    assert launch._in_graphs == {call.resident}, "a graph has the address for good"
+    assert device_table._in_graphs == {call.resident}, "a graph has the address for good"
     streams.capturing = False
     call(x, x, 1.0)
     assert (len(streams.current.waited), streams.kept) == (1, [9])

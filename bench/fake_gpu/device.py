@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 from triton.compiler import CompiledKernel
-from tritoncomm_kernels import launch, softmax
+from tritoncomm_kernels import device_table, launch, softmax
 
 from bench.fake_gpu.program import Program, parse
 from bench.fake_gpu.threads import Buffer, run
@@ -71,7 +71,7 @@ class Device:
                 mock.patch.multiple(torch.cuda, current_stream=_Stream),
                 mock.patch.multiple(torch.Tensor, record_stream=lambda x, stream: None),
                 mock.patch.multiple(launch, _current_device=lambda: 0, _current_stream=lambda at: 0),
-                mock.patch.multiple(launch, Table=_Table),
+                mock.patch.multiple(device_table, Table=_Table),
                 mock.patch.multiple(CompiledKernel, _init_handles=partialmethod(_load, self.kernels)),
             ]
             if runs:
@@ -161,7 +161,7 @@ def _load(kernel: CompiledKernel, kernels: dict[int, CompiledKernel]) -> None:
 _LOAD = CompiledKernel._init_handles
 
 
-class _Table(launch.Table):
+class _Table(device_table.Table):
     """In memory that the GPU shares with the host: there is nothing to copy, and nothing to wait for."""
 
     def __init__(self, content: tuple[int, ...], device: int) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from triton import knobs
 
 from tritoncomm_kernels.config import Crossover, crossover_of
+from tritoncomm_kernels.device_table import Table, table_on
 from tritoncomm_kernels.numerics import INTERPRETED
 
 TRITON_TYPE = {
@@ -123,7 +124,7 @@ class Launch:
         """The table, for the current stream of the current device."""
         assert self.table is not None
         if self.resident is None:
-            self.resident = _table_on(self.table, self.device)
+            self.resident = table_on(self.table, self.device)
         return self.resident.on(stream)
 
     def _find_variant(self, scale: float) -> Variant | None:
@@ -159,58 +160,6 @@ class Launch:
                 num_warps=self.num_warps,
                 enable_fp_fusion=False,
             )
-
-
-class Table:
-    """Integers on a device, copied there once from pinned memory and without a wait of the host.
-
-    Attributes:
-        tensor: on the device; on the CPU for the interpreter.
-        source: the pinned copy, which has to live until it was read.
-    """
-
-    def __init__(self, content: tuple[int, ...], device: int) -> None:
-        self.source = self.tensor = torch.tensor(content, dtype=torch.int32)
-        self._device, self._streams = device, set[int]()
-        if device < 0:
-            return
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "split sizes of so many ranks need a table on the device, which cannot be copied there "
-                "while a CUDA graph is captured: call once with the same tensors and sizes before the capture"
-            )
-        self.source = self.tensor.pin_memory()
-        self.tensor = self.source.to(torch.device("cuda", device), non_blocking=True)
-        stream = torch.cuda.current_stream(device)
-        self._copied = torch.cuda.Event()
-        self._copied.record(stream)
-        self._streams.add(stream.cuda_stream)
-
-    def on(self, stream: int) -> Tensor:
-        """The tensor for kernels of ``stream``, which is the current one: another than the copy's waits for that once.
-
-        A capture must not wait for what is outside of it. Its graph has the address and replays only after the device
-        was synchronised, as ``torch.cuda.graph`` does before it captures; so the table stays, and no stream waits.
-        """
-        if self._device < 0:
-            return self.tensor
-        if torch.cuda.is_current_stream_capturing():
-            _in_graphs.add(self)
-        elif stream not in self._streams:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_event(self._copied)
-            self.tensor.record_stream(current)
-            self._streams.add(stream)
-        return self.tensor
-
-
-_in_graphs: set[Table] = set()
-
-
-@lru_cache(maxsize=1024)
-def _table_on(content: tuple[int, ...], device: int) -> Table:
-    """One table per content and device."""
-    return Table(content, device)
 
 
 def _entry(compiled: Any) -> Variant | None:
