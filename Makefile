@@ -42,6 +42,7 @@ programs: $(READY)
 docs: $(READY)
 	PYTHONPATH=.:kernels $(if $(PYTHON),$(PYTHON),$(PY)) docs/operators.py
 	$(PY) bench/report.py --write
+	$(PY) -m bench.audit --write
 
 check: $(READY)
 	$(PY) -m ruff check --no-cache .

@@ -32,7 +32,7 @@ HEAD = """# Machine code
 Written by `python -m bench.audit --write`; a test compiles a sample of the rows again, `make test-all` all of them.
 Made with Triton {triton} for {target}, without a GPU: these are properties of the code, not times.
 
-- *access*: bytes of a store, as wide as the alignment of both sides allows.
+- *access*: bytes of a store, as wide as the alignment of both sides allows; the end of a row counts too.
 - *lanes*: the part of the lanes of all programs that carries data; the rest is masked off.
 - *in flight*: useful bytes of the loads that one multiprocessor has under way, by the threads that fit with their
   registers and the loads they issue before their first store. A copy needs bandwidth times latency: about 9 KB on an
@@ -86,7 +86,7 @@ class Case:
 
     @property
     def access(self) -> int:
-        """Bytes to which the start of every row, and of every rank's part of it, is aligned on both sides."""
+        """Bytes to which every row and every rank's part of it is aligned on both sides, with the end of a row."""
         strides = [step for size, step in zip(self.shape[:-1], self.stride[:-1], strict=True) if size > 1]
         small = min(dtype.itemsize for dtype in self.dtypes)
         if self.op == "reduce":
@@ -95,7 +95,7 @@ class Case:
             return math.gcd(16, small)
         row, outer = self.shape[-1], math.prod(self.shape[:-1])
         run = -(-row // self.world)
-        starts = [sum(self.sizes[:w]) for w in range(self.world + 1)] if self.sizes else [run, outer * run]
+        starts = [sum(self.sizes[:w]) for w in range(self.world + 1)] if self.sizes else [run, outer * run, row]
         return math.gcd(16, self.alignment, *(n * small for n in (*strides, *starts)))
 
 
@@ -168,6 +168,7 @@ def _cases() -> Iterator[Case]:
     yield _rows(strided, "the same, 8 bytes further", 2048, 6144, torch.bfloat16, 8, alignment=8)
     yield _rows(strided, "rows 4098 elements apart", 4096, 4098, torch.bfloat16, 8)
     yield _rows(strided, "a row that does not divide", 4104, 4104, torch.bfloat16, 5)
+    yield _rows(strided, "a row that ends in the middle of 16 bytes", 4092, 4096, torch.bfloat16, 8)
     for dtype in (torch.bfloat16, torch.int8):
         outer = _SIZE // (4096 * dtype.itemsize)
         name = f"every second element, {str(dtype).removeprefix('torch.')}"
@@ -219,7 +220,7 @@ def _launch(case: Case) -> Any:
 
 def _build(launch: Any) -> Build:
     pointers = [name for name in launch.kernel.arg_names if name.endswith("_ptr")]
-    types = dict.fromkeys(pointers, "*i64") | {"scale": "fp32"}
+    types = dict.fromkeys(pointers, "*i32") | {"scale": "fp32"}
     for name, kind in zip(pointers, launch.types, strict=False):
         types[name] = "*" + str(TRITON_TYPE[kind]).replace("int", "i")
     return Build(launch.kernel, types, launch.constants, launch.num_warps)
@@ -230,7 +231,8 @@ def _figures(case: Case, launch: Any, code: Code, target: str) -> Figures:
     tile = constants["BLOCK"] if case.op == "reduce" else constants["BLOCK_ROWS"] * constants["BLOCK_COLS"]
     cells = case.shape[1] if case.op == "reduce" else math.prod(case.shape)
     lanes = cells * case.dtypes[0].itemsize / launch.types[0].itemsize / (launch.grid * tile)
-    issued = sum(code.loads[: code.loads_first])
+    of_table = constants.get("STEPS", -3) + 3  # loads that find the rank of a tile
+    issued = sum(code.loads[of_table : code.loads_first])
     threads = launch.grid * launch.num_warps * TARGETS[target].warp_size
     return Figures(
         code=code,

@@ -14,6 +14,8 @@ from triton.runtime import interpreter
 from tritoncomm_kernels import reference
 from tritoncomm_kernels.reduce import _plan as _reduce_plan
 
+from tritoncomm.tune.machine_code import compiled_kernels
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 COPIED = (*FLOATS, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.complex128)
 SHAPES = [(4, 144, 2), (3, 200, 4), (5, 12, 3), (2, 9, 4), (1, 13, 2), (2, 1, 4), (3, 8, 1)]
@@ -79,7 +81,14 @@ def test_copy_keeps_every_bit(dtype: torch.dtype, shape: tuple[int, int, int]) -
     assert canaries_live(raw)
 
 
-@pytest.mark.parametrize("sizes", [(3, 5, 1), (0, 9, 0), (8, 0, 8), (16, 16), (7,)], ids=name_of)
+MANY = ((5, *(0,) * 9, 8, *(3, 0, 16) * 4), (0,) * 140 + (40,), (8,) * 17, (0,) * 16 + (24,), (9,) + (0,) * 299)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(3, 5, 1), (0, 9, 0), (8, 0, 8), (16, 16), (7,), (1,) * 8, (2, 0, 3) * 3, (0, 8) * 8, *MANY],
+    ids=lambda sizes: f"{len(sizes)}-ranks-{sizes[0]}-{max(sizes)}",
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64], ids=name_of)
 def test_split_sizes(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
     rows = random_bits((3, sum(sizes)), dtype)
@@ -210,6 +219,51 @@ def test_reduce_of_odd_lengths(source: torch.dtype, target: torch.dtype, parts: 
     ends = ((parts, length), (step, 1), (length,), (1,))
     launch = _reduce_plan(-1, source, target, 0, *ends, False, None)[0]
     assert launch.constants["VEC"] == 16 // min(source.itemsize, target.itemsize)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([1, 2, 7, 8, 9, 16, 17, 33, 128, 129]),
+    st.lists(st.tuples(st.integers(0, 128), st.sampled_from([1, 2, 5, 16, 40])), min_size=1, max_size=5),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([torch.int8, torch.bfloat16, torch.int64]),
+    st.sampled_from([(1, 1), (3, 4), (5, 4)]),
+    st.sampled_from([0, 1, 8]),
+)
+def test_random_split_sizes(
+    world: int, some: list[tuple[int, int]], unit: int, dtype: torch.dtype, outer: tuple[int, int], left: int
+) -> None:
+    """By value and in a table, empty and hot ranks, tiles of one row and more, rows with strides."""
+    lengths = dict.fromkeys(range(world), 0) | {rank % world: unit * length for rank, length in some}
+    sizes, (rows, block_rows) = tuple(lengths.values()), outer
+    x = random_bits((rows, left + sum(sizes)), dtype)[:, left:]
+    config = kernels.Config(block_rows, 16 * dtype.itemsize)
+    wire, raw = guarded((x.numel(),), dtype)
+    twin = torch.empty_like(wire)
+    assert kernels.pack(x, wire, sizes=sizes, config=config) == reference.pack(x, twin, sizes=sizes)
+    assert torch.equal(bits(wire), bits(twin))
+    back = torch.empty_like(x)
+    kernels.unpack(wire, back, sizes=sizes, config=config)
+    assert torch.equal(bits(back), bits(x))
+    assert canaries_live(raw)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "table", "tiles"),
+    [((64,) * 16, False, 16), ((64,) * 17, True, 17), ((16,) * 128, True, 128), ((7168, *(16,) * 63), True, 63 + 14)],
+    ids=["16-ranks", "17-ranks", "short", "hot"],
+)
+def test_split_sizes_have_one_program_per_tile(sizes: tuple[int, ...], table: bool, tiles: int) -> None:
+    """Up to 16 ranks by value: nothing is copied to the device, so that a CUDA graph may capture any sizes."""
+    row, outer = sum(sizes), 4096
+    plan = compiled_kernels()["copy"]._plan
+    for name in ("pack", "unpack"):
+        ends = ((outer, row), (row, 1), (outer * row,), (1,), sizes, False, False, None)
+        launch = plan(name, -1, torch.int8, torch.int8, 0, *ends)[0]
+        assert (launch.table is not None) == table
+        tile = launch.constants["BLOCK_ROWS"] * launch.constants["BLOCK_COLS"] * 8
+        assert tile == 8192
+        assert launch.grid == outer // launch.constants["BLOCK_ROWS"] * tiles
 
 
 @settings(max_examples=40, deadline=None)

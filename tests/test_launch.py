@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 import tritoncomm_kernels
-from tritoncomm_kernels import launch
+from tritoncomm_kernels import device_table, launch
 from tritoncomm_kernels.launch import Launch
 
 
@@ -45,11 +45,11 @@ def make(kernel: Any, device: int = 0, arguments: tuple[int, ...] = (5, 6), bloc
 def test_arguments_come_in_signature_order(kernel: RecordingKernel) -> None:
     first, second = torch.zeros(4), torch.zeros(4)
     make(kernel)(first, second, 1.0)
-    pointers = (first.data_ptr(), second.data_ptr(), second.data_ptr())
+    pointers = (first.data_ptr(), second.data_ptr())
     assert kernel.direct == [(3, 1, 1, 70, "function", "metadata", None, None, None, *pointers, 1.0, 5, 6, 2, 8)]
     (arguments, options), *others = kernel.compiled
     assert not others
-    assert arguments == (torch.int64, torch.int64, torch.int64, 1.0, 5, 6)
+    assert arguments == (torch.int64, torch.int64, 1.0, 5, 6)
     assert options == {"num_warps": 4, "enable_fp_fusion": False, "VEC": 2, "BLOCK": 8}
 
 
@@ -64,17 +64,81 @@ def test_sizes_share_a_variant_and_tiles_do_not(kernel: RecordingKernel) -> None
     assert len(kernel.direct) == 5
 
 
-def test_every_stream_has_its_own_table_of_starts(kernel: RecordingKernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream that did not wait for the copy of another stream's table must not read that."""
-    made: list[tuple[Any, ...]] = []
-    tables = {stream: torch.zeros(3, dtype=torch.int64) for stream in (1, 2)}
-    monkeypatch.setattr(launch, "_device_table", lambda *key: made.append(key) or tables[key[-1]])
-    call, x = Launch(kernel, 0, 3, (torch.int8, torch.int8), (5,), {"VEC": 2}, 4, starts=(0, 3, 8)), torch.zeros(4)
-    for stream in (1, 2, 1):
-        monkeypatch.setattr(launch, "_current_stream", lambda device, stream=stream: stream)
+class FakeStream:
+    """Notes what it waits for."""
+
+    def __init__(self, number: int) -> None:
+        self.cuda_stream, self.waited = number, []
+
+    def wait_event(self, event: Any) -> None:
+        self.waited.append(event)
+
+
+@pytest.fixture
+def streams(kernel: RecordingKernel, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A device with streams and captures, whose memory is the host's; ``current`` and ``capturing`` may be set."""
+    state = SimpleNamespace(current=FakeStream(1), capturing=False, kept=[], copies=[], events=[])
+
+    def event() -> Any:
+        made = SimpleNamespace(record=lambda stream: state.events.append((made, stream.cuda_stream)))
+        return made
+
+    def copied(x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        assert options == {"non_blocking": True}
+        state.copies.append(x.tolist())
+        return x.clone()
+
+    monkeypatch.setattr(device_table, "_in_graphs", set())
+    monkeypatch.setattr(launch, "_current_stream", lambda device: state.current.cuda_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: state.current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    monkeypatch.setattr(torch.Tensor, "to", copied)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: state.kept.append(stream.cuda_stream))
+    device_table.table_on.cache_clear()
+    yield state
+    device_table.table_on.cache_clear()
+
+
+def with_table(kernel: Any, table: tuple[int, ...], device: int = 0) -> Launch:
+    return Launch(kernel, device, 3, (torch.int8, torch.int8), (5,), {"VEC": 2}, 4, table)
+
+
+def test_a_table_is_copied_once_and_other_streams_wait_for_it(kernel: RecordingKernel, streams: Any) -> None:
+    x, first, second = torch.zeros(4), streams.current, FakeStream(2)
+    calls = [with_table(kernel, (0, 3, 8)) for _ in range(2)]
+    for stream, call in ((first, calls[0]), (second, calls[0]), (second, calls[1]), (first, calls[1])):
+        streams.current = stream
         call(x, x, 1.0)
-    assert made == [((0, 3, 8), 0, stream) for stream in (1, 2, 1)]
-    assert [a[11] for a in kernel.direct] == [tables[stream].data_ptr() for stream in (1, 2, 1)]
+    assert streams.copies == [[0, 3, 8]]
+    assert [number for _, number in streams.events] == [1]
+    assert (first.waited, second.waited, streams.kept) == ([], [streams.events[0][0]], [2])
+    table = calls[0].table_for(1)
+    assert {a[11] for a in kernel.direct} == {table.data_ptr()}
+    assert kernel.compiled[0][0] == (torch.int8, torch.int8, torch.int32, 1.0, 5)
+    assert calls[0].resident is calls[1].resident
+    assert calls[0].resident.source.tolist() == [0, 3, 8], "the source of the copy is alive"
+    with_table(kernel, (0, 4, 8))(x, x, 1.0)
+    assert streams.copies == [[0, 3, 8], [0, 4, 8]]
+
+
+def test_a_table_cannot_be_made_during_a_capture(kernel: RecordingKernel, streams: Any) -> None:
+    x, call = torch.zeros(4), with_table(kernel, (0, 3, 8))
+    streams.capturing = True
+    with pytest.raises(RuntimeError, match=r"call once .* before the capture"):
+        call(x, x, 1.0)
+    assert (streams.copies, kernel.direct) == ([], [])
+    streams.capturing = False
+    call(x, x, 1.0)
+    streams.current, streams.capturing = FakeStream(9), True
+    call(x, x, 1.0)
+    assert len(kernel.direct) == 2
+    assert (streams.current.waited, streams.kept) == ([], []), "a capture must not wait for what is outside of it"
+    assert device_table._in_graphs == {call.resident}, "a graph has the address for good"
+    streams.capturing = False
+    call(x, x, 1.0)
+    assert (len(streams.current.waited), streams.kept) == (1, [9])
 
 
 def test_a_profiler_gets_the_ordinary_launch(kernel: RecordingKernel, monkeypatch: pytest.MonkeyPatch) -> None:

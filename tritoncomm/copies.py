@@ -1,5 +1,9 @@
-"""What almost every call is, prepared: a plain even copy between a tensor and its wire."""
+"""Copies that leave nothing to choose: the plain even one, prepared, which almost every call is, and strided ones.
 
+The strided ones are torch's, for layouts that no kernel reads.
+"""
+
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
@@ -8,9 +12,10 @@ from tritoncomm_kernels import copy as kernels_copy
 from tritoncomm_kernels.launch import Launch, TooLargeError
 from tritoncomm_kernels.numerics import INTERPRETED
 
-from tritoncomm.plan import Ints, rows_layout
+from tritoncomm.errors import ArgumentError, UnsupportedError
+from tritoncomm.plan import Ints, Plan, rows_layout
 
-__all__ = ["plain_copy"]
+__all__ = ["pack_blocks", "plain_copy", "unpack_blocks"]
 
 
 def plain_copy(name: str, x: Tensor, wire: Tensor, shape: Ints, stride: Ints, dim: int, world: int) -> int:
@@ -36,3 +41,47 @@ def _prepared(
         return kernels_copy.plain_copy(name, device, dtype, alignment, *layout, world)
     except TooLargeError:
         return None, 0
+
+
+def pack_blocks(wire: Tensor, x: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None) -> int:
+    """A layout no kernel reads: one strided torch copy per rank, together one pass (a scale costs another)."""
+    if scale is not None and not (x.dtype.is_floating_point and wire.dtype.is_floating_point):
+        raise ArgumentError(f"pack: a scale needs floating point tensors, not {x.dtype} and {wire.dtype}")
+    for block, piece in _blocks(wire, x, plan, dim, sizes):
+        if scale is None:
+            block.copy_(piece)
+        else:
+            wide = torch.promote_types(torch.promote_types(x.dtype, wire.dtype), torch.float32)
+            block.copy_(piece.to(wide).mul_(scale))
+    return x.nbytes + wire.nbytes
+
+
+def unpack_blocks(
+    wire: Tensor, out: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
+) -> int:
+    """The way back, without arithmetic."""
+    if scale is not None or accumulate:
+        raise UnsupportedError("unpack: scale and accumulate need a result whose cut dims one stride can walk")
+    for block, piece in _blocks(wire, out, plan, dim, sizes):
+        piece.copy_(block)
+    return out.nbytes + out.numel() * wire.element_size()
+
+
+def _blocks(wire: Tensor, x: Tensor, plan: Plan, dim: int, sizes: Ints | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of a rank's part of the wire and the same piece of ``x``; padding on the wire is zeroed on the way."""
+    dim %= x.dim()
+    lead, tail = x.shape[:dim], x.shape[dim + 1 :]
+    step, start = -(-x.shape[dim] // plan.world), 0
+    for w in range(plan.world):
+        size = sizes[w] if sizes is not None else max(0, min(step, x.shape[dim] - start))
+        piece = x.narrow(dim, start, size)
+        if sizes is not None:
+            inner = plan.row // max(x.shape[dim], 1)
+            at = plan.outer * start * inner
+            yield wire[at : at + piece.numel()].view(piece.shape), piece
+        else:
+            block = wire[w].view(*lead, step, *tail)
+            if size < step:
+                block.narrow(dim, size, step - size).zero_()
+            yield block.narrow(dim, 0, size), piece
+        start += size

@@ -1,7 +1,7 @@
 """pack, unpack and reduce on tensors: the only place that chooses between view, torch and triton."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -11,7 +11,7 @@ from tritoncomm_kernels import TooLargeError, reference
 from tritoncomm_kernels.launch import crossover
 
 from tritoncomm import variables
-from tritoncomm.copies import plain_copy
+from tritoncomm.copies import pack_blocks, plain_copy, unpack_blocks
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.plan import Ints, Plan, joined_layout, rows_layout, unit_bytes, wire_layout
 
@@ -137,7 +137,7 @@ def pack_into(
             wire, sizes, plan = wire.view(1, -1, x.shape[-1]), None, Plan.along(x.shape, -1, 1)
     if layout is None:
         _refuse_triton("pack", x, dim)
-        return "torch", _pack_blocks(wire, x, plan, dim, sizes, scale)
+        return "torch", pack_blocks(wire, x, plan, dim, sizes, scale)
     rows = x.as_strided(*layout)
     if taken == "triton":
         try:
@@ -145,39 +145,6 @@ def pack_into(
         except TooLargeError as error:
             _leave_to_torch(error)
     return "torch", reference.pack(rows, wire, scale, sizes=plan.lengths)
-
-
-def _pack_blocks(wire: Tensor, x: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None) -> int:
-    """A layout no kernel reads: one strided torch copy per rank, together one pass (a scale costs another)."""
-    if scale is not None and not (x.dtype.is_floating_point and wire.dtype.is_floating_point):
-        raise ArgumentError(f"pack: a scale needs floating point tensors, not {x.dtype} and {wire.dtype}")
-    for block, piece in _blocks(wire, x, plan, dim, sizes):
-        if scale is None:
-            block.copy_(piece)
-        else:
-            wide = torch.promote_types(torch.promote_types(x.dtype, wire.dtype), torch.float32)
-            block.copy_(piece.to(wide).mul_(scale))
-    return x.nbytes + wire.nbytes
-
-
-def _blocks(wire: Tensor, x: Tensor, plan: Plan, dim: int, sizes: Ints | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of a rank's part of the wire and the same piece of ``x``; padding on the wire is zeroed on the way."""
-    dim %= x.dim()
-    lead, tail = x.shape[:dim], x.shape[dim + 1 :]
-    step, start = -(-x.shape[dim] // plan.world), 0
-    for w in range(plan.world):
-        size = sizes[w] if sizes is not None else max(0, min(step, x.shape[dim] - start))
-        piece = x.narrow(dim, start, size)
-        if sizes is not None:
-            inner = plan.row // max(x.shape[dim], 1)
-            at = plan.outer * start * inner
-            yield wire[at : at + piece.numel()].view(piece.shape), piece
-        else:
-            block = wire[w].view(*lead, step, *tail)
-            if size < step:
-                block.narrow(dim, size, step - size).zero_()
-            yield block.narrow(dim, 0, size), piece
-        start += size
 
 
 def unpack(
@@ -243,7 +210,7 @@ def _unpack_into(
     taken, layout = path_for(out, "unpack", dim, plan.world, sizes), rows_layout(out.shape, out.stride(), dim)
     if layout is None:
         _refuse_triton("unpack", out, dim)
-        return "torch", _unpack_blocks(wire, out, plan, dim, sizes, scale, accumulate)
+        return "torch", unpack_blocks(wire, out, plan, dim, sizes, scale, accumulate)
     rows = out.as_strided(*layout)
     if taken == "triton":
         try:
@@ -251,16 +218,6 @@ def _unpack_into(
         except TooLargeError as error:
             _leave_to_torch(error)
     return "torch", reference.unpack(wire, rows, scale, accumulate=accumulate, sizes=plan.lengths)
-
-
-def _unpack_blocks(
-    wire: Tensor, out: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
-) -> int:
-    if scale is not None or accumulate:
-        raise UnsupportedError("unpack: scale and accumulate need a result whose cut dims one stride can walk")
-    for block, piece in _blocks(wire, out, plan, dim, sizes):
-        piece.copy_(block)
-    return out.nbytes + out.numel() * wire.element_size()
 
 
 def _refuse_triton(name: str, x: Tensor, dim: int) -> None:

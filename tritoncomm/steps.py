@@ -182,7 +182,7 @@ class Call:
             plan = Plan.along(shape, -1, 1)
         if path != "triton" or not moved:
             return self.local(name, what, moved, path)
-        cols = plan.row if plan.lengths is not None else plan.world * plan.run
+        cols = plan.run if plan.lengths is not None else plan.world * plan.run  # with sizes the run is the longest
         tile = config_for(name, unit, plan.outer, cols * size, device_name=self.device_name, sm_count=self.sm_count)
         told = f"{tile.block_rows} x {tile.block_cols} B, {tile.num_warps} warps, {unit} B per access"
         return self.local(name, what, moved, path, told, origin_of(name, unit, self.device_name, self.sm_count))

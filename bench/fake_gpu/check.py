@@ -42,6 +42,17 @@ def check_variants(group: Group, device: Device, setting: gpu_test.Setting) -> N
     group.expect(len(loaded) <= 1, f"{len(loaded)} variants for one kind of call")
 
 
+def check_split_sizes(group: Group, device: Device, setting: gpu_test.Setting) -> None:
+    """By value up to 16 ranks, in a table beyond, in one step for every 128; equal, empty and hot ranks."""
+    for world, kernel in ((1, "split"), (8, "split"), (16, "split"), (17, "table"), (130, "table")):
+        before = len(device.launches)
+        for sizes in ((8,) * world, tuple(8 * (w % 3) for w in range(world - 1)) + (200,)):
+            rows = gpu_test.bits(setting, (5, sum(sizes)), torch.bfloat16)
+            gpu_test.copy_both_ways(group, f"{world} ranks, up to {max(sizes)}", rows, torch.bfloat16, world, sizes)
+        names = {name for name, _ in device.launches[before:]}
+        group.expect(names == {f"_copy_{kernel}_kernel"}, f"{world} ranks by {names}")
+
+
 def check_ordinary_launch(group: Group, device: Device, setting: gpu_test.Setting) -> None:
     """The launch for a Triton whose direct one is not known."""
     with mock.patch.object(launch, "_known_version", return_value=False):
@@ -101,6 +112,7 @@ def _as_on_a_gpu(check: Callable[[Group, gpu_test.Setting], None]) -> Check:
 CHECKS: dict[str, Check] = {
     "faults are seen": check_faults,
     "variants": check_variants,
+    "split sizes by value and in a table": check_split_sizes,
     "ordinary launch": check_ordinary_launch,
     "copies: dtypes and layouts": _as_on_a_gpu(gpu_test.check_dtypes_and_layouts),
     "copies: access widths": _as_on_a_gpu(gpu_test.check_units),

@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 from triton.compiler import CompiledKernel
-from tritoncomm_kernels import launch, softmax
+from tritoncomm_kernels import device_table, launch, softmax
 
 from bench.fake_gpu.program import Program, parse
 from bench.fake_gpu.threads import Buffer, run
@@ -71,7 +71,7 @@ class Device:
                 mock.patch.multiple(torch.cuda, current_stream=_Stream),
                 mock.patch.multiple(torch.Tensor, record_stream=lambda x, stream: None),
                 mock.patch.multiple(launch, _current_device=lambda: 0, _current_stream=lambda at: 0),
-                mock.patch.multiple(launch, _device_table=_table),
+                mock.patch.multiple(device_table, Table=_Table),
                 mock.patch.multiple(CompiledKernel, _init_handles=partialmethod(_load, self.kernels)),
             ]
             if runs:
@@ -161,13 +161,15 @@ def _load(kernel: CompiledKernel, kernels: dict[int, CompiledKernel]) -> None:
 _LOAD = CompiledKernel._init_handles
 
 
-@lru_cache(maxsize=1024)
-def _table(starts: tuple[int, ...], device: int, stream: int) -> Tensor:
-    return torch.tensor(starts)
+class _Table(device_table.Table):
+    """In memory that the GPU shares with the host: there is nothing to copy, and nothing to wait for."""
+
+    def __init__(self, content: tuple[int, ...], device: int) -> None:
+        super().__init__(content, -1)
 
 
 def _of_direct(call: launch.Launch, first: Tensor, second: Tensor, scale: float) -> tuple[Any, ...]:
-    return first, second, None if call.starts is None else _table(call.starts, 0, 0)
+    return first, second, None if call.table is None else call.table_for(0)
 
 
 @lru_cache(maxsize=512)

@@ -263,9 +263,14 @@ class _Run:
         return self.read(operands[1], "b32")[lane ^ int(operands[2])]
 
     def _reduced(self, kinds: Sequence[str], operands: Sequence[str]) -> Array:
-        """The largest or smallest number of each warp, NaN left out."""
-        if kinds[0] != "sync" or kinds[1] not in ("max", "min") or kinds[2:] != ["f32"]:
-            raise PtxError(f"unknown instruction redux.{'.'.join(kinds)}")
-        warps = self.read(operands[1], "f32").view(np.float32).reshape(-1, 32)
-        found = (np.fmax if kinds[1] == "max" else np.fmin).reduce(warps, axis=1)
-        return np.repeat(found, 32)
+        """The sum of integers, or the largest or smallest number, of each warp; NaN is left out."""
+        reduce = _REDUX.get(".".join(kinds))
+        if reduce is None or (self.read(operands[2], "b32") != 0xFFFFFFFF).any():
+            raise PtxError(f"unknown instruction redux.{'.'.join(kinds)} of {operands[2]}")
+        value = self.read(operands[1], kinds[-1])
+        warps = (value.view(np.float32) if kinds[-1] == "f32" else value).reshape(-1, 32)
+        return np.repeat(reduce(warps, axis=1).astype(warps.dtype), 32)
+
+
+_REDUX = {"sync.add.s32": np.add.reduce, "sync.add.u32": np.add.reduce}
+_REDUX |= {"sync.max.f32": np.fmax.reduce, "sync.min.f32": np.fmin.reduce}

@@ -1,27 +1,38 @@
 """The kernels of pack and unpack: one address map, walked in either direction.
 
-A tile is BLOCK_ROWS rows by BLOCK_COLS columns of the row; columns run over all ranks, so reads stay contiguous for any
-run. Every integer is int32 in units of VEC elements and never specialised; products widen to int64.
+A tile is BLOCK_ROWS rows by BLOCK_COLS columns of the row. With equal shards columns run over all ranks, so reads stay
+contiguous for any run; with split sizes a tile belongs to one rank, and there is one program for every tile there is.
+Every integer is int32 in units of VEC elements and never specialised; products widen to int64.
 """
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 import triton
 import triton.language as tl
 
-from tritoncomm_kernels.numerics import multiply, narrow, widen
+from tritoncomm_kernels.numerics import INTERPRETED, multiply, narrow, widen
 
-__all__ = ["_pack_kernel", "_unpack_kernel"]
+__all__ = ["BY_VALUE", "TABLE_RANKS", "_copy_kernel", "_copy_split_kernel", "_copy_table_kernel"]
 
-_NAMES = [
-    *("scale", "stride_0", "stride_1", "stride_2", "size_1", "size_2", "stride_element", "stride_rank"),
-    *("outer", "row", "run", "cols", "blocks"),
-]
+BY_VALUE = 16  # ranks whose split sizes are arguments of the kernel; those of more ranks are in a table
+TABLE_RANKS = 128  # ranks that a kernel looks at in one step
+
+_WALK = ["scale", "stride_0", "stride_1", "stride_2", "size_1", "size_2", "stride_element"]
+_STARTS = [f"{name}_{w}" for name in ("start", "tile") for w in range(1, BY_VALUE)]
 
 
 @triton.jit
 def _divide(a, b):
     """``a // b`` where neither is negative: a signed division takes more instructions to get the signs right."""
     return (a.to(tl.uint32) // b.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def _sum(a, b):
+    return a + b
+
+
+if INTERPRETED:  # which reduces by any function but this one element by element
+    _sum = getattr(tl.standard, "_sum_combine", _sum)
 
 
 @triton.jit
@@ -41,96 +52,159 @@ def _row_offset(o, stride_0, stride_1, stride_2, size_1, size_2, OUTER_DIMS: tl.
 
 
 @triton.jit
-def _tile(
-    rows_ptr, wire_ptr, starts_ptr, stride_0, stride_1, stride_2, size_1, size_2, stride_element, stride_rank,
-    outer, row, run, cols, blocks,
-    VEC: tl.constexpr, OUTER_DIMS: tl.constexpr, STRIDED: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+def _in_rows(
+    rows_ptr, o, c, element, stride_0, stride_1, stride_2, size_1, size_2, stride_element,
+    VEC: tl.constexpr, OUTER_DIMS: tl.constexpr, STRIDED: tl.constexpr,
 ):  # fmt: skip
-    """Pointers and masks of one tile; everything is counted in units of VEC elements.
-
-    With SPLIT the grid has a rank axis, ``run`` is the longest piece and ``starts_ptr`` holds where the pieces start.
-    """
-    pid = tl.program_id(0)
-    if SPLIT:
-        row_blocks = (outer + BLOCK_ROWS - 1) // BLOCK_ROWS
-        tile = _divide(pid, blocks)
-        w = _divide(tile, row_blocks)
-        po = tile - w * row_blocks
-        start = tl.load(starts_ptr + w).to(tl.int32)
-        run = tl.load(starts_ptr + w + 1).to(tl.int32) - start
-        pk = pid - tile * blocks
-    else:
-        po = _divide(pid, blocks)
-        pk = pid - po * blocks
-    o = po * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    lane = tl.arange(0, BLOCK_COLS)[None, :]
-    c = pk * (BLOCK_COLS // VEC) + lane // VEC
-    element = lane % VEC
-    if SPLIT:
-        in_row = (o < outer) & (c < run)
-        in_wire = in_row
-        wire_ptr += (start.to(tl.int64) * outer + o.to(tl.int64) * run + c) * VEC + element
-        c += start
-    else:
-        w = _divide(c, run)
-        in_row = (o < outer) & (c < row)
-        in_wire = (o < outer) & (c < cols)
-        wire_ptr += (o.to(tl.int64) * run + (w.to(tl.int64) * stride_rank + (c - w * run))) * VEC + element
+    """Pointers to the elements of units ``c`` of rows ``o``."""
     offset = _row_offset(o, stride_0, stride_1, stride_2, size_1, size_2, OUTER_DIMS)
     if STRIDED:
-        rows_ptr += offset * VEC  # apart from the columns, which takes fewer registers
-        rows_ptr += c.to(tl.int64) * stride_element * VEC + element
+        columns = c.to(tl.int64) * stride_element
+    else:
+        columns = c.to(tl.int64)
+    if VEC == 1 or STRIDED:  # one after the other takes fewer registers where accesses are narrow, and more elsewhere
+        rows_ptr += offset * VEC
+        rows_ptr += columns * VEC + element
     else:
         rows_ptr += (offset + c) * VEC + element
+    return rows_ptr
+
+
+@triton.jit
+def _move(
+    rows_ptr, wire_ptr, in_row, in_wire, scale, UNPACK: tl.constexpr, WIDE: tl.constexpr, HAS_SCALE: tl.constexpr,
+    ACCUMULATE: tl.constexpr, VEC: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """One tile from rows to wire, with zeros where a row has ended, or back."""
     if VEC == 1 and BLOCK_COLS > 1:  # Triton 3.6 does not see that columns run along dim 1 and would walk down the rows
         wire_ptr = tl.max_contiguous(wire_ptr, [1, 2])
-    return rows_ptr, wire_ptr, in_row, in_wire
+    if UNPACK:
+        x = tl.load(wire_ptr, mask=in_row)
+        if WIDE is not None:
+            x = widen(x, WIDE)
+            if HAS_SCALE:
+                x = multiply(x, scale, WIDE)
+            if ACCUMULATE:
+                x = widen(tl.load(rows_ptr, mask=in_row), WIDE) + x
+            x = narrow(x, rows_ptr.dtype.element_ty)
+        tl.store(rows_ptr, x, mask=in_row)
+    else:
+        x = tl.load(rows_ptr, mask=in_row, other=0)
+        if WIDE is not None:
+            x = widen(x, WIDE)
+            if HAS_SCALE:
+                x = tl.where(in_row, multiply(x, scale, WIDE), 0)
+            x = narrow(x, wire_ptr.dtype.element_ty)
+        tl.store(wire_ptr, x, mask=in_wire)
 
 
-@triton.jit(do_not_specialize=_NAMES)
-def _pack_kernel(
-    rows_ptr, wire_ptr, starts_ptr, scale,
+@triton.jit(do_not_specialize=[*_WALK, "stride_rank", "outer", "row", "run", "cols", "blocks"])
+def _copy_kernel(
+    rows_ptr, wire_ptr, scale,
     stride_0: tl.int32, stride_1: tl.int32, stride_2: tl.int32, size_1: tl.int32, size_2: tl.int32,
-    stride_element: tl.int32, stride_rank: tl.int32, outer: tl.int32, row: tl.int32, run: tl.int32,
-    cols: tl.int32, blocks: tl.int32,
-    VEC: tl.constexpr, OUTER_DIMS: tl.constexpr, STRIDED: tl.constexpr, SPLIT: tl.constexpr,
-    WIDE: tl.constexpr, HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr,
+    stride_element: tl.int32, stride_rank: tl.int32, outer: tl.int32, row: tl.int32, run: tl.int32, cols: tl.int32,
+    blocks: tl.int32,
+    VEC: tl.constexpr, OUTER_DIMS: tl.constexpr, STRIDED: tl.constexpr, UNPACK: tl.constexpr, WIDE: tl.constexpr,
+    HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """``rows[o, w*run + k] <-> wire[w, o, k]``, for ``blocks`` tiles of a row, which hold its ``cols`` units."""
+    pid = tl.program_id(0)
+    po = _divide(pid, blocks)
+    pk = pid - po * blocks
+    o = po * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    lane = tl.arange(0, BLOCK_COLS)[None, :]
+    c, element = pk * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
+    w = _divide(c, run)
+    in_row, in_wire = (o < outer) & (c < row), (o < outer) & (c < cols)
+    wire_ptr += (o.to(tl.int64) * run + (w.to(tl.int64) * stride_rank + (c - w * run))) * VEC + element
+    rows_ptr = _in_rows(
+        rows_ptr, o, c, element, stride_0, stride_1, stride_2, size_1, size_2, stride_element, VEC, OUTER_DIMS, STRIDED
+    )
+    _move(rows_ptr, wire_ptr, in_row, in_wire, scale, UNPACK, WIDE, HAS_SCALE, ACCUMULATE, VEC, BLOCK_COLS)
+
+
+@triton.jit
+def _copy_shard(
+    rows_ptr, wire_ptr, scale, po, place, start, stop, stride_0, stride_1, stride_2, size_1, size_2, stride_element,
+    outer, VEC: tl.constexpr, OUTER_DIMS: tl.constexpr, STRIDED: tl.constexpr, UNPACK: tl.constexpr,
+    WIDE: tl.constexpr, HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Tile ``place`` of the shard that has units ``start`` to ``stop`` of every row; it starts at ``outer * start``."""
+    o = po * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    lane = tl.arange(0, BLOCK_COLS)[None, :]
+    k, element = place * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
+    run = stop - start
+    mask = (o < outer) & (k < run)
+    wire_ptr += (start.to(tl.int64) * outer + o.to(tl.int64) * run + k) * VEC + element
+    c = k + start
+    rows_ptr = _in_rows(
+        rows_ptr, o, c, element, stride_0, stride_1, stride_2, size_1, size_2, stride_element, VEC, OUTER_DIMS, STRIDED
+    )
+    _move(rows_ptr, wire_ptr, mask, mask, scale, UNPACK, WIDE, HAS_SCALE, ACCUMULATE, VEC, BLOCK_COLS)
+
+
+@triton.jit(do_not_specialize=[*_WALK, "outer", "row", "tiles", *_STARTS])
+def _copy_split_kernel(
+    rows_ptr, wire_ptr, scale,
+    stride_0: tl.int32, stride_1: tl.int32, stride_2: tl.int32, size_1: tl.int32, size_2: tl.int32,
+    stride_element: tl.int32, outer: tl.int32, row: tl.int32, tiles: tl.int32,
+    start_1: tl.int32, start_2: tl.int32, start_3: tl.int32, start_4: tl.int32, start_5: tl.int32, start_6: tl.int32,
+    start_7: tl.int32, start_8: tl.int32, start_9: tl.int32, start_10: tl.int32, start_11: tl.int32,
+    start_12: tl.int32, start_13: tl.int32, start_14: tl.int32, start_15: tl.int32,
+    tile_1: tl.int32, tile_2: tl.int32, tile_3: tl.int32, tile_4: tl.int32, tile_5: tl.int32, tile_6: tl.int32,
+    tile_7: tl.int32, tile_8: tl.int32, tile_9: tl.int32, tile_10: tl.int32, tile_11: tl.int32, tile_12: tl.int32,
+    tile_13: tl.int32, tile_14: tl.int32, tile_15: tl.int32,
+    RANKS: tl.constexpr, VEC: tl.constexpr, OUTER_DIMS: tl.constexpr, STRIDED: tl.constexpr, UNPACK: tl.constexpr,
+    WIDE: tl.constexpr, HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Split sizes of up to RANKS ranks by value: where each starts in a row, and its first of the row's ``tiles``."""
+    starts = (
+        start_1, start_2, start_3, start_4, start_5, start_6, start_7, start_8, start_9, start_10, start_11, start_12,
+        start_13, start_14, start_15, row,
+    )  # fmt: skip
+    firsts = (
+        tile_1, tile_2, tile_3, tile_4, tile_5, tile_6, tile_7, tile_8, tile_9, tile_10, tile_11, tile_12, tile_13,
+        tile_14, tile_15,
+    )  # fmt: skip
+    pid = tl.program_id(0)
+    po = _divide(pid, tiles)
+    tile = pid - po * tiles
+    first, start, stop = 0 * tile, 0 * tile, 0 * tile + start_1
+    for w in tl.static_range(RANKS - 1):
+        after = tile >= firsts[w]
+        first = tl.where(after, firsts[w], first)
+        start = tl.where(after, starts[w], start)
+        stop = tl.where(after, starts[w + 1], stop)
+    _copy_shard(
+        rows_ptr, wire_ptr, scale, po, tile - first, start, stop, stride_0, stride_1, stride_2, size_1, size_2,
+        stride_element, outer, VEC, OUTER_DIMS, STRIDED, UNPACK, WIDE, HAS_SCALE, ACCUMULATE, BLOCK_ROWS, BLOCK_COLS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[*_WALK, "outer", "tiles"])
+def _copy_table_kernel(
+    rows_ptr, wire_ptr, table_ptr, scale,
+    stride_0: tl.int32, stride_1: tl.int32, stride_2: tl.int32, size_1: tl.int32, size_2: tl.int32,
+    stride_element: tl.int32, outer: tl.int32, tiles: tl.int32,
+    STEPS: tl.constexpr, RANKS: tl.constexpr, VEC: tl.constexpr, OUTER_DIMS: tl.constexpr, STRIDED: tl.constexpr,
+    UNPACK: tl.constexpr, WIDE: tl.constexpr, HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    rows_ptr, wire_ptr, in_row, in_wire = _tile(
-        rows_ptr, wire_ptr, starts_ptr, stride_0, stride_1, stride_2, size_1, size_2, stride_element, stride_rank,
-        outer, row, run, cols, blocks, VEC, OUTER_DIMS, STRIDED, SPLIT, BLOCK_ROWS, BLOCK_COLS,
+    """The same with a table: the first tiles of ``STEPS * RANKS`` ranks, then their starts and the end of the row."""
+    pid = tl.program_id(0)
+    po = _divide(pid, tiles)
+    tile = pid - po * tiles
+    rank = tl.arange(0, RANKS)
+    begun = (tl.load(table_ptr + rank) <= tile).to(tl.int32)
+    for step in tl.static_range(1, STEPS):
+        begun += (tl.load(table_ptr + step * RANKS + rank) <= tile).to(tl.int32)
+    w = tl.reduce(begun, 0, _sum) - 1
+    first = tl.load(table_ptr + w)
+    starts_ptr = table_ptr + STEPS * RANKS
+    start, stop = tl.load(starts_ptr + w), tl.load(starts_ptr + w + 1)
+    _copy_shard(
+        rows_ptr, wire_ptr, scale, po, tile - first, start, stop, stride_0, stride_1, stride_2, size_1, size_2,
+        stride_element, outer, VEC, OUTER_DIMS, STRIDED, UNPACK, WIDE, HAS_SCALE, ACCUMULATE, BLOCK_ROWS, BLOCK_COLS,
     )  # fmt: skip
-    x = tl.load(rows_ptr, mask=in_row, other=0)
-    if WIDE is not None:
-        x = widen(x, WIDE)
-        if HAS_SCALE:
-            x = tl.where(in_row, multiply(x, scale, WIDE), 0)
-        x = narrow(x, wire_ptr.dtype.element_ty)
-    tl.store(wire_ptr, x, mask=in_wire)
-
-
-@triton.jit(do_not_specialize=_NAMES)
-def _unpack_kernel(
-    rows_ptr, wire_ptr, starts_ptr, scale,
-    stride_0: tl.int32, stride_1: tl.int32, stride_2: tl.int32, size_1: tl.int32, size_2: tl.int32,
-    stride_element: tl.int32, stride_rank: tl.int32, outer: tl.int32, row: tl.int32, run: tl.int32,
-    cols: tl.int32, blocks: tl.int32,
-    VEC: tl.constexpr, OUTER_DIMS: tl.constexpr, STRIDED: tl.constexpr, SPLIT: tl.constexpr,
-    WIDE: tl.constexpr, HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
-    rows_ptr, wire_ptr, in_row, _ = _tile(
-        rows_ptr, wire_ptr, starts_ptr, stride_0, stride_1, stride_2, size_1, size_2, stride_element, stride_rank,
-        outer, row, run, cols, blocks, VEC, OUTER_DIMS, STRIDED, SPLIT, BLOCK_ROWS, BLOCK_COLS,
-    )  # fmt: skip
-    x = tl.load(wire_ptr, mask=in_row)
-    if WIDE is not None:
-        x = widen(x, WIDE)
-        if HAS_SCALE:
-            x = multiply(x, scale, WIDE)
-        if ACCUMULATE:
-            x = widen(tl.load(rows_ptr, mask=in_row), WIDE) + x
-        x = narrow(x, rows_ptr.dtype.element_ty)
-    tl.store(rows_ptr, x, mask=in_row)

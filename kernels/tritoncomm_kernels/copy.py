@@ -5,13 +5,21 @@ Copies see integers of the widest access that both sides allow and never the dty
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritoncomm_kernels.address import _pack_kernel, _unpack_kernel
+from tritoncomm_kernels.address import (
+    BY_VALUE,
+    TABLE_RANKS,
+    _copy_kernel,
+    _copy_split_kernel,
+    _copy_table_kernel,
+)
 from tritoncomm_kernels.config import Config, config_for
 from tritoncomm_kernels.geometry import Geometry, Ints, geometry_of
 from tritoncomm_kernels.launch import TRITON_TYPE, Launch, check_place, device_key, fits
@@ -40,6 +48,7 @@ def pack(
         wire: ``[world, outer, run]``, each ``[outer, run]`` contiguous, any stride between ranks; with ``sizes`` flat.
         scale: a factor; floating point tensors only.
         sizes: elements of a row per rank; rank w's block ``[outer, sizes[w]]`` starts at ``outer * sum(sizes[:w])``.
+            Those of more than 16 ranks are copied to the device at the first call with them.
         config: the tile; ``config_for`` chooses by default.
 
     Returns:
@@ -48,6 +57,7 @@ def pack(
     Raises:
         ValueError: the shapes do not describe one split.
         TooLargeError: a size or stride of 2**31 units or nearly that.
+        RuntimeError: sizes of more than 16 ranks for the first time while a CUDA graph is captured.
         TypeError: a cast or scale of a dtype that has no arithmetic here.
 
     Example:
@@ -137,38 +147,47 @@ def _plan(
     wire_stride: Ints,
     sizes: Ints | None,
     scaled: bool,
-    accumulate: bool,
+    accumulates: bool,
     config: Config | None,
 ) -> tuple[Launch | None, int, torch.dtype | None]:
     """The launch of one kind of call (None when there is nothing to copy), the bytes it moves, the arithmetic type."""
     target = "wire" if name == "pack" else "rows"
     geo = geometry_of(name, shape, stride, wire_shape, wire_stride, sizes, target)
     ends = (rows_dtype, wire_dtype) if name == "pack" else (wire_dtype, rows_dtype)
-    wide = wide_type(name, *ends, scaled, accumulate)
+    wide = wide_type(name, *ends, scaled, accumulates)
     valid = geo.outer * geo.row
-    writes = geo.cells if name == "pack" else valid * (2 if accumulate else 1)
+    writes = geo.cells if name == "pack" else valid * (2 if accumulates else 1)
     moved = valid * ends[0].itemsize + writes * ends[1].itemsize
     if not valid:
         return None, geo.cells * wire_dtype.itemsize if name == "pack" else 0, wide
     if len(geo.dims) > 3:
         raise ValueError(f"{name}: rows {tuple(shape)} with strides {stride} have more than three outer dims")
     types, vec, unit, scaling = _unit(geo, rows_dtype, wire_dtype, wide, alignment)
-    numbers = _in_units(geo, vec, scaling)
-    tile = config or config_for(name, unit, geo.outer, numbers["cols"] * unit, **device_key(device))
-    width = max(types[0].itemsize, types[1].itemsize)
-    block_cols = max(tile.block_cols // width, vec)
-    numbers["blocks"] = -(-(numbers["run"] if geo.starts else numbers["cols"]) * vec // block_cols)
-    fits(name, numbers.values())
-    grid = -(-geo.outer // tile.block_rows) * numbers["blocks"] * (geo.world if geo.starts else 1)
-    constants = dict(
-        VEC=vec, OUTER_DIMS=len(geo.dims), STRIDED=geo.stride_element != 1, SPLIT=geo.starts is not None,
-        WIDE=None if wide is None else TRITON_TYPE[wide], HAS_SCALE=scaled, ACCUMULATE=accumulate,
+    starts = None if geo.starts is None else _in_units(scaling, *geo.starts)
+    longest = _in_units(scaling, geo.world * geo.run)[0] if starts is None else max(_lengths(starts))
+    tile = config or _tile(name, unit, geo, longest * unit, device)
+    block_cols = max(tile.block_cols // max(types[0].itemsize, types[1].itemsize), vec)
+    if starts is None:
+        shards = _equal_shards(geo, scaling, longest, block_cols // vec)
+    else:
+        shards = _given_shards(geo.outer, starts, block_cols // vec)
+    numbers, grid = (*_walk(geo, scaling), *shards.numbers), -(-geo.outer // tile.block_rows) * shards.tiles
+    fits(name, (*numbers, grid, _in_units(scaling, geo.row)[0]))
+    constants = shards.constants | dict(
+        VEC=vec, OUTER_DIMS=len(geo.dims), STRIDED=geo.stride_element != 1, UNPACK=name == "unpack",
+        WIDE=None if wide is None else TRITON_TYPE[wide], HAS_SCALE=scaled, ACCUMULATE=accumulates,
         BLOCK_ROWS=tile.block_rows, BLOCK_COLS=block_cols,
     )  # fmt: skip
-    starts = None if geo.starts is None else tuple(s * scaling[0] // scaling[1] for s in geo.starts)
-    kernel = _pack_kernel if name == "pack" else _unpack_kernel
-    launch = Launch(kernel, device, grid, types, tuple(numbers.values()), constants, tile.num_warps, starts)
+    launch = Launch(shards.kernel, device, grid, types, numbers, constants, tile.num_warps, shards.table)
     return launch, moved, wide
+
+
+def _tile(name: str, unit: int, geo: Geometry, cols_bytes: int, device: int) -> Config:
+    """The configured tile, with half the rows where a thread has many addresses and those take registers to find."""
+    tile = config_for(name, unit, geo.outer, cols_bytes, **device_key(device))
+    if unit <= 2 and (geo.starts is not None or geo.stride_element != 1):
+        return replace(tile, block_rows=max(tile.block_rows // 2, 1))
+    return tile
 
 
 def _unit(
@@ -190,19 +209,59 @@ def _unit(
     return (rows_dtype, wire_dtype), vec, vec * small, (1, vec)
 
 
-def _in_units(geo: Geometry, vec: int, scaling: tuple[int, int]) -> dict[str, Any]:
-    """The kernel's integers, in units, in signature order."""
+def _in_units(scaling: tuple[int, int], *numbers: int) -> Ints:
+    """Elements as units."""
+    return tuple(n * scaling[0] // scaling[1] for n in numbers)
 
-    def units(n: int) -> int:
-        return n * scaling[0] // scaling[1]
 
-    dims = (*geo.dims, 1, 1)[:3]
-    strides = tuple(units(step) if size > 1 else 0 for size, step in zip(geo.dims, geo.strides, strict=True))
-    longest = max((b - a for a, b in zip(geo.starts, geo.starts[1:], strict=False)), default=0) if geo.starts else 0
-    run = units(longest if geo.starts else geo.run)
-    names = dict(zip(("stride_0", "stride_1", "stride_2"), (*strides, 0, 0), strict=False))
-    return names | dict(
-        size_1=dims[1], size_2=dims[2], stride_element=units(geo.stride_element) if geo.stride_element != 1 else 1,
-        stride_rank=units(geo.stride_rank), outer=geo.outer, row=units(geo.row), run=run,
-        cols=geo.world * run if not geo.starts else units(geo.row), blocks=0,
-    )  # fmt: skip
+def _walk(geo: Geometry, scaling: tuple[int, int]) -> Ints:
+    """How the kernels walk the rows: three strides, the sizes of the inner two outer dims, the stride inside a row."""
+    strides = [step if size > 1 else 0 for size, step in zip(geo.dims, geo.strides, strict=True)]
+    sizes = (*geo.dims, 1, 1)[1:3]
+    inside = 1 if geo.stride_element == 1 else _in_units(scaling, geo.stride_element)[0]
+    return (*_in_units(scaling, *strides, 0, 0)[:3], *sizes, inside)
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """How the tiles of a row are shared among the ranks.
+
+    Attributes:
+        kernel: that walks them.
+        tiles: of a row.
+        numbers: integers that it takes besides those of ``_walk``.
+        constants: compile-time arguments of its own.
+        table: what it reads on the device.
+    """
+
+    kernel: Any
+    tiles: int
+    numbers: Ints
+    constants: dict[str, Any]
+    table: Ints | None = None
+
+
+def _equal_shards(geo: Geometry, scaling: tuple[int, int], cols: int, step: int) -> _Shards:
+    """Tiles of ``step`` units along the whole row, padding on the wire included."""
+    tiles = -(-cols // step)
+    stride_rank, row, run = _in_units(scaling, geo.stride_rank, geo.row, geo.run)
+    return _Shards(_copy_kernel, tiles, (stride_rank, geo.outer, row, run, cols, tiles), {})
+
+
+def _given_shards(outer: int, starts: Ints, step: int) -> _Shards:
+    """Tiles of ``step`` units of each shard: by value, or for more ranks than that in a table."""
+    lengths = _lengths(starts)
+    first = tuple(accumulate((-(-length // step) for length in lengths), initial=0))
+    world, row, tiles = len(lengths), starts[-1], first[-1]
+    if world <= BY_VALUE:  # a rank that is not there starts where the row ends
+        given, begun = (inner[1:-1] + (inner[-1],) * (BY_VALUE - world) for inner in (starts, first))
+        constants = {"RANKS": BY_VALUE if world > BY_VALUE // 2 else BY_VALUE // 2}
+        return _Shards(_copy_split_kernel, tiles, (outer, row, tiles, *given, *begun), constants)
+    steps = -(-world // TABLE_RANKS)
+    never = (2**31 - 1,) * (steps * TABLE_RANKS - world)
+    table = (*first[:-1], *never, *starts)
+    return _Shards(_copy_table_kernel, tiles, (outer, tiles), {"STEPS": steps, "RANKS": TABLE_RANKS}, table)
+
+
+def _lengths(starts: Ints) -> Ints:
+    return tuple(end - start for start, end in pairwise(starts))

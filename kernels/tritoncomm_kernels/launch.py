@@ -21,6 +21,7 @@ from torch import Tensor
 from triton import knobs
 
 from tritoncomm_kernels.config import Crossover, crossover_of
+from tritoncomm_kernels.device_table import Table, table_on
 from tritoncomm_kernels.numerics import INTERPRETED
 
 TRITON_TYPE = {
@@ -70,14 +71,15 @@ class Launch:
     """Everything about a call but its pointers and its scale.
 
     Attributes:
-        kernel: the ``triton.jit`` function: ``(first_ptr, second_ptr, starts_ptr, scale, *arguments, *constants)``.
+        kernel: the ``triton.jit`` function: ``(first_ptr, second_ptr, scale, *arguments, *constants)``, with a
+            ``table_ptr`` after the first two if there is a table.
         device: device index, -1 for CPU tensors in the interpreter.
         grid: number of programs.
         types: element types the kernel sees behind the two pointers.
         arguments: run-time integers.
         constants: compile-time arguments, in signature order.
         num_warps: warps per program.
-        starts: where each rank's piece of a row starts, for explicit sizes.
+        table: integers that the kernel reads on the device.
     """
 
     kernel: Any
@@ -87,9 +89,10 @@ class Launch:
     arguments: tuple[int, ...]
     constants: dict[str, Any]
     num_warps: int
-    starts: tuple[int, ...] | None = None
+    table: tuple[int, ...] | None = None
     tail: tuple[Any, ...] = field(init=False)
     variants: dict[type, Variant | None] = field(init=False, default_factory=dict)
+    resident: "Table | None" = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.tail = (*self.arguments, *self.constants.values())
@@ -106,15 +109,23 @@ class Launch:
         if variant is None:
             self._launch_checked(first, second, scale)
             return
-        stream, second_ptr = _current_stream(self.device), second.data_ptr()  # pyright: ignore[reportOptionalCall]
-        table_ptr = second_ptr
-        if self.starts is not None:
-            table_ptr = _device_table(self.starts, self.device, stream).data_ptr()
-        arguments = (first.data_ptr(), second_ptr, table_ptr, scale, *self.tail)
+        stream = _current_stream(self.device)  # pyright: ignore[reportOptionalCall]
+        if self.table is None:
+            arguments = (first.data_ptr(), second.data_ptr(), scale, *self.tail)
+        else:
+            table_ptr = self.table_for(stream).data_ptr()
+            arguments = (first.data_ptr(), second.data_ptr(), table_ptr, scale, *self.tail)
         if variant.packed:
             variant.run(self.grid, 1, 1, stream, *variant.fixed, arguments)
         else:
             variant.run(self.grid, 1, 1, stream, *variant.fixed, *arguments)
+
+    def table_for(self, stream: int) -> Tensor:
+        """The table, for the current stream of the current device."""
+        assert self.table is not None
+        if self.resident is None:
+            self.resident = table_on(self.table, self.device)
+        return self.resident.on(stream)
 
     def _find_variant(self, scale: float) -> Variant | None:
         key = (self.device, self.kernel, self.types, scale.__class__, self.num_warps, *self.constants.items())
@@ -126,7 +137,7 @@ class Launch:
         """Compile for the current device without launching; the values of the integers do not matter."""
         sample = 2**40 if isinstance(scale, int) else scale  # so that an integer is taken for the 64 bits it has
         compiled = self.kernel.warmup(
-            *(*self.types, torch.int64, sample, *self.arguments),
+            *(*self.types, *((torch.int32,) if self.table else ()), sample, *self.arguments),
             grid=(1,),
             num_warps=self.num_warps,
             enable_fp_fusion=False,
@@ -137,15 +148,14 @@ class Launch:
         return _entry(compiled)
 
     def _launch_checked(self, first: Tensor, second: Tensor, scale: float) -> None:
-        table = second
-        if self.starts is not None:
-            stream = 0 if self.device < 0 else torch.cuda.current_stream(self.device).cuda_stream
-            table = _device_table(self.starts, self.device, stream)
-        tensors = zip((first, second, table), (*self.types, torch.int64), strict=True)
-        pointers = [triton.reinterpret(x, TRITON_TYPE[kind]) for x, kind in tensors]
         with _quiet() if INTERPRETED else torch.cuda.device(self.device):
+            tensors, kinds = [first, second], [*self.types]
+            if self.table is not None:
+                stream = 0 if self.device < 0 else torch.cuda.current_stream(self.device).cuda_stream
+                tensors, kinds = [*tensors, self.table_for(stream)], [*kinds, torch.int32]
             self.kernel[(self.grid,)](
-                *(*pointers, scale, *self.arguments),
+                *(triton.reinterpret(x, TRITON_TYPE[kind]) for x, kind in zip(tensors, kinds, strict=True)),
+                *(scale, *self.arguments),
                 **self.constants,
                 num_warps=self.num_warps,
                 enable_fp_fusion=False,
@@ -195,16 +205,6 @@ def _known_version() -> bool:
 
 def _version() -> tuple[int, ...]:
     return tuple(int(part) for part in triton.__version__.split(".")[:2])
-
-
-@lru_cache(maxsize=1024)
-def _device_table(starts: tuple[int, ...], device: int, stream: int) -> Tensor:
-    """The starts on the device, copied from pinned memory without a host wait.
-
-    Made once per list and stream: on another stream the copy might not have arrived yet.
-    """
-    table = torch.tensor(starts, dtype=torch.int64)
-    return table if device < 0 else table.pin_memory().to(torch.device("cuda", device), non_blocking=True)
 
 
 @lru_cache(maxsize=64)

@@ -47,7 +47,7 @@ def _total(
 
 @triton.jit(do_not_specialize=_NAMES)
 def _reduce_kernel(
-    wire_ptr, out_ptr, starts_ptr, scale, stride_rank: tl.int32, units: tl.int32, rest: tl.int32, parts: tl.int32,
+    wire_ptr, out_ptr, scale, stride_rank: tl.int32, units: tl.int32, rest: tl.int32, parts: tl.int32,
     VEC: tl.constexpr, PARTS: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr, HAS_SCALE: tl.constexpr,
     TAIL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -85,15 +85,15 @@ def checks(op: str, unit: int, config: Config) -> list[Check]:
             Check("reduce", _sum(kernel, unit, 8, config), 16, 128),
             Check("reduce of 16 parts", _sum(kernel, unit, 16, config), 16, 512),
         ]
-    kernel = getattr(kernels["address"], f"_{op}_kernel")
+    kernel, unpack = kernels["address"]._copy_kernel, op == "unpack"
     element, vec = _ELEMENT[unit]
-    plain = Check(op, _address(kernel, (element, element), vec, config), unit, 64 if unit >= 4 else 128)
+    plain = Check(op, _address(kernel, (element, element), vec, config, UNPACK=unpack), unit, 64 if unit >= 4 else 128)
     if unit != 16:
         return [plain]
     if op == "pack":
         cast = _address(kernel, ("fp32", "bf16"), 8, config, WIDE=tl.float32)
         return [plain, Check("pack fp32 to bf16", cast, 16, 64)]
-    summed = _address(kernel, ("fp32", "fp32"), 4, config, WIDE=tl.float32, ACCUMULATE=True)
+    summed = _address(kernel, ("fp32", "fp32"), 4, config, UNPACK=True, WIDE=tl.float32, ACCUMULATE=True)
     return [plain, Check("unpack and accumulate fp32", summed, 16, 64)]
 
 
@@ -104,18 +104,18 @@ def _sum(kernel: Any, unit: int, parts: int, config: Config) -> Build:
         "VEC": vec, "PARTS": parts, "REST": 0, "WIDE": {8: tl.float64, 1: tl.int8}.get(unit, tl.float32),
         "HAS_SCALE": False, "TAIL": False, "BLOCK": max(config.block_cols // unit, vec),
     }  # fmt: skip
-    types = {"wire_ptr": f"*{kind}", "out_ptr": f"*{kind}", "starts_ptr": "*i64", "scale": "fp32"}
+    types = {"wire_ptr": f"*{kind}", "out_ptr": f"*{kind}", "scale": "fp32"}
     return Build(kernel, types, constants, config.num_warps)
 
 
 def _address(kernel: Any, kinds: tuple[str, str], vec: int, config: Config, **changed: Any) -> Build:
     """pack or unpack with rows and wire of ``kinds``."""
     constants = {
-        "VEC": vec, "OUTER_DIMS": 1, "STRIDED": False, "SPLIT": False, "WIDE": None, "HAS_SCALE": False,
+        "VEC": vec, "OUTER_DIMS": 1, "STRIDED": False, "UNPACK": False, "WIDE": None, "HAS_SCALE": False,
         "ACCUMULATE": False, "BLOCK_ROWS": config.block_rows,
         "BLOCK_COLS": max(config.block_cols // max(_SIZE[kind] for kind in kinds), vec),
     }  # fmt: skip
-    types = {"rows_ptr": f"*{kinds[0]}", "wire_ptr": f"*{kinds[1]}", "starts_ptr": "*i64", "scale": "fp32"}
+    types = {"rows_ptr": f"*{kinds[0]}", "wire_ptr": f"*{kinds[1]}", "scale": "fp32"}
     return Build(kernel, types, constants | changed, config.num_warps)
 
 
