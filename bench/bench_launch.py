@@ -59,7 +59,7 @@ def by_hand(launch: Launch, first: Tensor, second: Tensor) -> Callable[[], Any]:
     """The same launch as a wrapper around a Triton kernel has it."""
     kernel, grid, arguments = launch.kernel, (launch.grid,), launch.arguments
     constants = {**launch.constants, "num_warps": launch.num_warps, "enable_fp_fusion": False}
-    return lambda: kernel[grid](first, second, second, 1.0, *arguments, **constants)
+    return lambda: kernel[grid](first, second, 1.0, *arguments, **constants)
 
 
 def cases() -> dict[str, Calls]:
