@@ -332,6 +332,7 @@ def test_every_order_of_four_ranks(pool: Pool) -> None:
 def run_permuted_torch_meshes(group: ProcessGroup) -> None:
     import tritoncomm as tc
 
+    tc.destroy()
     ids = torch.arange(8).view(4, 2)
     ids[1] = ids[1].flip(0)  # one line descends; the ranks of the others raise as well
     theirs = TorchMesh("cpu", ids, mesh_dim_names=("dp", "tp"))
