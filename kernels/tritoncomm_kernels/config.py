@@ -70,15 +70,15 @@ def tile_for(
     """A tile of at most ``tile_bytes``: rows are cut into ``segment_bytes``, longer where there are too few of them.
 
     Every unit that a thread has of one row costs it a division and registers, so beyond a segment there are 8 at most;
-    every row that it has costs it an address, so of rows shorter than a segment there are 16 at most.
+    every row that it has costs it an address, so a tile that is not made of several segments gives it 16 units at most.
     Units as in ``config_for``; ``reduce`` has no rows to cut and takes ``tile_bytes`` as they are.
     """
     if op == "reduce":
         return Config(1, tile_bytes, num_warps)
-    cols = max(_power_of_two(cols_bytes), unit_bytes)
-    if cols < segment_bytes:
-        tile_bytes = min(tile_bytes, 16 * max(cols, 32 * num_warps * unit_bytes))
-    block_rows = max(1, min(tile_bytes // min(cols, segment_bytes), _power_of_two(outer)))
+    cols, rows = max(_power_of_two(cols_bytes), unit_bytes), _power_of_two(outer)
+    if cols < segment_bytes or rows * segment_bytes < tile_bytes:
+        tile_bytes = min(tile_bytes, 16 * 32 * num_warps * unit_bytes)
+    block_rows = max(1, min(tile_bytes // min(cols, segment_bytes), rows))
     longest = max(8 * 32 * num_warps * unit_bytes, segment_bytes)
     return Config(block_rows, max(min(tile_bytes // block_rows, cols, longest), unit_bytes), num_warps)
 
