@@ -24,7 +24,7 @@ from torch import Tensor
 from bench import guard, part
 from bench.bench_p2p import Traffic
 from bench.timing import figures, geometric_mean, interleaved, quantile, quiet_host, versions
-from tritoncomm import ops
+from tritoncomm.core import ops
 
 PART = "kernels"  # of the suite: the name of the results file
 ROUNDS = 60

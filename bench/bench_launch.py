@@ -20,7 +20,7 @@ from tritoncomm_kernels.launch import Launch
 
 from bench import guard, part
 from bench.timing import figures, geometric_mean, interleaved, quiet_host, versions
-from tritoncomm import ops
+from tritoncomm.core import ops
 
 PART = "launch"
 ROUNDS = 100

@@ -36,7 +36,7 @@ from bench.device import Call, Device, destination
 from bench.formulations import PEERS, compiled, exp_scatter, logsumexp_gather
 from bench.report import GPU_HOST
 from bench.timing import figures, quantile, versions, write_json
-from tritoncomm import ops
+from tritoncomm.core import ops
 
 BUDGET_S = 240  # later cases are left out, visibly
 GRACE_S = 20  # for a case that began in time

@@ -29,7 +29,8 @@ from bench.closed_forms import (
     whole_numbers,
 )
 from bench.setting import FLOATS, INTEGER, Setting, bits, make_setting
-from tritoncomm import collective, engine, mappings, ops
+from tritoncomm import collective, mappings
+from tritoncomm.core import eager, ops
 from tritoncomm.p2p import P2PCommunicator
 
 __all__ = [
@@ -59,7 +60,7 @@ def check_initialize(group: Group, setting: Setting) -> None:
         for turn in range(3):
             mesh = tritoncomm.initialize(backend=backend)
             group.expect(mesh.device_type == setting.device.type, f"turn {turn}: a mesh of {mesh.device_type}")
-            with engine.run_alone_too():
+            with eager.run_alone_too():
                 out = mappings.gather_from_tensor_model_parallel_region(x)
                 summed = collective.all_reduce(x.clone(), tritoncomm.ParallelMode.DATA)
                 on_cpu = collective.all_reduce(torch.ones(3), dist.group.WORLD)
@@ -122,7 +123,7 @@ def check_async(group: Group, setting: Setting) -> None:
 @contextmanager
 def one_rank(setting: Setting) -> Iterator[ProcessGroup]:
     """A group of this process alone whose calls go through the backend."""
-    with _world(setting, 0, 1, setting.backend, _free_port()) as pg, engine.run_alone_too():
+    with _world(setting, 0, 1, setting.backend, _free_port()) as pg, eager.run_alone_too():
         yield pg
 
 

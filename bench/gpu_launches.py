@@ -11,7 +11,8 @@ from triton import knobs
 from bench.checks import Group
 from bench.gpu_groups import one_rank
 from bench.setting import Setting, bits
-from tritoncomm import mappings, ops
+from tritoncomm import mappings
+from tritoncomm.core import ops
 
 __all__ = ["check_capture", "check_hooks", "check_narrow_units", "check_streams"]
 

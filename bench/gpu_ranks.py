@@ -40,7 +40,8 @@ from bench.device import Call, Device, destination
 from bench.formulations import PEERS
 from bench.threaded import ThreadedRanksError, available, launches_take_turns, run_ranks
 from bench.timing import figures, quantile, versions, write_json
-from tritoncomm import counters, mappings, ops, tensor
+from tritoncomm import counters, mappings, tensor
+from tritoncomm.core import ops
 from tritoncomm.explain import explain
 from tritoncomm.tensor.layout import plain
 

@@ -13,9 +13,10 @@ from pool import Pool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tritoncomm import UnsupportedError, ops, record
+from tritoncomm import UnsupportedError, record
 from tritoncomm import collective as c
-from tritoncomm.plan import chunk_sizes
+from tritoncomm.core import ops
+from tritoncomm.core.plan import chunk_sizes
 
 SHAPE = (4, 8, 4)
 LAYOUTS = ["contiguous", "transposed", "sliced"]

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tritoncomm import cli, commands, doctor, pictures, selftest, suite
+from tritoncomm import cli, doctor, selftest
+from tritoncomm.cli import commands, pictures, suite
 from tritoncomm.explain import OPS, explain
 
 ROOT = Path(__file__).parents[1]

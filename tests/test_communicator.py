@@ -18,11 +18,12 @@ from test_stages import SHAPES, bits, made, strided
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tritoncomm import ops, p2p, record
+from tritoncomm import p2p, record
+from tritoncomm.core import ops
 from tritoncomm.errors import GroupError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.p2p import P2PCommunicator, announce, engine, header, is_single_shape, message
 from tritoncomm.p2p.incoming import Incoming
-from tritoncomm.p2p.line import Line
+from tritoncomm.p2p.neighbours import Line
 
 MODES: dict[str, dict[str, Any]] = {
     "batched": {},

@@ -32,7 +32,7 @@ def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def remove_gather_backward() -> None:
     """Run in every rank: the gradient of the gathered sequence is no longer summed."""
-    from tritoncomm.regions import _GatherFromSequenceParallelRegion as region
+    from tritoncomm.mappings.functions import _GatherFromSequenceParallelRegion as region
 
     def wrong(ctx, grad_output):
         rows = grad_output.shape[0] // ctx.group.size()

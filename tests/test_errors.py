@@ -11,10 +11,11 @@ from pool import Pool
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tritoncomm import ArgumentError, CommError, GroupError, ShapeError, UnsupportedError, engine
+from tritoncomm import ArgumentError, CommError, GroupError, ShapeError, UnsupportedError
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
-from tritoncomm.tensor import rank_groups
+from tritoncomm.core import eager
+from tritoncomm.tensor import group_registry
 
 T = torch.ones
 # id: (call, error, what the message has to say)
@@ -279,7 +280,7 @@ def test_zero_dims_have_no_rows(pool: Pool) -> None:
 
 
 def run_destroyed(group: ProcessGroup) -> None:
-    made = rank_groups._by_members(tuple(dist.get_process_group_ranks(group)), "gloo")
+    made = group_registry._by_members(tuple(dist.get_process_group_ranks(group)), "gloo")
     x = torch.ones(4, 4, requires_grad=True)
     calls = {**CALLS, "split_reduce_scatter": lambda x, group: c.split_reduce_scatter(x, 0, group)}
     calls.pop("copy")
@@ -308,7 +309,7 @@ def run_without_a_registry() -> None:
     backend = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=5))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    with engine.run_alone_too():
+    with eager.run_alone_too():
         assert m.reduce_from_tensor_model_parallel_region(torch.ones(3), group).tolist() == [1.0] * 3
 
 

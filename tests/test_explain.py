@@ -14,10 +14,11 @@ from pool import Pool
 from torch.distributed import ProcessGroup
 from tritoncomm_kernels import tables
 
-from tritoncomm import cost, mappings, ops, record
+from tritoncomm import mappings, record
+from tritoncomm.core import ops
 from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
-from tritoncomm.explain import OPS, explain
-from tritoncomm.steps import Movement
+from tritoncomm.explain import OPS, cost, explain
+from tritoncomm.explain.steps import Movement
 
 DIMS = {"all_to_all_dims": ((2, 1), (0, 2), (1, 0)), "all_gather": ((0,), (2,)), "reduce_scatter": ((1,),)}
 DIMS["split"] = ((0,), (-1,))

@@ -36,7 +36,8 @@ from bench.device import Device
 from bench.formulations import PEERS
 from bench.gpu_bench import Case
 from bench.setting import make_setting
-from tritoncomm import mappings, ops
+from tritoncomm import mappings
+from tritoncomm.core import ops
 
 ROOT = Path(__file__).parents[1]
 

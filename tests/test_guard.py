@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from bench import bench_mappings, guard, timing
-from tritoncomm import ops
+from tritoncomm.core import ops
 
 
 def row(ratio: float, spread: float = 0.02, name: str = "a", peer: str = "peer") -> dict[str, Any]:
@@ -142,10 +142,12 @@ _pack = ops.pack
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_second_copy_is_seen(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = guard.merged([measured(group), measured(group)])
-    same = [guard.compare(measured(group), before) for _ in range(3)]
-    assert [] in same, same  # a busy machine may spoil one run, not all
-    monkeypatch.setattr(ops, "pack", slow_pack)
-    slow = [line for _ in range(3) for line in guard.compare(measured(group), before)]
-    assert slow
-    assert max(line.now / line.was for line in slow) > 1.2, slow
+    for _ in range(4):  # on a busy machine the spread hides a copy, or something else looks like one
+        before = guard.merged([measured(group), measured(group)])
+        same = guard.compare(measured(group), before)
+        with monkeypatch.context() as patched:
+            patched.setattr(ops, "pack", slow_pack)
+            slow = guard.compare(measured(group), before)
+        if not same and slow and max(line.now / line.was for line in slow) > 1.2:
+            return
+    raise AssertionError((same, slow))

@@ -1,9 +1,11 @@
 """Who may import whom, who may call collectives, and what every module has to have."""
 
 import ast
+import graphlib
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -13,45 +15,35 @@ import tritoncomm_kernels
 import tritoncomm
 
 ROOT = Path(__file__).parents[1]
-# From the bottom up; a module imports from lower layers, and modules of one layer import each other only downward
-# in the order they are written here.
+# From the bottom up. A module imports from lower layers, or from what stands before it in its own.
 LAYERS = [
     ["tritoncomm_kernels"],
     ["errors"],
-    ["record", "variables", "launchers", "sizes"],
-    ["plan"],
-    ["copies"],
-    ["ops", "fused"],
-    ["autograd", "ownership"],
-    ["groups", "meshes", "validation"],
-    ["c10d"],
-    ["handle", "routes"],
-    ["traced"],
-    ["uneven", "engine"],
-    ["collective"],
-    ["agreement"],
-    ["runtime"],
-    ["dims", "along"],
-    ["regions", "exchanges"],
-    ["mappings"],
-    ["p2p"],
-    ["tensor"],
-    ["arguments"],
-    ["tune"],
-    ["cost", "steps", "movements", "explain", "selftest", "doctor"],
-    ["demo"],
+    ["record", "variables", "launchers", "sizes", "parsing"],
+    ["core"],
+    ["meshes", "groups"],
+    ["collective", "mappings", "agreement", "runtime"],
+    ["p2p", "tensor"],
+    ["explain", "tune", "selftest", "doctor"],
     ["__init__"],
-    ["terminal", "suite", "pictures", "planning", "commands"],
+    ["demo"],
     ["cli", "__main__"],
 ]
+CORE = [
+    "plan", "copies", "ops", "fused", "function", "inplace", "validation", "backend", "handle", "routes", "compiled",
+    "uneven", "eager", "__init__",
+]  # fmt: skip
+MAPPINGS = ["general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}
+INSIDE = {"core": CORE, "mappings": MAPPINGS}
+ENTRIES = 25
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
     "broadcast", "broadcast_object_list", "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
     "barrier", "all_gather_single", "reduce_scatter_single", "_allgather_base", "_reduce_scatter_base",
     "alltoall_base", "allreduce", "allgather", "isend", "irecv", "batch_isend_irecv", "send", "recv",
 }  # fmt: skip
-SENDERS = {"c10d.py", "traced.py", "exchange.py"}
+SENDERS = {"backend.py", "compiled.py", "transport.py"}
 SOURCES = sorted((ROOT / "tritoncomm").rglob("*.py"))
 KERNELS = sorted((ROOT / "kernels" / "tritoncomm_kernels").rglob("*.py"))
 
@@ -60,64 +52,150 @@ def _id(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def _imports(tree: ast.AST, package: str) -> set[str]:
-    """Dotted names of everything imported anywhere in the file, relative imports resolved."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
+def _statements(tree: ast.AST, in_function: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Every import of a file, and whether it is inside a function; those for type checkers only are left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node, in_function
+        elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            yield from _statements(node, in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def _imports(tree: ast.AST, package: str, nested: bool = True) -> set[str]:
+    """Dotted names of what a file imports, relative imports resolved; inside functions too, if ``nested``."""
+    names: set[str] = set()
+    for node, in_function in _statements(tree):
+        if in_function and not nested:
+            continue
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.name for alias in node.names}
+        else:
             base = node.module or ""
             if node.level:
                 kept = package.split(".")
                 base = ".".join([*kept[: len(kept) - node.level + 1], *([base] if base else [])])
-            found |= {f"{base}.{alias.name}" for alias in node.names}
-    return found
+            names |= {f"{base}.{alias.name}" for alias in node.names}
+    return names
 
 
-def _layer(path: Path) -> str:
-    return path.relative_to(ROOT / "tritoncomm").parts[0].removesuffix(".py")
+def _place(dotted: str) -> tuple[str, str]:
+    """Entry of the package and module inside it: ``tritoncomm.core.ops.pack`` is ("core", "ops")."""
+    top, _, rest = dotted.removeprefix("tritoncomm.").partition(".")
+    if not (ROOT / "tritoncomm" / top).is_dir() and not (ROOT / "tritoncomm" / f"{top}.py").is_file():
+        return "__init__", ""
+    inner = rest.partition(".")[0]
+    is_module = (ROOT / "tritoncomm" / top / f"{inner}.py").is_file() or (ROOT / "tritoncomm" / top / inner).is_dir()
+    return top, inner if inner and is_module else "__init__"
 
 
 def _upward(path: Path, text: str) -> list[str]:
     """Imports of ``path`` that do not go down."""
     package = ".".join(path.parent.relative_to(ROOT).parts)
-    mine, wrong = _layer(path), []
+    mine, inside = _place(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+    if path.parent == ROOT / "tritoncomm" and path.stem == "__init__":
+        mine = "__init__"
+    wrong = []
     for name in sorted(_imports(ast.parse(text), package)):
-        top, _, rest = name.partition(".")
-        if top == "tritoncomm_kernels":
-            target = top
-        elif top == "tritoncomm":
-            target = rest.partition(".")[0]
-            target = target if target in ORDER else "__init__"
+        if name.partition(".")[0] == "tritoncomm_kernels":
+            target, module = "tritoncomm_kernels", ""
+        elif name.partition(".")[0] == "tritoncomm":
+            target, module = _place(name)
         else:
             continue
-        if target != mine and ORDER[target] >= ORDER[mine]:
-            wrong.append(name)
-        if {mine, target} == {"p2p", "tensor"}:
+        if target != mine:
+            is_up = ORDER[target] > ORDER[mine] or {mine, target} == {"p2p", "tensor"}
+        else:
+            order = INSIDE.get(mine, [])
+            is_up = module != inside and module in order and order.index(module) > order.index(inside)
+        if is_up:
             wrong.append(name)
     return wrong
 
 
+def _module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULE_PATHS = {_module_of(path): path for path in SOURCES}
+
+
+def _module_graph() -> dict[str, set[str]]:
+    """Which modules every module imports at its top."""
+    graph: dict[str, set[str]] = {}
+    for name, path in MODULE_PATHS.items():
+        package = name if path.stem == "__init__" else name.rpartition(".")[0]
+        for target in _imports(ast.parse(path.read_text()), package, nested=False):
+            module = target if target in MODULE_PATHS else target.rpartition(".")[0]
+            if module in MODULE_PATHS and module != name and not name.startswith(f"{module}."):
+                graph.setdefault(name, set()).add(module)
+    return graph
+
+
+def _package_graph() -> dict[str, set[str]]:
+    """Which entries of the package every entry imports anywhere."""
+    graph: dict[str, set[str]] = {}
+    for name, path in MODULE_PATHS.items():
+        package = name if path.stem == "__init__" else name.rpartition(".")[0]
+        for target in _imports(ast.parse(path.read_text()), package):
+            source, aim = _place(name)[0], _place(target)[0]
+            if target.startswith("tritoncomm.") and source != aim and name != "tritoncomm":
+                graph.setdefault(source, set()).add(aim)
+    return graph
+
+
+def _is_circular(graph: dict[str, set[str]]) -> bool:
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=_id)
 def test_imports_go_down(path: Path) -> None:
-    assert _layer(path) in ORDER, f"{_id(path)} has no place in the layers"
+    top, inner = _place(_module_of(path))
+    assert top in ORDER, f"{_id(path)} has no place in the layers"
+    assert top not in INSIDE or inner in INSIDE[top], f"{_id(path)} has no place in its package"
     assert _upward(path, path.read_text()) == []
 
 
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("plan.py", "from tritoncomm import ops"),
-        ("ops.py", "import tritoncomm.mappings"),
+        ("core/plan.py", "from tritoncomm.core import ops"),
+        ("core/ops.py", "import tritoncomm.mappings"),
+        ("core/ops.py", "from tritoncomm import ops"),
         ("errors.py", "import tritoncomm_kernels\nfrom tritoncomm import record"),
-        ("engine.py", "def f():\n    from tritoncomm.collective import all_gather"),
+        ("core/eager.py", "def f():\n    from tritoncomm.collective import all_gather"),
         ("p2p/engine.py", "from ..tensor import ColoTensor"),
-        ("mappings.py", "from . import collective, cli"),
+        ("mappings/functions.py", "from tritoncomm.mappings import tensor_parallel"),
+        ("mappings/general.py", "from .. import cli"),
     ],
 )
 def test_an_upward_import_is_seen(module: str, line: str) -> None:
     assert _upward(ROOT / "tritoncomm" / module, line)
+
+
+def test_imports_have_no_circle() -> None:
+    modules, packages = _module_graph(), _package_graph()
+    assert len(modules) > 60
+    assert "core" in packages["mappings"]
+    assert not _is_circular(modules)
+    assert not _is_circular(packages)
+    assert _is_circular(modules | {"tritoncomm.errors": {"tritoncomm.cli"}})
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_id)
+def test_an_import_inside_a_function_says_why(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    for node, in_function in _statements(ast.parse(path.read_text())):
+        beside = lines[max(node.lineno - 2, 0) : node.end_lineno]
+        assert not in_function or any("#" in line for line in beside), f"{_id(path)}:{node.lineno}: no reason stated"
+
+
+def test_the_top_of_the_package_is_short() -> None:
+    entries = [path for path in (ROOT / "tritoncomm").iterdir() if path.name != "__pycache__"]
+    assert len(entries) <= ENTRIES, sorted(path.name for path in entries)
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=_id)
@@ -129,7 +207,7 @@ def test_kernels_know_nothing_above(path: Path) -> None:
 
 def _collective_calls(text: str) -> list[str]:
     """Calls of torch.distributed's or a process group's collectives: on a module or a group, not on our own."""
-    ours = {"engine", "traced", "c10d", "collective", "self", "p2p", "kernels", "reference", "ops"}
+    ours = {"eager", "compiled", "backend", "collective", "self", "p2p", "kernels", "reference", "ops"}
     found = []
     tree = ast.parse(text)
     for node in ast.walk(tree):
@@ -153,7 +231,7 @@ def test_a_stray_collective_is_seen() -> None:
     assert _collective_calls("import torch.distributed as dist\ndist.all_reduce(x)")
     assert _collective_calls("group.allreduce([x], o).wait()")
     assert _collective_calls("from torch.distributed import all_gather_into_tensor")
-    assert _collective_calls((ROOT / "tritoncomm" / "c10d.py").read_text())
+    assert _collective_calls((ROOT / "tritoncomm" / "core" / "backend.py").read_text())
 
 
 @pytest.mark.parametrize("folder", ["kernels", "tests", "bench", "docs"])

@@ -13,8 +13,9 @@ from test_ops import bits, random_bits
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tritoncomm import UnsupportedError, ops, record
+from tritoncomm import UnsupportedError, record
 from tritoncomm import mappings as m
+from tritoncomm.core import ops
 
 COPIED = ["float32", "bfloat16", "float16", "float64", "int64", "bool", "float8_e4m3fn", "complex64", "int16", "uint32"]
 SUMMED = COPIED[:5]

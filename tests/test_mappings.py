@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import mappings as m
-from tritoncomm import ops
+from tritoncomm.core import ops
 
 COPIES = ["float32", "bfloat16", "float16", "float64", "int64", "bool", "float8_e4m3fn", "complex64", "int16", "uint16"]
 SUMS = ["float32", "bfloat16", "float16", "float64", "int64", "complex64"]

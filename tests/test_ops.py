@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from tritoncomm_kernels import launch
 
-from tritoncomm import fused, ops
+from tritoncomm.core import fused, ops
+from tritoncomm.core.plan import chunk_sizes, rows_layout
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
-from tritoncomm.plan import chunk_sizes, rows_layout
 
 INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 DTYPES = [

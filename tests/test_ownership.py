@@ -15,15 +15,15 @@ import torch
 from memory import EXTERNAL, TYPES, VIEWS, Keep, KeepFunctions, kept, traced
 from torch import Tensor
 
-from tritoncomm import ownership
-from tritoncomm.autograd import direct
+from tritoncomm.core import inplace
+from tritoncomm.core.function import direct
 
 ROOT = Path(__file__).parent.parent
 
 
 def mapping(x: Tensor) -> bool:
     """Called like a mapping."""
-    return ownership.temporary_is_exclusive(sys.getrefcount(x), x)
+    return inplace.temporary_is_exclusive(sys.getrefcount(x), x)
 
 
 def test_a_temporary_is_exclusive() -> None:
@@ -33,8 +33,8 @@ def test_a_temporary_is_exclusive() -> None:
 
 def test_the_counts_of_this_version() -> None:
     """What the decision rests on, pinned so that a version of Python or torch that counts otherwise is noticed."""
-    ownership._measure_gradients()
-    counts = (ownership._temporary, ownership._gradient, ownership._view, ownership._view_base)
+    inplace._measure_gradients()
+    counts = (inplace._temporary, inplace._gradient, inplace._view, inplace._view_base)
     if sys.version_info >= (3, 14):
         assert counts == ((0, 0, 0, 0),) * 4
     else:
@@ -100,7 +100,7 @@ class Watch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        ctx.seen.append(ownership.gradient_is_exclusive(sys.getrefcount(grad_output), grad_output, ctx, Watch))
+        ctx.seen.append(inplace.gradient_is_exclusive(sys.getrefcount(grad_output), grad_output, ctx, Watch))
         return grad_output, None
 
 
@@ -293,16 +293,16 @@ MODES: dict[str, Callable[[], Any]] = {
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_what_runs_beside_the_measurement_does_not_change_it(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts taken under a tool that keeps what it sees would let referenced tensors be overwritten ever after."""
-    ownership._measure_gradients()
+    inplace._measure_gradients()
     names = ("_gradient", "_view", "_view_base", "max_references")
-    clean = (ownership._temporary, *(getattr(ownership, name) for name in names))
+    clean = (inplace._temporary, *(getattr(inplace, name) for name in names))
     for name in names:
-        monkeypatch.setattr(ownership, name, None)
+        monkeypatch.setattr(inplace, name, None)
     with MODES[mode]():
-        temporary = ownership._in_new_thread(ownership._temporary_counts)
-        ownership._measure_gradients()
+        temporary = inplace._in_new_thread(inplace._temporary_counts)
+        inplace._measure_gradients()
     kept.clear()
-    assert (temporary, *(getattr(ownership, name) for name in names)) == clean
+    assert (temporary, *(getattr(inplace, name) for name in names)) == clean
 
 
 UNDER_A_TOOL = """
@@ -314,10 +314,10 @@ def trace(frame, event, arg):
 def watch(*_):
     kept.append(sys._getframe(1).f_locals)
 TOOL
-from tritoncomm import ownership
-ownership._measure_gradients()
+from tritoncomm.core import inplace
+inplace._measure_gradients()
 sys.settrace(None)
-print((ownership._temporary, ownership._gradient, ownership._view, ownership._view_base))
+print((inplace._temporary, inplace._gradient, inplace._view, inplace._view_base))
 """
 TOOLS = {"settrace": "threading.settrace(trace); sys.settrace(trace)"}
 if sys.version_info >= (3, 12):  # which has sys.monitoring
@@ -343,33 +343,34 @@ def run(program: str) -> str:
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_that_is_active_at_import(tool: str) -> None:
-    ownership._measure_gradients()
-    clean = (ownership._temporary, ownership._gradient, ownership._view, ownership._view_base)
+    inplace._measure_gradients()
+    clean = (inplace._temporary, inplace._gradient, inplace._view, inplace._view_base)
     wanted = ((0, 0, 0, 0),) * 4 if tool == "monitoring" else clean
     assert run(UNDER_A_TOOL.replace("TOOL", TOOLS[tool])) == str(wanted)
 
 
 def test_never_where_references_may_be_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not ownership._hidden_references() or sys.version_info >= (3, 14)
+    assert not inplace._hidden_references() or sys.version_info >= (3, 14)
     tool = SimpleNamespace(get_tool=lambda number: "coverage" if number == 1 else None)
     monkeypatch.setattr(sys, "monitoring", tool, raising=False)
-    assert ownership._hidden_references()
+    assert inplace._hidden_references()
     monkeypatch.setattr(sys, "monitoring", SimpleNamespace(get_tool=lambda _: None), raising=False)
     monkeypatch.setattr(sys, "version_info", (3, 14, 0))
-    assert ownership._hidden_references()
+    assert inplace._hidden_references()
 
 
 def test_a_thread_that_is_none_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Green threads run on the caller's, with its tracers and modes."""
-    monkeypatch.setattr(ownership._thread, "start_new_thread", lambda run, args: run(*args))
-    assert ownership._in_new_thread(lambda: 1) is None
+    monkeypatch.setattr(inplace._thread, "start_new_thread", lambda run, args: run(*args))
+    assert inplace._in_new_thread(lambda: 1) is None
 
 
 def test_first_called_in_inference_mode() -> None:
     """The first call of a process may be one that records nothing; the measurement is not spoiled, nor does it fail."""
     program = """
 import torch, torch.distributed as dist
-from tritoncomm import mappings, ownership
+from tritoncomm import mappings
+from tritoncomm.core import inplace
 dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
 group = dist.group.WORLD
 with torch.inference_mode():
@@ -377,7 +378,7 @@ with torch.inference_mode():
     mappings.reduce_from_tensor_model_parallel_region(torch.ones(3), group)
 x = torch.ones(3, requires_grad=True)
 (mappings.copy_to_tensor_model_parallel_region(x, group) * 2).sum().backward()
-print(ownership._temporary, ownership._gradient)
+print(inplace._temporary, inplace._gradient)
 """
     program = "import torch.testing._internal.distributed.fake_pg" + program
-    assert run(program) == f"{ownership._temporary} {ownership._gradient}"
+    assert run(program) == f"{inplace._temporary} {inplace._gradient}"

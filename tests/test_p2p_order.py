@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tritoncomm.p2p import exchange
-from tritoncomm.p2p.line import Line, Way
+from tritoncomm.p2p import transport
+from tritoncomm.p2p.neighbours import Line, Way
 
 Transfer = tuple[int, int, str]  # sender and receiver, activation or gradient
 Step = list[Transfer]  # one call: a single transfer, or the transfers of a batch
@@ -165,7 +165,7 @@ def test_cuda_tensors_are_posted_as_the_line_says(monkeypatch: pytest.MonkeyPatc
     with rank_of(1, 4):
         world, pair = dist.group.WORLD, dist.new_group([0, 1])
         assert world is not None
-        call = exchange.move if waits else exchange.post
+        call = transport.move if waits else transport.post
         tensors: Any = dict.fromkeys(KEYS, SimpleNamespace(is_cuda=True))
         ring, outer = Line.of(world), Line.of(pair, 3, 0, world)
         recorder = Recorder(monkeypatch)
@@ -185,5 +185,5 @@ def test_cuda_tensors_are_posted_as_the_line_says(monkeypatch: pytest.MonkeyPatc
             ("recv", 3, world),
             ("send", 3, world),
         ]
-        monkeypatch.setattr("tritoncomm.p2p.line.cuda_backend", lambda group: "gloo")
+        monkeypatch.setattr("tritoncomm.p2p.neighbours.cuda_backend", lambda group: "gloo")
         assert {way.modes for way in Line.of(dist.new_group([0, 1, 2])).batch} == {("direct", "host")}

@@ -12,8 +12,9 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from tritoncomm import c10d, ops, record
 from tritoncomm import mappings as m
+from tritoncomm import record
+from tritoncomm.core import backend, ops
 
 FREE = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "detach"}
 
@@ -54,7 +55,7 @@ def collectives_uncounted() -> Iterator[None]:
     """Gloo makes copies of its own; what happens inside a collective is not our pass."""
     lists = ("all_gather_list", "reduce_scatter_list")
     names = ["all_gather", "reduce_scatter", "all_to_all", "all_reduce", *lists]
-    originals = {name: getattr(c10d, name) for name in names}
+    originals = {name: getattr(backend, name) for name in names}
 
     def hidden(original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -64,12 +65,12 @@ def collectives_uncounted() -> Iterator[None]:
         return call
 
     for name, original in originals.items():
-        setattr(c10d, name, hidden(original))
+        setattr(backend, name, hidden(original))
     try:
         yield
     finally:
         for name, original in originals.items():
-            setattr(c10d, name, original)
+            setattr(backend, name, original)
 
 
 def sliced(x: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tritoncomm.core.plan import Plan, chunk_sizes, normalize_sizes, rows_layout, unit_bytes, wire_layout
 from tritoncomm.errors import ArgumentError, ShapeError
-from tritoncomm.plan import Plan, chunk_sizes, normalize_sizes, rows_layout, unit_bytes, wire_layout
 
 SHAPES = [(6,), (2, 6), (4, 8, 4), (2, 3, 4, 5), (1, 7), (0, 4), (4, 0), (3, 1, 2, 2, 2)]
 

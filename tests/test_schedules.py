@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from tritoncomm.errors import ShapeError
-from tritoncomm.p2p import P2PCommunicator, exchange
-from tritoncomm.p2p.line import _Plan
+from tritoncomm.p2p import P2PCommunicator, transport
+from tritoncomm.p2p.neighbours import _Plan
 from tritoncomm.p2p.schedules import interleaved, one_forward_one_backward
 
 HIDDEN = 4
@@ -87,7 +87,7 @@ def test_losses_and_gradients_are_those_of_one_process(
 def through_the_host() -> Iterator[list[Tensor]]:
     """Tensors go as CUDA tensors go over Gloo, through memory of their own on both sides; those copies."""
     copies: list[Tensor] = []
-    way, on_host = _Plan._way, exchange._on_host
+    way, on_host = _Plan._way, transport._on_host
 
     def noted(x: Tensor, is_send: bool) -> Tensor:
         copies.append(on_host(x, is_send))
@@ -97,7 +97,7 @@ def through_the_host() -> Iterator[list[Tensor]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_Plan, "_way", lambda *args, **more: way(*args, **more)._replace(modes=("host", "host")))
-        patch.setattr(exchange, "_on_host", noted)
+        patch.setattr(transport, "_on_host", noted)
         yield copies
 
 

@@ -672,7 +672,7 @@ def test_named_params(pool: Pool) -> None:
 
 
 def test_the_documented_table_is_the_code() -> None:
-    from tritoncomm.tensor.transitions import steps
+    from tritoncomm.tensor.redistribute import steps
 
     text = (Path(__file__).parents[1] / "docs" / "tensor.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith(("| replica", "| shard"))]

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm.errors import ArgumentError, GroupError, ShapeError
-from tritoncomm.tensor.comm_path import shortest_path
 from tritoncomm.tensor.comm_spec import CollectiveCommPattern, CommSpec
 from tritoncomm.tensor.device_mesh import DeviceMesh
+from tritoncomm.tensor.path_search import shortest_path
 from tritoncomm.tensor.sharding_spec import ShardingSpec
 from tritoncomm.tensor.simulators import mix_gather_simulator
 

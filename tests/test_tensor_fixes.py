@@ -33,13 +33,13 @@ from tritoncomm.tensor import (
     ShardSpec,
     dispatch,
     named_params_with_colotensor,
+    redistribute,
     shard_parameters,
-    transitions,
 )
 from tritoncomm.tensor.device_mesh import DeviceMesh
 from tritoncomm.tensor.dispatch import plain
 from tritoncomm.tensor.distspec import _DistSpec
-from tritoncomm.tensor.rank_groups import _by_members
+from tritoncomm.tensor.group_registry import _by_members
 from tritoncomm.tensor.sharding_spec import ShardingSpec
 from tritoncomm.tensor.utils import convert_dim_partition_dict, merge_same_dim_mesh_list
 
@@ -261,7 +261,7 @@ def run_alone(group: TorchGroup) -> None:
     x = torch.arange(4.0)
     if group.rank() == 0:
         with pytest.raises(PeerError, match=r"(?s)over ranks \[0, 1\] failed.*iteration.*alone waits"):
-            transitions.redistribute(x, transitions.Transition((4 * world,), ((0, world),), ()), apart)
+            redistribute.redistribute(x, redistribute.Transition((4 * world,), ((0, world),), ()), apart)
     shard = sharded(counted(4, 2), ShardSpec([0], [world]), pg)
     dispatch._told.clear()
     with pytest.warns(UserWarning, match="numpy has no rule .* every rank; a rank that calls it alone waits"):

@@ -22,8 +22,8 @@ from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
 from tritoncomm.meshes import check_ascending
 from tritoncomm.tensor import ColoTensor
 from tritoncomm.tensor import ProcessGroup as Groups
+from tritoncomm.tensor.alpha_beta import measure_mesh
 from tritoncomm.tensor.device_mesh import DeviceMesh, FlattenDeviceMesh
-from tritoncomm.tensor.measure import measure_mesh
 from tritoncomm.tensor.sharding_spec import (
     DuplicatedShardingDimensionError,
     ShardingNotDivisibleError,

@@ -21,7 +21,8 @@ from torch.distributed import ProcessGroup as TorchGroup
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tritoncomm import c10d, engine, record
+from tritoncomm import record
+from tritoncomm.core import backend, eager
 from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup, ReplicaSpec, ShardSpec
 from tritoncomm.tensor.dispatch import plain
 from tritoncomm.tensor.distspec import _DistSpec
@@ -94,7 +95,7 @@ class Live(Traffic):
 @contextmanager
 def collectives_apart() -> Iterator[None]:
     """Collectives are not counted, and get copies: Gloo's thread lets go of a tensor a moment after ``wait()``."""
-    originals = {name: getattr(c10d, name) for name in ("all_gather", "all_gather_list", "all_to_all")}
+    originals = {name: getattr(backend, name) for name in ("all_gather", "all_gather_list", "all_to_all")}
 
     def apart(original: Any) -> Any:
         def call(out: Any, x: Tensor, *args: Any) -> None:
@@ -107,12 +108,12 @@ def collectives_apart() -> Iterator[None]:
         return call
 
     for name, original in originals.items():
-        setattr(c10d, name, apart(original))
+        setattr(backend, name, apart(original))
     try:
         yield
     finally:
         for name, original in originals.items():
-            setattr(c10d, name, original)
+            setattr(backend, name, original)
 
 
 def test_memory_is_held_until_it_is_released() -> None:
@@ -199,7 +200,7 @@ def test_every_transition_moves_and_holds_what_is_documented(pool: Pool, world: 
 
 
 def run_wasteful(group: TorchGroup, which: str, waste: str) -> None:
-    original = getattr(engine, which)
+    original = getattr(eager, which)
 
     def wasteful(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         extra = x.clone() if waste == "clone" else x.new_empty(x.shape)
@@ -207,13 +208,13 @@ def run_wasteful(group: TorchGroup, which: str, waste: str) -> None:
         del extra
         return result
 
-    setattr(engine, which, wasteful)
+    setattr(eager, which, wasteful)
     told = "moved|record" if waste == "clone" else "held"
     try:
         with pytest.raises(AssertionError, match=told):
             run_floor(group, ((9, 8, 4),))
     finally:
-        setattr(engine, which, original)
+        setattr(eager, which, original)
 
 
 @pytest.mark.parametrize("waste", ["clone", "buffer"])

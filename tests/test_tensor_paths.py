@@ -11,7 +11,8 @@ from test_tensor_passes import chunked, dims_of, documented, ranks_of, transitio
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 
-from tritoncomm import ops, record
+from tritoncomm import record
+from tritoncomm.core import ops
 from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup
 from tritoncomm.tensor.dispatch import plain
 from tritoncomm.tensor.distspec import _DistSpec

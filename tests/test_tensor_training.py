@@ -38,18 +38,18 @@ from tritoncomm.tensor import (
     ProcessGroup,
     ReplicaSpec,
     ShardSpec,
+    alpha_beta,
     check_replicas,
     clip_grad_norm_,
-    measure,
     optimizers,
     replicas,
     shard_parameters,
     sharded_optimizer_state,
 )
-from tritoncomm.tensor.comm_path import shortest_path
+from tritoncomm.tensor.alpha_beta import measure_mesh
 from tritoncomm.tensor.layout import plain
-from tritoncomm.tensor.measure import measure_mesh
-from tritoncomm.tensor.rules import noise
+from tritoncomm.tensor.path_search import shortest_path
+from tritoncomm.tensor.rules import random_ops
 from tritoncomm.tensor.sharding_spec import ShardingSpec
 
 WIDTH, CLASSES = 8, 10
@@ -445,7 +445,7 @@ def everybodys(x: Tensor, group: TorchGroup) -> list[Tensor]:
 
 def run_random(group: TorchGroup) -> None:
     pg, world = ranks_of(group), group.size()
-    noise._calls.clear()
+    random_ops._calls.clear()
     torch.manual_seed(5)
     ones = torch.ones(32, 16)
     replica = ColoTensor(ones.clone(), ColoTensorSpec(pg))
@@ -477,7 +477,7 @@ def run_random(group: TorchGroup) -> None:
     first = plain(F.dropout(shard, 0.5))
     torch.manual_seed(5)
     assert torch.equal(first, plain(F.dropout(shard, 0.5)))
-    noise._calls.clear()
+    random_ops._calls.clear()
     torch.manual_seed(5 + group.rank())
     with pytest.raises(MismatchError, match="same seed on all tensor-parallel ranks"):
         F.dropout(replica, 0.5)
@@ -671,9 +671,9 @@ def test_a_mesh_is_measured_where_its_groups_move_cuda_tensors(monkeypatch: pyte
             return SimpleNamespace(name=lambda: self._backends[device.type])
 
     seen: list[Any] = []
-    where: Any = measure._device
-    monkeypatch.setattr(measure, "_device", lambda group: seen.append(where(group)) or torch.device("meta"))
-    monkeypatch.setattr(measure.engine, "all_reduce", lambda x, *_, **__: seen.append(x.device.type))
+    where: Any = alpha_beta._device
+    monkeypatch.setattr(alpha_beta, "_device", lambda group: seen.append(where(group)) or torch.device("meta"))
+    monkeypatch.setattr(alpha_beta.engine, "all_reduce", lambda x, *_, **__: seen.append(x.device.type))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     cuda, cpu = torch.device("cuda", 3), torch.device("cpu")
@@ -682,7 +682,7 @@ def test_a_mesh_is_measured_where_its_groups_move_cuda_tensors(monkeypatch: pyte
         ({"cpu": "gloo", "cuda": "gloo"}, cpu), ({"cpu": "gloo"}, cpu),
     ):  # fmt: skip
         seen.clear()
-        measure._microseconds(Group(**backends), 8, 1)  # type: ignore[arg-type]
+        alpha_beta._microseconds(Group(**backends), 8, 1)  # type: ignore[arg-type]
         assert seen == [wanted, "meta", "meta", "meta"], backends
 
 

@@ -21,7 +21,8 @@ from tritoncomm_kernels import launch, tables
 from tritoncomm_kernels.config import config_for, crossover_of, origin_of
 from typer.testing import CliRunner
 
-from tritoncomm import cli, ops
+from tritoncomm import cli
+from tritoncomm.core import ops
 from tritoncomm.tune import cases, command, measure, report, search, static, table, winners
 from tritoncomm.tune.candidates import Candidate, candidates, default, groups, reachable
 from tritoncomm.tune.cases import Case

@@ -13,7 +13,8 @@ from jobs import run_job
 from tritoncomm_kernels import tables
 
 import tritoncomm
-from tritoncomm import ArgumentError, ops, variables
+from tritoncomm import ArgumentError, variables
+from tritoncomm.core import ops
 
 ROOT = Path(__file__).parents[1]
 OFF = ("", " ", "0", "false", "False", "no", "NO", "off", "Off")
@@ -106,7 +107,7 @@ def load_lazily() -> list[Any]:
 
     early = sorted({"tritoncomm.p2p", "tritoncomm.tensor"} & set(sys.modules))
     names = {"p2p", "tensor", "ops"} <= set(dir(tritoncomm))
-    used = [tritoncomm.p2p.P2PCommunicator, tritoncomm.tensor.ColoTensor, tritoncomm.ops.pack]
+    used = [tritoncomm.p2p.P2PCommunicator, tritoncomm.tensor.ColoTensor, tritoncomm.core.ops.pack]
     try:
         tritoncomm.nothing  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
     except AttributeError as error:

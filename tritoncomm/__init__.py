@@ -3,7 +3,9 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tritoncomm import collective, mappings, ops
+from tritoncomm import collective, mappings
+from tritoncomm.core import ops
+from tritoncomm.core.ops import path
 from tritoncomm.errors import (
     ArgumentError,
     CommError,
@@ -14,7 +16,6 @@ from tritoncomm.errors import (
     UnsupportedError,
 )
 from tritoncomm.groups import ParallelMode
-from tritoncomm.ops import path
 from tritoncomm.record import counters, recording
 from tritoncomm.runtime import destroy, device_mesh, initialize
 

@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from tritoncomm import c10d, engine, record
-from tritoncomm.autograd import without_graph
+from tritoncomm import record
+from tritoncomm.core import backend, eager
+from tritoncomm.core.function import without_graph
+from tritoncomm.core.fused import pack_many
+from tritoncomm.core.handle import Handle
+from tritoncomm.core.plan import chunk_sizes, normalize_sizes
+from tritoncomm.core.validation import check_input
 from tritoncomm.errors import ArgumentError, GroupError, ShapeError
-from tritoncomm.fused import pack_many
 from tritoncomm.groups import group_for
-from tritoncomm.handle import Handle
-from tritoncomm.plan import chunk_sizes, normalize_sizes
-from tritoncomm.validation import check_input
 
 __all__ = [
     "Handle",
@@ -65,9 +66,7 @@ def all_gather(
     """
     group = _checked(tensor, parallel_mode, "all_gather")
     _checked_dim(tensor, dim, "all_gather")
-    return engine.gather(
-        without_graph(tensor), dim, group, normalize_sizes(sizes, "all_gather"), "all_gather", async_op
-    )
+    return eager.gather(without_graph(tensor), dim, group, normalize_sizes(sizes, "all_gather"), "all_gather", async_op)
 
 
 def reduce_scatter(
@@ -97,7 +96,7 @@ def reduce_scatter(
     group = _checked(tensor, parallel_mode, "reduce_scatter")
     _checked_dim(tensor, dim, "reduce_scatter")
     cut = normalize_sizes(sizes, "reduce_scatter")
-    return engine.scatter_reduce(without_graph(tensor), dim, group, cut, "reduce_scatter", op, async_op)
+    return eager.scatter_reduce(without_graph(tensor), dim, group, cut, "reduce_scatter", op, async_op)
 
 
 def all_reduce(tensor: Tensor, parallel_mode: Any, op: Any = ReduceOp.SUM, async_op: bool = False) -> Any:
@@ -107,7 +106,7 @@ def all_reduce(tensor: Tensor, parallel_mode: Any, op: Any = ReduceOp.SUM, async
         The reduced tensor (``tensor`` itself when contiguous), or ``(tensor, handle)``.
     """
     group = _checked(tensor, parallel_mode, "all_reduce")
-    return engine.all_reduce(tensor, group, "all_reduce", op, True, async_op)
+    return eager.all_reduce(tensor, group, "all_reduce", op, True, async_op)
 
 
 def _rooted(tensor: Tensor, root: int, group: dist.ProcessGroup, name: str) -> tuple[Tensor, int, int]:
@@ -127,11 +126,11 @@ def broadcast(tensor: Tensor, src: int, parallel_mode: Any, async_op: bool = Fal
     """
     group = _checked(tensor, parallel_mode, "broadcast")
     started = record.now()
-    if engine.ends_here(group, "broadcast"):
+    if eager.ends_here(group, "broadcast"):
         return (tensor, None) if async_op else tensor
     check_input(tensor, "broadcast")
     out, moved, root = _rooted(tensor, src, group, "broadcast")
-    work = c10d.broadcast(out, root, group, async_op)
+    work = backend.broadcast(out, root, group, async_op)
     record.add("broadcast", "torch" if moved else "view", moved, out.nbytes if group.rank() == root else 0, started)
     return (out, Handle(work, out, None)) if async_op else out
 
@@ -144,12 +143,12 @@ def reduce(tensor: Tensor, dst: int, parallel_mode: Any, op: Any = ReduceOp.SUM,
     """
     group = _checked(tensor, parallel_mode, "reduce")
     started = record.now()
-    if engine.ends_here(group, "reduce"):
+    if eager.ends_here(group, "reduce"):
         return (tensor, None) if async_op else tensor
     check_input(tensor, "reduce")
     out, moved, root = _rooted(tensor, dst, group, "reduce")
-    c10d.check_op(op, out, group, "reduce")
-    work = c10d.reduce(out, root, op, group, async_op)
+    backend.check_op(op, out, group, "reduce")
+    work = backend.reduce(out, root, op, group, async_op)
     record.add("reduce", "torch" if moved else "view", moved, 0 if group.rank() == root else out.nbytes, started)
     return (out, Handle(work, out, None)) if async_op else out
 
@@ -175,7 +174,7 @@ def all_to_all(
     name = "all_to_all"
     group = _checked(tensor, parallel_mode, name)
     out_sizes, in_sizes = normalize_sizes(output_split_sizes, name), normalize_sizes(input_split_sizes, name)
-    return engine.exchange_rows(without_graph(tensor), group, out_sizes, in_sizes, name, async_op)
+    return eager.exchange_rows(without_graph(tensor), group, out_sizes, in_sizes, name, async_op)
 
 
 def split_reduce_scatter(
@@ -218,10 +217,10 @@ def split_reduce_scatter(
         check_input(x, name)
     wire, pieces, path, moved = pack_many(many, axes, world, dtype=dtype, scale=scale)
     summed = wire
-    if not engine.ends_here(group, name):
-        c10d.check_op(ReduceOp.SUM, wire, group, name)
+    if not eager.ends_here(group, name):
+        backend.check_op(ReduceOp.SUM, wire, group, name)
         summed = wire.new_empty(wire.shape[1:])
-        c10d.reduce_scatter(c10d.carrier(summed), c10d.carrier(wire.view(-1)), ReduceOp.SUM, group)
+        backend.reduce_scatter(backend.carrier(summed), backend.carrier(wire.view(-1)), ReduceOp.SUM, group)
     record.add(name, path, moved, wire.nbytes * (world - 1) // world, started)
     summed = summed.view(-1)
     found = [_own(summed, x, dim, piece, world, rank) for x, dim, piece in zip(many, axes, pieces, strict=True)]

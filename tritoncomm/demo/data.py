@@ -15,6 +15,7 @@ def read_text(path: str | None) -> bytes:
     """The file's bytes, or all of ``pydoc_data.topics``."""
     if path is not None:
         return Path(path).read_bytes()
+    # 0.5 MB of text that only this case needs.
     from pydoc_data.topics import topics
 
     return "\n".join(topics[key] for key in sorted(topics)).encode()

@@ -74,6 +74,7 @@ def check_plot(path: Path) -> None:
 
 def plot(outcome: Outcome, path: Path) -> None:
     """Draw both loss curves into a picture."""
+    # An extra, and slow to import.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

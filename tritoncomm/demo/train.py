@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from tritoncomm import collective, launchers, record, runtime
+from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.demo.data import batches
 from tritoncomm.demo.model import Transformer
 from tritoncomm.demo.pipeline import Pipeline
 from tritoncomm.demo.plain_model import PlainTransformer, sharded
 from tritoncomm.demo.settings import Settings
 from tritoncomm.groups import ParallelMode
-from tritoncomm.plan import chunk_sizes
 from tritoncomm.tensor import ProcessGroup
 
 __all__ = ["rank_main"]

@@ -3,7 +3,7 @@
 from tritoncomm.errors import MismatchError, PeerError
 from tritoncomm.p2p.communicator import P2PCommunicator
 from tritoncomm.p2p.engine import check
-from tritoncomm.p2p.raw import _batched_p2p_ops, _p2p_ops
+from tritoncomm.p2p.megatron_ops import _batched_p2p_ops, _p2p_ops
 from tritoncomm.p2p.shapes import Shape, is_single_shape
 from tritoncomm.p2p.stages import (
     recv_backward,

@@ -19,9 +19,9 @@ from torch.distributed import ProcessGroup
 from tritoncomm import groups, record
 from tritoncomm.errors import MismatchError, UnsupportedError
 from tritoncomm.p2p import header
-from tritoncomm.p2p.exchange import Posted, post, start
 from tritoncomm.p2p.header import WORDS, Contents
-from tritoncomm.p2p.line import Line
+from tritoncomm.p2p.neighbours import Line
+from tritoncomm.p2p.transport import Posted, post, start
 
 __all__ = ["announce", "read", "say"]
 

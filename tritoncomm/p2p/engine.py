@@ -17,10 +17,10 @@ from tritoncomm import record, variables
 from tritoncomm.errors import ArgumentError, MismatchError
 from tritoncomm.p2p import header, message
 from tritoncomm.p2p.announce import announce, read, say
-from tritoncomm.p2p.exchange import Posted, post, start
 from tritoncomm.p2p.incoming import Incoming
-from tritoncomm.p2p.line import Line
 from tritoncomm.p2p.message import Message
+from tritoncomm.p2p.neighbours import Line
+from tritoncomm.p2p.transport import Posted, post, start
 
 __all__ = ["Hop", "Incoming", "check", "checking", "exchange", "exchange_headers"]
 

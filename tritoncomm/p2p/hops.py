@@ -10,11 +10,11 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError, UnsupportedError
 from tritoncomm.p2p import engine
-from tritoncomm.p2p.exchange import keep
-from tritoncomm.p2p.line import Line
-from tritoncomm.p2p.place import default_device
-from tritoncomm.p2p.plain import exchange_plain
+from tritoncomm.p2p.devices import default_device
+from tritoncomm.p2p.fast_path import exchange_plain
+from tritoncomm.p2p.neighbours import Line
 from tritoncomm.p2p.shapes import Shape, as_shape, describe
+from tritoncomm.p2p.transport import keep
 
 __all__ = ["Hops"]
 

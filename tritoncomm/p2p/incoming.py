@@ -9,8 +9,8 @@ from torch import Tensor
 from tritoncomm.errors import ArgumentError, MismatchError
 from tritoncomm.p2p import message
 from tritoncomm.p2p.header import Contents
-from tritoncomm.p2p.line import Line
 from tritoncomm.p2p.message import Message
+from tritoncomm.p2p.neighbours import Line
 from tritoncomm.p2p.shapes import Spec, describe
 
 __all__ = ["Incoming"]

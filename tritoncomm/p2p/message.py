@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from tritoncomm import ops
-from tritoncomm.c10d import carrier
+from tritoncomm.core import ops
+from tritoncomm.core.backend import carrier
+from tritoncomm.core.routes import resolved
 from tritoncomm.p2p.shapes import Spec, spec_of
-from tritoncomm.routes import resolved
 
 __all__ = ["Message", "allocate", "stage"]
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncomm import c10d, groups
+from tritoncomm import groups
+from tritoncomm.core import backend
+from tritoncomm.core.ops import pack
 from tritoncomm.errors import ArgumentError
 from tritoncomm.groups import ParallelMode
-from tritoncomm.ops import pack
 from tritoncomm.p2p import engine
 from tritoncomm.p2p.shapes import Spec, as_shape, as_shapes, is_single_shape
 
@@ -86,7 +87,7 @@ class Expected:
         for i, whole in enumerate(self.whole):
             if whole is not None:
                 group = groups.group_for(ParallelMode.TENSOR, whole, "p2p")
-                c10d.all_gather(whole.view(-1), received[i].detach(), group)
+                backend.all_gather(whole.view(-1), received[i].detach(), group)
                 received[i] = whole
             if received[i].is_floating_point() or received[i].is_complex():
                 received[i].requires_grad_()

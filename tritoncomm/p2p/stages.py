@@ -17,9 +17,9 @@ from torch import Tensor
 from tritoncomm import groups
 from tritoncomm.groups import ParallelMode
 from tritoncomm.p2p import engine
-from tritoncomm.p2p.line import Line
-from tritoncomm.p2p.place import default_device
-from tritoncomm.p2p.plain import exchange_plain
+from tritoncomm.p2p.devices import default_device
+from tritoncomm.p2p.fast_path import exchange_plain
+from tritoncomm.p2p.neighbours import Line
 from tritoncomm.p2p.shapes import is_single_shape
 from tritoncomm.p2p.shares import Expected, Tensors, outgoing
 

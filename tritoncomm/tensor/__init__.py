@@ -3,17 +3,17 @@
 from tritoncomm.tensor import overrides as overrides
 from tritoncomm.tensor import pickles as pickles
 from tritoncomm.tensor import shard_view as shard_view
+from tritoncomm.tensor.alpha_beta import measure_mesh
 from tritoncomm.tensor.colo_parameter import ColoParameter
 from tritoncomm.tensor.colo_tensor import ColoTensor
-from tritoncomm.tensor.comm_path import shortest_path
 from tritoncomm.tensor.comm_spec import CollectiveCommPattern, CommSpec
 from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
 from tritoncomm.tensor.const import TensorType
 from tritoncomm.tensor.device_mesh import DeviceMesh
 from tritoncomm.tensor.dist_spec_mgr import DistSpecManager
 from tritoncomm.tensor.distspec import DistPlacementPattern, ReplicaSpec, ShardSpec
-from tritoncomm.tensor.measure import measure_mesh
 from tritoncomm.tensor.param_op_hook import ColoParamOpHook, ColoParamOpHookManager
+from tritoncomm.tensor.path_search import shortest_path
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.replicas import check_replicas
 from tritoncomm.tensor.sharding_spec import (

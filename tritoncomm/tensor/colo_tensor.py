@@ -89,12 +89,14 @@ class ColoTensor(torch.Tensor):
     @staticmethod
     def from_dtensor(tensor: Any) -> "ColoTensor":
         """A torch DTensor over the ranks of its mesh, without a copy; see ``dtensor.from_dtensor``."""
+        # Builds ColoTensors, so it imports this module.
         from tritoncomm.tensor.dtensor import from_dtensor
 
         return from_dtensor(tensor)
 
     def to_dtensor(self) -> Any:
         """As a torch DTensor, without a copy; see ``dtensor.to_dtensor``."""
+        # Builds ColoTensors, so it imports this module.
         from tritoncomm.tensor.dtensor import to_dtensor
 
         return to_dtensor(self)
@@ -240,6 +242,7 @@ class ColoTensor(torch.Tensor):
     _kind = TensorType.NONMODEL
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # Builds ColoTensors, so it imports this module.
         from tritoncomm.tensor.pickles import rebuild
 
         with torch.no_grad():
@@ -247,16 +250,19 @@ class ColoTensor(torch.Tensor):
         return rebuild, (type(self).__name__, data, self.requires_grad, self._state())
 
     def __create_write_items__(self, fqn: str, _: Any) -> Any:
+        # torch.distributed.checkpoint takes as long to import as everything here.
         from tritoncomm.tensor.checkpoint import write_items
 
         return write_items(self, fqn)
 
     def __create_chunk_list__(self) -> Any:
+        # torch.distributed.checkpoint takes as long to import as everything here.
         from tritoncomm.tensor.checkpoint import chunks
 
         return chunks(self)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
+        # torch.distributed.checkpoint takes as long to import as everything here.
         from tritoncomm.tensor.checkpoint import shard_at
 
         return shard_at(self, index)

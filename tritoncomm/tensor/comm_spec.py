@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from tritoncomm.dims import checked_dim, wants_grad
 from tritoncomm.errors import ArgumentError, ShapeError
+from tritoncomm.mappings.general import checked_dim, wants_grad
 from tritoncomm.tensor.device_mesh import FlattenDeviceMesh
+from tritoncomm.tensor.mesh_collectives import Movement, move
 from tritoncomm.tensor.mesh_groups import Members
-from tritoncomm.tensor.movements import Movement, move
 from tritoncomm.tensor.sharding_spec import ShardingSpec
 
 __all__ = ["CollectiveCommPattern", "CommSpec"]

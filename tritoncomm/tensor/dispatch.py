@@ -21,11 +21,11 @@ from tritoncomm.tensor.distspec import ReplicaSpec
 from tritoncomm.tensor.elementwise import ELEMENTWISE, LOOKS, MAKES_NEW, MOVES_ONLY, RESHAPES_IN_PLACE, writes
 from tritoncomm.tensor.layout import is_colo, plain, wrap
 from tritoncomm.tensor.op_wrapper import implementation
-from tritoncomm.tensor.rules.elementwise import elementwise, keep
 from tritoncomm.tensor.rules.engine import execute
 from tritoncomm.tensor.rules.foreach import on_lists
-from tritoncomm.tensor.rules.joins import set_item
-from tritoncomm.tensor.rules.noise import (
+from tritoncomm.tensor.rules.indexing import set_item
+from tritoncomm.tensor.rules.pointwise import elementwise, keep
+from tritoncomm.tensor.rules.random_ops import (
     INITIALISERS,
     NOISY,
     NOISY_ELEMENTS,

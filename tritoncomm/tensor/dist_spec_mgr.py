@@ -10,7 +10,7 @@ from torch import Tensor
 from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.tensor.distspec import _DistSpec, local_shape, partitions
 from tritoncomm.tensor.process_group import ProcessGroup
-from tritoncomm.tensor.transitions import Transition, check, redistribute
+from tritoncomm.tensor.redistribute import Transition, check, redistribute
 
 __all__ = ["DistSpecManager", "transition_between"]
 

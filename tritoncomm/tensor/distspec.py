@@ -4,8 +4,8 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.errors import ShapeError
-from tritoncomm.plan import chunk_sizes
 
 __all__ = ["DistPlacementPattern", "ReplicaSpec", "ShardSpec", "_DistSpec", "cuts", "local_shape", "partitions"]
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.errors import UnsupportedError
-from tritoncomm.plan import chunk_sizes
 from tritoncomm.tensor import optimizers
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.device_mesh import DeviceMesh

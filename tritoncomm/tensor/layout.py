@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tritoncomm.tensor.distspec import _DistSpec, partitions
 from tritoncomm.tensor.process_group import ProcessGroup
-from tritoncomm.tensor.transitions import check
+from tritoncomm.tensor.redistribute import check
 
 __all__ = ["check_cut", "colour", "is_colo", "plain", "register", "shape_of", "shares_storage", "wrap"]
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tritoncomm.errors import GroupError
-from tritoncomm.tensor import rank_groups
+from tritoncomm.tensor import group_registry
 
 __all__ = ["Line", "Members", "groups_along"]
 
@@ -47,7 +47,7 @@ def groups_along(ids: Tensor, given: Sequence[dist.ProcessGroup]) -> tuple[dict[
     axes = [ids.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(ids.shape)]
     if not given:
         lines = [tuple(sorted(ranks)) for lines in axes for ranks in lines if len(ranks) > 1]
-        rank_groups.make_groups(lines, me)
+        group_registry.make_groups(lines, me)
     found: dict[int, list[Line]] = {}
     members: dict[int, Members] = {}
     for axis, lines in enumerate(axes):
@@ -64,5 +64,5 @@ def groups_along(ids: Tensor, given: Sequence[dist.ProcessGroup]) -> tuple[dict[
 
 def _group_over(ranks: tuple[int, ...], me: int) -> dist.ProcessGroup:
     """The group of these ranks, which exists by now; one of this rank alone is made on the spot."""
-    rank_groups.make_groups([ranks], me)
-    return rank_groups.made(ranks)
+    group_registry.make_groups([ranks], me)
+    return group_registry.made(ranks)

@@ -154,6 +154,7 @@ def _map(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def _dressed(x: Tensor, like: Tensor) -> Tensor:
     """``x`` as the ColoTensor that ``like`` is."""
+    # ColoTensor runs these hooks, so it imports this module.
     from tritoncomm.tensor.colo_tensor import ColoTensor
 
     if not isinstance(like, ColoTensor):

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from tritoncomm.errors import GroupError
 from tritoncomm.meshes import check_ascending, check_mesh
-from tritoncomm.tensor.rank_groups import adopt, exists, known, made, make_groups
+from tritoncomm.tensor.group_registry import adopt, exists, known, made, make_groups
 
 __all__ = ["ProcessGroup"]
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tritoncomm import ops
+from tritoncomm.core import ops
 from tritoncomm.errors import ArgumentError
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.dist_spec_mgr import transition_between
 from tritoncomm.tensor.distspec import ReplicaSpec, _DistSpec, cuts, local_shape
 from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.process_group import ProcessGroup
-from tritoncomm.tensor.transitions import Transition, blocks, steps
+from tritoncomm.tensor.redistribute import Transition, blocks, steps
 
 __all__ = ["RedistributionPlan", "Step", "redistribute_plan"]
 

@@ -20,7 +20,7 @@ from tritoncomm.tensor.op_wrapper import implementation
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.rules.call import Operand
 from tritoncomm.tensor.rules.engine import piece_of
-from tritoncomm.tensor.rules.noise import INITIALISERS, SAMPLERS
+from tritoncomm.tensor.rules.random_ops import INITIALISERS, SAMPLERS
 from tritoncomm.tensor.snapshot import (
     Snapshot,
     is_view,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tritoncomm import engine
+from tritoncomm.core import eager
 from tritoncomm.errors import ArgumentError
 from tritoncomm.tensor.colo_parameter import ColoParameter
 from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
@@ -132,7 +132,7 @@ def clip_grad_norm_(
     parts = [_power_sum(whole, power, device)]
     for pg, grads in cut.values():
         op: Any = dist.ReduceOp.MAX if math.isinf(power) else dist.ReduceOp.SUM
-        parts.append(engine.all_reduce(_power_sum(grads, power, device), pg.tp_process_group(), "clip_grad_norm_", op))
+        parts.append(eager.all_reduce(_power_sum(grads, power, device), pg.tp_process_group(), "clip_grad_norm_", op))
     stacked = torch.stack(parts)
     total = stacked.max() if math.isinf(power) else stacked.sum().pow(1 / power)
     if error_if_nonfinite and not bool(total.isfinite()):

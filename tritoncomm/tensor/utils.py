@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tritoncomm.tensor.colo_tensor import ColoTensor
+from tritoncomm.tensor.distspec import cuts, partitions
+from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.simulators import (
     all_gather_simulator,
     all_to_all_simulator,
@@ -65,8 +67,6 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 
     Every rank of their groups has to call.
     """
-    from tritoncomm.tensor.layout import plain
-
     with torch.no_grad():
         return {
             name: plain(value.to_replicate()).clone() if isinstance(value, ColoTensor) else value
@@ -80,9 +80,6 @@ def load_full_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
     Raises:
         ValueError: a name is missing or not known, or a shape differs.
     """
-    from tritoncomm.tensor.distspec import cuts, partitions
-    from tritoncomm.tensor.layout import plain
-
     own = module.state_dict(keep_vars=True)
     if own.keys() != state.keys():
         raise ValueError(f"missing {sorted(own.keys() - state.keys())}, unknown {sorted(state.keys() - own.keys())}")

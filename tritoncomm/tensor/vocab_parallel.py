@@ -23,8 +23,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from tritoncomm_kernels import softmax
 
-from tritoncomm import engine, ops, record
-from tritoncomm.autograd import direct
+from tritoncomm import record
+from tritoncomm.core import eager, ops
+from tritoncomm.core.function import direct
 
 __all__ = ["cross_entropy_rows"]
 
@@ -105,7 +106,7 @@ def _hard(
     if weight is not None:
         own = weight.to(wide)[place.clamp(min=0)] * here if size else torch.zeros_like(factor)
         both = torch.cat([own, own.new_zeros(1) + weight.sum().to(wide)])
-        both = engine.all_reduce(both, group, "cross_entropy.weights")
+        both = eager.all_reduce(both, group, "cross_entropy.weights")
         factor, weights_sum = both[:-1], both[-1]
     hard = factor * (1 - smoothing)
     total, flat = hard, None
@@ -127,7 +128,7 @@ def _soft(
 ) -> _Wanted:  # fmt: skip
     soft = target.reshape(rows.shape).to(wide) * (1 - smoothing) + smoothing / classes
     soft = soft if weight is None else soft * weight.to(wide)
-    total = engine.all_reduce(soft.sum(-1), group, "cross_entropy.targets")
+    total = eager.all_reduce(soft.sum(-1), group, "cross_entropy.targets")
     nowhere = torch.full((len(rows),), -1, device=rows.device)
     ones = torch.ones(len(rows), dtype=wide, device=rows.device)
     return _Wanted(nowhere, torch.zeros_like(ones), total, None, ones, ones.bool(), soft)
@@ -149,7 +150,7 @@ class _Rows(torch.autograd.Function):
             for block in _blocks(rows):
                 _statistics(rows[block], wanted, block, numbers)
         record.add("cross_entropy.rows", path, moved, 0, started)
-        everybody = engine.gather(numbers.unsqueeze(0), 0, group, None, "cross_entropy")
+        everybody = eager.gather(numbers.unsqueeze(0), 0, group, None, "cross_entropy")
         lse, told = torch.logsumexp(everybody[:, 0], 0), everybody[:, 1].sum(0)
         ctx.save_for_backward(rows, lse, numbers[0])
         ctx.wanted, ctx.path = wanted, path

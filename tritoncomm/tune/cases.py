@@ -10,8 +10,8 @@ from tritoncomm_kernels import tables
 from tritoncomm_kernels.numerics import wide_type
 from tritoncomm_kernels.tables import OPS
 
-from tritoncomm.arguments import dtype_name, parse_ints
-from tritoncomm.plan import Plan
+from tritoncomm.core.plan import Plan
+from tritoncomm.parsing import dtype_name, parse_ints
 
 __all__ = ["MODELS", "Case", "Model", "can_sum", "from_model", "from_shapes", "parse_shape", "read_model", "sweep"]
 

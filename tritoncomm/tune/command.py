@@ -11,7 +11,7 @@ from typing import Any
 from tritoncomm_kernels import tables
 from tritoncomm_kernels.tables import OPS
 
-from tritoncomm.arguments import dtype_name, parse_dtype
+from tritoncomm.parsing import dtype_name, parse_dtype
 from tritoncomm.tune import cases, static, table, winners
 from tritoncomm.tune.candidates import Candidate, candidates, groups
 from tritoncomm.tune.cases import Case

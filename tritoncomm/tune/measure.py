@@ -15,7 +15,7 @@ import tritoncomm_kernels as kernels
 from torch import Tensor
 from tritoncomm_kernels import reference
 
-from tritoncomm import ops
+from tritoncomm.core import ops
 from tritoncomm.tune.candidates import Candidate
 from tritoncomm.tune.cases import Case
 from tritoncomm.tune.machine_code import TARGETS

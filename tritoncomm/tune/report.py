@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tritoncomm.arguments import dtype_name
+from tritoncomm.parsing import dtype_name
 from tritoncomm.tune.candidates import candidates
 from tritoncomm.tune.cases import MODELS, Case
 from tritoncomm.tune.command import Outcome, Request, cases_of, measure, rank_static

@@ -5,10 +5,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from tritoncomm.plan import chunk_sizes
+from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.tensor.layout import is_colo, shape_of
 from tritoncomm.tensor.rules.call import Call, Cut, Operand
-from tritoncomm.tensor.rules.noise import agreed_seed, apart, seeded
+from tritoncomm.tensor.rules.random_ops import agreed_seed, apart, seeded
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []

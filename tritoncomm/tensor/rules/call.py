@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 
-from tritoncomm.plan import chunk_sizes
+from tritoncomm.core.plan import chunk_sizes
 
 __all__ = ["Call", "Cut", "Labels", "Operand", "Parts"]
 

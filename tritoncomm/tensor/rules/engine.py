@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tritoncomm import mappings
-from tritoncomm.dims import wants_grad
-from tritoncomm.plan import chunk_sizes
+from tritoncomm.core.plan import chunk_sizes
+from tritoncomm.mappings.general import wants_grad
 from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
 from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec
 from tritoncomm.tensor.layout import is_colo, plain, shape_of, wrap
 from tritoncomm.tensor.process_group import ProcessGroup
+from tritoncomm.tensor.redistribute import Transition, redistribute
 from tritoncomm.tensor.rules.call import Call, Cut, Labels, Operand, Parts
-from tritoncomm.tensor.transitions import Transition, redistribute
 
 __all__ = ["choose", "execute", "is_legal", "piece_of", "spec_of"]
 

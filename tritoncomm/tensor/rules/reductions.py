@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritoncomm import engine, mappings
+from tritoncomm import mappings
+from tritoncomm.core import eager
 from tritoncomm.errors import ShapeError
 from tritoncomm.tensor.layout import is_colo, shape_of
+from tritoncomm.tensor.rules.across_ranks import dims_of, left_of, summing
 from tritoncomm.tensor.rules.call import Call, Cut, Operand
-from tritoncomm.tensor.rules.elementwise import broadcast_operands
-from tritoncomm.tensor.rules.extremes import Extreme
-from tritoncomm.tensor.rules.over_ranks import dims_of, left_of, summing
+from tritoncomm.tensor.rules.min_max import Extreme
+from tritoncomm.tensor.rules.pointwise import broadcast_operands
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []
@@ -63,7 +64,7 @@ def _logical(input: Tensor, dim: Any, keepdim: bool, local: Any, op: Any) -> Cal
         if not any(cut.has(d) for d in dims):
             return found
         assert cut.group is not None
-        return engine.all_reduce(found.to(torch.uint8), cut.group, "any", op).to(found.dtype)
+        return eager.all_reduce(found.to(torch.uint8), cut.group, "any", op).to(found.dtype)
 
     left = left_of(count, dims, keepdim)
     return Call([Operand(input, tuple(range(count)))], [left], run, own=frozenset(dims))
@@ -102,7 +103,7 @@ def _on_all_ranks(input: Any, other: Any, local: Callable[[Tensor, Tensor], bool
         if cut.group is None:
             return mine
         found = torch.tensor([mine], dtype=torch.uint8, device=pieces[0].device)
-        return bool(engine.all_reduce(found, cut.group, "equal", _MIN))
+        return bool(eager.all_reduce(found, cut.group, "equal", _MIN))
 
     return Call(operands, [tuple(range(-len(shape), 0))], run)
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritoncomm.tensor.layout import shape_of
+from tritoncomm.tensor.rules.across_ranks import largest_over_ranks, sum_over_ranks
 from tritoncomm.tensor.rules.call import Call, Cut, Operand
-from tritoncomm.tensor.rules.over_ranks import largest_over_ranks, sum_over_ranks
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []

@@ -31,8 +31,8 @@ class Row:
 
 
 _ORDER = (
-    "elementwise", "matmul", "lookup", "norms", "softmax", "reductions", "extremes", "shapes", "views", "joins",
-    "attention", "loss", "noise", "foreach",
+    "pointwise", "matmul", "embedding", "normalization", "softmax", "reductions", "min_max", "transposes", "views",
+    "indexing", "attention", "cross_entropy", "random_ops", "foreach",
 )  # fmt: skip
 ROWS: list[Row] = []
 RULES: dict[Any, Describe] = {}

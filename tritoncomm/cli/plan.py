@@ -1,0 +1,178 @@
+"""The command `tritoncomm plan`: arguments, tables, exit codes."""
+
+import json
+from dataclasses import asdict, replace
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from tritoncomm_kernels import tables
+
+from tritoncomm.cli._console import refusing, terminal
+from tritoncomm.explain import OPS, Explanation, cost, explain
+from tritoncomm.explain.steps import Movement
+from tritoncomm.parsing import dtype_name, parse_dtype, parse_ints
+
+__all__ = ["EPILOG", "plan"]
+
+_LEAST_FIGURE, _LARGEST_FIGURE = 1e-9, 1e9
+EPILOG = "\n\n".join(
+    (
+        "Examples:",
+        "tritoncomm plan sp2hp --shape 4096,2,8192 --world 8",
+        "tritoncomm plan sp2hp --shape 4096,2,8192 --world 8 --device 'NVIDIA H200'   (its tuned table)",
+        "tritoncomm plan all_to_all --shape 2,1024,32,128 --dim 2,1 --world 4   (Ulysses)",
+        "   ... --strides 12582912,12288,128,1   (the same of one third of a fused qkv)",
+        "tritoncomm plan all_to_all --shape 8,512 --world 2 --sizes 3,5 --out-sizes 3,1   (split sizes)",
+        "Mappings, by the short name or the full one: " + ", ".join(f"{short} ({name})" for short, name in OPS.items()),
+        "Exits with 0, or with 2 when the arguments make no sense or such a call would be refused.",
+    )
+)
+
+
+def plan(
+    op: Annotated[str, typer.Argument(help="The mapping, for example sp2hp or all_gather; all are listed below.")],
+    shape: Annotated[str, typer.Option(help="Input on one rank, like 4096,2,8192 or 4096x2x8192.")],
+    world: Annotated[int, typer.Option(help="Number of ranks.")],
+    dtype: Annotated[
+        str, typer.Option(help="Element type of the input: torch's name, or bf16, fp32, fp8_e4m3.")
+    ] = "bfloat16",
+    dim: Annotated[str, typer.Option(help="The dim; scatter_dim,gather_dim for all_to_all.")] = "",
+    device: Annotated[str, typer.Option(help="cuda, cpu, or the name of a GPU, for its tuned table.")] = "cuda",
+    sizes: Annotated[str, typer.Option(help="Pieces of the dim per rank, like 3,5; all-to-all: what goes out.")] = "",
+    out_sizes: Annotated[str, typer.Option(help="all-to-all: what comes from each rank.")] = "",
+    rank: Annotated[int, typer.Option(help="The rank that is told about; with --sizes they differ.")] = 0,
+    strides: Annotated[str, typer.Option(help="x.stride() of an input that is not contiguous.")] = "",
+    held: Annotated[bool, typer.Option("--held", help="copy, reduce: the caller keeps the tensor.")] = False,
+    latency: Annotated[float | None, typer.Option(help="Microseconds per step of a collective; 5, cpu 50.")] = None,
+    link: Annotated[float | None, typer.Option(help="GB/s a rank sends inside a node; 350, cpu 1.")] = None,
+    network: Annotated[float | None, typer.Option(help="GB/s a rank sends to other nodes; 50, cpu 1.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GB/s of a copy, read plus written; 4000, cpu 10.")] = None,
+    node: Annotated[int | None, typer.Option(help="Ranks in a node; 8.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Explain what a mapping does, without running it: path per step, passes, bytes, tiles, predicted time.
+
+    Bytes are exactly those that `tritoncomm.counters()` would show. Times are predictions from the figures given here,
+    nothing is measured.
+    """
+    console = terminal()
+    with refusing():
+        rates = _rates("cpu" if device == "cpu" else "cuda", latency, link, network, memory, node)
+        multiprocessors = 0
+        if device == "cuda" and torch.cuda.is_available():
+            here = torch.cuda.get_device_properties(torch.cuda.current_device())
+            device, multiprocessors = here.name, here.multi_processor_count
+        told = explain(
+            op, parse_ints(shape, "--shape", 0), world, parse_dtype(dtype), parse_ints(dim, "--dim"), device, rates,
+            held, sizes=parse_ints(sizes, "--sizes", 0) or None, rank=rank,
+            out_sizes=parse_ints(out_sizes, "--out-sizes", 0) or None,
+            stride=parse_ints(strides, "--strides", 0) or None, sm_count=multiprocessors,
+        )  # fmt: skip
+    if as_json:
+        print(json.dumps(_as_json(told), indent=1))
+    else:
+        _show(told, console)
+        if device not in ("cpu", "cuda") and not tables.chosen(device, multiprocessors):
+            console.print(
+                f"no tuned table for {device!r}: built-in tiles and no crossover", markup=False, soft_wrap=True
+            )
+
+
+def _rates(
+    kind: str,
+    latency: float | None,
+    link: float | None,
+    network: float | None,
+    memory: float | None,
+    node: int | None,
+) -> cost.Rates:
+    scaled = {"latency": (latency, 1e-6), "link": (link, 1e9), "network": (network, 1e9), "memory": (memory, 1e9)}
+    given: dict[str, Any] = {}
+    for name, (value, unit) in scaled.items():
+        if value is None:
+            continue
+        least = 0.0 if name == "latency" else _LEAST_FIGURE
+        if not least <= value <= _LARGEST_FIGURE:  # NaN neither
+            words = "0 or more" if name == "latency" else f"more than 0, {_LEAST_FIGURE:g} at least"
+            raise ValueError(f"--{name} must be {words}, and {_LARGEST_FIGURE:g} at most")
+        given[name] = value * unit
+    if node is not None:
+        if not 1 <= node <= _LARGEST_FIGURE:
+            raise ValueError(f"--node must be 1 or more, and {_LARGEST_FIGURE:g} at most")
+        given["node"] = node
+    return replace(cost.DEFAULTS[kind], **given)
+
+
+def _as_json(told: Explanation) -> dict[str, Any]:
+    def movement(one: Movement) -> dict[str, Any]:
+        local, collective = one.seconds
+        totals = {"path": one.path, "passes": one.passes, "packed": one.packed, "wire": one.wire}
+        return asdict(one) | totals | {"predicted_seconds": {"local": local, "collective": collective}}
+
+    return {
+        "mapping": told.op,
+        "world": told.world,
+        "dtype": dtype_name(told.dtype),
+        "device": told.device,
+        "forward": movement(told.forward),
+        "backward": None if told.backward is None else movement(told.backward),
+        "no_backward": told.no_backward,
+        "assumed": asdict(told.rates),
+        "projection": [asdict(share) | {"share": share.share} for share in told.projection],
+    }
+
+
+def _show(told: Explanation, console: Console) -> None:
+    kind = dtype_name(told.dtype)
+    console.print(f"{told.op}: {kind}, {told.world} ranks, {told.device}", style="bold", markup=False)
+    for direction, one in (("forward", told.forward), ("backward", told.backward)):
+        if one is None:
+            console.print(f"{direction}: none: {told.no_backward}", markup=False, soft_wrap=True)
+            continue
+        console.print(_movement_table(direction, one))
+        for step in one.steps:
+            if step.tile:
+                console.print(f"  {step.name}: tile {step.tile} ({step.origin})", markup=False, soft_wrap=True)
+    rates = told.rates
+    console.print(
+        f"predicted, not measured: {rates.latency * 1e6:g} us per step, {rates.link / 1e9:g} GB/s per link, "
+        f"{rates.network / 1e9:g} GB/s to other nodes of {rates.node} ranks, copies at {rates.memory / 1e9:g} GB/s "
+        f"({rates.source}, unless given)",
+        markup=False,
+        soft_wrap=True,
+    )
+    if not told.projection:
+        return
+    shares = ", ".join(f"{s.world}: {'-' if s.share is None else f'{s.share:.0%}'}" for s in told.projection)
+    what = "PROJECTION, not measured: share of pack and unpack in forward + backward by ranks, same shape on every rank"
+    console.print(f"{what}: {shares}", markup=False, soft_wrap=True)
+
+
+def _unit(largest: int) -> tuple[int, str, int]:
+    """Bytes, name and decimals of the unit for numbers up to ``largest`` bytes."""
+    if largest >= 2**20:
+        return 2**20, "MiB", 3
+    return (2**10, "KiB", 3) if largest >= 2**13 else (1, "bytes", 0)
+
+
+def _movement_table(direction: str, one: Movement) -> Table:
+    local, collective = one.seconds
+    table = Table(title=f"{direction}: {escape(f'{list(one.shape)} -> {list(one.result)}')}", title_justify="left")
+    table.add_column("step")
+    table.add_column("path")
+    table.add_column("what")
+    size, unit, digits = _unit(max(one.packed, one.wire))
+    for heading in (f"{unit} copied", f"{unit} sent", "us, predicted"):
+        table.add_column(heading, justify="right")
+    for step in one.steps:
+        numbers = (f"{step.packed / size:.{digits}f}", f"{step.wire / size:.{digits}f}", f"{step.seconds * 1e6:.1f}")
+        table.add_row(step.name, step.path, escape(step.what), *numbers)
+    passes = f"{one.passes} pass{'' if one.passes == 1 else 'es'} over memory"
+    total = f"{(local + collective) * 1e6:.1f}"
+    table.add_section()
+    table.add_row("all", one.path, passes, f"{one.packed / size:.{digits}f}", f"{one.wire / size:.{digits}f}", total)
+    return table

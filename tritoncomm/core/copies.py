@@ -1,0 +1,87 @@
+"""Copies that leave nothing to choose: the plain even one, prepared, which almost every call is, and strided ones.
+
+The strided ones are torch's, for layouts that no kernel reads.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from tritoncomm_kernels import copy as kernels_copy
+from tritoncomm_kernels.launch import Launch, TooLargeError
+from tritoncomm_kernels.numerics import INTERPRETED
+
+from tritoncomm.core.plan import Ints, Plan, rows_layout
+from tritoncomm.errors import ArgumentError, UnsupportedError
+
+__all__ = ["pack_blocks", "plain_copy", "unpack_blocks"]
+
+
+def plain_copy(name: str, x: Tensor, wire: Tensor, shape: Ints, stride: Ints, dim: int, world: int) -> int:
+    """Launch the kernel of a plain even copy between ``x`` and its contiguous wire; the bytes moved, 0 if none fits.
+
+    The short way for what almost every call is: nothing is looked up but one launch, and no view is made.
+    """
+    alignment = (x.data_ptr() | wire.data_ptr()) & 15
+    launch, moved = _prepared(name, x.get_device(), x.dtype, alignment, shape, stride, dim, world)
+    if launch is not None:
+        launch(x, wire, 1.0)
+    return moved
+
+
+@lru_cache(maxsize=8192)
+def _prepared(
+    name: str, device: int, dtype: torch.dtype, alignment: int, shape: Ints, stride: Ints, dim: int, world: int
+) -> tuple[Launch | None, int]:
+    layout = rows_layout(shape, stride, dim)
+    if layout is None or 0 in shape or (device < 0 and not INTERPRETED):
+        return None, 0
+    try:
+        return kernels_copy.plain_copy(name, device, dtype, alignment, *layout, world)
+    except TooLargeError:
+        return None, 0
+
+
+def pack_blocks(wire: Tensor, x: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None) -> int:
+    """A layout no kernel reads: one strided torch copy per rank, together one pass (a scale costs another)."""
+    if scale is not None and not (x.dtype.is_floating_point and wire.dtype.is_floating_point):
+        raise ArgumentError(f"pack: a scale needs floating point tensors, not {x.dtype} and {wire.dtype}")
+    for block, piece in _blocks(wire, x, plan, dim, sizes):
+        if scale is None:
+            block.copy_(piece)
+        else:
+            wide = torch.promote_types(torch.promote_types(x.dtype, wire.dtype), torch.float32)
+            block.copy_(piece.to(wide).mul_(scale))
+    return x.nbytes + wire.nbytes
+
+
+def unpack_blocks(
+    wire: Tensor, out: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
+) -> int:
+    """The way back, without arithmetic."""
+    if scale is not None or accumulate:
+        raise UnsupportedError("unpack: scale and accumulate need a result whose cut dims one stride can walk")
+    for block, piece in _blocks(wire, out, plan, dim, sizes):
+        piece.copy_(block)
+    return out.nbytes + out.numel() * wire.element_size()
+
+
+def _blocks(wire: Tensor, x: Tensor, plan: Plan, dim: int, sizes: Ints | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of a rank's part of the wire and the same piece of ``x``; padding on the wire is zeroed on the way."""
+    dim %= x.dim()
+    lead, tail = x.shape[:dim], x.shape[dim + 1 :]
+    step, start = -(-x.shape[dim] // plan.world), 0
+    for w in range(plan.world):
+        size = sizes[w] if sizes is not None else max(0, min(step, x.shape[dim] - start))
+        piece = x.narrow(dim, start, size)
+        if sizes is not None:
+            inner = plan.row // max(x.shape[dim], 1)
+            at = plan.outer * start * inner
+            yield wire[at : at + piece.numel()].view(piece.shape), piece
+        else:
+            block = wire[w].view(*lead, step, *tail)
+            if size < step:
+                block.narrow(dim, size, step - size).zero_()
+            yield block.narrow(dim, 0, size), piece
+        start += size

@@ -1,0 +1,263 @@
+"""pack, unpack and reduce on tensors: the only place that chooses between view, torch and triton."""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+import tritoncomm_kernels as kernels
+from torch import Tensor
+from tritoncomm_kernels import TooLargeError, reference
+from tritoncomm_kernels.launch import crossover
+
+from tritoncomm import variables
+from tritoncomm.core.copies import pack_blocks, plain_copy, unpack_blocks
+from tritoncomm.core.plan import Ints, Plan, joined_layout, rows_layout, unit_bytes, wire_layout
+from tritoncomm.errors import ArgumentError, UnsupportedError
+
+__all__ = ["forced_path", "pack", "pack_into", "path", "path_for", "reduce", "unpack"]
+
+_CAT_ROW, _CAT_BYTES = 2048, 1 << 15  # bytes of a row at most and of a wire at least
+_forced = variables.PATH
+
+
+def path(name: str) -> AbstractContextManager[None]:
+    """Force ``torch`` or ``triton`` for every pack and unpack of this process, or give the choice back to ``auto``.
+
+    Process-wide and not per thread, because autograd runs the backward of GPU tensors in threads of its own.
+    """
+    if name not in variables.PATHS:
+        raise ArgumentError(f"path must be one of {', '.join(variables.PATHS)}, not {name!r}")
+    return _forced.override(name)
+
+
+def path_for(
+    x: Tensor, op: str = "pack", dim: int = -1, world: int = 1, sizes: Ints | None = None, shape: Ints | None = None
+) -> str:
+    """The path ``op`` on ``x`` takes, unless one is forced: ``torch`` for CPU tensors, ``triton`` on GPUs.
+
+    On a GPU with a tuned table, tensors below its crossover take ``torch`` too: that of the unit in which a kernel
+    would copy ``x`` cut along ``dim``, or the wire ``x`` into a contiguous tensor of ``shape``. The unit is worked out
+    only for sizes where the units' crossovers disagree.
+    """
+    if _forced.value == "auto":
+        return _path_on_gpu(x, op, dim, world, sizes, shape) if x.is_cuda else "torch"
+    return forced_path()
+
+
+def forced_path() -> str:
+    """What ``path`` or ``TRITONCOMM_PATH`` say.
+
+    Raises:
+        ArgumentError: the variable says nothing that is known; so says the first use, not the import.
+    """
+    if _forced.value not in variables.PATHS:
+        raise ArgumentError(f"{_forced.name} must be one of {', '.join(variables.PATHS)}, not {_forced.value!r}")
+    return _forced.value
+
+
+def _path_on_gpu(x: Tensor, op: str, dim: int, world: int, sizes: Ints | None, shape: Ints | None) -> str:
+    limits = crossover(op, x.get_device())
+    if limits is None or (nbytes := x.nbytes) >= limits.most:
+        return "triton"
+    if nbytes < limits.least:
+        return "torch"
+    unit = x.element_size()
+    if op != "reduce":
+        layout = (x.shape, x.stride()) if shape is None else (shape, None)
+        unit = math.gcd(unit_bytes(*layout, dim, world, sizes, unit), x.data_ptr() & 15)  # of 0, which is aligned, too
+    return "torch" if nbytes < limits.by_unit[unit] else "triton"
+
+
+def pack(
+    x: Tensor,
+    dim: int,
+    world: int,
+    sizes: Ints | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    scale: float | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, str, int]:
+    """Put ``x`` into rank order: ``wire[w] = chunk w of x along dim``, one pass over memory or none.
+
+    Args:
+        x: any shape and strides.
+        dim: the dim that is cut over the ranks.
+        world: number of ranks.
+        sizes: pieces of ``dim`` per rank; without it as ``torch.chunk`` cuts, padded with zeros on the wire.
+        dtype: element type of the wire, ``x.dtype`` by default.
+        scale: factor applied before the one rounding.
+        out: a wire to fill: ``[world, outer, run]``, or flat when sizes are given.
+
+    Returns:
+        The wire, the path taken (view, torch or triton) and the bytes read plus written. Without ``out`` an even wire
+        is ``[world, *shape[:dim], shape[dim]/world, *shape[dim+1:]]``, an uneven one ``[world, outer, run]``,
+        one with sizes flat; a view of ``x`` when ``x`` already is the wire.
+
+    Traffic: reads ``x`` once, writes the wire once.
+    """
+    wire = out
+    if scale is None and out is None and sizes is None and (dtype is None or dtype is x.dtype):
+        shape, stride = x.shape, x.stride()
+        is_wire, layout = wire_layout(shape, stride, dim, world)
+        if is_wire:
+            return x, "view", 0
+        if layout is not None:
+            if path_for(x, "pack", dim, world) == "torch":
+                return x.as_strided(*layout).contiguous(), "torch", 2 * x.nbytes
+            wire = x.new_empty(layout[0])
+            if not x.is_conj() and not x.is_neg() and (moved := plain_copy("pack", x, wire, shape, stride, dim, world)):
+                return wire, "triton", moved
+    plan = Plan.along(x.shape, dim, world, sizes)
+    plain = scale is None and out is None and dtype in (None, x.dtype)
+    if plain and sizes is not None and plan.is_view and x.is_contiguous():
+        return x.view(-1), "view", 0
+    if wire is None:
+        wire = x.new_empty(_wire_shape(plan, x, dim, sizes), dtype=dtype)
+    blocks = wire if out is not None or sizes is not None else wire.view(world, plan.outer, plan.run)
+    return wire, *pack_into(blocks, x, plan, dim, sizes, scale)
+
+
+def _wire_shape(plan: Plan, x: Tensor, dim: int, sizes: Ints | None) -> Ints:
+    if sizes is not None:
+        return (plan.outer * plan.row,)
+    layout = wire_layout(x.shape, x.stride(), dim, plan.world)[1]
+    return (plan.world, plan.outer, plan.run) if layout is None else layout[0]
+
+
+def pack_into(
+    wire: Tensor, x: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None
+) -> tuple[str, int]:
+    """``pack`` into a wire of the plan's shape; the path and the bytes read plus written."""
+    taken, layout = path_for(x, "pack", dim, plan.world, sizes), rows_layout(x.shape, x.stride(), dim)
+    if layout is None and plan.outer == 1 and (plan.even or sizes is not None) and wire.is_contiguous():
+        layout = rows_layout(x.shape, x.stride(), -1)  # the wire is x in its own order: any rows will do
+        if layout is not None:
+            wire, sizes, plan = wire.view(1, -1, x.shape[-1]), None, Plan.along(x.shape, -1, 1)
+    if layout is None:
+        _refuse_triton("pack", x, dim)
+        return "torch", pack_blocks(wire, x, plan, dim, sizes, scale)
+    rows = x.as_strided(*layout)
+    if taken == "triton":
+        try:
+            return taken, kernels.pack(rows, wire, scale, sizes=plan.lengths)
+        except TooLargeError as error:
+            _leave_to_torch(error)
+    return "torch", reference.pack(rows, wire, scale, sizes=plan.lengths)
+
+
+def unpack(
+    wire: Tensor,
+    shape: Sequence[int],
+    dim: int,
+    world: int,
+    sizes: Ints | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> tuple[Tensor, str, int]:
+    """The way back: concatenate the ranks' pieces along ``dim``, one pass over memory.
+
+    Args:
+        wire: contiguous pieces in rank order, as ``pack`` makes them.
+        shape: shape of the result.
+        dim: the dim the pieces are joined along.
+        world: number of ranks.
+        sizes: pieces of ``dim`` per rank, when they were given to ``pack``.
+        dtype: element type of the result, ``wire.dtype`` by default.
+        scale: factor applied before the one rounding.
+        out: a tensor of ``shape``, any strides, to fill.
+        accumulate: add to ``out`` instead of overwriting it.
+
+    Returns:
+        The result (a tensor of its own, never a view of the wire), the path and the bytes read plus written.
+
+    Traffic: reads the wire once, writes the result once (reads it too when accumulating).
+    """
+    if out is None and scale is None and sizes is None and (dtype is None or dtype is wire.dtype):
+        whole = tuple(shape)
+        layout = joined_layout(whole, dim, world)
+        if layout is not None and wire.is_contiguous():
+            if path_for(wire, "unpack", dim, world, None, whole) == "torch":
+                return _joined(wire, whole, dim, layout), "torch", 2 * wire.nbytes
+            out = wire.new_empty(whole)
+            plain = not wire.is_conj() and not wire.is_neg()
+            if plain and (moved := plain_copy("unpack", out, wire, whole, out.stride(), dim, world)):
+                return out, "triton", moved
+    plan = Plan.along(shape, dim, world, sizes)
+    if out is None:
+        out = wire.new_empty(shape, dtype=dtype)
+    flat = (-1,) if sizes is not None else (world, plan.outer, plan.run)
+    return out, *_unpack_into(out, wire.reshape(flat), plan, dim, sizes, scale, accumulate)
+
+
+def _joined(wire: Tensor, shape: Ints, dim: int, layout: tuple[Ints, Ints, Ints | None, int]) -> Tensor:
+    """The pieces of a contiguous even wire joined by torch: by ``cat`` where rows are short, else by a strided copy."""
+    size, stride, pieces, row = layout
+    if pieces is None:
+        return wire.as_strided(size, stride).clone(memory_format=torch.contiguous_format)
+    if wire.nbytes >= _CAT_BYTES and row * wire.itemsize <= _CAT_ROW:  # a strided copy takes its time per run
+        return torch.cat((wire if wire.shape == pieces else wire.view(pieces)).unbind(0), dim)
+    return wire.as_strided(size, stride).reshape(shape)
+
+
+def _unpack_into(
+    out: Tensor, wire: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
+) -> tuple[str, int]:
+    taken, layout = path_for(out, "unpack", dim, plan.world, sizes), rows_layout(out.shape, out.stride(), dim)
+    if layout is None:
+        _refuse_triton("unpack", out, dim)
+        return "torch", unpack_blocks(wire, out, plan, dim, sizes, scale, accumulate)
+    rows = out.as_strided(*layout)
+    if taken == "triton":
+        try:
+            return taken, kernels.unpack(wire, rows, scale, accumulate=accumulate, sizes=plan.lengths)
+        except TooLargeError as error:
+            _leave_to_torch(error)
+    return "torch", reference.unpack(wire, rows, scale, accumulate=accumulate, sizes=plan.lengths)
+
+
+def _refuse_triton(name: str, x: Tensor, dim: int) -> None:
+    if _forced.value == "triton":
+        raise UnsupportedError(
+            f"{name}: path triton is forced, but no kernel walks shape {tuple(x.shape)} with strides {x.stride()} "
+            f"cut at dim {dim} (more than three outer dims, or a row that one stride cannot walk)"
+        )
+
+
+def _leave_to_torch(error: TooLargeError) -> None:
+    """A tensor of more units than the kernels count takes torch's path, unless triton is forced."""
+    if _forced.value == "triton":
+        raise UnsupportedError(f"path triton is forced, but {error}") from error
+
+
+def reduce(
+    wire: Tensor, *, dtype: torch.dtype | None = None, scale: float | None = None, out: Tensor | None = None
+) -> tuple[Tensor, str, int]:
+    """Sum the ranks' parts in rank order: ``out = (wire[0] + wire[1] + ...) * scale``, fp32 sum, one rounding.
+
+    Args:
+        wire: ``[world, ...]``, each part contiguous.
+        dtype: element type of the result, ``wire.dtype`` by default.
+        scale: factor applied to the sum.
+        out: a contiguous tensor of shape ``wire.shape[1:]`` to fill.
+
+    Returns:
+        The sum, the path (torch or triton) and the bytes read plus written.
+
+    Traffic: reads the wire once, writes the result once.
+    """
+    if out is None:
+        out = wire.new_empty(wire.shape[1:]) if dtype is None else wire.new_empty(wire.shape[1:], dtype=dtype)
+    flat, total = wire, out
+    if wire.dim() != 2:
+        flat, total = wire.flatten(1) if wire.dim() > 2 else wire.view(wire.shape[0], -1), out.view(-1)
+    if path_for(wire, "reduce") == "triton":
+        try:
+            return out, "triton", kernels.reduce(flat, total, scale)
+        except TooLargeError as error:
+            _leave_to_torch(error)
+    return out, "torch", reference.reduce(flat, total, scale)

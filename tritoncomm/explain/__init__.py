@@ -1,0 +1,229 @@
+"""What a mapping would do, told without doing it: steps, paths, bytes, tiles, and a predicted time.
+
+The bytes are those that `record` counts for the real call; times are predictions of `cost`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from tritoncomm_kernels import tables
+
+from tritoncomm.core.plan import Ints
+from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+from tritoncomm.explain import collectives as do
+from tritoncomm.explain.collectives import Move
+from tritoncomm.explain.cost import DEFAULTS, Rates
+from tritoncomm.explain.steps import Call, Movement
+from tritoncomm.parsing import dtype_name
+
+__all__ = ["OPS", "Explanation", "Share", "explain"]
+
+PROJECTED = (2, 4, 8, 16, 32, 64)
+_MOST_RANKS, _MOST_BYTES = 2**20, 2**62
+_SIZED = ("all_gather", "reduce_scatter", "split", "gather_sp", "reduce_scatter_sp")
+_EXCHANGES = ("all_to_all", "all_to_all_dims")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Projected seconds, forward and backward, at another number of ranks; None where the shape does not divide."""
+
+    world: int
+    local: float | None
+    collective: float | None
+
+    @property
+    def share(self) -> float | None:
+        """Local passes as a share of the whole."""
+        if self.local is None or self.collective is None:
+            return None
+        whole = self.local + self.collective
+        return self.local / whole if whole else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A mapping forward and backward, and what the share of its local passes would be at other numbers of ranks.
+
+    Attributes:
+        backward: None where there is none.
+        no_backward: why not.
+    """
+
+    op: str
+    world: int
+    dtype: torch.dtype
+    device: str
+    rates: Rates
+    forward: Movement
+    backward: Movement | None
+    no_backward: str
+    projection: tuple[Share, ...]
+
+
+# Short name: the mapping's name, its dims (a number: how many the caller gives), forward, backward.
+_TABLE: dict[str, tuple[str, Ints | int, Move, Move]] = {
+    "sp2hp": ("all_to_all_sp2hp", (), do.to_hidden, do.to_sequence),
+    "hp2sp": ("all_to_all_hp2sp", (), do.to_sequence, do.to_hidden),
+    "all_to_all": ("all_to_all", (), do.rows, do.rows_back),
+    "all_to_all_dims": ("all_to_all_dims", 2, do.exchange, do.swapped),
+    "all_gather": ("all_gather_dim", 1, do.gather, do.scatter_reduce),
+    "reduce_scatter": ("reduce_scatter_dim", 1, do.scatter_reduce, do.gather),
+    "split": ("split_dim", 1, do.split, do.gather),
+    "ag_last": ("all_gather_last_dim_from_tensor_parallel_region", (-1,), do.gather, do.scatter_reduce),
+    "rs_last": ("reduce_scatter_last_dim_to_tensor_parallel_region", (-1,), do.scatter_reduce, do.gather),
+    "gather_sp": ("gather_from_sequence_parallel_region", (0,), do.gather, do.scatter_reduce),
+    "reduce_scatter_sp": (
+        "reduce_scatter_to_sequence_parallel_region",
+        (0,),
+        do.scatter_reduce,
+        do.gather,
+    ),
+    "scatter_sp": ("scatter_to_sequence_parallel_region", (0,), do.split, do.gather),
+    "gather_tp": ("gather_from_tensor_model_parallel_region", (-1,), do.gather, do.split),
+    "scatter_tp": ("scatter_to_tensor_model_parallel_region", (-1,), do.split, do.gather),
+    "copy": ("copy_to_tensor_model_parallel_region", (), do.identity, do.all_reduce),
+    "reduce": ("reduce_from_tensor_model_parallel_region", (), do.all_reduce, do.identity),
+}
+OPS = {short: row[0] for short, row in _TABLE.items()}
+
+
+def explain(
+    op: str,
+    shape: Sequence[int],
+    world: int,
+    dtype: torch.dtype = torch.bfloat16,
+    dims: Sequence[int] = (),
+    device: str = "cuda",
+    rates: Rates | None = None,
+    held: bool = False,
+    *,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    rank: int = 0,
+    stride: Sequence[int] | None = None,
+    sm_count: int = 0,
+) -> Explanation:
+    """Tell what a mapping does with a tensor, forward and backward (of a contiguous gradient), without doing it.
+
+    Args:
+        op: a short name of ``OPS`` or the mapping's own name.
+        shape: of the input on this rank.
+        world: number of ranks.
+        dtype: of the input.
+        dims: of the mappings that take some: one (0 by default), or scatter_dim and gather_dim of an all-to-all.
+        device: ``cpu``, ``cuda``, or the name of a GPU whose tuned table counts.
+        rates: of the prediction; ``cost.DEFAULTS`` of the kind of device by default.
+        held: the caller keeps the input (``reduce``) or the gradient (``copy``), so it is not reduced in place.
+        sizes: of the mappings that take some: pieces of the dim per rank; of an all-to-all what goes to each rank.
+        out_sizes: of an all-to-all: what comes from each rank.
+        rank: the rank that is told about, which matters with sizes.
+        stride: of the input; contiguous by default.
+        sm_count: multiprocessors of the named GPU; by default those of the largest part of it that has a table.
+
+    Raises:
+        ArgumentError: no such mapping or device, or dims, sizes or ``held`` where it takes none.
+        ShapeError: the shape does not divide, has no such dim, or is larger than any tensor.
+        UnsupportedError: a reduction of a dtype that the backend cannot reduce.
+    """
+    short, dims = _named(op, tuple(dims))
+    if world < 1 or not shape or min(shape) < 0:
+        raise ShapeError(f"plan: shape {list(shape)} over {world} ranks: sizes of 0 or more, one rank or more")
+    _check_extent(tuple(shape), max(world, *PROJECTED), dtype, out_sizes or (), stride or ())
+    _check_device(device, sm_count)
+    kind = "cpu" if device == "cpu" else "cuda"
+    name = None if device in ("cpu", "cuda") else device
+    call = Call(
+        dims, world, dtype, kind, name, rates or DEFAULTS[kind], held, sm_count, rank,
+        *(None if given is None else tuple(given) for given in (sizes, out_sizes, stride)),
+    )  # fmt: skip
+    _check(short, tuple(shape), call)
+    forward, backward, why = _both(short, tuple(shape), call)
+    others = PROJECTED if call.sizes is None and call.out_sizes is None else ()  # sizes are those of one world
+    shares = tuple(_share(short, tuple(shape), replace(call, world=other, rank=0)) for other in others)
+    return Explanation(OPS[short], world, dtype, device, call.rates, forward, backward, why, shares)
+
+
+def _named(op: str, dims: Ints) -> tuple[str, Ints]:
+    """The short name, and the dims that its mapping takes."""
+    short = next((short for short, name in OPS.items() if op in (short, name)), None)
+    if short is None:
+        raise ArgumentError(f"plan: no mapping {op!r}; there are {', '.join(OPS)}")
+    if short == "all_to_all" and dims:
+        short = "all_to_all_dims"
+    takes = _TABLE[short][1]
+    if isinstance(takes, tuple):
+        if dims:
+            raise ArgumentError(f"plan: {OPS[short]} takes no dims, not {list(dims)}")
+        return short, takes
+    if takes == 1 and not dims:
+        dims = (0,)
+    if len(dims) != takes:
+        raise ArgumentError(f"plan: {OPS[short]} takes {takes} dims, not {len(dims)}: {list(dims)}")
+    return short, dims
+
+
+def _check_extent(shape: Ints, world: int, dtype: torch.dtype, out_sizes: Sequence[int], stride: Sequence[int]) -> None:
+    """Refuse what no tensor of torch holds, on any rank or gathered from all of them."""
+    if world > _MOST_RANKS:
+        raise ShapeError(f"plan: no job has more than {_MOST_RANKS} ranks")
+    sizes = [max(size, 1) for size in shape]
+    elements = max(math.prod(sizes) * world, math.prod(sizes) // min(sizes) * sum(out_sizes))
+    reach = sum((size - 1) * step for size, step in zip(sizes, stride, strict=False))
+    nbytes = max(elements, reach, *stride, 0) * dtype.itemsize
+    if nbytes > _MOST_BYTES:
+        raise ShapeError("plan: the tensors of such a call are larger than 4 EiB; is a size or a stride mistyped?")
+
+
+def _check_device(device: str, sm_count: int) -> None:
+    """Refuse the name of a GPU of which nothing is known: what is told would be another one's tiles and times."""
+    if device in ("cpu", "cuda"):
+        return
+    here = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    if device in {torch.cuda.get_device_name(index) for index in here}:
+        return
+    if not device.isprintable() or len(device) > 100 or not tables.chosen(device, sm_count):
+        raise ArgumentError(
+            f"plan: nothing is known of a device {device[:100]!r}: no GPU here has this name, and no tuned table is "
+            "for it (docs/tuning.md); give cuda, cpu or the name of such a GPU"
+        )
+
+
+def _check(short: str, shape: Ints, call: Call) -> None:
+    """Refuse what the mapping does not take."""
+    name = OPS[short]
+    if call.sizes is not None and short not in _SIZED + _EXCHANGES:
+        raise ArgumentError(f"plan: {name} takes no sizes; {', '.join(_SIZED + _EXCHANGES)} do")
+    if call.out_sizes is not None and short not in _EXCHANGES:
+        raise ArgumentError(f"plan: {name} takes no sizes of what comes; {', '.join(_EXCHANGES)} do")
+    if call.held and short not in ("copy", "reduce"):
+        raise ArgumentError(f"plan: held says something about copy and reduce only, not about {name}")
+    if not 0 <= call.rank < call.world:
+        raise ArgumentError(f"plan: rank {call.rank} is none of 0 to {call.world - 1}")
+    if call.stride is not None and (len(call.stride) != len(shape) or min(call.stride) < 0):
+        raise ShapeError(f"plan: strides {list(call.stride)} for shape {list(shape)}: one of 0 or more for every dim")
+
+
+def _both(short: str, shape: Ints, call: Call) -> tuple[Movement, Movement | None, str]:
+    """Forward, backward, and why there is no backward."""
+    name, _, forth, back = _TABLE[short]
+    steps, result = ([], shape) if call.world == 1 else forth(shape, call.dims, call)
+    forward = Movement(name, shape, result, tuple(steps))
+    if not (call.dtype.is_floating_point or call.dtype.is_complex):
+        return forward, None, f"{dtype_name(call.dtype)} has no gradients"
+    try:
+        returned, _ = ([], shape) if call.world == 1 else back(result, call.dims, replace(call, stride=None))
+    except UnsupportedError as error:
+        return forward, None, str(error)
+    return forward, Movement(f"{name}.backward", result, shape, tuple(returned)), ""
+
+
+def _share(short: str, shape: Ints, call: Call) -> Share:
+    try:
+        forward, backward, _ = _both(short, shape, call)
+    except ShapeError:
+        return Share(call.world, None, None)
+    back = (0.0, 0.0) if backward is None else backward.seconds
+    return Share(call.world, *(a + b for a, b in zip(forward.seconds, back, strict=True)))

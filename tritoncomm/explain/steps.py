@@ -1,0 +1,193 @@
+"""The steps that movements are made of: local passes as `ops` would make them, and collectives."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ReduceOp
+from tritoncomm_kernels.config import config_for, crossover_of, origin_of
+
+from tritoncomm.core import backend, ops
+from tritoncomm.core.plan import Ints, Plan, rows_layout, unit_bytes, wire_layout
+from tritoncomm.errors import UnsupportedError
+from tritoncomm.explain.cost import Rates, collective_seconds, pass_seconds
+from tritoncomm.parsing import dtype_name
+
+__all__ = ["Call", "Movement", "Step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing that happens to the tensor.
+
+    Attributes:
+        name: pack, unpack, copy, split, view, or the collective.
+        path: view, torch or triton; ``backend`` for the collective.
+        what: the shapes, in words.
+        packed: bytes read plus written by a local pass.
+        wire: bytes that this rank sends.
+        seconds: predicted.
+        tile: the kernel's tile, empty without a kernel.
+        origin: where the tile came from.
+    """
+
+    name: str
+    path: str
+    what: str
+    packed: int
+    wire: int
+    seconds: float
+    tile: str = ""
+    origin: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """All steps of one direction; ``shape`` becomes ``result`` on every rank."""
+
+    name: str
+    shape: Ints
+    result: Ints
+    steps: tuple[Step, ...]
+
+    @property
+    def path(self) -> str:
+        """As `record` counts it: that of the first pack or unpack that moves something, else of any local step."""
+        moving = [step for step in self.steps if step.packed]
+        first = [step for step in moving if step.name in ("pack", "unpack")] + moving
+        return first[0].path if first else "view"
+
+    @property
+    def passes(self) -> int:
+        """Local passes over memory."""
+        return sum(step.packed > 0 for step in self.steps)
+
+    @property
+    def packed(self) -> int:
+        """Bytes read plus written by local passes."""
+        return sum(step.packed for step in self.steps)
+
+    @property
+    def wire(self) -> int:
+        """Bytes that this rank sends."""
+        return sum(step.wire for step in self.steps)
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Predicted: local passes, collective."""
+        local = sum(step.seconds for step in self.steps if step.path != "backend")
+        return local, sum(step.seconds for step in self.steps) - local
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What all steps of a call share.
+
+    Attributes:
+        dims: of the mapping.
+        world: number of ranks.
+        dtype: element type.
+        kind: of device, cpu or cuda.
+        device_name: the GPU whose tables count, if any.
+        sm_count: its multiprocessors, 0 if nobody knows.
+        rates: what the machine is assumed to do.
+        held: whether somebody else holds the tensor.
+        rank: the rank that is told about; it matters with sizes.
+        sizes: pieces of the (scattered) dim per rank.
+        out_sizes: of an all-to-all, what comes from each rank.
+        stride: of the input, None when it is contiguous.
+    """
+
+    dims: Ints
+    world: int
+    dtype: torch.dtype
+    kind: str
+    device_name: str | None
+    rates: Rates
+    held: bool
+    sm_count: int = 0
+    rank: int = 0
+    sizes: Ints | None = None
+    out_sizes: Ints | None = None
+    stride: Ints | None = None
+
+    def nbytes(self, shape: Ints) -> int:
+        """Bytes of a tensor of that shape."""
+        return math.prod(shape) * self.dtype.itemsize
+
+    def input(self, shape: Ints) -> torch.Tensor:
+        """The input without memory."""
+        if self.stride is None:
+            return torch.empty(shape, device="meta")
+        return torch.empty_strided(shape, self.stride, device="meta")
+
+    def path(self, op: str, nbytes: int, unit: int) -> str:
+        """The path of a pack or unpack of so many bytes in that unit, as `ops` chooses it."""
+        if ops.forced_path() != "auto":
+            return ops.forced_path()
+        limits = crossover_of(op, self.device_name, self.sm_count)
+        return "torch" if self.kind == "cpu" or (limits and nbytes < limits.by_unit[unit]) else "triton"
+
+    def check_sum(self) -> None:
+        """Refuse to reduce what the backend cannot, as `c10d` does."""
+        name = "gloo" if self.kind == "cpu" else "nccl"
+        if problem := backend.refused(ReduceOp.SUM, self.dtype, name):
+            raise UnsupportedError(f"plan: {name} cannot reduce {dtype_name(self.dtype)}: {problem}")
+
+    def local(self, name: str, what: str, moved: int, path: str = "torch", tile: str = "", origin: str = "") -> Step:
+        """A pass that reads and writes ``moved`` bytes; a view if none."""
+        return Step(name, path if moved else "view", what, moved, 0, pass_seconds(moved, self.rates), tile, origin)
+
+    def collective(self, name: str, what: str, wire: int, received: int = 0) -> Step:
+        """A collective in which this rank sends ``wire`` bytes; the larger of that and ``received`` takes the time."""
+        seconds = collective_seconds(name, max(wire, received), self.world, self.rates)
+        return Step(name, "backend", what, 0, wire, seconds)
+
+    def flat(self, shape: Ints) -> list[Step]:
+        """The copy that makes the input contiguous; nothing where it is."""
+        if self.input(shape).is_contiguous():
+            return []
+        what = f"{list(shape)} with strides {list(self.stride or ())} made contiguous"
+        return [self.local("copy", what, 2 * self.nbytes(shape))]
+
+    def pack(self, shape: Ints, dim: int, sizes: Ints | None = None) -> Step:
+        """The input, cut along ``dim``, into rank order."""
+        x = self.input(shape)
+        stride = x.stride()
+        if sizes is None:
+            is_wire = wire_layout(shape, stride, dim, self.world)[0]
+        else:
+            is_wire = Plan.along(shape, dim, self.world, sizes).is_view and x.is_contiguous()
+        return self._layout("pack", shape, stride, dim, sizes, is_wire)
+
+    def unpack(self, shape: Ints, dim: int, sizes: Ints | None = None) -> Step:
+        """The wire into a tensor of that shape, joined along ``dim``."""
+        is_wire = Plan.along(shape, dim, self.world, sizes).outer == 1
+        return self._layout("unpack", shape, torch.empty(shape, device="meta").stride(), dim, sizes, is_wire)
+
+    def _layout(self, name: str, shape: Ints, stride: Ints, dim: int, sizes: Ints | None, is_wire: bool) -> Step:
+        if is_wire:
+            return self.local(name, f"{list(shape)} is the wire as it lies", 0)
+        plan, dim = Plan.along(shape, dim, self.world, sizes), dim % len(shape)
+        wire = f"[{plan.outer * plan.row}]" if sizes is not None else f"[{self.world}, {plan.outer}, {plan.run}]"
+        what = f"{list(shape)} along dim {dim} -> wire {wire}"
+        if name == "unpack":
+            what = f"wire {wire} -> {list(shape)} along dim {dim}"
+        size, moved = self.dtype.itemsize, 2 * self.nbytes(shape)
+        unit = unit_bytes(shape, stride, dim, self.world, sizes, size)
+        path = self.path(name, self.nbytes(shape), unit)
+        if rows_layout(shape, stride, dim) is None:
+            if plan.outer != 1 or rows_layout(shape, stride, -1) is None:  # no kernel reads it
+                return self._copied(name, what, moved)
+            plan = Plan.along(shape, -1, 1)
+        if path != "triton" or not moved:
+            return self.local(name, what, moved, path)
+        cols = plan.run if plan.lengths is not None else plan.world * plan.run  # with sizes the run is the longest
+        tile = config_for(name, unit, plan.outer, cols * size, device_name=self.device_name, sm_count=self.sm_count)
+        told = f"{tile.block_rows} x {tile.block_cols} B, {tile.num_warps} warps, {unit} B per access"
+        return self.local(name, what, moved, path, told, origin_of(name, unit, self.device_name, self.sm_count))
+
+    def _copied(self, name: str, what: str, moved: int) -> Step:
+        if ops.forced_path() == "triton":
+            raise UnsupportedError(f"plan: path triton is forced, but no kernel walks {what} with these strides")
+        return self.local(name, f"{what}, one strided copy per rank", moved)

@@ -1,0 +1,118 @@
+"""The autograd classes of the all-to-all mappings; their backward is an all-to-all too."""
+
+import math
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.compiler import is_compiling
+from torch.distributed import ProcessGroup
+
+from tritoncomm import record
+from tritoncomm.core import eager, ops, routes
+from tritoncomm.core.function import direct
+from tritoncomm.core.plan import Ints, normalize_sizes
+from tritoncomm.mappings.general import checked
+
+__all__ = ["_AllToAll", "_HiddenToSequence", "_SequenceToHidden", "exchange_rows", "to_hidden", "to_sequence"]
+
+
+@direct
+class _AllToAll(Function):
+    """Forward: all-to-all along dim 0. Backward: all-to-all with the split sizes swapped."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: ProcessGroup,
+        input: Tensor,
+        output_split_sizes: Any,
+        input_split_sizes: Any,
+        use_nccl_stream: bool = False,
+    ) -> Tensor:
+        ctx.group = group
+        ctx.output_split_sizes = output_split_sizes
+        ctx.input_split_sizes = input_split_sizes
+        ctx.use_nccl_stream = use_nccl_stream
+        return exchange_rows(input, group, output_split_sizes, input_split_sizes, use_nccl_stream, "all_to_all")
+
+    @staticmethod
+    def backward(ctx: Any, *grad_output: Tensor) -> Any:
+        grad, group = grad_output[0], ctx.group
+        sizes = (ctx.input_split_sizes, ctx.output_split_sizes)
+        on_stream = getattr(ctx, "use_nccl_stream", False)
+        if grad.requires_grad:
+            return None, _AllToAll.apply(group, grad, *sizes, on_stream), None, None, None
+        return None, exchange_rows(grad, group, *sizes, on_stream, "all_to_all.backward"), None, None, None
+
+
+def exchange_rows(x: Tensor, group: ProcessGroup, out: Any, into: Any, on_stream: bool, name: str) -> Tensor:
+    """The engine's row exchange with a caller's split sizes, on the current stream or on the backend's."""
+    group = checked(x, group, name)
+    out_sizes, in_sizes = normalize_sizes(out, name), normalize_sizes(into, name)
+    if on_stream and not is_compiling():
+        result, handle = eager.exchange_rows(x, group, out_sizes, in_sizes, name, True)
+        return result if handle is None else handle.wait()
+    return eager.exchange_rows(x, group, out_sizes, in_sizes, name)
+
+
+def to_hidden(x: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: bool, name: str) -> Tensor:
+    """``[t.., H] -> [t*W, H/W]``, or ``shape``."""
+    if shape is None:
+        shape = (math.prod(x.shape[:-1]) * group.size(), x.shape[-1] // group.size())
+    return eager.exchange(x, -1, 0, group, name, shape=shape, asynchronous=on_stream)
+
+
+def _flattened(x: Tensor, name: str) -> Tensor:
+    """``[T.., h] -> [T, h]``; a copy, which is counted, where the leading dims cannot be joined."""
+    flat = math.prod(x.shape[:-1]), x.shape[-1]
+    if is_compiling() or x.is_contiguous():
+        return x.reshape(flat)
+    try:
+        return x.view(flat)
+    except RuntimeError:
+        started = record.now()
+        rows, path, moved = ops.pack(routes.resolved(x), 0, 1)
+        record.add(name, path, moved, 0, started, calls=0)
+        return rows.view(flat)
+
+
+def to_sequence(x: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: bool, name: str) -> Tensor:
+    """``[T.., h] -> [T/W, h*W]``, or ``shape``."""
+    if x.dim() != 2:
+        x = _flattened(x, name)
+    return eager.exchange(x, 0, 1, group, name, shape=shape, asynchronous=on_stream)
+
+
+@direct
+class _SequenceToHidden(Function):
+    """Forward: every rank's rows, my columns. Backward: my rows, every rank's columns."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: bool) -> Tensor:
+        ctx.group, ctx.shape, ctx.on_stream = group, input_.shape, on_stream
+        return to_hidden(input_, group, shape, on_stream, "all_to_all_sp2hp")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        args = (grad_output, ctx.group, ctx.shape, ctx.on_stream)
+        if grad_output.requires_grad:
+            return _HiddenToSequence.apply(*args), None, None, None
+        return to_sequence(*args, "all_to_all_sp2hp.backward"), None, None, None
+
+
+@direct
+class _HiddenToSequence(Function):
+    """Forward: my rows, every rank's columns. Backward: every rank's rows, my columns."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: bool) -> Tensor:
+        ctx.group, ctx.shape, ctx.on_stream = group, input_.shape, on_stream
+        return to_sequence(input_, group, shape, on_stream, "all_to_all_hp2sp")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        args = (grad_output, ctx.group, ctx.shape, ctx.on_stream)
+        if grad_output.requires_grad:
+            return _SequenceToHidden.apply(*args), None, None, None
+        return to_hidden(*args, "all_to_all_hp2sp.backward"), None, None, None

@@ -1,0 +1,286 @@
+"""Megatron-LM's autograd classes; `mappings` has the public functions.
+
+The ctx attribute names and the one-None-per-extra-argument gradients are part of the contract. Backward enters an
+autograd class again only under ``create_graph``.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.compiler import is_dynamo_compiling
+from torch.distributed import ProcessGroup
+
+from tritoncomm.core import eager, inplace
+from tritoncomm.core.function import direct
+from tritoncomm.core.plan import normalize_sizes
+from tritoncomm.mappings.general import split_dim
+from tritoncomm.mappings.helpers import (
+    _gather_along_first_dim,
+    _gather_along_last_dim,
+    _reduce_scatter_along_first_dim,
+    _reduce_scatter_along_last_dim,
+    _split_along_first_dim,
+    _split_along_last_dim,
+)
+
+__all__ = [
+    "_AllGatherFromTensorParallelRegion",
+    "_CopyToModelParallelRegion",
+    "_GatherFromModelParallelRegion",
+    "_GatherFromSequenceParallelRegion",
+    "_ReduceFromModelParallelRegion",
+    "_ReduceInPlace",
+    "_ReduceScatterToSequenceParallelRegion",
+    "_ReduceScatterToTensorParallelRegion",
+    "_ScatterToModelParallelRegion",
+    "_ScatterToSequenceParallelRegion",
+]
+
+
+@direct
+class _CopyToModelParallelRegion(Function):
+    """Forward: identity. Backward: all-reduce."""
+
+    @staticmethod
+    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        return input_
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return input_
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if grad_output.requires_grad:
+            return _ReduceFromModelParallelRegion.apply(grad_output, ctx.group), None
+        exclusive = (
+            not is_dynamo_compiling()
+            and (references := sys.getrefcount(grad_output)) <= inplace.max_references
+            and inplace.gradient_is_exclusive(references, grad_output, ctx, _CopyToModelParallelRegion)
+        )
+        name = "copy_to_tensor_model_parallel_region.backward"
+        return eager.all_reduce(grad_output, ctx.group, name, in_place=exclusive), None
+
+
+@direct
+class _ReduceFromModelParallelRegion(Function):
+    """Forward: all-reduce. Backward: identity."""
+
+    @staticmethod
+    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        return eager.all_reduce(input_, group, "reduce_from_tensor_model_parallel_region")
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return eager.all_reduce(input_, group, "reduce_from_tensor_model_parallel_region")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if grad_output.requires_grad:
+            return _CopyToModelParallelRegion.apply(grad_output, ctx.group), None
+        return grad_output, None
+
+
+@direct
+class _ReduceInPlace(Function):
+    """``_ReduceFromModelParallelRegion`` in place, for an otherwise unreferenced temporary; marks the input dirty."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        ctx.mark_dirty(input_)
+        return eager.all_reduce(input_, group, "reduce_from_tensor_model_parallel_region", in_place=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return _ReduceFromModelParallelRegion.backward(ctx, grad_output)
+
+
+@direct
+class _ScatterToModelParallelRegion(Function):
+    """Forward: split the last dim. Backward: all-gather it."""
+
+    @staticmethod
+    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        return _split_along_last_dim(input_, group)
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return eager.split(input_, -1, group, None, "scatter_to_tensor_model_parallel_region")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if grad_output.requires_grad:
+            return _GatherFromModelParallelRegion.apply(grad_output, ctx.group), None
+        return eager.gather(grad_output, -1, ctx.group, None, "scatter_to_tensor_model_parallel_region.backward"), None
+
+
+@direct
+class _GatherFromModelParallelRegion(Function):
+    """Forward: all-gather the last dim. Backward: split it (the gradient is the same on every rank)."""
+
+    @staticmethod
+    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        return _gather_along_last_dim(input_, group)
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return eager.gather(input_, -1, group, None, "gather_from_tensor_model_parallel_region")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if grad_output.requires_grad:
+            return _ScatterToModelParallelRegion.apply(grad_output, ctx.group), None
+        return eager.split(grad_output, -1, ctx.group, None, "gather_from_tensor_model_parallel_region.backward"), None
+
+
+@direct
+class _ScatterToSequenceParallelRegion(Function):
+    """Forward: split dim 0. Backward: all-gather it."""
+
+    @staticmethod
+    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        return _split_along_first_dim(input_, group)
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return eager.split(input_, 0, group, None, "scatter_to_sequence_parallel_region")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if grad_output.requires_grad:
+            return _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, False), None
+        return eager.gather(grad_output, 0, ctx.group, None, "scatter_to_sequence_parallel_region.backward"), None
+
+
+@direct
+class _GatherFromSequenceParallelRegion(Function):
+    """Forward: all-gather dim 0. Backward: reduce-scatter it, or split a replicated gradient."""
+
+    @staticmethod
+    def symbolic(
+        graph: Any,
+        input_: Tensor,
+        group: ProcessGroup,
+        tensor_parallel_output_grad: bool = True,
+        output_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Tensor:
+        return _gather_along_first_dim(input_, group, output_split_sizes, use_global_buffer)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_: Tensor,
+        group: ProcessGroup,
+        tensor_parallel_output_grad: bool = True,
+        output_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Tensor:
+        ctx.tensor_parallel_output_grad = tensor_parallel_output_grad
+        ctx.group = group
+        ctx.output_split_sizes = output_split_sizes
+        ctx.use_global_buffer = use_global_buffer
+        name = "gather_from_sequence_parallel_region"
+        return eager.gather(input_, 0, group, normalize_sizes(output_split_sizes, name), name)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        group, sizes = ctx.group, ctx.output_split_sizes
+        name = "gather_from_sequence_parallel_region.backward"
+        if not ctx.tensor_parallel_output_grad:
+            grad = split_dim(grad_output, 0, group, sizes=sizes)
+        elif grad_output.requires_grad:
+            grad = _ReduceScatterToSequenceParallelRegion.apply(grad_output, group, sizes, ctx.use_global_buffer)
+        else:
+            grad = eager.scatter_reduce(grad_output, 0, group, normalize_sizes(sizes, name), name)
+        return grad, None, None, None, None
+
+
+@direct
+class _ReduceScatterToSequenceParallelRegion(Function):
+    """Forward: reduce-scatter dim 0. Backward: all-gather it."""
+
+    @staticmethod
+    def symbolic(
+        graph: Any,
+        input_: Tensor,
+        group: ProcessGroup,
+        input_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Tensor:
+        return _reduce_scatter_along_first_dim(input_, group, input_split_sizes, use_global_buffer)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_: Tensor,
+        group: ProcessGroup,
+        input_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Tensor:
+        ctx.group = group
+        ctx.input_split_sizes = input_split_sizes
+        ctx.use_global_buffer = use_global_buffer
+        name = "reduce_scatter_to_sequence_parallel_region"
+        return eager.scatter_reduce(input_, 0, group, normalize_sizes(input_split_sizes, name), name)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if grad_output.requires_grad:
+            args = (True, ctx.input_split_sizes, ctx.use_global_buffer)
+            grad = _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, *args)
+        else:
+            name = "reduce_scatter_to_sequence_parallel_region.backward"
+            grad = eager.gather(grad_output, 0, ctx.group, normalize_sizes(ctx.input_split_sizes, name), name)
+        return grad, None, None, None
+
+
+@direct
+class _AllGatherFromTensorParallelRegion(Function):
+    """Forward: all-gather the last dim. Backward: reduce-scatter it."""
+
+    @staticmethod
+    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        return _gather_along_last_dim(input_, group)
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return eager.gather(input_, -1, group, None, "all_gather_last_dim_from_tensor_parallel_region")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if grad_output.requires_grad:
+            return _ReduceScatterToTensorParallelRegion.apply(grad_output, ctx.group), None
+        name = "all_gather_last_dim_from_tensor_parallel_region.backward"
+        return eager.scatter_reduce(grad_output, -1, ctx.group, None, name), None
+
+
+@direct
+class _ReduceScatterToTensorParallelRegion(Function):
+    """Forward: reduce-scatter the last dim. Backward: all-gather it."""
+
+    @staticmethod
+    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        return _reduce_scatter_along_last_dim(input_, group)
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return eager.scatter_reduce(input_, -1, group, None, "reduce_scatter_last_dim_to_tensor_parallel_region")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if grad_output.requires_grad:
+            return _AllGatherFromTensorParallelRegion.apply(grad_output, ctx.group), None
+        name = "reduce_scatter_last_dim_to_tensor_parallel_region.backward"
+        return eager.gather(grad_output, -1, ctx.group, None, name), None

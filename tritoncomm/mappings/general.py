@@ -1,0 +1,199 @@
+"""The general mappings: gather, reduce-scatter, split and all-to-all along any dims, each with its adjoint as backward.
+
+An autograd class is entered only when a gradient is wanted; backward calls the adjoint mapping, which enters its own
+class only under ``create_graph``, so every mapping can be differentiated twice.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.distributed import ProcessGroup
+
+from tritoncomm.core import eager
+from tritoncomm.core.function import direct, wants_grad, without_graph
+from tritoncomm.core.plan import Ints, normalize_sizes
+from tritoncomm.core.validation import refuse_forward_ad
+from tritoncomm.errors import ArgumentError, ShapeError
+from tritoncomm.groups import resolve
+
+__all__ = ["all_gather_dim", "all_to_all_dims", "reduce_scatter_dim", "split_dim"]
+
+
+def checked(input_: Any, group: ProcessGroup | None, name: str) -> ProcessGroup:
+    """The group to use; refuses anything but a tensor, and forward-mode AD (which `autograd.Function` hides)."""
+    if forward_ad._current_level >= 0 and isinstance(input_, Tensor):
+        refuse_forward_ad(input_, name)
+    if isinstance(input_, Tensor) and isinstance(group, ProcessGroup):
+        return group
+    if not isinstance(input_, Tensor):
+        raise ArgumentError(f"{name}: input_ must be a tensor, not {type(input_).__name__}")
+    return resolve(group, name)
+
+
+def checked_dim(input_: Tensor, dim: int, name: str) -> int:
+    """``dim`` counted from the front."""
+    if not -input_.dim() <= dim < input_.dim():
+        raise ShapeError(f"{name}: dim {dim} is out of range for shape {tuple(input_.shape)}")
+    return dim % input_.dim()
+
+
+@direct
+class _AllGatherDim(torch.autograd.Function):
+    """Forward: all-gather. Backward: reduce-scatter of a partial gradient, or split of a replicated one."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, partial: bool) -> Tensor:
+        ctx.dim, ctx.group, ctx.sizes, ctx.partial = dim, group, sizes, partial
+        return eager.gather(input_, dim, group, sizes, "all_gather_dim")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        adjoint = reduce_scatter_dim if ctx.partial else split_dim
+        return adjoint(grad_output, ctx.dim, ctx.group, sizes=ctx.sizes), None, None, None, None
+
+
+@direct
+class _ReduceScatterDim(torch.autograd.Function):
+    """Forward: reduce-scatter. Backward: all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None) -> Tensor:
+        ctx.dim, ctx.group, ctx.sizes = dim, group, sizes
+        return eager.scatter_reduce(input_, dim, group, sizes, "reduce_scatter_dim")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return all_gather_dim(grad_output, ctx.dim, ctx.group, sizes=ctx.sizes), None, None, None
+
+
+@direct
+class _SplitDim(torch.autograd.Function):
+    """Forward: this rank's piece. Backward: all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None) -> Tensor:
+        ctx.dim, ctx.group, ctx.sizes = dim, group, sizes
+        return eager.split(input_, dim, group, sizes, "split_dim")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        grad = all_gather_dim(grad_output, ctx.dim, ctx.group, tensor_parallel_output_grad=False, sizes=ctx.sizes)
+        return grad, None, None, None
+
+
+@direct
+class _AllToAllDims(torch.autograd.Function):
+    """Forward: cut one dim, join another. Backward: the same with the dims swapped."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input_: Tensor, dims: tuple[int, int], group: ProcessGroup, sizes: tuple[Ints | None, Ints | None]
+    ) -> Tensor:
+        ctx.dims, ctx.group, ctx.sizes = dims, group, sizes
+        return eager.exchange(input_, *dims, group, "all_to_all_dims", scatter_sizes=sizes[0], gather_sizes=sizes[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        (scatter_dim, gather_dim), (cut, join) = ctx.dims, ctx.sizes
+        grad = all_to_all_dims(grad_output, gather_dim, scatter_dim, ctx.group, scatter_sizes=join, gather_sizes=cut)
+        return grad, None, None, None
+
+
+def all_gather_dim(
+    input_: Tensor,
+    dim: int,
+    group: ProcessGroup | None = None,
+    *,
+    tensor_parallel_output_grad: bool = True,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Forward: all-gather along ``dim``. Backward: reduce-scatter along ``dim``.
+
+    With ``tensor_parallel_output_grad=False`` the gradient is the same on every rank and backward only splits it.
+    ``sizes`` gives the size of ``dim`` on each rank when they differ.
+
+    Shape: ``[..., n, ...] -> [..., n*world, ...]``, or ``[..., sum(sizes), ...]``.
+
+    Raises:
+        ShapeError: no such dim, or sizes that do not fit; before anything is sent.
+    """
+    name = "all_gather_dim"
+    group = checked(input_, group, name)
+    dim, cut = checked_dim(input_, dim, name), normalize_sizes(sizes, name)
+    if wants_grad(input_):
+        return _AllGatherDim.apply(input_, dim, group, cut, tensor_parallel_output_grad)
+    return without_graph(eager.gather(input_, dim, group, cut, name))
+
+
+def reduce_scatter_dim(
+    input_: Tensor, dim: int, group: ProcessGroup | None = None, *, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Forward: reduce-scatter along ``dim``. Backward: all-gather along ``dim``.
+
+    Shape: ``[..., n, ...] -> [..., n/world, ...]``, or ``[..., sizes[rank], ...]``.
+
+    Raises:
+        ShapeError: ``dim`` does not divide, or sizes do not add up to it; before anything is sent.
+    """
+    name = "reduce_scatter_dim"
+    group = checked(input_, group, name)
+    dim, cut = checked_dim(input_, dim, name), normalize_sizes(sizes, name)
+    if wants_grad(input_):
+        return _ReduceScatterDim.apply(input_, dim, group, cut)
+    return without_graph(eager.scatter_reduce(input_, dim, group, cut, name))
+
+
+def split_dim(
+    input_: Tensor, dim: int, group: ProcessGroup | None = None, *, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Forward: this rank's piece of ``dim`` of a replicated tensor. Backward: all-gather along ``dim``.
+
+    The piece is contiguous, and a view of the input where it can be.
+
+    Shape: ``[..., n, ...] -> [..., n/world, ...]``, or ``[..., sizes[rank], ...]``.
+    """
+    name = "split_dim"
+    group = checked(input_, group, name)
+    dim, cut = checked_dim(input_, dim, name), normalize_sizes(sizes, name)
+    if wants_grad(input_):
+        return _SplitDim.apply(input_, dim, group, cut)
+    return without_graph(eager.split(input_, dim, group, cut, name))
+
+
+def all_to_all_dims(
+    input_: Tensor,
+    scatter_dim: int,
+    gather_dim: int,
+    group: ProcessGroup | None = None,
+    *,
+    scatter_sizes: Sequence[int] | None = None,
+    gather_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Forward: cut ``scatter_dim`` over the ranks and join ``gather_dim`` from them. Backward: the dims swapped.
+
+    The exchange of Ulysses sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509): with ``[batch, seq/world, heads,
+    head_dim]`` and dims 2, 1 every rank ends up with the whole sequence for its share of the heads.
+
+    Args:
+        input_: any number of dims, any strides (a slice of a fused qkv is read in place).
+        scatter_dim: the dim that is cut; divides by the number of ranks unless ``scatter_sizes`` are given.
+        gather_dim: the dim that is joined.
+        group: the ranks.
+        scatter_sizes: pieces of ``scatter_dim`` per rank (uneven heads).
+        gather_sizes: size of ``gather_dim`` on each rank (uneven sequences).
+
+    Shape: ``[..., s, ..., g, ...] -> [..., s/world, ..., g*world, ...]``.
+
+    Raises:
+        ShapeError: ``scatter_dim`` does not divide, or sizes do not fit; before anything is sent.
+    """
+    name = "all_to_all_dims"
+    group = checked(input_, group, name)
+    dims = (checked_dim(input_, scatter_dim, name), checked_dim(input_, gather_dim, name))
+    sizes = (normalize_sizes(scatter_sizes, name), normalize_sizes(gather_sizes, name))
+    if wants_grad(input_):
+        return _AllToAllDims.apply(input_, dims, group, sizes)
+    return without_graph(eager.exchange(input_, *dims, group, name, scatter_sizes=sizes[0], gather_sizes=sizes[1]))

@@ -1,0 +1,83 @@
+"""Megatron-LM's underscore helpers: one movement along the first or last dim, not differentiable."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tritoncomm.core import eager
+from tritoncomm.core.function import without_graph
+from tritoncomm.core.plan import normalize_sizes
+from tritoncomm.mappings.general import checked
+
+__all__ = [
+    "_gather_along_first_dim",
+    "_gather_along_last_dim",
+    "_reduce",
+    "_reduce_scatter_along_first_dim",
+    "_reduce_scatter_along_last_dim",
+    "_split_along_first_dim",
+    "_split_along_last_dim",
+]
+
+
+def _reduce(input_: Tensor, group: ProcessGroup) -> Tensor:
+    """All-reduce; a contiguous input is overwritten and returned."""
+    name = "_reduce"
+    return eager.all_reduce(input_, checked(input_, group, name), name, in_place=True)
+
+
+def _split_along_last_dim(input_: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's chunk of the last dim, contiguous: ``[..., H] -> [..., H/W]``."""
+    return _run_split(input_, -1, group, "_split_along_last_dim")
+
+
+def _split_along_first_dim(input_: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's chunk of dim 0, a view of a contiguous input: ``[S, ...] -> [S/W, ...]``."""
+    return _run_split(input_, 0, group, "_split_along_first_dim")
+
+
+def _gather_along_last_dim(input_: Tensor, group: ProcessGroup) -> Tensor:
+    """All-gather along the last dim: ``[..., h] -> [..., h*W]``."""
+    return _run_gather(input_, -1, group, None, "_gather_along_last_dim")
+
+
+def _reduce_scatter_along_last_dim(input_: Tensor, group: ProcessGroup) -> Tensor:
+    """Reduce-scatter along the last dim: ``[..., H] -> [..., H/W]``."""
+    return _run_scatter_reduce(input_, -1, group, None, "_reduce_scatter_along_last_dim")
+
+
+def _gather_along_first_dim(
+    input_: Tensor,
+    group: ProcessGroup,
+    output_split_sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,
+) -> Tensor:
+    """All-gather along dim 0: ``[s, ...] -> [s*W, ...]``, or ``[sum(output_split_sizes), ...]``."""
+    return _run_gather(input_, 0, group, output_split_sizes, "_gather_along_first_dim")
+
+
+def _reduce_scatter_along_first_dim(
+    input_: Tensor,
+    group: ProcessGroup,
+    input_split_sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,
+) -> Tensor:
+    """Reduce-scatter along dim 0: ``[S, ...] -> [S/W, ...]``, or ``[input_split_sizes[rank], ...]``."""
+    return _run_scatter_reduce(input_, 0, group, input_split_sizes, "_reduce_scatter_along_first_dim")
+
+
+def _run_split(input_: Any, dim: int, group: Any, name: str) -> Tensor:
+    group = checked(input_, group, name)
+    return eager.split(input_, dim, group, None, name)
+
+
+def _run_gather(input_: Any, dim: int, group: Any, sizes: Any, name: str) -> Tensor:
+    group = checked(input_, group, name)
+    return eager.gather(without_graph(input_), dim, group, normalize_sizes(sizes, name), name)
+
+
+def _run_scatter_reduce(input_: Any, dim: int, group: Any, sizes: Any, name: str) -> Tensor:
+    group = checked(input_, group, name)
+    return eager.scatter_reduce(without_graph(input_), dim, group, normalize_sizes(sizes, name), name)

@@ -1,0 +1,272 @@
+"""Megatron-LM's tensor-parallel mappings: the collectives of a parallel layer, inside autograd.
+
+Names, arguments, shapes, element order and gradients are those of ``megatron.core.tensor_parallel.mappings``. W is the
+number of ranks in ``group``; ``group=None`` is our tensor group, or Megatron's. ``use_global_buffer`` is accepted and
+needs nothing: results never alias. ``use_nccl_stream=True`` issues an exchange on the backend's stream and waits.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.distributed import ProcessGroup
+
+from tritoncomm.core import eager, inplace
+from tritoncomm.core.function import wants_grad, without_graph
+from tritoncomm.core.plan import normalize_sizes
+from tritoncomm.core.validation import check_kind
+from tritoncomm.errors import GroupError, ShapeError
+from tritoncomm.mappings.exchanges import (
+    _AllToAll,
+    _HiddenToSequence,
+    _SequenceToHidden,
+    exchange_rows,
+    to_hidden,
+    to_sequence,
+)
+from tritoncomm.mappings.functions import (
+    _AllGatherFromTensorParallelRegion,
+    _CopyToModelParallelRegion,
+    _GatherFromModelParallelRegion,
+    _GatherFromSequenceParallelRegion,
+    _ReduceFromModelParallelRegion,
+    _ReduceInPlace,
+    _ReduceScatterToSequenceParallelRegion,
+    _ReduceScatterToTensorParallelRegion,
+    _ScatterToModelParallelRegion,
+    _ScatterToSequenceParallelRegion,
+)
+from tritoncomm.mappings.general import checked
+
+__all__ = [
+    "all_gather_last_dim_from_tensor_parallel_region",
+    "all_to_all",
+    "all_to_all_hp2sp",
+    "all_to_all_sp2hp",
+    "copy_to_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_last_dim_to_tensor_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+]
+
+
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Forward: identity. Backward: all-reduce.
+
+    The gradient is reduced in place only when nothing else holds it.
+
+    Shape: unchanged. Source: Megatron-LM (arXiv 1909.08053), the operator f.
+    """
+    group = checked(input_, group, "copy_to_tensor_model_parallel_region")
+    if type(input_) is not Tensor:
+        check_kind(input_, "copy_to_tensor_model_parallel_region")
+    if not input_.requires_grad:
+        return input_
+    return _CopyToModelParallelRegion.apply(input_, group) if torch.is_grad_enabled() else input_.detach()
+
+
+def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Forward: all-reduce. Backward: identity.
+
+    A temporary that nothing else can see is reduced in place; any other input is left alone, for one copy.
+
+    Shape: unchanged. Source: Megatron-LM (arXiv 1909.08053), the operator g.
+    """
+    name = "reduce_from_tensor_model_parallel_region"
+    group = checked(input_, group, name)
+    exclusive = not is_dynamo_compiling() and inplace.temporary_is_exclusive(sys.getrefcount(input_), input_)
+    if wants_grad(input_):
+        return (_ReduceInPlace if exclusive else _ReduceFromModelParallelRegion).apply(input_, group)
+    result = eager.all_reduce(input_, group, name, in_place=exclusive)
+    return result.detach() if result.requires_grad else result
+
+
+def scatter_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Forward: split the last dim, keep this rank's chunk. Backward: all-gather the last dim.
+
+    Shape: ``[..., H] -> [..., H/W]``.
+    """
+    name = "scatter_to_tensor_model_parallel_region"
+    group = checked(input_, group, name)
+    if wants_grad(input_):
+        return _ScatterToModelParallelRegion.apply(input_, group)
+    return without_graph(eager.split(input_, -1, group, None, name))
+
+
+def gather_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Forward: all-gather the last dim. Backward: split it, without a sum: the gradient is the same on every rank.
+
+    Shape: ``[..., h] -> [..., h*W]``.
+    """
+    name = "gather_from_tensor_model_parallel_region"
+    group = checked(input_, group, name)
+    if wants_grad(input_):
+        return _GatherFromModelParallelRegion.apply(input_, group)
+    return without_graph(eager.gather(input_, -1, group, None, name))
+
+
+def scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Forward: split dim 0, keep this rank's chunk (a view of a contiguous input). Backward: all-gather dim 0.
+
+    Shape: ``[S, ...] -> [S/W, ...]``. Source: sequence parallelism (arXiv 2205.05198).
+    """
+    name = "scatter_to_sequence_parallel_region"
+    group = checked(input_, group, name)
+    if wants_grad(input_):
+        return _ScatterToSequenceParallelRegion.apply(input_, group)
+    return without_graph(eager.split(input_, 0, group, None, name))
+
+
+def gather_from_sequence_parallel_region(
+    input_: Tensor,
+    tensor_parallel_output_grad: bool = True,
+    group: ProcessGroup | None = None,
+    output_split_sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,
+) -> Tensor:
+    """Forward: all-gather dim 0. Backward: reduce-scatter dim 0, or split it.
+
+    Args:
+        input_: this rank's part of the sequence.
+        tensor_parallel_output_grad: True when every rank computes a different part of the gradient (it is summed);
+            False when all ranks hold the same gradient (it is split).
+        group: the ranks.
+        output_split_sizes: size of dim 0 on each rank when they differ.
+        use_global_buffer: accepted for compatibility.
+
+    Shape: ``[s, ...] -> [s*W, ...]``, or ``[sum(output_split_sizes), ...]``. Source: arXiv 2205.05198, the operator g.
+    """
+    name = "gather_from_sequence_parallel_region"
+    group = checked(input_, group, name)
+    if wants_grad(input_):
+        args = (group, tensor_parallel_output_grad, output_split_sizes, use_global_buffer)
+        return _GatherFromSequenceParallelRegion.apply(input_, *args)
+    return without_graph(eager.gather(input_, 0, group, normalize_sizes(output_split_sizes, name), name))
+
+
+def reduce_scatter_to_sequence_parallel_region(
+    input_: Tensor,
+    group: ProcessGroup | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,
+) -> Tensor:
+    """Forward: reduce-scatter dim 0. Backward: all-gather dim 0.
+
+    Shape: ``[S, ...] -> [S/W, ...]``, or ``[input_split_sizes[rank], ...]``. Source: arXiv 2205.05198, g-bar.
+    """
+    name = "reduce_scatter_to_sequence_parallel_region"
+    group = checked(input_, group, name)
+    if wants_grad(input_):
+        args = (group, input_split_sizes, use_global_buffer)
+        return _ReduceScatterToSequenceParallelRegion.apply(input_, *args)
+    return without_graph(eager.scatter_reduce(input_, 0, group, normalize_sizes(input_split_sizes, name), name))
+
+
+def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Forward: all-gather the last dim. Backward: reduce-scatter the last dim.
+
+    Shape: ``[..., h] -> [..., h*W]``.
+    """
+    name = "all_gather_last_dim_from_tensor_parallel_region"
+    group = checked(input_, group, name)
+    if wants_grad(input_):
+        return _AllGatherFromTensorParallelRegion.apply(input_, group)
+    return without_graph(eager.gather(input_, -1, group, None, name))
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Forward: reduce-scatter the last dim. Backward: all-gather the last dim.
+
+    Shape: ``[..., H] -> [..., H/W]``.
+    """
+    name = "reduce_scatter_last_dim_to_tensor_parallel_region"
+    group = checked(input_, group, name)
+    if wants_grad(input_):
+        return _ReduceScatterToTensorParallelRegion.apply(input_, group)
+    return without_graph(eager.scatter_reduce(input_, -1, group, None, name))
+
+
+def all_to_all(
+    group: ProcessGroup,
+    input_: Tensor,
+    output_split_sizes_: Any = None,
+    input_split_sizes: Any = None,
+    use_nccl_stream: bool = False,
+) -> Tensor:
+    """Forward: all-to-all along dim 0. Backward: all-to-all with the split sizes swapped.
+
+    Args:
+        group: the ranks; must be given.
+        input_: rows, in the order of the ranks they go to.
+        output_split_sizes_: rows that arrive from each rank (list, tuple or numpy array); even by default.
+        input_split_sizes: rows that go to each rank; even by default.
+        use_nccl_stream: issue asynchronously on the backend's stream and wait.
+
+    Shape: ``[n, ...] -> [sum(output_split_sizes_), ...]``, ``[n, ...]`` without them.
+    """
+    name = "all_to_all"
+    if group is None:
+        raise GroupError(f"{name}: group should not be None")
+    group = checked(input_, group, name)
+    args = (output_split_sizes_, input_split_sizes, use_nccl_stream)
+    if wants_grad(input_):
+        return _AllToAll.apply(group, input_, *args)
+    return without_graph(exchange_rows(input_, group, *args, name))
+
+
+def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None, use_nccl_stream: bool = False) -> Tensor:
+    """Sequence-parallel to hidden-parallel. Forward: all-to-all of column chunks. Backward: ``all_to_all_hp2sp``.
+
+    ``out[k*t + i, :]`` is row i of rank k, columns ``r*H/W`` to ``(r+1)*H/W`` on rank r.
+
+    Shape: ``[t.., H] -> [t*W, H/W]``, always 2-D; leading dims are flattened.
+
+    Raises:
+        ShapeError: H does not divide by W; before anything is sent.
+    """
+    name = "all_to_all_sp2hp"
+    group = _checked_hidden(input_, group, name)
+    if wants_grad(input_):
+        return _SequenceToHidden.apply(input_, group, None, use_nccl_stream)
+    return without_graph(to_hidden(input_, group, None, use_nccl_stream, name))
+
+
+def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None, use_nccl_stream: bool = False) -> Tensor:
+    """Hidden-parallel to sequence-parallel. Forward: all-to-all of row chunks. Backward: ``all_to_all_sp2hp``.
+
+    The inverse of ``all_to_all_sp2hp``.
+
+    Shape: ``[T.., h] -> [T/W, h*W]``, always 2-D; leading dims are flattened.
+
+    Raises:
+        ShapeError: the number of rows T does not divide by W; before anything is sent.
+    """
+    name = "all_to_all_hp2sp"
+    group = _checked_hidden(input_, group, name)
+    if wants_grad(input_):
+        return _HiddenToSequence.apply(input_, group, None, use_nccl_stream)
+    return without_graph(to_sequence(input_, group, None, use_nccl_stream, name))
+
+
+def _checked_hidden(input_: Tensor, group: ProcessGroup | None, name: str) -> ProcessGroup:
+    group = checked(input_, group, name)
+    if input_.dim() == 0:
+        raise ShapeError(f"{name}: a 0-dim tensor has no hidden dim")
+    if eager.ends_here(group, name):
+        return group
+    size = input_.shape[-1] if name.endswith("sp2hp") else math.prod(input_.shape[:-1])
+    if size % group.size():
+        what = f"hidden size {size}" if name.endswith("sp2hp") else f"{size} rows"
+        raise ShapeError(
+            f"{name}: {what} of shape {tuple(input_.shape)} (dim {-1 if name.endswith('sp2hp') else 0}) "
+            f"does not divide over {group.size()} ranks (rank {group.rank()})"
+        )
+    return group

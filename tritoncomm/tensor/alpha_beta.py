@@ -1,0 +1,89 @@
+"""Alpha and beta of a mesh, measured on its own links."""
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tritoncomm.core import eager
+from tritoncomm.errors import GroupError, ShapeError
+from tritoncomm.tensor.device_mesh import DeviceMesh
+
+__all__ = ["measure_mesh"]
+
+
+def measure_mesh(mesh: DeviceMesh, *, small: int = 256, large: int = 1 << 20, repeats: int = 10) -> DeviceMesh:
+    """The same mesh with alpha (microseconds) and beta (microseconds per fp32 element) of each axis as measured.
+
+    Both come out of all-reduces of two sizes: ``t(B) = alpha + 2*beta*(k-1)/k*B`` for k ranks that hold B elements. All
+    ranks of the mesh call; they get the same numbers, those of the slowest rank. Links that several lines of ranks
+    share are measured as they are used: all lines of an axis at the same time. On GPUs where the groups move CUDA
+    tensors over another backend than Gloo (``nccl``, ``cpu:gloo,cuda:nccl``), else on the CPU.
+
+    Args:
+        mesh: with process groups.
+        small: elements of the small all-reduce, which is all latency.
+        large: elements of the large one.
+        repeats: all-reduces of each size; the median counts.
+
+    Raises:
+        GroupError: the mesh has no process groups, or this rank is not in it.
+        ShapeError: sizes that do not grow.
+    """
+    if not 0 < small < large or repeats < 1:
+        raise ShapeError(f"measure_mesh: sizes {small} and {large}, {repeats} repeats")
+    members = [mesh.members(axis) for axis in range(len(mesh.mesh_shape))]
+    groups = [each.group for each in members if each is not None]
+    if len(groups) < len(members):
+        raise GroupError(f"measure_mesh: rank {dist.get_rank()} is not in the mesh")
+    alpha, beta = [], []
+    for group, k in zip(groups, mesh.mesh_shape, strict=True):
+        if k == 1:
+            alpha.append(0.0)
+            beta.append(0.0)
+            continue
+        short, long = (_microseconds(group, size, repeats) for size in (small, large))
+        slope = max(long - short, 0.0) / (2 * (k - 1) / k * (large - small))
+        alpha.append(max(short - 2 * slope * (k - 1) / k * small, 0.0))
+        beta.append(slope)
+    found = torch.tensor([alpha, beta], dtype=torch.float64)
+    for group in groups:
+        found = eager.all_reduce(found.to(_device(group)), group, "measure_mesh", dist.ReduceOp.MAX).cpu()
+    alpha, beta = found.tolist()
+    measured = DeviceMesh(mesh.physical_mesh_id, None, mesh.logical_mesh_id, alpha, beta, need_flatten=False)
+    measured._connect(groups)
+    if mesh.need_flatten:
+        measured._add_flat()
+    return measured
+
+
+def _device(group: ProcessGroup) -> torch.device:
+    """The current GPU where the group moves CUDA tensors over another backend than Gloo, else the CPU.
+
+    By what the group can do: its backend has a name of its own for every device (``cpu:gloo,cuda:nccl``).
+    """
+    if not torch.cuda.is_available() or all(kind.type != "cuda" for kind in group._device_types):
+        return torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if group._get_backend(device).name().lower() == "gloo" else device
+
+
+def _microseconds(group: ProcessGroup, size: int, repeats: int) -> float:
+    """Median time of an all-reduce of ``size`` fp32 elements, the first two left out."""
+    x = torch.ones(size, device=_device(group))
+    times = []
+    for _ in range(repeats + 2):
+        _wait(x)
+        started = time.perf_counter()
+        eager.all_reduce(x, group, "measure_mesh", dist.ReduceOp.MAX, in_place=True)
+        _wait(x)
+        times.append((time.perf_counter() - started) * 1e6)
+    return statistics.median(times[2:])
+
+
+def _wait(x: Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
