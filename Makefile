@@ -36,7 +36,7 @@ test-oldest test-newest: test-%:
 
 # Random programs of tensor operators on pieces, against plain torch.
 programs: $(READY)
-	PYTHONPATH=.:kernels:tests $(if $(PYTHON),$(PYTHON),$(PY)) tests/programs.py 20000
+	PYTHONPATH=.:kernels:tests/helpers $(if $(PYTHON),$(PYTHON),$(PY)) tests/helpers/programs.py 20000
 
 # The pages that are made out of code and committed figures.
 docs: $(READY)

@@ -225,7 +225,7 @@ def as_json(rows: list[Row]) -> dict[str, Any]:
 def processes() -> Iterator[Any]:
     """Real ranks."""
     here = Path(__file__).resolve().parent
-    for folder in (here, here.parent / "tests"):
+    for folder in (here, here.parent / "tests" / "helpers"):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
     from pool import Pool

@@ -167,7 +167,7 @@ class Ranks:
 
     def __enter__(self) -> tuple[Any, ProcessGroup]:
         here = Path(__file__).resolve().parent
-        for folder in (here, here.parent / "tests"):
+        for folder in (here, here.parent / "tests" / "helpers"):
             if str(folder) not in sys.path:
                 sys.path.append(str(folder))
         from pool import Pool

@@ -279,3 +279,14 @@ def test_every_launcher_has_a_twin() -> None:
 def test_modules_are_short(path: Path) -> None:
     lines = len(path.read_text().splitlines())
     assert lines <= 400, f"{_id(path)} has {lines} lines"
+
+
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", TESTS, ids=_id)
+def test_tests_import_helpers_and_never_each_other(path: Path) -> None:
+    for name in _imports(ast.parse(path.read_text()), "tests"):
+        first = name.partition(".")[0]
+        assert first != "tests", f"{_id(path)} imports {name}"
+        assert not first.startswith("test_"), f"{_id(path)} imports {name}"

@@ -1,0 +1,558 @@
+"""`tritoncomm plan`, `doctor` and `bench` as a user runs them, and as they refuse."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tritoncomm import cli, doctor, selftest
+from tritoncomm.cli import commands, pictures, suite
+from tritoncomm.explain import OPS, explain
+
+ROOT = Path(__file__).parents[2]
+PLAN = ("plan", "sp2hp", "--shape", "4096,2,8192", "--world", "8")
+
+
+def run(*arguments: str) -> Any:
+    result = CliRunner().invoke(cli.app, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.output
+    return result
+
+
+def test_plan_tells_the_same_in_words_and_in_json() -> None:
+    words = run(*PLAN)
+    assert words.exit_code == 0
+    for part in (
+        "all_to_all_sp2hp",
+        "pack",
+        "all-to-all",
+        "256.000",
+        "112.000",
+        "1 pass over",
+        "16 B per access",
+        "(built in)",
+    ):
+        assert part in words.output, part
+    assert "predicted, not measured" in words.output
+    assert "PROJECTION, not measured" in words.output
+    told, known = json.loads(run(*PLAN, "--json").output), explain("sp2hp", (4096, 2, 8192), 8)
+    assert told["forward"]["packed"] == known.forward.packed == 256 * 2**20
+    assert told["backward"]["wire"] == known.backward.wire == 112 * 2**20
+    assert told["forward"]["steps"][0]["path"] == "triton"
+    assert [share["world"] for share in told["projection"]] == [2, 4, 8, 16, 32, 64]
+    assert told["dtype"] == "bfloat16"
+
+
+SHORT = {
+    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32",
+    "fp64": "float64", "double": "float64", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
+    "torch.bfloat16": "bfloat16", "BF16": "bfloat16", "int64": "int64",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("short", "name"), SHORT.items())
+def test_short_names_of_element_types_are_known_to_every_command(short: str, name: str) -> None:
+    told = json.loads(run("plan", "sp2hp", "--shape", "8x4", "--world", "2", "--dtype", short, "--json").output)
+    assert told["dtype"] == name
+    rows = json.loads(run("tune", "--shape", "8x4", "--world", "2", "--dtype", short, "--list", "--json").output)
+    assert {row["dtype"] for row in rows} == {name}
+    assert ("reduce" in {row["op"] for row in rows}) is not name.startswith("float8")
+
+
+def test_the_demo_takes_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(cli, "train_with_progress", lambda settings, _: asked.append(settings.dtype) or stop())
+    assert run("demo", "--dtype", "bf16").exit_code == 1
+    assert asked == ["bfloat16"]
+
+
+def stop() -> None:
+    raise cli.DemoError("far enough")
+
+
+def test_plan_tells_of_split_sizes_and_strides() -> None:
+    sent = ("plan", "all_to_all", "--shape", "8,4", "--world", "2", "--dtype", "fp32", "--sizes", "3,5", "--out-sizes")
+    told = json.loads(run(*sent, "3,1", "--json").output)
+    assert (told["forward"]["result"], told["forward"]["wire"]) == ([4, 4], 5 * 16)
+    assert (told["backward"]["result"], told["backward"]["wire"]) == ([8, 4], 1 * 16)
+    assert told["projection"] == []
+    assert "PROJECTION" not in run(*sent, "3,1").output
+    assert json.loads(run(*sent, "5,1", "--rank", "1", "--json").output)["forward"]["wire"] == 3 * 16
+    sliced = ("plan", "sp2hp", "--shape", "4096,8192", "--world", "8", "--json", "--strides")
+    assert json.loads(run(*sliced, "24576,1").output)["forward"]["packed"] == 128 * 2**20
+    (copy, *_) = json.loads(run("plan", "all_to_all", *sliced[2:], "24576,1").output)["forward"]["steps"]
+    assert (copy["name"], copy["path"], copy["packed"]) == ("copy", "torch", 128 * 2**20)
+
+
+def test_plan_says_why_there_is_no_backward() -> None:
+    for dtype, why in (("int32", "int32 has no gradients"), ("fp8_e4m3", "cannot reduce float8_e4m3fn")):
+        arguments = ("plan", "all_gather", "--shape", "8,4", "--world", "2", "--dtype", dtype)
+        assert why in run(*arguments).output
+        told = json.loads(run(*arguments, "--json").output)
+        assert (told["forward"]["wire"] > 0, told["backward"]) == (True, None)
+        assert why in told["no_backward"]
+
+
+def test_plan_takes_the_figures_of_the_machine() -> None:
+    figures = ("--memory", "1000", "--link", "100", "--latency", "0", "--node", "4", "--network", "10", "--json")
+    told = json.loads(run(*PLAN, *figures).output)
+    assert told["forward"]["predicted_seconds"]["local"] == pytest.approx(256 * 2**20 / 1e12)
+    wire = 112 * 2**20  # to seven ranks, four of them in the other node
+    assert told["forward"]["predicted_seconds"]["collective"] == pytest.approx(wire * 4 / 7 / 10e9)
+
+
+def test_plan_of_a_cpu_takes_torch() -> None:
+    told = json.loads(run(*PLAN, "--device", "cpu", "--json").output)
+    assert told["forward"]["path"] == "torch"
+    assert told["forward"]["steps"][0]["tile"] == ""
+
+
+def test_plan_runs_for_every_mapping() -> None:
+    for op in OPS:
+        dims = ("--dim", "-1,0") if op == "all_to_all_dims" else ()
+        assert run("plan", op, "--shape", "8,4,16", "--world", "4", *dims).exit_code == 0, op
+
+
+def test_plan_as_a_process_of_its_own() -> None:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    command = [sys.executable, "-m", "tritoncomm", "plan", "ag_last", "--shape", "3,5", "--world", "4", "--json"]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["forward"]["result"] == [3, 20]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan", "nothing", "--shape", "4,4", "--world", "2"), "no mapping 'nothing'; there are sp2hp"),
+        (("plan", "sp2hp", "--shape", "4,9", "--world", "2"), "does not divide over 2 ranks"),
+        (("plan", "sp2hp", "--shape", "4,x", "--world", "2"), "--shape must be integers"),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", "0"), "one rank or more"),
+        (("plan", "split", "--shape", "4,4", "--world", "2", "--dim", "2"), "dim 2 is out of range"),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--dtype", "bf17"), "'bf17' is no dtype"),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--dtype", "quint8"), "dtype 'quint8' cannot be moved"),
+        (("plan", "rs_last", "--shape", "4,4", "--world", "2", "--dtype", "fp8_e5m2"), "cannot reduce float8_e5m2"),
+        (("demo", "--dtype", "fp16"), "dtype must be one of float32, float64, bfloat16, not 'float16'"),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--link", "0"), "--link must be more than 0"),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--link", "1e300"), "and 1e+09 at most"),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--node", "0"), "--node must be 1 or more"),
+        (("plan", "sp2hp", "--shape", f"4,{10**20}", "--world", "2"), "larger than 4 EiB"),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", f"{10**30}"), "no job has more than 1048576 ranks"),
+        (
+            ("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--device", "H800"),
+            "nothing is known of a device 'H800'",
+        ),
+        (("plan", "sp2hp", "--world", "2"), "--shape"),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--sizes", "1,3"), "takes no sizes; all_gather"),
+        (("plan", "split", "--shape", "4,4", "--world", "2", "--out-sizes", "1,3"), "takes no sizes of what comes"),
+        (("plan", "all_gather", "--shape", "4,4", "--world", "2", "--sizes", "3,4"), "(told for rank 0 of 2)"),
+        (("plan", "split", "--shape", "4,4", "--world", "2", "--sizes", "3,4"), "do not cut dim 0 of size 4"),
+        (("plan", "split", "--shape", "4,4", "--world", "2", "--rank", "2"), "rank 2 is none of 0 to 1"),
+        (("plan", "split", "--shape", "4,4", "--world", "2", "--strides", "4"), "one of 0 or more for every dim"),
+        (("plan", "split", "--shape", "4,4", "--world", "2", "--strides", "4,-1"), "--strides '4,-1': -1 is below 0"),
+        (("plan", "split", "--shape", "4,4", "--world", "2", "--held"), "held says something about copy and reduce"),
+        (("bench", "nothing"), "no part 'nothing'; there are"),
+        (("bench", "kernels", "--rounds", "0"), "--rounds must be 1 or more"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: tuple[str, ...], words: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert result.stdout == "", "what a program reads is not mixed with errors"
+    assert len(result.stderr.splitlines()) == 1 or "Usage:" in result.stderr
+
+
+def test_figures_that_are_no_numbers_are_refused() -> None:
+    for name, value in (("link", "nan"), ("memory", "inf"), ("latency", "-1")):
+        result = run(*PLAN, f"--{name}", value)
+        assert (result.exit_code, f"--{name} must be" in result.stderr) == (2, True)
+
+
+def test_small_sizes_are_shown_in_a_unit_that_shows_them() -> None:
+    assert "256" in run("plan", "sp2hp", "--shape", "8,8", "--world", "2").output.split("bytes copied")[1]
+    assert "64.000" in run("plan", "sp2hp", "--shape", "128,128", "--world", "2").output.split("KiB copied")[1]
+
+
+def test_version_and_parts() -> None:
+    told = run("--version")
+    assert (told.exit_code, told.output) == (
+        0,
+        f"tritoncomm 0.1.0, torch {version('torch')}, triton {version('triton')}\n",
+    )
+    listed = run("bench", "--list")
+    assert listed.exit_code == 0
+    assert [line.split()[0] for line in listed.output.splitlines()] == suite.parts()
+    assert ("(needs a GPU)" in listed.output) is not torch.cuda.is_available()
+
+
+def test_plan_help_has_every_mapping() -> None:
+    told = " ".join(run("plan", "--help").output.split())
+    for short, name in OPS.items():
+        assert f"{short} ({name})" in told
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor", "bench"])
+def test_help_has_examples(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"tritoncomm {command}" in result.output.split("Examples:")[1]
+    assert "xits with" in " ".join(result.output.split())
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4"}
+SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "n[1-2]"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "command", "runs"),
+    [
+        (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, "plan", True),
+        (TORCHRUN | {"RANK": "1", "LOCAL_RANK": "1"}, "plan", False),
+        (SRUN | {"SLURM_PROCID": "2", "SLURM_LOCALID": "0"}, "plan", False),
+        (SRUN | {"SLURM_PROCID": "2", "SLURM_LOCALID": "0"}, "doctor", True),
+        (SRUN | {"SLURM_PROCID": "3", "SLURM_LOCALID": "1"}, "doctor", False),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "plan", True),  # of nodes, without a launcher
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, "plan", True),
+    ],
+)
+def test_a_launcher_runs_a_command_once(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], command: str, runs: bool
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    result = run(*PLAN) if command == "plan" else run("doctor", "--no-self-test")
+    assert result.exit_code == 0, result.output
+    assert bool(result.stdout) is runs
+    several = {"WORLD_SIZE": "4"}.items() <= variables.items() or SRUN.items() <= variables.items()
+    assert ("started 4 ranks: `tritoncomm" in result.stderr) is (runs and several)
+
+
+def test_variables_that_contradict_each_other_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMIX_RANK", "3")
+    refused = run(*PLAN)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "PMIX_RANK is 3, but no variable says" in refused.stderr
+    findings = {one["name"]: one for one in json.loads(run("doctor", "--no-self-test", "--json").output)["findings"]}
+    assert findings["launcher"]["level"] == "problem"
+    assert "PMIX_RANK is 3" in findings["launcher"]["value"]
+
+
+# doctor
+
+
+def test_doctor_is_content_without_a_gpu() -> None:
+    result = run("doctor")
+    assert result.exit_code == 0, result.output
+    assert "exact" in result.output
+    assert result.output.splitlines()[-1] == "all well"
+
+
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Let a shell script be the ranks of the self test: its third argument is the rank."""
+    script = tmp_path / "rank"
+    script.write_text(f"#!/bin/sh\n{text}\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+
+
+def test_doctor_names_what_is_wrong_and_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rank(tmp_path, monkeypatch, '[ "$3" = 0 ] && sleep 30; echo; echo "RuntimeError: no such interface"; exit 1')
+    result = run("doctor", "--json")
+    assert result.exit_code == 1
+    told = json.loads(result.output)
+    (problem,) = (one for one in told["findings"] if one["level"] == "problem")
+    assert told["ok"] is False
+    assert problem["name"] == "self test"
+    assert problem["value"].endswith("gloo: rank 1: RuntimeError: no such interface")
+    assert "GLOO_SOCKET_IFNAME" in problem["advice"]
+    words = run("doctor")
+    assert words.exit_code == 1
+    assert "no such interface" in " ".join(words.output.split())
+    assert words.output.splitlines()[-1] == "1 problem"
+
+
+def test_doctor_does_not_blame_the_network_for_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONCOMM_PATH", "treton")
+    given = []
+    monkeypatch.setattr(selftest, "run", lambda backend, without: given.append(without) or "")
+    findings = {one["name"]: one for one in json.loads(run("doctor", "--json").output)["findings"]}
+    assert findings["TRITONCOMM_PATH"]["level"] == "problem"
+    assert given == [("TRITONCOMM_PATH",)]
+    assert findings["self test"]["level"] == "ok"
+    assert findings["self test"]["value"].endswith("exact (without TRITONCOMM_PATH)")
+
+
+def test_doctor_does_not_blame_the_network_for_an_installation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rank(tmp_path, monkeypatch, """echo "ModuleNotFoundError: No module named 'tritoncomm'"; exit 1""")
+    findings = {one["name"]: one for one in json.loads(run("doctor", "--json").output)["findings"]}
+    assert "the network is not to blame" in findings["self test"]["advice"]
+
+
+def test_the_self_test_is_no_rank_of_the_job_around_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rank(tmp_path, monkeypatch, """echo "${LOCAL_RANK-none} ${SECRET-none}"; exit 1""")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("SECRET", "x")
+    assert selftest.run("gloo", 5, ("SECRET",)) == "rank 0: none none"
+
+
+@pytest.mark.parametrize(
+    ("creator", "variable", "kind"),
+    [
+        ("_create_nccl2_process_group", None, "nccl2"),
+        ("_create_nccl_process_group", "0", "nccl-legacy"),
+        ("_create_nccl_lazy_process_group", None, "nccl-lazy"),
+        ("my_backend", None, "my_backend"),
+        (None, None, "nccl-legacy"),  # torch 2.14
+        (None, "1", "nccl2"),
+    ],
+)
+def test_doctor_says_what_nccl_is(
+    monkeypatch: pytest.MonkeyPatch, creator: str | None, variable: str | None, kind: str
+) -> None:
+    c10d = dist.distributed_c10d
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    assert doctor.nccl_kind() == "", "one implementation: nothing to tell apart"
+    if variable is not None:
+        monkeypatch.setenv("TORCH_DIST_USE_NCCL2", variable)
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL2", object, raising=False)
+    plugins: dict[str, Any] = {}
+
+    def ensure(name: str) -> None:
+        if creator is not None:
+            plugins[name.upper()] = SimpleNamespace(creator_fn=SimpleNamespace(__name__=creator))
+
+    monkeypatch.setattr(c10d.Backend, "_plugins", plugins)
+    monkeypatch.setattr(c10d.Backend, "_ensure_backend_registered", ensure, raising=False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert found(monkeypatch)["NCCL"].value == f'built in; backend "nccl" is {kind}'
+    debug = found(monkeypatch, TORCH_DISTRIBUTED_DEBUG="DETAIL")["TORCH_DISTRIBUTED_DEBUG"]
+    assert debug.level == ("problem" if kind == "nccl2" else "note")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("echo exact", ""),
+        ("sleep 30", "rank 0: no word in time"),
+        ('[ "$3" = 1 ] && exit 0; echo exact', "rank 1: no word in time"),
+        ('echo "wrong values"; echo bye', "rank 0: bye"),
+    ],
+)
+def test_self_test_believes_only_exact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, told: str) -> None:
+    rank(tmp_path, monkeypatch, text)
+    assert selftest.run("gloo", seconds=1.5) == told
+
+
+def found(monkeypatch: pytest.MonkeyPatch, **variables: str) -> dict[str, doctor.Finding]:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return {one.name: one for one in doctor.examine(self_test=False)}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "level"),
+    [
+        ("TRITONCOMM_PATH", "auto", "ok"),
+        ("TRITONCOMM_PATH", "torch", "note"),
+        ("TRITONCOMM_PATH", "triton", "problem"),
+        ("TRITONCOMM_PATH", "treton", "problem"),
+        ("TRITONCOMM_PATH", "", "ok"),
+        ("TRITONCOMM_PATH", "off", "ok"),
+        ("TRITONCOMM_CHECK", "1", "note"),
+        ("TRITONCOMM_CHECK", "false", "ok"),
+        ("TRITONCOMM_PATHS", "torch", "note"),
+        ("TORCH_DIST_USE_NCCL2", "0", "note"),
+        ("NCCL_P2P_DISABLE", "1", "problem"),
+        ("NCCL_P2P_DISABLE", "0", "ok"),
+        ("NCCL_DEBUG", "INFO", "note"),
+        ("NCCL_SOMETHING", "5", "note"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "note"),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "note"),
+        ("CUDA_VISIBLE_DEVICES", "", "note"),
+    ],
+)
+def test_doctor_reads_variables(monkeypatch: pytest.MonkeyPatch, name: str, value: str, level: str) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    one = found(monkeypatch, **{name: value})[name]
+    assert one.level == level
+    assert bool(one.advice) is (level != "ok")
+
+
+def test_doctor_reads_the_table_that_a_variable_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "gpu-x-8.json"
+
+    def told(value: Path | str) -> doctor.Finding:
+        return found(monkeypatch, TRITONCOMM_TABLE=str(value))["TRITONCOMM_TABLE"]
+
+    assert told(path).level == "problem"
+    assert "No such file" in told(path).value
+    assert (told(tmp_path).level, told(tmp_path).value) == ("problem", f"{tmp_path}: no table in it")
+    path.write_text("[]")
+    assert (told(path).level, told("none").level, told("").level) == ("problem", "note", "ok")
+    key = {"kind": "measured", "format": 1, "device": "GPU X", "sm_count": 8, "source": "0", "triton": "0"}
+    path.write_text(json.dumps(key))
+    assert (told(path).level, told(path).value) == ("ok", f"{path}: for GPU X with 8 SMs")
+    assert (told(tmp_path).level, told(tmp_path).value) == ("ok", f"{tmp_path}: gpu-x-8.json")
+
+
+def test_doctor_looks_at_gpus_and_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="NVIDIA X", total_memory=80 * 2**30, multi_processor_count=132, major=9, minor=0)
+    for name, value in {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_device_properties": lambda index: gpu,
+        "can_device_access_peer": lambda a, b: False,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    told = found(monkeypatch, TRITON_INTERPRET="1")
+    assert "NVIDIA X, 80 GiB, 132 SMs" in told["GPU 1"].value
+    assert told["peer access"].value == "not between GPUs 0-1"
+    assert told["tuned table"].value.startswith("none for NVIDIA X")
+    monkeypatch.setenv("TRITONCOMM_TABLE", "/no/such/table.json")
+    doctor.tables.chosen.cache_clear()
+    said = [one for one in doctor.examine(self_test=False) if one.name == "tuned table"]
+    doctor.tables.chosen.cache_clear()
+    assert "table.json is ignored" in said[0].value
+    assert (told["NCCL"].level, told["TRITON_INTERPRET"].level) == ("problem", "problem")
+
+
+def test_doctor_wants_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "NEEDED", {"torch": (99, 0), "no-such-package": (1, 0)})
+    told = found(monkeypatch)
+    assert told["torch"].advice == "too old: pip install 'torch>=99.0'"
+    assert told["no-such-package"].level == "problem"
+
+
+def test_self_test_sees_a_wrong_mapping(monkeypatch: pytest.MonkeyPatch, pool: Any) -> None:
+    assert pool.run(exchange_wrongly, world=2) == ["gave wrong values"] * 2
+
+
+def exchange_wrongly(group: Any) -> str:
+    """On a rank of the pool: the self test's own comparison, with a mapping that scales its values."""
+    right = selftest.all_to_all_sp2hp
+    selftest.all_to_all_sp2hp = lambda x, _: right(x, group) * 2.0
+    world, dist.group.WORLD = dist.group.WORLD, group
+    try:
+        selftest._exchange(group.rank(), torch.device("cpu"))
+    except SystemExit as error:
+        return " ".join(str(error).split()[1:4]).strip(":")
+    finally:
+        selftest.all_to_all_sp2hp = right
+        dist.group.WORLD = world
+    return "nothing"
+
+
+# bench
+
+
+@pytest.mark.skipif(shutil.which("cc") is None or torch.cuda.is_available(), reason="part launch needs cc and no GPU")
+def test_bench_runs_a_part_and_draws_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    result = run("bench", "launch", "--only", "launch, reduce", "--rounds", "10", "--plot", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "cpu/launch" in result.output
+    assert "fn[grid]" in result.output
+    assert json.loads((tmp_path / "cpu" / "launch.json").read_text())["rows"]
+    assert (tmp_path / "cpu-launch-ratios.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "cpu-launch-ratios.svg").read_text()
+
+
+def test_bench_check_fails_for_a_worse_ratio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def slow(part: str, out: Path, rounds: int | None, only: str) -> suite.Outcome:
+        content = json.loads((ROOT / "bench" / "results" / "cpu" / "kernels.json").read_text())
+        for row in content["rows"]:
+            row["ratio"] = {peer: factor * ratio for peer, ratio in row["ratio"].items()}
+        (out / "cpu").mkdir(exist_ok=True)
+        (out / "cpu" / "kernels.json").write_text(json.dumps(content))
+        return suite.Outcome(part, 0, (), "")
+
+    monkeypatch.setattr(suite, "run", slow)
+    factor = 1.0
+    same = run("bench", "kernels", "--check", "--out", str(tmp_path))
+    assert same.exit_code == 0, same.output
+    factor = 3.0
+    assert run("bench", "kernels", "--out", str(tmp_path)).exit_code == 0
+    worse = run("bench", "kernels", "--check", "--out", str(tmp_path))
+    assert worse.exit_code == 1
+    assert "WORSE: cpu/kernels: pack" in worse.output
+
+
+@pytest.mark.parametrize(
+    ("outcome", "check", "code", "words"),
+    [
+        (suite.Outcome("p2p", 1, ("x: 2.00 of Megatron's time",), ""), False, 0, "missed, p2p: x: 2.00"),
+        (
+            suite.Outcome("p2p", 2, (), "megatron-core is not installed"),
+            False,
+            2,
+            "p2p: megatron-core is not installed",
+        ),
+        (suite.Outcome("p2p", 1, (), "RuntimeError: broken"), False, 1, "p2p did not run: RuntimeError: broken"),
+    ],
+)
+def test_bench_tells_what_a_part_said(
+    monkeypatch: pytest.MonkeyPatch, outcome: suite.Outcome, check: bool, code: int, words: str
+) -> None:
+    monkeypatch.setattr(suite, "run", lambda *_: outcome)
+    result = run("bench", "p2p", *(["--check"] if check else []))
+    assert result.exit_code == code, result.output
+    assert words in result.output
+
+
+def test_bench_needs_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(suite, "__file__", str(tmp_path / "tritoncomm" / "suite.py"))
+    result = run("bench")
+    assert result.exit_code == 2
+    assert "clone the repository" in " ".join(result.output.split())
+
+
+def test_bench_of_a_gpu_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run("bench", "gpu")
+    assert result.exit_code == 2
+    assert "needs a CUDA device" in result.output
+
+
+def test_share_of_the_roof_is_drawn_over_size(tmp_path: Path) -> None:
+    rows = [
+        {
+            "row": f"{op} {mib}", "us": {}, "ratio": {"roof": 1.1}, "spread": {"roof": 0.1}, "share_of_roof": 0.9,
+            "case": {"op": op, "nbytes": mib * 2**20, "sweep": "size"},
+        }
+        for op in ("pack", "reduce") for mib in (1, 64)
+    ]  # fmt: skip
+    made = pictures.draw("gpu/kernels", rows, tmp_path)
+    assert [path.name for path in made] == [
+        f"gpu-kernels-{kind}.{end}" for kind in ("ratios", "roof") for end in ("png", "svg")
+    ]
+    (axes,) = pictures._roof("x", rows).axes
+    assert [line.get_label() for line in axes.lines[:2]] == ["pack", "reduce"]
+    assert list(axes.lines[0].get_xdata()) == [1, 64]
+
+
+def test_a_table_of_rows_shows_names_with_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"p20": 1.0, "median": 1.0, "p80": 1.0}
+    peer = "fn[grid](...)"
+    row = {"row": "sum [wide]", "us": {"ours": figures, peer: figures}, "ratio": {peer: 1.0}, "spread": {peer: 0.0}}
+    Console(width=120).print(commands._rows_table("cpu/launch", [row]))
+    shown = capsys.readouterr().out
+    assert "sum [wide]" in shown
+    assert shown.count(peer) == 2, shown

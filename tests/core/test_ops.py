@@ -1,0 +1,405 @@
+"""pack, unpack, reduce and pack_many against torch.chunk, cat and sum, bit for bit, on both paths."""
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from bits import bits, random_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from tritoncomm_kernels import launch
+
+from tritoncomm.core import fused, ops
+from tritoncomm.core.plan import chunk_sizes, rows_layout
+from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+
+INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool, torch.complex64,
+    torch.float8_e4m3fn,
+]  # fmt: skip
+PATHS = ["torch", "triton"]
+CANARY = 0x7F
+SHAPES = [(8,), (4, 8), (1, 8), (3, 4, 8), (2, 4, 2, 8), (0, 8)]
+
+
+def name_of(value: object) -> str:
+    if isinstance(value, tuple):
+        return "x".join(map(str, value)) or "scalar"
+    return str(value).removeprefix("torch.")
+
+
+def assert_same_bits(found: Tensor, wanted: Tensor) -> None:
+    assert found.dtype is wanted.dtype
+    assert found.shape == wanted.shape
+    assert torch.equal(bits(found), bits(wanted))
+
+
+def layouts(x: Tensor) -> dict[str, Tensor]:
+    """The same values in other memory."""
+    found = {"contiguous": x}
+    if x.dim() >= 2:
+        found["transposed"] = x.transpose(0, -1).contiguous().transpose(0, -1)
+    if x.numel():
+        wide = torch.cat([x, x, x], -1)
+        found["sliced"] = wide[..., x.shape[-1] : 2 * x.shape[-1]]
+        found["stepped"] = torch.stack([x, x], -1)[..., 0]
+    if x.dim() >= 3:
+        order = (1, 2, 0, *range(3, x.dim()))
+        back = tuple(order.index(i) for i in range(x.dim()))
+        found["permuted"] = x.permute(order).contiguous().permute(back)
+    return found
+
+
+def refused(view: Tensor, dim: int, world: int, path: str) -> bool:
+    """Whether forced triton has to refuse, and does; plain torch never refuses."""
+    d = dim % view.dim()
+    in_order = d == 0 or view.shape[:d].numel() == 1
+    readable = rows_layout(tuple(view.shape), view.stride(), dim) is not None
+    readable |= (
+        in_order and rows_layout(tuple(view.shape), view.stride(), -1) is not None and view.shape[d] % world == 0
+    )
+    if path == "torch" or readable:
+        return False
+    with ops.path(path), pytest.raises(UnsupportedError, match="pack: path triton is forced"):
+        ops.pack(view, dim, world)
+    return True
+
+
+def flat_wire(x: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    return torch.cat([piece.reshape(-1) for piece in x.split(list(sizes), dim)])
+
+
+def pack_cases() -> list[Any]:
+    """All shapes and dtypes on the torch path; the interpreter is slow: most dtypes at one shape there."""
+    usual = (torch.float32, torch.bfloat16, torch.bool)
+    return [
+        pytest.param(path, dtype, shape, id=f"{name_of(shape)}-{name_of(dtype)}-{path}")
+        for path, dtype, shape in itertools.product(PATHS, DTYPES, SHAPES)
+        if path == "torch" or dtype in usual or shape == (3, 4, 8)
+    ]
+
+
+@pytest.mark.parametrize(("path", "dtype", "shape"), pack_cases())
+def test_pack_then_unpack(path: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = random_bits(shape, dtype)
+    for (layout, view), dim, world in itertools.product(layouts(x).items(), range(-1, len(shape)), (1, 2, 4)):
+        if shape[dim] % world:
+            continue
+        if refused(view, dim, world, path):
+            assert layout in ("transposed", "permuted") or (layout == "sliced" and dim not in (-1, len(shape) - 1))
+            continue
+        with ops.path(path):
+            wire, taken, moved = ops.pack(view, dim, world)
+        wanted = torch.stack([piece.contiguous() for piece in view.tensor_split(world, dim)])
+        assert_same_bits(wire.reshape(wanted.shape), wanted)
+        assert taken in ("view", path)
+        assert moved == (0 if taken == "view" else 2 * x.nbytes)
+        wire = wanted.clone()
+        with ops.path(path):
+            out, taken, moved = ops.unpack(wire, shape, dim, world)
+        assert_same_bits(out, x)
+        assert out._base is None
+        assert out.is_contiguous()
+        assert taken == path
+        assert moved == 2 * x.nbytes
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("shape", [(9,), (3, 9), (5, 3, 2), (2, 3, 2, 5)], ids=name_of)
+@pytest.mark.parametrize("world", [2, 4])
+def test_uneven_is_padded_with_zeros(path: str, shape: tuple[int, ...], world: int) -> None:
+    x = random_bits(shape, torch.bfloat16)
+    for (_, view), dim in itertools.product(layouts(x).items(), range(len(shape))):
+        if shape[dim] % world == 0 or refused(view, dim, world, path):
+            continue
+        with ops.path(path):
+            wire, taken, _ = ops.pack(view, dim, world)
+        assert taken == path
+        outer = torch.Size(shape[:dim]).numel()
+        blocks = view.split(list(chunk_sizes(shape[dim], world)), dim)
+        for w, block in enumerate(blocks):
+            rows = block.reshape(outer, -1) if block.numel() else block.new_empty(outer, 0)
+            assert_same_bits(wire[w][:, : rows.shape[1]], rows)
+            assert not bits(wire[w][:, rows.shape[1] :]).any()
+        with ops.path(path):
+            out, _, _ = ops.unpack(wire, shape, dim, world)
+        assert_same_bits(out, x)
+        assert out._base is None
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("sizes", [(3, 0, 4), (7, 0, 0), (2, 2, 3)], ids=name_of)
+def test_split_sizes(path: str, sizes: tuple[int, ...]) -> None:
+    for shape, dim in (((7, 3), 0), ((2, 7), 1), ((2, 7, 2), 1), ((2, 3, 7), -1)):
+        x = random_bits(shape, torch.float32)
+        for layout, view in layouts(x).items():
+            if path == "triton" and dim and layout != "contiguous":
+                continue
+            with ops.path(path):
+                wire, _, _ = ops.pack(view, dim, 3, sizes)
+                assert_same_bits(wire.view(-1), flat_wire(x, dim, sizes))
+                out, _, _ = ops.unpack(wire.clone(), shape, dim, 3, sizes)
+            assert_same_bits(out, x)
+            assert out._base is None
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_out_scale_dtype_accumulate(path: str) -> None:
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    chunks = torch.stack(list(x.chunk(2, 1)))
+    with ops.path(path):
+        half, _, moved = ops.pack(x, 1, 2, dtype=torch.bfloat16)
+        assert_same_bits(half, chunks.bfloat16())
+        assert moved == x.nbytes + half.nbytes
+        scaled, _, _ = ops.pack(x, 1, 2, scale=0.3)
+        assert_same_bits(scaled, chunks * 0.3)
+        both, _, _ = ops.pack(x, 1, 2, dtype=torch.float16, scale=0.25)
+        assert_same_bits(both, (chunks * 0.25).half())
+        own = torch.full((2, 3, 4), torch.nan)
+        wire, _, _ = ops.pack(x, 1, 2, out=own)
+        assert wire is own
+        assert_same_bits(own, chunks)
+        out = torch.ones(3, 8)
+        result, _, _ = ops.unpack(chunks, (3, 8), 1, 2, out=out, accumulate=True)
+        assert result is out
+        assert_same_bits(out, x + 1)
+        target = torch.full((8, 3), torch.nan).t()
+        ops.unpack(chunks, (3, 8), 1, 2, out=target)
+        assert_same_bits(target, x)
+        widened, _, _ = ops.unpack(half, (3, 8), 1, 2, dtype=torch.float32, scale=2.0)
+        assert_same_bits(widened, x.bfloat16().float() * 2.0)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=name_of)
+def test_reduce_is_in_rank_order(path: str, dtype: torch.dtype) -> None:
+    made = torch.Generator().manual_seed(2)
+    wire = (torch.randn(4, 3, 5, generator=made, dtype=torch.float64) * 100).to(dtype)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    total = torch.zeros(3, 5, dtype=wide) + wire[0].to(wide)
+    for part in wire[1:]:
+        total = total + part.to(wide)
+    with ops.path(path):
+        out, taken, moved = ops.reduce(wire)
+        halved, _, _ = ops.reduce(wire, scale=0.5, dtype=torch.float32 if dtype is not torch.float64 else dtype)
+    assert taken == path
+    assert moved == wire.nbytes + out.nbytes
+    assert_same_bits(out, total.to(dtype))
+    assert_same_bits(halved, total * 0.5)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_pack_many(path: str) -> None:
+    first, second, third = torch.arange(40.0).view(5, 8), torch.arange(16.0), torch.arange(18.0).view(2, 9)
+    with ops.path(path):
+        wire, pieces, _, moved = fused.pack_many([first, second, third], [1, 0, -1], 4)
+    assert wire.shape == (4, 10 + 4 + 6)
+    assert pieces == [(0, (5, 2)), (10, (4,)), (14, (2, 3))]
+    assert moved == first.nbytes + second.nbytes + third.nbytes + wire.nbytes
+    for w in range(4):
+        assert torch.equal(wire[w, :10].view(5, 2), first.chunk(4, 1)[w])
+        assert torch.equal(wire[w, 10:14], second.chunk(4)[w])
+        last = third.split(list(chunk_sizes(9, 4)), 1)[w]
+        assert torch.equal(wire[w, 14:].view(2, 3)[:, : last.shape[1]], last)
+        assert not wire[w, 14:].view(2, 3)[:, last.shape[1] :].any()
+
+
+def test_pack_many_dtypes() -> None:
+    mixed = [torch.ones(4), torch.ones(4, dtype=torch.bfloat16)]
+    with pytest.raises(ArgumentError, match="dtype"):
+        fused.pack_many(mixed, [0, 0], 2)
+    wire, _, _, _ = fused.pack_many(mixed, [0, 0], 2, dtype=torch.float16, scale=0.5)
+    assert wire.dtype is torch.float16
+    assert (wire == 0.5).all()
+
+
+def test_views_cost_nothing() -> None:
+    x = torch.randn(8, 3)
+    wire, taken, moved = ops.pack(x, 0, 4)
+    assert (taken, moved) == ("view", 0)
+    assert wire.data_ptr() == x.data_ptr()
+    wire, taken, _ = ops.pack(x.view(1, 1, 24), 2, 4)
+    assert taken == "view"
+    assert wire.data_ptr() == x.data_ptr()
+    flat, taken, _ = ops.pack(x, 0, 2, (3, 5))
+    assert taken == "view"
+    assert flat.data_ptr() == x.data_ptr()
+
+
+def test_choosing_a_path() -> None:
+    x = torch.ones(2, 4)
+    assert ops.path_for(x) == "torch"
+    with ops.path("triton"):
+        assert ops.path_for(x) == "triton"
+        with ops.path("torch"):
+            assert ops.path_for(x) == "torch"
+        assert ops.path_for(x) == "triton"
+        with ops.path("auto"):
+            assert ops.path_for(x) == "torch"
+    assert ops.path_for(x) == "torch"
+    with pytest.raises(ArgumentError, match="cuda"), ops.path("cuda"):
+        pass
+    with pytest.raises(KeyError), ops.path("triton"):
+        raise KeyError
+    assert ops.path_for(x) == "torch"
+
+
+def test_a_layout_no_kernel_reads_is_refused_by_triton_only() -> None:
+    x = torch.arange(2.0**6).view(2, 2, 2, 2, 2, 2).permute(5, 3, 1, 4, 2, 0)
+    with ops.path("torch"):
+        wire, taken, moved = ops.pack(x, 4, 2)
+    assert taken == "torch"
+    assert moved == 2 * x.nbytes
+    assert torch.equal(wire.view(2, -1), torch.stack([c.reshape(-1) for c in x.chunk(2, 4)]))
+    with ops.path("triton"), pytest.raises(UnsupportedError, match="pack: path triton is forced"):
+        ops.pack(x, 4, 2)
+
+
+def test_wrong_dims() -> None:
+    with pytest.raises(ShapeError, match="dim 2"):
+        ops.pack(torch.ones(2, 2), 2, 2)
+    with pytest.raises(ShapeError, match="split sizes"):
+        ops.pack(torch.ones(2, 2), 0, 2, (1, 2))
+
+
+@pytest.mark.parametrize(("value", "good"), [("torch", True), ("triton", True), ("fast", False)])
+def test_the_environment(value: str, good: bool) -> None:
+    code = "import torch; from tritoncomm import ops; print(ops.path_for(torch.ones(1)))"
+    path = os.pathsep.join(p for p in sys.path if p)
+    env = {**os.environ, "TRITONCOMM_PATH": value, "PYTHONPATH": path}
+    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100)
+    if good:
+        assert ran.stdout.strip() == value, ran.stderr
+    else:
+        assert ran.returncode != 0
+        assert "TRITONCOMM_PATH must be one of" in ran.stderr
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.complex64], ids=name_of)
+def test_nothing_is_written_beside_an_output(path: str, dtype: torch.dtype) -> None:
+    for shape, world in itertools.product([(5, 6), (3, 4, 7), (2, 9)], [2, 3]):
+        x = random_bits(shape, dtype)
+        for dim in range(len(shape)):
+            step = -(-shape[dim] // world)
+            lead, tail = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+            wire, before = amid_canaries((world, lead, step * tail), dtype)
+            joined, after = amid_canaries(shape, dtype)
+            with ops.path(path):
+                ops.pack(x, dim, world, out=wire)
+                ops.unpack(wire, shape, dim, world, out=joined)
+            assert_same_bits(joined, x)
+            assert intact(before, wire)
+            assert intact(after, joined)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+def test_nothing_is_written_beside_pieces_of_given_sizes(path: str, dtype: torch.dtype) -> None:
+    for shape, dim, sizes in (((7, 3), 0, (3, 0, 4)), ((2, 7), 1, (2, 5, 0)), ((2, 7, 3), 1, (1, 1, 5))):
+        x = random_bits(shape, dtype)
+        wire, before = amid_canaries((x.numel(),), dtype)
+        joined, after = amid_canaries(shape, dtype)
+        with ops.path(path):
+            ops.pack(x, dim, 3, sizes, out=wire)
+            ops.unpack(wire, shape, dim, 3, sizes, out=joined)
+        assert_same_bits(wire, flat_wire(x, dim, sizes))
+        assert_same_bits(joined, x)
+        assert intact(before, wire)
+        assert intact(after, joined)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=name_of)
+def test_nothing_is_written_between_the_rows_of_a_slice(path: str, dtype: torch.dtype) -> None:
+    x = random_bits((3, 5, 6), dtype)
+    wire = torch.stack([piece.contiguous() for piece in x.chunk(2, 2)])
+    wide, around = amid_canaries((3, 5, 10), dtype)
+    target = wide[..., 3:9]
+    with ops.path(path):
+        ops.unpack(wire, x.shape, 2, 2, out=target)
+    assert_same_bits(target, x)
+    assert (bits(wide[..., :3]) == CANARY).all()
+    assert (bits(wide[..., 9:]) == CANARY).all()
+    assert intact(around, wide)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64], ids=name_of)
+def test_nothing_is_written_beside_a_sum(path: str, dtype: torch.dtype) -> None:
+    for world, shape in itertools.product([2, 3], [(1,), (7,), (3, 5), (2, 8)]):
+        total, around = amid_canaries(shape, dtype)
+        with ops.path(path):
+            ops.reduce(torch.ones((world, *shape), dtype=dtype), out=total)
+        assert total.eq(world).all()
+        assert intact(around, total)
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """``auto`` takes the kernels, which are planned and checked but not launched: tensors may be on the meta device."""
+    launched: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        ops, "path_for", lambda x, *rest: "triton" if ops._forced.value == "auto" else ops.forced_path()
+    )
+    monkeypatch.setattr(launch.Launch, "__call__", lambda call, *rest: launched.append(call.arguments))
+    return launched
+
+
+LARGE = [((524288, 8194), torch.bfloat16, 2), ((262144, 16386), torch.int8, 2), ((2**31 - 2**20, 2), torch.int8, 2)]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "world"), LARGE, ids=name_of)
+def test_more_units_than_a_kernel_counts_go_to_torch(
+    shape: tuple[int, int], dtype: torch.dtype, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = as_on_a_gpu(monkeypatch)
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    wire, taken, moved = ops.pack(x, 1, world)
+    assert (taken, moved, wire.shape) == ("torch", 2 * x.nbytes, (world, shape[0], shape[1] // world))
+    out, taken, moved = ops.unpack(wire, shape, 1, world)
+    assert (taken, moved, out.shape) == ("torch", 2 * x.nbytes, shape)
+    parts = torch.empty((2, 2**31 + 1), dtype=torch.int8, device="meta")
+    assert ops.reduce(parts)[1] == "torch"
+    assert not launched
+    for call in (lambda: ops.pack(x, 1, world), lambda: ops.unpack(wire, shape, 1, world), lambda: ops.reduce(parts)):
+        with ops.path("triton"), pytest.raises(UnsupportedError, match="32-bit"):
+            call()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_every_size_has_a_path(data: st.DataObject) -> None:
+    """Kernels take what they count in 31 bits, torch the rest; nothing raises, and no number is truncated."""
+    dtype = data.draw(st.sampled_from([torch.int8, torch.bfloat16, torch.float32, torch.complex128]))
+    outer, run = (2 ** data.draw(st.integers(0, 33)) + data.draw(st.integers(-1, 1)) for _ in range(2))
+    world, sized = data.draw(st.sampled_from([1, 2, 8, 40])), data.draw(st.booleans())
+    if not 0 < outer * run * world < 2**50:
+        return
+    x = torch.empty(outer, world * run, dtype=dtype, device="meta")
+    sizes = (run - 1, run + 1, *[run] * (world - 2)) if sized and world > 1 else None
+    with pytest.MonkeyPatch.context() as patch:
+        launched = as_on_a_gpu(patch)
+        wire, taken, _ = ops.pack(x, 1, world, sizes)
+        back = ops.unpack(wire, x.shape, 1, world, sizes)[1]
+    assert all(number < 2**31 for numbers in launched for number in numbers)
+    assert len(launched) == [taken, back].count("triton")
+    assert back == "triton" or outer * run * world * dtype.itemsize >= 2**30
+
+
+def amid_canaries(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A poisoned tensor in the middle of a buffer of canary bytes."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = torch.full((size + 128,), CANARY, dtype=torch.uint8)
+    return raw[64 : 64 + size].view(dtype).view(shape), raw
+
+
+def intact(raw: Tensor, inside: Tensor) -> bool:
+    """Whether every canary is alive."""
+    return bool((raw[:64] == CANARY).all() and (raw[64 + inside.nbytes :] == CANARY).all())

@@ -1,0 +1,20 @@
+"""Tensors as bits."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["bits", "random_bits"]
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Any bits: NaN with payload, -0, Inf, denormals."""
+    made = torch.Generator().manual_seed(seed)
+    count = int(torch.Size(shape).numel())
+    if dtype is torch.bool:
+        return torch.randint(0, 2, (count,), generator=made).bool().view(shape)
+    data = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=made)
+    return data.view(dtype).view(shape)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8) if x.dim() else x.reshape(1).view(torch.uint8)

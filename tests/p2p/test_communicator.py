@@ -1,0 +1,457 @@
+"""P2PCommunicator: every method in every mode, values exact; what it returns, counts and refuses."""
+
+import itertools
+import math
+import random
+import re
+import time
+import tracemalloc
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from communicators import MODES, communicator, run_methods, same
+from pool import Pool
+from stage_cases import SHAPES, bits, made, strided
+from torch.distributed import ProcessGroup
+
+from tritoncomm import p2p, record
+from tritoncomm.core import ops
+from tritoncomm.errors import GroupError, MismatchError, ShapeError, UnsupportedError
+from tritoncomm.p2p import P2PCommunicator, announce, engine, header, is_single_shape, message
+from tritoncomm.p2p.incoming import Incoming
+from tritoncomm.p2p.neighbours import Line
+
+DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "bool", "complex64", "float8_e4m3fn")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("world", [2, 4, (1, 3)], ids=str)
+def test_every_method(pool: Pool, world: Any, mode: str) -> None:
+    pool.run(run_methods, mode, DTYPES if world == 2 else DTYPES[:2], world=world)
+
+
+def run_kernels(group: ProcessGroup) -> None:
+    with ops.path("triton"), record.recording() as counted:
+        run_methods(group, "batched", ("float32", "bfloat16"))
+    assert any(path == "triton" for _, path in counted)
+
+
+def test_staging_by_kernel_has_the_same_bits(pool: Pool) -> None:
+    pool.run(run_kernels)
+
+
+def run_alone(group: ProcessGroup) -> None:
+    c = communicator(group)
+    assert (c.is_pp_first_stage, c.is_pp_last_stage, c.total_stages, c.current_stage) == (True, True, 1, 0)
+    assert c.recv_forward((3,), True) is None
+    c.send_forward(torch.ones(3), True)
+    same(c.send_forward_recv_forward(torch.ones(3), True, (3,)), torch.ones(3), "ring of one")
+
+
+def run_attributes(group: ProcessGroup) -> None:
+    ranks, stage, stages = dist.get_process_group_ranks(group), group.rank(), group.size()
+    c = communicator(group, virtual_pipeline_model_parallel_size=2)
+    assert (c.prev_rank, c.next_rank) == (ranks[stage - 1], ranks[(stage + 1) % stages])
+    assert (c.pp_group, c.virtual_pipeline_model_parallel_size) == (group, 2)
+    assert (c.is_pp_first_stage, c.is_pp_last_stage) == (stage == 0, stage == stages - 1)
+    assert (c.total_stages, c.current_stage) == (stages, stage)
+    shape = (2, stage + 1, 1, 3)
+    found = c._communicate_shapes(torch.ones(shape), torch.ones(shape[:2]), True, True)
+    before, after = (stage - 1) % stages, (stage + 1) % stages
+    assert found == ([2, before + 1, 1, 3], [2, after + 1])
+    assert c._communicate_shapes(None, None, False, False) == ([0, 0, 0], [0, 0, 0])
+    nothing = {"tensor_send_next": None, "tensor_send_prev": None, "recv_prev": False, "recv_next": False}
+    assert c._communicate(**nothing, tensor_shape=None) == (None, None, [])  # type: ignore[arg-type]
+    single = communicator(group, batch_p2p_comm=False)
+    assert single._communicate(**nothing, tensor_shape=None) == (None, None, {})  # type: ignore[arg-type]
+    ring = nothing | {"tensor_send_next": torch.full((2,), float(stage)), "recv_prev": True}
+    x, none, handles = c._communicate(**ring, tensor_shape=[2])  # type: ignore[arg-type]
+    assert (none, handles) == (None, None)
+    assert x is not None
+    assert x.tolist() == [before] * 2
+    x, _, handles = single._communicate(**ring, tensor_shape=[2], wait_on_reqs=False)  # type: ignore[arg-type]
+    assert list(handles) == (["send_next", "recv_prev"] if stage % 2 == 0 else ["recv_prev", "send_next"])
+    for handle in handles.values():
+        handle.wait()
+        assert handle.is_completed()
+    assert x is not None
+    assert x.tolist() == [before] * 2
+
+
+def test_attributes_and_return_forms(pool: Pool) -> None:
+    pool.run(run_alone, world=1)
+    for world in (2, 4, (1, 3)):
+        pool.run(run_attributes, world=world)
+
+
+def run_refusals(group: ProcessGroup) -> None:
+    c, x = communicator(group), torch.ones(2)
+    no_dtype = P2PCommunicator(group, SimpleNamespace(pipeline_dtype=None))
+    with pytest.raises(RuntimeError, match="pipeline_dtype must be provided if recv_prev is True"):
+        no_dtype.recv_forward((2,), False)
+    with pytest.raises(RuntimeError, match="dtype must be provided if recv_next is True"):
+        no_dtype.recv_backward((2,), False)
+    for varying in (False, True):
+        lost = communicator(group, variable_seq_lengths=varying)
+        with pytest.raises(RuntimeError, match="tensor_shape must be specified if recv_prev is True"):
+            lost.send_forward_recv_forward(x, True, None)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="batch_p2p_comm=False"):
+        c.send_forward_recv_forward(x, True, [2], overlap_p2p_comm=True)
+    with pytest.raises(UnsupportedError, match="use_ring_exchange_p2p"):
+        communicator(group, use_ring_exchange_p2p=True).send_forward(x, False)
+    with pytest.raises(ShapeError, match="2 tensors to send, but 1 shapes"):
+        c.send_forward_recv_backward([x, x], [(2,)], False)
+    with pytest.raises(TypeError):
+        c.send_forward_recv_forward("x", True, [2])  # type: ignore[arg-type]
+    with pytest.raises(GroupError, match="pp_group"):
+        P2PCommunicator(None, SimpleNamespace())  # type: ignore[arg-type]
+    with pytest.raises(GroupError, match="rank 77"):
+        Line.of(group, prev=77)
+    same(c.send_forward_recv_forward(x, True, [2]), x, "the group still works")
+
+
+def test_refusals_leave_the_group_usable(pool: Pool) -> None:
+    pool.run(run_refusals)
+
+
+class Timers:
+    """Megatron's timers, as far as the communicator knows them."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str, Any]] = []
+
+    def __call__(self, name: str, log_level: int | None = None) -> Any:
+        return SimpleNamespace(
+            start=lambda: self.seen.append((name, "start", log_level)),
+            stop=lambda: self.seen.append((name, "stop", log_level)),
+        )
+
+
+def run_timers(group: ProcessGroup) -> None:
+    timers, x, other = Timers(), torch.ones(2), 1 - group.rank()
+    c = communicator(group, timers=timers)
+    names = []
+
+    def timed(name: str) -> None:
+        names.extend([(name, "start", 2), (name, "stop", None)])
+        assert timers.seen == names, name
+
+    if other:
+        c.send_forward(x, False)
+        timed("forward-send")
+        c.recv_backward((2,), False)
+        timed("backward-recv")
+        c.send_forward_recv_backward(x, (2,), False)
+        timed("forward-send-backward-recv")
+    else:
+        c.recv_forward((2,), False)
+        timed("forward-recv")
+        c.send_backward(x, False)
+        timed("backward-send")
+        c.send_backward_recv_forward(x, (2,), False)
+        timed("backward-send-forward-recv")
+    c.send_forward_recv_forward(x, True, [2])
+    timed("forward-send-forward-recv")
+    c.send_backward_recv_backward(x, True, [2])
+    timed("backward-send-backward-recv")
+    c.send_forward_backward_recv_forward_backward(x, x, True, True, [2])
+    timed("forward-backward-send-forward-backward-recv")
+    c.recv_forward((2,), True)
+    assert timers.seen == names, "an edge stage has nothing to time"
+    with pytest.raises(RuntimeError):
+        c.send_forward_recv_forward(x, True, None)  # type: ignore[arg-type]
+    timed("forward-send-forward-recv")
+
+
+def test_timers_also_stop_on_errors(pool: Pool) -> None:
+    pool.run(run_timers)
+
+
+def run_raw(group: ProcessGroup) -> None:
+    ranks, stage, stages = dist.get_process_group_ranks(group), group.rank(), group.size()
+    before, after = (stage - 1) % stages, (stage + 1) % stages
+    for call in (p2p._batched_p2p_ops, p2p._p2p_ops):
+        got = torch.empty(3), torch.empty(3)
+        found = call(
+            tensor_send_prev=torch.full((3,), -1.0 - stage),
+            tensor_recv_prev=got[0],
+            tensor_send_next=strided(torch.full((3,), float(stage))),
+            tensor_recv_next=got[1],
+            group=group,
+            prev_pipeline_rank=ranks[before],
+            next_pipeline_rank=ranks[after],
+        )
+        works = list(found.values()) if isinstance(found, dict) else found
+        assert len(works) == 4
+        for work in works:
+            work.wait()
+        assert got[0].tolist() == [before] * 3
+        assert got[1].tolist() == [-1.0 - after] * 3
+        none = dict.fromkeys(("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next"))
+        assert not call(**none, group=group, prev_pipeline_rank=ranks[before], next_pipeline_rank=ranks[after])  # type: ignore[arg-type]
+    order = [way.key for way in Line.of(group).batch]
+    if stages == 2:
+        assert order == ["send_next", "recv_prev", "send_prev", "recv_next"], "activations first"
+    else:
+        assert order == ["send_prev", "recv_prev", "send_next", "recv_next"]
+
+
+def test_raw_transfers_and_their_order(pool: Pool) -> None:
+    for world in (2, 4, (1, 3)):
+        pool.run(run_raw, world=world)
+
+
+def run_dropped_handles(group: ProcessGroup) -> None:
+    c, stage, count = communicator(group, batch_p2p_comm=False), group.rank(), 70
+    if stage == 0:
+        for i in range(count):
+            x = torch.full((1000,), float(i))
+            c._communicate(
+                tensor_send_next=x, tensor_send_prev=None, recv_prev=False, recv_next=False,
+                tensor_shape=[1000], wait_on_reqs=False,
+            )  # fmt: skip
+            x.data = torch.empty(1)
+    else:
+        for i in range(count):
+            x = c.recv_forward((1000,), False)
+            assert x.detach().eq(i).all(), i
+
+
+def test_a_send_outlives_its_handle_and_its_source(pool: Pool) -> None:
+    pool.run(run_dropped_handles)
+
+
+@pytest.mark.parametrize(
+    ("x", "single"),
+    [
+        (torch.Size([2, 3]), True), (torch.Size([]), True), ([2, 3], True), ((4,), True), ([True], True),
+        ((), False), ([], False), (None, False), (3, False), (range(3), False), ([(2, 3)], False), ("ab", False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_is_single_shape(x: Any, single: bool) -> None:
+    assert is_single_shape(x) is single
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_messages_hold_their_tensors(path: str) -> None:
+    tensors = [strided(made(i, shape, dtype)) for i, (shape, dtype) in enumerate(itertools.product(SHAPES, DTYPES))]
+    with ops.path(path):
+        staged = message.stage(tensors)
+    specs = [(tuple(x.shape), x.dtype) for x in tensors]
+    taken = message.allocate(specs, "cpu")
+    assert staged.wire.nbytes == taken.wire.nbytes
+    taken.wire.copy_(staged.wire)
+    for x, sent, got in zip(tensors, staged.pieces, taken.pieces, strict=True):
+        assert torch.equal(bits(sent), bits(x))
+        assert torch.equal(bits(got), bits(x))
+        assert got._base is None
+        assert got.numel() == 0 or got.data_ptr() % 16 == taken.wire.data_ptr() % 16
+    assert staged.path == path
+    assert staged.moved == 2 * sum(x.nbytes for x in tensors)
+    one = torch.ones(3, 4)
+    alone = message.stage([one])
+    assert (alone.path, alone.moved) == ("view", 0)
+    assert alone.wire.data_ptr() == one.data_ptr()
+
+
+def test_headers_hold_any_shape_and_dtype() -> None:
+    for count, dims in itertools.product((1, 2, 9), range(7)):
+        specs = tuple((tuple(range(dims)), getattr(torch, DTYPES[i % len(DTYPES)])) for i in range(count))
+        contents = header.Contents(specs, tuple(i % 2 == 0 for i in range(count)))
+        words = header.encode(contents).tolist()
+        assert header.length(words) == 4 + count * (3 + dims)
+        assert len(words) == max(header.WORDS, header.length(words))
+        assert header.decode(words) == contents
+
+
+EXTREMES = (-1, 0, 1, 2, 64, 65, 1 << 20, (1 << 20) + 1, 1 << 31, 1 << 40, 1 << 62, (1 << 63) - 1, -(1 << 63))
+
+
+def valid_header(draw: random.Random) -> header.Contents:
+    """The contents of a header of one part, of two, or now and then of many."""
+    count = draw.choice((0, 1, 1, 1, 2, 3, 9, 20)) if draw.random() < 0.99 else 300
+    dtypes = [dtype for dtype in header._DTYPES if dtype is not None]
+    shapes = [tuple(draw.choice((0, 1, 2, 3, 1024)) for _ in range(draw.randint(0, 5))) for _ in range(count)]
+    flags = tuple(draw.random() < 0.5 for _ in shapes)
+    return header.Contents(tuple((shape, draw.choice(dtypes)) for shape in shapes), flags)
+
+
+def mutated(draw: random.Random, words: list[int]) -> list[int]:
+    """A header with something changed; as often as not with a checksum that is right again."""
+    words = list(words)
+    for _ in range(draw.randint(1, 3)):
+        at = min(int(draw.expovariate(0.2)), len(words) - 1)
+        kind = draw.randrange(6)
+        if kind == 0:
+            words[at] = (words[at] ^ 1 << draw.randrange(64)) & (1 << 64) - 1
+            words[at] -= (words[at] >> 63) << 64
+        elif kind == 1:
+            words[at] = draw.choice(EXTREMES)
+        elif kind == 2:
+            words[at] = min(max(words[at] + draw.choice((-1, 1)), -(1 << 63)), (1 << 63) - 1)
+        elif kind == 3:
+            del words[draw.randint(1, len(words)) :]
+        elif kind == 4:
+            words += [draw.choice((0, *EXTREMES)) for _ in range(draw.randint(1, 40))]
+        else:
+            other = draw.randrange(len(words))
+            words[at], words[other] = words[other], words[at]
+    if draw.random() < 0.6 and len(words) > 3 and 4 <= words[1] <= len(words):
+        words[2] = header._checksum(words[: words[1]])
+    return words
+
+
+def decoded(words: list[int], traced: bool) -> header.Contents | str:
+    """What a header says, or the kind of error it is; ``traced`` bounds the memory that takes."""
+    if traced:
+        tracemalloc.start()
+    try:
+        assert header.length(words) <= header.MAX_WORDS  # which a receiver allocates
+        return header.decode(words)
+    except MismatchError as error:
+        return re.sub(r"\[.*\]|-?\d+", "#", str(error)).partition(":")[0]
+    finally:
+        if traced:
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert peak < 100_000 + 200 * len(words), words
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_mutated_headers_are_refused_by_name_or_right() -> None:
+    draw, kinds = random.Random(0), Counter[str]()
+    line: Any = SimpleNamespace(peer=lambda key: 0)
+    originals = [(contents, header.encode(contents).tolist()) for contents in (valid_header(draw) for _ in range(500))]
+    started = time.process_time()
+    for i in range(20_000):
+        contents, right = draw.choice(originals)
+        words = mutated(draw, right)
+        found = decoded(words, i % 20 == 0)
+        if isinstance(found, str):
+            kinds[found] += 1
+            continue
+        kinds["unchanged" if words == right else "another header"] += 1
+        assert header.encode.__wrapped__(found).tolist() == words  # type: ignore[attr-defined]
+        for incoming in (Incoming(contents.specs), Incoming(None, torch.float32)):
+            expected = incoming.problem(line, "recv", "recv_prev", found.specs)
+            bound = 1 << 48 if expected is None else max(1 << 30, bytes_of(incoming.specs or ()))
+            if bytes_of(found.specs) > bound:
+                with pytest.raises(MismatchError, match="bytes are not received") as caught:
+                    incoming.announced(line, "recv", "recv_prev", found, "meta")
+                assert len(str(caught.value)) < 5000
+                continue
+            taken, problem = incoming.announced(line, "recv", "recv_prev", found, "meta")
+            assert problem == expected
+            assert bytes_of(found.specs) <= taken.wire.nbytes <= bytes_of(found.specs) + 16 * len(found.specs)
+    assert time.process_time() - started < 10
+    assert min(kinds.values()) >= 5, kinds
+    assert len(kinds) >= 10, kinds
+
+
+def bytes_of(specs: Any) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
+
+
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        ([((2,), torch.qint8)], r"cannot announce tensors of torch\.qint8"),
+        ([((1,) * 65, torch.float32)], "a tensor of 65 dims, only up to 64"),
+        ([((0, 1 << 62), torch.float32)], r"the shape \[0, 4611686018427387904\]"),
+        ([((2,), torch.int8)] * (1 << 18), "cannot announce 262144 tensors"),
+    ],
+    ids=["dtype", "dims", "size", "count"],
+)
+def test_what_no_header_holds_is_refused_by_its_sender(contents: list[Any], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        header.encode(header.Contents(tuple(contents), (False,) * len(contents)))
+
+
+def run_strange_headers(group: ProcessGroup) -> list[str]:
+    """What a receiver in check mode makes of a sender that sends something else than a header."""
+    c, seen = communicator(group), []
+    strange = [torch.arange(32), torch.full((32,), -1), header.encode(header.Contents((), ())).clone()]
+    strange[2][1] = 1 << 40
+    for words in strange:
+        if group.rank() == 0:
+            group.send([words], 1, 0).wait()
+            continue
+        with p2p.check(), pytest.raises(MismatchError) as caught:
+            c.recv_forward((2,), False)
+        seen.append(str(caught.value))
+    large = header.Contents((((1 << 20, 1 << 10), torch.float32),), (False,))
+    if group.rank() == 0:
+        group.send([header.encode(large)], 1, 0).wait()
+        group.send([header.encode(header.Contents((), ()))], 1, 0).wait()
+    else:
+        with p2p.check(), pytest.raises(MismatchError) as caught:
+            c.recv_forward((2,), False)
+        seen.append(str(caught.value))
+        with pytest.raises(MismatchError, match=r"_communicate_shapes: .* expects one tensor, but rank 0 sent nothing"):
+            c._communicate_shapes(None, None, True, False)
+    return seen
+
+
+def test_a_receiver_names_what_is_no_header(pool: Pool) -> None:
+    seen = pool.run(run_strange_headers)[1]
+    for message_, words in zip(
+        seen,
+        (
+            "no header came first",
+            "no header came first",
+            "a header of 1099511627776 words came",
+            "rank 0 sent [1048576, 1024] float32; 4294967296 bytes are not received",
+        ),
+        strict=True,
+    ):
+        assert message_.startswith("recv_forward: stage 1 of 2 (rank 1)"), message_
+        assert words in message_
+
+
+def run_device_headers(group: ProcessGroup) -> None:
+    """Headers where no group carries CPU tensors: in one batch with the device's tensors."""
+    c, stage, stages = communicator(group), group.rank(), group.size()
+    ends = {"recv_prev": (stage - 1) % stages, "recv_next": (stage + 1) % stages}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(announce, "_side", lambda line, device: None)
+        for count in (1, 9):
+            sends = {
+                "send_next": [torch.ones(1, i, stage) for i in range(count)],
+                "send_prev": [torch.ones(stage, i) for i in range(count)],
+            }
+            found = engine.exchange_headers(c._line, "headers", sends, tuple(ends), "cpu")
+            assert [shape for shape, _ in found["recv_prev"].specs] == [(1, i, ends["recv_prev"]) for i in range(count)]
+            assert [shape for shape, _ in found["recv_next"].specs] == [(ends["recv_next"], i) for i in range(count)]
+        if stages > 2:
+            return
+        if stage == 0:
+            group.send([torch.arange(32)], 1, 0).wait()
+        else:
+            with pytest.raises(MismatchError, match=r"stage 1 of 2 .* cannot read the header from rank 0: no header"):
+                engine.exchange_headers(c._line, "headers", {}, ("recv_prev",), "cpu")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_headers_over_the_device(pool: Pool, world: int) -> None:
+    pool.run(run_device_headers, world=world)
+
+
+def run_long_headers(group: ProcessGroup) -> None:
+    c, stage, other = communicator(group, variable_seq_lengths=True), group.rank(), 1 - group.rank()
+    for count in (1, 9, 2):
+        out = [made(stage, (1, 2, 1, 3, i)) for i in range(1, count + 1)]
+        back = [made(stage, (i,), sign=3) for i in range(1, count + 1)]
+        hop = c._start("hop", send_next=out, send_prev=back, recv_prev=True, recv_next=True, shapes=[])
+        hop.wait()
+        for i, (x, dx) in enumerate(zip(hop.received["recv_prev"], hop.received["recv_next"], strict=True), 1):
+            same(x, made(other, (1, 2, 1, 3, i)), count)
+            same(dx, made(other, (i,), sign=3), count)
+
+
+def test_headers_that_need_two_messages(pool: Pool) -> None:
+    pool.run(run_long_headers)

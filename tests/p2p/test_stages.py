@@ -1,0 +1,254 @@
+"""ColossalAI's stage functions: values, guards, shapes, shares."""
+
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from stage_cases import SHAPES, bits, made, strided
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tritoncomm import groups, p2p
+from tritoncomm.errors import ArgumentError, GroupError
+from tritoncomm.groups import Group, ParallelMode
+from tritoncomm.p2p import shares
+
+DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "bool", "complex64", "float8_e4m3fn")
+
+
+def pipeline(group: ProcessGroup, tensor: ProcessGroup | None = None) -> None:
+    """Register groups as ``initialize()`` would."""
+    members = {ParallelMode.PIPELINE: group, ParallelMode.GLOBAL: dist.group.WORLD}
+    if tensor is not None:
+        members[ParallelMode.TENSOR] = tensor
+    groups.register({m: Group(g, g, tuple(dist.get_process_group_ranks(g))) for m, g in members.items() if g})
+
+
+def same(found: Any, wanted: Tensor, what: Any) -> None:
+    assert isinstance(found, Tensor), (what, found)
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), what
+    assert torch.equal(bits(found), bits(wanted)), what
+    assert found.is_leaf
+    assert found._base is None
+    assert found.is_contiguous()
+    assert found.requires_grad == (wanted.is_floating_point() or wanted.is_complex())
+
+
+def run_stages(group: ProcessGroup, dtype: str) -> None:
+    pipeline(group)
+    stage, stages = group.rank(), group.size()
+    first, last = stage == 0, stage == stages - 1
+    kind = getattr(torch, dtype)
+    for shape in SHAPES:
+        out, back = strided(made(stage, shape, dtype)), strided(made(stage, shape, dtype, 2))
+        before, after = made(stage - 1, shape, dtype), made(stage + 1, shape, dtype, 2)
+        x = p2p.recv_forward(shape, dtype=kind)
+        p2p.send_forward(out)
+        assert (x is None) == first
+        if not first:
+            same(x, before, (shape, "recv_forward"))
+        grad = p2p.recv_backward(torch.Size(shape), dtype=kind)
+        p2p.send_backward(back)
+        assert (grad is None) == last
+        if not last:
+            same(grad, after, (shape, "recv_backward"))
+        if stage % 2 == 0:
+            grad = p2p.send_forward_recv_backward(out, shape, dtype=kind)
+            assert (grad is None) == last
+            if grad is not None:
+                same(grad, after, (shape, "send_forward_recv_backward"))
+        else:
+            x = p2p.send_backward_recv_forward(back, shape, dtype=kind)
+            same(x, before, (shape, "send_backward_recv_forward"))
+        if stage % 2 == 0 and not last:
+            assert p2p.send_forward_recv_backward(out, None, recv_next=False) is None
+        elif stage % 2:
+            assert p2p.send_backward_recv_forward(None, shape, dtype=kind) is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", [2, 4, (1, 3)], ids=str)
+def test_between_stages(pool: Pool, world: Any, dtype: str) -> None:
+    pool.run(run_stages, dtype, world=world)
+
+
+def run_ring(group: ProcessGroup) -> None:
+    pipeline(group)
+    stage, stages = group.rank(), group.size()
+    before, after = (stage - 1) % stages, (stage + 1) % stages
+    for shape in ((2, 3), (0, 2), (4,)):
+        out, back = made(stage, shape), made(stage, shape, sign=2)
+        x, grad = p2p.send_forward_backward_recv_forward_backward(out, back, shape, shape)
+        same(x, made(before, shape), "activation")
+        same(grad, made(after, shape, sign=2), "gradient")
+        same(p2p.send_forward_recv_forward(out, shape), made(before, shape), "ring forward")
+        same(p2p.send_backward_recv_backward(back, shape), made(after, shape, sign=2), "ring backward")
+        assert p2p.send_forward_backward_recv_forward_backward(None, None, None, None, False, False) == (None, None)
+        if stages > 1:
+            got = p2p.send_forward_recv_forward(out if stage == 0 else None, shape, recv_prev=stage == 1)
+            assert (got is None) == (stage != 1)
+        else:
+            with pytest.raises(ArgumentError, match="receive just what it sends"):
+                p2p.send_forward_recv_forward(out, shape, recv_prev=False)
+        several = [made(stage, shape), strided(made(stage, (3, 5))), made(stage, (7,), sign=3)]
+        found, grads = p2p.send_forward_backward_recv_forward_backward(
+            several, several[:2], [shape, (3, 5), [7]], (shape, [3, 5])
+        )
+        for x, y in zip(found, [made(before, shape), made(before, (3, 5)), made(before, (7,), sign=3)], strict=True):
+            same(x, y, "list")
+        for x, y in zip(grads, [made(after, shape), made(after, (3, 5))], strict=True):
+            same(x, y, "tuple")
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, (2, 3)], ids=str)
+def test_round_the_ring(pool: Pool, world: Any) -> None:
+    pool.run(run_ring, world=world)
+
+
+def run_neighbours(group: ProcessGroup) -> None:
+    pipeline(group)
+    ranks, stage = dist.get_process_group_ranks(group), group.rank()
+    jump = ranks[(stage + 2) % 4]
+    out = made(stage, (3,))
+    x = p2p.send_forward_recv_forward(out, (3,), prev_rank=jump, next_rank=jump)
+    same(x, made((stage + 2) % 4, (3,)), "explicit ranks")
+    with pytest.raises(GroupError, match="rank 99"):
+        p2p.send_forward_recv_forward(out, (3,), next_rank=99)
+    with pytest.raises(ArgumentError, match="shape of what is received"):
+        p2p.send_forward_recv_forward(out, None)
+    with pytest.raises(ArgumentError, match="expected a tensor"):
+        p2p.send_forward_recv_forward("x", (3,))
+    with pytest.raises(ArgumentError, match="sequence of ints"):
+        p2p.send_forward_recv_forward(out, [("x",)])
+    same(p2p.send_forward_recv_forward(out, [3]), made((stage - 1) % 4, (3,)), "the group still works")
+
+
+def test_explicit_neighbours_and_refusals(pool: Pool) -> None:
+    pool.run(run_neighbours, world=4)
+
+
+def run_outside(group: ProcessGroup) -> None:
+    rank = dist.get_rank()
+    pairs = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3))}
+    for ranks, pair in pairs.items():
+        if rank in ranks:
+            pipeline(pair)
+            other = (rank + 2) % 4
+            x = p2p.send_forward_recv_forward(made(rank, (2,)), (2,), prev_rank=other, next_rank=other)
+            same(x, made(other, (2,)), "over the default group")
+
+
+def test_a_neighbour_outside_the_pipeline(pool: Pool) -> None:
+    pool.run(run_outside, world=8)
+
+
+def run_chain(group: ProcessGroup) -> None:
+    """Two pipelines of two stages; the last of one hands on to the first of the other, which it names."""
+    rank = dist.get_rank()
+    pairs = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3))}
+    mine = [pair for ranks, pair in pairs.items() if rank in ranks]
+    if not mine:
+        return
+    pipeline(mine[0])
+    for shape in ((2,), (3, 4)):
+        x = p2p.send_forward_recv_forward(
+            None if rank == 3 else made(rank, shape),
+            shape,
+            recv_prev=rank > 0,
+            prev_rank=1 if rank == 2 else None,
+            next_rank=2 if rank == 1 else None,
+        )
+        if rank:
+            same(x, made(rank - 1, shape), "each over the group that both ends are in")
+
+
+def test_one_neighbour_inside_and_one_outside(pool: Pool) -> None:
+    pool.run(run_chain, world=8)
+
+
+def run_again(group: ProcessGroup) -> None:
+    stage = group.rank()
+    pairs = {pair: dist.new_group(list(pair)) for pair in ((0, 1), (0, 2), (0, 3))}
+    for other in (1, 2, 3, 1):  # each time stage 0 has another pipeline, and is its first or its last stage
+        if stage not in (0, other):
+            continue
+        pipeline(pairs[0, other])
+        out, peer = made(stage, (3,)), other - stage
+        same(p2p.send_forward_recv_forward(out, (3,)), made(peer, (3,)), "the pipeline registered last")
+        lines = [key for key in groups.derived if isinstance(key, tuple)]
+        assert len(lines) == 1
+        line = groups.derived[lines[0]]
+        same(p2p.send_forward_recv_forward(out, (3,)), made(peer, (3,)), "again")
+        assert groups.derived[lines[0]] is line, "the neighbours are looked up once"
+        got = p2p.recv_forward((3,))
+        p2p.send_forward(out)
+        assert (got is None) == (stage == 0)
+    groups.register({})
+    assert not groups.derived
+    with pytest.raises(GroupError, match="no process group for PIPELINE"):
+        p2p.send_forward_recv_forward(torch.ones(3), (3,))
+
+
+def test_neighbours_are_those_of_the_groups_in_force(pool: Pool) -> None:
+    pool.run(run_again, world=8)
+
+
+def run_without_gradients(group: ProcessGroup) -> None:
+    pipeline(group)
+    stage, stages = group.rank(), group.size()
+    x = torch.ones(2, 3, requires_grad=True) * stage
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            for split in (False, True):  # the plain form of a call, and the general one
+                got = p2p.send_forward_recv_forward([x] if split else x, [(2, 3)] if split else (2, 3))
+                got = got[0] if split else got
+                assert got.requires_grad
+                assert got.is_leaf
+                assert got.is_inference() == torch.is_inference_mode_enabled()
+                assert torch.equal(got, torch.full((2, 3), float((stage - 1) % stages)))
+
+
+def test_without_gradients(pool: Pool) -> None:
+    pool.run(run_without_gradients, world=2)
+
+
+def run_shares(group: ProcessGroup) -> None:
+    grid = _grid(group.rank())
+    if grid is None:
+        return
+    tensor, line = grid
+    pipeline(line, tensor)
+    stage = line.rank()
+    for shape, dtype in itertools.product([(4, 3), (2, 5), (8,)], ["float32", "bfloat16", "int64"]):
+        kind = getattr(torch, dtype)
+        x = p2p.recv_forward(shape, dtype=kind, scatter_gather_tensors=True)
+        p2p.send_forward(strided(made(7, shape, dtype)), scatter_gather_tensors=True)
+        if stage:
+            same(x, made(7, shape, dtype), (shape, "shared"))
+    shares._told.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            found = p2p.send_forward_recv_forward(
+                [made(stage, (3,)), made(stage, (2, 2))], [(3,), (2, 2)], scatter_gather_tensors=True
+            )
+            same(found[0], made(1 - stage, (3,)), "whole")
+            same(found[1], made(1 - stage, (2, 2)), "share")
+    told = [str(w.message) for w in caught if "do not divide" in str(w.message)]
+    assert len(told) == 1, told
+    assert "3 elements of shape [3] do not divide over 2 tensor ranks" in told[0]
+
+
+def _grid(rank: int) -> tuple[ProcessGroup, ProcessGroup] | None:
+    """Two stages of two tensor ranks, made by all ranks of the job: this one's (tensor group, pipeline)."""
+    made_here = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+    mine = [made_here[ranks] for ranks in made_here if rank in ranks]
+    return (mine[0], mine[1]) if mine else None
+
+
+def test_each_tensor_rank_sends_its_share(pool: Pool) -> None:
+    pool.run(run_shares, world=8)

@@ -1,0 +1,157 @@
+"""Over to DTensor and back on meshes of several axes: values, gradients, redistribution equal to DTensor's."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from redistributions import chunked, layouts, ranks_of
+from torch import Tensor
+from torch.distributed import ProcessGroup as TorchGroup
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from tritoncomm.errors import GroupError, UnsupportedError
+from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup, ReplicaSpec, ShardSpec
+from tritoncomm.tensor.device_mesh import DeviceMesh
+from tritoncomm.tensor.dispatch import plain
+from tritoncomm.tensor.distspec import _DistSpec
+
+Placements = list[Any]
+RAGGED = ((9, 7), (5, 3, 6), (1, 2), (3, 9))
+
+
+def mesh_over(group: TorchGroup, shape: tuple[int, ...]) -> TorchMesh:
+    ranks = dist.get_process_group_ranks(group)
+    return DeviceMesh(ranks, shape, init_process_group=True).to_torch()
+
+
+def values(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pairs(mesh: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[Placements, _DistSpec]]:
+    """Placements beside their ShardSpec: all replicate, every axis another dim, and one dim throughout where even."""
+    found: list[tuple[Placements, _DistSpec]] = [([Replicate()] * len(mesh), ReplicaSpec())]
+    for dims in itertools.permutations(range(len(shape)), len(mesh)):
+        found.append(([Shard(dim) for dim in dims], ShardSpec(list(dims), list(mesh))))
+    world = torch.Size(mesh).numel()
+    for dim, size in enumerate(shape):
+        if size % world == 0:
+            found.append(([Shard(dim)] * len(mesh), ShardSpec([dim], [world])))
+    return found
+
+
+def laid_out(full: Tensor, mesh: TorchMesh, placements: Placements) -> DTensor:
+    return distribute_tensor(full, mesh, placements, src_data_rank=None).detach().requires_grad_()
+
+
+def run_across(group: TorchGroup, mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    mesh, rank = mesh_over(group, mesh_shape), group.rank()
+    full, weight = values(shape), values(shape, 1)
+    found = pairs(mesh_shape, shape)
+    for place, step in itertools.product(range(len(found)), range(16 // group.size())):
+        (start, spec), (target, wanted) = found[place], found[(place + step) % len(found)]
+        told = (shape, start, target)
+        theirs, twin = laid_out(full, mesh, start), laid_out(full, mesh, start)
+        ours = ColoTensor.from_dtensor(twin)
+        assert ours.dist_spec == spec, told
+        assert (tuple(ours.size()), ours.data_ptr()) == (shape, twin.to_local().data_ptr()), told
+        assert torch.equal(plain(ours), chunked(full, spec, rank)), told
+        moved, reference = ours.redistribute(wanted), theirs.redistribute(mesh, target)
+        assert torch.equal(plain(moved), reference.to_local()), told
+        gradient = chunked(weight, wanted, rank)
+        (plain(moved) * gradient).sum().backward()
+        (reference.to_local() * gradient).sum().backward()
+        assert isinstance(twin.grad, DTensor)
+        assert isinstance(theirs.grad, DTensor)
+        assert torch.equal(twin.grad.full_tensor(), theirs.grad.full_tensor()), told
+        assert torch.equal(theirs.grad.full_tensor(), weight), told
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape"),
+    [((2, 2), (8, 16)), *(((2, 2), shape) for shape in RAGGED), ((4, 1), (9, 7)), ((1, 4), (5, 6))],
+    ids=str,
+)
+def test_meshes_of_four(pool: Pool, mesh: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    pool.run(run_across, mesh, shape, world=4)
+
+
+@pytest.mark.parametrize(("mesh", "shape"), [((2, 4), (9, 7)), ((4, 2), (8, 5)), ((2, 2, 2), (3, 8, 5))], ids=str)
+def test_meshes_of_eight(pool: Pool, mesh: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    pool.run(run_across, mesh, shape, world=8)
+
+
+def run_back(group: TorchGroup, shape: tuple[int, ...]) -> None:
+    pg, rank = ranks_of(group), group.rank()
+    full, weight = values(shape), values(shape, 1)
+    for spec in layouts(len(shape), group.size()):
+        x = ColoTensor(chunked(full, spec, rank).clone(), ColoTensorSpec(pg, spec), shape).requires_grad_()
+        there = x.to_dtensor()
+        dims = [dim % len(shape) for dim in getattr(spec, "dims", ())]
+        assert there.placements == tuple(Shard(dim) for dim in dims) or (Replicate(),)
+        assert tuple(there.device_mesh.shape) == (tuple(getattr(spec, "num_partitions", ())) or (group.size(),))
+        assert (tuple(there.shape), there.stride()) == (shape, full.stride())
+        assert there.to_local().data_ptr() == x.data_ptr()
+        assert torch.equal(there.detach().full_tensor(), full), spec
+        back = ColoTensor.from_dtensor(there)
+        assert back.data_ptr() == x.data_ptr()
+        assert back.process_group == pg
+        assert torch.equal(plain(back.to_replicate()), full)
+        (plain(back) * chunked(weight, spec, rank)).sum().backward()
+        assert x.grad is not None
+        assert torch.equal(plain(x.grad), chunked(weight, spec, rank)), spec
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_to_dtensor_and_back(pool: Pool, world: int) -> None:
+    for shape in ((8, 4), (9, 7), (5, 3, 6)):
+        pool.run(run_back, shape, world=world)
+
+
+def run_refused(group: TorchGroup) -> None:
+    mesh, cube = mesh_over(group, (2, 4)), mesh_over(group, (2, 2, 2))
+    cases: list[tuple[TorchMesh, Placements, tuple[int, ...], str]] = [
+        (mesh, [Partial(), Shard(0)], (8, 8), "neither Shard nor Replicate"),
+        (mesh, [_StridedShard(0, split_factor=4), Shard(0)], (8, 8), "neither Shard nor Replicate"),
+        (mesh, [Replicate(), Shard(0)], (8, 8), "cuts along some axes only"),
+        (mesh, [Shard(1), Replicate()], (8, 8), "cuts along some axes only"),
+        (mesh, [Shard(0), Shard(0)], (9, 8), "pieces that no ShardSpec has"),
+        (cube, [Shard(0), Shard(1), Shard(0)], (8, 8), "pieces that no ShardSpec has"),
+        (cube, [Shard(0), Shard(1), Shard(1)], (8, 6), "pieces that no ShardSpec has"),
+    ]
+    for over, placements, shape, told in cases:
+        x = DTensor.from_local(torch.zeros(1, 1), over, placements, run_check=False, shape=shape, stride=(shape[1], 1))
+        with pytest.raises(UnsupportedError, match=told):
+            ColoTensor.from_dtensor(x)
+    ranks = dist.get_process_group_ranks(group)
+    crossed = DeviceMesh(ranks, logical_mesh_id=[ranks[0::2], ranks[1::2]], init_process_group=True).to_torch()
+    with pytest.raises(GroupError, match="do not ascend"):
+        ColoTensor.from_dtensor(laid_out(values((8, 8)), crossed, [Shard(0), Shard(1)]))
+    spec = ColoTensor.from_dtensor(laid_out(values((8, 8)), cube, [Shard(1), Shard(0), Shard(0)])).dist_spec
+    assert spec == ShardSpec([1, 0], [2, 4])
+
+
+def test_what_no_spec_describes_is_refused(pool: Pool) -> None:
+    pool.run(run_refused, world=8)
+
+
+def run_without_a_group(group: TorchGroup) -> None:
+    ranks = [0, 3, 5, 6]
+    mesh = DeviceMesh(ranks, (2, 2), init_process_group=True, need_flatten=False)
+    if dist.get_rank() in ranks:
+        x = laid_out(values((4, 4)), mesh.to_torch(), [Shard(0), Shard(1)])
+        with pytest.raises(GroupError, match=r"have its ranks call ProcessGroup\(ranks=\[0, 3, 5, 6\], tp_degree=4\)"):
+            ColoTensor.from_dtensor(x)
+    if dist.get_rank() in ranks:
+        ProcessGroup(ranks=ranks, tp_degree=4)
+        full = plain(ColoTensor.from_dtensor(x).to_replicate())
+        assert torch.equal(full, values((4, 4)))
+
+
+def test_a_group_is_never_made_behind_the_back(pool: Pool) -> None:
+    pool.run(run_without_a_group, world=8)

@@ -1,0 +1,161 @@
+"""Redistribution, counted: bytes moved outside the collectives and the most new memory held at once, as documented.
+
+Where the pieces are is worked out here with ``torch.chunk``, and what may move from the table of docs/tensor.md.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from redistributions import SHAPES, chunked, documented, ranks_of, transitions
+from torch import Tensor
+from torch.distributed import ProcessGroup as TorchGroup
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from traffic import Traffic
+
+from tritoncomm import record
+from tritoncomm.core import backend, eager
+from tritoncomm.tensor import ColoTensor, ColoTensorSpec
+from tritoncomm.tensor.dispatch import plain
+
+
+class Live(Traffic):
+    """Traffic, and the most bytes of new memory that were held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.allocated
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.allocated != before:
+            for x in tree_leaves(result):
+                if isinstance(x, Tensor):
+                    self._hold(x.untyped_storage())
+        return result
+
+    def _hold(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.live -= size
+
+
+@contextmanager
+def collectives_apart() -> Iterator[None]:
+    """Collectives are not counted, and get copies: Gloo's thread lets go of a tensor a moment after ``wait()``."""
+    originals = {name: getattr(backend, name) for name in ("all_gather", "all_gather_list", "all_to_all")}
+
+    def apart(original: Any) -> Any:
+        def call(out: Any, x: Tensor, *args: Any) -> None:
+            with _disable_current_modes():
+                received = tree_map_only(Tensor, torch.empty_like, out)
+                original(received, x.clone(), *args)
+                for to, came in zip(tree_leaves(out), tree_leaves(received), strict=True):
+                    to.copy_(came)
+
+        return call
+
+    for name, original in originals.items():
+        setattr(backend, name, apart(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(backend, name, original)
+
+
+def test_memory_is_held_until_it_is_released() -> None:
+    with Live() as counted:
+        a = torch.zeros(100)
+        view, b = a.view(10, 10)[2:], torch.zeros(50)
+        del a
+        assert counted.live == 600, "a view keeps it"
+        del view, b
+        assert counted.live == 0
+        c = torch.zeros(25)
+        d = c + 1
+        assert (counted.live, counted.peak, counted.allocated) == (200, 600, 800)
+    del c, d
+
+
+def run_floor(group: TorchGroup, shapes: Any) -> None:
+    pg, world = ranks_of(group), group.size()
+    rank = pg.tp_local_rank()
+    for shape, old, new in transitions(world, shapes):
+        x = ColoTensor(chunked(torch.ones(shape), old, rank).clone(), ColoTensorSpec(pg, old), shape).requires_grad_()
+        x.redistribute(new)  # what is worked out once is not part of it
+        with collectives_apart(), record.recording() as counted:
+            with Live() as forward:
+                y = plain(x.redistribute(new))
+            gradient = torch.ones(y.shape)
+            with Live() as backward:
+                (grad,) = torch.autograd.grad(y, x, gradient)
+        assert (y.shape, plain(grad).shape) == (chunked(torch.ones(shape), new, rank).shape, x.shape)
+        told = f"{shape} {old} to {new}, rank {rank}"
+        recorded = sum(count.packed for count in counted.values())
+        assert recorded == forward.moved + backward.moved, f"{told}: the record says {recorded}"
+        for which, found, (a, b) in (("forward", forward, (old, new)), ("backward", backward, (new, old))):
+            moved, memory = (4 * elements for elements in documented(shape, a, b, rank, world))
+            assert found.moved == moved, f"{told}: {which} moved {found.moved} bytes, not {moved}"
+            assert found.peak <= memory, f"{told}: {which} held {found.peak} bytes, at most {memory}"
+
+
+@pytest.mark.parametrize("shapes", [SHAPES[:4], SHAPES[4:8], SHAPES[8:]], ids=["2d", "3d", "4d"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_transition_moves_and_holds_what_is_documented(pool: Pool, world: int, shapes: Any) -> None:
+    pool.run(run_floor, shapes, world=world)
+
+
+def run_wasteful(group: TorchGroup, which: str, waste: str) -> None:
+    original = getattr(eager, which)
+
+    def wasteful(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        extra = x.clone() if waste == "clone" else x.new_empty(x.shape)
+        result = original(extra if waste == "clone" else x, *args, **kwargs)
+        del extra
+        return result
+
+    setattr(eager, which, wasteful)
+    told = "moved|record" if waste == "clone" else "held"
+    try:
+        with pytest.raises(AssertionError, match=told):
+            run_floor(group, ((9, 8, 4),))
+    finally:
+        setattr(eager, which, original)
+
+
+@pytest.mark.parametrize("waste", ["clone", "buffer"])
+@pytest.mark.parametrize("which", ["gather", "exchange", "exchange_rows"])
+def test_waste_is_seen(pool: Pool, which: str, waste: str) -> None:
+    pool.run(run_wasteful, which, waste, world=4)
+
+
+def test_the_documented_movements() -> None:
+    """The table that ``documented`` was written from."""
+    text = (Path(__file__).parents[2] / "docs" / "tensor.md").read_text()
+    table = text[text.index("| movement |") :].split("\n\n")[0].splitlines()
+    assert [[cell.strip() for cell in row.split("|")[1:5]] for row in table[2:]] == [
+        ["cut", "one pass over the piece", "-", "the piece"],
+        ["gather, dim 0", "-", "-", "the whole"],
+        ["gather, another dim or several", "-", "one pass over the whole", "wire and whole"],
+        ["all-to-all, new dim i, old dim j", "one pass unless i leads in memory", "one pass unless j leads",
+         "wire and piece"],
+        ["all-to-all, several dims", "one pass unless the blocks lie in order", "one pass unless they do",
+         "wire and piece"],
+    ]  # fmt: skip

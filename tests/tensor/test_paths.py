@@ -1,0 +1,72 @@
+"""Redistribution on the kernels and in plain torch: the same bits forward and backward, whatever the bits are."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from bits import bits, random_bits
+from pool import Pool
+from redistributions import chunked, dims_of, documented, ranks_of, transitions
+from torch import Tensor
+from torch.distributed import ProcessGroup as TorchGroup
+
+from tritoncomm import record
+from tritoncomm.core import ops
+from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup
+from tritoncomm.tensor.dispatch import plain
+from tritoncomm.tensor.distspec import _DistSpec
+
+DTYPES = ("float32", "bfloat16", "int64", "float8_e4m3fn", "complex64", "bool")
+SHAPES = {2: ((4, 6), (2, 5, 4)), 4: ((4, 5, 2),)}
+
+
+def moved(
+    full: Tensor, gradient: Tensor, old: _DistSpec, new: _DistSpec, pg: ProcessGroup, path: str
+) -> tuple[Tensor, Tensor | None, int]:
+    """The new piece, the gradient of the old one, and the bytes that the path's passes moved."""
+    rank = pg.tp_local_rank()
+    x = ColoTensor(chunked(full, old, rank).contiguous(), ColoTensorSpec(pg, old), full.shape)
+    x.requires_grad_(full.is_floating_point() or full.is_complex())
+    with ops.path(path), record.recording() as counted:
+        y = plain(x.redistribute(new))
+        given = chunked(gradient, new, rank).contiguous()
+        grad = plain(torch.autograd.grad(y, x, given)[0]) if x.requires_grad else None
+    return y.detach(), grad, sum(count.packed for (_, taken), count in counted.items() if taken == path)
+
+
+def run_paths(group: TorchGroup, dtype: str) -> None:
+    pg, rank = ranks_of(group), group.rank()
+    kind = getattr(torch, dtype)
+    for place, (shape, old, new) in enumerate(transitions(group.size(), SHAPES[group.size()])):
+        full, gradient = random_bits(shape, kind, 2 * place), random_bits(shape, kind, 2 * place + 1)
+        told: Any = (shape, old, new)
+        found, found_grad, by_kernels = moved(full, gradient, old, new, pg, "triton")
+        wanted, wanted_grad, _ = moved(full, gradient, old, new, pg, "torch")
+        assert torch.equal(bits(found), bits(wanted)), told
+        assert torch.equal(bits(wanted), bits(chunked(full, new, rank).contiguous())), told
+        assert (found_grad is None) == (wanted_grad is None)
+        if found_grad is not None and wanted_grad is not None:
+            assert torch.equal(bits(found_grad), bits(wanted_grad)), told
+            assert torch.equal(bits(wanted_grad), bits(chunked(gradient, old, rank).contiguous())), told
+        if not several(old, new):
+            kinds = [(a, b, documented(shape, a, b, rank, group.size())[0]) for a, b in ((old, new), (new, old))]
+            kinds = kinds[: 1 + (found_grad is not None)]
+            wanted_bytes = full.element_size() * sum(count for a, b, count in kinds if not is_rows(shape, a, b))
+            assert by_kernels == wanted_bytes, (told, by_kernels)
+
+
+def several(old: _DistSpec, new: _DistSpec) -> bool:
+    """Cuts along several dims: strided copies, and not the kernels, move their blocks."""
+    return max(len(getattr(spec, "dims", ())) for spec in (old, new)) > 1
+
+
+def is_rows(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec) -> bool:
+    """A cut whose piece lies in one place; a plain copy."""
+    return not dims_of(old, len(shape)) and all(math.prod(shape[:dim]) == 1 for dim in dims_of(new, len(shape)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_paths_agree_bit_for_bit(pool: Pool, world: int, dtype: str) -> None:
+    pool.run(run_paths, dtype, world=world)

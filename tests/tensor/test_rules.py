@@ -1,0 +1,95 @@
+"""Every operator rule, for every layout of every operand: values, gradients and layouts against plain torch."""
+
+import itertools
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from operator_cases import CASES, layouts_of, made, run_case
+from pool import Pool
+from shards import piece, ranks_of
+from torch import Tensor
+from torch.distributed import ProcessGroup as TorchGroup
+
+from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ShardSpec
+from tritoncomm.tensor.layout import plain
+from tritoncomm.tensor.rules.table import ROWS
+
+RULES_FOLDER = Path(__file__).parents[2] / "tritoncomm" / "tensor" / "rules"
+NO_ROWS = {"__init__", "call", "engine", "over_ranks", "table"}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_layouts(pool: Pool, name: str, world: int) -> None:
+    assert min(pool.run(run_case, name, 30, world=world)) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_every_layout(pool: Pool, name: str, world: int) -> None:
+    assert min(pool.run(run_case, name, world=world, timeout=600)) > 1
+
+
+def test_the_documented_operators_are_the_code() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    filled = runpy.run_path(str(docs / "operators.py"))["filled"]
+    text = (docs / "tensor.md").read_text()
+    assert text == filled(text), "run `make docs`"
+    assert "F.linear" not in text
+    assert len(ROWS) > 50
+    assert {row.module for row in ROWS} == {path.stem for path in RULES_FOLDER.glob("*.py")} - NO_ROWS
+
+
+def test_at_other_ranks(pool: Pool) -> None:
+    for name in ("linear", "cross_entropy", "softmax", "max dim"):
+        pool.run(run_case, name, world=1)
+        pool.run(run_case, name, world=(1, 3))
+
+
+def run_comparisons(group: TorchGroup) -> None:
+    """``equal`` and ``allclose`` over every pair of layouts: torch's answer of the whole tensors, on every rank."""
+    pg, rank, world = ranks_of(group), group.rank(), group.size()
+    for shape in ((8, 4), (3, 6)):
+        full = made(shape, torch.float64, 0)
+        other, near, holes = full.clone(), full + 1e-9, full.clone()
+        other.view(-1)[-1] += 1  # only the last rank's piece differs
+        holes[0, 0] = torch.nan
+        for spec, layout in itertools.product(layouts_of(shape, world), repeat=2):
+            if spec is None:
+                continue
+            x = ColoTensor(piece(full, spec, rank), ColoTensorSpec(pg, spec), shape).requires_grad_()
+
+            def laid(y: Tensor, spec: Any = spec, layout: Any = layout, shape: Any = shape) -> list[Tensor]:
+                local = piece(y, spec, rank)  # a plain tensor of the piece's shape is a piece
+                if layout is None:
+                    return [y.clone(), local]
+                return [ColoTensor(piece(y, layout, rank), ColoTensorSpec(pg, layout), shape)]
+
+            for y in (full, other, near):
+                for ours in laid(y):
+                    told = (shape, spec, layout, type(ours))
+                    assert torch.equal(x, ours) is ours.equal(x) is (y is full), told
+                    assert ours.allclose(x) is (y is not other), told
+                    assert torch.allclose(x, ours, rtol=0, atol=1e-12) is (y is full), told
+            torch.testing.assert_close(x, x.detach().clone())
+        x = ColoTensor(piece(holes, ShardSpec([0], [world]), rank), ColoTensorSpec(pg, ShardSpec([0], [world])), shape)
+        assert not torch.equal(x, holes)
+        assert not torch.allclose(x, holes)
+        assert torch.allclose(x, holes, equal_nan=True)
+        # A wrong shape on one rank only: the answer is the same everywhere, and nobody waits for anybody.
+        assert not torch.equal(x, holes.new_zeros(7) if rank == 0 else plain(x))
+        assert not torch.equal(x, ColoTensor(full[:1], ColoTensorSpec(pg)))
+        assert torch.allclose(x * 0 + full[0], ColoTensor(full[:1], ColoTensorSpec(pg)), equal_nan=True) is False
+        assert torch.allclose(x.nan_to_num(0) * 0 + full[0], full[:1])
+        with pytest.raises(ValueError, match="broadcast"):
+            torch.allclose(x, torch.ones(3, 7, 2))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_equal_and_allclose(pool: Pool, world: int) -> None:
+    pool.run(run_comparisons, world=world)

@@ -1,0 +1,675 @@
+"""ColoTensor: layouts, redistribution, operators, hooks, saving, DTensor."""
+
+import copy
+import io
+import itertools
+import math
+import pickle
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from shards import piece, ranks_of, sharded
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup as TorchGroup
+
+from tritoncomm import record
+from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+from tritoncomm.tensor import (
+    ColoParameter,
+    ColoParamOpHook,
+    ColoParamOpHookManager,
+    ColoTensor,
+    ColoTensorSpec,
+    ComputePattern,
+    ComputeSpec,
+    DistPlacementPattern,
+    DistSpecManager,
+    ProcessGroup,
+    ReplicaSpec,
+    ShardSpec,
+    TensorType,
+    convert_parameter,
+    named_params_with_colotensor,
+)
+from tritoncomm.tensor.dispatch import _told
+from tritoncomm.tensor.distspec import _DistSpec, cuts
+from tritoncomm.tensor.layout import plain
+from tritoncomm.tensor.op_wrapper import _COLOSSAL_OPS, colo_op_impl
+from tritoncomm.tensor.redistribution_plan import redistribute_plan
+from tritoncomm.tensor.utils import full_state_dict, load_full_state_dict
+
+DTYPES = ("float32", "bfloat16", "int64")
+SHAPES = ((8,), (9,), (8, 4), (9, 7), (2, 5), (4, 8, 4), (5, 4, 6), (3, 4, 5, 2))
+
+
+def layouts(ndim: int, world: int) -> list[_DistSpec]:
+    found = [ReplicaSpec(), ShardSpec([-1], [world]), *(ShardSpec([dim], [world]) for dim in range(min(ndim, 3)))]
+    if world > 2 and ndim > 1:
+        found += [ShardSpec([0, 1], [2, world // 2]), ShardSpec([-1, 0], [world // 2, 2])]
+    return found
+
+
+def values(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> Tensor:
+    made = torch.randint(-100, 100, shape, generator=torch.Generator().manual_seed(seed))
+    return made.to(getattr(torch, dtype))
+
+
+def same(found: Tensor, wanted: Tensor, *what: Any) -> None:
+    found = plain(found) if isinstance(found, ColoTensor) else found
+    assert found.shape == wanted.shape, (what, found.shape, wanted.shape)
+    assert found.dtype == wanted.dtype
+    assert torch.equal(found, wanted), (what, found, wanted)
+
+
+def run_transitions(group: TorchGroup, shape: tuple[int, ...], dtype: str) -> None:
+    pg = ranks_of(group)
+    rank, full, gradient = pg.tp_local_rank(), values(shape, dtype), values(shape, dtype, 1)
+    for old, new in itertools.product(layouts(len(shape), group.size()), repeat=2):
+        x = sharded(full, old, pg)
+        x.requires_grad_(full.is_floating_point())
+        with record.recording() as counted:
+            y = x.redistribute(new)
+        plan = redistribute_plan(x, new)
+        assert type(y) is ColoTensor
+        assert y.dist_spec == new
+        same(y, piece(full, new, rank), old, new)
+        assert tuple(y.size()) == tuple(y.size_global()) == shape
+        assert y.numel_global() == full.numel()
+        assert tuple(y.size_local()) == tuple(y.shape)
+        found = (sum(c.packed for c in counted.values()), sum(c.wire for c in counted.values()))
+        assert found == (sum(s.copied for s in plan.steps), plan.wire), (shape, old, new, str(plan), counted)
+        taken = {path for (_, path), c in counted.items() if c.packed}
+        assert taken <= {s.path for s in plan.steps}, (old, new, counted)
+        if full.is_floating_point():
+            y.backward(piece(gradient, new, rank))
+            assert x.grad is not None
+            same(x.grad, piece(gradient, old, rank), "gradient", old, new)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", [1, 2, 4, (1, 3)], ids=str)
+def test_every_transition(pool: Pool, world: int | tuple[int, ...], dtype: str) -> None:
+    for shape in SHAPES:
+        pool.run(run_transitions, shape, dtype, world=world)
+
+
+def test_transitions_at_eight_ranks(pool: Pool) -> None:
+    for shape in ((8, 16), (9, 7)):
+        pool.run(run_transitions, shape, "float32", world=8)
+
+
+def run_second_derivative(group: TorchGroup) -> None:
+    pg = ranks_of(group)
+    full, weight = values((8, 4)).double(), values((8, 4), seed=2).double()
+    for old, new in itertools.product(layouts(2, group.size()), repeat=2):
+        x = sharded(full, old, pg).requires_grad_()
+        y = plain(x.redistribute(new))
+        (grad,) = torch.autograd.grad((y.pow(3) * piece(weight, new, pg.tp_local_rank())).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(grad.sum(), x)
+        same(
+            plain(second) if isinstance(second, ColoTensor) else second,
+            piece(6 * full * weight, old, pg.tp_local_rank()),
+        )
+
+
+def test_transitions_are_twice_differentiable(pool: Pool) -> None:
+    pool.run(run_second_derivative, world=2)
+    pool.run(run_second_derivative, world=4)
+
+
+def run_other_ranks(group: TorchGroup) -> None:
+    ranks = dist.get_process_group_ranks(group)
+    here, alone = ranks_of(group), ProcessGroup(ranks=ranks, dp_degree=len(ranks))
+    full = values((4, 4))
+    x = sharded(full, ShardSpec([0], [2]), here)
+    y = x.redistribute(ReplicaSpec(), alone)
+    assert y.process_group == alone
+    same(y, full)
+    back = y.redistribute(ShardSpec([-1], [2]), here)
+    same(back, piece(full, ShardSpec([1], [2]), here.tp_local_rank()))
+    assert len(redistribute_plan(x, ReplicaSpec(), alone).steps) == 1
+    assert str(redistribute_plan(back, back.dist_spec)) == "nothing to move"
+    assert "all_to_all" in str(redistribute_plan(x, ShardSpec([1], [2])))
+    told = redistribute_plan(ReplicaSpec(), ShardSpec([0], [2]), here, shape=(4, 4))
+    assert [step.name for step in told.steps] == ["cut"]
+    with pytest.raises(ArgumentError, match="needs pg and shape"):
+        redistribute_plan(ReplicaSpec(), ReplicaSpec())
+
+
+def test_over_other_ranks(pool: Pool) -> None:
+    pool.run(run_other_ranks)
+
+
+def run_refusals(group: TorchGroup) -> None:
+    pg = ranks_of(group)
+    full = values((4, 4))
+    whole = ColoTensor(full.clone(), ColoTensorSpec(pg))
+    with pytest.raises(ShapeError, match="a cut into 4 pieces needs 4 tensor-parallel ranks, not 2"):
+        whole.redistribute(ShardSpec([0], [4]))
+    with pytest.raises(ShapeError, match="no dim 2"):
+        whole.redistribute(ShardSpec([2], [2]))
+    with pytest.raises(ShapeError, match="dim 1 twice"):
+        whole.redistribute(ShardSpec([1, -1], [1, 2]))
+    with pytest.raises(ShapeError, match="is no cut"):
+        ShardSpec([0, 0], [2, 2])
+    with pytest.raises(AssertionError, match="list"):
+        ShardSpec((0,), [2])  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="2 dims, but 1"):
+        ShardSpec([0, 1], [2])
+    with pytest.raises(ShapeError, match="the piece of"):
+        ColoTensor(full.clone(), ColoTensorSpec(pg, ShardSpec([0], [2])), (4, 4))
+    with pytest.raises(ArgumentError, match="dist spec"):
+        DistSpecManager.handle_trans_spec(full, "r", ReplicaSpec(), pg)  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match="holds"):
+        DistSpecManager.handle_trans_spec(full, ShardSpec([0], [2]), ReplicaSpec(), pg, (4, 4))
+    with pytest.raises(AssertionError, match="has grad_fn"):
+        (whole.requires_grad_() * 2).set_dist_spec(ShardSpec([0], [2]))
+    with pytest.raises(AssertionError, match="no dist spec"):
+        whole.set_dist_spec("r")  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="is invalid"):
+        whole.set_process_group(None)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="cannot change"):
+        sharded(full, ShardSpec([0], [2]), pg).set_process_group(ProcessGroup(ranks=pg.ranks_in_group(), dp_degree=2))
+    same(whole.redistribute(ShardSpec([0], [2])).to_replicate(), full)
+
+
+def test_refusals_leave_the_group_usable(pool: Pool) -> None:
+    pool.run(run_refusals)
+
+
+def run_no_grad(group: TorchGroup) -> None:
+    pg = ranks_of(group)
+    x = ColoTensor(values((4, 4)), ColoTensorSpec(pg)).requires_grad_()
+    shard = ShardSpec([0], [group.size()])
+    with DistSpecManager.no_grad():
+        with DistSpecManager.no_grad():
+            assert not x.redistribute(shard).requires_grad
+        assert not x.redistribute(shard).requires_grad, "an inner block must not switch it on again"
+        assert (x * 2).requires_grad, "other operators are not touched"
+        seen: list[bool] = []
+        thread = threading.Thread(target=lambda: seen.append(_registers(x, shard)))
+        thread.start()
+        thread.join()
+        assert seen == [True], "the switch belongs to one thread"
+    assert x.redistribute(shard).requires_grad
+
+
+def _registers(x: ColoTensor, spec: _DistSpec) -> bool:
+    return x.redistribute(spec).requires_grad
+
+
+def test_no_grad_nests_per_thread(pool: Pool) -> None:
+    pool.run(run_no_grad)
+
+
+def run_methods(group: TorchGroup) -> None:
+    pg = ranks_of(group)
+    world = group.size()
+    x = ColoTensor(values((8, 4)), ColoTensorSpec(pg, compute_attr=ComputeSpec(ComputePattern.TP1D)))
+    assert x.has_initialized
+    assert x.has_compute_spec()
+    assert x.has_compute_pattern(ComputePattern.TP1D)
+    assert not x.has_compute_pattern(ComputePattern.TP2D)
+    assert not x.is_model_data()
+    assert x.get_process_group() is pg
+    assert (x.get_tp_world_size(), x.get_dp_world_size()) == (world, 1)
+    assert x.is_replicate()
+    assert not x.is_sharded()
+    memory = x.data_ptr()
+    x.set_tensor_spec(ShardSpec([-1], [world]), None)
+    assert x.is_shard_1dcol()
+    assert not x.is_shard_1drow()
+    assert x.data_ptr() != memory
+    assert (x.size(), x.size(1), x.size(-1), len(x), x.shape) == ((8, 4), 4, 4, 8, (8, 4 // world))
+    assert (x.numel(), x.numel_global(), x.size_local(1), x.size_global(1)) == (32 // world, 32, 4 // world, 4)
+    x.set_dist_spec(ShardSpec([0], [world]))
+    assert x.is_shard_1drow()
+    x.to_replicate_()
+    same(x, values((8, 4)))
+    assert "DistSpec(placement=DistPlacementPattern.REPLICATE)" in repr(x)
+    assert "ComputeSpec(pattern=ComputePattern.TP1D, replicate_output=True)" in repr(x)
+    nothing = ColoTensor(None, None)
+    assert not nothing.has_initialized
+    assert nothing.numel() == 0
+    source = torch.ones(3, requires_grad=True)
+    linked = ColoTensor.from_torch_tensor(source, ColoTensorSpec(pg))
+    (linked * 2).sum().backward()
+    assert source.grad is not None
+    same(source.grad, torch.full((3,), 2.0))
+    assert linked.data_ptr() == source.data_ptr()
+    parameter = ColoParameter.from_torch_tensor(torch.ones(3), requires_grad=False, spec=ColoTensorSpec(pg))
+    assert not parameter.requires_grad
+    assert parameter.is_model_data()
+    assert isinstance(parameter, nn.Parameter)
+    assert parameter.shared_param_modules == []
+    assert parameter.redistribute(ShardSpec([0], [world])).requires_grad is False
+
+
+def test_methods(pool: Pool) -> None:
+    pool.run(run_methods, world=2)
+    pool.run(run_methods, world=4)
+
+
+def run_operators(group: TorchGroup) -> None:
+    pg, world = ranks_of(group), group.size()
+    full, other = values((8, 4)), values((8, 4), seed=3)
+    rank = pg.tp_local_rank()
+    row, column = ShardSpec([0], [world]), ShardSpec([1], [world])
+    x, y = sharded(full, row, pg), sharded(other, row, pg)
+    kept = [
+        (lambda a, b: a * 2 + b, "several"),
+        (lambda a, b: torch.where(a > b, a, b), "where"),
+        (lambda a, b: nn.functional.gelu(a), "unary"),
+        (lambda a, b: (a - b).abs_(), "in place"),
+        (lambda a, b: a.to(torch.float64), "dtype"),
+        (lambda a, b: torch.zeros_like(a), "like"),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for function, name in kept:
+            out = function(x, y)
+            assert isinstance(out, ColoTensor), name
+            assert out.dist_spec == row, name
+            same(out.to_replicate(), function(full, other), name)
+    _told.clear()
+    gathered = [
+        (lambda a, b: torch.topk(a, 2, 0).values, "topk"),
+        (lambda a, b: a.cumsum(0), "cumsum"),
+        (lambda a, b: torch.cat([a, b]), "cat along the cut"),
+        (lambda a, b: a.reshape(2, 16)[1:], "reshape that moves the cut"),
+        (lambda a, b: a[2:5], "index into the cut"),
+        (lambda a, b: a[a > 0], "index by a mask"),
+        (lambda a, b: a.argmax(), "argmax of several dims"),
+    ]
+    for function, name in gathered:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out = function(x, y)
+        assert isinstance(out, ColoTensor), name
+        assert out.is_replicate(), name
+        same(out, function(full, other), name)
+    _told.clear()
+    with pytest.warns(UserWarning, match="cumsum has no rule for these shards"):
+        x.cumsum(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x.cumsum(0)
+    mixed = x + sharded(other, column, pg)
+    assert mixed.dist_spec == row
+    same(mixed.to_replicate(), full + other)
+    x.add_(sharded(other, column, pg))
+    assert x.dist_spec == row
+    same(x, piece(full + other, row, rank))
+    even = x + piece(other, row, rank)
+    same(even.to_replicate(), full + 2 * other)
+    with pytest.raises(UnsupportedError, match="has no rule for writing into a shard"):
+        x.index_fill_(0, torch.tensor([0]), 1.0)
+    x.copy_(full)
+    same(x, piece(full, row, rank), "a whole tensor into a shard")
+    with pytest.raises(UnsupportedError, match="writes into a plain tensor"):
+        full.add_(x)
+    whole = ColoTensor(full.clone(), ColoTensorSpec(pg))
+    whole.index_fill_(0, torch.tensor([0]), 7.0)
+    assert plain(whole)[0].eq(7).all()
+
+
+def test_operators_keep_the_layout_true(pool: Pool) -> None:
+    pool.run(run_operators, world=2)
+    pool.run(run_operators, world=4)
+
+
+def run_gradients(group: TorchGroup) -> None:
+    pg, world = ranks_of(group), group.size()
+    full = values((8, 4)).requires_grad_()
+    (full.pow(2).softmax(0) * full).sum().backward()
+    for spec in layouts(2, world):
+        x = sharded(full.detach(), spec, pg).requires_grad_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ((x * x).softmax(0) * x).sum().backward()
+        assert x.grad is not None
+        assert full.grad is not None
+        torch.testing.assert_close(
+            plain(x.grad) if isinstance(x.grad, ColoTensor) else x.grad, piece(full.grad, spec, pg.tp_local_rank())
+        )
+
+
+def test_gradients_through_gathered_operators(pool: Pool) -> None:
+    pool.run(run_gradients, world=2)
+    pool.run(run_gradients, world=4)
+
+
+def run_registered(group: TorchGroup) -> None:
+    pg = ranks_of(group)
+    x = ColoTensor(torch.ones(2), ColoTensorSpec(pg))
+
+    @colo_op_impl(torch.special.entr)
+    def entr(input: Tensor) -> str:
+        """Says that it was called."""
+        return f"{type(input).__name__}"
+
+    try:
+        assert torch.special.entr(x) == "ColoTensor"
+        assert entr(x) == "ColoTensor"
+        assert entr.__name__ == "entr"
+        assert torch.is_tensor(torch.special.entr(torch.ones(2)))
+    finally:
+        del _COLOSSAL_OPS[torch.special.entr]
+
+
+def test_registered_operators_run(pool: Pool) -> None:
+    pool.run(run_registered)
+
+
+class Tell(ColoParamOpHook):
+    """Writes down what happens."""
+
+    def __init__(self, name: str, seen: list[Any]) -> None:
+        self.name, self.seen = name, seen
+
+    def _tell(self, what: str, params: list[Tensor]) -> None:
+        self.seen.append((f"{self.name}.{what}", len(params)))
+
+    def pre_forward(self, params: list[Tensor]) -> None:
+        self._tell("preF", params)
+
+    def post_forward(self, params: list[Tensor]) -> None:
+        self._tell("postF", params)
+
+    def pre_backward(self, params: list[Tensor]) -> None:
+        self._tell("preB", params)
+
+    def post_backward(self, params: list[Tensor]) -> None:
+        self._tell("postB", params)
+
+
+def told(count: int, *whats: str) -> list[tuple[str, int]]:
+    return [(f"{name}.{what}", count) for what in whats for name in "ab"]
+
+
+def run_hooks(group: TorchGroup) -> None:
+    pg = ranks_of(group)
+    seen: list[Any] = []
+    hooks = Tell("a", seen), Tell("b", seen)
+    w = ColoParameter(torch.ones(3, 4), spec=ColoTensorSpec(pg))
+    v = ColoParameter(torch.ones(3), spec=ColoTensorSpec(pg))
+    x = torch.randn(2, 4)
+
+    def during(function: Any) -> Any:
+        seen.clear()
+        with ColoParamOpHookManager.use_hooks(*hooks):
+            return function()
+
+    out = during(lambda: nn.functional.linear(x, w, v))
+    assert seen == told(2, "preF", "postF")
+    assert isinstance(out, ColoTensor)
+    out.sum().backward()
+    assert seen == told(2, "preF", "postF", "preB", "postB"), "backward runs the hooks of its forward"
+    wanted = torch.ones(3, 4, requires_grad=True)
+    nn.functional.linear(x, wanted, torch.ones(3)).sum().backward()
+    assert w.grad is not None
+    assert wanted.grad is not None
+    same(w.grad, wanted.grad)
+    during(lambda: torch.cat((w, w)))
+    assert seen == told(2, "preF", "postF")
+    during(lambda: torch.stack([w, [w][0]]).sum().backward())
+    assert [name for name, _ in seen] == [n for n, _ in told(2, "preF", "postF", "preB", "postB")]
+    with torch.no_grad():
+        during(lambda: w * 2)
+    assert seen == told(1, "preF", "postF")
+    during(lambda: w.numel())
+    assert seen == told(1, "preF", "postF")
+    during(lambda: w.shape)
+    assert seen == []
+    with pytest.raises(RuntimeError, match="Found Dict"):
+        during(lambda: nn.functional.normalize(w, out={"w": w}))  # type: ignore[arg-type]
+    with ColoParamOpHookManager.use_hooks(hooks[0]):
+        with pytest.raises(KeyError), ColoParamOpHookManager.use_hooks(hooks[1]):
+            raise KeyError
+        seen.clear()
+        _ = w * 2
+        assert seen == [("a.preF", 1), ("a.postF", 1)]
+        with ColoParamOpHookManager.use_hooks():
+            _ = w * 2
+        assert len(seen) == 2
+    seen.clear()
+    _ = w * 2
+    assert seen == []
+
+
+def test_hooks(pool: Pool) -> None:
+    pool.run(run_hooks)
+
+
+def model(pg: ProcessGroup, spec: _DistSpec) -> nn.Module:
+    made = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    for layer in made:
+        weight = ColoParameter(layer.weight.detach(), spec=ColoTensorSpec(pg))
+        weight.set_dist_spec(spec)
+        layer.weight = weight
+    return made
+
+
+def run_saving(group: TorchGroup, folder: str) -> None:
+    pg, world = ranks_of(group), group.size()
+    spec = ShardSpec([0], [world])
+    torch.manual_seed(0)
+    ours = model(pg, spec)
+    whole = full_state_dict(ours)
+    torch.manual_seed(0)
+    for name, value in nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).state_dict().items():
+        same(whole[name], value, name)
+    buffer = io.BytesIO()
+    torch.save(ours.state_dict(), buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer)
+    for name, value in ours.state_dict().items():
+        same(loaded[name], plain(value) if isinstance(value, ColoTensor) else value)
+        if isinstance(value, ColoTensor):
+            assert loaded[name].dist_spec == spec
+            assert loaded[name].process_group == pg
+            assert loaded[name].process_group.tp_process_group() is pg.tp_process_group()
+    other = model(pg, ReplicaSpec())
+    load_full_state_dict(other, whole)
+    again = model(pg, ShardSpec([-1], [world]))
+    again.load_state_dict(
+        {k: again.state_dict()[k].copy_(v) if k == "none" else again.state_dict()[k] for k, v in whole.items()}
+    )
+    load_full_state_dict(again, full_state_dict(other))
+    for name, value in full_state_dict(again).items():
+        same(value, whole[name])
+    with pytest.raises(ValueError, match="missing"):
+        load_full_state_dict(again, {})
+    if pg.tp_local_rank() == 0:
+        torch.save(whole, f"{folder}/{world}.pt")
+    p = ours[0].weight
+    twin = copy.deepcopy(p)
+    assert type(twin) is ColoParameter
+    assert twin.requires_grad
+    assert twin.dist_spec == spec
+    assert twin.data_ptr() != p.data_ptr()
+    shared = copy.deepcopy([p, p])
+    assert shared[0] is shared[1]
+    frozen = copy.deepcopy(ColoTensor(torch.ones(2), ColoTensorSpec(pg)).requires_grad_())
+    assert frozen.requires_grad
+    assert pickle.loads(pickle.dumps(pg)) == pg
+    assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+def run_loading(group: TorchGroup, path: str) -> None:
+    pg = ranks_of(group)
+    ours = model(pg, ShardSpec([-1], [group.size()]))
+    whole = torch.load(path)
+    load_full_state_dict(ours, whole)
+    for name, value in full_state_dict(ours).items():
+        same(value, whole[name])
+
+
+def test_saving_and_loading_across_world_sizes(pool: Pool, tmp_path: Any) -> None:
+    for world in (2, 4):
+        pool.run(run_saving, str(tmp_path), world=world)
+    pool.run(run_loading, str(tmp_path / "2.pt"), world=4)
+    pool.run(run_loading, str(tmp_path / "4.pt"), world=2)
+
+
+def run_process_group(group: TorchGroup) -> None:
+    ranks = dist.get_process_group_ranks(group)
+    pg = ProcessGroup(ranks=ranks[::-1], tp_degree=len(ranks))
+    mine = dist.get_rank()
+    assert pg.ranks_in_group() == ranks
+    assert (pg.rank(), pg.world_size()) == (mine, len(ranks))
+    assert pg.tp_rank_list() == pg.get_ranks_in_tp() == ranks
+    assert pg.dp_rank_list() == pg.get_ranks_in_dp() == [mine]
+    assert (pg.tp_local_rank(), pg.dp_local_rank()) == (ranks.index(mine), 0)
+    assert pg.tp_process_group() is ProcessGroup(ranks=ranks, tp_degree=len(ranks)).tp_process_group()
+    assert pg.dp_process_group().size() == 1
+    assert pg == ProcessGroup(ranks=ranks, tp_degree=len(ranks)) != ProcessGroup(ranks=ranks)
+    assert ProcessGroup(ranks=ranks, dp_degree=1).tp_world_size() == len(ranks)
+    assert ProcessGroup(ranks=ranks).dp_world_size() == len(ranks)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(pg)
+    assert not pg.has_cpu_groups
+    with pytest.raises(AssertionError):
+        pg.cpu_tp_process_group()
+    pg.set_cpu_groups()
+    assert pg.has_cpu_groups
+    assert pg.cpu_tp_process_group().size() == len(ranks)
+    assert pg.cpu_dp_process_group().size() == 1
+    assert repr(pg) == f"ProcessGroup(ranks={ranks},\n             rank={mine}, dp=1, tp={len(ranks)})"
+    for arguments in ({"rank": mine + 1}, {"tp_degree": 3}, {"tp_degree": 3, "dp_degree": 3}):
+        with pytest.raises(AssertionError):
+            ProcessGroup(ranks=ranks, **arguments)
+    mesh = pg.device_mesh()
+    assert mesh.get_group() is pg.tp_process_group()
+    assert ProcessGroup.from_device_mesh(mesh) == pg
+
+
+def test_process_groups(pool: Pool) -> None:
+    pool.run(run_process_group, world=2)
+    pool.run(run_process_group, world=(1, 3))
+    pool.run(run_process_group, world=4)
+
+
+def test_without_torch_distributed() -> None:
+    pg = ProcessGroup()
+    assert not pg.is_init
+    assert repr(pg) == "ProcessGroup not initialized"
+    assert pickle.loads(pickle.dumps(pg)) == pg
+
+
+def test_specs() -> None:
+    assert repr(ShardSpec([0], [2])) == (
+        "DistSpec(dims=(0,), num_partitions=(2,), placement=DistPlacementPattern.SHARD)"
+    )
+    assert ShardSpec([-1], [2]) != ShardSpec([1], [2])
+    assert ShardSpec([1], [2]) == ShardSpec([1], [2])
+    assert ReplicaSpec() != ShardSpec([], [])
+    assert [p.value for p in DistPlacementPattern] == ["r", "s"]
+    assert [p.value for p in ComputePattern] == [0, 1, 2, 3]
+    assert [t.value for t in TensorType] == [0, 1]
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(ReplicaSpec())
+    spec = ComputeSpec(ComputePattern.TP1D)
+    spec.set_output_replicate(False)
+    assert repr(spec) == "ComputeSpec(pattern=ComputePattern.TP1D, replicate_output=False)"
+    with pytest.raises(ArgumentError):
+        ComputeSpec("tp1d")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(9,), (9, 7), (2, 5, 3)], ids=str)
+@pytest.mark.parametrize("parts", [{0: 4}, {0: 2, 1: 3}, {1: 2, 0: 2}], ids=str)
+def test_cuts_cover_every_element_once(shape: tuple[int, ...], parts: dict[int, int]) -> None:
+    if max(parts) >= len(shape):
+        parts = {0: 4}
+    counted = torch.zeros(shape)
+    for rank in range(math.prod(parts.values())):
+        view = counted
+        for dim, start, size in cuts(shape, parts, rank):
+            view = view.narrow(dim, start, size)
+        view += 1
+    assert counted.eq(1).all()
+
+
+def run_dtensor(group: TorchGroup) -> None:
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    pg, world = ranks_of(group), group.size()
+    mesh = pg.device_mesh()
+    for shape in ((8, 4), (9, 7)):
+        full = values(shape)
+        for spec, placement in (
+            (ReplicaSpec(), Replicate()),
+            (ShardSpec([0], [world]), Shard(0)),
+            (ShardSpec([1], [world]), Shard(1)),
+        ):
+            theirs = distribute_tensor(full, mesh, [placement])
+            ours = ColoTensor.from_dtensor(theirs)
+            assert ours.dist_spec == spec
+            assert ours.data_ptr() == theirs.to_local().data_ptr()
+            assert tuple(ours.size()) == shape
+            back = ours.to_dtensor()
+            assert back.to_local().data_ptr() == ours.data_ptr()
+            assert back.placements == (placement,)
+            assert back.shape == theirs.shape
+            same(back.full_tensor(), full)
+            for target, wanted in ((Replicate(), ReplicaSpec()), (Shard(0), ShardSpec([0], [world]))):
+                same(ours.redistribute(wanted), theirs.redistribute(mesh, [target]).to_local())
+    x = sharded(values((8, 4)), ShardSpec([0], [world]), pg).requires_grad_()
+    (x.to_dtensor().to_local() * 2).sum().backward()
+    assert x.grad is not None
+    assert x.grad.eq(2).all()
+    partial = distribute_tensor(values((4,)), mesh, [Replicate()]).redistribute(mesh, [Replicate()])
+    from torch.distributed.tensor import DTensor
+
+    with pytest.raises(UnsupportedError, match="neither Shard nor Replicate"):
+        ColoTensor.from_dtensor(DTensor.from_local(partial.to_local(), mesh, [Partial()]))
+
+
+def test_dtensor_and_back(pool: Pool) -> None:
+    pool.run(run_dtensor, world=2)
+    pool.run(run_dtensor, world=4)
+
+
+def run_named(group: TorchGroup) -> None:
+    pg = ranks_of(group)
+    outer = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    outer[0].extra = ColoTensor(torch.ones(1), ColoTensorSpec(pg))
+    names = [name for name, _ in named_params_with_colotensor(outer, prefix="pre")]
+    assert names == ["pre.0.extra", "pre.0.weight", "pre.1.weight"]
+    assert [name for name, _ in named_params_with_colotensor(outer, recurse=False)] == []
+    assert [name for name, _ in named_params_with_colotensor(outer[0])] == ["extra", "weight"]
+    convert_parameter(outer[1], "weight")
+    assert isinstance(outer[1].weight, ColoTensor)
+    outer[1].label, outer[1].strided = "text", torch.ones(2, 3).t()
+    for name in ("missing", "label", "strided"):
+        with pytest.raises(ValueError, match=name):
+            convert_parameter(outer[1], name)
+
+
+def test_named_params(pool: Pool) -> None:
+    pool.run(run_named)
+
+
+def test_the_documented_table_is_the_code() -> None:
+    from tritoncomm.tensor.redistribute import steps
+
+    text = (Path(__file__).parents[2] / "docs" / "tensor.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith(("| replica", "| shard"))]
+    kinds = {"replica": ((),), "shard, one dim": (((0, 4),), ((1, 4),)), "shard, several dims": (((0, 2), (1, 2)),)}
+    kinds["shard, several dims"] += (((1, 2), (0, 2)),)  # type: ignore[assignment]
+    assert [row.split("|")[1].strip() for row in rows] == list(kinds)
+    for row, old in zip(rows, kinds, strict=True):
+        for cell, new in zip(row.split("|")[2:-1], kinds, strict=True):
+            told = cell.strip().partition(" (")[0].replace("-to-", "_to_")
+            found = {
+                ", ".join(steps(a, b)) or "-" for a in kinds[old] for b in kinds[new] if a != b or old == "replica"
+            }
+            assert found == {told}, (old, new)
+            for same in kinds[old] if old == new else ():
+                assert steps(same, same) == ()
