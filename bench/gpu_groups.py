@@ -60,7 +60,7 @@ def check_initialize(group: Group, setting: Setting) -> None:
         for turn in range(3):
             mesh = tritoncomm.initialize(backend=backend)
             group.expect(mesh.device_type == setting.device.type, f"turn {turn}: a mesh of {mesh.device_type}")
-            with eager.run_alone_too():
+            with eager.force_single_rank_collectives():
                 out = mappings.gather_from_tensor_model_parallel_region(x)
                 summed = collective.all_reduce(x.clone(), tritoncomm.ParallelMode.DATA)
                 on_cpu = collective.all_reduce(torch.ones(3), dist.group.WORLD)
@@ -123,7 +123,7 @@ def check_async(group: Group, setting: Setting) -> None:
 @contextmanager
 def one_rank(setting: Setting) -> Iterator[ProcessGroup]:
     """A group of this process alone whose calls go through the backend."""
-    with _world(setting, 0, 1, setting.backend, _free_port()) as pg, eager.run_alone_too():
+    with _world(setting, 0, 1, setting.backend, _free_port()) as pg, eager.force_single_rank_collectives():
         yield pg
 
 

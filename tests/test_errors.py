@@ -309,7 +309,7 @@ def run_without_a_registry() -> None:
     backend = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=5))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    with eager.run_alone_too():
+    with eager.force_single_rank_collectives():
         assert m.reduce_from_tensor_model_parallel_region(torch.ones(3), group).tolist() == [1.0] * 3
 
 

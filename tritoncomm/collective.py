@@ -66,7 +66,9 @@ def all_gather(
     """
     group = _checked(tensor, parallel_mode, "all_gather")
     _checked_dim(tensor, dim, "all_gather")
-    return eager.gather(without_graph(tensor), dim, group, normalize_sizes(sizes, "all_gather"), "all_gather", async_op)
+    return eager.all_gather(
+        without_graph(tensor), dim, group, normalize_sizes(sizes, "all_gather"), "all_gather", async_op
+    )
 
 
 def reduce_scatter(
@@ -96,7 +98,7 @@ def reduce_scatter(
     group = _checked(tensor, parallel_mode, "reduce_scatter")
     _checked_dim(tensor, dim, "reduce_scatter")
     cut = normalize_sizes(sizes, "reduce_scatter")
-    return eager.scatter_reduce(without_graph(tensor), dim, group, cut, "reduce_scatter", op, async_op)
+    return eager.reduce_scatter(without_graph(tensor), dim, group, cut, "reduce_scatter", op, async_op)
 
 
 def all_reduce(tensor: Tensor, parallel_mode: Any, op: Any = ReduceOp.SUM, async_op: bool = False) -> Any:
@@ -126,7 +128,7 @@ def broadcast(tensor: Tensor, src: int, parallel_mode: Any, async_op: bool = Fal
     """
     group = _checked(tensor, parallel_mode, "broadcast")
     started = record.now()
-    if eager.ends_here(group, "broadcast"):
+    if eager.is_single_rank(group, "broadcast"):
         return (tensor, None) if async_op else tensor
     check_input(tensor, "broadcast")
     out, moved, root = _rooted(tensor, src, group, "broadcast")
@@ -143,7 +145,7 @@ def reduce(tensor: Tensor, dst: int, parallel_mode: Any, op: Any = ReduceOp.SUM,
     """
     group = _checked(tensor, parallel_mode, "reduce")
     started = record.now()
-    if eager.ends_here(group, "reduce"):
+    if eager.is_single_rank(group, "reduce"):
         return (tensor, None) if async_op else tensor
     check_input(tensor, "reduce")
     out, moved, root = _rooted(tensor, dst, group, "reduce")
@@ -174,7 +176,7 @@ def all_to_all(
     name = "all_to_all"
     group = _checked(tensor, parallel_mode, name)
     out_sizes, in_sizes = normalize_sizes(output_split_sizes, name), normalize_sizes(input_split_sizes, name)
-    return eager.exchange_rows(without_graph(tensor), group, out_sizes, in_sizes, name, async_op)
+    return eager.all_to_all_single(without_graph(tensor), group, out_sizes, in_sizes, name, async_op)
 
 
 def split_reduce_scatter(
@@ -217,7 +219,7 @@ def split_reduce_scatter(
         check_input(x, name)
     wire, pieces, path, moved = pack_many(many, axes, world, dtype=dtype, scale=scale)
     summed = wire
-    if not eager.ends_here(group, name):
+    if not eager.is_single_rank(group, name):
         backend.check_op(ReduceOp.SUM, wire, group, name)
         summed = wire.new_empty(wire.shape[1:])
         backend.reduce_scatter(backend.carrier(summed), backend.carrier(wire.view(-1)), ReduceOp.SUM, group)

@@ -141,7 +141,7 @@ def run_wasteful(group: TorchGroup, which: str, waste: str) -> None:
 
 
 @pytest.mark.parametrize("waste", ["clone", "buffer"])
-@pytest.mark.parametrize("which", ["gather", "exchange", "exchange_rows"])
+@pytest.mark.parametrize("which", ["all_gather", "all_to_all", "all_to_all_single"])
 def test_waste_is_seen(pool: Pool, which: str, waste: str) -> None:
     pool.run(run_wasteful, which, waste, world=4)
 

@@ -16,7 +16,7 @@ from tritoncomm.core import ops
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, ShapeError
 
-__all__ = ["all_reduce", "exchange", "exchange_rows", "gather", "scatter_reduce", "split"]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "reduce_scatter", "split"]
 
 _library = torch.library.Library("tritoncomm", "DEF")
 _library.define("pack(Tensor x, int dim, int world, SymInt[]? sizes, str name) -> Tensor")
@@ -126,7 +126,7 @@ def _all_to_all(
     return torch.view_as_complex(out.view(-1, 2)) if x.is_complex() else out
 
 
-def gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
+def all_gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
     """Concatenate the ranks' tensors along ``dim``."""
     world, dim = group.size(), dim % x.dim()
     if world == 1:
@@ -160,7 +160,7 @@ def _wire(x: Tensor, dim: int, world: int, sizes: Ints | None, name: str) -> Ten
     return torch.ops.tritoncomm.pack(x, dim, world, None if sizes is None else list(sizes), name)
 
 
-def scatter_reduce(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
     """Sum over the ranks and keep this rank's shard of ``dim``."""
     world, rank, dim = group.size(), group.rank(), dim % x.dim()
     if world == 1:
@@ -190,7 +190,9 @@ def all_reduce(x: Tensor, group: ProcessGroup, name: str) -> Tensor:
     return _result(_finished(pending, name, 2 * x.numel() * x.element_size() * (world - 1) // world))
 
 
-def exchange_rows(x: Tensor, group: ProcessGroup, out_sizes: Ints | None, in_sizes: Ints | None, name: str) -> Tensor:
+def all_to_all_single(
+    x: Tensor, group: ProcessGroup, out_sizes: Ints | None, in_sizes: Ints | None, name: str
+) -> Tensor:
     """All-to-all along dim 0, always by split sizes: the functional collective has no even form."""
     world, rank = group.size(), group.rank()
     if world == 1:
@@ -206,7 +208,7 @@ def exchange_rows(x: Tensor, group: ProcessGroup, out_sizes: Ints | None, in_siz
     return out.view((sum(received), *x.shape[1:]))
 
 
-def exchange(
+def all_to_all(
     x: Tensor,
     scatter_dim: int,
     gather_dim: int,

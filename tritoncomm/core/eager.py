@@ -18,43 +18,54 @@ from tritoncomm import record
 from tritoncomm.core import backend, compiled, ops, routes
 from tritoncomm.core.handle import Handle
 from tritoncomm.core.plan import Ints
-from tritoncomm.core.uneven import exchange_uneven, gather_uneven, scatter_uneven
+from tritoncomm.core.uneven import all_gather_uneven, all_to_all_uneven, reduce_scatter_uneven
 from tritoncomm.core.validation import check_input, members, world_of
 from tritoncomm.errors import ShapeError
 
-__all__ = ["all_reduce", "ends_here", "exchange", "exchange_rows", "gather", "run_alone_too", "scatter_reduce", "split"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "force_single_rank_collectives",
+    "is_single_rank",
+    "reduce_scatter",
+    "split",
+]
 
-_alone_ends_here = True
+_single_rank_returns_early = True
 _SUM = ReduceOp.SUM
 
 
 @contextmanager
-def run_alone_too() -> Iterator[None]:
+def force_single_rank_collectives() -> Iterator[None]:
     """Send a group of one rank through the backend as well (for tests of a backend on one device)."""
-    global _alone_ends_here
-    before, _alone_ends_here = _alone_ends_here, False
+    global _single_rank_returns_early
+    before, _single_rank_returns_early = _single_rank_returns_early, False
     try:
         yield
     finally:
-        _alone_ends_here = before
+        _single_rank_returns_early = before
 
 
-def ends_here(group: ProcessGroup, name: str) -> bool:
+def is_single_rank(group: ProcessGroup, name: str) -> bool:
     """Whether the group is this rank alone, so that nothing has to be sent."""
     world = len(members[group]) if group in members else world_of(group, name)
-    return _alone_ends_here and world == 1
+    return _single_rank_returns_early and world == 1
 
 
-def gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str, asynchronous: bool = False) -> Any:
+def all_gather(
+    x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str, asynchronous: bool = False
+) -> Any:
     """Concatenate the ranks' tensors along ``dim``; a tensor, or (tensor, handle) when asynchronous."""
     if is_compiling():
-        return compiled.gather(x, dim, group, sizes, name)
+        return compiled.all_gather(x, dim, group, sizes, name)
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
-    if world == 1 and _alone_ends_here:
+    if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
     check_input(x, name)
     if sizes is not None and x.dim() and (len(set(sizes)) != 1 or len(sizes) != world or sizes[0] != x.shape[dim]):
-        return gather_uneven(x, dim, group, sizes, name, asynchronous, started)
+        return all_gather_uneven(x, dim, group, sizes, name, asynchronous, started)
     try:
         route = routes.gathered(x.shape, x.dtype, dim, world)
     except ShapeError as error:
@@ -96,7 +107,7 @@ def _gather_apart(
     return out
 
 
-def scatter_reduce(
+def reduce_scatter(
     x: Tensor,
     dim: int,
     group: ProcessGroup,
@@ -107,9 +118,9 @@ def scatter_reduce(
 ) -> Any:
     """Reduce over the ranks and keep this rank's piece of ``dim``; (tensor, handle) when asynchronous."""
     if is_compiling():
-        return compiled.scatter_reduce(x, dim, group, sizes, name)
+        return compiled.reduce_scatter(x, dim, group, sizes, name)
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
-    if world == 1 and _alone_ends_here:
+    if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
     check_input(x, name)
     if op is not _SUM:
@@ -119,7 +130,7 @@ def scatter_reduce(
         and x.dim()
         and (len(set(sizes)) != 1 or len(sizes) != world or sizes[0] * world != x.shape[dim])
     ):
-        return scatter_uneven(x, dim, group, sizes, name, op, asynchronous, started)
+        return reduce_scatter_uneven(x, dim, group, sizes, name, op, asynchronous, started)
     try:
         route = routes.scattered(x.shape, x.dtype, dim, world)
     except ShapeError as error:
@@ -148,7 +159,7 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
     if is_compiling():
         return x if group.size() == 1 else compiled.split(x, dim, group.size(), group.rank(), sizes)
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
-    if world == 1 and _alone_ends_here:
+    if world == 1 and _single_rank_returns_early:
         return x
     check_input(x, name)
     rank = group.rank()
@@ -177,7 +188,7 @@ def all_reduce(
     if is_compiling():
         return compiled.all_reduce(x, group, name)
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
-    if world == 1 and _alone_ends_here:
+    if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
     check_input(x, name)
     special = x.dtype in backend.special
@@ -196,7 +207,7 @@ def all_reduce(
     return (out, Handle(work, out, None)) if asynchronous else out
 
 
-def exchange_rows(
+def all_to_all_single(
     x: Tensor,
     group: ProcessGroup,
     out_sizes: Ints | None,
@@ -206,9 +217,9 @@ def exchange_rows(
 ) -> Any:
     """All-to-all along dim 0 by split sizes; a list that is missing is even, without both it is the even collective."""
     if is_compiling():
-        return compiled.exchange_rows(x, group, out_sizes, in_sizes, name)
+        return compiled.all_to_all_single(x, group, out_sizes, in_sizes, name)
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
-    if world == 1 and _alone_ends_here:
+    if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
     check_input(x, name)
     try:
@@ -222,7 +233,7 @@ def exchange_rows(
     return (out, Handle(work, out, None, x)) if asynchronous else out
 
 
-def exchange(
+def all_to_all(
     x: Tensor,
     scatter_dim: int,
     gather_dim: int,
@@ -238,13 +249,13 @@ def exchange(
     ``shape`` reshapes the result. ``asynchronous`` issues the exchange on the backend's stream, then waits.
     """
     if is_compiling():
-        return compiled.exchange(x, scatter_dim, gather_dim, group, name, shape, scatter_sizes, gather_sizes)
+        return compiled.all_to_all(x, scatter_dim, gather_dim, group, name, shape, scatter_sizes, gather_sizes)
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
-    if world == 1 and _alone_ends_here:
+    if world == 1 and _single_rank_returns_early:
         return x if shape is None else x.reshape(shape)
     check_input(x, name)
     if scatter_sizes is not None or gather_sizes is not None:
-        return exchange_uneven(x, scatter_dim, gather_dim, group, name, scatter_sizes, gather_sizes, started)
+        return all_to_all_uneven(x, scatter_dim, gather_dim, group, name, scatter_sizes, gather_sizes, started)
     try:
         route = routes.exchanged(x.shape, x.dtype, scatter_dim, gather_dim, world)
     except ShapeError as error:

@@ -11,7 +11,7 @@ from tritoncomm.core.handle import Handle
 from tritoncomm.core.plan import Ints, Plan
 from tritoncomm.errors import ArgumentError, ShapeError
 
-__all__ = ["exchange_uneven", "gather_uneven", "scatter_uneven"]
+__all__ = ["all_gather_uneven", "all_to_all_uneven", "reduce_scatter_uneven"]
 
 
 def _counts(plan: Plan) -> Ints:
@@ -28,7 +28,7 @@ def _check_joined(x: Tensor, dim: int, sizes: Ints, name: str, group: ProcessGro
         raise routes.located(error, x.shape, name, group) from None
 
 
-def gather_uneven(
+def all_gather_uneven(
     x: Tensor, dim: int, group: ProcessGroup, sizes: Ints, name: str, asynchronous: bool, started: float
 ) -> Any:
     """Join ``dim`` from the ranks, ``sizes[w]`` of it from rank w."""
@@ -53,7 +53,7 @@ def gather_uneven(
     return out
 
 
-def scatter_uneven(
+def reduce_scatter_uneven(
     x: Tensor, dim: int, group: ProcessGroup, sizes: Ints, name: str, op: Any, asynchronous: bool, started: float
 ) -> Any:
     """Reduce over the ranks and keep ``sizes[rank]`` of ``dim``."""
@@ -67,7 +67,7 @@ def scatter_uneven(
     return (out, Handle(work, out, None, wire)) if asynchronous else out
 
 
-def exchange_uneven(
+def all_to_all_uneven(
     x: Tensor,
     scatter_dim: int,
     gather_dim: int,

@@ -11,13 +11,13 @@ from tritoncomm.explain.steps import Call, Step
 
 __all__ = [
     "Move",
+    "all_gather",
     "all_reduce",
-    "exchange",
-    "gather",
+    "all_to_all",
     "identity",
+    "reduce_scatter",
     "rows",
     "rows_back",
-    "scatter_reduce",
     "split",
     "swapped",
     "to_hidden",
@@ -44,7 +44,7 @@ def all_reduce(shape: Ints, dims: Ints, call: Call) -> Steps:
     return [*copies, sent], shape
 
 
-def gather(shape: Ints, dims: Ints, call: Call) -> Steps:
+def all_gather(shape: Ints, dims: Ints, call: Call) -> Steps:
     """Join a dim from the ranks."""
     dim, sizes, world = dims[0], call.sizes, call.world
     if sizes is not None and (len(set(sizes)) != 1 or len(sizes) != world or sizes[0] != shape[dim]):
@@ -58,7 +58,7 @@ def gather(shape: Ints, dims: Ints, call: Call) -> Steps:
     return [*call.flat(shape), sent, call.unpack(route.shape, dim)], route.shape
 
 
-def scatter_reduce(shape: Ints, dims: Ints, call: Call) -> Steps:
+def reduce_scatter(shape: Ints, dims: Ints, call: Call) -> Steps:
     """Reduce over the ranks, keep this rank's piece of a dim."""
     call.check_sum()
     dim, sizes, world = dims[0], call.sizes, call.world
@@ -94,17 +94,17 @@ def rows(shape: Ints, dims: Ints, call: Call) -> Steps:
     return [*call.flat(shape), call.collective("all-to-all", what, route.wire_bytes, received)], result
 
 
-def exchange(shape: Ints, dims: Ints, call: Call) -> Steps:
+def all_to_all(shape: Ints, dims: Ints, call: Call) -> Steps:
     """Cut the first of two dims, join the second."""
     if call.sizes is not None or call.out_sizes is not None:
-        return _exchange_uneven(shape, dims[0], dims[1], call)
+        return _all_to_all_uneven(shape, dims[0], dims[1], call)
     route = routes.exchanged(shape, call.dtype, *dims, call.world)
     cut = list(routes.piece(shape, dims[0], shape[dims[0]] // call.world))
     sent = call.collective("all-to-all", f"{cut} to every rank", route.wire_bytes)
     return [call.pack(shape, dims[0]), sent, call.unpack(route.shape, dims[1])], route.shape
 
 
-def _exchange_uneven(shape: Ints, scatter_dim: int, gather_dim: int, call: Call) -> Steps:
+def _all_to_all_uneven(shape: Ints, scatter_dim: int, gather_dim: int, call: Call) -> Steps:
     world, rank, cut = call.world, call.rank, call.sizes
     if cut is None:
         routes.exchanged(shape, call.dtype, scatter_dim, gather_dim, world)  # refuses what does not divide
@@ -133,8 +133,8 @@ def to_hidden(shape: Ints, dims: Ints, call: Call) -> Steps:
     """Sequence-parallel to hidden-parallel; any leading dims are read as they lie."""
     flat = (math.prod(shape[:-1]), shape[-1])
     if call.stride is None:
-        return exchange(flat, (1, 0), call)
-    steps, _ = exchange(shape, (len(shape) - 1, 0), call)
+        return all_to_all(flat, (1, 0), call)
+    steps, _ = all_to_all(shape, (len(shape) - 1, 0), call)
     return steps, (flat[0] * call.world, flat[1] // call.world)
 
 
@@ -142,19 +142,19 @@ def to_sequence(shape: Ints, dims: Ints, call: Call) -> Steps:
     """Hidden-parallel to sequence-parallel; where leading dims cannot be joined in place, flattening them copies."""
     flat = (math.prod(shape[:-1]), shape[-1])
     if call.stride is None:
-        return exchange(flat, (0, 1), call)
+        return all_to_all(flat, (0, 1), call)
     try:
         stride = call.input(shape).view(flat).stride()
     except RuntimeError:
         flattened = replace(call, world=1).pack(shape, 0)
-        steps, found = exchange(flat, (0, 1), replace(call, stride=None))
+        steps, found = all_to_all(flat, (0, 1), replace(call, stride=None))
         return [flattened, *steps], found
-    return exchange(flat, (0, 1), replace(call, stride=stride))
+    return all_to_all(flat, (0, 1), replace(call, stride=stride))
 
 
 def swapped(shape: Ints, dims: Ints, call: Call) -> Steps:
     """``exchange`` with dims and sizes swapped."""
-    return exchange(shape, dims[::-1], _swapped(call))
+    return all_to_all(shape, dims[::-1], _swapped(call))
 
 
 def rows_back(shape: Ints, dims: Ints, call: Call) -> Steps:

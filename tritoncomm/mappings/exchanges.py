@@ -14,7 +14,7 @@ from tritoncomm.core.function import direct
 from tritoncomm.core.plan import Ints, normalize_sizes
 from tritoncomm.mappings.general import checked
 
-__all__ = ["_AllToAll", "_HiddenToSequence", "_SequenceToHidden", "exchange_rows", "to_hidden", "to_sequence"]
+__all__ = ["_AllToAll", "_HiddenToSequence", "_SequenceToHidden", "all_to_all_single", "to_hidden", "to_sequence"]
 
 
 @direct
@@ -34,7 +34,7 @@ class _AllToAll(Function):
         ctx.output_split_sizes = output_split_sizes
         ctx.input_split_sizes = input_split_sizes
         ctx.use_nccl_stream = use_nccl_stream
-        return exchange_rows(input, group, output_split_sizes, input_split_sizes, use_nccl_stream, "all_to_all")
+        return all_to_all_single(input, group, output_split_sizes, input_split_sizes, use_nccl_stream, "all_to_all")
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
@@ -43,24 +43,24 @@ class _AllToAll(Function):
         on_stream = getattr(ctx, "use_nccl_stream", False)
         if grad.requires_grad:
             return None, _AllToAll.apply(group, grad, *sizes, on_stream), None, None, None
-        return None, exchange_rows(grad, group, *sizes, on_stream, "all_to_all.backward"), None, None, None
+        return None, all_to_all_single(grad, group, *sizes, on_stream, "all_to_all.backward"), None, None, None
 
 
-def exchange_rows(x: Tensor, group: ProcessGroup, out: Any, into: Any, on_stream: bool, name: str) -> Tensor:
+def all_to_all_single(x: Tensor, group: ProcessGroup, out: Any, into: Any, on_stream: bool, name: str) -> Tensor:
     """The engine's row exchange with a caller's split sizes, on the current stream or on the backend's."""
     group = checked(x, group, name)
     out_sizes, in_sizes = normalize_sizes(out, name), normalize_sizes(into, name)
     if on_stream and not is_compiling():
-        result, handle = eager.exchange_rows(x, group, out_sizes, in_sizes, name, True)
+        result, handle = eager.all_to_all_single(x, group, out_sizes, in_sizes, name, True)
         return result if handle is None else handle.wait()
-    return eager.exchange_rows(x, group, out_sizes, in_sizes, name)
+    return eager.all_to_all_single(x, group, out_sizes, in_sizes, name)
 
 
 def to_hidden(x: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: bool, name: str) -> Tensor:
     """``[t.., H] -> [t*W, H/W]``, or ``shape``."""
     if shape is None:
         shape = (math.prod(x.shape[:-1]) * group.size(), x.shape[-1] // group.size())
-    return eager.exchange(x, -1, 0, group, name, shape=shape, asynchronous=on_stream)
+    return eager.all_to_all(x, -1, 0, group, name, shape=shape, asynchronous=on_stream)
 
 
 def _flattened(x: Tensor, name: str) -> Tensor:
@@ -81,7 +81,7 @@ def to_sequence(x: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: b
     """``[T.., h] -> [T/W, h*W]``, or ``shape``."""
     if x.dim() != 2:
         x = _flattened(x, name)
-    return eager.exchange(x, 0, 1, group, name, shape=shape, asynchronous=on_stream)
+    return eager.all_to_all(x, 0, 1, group, name, shape=shape, asynchronous=on_stream)
 
 
 @direct

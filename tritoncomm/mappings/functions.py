@@ -118,7 +118,9 @@ class _ScatterToModelParallelRegion(Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
             return _GatherFromModelParallelRegion.apply(grad_output, ctx.group), None
-        return eager.gather(grad_output, -1, ctx.group, None, "scatter_to_tensor_model_parallel_region.backward"), None
+        return eager.all_gather(
+            grad_output, -1, ctx.group, None, "scatter_to_tensor_model_parallel_region.backward"
+        ), None
 
 
 @direct
@@ -132,7 +134,7 @@ class _GatherFromModelParallelRegion(Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return eager.gather(input_, -1, group, None, "gather_from_tensor_model_parallel_region")
+        return eager.all_gather(input_, -1, group, None, "gather_from_tensor_model_parallel_region")
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -158,7 +160,7 @@ class _ScatterToSequenceParallelRegion(Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
             return _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, False), None
-        return eager.gather(grad_output, 0, ctx.group, None, "scatter_to_sequence_parallel_region.backward"), None
+        return eager.all_gather(grad_output, 0, ctx.group, None, "scatter_to_sequence_parallel_region.backward"), None
 
 
 @direct
@@ -190,7 +192,7 @@ class _GatherFromSequenceParallelRegion(Function):
         ctx.output_split_sizes = output_split_sizes
         ctx.use_global_buffer = use_global_buffer
         name = "gather_from_sequence_parallel_region"
-        return eager.gather(input_, 0, group, normalize_sizes(output_split_sizes, name), name)
+        return eager.all_gather(input_, 0, group, normalize_sizes(output_split_sizes, name), name)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -201,7 +203,7 @@ class _GatherFromSequenceParallelRegion(Function):
         elif grad_output.requires_grad:
             grad = _ReduceScatterToSequenceParallelRegion.apply(grad_output, group, sizes, ctx.use_global_buffer)
         else:
-            grad = eager.scatter_reduce(grad_output, 0, group, normalize_sizes(sizes, name), name)
+            grad = eager.reduce_scatter(grad_output, 0, group, normalize_sizes(sizes, name), name)
         return grad, None, None, None, None
 
 
@@ -231,7 +233,7 @@ class _ReduceScatterToSequenceParallelRegion(Function):
         ctx.input_split_sizes = input_split_sizes
         ctx.use_global_buffer = use_global_buffer
         name = "reduce_scatter_to_sequence_parallel_region"
-        return eager.scatter_reduce(input_, 0, group, normalize_sizes(input_split_sizes, name), name)
+        return eager.reduce_scatter(input_, 0, group, normalize_sizes(input_split_sizes, name), name)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -240,7 +242,7 @@ class _ReduceScatterToSequenceParallelRegion(Function):
             grad = _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, *args)
         else:
             name = "reduce_scatter_to_sequence_parallel_region.backward"
-            grad = eager.gather(grad_output, 0, ctx.group, normalize_sizes(ctx.input_split_sizes, name), name)
+            grad = eager.all_gather(grad_output, 0, ctx.group, normalize_sizes(ctx.input_split_sizes, name), name)
         return grad, None, None, None
 
 
@@ -255,14 +257,14 @@ class _AllGatherFromTensorParallelRegion(Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return eager.gather(input_, -1, group, None, "all_gather_last_dim_from_tensor_parallel_region")
+        return eager.all_gather(input_, -1, group, None, "all_gather_last_dim_from_tensor_parallel_region")
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
             return _ReduceScatterToTensorParallelRegion.apply(grad_output, ctx.group), None
         name = "all_gather_last_dim_from_tensor_parallel_region.backward"
-        return eager.scatter_reduce(grad_output, -1, ctx.group, None, name), None
+        return eager.reduce_scatter(grad_output, -1, ctx.group, None, name), None
 
 
 @direct
@@ -276,11 +278,11 @@ class _ReduceScatterToTensorParallelRegion(Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return eager.scatter_reduce(input_, -1, group, None, "reduce_scatter_last_dim_to_tensor_parallel_region")
+        return eager.reduce_scatter(input_, -1, group, None, "reduce_scatter_last_dim_to_tensor_parallel_region")
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
             return _AllGatherFromTensorParallelRegion.apply(grad_output, ctx.group), None
         name = "reduce_scatter_last_dim_to_tensor_parallel_region.backward"
-        return eager.gather(grad_output, -1, ctx.group, None, name), None
+        return eager.all_gather(grad_output, -1, ctx.group, None, name), None

@@ -47,7 +47,7 @@ class _AllGatherDim(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, partial: bool) -> Tensor:
         ctx.dim, ctx.group, ctx.sizes, ctx.partial = dim, group, sizes, partial
-        return eager.gather(input_, dim, group, sizes, "all_gather_dim")
+        return eager.all_gather(input_, dim, group, sizes, "all_gather_dim")
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -62,7 +62,7 @@ class _ReduceScatterDim(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None) -> Tensor:
         ctx.dim, ctx.group, ctx.sizes = dim, group, sizes
-        return eager.scatter_reduce(input_, dim, group, sizes, "reduce_scatter_dim")
+        return eager.reduce_scatter(input_, dim, group, sizes, "reduce_scatter_dim")
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -93,7 +93,7 @@ class _AllToAllDims(torch.autograd.Function):
         ctx: Any, input_: Tensor, dims: tuple[int, int], group: ProcessGroup, sizes: tuple[Ints | None, Ints | None]
     ) -> Tensor:
         ctx.dims, ctx.group, ctx.sizes = dims, group, sizes
-        return eager.exchange(input_, *dims, group, "all_to_all_dims", scatter_sizes=sizes[0], gather_sizes=sizes[1])
+        return eager.all_to_all(input_, *dims, group, "all_to_all_dims", scatter_sizes=sizes[0], gather_sizes=sizes[1])
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -125,7 +125,7 @@ def all_gather_dim(
     dim, cut = checked_dim(input_, dim, name), normalize_sizes(sizes, name)
     if wants_grad(input_):
         return _AllGatherDim.apply(input_, dim, group, cut, tensor_parallel_output_grad)
-    return without_graph(eager.gather(input_, dim, group, cut, name))
+    return without_graph(eager.all_gather(input_, dim, group, cut, name))
 
 
 def reduce_scatter_dim(
@@ -143,7 +143,7 @@ def reduce_scatter_dim(
     dim, cut = checked_dim(input_, dim, name), normalize_sizes(sizes, name)
     if wants_grad(input_):
         return _ReduceScatterDim.apply(input_, dim, group, cut)
-    return without_graph(eager.scatter_reduce(input_, dim, group, cut, name))
+    return without_graph(eager.reduce_scatter(input_, dim, group, cut, name))
 
 
 def split_dim(
@@ -196,4 +196,4 @@ def all_to_all_dims(
     sizes = (normalize_sizes(scatter_sizes, name), normalize_sizes(gather_sizes, name))
     if wants_grad(input_):
         return _AllToAllDims.apply(input_, dims, group, sizes)
-    return without_graph(eager.exchange(input_, *dims, group, name, scatter_sizes=sizes[0], gather_sizes=sizes[1]))
+    return without_graph(eager.all_to_all(input_, *dims, group, name, scatter_sizes=sizes[0], gather_sizes=sizes[1]))

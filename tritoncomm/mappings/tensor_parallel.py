@@ -24,7 +24,7 @@ from tritoncomm.mappings.exchanges import (
     _AllToAll,
     _HiddenToSequence,
     _SequenceToHidden,
-    exchange_rows,
+    all_to_all_single,
     to_hidden,
     to_sequence,
 )
@@ -110,7 +110,7 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup
     group = checked(input_, group, name)
     if wants_grad(input_):
         return _GatherFromModelParallelRegion.apply(input_, group)
-    return without_graph(eager.gather(input_, -1, group, None, name))
+    return without_graph(eager.all_gather(input_, -1, group, None, name))
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -149,7 +149,7 @@ def gather_from_sequence_parallel_region(
     if wants_grad(input_):
         args = (group, tensor_parallel_output_grad, output_split_sizes, use_global_buffer)
         return _GatherFromSequenceParallelRegion.apply(input_, *args)
-    return without_graph(eager.gather(input_, 0, group, normalize_sizes(output_split_sizes, name), name))
+    return without_graph(eager.all_gather(input_, 0, group, normalize_sizes(output_split_sizes, name), name))
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -167,7 +167,7 @@ def reduce_scatter_to_sequence_parallel_region(
     if wants_grad(input_):
         args = (group, input_split_sizes, use_global_buffer)
         return _ReduceScatterToSequenceParallelRegion.apply(input_, *args)
-    return without_graph(eager.scatter_reduce(input_, 0, group, normalize_sizes(input_split_sizes, name), name))
+    return without_graph(eager.reduce_scatter(input_, 0, group, normalize_sizes(input_split_sizes, name), name))
 
 
 def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -179,7 +179,7 @@ def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Proce
     group = checked(input_, group, name)
     if wants_grad(input_):
         return _AllGatherFromTensorParallelRegion.apply(input_, group)
-    return without_graph(eager.gather(input_, -1, group, None, name))
+    return without_graph(eager.all_gather(input_, -1, group, None, name))
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -191,7 +191,7 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Pro
     group = checked(input_, group, name)
     if wants_grad(input_):
         return _ReduceScatterToTensorParallelRegion.apply(input_, group)
-    return without_graph(eager.scatter_reduce(input_, -1, group, None, name))
+    return without_graph(eager.reduce_scatter(input_, -1, group, None, name))
 
 
 def all_to_all(
@@ -219,7 +219,7 @@ def all_to_all(
     args = (output_split_sizes_, input_split_sizes, use_nccl_stream)
     if wants_grad(input_):
         return _AllToAll.apply(group, input_, *args)
-    return without_graph(exchange_rows(input_, group, *args, name))
+    return without_graph(all_to_all_single(input_, group, *args, name))
 
 
 def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None, use_nccl_stream: bool = False) -> Tensor:
@@ -260,7 +260,7 @@ def _checked_hidden(input_: Tensor, group: ProcessGroup | None, name: str) -> Pr
     group = checked(input_, group, name)
     if input_.dim() == 0:
         raise ShapeError(f"{name}: a 0-dim tensor has no hidden dim")
-    if eager.ends_here(group, name):
+    if eager.is_single_rank(group, name):
         return group
     size = input_.shape[-1] if name.endswith("sp2hp") else math.prod(input_.shape[:-1])
     if size % group.size():

@@ -107,7 +107,7 @@ def _own(result: Tensor, x: Tensor, movement: Movement) -> Tensor:
 
 def _gather(x: Tensor, movement: Movement) -> Tensor:
     dim, members = movement.join, movement.members
-    result = _in_order(eager.gather(x, dim, members.group, None, movement.name), dim, members.order)
+    result = _in_order(eager.all_gather(x, dim, members.group, None, movement.name), dim, members.order)
     return _own(result, x, movement)
 
 
@@ -122,7 +122,7 @@ def _split(x: Tensor, movement: Movement) -> Tensor:
 def _exchange(x: Tensor, movement: Movement) -> Tensor:
     cut, join, members = movement.cut, movement.join, movement.members
     sent = _in_order(x, cut, _inverse(members.order))
-    result = _in_order(eager.exchange(sent, cut, join, members.group, movement.name), join, members.order)
+    result = _in_order(eager.all_to_all(sent, cut, join, members.group, movement.name), join, members.order)
     return _own(result, x, movement)
 
 
@@ -138,7 +138,7 @@ def _mix_gather(x: Tensor, movement: Movement) -> Tensor:
     """Everybody's piece, then one pass that puts the mesh axes in front of the dims they cut."""
     assert movement.mesh is not None
     sizes, order = movement.mesh.mesh_shape, movement.members.order
-    wire = _in_order(eager.gather(x, 0, movement.members.group, None, movement.name), 0, order)
+    wire = _in_order(eager.all_gather(x, 0, movement.members.group, None, movement.name), 0, order)
     axes_of, shape = dict(movement.mixed), list(x.shape)
     if movement.mixed == ((0, (0, 1)),):
         return _own(wire, x, movement)

@@ -150,10 +150,10 @@ def _gather(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -
     if len(parts) == 1:
         ((dim, count),) = parts.items()
         sizes = None if shape[dim] % count == 0 else chunk_sizes(shape[dim], count)
-        return eager.gather(x, dim, group, sizes, name)
+        return eager.all_gather(x, dim, group, sizes, name)
     shapes = [local_shape(shape, parts, rank) for rank in range(world)]
     counts = tuple(math.prod(each) for each in shapes)
-    wire = eager.gather(x.reshape(-1), 0, group, None if len(set(counts)) == 1 else counts, name)
+    wire = eager.all_gather(x.reshape(-1), 0, group, None if len(set(counts)) == 1 else counts, name)
     started = record.now()
     out = x.new_empty(shape)
     for rank, block in enumerate(wire.split(counts)):
@@ -171,7 +171,7 @@ def _all_to_all(x: Tensor, transition: Transition, group: ProcessGroup, name: st
     if len(transition.old) > 1 or len(transition.new) > 1:
         return _exchange_blocks(x, transition, group, name)
     scatter, join = _uneven(transition.shape, new, world), _uneven(transition.shape, old, world)
-    return eager.exchange(x, new, old, group, name, scatter_sizes=scatter, gather_sizes=join)
+    return eager.all_to_all(x, new, old, group, name, scatter_sizes=scatter, gather_sizes=join)
 
 
 def _exchange_blocks(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> Tensor:
@@ -180,7 +180,7 @@ def _exchange_blocks(x: Tensor, transition: Transition, group: ProcessGroup, nam
     sent = blocks(transition, rank, world)
     got = blocks(transition.reversed(), rank, world)
     wire, moved = _in_rank_order(x, sent)
-    received = eager.exchange_rows(wire, group, got.counts, sent.counts, name)
+    received = eager.all_to_all_single(wire, group, got.counts, sent.counts, name)
     del wire  # what arrived and the result are the most that is held
     if got.in_order:
         out = torch.ops.aten._unsafe_view(received, got.shape)  # a result of its own, not a view of anything

@@ -83,10 +83,10 @@ def _compare(each: _Comparison, parameters: dict[str, Any], rows: dict[str, Tens
     table = torch.stack([rows[name].to(rows[each.names[0]].device) for name in each.names])
     header = hashlib.sha256(repr(told).encode()).digest()
     mine = table.new_tensor([[int.from_bytes(header[at : at + 8], "big", signed=True) for at in (0, 8)]])
-    headers = eager.gather(mine, 0, each.group, None, "check_replicas")
+    headers = eager.all_gather(mine, 0, each.group, None, "check_replicas")
     if bool((headers != mine).any()):
         return f"{over} the modules have parameters of different names, shapes or dtypes"
-    gathered = eager.gather(table.unsqueeze(0), 0, each.group, None, "check_replicas").cpu()
+    gathered = eager.all_gather(table.unsqueeze(0), 0, each.group, None, "check_replicas").cpu()
     differ = (gathered[..., 0] != gathered[0, :, 0]).any(0).nonzero().flatten().tolist()
     if not differ:
         return ""

@@ -150,7 +150,7 @@ class _Rows(torch.autograd.Function):
             for block in _blocks(rows):
                 _statistics(rows[block], wanted, block, numbers)
         record.add("cross_entropy.rows", path, moved, 0, started)
-        everybody = eager.gather(numbers.unsqueeze(0), 0, group, None, "cross_entropy")
+        everybody = eager.all_gather(numbers.unsqueeze(0), 0, group, None, "cross_entropy")
         lse, told = torch.logsumexp(everybody[:, 0], 0), everybody[:, 1].sum(0)
         ctx.save_for_backward(rows, lse, numbers[0])
         ctx.wanted, ctx.path = wanted, path

@@ -24,7 +24,7 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup, shared: bool = False) -> Tens
 
 def largest_over_ranks(x: Tensor, group: ProcessGroup, smallest: bool = False) -> Tensor:
     """Element-wise maximum (or minimum) of the ranks' tensors; NaN wins. No gradient."""
-    found = eager.gather(x.detach().unsqueeze(0), 0, group, None, "amin" if smallest else "amax")
+    found = eager.all_gather(x.detach().unsqueeze(0), 0, group, None, "amin" if smallest else "amax")
     return found.amin(0) if smallest else found.amax(0)
 
 

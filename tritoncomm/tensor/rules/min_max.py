@@ -81,8 +81,8 @@ class _ExtremeAt(torch.autograd.Function):
         else:
             shape = [s for d, s in enumerate(x.shape) if d != dim]
             value, index = x.new_full(shape, edge), torch.zeros(shape, dtype=torch.int64, device=x.device)
-        values = eager.gather(value.unsqueeze(0), 0, group, None, "max")
-        places = eager.gather((index + start).unsqueeze(0), 0, group, None, "max")
+        values = eager.all_gather(value.unsqueeze(0), 0, group, None, "max")
+        places = eager.all_gather((index + start).unsqueeze(0), 0, group, None, "max")
         best, rank = local(values, 0)
         place = places.gather(0, rank.unsqueeze(0)).squeeze(0)
         ctx.save_for_backward(place)

@@ -83,7 +83,7 @@ def agreed_seed(pg: ProcessGroup, like: Tensor) -> int:
     _calls[ranks] = count = _calls.get(ranks, 0) + 1
     if pg.tp_world_size() > 1 and count & (count - 1) == 0:
         mine = torch.tensor([seed], device=like.device)
-        found = eager.gather(mine, 0, pg.tp_process_group(), None, "agreed_seed").tolist()
+        found = eager.all_gather(mine, 0, pg.tp_process_group(), None, "agreed_seed").tolist()
         if len(set(found)) > 1:
             raise MismatchError(
                 f"a random operator on replicas: ranks {list(ranks)} drew different numbers, so their replicas would "
