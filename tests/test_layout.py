@@ -30,8 +30,8 @@ LAYERS = [
     ["cli", "__main__"],
 ]
 CORE = [
-    "plan", "copies", "ops", "fused", "function", "inplace", "validation", "backend", "handle", "routes", "compiled",
-    "uneven", "eager", "__init__",
+    "plan", "address_map", "copies", "ops", "fused", "function", "inplace", "validation", "backend", "handle", "cached",
+    "compiled", "uneven", "eager", "__init__",
 ]  # fmt: skip
 MAPPINGS = ["general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}

@@ -1,4 +1,4 @@
-"""The same movements under torch.compile: functional collectives that inductor knows, and opaque pack and unpack ops.
+"""The collectives under torch.compile: functional collectives that inductor knows, and opaque pack and unpack ops.
 
 The ops run the eager code, so paths, counters and alignment checks happen at run time. Sizes reach them as symbols, so
 one graph serves every sequence length. Arguments are checked while a call is traced, as in eager mode.
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import record
-from tritoncomm.core import ops
-from tritoncomm.core.plan import Ints
-from tritoncomm.errors import ArgumentError, ShapeError
+from tritoncomm.core import ops, plan
+from tritoncomm.core.plan import CollectivePlan, Ints
+from tritoncomm.errors import CommError
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "reduce_scatter", "split"]
 
@@ -89,30 +89,12 @@ def _result(x: Tensor) -> Tensor:
     return x.view(x.shape)
 
 
-def _split_sizes(x: Tensor, dim: int, world: int, sizes: Ints | None, name: str) -> Ints:
-    """What ``dim`` is split into: ``sizes``, or equal sizes."""
-    size = x.shape[dim]
-    if sizes is None:
-        if size % world:
-            raise ShapeError(f"{name}: dim {dim} of size {size} does not divide over {world} ranks")
-        return (size // world,) * world
-    if len(sizes) != world or sum(sizes) != size or any(part < 0 for part in sizes):
-        raise ShapeError(f"{name}: split sizes do not cut dim {dim} of shape {tuple(x.shape)} over {world} ranks")
-    return sizes
-
-
-def _all_gather_sizes(shape: Ints, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Ints:
-    """The size of ``dim`` on every rank: ``sizes``, or this rank's on all of them."""
-    world, size = group.size(), shape[dim]
-    if sizes is None:
-        return (size,) * world
-    if len(sizes) != world or sizes[group.rank()] != size or any(part < 0 for part in sizes):
-        raise ShapeError(f"{name}: split sizes need {world} entries, mine the size of dim {dim} of {tuple(shape)}")
-    return sizes
-
-
-def _all_equal(sizes: Ints | None) -> bool:
-    return sizes is None or all(size == sizes[0] for size in sizes)
+def _plan(function: Any, x: Tensor, group: ProcessGroup, name: str, *args: Any) -> CollectivePlan:
+    """What a function of ``plan`` returns for this rank; errors name the caller's function."""
+    try:
+        return function(x.shape, x.element_size(), *args)
+    except CommError as error:
+        raise plan.located(error, x.shape, name, group) from None
 
 
 def _all_to_all(
@@ -128,57 +110,59 @@ def _all_to_all(
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
     """Concatenate the ranks' tensors along ``dim``."""
-    world, dim = group.size(), dim % x.dim()
+    world = group.size()
     if world == 1:
         return x
-    each = _all_gather_sizes(x.shape, dim, group, sizes, name)
-    shape = (*x.shape[:dim], sum(each), *x.shape[dim + 1 :])
-    bytes_sent = x.numel() * x.element_size() * (world - 1)
-    if _all_equal(sizes):
+    planned = _plan(plan.all_gather, x, group, name, dim, world, group.rank(), sizes)
+    if sizes is None or plan.all_equal(sizes, world, x.shape[dim]):
         sizes = None
         pending = _c10d.all_gather_into_tensor(x.contiguous(), world, group.group_name)
-        wire = _finished(pending, name, bytes_sent)
+        wire = _finished(pending, name, planned.bytes_sent)
     else:
-        rest = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
-        mine = x.contiguous().view(-1)
-        counts = [rest * size for size in each], [mine.numel()] * world
-        wire = _all_to_all(mine.repeat(world), *counts, group, name, bytes_sent)
-    return _joined(wire, shape, dim, world, sizes, name)
+        local = x.contiguous().view(-1)
+        counts = list(planned.recv_counts), [local.numel()] * world
+        wire = _all_to_all(local.repeat(world), *counts, group, name, planned.bytes_sent)
+    return _unpacked(wire, planned, dim, world, sizes, name)
 
 
-def _joined(wire: Tensor, shape: Ints, dim: int, world: int, sizes: Ints | None, name: str) -> Tensor:
-    """What arrived in rank order, as the tensor of this shape."""
-    if math.prod(shape[:dim]) == 1:
-        return wire.view(shape)
-    return torch.ops.tritoncomm.unpack(wire, shape, dim, world, None if sizes is None else list(sizes), name)
+def _unpacked(wire: Tensor, planned: CollectivePlan, dim: int, world: int, sizes: Ints | None, name: str) -> Tensor:
+    """What arrived in rank order, as the result."""
+    if planned.in_order:
+        return wire.view(planned.shape)
+    return torch.ops.tritoncomm.unpack(wire, planned.shape, dim, world, None if sizes is None else list(sizes), name)
 
 
-def _wire(x: Tensor, dim: int, world: int, sizes: Ints | None, name: str) -> Tensor:
+def _packed(x: Tensor, dim: int, world: int, sizes: Ints | None, name: str) -> Tensor:
     """x in rank order, flat."""
-    if math.prod(x.shape[:dim]) == 1:
+    if math.prod(x.shape[: dim % x.dim()]) == 1:
         return x.contiguous().view(-1)
     return torch.ops.tritoncomm.pack(x, dim, world, None if sizes is None else list(sizes), name)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
     """Sum over the ranks and keep this rank's shard of ``dim``."""
-    world, rank, dim = group.size(), group.rank(), dim % x.dim()
+    world = group.size()
     if world == 1:
         return x
-    each = _split_sizes(x, dim, world, sizes, name)
-    if not _all_equal(sizes):  # no functional reduce-scatter takes sizes
-        return _result(all_reduce(x, group, name).narrow(dim, sum(each[:rank]), each[rank]).contiguous())
-    wire = _wire(x, dim, world, None, name)
+    planned = _plan(plan.reduce_scatter, x, group, name, dim, world, group.rank(), sizes)
+    if sizes is not None and not plan.all_equal(
+        sizes, world, x.shape[dim] // world
+    ):  # no functional reduce-scatter takes split sizes
+        return split(all_reduce(x, group, name), dim, group, sizes, name)
+    wire = _packed(x, dim % x.dim(), world, None, name)
     pending = _c10d.reduce_scatter_tensor(wire, "sum", world, group.group_name)
-    out = _finished(pending, name, x.numel() * x.element_size() * (world - 1) // world)
-    return out.view((*x.shape[:dim], each[rank], *x.shape[dim + 1 :]))
+    return _finished(pending, name, planned.bytes_sent).view(planned.shape)
 
 
-def split(x: Tensor, dim: int, world: int, rank: int, sizes: Ints | None) -> Tensor:
+def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
     """This rank's shard of ``dim``; plain torch, which inductor fuses with what follows."""
-    dim %= x.dim()
-    each = _split_sizes(x, dim, world, sizes, "split")
-    return _result(x.narrow(dim, sum(each[:rank]), each[rank]).contiguous())
+    if group.size() == 1:
+        return x
+    try:
+        start, size = plan.split(x.shape, dim, group.size(), group.rank(), sizes)
+    except CommError as error:
+        raise plan.located(error, x.shape, name, group) from None
+    return _result(x.narrow(dim, start, size).contiguous())
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, name: str) -> Tensor:
@@ -187,25 +171,24 @@ def all_reduce(x: Tensor, group: ProcessGroup, name: str) -> Tensor:
     if world == 1:
         return x
     pending = _c10d.all_reduce(x.contiguous(), "sum", group.group_name)
-    return _result(_finished(pending, name, 2 * x.numel() * x.element_size() * (world - 1) // world))
+    return _result(_finished(pending, name, plan.all_reduce_bytes(x.numel() * x.element_size(), world)))
 
 
 def all_to_all_single(
     x: Tensor, group: ProcessGroup, out_sizes: Ints | None, in_sizes: Ints | None, name: str
 ) -> Tensor:
     """All-to-all along dim 0, always by split sizes: the functional collective has no even form."""
-    world, rank = group.size(), group.rank()
+    world = group.size()
     if world == 1:
         return x
-    sent = _split_sizes(x, 0, world, in_sizes, name)
-    received = out_sizes if out_sizes is not None else _split_sizes(x, 0, world, None, name)
-    if len(received) != world or any(size < 0 for size in received):
-        raise ShapeError(f"{name}: output split sizes need {world} entries of 0 or more")
-    rest = math.prod(x.shape[1:])
-    counts = [size * rest for size in received], [size * rest for size in sent]
-    bytes_sent = (x.shape[0] - sent[rank]) * rest * x.element_size()
-    out = _all_to_all(x.contiguous().view(-1), *counts, group, name, bytes_sent)
-    return out.view((sum(received), *x.shape[1:]))
+    planned = _plan(plan.all_to_all_single, x, group, name, world, group.rank(), out_sizes, in_sizes)
+    counts = _counts(planned.recv_counts, x, world), _counts(planned.send_counts, x, world)
+    return _all_to_all(x.contiguous().view(-1), *counts, group, name, planned.bytes_sent).view(planned.shape)
+
+
+def _counts(counts: Ints, x: Tensor, world: int) -> list[int]:
+    """Elements per rank, equal ones where the plan has none."""
+    return list(counts) if counts else [x.numel() // world] * world
 
 
 def all_to_all(
@@ -219,22 +202,13 @@ def all_to_all(
     gather_sizes: Ints | None = None,
 ) -> Tensor:
     """Split ``scatter_dim`` over the ranks and concatenate ``gather_dim`` from them."""
-    world, rank = group.size(), group.rank()
+    world = group.size()
     if world == 1:
         return x if shape is None else x.reshape(shape)
-    scatter_dim, gather_dim = scatter_dim % x.dim(), gather_dim % x.dim()
-    if scatter_dim == gather_dim and (scatter_sizes is not None or gather_sizes is not None):
-        raise ArgumentError(f"{name}: sizes need two different dims, not {scatter_dim} twice")
-    sent = _split_sizes(x, scatter_dim, world, scatter_sizes, name)
-    block = (*x.shape[:scatter_dim], sent[rank], *x.shape[scatter_dim + 1 :])
-    received = _all_gather_sizes(block, gather_dim, group, gather_sizes, name)
-    joined = (*block[:gather_dim], sum(received), *block[gather_dim + 1 :])
-    sent_unit, received_unit = (
-        math.prod(of[:dim]) * math.prod(of[dim + 1 :]) for of, dim in ((x.shape, scatter_dim), (joined, gather_dim))
-    )
-    counts = [received_unit * size for size in received], [sent_unit * size for size in sent]
-    bytes_sent = (x.numel() - sent_unit * sent[rank]) * x.element_size()
-    wire = _wire(x, scatter_dim, world, scatter_sizes, name)
-    wire = _all_to_all(wire, *counts, group, name, bytes_sent)
-    out = _joined(wire, joined, gather_dim, world, gather_sizes, name)
+    sizes = scatter_sizes, gather_sizes
+    planned = _plan(plan.all_to_all, x, group, name, scatter_dim, gather_dim, world, group.rank(), *sizes)
+    counts = _counts(planned.recv_counts, x, world), _counts(planned.send_counts, x, world)
+    wire = _packed(x, scatter_dim % x.dim(), world, scatter_sizes, name)
+    wire = _all_to_all(wire, *counts, group, name, planned.bytes_sent)
+    out = _unpacked(wire, planned, gather_dim, world, gather_sizes, name)
     return out if shape is None else out.view(shape)

@@ -12,7 +12,8 @@ from tritoncomm_kernels import copy as kernels_copy
 from tritoncomm_kernels.launch import Launch, TooLargeError
 from tritoncomm_kernels.numerics import INTERPRETED
 
-from tritoncomm.core.plan import Ints, Plan, rows_layout
+from tritoncomm.core.address_map import AddressMap, rows_layout
+from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, UnsupportedError
 
 __all__ = ["pack_blocks", "plain_copy", "unpack_blocks"]
@@ -43,7 +44,7 @@ def _prepared(
         return None, 0
 
 
-def pack_blocks(wire: Tensor, x: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None) -> int:
+def pack_blocks(wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Ints | None, scale: float | None) -> int:
     """A layout no kernel reads: one strided torch copy per rank, together one pass (a scale costs another)."""
     if scale is not None and not (x.dtype.is_floating_point and wire.dtype.is_floating_point):
         raise ArgumentError(f"pack: a scale needs floating point tensors, not {x.dtype} and {wire.dtype}")
@@ -57,7 +58,7 @@ def pack_blocks(wire: Tensor, x: Tensor, plan: Plan, dim: int, sizes: Ints | Non
 
 
 def unpack_blocks(
-    wire: Tensor, out: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
+    wire: Tensor, out: Tensor, plan: AddressMap, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
 ) -> int:
     """The way back, without arithmetic."""
     if scale is not None or accumulate:
@@ -67,7 +68,7 @@ def unpack_blocks(
     return out.nbytes + out.numel() * wire.element_size()
 
 
-def _blocks(wire: Tensor, x: Tensor, plan: Plan, dim: int, sizes: Ints | None) -> Iterator[tuple[Tensor, Tensor]]:
+def _blocks(wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Ints | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of a rank's part of the wire and the same piece of ``x``; padding on the wire is zeroed on the way."""
     dim %= x.dim()
     lead, tail = x.shape[:dim], x.shape[dim + 1 :]

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tritoncomm.core.address_map import AddressMap
 from tritoncomm.core.ops import pack, pack_into
-from tritoncomm.core.plan import Ints, Plan
+from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError
 
 __all__ = ["pack_many"]
@@ -29,7 +30,7 @@ def pack_many(
     Example:
         Gradients ``[5, 8]`` and ``[16]`` cut at dims 1 and 0 over 4 ranks give a wire ``[4, 5*2 + 4]``.
     """
-    plans = [Plan.along(x.shape, dim, world) for x, dim in zip(tensors, dims, strict=True)]
+    plans = [AddressMap.along(x.shape, dim, world) for x, dim in zip(tensors, dims, strict=True)]
     wire_dtype = dtype or _common_dtype(tensors)
     if len(tensors) == 1:  # which may be the wire already
         x, dim = tensors[0], dims[0] % tensors[0].dim()

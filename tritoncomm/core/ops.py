@@ -11,8 +11,9 @@ from tritoncomm_kernels import TooLargeError, reference
 from tritoncomm_kernels.launch import crossover
 
 from tritoncomm import variables
+from tritoncomm.core.address_map import AddressMap, joined_layout, rows_layout, unit_bytes, wire_layout
 from tritoncomm.core.copies import pack_blocks, plain_copy, unpack_blocks
-from tritoncomm.core.plan import Ints, Plan, joined_layout, rows_layout, unit_bytes, wire_layout
+from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, UnsupportedError
 
 __all__ = ["forced_path", "pack", "pack_into", "path", "path_for", "reduce", "unpack"]
@@ -109,7 +110,7 @@ def pack(
             wire = x.new_empty(layout[0])
             if not x.is_conj() and not x.is_neg() and (moved := plain_copy("pack", x, wire, shape, stride, dim, world)):
                 return wire, "triton", moved
-    plan = Plan.along(x.shape, dim, world, sizes)
+    plan = AddressMap.along(x.shape, dim, world, sizes)
     plain = scale is None and out is None and dtype in (None, x.dtype)
     if plain and sizes is not None and plan.is_view and x.is_contiguous():
         return x.view(-1), "view", 0
@@ -119,7 +120,7 @@ def pack(
     return wire, *pack_into(blocks, x, plan, dim, sizes, scale)
 
 
-def _wire_shape(plan: Plan, x: Tensor, dim: int, sizes: Ints | None) -> Ints:
+def _wire_shape(plan: AddressMap, x: Tensor, dim: int, sizes: Ints | None) -> Ints:
     if sizes is not None:
         return (plan.outer * plan.row,)
     layout = wire_layout(x.shape, x.stride(), dim, plan.world)[1]
@@ -127,14 +128,14 @@ def _wire_shape(plan: Plan, x: Tensor, dim: int, sizes: Ints | None) -> Ints:
 
 
 def pack_into(
-    wire: Tensor, x: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None
+    wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Ints | None, scale: float | None
 ) -> tuple[str, int]:
     """``pack`` into a wire of the plan's shape; the path and the bytes read plus written."""
     taken, layout = path_for(x, "pack", dim, plan.world, sizes), rows_layout(x.shape, x.stride(), dim)
     if layout is None and plan.outer == 1 and (plan.even or sizes is not None) and wire.is_contiguous():
         layout = rows_layout(x.shape, x.stride(), -1)  # the wire is x in its own order: any rows will do
         if layout is not None:
-            wire, sizes, plan = wire.view(1, -1, x.shape[-1]), None, Plan.along(x.shape, -1, 1)
+            wire, sizes, plan = wire.view(1, -1, x.shape[-1]), None, AddressMap.along(x.shape, -1, 1)
     if layout is None:
         _refuse_triton("pack", x, dim)
         return "torch", pack_blocks(wire, x, plan, dim, sizes, scale)
@@ -187,7 +188,7 @@ def unpack(
             plain = not wire.is_conj() and not wire.is_neg()
             if plain and (moved := plain_copy("unpack", out, wire, whole, out.stride(), dim, world)):
                 return out, "triton", moved
-    plan = Plan.along(shape, dim, world, sizes)
+    plan = AddressMap.along(shape, dim, world, sizes)
     if out is None:
         out = wire.new_empty(shape, dtype=dtype)
     flat = (-1,) if sizes is not None else (world, plan.outer, plan.run)
@@ -205,7 +206,7 @@ def _joined(wire: Tensor, shape: Ints, dim: int, layout: tuple[Ints, Ints, Ints 
 
 
 def _unpack_into(
-    out: Tensor, wire: Tensor, plan: Plan, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
+    out: Tensor, wire: Tensor, plan: AddressMap, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
 ) -> tuple[str, int]:
     taken, layout = path_for(out, "unpack", dim, plan.world, sizes), rows_layout(out.shape, out.stride(), dim)
     if layout is None:

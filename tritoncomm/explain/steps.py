@@ -8,7 +8,8 @@ from torch.distributed import ReduceOp
 from tritoncomm_kernels.config import config_for, crossover_of, origin_of
 
 from tritoncomm.core import backend, ops
-from tritoncomm.core.plan import Ints, Plan, rows_layout, unit_bytes, wire_layout
+from tritoncomm.core.address_map import AddressMap, rows_layout, unit_bytes, wire_layout
+from tritoncomm.core.plan import Ints
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.explain.cost import Rates, collective_seconds, pass_seconds
 from tritoncomm.parsing import dtype_name
@@ -157,18 +158,18 @@ class Call:
         if sizes is None:
             is_wire = wire_layout(shape, stride, dim, self.world)[0]
         else:
-            is_wire = Plan.along(shape, dim, self.world, sizes).is_view and x.is_contiguous()
+            is_wire = AddressMap.along(shape, dim, self.world, sizes).is_view and x.is_contiguous()
         return self._layout("pack", shape, stride, dim, sizes, is_wire)
 
     def unpack(self, shape: Ints, dim: int, sizes: Ints | None = None) -> Step:
         """The wire into a tensor of that shape, joined along ``dim``."""
-        is_wire = Plan.along(shape, dim, self.world, sizes).outer == 1
+        is_wire = AddressMap.along(shape, dim, self.world, sizes).outer == 1
         return self._layout("unpack", shape, torch.empty(shape, device="meta").stride(), dim, sizes, is_wire)
 
     def _layout(self, name: str, shape: Ints, stride: Ints, dim: int, sizes: Ints | None, is_wire: bool) -> Step:
         if is_wire:
             return self.local(name, f"{list(shape)} is the wire as it lies", 0)
-        plan, dim = Plan.along(shape, dim, self.world, sizes), dim % len(shape)
+        plan, dim = AddressMap.along(shape, dim, self.world, sizes), dim % len(shape)
         wire = f"[{plan.outer * plan.row}]" if sizes is not None else f"[{self.world}, {plan.outer}, {plan.run}]"
         what = f"{list(shape)} along dim {dim} -> wire {wire}"
         if name == "unpack":
@@ -179,7 +180,7 @@ class Call:
         if rows_layout(shape, stride, dim) is None:
             if plan.outer != 1 or rows_layout(shape, stride, -1) is None:  # no kernel reads it
                 return self._copied(name, what, moved)
-            plan = Plan.along(shape, -1, 1)
+            plan = AddressMap.along(shape, -1, 1)
         if path != "triton" or not moved:
             return self.local(name, what, moved, path)
         cols = plan.run if plan.lengths is not None else plan.world * plan.run  # with sizes the run is the longest

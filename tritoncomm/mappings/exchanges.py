@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from tritoncomm import record
-from tritoncomm.core import eager, ops, routes
+from tritoncomm.core import cached, eager, ops
 from tritoncomm.core.function import direct
 from tritoncomm.core.plan import Ints, normalize_sizes
 from tritoncomm.mappings.general import checked
@@ -72,7 +72,7 @@ def _flattened(x: Tensor, name: str) -> Tensor:
         return x.view(flat)
     except RuntimeError:
         started = record.now()
-        rows, path, moved = ops.pack(routes.resolved(x), 0, 1)
+        rows, path, moved = ops.pack(cached.resolved(x), 0, 1)
         record.add(name, path, moved, 0, started, calls=0)
         return rows.view(flat)
 

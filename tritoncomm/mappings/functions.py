@@ -1,11 +1,11 @@
-"""Megatron-LM's autograd classes; `mappings` has the public functions.
+"""Megatron-LM's autograd classes; ``tensor_parallel`` has the public functions.
 
-The ctx attribute names and the one-None-per-extra-argument gradients are part of the contract. Backward enters an
-autograd class again only under ``create_graph``.
+The ctx attribute names and one None per extra argument as gradients are part of the contract. Backward enters an
+autograd class only under ``create_graph``.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,11 +19,7 @@ from tritoncomm.core.plan import normalize_sizes
 from tritoncomm.mappings.general import split_dim
 from tritoncomm.mappings.helpers import (
     _gather_along_first_dim,
-    _gather_along_last_dim,
     _reduce_scatter_along_first_dim,
-    _reduce_scatter_along_last_dim,
-    _split_along_first_dim,
-    _split_along_last_dim,
 )
 
 __all__ = [
@@ -101,66 +97,71 @@ class _ReduceInPlace(Function):
         return _ReduceFromModelParallelRegion.backward(ctx, grad_output)
 
 
-@direct
-class _ScatterToModelParallelRegion(Function):
-    """Forward: split the last dim. Backward: all-gather it."""
+def _along_one_dim(
+    name: str,
+    doc: str,
+    mapping: str,
+    dim: int,
+    run: Callable[..., Tensor],
+    run_adjoint: Callable[..., Tensor],
+    adjoint: str,
+    *more: Any,
+) -> Any:
+    """An autograd class that runs one collective along ``dim`` forward, and its adjoint backward.
 
-    @staticmethod
+    Args:
+        name: of the class.
+        doc: its docstring.
+        mapping: the public function, which errors and counters name.
+        dim: the first or the last.
+        run: the collective, from ``eager``.
+        run_adjoint: that of backward.
+        adjoint: name of the class that backward enters under ``create_graph``.
+        more: its arguments after the group.
+    """
+
     def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
-        return _split_along_last_dim(input_, group)
+        return run(input_.detach(), dim, group, None, mapping)
 
-    @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return eager.split(input_, -1, group, None, "scatter_to_tensor_model_parallel_region")
+        return run(input_, dim, group, None, mapping)
 
-    @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
-            return _GatherFromModelParallelRegion.apply(grad_output, ctx.group), None
-        return eager.all_gather(
-            grad_output, -1, ctx.group, None, "scatter_to_tensor_model_parallel_region.backward"
-        ), None
+            return globals()[adjoint].apply(grad_output, ctx.group, *more), None
+        return run_adjoint(grad_output, dim, ctx.group, None, f"{mapping}.backward"), None
+
+    methods: list[Any] = [symbolic, forward, backward]
+    for method in methods:
+        method.__qualname__ = f"{name}.{method.__name__}"
+    members = {method.__name__: staticmethod(method) for method in methods}
+    return direct(type(name, (Function,), {"__doc__": doc, "__module__": __name__, **members}))
 
 
-@direct
-class _GatherFromModelParallelRegion(Function):
-    """Forward: all-gather the last dim. Backward: split it (the gradient is the same on every rank)."""
-
-    @staticmethod
-    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
-        return _gather_along_last_dim(input_, group)
-
-    @staticmethod
-    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return eager.all_gather(input_, -1, group, None, "gather_from_tensor_model_parallel_region")
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        if grad_output.requires_grad:
-            return _ScatterToModelParallelRegion.apply(grad_output, ctx.group), None
-        return eager.split(grad_output, -1, ctx.group, None, "gather_from_tensor_model_parallel_region.backward"), None
-
-
-@direct
-class _ScatterToSequenceParallelRegion(Function):
-    """Forward: split dim 0. Backward: all-gather it."""
-
-    @staticmethod
-    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
-        return _split_along_first_dim(input_, group)
-
-    @staticmethod
-    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return eager.split(input_, 0, group, None, "scatter_to_sequence_parallel_region")
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        if grad_output.requires_grad:
-            return _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, False), None
-        return eager.all_gather(grad_output, 0, ctx.group, None, "scatter_to_sequence_parallel_region.backward"), None
+_ScatterToModelParallelRegion = _along_one_dim(
+    "_ScatterToModelParallelRegion", "Forward: split the last dim. Backward: all-gather it.",
+    "scatter_to_tensor_model_parallel_region", -1, eager.split, eager.all_gather, "_GatherFromModelParallelRegion",
+)  # fmt: skip
+_GatherFromModelParallelRegion = _along_one_dim(
+    "_GatherFromModelParallelRegion",
+    "Forward: all-gather the last dim. Backward: split it (the gradient is the same on every rank).",
+    "gather_from_tensor_model_parallel_region", -1, eager.all_gather, eager.split, "_ScatterToModelParallelRegion",
+)  # fmt: skip
+_ScatterToSequenceParallelRegion = _along_one_dim(
+    "_ScatterToSequenceParallelRegion", "Forward: split dim 0. Backward: all-gather it.",
+    "scatter_to_sequence_parallel_region", 0, eager.split, eager.all_gather, "_GatherFromSequenceParallelRegion", False,
+)  # fmt: skip
+_AllGatherFromTensorParallelRegion = _along_one_dim(
+    "_AllGatherFromTensorParallelRegion", "Forward: all-gather the last dim. Backward: reduce-scatter it.",
+    "all_gather_last_dim_from_tensor_parallel_region", -1, eager.all_gather, eager.reduce_scatter,
+    "_ReduceScatterToTensorParallelRegion",
+)  # fmt: skip
+_ReduceScatterToTensorParallelRegion = _along_one_dim(
+    "_ReduceScatterToTensorParallelRegion", "Forward: reduce-scatter the last dim. Backward: all-gather it.",
+    "reduce_scatter_last_dim_to_tensor_parallel_region", -1, eager.reduce_scatter, eager.all_gather,
+    "_AllGatherFromTensorParallelRegion",
+)  # fmt: skip
 
 
 @direct
@@ -244,45 +245,3 @@ class _ReduceScatterToSequenceParallelRegion(Function):
             name = "reduce_scatter_to_sequence_parallel_region.backward"
             grad = eager.all_gather(grad_output, 0, ctx.group, normalize_sizes(ctx.input_split_sizes, name), name)
         return grad, None, None, None
-
-
-@direct
-class _AllGatherFromTensorParallelRegion(Function):
-    """Forward: all-gather the last dim. Backward: reduce-scatter it."""
-
-    @staticmethod
-    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
-        return _gather_along_last_dim(input_, group)
-
-    @staticmethod
-    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return eager.all_gather(input_, -1, group, None, "all_gather_last_dim_from_tensor_parallel_region")
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        if grad_output.requires_grad:
-            return _ReduceScatterToTensorParallelRegion.apply(grad_output, ctx.group), None
-        name = "all_gather_last_dim_from_tensor_parallel_region.backward"
-        return eager.reduce_scatter(grad_output, -1, ctx.group, None, name), None
-
-
-@direct
-class _ReduceScatterToTensorParallelRegion(Function):
-    """Forward: reduce-scatter the last dim. Backward: all-gather it."""
-
-    @staticmethod
-    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
-        return _reduce_scatter_along_last_dim(input_, group)
-
-    @staticmethod
-    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return eager.reduce_scatter(input_, -1, group, None, "reduce_scatter_last_dim_to_tensor_parallel_region")
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        if grad_output.requires_grad:
-            return _AllGatherFromTensorParallelRegion.apply(grad_output, ctx.group), None
-        name = "reduce_scatter_last_dim_to_tensor_parallel_region.backward"
-        return eager.all_gather(grad_output, -1, ctx.group, None, name), None

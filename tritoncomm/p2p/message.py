@@ -16,7 +16,7 @@ from torch._utils import _flatten_dense_tensors
 
 from tritoncomm.core import ops
 from tritoncomm.core.backend import carrier
-from tritoncomm.core.routes import resolved
+from tritoncomm.core.cached import resolved
 from tritoncomm.p2p.shapes import Spec, spec_of
 
 __all__ = ["Message", "allocate", "stage"]

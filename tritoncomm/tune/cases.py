@@ -10,7 +10,7 @@ from tritoncomm_kernels import tables
 from tritoncomm_kernels.numerics import wide_type
 from tritoncomm_kernels.tables import OPS
 
-from tritoncomm.core.plan import Plan
+from tritoncomm.core.address_map import AddressMap
 from tritoncomm.parsing import dtype_name, parse_ints
 
 __all__ = ["MODELS", "Case", "Model", "can_sum", "from_model", "from_shapes", "parse_shape", "read_model", "sweep"]
@@ -46,7 +46,7 @@ class Case:
     @property
     def run(self) -> int:
         """Elements of a row that go to one rank."""
-        return Plan.along((self.outer, self.row), 1, self.world).run
+        return AddressMap.along((self.outer, self.row), 1, self.world).run
 
     @property
     def unit(self) -> int:

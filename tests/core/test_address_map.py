@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritoncomm.core.plan import Plan, chunk_sizes, normalize_sizes, rows_layout, unit_bytes, wire_layout
+from tritoncomm.core.address_map import AddressMap, rows_layout, unit_bytes, wire_layout
+from tritoncomm.core.plan import chunk_sizes, normalize_sizes
 from tritoncomm.errors import ArgumentError, ShapeError
 
 SHAPES = [(6,), (2, 6), (4, 8, 4), (2, 3, 4, 5), (1, 7), (0, 4), (4, 0), (3, 1, 2, 2, 2)]
@@ -19,7 +20,7 @@ SHAPES = [(6,), (2, 6), (4, 8, 4), (2, 3, 4, 5), (1, 7), (0, 4), (4, 0), (3, 1, 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 def test_along_is_torch_chunk(shape: tuple[int, ...], world: int) -> None:
     for dim in range(-len(shape), len(shape)):
-        plan = Plan.along(shape, dim, world)
+        plan = AddressMap.along(shape, dim, world)
         d = dim % len(shape)
         inner = math.prod(shape[d + 1 :])
         assert (plan.outer, plan.row, plan.world) == (math.prod(shape[:d]), shape[d] * inner, world)
@@ -38,34 +39,34 @@ def test_chunk_sizes(size: int, world: int) -> None:
 
 
 def test_the_example_of_the_docstring() -> None:
-    plan = Plan.along((2, 6), 1, 3)
+    plan = AddressMap.along((2, 6), 1, 3)
     assert (plan.outer, plan.row, plan.run, plan.world) == (2, 6, 2, 3)
     assert chunk_sizes(9, 4) == (3, 3, 3, 0)
 
 
 def test_along_with_sizes() -> None:
-    plan = Plan.along((2, 7, 3), 1, 3, (3, 0, 4))
+    plan = AddressMap.along((2, 7, 3), 1, 3, (3, 0, 4))
     assert (plan.outer, plan.row, plan.run, plan.lengths) == (2, 21, 12, (9, 0, 12))
     assert not plan.even
     assert not plan.is_view
-    assert Plan.along((7, 3), 0, 3, (3, 0, 4)).is_view
-    assert Plan.along((6, 3), 0, 3, (2, 2, 2)).even
+    assert AddressMap.along((7, 3), 0, 3, (3, 0, 4)).is_view
+    assert AddressMap.along((6, 3), 0, 3, (2, 2, 2)).even
 
 
 @pytest.mark.parametrize("sizes", [(3, 3), (7,), (8, -1), (3, 4, 0), ()], ids=str)
 def test_sizes_that_do_not_cut(sizes: tuple[int, ...]) -> None:
     with pytest.raises(ShapeError, match="7"):
-        Plan.along((7,), 0, 2, sizes)
+        AddressMap.along((7,), 0, 2, sizes)
 
 
 @pytest.mark.parametrize("dim", [2, -3, 9])
 def test_no_such_dim(dim: int) -> None:
     with pytest.raises(ShapeError, match=f"dim {dim}"):
-        Plan.along((2, 3), dim, 2)
+        AddressMap.along((2, 3), dim, 2)
 
 
 def test_plans_are_cached() -> None:
-    assert Plan.along([4, 6], 1, 2) is Plan.along((4, 6), 1, 2)
+    assert AddressMap.along([4, 6], 1, 2) is AddressMap.along((4, 6), 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def test_the_unit_is_the_one_that_the_kernel_takes(shape: list[int], data: st.Da
     if data.draw(st.booleans()):
         first = data.draw(st.integers(0, x.shape[dim]))
         world, sizes = 2, (first, x.shape[dim] - first)
-    plan = Plan.along(x.shape, dim, world, sizes)
+    plan = AddressMap.along(x.shape, dim, world, sizes)
     wire = torch.empty((plan.outer * plan.row,) if sizes else (world, plan.outer, plan.run), device="meta")
     shapes = (*layout, tuple(wire.shape), wire.stride())
     launch, *_ = _plan("pack", -1, dtype, dtype, 0, *shapes, plan.lengths, False, False, None)

@@ -1,0 +1,90 @@
+"""Plans of eager calls, looked up by shape and dtype: on small tensors the host decides, and arithmetic would show."""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritoncomm.core import backend, plan
+from tritoncomm.core.plan import CollectivePlan, Ints
+
+__all__ = [
+    "EvenPlan",
+    "all_gather",
+    "all_to_all",
+    "contiguous",
+    "reduce_scatter",
+    "resolved",
+    "split",
+    "uneven_all_gather",
+    "uneven_all_to_all",
+    "uneven_reduce_scatter",
+    "uneven_rows",
+]
+
+_cached = lru_cache(maxsize=8192)
+split = _cached(plan.split)
+uneven_all_gather, uneven_reduce_scatter = _cached(plan.all_gather), _cached(plan.reduce_scatter)
+uneven_all_to_all, uneven_rows = _cached(plan.all_to_all), _cached(plan.all_to_all_single)
+
+
+class EvenPlan(NamedTuple):
+    """A collective of equal shards.
+
+    Attributes:
+        shape: of the result.
+        bytes_sent: to the other ranks.
+        in_order: the receive buffer (reduce-scatter: the input) is in rank order as it stands.
+        may_be_lazy: the input may carry a lazy conjugate or negative bit.
+        stacked: shape of the buffer with the ranks in dim 0, where it is not the result's; None where it is.
+        needs_cast: the backend does not support this dtype; reinterpret it (set for reductions only).
+    """
+
+    shape: Ints
+    bytes_sent: int
+    in_order: bool
+    may_be_lazy: bool
+    stacked: Ints | None = None
+    needs_cast: bool = False
+
+
+def _even(shape: Ints, dtype: torch.dtype, planned: CollectivePlan, stacked: Ints | None, cast: bool) -> EvenPlan:
+    # a contiguous real tensor of more than one element never carries the negative bit of an imaginary part
+    may_be_lazy = dtype.is_complex or math.prod(shape) <= 1
+    return EvenPlan(planned.shape, planned.bytes_sent, planned.in_order, may_be_lazy, stacked, cast)
+
+
+@_cached
+def all_gather(shape: Ints, dtype: torch.dtype, dim: int, world: int) -> EvenPlan:
+    """``plan.all_gather`` of equal shards; ``stacked`` has the ranks in dim 0."""
+    planned = plan.all_gather(shape, dtype.itemsize, dim, world, 0)
+    stacked = plan.resized(shape, 0, shape[0] * world)
+    return _even(shape, dtype, planned, None if stacked == planned.shape else stacked, False)
+
+
+@_cached
+def reduce_scatter(shape: Ints, dtype: torch.dtype, dim: int, world: int) -> EvenPlan:
+    """``plan.reduce_scatter`` of equal shards; ``stacked`` is set where input and result do not match dim by dim."""
+    planned = plan.reduce_scatter(shape, dtype.itemsize, dim, world, 0)
+    return _even(shape, dtype, planned, None if dim in (0, -len(shape)) else shape, dtype in backend.special)
+
+
+@_cached
+def all_to_all(shape: Ints, dtype: torch.dtype, scatter_dim: int, gather_dim: int, world: int) -> EvenPlan:
+    """``plan.all_to_all`` of equal shards."""
+    planned = plan.all_to_all(shape, dtype.itemsize, scatter_dim, gather_dim, world, 0)
+    return _even(shape, dtype, planned, None, False)
+
+
+def contiguous(x: Tensor, may_be_lazy: bool = True) -> tuple[Tensor, int]:
+    """x contiguous and without lazy bits, and the bytes copied for it."""
+    if may_be_lazy and (x.is_neg() or x.is_conj()):
+        return resolved(x).contiguous(), 2 * x.nbytes
+    return (x, 0) if x.is_contiguous() else (x.contiguous(), 2 * x.nbytes)
+
+
+def resolved(x: Tensor) -> Tensor:
+    """x without lazy conjugate and negative bits."""
+    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
