@@ -16,7 +16,7 @@ import torch
 import triton
 from tritoncomm_kernels.launch import TRITON_TYPE
 
-from tritoncomm.core.plan import rows_layout
+from tritoncomm.core.address_map import rows_layout
 from tritoncomm.tune.machine_code import TARGETS, Build, Code, build_all, compiled_kernels
 from tritoncomm.tune.static import resident
 

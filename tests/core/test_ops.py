@@ -16,7 +16,8 @@ from torch import Tensor
 from tritoncomm_kernels import launch
 
 from tritoncomm.core import fused, ops
-from tritoncomm.core.plan import chunk_sizes, rows_layout
+from tritoncomm.core.address_map import rows_layout
+from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 
 INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
