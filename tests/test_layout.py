@@ -167,7 +167,7 @@ def test_imports_go_down(path: Path) -> None:
         ("core/ops.py", "from tritoncomm import ops"),
         ("errors.py", "import tritoncomm_kernels\nfrom tritoncomm import record"),
         ("core/eager.py", "def f():\n    from tritoncomm.collective import all_gather"),
-        ("p2p/engine.py", "from ..tensor import ColoTensor"),
+        ("p2p/hop.py", "from ..tensor import ColoTensor"),
         ("mappings/functions.py", "from tritoncomm.mappings import tensor_parallel"),
         ("mappings/general.py", "from .. import cli"),
     ],

@@ -39,7 +39,7 @@ def test_off_is_off_for_all_variables(monkeypatch: pytest.MonkeyPatch, text: str
         "TRITONCOMM_PATH": "auto", "TRITONCOMM_CHECK": "off", "TRITONCOMM_TABLE": nothing
     }  # fmt: skip
     assert ops.path_for(torch.ones(1)) == "torch"
-    assert not tritoncomm.p2p.engine.checking()
+    assert not tritoncomm.p2p.hop.checking()
     assert not nothing or tables.chosen("Some GPU", 1) == ()
 
 
@@ -57,14 +57,14 @@ def test_every_combination_reads_as_its_parts(monkeypatch: pytest.MonkeyPatch) -
 def test_initialize_reads_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITONCOMM_PATH", "triton")
     monkeypatch.setenv("TRITONCOMM_CHECK", "1")
-    assert (ops.forced_path(), tritoncomm.p2p.engine.checking()) == ("auto", False)
+    assert (ops.forced_path(), tritoncomm.p2p.hop.checking()) == ("auto", False)
     tables.chosen("Some GPU", 1)
     monkeypatch.setenv("TRITONCOMM_TABLE", "/no/such/table.json")
     try:
         tritoncomm.initialize()
     finally:
         tritoncomm.destroy()
-    assert (ops.forced_path(), tritoncomm.p2p.engine.checking()) == ("triton", True)
+    assert (ops.forced_path(), tritoncomm.p2p.hop.checking()) == ("triton", True)
     with pytest.warns(RuntimeWarning, match="No such file"):
         tables.chosen("Some GPU", 1)
 
@@ -74,11 +74,11 @@ def test_a_block_goes_before_the_variable(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv("TRITONCOMM_PATH", "triton")
         monkeypatch.setenv("TRITONCOMM_CHECK", "1")
         variables.read()
-        assert (ops.forced_path(), tritoncomm.p2p.engine.checking()) == ("torch", False)
+        assert (ops.forced_path(), tritoncomm.p2p.hop.checking()) == ("torch", False)
         with tritoncomm.path("auto"):
             assert ops.forced_path() == "auto"
         assert ops.forced_path() == "torch"
-    assert (ops.forced_path(), tritoncomm.p2p.engine.checking()) == ("triton", True)
+    assert (ops.forced_path(), tritoncomm.p2p.hop.checking()) == ("triton", True)
 
 
 def test_an_unknown_path_is_refused_at_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,13 +25,13 @@ def communicator(group: ProcessGroup, dtype: str = "float32", **settings: Any) -
     return P2PCommunicator(group, SimpleNamespace(pipeline_dtype=getattr(torch, dtype), **settings))
 
 
-def same(found: Any, wanted: Tensor, what: Any) -> None:
-    assert isinstance(found, Tensor), (what, found)
-    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), (what, found.shape)
-    assert torch.equal(bits(found), bits(wanted)), what
-    assert found.is_leaf
-    assert found._base is None
-    assert found.requires_grad == (wanted.is_floating_point() or wanted.is_complex())
+def same(received: Any, expected: Tensor, what: Any) -> None:
+    assert isinstance(received, Tensor), (what, received)
+    assert (received.shape, received.dtype) == (expected.shape, expected.dtype), (what, received.shape)
+    assert torch.equal(bits(received), bits(expected)), what
+    assert received.is_leaf
+    assert received._base is None
+    assert received.requires_grad == (expected.is_floating_point() or expected.is_complex())
 
 
 def run_methods(group: ProcessGroup, mode: str, dtypes: tuple[str, ...]) -> None:
@@ -54,11 +54,11 @@ def run_methods(group: ProcessGroup, mode: str, dtypes: tuple[str, ...]) -> None
         c.send_forward(out, last)
         dx = c.recv_backward(size, last)
         c.send_backward(back, first)
-        for found, edge, wanted in ((x, first, act(before)), (dx, last, grad(after))):
+        for received, edge, expected in ((x, first, act(before)), (dx, last, grad(after))):
             if edge:
-                assert found is None
+                assert received is None
             else:
-                same(found, wanted, what)
+                same(received, expected, what)
         if stage % 2 == 0:
             dx = c.send_forward_recv_backward(out, size, last)
             assert (dx is None) == last
@@ -75,8 +75,8 @@ def run_methods(group: ProcessGroup, mode: str, dtypes: tuple[str, ...]) -> None
         if not MODES[mode].get("batch_p2p_comm", True):
             x, handles = c.send_forward_recv_forward(out, True, size, overlap_p2p_comm=True)
             dx, more = c.send_backward_recv_backward(back, True, size, overlap_p2p_comm=True)
-            moved = set() if torch.Size(shape).numel() == 0 else {"send_next", "recv_prev"}
-            assert set(handles) == moved
+            keys = set() if torch.Size(shape).numel() == 0 else {"send_next", "recv_prev"}
+            assert set(handles) == keys
             for handle in (*more.values(), *handles.values()):
                 handle.wait()
             same(x, act(before), what)
@@ -89,7 +89,7 @@ def run_methods(group: ProcessGroup, mode: str, dtypes: tuple[str, ...]) -> None
             same(x[0], act(before), what)
             same(x[1], act(before, 2, 3), what)
         if stage % 2 == 0:
-            found = c.send_forward_recv_backward([out], [size], last)
-            assert last or torch.equal(bits(found[0]), bits(grad(after)))
+            grads = c.send_forward_recv_backward([out], [size], last)
+            assert last or torch.equal(bits(grads[0]), bits(grad(after)))
         else:
             same(c.send_backward_recv_forward([back], [size], first)[0], act(before), what)

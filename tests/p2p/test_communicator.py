@@ -21,9 +21,9 @@ from torch.distributed import ProcessGroup
 from tritoncomm import p2p, record
 from tritoncomm.core import ops
 from tritoncomm.errors import GroupError, MismatchError, ShapeError, UnsupportedError
-from tritoncomm.p2p import P2PCommunicator, announce, engine, header, is_single_shape, message
-from tritoncomm.p2p.incoming import Incoming
-from tritoncomm.p2p.neighbours import Line
+from tritoncomm.p2p import P2PCommunicator, header, is_single_shape, message
+from tritoncomm.p2p.hop import Incoming
+from tritoncomm.p2p.neighbours import Neighbours
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "bool", "complex64", "float8_e4m3fn")
 
@@ -44,7 +44,7 @@ def test_staging_by_kernel_has_the_same_bits(pool: Pool) -> None:
     pool.run(run_kernels)
 
 
-def run_alone(group: ProcessGroup) -> None:
+def run_single_rank(group: ProcessGroup) -> None:
     c = communicator(group)
     assert (c.is_pp_first_stage, c.is_pp_last_stage, c.total_stages, c.current_stage) == (True, True, 1, 0)
     assert c.recv_forward((3,), True) is None
@@ -60,9 +60,9 @@ def run_attributes(group: ProcessGroup) -> None:
     assert (c.is_pp_first_stage, c.is_pp_last_stage) == (stage == 0, stage == stages - 1)
     assert (c.total_stages, c.current_stage) == (stages, stage)
     shape = (2, stage + 1, 1, 3)
-    found = c._communicate_shapes(torch.ones(shape), torch.ones(shape[:2]), True, True)
+    shapes = c._communicate_shapes(torch.ones(shape), torch.ones(shape[:2]), True, True)
     before, after = (stage - 1) % stages, (stage + 1) % stages
-    assert found == ([2, before + 1, 1, 3], [2, after + 1])
+    assert shapes == ([2, before + 1, 1, 3], [2, after + 1])
     assert c._communicate_shapes(None, None, False, False) == ([0, 0, 0], [0, 0, 0])
     nothing = {"tensor_send_next": None, "tensor_send_prev": None, "recv_prev": False, "recv_next": False}
     assert c._communicate(**nothing, tensor_shape=None) == (None, None, [])  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def run_attributes(group: ProcessGroup) -> None:
 
 
 def test_attributes_and_return_forms(pool: Pool) -> None:
-    pool.run(run_alone, world=1)
+    pool.run(run_single_rank, world=1)
     for world in (2, 4, (1, 3)):
         pool.run(run_attributes, world=world)
 
@@ -96,9 +96,9 @@ def run_refusals(group: ProcessGroup) -> None:
     with pytest.raises(RuntimeError, match="dtype must be provided if recv_next is True"):
         no_dtype.recv_backward((2,), False)
     for varying in (False, True):
-        lost = communicator(group, variable_seq_lengths=varying)
+        without_shape = communicator(group, variable_seq_lengths=varying)
         with pytest.raises(RuntimeError, match="tensor_shape must be specified if recv_prev is True"):
-            lost.send_forward_recv_forward(x, True, None)  # type: ignore[arg-type]
+            without_shape.send_forward_recv_forward(x, True, None)  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="batch_p2p_comm=False"):
         c.send_forward_recv_forward(x, True, [2], overlap_p2p_comm=True)
     with pytest.raises(UnsupportedError, match="use_ring_exchange_p2p"):
@@ -110,7 +110,7 @@ def run_refusals(group: ProcessGroup) -> None:
     with pytest.raises(GroupError, match="pp_group"):
         P2PCommunicator(None, SimpleNamespace())  # type: ignore[arg-type]
     with pytest.raises(GroupError, match="rank 77"):
-        Line.of(group, prev=77)
+        Neighbours.of(group, prev=77)
     same(c.send_forward_recv_forward(x, True, [2]), x, "the group still works")
 
 
@@ -176,7 +176,7 @@ def run_raw(group: ProcessGroup) -> None:
     before, after = (stage - 1) % stages, (stage + 1) % stages
     for call in (p2p._batched_p2p_ops, p2p._p2p_ops):
         got = torch.empty(3), torch.empty(3)
-        found = call(
+        handles = call(
             tensor_send_prev=torch.full((3,), -1.0 - stage),
             tensor_recv_prev=got[0],
             tensor_send_next=strided(torch.full((3,), float(stage))),
@@ -185,7 +185,7 @@ def run_raw(group: ProcessGroup) -> None:
             prev_pipeline_rank=ranks[before],
             next_pipeline_rank=ranks[after],
         )
-        works = list(found.values()) if isinstance(found, dict) else found
+        works = list(handles.values()) if isinstance(handles, dict) else handles
         assert len(works) == 4
         for work in works:
             work.wait()
@@ -193,7 +193,7 @@ def run_raw(group: ProcessGroup) -> None:
         assert got[1].tolist() == [-1.0 - after] * 3
         none = dict.fromkeys(("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next"))
         assert not call(**none, group=group, prev_pipeline_rank=ranks[before], next_pipeline_rank=ranks[after])  # type: ignore[arg-type]
-    order = [way.key for way in Line.of(group).batch]
+    order = [direction.key for direction in Neighbours.of(group).batch]
     if stages == 2:
         assert order == ["send_next", "recv_prev", "send_prev", "recv_next"], "activations first"
     else:
@@ -241,22 +241,22 @@ def test_is_single_shape(x: Any, single: bool) -> None:
 def test_messages_hold_their_tensors(path: str) -> None:
     tensors = [strided(made(i, shape, dtype)) for i, (shape, dtype) in enumerate(itertools.product(SHAPES, DTYPES))]
     with ops.path(path):
-        staged = message.stage(tensors)
+        packed = message.pack(tensors)
     specs = [(tuple(x.shape), x.dtype) for x in tensors]
-    taken = message.allocate(specs, "cpu")
-    assert staged.wire.nbytes == taken.wire.nbytes
-    taken.wire.copy_(staged.wire)
-    for x, sent, got in zip(tensors, staged.pieces, taken.pieces, strict=True):
+    buffers = message.allocate(specs, "cpu")
+    assert packed.wire.nbytes == buffers.wire.nbytes
+    buffers.wire.copy_(packed.wire)
+    for x, sent, got in zip(tensors, packed.tensors, buffers.tensors, strict=True):
         assert torch.equal(bits(sent), bits(x))
         assert torch.equal(bits(got), bits(x))
         assert got._base is None
-        assert got.numel() == 0 or got.data_ptr() % 16 == taken.wire.data_ptr() % 16
-    assert staged.path == path
-    assert staged.moved == 2 * sum(x.nbytes for x in tensors)
+        assert got.numel() == 0 or got.data_ptr() % 16 == buffers.wire.data_ptr() % 16
+    assert packed.path == path
+    assert packed.bytes_copied == 2 * sum(x.nbytes for x in tensors)
     one = torch.ones(3, 4)
-    alone = message.stage([one])
-    assert (alone.path, alone.moved) == ("view", 0)
-    assert alone.wire.data_ptr() == one.data_ptr()
+    single = message.pack([one])
+    assert (single.path, single.bytes_copied) == ("view", 0)
+    assert single.wire.data_ptr() == one.data_ptr()
 
 
 def test_headers_hold_any_shape_and_dtype() -> None:
@@ -325,29 +325,31 @@ def decoded(words: list[int], traced: bool) -> header.Contents | str:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_mutated_headers_are_refused_by_name_or_right() -> None:
     draw, kinds = random.Random(0), Counter[str]()
-    line: Any = SimpleNamespace(peer=lambda key: 0)
+    neighbours: Any = SimpleNamespace(peer=lambda key: 0)
+    meta = torch.device("meta")
     originals = [(contents, header.encode(contents).tolist()) for contents in (valid_header(draw) for _ in range(500))]
     started = time.process_time()
     for i in range(20_000):
-        contents, right = draw.choice(originals)
+        original, right = draw.choice(originals)
         words = mutated(draw, right)
-        found = decoded(words, i % 20 == 0)
-        if isinstance(found, str):
-            kinds[found] += 1
+        contents = decoded(words, i % 20 == 0)
+        if isinstance(contents, str):
+            kinds[contents] += 1
             continue
         kinds["unchanged" if words == right else "another header"] += 1
-        assert header.encode.__wrapped__(found).tolist() == words  # type: ignore[attr-defined]
-        for incoming in (Incoming(contents.specs), Incoming(None, torch.float32)):
-            expected = incoming.problem(line, "recv", "recv_prev", found.specs)
+        assert header.encode.__wrapped__(contents).tolist() == words  # type: ignore[attr-defined]
+        for incoming in (Incoming(original.specs), Incoming(None, torch.float32)):
+            expected = incoming.problem(neighbours, "recv", "recv_prev", contents.specs)
             bound = 1 << 48 if expected is None else max(1 << 30, bytes_of(incoming.specs or ()))
-            if bytes_of(found.specs) > bound:
+            size = bytes_of(contents.specs)
+            if size > bound:
                 with pytest.raises(MismatchError, match="bytes are not received") as caught:
-                    incoming.announced(line, "recv", "recv_prev", found, "meta")
+                    incoming.allocate_from_header(neighbours, "recv", "recv_prev", contents.specs, meta)
                 assert len(str(caught.value)) < 5000
                 continue
-            taken, problem = incoming.announced(line, "recv", "recv_prev", found, "meta")
+            buffers, problem = incoming.allocate_from_header(neighbours, "recv", "recv_prev", contents.specs, meta)
             assert problem == expected
-            assert bytes_of(found.specs) <= taken.wire.nbytes <= bytes_of(found.specs) + 16 * len(found.specs)
+            assert size <= buffers.wire.nbytes <= size + 16 * len(contents.specs)
     assert time.process_time() - started < 10
     assert min(kinds.values()) >= 5, kinds
     assert len(kinds) >= 10, kinds
@@ -404,7 +406,7 @@ def test_a_receiver_names_what_is_no_header(pool: Pool) -> None:
         (
             "no header came first",
             "no header came first",
-            "a header of 1099511627776 words came",
+            "a header of 1099511627776 words arrived",
             "rank 0 sent [1048576, 1024] float32; 4294967296 bytes are not received",
         ),
         strict=True,
@@ -413,27 +415,41 @@ def test_a_receiver_names_what_is_no_header(pool: Pool) -> None:
         assert words in message_
 
 
+def exchange_headers(
+    c: P2PCommunicator, contents: dict[str, header.Contents], receives: tuple[str, ...]
+) -> dict[str, header.Contents]:
+    """Only the headers, without messages."""
+    posted: list[Any] = []
+    cpu = torch.device("cpu")
+    received = dict(header.exchange_headers(c._neighbours, "headers", contents, receives, cpu, posted))
+    for each in posted:
+        each.wait()
+    return received
+
+
 def run_device_headers(group: ProcessGroup) -> None:
     """Headers where no group carries CPU tensors: in one batch with the device's tensors."""
     c, stage, stages = communicator(group), group.rank(), group.size()
     ends = {"recv_prev": (stage - 1) % stages, "recv_next": (stage + 1) % stages}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(announce, "_side", lambda line, device: None)
+        patch.setattr(header, "_cpu_neighbours", lambda neighbours, device: None)
         for count in (1, 9):
             sends = {
                 "send_next": [torch.ones(1, i, stage) for i in range(count)],
                 "send_prev": [torch.ones(stage, i) for i in range(count)],
             }
-            found = engine.exchange_headers(c._line, "headers", sends, tuple(ends), "cpu")
-            assert [shape for shape, _ in found["recv_prev"].specs] == [(1, i, ends["recv_prev"]) for i in range(count)]
-            assert [shape for shape, _ in found["recv_next"].specs] == [(ends["recv_next"], i) for i in range(count)]
+            contents = {key: header.describe_tensors(tensors) for key, tensors in sends.items()}
+            received = exchange_headers(c, contents, tuple(ends))
+            shapes = {key: [shape for shape, _ in each.specs] for key, each in received.items()}
+            assert shapes["recv_prev"] == [(1, i, ends["recv_prev"]) for i in range(count)]
+            assert shapes["recv_next"] == [(ends["recv_next"], i) for i in range(count)]
         if stages > 2:
             return
         if stage == 0:
             group.send([torch.arange(32)], 1, 0).wait()
         else:
             with pytest.raises(MismatchError, match=r"stage 1 of 2 .* cannot read the header from rank 0: no header"):
-                engine.exchange_headers(c._line, "headers", {}, ("recv_prev",), "cpu")
+                exchange_headers(c, {}, ("recv_prev",))
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -446,9 +462,8 @@ def run_long_headers(group: ProcessGroup) -> None:
     for count in (1, 9, 2):
         out = [made(stage, (1, 2, 1, 3, i)) for i in range(1, count + 1)]
         back = [made(stage, (i,), sign=3) for i in range(1, count + 1)]
-        hop = c._start("hop", send_next=out, send_prev=back, recv_prev=True, recv_next=True, shapes=[])
-        hop.wait()
-        for i, (x, dx) in enumerate(zip(hop.received["recv_prev"], hop.received["recv_next"], strict=True), 1):
+        before, after, _ = c._exchange("hop", out, back, True, True, [()] * count)
+        for i, (x, dx) in enumerate(zip(before, after, strict=True), 1):
             same(x, made(other, (1, 2, 1, 3, i)), count)
             same(dx, made(other, (i,), sign=3), count)
 

@@ -55,7 +55,7 @@ def work(rank: int, world: int, store: str, path: list[str], function: Callable[
 
 
 def world_of(ranks: int, function: Callable[[int], Any]) -> dict[int, Any]:
-    """What the ranks that survive return; fails when one does not end, or says what it did not expect."""
+    """Results of the surviving ranks; fails when a rank hangs or raises."""
     context = multiprocessing.get_context("forkserver")
     answers: Any = context.Queue()
     handle, store = tempfile.mkstemp(prefix="tritoncomm-faults-")
@@ -68,16 +68,16 @@ def world_of(ranks: int, function: Callable[[int], Any]) -> dict[int, Any]:
         for process in processes:
             process.start()
         end = time.monotonic() + HARD
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         while time.monotonic() < end and (any(p.is_alive() for p in processes) or not answers.empty()):
             if answers.empty():
                 time.sleep(0.02)
                 continue
             rank, value, problem = answers.get(timeout=5)
             assert not problem, f"rank {rank}:\n{problem}"
-            found[rank] = value
+            results[rank] = value
         assert not any(p.is_alive() for p in processes), "a rank hangs"
-        return found
+        return results
     finally:
         for process in processes:
             if process.pid is not None:
@@ -91,7 +91,7 @@ def die() -> None:
 
 
 def refused(call: Callable[[], Any]) -> tuple[str, float]:
-    """The message of the error that has to come, and how long it took, in seconds."""
+    """Text of the expected ``PeerError``, and the seconds until it was raised."""
     started = time.monotonic()
     with pytest.raises(PeerError) as caught:
         call()
@@ -163,17 +163,17 @@ def never_comes(rank: int) -> Any:
     ids=["dies-before", "dies-during", "dies-under-a-handle", "dies-before-its-header", "never-comes"],
 )
 def test_a_lost_peer_is_named(story: Callable[[int], Any], words: str, seconds: float) -> None:
-    told, took = world_of(2, story)[0]
-    assert words in told, told
+    text, took = world_of(2, story)[0]
+    assert words in text, text
     assert took < seconds, took
 
 
-def test_a_rank_that_dies_afterwards_harms_nobody() -> None:
+def test_a_rank_may_die_afterwards() -> None:
     assert world_of(2, dies_afterwards) == {1: 3.0 * SHAPE[0] * SHAPE[1]}
 
 
 def overlapped_hop(rank: int, group: Any, wait: bool) -> None:
-    """A hop of which nobody may ever wait for the send."""
+    """A hop whose send may never be waited for."""
     import torch.distributed as dist
 
     c = p2p.P2PCommunicator(group, SimpleNamespace(pipeline_dtype=torch.float32, batch_p2p_comm=False))
@@ -227,7 +227,7 @@ def rounds_of_torch(rank: int, shared: Any) -> list[tuple[int, int]]:
 
 
 def outlived(rank: int, shared: Any) -> list[float]:
-    """Handles that are waited for when their group is gone already."""
+    """Handles waited for after their group was destroyed."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.PrefixStore("outlived", shared), rank=rank, world_size=2)
@@ -278,7 +278,7 @@ def disagree(rank: int) -> Any:
         ([x, x], [(4, 3)]),
         ([x], [(4, 3), (1,)]),
     ]
-    told = []
+    texts = []
     with p2p.check():
         for sent, shape in wrong:
             if rank == 0:
@@ -286,20 +286,20 @@ def disagree(rank: int) -> Any:
                 continue
             with pytest.raises(MismatchError) as caught:
                 c.recv_forward(shape, False)
-            told.append(str(caught.value))
+            texts.append(str(caught.value))
         if rank == 0:
             c.send_forward(x, False)
         else:
             assert torch.equal(c.recv_forward((4, 3), False), x)
-    return told
+    return texts
 
 
 def test_a_wrong_sender_is_refused_by_its_receiver() -> None:
-    told = world_of(2, disagree)[1]
-    assert len(told) == 5
+    texts = world_of(2, disagree)[1]
+    assert len(texts) == 5
     for words, message in zip(
         ["[4, 3] bfloat16", "[3, 4] float32", "[4, 3, 1] float32", "[4, 3] float32, [4, 3] float32", "[4, 3] float32"],
-        told,
+        texts,
         strict=True,
     ):
         assert "recv_forward: stage 1 of 2 (rank 1) expects [4, 3] float32" in message
@@ -312,7 +312,7 @@ def wrong_dtype_of_varying_length(rank: int) -> Any:
         c.send_forward(torch.ones(5, 2, dtype=torch.float64), False)
         c.send_forward(torch.ones(7, 2), False)
         return None
-    with pytest.raises(MismatchError, match=r"expects tensors of float32, but rank 0 sent \[5, 2\] float64"):
+    with pytest.raises(MismatchError, match=r"expects one tensor of float32, but rank 0 sent \[5, 2\] float64"):
         c.recv_forward((1, 2), False)
     return tuple(c.recv_forward((1, 2), False).shape)
 

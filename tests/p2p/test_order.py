@@ -1,4 +1,4 @@
-"""In which order and over which groups transfers are posted: no ring and no named neighbour can deadlock."""
+"""Order and groups of posted transfers: no ring and no named neighbour can deadlock."""
 
 import itertools
 import random
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tritoncomm.p2p import transport
-from tritoncomm.p2p.neighbours import Line, Way
+from tritoncomm.p2p.neighbours import Direction, Neighbours
 
 Transfer = tuple[int, int, str]  # sender and receiver, activation or gradient
 Step = list[Transfer]  # one call: a single transfer, or the transfers of a batch
@@ -22,7 +22,7 @@ KEYS = ("send_prev", "recv_prev", "send_next", "recv_next")
 
 @contextmanager
 def rank_of(rank: int, world: int) -> Iterator[None]:
-    """A job that moves nothing, seen from one rank; its groups carry CPU and CUDA tensors."""
+    """A no-op process group, seen from one rank; it carries CPU and CUDA tensors."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
@@ -30,13 +30,15 @@ def rank_of(rank: int, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def transfer(line: Line, key: str) -> Transfer:
-    ends = (line.rank, line.peer(key)) if key.startswith("send") else (line.peer(key), line.rank)
+def transfer(neighbours: Neighbours, key: str) -> Transfer:
+    ends = (
+        (neighbours.rank, neighbours.peer(key)) if key.startswith("send") else (neighbours.peer(key), neighbours.rank)
+    )
     return (*ends, "activation" if key in ("send_next", "recv_prev") else "gradient")
 
 
 def completes(programs: Sequence[Sequence[Step]]) -> bool:
-    """Whether ranks end that block in every step until the other side of each of its transfers has come to it."""
+    """Whether all ranks finish if each step blocks until every peer of its transfers has reached the same transfer."""
     done: set[Transfer] = set()
     at = [0] * len(programs)
     while True:
@@ -50,23 +52,23 @@ def completes(programs: Sequence[Sequence[Step]]) -> bool:
                 at[rank] += 1
 
 
-def steps_of(ways: Sequence[Way], line: Line, wanted: set[Transfer]) -> list[Step]:
+def steps_of(directions: Sequence[Direction], neighbours: Neighbours, wanted: set[Transfer]) -> list[Step]:
     """What a rank posts to a backend of CUDA tensors: batches and single transfers, in order."""
     steps: list[Step] = []
-    together = [transfer(line, way.key) for way in ways if way.modes[1] == "batched"]
+    together = [transfer(neighbours, direction.key) for direction in directions if direction.modes[1] == "batched"]
     if batch := [each for each in together if each in wanted]:
         steps.append(batch)
-    alone = [transfer(line, way.key) for way in ways if way.modes[1] != "batched"]
-    return steps + [[each] for each in alone if each in wanted]
+    singles = [transfer(neighbours, direction.key) for direction in directions if direction.modes[1] != "batched"]
+    return steps + [[each] for each in singles if each in wanted]
 
 
-def lines(world: int) -> list[Line]:
-    made = []
+def ring_of(world: int) -> list[Neighbours]:
+    ring = []
     for rank in range(world):
         with rank_of(rank, world):
             assert dist.group.WORLD is not None
-            made.append(Line.of(dist.group.WORLD))
-    return made
+            ring.append(Neighbours.of(dist.group.WORLD))
+    return ring
 
 
 def subsets(world: int) -> Iterator[set[Transfer]]:
@@ -85,27 +87,30 @@ def subsets(world: int) -> Iterator[set[Transfer]]:
 
 @pytest.mark.parametrize("world", range(2, 9))
 def test_blocking_transfers_on_a_ring_complete(world: int) -> None:
-    ring = lines(world)
+    ring = ring_of(world)
     for wanted in subsets(world):
-        assert completes([steps_of(line.singles, line, wanted) for line in ring]), wanted
-    full = {transfer(line, key) for line in ring for key in KEYS}
-    naive = [[[transfer(line, key)] for key in ("send_next", "recv_prev", "send_prev", "recv_next")] for line in ring]
+        assert completes([steps_of(neighbours.singles, neighbours, wanted) for neighbours in ring]), wanted
+    full = {transfer(neighbours, key) for neighbours in ring for key in KEYS}
+    naive = [
+        [[transfer(neighbours, key)] for key in ("send_next", "recv_prev", "send_prev", "recv_next")]
+        for neighbours in ring
+    ]
     assert not completes(naive), "every rank sends first: this has to be seen as a deadlock"
-    assert completes([steps_of(line.batch, line, full) for line in ring])
+    assert completes([steps_of(neighbours.batch, neighbours, full) for neighbours in ring])
 
 
 @pytest.mark.parametrize("world", range(2, 9))
 def test_a_ring_is_posted_in_megatrons_order(world: int) -> None:
-    for line in lines(world):
+    for neighbours in ring_of(world):
         even = ["send_next", "recv_prev", "send_prev", "recv_next"]
         odd = ["recv_prev", "send_next", "recv_next", "send_prev"]
-        assert [way.key for way in line.singles] == (odd if line.stage % 2 else even)
-        assert [way.key for way in line.batch] == (even if world == 2 else [*KEYS])
-        assert {way.modes for way in line.batch} == {("direct", "batched")}
-        assert {way.modes for way in line.singles} == {("direct", "direct")}
+        assert [direction.key for direction in neighbours.singles] == (odd if neighbours.stage % 2 else even)
+        assert [direction.key for direction in neighbours.batch] == (even if world == 2 else [*KEYS])
+        assert {direction.modes for direction in neighbours.batch} == {("direct", "batched")}
+        assert {direction.modes for direction in neighbours.singles} == {("direct", "direct")}
 
 
-def named(world: int, stages: int, draw: random.Random) -> tuple[list[Line], set[Transfer]]:
+def named(world: int, stages: int, draw: random.Random) -> tuple[list[Neighbours], set[Transfer]]:
     """Pipelines of ``stages`` ranks side by side, in which ranks name any rank of the job as a neighbour, or none."""
     order = draw.sample(range(world), world)
     after = {rank: order[(i + 1) % world] for i, rank in enumerate(order)}
@@ -114,9 +119,9 @@ def named(world: int, stages: int, draw: random.Random) -> tuple[list[Line], set
     for rank in range(world):
         with rank_of(rank, world):
             parts = [dist.new_group([*range(start, start + stages)]) for start in range(0, world, stages)]
-            line = Line.of(parts[rank // stages], before[rank], after[rank], dist.group.WORLD)
-        made.append(line)
-        wanted |= {transfer(line, key) for key in KEYS}
+            neighbours = Neighbours.of(parts[rank // stages], before[rank], after[rank], dist.group.WORLD)
+        made.append(neighbours)
+        wanted |= {transfer(neighbours, key) for key in KEYS}
     return made, {each for each in sorted(wanted) if draw.random() < 0.8}
 
 
@@ -125,24 +130,27 @@ def test_named_neighbours_cannot_deadlock(world: int, stages: int) -> None:
     draw = random.Random(world * stages)
     for _ in range(4):
         made, wanted = named(world, stages, draw)
-        for ways in ("batch", "singles"):
-            assert completes([steps_of(getattr(line, ways), line, wanted) for line in made]), (ways, wanted)
-        for line in made:
-            for way in line.batch:
-                inside = line.peer(way.key) // stages == line.rank // stages
-                near = (line.peer(way.key) - line.rank) % stages in (0, 1, stages - 1)
-                assert way.modes[1] == ("batched" if inside and near else "direct"), (line, way)
-                assert (way.group is line.group) == inside or line.outside is line.group
+        for directions in ("batch", "singles"):
+            assert completes([steps_of(getattr(neighbours, directions), neighbours, wanted) for neighbours in made]), (
+                directions,
+                wanted,
+            )
+        for neighbours in made:
+            for direction in neighbours.batch:
+                inside = neighbours.peer(direction.key) // stages == neighbours.rank // stages
+                near = (neighbours.peer(direction.key) - neighbours.rank) % stages in (0, 1, stages - 1)
+                assert direction.modes[1] == ("batched" if inside and near else "direct"), (neighbours, direction)
+                assert (direction.group is neighbours.group) == inside or neighbours.outside is neighbours.group
 
 
 class Recorder:
-    """What a backend is asked for."""
+    """Records the calls of a backend."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: list[Any] = []
+        self.calls: list[Any] = []
 
         def batch(operations: list[Any]) -> list[Any]:
-            self.seen.append(operations)
+            self.calls.append(operations)
             return [self] * len(operations)
 
         monkeypatch.setattr(dist, "P2POp", lambda op, x, peer, group: (op.__name__, peer, group))
@@ -150,7 +158,7 @@ class Recorder:
         for verb in ("send", "recv"):
 
             def single(group: ProcessGroup, x: Any, peer: int, tag: int, verb: str = verb) -> Any:
-                self.seen.append((verb, peer, group))
+                self.calls.append((verb, peer, group))
                 return self
 
             monkeypatch.setattr(ProcessGroup, verb, single)
@@ -160,30 +168,30 @@ class Recorder:
         pass
 
 
-@pytest.mark.parametrize("waits", [False, True], ids=["post", "move"])
-def test_cuda_tensors_are_posted_as_the_line_says(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+@pytest.mark.parametrize("waits", [False, True], ids=["post", "post_and_wait"])
+def test_cuda_tensors_are_posted_in_the_order_of_the_directions(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     with rank_of(1, 4):
         world, pair = dist.group.WORLD, dist.new_group([0, 1])
         assert world is not None
-        call = transport.move if waits else transport.post
+        call = transport.post_and_wait if waits else transport.post
         tensors: Any = dict.fromkeys(KEYS, SimpleNamespace(is_cuda=True))
-        ring, outer = Line.of(world), Line.of(pair, 3, 0, world)
+        ring, outer = Neighbours.of(world), Neighbours.of(pair, 3, 0, world)
         recorder = Recorder(monkeypatch)
         call(ring, "hop", tensors, True)
-        assert recorder.seen.pop() == [
+        assert recorder.calls.pop() == [
             ("isend", 0, world),
             ("irecv", 0, world),
             ("isend", 2, world),
             ("irecv", 2, world),
         ]
         call(ring, "hop", tensors, False)
-        assert recorder.seen == [("recv", 0, world), ("send", 2, world), ("recv", 2, world), ("send", 0, world)]
-        recorder.seen.clear()
+        assert recorder.calls == [("recv", 0, world), ("send", 2, world), ("recv", 2, world), ("send", 0, world)]
+        recorder.calls.clear()
         call(outer, "hop", tensors, True)
-        assert recorder.seen == [
+        assert recorder.calls == [
             [("isend", 0, pair), ("irecv", 0, pair)],
             ("recv", 3, world),
             ("send", 3, world),
         ]
         monkeypatch.setattr("tritoncomm.p2p.neighbours.cuda_backend", lambda group: "gloo")
-        assert {way.modes for way in Line.of(dist.new_group([0, 1, 2])).batch} == {("direct", "host")}
+        assert {direction.modes for direction in Neighbours.of(dist.new_group([0, 1, 2])).batch} == {("direct", "host")}

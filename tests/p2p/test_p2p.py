@@ -27,7 +27,7 @@ WORLDS: Any = pytest.mark.parametrize("world", [1, 2, 4, (1, 3)], ids=["1", "2",
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """How a communicator is told to move tensors."""
+    """A configuration of a communicator."""
 
     batched: bool = True
     varying: bool = False
@@ -109,15 +109,15 @@ def bits(x: Tensor) -> Tensor:
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
 
-def owned(found: Any, wanted: Tensor, what: object) -> None:
-    """``found`` has the bits of ``wanted`` and is a fresh leaf."""
-    assert isinstance(found, Tensor), (what, found)
-    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), (what, found.shape, found.dtype)
-    assert torch.equal(bits(found), bits(wanted)), what
-    assert found.is_contiguous(), what
-    assert found.is_leaf, what
-    assert found._base is None, what
-    assert found.requires_grad == (found.is_floating_point() or found.is_complex()), what
+def owned(received: Any, expected: Tensor, what: object) -> None:
+    """``received`` has the bits of ``expected`` and is a new leaf."""
+    assert isinstance(received, Tensor), (what, received)
+    assert (received.shape, received.dtype) == (expected.shape, expected.dtype), (what, received.shape, received.dtype)
+    assert torch.equal(bits(received), bits(expected)), what
+    assert received.is_contiguous(), what
+    assert received.is_leaf, what
+    assert received._base is None, what
+    assert received.requires_grad == (received.is_floating_point() or received.is_complex()), what
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def any_shape(draw: random.Random) -> tuple[int, ...]:
 
 
 def run_random_hops(group: ProcessGroup, name: str, seed: int, count: int = 12) -> int:
-    """Hops with some of the directions each, drawn alike on all ranks; how many tensors arrived here."""
+    """Hops in random directions, the same draw on all ranks; returns how many tensors this rank received."""
     mode, draw = MODES[name], random.Random(f"{name} {seed}")
     stage, stages = group.rank(), group.size()
     ends = {"prev": (stage - 1) % stages, "next": (stage + 1) % stages}
@@ -201,21 +201,21 @@ def test_random_hops(pool: Pool, world: Any, mode: str) -> None:
 
 
 def run_allocations(group: ProcessGroup) -> None:
-    """Both neighbours announce what they send; memory for it is made where the caller can use it."""
+    """Both neighbours send headers; memory is allocated in the caller's thread."""
     stage, stages = group.rank(), group.size()
-    made, allocate = [], message.allocate
+    allocations, allocate = [], message.allocate
 
-    def noted(*args: Any) -> Any:
-        made.append((threading.get_ident(), torch.is_inference_mode_enabled()))
+    def recorded(*args: Any) -> Any:
+        allocations.append((threading.get_ident(), torch.is_inference_mode_enabled()))
         return allocate(*args)
 
     c = communicator(group, MODES["varying"])
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        patch.setattr(message, "allocate", noted)
+        patch.setattr(message, "allocate", recorded)
         x, dx = c.send_forward_backward_recv_forward_backward(
             torch.full((2, 1 + stage), 1.0), torch.full((1 + stage, 2), 2.0), True, True, [1]
         )
-        assert made == [(threading.get_ident(), True)] * 2
+        assert allocations == [(threading.get_ident(), True)] * 2
         assert (x.shape, dx.shape) == ((2, 1 + (stage - 1) % stages), (1 + (stage + 1) % stages, 2))
         assert (x.is_inference(), dx.is_inference()) == (True, True)
 

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -13,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from tritoncomm.errors import ShapeError
-from tritoncomm.p2p import P2PCommunicator, transport
-from tritoncomm.p2p.neighbours import _Plan
+from tritoncomm.p2p import P2PCommunicator, neighbours, transport
 from tritoncomm.p2p.schedules import interleaved, one_forward_one_backward
 
 HIDDEN = 4
@@ -30,7 +30,7 @@ def batch(microbatch: int, varying: bool) -> Tensor:
     return torch.randn(rows, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(microbatch))
 
 
-def whole(count: int, microbatches: int, varying: bool) -> tuple[list[nn.Module], list[Tensor]]:
+def one_process(count: int, microbatches: int, varying: bool) -> tuple[list[nn.Module], list[Tensor]]:
     layers, losses = parts(count), []
     for microbatch in range(microbatches):
         x = batch(microbatch, varying)
@@ -62,11 +62,11 @@ def run_schedule(group: ProcessGroup, chunks: int, microbatches: int, batched: b
         losses = one_forward_one_backward(mine[0], microbatches, communicator, shape)
     else:
         losses = interleaved(mine, microbatches, communicator, shape)
-    wanted, their_losses = whole(stages * chunks, microbatches, varying)
-    assert [loss.item() for loss in losses] == ([x.item() for x in their_losses] if stage == stages - 1 else [])
+    reference, reference_losses = one_process(stages * chunks, microbatches, varying)
+    assert [loss.item() for loss in losses] == ([x.item() for x in reference_losses] if stage == stages - 1 else [])
     for c in range(chunks):
         for ours, theirs in zip(
-            layers[c * stages + stage].parameters(), wanted[c * stages + stage].parameters(), strict=True
+            layers[c * stages + stage].parameters(), reference[c * stages + stage].parameters(), strict=True
         ):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=0)
 
@@ -85,19 +85,22 @@ def test_losses_and_gradients_are_those_of_one_process(
 
 @contextmanager
 def through_the_host() -> Iterator[list[Tensor]]:
-    """Tensors go as CUDA tensors go over Gloo, through memory of their own on both sides; those copies."""
+    """Send as Gloo sends CUDA tensors, through host memory on both sides; yields those copies."""
     copies: list[Tensor] = []
-    way, on_host = _Plan._way, transport._on_host
+    direction, on_host = neighbours._Builder._direction, transport._on_host
 
-    def noted(x: Tensor, is_send: bool) -> Tensor:
+    def recorded(x: Tensor, is_send: bool) -> Tensor:
         copies.append(on_host(x, is_send))
         assert copies[-1].data_ptr() != x.data_ptr()
         assert not copies[-1].requires_grad
         return copies[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Plan, "_way", lambda *args, **more: way(*args, **more)._replace(modes=("host", "host")))
-        patch.setattr(transport, "_on_host", noted)
+        patch.setattr(neighbours, "_shared", WeakKeyDictionary())  # no neighbours from before
+        patch.setattr(
+            neighbours._Builder, "_direction", lambda *args: direction(*args)._replace(modes=("host", "host"))
+        )
+        patch.setattr(transport, "_on_host", recorded)
         yield copies
 
 

@@ -1,4 +1,4 @@
-"""ColossalAI's stage functions: values, guards, shapes, shares."""
+"""ColossalAI's stage functions: values, guards, shapes, shards."""
 
 import itertools
 import warnings
@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm import groups, p2p
 from tritoncomm.errors import ArgumentError, GroupError
 from tritoncomm.groups import Group, ParallelMode
-from tritoncomm.p2p import shares
+from tritoncomm.p2p import stages as stage_functions
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "bool", "complex64", "float8_e4m3fn")
 
@@ -28,14 +28,14 @@ def pipeline(group: ProcessGroup, tensor: ProcessGroup | None = None) -> None:
     groups.register({m: Group(g, g, tuple(dist.get_process_group_ranks(g))) for m, g in members.items() if g})
 
 
-def same(found: Any, wanted: Tensor, what: Any) -> None:
-    assert isinstance(found, Tensor), (what, found)
-    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), what
-    assert torch.equal(bits(found), bits(wanted)), what
-    assert found.is_leaf
-    assert found._base is None
-    assert found.is_contiguous()
-    assert found.requires_grad == (wanted.is_floating_point() or wanted.is_complex())
+def same(received: Any, expected: Tensor, what: Any) -> None:
+    assert isinstance(received, Tensor), (what, received)
+    assert (received.shape, received.dtype) == (expected.shape, expected.dtype), what
+    assert torch.equal(bits(received), bits(expected)), what
+    assert received.is_leaf
+    assert received._base is None
+    assert received.is_contiguous()
+    assert received.requires_grad == (expected.is_floating_point() or expected.is_complex())
 
 
 def run_stages(group: ProcessGroup, dtype: str) -> None:
@@ -95,10 +95,10 @@ def run_ring(group: ProcessGroup) -> None:
             with pytest.raises(ArgumentError, match="receive just what it sends"):
                 p2p.send_forward_recv_forward(out, shape, recv_prev=False)
         several = [made(stage, shape), strided(made(stage, (3, 5))), made(stage, (7,), sign=3)]
-        found, grads = p2p.send_forward_backward_recv_forward_backward(
+        acts, grads = p2p.send_forward_backward_recv_forward_backward(
             several, several[:2], [shape, (3, 5), [7]], (shape, [3, 5])
         )
-        for x, y in zip(found, [made(before, shape), made(before, (3, 5)), made(before, (7,), sign=3)], strict=True):
+        for x, y in zip(acts, [made(before, shape), made(before, (3, 5)), made(before, (7,), sign=3)], strict=True):
             same(x, y, "list")
         for x, y in zip(grads, [made(after, shape), made(after, (3, 5))], strict=True):
             same(x, y, "tuple")
@@ -179,11 +179,11 @@ def run_again(group: ProcessGroup) -> None:
         pipeline(pairs[0, other])
         out, peer = made(stage, (3,)), other - stage
         same(p2p.send_forward_recv_forward(out, (3,)), made(peer, (3,)), "the pipeline registered last")
-        lines = [key for key in groups.derived if isinstance(key, tuple)]
-        assert len(lines) == 1
-        line = groups.derived[lines[0]]
+        keys = [key for key in groups.derived if isinstance(key, tuple)]
+        assert len(keys) == 1
+        neighbours = groups.derived[keys[0]]
         same(p2p.send_forward_recv_forward(out, (3,)), made(peer, (3,)), "again")
-        assert groups.derived[lines[0]] is line, "the neighbours are looked up once"
+        assert groups.derived[keys[0]] is neighbours, "the neighbours are looked up once"
         got = p2p.recv_forward((3,))
         p2p.send_forward(out)
         assert (got is None) == (stage == 0)
@@ -203,9 +203,10 @@ def run_without_gradients(group: ProcessGroup) -> None:
     x = torch.ones(2, 3, requires_grad=True) * stage
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
-            for split in (False, True):  # the plain form of a call, and the general one
-                got = p2p.send_forward_recv_forward([x] if split else x, [(2, 3)] if split else (2, 3))
-                got = got[0] if split else got
+            for count in (1, 2):  # the plain path and the general one
+                received = p2p.send_forward_recv_forward([x] * count, [(2, 3)] * count)
+                assert len(received) == count
+                got = received[-1]
                 assert got.requires_grad
                 assert got.is_leaf
                 assert got.is_inference() == torch.is_inference_mode_enabled()
@@ -216,31 +217,31 @@ def test_without_gradients(pool: Pool) -> None:
     pool.run(run_without_gradients, world=2)
 
 
-def run_shares(group: ProcessGroup) -> None:
+def run_shards(group: ProcessGroup) -> None:
     grid = _grid(group.rank())
     if grid is None:
         return
-    tensor, line = grid
-    pipeline(line, tensor)
-    stage = line.rank()
+    tensor, ring = grid
+    pipeline(ring, tensor)
+    stage = ring.rank()
     for shape, dtype in itertools.product([(4, 3), (2, 5), (8,)], ["float32", "bfloat16", "int64"]):
         kind = getattr(torch, dtype)
         x = p2p.recv_forward(shape, dtype=kind, scatter_gather_tensors=True)
         p2p.send_forward(strided(made(7, shape, dtype)), scatter_gather_tensors=True)
         if stage:
-            same(x, made(7, shape, dtype), (shape, "shared"))
-    shares._told.clear()
+            same(x, made(7, shape, dtype), (shape, "sharded"))
+    stage_functions._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            found = p2p.send_forward_recv_forward(
+            received = p2p.send_forward_recv_forward(
                 [made(stage, (3,)), made(stage, (2, 2))], [(3,), (2, 2)], scatter_gather_tensors=True
             )
-            same(found[0], made(1 - stage, (3,)), "whole")
-            same(found[1], made(1 - stage, (2, 2)), "share")
-    told = [str(w.message) for w in caught if "do not divide" in str(w.message)]
-    assert len(told) == 1, told
-    assert "3 elements of shape [3] do not divide over 2 tensor ranks" in told[0]
+            same(received[0], made(1 - stage, (3,)), "full")
+            same(received[1], made(1 - stage, (2, 2)), "shard")
+    texts = [str(w.message) for w in caught if "do not divide" in str(w.message)]
+    assert len(texts) == 1, texts
+    assert "3 elements of shape [3] do not divide over 2 tensor ranks" in texts[0]
 
 
 def _grid(rank: int) -> tuple[ProcessGroup, ProcessGroup] | None:
@@ -250,5 +251,5 @@ def _grid(rank: int) -> tuple[ProcessGroup, ProcessGroup] | None:
     return (mine[0], mine[1]) if mine else None
 
 
-def test_each_tensor_rank_sends_its_share(pool: Pool) -> None:
-    pool.run(run_shares, world=8)
+def test_each_tensor_rank_sends_its_shard(pool: Pool) -> None:
+    pool.run(run_shards, world=8)

@@ -1,10 +1,9 @@
-"""Point-to-point between the stages of a pipeline: ColossalAI's functions, Megatron-LM's communicator, schedules."""
+"""Point-to-point between pipeline stages: ColossalAI's functions, Megatron-LM's communicator, schedules."""
 
 from tritoncomm.errors import MismatchError, PeerError
-from tritoncomm.p2p.communicator import P2PCommunicator
-from tritoncomm.p2p.engine import check
-from tritoncomm.p2p.megatron_ops import _batched_p2p_ops, _p2p_ops
-from tritoncomm.p2p.shapes import Shape, is_single_shape
+from tritoncomm.p2p.communicator import P2PCommunicator, _batched_p2p_ops, _p2p_ops
+from tritoncomm.p2p.hop import check
+from tritoncomm.p2p.message import Shape, is_single_shape
 from tritoncomm.p2p.stages import (
     recv_backward,
     recv_forward,

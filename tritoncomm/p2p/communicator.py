@@ -1,176 +1,231 @@
-"""Megatron-LM's ``P2PCommunicator`` on our exchange engine: what its pipeline schedules call between two stages.
+"""Megatron-LM's ``P2PCommunicator``: the transfers of its pipeline schedules.
 
-Differences: nothing is swapped between two stages, no shape waits for a tensor, no device is synchronised, any number
-of dims travels, non-contiguous tensors are staged, several tensors travel as one message, and a mismatch that a header
-shows is an error. ``batch_p2p_sync`` is accepted and needs nothing: handles and stream order say when data is ready.
+Differences: two stages do not confuse activations and gradients, no shape waits for a tensor, no device is
+synchronised, tensors have any number of dims, non-contiguous tensors are packed, several tensors are one message, and a
+mismatch that a header shows is an error. ``batch_p2p_sync`` is accepted and has no effect: handles and stream order say
+when data is ready.
 """
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from tritoncomm.errors import MismatchError, ShapeError
-from tritoncomm.p2p.hops import Hops
-from tritoncomm.p2p.shapes import Shape, is_single_shape
+from tritoncomm.core.backend import carrier
+from tritoncomm.errors import GroupError, MismatchError, ShapeError, UnsupportedError
+from tritoncomm.p2p import message
+from tritoncomm.p2p.header import describe_tensors, exchange_headers
+from tritoncomm.p2p.hop import exchange
+from tritoncomm.p2p.message import Shape, describe, is_single_shape
+from tritoncomm.p2p.neighbours import Neighbours
+from tritoncomm.p2p.transport import Posted, post
 
-__all__ = ["P2PCommunicator"]
+__all__ = ["P2PCommunicator", "_batched_p2p_ops", "_p2p_ops"]
+
+_TIMERS = {  # Megatron's names
+    "recv_forward": "forward-recv",
+    "recv_backward": "backward-recv",
+    "send_forward": "forward-send",
+    "send_backward": "backward-send",
+    "send_forward_recv_backward": "forward-send-backward-recv",
+    "send_backward_recv_forward": "backward-send-forward-recv",
+    "send_forward_recv_forward": "forward-send-forward-recv",
+    "send_backward_recv_backward": "backward-send-backward-recv",
+    "send_forward_backward_recv_forward_backward": "forward-backward-send-forward-backward-recv",
+}
 
 
-class P2PCommunicator(Hops):
-    """Sends activations to the next stage of ``pp_group`` and gradients to the one before.
+class P2PCommunicator:
+    """Sends activations to the next stage of ``pp_group`` and gradients to the previous one.
 
     Args:
         pp_group: the ranks of the pipeline, in stage order.
         config: any object with ``pipeline_dtype`` and, where they apply, ``batch_p2p_comm``, ``variable_seq_lengths``,
             ``mtp_standalone``, ``use_ring_exchange_p2p``, ``virtual_pipeline_model_parallel_size`` and ``timers``.
-            ``pipeline_device`` is ours: where received tensors live, by default where the group moves tensors.
+            ``pipeline_device`` is an addition: the device of received tensors, by default that of the group.
 
     Source: ``megatron.core.pipeline_parallel.p2p_communication``.
     """
 
-    def _many(
-        self,
-        name: str,
-        timer: str,
-        *,
-        send_next: Any = None,
-        send_prev: Any = None,
-        recv_prev: bool = False,
-        recv_next: bool = False,
-        shapes: Any = None,
-    ) -> Any:
-        """One hop with a tensor or a list each way; what was received, in the form of ``shapes``."""
-        sent = send_next if send_prev is None else send_prev
-        few = not isinstance(sent, list | tuple) or len(sent) == 1
-        if few and (shapes is None or (isinstance(shapes, list) and len(shapes) == 1)):
-            return self._one(name, timer, send_next, send_prev, recv_prev, recv_next, shapes)
-        single = is_single_shape(shapes)
-        expected = [shapes] if single else shapes
-        with self._timed(timer):
-            hop = self._start(
-                name,
-                send_next=_listed(send_next),
-                send_prev=_listed(send_prev),
-                recv_prev=recv_prev,
-                recv_next=recv_next,
-                shapes=expected,
-            )
-            hop.wait()
-        if not (recv_prev or recv_next):
-            return None
-        received = hop.received.get("recv_prev" if recv_prev else "recv_next", [])
-        if expected is not None and len(received) != len(expected):
-            raise MismatchError(f"{name}: {hop.line} expects {len(expected)} tensors, got {len(received)}")
-        return received[0] if single else received
+    def __init__(self, pp_group: ProcessGroup, config: Any) -> None:
+        if not isinstance(pp_group, ProcessGroup):
+            raise GroupError(f"P2PCommunicator: pp_group must be a process group with this rank, not {pp_group!r}")
+        self.pp_group, self.config = pp_group, config
+        self._neighbours = Neighbours.of(pp_group)
+        self._default_device: torch.device | None = None
+        self.next_rank: int | None = self._neighbours.next
+        self.prev_rank: int | None = self._neighbours.prev
+        self.virtual_pipeline_model_parallel_size = getattr(config, "virtual_pipeline_model_parallel_size", None)
 
-    def _one(
-        self, name: str, timer: str, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool, shapes: Any
-    ) -> Any:
-        """``_many`` with lists of one."""
-        sends = tuple(x[0] if isinstance(x, list | tuple) else x for x in (send_next, send_prev))
-        with self._timed(timer):
-            before, after, _ = self._single(name, sends, (recv_prev, recv_next), shapes and shapes[0])
-        return [before if recv_prev else after] if recv_prev or recv_next else None
+    @property
+    def is_pp_first_stage(self) -> bool:
+        """Whether this rank is the first of the group."""
+        return self._neighbours.stage == 0
+
+    @property
+    def is_pp_last_stage(self) -> bool:
+        """Whether this rank is the last of the group."""
+        return self._neighbours.stage == self._neighbours.stages - 1
+
+    @property
+    def total_stages(self) -> int:
+        """Ranks in the group."""
+        return self._neighbours.stages
+
+    @property
+    def current_stage(self) -> int:
+        """This rank in the group."""
+        return self._neighbours.stage
+
+    def _device(self) -> torch.device:
+        """Of received tensors, where nothing is sent."""
+        if self._default_device is None:
+            device = getattr(self.config, "pipeline_device", None)
+            self._default_device = self._neighbours.default_device() if device is None else torch.device(device)
+        return self._default_device
+
+    def _exchange(
+        self, name: str, to_next: Any, to_prev: Any, recv_prev: bool, recv_next: bool, shapes: Any, wait: bool = True
+    ) -> tuple[Any, Any, Any]:
+        """``_exchange_untimed`` under Megatron's timer, if there is one."""
+        timers = getattr(self.config, "timers", None)
+        if timers is None:
+            return self._exchange_untimed(name, to_next, to_prev, recv_prev, recv_next, shapes, wait)
+        timers(_TIMERS[name], log_level=2).start()
+        try:
+            return self._exchange_untimed(name, to_next, to_prev, recv_prev, recv_next, shapes, wait)
+        finally:
+            timers(_TIMERS[name]).stop()
+
+    def _exchange_untimed(
+        self, name: str, to_next: Any, to_prev: Any, recv_prev: bool, recv_next: bool, shapes: Any, wait: bool
+    ) -> tuple[Any, Any, Any]:
+        """Up to four transfers as the configuration says; ``shapes`` (one, or a list) are those of either side."""
+        config = self.config
+        batched = getattr(config, "batch_p2p_comm", True)
+        if getattr(config, "use_ring_exchange_p2p", False):
+            raise UnsupportedError(f"{name}: use_ring_exchange_p2p needs a patched torch; leave it off")
+        if batched and not wait:
+            raise AssertionError(f"{name}: overlap_p2p_comm needs batch_p2p_comm=False")
+        variable = getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)
+        dtype = device = None
+        if recv_prev or recv_next:
+            dtype = getattr(config, "pipeline_dtype", None)
+            if dtype is None or shapes is None:
+                raise _missing("recv_prev" if recv_prev else "recv_next", dtype)
+            if to_next is None and to_prev is None:
+                device = self._device()
+        before, after = shapes if recv_prev else None, shapes if recv_next else None
+        return exchange(
+            self._neighbours, name, to_next, to_prev, before, after, dtype, device, batched, variable, wait
+        )  # fmt: skip
+
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Shape,
+        wait_on_reqs: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None, Any]:
+        """Up to four transfers at once; (from the previous stage, from the next stage, handles).
+
+        The handles are None once waited for. Where nothing was posted, and without ``wait_on_reqs``, they are a dict
+        (``batch_p2p_comm`` off) or an empty list.
+        """
+        before, after, handles = self._exchange_untimed(
+            "_communicate", tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs
+        )
+        if handles is None or not getattr(self.config, "batch_p2p_comm", True):
+            return before, after, handles
+        return before, after, list(handles)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        """Exchange the shapes of the tensors that follow; (from the previous stage, from the next stage).
+
+        Any number of dims; ``[0, 0, 0]`` for a side that nothing is received from.
+        """
+        name, neighbours, posted = "_communicate_shapes", self._neighbours, list[Posted]()
+        tensors = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
+        sends = {key: x for key, x in tensors.items() if x is not None}
+        contents = {key: describe_tensors([x]) for key, x in sends.items()}
+        receives = ["recv_prev"] * recv_prev + ["recv_next"] * recv_next
+        device = next((x.device for x in sends.values()), None) or self._device()
+        received = dict(exchange_headers(neighbours, name, contents, receives, device, posted))
+        for each in posted:
+            each.wait()
+        for key, each in received.items():
+            if len(each.specs) != 1:
+                sent = f"rank {neighbours.peer(key)} sent {describe(each.specs)}"
+                raise MismatchError(f"{name}: {neighbours} expects one tensor, but {sent}")
+        shapes = {key: list(each.specs[0][0]) for key, each in received.items()}
+        return shapes.get("recv_prev", [0, 0, 0]), shapes.get("recv_next", [0, 0, 0])
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
-        """Receive from the stage before: a tensor for a shape, a list for a list of shapes; None on the first stage."""
-        if is_first_stage:
-            return _nothing(tensor_shapes)
-        if is_single_shape(tensor_shapes):
-            with self._timed("forward-recv"):
-                return self._single("recv_forward", _NOTHING, (True, False), tensor_shapes)[0]
-        return self._many("recv_forward", "forward-recv", recv_prev=True, shapes=tensor_shapes)
+        """Receive from the previous stage: a tensor for a shape, a list for a list of shapes; None on the first."""
+        if is_first_stage or _is_empty(tensor_shapes):
+            return _no_tensors(tensor_shapes)
+        return self._exchange("recv_forward", None, None, True, False, tensor_shapes)[0]
 
     def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        """Receive gradients from the stage after: a tensor or a list; None on the last stage."""
-        if is_last_stage:
-            return _nothing(tensor_shapes)
-        if is_single_shape(tensor_shapes):
-            with self._timed("backward-recv"):
-                return self._single("recv_backward", _NOTHING, (False, True), tensor_shapes)[1]
-        return self._many("recv_backward", "backward-recv", recv_next=True, shapes=tensor_shapes)
+        """Receive gradients from the next stage: a tensor or a list; None on the last stage."""
+        if is_last_stage or _is_empty(tensor_shapes):
+            return _no_tensors(tensor_shapes)
+        return self._exchange("recv_backward", None, None, False, True, tensor_shapes)[1]
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
-        """Send a tensor or a list of tensors to the stage after; nothing on the last stage."""
-        if isinstance(output_tensors, Tensor) and not is_last_stage:
-            with self._timed("forward-send"):
-                self._single("send_forward", (output_tensors, None), (False, False), None)
-        elif not is_last_stage:
-            self._many("send_forward", "forward-send", send_next=output_tensors)
+        """Send a tensor or a list of tensors to the next stage; nothing on the last stage."""
+        if not is_last_stage:
+            self._exchange("send_forward", _given(output_tensors), None, False, False, None)
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
-        """Send a gradient or a list of them to the stage before; nothing on the first stage."""
-        if isinstance(input_tensor_grads, Tensor) and not is_first_stage:
-            with self._timed("backward-send"):
-                self._single("send_backward", (None, input_tensor_grads), (False, False), None)
-        elif not is_first_stage:
-            self._many("send_backward", "backward-send", send_prev=input_tensor_grads)
+        """Send a gradient or a list of them to the previous stage; nothing on the first stage."""
+        if not is_first_stage:
+            self._exchange("send_backward", None, _given(input_tensor_grads), False, False, None)
 
     def send_forward_recv_backward(self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        """Send outputs to the stage after and receive their gradients: a tensor for a tensor, a list for a list."""
-        return self._pair(
-            "send_forward_recv_backward",
-            "forward-send-backward-recv",
-            "next",
-            output_tensors,
-            tensor_shapes,
-            is_last_stage,
-        )
+        """Send outputs to the next stage and receive their gradients: a tensor for a tensor, else a list."""
+        return self._pair("send_forward_recv_backward", True, output_tensors, tensor_shapes, is_last_stage)
 
     def send_backward_recv_forward(self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool) -> Any:
-        """Send gradients to the stage before and receive the next inputs: a tensor for a tensor, a list for a list."""
-        return self._pair(
-            "send_backward_recv_forward",
-            "backward-send-forward-recv",
-            "prev",
-            input_tensor_grads,
-            tensor_shapes,
-            is_first_stage,
-        )
+        """Send gradients to the previous stage and receive the next inputs: a tensor for a tensor, else a list."""
+        return self._pair("send_backward_recv_forward", False, input_tensor_grads, tensor_shapes, is_first_stage)
 
-    def _pair(self, name: str, timer: str, side: str, sent: Any, shapes: Any, is_edge: bool) -> Any:
-        """Send to and receive from the same neighbour; the form of what is sent decides the form of the result."""
-        many = isinstance(sent, list | tuple)
-        x = sent[0] if many and len(sent) == 1 else sent
-        shape = shapes[0] if isinstance(shapes, list) and len(shapes) == 1 else shapes
-        if isinstance(x, Tensor) and is_single_shape(shape) and not is_edge:
-            to_next = side == "next"
-            with self._timed(timer):
-                sends = (x, None) if to_next else (None, x)
-                found = self._single(name, sends, (not to_next, to_next), shape)[1 if to_next else 0]
-            return [found] if many else found
-        one = is_single_shape(shapes) or len(shapes) == 0
-        expected = [shapes] if one else list(shapes)
-        tensors = list(sent) if many else [sent]
-        if len(tensors) != len(expected):
-            raise ShapeError(f"{name}: {len(tensors)} tensors to send, but {len(expected)} shapes to receive")
+    def _pair(self, name: str, with_next: bool, sent: Any, shapes: Any, is_edge: bool) -> Any:
+        """Send to and receive from one neighbour; the form of what is sent decides the form of the result."""
+        is_list = isinstance(sent, list | tuple)
+        expected = [shapes] if len(shapes) == 0 or is_single_shape(shapes) else list(shapes)
+        count = len(sent) if is_list else 1
+        if count != len(expected):
+            raise ShapeError(f"{name}: {count} tensors to send, but {len(expected)} shapes to receive")
         if is_edge:
-            return [None] * len(tensors) if many else None
-        key = f"send_{side}"
-        received = self._many(
-            name, timer, **{key: tensors}, recv_prev=side == "prev", recv_next=side == "next", shapes=expected
-        )
-        return received if many else received[0]
+            return [None] * count if is_list else None
+        to_next, to_prev = (_given(sent), None) if with_next else (None, _given(sent))
+        received = self._exchange(name, to_next, to_prev, not with_next, with_next, expected)[with_next]
+        return received if is_list else received[0]
 
     def send_forward_recv_forward(
         self, output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Send to the stage after, receive from the one before; (tensor, handles) with ``overlap_p2p_comm``."""
-        name = "send_forward_recv_forward"
-        with self._timed("forward-send-forward-recv"):
-            sends, receives = (output_tensor, None), (recv_prev, False)
-            found, _, handles = self._single(name, sends, receives, tensor_shape, not overlap_p2p_comm)
-        return (found, handles) if overlap_p2p_comm else found
+        """Send to the next stage, receive from the previous one; (tensor, handles) with ``overlap_p2p_comm``."""
+        received, _, handles = self._exchange(
+            "send_forward_recv_forward", output_tensor, None, recv_prev, False, tensor_shape, not overlap_p2p_comm
+        )
+        return (received, handles) if overlap_p2p_comm else received
 
     def send_backward_recv_backward(
         self, input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Send to the stage before, receive from the one after; (tensor, handles) with ``overlap_p2p_comm``."""
-        name = "send_backward_recv_backward"
-        with self._timed("backward-send-backward-recv"):
-            sends, receives = (None, input_tensor_grad), (False, recv_next)
-            _, found, handles = self._single(name, sends, receives, tensor_shape, not overlap_p2p_comm)
-        return (found, handles) if overlap_p2p_comm else found
+        """Send to the previous stage, receive from the next one; (tensor, handles) with ``overlap_p2p_comm``."""
+        _, received, handles = self._exchange(
+            "send_backward_recv_backward", None, input_tensor_grad, False, recv_next, tensor_shape, not overlap_p2p_comm
+        )
+        return (received, handles) if overlap_p2p_comm else received
 
     def send_forward_backward_recv_forward_backward(
         self,
@@ -180,21 +235,80 @@ class P2PCommunicator(Hops):
         recv_next: bool,
         tensor_shape: Shape,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """All four directions at once; (input from the stage before, gradient from the stage after)."""
+        """All four directions at once; (input from the previous stage, gradient from the next stage)."""
         name = "send_forward_backward_recv_forward_backward"
-        with self._timed("forward-backward-send-forward-backward-recv"):
-            sends, receives = (output_tensor, input_tensor_grad), (recv_prev, recv_next)
-            before, after, _ = self._single(name, sends, receives, tensor_shape)
+        before, after, _ = self._exchange(name, output_tensor, input_tensor_grad, recv_prev, recv_next, tensor_shape)
         return before, after
 
 
-_NOTHING = (None, None)
+def _missing(key: str, dtype: torch.dtype | None) -> RuntimeError:
+    if dtype is None:
+        return RuntimeError(f"{'pipeline_dtype' if key == 'recv_prev' else 'dtype'} must be provided if {key} is True")
+    common = "Common tensor_shape is (seq_length, micro_batch_size, hidden_size)"
+    return RuntimeError(f"tensor_shape must be specified if {key} is True. {common}")
 
 
-def _listed(tensors: Any) -> list[Any]:
-    return list(tensors) if isinstance(tensors, list | tuple) else [tensors]
+def _given(tensors: Any) -> Any:
+    """A tensor, or a list without the entries that are None; None where nothing is left."""
+    return [x for x in tensors if x is not None] or None if isinstance(tensors, list | tuple) else tensors
 
 
-def _nothing(shapes: Any) -> Any:
-    """What an edge stage gets in place of a tensor or a list."""
+def _is_empty(shapes: Any) -> bool:
+    """Whether ``shapes`` is a list or tuple of no shapes; a ``torch.Size`` is one shape."""
+    return not shapes and shapes is not None and not isinstance(shapes, torch.Size)
+
+
+def _no_tensors(shapes: Any) -> Any:
+    """What an edge stage returns for a shape, or for a list of shapes."""
     return None if is_single_shape(shapes) else [None] * len(shapes)
+
+
+def _batched_p2p_ops(
+    *,
+    tensor_send_prev: Tensor | None,
+    tensor_recv_prev: Tensor | None,
+    tensor_send_next: Tensor | None,
+    tensor_recv_next: Tensor | None,
+    group: ProcessGroup,
+    prev_pipeline_rank: int,
+    next_pipeline_rank: int,
+) -> list[Any]:
+    """Start up to four transfers as one batch: send_prev, recv_prev, send_next, recv_next; a list of handles.
+
+    Where both neighbours are one rank the activations (send_next, recv_prev) go first.
+    """
+    neighbours = Neighbours.of(group, prev_pipeline_rank, next_pipeline_rank)
+    sends = {"send_prev": tensor_send_prev, "send_next": tensor_send_next}
+    wires = _wires(sends, {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next})
+    return list(post(neighbours, "_batched_p2p_ops", wires, True).values())
+
+
+def _p2p_ops(
+    *,
+    tensor_send_prev: Tensor | None,
+    tensor_recv_prev: Tensor | None,
+    tensor_send_next: Tensor | None,
+    tensor_recv_next: Tensor | None,
+    group: ProcessGroup,
+    prev_pipeline_rank: int,
+    next_pipeline_rank: int,
+) -> dict[str, Any]:
+    """Start up to four transfers one by one; handles by ``send_next``, ``recv_prev``, ``send_prev``, ``recv_next``.
+
+    Even stages send before they receive, odd stages receive first.
+    """
+    neighbours = Neighbours.of(group, prev_pipeline_rank, next_pipeline_rank)
+    sends = {"send_prev": tensor_send_prev, "send_next": tensor_send_next}
+    wires = _wires(sends, {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next})
+    return dict(post(neighbours, "_p2p_ops", wires, False))
+
+
+def _wires(sends: dict[str, Tensor | None], receives: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """Sent tensors, packed, and the caller's buffers, which have to be contiguous."""
+    wires = {key: message.pack([x]).wire for key, x in sends.items() if x is not None}
+    for key, x in receives.items():
+        if x is not None:
+            if not x.is_contiguous():
+                raise ShapeError(f"{key}: a tensor to receive into must be contiguous, not of strides {x.stride()}")
+            wires[key] = carrier(x.detach())
+    return wires

@@ -1,14 +1,15 @@
-"""One message per peer: contiguous staging of what is sent, and buffers whose pieces are what was received.
+"""One message per peer: tensors packed into one contiguous buffer, and buffers to receive into.
 
-A contiguous tensor alone travels as it is. Several tensors lie behind each other in one buffer of bytes, each at a
-multiple of 16 bytes; both sides work the places out from shapes and dtypes. A piece owns no memory of its own: it keeps
-the whole buffer alive.
+A single contiguous tensor is sent in place. Several tensors are packed into one buffer of bytes, each at a multiple of
+16 bytes; both sides compute the offsets from shapes and dtypes. Received tensors share the buffer's memory, so each of
+them keeps the whole buffer alive.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +18,88 @@ from torch._utils import _flatten_dense_tensors
 from tritoncomm.core import ops
 from tritoncomm.core.backend import carrier
 from tritoncomm.core.cached import resolved
-from tritoncomm.p2p.shapes import Spec, spec_of
+from tritoncomm.errors import ArgumentError, ShapeError
 
-__all__ = ["Message", "allocate", "stage"]
+__all__ = [
+    "Message",
+    "Shape",
+    "Spec",
+    "allocate",
+    "as_shape",
+    "as_shapes",
+    "describe",
+    "is_one_shape",
+    "is_single_shape",
+    "pack",
+    "spec_of",
+]
+
+Shape = list[int] | torch.Size
+Spec = tuple[tuple[int, ...], torch.dtype]
 
 _ALIGNMENT = 16
+_MAX_SHOWN = 8  # tensors in an error message
+
+
+def is_single_shape(x: Any) -> bool:
+    """Whether ``x`` is one shape and not a list of shapes.
+
+    True for any ``torch.Size``, even an empty one, and for a non-empty list or tuple of ints.
+    """
+    if isinstance(x, torch.Size):
+        return True
+    if not isinstance(x, (list, tuple)) or not x:
+        return False
+    for size in x:  # noqa: SIM110
+        if not isinstance(size, int):
+            return False
+    return True
+
+
+def as_shape(x: Any, name: str) -> tuple[int, ...]:
+    """One shape as a tuple; ``()`` is a 0-dim tensor.
+
+    Raises:
+        ArgumentError: not a sequence of ints.
+        ShapeError: a negative size.
+    """
+    if type(x) is tuple or type(x) is list:
+        for size in x:
+            if type(size) is not int or size < 0:
+                break
+        else:
+            return tuple(x)
+    try:
+        shape = tuple(int(size.__index__()) for size in x)
+    except (TypeError, AttributeError):
+        raise ArgumentError(f"{name}: a shape must be a sequence of ints, not {x!r}") from None
+    if any(size < 0 for size in shape):
+        raise ShapeError(f"{name}: shape {list(shape)} has a negative size")
+    return shape
+
+
+def is_one_shape(x: Any) -> bool:
+    """``is_single_shape`` of arguments that may also be ``()``, a 0-dim tensor, or hold other integers than ints."""
+    return isinstance(x, list | tuple) and (x == () or (len(x) > 0 and hasattr(x[0], "__index__")))
+
+
+def as_shapes(x: Any, name: str) -> list[tuple[int, ...]]:
+    """A shape or a list of shapes as a list."""
+    if not isinstance(x, list | tuple):
+        raise ArgumentError(f"{name}: expected a shape or a list of shapes, not {x!r}")
+    return [as_shape(shape, name) for shape in ([x] if is_one_shape(x) else x)]
+
+
+def spec_of(x: Tensor) -> Spec:
+    """Shape and dtype of a tensor."""
+    return tuple(x.shape), x.dtype
+
+
+def describe(specs: Sequence[Spec]) -> str:
+    """Text for an error message: ``[2, 3] float32, [4] int64``."""
+    shown = [f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in specs[:_MAX_SHOWN]]
+    more = [f"and {len(specs) - _MAX_SHOWN} more"] if len(specs) > _MAX_SHOWN else []
+    return ", ".join(shown + more) or "nothing"
 
 
 @dataclass(slots=True)
@@ -29,21 +107,21 @@ class Message:
     """Tensors for one peer, or from one.
 
     Attributes:
-        wire: what the backend is given: contiguous, in a dtype it moves.
-        pieces: the tensors themselves.
-        path: view, torch or triton: how the wire was made.
-        moved: bytes read plus written for it.
+        wire: the buffer that is sent or received: contiguous, in a dtype the backend moves.
+        tensors: the tensors themselves.
+        path: view, torch or triton: how the wire was packed.
+        bytes_copied: bytes read plus written for it.
     """
 
     wire: Tensor
-    pieces: list[Tensor]
+    tensors: list[Tensor]
     path: str = "view"
-    moved: int = 0
+    bytes_copied: int = 0
 
 
 @lru_cache(maxsize=4096)
-def _places(specs: tuple[Spec, ...]) -> tuple[tuple[int, ...], int]:
-    """Where each tensor starts in the buffer, in bytes, and the bytes of the whole."""
+def _offsets(specs: tuple[Spec, ...]) -> tuple[tuple[int, ...], int]:
+    """Offset of each tensor in the buffer and size of the buffer, in bytes."""
     starts, end = [], 0
     for shape, dtype in specs:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -53,15 +131,15 @@ def _places(specs: tuple[Spec, ...]) -> tuple[tuple[int, ...], int]:
 
 
 @lru_cache(maxsize=4096)
-def _dense(specs: tuple[Spec, ...]) -> bool:
-    """Whether the tensors lie behind each other without a gap, in one dtype."""
+def _is_dense(specs: tuple[Spec, ...]) -> bool:
+    """Whether the tensors are packed without a gap, in one dtype."""
     ends = [math.prod(shape) * dtype.itemsize for shape, dtype in specs[:-1]]
     return len({dtype for _, dtype in specs}) == 1 and not any(end % _ALIGNMENT for end in ends)
 
 
-def stage(tensors: Sequence[Tensor]) -> Message:
-    """The tensors as one message: without a pass for one contiguous tensor, with one pass otherwise."""
-    tensors = [resolved(x.detach()) for x in tensors]  # a handle holds the memory, whatever becomes of x
+def pack(tensors: Sequence[Tensor]) -> Message:
+    """The tensors as one message: no copy for one contiguous tensor, one pass otherwise."""
+    tensors = [resolved(x.detach()) for x in tensors]  # the caller may set x.data while a handle is pending
     on_torch = ops.path_for(tensors[0]) == "torch"
     if len(tensors) == 1:
         (x,) = tensors
@@ -69,53 +147,53 @@ def stage(tensors: Sequence[Tensor]) -> Message:
             return Message(carrier(x), [x])
         if on_torch:
             return Message(carrier(x.contiguous()), [x], "torch", 2 * x.nbytes)
-        wire, path, moved = ops.pack(x, 0, 1)
-        return Message(carrier(wire.view(x.shape)), [x], path, moved)
+        wire, path, copied = ops.pack(x, 0, 1)
+        return Message(carrier(wire.view(x.shape)), [x], path, copied)
     specs = tuple([spec_of(x) for x in tensors])
-    if on_torch and _dense(specs) and all(map(Tensor.is_contiguous, tensors)):
+    if on_torch and _is_dense(specs) and all(map(Tensor.is_contiguous, tensors)):
         flat = _flatten_dense_tensors(tensors)
         return Message(flat.view(torch.uint8), tensors, "torch", 2 * flat.nbytes)
-    starts, size = _places(specs)
+    starts, size = _offsets(specs)
     wire = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
-    pieces = _views(wire, tensors, starts)
+    slots = _views(wire, tensors, starts)
     if on_torch:
-        torch._foreach_copy_(pieces, tensors)  # pyright: ignore[reportPrivateImportUsage]
-        return Message(wire, pieces, "torch", 2 * sum([x.nbytes for x in tensors]))
-    message = Message(wire, pieces)
-    for x, piece in zip(tensors, pieces, strict=True):
+        torch._foreach_copy_(slots, tensors)  # pyright: ignore[reportPrivateImportUsage]
+        return Message(wire, slots, "torch", 2 * sum([x.nbytes for x in tensors]))
+    message = Message(wire, slots)
+    for x, slot in zip(tensors, slots, strict=True):
         if x.numel():
-            _, message.path, moved = ops.pack(x if x.dim() else x.view(1), 0, 1, out=piece.view(1, 1, -1))
-            message.moved += moved
+            _, message.path, copied = ops.pack(x if x.dim() else x.view(1), 0, 1, out=slot.view(1, 1, -1))
+            message.bytes_copied += copied
     return message
 
 
 def _views(wire: Tensor, tensors: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
-    """The places of the tensors in the buffer."""
-    typed: dict[torch.dtype, Tensor] = {}
-    found = []
+    """Views of the buffer with the tensors' shapes and dtypes."""
+    by_dtype: dict[torch.dtype, Tensor] = {}
+    views = []
     for x, start in zip(tensors, starts, strict=True):
         dtype = x.dtype
-        whole = typed.get(dtype)
-        if whole is None:
-            whole = typed[dtype] = wire[: len(wire) // dtype.itemsize * dtype.itemsize].view(dtype)
-        found.append(whole.as_strided(x.shape, _strides(x.shape), start // dtype.itemsize))
-    return found
+        typed = by_dtype.get(dtype)
+        if typed is None:
+            typed = by_dtype[dtype] = wire[: len(wire) // dtype.itemsize * dtype.itemsize].view(dtype)
+        views.append(typed.as_strided(x.shape, _strides(x.shape), start // dtype.itemsize))
+    return views
 
 
 def allocate(specs: Sequence[Spec], device: torch.device | str, out: Tensor | None = None) -> Message:
     """A message to receive into; ``out`` is a buffer for one tensor, of its shape and dtype."""
     if len(specs) == 1:
         ((shape, dtype),) = specs
-        piece = torch.empty(shape, dtype=dtype, device=device) if out is None else out
-        return Message(carrier(piece), [piece])
-    starts, size = _places(tuple(specs))
+        x = torch.empty(shape, dtype=dtype, device=device) if out is None else out
+        return Message(carrier(x), [x])
+    starts, size = _offsets(tuple(specs))
     wire = torch.empty(size, dtype=torch.uint8, device=device)
     storage = wire.untyped_storage()
-    pieces = []
+    tensors = []
     for (shape, dtype), start in zip(specs, starts, strict=True):
-        piece = torch.empty(0, dtype=dtype, device=device)
-        pieces.append(piece.set_(storage, start // dtype.itemsize, shape, _strides(shape)))  # type: ignore[arg-type]
-    return Message(wire, pieces)
+        x = torch.empty(0, dtype=dtype, device=device)
+        tensors.append(x.set_(storage, start // dtype.itemsize, shape, _strides(shape)))  # type: ignore[arg-type]
+    return Message(wire, tensors)
 
 
 @lru_cache(maxsize=4096)

@@ -1,47 +1,64 @@
-"""A stage and its neighbours: the transfers there can be, the group each goes over, and the order they are posted in.
+"""The neighbours of a pipeline stage: possible transfers, the process group of each, and the order of posting them.
 
-A transfer between neighbours on the ring of a group is part of a batch. Any other pair of ranks (a neighbour named by
-the caller, inside the pipeline's group or not) exchanges one by one: NCCL sets up a communicator of the whole group for
-a batch, so the first batch of a group waits until all of its ranks post one, and one of the single transfers connects
-no more than its two ranks.
+A transfer between neighbours on the ring of a group is part of a batch. Any other pair of ranks (a neighbour that the
+caller names, inside the pipeline's group or not) exchanges one by one: NCCL creates a communicator of the whole group
+for a batch, so the first batch of a group waits until all of its ranks post one, while a single transfer connects only
+its two ranks.
 """
 
 import weakref
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from tritoncomm.errors import GroupError
-from tritoncomm.p2p.devices import cuda_backend
 
-__all__ = ["Endpoint", "Line", "Way", "posting_order"]
+__all__ = ["Direction", "Endpoint", "Neighbours", "cuda_backend", "posting_order"]
 
 _KEYS = ("send_prev", "recv_prev", "send_next", "recv_next")
 _TWO_STAGES = ("send_next", "recv_prev", "send_prev", "recv_next")
+_CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 
 Queue = deque[Any]
 
 
+def cuda_backend(group: ProcessGroup) -> str:
+    """Name of the backend that carries CUDA tensors in ``group``, empty where none does."""
+    if all(kind.type != "cuda" for kind in group._device_types):
+        return ""
+    return group._get_backend(_CUDA).name().lower()
+
+
 class _Shared:
-    """What all lines of a group have in common.
+    """State per process group.
 
     Attributes:
         backend: carries its CUDA tensors, empty where none does.
-        queues: sends that nobody waited for yet, by the receiver's rank in the group.
+        queues: sends that have not been waited for, by the receiver's rank in the group.
+        neighbours: those looked up so far, by (prev, next, outside).
     """
 
-    __slots__ = ("backend", "queues")
+    __slots__ = ("backend", "neighbours", "queues")
 
     def __init__(self, group: ProcessGroup) -> None:
         self.backend = cuda_backend(group)
         self.queues: dict[int, Queue] = {}
+        self.neighbours: dict[Any, Neighbours] = {}
 
 
-# Nothing in here refers to the group: it dies with the group, whoever destroys that.
+# No value holds a strong reference to a group, or a destroyed group would keep its descriptors and threads.
 _shared: weakref.WeakKeyDictionary[ProcessGroup, _Shared] = weakref.WeakKeyDictionary()
+
+
+def _shared_by(group: ProcessGroup) -> _Shared:
+    shared = _shared.get(group)
+    if shared is None:
+        shared = _shared[group] = _Shared(group)
+    return shared
 
 
 def posting_order(key: str, source: int, target: int, in_ring: bool) -> tuple[bool, int, int, int]:
@@ -62,13 +79,13 @@ def posting_order(key: str, source: int, target: int, in_ring: bool) -> tuple[bo
 
 
 class Endpoint(NamedTuple):
-    """One end of a transfer, which keeps no group alive.
+    """One end of a transfer, without a reference to its group.
 
     Attributes:
         stage: this rank, as errors name it.
         is_send: whether it sends.
         peer: global rank of the other end.
-        queue: of a sender: the sends to that rank that nobody waited for yet; dead once their group is gone.
+        queue: of a sender: the sends to that rank that have not been waited for; dead once their group is gone.
     """
 
     stage: str
@@ -77,54 +94,57 @@ class Endpoint(NamedTuple):
     queue: "weakref.ref[Queue] | None"
 
 
-class Way(NamedTuple):
-    """One direction of a line.
+class Direction(NamedTuple):
+    """One direction of transfer.
 
     Attributes:
         key: send_prev, recv_prev, send_next or recv_next.
         is_send: whether this rank sends.
-        place: the peer's rank in ``group``.
+        group_peer: the peer's rank in ``group``.
         group: the process group that carries it.
         modes: of CPU and of CUDA tensors: ``direct``, ``batched`` (all in one call), ``host`` (through pinned memory).
-        end: what errors say.
+        end: how errors name it, and the queue of its sends.
     """
 
     key: str
     is_send: bool
-    place: int
-    group: ProcessGroup
+    group_peer: int
+    group: "weakref.ref[ProcessGroup]"
     modes: tuple[str, str]
     end: Endpoint
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A stage and its neighbours.
+@dataclass(frozen=True, slots=True, eq=False)
+class Neighbours:
+    """A stage and its neighbours. The groups are referenced weakly: callers keep them alive.
 
     Attributes:
         group: the process group of the stages.
         outside: the group for a neighbour that is not in ``group``, if there may be one.
-        prev: global rank of the stage before, on a ring.
-        next: global rank of the stage after.
+        prev: global rank of the previous stage, on a ring.
+        next: global rank of the next stage.
         rank: global rank of this stage.
         stage: its rank in the group.
         stages: ranks in the group.
+        is_single_rank: whether this rank is its own neighbour on both sides.
+        backend: carries the group's CUDA tensors, empty where none does.
         batch: the directions in the order of a batch, those that are posted one by one last.
-        singles: the directions in an order that no backend which blocks in single calls can deadlock on.
-        ways: the directions of singles and of a batch, by key.
+        singles: the directions in an order that cannot deadlock on a backend with blocking single calls.
+        directions: those of ``singles`` and of ``batch``, by key.
     """
 
-    group: ProcessGroup
-    outside: ProcessGroup | None
+    group: "weakref.ref[ProcessGroup]"
+    outside: "weakref.ref[ProcessGroup] | None"
     prev: int
     next: int
     rank: int
     stage: int
     stages: int
-    batch: tuple[Way, ...]
-    singles: tuple[Way, ...]
-    ways: tuple[dict[str, Way], dict[str, Way]]
-    sides: dict[str, "Line | None"] = field(default_factory=dict)
+    is_single_rank: bool
+    backend: str
+    batch: tuple[Direction, ...]
+    singles: tuple[Direction, ...]
+    directions: tuple[dict[str, Direction], dict[str, Direction]]
 
     @classmethod
     def of(
@@ -133,107 +153,120 @@ class Line:
         prev: int | None = None,
         next: int | None = None,
         outside: ProcessGroup | None = None,
-    ) -> "Line":
-        """The ring of ``group``, or other neighbours (global ranks).
+    ) -> "Neighbours":
+        """The ring of ``group``, or other neighbours (global ranks); built once per group.
 
         Two stages use the default group for every other single call, so that both directions run at once.
 
         Raises:
             GroupError: a neighbour is in neither group.
         """
-        return _Plan(group, prev, next, outside).line()
+        shared, key = _shared_by(group), (prev, next, None if outside is None else weakref.ref(outside))
+        neighbours = shared.neighbours.get(key)
+        if neighbours is None:
+            neighbours = shared.neighbours[key] = _Builder(group, prev, next, outside).build()
+        return neighbours
 
     def peer(self, key: str) -> int:
         """Global rank at the other end of ``send_prev``, ``recv_next``, ..."""
         return self.prev if key.endswith("prev") else self.next
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether this rank is its own neighbour on both sides."""
-        return self.prev == self.next == self.rank
+    def default_device(self) -> torch.device:
+        """The current GPU where the group carries CUDA tensors over NCCL, else the CPU."""
+        if self.backend in ("", "gloo") or not torch.cuda.is_available():
+            return _CPU
+        return torch.device("cuda", torch.cuda.current_device())
 
     def __str__(self) -> str:
-        return _stage(self.stage, self.stages, self.rank)
+        return _stage_name(self.stage, self.stages, self.rank)
 
 
-def _stage(stage: int, stages: int, rank: int) -> str:
+def _stage_name(stage: int, stages: int, rank: int) -> str:
     return f"stage {stage} of {stages} (rank {rank})"
 
 
-class _Plan:
-    """What the directions of a line are worked out from."""
+class _Builder:
+    """Works out the directions of a stage."""
 
     def __init__(self, group: ProcessGroup, prev: int | None, next: int | None, outside: ProcessGroup | None) -> None:
         self.group, self.outside, self.stage = group, outside, group.rank()
         self.ranks = ranks = dist.get_process_group_ranks(group)
         self.prev = ranks[self.stage - 1] if prev is None else prev
         self.next = ranks[(self.stage + 1) % len(ranks)] if next is None else next
-        self.text = _stage(self.stage, len(ranks), ranks[self.stage])
+        self.name = _stage_name(self.stage, len(ranks), ranks[self.stage])
         outer = [] if outside is None else dist.get_process_group_ranks(outside)
         for rank in (self.prev, self.next):
             if rank not in ranks and rank not in outer:
                 raise GroupError(f"rank {rank} is not in the group of ranks {outer or ranks}")
 
-    def line(self) -> Line:
-        prev, next = self._side(self.prev), self._side(self.next)
-        sides = {"send_prev": prev, "recv_prev": prev, "send_next": next, "recv_next": next}
+    def build(self) -> Neighbours:
+        prev, next = self._peer(self.prev), self._peer(self.next)
+        peers = {"send_prev": prev, "recv_prev": prev, "send_next": next, "recv_next": next}
         keys = _TWO_STAGES if self.prev == self.next else _KEYS
-        order = {key: self._order(key, sides[key]) for key in keys}
+        order = {key: self._order(key, peers[key]) for key in keys}
         ordered = sorted(keys, key=order.__getitem__)
-        batch = [self._way(key, sides[key]) for key in keys if sides[key].is_near]
-        batch += [self._way(key, sides[key]) for key in ordered if not sides[key].is_near]
-        singles, other = [], self._other()
+        batch = [self._direction(key, peers[key]) for key in keys if peers[key].is_adjacent]
+        batch += [self._direction(key, peers[key]) for key in ordered if not peers[key].is_adjacent]
+        singles, other = [], self._other_group()
         for key in ordered:
-            side = sides[key]
-            if other is not None and order[key][1] == 1:  # what the odd one of two stages sends
-                side = side._replace(group=other, place=dist.get_group_rank(other, side.peer))
-            singles.append(self._way(key, side._replace(is_near=False)))
-        ways = {way.key: way for way in singles}, {way.key: way for way in batch}
-        stage, ranks = self.stage, self.ranks
-        return Line(
-            self.group, self.outside, self.prev, self.next, ranks[stage], stage, len(ranks),
-            tuple(batch), tuple(singles), ways,
-        )  # fmt: skip
+            peer = peers[key]
+            if other is not None and order[key][1] == 1:  # sent by the odd one of two stages
+                peer = peer._replace(group=other, group_peer=dist.get_group_rank(other, peer.rank))
+            singles.append(self._direction(key, peer._replace(is_adjacent=False)))
+        rank = self.ranks[self.stage]
+        return Neighbours(
+            group=weakref.ref(self.group),
+            outside=None if self.outside is None else weakref.ref(self.outside),
+            prev=self.prev,
+            next=self.next,
+            rank=rank,
+            stage=self.stage,
+            stages=len(self.ranks),
+            is_single_rank=self.prev == self.next == rank,
+            backend=_shared_by(self.group).backend,
+            batch=tuple(batch),
+            singles=tuple(singles),
+            directions=({each.key: each for each in singles}, {each.key: each for each in batch}),
+        )
 
-    def _side(self, peer: int) -> "_Side":
-        if peer in self.ranks:
-            place = self.ranks.index(peer)
-            near = (place - self.stage) % len(self.ranks) in (0, 1, len(self.ranks) - 1)
-            return _Side(peer, place, self.group, True, near)
+    def _peer(self, rank: int) -> "_Peer":
+        if rank in self.ranks:
+            group_peer = self.ranks.index(rank)
+            is_adjacent = (group_peer - self.stage) % len(self.ranks) in (0, 1, len(self.ranks) - 1)
+            return _Peer(rank, group_peer, self.group, True, is_adjacent)
         assert self.outside is not None
-        return _Side(peer, dist.get_group_rank(self.outside, peer), self.outside, False, False)
+        return _Peer(rank, dist.get_group_rank(self.outside, rank), self.outside, False, False)
 
-    def _order(self, key: str, side: "_Side") -> tuple[bool, int, int, int]:
-        own, other = (self.stage, side.place) if side.in_ring else (self.ranks[self.stage], side.peer)
+    def _order(self, key: str, peer: "_Peer") -> tuple[bool, int, int, int]:
+        own, other = (self.stage, peer.group_peer) if peer.in_ring else (self.ranks[self.stage], peer.rank)
         source, target = (own, other) if key.startswith("send") else (other, own)
-        return posting_order(key, source, target, side.in_ring)
+        return posting_order(key, source, target, peer.in_ring)
 
-    def _other(self) -> ProcessGroup | None:
+    def _other_group(self) -> ProcessGroup | None:
         """The group that two stages use for every other single call."""
         return None if len(self.ranks) != 2 or "ucc" in dist.get_backend(self.group) else dist.group.WORLD
 
-    def _way(self, key: str, side: "_Side") -> Way:
-        shared, is_send = _shared.get(side.group), key.startswith("send")
-        if shared is None:
-            shared = _shared[side.group] = _Shared(side.group)
-        queue = weakref.ref(shared.queues.setdefault(side.place, deque())) if is_send else None
-        modes = ("direct", "host" if shared.backend == "gloo" else "batched" if side.is_near else "direct")
-        return Way(key, is_send, side.place, side.group, modes, Endpoint(self.text, is_send, side.peer, queue))
+    def _direction(self, key: str, peer: "_Peer") -> Direction:
+        shared, is_send = _shared_by(peer.group), key.startswith("send")
+        queue = weakref.ref(shared.queues.setdefault(peer.group_peer, deque())) if is_send else None
+        modes = ("direct", "host" if shared.backend == "gloo" else "batched" if peer.is_adjacent else "direct")
+        end = Endpoint(self.name, is_send, peer.rank, queue)
+        return Direction(key, is_send, peer.group_peer, weakref.ref(peer.group), modes, end)
 
 
-class _Side(NamedTuple):
+class _Peer(NamedTuple):
     """A neighbour.
 
     Attributes:
-        peer: its global rank.
-        place: its rank in ``group``.
+        rank: its global rank.
+        group_peer: its rank in ``group``.
         group: the group that both ends use.
         in_ring: whether it is in the pipeline's group.
-        is_near: whether it is next to this stage on the ring, so that a batch serves it.
+        is_adjacent: whether it is next to this stage on the ring, so that a batch serves it.
     """
 
-    peer: int
-    place: int
+    rank: int
+    group_peer: int
     group: ProcessGroup
     in_ring: bool
-    is_near: bool
+    is_adjacent: bool

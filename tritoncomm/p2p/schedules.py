@@ -1,7 +1,7 @@
 """Pipeline schedules: one forward, one backward (1F1B), plain and interleaved.
 
-A stage's work is a callable ``chunk(x, microbatch)``: ``x`` is the activation from the stage before (None on the
-first), the result the activation for the stage after, or on the last stage the scalar loss. Gradients accumulate in
+A stage's work is a callable ``chunk(x, microbatch)``: ``x`` is the activation from the previous stage (None on the
+first), the result the activation for the next stage, or on the last stage the scalar loss. Gradients accumulate in
 ``.grad``.
 """
 
@@ -108,11 +108,11 @@ class _Units:
         return self.stage == self.stages - 1 and chunk == self.chunks - 1
 
     def takes_input(self, k: int) -> bool:
-        """Whether the k-th forward needs an activation from the stage before."""
+        """Whether the k-th forward needs an activation from the previous stage."""
         return k < self.count and not self.is_first(self.forward(k))
 
     def takes_gradient(self, k: int) -> bool:
-        """Whether the k-th backward needs a gradient from the stage after."""
+        """Whether the k-th backward needs a gradient from the next stage."""
         return k < self.count and not self.is_last(self.backward(k))
 
 
@@ -145,7 +145,7 @@ def interleaved(
     shape = torch.Size(shape)
 
     def forward(k: int, x: Tensor | None) -> Tensor | None:
-        """The k-th forward; what the stage after gets."""
+        """The k-th forward; what the next stage gets."""
         chunk = units.forward(k)
         y = chunks[chunk](x, units.microbatch(k))
         waiting[chunk].append((x, y))
@@ -155,7 +155,7 @@ def interleaved(
         return y
 
     def backward(k: int, grad: Tensor | None) -> Tensor | None:
-        """The k-th backward; what the stage before gets."""
+        """The k-th backward; what the previous stage gets."""
         return _backward(*waiting[units.backward(k)].pop(0), grad)
 
     ahead, count = units.ahead, units.count

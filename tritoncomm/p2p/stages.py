@@ -1,27 +1,32 @@
-"""ColossalAI's stage functions: a pipeline's activations go to the next stage, its gradients to the one before.
+"""ColossalAI's stage functions: activations go to the next stage of the pipeline, gradients to the previous one.
 
 Names, arguments and guards are those of ``colossalai.communication.p2p``. Neighbours are global ranks and default to
-the ring of ``ParallelMode.PIPELINE``. All calls block. A tensor, or a list or tuple of tensors with a list of shapes;
-several tensors travel as one message. A received tensor is a leaf of its own with ``requires_grad=True`` where its
-dtype allows it. ``dtype`` is that of every received tensor, and ``device`` where they live: by default that of the job.
+the ring of ``ParallelMode.PIPELINE``. All calls block. They take a tensor, or a list or tuple of tensors with a list of
+shapes; several tensors are one message. A received tensor is a leaf with ``requires_grad=True`` where its dtype allows
+it. ``dtype`` is that of every received tensor, and ``device`` their device: by default that of the tensors sent, else
+the group's.
 
-``scatter_gather_tensors=True`` sends each tensor rank's share only and gathers the rest from the tensor group, for
-tensors that are the same on all of its ranks; both sides have to say so.
+With ``scatter_gather_tensors=True`` each tensor-parallel rank sends its shard of the flattened tensor, and the
+receivers all-gather the full tensor over the tensor group. The tensor has to be replicated there, and both sides have
+to agree.
 """
 
+import math
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritoncomm import groups
+from tritoncomm.core import backend
+from tritoncomm.core.ops import pack
+from tritoncomm.errors import ArgumentError
 from tritoncomm.groups import ParallelMode
-from tritoncomm.p2p import engine
-from tritoncomm.p2p.devices import default_device
-from tritoncomm.p2p.fast_path import exchange_plain
-from tritoncomm.p2p.neighbours import Line
-from tritoncomm.p2p.shapes import is_single_shape
-from tritoncomm.p2p.shares import Expected, Tensors, outgoing
+from tritoncomm.p2p.hop import exchange
+from tritoncomm.p2p.message import as_shapes, is_one_shape
+from tritoncomm.p2p.neighbours import Neighbours
 
 __all__ = [
     "recv_backward",
@@ -35,6 +40,10 @@ __all__ = [
     "send_forward_recv_forward",
 ]
 
+Tensors = Tensor | Sequence[Tensor]
+
+_warned: set[tuple[int, ...]] = set()
+
 
 def _first() -> bool:
     return groups.is_pipeline_first_stage()
@@ -44,16 +53,16 @@ def _last() -> bool:
     return groups.is_pipeline_last_stage()
 
 
-def _line(prev_rank: int | None, next_rank: int | None) -> Line:
-    """The pipeline's ring, or the neighbours named; over the default group to one that is not in the pipeline's."""
+def _neighbours(prev_rank: int | None, next_rank: int | None) -> Neighbours:
+    """The pipeline's ring, or the named neighbours: over the default group where they are not in the pipeline's."""
     key = "p2p.stages", prev_rank, next_rank
-    line = groups.derived.get(key)
-    if line is None:
+    neighbours = groups.derived.get(key)
+    if neighbours is None:
         pipeline, named = groups.get_group(ParallelMode.PIPELINE), (prev_rank, next_rank) != (None, None)
         outside = named and groups.is_initialized(ParallelMode.GLOBAL)
-        line = Line.of(pipeline, prev_rank, next_rank, groups.get_group(ParallelMode.GLOBAL) if outside else None)
-        groups.derived[key] = line
-    return line
+        outer = groups.get_group(ParallelMode.GLOBAL) if outside else None
+        neighbours = groups.derived[key] = Neighbours.of(pipeline, prev_rank, next_rank, outer)
+    return neighbours
 
 
 def _exchange(
@@ -71,45 +80,89 @@ def _exchange(
     split: bool = False,
     device: torch.device | str | None = None,
 ) -> tuple[Any, Any]:
-    """Every function below: what is sent each way, and (from the stage before, from the stage after)."""
-    line = _line(prev_rank, next_rank)
+    """Shared by the functions below: (from the previous stage, from the next stage)."""
+    neighbours = _neighbours(prev_rank, next_rank)
+    before, after = forward_shape if recv_prev else None, backward_shape if recv_next else None
+    if (recv_prev and before is None) or (recv_next and after is None):
+        raise ArgumentError(f"{name}: the shape of what is received must be given")
+    if not split:
+        return exchange(neighbours, name, forward, backward, before, after, dtype, device)[:2]
+    sent = next((x[0] for x in (_listed(forward), _listed(backward)) if x), None)
     if device is None:
-        device = _device(line, forward, backward)
-    first, second = forward_shape if recv_prev else None, backward_shape if recv_next else None
-    if (
-        not (split or engine.checking() or line.is_alone)
-        and _is_plain(first, recv_prev)
-        and _is_plain(second, recv_next)
-    ):
-        result = exchange_plain(line, name, forward, backward, first, second, dtype, device)
-        if result is not None:
-            return result[:2]
-    sends = {"send_next": outgoing(forward, split, name), "send_prev": outgoing(backward, split, name)}
-    expected: dict[str, Expected] = {}
-    if recv_prev:
-        expected["recv_prev"] = Expected(forward_shape, dtype, split, device, name)
-    if recv_next:
-        expected["recv_next"] = Expected(backward_shape, dtype, split, device, name)
-    receives = {key: each.incoming for key, each in expected.items()}
-    hop = engine.exchange(line, name, {k: x for k, x in sends.items() if x}, receives, device)
-    hop.wait()
-    results = {key: each.finish(hop.received.get(key, [])) for key, each in expected.items()}
-    return results.get("recv_prev"), results.get("recv_next")
+        device = sent.device if isinstance(sent, Tensor) else neighbours.default_device()
+    first = None if before is None else _Sharded(before, dtype, device, name)
+    second = None if after is None else _Sharded(after, dtype, device, name)
+    from_prev, from_next = first and first.buffers, second and second.buffers
+    sends = _shard(forward, name), _shard(backward, name)
+    x, grad, _ = exchange(neighbours, name, sends[0], sends[1], from_prev, from_next, dtype, device)
+    return first and first.gather(x), second and second.gather(grad)
 
 
-def _is_plain(shape: Any, is_received: bool) -> bool:
-    """Whether nothing comes from a side, or one tensor of a known shape."""
-    return not is_received or is_single_shape(shape)
+def _listed(x: Tensors | None) -> list[Any]:
+    return [] if x is None else [x] if isinstance(x, Tensor) else list(x)
 
 
-def _device(line: Line, *sent: Tensors | None) -> torch.device:
-    """Where what is sent lives, else the job's device."""
-    for x in sent:
-        if isinstance(x, Tensor):
-            return x.device
-        if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor):
-            return x[0].device
-    return default_device(line.group)
+def _shard_size(shape: tuple[int, ...], name: str) -> int:
+    """Elements of one tensor rank's shard; 0 where the full tensor is sent."""
+    world, size = groups.get_world_size(ParallelMode.TENSOR), math.prod(shape)
+    if world == 1 or size == 0:
+        return 0
+    if size % world == 0:
+        return size // world
+    if shape not in _warned:
+        _warned.add(shape)
+        warnings.warn(
+            f"{name}: {size} elements of shape {list(shape)} do not divide over {world} tensor ranks; sent in full",
+            stacklevel=5,
+        )
+    return 0
+
+
+def _own_shard(flat: Tensor, size: int) -> Tensor:
+    start = groups.get_local_rank(ParallelMode.TENSOR) * size
+    return flat[start : start + size]
+
+
+def _shard(x: Tensors | None, name: str) -> Any:
+    """This tensor rank's shard of each tensor to send."""
+    tensors = _listed(x)
+    for i, tensor in enumerate(tensors):
+        if isinstance(tensor, Tensor) and (size := _shard_size(tuple(tensor.shape), name)):
+            full = tensor.detach()
+            if not full.is_contiguous():
+                full = pack(full, 0, 1)[0]
+            tensors[i] = _own_shard(full.view(-1), size)
+    return tensors or None
+
+
+class _Sharded:
+    """Tensors of which this rank receives a shard.
+
+    Attributes:
+        buffers: what to receive, as ``exchange`` takes it: a single shard goes straight into the full tensor.
+    """
+
+    def __init__(self, shape: Any, dtype: torch.dtype, device: torch.device | str, name: str) -> None:
+        self.is_single, shapes = is_one_shape(shape), as_shapes(shape, name)
+        self.sizes = [_shard_size(each, name) for each in shapes]
+        self.full = [
+            torch.empty(each, dtype=dtype, device=device) if size else None
+            for each, size in zip(shapes, self.sizes, strict=True)
+        ]
+        self.buffers: Any = [(size,) if size else each for each, size in zip(shapes, self.sizes, strict=True)]
+        if self.is_single:
+            (full,), (size,) = self.full, self.sizes
+            self.buffers = shapes[0] if full is None else _own_shard(full.view(-1), size)
+
+    def gather(self, received: Any) -> Any:
+        """The full tensors, all-gathered over the tensor group."""
+        tensors = [received] if self.is_single else received
+        for i, full in enumerate(self.full):
+            if full is not None:
+                group = groups.group_for(ParallelMode.TENSOR, full, "p2p")
+                backend.all_gather(full.view(-1), tensors[i].detach(), group)
+                tensors[i] = full.requires_grad_(full.is_floating_point() or full.is_complex())
+        return tensors[0] if self.is_single else tensors
 
 
 def recv_forward(
@@ -119,7 +172,7 @@ def recv_forward(
     scatter_gather_tensors: bool = False,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Receive the input from the stage before; None on the first stage."""
+    """Receive the input from the previous stage; None on the first stage."""
     if _first():
         return None
     return _exchange(
@@ -140,7 +193,7 @@ def recv_backward(
     scatter_gather_tensors: bool = False,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Receive the gradient of the output from the stage after; None on the last stage."""
+    """Receive the gradient of the output from the next stage; None on the last stage."""
     if _last():
         return None
     return _exchange(
@@ -155,13 +208,13 @@ def recv_backward(
 
 
 def send_forward(output_tensor: Any, next_rank: int | None = None, scatter_gather_tensors: bool = False) -> None:
-    """Send the output to the stage after; nothing on the last stage."""
+    """Send the output to the next stage; nothing on the last stage."""
     if not _last():
         _exchange("send_forward", forward=output_tensor, next_rank=next_rank, split=scatter_gather_tensors)
 
 
 def send_backward(input_tensor_grad: Any, prev_rank: int | None = None, scatter_gather_tensors: bool = False) -> None:
-    """Send the gradient of the input to the stage before; nothing on the first stage."""
+    """Send the gradient of the input to the previous stage; nothing on the first stage."""
     if not _first():
         _exchange("send_backward", backward=input_tensor_grad, prev_rank=prev_rank, split=scatter_gather_tensors)
 
@@ -175,7 +228,7 @@ def send_forward_recv_backward(
     scatter_gather_tensors: bool = False,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Send the output to the stage after and receive its gradient; None, and nothing sent, on the last stage."""
+    """Send the output to the next stage and receive its gradient; None, and nothing sent, on the last stage."""
     if _last():
         return None
     return _exchange(
@@ -199,7 +252,7 @@ def send_backward_recv_forward(
     scatter_gather_tensors: bool = False,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Send a gradient to the stage before and receive the next input; None, and nothing sent, on the first stage."""
+    """Send a gradient to the previous stage and receive the next input; None, and nothing sent, on the first stage."""
     if _first():
         return None
     return _exchange(
@@ -224,7 +277,7 @@ def send_forward_recv_forward(
     scatter_gather_tensors: bool = False,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Send an output to the stage after and receive an input from the one before, round the ring at its ends."""
+    """Send an output to the next stage and receive an input from the previous one, round the ring at its ends."""
     return _exchange(
         "send_forward_recv_forward",
         forward=output_tensor,
@@ -248,7 +301,7 @@ def send_backward_recv_backward(
     scatter_gather_tensors: bool = False,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Send a gradient to the stage before and receive one from the stage after, round the ring at its ends."""
+    """Send a gradient to the previous stage and receive one from the next stage, round the ring at its ends."""
     return _exchange(
         "send_backward_recv_backward",
         backward=input_tensor_grad,

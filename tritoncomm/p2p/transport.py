@@ -1,7 +1,7 @@
-"""Directed transfers between neighbouring stages: the only caller of isend and irecv.
+"""Transfers between neighbouring stages: the only caller of isend and irecv.
 
 Up to four at once, posted together or one by one. Where both neighbours are the same rank, activations go before
-gradients on both sides, so that nothing is taken for the other; tags are not relied on (NCCL has none). Gloo moves no
+gradients on both sides, so that the two cannot be confused; tags are not relied on (NCCL has none). Gloo does not carry
 CUDA tensors between two ranks: those go through pinned host memory.
 """
 
@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from tritoncomm.errors import PeerError
-from tritoncomm.p2p.neighbours import Endpoint, Line, Way
+from tritoncomm.errors import GroupError, PeerError
+from tritoncomm.p2p.neighbours import Direction, Endpoint, Neighbours
 
-__all__ = ["Posted", "keep", "move", "post", "start"]
+__all__ = ["Posted", "keep_alive", "post", "post_and_wait", "post_one"]
 
-_MOST_UNWAITED = 64
+_MAX_UNWAITED = 64
 
 
 def _failure(end: Endpoint, name: str, x: Tensor, error: Exception) -> PeerError:
@@ -26,7 +27,7 @@ def _failure(end: Endpoint, name: str, x: Tensor, error: Exception) -> PeerError
 
 
 class Posted:
-    """A transfer under way; it keeps its buffers alive until it has been waited for, and its group never."""
+    """A transfer in flight; it keeps its buffers alive until it has been waited for, but never its group."""
 
     __slots__ = ("_end", "_host", "_name", "_tensor", "_work")
 
@@ -37,7 +38,7 @@ class Posted:
         """Afterwards the source may be reused or freed, or the result is there (on a GPU: in stream order).
 
         Raises:
-            PeerError: the other side died or did not come within the group's timeout.
+            PeerError: the other side died or did not post its transfer within the group's timeout.
         """
         if self._work is None:
             return
@@ -51,7 +52,7 @@ class Posted:
         self._work = self._host = None
         queue = None if end.queue is None else end.queue()
         if queue is not None and self in queue:
-            while queue.popleft() is not self:  # those posted before it in the same direction are done as well
+            while queue.popleft() is not self:  # earlier sends in the same direction are complete as well
                 pass
 
     def is_completed(self) -> bool:
@@ -59,77 +60,79 @@ class Posted:
         return self._work is None or self._work.is_completed()
 
 
-def keep(handles: Iterable[Posted]) -> None:
-    """Hold sends until they were waited for: a handle that the caller drops must not take the send with it."""
+def keep_alive(handles: Iterable[Posted]) -> None:
+    """Keep pending sends alive: dropping a handle must not free a buffer in flight."""
     for posted in handles:
         queue = None if posted._end.queue is None else posted._end.queue()
         if queue is not None:
             queue.append(posted)
-            if len(queue) > _MOST_UNWAITED:
+            if len(queue) > _MAX_UNWAITED:
                 queue[0].wait()
 
 
-def post(line: Line, name: str, tensors: dict[str, Tensor], batched: bool) -> dict[str, Posted]:
-    """Start transfers; a handle for each, in the order they were posted.
+def post(neighbours: Neighbours, name: str, tensors: dict[str, Tensor], batched: bool) -> dict[str, Posted]:
+    """Start transfers; a handle for each, in the order of posting.
 
     Args:
-        line: the neighbours.
-        name: the function a caller knows, for errors.
+        neighbours: of this stage.
+        name: the public function, for errors.
         tensors: by ``send_prev``, ``recv_prev``, ``send_next``, ``recv_next``; contiguous, in dtypes the backend moves.
         batched: as one batch, or one by one.
 
     Raises:
         PeerError: the backend refuses, because a peer is known to be gone.
     """
-    ways = [way for way in (line.batch if batched else line.singles) if way.key in tensors]
-    together = [way for way in ways if way.modes[tensors[way.key].is_cuda] == "batched"]
+    directions = [each for each in (neighbours.batch if batched else neighbours.singles) if each.key in tensors]
+    together = [each for each in directions if each.modes[tensors[each.key].is_cuda] == "batched"]
     posted = {}
     if together:
-        works = _batch([(way, tensors[way.key]) for way in together])
-        for way, work in zip(together, works, strict=True):
-            posted[way.key] = Posted(work, way.end, tensors[way.key], name)
-    for way in ways:
-        if way.key not in posted:
-            posted[way.key] = start(way, name, tensors[way.key])
+        works = _batch([(each, tensors[each.key]) for each in together])
+        for each, work in zip(together, works, strict=True):
+            posted[each.key] = Posted(work, each.end, tensors[each.key], name)
+    for each in directions:
+        if each.key not in posted:
+            posted[each.key] = post_one(each, name, tensors[each.key])
     return posted
 
 
-def start(way: Way, name: str, x: Tensor) -> Posted:
+def post_one(direction: Direction, name: str, x: Tensor) -> Posted:
     """One transfer of ``post``, on its own.
 
     Raises:
         PeerError: the backend refuses, because the peer is known to be gone.
     """
-    _, is_send, place, group, modes, end = way
+    _, is_send, group_peer, group, modes, end = direction
     host = _on_host(x, is_send) if modes[x.is_cuda] == "host" else None
+    live = group() or _alive(group)
     try:
-        work = (group.send if is_send else group.recv)([x if host is None else host], place, 0)
+        work = (live.send if is_send else live.recv)([x if host is None else host], group_peer, 0)
     except RuntimeError as error:
         raise _failure(end, name, x, error) from error
     return Posted(work, end, x, name, host)
 
 
-def move(line: Line, name: str, tensors: dict[str, Tensor], batched: bool) -> None:
+def post_and_wait(neighbours: Neighbours, name: str, tensors: dict[str, Tensor], batched: bool) -> None:
     """``post`` and wait for everything, without a handle for each.
 
     Raises:
-        PeerError: a peer died or did not come within the group's timeout.
+        PeerError: a peer died or did not post its transfer within the group's timeout.
     """
     works, handles = [], []
-    for way in line.batch if batched else line.singles:
-        key, is_send, place, group, modes, end = way
+    for direction in neighbours.batch if batched else neighbours.singles:
+        key, is_send, group_peer, group, modes, end = direction
         if key not in tensors:
             continue
         x = tensors[key]
         mode = modes[x.is_cuda]
         if mode != "direct":
             if mode == "batched":  # those come first
-                handles += post(line, name, tensors, batched).values()
+                handles += post(neighbours, name, tensors, batched).values()
                 break
-            handles.append(start(way, name, x))
+            handles.append(post_one(direction, name, x))
             continue
+        live = group() or _alive(group)
         try:
-            works.append(((group.send if is_send else group.recv)([x], place, 0), end, x))
+            works.append(((live.send if is_send else live.recv)([x], group_peer, 0), end, x))
         except RuntimeError as error:
             raise _failure(end, name, x, error) from error
     for work, end, x in works:
@@ -141,9 +144,19 @@ def move(line: Line, name: str, tensors: dict[str, Tensor], batched: bool) -> No
         handle.wait()
 
 
-def _batch(transfers: list[tuple[Way, Tensor]]) -> list[Any]:
+def _alive(group: Any) -> ProcessGroup:
+    live = group()
+    if live is None:
+        raise GroupError("the process group of this transfer has been destroyed")
+    return live
+
+
+def _batch(transfers: list[tuple[Direction, Tensor]]) -> list[Any]:
     """All in one call of the backend; a work for each."""
-    calls = [dist.P2POp(dist.isend if way.is_send else dist.irecv, x, way.end.peer, way.group) for way, x in transfers]
+    calls = [
+        dist.P2POp(dist.isend if each.is_send else dist.irecv, x, each.end.peer, _alive(each.group))
+        for each, x in transfers
+    ]
     works = dist.batch_isend_irecv(calls)
     return works if len(works) == len(transfers) else works[:1] * len(transfers)  # coalesced: one for all
 

@@ -1,0 +1,391 @@
+"""One p2p step: send to and receive from both neighbours. The only exchange path of both APIs.
+
+Most calls move one tensor of known shape each way: those take ``_exchange_plain``, at a fraction of the host time.
+Several tensors per neighbour, headers (variable lengths, check mode), single-rank groups and dtypes that no backend
+moves take ``_exchange_messages``. Everything that is sent is posted before anything is waited for, and both directions
+progress independently, so that a rank never waits for a neighbour that waits for it.
+"""
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncomm import record, variables
+from tritoncomm.core.backend import special
+from tritoncomm.core.ops import path_for
+from tritoncomm.errors import ArgumentError, MismatchError
+from tritoncomm.p2p import header, message
+from tritoncomm.p2p.message import Message, Spec, as_shapes, describe, is_one_shape, spec_of
+from tritoncomm.p2p.neighbours import Neighbours
+from tritoncomm.p2p.transport import Posted, keep_alive, post, post_and_wait, post_one
+
+__all__ = ["Hop", "Incoming", "check", "checking", "exchange"]
+
+_MAX_REFUSED = 1 << 30  # bytes of a mismatching message that is still received, so that the group stays usable
+_MAX_BYTES = 1 << 48  # of any message; more than a device can address
+_check = variables.CHECK
+
+Result = tuple[Any, Any, Any]
+
+
+def checking() -> bool:
+    """Whether every message has a header that is compared with what its receiver expects."""
+    return _check.value
+
+
+def check(on: bool = True) -> AbstractContextManager[None]:
+    """Turn check mode (``TRITONCOMM_CHECK=1``) on or off for a block; all ranks have to agree."""
+    return _check.override(on)
+
+
+def exchange(
+    neighbours: Neighbours,
+    name: str,
+    to_next: Any,
+    to_prev: Any,
+    from_prev: Any,
+    from_next: Any,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None = None,
+    batched: bool = True,
+    variable: bool = False,
+    wait: bool = True,
+) -> Result:
+    """Up to four transfers at once.
+
+    Args:
+        neighbours: of this stage.
+        name: the public function, for errors and counters.
+        to_next: a tensor or a sequence of tensors for the next stage, any strides; None for nothing.
+        to_prev: the same for the previous stage.
+        from_prev: the shape of the tensor from the previous stage, a list of shapes, or a contiguous tensor to receive
+            into; None for nothing.
+        from_next: the same for the next stage.
+        dtype: of received tensors.
+        device: of received tensors; None for that of the tensors sent, else the group's.
+        batched: post all transfers as one batch, or in the order that single blocking calls need.
+        variable: only the number of tensors and their dtype are known; a header announces the shapes. The neighbours
+            have to agree.
+        wait: for all transfers; else return handles.
+
+    Returns:
+        (from the previous stage, from the next stage, handles): a tensor for a shape, a list for a list. The handles
+        are None once waited for, and an empty dict where nothing was posted.
+
+    Raises:
+        PeerError: a neighbour died, or did not post its side within the group's timeout.
+        MismatchError: a neighbour sent something else than was expected.
+    """
+    if not (variable or _check.value or neighbours.is_single_rank):
+        result = _exchange_plain(
+            neighbours, name, to_next, to_prev, from_prev, from_next, dtype, device, batched, wait
+        )  # fmt: skip
+        if result is not None:
+            return result
+    sends = {"send_next": _tensors(to_next, name), "send_prev": _tensors(to_prev, name)}
+    sends = {key: tensors for key, tensors in sends.items() if tensors}
+    expected = {"recv_prev": from_prev, "recv_next": from_next}
+    receives = {key: Incoming.of(x, dtype, variable, name) for key, x in expected.items() if x is not None}
+    if device is None:
+        device = next((x[0].device for x in sends.values()), None) or neighbours.default_device()
+    return _exchange_messages(neighbours, name, sends, receives, torch.device(device), batched, variable, wait)
+
+
+def _exchange_plain(
+    neighbours: Neighbours,
+    name: str,
+    to_next: Any,
+    to_prev: Any,
+    from_prev: Any,
+    from_next: Any,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    batched: bool,
+    wait: bool,
+) -> Result | None:
+    """``exchange`` of at most one tensor each way, without a header.
+
+    Returns None, with nothing sent, for everything else: several tensors, dtypes that no backend moves, single
+    elements, empty tensors, invalid arguments.
+    """
+    started, tensors, sent, path, copied = record.now(), {}, 0, "view", 0
+    for key, x in (("send_next", to_next), ("send_prev", to_prev)):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            if type(x) is not list or len(x) != 1 or not isinstance(x[0], Tensor):
+                return None
+            x = x[0]
+        if x.dtype in special or x.numel() < 2:
+            return None  # one element may carry a lazy negative bit
+        if x.is_contiguous():
+            if not wait:
+                x = x.detach()  # the caller may set x.data while a handle is pending
+        elif path_for(x) == "torch" and not x.is_neg():
+            x, path, copied = x.detach().contiguous(), "torch", copied + 2 * x.nbytes
+        else:
+            packed = message.pack([x])
+            x, path, copied = packed.wire, packed.path, copied + packed.bytes_copied
+        tensors[key] = x
+        sent += x.nbytes
+    received: list[Any] = []
+    for key, expected in (("recv_prev", from_prev), ("recv_next", from_next)):
+        if expected is None:
+            received.append(None)
+            continue
+        shape = _plain_shape(expected)
+        if shape is None or dtype is None or dtype in special:
+            return None
+        if device is None:
+            device = next(iter(tensors.values())).device if tensors else neighbours.default_device()
+        try:
+            x = torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
+        except (RuntimeError, TypeError):
+            return None  # Incoming names what is wrong with a shape
+        tensors[key] = x
+        received.append(x if shape is expected else [x])
+    handles: Any = None
+    if not wait:
+        handles = post(neighbours, name, tensors, batched)
+        keep_alive(handles.values())
+    elif tensors:
+        post_and_wait(neighbours, name, tensors, batched)
+    else:
+        handles = {}
+    record.add(name, path, copied, sent, started)
+    return received[0], received[1], handles
+
+
+def _plain_shape(expected: Any) -> Any:
+    """The shape, alone or in a list, of one non-empty tensor that is not 0-dim; None for other expectations."""
+    shape = expected
+    if type(expected) is list and len(expected) == 1 and not isinstance(expected[0], int):
+        shape = expected[0]
+    is_shape = isinstance(shape, tuple | list) and shape and isinstance(shape[0], int) and 0 not in shape
+    return shape if is_shape else None
+
+
+def _tensors(x: Any, name: str) -> list[Tensor]:
+    tensors = [] if x is None else [x] if isinstance(x, Tensor) else list(x)
+    for each in tensors:
+        if not isinstance(each, Tensor):
+            raise ArgumentError(f"{name}: expected a tensor or a list of tensors, not {type(each).__name__}")
+    return tensors
+
+
+@dataclass(slots=True)
+class Incoming:
+    """What a receiver expects from one neighbour.
+
+    Attributes:
+        specs: shapes and dtypes, or None where only the header has them.
+        dtype: of every tensor, where only the header has the shapes.
+        count: number of tensors.
+        is_single: whether the caller gets a tensor and not a list.
+        out: a buffer to receive a single tensor into.
+    """
+
+    specs: tuple[Spec, ...] | None
+    dtype: torch.dtype | None = None
+    count: int = 1
+    is_single: bool = True
+    out: Tensor | None = None
+
+    @classmethod
+    def of(cls, expected: Any, dtype: torch.dtype | None, variable: bool, name: str) -> "Incoming":
+        """From an argument of ``exchange``."""
+        if isinstance(expected, Tensor):
+            return cls((spec_of(expected),), expected.dtype, out=expected)
+        is_single = is_one_shape(expected)
+        if variable:
+            return cls(None, dtype, 1 if is_single else len(expected), is_single)
+        assert dtype is not None
+        shapes = as_shapes(expected, name)
+        return cls(tuple([(shape, dtype) for shape in shapes]), dtype, len(shapes), is_single)
+
+    def problem(self, neighbours: Neighbours, name: str, key: str, specs: tuple[Spec, ...]) -> str | None:
+        """Why ``specs`` are not what is expected, with both sides' shapes and dtypes; None where they match."""
+        if self.specs is not None:
+            if specs == self.specs:
+                return None
+            expected = describe(self.specs)
+        else:
+            if len(specs) == self.count and all(dtype is self.dtype for _, dtype in specs):
+                return None
+            count = "one tensor" if self.count == 1 else f"{self.count} tensors"
+            expected = f"{count} of {str(self.dtype).removeprefix('torch.')}"
+        return f"{name}: {neighbours} expects {expected}, but rank {neighbours.peer(key)} sent {describe(specs)}"
+
+    def allocate(self, specs: tuple[Spec, ...], device: torch.device) -> Message:
+        """Memory for tensors of ``specs``, in the thread, the stream and the grad mode of the caller."""
+        buffers = message.allocate(specs, device, self.out)
+        for x in buffers.tensors if self.out is None else ():
+            if x.dtype.is_floating_point or x.dtype.is_complex:
+                x.requires_grad_()
+        return buffers
+
+    def allocate_from_header(
+        self, neighbours: Neighbours, name: str, key: str, specs: tuple[Spec, ...], device: torch.device
+    ) -> tuple[Message, str | None]:
+        """Memory for the tensors that a header announces, and why they have to be refused once received.
+
+        Raises:
+            MismatchError: they are refused unreceived, because they are larger than what is expected, or than can be
+                allocated. The group is unusable from then on.
+        """
+        problem, size, limit = self.problem(neighbours, name, key, specs), _bytes(specs), _MAX_BYTES
+        if problem:
+            limit = max(_MAX_REFUSED, _bytes(self.specs or ()))
+        if size > limit:
+            problem = problem or f"{name}: rank {neighbours.peer(key)} announces {describe(specs)} to {neighbours}"
+            raise MismatchError(f"{problem}; {size} bytes are not received, and the group is unusable from now on")
+        try:
+            return message.allocate(specs, device) if problem else self.allocate(specs, device), problem
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            text = f"{name}: {neighbours} has no memory for {describe(specs)}, {size} bytes: {error}"
+            raise MismatchError(text) from error
+
+
+def _bytes(specs: tuple[Spec, ...]) -> int:
+    return sum([math.prod(shape) * dtype.itemsize for shape, dtype in specs])
+
+
+class Hop:
+    """A p2p step in flight.
+
+    Attributes:
+        posted: the transfers by key.
+        headers: the headers sent.
+        received: the tensors by key, defined once waited for.
+        problems: by key, why a receiver has to refuse a message; raised once it has been received.
+    """
+
+    __slots__ = ("headers", "posted", "problems", "received")
+
+    def __init__(self) -> None:
+        self.posted: dict[str, Posted] = {}
+        self.headers: list[Posted] = []
+        self.received: dict[str, list[Tensor]] = {}
+        self.problems: dict[str, str] = {}
+
+    def wait(self) -> None:
+        """Wait for every transfer."""
+        for posted in (*self.posted.values(), *self.headers):
+            posted.wait()
+        if self.problems:
+            raise MismatchError("; ".join(self.problems.values()))
+
+
+class _Handle:
+    """One transfer of a hop; ``wait()`` raises its mismatch."""
+
+    __slots__ = ("_hop", "_key")
+
+    def __init__(self, hop: Hop, key: str) -> None:
+        self._hop, self._key = hop, key
+
+    def wait(self) -> None:
+        self._hop.posted[self._key].wait()
+        if self._key in self._hop.problems:
+            raise MismatchError(self._hop.problems[self._key])
+
+    def is_completed(self) -> bool:
+        return self._hop.posted[self._key].is_completed()
+
+
+def _exchange_messages(
+    neighbours: Neighbours,
+    name: str,
+    sends: dict[str, list[Tensor]],
+    receives: dict[str, Incoming],
+    device: torch.device,
+    batched: bool,
+    variable: bool,
+    wait: bool,
+) -> Result:
+    """``exchange`` with one message per neighbour, and a header where shapes vary or are checked."""
+    started, hop = record.now(), Hop()
+    messages = {key: message.pack(tensors) for key, tensors in sends.items()}
+    if neighbours.is_single_rank:
+        _copy_to_self(hop, neighbours, name, sends, receives)
+    elif variable or _check.value:
+        _post_with_headers(hop, neighbours, name, sends, dict(messages), receives, device, batched)
+    else:
+        buffers = {key: each.allocate(each.specs, device) for key, each in receives.items() if each.specs}
+        hop.received = {key: each.tensors for key, each in buffers.items()}
+        _post(hop, neighbours, name, messages | buffers, batched)
+    path = next((each.path for each in reversed(messages.values()) if each.path != "view"), "view")
+    copied, sent = sum([x.bytes_copied for x in messages.values()]), sum([x.wire.nbytes for x in messages.values()])
+    handles: Any = None if hop.posted else {}
+    if wait:
+        hop.wait()
+    else:
+        keep_alive((*hop.headers, *hop.posted.values()))
+        handles = {key: _Handle(hop, key) for key in hop.posted}
+    record.add(name, path, copied, sent, started)
+    received = [_in_form(receives.get(key), hop.received.get(key, [])) for key in ("recv_prev", "recv_next")]
+    return received[0], received[1], handles
+
+
+def _in_form(incoming: Incoming | None, received: list[Tensor]) -> Any:
+    if incoming is None:
+        return None
+    return (received[0] if received else None) if incoming.is_single else received
+
+
+def _post(hop: Hop, neighbours: Neighbours, name: str, messages: dict[str, Message], batched: bool) -> None:
+    wires = {key: each.wire for key, each in messages.items() if each.wire.numel()}
+    hop.posted.update(post(neighbours, name, wires, batched))
+
+
+def _copy_to_self(
+    hop: Hop, neighbours: Neighbours, name: str, sends: dict[str, list[Tensor]], receives: dict[str, Incoming]
+) -> None:
+    """A ring of one stage: what is sent to the next stage is received from the previous one."""
+    for source, target in (("send_next", "recv_prev"), ("send_prev", "recv_next")):
+        if (source in sends) != (target in receives):
+            raise ArgumentError(f"{name}: the only stage of a pipeline has to receive just what it sends")
+        if target in receives:
+            tensors, incoming = sends[source], receives[target]
+            specs = header.describe_tensors(tensors).specs
+            if problem := incoming.problem(neighbours, name, target, specs):
+                raise MismatchError(problem)
+            hop.received[target] = incoming.allocate(specs, tensors[0].device).tensors
+            for buffer, x in zip(hop.received[target], tensors, strict=True):
+                buffer.detach().copy_(x.detach())
+
+
+def _post_with_headers(
+    hop: Hop,
+    neighbours: Neighbours,
+    name: str,
+    sends: dict[str, list[Tensor]],
+    messages: dict[str, Message],
+    receives: dict[str, Incoming],
+    device: torch.device,
+    batched: bool,
+) -> None:
+    """Headers ahead of the messages; on the CPU, where a send occupies no stream, each message follows its header."""
+    directions = neighbours.directions[bool(batched)]
+
+    def start(key: str) -> None:
+        if device.type == "cpu" and (each := messages.pop(key)).wire.numel():
+            hop.posted[key] = post_one(directions[key], name, each.wire)
+
+    contents = {key: header.describe_tensors(tensors) for key, tensors in sends.items()}
+    for key, announced in header.exchange_headers(
+        neighbours, name, contents, tuple(receives), device, hop.headers, start
+    ):
+        buffers, problem = receives[key].allocate_from_header(neighbours, name, key, announced.specs, device)
+        if problem:
+            hop.problems[key] = problem
+        hop.received[key], messages[key] = buffers.tensors, buffers
+        start(key)
+    if messages:
+        _post(hop, neighbours, name, messages, batched)
