@@ -146,9 +146,11 @@ def from_model(
     sizes = {"heads": model.heads, "ffn": model.ffn, "hidden": model.hidden, "tokens": tokens}
     if tokens < 1:
         raise ValueError(f"tokens must be positive, not {tokens}")
+    if world < 2:
+        raise ValueError(f"--tensor-parallel must be 2 or more, not {world}")
     for field, size in sizes.items():
-        if world < 2 or size % world:
-            raise ValueError(f"{field} {size} cannot be cut over {world} tensor-parallel ranks")
+        if size % world:
+            raise ValueError(f"{field} {size} does not divide over {world} tensor-parallel ranks")
     local = tokens // world
     widths = {
         "hidden": (tokens, model.hidden),
