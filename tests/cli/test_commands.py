@@ -388,8 +388,8 @@ def test_doctor_says_what_nccl_is(
     ("text", "told"),
     [
         ("echo exact", ""),
-        ("sleep 30", "rank 0: no word in time"),
-        ('[ "$3" = 1 ] && exit 0; echo exact', "rank 1: no word in time"),
+        ("sleep 30", "rank 0: no output in time"),
+        ('[ "$3" = 1 ] && exit 0; echo exact', "rank 1: no output in time"),
         ('echo "wrong values"; echo bye', "rank 0: bye"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the demo trains, and how far its losses may be from those of one process."""
+"""Sizes and layout of the demo, and how far its losses may be from those of one process."""
 
 from dataclasses import dataclass
 

@@ -38,7 +38,7 @@ _NO_SLOWER = 1.02
 _SIZES = [2**n for n in range(12, 27)]
 _ROW_BYTES = {16: 4096, 8: 8 * 200, 4: 8 * 100, 2: 8 * 1026, 1: 8 * 513}
 _DTYPES = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16, 1: torch.int8}
-# Fields of one result: what static ranking says of a candidate, a time, a wrong output, the times of both paths.
+# Fields of one result: a static verdict, a time, a wrong output, the times of both paths.
 _CANDIDATE = {"op": str, "unit": int, "tile_bytes": int, "segment_bytes": int, "num_warps": int}
 _JUDGED = _CANDIDATE | {
     "pruned": str, "cost": float, "instructions_per_16_bytes": float, "registers": int, "spills": int, "widths": list,
@@ -69,9 +69,9 @@ def crossover_tasks(bench: Bench, groups: Sequence[tuple[str, int]]) -> Iterator
             case = _case(op, unit, nbytes)
 
             def work(case: Case = case) -> list[dict[str, Any]]:
-                plain, ours = bench.paths(case)
+                torch_us, triton_us = bench.paths(case)
                 sizes = {"op": case.op, "unit": case.unit, "bytes": case.nbytes}
-                return [sizes | {"torch_us": round(plain, 3), "triton_us": round(ours, 3)}]
+                return [sizes | {"torch_us": round(torch_us, 3), "triton_us": round(triton_us, 3)}]
 
             yield Task(f"crossover of {op}, {unit} bytes", (f"crossover {op} {unit} {nbytes}",), work)
 
@@ -88,7 +88,7 @@ def _case(op: str, unit: int, nbytes: int) -> Case:
 def configs(results: Mapping[str, Mapping[str, Any]], lanes: int = 32) -> dict[str, dict[str, dict[str, int]]]:
     """The fastest candidate of every operation and unit, by the geometric mean of its times over the cases.
 
-    A case counts when no other of its group was measured with more candidates, so a search that was cut short gives
+    A case counts when no other of its group was measured with more candidates, so a search that was stopped gives
     what it had finished. The default stays where nothing is at least 1 percent faster, and where the default was not
     measured there is no entry; a candidate that was wrong once is out.
     """
@@ -105,19 +105,19 @@ def configs(results: Mapping[str, Mapping[str, Any]], lanes: int = 32) -> dict[s
     return table
 
 
-def _winner(cases: Sequence[Mapping[Candidate, float | None]], first: Candidate) -> Candidate | None:
-    most = max(map(len, cases))
-    counted = [case for case in cases if len(case) == most]
-    out = {candidate for case in cases for candidate, us in case.items() if us is None}
-    everywhere = set.intersection(*(set(case) for case in counted)) - out
+def _winner(cases: Sequence[Mapping[Candidate, float | None]], builtin: Candidate) -> Candidate | None:
+    largest = max(map(len, cases))
+    counted = [case for case in cases if len(case) == largest]
+    excluded = {candidate for case in cases for candidate, us in case.items() if us is None}
+    everywhere = set.intersection(*(set(case) for case in counted)) - excluded
     means = {
         candidate: math.exp(sum(math.log(case[candidate] or 1e-3) for case in counted) / len(counted))
         for candidate in everywhere
     }
-    if first not in means:
+    if builtin not in means:
         return None
     best = min(means, key=lambda candidate: (means[candidate], candidate))
-    return best if means[best] < _BETTER * means[first] else first
+    return best if means[best] < _BETTER * means[builtin] else builtin
 
 
 def crossovers(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
@@ -138,7 +138,7 @@ def crossovers(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
 
 
 def _crossover(rows: Sequence[tuple[int, float, float]]) -> int:
-    slower = [size for size, plain, ours in rows if ours > _NO_SLOWER * plain]
+    slower = [size for size, torch_us, triton_us in rows if triton_us > _NO_SLOWER * torch_us]
     if not slower:
         return 0
     larger = [size for size, _, _ in rows if size > slower[-1]]
@@ -151,12 +151,12 @@ def wrong(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def measured_key(device_name: str, sm_count: int) -> dict[str, Any]:
-    """What a measured table is for; every field has to be equal for it to be used or gone on with."""
+    """The key of a measured table; every field has to match before it is used or continued."""
     return {"format": tables.FORMAT, "kind": "measured", "device": device_name, "sm_count": sm_count} | _versions()
 
 
 def static_key(target: str) -> dict[str, Any]:
-    """What a static ranking is for."""
+    """The key of a static ranking."""
     return {"format": tables.FORMAT, "kind": "static", "target": target} | _versions()
 
 
@@ -170,7 +170,7 @@ def user_path(device_name: str, sm_count: int) -> Path:
 
 
 def resume(path: Path | None, key: dict[str, Any]) -> dict[str, Any]:
-    """What an earlier run left in a file, empty if there is no such file.
+    """Results of an earlier run, empty if there is no such file.
 
     A file that is damaged, of a newer format, or for something else is left out with one warning, and kept with
     ``.old`` at the end of its name.

@@ -25,7 +25,7 @@ Follow = Callable[[str, int, int], None]
 _SAVE_EVERY_S = 2.0
 _CANDIDATES = 4  # of a batch: one run of the disassembler, about a second of one core
 _WORTH_A_WORKER = 8  # batches; a worker's imports take as long as three of them
-_MOST_WORKERS = 8
+_MAX_WORKERS = 8
 _POLL_S = 0.5
 
 
@@ -56,11 +56,11 @@ def search(
     """Do the tasks whose results are not in ``done`` yet, in order, and put the results there.
 
     Args:
-        tasks: what to do.
+        tasks: in this order.
         done: results by key, of an earlier run too; added to task by task.
         save: writes ``done``; called every two seconds and at the end, also after Ctrl-C.
         budget: seconds after which no further task starts; None for no limit.
-        follow: told the group, how many keys are done and how many there are, after each task.
+        follow: called with the group, the keys done and the keys in total after each task.
         clock: seconds from any start.
 
     Returns:
@@ -138,7 +138,7 @@ def judge_all(
     """
     started = clock()
     missing = [batch for batch in todo if not done.keys() >= set(batch.keys)]
-    workers = min(len(os.sched_getaffinity(0)), len(missing) // _WORTH_A_WORKER, _MOST_WORKERS)
+    workers = min(len(os.sched_getaffinity(0)), len(missing) // _WORTH_A_WORKER, _MAX_WORKERS)
     if workers > 1:
         try:
             return _in_processes(workers, todo, done, save, budget, follow, clock)

@@ -26,7 +26,7 @@ _JUDGING = 1 / 3  # of a budget, at most: what is not judged by then is measured
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for on the command line; ``cases_of`` checks it.
+    """Arguments of the command, unchecked; see ``cases_of``.
 
     Attributes:
         ops: operations, all by default.
@@ -53,13 +53,13 @@ class Request:
 
 @dataclass
 class Outcome:
-    """What a search made.
+    """State and results of a search.
 
     Attributes:
         state: ``complete``, ``out of time`` or ``interrupted``.
-        content: what the file holds.
+        content: content of the file.
         path: the file, None if there is none.
-        warnings: about files that were there and are not used.
+        warnings: about files that are not used.
         wrong: candidates whose output was wrong.
         left: results that are missing.
     """
@@ -142,7 +142,7 @@ def measure(
     """Check and time candidates and both paths on a GPU, and write the table; the cheapest by static cost come first.
 
     Args:
-        request: what to measure.
+        request: the cases.
         bench: the device.
         follow: see ``search``.
         clock: seconds from any start, for the budget.
