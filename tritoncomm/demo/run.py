@@ -67,7 +67,7 @@ def run(settings: Settings, follow: Follow | None = None, prepare: Callable[[], 
     """
     next(batches(settings))  # a bad text shows here, before anything is spawned
     context: Any = multiprocessing.get_context("forkserver")  # imports torch once; with spawn every process does
-    context.set_forkserver_preload(["tritoncomm.demo.train"])
+    context.set_forkserver_preload(["torch", "torch.distributed"])
     queue, port = context.Queue(), _free_port()
     jobs = {("ranks", rank): (settings, prepare) for rank in range(settings.ranks)}
     jobs["single process", 0] = (replace(settings, ranks=1, pipeline=1, virtual=1), None)
