@@ -1,4 +1,4 @@
-"""Whether all ranks of a job have the same variables and tuned tables; where they differ one rank warns.
+"""Check that all ranks of a job have the same variables and tuned tables; where they differ one rank warns.
 
 Only TRITONCOMM_CHECK decides what is sent. Paths and tiles decide speed: a collective waits for the slowest rank.
 """
@@ -6,6 +6,7 @@ Only TRITONCOMM_CHECK decides what is sent. Paths and tiles decide speed: a coll
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ _SHOWN = 6
 def check() -> None:
     """Warn on one rank if ranks of the default group differ in the library's variables or in tuned tables.
 
-    Every rank calls it; `initialize()` does. No rank waits for another: each leaves what it has in the store of the
-    default group, and whoever comes last compares.
+    Every rank calls it; `initialize()` does. Non-blocking: every rank publishes its settings to the default store, and
+    the last one to arrive compares them and warns.
     """
     world = dist.get_world_size()
     if world == 1 or dist.get_backend() == "fake":
@@ -37,20 +38,20 @@ def check() -> None:
 
 
 def settings() -> dict[str, str]:
-    """What every variable comes to on this rank, and the tables that count for its current device."""
-    mine = variables.effective()
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # a check must not be what starts CUDA
-        return {"device": "CPU", "tuned tables": ""} | mine
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    device = (properties.name, properties.multi_processor_count)
-    return {"device": f"{device[0]}, {device[1]} SMs", "tuned tables": tables.digest(*device)} | mine
+    """The effective value of every variable on this rank, and the tables that apply to its current device."""
+    device, digest = "CPU", ""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # the check must not be what starts CUDA
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+        device = f"{gpu.name}, {gpu.multi_processor_count} SMs"
+        digest = tables.digest(gpu.name, gpu.multi_processor_count)
+    return {"device": device, "tuned tables": digest} | variables.effective()
 
 
 def compare(store: Any, rank: int, world: int, mine: Mapping[str, str]) -> str:
-    """Leave ``mine`` in the store; on the last of the ranks what differs in words, else nothing.
+    """Publish ``mine`` in the store; the last rank to arrive returns what differs in words, the others nothing.
 
-    Rounds are counted per rank, so ranks that are started again or initialize more often than others are compared with
-    nobody, and wait for nobody.
+    Rounds are counted per rank, so ranks that are restarted or initialize more often than others are not compared, and
+    do not wait.
     """
     key = f"{_KEY}/{store.add(f'{_KEY}/rounds/{rank}', 1)}"
     store.set(f"{key}/{rank}", json.dumps(dict(mine)))
@@ -61,45 +62,40 @@ def compare(store: Any, rank: int, world: int, mine: Mapping[str, str]) -> str:
 
 
 def difference(settings: Sequence[Mapping[str, str]]) -> str:
-    """What ranks differ in, and what follows from it.
+    """What ranks differ in, and what follows from it; nothing if they do not.
 
-    Tables are compared on devices of one kind; where nobody read one, so is the variable that names it: a node may have
-    the same table elsewhere.
+    Tables are compared on devices of one kind. Where no table was read the variable that names it is compared instead,
+    as a node may have the same table in another place.
     """
-    speed = [_line(variables.PATH.name, settings, range(len(settings)))]
-    for device in sorted({one["device"] for one in settings}):
-        ranks = [rank for rank, one in enumerate(settings) if one["device"] == device]
-        are_read = all(settings[rank]["tuned tables"] for rank in ranks)
-        speed.append(_line("tuned tables" if are_read else tables.VARIABLE, settings, ranks, f" for {device}"))
-    slower = "; ".join(filter(None, speed))
-    sentences = [
-        slower and f"{slower}. Results are the same, but every collective waits for the slowest rank",
-        _line(variables.CHECK.name, settings, range(len(settings))),
-    ]
-    if sentences[1]:
-        sentences[1] += ". Messages between ranks that differ in it fail: only one side sends or expects a header"
-    words = ". ".join(filter(None, sentences))
+    every = range(len(settings))
+    speed = [_line(variables.PATH.name, settings, every)]
+    for device, ranks in sorted(_by_value("device", settings, every).items()):
+        name = "tuned tables" if all(settings[rank]["tuned tables"] for rank in ranks) else tables.VARIABLE
+        speed.append(_line(name, settings, ranks, f" for {device}"))
+    slower, header = "; ".join(filter(None, speed)), _line(variables.CHECK.name, settings, every)
+    slower = slower and f"{slower}. Results are the same, but every collective waits for the slowest rank"
+    header = header and f"{header}. Messages between ranks that differ in it fail: only one side has a header"
+    words = ". ".join(filter(None, (slower, header)))
     return words and (
         f"ranks are configured differently: {words}. Give every rank the same variables and one table (docs/tuning.md)"
     )
 
 
-def _line(name: str, settings: Sequence[Mapping[str, str]], ranks: Sequence[int], where: str = "") -> str:
-    values: dict[str, list[int]] = {}
+def _by_value(name: str, settings: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
     for rank in ranks:
-        values.setdefault(settings[rank][name], []).append(rank)
-    if len(values) < 2:
-        return ""
-    return f"{name}{where} is " + ", ".join(f"{value or 'unset'} on {_ranks(who)}" for value, who in values.items())
+        groups.setdefault(settings[rank][name], []).append(rank)
+    return groups
+
+
+def _line(name: str, settings: Sequence[Mapping[str, str]], ranks: Sequence[int], where: str = "") -> str:
+    groups = _by_value(name, settings, ranks)
+    values = ", ".join(f"{value or 'unset'} on {_ranks(group)}" for value, group in groups.items())
+    return f"{name}{where} is {values}" if len(groups) > 1 else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     """``ranks 0-3, 7``, the first few runs."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_SHOWN]]
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0])]
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:_SHOWN]]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}{', ...' if len(runs) > _SHOWN else ''}"

@@ -1,4 +1,4 @@
-"""What this machine has for training over several ranks, and what to do about what it lacks."""
+"""Examines a machine for training over several ranks: versions, backends, GPUs, links, tables and variables."""
 
 import os
 import re
@@ -27,11 +27,11 @@ _NO_NETWORK = re.compile(r"rank \d: (tritoncomm\.errors\.|(ModuleNotFound|Import
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at.
+    """One aspect of the machine.
 
     Attributes:
-        name: what.
-        value: how it is.
+        name: the aspect.
+        value: its state.
         level: ``ok``, ``note`` (worth knowing) or ``problem``.
         advice: what to do about it, empty when all is well.
     """
@@ -43,10 +43,10 @@ class Finding:
 
 
 def examine(self_test: bool = True) -> Iterator[Finding]:
-    """Look at one thing after the other; the self test, which takes seconds, comes last."""
+    """Yield the findings one by one; the self test, which takes seconds, comes last."""
     yield Finding("python", f"{sys.version.split()[0]}")
-    for package, least in NEEDED.items():
-        yield _version(package, least)
+    for package, minimum in NEEDED.items():
+        yield _version(package, minimum)
     yield from _backends()
     yield from _gpus()
     yield from _links()
@@ -65,15 +65,15 @@ def examine(self_test: bool = True) -> Iterator[Finding]:
         yield _self_test(tuple(name for name in variables.effective() if name in wrong))
 
 
-def _version(package: str, least: tuple[int, int]) -> Finding:
-    wanted = ".".join(map(str, least))
+def _version(package: str, minimum: tuple[int, int]) -> Finding:
+    needed = ".".join(map(str, minimum))
     try:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:
-        return Finding(package, "not installed", "problem", f"pip install '{package}>={wanted}'")
+        return Finding(package, "not installed", "problem", f"pip install '{package}>={needed}'")
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
-    if numbers < least:
-        return Finding(package, version, "problem", f"too old: pip install '{package}>={wanted}'")
+    if numbers < minimum:
+        return Finding(package, version, "problem", f"too old: pip install '{package}>={needed}'")
     return Finding(package, version)
 
 
@@ -131,9 +131,9 @@ def _gpus() -> Iterator[Finding]:
             hint = "the driver is there: is this a CPU build of torch, or is CUDA_VISIBLE_DEVICES empty?"
         yield Finding("GPUs", "none that torch can use", "note", hint)
     for index in range(count):
-        found = torch.cuda.get_device_properties(index)
-        size = f"{found.total_memory / 2**30:.0f} GiB, {found.multi_processor_count} SMs"
-        yield Finding(f"GPU {index}", f"{found.name}, {size}, compute capability {found.major}.{found.minor}")
+        gpu = torch.cuda.get_device_properties(index)
+        size = f"{gpu.total_memory / 2**30:.0f} GiB, {gpu.multi_processor_count} SMs"
+        yield Finding(f"GPU {index}", f"{gpu.name}, {size}, compute capability {gpu.major}.{gpu.minor}")
 
 
 def _links() -> Iterator[Finding]:
@@ -141,34 +141,34 @@ def _links() -> Iterator[Finding]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         return
-    apart = [
+    unreachable = [
         f"{a}-{b}" for a in range(count) for b in range(a + 1, count) if not torch.cuda.can_device_access_peer(a, b)
     ]
-    if apart:
+    if unreachable:
         advice = "NCCL goes through host memory there: look at `nvidia-smi topo -m`, at ACS and at /dev/shm"
-        yield Finding("peer access", f"not between GPUs {', '.join(apart)}", "note", advice)
+        yield Finding("peer access", f"not between GPUs {', '.join(unreachable)}", "note", advice)
     else:
         yield Finding("peer access", "between all GPUs")
     if smi := shutil.which("nvidia-smi"):
         done = subprocess.run([smi, "topo", "-m"], capture_output=True, text=True, timeout=30, check=False)
         links = [line.split()[: count + 1] for line in done.stdout.splitlines() if line.startswith("GPU")]
         kinds = sorted({cell for row in links for cell in row[1:]} - {"X"})
-        yield Finding("links", ", ".join(kinds) or "unknown: nvidia-smi topo -m said nothing")
+        yield Finding("links", ", ".join(kinds) or "unknown: nvidia-smi topo -m printed nothing")
 
 
 def _table() -> Iterator[Finding]:
-    """The tuned tables that count for every kind of GPU here."""
+    """The tuned tables that apply to every kind of GPU here."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    kinds = {(found.name, found.multi_processor_count) for found in map(torch.cuda.get_device_properties, range(count))}
+    kinds = {(gpu.name, gpu.multi_processor_count) for gpu in map(torch.cuda.get_device_properties, range(count))}
     for name, multiprocessors in sorted(kinds):
         with warnings.catch_warnings(record=True) as ignored:
             warnings.simplefilter("always")
-            found = tables.chosen(name, multiprocessors)
+            chosen = tables.chosen(name, multiprocessors)
         for one in ignored:
             yield Finding("tuned table", str(one.message), "note", "see `Which table counts` in docs/tuning.md")
-        if found:
+        if chosen:
             digest = tables.digest(name, multiprocessors)
-            yield Finding("tuned table", f"{', '.join(table.origin for table in found)} (digest {digest})")
+            yield Finding("tuned table", f"{', '.join(table.origin for table in chosen)} (digest {digest})")
         else:
             yield Finding("tuned table", f"none for {name}: built-in rules", "note", "`tritoncomm tune` makes one")
     if not kinds:
@@ -231,14 +231,14 @@ def _table_variable(name: str, value: str) -> Finding:
     if named in ("", "none"):
         return Finding(name, repr(value), "ok" if not named else "note", "" if not named else "no tuned table is read")
     try:
-        place = tables.expanded(named)
-        if place.is_dir():
-            files = sorted(path.name for path in place.glob("*.json"))
+        path = tables.expanded(named)
+        if path.is_dir():
+            files = sorted(file.name for file in path.glob("*.json"))
             if files:
                 return Finding(name, f"{value}: {', '.join(files)}")
             advice = "`tritoncomm tune --out` that folder, on each kind of GPU"
             return Finding(name, f"{value}: no table in it", "problem", advice)
-        table = tables.read(place)
+        table = tables.read(path)
     except (OSError, tables.TableError) as error:
         return Finding(name, f"{value}: {error}", "problem", "built-in rules are used: name a table, or unset it")
     return Finding(name, f"{value}: for {table.device} with {table.sm_count} SMs")
@@ -262,7 +262,7 @@ VARIABLES: dict[str, Callable[[str, str], Finding]] = {
 
 
 def _self_test(without: tuple[str, ...]) -> Finding:
-    """Two ranks exchange known values, without the variables that are wrong: what is tested is the connection."""
+    """Two ranks exchange known values, without the variables that are wrong: the test is of the connection."""
     backend = "nccl" if dist.is_nccl_available() and torch.cuda.device_count() > 1 else "gloo"
     what = "all_to_all_sp2hp over two ranks, forward and backward"
     wrong = selftest.run(backend, without=without)

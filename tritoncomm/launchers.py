@@ -37,14 +37,14 @@ _HOST = re.compile(r"((?:[^,\[\]\s]|\[\w+(?:-\w+)?(?:,\w+(?:-\w+)?)*\])+)(?:,|$)
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a launcher says about this process.
+    """This process in its job, from the launcher's variables.
 
     Attributes:
         launcher: its name.
         rank: this process's among all.
         size: number of ranks.
-        local_rank: this process's on its node, None where the launcher does not say.
-        local_size: ranks on this node, None where the launcher does not say.
+        local_rank: this process's on its node, None if the launcher does not set it.
+        local_size: ranks on this node, None if the launcher does not set it.
     """
 
     launcher: str
@@ -58,7 +58,7 @@ def started_by(env: Mapping[str, str]) -> Launch | None:
     """The launcher that started this process; None for a process on its own.
 
     torchrun counts with its own variables only: RANK and WORLD_SIZE alone may be those of the nodes of a cluster.
-    Slurm counts inside a step of srun only: a batch script has the job's variables, and nobody starts its other tasks.
+    Slurm counts inside a step of srun only: a batch script has the job's variables, but one process.
 
     Raises:
         GroupError: the variables contradict each other, or a rank has no number of ranks.
@@ -112,10 +112,10 @@ def rendezvous(env: Mapping[str, str]) -> dict[str, str]:
     """torchrun's variables from another launcher's; nothing where RANK is set, or for a process on its own.
 
     On one node the ranks meet at 127.0.0.1 and a port that follows from the job. On several nodes Slurm's list has the
-    first one; other launchers do not say, so MASTER_ADDR and MASTER_PORT have to be set, as they may be everywhere.
+    first one; other launchers do not, so MASTER_ADDR and MASTER_PORT have to be set, as they may be everywhere.
 
     Raises:
-        GroupError: they are missing, or the launcher's variables make no sense.
+        GroupError: they are missing, or the launcher's variables are invalid.
     """
     launch = None if "RANK" in env else started_by(env)
     if launch is None or launch.size == 1:
@@ -194,7 +194,7 @@ def forget(env: MutableMapping[str, str]) -> None:
 
 
 def is_first(launch: Launch, *, of_node: bool = False) -> bool:
-    """Whether this is rank 0 of the job, or the first rank of its node where the launcher says which one that is."""
+    """Whether this is rank 0 of the job, or the first rank of its node where the launcher sets it."""
     if of_node and launch.local_rank is not None:
         return launch.local_rank == 0
     return launch.rank == 0

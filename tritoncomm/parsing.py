@@ -1,10 +1,10 @@
-"""What the commands take as words: element types and lists of sizes, read the same way by all of them."""
+"""Element types, lists of sizes and counts as text, the same for all commands."""
 
 import re
 
 import torch
 
-__all__ = ["dtype_name", "parse_dtype", "parse_ints"]
+__all__ = ["counted", "dtype_name", "parse_dtype", "parse_ints"]
 
 _SHORT = {
     "bf16": "bfloat16",
@@ -14,7 +14,7 @@ _SHORT = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }  # half, float, double and the like are torch's own
-_MOVED = re.compile(r"bfloat16|float(16|32|64|8_\w+)|complex(32|64|128)|u?int(8|16|32|64)|bool")
+_SUPPORTED = re.compile(r"bfloat16|float(16|32|64|8_\w+)|complex(32|64|128)|u?int(8|16|32|64)|bool")
 
 
 def parse_dtype(text: str) -> torch.dtype:
@@ -24,13 +24,18 @@ def parse_dtype(text: str) -> torch.dtype:
         ValueError: torch has no such dtype, or tensors of it cannot be moved (quantized, or below a byte).
     """
     name = text.strip().removeprefix("torch.")
-    found = getattr(torch, _SHORT.get(name.lower(), name), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, _SHORT.get(name.lower(), name), None)
+    if not isinstance(dtype, torch.dtype):
         short = ", ".join(_SHORT)
         raise ValueError(f"{text!r} is no dtype: torch's names (bfloat16, float32, int64, ...) or {short}, half")
-    if not _MOVED.fullmatch(dtype_name(found)):
+    if not _SUPPORTED.fullmatch(dtype_name(dtype)):
         raise ValueError(f"dtype {text!r} cannot be moved: quantized types and elements below a byte have no path here")
-    return found
+    return dtype
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -38,13 +43,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def parse_ints(text: str, option: str, least: int | None = None) -> tuple[int, ...]:
+def parse_ints(text: str, option: str, minimum: int | None = None) -> tuple[int, ...]:
     """``4096,1,8192`` or ``4096x1x8192`` as a tuple; nothing is an empty one.
 
     Args:
-        text: what was given.
+        text: the argument.
         option: its name, for the message.
-        least: the smallest integer that makes sense; any by default.
+        minimum: the smallest valid integer; any by default.
 
     Raises:
         ValueError: not integers, or one that is too small.
@@ -53,6 +58,6 @@ def parse_ints(text: str, option: str, least: int | None = None) -> tuple[int, .
         numbers = tuple(int(part) for part in text.replace("x", ",").split(",")) if text.strip() else ()
     except ValueError:
         raise ValueError(f"{option} must be integers like 4096,1,8192 or 4096x1x8192, not {text!r}") from None
-    if least is not None and min(numbers, default=least) < least:
-        raise ValueError(f"{option} {text!r}: {min(numbers)} is below {least}")
+    if minimum is not None and min(numbers, default=minimum) < minimum:
+        raise ValueError(f"{option} {text!r}: {min(numbers)} is below {minimum}")
     return numbers

@@ -25,7 +25,7 @@ WORLD, ROWS, HIDDEN = 2, 3, 8
 
 
 def run(backend: str, seconds: float = 60.0, without: Sequence[str] = ()) -> str:
-    """What went wrong between two ranks over ``backend``, empty if nothing did; at most ``seconds``.
+    """The first failure of two ranks over ``backend``, empty if there was none; at most ``seconds``.
 
     Args:
         backend: ``gloo`` or ``nccl``.
@@ -43,11 +43,11 @@ def run(backend: str, seconds: float = 60.0, without: Sequence[str] = ()) -> str
         try:
             for rank, log in enumerate(logs):
                 command = [sys.executable, "-m", "tritoncomm.selftest", str(rank), f"{folder}/store", backend]
-                with log.open("wb") as said:
-                    ranks.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
+                with log.open("wb") as output:
+                    ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
             _wait(ranks, end)
             failed = [rank for rank, process in enumerate(ranks) if process.poll()]
-            return next(filter(None, (_said(rank, logs[rank]) for rank in failed or range(WORLD))), "")
+            return next(filter(None, (_last_line(rank, logs[rank]) for rank in failed or range(WORLD))), "")
         finally:
             for process in ranks:
                 process.kill()
@@ -62,12 +62,12 @@ def _wait(ranks: list[subprocess.Popen[bytes]], end: float) -> None:
         time.sleep(0.02)
 
 
-def _said(rank: int, log: Path) -> str:
-    """The last line of a rank that has not said that all is well."""
+def _last_line(rank: int, log: Path) -> str:
+    """The last line of a rank that did not report success."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     if lines and lines[-1] == "exact":
         return ""
-    return f"rank {rank}: {lines[-1].strip() if lines else 'no word in time'}"
+    return f"rank {rank}: {lines[-1].strip() if lines else 'no output in time'}"
 
 
 def _inputs(rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,21 +80,21 @@ def _inputs(rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _exchange(rank: int, device: torch.device) -> None:
-    """Values and gradients of one exchange against what every rank can work out for itself."""
+    """Values and gradients of one exchange against values that every rank computes locally."""
     group = dist.group.WORLD
     assert group is not None
     rows, gradient = _inputs(rank, device)
     x = rows.requires_grad_()
     out = all_to_all_sp2hp(x, group)
-    (found,) = torch.autograd.grad(out, x, gradient)
+    (grad,) = torch.autograd.grad(out, x, gradient)
     everyone = [_inputs(other, device) for other in range(WORLD)]
     columns, mine = HIDDEN // WORLD, slice(rank * ROWS, (rank + 1) * ROWS)
     values = torch.cat([all_rows[:, rank * columns : (rank + 1) * columns] for all_rows, _ in everyone])
     gradients = torch.cat([all_columns[mine] for _, all_columns in everyone], 1)
     if not torch.equal(out, values):
         raise SystemExit(f"all_to_all_sp2hp gave wrong values: {out.tolist()}, not {values.tolist()}")
-    if not torch.equal(found, gradients):
-        raise SystemExit(f"all_to_all_sp2hp gave wrong gradients: {found.tolist()}, not {gradients.tolist()}")
+    if not torch.equal(grad, gradients):
+        raise SystemExit(f"all_to_all_sp2hp gave wrong gradients: {grad.tolist()}, not {gradients.tolist()}")
 
 
 def _rank(rank: int, store: str, backend: str) -> None:

@@ -119,7 +119,7 @@ def _read_config(config: Any) -> tuple[Any, Any, str | None]:
     parallel = config.get("parallel", {})
     if not isinstance(parallel, Mapping):
         raise ArgumentError(f"config['parallel'] must be a dict, not {type(parallel).__name__}")
-    unknown = [name for name in parallel if name not in (*_KEYS, "data")]  # data is what is left over, whatever is said
+    unknown = [name for name in parallel if name not in (*_KEYS, "data")]  # data is always derived from the others
     if unknown:
         raise ArgumentError(f"config['parallel'] has no key {unknown[0]!r}; it takes {', '.join(_KEYS)}")
     (pipeline, _), (tensor, mode) = (_read_axis(name, parallel.get(name, 1)) for name in _KEYS)

@@ -4,7 +4,7 @@
 |---|---|---|
 | TRITONCOMM_PATH | ``auto``, ``torch``, ``triton`` | the path of every pack and unpack |
 | TRITONCOMM_CHECK | a switch | a header before every message, compared with what its receiver expects |
-| TRITONCOMM_TABLE | a file, a folder, ``none`` | the tuned tables that count (read by ``tritoncomm_kernels.tables``) |
+| TRITONCOMM_TABLE | a file, a folder, ``none`` | the tuned tables that apply (read by ``tritoncomm_kernels.tables``) |
 
 An empty variable is one that is not set. ``0``, ``false``, ``no`` and ``off`` switch off, in any case of the letters.
 """
@@ -28,15 +28,15 @@ def is_on(text: str) -> bool:
 
 
 def _path(text: str) -> str:
-    """``auto`` where nothing is forced. Other texts come back as they are: the first use refuses them."""
+    """``auto`` where nothing is forced. Other texts are returned unchanged: the first use refuses them."""
     return text if is_on(text) else "auto"
 
 
 class Setting(Generic[_T]):
-    """What a variable says, unless a ``with`` block says otherwise.
+    """The value of a variable, or of the ``with`` block that overrides it.
 
     Attributes:
-        value: what counts now; read directly on hot paths.
+        value: the current value; read directly on hot paths.
     """
 
     __slots__ = ("_blocks", "_default", "_parse", "name", "value")
@@ -79,5 +79,5 @@ def read() -> None:
 
 
 def effective() -> dict[str, str]:
-    """What every variable comes to: two ranks with equal values behave alike, however the variables are spelt."""
+    """The effective value of every variable: ranks with equal values behave identically, whatever the spelling."""
     return {PATH.name: PATH.value, CHECK.name: "on" if CHECK.value else "off", tables.VARIABLE: tables.variable()}

@@ -1,9 +1,24 @@
 """Triton kernels for the memory work around collectives, and the same functions in plain torch."""
 
-from tritoncomm_kernels import reference, softmax
+from tritoncomm_kernels import cross_entropy, reference
+from tritoncomm_kernels import cross_entropy as softmax  # its name before; TODO: delete when no benchmark uses it
 from tritoncomm_kernels.config import Config, config_for
 from tritoncomm_kernels.copy import pack, unpack
+from tritoncomm_kernels.cross_entropy import gradient, statistics
 from tritoncomm_kernels.launch import TooLargeError
 from tritoncomm_kernels.reduce import MAX_PARTS, reduce
 
-__all__ = ["MAX_PARTS", "Config", "TooLargeError", "config_for", "pack", "reduce", "reference", "softmax", "unpack"]
+__all__ = [
+    "MAX_PARTS",
+    "Config",
+    "TooLargeError",
+    "config_for",
+    "cross_entropy",
+    "gradient",
+    "pack",
+    "reduce",
+    "reference",
+    "softmax",
+    "statistics",
+    "unpack",
+]

@@ -52,7 +52,7 @@ def config_for(
         tile_bytes: size of the tile, by default 8 KiB, down to 2 KiB for units of 2 bytes and 1 (fewer registers),
             and 128 KiB in the interpreter, where a program costs milliseconds whatever its size.
         device_name: name of the GPU whose tuned tables count; none by default.
-        sm_count: its multiprocessors, 0 if nobody knows.
+        sm_count: its multiprocessors, 0 if unknown.
 
     Example:
         ``config_for("pack", 16, 4096, 8192)`` is 16 rows of 512 bytes; for one row it is 1 row of 8192 bytes.
@@ -67,11 +67,11 @@ def config_for(
 def tile_for(
     op: str, unit_bytes: int, outer: int, cols_bytes: int, tile_bytes: int, segment_bytes: int, num_warps: int
 ) -> Config:
-    """A tile of at most ``tile_bytes``: rows are cut into ``segment_bytes``, longer where there are too few of them.
+    """A tile of at most ``tile_bytes``: ``segment_bytes`` of each row, more where there are too few rows to fill it.
 
-    Every unit that a thread has of one row costs it a division and registers, so beyond a segment there are 8 at most;
-    every row that it has costs it an address, so a tile that is not made of several segments gives it 16 units at most.
-    Units as in ``config_for``; ``reduce`` has no rows to cut and takes ``tile_bytes`` as they are.
+    Each unit per thread in a row costs an integer division and registers, so a thread takes at most 8 beyond one
+    segment. Each row per thread costs an address, so a thread takes at most 16 units of a tile that is not made of
+    several segments. Units as in ``config_for``; ``reduce`` has no rows and uses ``tile_bytes`` unchanged.
     """
     if op == "reduce":
         return Config(1, tile_bytes, num_warps)
@@ -84,7 +84,7 @@ def tile_for(
 
 
 def default_candidate(op: str, unit_bytes: int, lanes: int = _LANES) -> tuple[int, int, int]:
-    """``tile_bytes``, ``segment_bytes`` and ``num_warps`` where no table says otherwise, for warps of ``lanes``."""
+    """``tile_bytes``, ``segment_bytes`` and ``num_warps`` where no table applies, for warps of ``lanes``."""
     if op == "reduce":  # 16 bytes for every thread at least, and no more parts in registers than fit
         return max(min(_REDUCE_ELEMENTS * unit_bytes, _TILE), 16 * lanes * _WARPS), _SEGMENT, _WARPS
     tile, segment = _NARROW_TILES.get((op, unit_bytes), (_TILE, _SEGMENT))
@@ -112,13 +112,13 @@ class Crossover:
 
 
 def crossover_of(op: str, device_name: str | None = None, sm_count: int = 0) -> Crossover | None:
-    """What the tables of a device say about ``op``, None where they say nothing."""
-    found: dict[int, int] = {}
+    """The crossovers of ``op`` in the tables of a device, None without any."""
+    sizes: dict[int, int] = {}
     for table in tables.chosen(device_name, sm_count) if device_name else ():
-        found = {int(unit): size for unit, size in table.crossover_bytes.get(op, {}).items()} | found
-    if not found:
+        sizes = {int(unit): size for unit, size in table.crossover_bytes.get(op, {}).items()} | sizes
+    if not sizes:
         return None
-    by_unit = {unit: found.get(unit, max(found.values())) for unit in tables.UNITS}
+    by_unit = {unit: sizes.get(unit, max(sizes.values())) for unit in tables.UNITS}
     return Crossover(min(by_unit.values()), max(by_unit.values()), by_unit)
 
 

@@ -44,7 +44,7 @@ def pack(
     otherwise the arithmetic is fp32 (fp64 when either side is fp64) with one rounding at the store.
 
     Args:
-        rows: ``[*outer, row]`` with up to three outer dims once neighbours are joined, any strides.
+        rows: ``[*outer, row]`` with up to three outer dims once neighbours are coalesced, any strides.
         wire: ``[world, outer, run]``, each ``[outer, run]`` contiguous, any stride between ranks; with ``sizes`` flat.
         scale: a factor; floating point tensors only.
         sizes: elements of a row per rank; rank w's block ``[outer, sizes[w]]`` starts at ``outer * sum(sizes[:w])``.
@@ -92,7 +92,7 @@ def unpack(
 def plain_copy(
     name: str, device: int, dtype: torch.dtype, alignment: int, shape: Ints, stride: Ints, world: int
 ) -> tuple[Launch | None, int]:
-    """What ``pack`` or ``unpack`` does between rows and a contiguous wire that cuts them evenly, prepared.
+    """The prepared launch of ``pack`` or ``unpack`` between rows and a contiguous wire of equal shards.
 
     Args:
         name: ``pack`` or ``unpack``.
@@ -242,7 +242,7 @@ class _Shards:
 
 
 def _equal_shards(geo: Geometry, scaling: tuple[int, int], cols: int, step: int) -> _Shards:
-    """Tiles of ``step`` units along the whole row, padding on the wire included."""
+    """Tiles of ``step`` units along the full row, padding on the wire included."""
     tiles = -(-cols // step)
     stride_rank, row, run = _in_units(scaling, geo.stride_rank, geo.row, geo.run)
     return _Shards(_copy_kernel, tiles, (stride_rank, geo.outer, row, run, cols, tiles), {})

@@ -1,4 +1,4 @@
-"""Integers that kernels read on a device: copied there once, by streams and graphs alike.
+"""Integers that kernels read on a device: copied there once, shared by streams and graphs.
 
 Not to be confused with ``tables``, which are files of tuned tiles.
 """

@@ -1,4 +1,4 @@
-"""The address map of one call in integers, checked: what pack and unpack have in common on every path."""
+"""The address map of one call in integers, checked: shared by pack and unpack on every path."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Geometry:
         run: elements of a row that go to one rank (0 when sizes are given).
         world: number of ranks.
         starts: where each rank's part of a row starts, and the end of the row; None without sizes.
-        dims: sizes of the outer dims after neighbours that one stride can walk were joined; at least one.
+        dims: sizes of the outer dims after neighbours that one stride can walk were coalesced; at least one.
         strides: their strides.
         stride_element: stride inside a row.
         stride_rank: stride between ranks (0 when sizes are given).
@@ -84,18 +84,18 @@ def _uneven(name: str, outer: int, row: int, shape: Ints, stride: Ints, sizes: I
 
 
 def coalesce(shape: Sequence[int], stride: Sequence[int]) -> tuple[Ints, Ints]:
-    """Join neighbouring dims that one stride can walk; at least one dim remains.
+    """Coalesce neighbouring dims that one stride can walk; at least one dim remains.
 
     Example:
         shape (2, 3, 4) by (36, 12, 1) gives (6, 4) by (12, 1).
     """
-    joined: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for size, step in zip(shape, stride, strict=True):
         if size == 1:
             continue
-        if joined and joined[-1][1] == size * step:
-            joined[-1] = (joined[-1][0] * size, step)
+        if merged and merged[-1][1] == size * step:
+            merged[-1] = (merged[-1][0] * size, step)
         else:
-            joined.append((size, step))
-    joined = joined or [(1, 0)]
-    return tuple(size for size, _ in joined), tuple(step for _, step in joined)
+            merged.append((size, step))
+    merged = merged or [(1, 0)]
+    return tuple(size for size, _ in merged), tuple(step for _, step in merged)

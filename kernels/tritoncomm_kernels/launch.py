@@ -1,10 +1,10 @@
 """Launching a compiled kernel for a few microseconds: one compiled variant per kind of call, called directly.
 
-``fn[grid](...)`` looks every argument over on every call. None of ours depends on its values (integers are never
-specialised, and no access is wider than the host proved aligned), so the variant is looked up once and its ``run`` is
-called with raw pointers, past the Python in front of Triton's C launcher where that is known. The ordinary way remains
-for the interpreter, for profilers that hook launches, for a current device that is not the tensors' and for any Triton
-whose ``run`` is not known to take these arguments.
+``fn[grid](...)`` inspects every argument on every call (about 20 us). These kernels do not depend on the values
+(integers are never specialised, and no access is wider than the host proved aligned), so the variant is looked up once
+and its ``run`` is called with raw pointers, past the Python in front of Triton's C launcher where that is known. The
+ordinary launch remains for the interpreter, for profilers that hook launches, for a current device that is not the
+tensors' and for any Triton whose ``run`` is not known to take these arguments.
 """
 
 import warnings
@@ -54,7 +54,7 @@ class Variant:
         run: a launcher.
         fixed: what it takes between the stream and the kernel's arguments.
         packed: the kernel's arguments go as one tuple.
-        compiled: held because Triton unloads the module with it.
+        compiled: kept referenced because Triton unloads the module with it.
     """
 
     run: Callable[..., None]
@@ -212,13 +212,13 @@ def device_key(device: int) -> dict[str, Any]:
     """What ``config_for`` takes to find the tuned tables of a device; nothing for CPU tensors."""
     if device < 0:
         return {}
-    found = torch.cuda.get_device_properties(device)
-    return {"device_name": found.name, "sm_count": found.multi_processor_count}
+    properties = torch.cuda.get_device_properties(device)
+    return {"device_name": properties.name, "sm_count": properties.multi_processor_count}
 
 
 @lru_cache(maxsize=64)
 def crossover(op: str, device: int) -> Crossover | None:
-    """Bytes below which torch is faster for ``op`` on a GPU, by its tuned tables; None where they say nothing."""
+    """Bytes below which torch is faster for ``op`` on a GPU, by its tuned tables; None without any."""
     return crossover_of(op, **device_key(device))
 
 

@@ -1,4 +1,4 @@
-"""pack, unpack and reduce in plain torch: the path for CPU tensors, and what the kernels are compared with."""
+"""The kernels in plain torch: what they are compared with; pack, unpack and reduce are the path of CPU tensors too."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ from tritoncomm_kernels.geometry import geometry_of
 from tritoncomm_kernels.numerics import checked_scale, wide_type
 from tritoncomm_kernels.reduce import check_parts
 
-__all__ = ["pack", "reduce", "unpack"]
+__all__ = ["gradient", "pack", "reduce", "statistics", "unpack"]
 
 
 def pack(
@@ -22,13 +22,13 @@ def pack(
     config: Config | None = None,
 ) -> int:
     """``wire[w, o, k] = rows[o, w*run + k] * scale``, zeros past the end of a row; see ``tritoncomm_kernels.pack``."""
-    cut = _checked("pack", rows, wire, scale, sizes, "wire")
+    splits = _checked("pack", rows, wire, scale, sizes, "wire")
     wide = wide_type("pack", rows.dtype, wire.dtype, scale is not None)
-    for block, piece in _pieces(rows, wire, cut):
-        if piece.shape[-1] < block.shape[-1]:
-            block[..., piece.shape[-1] :].zero_()
-            block = block[..., : piece.shape[-1]]
-        _put(block, piece, scale, wide)
+    for block, shard in _shards(rows, wire, splits):
+        if shard.shape[-1] < block.shape[-1]:
+            block[..., shard.shape[-1] :].zero_()
+            block = block[..., : shard.shape[-1]]
+        _put(block, shard, scale, wide)
     return rows.nbytes + wire.nbytes
 
 
@@ -42,10 +42,10 @@ def unpack(
     config: Config | None = None,
 ) -> int:
     """``rows[o, w*run + k] = wire[w, o, k] * scale``, added when accumulating; see ``tritoncomm_kernels.unpack``."""
-    cut = _checked("unpack", rows, wire, scale, sizes, "rows")
+    splits = _checked("unpack", rows, wire, scale, sizes, "rows")
     wide = wide_type("unpack", wire.dtype, rows.dtype, scale is not None, accumulate)
-    for block, piece in _pieces(rows, wire, cut):
-        _put(piece, block[..., : piece.shape[-1]], scale, wide, accumulate)
+    for block, shard in _shards(rows, wire, splits):
+        _put(shard, block[..., : shard.shape[-1]], scale, wide, accumulate)
     return rows.numel() * wire.element_size() + rows.nbytes * (2 if accumulate else 1)
 
 
@@ -65,25 +65,58 @@ def reduce(wire: Tensor, out: Tensor, scale: float | None = None, *, config: Con
     return wire.nbytes + out.nbytes
 
 
+def statistics(
+    logits: Tensor, target_col: Tensor, target_weight: Tensor, smoothing_weights: Tensor | None, out: Tensor
+) -> int:
+    """Log-sum-exp and weighted sum of the logits per row; see ``tritoncomm_kernels.cross_entropy``."""
+    x, is_local = logits.to(out.dtype), target_col >= 0
+    target_logit = x.gather(1, target_col.clamp(min=0).unsqueeze(1)).squeeze(1)
+    out[0] = x.logsumexp(1)
+    out[1] = torch.where(is_local, target_logit * target_weight, 0.0)
+    if smoothing_weights is not None:
+        out[1] += x @ smoothing_weights
+    return logits.nbytes + target_col.nbytes + target_weight.nbytes + out.nbytes
+
+
+def gradient(
+    logits: Tensor,
+    target_col: Tensor,
+    target_weight: Tensor,
+    smoothing_weights: Tensor | None,
+    row_weight: Tensor,
+    lse: Tensor,
+    upstream: Tensor,
+    out: Tensor,
+) -> int:
+    """Gradient of the logits of one vocabulary shard; see ``tritoncomm_kernels.cross_entropy``."""
+    grad = (logits.to(lse.dtype) - lse.unsqueeze(1)).exp() * row_weight.unsqueeze(1)
+    if smoothing_weights is not None:
+        grad -= smoothing_weights
+    local_weight = torch.where(target_col >= 0, target_weight, 0.0)
+    grad.scatter_add_(1, target_col.clamp(min=0).unsqueeze(1), -local_weight.unsqueeze(1))
+    out.copy_(torch.where(row_weight.unsqueeze(1) == 0, 0.0, grad * upstream.unsqueeze(1)))
+    return logits.nbytes + out.nbytes + 4 * lse.nbytes + target_col.nbytes
+
+
 def _checked(
     name: str, rows: Tensor, wire: Tensor, scale: float | None, sizes: Sequence[int] | None, target: str
 ) -> tuple[int, ...] | None:
-    cut = None if sizes is None else tuple(sizes)
-    geometry_of(name, rows.shape, rows.stride(), wire.shape, wire.stride(), cut, target)
+    splits = None if sizes is None else tuple(sizes)
+    geometry_of(name, rows.shape, rows.stride(), wire.shape, wire.stride(), splits, target)
     if scale is not None:
         checked_scale(name, scale, torch.float64)
-    return cut
+    return splits
 
 
-def _pieces(rows: Tensor, wire: Tensor, sizes: tuple[int, ...] | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of the wire, shaped as the rows are, and the part of the rows each holds; one pair for an even cut."""
+def _shards(rows: Tensor, wire: Tensor, sizes: tuple[int, ...] | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks of the wire, shaped as the rows are, and the shard of the rows each holds; one pair for an even split."""
     lead, row = rows.shape[:-1], rows.shape[-1]
     if sizes is None:
         world, _, run = wire.shape
         blocks = wire.view(world, *lead, run) if wire.is_contiguous() else wire.unflatten(1, lead or (1,))
         if world * run == row:
-            pieces = rows.unflatten(-1, (world, run)).movedim(-2, 0)
-            yield blocks.view(pieces.shape) if not lead else blocks, pieces
+            shards = rows.unflatten(-1, (world, run)).movedim(-2, 0)
+            yield blocks.view(shards.shape) if not lead else blocks, shards
             return
         for w in range(world):
             start = min(w * run, row)

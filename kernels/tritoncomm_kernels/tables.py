@@ -1,4 +1,4 @@
-"""Tuned tables: what a file holds, whether it fits a device, and which files count.
+"""Tuned tables: their format, whether one fits a device, and which files apply.
 
 ``chosen`` is read once per device; everything decided from it afterwards is a pure function. Without a table that fits,
 the rules in ``config.py`` hold.
@@ -110,7 +110,7 @@ def read(path: Any) -> Table:
 
 
 def read_json(path: Any) -> Any:
-    """What a JSON file holds, of whatever shape.
+    """The content of a JSON file, unchecked.
 
     Raises:
         OSError: the file cannot be read.
@@ -153,12 +153,12 @@ def _check_config(place: str, entry: Any, unit: int) -> None:
 
 
 def misfit(table: Table, device_name: str, sm_count: int, *, exact: bool = True) -> str:
-    """Why the table does not count for a device, empty if it does.
+    """Why the table does not apply to a device, empty if it does.
 
     Args:
         table: the table.
         device_name: name of the GPU.
-        sm_count: its multiprocessors, 0 if nobody knows.
+        sm_count: its multiprocessors, 0 if unknown.
         exact: whether the version of Triton has to be the table's too.
     """
     if table.device != device_name or sm_count not in (0, table.sm_count):
@@ -172,11 +172,11 @@ def misfit(table: Table, device_name: str, sm_count: int, *, exact: bool = True)
 
 @lru_cache(maxsize=64)
 def chosen(device_name: str, sm_count: int) -> tuple[Table, ...]:
-    """The tables that count for a device, first come first: the user's own, then the one in the package.
+    """Tables that apply to a device, in order of precedence: the user's own, then the one in the package.
 
     The environment variable TRITONCOMM_TABLE names the only file to look at instead, or a folder of files named as the
-    user's own are, or ``none`` for no table at all. A file that is there and does not count is left out with one
-    warning, and so is one that the variable names and that is not there.
+    user's own are, or ``none`` for no table at all. A file that does not apply is ignored with one warning, and so is
+    one that the variable names and that does not exist.
     """
     named, key = variable(), (device_name, sm_count)
     if named == "none":
@@ -191,7 +191,7 @@ def chosen(device_name: str, sm_count: int) -> tuple[Table, ...]:
 def _usable(
     name: str, locate: Callable[[], Any], key: tuple[str, int], *, exact: bool, required: bool = False
 ) -> list[Table]:
-    """The table at a place, or nothing with a warning that says why; without one where there is no such file."""
+    """The table in a file, or nothing with a warning that gives the reason; no warning if the file does not exist."""
     try:
         path = locate()
         name = str(path)
@@ -225,16 +225,16 @@ def expanded(text: str) -> Path:
 
 
 def variable() -> str:
-    """What TRITONCOMM_TABLE says: a file, a folder, ``none`` (also written as a switch that is off), or nothing."""
+    """The value of TRITONCOMM_TABLE: a file, a folder, ``none`` (or any spelling of off), or empty."""
     value = os.environ.get(VARIABLE, "").strip()
     return "none" if value.lower() in ("none", *OFF) else value
 
 
 def digest(device_name: str, sm_count: int) -> str:
-    """The same where a device's tiles and crossovers are the same, whatever the files; ``built in`` without any."""
-    held = [[one.configs, one.crossover_bytes] for one in chosen(device_name, sm_count)]
-    held = [one for one in held if any(one)]  # a search that was stopped early leaves an empty one
-    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()[:8] if held else "built in"
+    """A hash of a device's tiles and crossovers, independent of the files; ``built in`` without any."""
+    contents = [[one.configs, one.crossover_bytes] for one in chosen(device_name, sm_count)]
+    contents = [one for one in contents if any(one)]  # a search that was stopped early leaves an empty one
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:8] if contents else "built in"
 
 
 def table_name(device_name: str, sm_count: int | None = None) -> str:
@@ -244,7 +244,7 @@ def table_name(device_name: str, sm_count: int | None = None) -> str:
 
 
 def table_in(folder: Path, device_name: str, sm_count: int) -> Path:
-    """Where a folder has the table of a device; if nobody knows its multiprocessors that of its largest part."""
+    """Path of a device's table in a folder; without ``sm_count`` that of its largest partition."""
     if sm_count:
         return folder / table_name(device_name, sm_count)
     start = table_name(device_name, 0).removesuffix("0.json")

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tritoncomm import cli, doctor, selftest
-from tritoncomm.cli import commands, pictures, suite
+from tritoncomm.cli import bench, demo, pictures, suite
 from tritoncomm.explain import OPS, explain
 
 ROOT = Path(__file__).parents[2]
@@ -72,13 +73,13 @@ def test_short_names_of_element_types_are_known_to_every_command(short: str, nam
 
 def test_the_demo_takes_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(cli, "train_with_progress", lambda settings, _: asked.append(settings.dtype) or stop())
+    monkeypatch.setattr(demo, "train_with_progress", lambda settings, _: asked.append(settings.dtype) or stop())
     assert run("demo", "--dtype", "bf16").exit_code == 1
     assert asked == ["bfloat16"]
 
 
 def stop() -> None:
-    raise cli.DemoError("far enough")
+    raise demo.DemoError("far enough")
 
 
 def test_plan_tells_of_split_sizes_and_strides() -> None:
@@ -183,8 +184,8 @@ def test_figures_that_are_no_numbers_are_refused() -> None:
 
 
 def test_small_sizes_are_shown_in_a_unit_that_shows_them() -> None:
-    assert "256" in run("plan", "sp2hp", "--shape", "8,8", "--world", "2").output.split("bytes copied")[1]
-    assert "64.000" in run("plan", "sp2hp", "--shape", "128,128", "--world", "2").output.split("KiB copied")[1]
+    for shape, unit, amount in (("8,8", "bytes", "256"), ("128,128", "KiB", "64.000")):
+        assert amount in run("plan", "sp2hp", "--shape", shape, "--world", "2").output.partition(unit)[2]
 
 
 def test_version_and_parts() -> None:
@@ -211,6 +212,45 @@ def test_help_has_examples(command: str) -> None:
     assert result.exit_code == 0
     assert f"tritoncomm {command}" in result.output.split("Examples:")[1]
     assert "xits with" in " ".join(result.output.split())
+
+
+def at_80_columns(*arguments: str) -> list[str]:
+    result = CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    return result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("command", ["", "demo", "tune", "plan", "doctor", "bench"])
+def test_help_breaks_a_paragraph_only_where_the_line_is_full(command: str) -> None:
+    lines = at_80_columns(*filter(None, [command]), "--help")
+    text = lines[2 : next(i for i, line in enumerate(lines) if line.startswith("╭"))]
+    breaks = 0
+    for line, after in pairwise(line.strip() for line in text):
+        if line and after and not line.startswith("tritoncomm "):
+            assert len(line) + 1 + len(after.split()[0]) > 78, (line, after)
+            breaks += 1
+    assert breaks
+
+
+def test_the_plan_keeps_its_figures_on_80_columns() -> None:
+    for dtype in ("bfloat16", "float64"):
+        arguments = ("plan", "sp2hp", "--shape", "4096,64,65536", "--world", "64", "--dtype", dtype)
+        lines = at_80_columns(*arguments)
+        known = explain("sp2hp", (4096, 64, 65536), 64, getattr(torch, dtype))
+        assert max(len(line) for line in lines if not line.startswith(("predicted", "PROJECTION"))) <= 80
+        for step in (*known.forward.steps, *known.backward.steps):
+            figures = [f"{step.packed / 2**20:.3f}", f"{step.wire / 2**20:.3f}", f"{step.seconds * 1e6:.1f}"]
+            assert [line.split()[-3:] for line in lines].count(figures) >= 1, figures
+    assert "1 rank," in at_80_columns("plan", "copy", "--shape", "4,4", "--world", "1")[0]
+
+
+def test_the_cases_of_a_model_fit_80_columns() -> None:
+    lines = at_80_columns("tune", "--model", "llama3-70b", "--list")
+    assert lines[0].strip() == "cases of llama3-70b"
+    assert max(map(len, lines)) <= 80
+    vocabulary = [line.split() for line in lines if "vocabulary" in line]
+    figures = ["8192", "x", "128256", "8", "bfloat16", "16", "2004.0", "40", "vocabulary"]
+    assert vocabulary == [[op, *figures] for op in ("pack", "unpack")]
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4"}
@@ -348,8 +388,8 @@ def test_doctor_says_what_nccl_is(
     ("text", "told"),
     [
         ("echo exact", ""),
-        ("sleep 30", "rank 0: no word in time"),
-        ('[ "$3" = 1 ] && exit 0; echo exact', "rank 1: no word in time"),
+        ("sleep 30", "rank 0: no output in time"),
+        ('[ "$3" = 1 ] && exit 0; echo exact', "rank 1: no output in time"),
         ('echo "wrong values"; echo bye', "rank 0: bye"),
     ],
 )
@@ -552,7 +592,7 @@ def test_a_table_of_rows_shows_names_with_brackets(capsys: pytest.CaptureFixture
     figures = {"p20": 1.0, "median": 1.0, "p80": 1.0}
     peer = "fn[grid](...)"
     row = {"row": "sum [wide]", "us": {"ours": figures, peer: figures}, "ratio": {peer: 1.0}, "spread": {peer: 0.0}}
-    Console(width=120).print(commands._rows_table("cpu/launch", [row]))
+    Console(width=120).print(bench._rows_table("cpu/launch", [row]))
     shown = capsys.readouterr().out
     assert "sum [wide]" in shown
     assert shown.count(peer) == 2, shown

@@ -7,13 +7,17 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.multiprocessing as multiprocessing
 from jobs import run_job
 from typer.testing import CliRunner
 
 from tritoncomm import cli
-from tritoncomm.demo import DemoError, Settings, report, run
+from tritoncomm.cli import demo as demo_command
+from tritoncomm.cli._console import terminal
+from tritoncomm.demo import DemoError, Outcome, Settings, run
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"steps": 3, "layers": 1, "hidden": 32, "sequence": 16, "batch": 2}
@@ -62,7 +66,9 @@ def kill_rank_one() -> None:
 
 def break_ranks(monkeypatch, prepare, ranks=2) -> None:
     """Make the command train the small model with ``prepare`` run in its ranks."""
-    monkeypatch.setattr(report, "run", lambda settings, follow: run(Settings(ranks=ranks, **SMALL), follow, prepare))
+    monkeypatch.setattr(
+        demo_command, "run", lambda settings, follow: run(Settings(ranks=ranks, **SMALL), follow, prepare)
+    )
 
 
 def test_command_trains_and_agrees(tmp_path):
@@ -130,21 +136,61 @@ def test_killed_rank_is_named_before_its_peers():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--ranks", "3"), "3 ranks do not divide"),
+        (("--ranks", "3"), "do not divide over 3 tensor ranks"),
         (("--text", "no-such-file"), "no-such-file"),
         (("--steps", "0"), "steps"),
         (("--pipeline", "2", "--tensor", "2", "--ranks", "2"), "are 4 ranks, not 2"),
         (("--pipeline", "2", "--tensor-layer"), "tensor layer"),
         (("--virtual", "2"), "virtual stages need a pipeline"),
         (("--text", os.devnull), "the text has 0 bytes"),
+        (("--ranks", "1", "--pipeline", "2"), "1 rank cannot be split into 2 pipeline stages"),
         (("--plot", "no-such-folder/loss.png"), "no folder no-such-folder"),
+        (("--plot", "loss.pdf"), "must end in .png or .svg"),
+        (("--plot", "loss"), "must end in .png or .svg"),
     ],
-    ids=["ranks", "text", "steps", "product", "layer", "virtual", "empty", "plot"],
+    ids=["ranks", "text", "steps", "product", "layer", "virtual", "empty", "stages", "folder", "pdf", "no-ending"],
 )
-def test_bad_arguments_are_explained(arguments, words):
+def test_bad_arguments_are_explained_before_anything_trains(arguments, words, monkeypatch):
+    monkeypatch.setattr(multiprocessing, "get_context", None)
     result = CliRunner().invoke(cli.app, ["demo", *arguments])
     assert result.exit_code == 2
     assert words in result.output
+
+
+def test_a_picture_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(ValueError, match="not a regular file"):
+        demo_command.check_plot(tmp_path / "folder.png")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ValueError, match="no permission to write"):
+        demo_command.check_plot(tmp_path / "loss.svg")
+
+
+def outcome(ranks: int = 2) -> Outcome:
+    """A run that was never made, with names and figures of the longest kind."""
+    count = SimpleNamespace(calls=12345, packed=123456789012, wire=98765432109, seconds=1.0)
+    names = ("reduce_scatter_to_sequence_parallel_region.backward", "send_forward_backward_recv_forward_backward")
+    counters = {(name, "triton"): count for name in names}
+    return Outcome(Settings(ranks=ranks, steps=1), [2.0, 1.0], [2.0, 1.0], 2.0, counters)
+
+
+def test_the_table_keeps_its_figures_on_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    demo_command.show(outcome(), terminal())
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+    assert "rank 0 of 2, 1 step, 2.0 s" in lines[0]
+    rows = [line.split() for line in lines if "12345" in line]
+    assert [row[1:] for row in rows] == [["triton", "12345", "123456.79", "98765.43", "50.0"]] * 2
+    assert "reduce_scatter_to_sequence_parallel_re" in rows[0][0]
+
+
+@pytest.mark.parametrize(("name", "start"), [("loss.svg", b"<?xml"), ("loss.PNG", b"\x89PNG")])
+def test_the_ending_chooses_the_kind_of_picture(name, start, tmp_path):
+    demo_command.check_plot(tmp_path / name)
+    demo_command.plot(outcome(ranks=1), tmp_path / name)
+    content = (tmp_path / name).read_bytes()
+    assert content.startswith(start)
 
 
 def test_readme_example_runs(tmp_path):

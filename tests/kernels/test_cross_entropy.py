@@ -1,5 +1,6 @@
 """The kernels of the vocabulary-parallel cross entropy, in the interpreter, against plain torch in fp64."""
 
+import inspect
 import math
 
 import pytest
@@ -7,13 +8,13 @@ import torch
 from operator_cases import run_case
 from pool import Pool
 from torch.distributed import ProcessGroup as TorchGroup
-from tritoncomm_kernels import softmax
+from tritoncomm_kernels import cross_entropy, reference
 
 from tritoncomm import record
 from tritoncomm.core import ops
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-SHAPES = [(1, 1), (3, 5), (4, 16), (5, 130), (2, 64)]
+SHAPES = [(1, 1), (3, 5), (1, 16), (2, 130), (2, 64)]  # in the interpreter every row and block of 64 is a program
 
 
 def case(shape: tuple[int, int], dtype: torch.dtype, strided: bool) -> dict[str, torch.Tensor]:
@@ -21,17 +22,20 @@ def case(shape: tuple[int, int], dtype: torch.dtype, strided: bool) -> dict[str,
     generator = torch.Generator().manual_seed(rows * 1000 + cols)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     logits = (torch.randn(rows, cols + 3 * strided, generator=generator, dtype=torch.float64) * 4).to(dtype)[:, :cols]
-    place = torch.randint(-1, cols, (rows,), generator=generator)
-    hard = torch.rand(rows, generator=generator).to(wide) * (place >= 0)
-    flat = torch.rand(cols, generator=generator).to(wide)
-    total = torch.rand(rows, generator=generator).to(wide)
-    upstream = torch.randn(rows, generator=generator).to(wide)
-    return {"logits": logits, "place": place, "hard": hard, "flat": flat, "total": total, "upstream": upstream}
+    target_col = torch.randint(-1, cols, (rows,), generator=generator)
+    return {
+        "logits": logits,
+        "target_col": target_col,
+        "target_weight": torch.rand(rows, generator=generator).to(wide) * (target_col >= 0),
+        "smoothing_weights": torch.rand(cols, generator=generator).to(wide),
+        "row_weight": torch.rand(rows, generator=generator).to(wide),
+        "upstream": torch.randn(rows, generator=generator).to(wide),
+    }
 
 
-def near(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
-    scale = max(float(wanted.abs().max()), 1.0)
-    assert float((found.double() - wanted).abs().max()) <= TOLERANCE[dtype] * scale
+def near(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    scale = max(float(expected.abs().max()), 1.0)
+    assert float((result.double() - expected).abs().max()) <= TOLERANCE[dtype] * scale
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -40,46 +44,67 @@ def near(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_statistics_and_gradient(shape: tuple[int, int], strided: bool, smooth: bool, dtype: torch.dtype) -> None:
     x = case(shape, dtype, strided)
-    flat = x["flat"] if smooth else None
-    numbers = torch.full((2, shape[0]), math.nan, dtype=x["hard"].dtype)
-    softmax.statistics(x["logits"], x["place"], x["hard"], flat, numbers)
-    logits = x["logits"].double()
-    lse = logits.logsumexp(1)
-    at = logits.gather(1, x["place"].clamp(min=0).unsqueeze(1)).squeeze(1)
-    told = at * x["hard"].double() + (logits @ x["flat"].double() if smooth else 0)
-    accuracy = torch.float64 if dtype is torch.float64 else torch.float32
-    near(numbers[0], lse, accuracy)
-    near(numbers[1], told, accuracy)
-    out = torch.full(shape, math.nan, dtype=dtype)
-    softmax.gradient(x["logits"], x["place"], x["hard"], flat, x["total"], lse.to(numbers.dtype), x["upstream"], out)
-    wanted = (logits - lse.unsqueeze(1)).exp() * x["total"].double().unsqueeze(1)
-    wanted -= x["flat"].double() if smooth else 0
-    hard = torch.zeros_like(wanted).scatter_(1, x["place"].clamp(min=0).unsqueeze(1), x["hard"].double().unsqueeze(1))
-    near(out, (wanted - hard) * x["upstream"].double().unsqueeze(1), dtype)
+    wide = {name: value if name == "target_col" else value.double() for name, value in x.items()}
+    names = ("logits", "target_col", "target_weight", "smoothing_weights")
+    first, exact = ([one[name] if smooth or name != names[3] else None for name in names] for one in (x, wide))
+    numbers = torch.full((2, shape[0]), math.nan, dtype=x["target_weight"].dtype)
+    expected = torch.full((2, shape[0]), math.nan, dtype=torch.float64)
+    moved = cross_entropy.statistics(*first, numbers)
+    assert moved == reference.statistics(*first, torch.empty_like(numbers))
+    reference.statistics(*exact, expected)
+    near(numbers, expected, numbers.dtype)
+    out, expected_out = torch.full(shape, math.nan, dtype=dtype), torch.full(shape, math.nan, dtype=torch.float64)
+    lse = expected[0].to(numbers.dtype)
+    moved = cross_entropy.gradient(*first, x["row_weight"], lse, x["upstream"], out)
+    assert moved == reference.gradient(*first, x["row_weight"], lse, x["upstream"], torch.empty_like(out))
+    reference.gradient(*exact, wide["row_weight"], expected[0], wide["upstream"], expected_out)
+    near(out, expected_out, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("smooth", [False, True], ids=["plain", "smooth"])
+def test_the_twin_is_what_autograd_gives(smooth: bool, dtype: torch.dtype) -> None:
+    x = case((4, 16), dtype, False)
+    weights = x["smoothing_weights"] if smooth else torch.zeros(16, dtype=dtype)
+    logits = x["logits"].requires_grad_()
+    row_weight = x["target_weight"] + weights.sum()
+    at_target = logits.gather(1, x["target_col"].clamp(min=0).unsqueeze(1)).squeeze(1) * x["target_weight"]
+    loss = row_weight * logits.logsumexp(1) - at_target - logits @ weights
+    (expected,) = torch.autograd.grad(loss, logits, x["upstream"])
+    out, lse, first = torch.empty_like(expected), logits.detach().logsumexp(1), (x["target_col"], x["target_weight"])
+    reference.gradient(logits.detach(), *first, weights if smooth else None, row_weight, lse, x["upstream"], out)
+    near(out, expected.double(), dtype)
+
+
+@pytest.mark.parametrize("name", ["statistics", "gradient"])
+def test_signatures_are_those_of_the_twins(name: str) -> None:
+    assert inspect.signature(getattr(cross_entropy, name)) == inspect.signature(getattr(reference, name))
 
 
 def test_edges() -> None:
     logits = torch.tensor([[-math.inf, 2.0, -math.inf], [-math.inf] * 3, [3e38, 3e38, -3e38], [math.nan, 0, 0]])
-    place, hard, numbers = torch.tensor([1, -1, 0, 1]), torch.ones(4), torch.empty(2, 4)
-    hard[1] = 0
-    softmax.statistics(logits, place, hard, None, numbers)
+    target_col, target_weight, numbers = torch.tensor([1, -1, 0, 1]), torch.ones(4), torch.empty(2, 4)
+    target_weight[1] = 0
+    cross_entropy.statistics(logits, target_col, target_weight, None, numbers)
     assert numbers[0, :2].tolist() == [2.0, -math.inf]
     assert float(numbers[0, 2]) == pytest.approx(3e38)
     assert math.isnan(numbers[0, 3])
     assert numbers[1].tolist() == [2.0, 0.0, pytest.approx(3e38), 0.0]
     out = torch.empty(4, 3)
-    total = torch.tensor([1.0, 0.0, 0.0, 0.0])  # rows that do not count
-    softmax.gradient(logits, place, hard, None, total, numbers[0].contiguous(), torch.ones(4), out)
+    row_weight = torch.tensor([1.0, 0.0, 0.0, 0.0])  # rows that do not count
+    lse, upstream = numbers[0].contiguous(), torch.ones(4)
+    cross_entropy.gradient(logits, target_col, target_weight, None, row_weight, lse, upstream, out)
     assert torch.equal(out, torch.zeros(4, 3))
-    assert softmax.statistics(torch.empty(0, 3), place[:0], hard[:0], None, torch.empty(2, 0)) == 0
+    assert cross_entropy.statistics(torch.empty(0, 3), target_col[:0], target_weight[:0], None, torch.empty(2, 0)) == 0
 
 
-def run_on_kernels(group: TorchGroup, name: str) -> None:
-    with ops.path("triton"), record.recording() as counted:
-        assert run_case(group, name, 12) > 1
-    cut = {path for (what, path), _ in counted.items() if what == "cross_entropy.rows"}
-    assert cut == {"triton"}, counted
-    assert ("cross_entropy.backward", "triton") in counted
+def run_on_kernels(group: TorchGroup) -> None:
+    for name in NAMES:
+        with ops.path("triton"), record.recording() as counted:
+            assert run_case(group, name, 12) > 1, name
+        paths = {path for (what, path), _ in counted.items() if what == "cross_entropy.rows"}
+        assert paths == {"triton"}, (name, counted)
+        assert ("cross_entropy.backward", "triton") in counted, name
 
 
 NAMES = [
@@ -91,7 +116,6 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_operator_on_kernels(pool: Pool, name: str) -> None:
-    pool.run(run_on_kernels, name, world=2)
-    pool.run(run_on_kernels, name, world=4)
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_operator_on_kernels(pool: Pool, world: int) -> None:
+    pool.run(run_on_kernels, world=world)

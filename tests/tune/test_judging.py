@@ -16,9 +16,10 @@ import pytest
 from fake_bench import FakeBench
 from tritoncomm_kernels import tables
 
-from tritoncomm.tune import command, judging, report, search, static, table
+from tritoncomm.cli import tune as tune_command
+from tritoncomm.tune import results, search, static, tuner
 from tritoncomm.tune.candidates import Candidate, candidates
-from tritoncomm.tune.command import Request
+from tritoncomm.tune.tuner import Request
 
 OPS = ("pack", "unpack", "reduce")
 
@@ -51,23 +52,23 @@ class Gpu(FakeBench):
 def in_threads(monkeypatch: pytest.MonkeyPatch, pool: Callable[..., Executor] = ThreadPoolExecutor) -> None:
     """Threads for processes, on a machine of four cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
-    monkeypatch.setattr(judging, "ProcessPoolExecutor", lambda workers, context: pool(workers))
+    monkeypatch.setattr(search, "ProcessPoolExecutor", lambda workers, context: pool(workers))
 
 
 def test_a_budget_that_judging_would_use_up_ends_with_a_table(
     monkeypatch: pytest.MonkeyPatch, judge: list[tuple[str, int, int]]
 ) -> None:
     clock = [0.0]
-    one_batch = judging.Batch.judge
+    one_batch = search.Batch.judge
 
-    def slow(batch: judging.Batch) -> list[dict[str, Any]]:
+    def slow(batch: search.Batch) -> list[dict[str, Any]]:
         clock[0] += 3.0
         return one_batch(batch)
 
-    monkeypatch.setattr(judging.Batch, "judge", slow)
+    monkeypatch.setattr(search.Batch, "judge", slow)
     request = Request(ops=["pack"], shapes=["64x1024"], budget=30)
     first = Gpu(clock=clock)
-    outcome = command.measure(request, first, clock=lambda: clock[0])
+    outcome = tuner.measure(request, first, clock=lambda: clock[0])
     assert outcome.state == search.OUT_OF_TIME
     assert len(judge) == 4, "a third of the budget, and the batch that was under way"
     assert len(first.timed) == 18
@@ -82,7 +83,7 @@ def test_a_budget_that_judging_would_use_up_ends_with_a_table(
     assert all(tile[label] <= 2**15 for label in ranked)
 
     second = Gpu(clock=clock)
-    outcome = command.measure(Request(ops=["pack"], shapes=["64x1024"]), second, clock=lambda: clock[0])
+    outcome = tuner.measure(Request(ops=["pack"], shapes=["64x1024"]), second, clock=lambda: clock[0])
     assert outcome.state == search.COMPLETE
     assert sum(count for _, _, count in judge) == len(candidates("pack", 16)), "nothing is judged twice"
     assert not {label for _, label in second.timed} & set(labels)
@@ -91,9 +92,9 @@ def test_a_budget_that_judging_would_use_up_ends_with_a_table(
 
 def test_a_budget_that_is_over_at_once_ends_with_a_sentence(judge: list[tuple[str, int, int]]) -> None:
     clock = iter(range(10**6))
-    outcome = command.measure(Request(ops=["pack"], shapes=["64x1024"], budget=0.5), Gpu(), clock=lambda: next(clock))
+    outcome = tuner.measure(Request(ops=["pack"], shapes=["64x1024"], budget=0.5), Gpu(), clock=lambda: next(clock))
     lines: list[str] = []
-    code = report.verdict(outcome, SimpleNamespace(print=lambda line, **_: lines.append(line)))  # type: ignore[arg-type]
+    code = tune_command.verdict(outcome, SimpleNamespace(print=lambda line, **_: lines.append(line)))  # type: ignore[arg-type]
     assert (code, outcome.state) == (0, search.OUT_OF_TIME)
     assert "0 results" in lines[0]
     assert "over before the first one: give a larger --budget" in lines[0]
@@ -110,10 +111,10 @@ def test_several_cores_find_the_same(
     done: dict[str, Any] = {}
     said: list[tuple[str, int, int]] = []
     saved: list[int] = []
-    todo = [batch for op in OPS for batch in judging.batches(op, 8, "sm_90")]
+    todo = [batch for op in OPS for batch in search.batches(op, 8, "sm_90")]
     done.update(zip(todo[2].keys, todo[2].judge(), strict=True))
     judge.clear()
-    state = judging.judge_all(todo, done, lambda: saved.append(len(done)), follow=lambda *a: said.append(a))
+    state = search.judge_all(todo, done, lambda: saved.append(len(done)), follow=lambda *a: said.append(a))
     assert state == search.COMPLETE
     assert set(done) == {key for batch in todo for key in batch.keys}
     assert len(judge) == len(todo) - 1, "what is there already is not judged again"
@@ -126,15 +127,15 @@ def test_a_batch_that_does_not_end_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, judge: list[tuple[str, int, int]]
 ) -> None:
     in_threads(monkeypatch)
-    hang, one_batch = threading.Event(), judging.Batch.judge
+    hang, one_batch = threading.Event(), search.Batch.judge
     monkeypatch.setattr(
-        judging.Batch, "judge", lambda batch: one_batch(batch) if batch.op == "pack" else hang.wait(20) and []
+        search.Batch, "judge", lambda batch: one_batch(batch) if batch.op == "pack" else hang.wait(20) and []
     )
-    todo = [batch for op in OPS for batch in judging.batches(op, 8, "sm_90")]
+    todo = [batch for op in OPS for batch in search.batches(op, 8, "sm_90")]
     done: dict[str, Any] = {}
     started = time.monotonic()
     try:
-        assert judging.judge_all(todo, done, lambda: None, budget=0.3) == search.OUT_OF_TIME
+        assert search.judge_all(todo, done, lambda: None, budget=0.3) == search.OUT_OF_TIME
         assert time.monotonic() - started < 10
     finally:
         hang.set()
@@ -154,9 +155,9 @@ def test_without_workers_this_process_goes_on(
     monkeypatch: pytest.MonkeyPatch, judge: list[tuple[str, int, int]]
 ) -> None:
     in_threads(monkeypatch, Broken)
-    todo, done = [batch for op in OPS for batch in judging.batches(op, 8, "sm_90")], {}
+    todo, done = [batch for op in OPS for batch in search.batches(op, 8, "sm_90")], {}
     before = signal.getsignal(signal.SIGINT)
-    assert judging.judge_all(todo, done, lambda: None) == search.COMPLETE
+    assert search.judge_all(todo, done, lambda: None) == search.COMPLETE
     assert len(judge) == len(todo)
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -168,28 +169,40 @@ def test_ctrl_c_keeps_what_is_judged(monkeypatch: pytest.MonkeyPatch, judge: lis
     for several in (False, True):
         if several:
             in_threads(monkeypatch)
-        todo, done = [batch for op in OPS for batch in judging.batches(op, 8, "sm_90")], {}
-        assert judging.judge_all(todo, done, lambda: None, follow=press) == search.INTERRUPTED
+        todo, done = [batch for op in OPS for batch in search.batches(op, 8, "sm_90")], {}
+        assert search.judge_all(todo, done, lambda: None, follow=press) == search.INTERRUPTED
         assert 0 < len(done) < sum(len(batch.keys) for batch in todo)
 
 
 def test_results_have_the_fields_that_going_on_asks_for(judge: list[tuple[str, int, int]]) -> None:
-    (batch, *_) = judging.batches("pack", 16, "sm_90")
-    assert all(table._has(one, table._JUDGED) for one in batch.judge())
-    assert {field.name for field in fields(static.Verdict)} < set(table._JUDGED)
+    (batch, *_) = search.batches("pack", 16, "sm_90")
+    assert all(results._has(one, results._JUDGED) for one in batch.judge())
+    assert {field.name for field in fields(static.Verdict)} < set(results._JUDGED)
+
+
+def test_a_static_ranking_in_a_folder_is_named_after_its_target(
+    tmp_path: Path, judge: list[tuple[str, int, int]]
+) -> None:
+    request = Request(ops=["pack"], shapes=["64x64"], out=tmp_path)
+    outcome = tuner.rank_static(request, "sm_90")
+    assert outcome.path == tmp_path / "sm_90.json"
+    assert outcome.path.is_file()
+    judge.clear()
+    assert tuner.rank_static(request, "sm_90").state == search.COMPLETE
+    assert judge == [], "what the file holds is not judged again"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_real_processes_find_what_this_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    todo = [batch for op in ("pack", "unpack") for batch in judging.batches(op, 8, "sm_90")][:4]
+    todo = [batch for op in ("pack", "unpack") for batch in search.batches(op, 8, "sm_90")][:4]
     alone: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    assert judging.judge_all(todo, alone, lambda: None) == search.COMPLETE
+    assert search.judge_all(todo, alone, lambda: None) == search.COMPLETE
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(judging, "_WORTH_A_WORKER", 2)
-    assert judging.judge_all(todo, shared, lambda: None) == search.COMPLETE
+    monkeypatch.setattr(search, "_WORTH_A_WORKER", 2)
+    assert search.judge_all(todo, shared, lambda: None) == search.COMPLETE
     assert shared == alone
 
 
@@ -198,6 +211,6 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path, name: str) -> N
     out = tmp_path / name
     if name == "pipe":
         os.mkfifo(out)
-    with pytest.raises(ValueError, match="is no regular file"):
-        command.rank_static(Request(ops=["pack"], shapes=["64x64"], out=out), "sm_90")
+    with pytest.raises(ValueError, match="is not a regular file"):
+        tuner.rank_static(Request(ops=["pack"], shapes=["64x64"], out=out), "sm_90")
     assert not out.is_file()

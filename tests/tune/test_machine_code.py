@@ -196,14 +196,14 @@ def test_a_tile_of_one_element(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("flat", [False, True], ids=["plain", "smooth"])
+@pytest.mark.parametrize("smoothed", [False, True], ids=["plain", "smooth"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
-def test_cross_entropy(target: str, dtype: str, flat: bool) -> None:
-    module, wide = compiled_kernels()["softmax"], "fp64" if dtype == "fp64" else "fp32"
+def test_cross_entropy(target: str, dtype: str, smoothed: bool) -> None:
+    module, wide = compiled_kernels()["cross_entropy"], "fp64" if dtype == "fp64" else "fp32"
     block = 8192 // SIZE[dtype]
-    constants = {"HAS_FLAT": flat, "WIDE": tl.float64 if wide == "fp64" else tl.float32, "BLOCK": block}
-    pointers = {f"{name}_ptr": f"*{wide}" for name in ("hard", "flat", "total", "lse", "upstream")}
-    pointers |= {"logits_ptr": f"*{dtype}", "place_ptr": "*i64"}
+    constants = {"SMOOTHED": smoothed, "WIDE": tl.float64 if wide == "fp64" else tl.float32, "BLOCK": block}
+    pointers = {f"{name}_ptr": f"*{wide}" for name in ("target_weight", "smoothing", "row_weight", "lse", "upstream")}
+    pointers |= {"logits_ptr": f"*{dtype}", "target_col_ptr": "*i64"}
     divisible = ("stride_row", "cols")
     statistics = Build(module._statistics_kernel, pointers | {"out_ptr": f"*{wide}"}, constants, 8, divisible)
     gradient = Build(module._gradient_kernel, pointers | {"out_ptr": f"*{dtype}"}, constants, 8, divisible)

@@ -18,7 +18,7 @@ import triton
 from tritoncomm_kernels import tables
 from tritoncomm_kernels.config import config_for, crossover_of
 
-from tritoncomm.tune import table, winners
+from tritoncomm.tune import results
 
 DEVICE = ("GPU X", 8)
 HOSTILE = (
@@ -42,7 +42,7 @@ def valid() -> dict[str, Any]:
     candidate = {"op": "pack", "unit": 16, "case": "a"} | entry
     verdict = dict.fromkeys(("registers", "spills", "loads_in_flight", "bytes_in_flight"), 1)
     verdict |= {"pruned": "", "cost": 1.5, "instructions_per_16_bytes": 2, "widths": [16]}
-    return table.measured_key(*DEVICE) | {
+    return results.measured_key(*DEVICE) | {
         "configs": {"pack": {"16": entry, "1": entry}, "reduce": {"4": entry}},
         "crossover_bytes": {"pack": {"16": 65536, "2": 0}, "unpack": {}},
         "results": {
@@ -113,7 +113,7 @@ class InMemory:
 
 def test_4000_mutated_tables_are_read_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn, outcomes, started = random.Random(11), Counter[str](), time.process_time()
-    key, longest = table.measured_key(*DEVICE), 0
+    key, longest = results.measured_key(*DEVICE), 0
     for _ in range(4000):
         file = InMemory(mutated(drawn))
         try:
@@ -128,12 +128,12 @@ def test_4000_mutated_tables_are_read_or_refused_by_name(monkeypatch: pytest.Mon
             content = tables.read_json(file)
         except tables.TableError:
             continue
-        if table._difference(content, key):
+        if results._difference(content, key):
             outcomes["not gone on with"] += 1
         else:
             outcomes["gone on with"] += 1
-            results = content.get("results", {})
-            winners.configs(results), winners.crossovers(results), winners.wrong(results)
+            done = content.get("results", {})
+            results.configs(done), results.crossovers(done), results.wrong(done)
     assert longest < 400, "nobody reads a document in a warning"
     assert min(outcomes.values()) > 200, outcomes
     assert len(outcomes) == 4
@@ -162,7 +162,7 @@ def test_deep_nesting_is_an_error_by_name(tmp_path: Path, nesting: int) -> None:
     with pytest.raises(tables.TableError, match=r"nested too deeply|not a measured table"):
         tables.read(path)
     with pytest.warns(RuntimeWarning, match="deep.json.old"):
-        assert table.resume(path, table.measured_key(*DEVICE)) == {}
+        assert results.resume(path, results.measured_key(*DEVICE)) == {}
 
 
 def hostile_places(folder: Path) -> dict[str, tuple[str, str]]:
@@ -205,7 +205,7 @@ def test_a_user_without_a_home_has_no_table_and_no_warning(monkeypatch: pytest.M
     monkeypatch.setattr(Path, "expanduser", lambda self: (_ for _ in ()).throw(RuntimeError("no home")))
     assert tables.chosen(*DEVICE) == ()
     with pytest.raises(FileNotFoundError, match="no home directory"):
-        table.user_path(*DEVICE)
+        results.user_path(*DEVICE)
 
 
 def test_a_folder_of_odd_names_has_the_largest_part(tmp_path: Path) -> None:
@@ -225,8 +225,8 @@ def test_tables_of_a_gpu_with_wide_warps_are_read(tmp_path: Path) -> None:
 
 
 def test_an_empty_table_is_none_for_the_digest(tmp_path: Path) -> None:
-    path = table.user_path(*DEVICE)
-    table.write(path, table.measured_key(*DEVICE) | {"configs": {}, "crossover_bytes": {}})
+    path = results.user_path(*DEVICE)
+    results.write(path, results.measured_key(*DEVICE) | {"configs": {}, "crossover_bytes": {}})
     assert len(tables.chosen(*DEVICE)) == 1
     assert tables.digest(*DEVICE) == "built in"
     assert triton.__version__ in path.read_text()

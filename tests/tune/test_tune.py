@@ -23,12 +23,13 @@ from tritoncomm_kernels.config import config_for, crossover_of, origin_of
 from typer.testing import CliRunner
 
 from tritoncomm import cli
+from tritoncomm.cli import tune as tune_command
 from tritoncomm.core import ops
-from tritoncomm.tune import cases, command, measure, report, search, static, table, winners
+from tritoncomm.tune import cases, measure, results, search, static, tuner
 from tritoncomm.tune.candidates import Candidate, candidates, default, groups, reachable
 from tritoncomm.tune.cases import Case
-from tritoncomm.tune.command import Request
 from tritoncomm.tune.machine_code import TARGETS, compiled_kernels
+from tritoncomm.tune.tuner import Request
 
 ROOT = Path(__file__).parents[2]
 BF16 = torch.bfloat16
@@ -71,12 +72,15 @@ def process(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 def reader(tile: int = 4096, **changed: Any) -> dict[str, Any]:
     """A whole table for the test device."""
     entry = {"tile_bytes": tile, "segment_bytes": 256, "num_warps": 8}
-    content = table.measured_key(*DEVICE) | {"configs": {"pack": {"16": entry}}, "crossover_bytes": {"pack": {"16": 5}}}
+    content = results.measured_key(*DEVICE) | {
+        "configs": {"pack": {"16": entry}},
+        "crossover_bytes": {"pack": {"16": 5}},
+    }
     return content | changed
 
 
 def put(content: Any, path: Path | None = None) -> Path:
-    path = path or table.user_path(*DEVICE)
+    path = path or results.user_path(*DEVICE)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
@@ -234,7 +238,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path: Path) 
     assert before["complete"] is False
     assert 0 < len(before["results"]) < len(candidates("pack", 16))
 
-    outcome = command.rank_static(Request(ops=["pack"], shapes=["64x64"], budget=1e-9, out=out), "sm_90")
+    outcome = tuner.rank_static(Request(ops=["pack"], shapes=["64x64"], budget=1e-9, out=out), "sm_90")
     assert outcome.state == search.OUT_OF_TIME
     assert outcome.content["results"] == before["results"]
     assert outcome.left == len(candidates("pack", 16)) - len(before["results"])
@@ -242,7 +246,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path: Path) 
 
 
 def test_a_static_ranking_is_no_table(tmp_path: Path) -> None:
-    put(table.static_key("sm_90") | {"results": {}})
+    put(results.static_key("sm_90") | {"results": {}})
     with pytest.warns(RuntimeWarning, match="not a measured table"):
         assert tables.chosen(*DEVICE) == ()
 
@@ -256,9 +260,9 @@ CASE = Request(ops=["pack"], shapes=["64x1024"])
 def test_a_search_writes_the_table_that_config_for_reads() -> None:
     assert tuned() == (8192, 4) or launch.INTERPRETED
     forget()
-    outcome = command.measure(CASE, FakeBench())
+    outcome = tuner.measure(CASE, FakeBench())
     assert outcome.state == search.COMPLETE
-    assert outcome.path == table.user_path(*DEVICE)
+    assert outcome.path == results.user_path(*DEVICE)
     assert outcome.content["configs"] == {"pack": {"16": {"tile_bytes": 16384, "segment_bytes": 1024, "num_warps": 4}}}
     assert tuned() == (16384, 4)
     assert origin_of("pack", 16, *DEVICE) == str(outcome.path)
@@ -272,32 +276,32 @@ def test_a_search_writes_the_table_that_config_for_reads() -> None:
 
 def test_an_interrupted_search_goes_on_where_it_stopped() -> None:
     whole = FakeBench()
-    command.measure(CASE, whole)
-    reference = json.loads(table.user_path(*DEVICE).read_text())
-    table.user_path(*DEVICE).unlink()
+    tuner.measure(CASE, whole)
+    reference = json.loads(results.user_path(*DEVICE).read_text())
+    results.user_path(*DEVICE).unlink()
 
     first = FakeBench(interrupt_after=7)
-    outcome = command.measure(CASE, first)
+    outcome = tuner.measure(CASE, first)
     assert outcome.state == search.INTERRUPTED
     assert len(json.loads(outcome.path.read_text())["results"]) == 7
     assert outcome.left == len(reference["results"]) - 7
     second = FakeBench()
-    assert command.measure(CASE, second).state == search.COMPLETE
+    assert tuner.measure(CASE, second).state == search.COMPLETE
     assert first.timed + second.timed == whole.timed
-    assert json.loads(table.user_path(*DEVICE).read_text()) == reference
+    assert json.loads(results.user_path(*DEVICE).read_text()) == reference
     third = FakeBench()
-    assert command.measure(CASE, third).state == search.COMPLETE
+    assert tuner.measure(CASE, third).state == search.COMPLETE
     assert (third.timed, third.compared) == ([], 0)
 
 
 def test_the_budget_ends_a_search_between_tasks() -> None:
     clock = [0.0]
     bench = FakeBench(clock=clock)
-    outcome = command.measure(Request(ops=["pack"], shapes=["64x1024"], budget=5), bench, clock=lambda: clock[0])
+    outcome = tuner.measure(Request(ops=["pack"], shapes=["64x1024"], budget=5), bench, clock=lambda: clock[0])
     assert outcome.state == search.OUT_OF_TIME
     assert len(bench.timed) == 5
     assert outcome.content["complete"] is False
-    assert report.verdict(outcome, SimpleNamespace(print=lambda *a, **k: None)) == 0
+    assert tune_command.verdict(outcome, SimpleNamespace(print=lambda *a, **k: None)) == 0
 
 
 def test_progress_is_told_and_results_are_saved_on_the_way() -> None:
@@ -331,11 +335,11 @@ def test_a_failure_saves_what_is_done() -> None:
 
 
 def test_a_wrong_candidate_never_wins_and_fails_the_command() -> None:
-    outcome = command.measure(CASE, FakeBench(wrong="16384/1024/4"))
+    outcome = tuner.measure(CASE, FakeBench(wrong="16384/1024/4"))
     assert outcome.content["configs"]["pack"]["16"] == {"tile_bytes": 32768, "segment_bytes": 1024, "num_warps": 8}
     assert len(outcome.wrong) == 1
     said = []
-    assert report.verdict(outcome, SimpleNamespace(print=lambda text, **k: said.append(text))) == 1
+    assert tune_command.verdict(outcome, SimpleNamespace(print=lambda text, **k: said.append(text))) == 1
     assert "16384/1024/4: 3 of 7 elements differ" in said[0]
 
 
@@ -353,7 +357,7 @@ def test_the_winner_is_the_best_over_all_cases() -> None:
     first, a, b = default("pack", 16), Candidate(4096, 256, 4), Candidate(32768, 512, 8)
 
     def winner(**times: dict[Candidate, float | None]) -> dict[str, int] | None:
-        return winners.configs(measured("pack", 16, times)).get("pack", {}).get("16")
+        return results.configs(measured("pack", 16, times)).get("pack", {}).get("16")
 
     def entry(one: Candidate) -> dict[str, int]:
         return {"tile_bytes": one.tile_bytes, "segment_bytes": one.segment_bytes, "num_warps": one.num_warps}
@@ -369,21 +373,21 @@ def test_the_crossover_is_where_triton_stays_no_slower() -> None:
     def limit(ours: dict[int, float], drop: int = 0) -> dict[str, dict[str, int]]:
         rows = {
             str(size): {"op": "pack", "unit": 8, "bytes": size, "torch_us": 10.0, "triton_us": ours.get(size, 9.0)}
-            for size in winners._SIZES[drop:]
+            for size in results._SIZES[drop:]
         }
-        return winners.crossovers(rows)
+        return results.crossovers(rows)
 
     assert limit({}) == {"pack": {"8": 0}}
     assert limit({2**12: 12, 2**13: 8, 2**14: 11}) == {"pack": {"8": 2**15}}
     assert limit({2**12: 10.1}) == {"pack": {"8": 0}}
-    assert limit(dict.fromkeys(winners._SIZES, 99.0)) == {"pack": {"8": 2**27}}
+    assert limit(dict.fromkeys(results._SIZES, 99.0)) == {"pack": {"8": 2**27}}
     assert limit({}, drop=1) == {}
 
 
 @pytest.mark.parametrize(("op", "unit"), groups(), ids=lambda x: str(x))
 def test_crossover_cases_have_their_unit(op: str, unit: int) -> None:
-    for size in winners._SIZES:
-        case = winners._case(op, unit, size)
+    for size in results._SIZES:
+        case = results._case(op, unit, size)
         assert case.unit == unit
         assert size / 2 <= case.nbytes <= max(2 * size, 2 * 8208)
 
@@ -433,9 +437,9 @@ def test_the_bench_times_both_paths(op: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_search_with_real_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(winners, "_SIZES", [2**12])
+    monkeypatch.setattr(results, "_SIZES", [2**12])
     monkeypatch.setattr(measure, "_CALLS", 1)
-    outcome = command.measure(Request(ops=["reduce"], shapes=["64"], worlds=[2]), interpreted())
+    outcome = tuner.measure(Request(ops=["reduce"], shapes=["64"], worlds=[2]), interpreted())
     assert (outcome.state, outcome.wrong) == (search.COMPLETE, [])
     assert [one["us"] for one in outcome.content["results"].values() if "us" in one] == [3.0] * 8
     assert "2" in outcome.content["configs"]["reduce"]
@@ -502,7 +506,7 @@ def test_the_variable_may_name_a_folder_with_a_table_per_device(
 
 
 def test_a_search_writes_into_a_folder_by_the_name_of_the_device(tmp_path: Path) -> None:
-    outcome = command.measure(Request(ops=["pack"], shapes=["64x1024"], out=tmp_path), FakeBench())
+    outcome = tuner.measure(Request(ops=["pack"], shapes=["64x1024"], out=tmp_path), FakeBench())
     assert outcome.path == tmp_path / "test-gpu-7.json"
     assert outcome.path.is_file()
 
@@ -553,7 +557,7 @@ def test_a_table_that_does_not_count_is_ignored_with_one_warning(content: Any, r
 def test_a_search_starts_anew_beside_a_file_it_cannot_go_on_with(name: str) -> None:
     path = put(BAD[name][0])
     before = path.read_text()
-    outcome = command.measure(CASE, FakeBench())
+    outcome = tuner.measure(CASE, FakeBench())
     assert len(outcome.warnings) == 1
     assert ("newer than" in outcome.warnings[0]) == (name == "newer")
     assert path.with_name(f"{path.name}.old").read_text() == before
@@ -562,29 +566,29 @@ def test_a_search_starts_anew_beside_a_file_it_cannot_go_on_with(name: str) -> N
 
 def test_a_table_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "t" / "table.json"
-    table.write(path, {"a": 1})
+    results.write(path, {"a": 1})
 
     def fail(source: str, target: Path) -> None:
         assert json.loads(path.read_text())["a"] == 1
         assert json.loads(Path(source).read_text())["a"] == 2
         raise OSError("on purpose")
 
-    monkeypatch.setattr(table.os, "replace", fail)
+    monkeypatch.setattr(results.os, "replace", fail)
     with pytest.raises(OSError, match="on purpose"):
-        table.write(path, {"a": 2})
+        results.write(path, {"a": 2})
     assert [one.name for one in path.parent.iterdir()] == ["table.json"]
     assert json.loads(path.read_text()) == {"a": 1, "torch": torch.__version__}
 
 
 def test_keys_follow_the_kernels_and_triton() -> None:
-    key = table.measured_key(*DEVICE)
+    key = results.measured_key(*DEVICE)
     assert key["triton"] == triton.__version__
     assert key["source"] == tables.source_hash()
     assert len(key["source"]) == 16
     sources = {
         path.name
         for path in (ROOT / "kernels" / "tritoncomm_kernels").glob("*.py")
-        if "@triton.jit" in path.read_text() and path.name != "softmax.py"  # whose tiles no table holds
+        if "@triton.jit" in path.read_text() and path.name != "cross_entropy.py"  # whose tiles no table holds
     }
     assert set(tables._SOURCES) == sources, "every file with a kernel that is tuned is part of the key"
 
@@ -689,13 +693,13 @@ def test_cpu_tensors_ask_for_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--tokens", "64", "--shape", "8x8"), "--tokens goes with --model"),
         (("--model", "llama3-8b", "--shape", "8x8"), "--model has shapes of its own"),
         (("--model", "llama9"), "model 'llama9' is none of llama3-8b"),
-        (("--model", "llama3-8b", "--tensor-parallel", "3"), "heads 32 cannot be cut over 3"),
-        (("--model", "llama3-8b", "--tensor-parallel", "1"), "cannot be cut over 1"),
+        (("--model", "llama3-8b", "--tensor-parallel", "3"), "heads 32 does not divide over 3 tensor-parallel ranks"),
+        (("--model", "llama3-8b", "--tensor-parallel", "1"), "--tensor-parallel must be 2 or more, not 1"),
         (("--model", "llama3-8b", "--tokens", "0"), "tokens must be positive"),
         (("--budget", "0"), "--budget must be a positive"),
         (("--target", "sm_90"), "--target goes with --static"),
         (("--static", "--target", "sm_20"), "--target 'sm_20' is none of sm_80"),
-        (("--static", "--target", "sm_90", "--out", "/"), "is a folder"),
+        (("--static", "--target", "sm_90", "--out", "/dev/null"), "not a regular file"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
@@ -710,7 +714,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(command, "search", None)
+    monkeypatch.setattr(tuner, "search", None)
     result = tune("--static", "--target", "sm_90", "--out", str(tmp_path / "file" / "x.json"))
     assert result.exit_code == 2
     assert str(tmp_path / "file") in result.stderr.replace("\n", "")
@@ -732,13 +736,14 @@ def test_the_list_says_what_a_model_exchanges() -> None:
     assert ("reduce", 1, 512 * 8192) in sizes
     shown = tune("--model", "llama3-70b", "--list")
     assert shown.exit_code == 0
-    assert "llama3-70b vocabulary" in shown.stdout
+    assert "cases of llama3-70b" in shown.stdout
+    assert "vocabulary" in shown.stdout
     assert tune("--list", "--op", "reduce").exit_code == 0
 
 
 def test_shapes_worlds_and_dtypes_are_combined() -> None:
     request = Request(ops=["pack"], shapes=["2x3x40", "6x40"], worlds=[2, 4], dtypes=["bf16", "int8"])
-    found = command.cases_of(request)
+    found = tuner.cases_of(request)
     assert [(one.outer, one.row, one.world, one.dtype) for one in found] == [
         (6, 40, world, dtype) for world in (2, 4) for dtype in (BF16, torch.int8)
     ], "the same rows come once"
@@ -805,7 +810,7 @@ def test_the_documentation_lists_every_option() -> None:
 
 
 def typer_options() -> list[list[str]]:
-    """The long names of every option of the command."""
+    """The long names of every option of the tuner."""
     import typer.main
 
     (found,) = [one for one in typer.main.get_group(cli.app).commands.items() if one[0] == "tune"]

@@ -1,29 +1,64 @@
-"""What the commands share on the terminal: its width, and how a mistake is told."""
+"""Console setup, tables and error reporting shared by the commands."""
 
+import inspect
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-__all__ = ["refuse", "refusing", "terminal"]
+__all__ = ["refuse", "refusing", "say", "table", "terminal", "unwrapped"]
 
 
 def terminal(stderr: bool = False) -> Console:
-    """Standard output or standard error; 110 columns where that is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else 110, highlight=False, stderr=stderr)
+    """Standard output or standard error; 110 columns where that is no terminal and COLUMNS is not set."""
+    width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 110
+    return Console(width=width, highlight=False, stderr=stderr)
+
+
+def say(console: Console, line: str, style: str | None = None) -> None:
+    """One line of plain text, left to the terminal to wrap."""
+    console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def table(title: str, headings: Sequence[str], names: Collection[str]) -> Table:
+    """An empty table. Figures are right-aligned and keep their width; ``names`` fold where the terminal is narrow."""
+    result = Table(
+        title=escape(title),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for heading in headings:
+        if heading in names:
+            result.add_column(heading, overflow="fold")
+        else:
+            result.add_column(heading, justify="right", no_wrap=True)
+    return result
+
+
+def unwrapped(text: str | None) -> str:
+    """A docstring as help text: one line per paragraph, so that the terminal wraps it. Blocks after ``\\b`` stay."""
+    paragraphs = inspect.cleandoc(text or "").split("\n\n")
+    return "\n\n".join(one if one.startswith("\b") else " ".join(one.split()) for one in paragraphs)
 
 
 def refuse(error: Exception, code: int = 2) -> typer.Exit:
-    """One line on standard error, and the exit to raise."""
-    terminal(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+    """Print one line on standard error and return the exit to raise."""
+    say(terminal(stderr=True), f"error: {error}", "red")
     return typer.Exit(code)
 
 
 @contextmanager
 def refusing(*more: type[Exception]) -> Iterator[None]:
-    """What the user got wrong is one line on standard error and exit code 2, never a traceback."""
+    """Report invalid arguments as one line on standard error and exit code 2, never as a traceback."""
     try:
         yield
     except (ValueError, TypeError, OSError, *more) as error:

@@ -11,14 +11,14 @@ from rich.markup import escape
 from rich.table import Table
 from tritoncomm_kernels import tables
 
-from tritoncomm.cli._console import refusing, terminal
+from tritoncomm.cli._console import refusing, say, table, terminal
 from tritoncomm.explain import OPS, Explanation, cost, explain
 from tritoncomm.explain.steps import Movement
-from tritoncomm.parsing import dtype_name, parse_dtype, parse_ints
+from tritoncomm.parsing import counted, dtype_name, parse_dtype, parse_ints
 
 __all__ = ["EPILOG", "plan"]
 
-_LEAST_FIGURE, _LARGEST_FIGURE = 1e-9, 1e9
+_MIN_FIGURE, _MAX_FIGURE = 1e-9, 1e9
 EPILOG = "\n\n".join(
     (
         "Examples:",
@@ -28,7 +28,7 @@ EPILOG = "\n\n".join(
         "   ... --strides 12582912,12288,128,1   (the same of one third of a fused qkv)",
         "tritoncomm plan all_to_all --shape 8,512 --world 2 --sizes 3,5 --out-sizes 3,1   (split sizes)",
         "Mappings, by the short name or the full one: " + ", ".join(f"{short} ({name})" for short, name in OPS.items()),
-        "Exits with 0, or with 2 when the arguments make no sense or such a call would be refused.",
+        "Exits with 0, or with 2 for invalid arguments or when such a call would be refused.",
     )
 )
 
@@ -42,9 +42,9 @@ def plan(
     ] = "bfloat16",
     dim: Annotated[str, typer.Option(help="The dim; scatter_dim,gather_dim for all_to_all.")] = "",
     device: Annotated[str, typer.Option(help="cuda, cpu, or the name of a GPU, for its tuned table.")] = "cuda",
-    sizes: Annotated[str, typer.Option(help="Pieces of the dim per rank, like 3,5; all-to-all: what goes out.")] = "",
-    out_sizes: Annotated[str, typer.Option(help="all-to-all: what comes from each rank.")] = "",
-    rank: Annotated[int, typer.Option(help="The rank that is told about; with --sizes they differ.")] = 0,
+    sizes: Annotated[str, typer.Option(help="Split sizes of the dim, like 3,5; all-to-all: what is sent.")] = "",
+    out_sizes: Annotated[str, typer.Option(help="all-to-all: what every rank sends to this one.")] = "",
+    rank: Annotated[int, typer.Option(help="Rank to report on; matters only with --sizes.")] = 0,
     strides: Annotated[str, typer.Option(help="x.stride() of an input that is not contiguous.")] = "",
     held: Annotated[bool, typer.Option("--held", help="copy, reduce: the caller keeps the tensor.")] = False,
     latency: Annotated[float | None, typer.Option(help="Microseconds per step of a collective; 5, cpu 50.")] = None,
@@ -64,22 +64,20 @@ def plan(
         rates = _rates("cpu" if device == "cpu" else "cuda", latency, link, network, memory, node)
         multiprocessors = 0
         if device == "cuda" and torch.cuda.is_available():
-            here = torch.cuda.get_device_properties(torch.cuda.current_device())
-            device, multiprocessors = here.name, here.multi_processor_count
-        told = explain(
+            gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+            device, multiprocessors = gpu.name, gpu.multi_processor_count
+        explanation = explain(
             op, parse_ints(shape, "--shape", 0), world, parse_dtype(dtype), parse_ints(dim, "--dim"), device, rates,
             held, sizes=parse_ints(sizes, "--sizes", 0) or None, rank=rank,
             out_sizes=parse_ints(out_sizes, "--out-sizes", 0) or None,
             stride=parse_ints(strides, "--strides", 0) or None, sm_count=multiprocessors,
         )  # fmt: skip
     if as_json:
-        print(json.dumps(_as_json(told), indent=1))
+        print(json.dumps(_as_json(explanation), indent=1))
     else:
-        _show(told, console)
+        _show(explanation, console)
         if device not in ("cpu", "cuda") and not tables.chosen(device, multiprocessors):
-            console.print(
-                f"no tuned table for {device!r}: built-in tiles and no crossover", markup=False, soft_wrap=True
-            )
+            say(console, f"no tuned table for {device!r}: built-in tiles and no crossover")
 
 
 def _rates(
@@ -95,61 +93,60 @@ def _rates(
     for name, (value, unit) in scaled.items():
         if value is None:
             continue
-        least = 0.0 if name == "latency" else _LEAST_FIGURE
-        if not least <= value <= _LARGEST_FIGURE:  # NaN neither
-            words = "0 or more" if name == "latency" else f"more than 0, {_LEAST_FIGURE:g} at least"
-            raise ValueError(f"--{name} must be {words}, and {_LARGEST_FIGURE:g} at most")
+        minimum = 0.0 if name == "latency" else _MIN_FIGURE
+        if not minimum <= value <= _MAX_FIGURE:  # NaN neither
+            words = "0 or more" if name == "latency" else f"more than 0, {_MIN_FIGURE:g} at least"
+            raise ValueError(f"--{name} must be {words}, and {_MAX_FIGURE:g} at most")
         given[name] = value * unit
     if node is not None:
-        if not 1 <= node <= _LARGEST_FIGURE:
-            raise ValueError(f"--node must be 1 or more, and {_LARGEST_FIGURE:g} at most")
+        if not 1 <= node <= _MAX_FIGURE:
+            raise ValueError(f"--node must be 1 or more, and {_MAX_FIGURE:g} at most")
         given["node"] = node
     return replace(cost.DEFAULTS[kind], **given)
 
 
-def _as_json(told: Explanation) -> dict[str, Any]:
-    def movement(one: Movement) -> dict[str, Any]:
+def _as_json(explanation: Explanation) -> dict[str, Any]:
+    def direction(one: Movement) -> dict[str, Any]:
         local, collective = one.seconds
         totals = {"path": one.path, "passes": one.passes, "packed": one.packed, "wire": one.wire}
         return asdict(one) | totals | {"predicted_seconds": {"local": local, "collective": collective}}
 
     return {
-        "mapping": told.op,
-        "world": told.world,
-        "dtype": dtype_name(told.dtype),
-        "device": told.device,
-        "forward": movement(told.forward),
-        "backward": None if told.backward is None else movement(told.backward),
-        "no_backward": told.no_backward,
-        "assumed": asdict(told.rates),
-        "projection": [asdict(share) | {"share": share.share} for share in told.projection],
+        "mapping": explanation.op,
+        "world": explanation.world,
+        "dtype": dtype_name(explanation.dtype),
+        "device": explanation.device,
+        "forward": direction(explanation.forward),
+        "backward": None if explanation.backward is None else direction(explanation.backward),
+        "no_backward": explanation.no_backward,
+        "assumed": asdict(explanation.rates),
+        "projection": [asdict(share) | {"share": share.share} for share in explanation.projection],
     }
 
 
-def _show(told: Explanation, console: Console) -> None:
-    kind = dtype_name(told.dtype)
-    console.print(f"{told.op}: {kind}, {told.world} ranks, {told.device}", style="bold", markup=False)
-    for direction, one in (("forward", told.forward), ("backward", told.backward)):
+def _show(explanation: Explanation, console: Console) -> None:
+    dtype, ranks = dtype_name(explanation.dtype), counted(explanation.world, "rank")
+    console.print(f"{explanation.op}: {dtype}, {ranks}, {explanation.device}", style="bold", markup=False)
+    for direction, one in (("forward", explanation.forward), ("backward", explanation.backward)):
         if one is None:
-            console.print(f"{direction}: none: {told.no_backward}", markup=False, soft_wrap=True)
+            say(console, f"{direction}: none: {explanation.no_backward}")
             continue
-        console.print(_movement_table(direction, one))
+        console.print(_direction_table(direction, one))
         for step in one.steps:
             if step.tile:
-                console.print(f"  {step.name}: tile {step.tile} ({step.origin})", markup=False, soft_wrap=True)
-    rates = told.rates
-    console.print(
+                say(console, f"  {step.name}: tile {step.tile} ({step.origin})")
+    rates = explanation.rates
+    say(
+        console,
         f"predicted, not measured: {rates.latency * 1e6:g} us per step, {rates.link / 1e9:g} GB/s per link, "
-        f"{rates.network / 1e9:g} GB/s to other nodes of {rates.node} ranks, copies at {rates.memory / 1e9:g} GB/s "
-        f"({rates.source}, unless given)",
-        markup=False,
-        soft_wrap=True,
+        f"{rates.network / 1e9:g} GB/s to other nodes of {counted(rates.node, 'rank')}, copies at "
+        f"{rates.memory / 1e9:g} GB/s ({rates.source}, unless given)",
     )
-    if not told.projection:
+    if not explanation.projection:
         return
-    shares = ", ".join(f"{s.world}: {'-' if s.share is None else f'{s.share:.0%}'}" for s in told.projection)
+    shares = ", ".join(f"{s.world}: {'-' if s.share is None else f'{s.share:.0%}'}" for s in explanation.projection)
     what = "PROJECTION, not measured: share of pack and unpack in forward + backward by ranks, same shape on every rank"
-    console.print(f"{what}: {shares}", markup=False, soft_wrap=True)
+    say(console, f"{what}: {shares}")
 
 
 def _unit(largest: int) -> tuple[int, str, int]:
@@ -159,20 +156,19 @@ def _unit(largest: int) -> tuple[int, str, int]:
     return (2**10, "KiB", 3) if largest >= 2**13 else (1, "bytes", 0)
 
 
-def _movement_table(direction: str, one: Movement) -> Table:
-    local, collective = one.seconds
-    table = Table(title=f"{direction}: {escape(f'{list(one.shape)} -> {list(one.result)}')}", title_justify="left")
-    table.add_column("step")
-    table.add_column("path")
-    table.add_column("what")
+def _direction_table(direction: str, one: Movement) -> Table:
     size, unit, digits = _unit(max(one.packed, one.wire))
-    for heading in (f"{unit} copied", f"{unit} sent", "us, predicted"):
-        table.add_column(heading, justify="right")
+    names = ("step", "path", "what")
+    headings = (*names, f"{unit}\ncopied", f"{unit}\nsent", "predicted\nus")
+    rows = table(f"{direction}: {list(one.shape)} -> {list(one.result)}", headings, names)
+
+    def add(name: str, path: str, what: str, packed: int, wire: int, seconds: float) -> None:
+        amounts = (f"{amount / size:.{digits}f}" for amount in (packed, wire))
+        rows.add_row(name, path, escape(what), *amounts, f"{seconds * 1e6:.1f}")
+
     for step in one.steps:
-        numbers = (f"{step.packed / size:.{digits}f}", f"{step.wire / size:.{digits}f}", f"{step.seconds * 1e6:.1f}")
-        table.add_row(step.name, step.path, escape(step.what), *numbers)
+        add(step.name, step.path, step.what, step.packed, step.wire, step.seconds)
+    rows.add_section()
     passes = f"{one.passes} pass{'' if one.passes == 1 else 'es'} over memory"
-    total = f"{(local + collective) * 1e6:.1f}"
-    table.add_section()
-    table.add_row("all", one.path, passes, f"{one.packed / size:.{digits}f}", f"{one.wire / size:.{digits}f}", total)
-    return table
+    add("all", one.path, passes, one.packed, one.wire, sum(one.seconds))
+    return rows

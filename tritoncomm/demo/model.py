@@ -19,12 +19,14 @@ VOCABULARY = 256
 
 
 class Attention(nn.Module):
-    """Causal attention over the whole sequence for this rank's heads."""
+    """Causal attention over the full sequence for this rank's heads."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.head_dim = hidden // heads
-        self.qkv = nn.Linear(hidden, 3 * hidden)  # columns are [head, (q, k, v), head_dim], so heads travel whole
+        self.qkv = nn.Linear(
+            hidden, 3 * hidden
+        )  # columns are [head, (q, k, v), head_dim], so an all-to-all moves complete heads
         self.out = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,7 +72,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model, or the blocks and ends that a pipeline stage works on; the same weights on any number of ranks.
+    """The full model, or the blocks and ends of one pipeline stage; the same weights on any number of ranks.
 
     Args:
         settings: the sizes.
@@ -95,21 +97,21 @@ class Transformer(nn.Module):
             self.norm, self.head = norm, head
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of the whole batch ``[sequence, batch]``, the same on every rank."""
+        """Mean cross-entropy of the global batch ``[sequence, batch]``, the same on every rank."""
         x = self.embed(inputs)
         for chunk in range(len(self.chunks)):
             x = self.transform(x, chunk)
         return self.loss(x, targets, targets.numel())
 
-    def _mine(self) -> slice:
+    def _sequence_shard(self) -> slice:
         length = self.settings.sequence // self.settings.tensor
         return slice(self.rank * length, (self.rank + 1) * length)
 
     def embed(self, inputs: Tensor) -> Tensor:
         """``[sequence, batch] -> [sequence/world, batch, hidden]``."""
-        mine = self._mine()
-        places = torch.arange(mine.start, mine.stop, device=inputs.device)
-        return self.tokens(inputs[mine]) + self.positions(places)[:, None]
+        mine = self._sequence_shard()
+        index = torch.arange(mine.start, mine.stop, device=inputs.device)
+        return self.tokens(inputs[mine]) + self.positions(index)[:, None]
 
     def transform(self, x: Tensor, chunk: int) -> Tensor:
         """One chunk's blocks."""
@@ -121,10 +123,10 @@ class Transformer(nn.Module):
         """Sum of the cross-entropies over ``count``."""
         logits = self.head(self.norm(x)).flatten(0, 1)
         wide = logits if logits.dtype is torch.float64 else logits.float()
-        total = F.cross_entropy(wide, targets[self._mine()].flatten(), reduction="sum")
+        total = F.cross_entropy(wide, targets[self._sequence_shard()].flatten(), reduction="sum")
         return mappings.reduce_from_tensor_model_parallel_region(total / count)
 
     def replicated(self) -> list[nn.Parameter]:
-        """Parameters every tensor rank holds whole; its gradient of them covers its share of the sequence only."""
+        """Parameters replicated over the tensor ranks; a rank's gradient of them covers only its sequence shard."""
         sharded = ("column_weight", "column_bias", "row_weight")
         return [p for name, p in self.named_parameters() if not name.endswith(sharded)]

@@ -49,8 +49,8 @@ class Pipeline:
     def _chunk(
         self, chunk: int, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...], count: int
     ) -> Callable[[Tensor | None, int], Tensor]:
-        model, line = self._model, self._communicator
-        is_last = line.is_pp_last_stage and chunk == model.settings.virtual - 1
+        model = self._model
+        is_last = self._communicator.is_pp_last_stage and chunk == model.settings.virtual - 1
 
         def work(x: Tensor | None, microbatch: int) -> Tensor:
             y = model.transform(model.embed(inputs[microbatch]) if x is None else x, chunk)

@@ -1,6 +1,6 @@
 """The demo's transformer in plain torch modules; on several ranks its parameters become ColoParameters.
 
-Nothing in the modules knows of ranks: which weights are cut is said by name, once, in ``sharded``.
+The modules do not depend on ranks: ``sharded`` lists the sharded weights by name.
 """
 
 import torch
@@ -57,8 +57,8 @@ class PlainTransformer(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Of ``[sequence, batch]`` bytes and the bytes that follow them."""
-        places = torch.arange(len(inputs), device=inputs.device)
-        x = self.tokens(inputs) + self.positions(places).unsqueeze(1)
+        index = torch.arange(len(inputs), device=inputs.device)
+        x = self.tokens(inputs) + self.positions(index).unsqueeze(1)
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x)).flatten(0, 1)
@@ -67,7 +67,7 @@ class PlainTransformer(nn.Module):
 
 
 def sharded(model: PlainTransformer, pg: ProcessGroup) -> PlainTransformer:
-    """The model with Megatron's cuts: column- and row-parallel pairs, vocabulary-parallel embedding and head."""
+    """The model with Megatron's shards: column- and row-parallel pairs, vocabulary-parallel embedding and head."""
     world = pg.tp_world_size()
     rows, columns = ShardSpec([0], [world]), ShardSpec([-1], [world])
     layouts = {

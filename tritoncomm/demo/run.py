@@ -22,12 +22,12 @@ Processes = dict[tuple[str, int], Any]
 
 
 class DemoError(RuntimeError):
-    """A process of the demo failed; says which and why."""
+    """A process of the demo failed; the message names it and the reason."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run found.
+    """Losses and counters of a run.
 
     Attributes:
         settings: of the run.
@@ -66,7 +66,8 @@ def run(settings: Settings, follow: Follow | None = None, prepare: Callable[[], 
         DemoError: a process failed or nothing happened for ``settings.timeout`` seconds.
     """
     next(batches(settings))  # a bad text shows here, before anything is spawned
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context("forkserver")  # imports torch once; with spawn every process does
+    context.set_forkserver_preload(["torch", "torch.distributed"])
     queue, port = context.Queue(), _free_port()
     jobs = {("ranks", rank): (settings, prepare) for rank in range(settings.ranks)}
     jobs["single process", 0] = (replace(settings, ranks=1, pipeline=1, virtual=1), None)
@@ -102,17 +103,17 @@ def _stop(processes: Processes) -> None:
 
 def _collect(queue: Any, processes: Processes, timeout: float, follow: Follow) -> dict[tuple[str, int], Any]:
     results: dict[tuple[str, int], Any] = {}
-    heard = time.monotonic()
+    last_message = time.monotonic()
     while len(results) < len(processes):
         try:
             role, rank, kind, value = queue.get(timeout=1)
         except queues.Empty:
-            _raise_if_stuck(processes, len(results), time.monotonic() - heard, timeout)
+            _raise_if_stuck(processes, len(results), time.monotonic() - last_message, timeout)
             continue
-        heard = time.monotonic()
+        last_message = time.monotonic()
         if kind == "failed":
             wait([process.sentinel for process in processes.values()], timeout=0.5)
-            killed = [f"{why}\n" for why, code in _ended(processes) if code < 0]  # what a peer then says is a symptom
+            killed = [f"{why}\n" for why, code in _ended(processes) if code < 0]  # what peers report then is a symptom
             raise DemoError(f"{''.join(killed)}{_name(role, rank)} failed:\n{value}")
         if kind == "done":
             results[role, rank] = value

@@ -1,8 +1,10 @@
-"""What the demo trains, and how far its losses may be from those of one process."""
+"""Sizes and layout of the demo, and how far its losses may be from those of one process."""
 
 from dataclasses import dataclass
 
 import torch
+
+from tritoncomm.parsing import counted
 
 __all__ = ["LIMITS", "Settings"]
 
@@ -42,15 +44,18 @@ class Settings:
 
     def __post_init__(self) -> None:
         if min(self.ranks, self.pipeline, self.virtual) < 1 or self.ranks % self.pipeline:
-            raise ValueError(f"{self.ranks} ranks do not make {self.pipeline} pipeline stages")
+            stages = counted(self.pipeline, "pipeline stage")
+            raise ValueError(f"{counted(self.ranks, 'rank')} cannot be split into {stages}")
         if self.heads % self.tensor or self.sequence % self.tensor:
-            raise ValueError(f"{self.tensor} ranks do not divide {self.heads} heads and {self.sequence} positions")
+            ranks = counted(self.tensor, "tensor rank")
+            raise ValueError(f"{self.heads} heads and {self.sequence} positions do not divide over {ranks}")
         if self.tensor_layer and self.pipeline > 1:
             raise ValueError("the tensor layer's demo has one pipeline stage")
         if self.virtual > 1 and self.pipeline == 1:
             raise ValueError("virtual stages need a pipeline of two stages or more")
         if self.layers % (self.pipeline * self.virtual):
-            raise ValueError(f"{self.pipeline} stages of {self.virtual} chunks do not divide {self.layers} layers")
+            stages = f"{counted(self.pipeline, 'stage')} of {counted(self.virtual, 'chunk')}"
+            raise ValueError(f"{counted(self.layers, 'layer')} cannot be split into {stages}")
         uneven = self.batch % self.microbatches or (self.virtual > 1 and self.microbatches % self.pipeline)
         if self.pipeline > 1 and uneven:
             raise ValueError(

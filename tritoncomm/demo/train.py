@@ -1,4 +1,4 @@
-"""What one process of the demo does: train, report every step, hand over losses and counters."""
+"""One process of the demo: trains, reports every step, hands over losses and counters."""
 
 import os
 import time
@@ -24,7 +24,7 @@ __all__ = ["rank_main"]
 def rank_main(
     role: str, settings: Settings, rank: int, port: int, queue: Any, prepare: Callable[[], None] | None
 ) -> None:
-    """Train as rank ``rank``; everything that happens goes into ``queue`` as (role, rank, kind, value)."""
+    """Train as rank ``rank``; steps, results and failures go into ``queue`` as (role, rank, kind, value)."""
     try:
         if prepare is not None:
             prepare()
@@ -95,9 +95,9 @@ def _sum_gradients(model: Transformer) -> None:
     """Sum the gradients of replicated parameters over the tensor ranks: one reduce-scatter, one all-gather."""
     parameters = model.replicated()
     flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
-    piece = collective.split_reduce_scatter(flat, 0, ParallelMode.TENSOR)
+    shard = collective.split_reduce_scatter(flat, 0, ParallelMode.TENSOR)
     sizes = chunk_sizes(flat.numel(), model.settings.tensor)
-    summed = collective.all_gather(piece, 0, ParallelMode.TENSOR, sizes=sizes)
+    summed = collective.all_gather(shard, 0, ParallelMode.TENSOR, sizes=sizes)
     for p, part in zip(parameters, summed.split([p.numel() for p in parameters]), strict=True):
         assert p.grad is not None
         p.grad.copy_(part.view_as(p))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from tritoncomm_kernels import softmax
+from tritoncomm_kernels import cross_entropy as softmax
 
 from tritoncomm import record
 from tritoncomm.core import eager, ops

@@ -1,4 +1,4 @@
-"""The tiles that are tried: bytes per thread x bytes of a row x warps, for one operation and one width of access."""
+"""Candidate tiles: bytes per thread x bytes of a row x warps, for one operation and one width of access."""
 
 from dataclasses import asdict, dataclass
 
@@ -41,8 +41,8 @@ class Candidate:
 def reachable(op: str, unit: int, candidate: Candidate) -> list[Config]:
     """Every tile that tensors of any size get from a candidate, the largest tiles first."""
     sizes = [2**n for n in range(21)]
-    found = {candidate.config(op, unit, outer, cols) for outer in sizes for cols in sizes if cols >= unit}
-    return sorted(found, key=lambda tile: (-tile.block_rows * tile.block_cols, tile.block_rows))
+    tiles = {candidate.config(op, unit, outer, cols) for outer in sizes for cols in sizes if cols >= unit}
+    return sorted(tiles, key=lambda tile: (-tile.block_rows * tile.block_cols, tile.block_rows))
 
 
 def default(op: str, unit: int, lanes: int = 32) -> Candidate:

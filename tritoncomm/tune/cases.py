@@ -1,4 +1,4 @@
-"""What is tuned: operations, shapes, ranks and dtypes, given one by one or as a model's layers produce them."""
+"""Cases to tune for: operations, shapes, ranks and dtypes, given one by one or derived from a model."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from tritoncomm.parsing import dtype_name, parse_ints
 
 __all__ = ["MODELS", "Case", "Model", "can_sum", "from_model", "from_shapes", "parse_shape", "read_model", "sweep"]
 
-_MOST_RANKS = {"pack": 2**16, "unpack": 2**16, "reduce": 64}
+_MAX_RANKS = {"pack": 2**16, "unpack": 2**16, "reduce": 64}
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Case:
     Attributes:
         op: ``pack``, ``unpack`` or ``reduce``.
         outer: number of rows; 1 for ``reduce``.
-        row: elements of a row, cut over the ranks; for ``reduce`` the elements of one part.
+        row: elements of a row, split over the ranks; for ``reduce`` the elements of one part.
         world: number of ranks.
         dtype: element type.
         note: where it comes from.
@@ -95,7 +95,7 @@ def read_model(name: str) -> Model:
     """A model by its name, or from a JSON file with the fields of ``Model``.
 
     Raises:
-        ValueError: there is neither, or the file does not describe a model.
+        ValueError: no such model or file, or the file does not describe a model.
     """
     if name in MODELS:
         return MODELS[name]
@@ -112,10 +112,8 @@ def read_model(name: str) -> Model:
     unknown = sorted(set(content) - set(known))
     missing = [field for field, needed in known.items() if needed and field not in content]
     if unknown or missing:
-        text = [f"no field {', '.join(missing)}"] * bool(missing) + [f"unknown field {', '.join(unknown)}"] * bool(
-            unknown
-        )
-        raise ValueError(f"model {name}: {'; '.join(text)} (the fields are {', '.join(known)})")
+        what = f"no field {', '.join(missing)}" if missing else f"unknown field {', '.join(unknown)}"
+        raise ValueError(f"model {name}: {what} (the fields are {', '.join(known)})")
     for field, value in content.items():
         if type(value) is not int or value < (1 if known[field] else 0):
             raise ValueError(f"model {name}: {field} must be a positive integer, not {value!r}")
@@ -127,16 +125,16 @@ def from_model(
 ) -> list[Case]:
     """The calls around the collectives of one layer stack, ``world`` tensor-parallel ranks wide.
 
-    A gather along the last dim unpacks whole rows of all tokens, a reduce-scatter along it packs them, an exchange of
-    sequence for heads packs (and back, unpacks) each rank's share of the tokens, and a sum over a wire of another dtype
-    reduces ``world`` parts of a rank's share of the residual stream.
+    An all-gather along the last dim unpacks full rows of all tokens, a reduce-scatter along it packs them, an
+    all-to-all of sequence for heads packs (and back, unpacks) each rank's tokens, and a sum over a wire of another
+    dtype reduces ``world`` parts of a rank's shard of the residual stream.
 
     Args:
         model: its sizes.
         world: tensor- (or sequence-) parallel ranks, 2 or more.
         tokens: tokens of one micro-batch on all ranks, sequence length times batch.
         dtype: element type of the activations.
-        ops: operations wanted.
+        ops: operations to include.
         name: put into the notes.
 
     Raises:
@@ -146,9 +144,11 @@ def from_model(
     sizes = {"heads": model.heads, "ffn": model.ffn, "hidden": model.hidden, "tokens": tokens}
     if tokens < 1:
         raise ValueError(f"tokens must be positive, not {tokens}")
+    if world < 2:
+        raise ValueError(f"--tensor-parallel must be 2 or more, not {world}")
     for field, size in sizes.items():
-        if world < 2 or size % world:
-            raise ValueError(f"{field} {size} cannot be cut over {world} tensor-parallel ranks")
+        if size % world:
+            raise ValueError(f"{field} {size} does not divide over {world} tensor-parallel ranks")
     local = tokens // world
     widths = {
         "hidden": (tokens, model.hidden),
@@ -159,27 +159,27 @@ def from_model(
     if model.kv_heads % world == 0:
         widths["key heads, exchanged"] = (local, model.kv_heads * model.head_dim)
     widths["attention output, exchanged"] = (local, model.heads * value)
-    found = [
+    cases = [
         Case(op, outer, row, world, dtype, f"{name} {what}".strip())
         for op in ("pack", "unpack")
         for what, (outer, row) in widths.items()
     ]
-    found.append(Case("reduce", 1, local * model.hidden, world, dtype, f"{name} residual stream".strip()))
-    return _distinct(case for case in found if case.op in ops)
+    cases.append(Case("reduce", 1, local * model.hidden, world, dtype, f"{name} residual stream".strip()))
+    return _distinct(case for case in cases if case.op in ops)
 
 
 def from_shapes(
     shapes: Sequence[tuple[int, ...]], worlds: Sequence[int], dtypes: Sequence[torch.dtype], ops: Sequence[str]
 ) -> list[Case]:
-    """Every combination; the last dim of a shape is cut, for ``reduce`` a shape is that of one part.
+    """Every combination; the last dim of a shape is split, for ``reduce`` a shape is that of one part.
 
     Raises:
         ValueError: no ranks, or more than an operation takes.
     """
     for op in ops:
         for world in worlds:
-            if not 1 <= world <= _MOST_RANKS[op]:
-                raise ValueError(f"world {world} is not in 1..{_MOST_RANKS[op]}, the ranks that {op} takes")
+            if not 1 <= world <= _MAX_RANKS[op]:
+                raise ValueError(f"world {world} is not in 1..{_MAX_RANKS[op]}, the ranks that {op} takes")
     return _distinct(
         Case(op, 1 if op == "reduce" else math.prod(shape[:-1]), _row(op, shape), world, dtype)
         for op in ops
@@ -190,15 +190,15 @@ def from_shapes(
 
 
 def sweep(ops: Iterable[str] = OPS) -> list[Case]:
-    """What is tuned when nothing is said: about 64 MiB for 8 ranks in every unit, and short and long runs."""
-    found = []
+    """The default cases: about 64 MiB for 8 ranks in every unit, and short and long runs."""
+    cases = []
     for op in ("pack", "unpack"):
         for run in (512, 64, 16384, 200, 100, 1026):  # bytes per rank and row: units of 16, 16, 16, 8, 4 and 2
-            found.append(Case(op, max(2**26 // (8 * run), 1), 8 * run // 2, 8, torch.bfloat16, f"runs of {run} bytes"))
-        found.append(Case(op, 2**26 // (8 * 513), 8 * 513, 8, torch.int8, "runs of 513 bytes"))
+            cases.append(Case(op, max(2**26 // (8 * run), 1), 8 * run // 2, 8, torch.bfloat16, f"runs of {run} bytes"))
+        cases.append(Case(op, 2**26 // (8 * 513), 8 * 513, 8, torch.int8, "runs of 513 bytes"))
     for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.int8):
-        found.append(Case("reduce", 1, 2**23 // dtype.itemsize, 8, dtype, "parts of 8 MiB"))
-    return [case for case in found if case.op in ops]
+        cases.append(Case("reduce", 1, 2**23 // dtype.itemsize, 8, dtype, "parts of 8 MiB"))
+    return [case for case in cases if case.op in ops]
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

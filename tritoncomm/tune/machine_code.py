@@ -39,10 +39,10 @@ class Build:
 
     Attributes:
         kernel: a ``triton.jit`` function that is not interpreted (see ``compiled_kernels``).
-        types: Triton's names of the argument types, ``*i64`` for a pointer; ``i32`` where nothing is said.
+        types: Triton's names of the argument types, ``*i64`` for a pointer; ``i32`` by default.
         constants: compile-time arguments.
         warps: warps per program.
-        divisible: names of integers that are multiples of 16, as an ordinary launch finds out; pointers all are.
+        divisible: names of integers that are multiples of 16, which an ordinary launch detects; pointers all are.
     """
 
     kernel: Any
@@ -54,7 +54,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Code:
-    """What one compiled kernel does per thread.
+    """Accesses, registers and instructions of one compiled kernel, per thread.
 
     Attributes:
         loads: bytes of every load from device memory, in order.
@@ -75,7 +75,7 @@ class Code:
 
 @lru_cache(maxsize=1)
 def compiled_kernels() -> dict[str, ModuleType]:
-    """The kernel modules once more, not interpreted whatever TRITON_INTERPRET says, by their short names."""
+    """The kernel modules once more, not interpreted whatever TRITON_INTERPRET is, by their short names."""
     folder = Path(tritoncomm_kernels.__path__[0])
     modules: dict[str, ModuleType] = {}
     shadowed = {name: sys.modules[name] for name in list(sys.modules) if name.startswith("tritoncomm_kernels")}
@@ -134,17 +134,17 @@ def _compile(one: Build, target: str) -> dict[str, Any]:
 def _nvidia(cubins: Sequence[bytes], architecture: str) -> list[Code]:
     texts = [_text_section(cubin) for cubin in cubins]
     with tempfile.TemporaryDirectory() as folder:
-        raw, found = Path(folder) / "raw", []
+        raw, usages = Path(folder) / "raw", []
         for cubin in cubins:
             (Path(folder) / "cubin").write_bytes(cubin)
             usage = _run("cuobjdump", "--dump-resource-usage", f"{folder}/cubin")
-            found.append(re.search(r"REG:(\d+) STACK:(\d+)", usage))
+            usages.append(re.search(r"REG:(\d+) STACK:(\d+)", usage))
         raw.write_bytes(b"".join(texts))
         listing = _run("nvdisasm", "-ndf", "-b", architecture, str(raw))
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", listing)
     operations = [(int(address, 16), operation) for address, operation in lines]
     codes, start = [], 0
-    for text, usage in zip(texts, found, strict=True):
+    for text, usage in zip(texts, usages, strict=True):
         assert usage is not None
         mine = [name for address, name in operations if start <= address < start + len(text) and name != "NOP"]
         assert mine
@@ -160,13 +160,13 @@ def _text_section(cubin: bytes) -> bytes:
     size, count, names = struct.unpack_from("<3H", cubin, 58)
     headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
     strings = headers[names][4]
-    found = [
+    sections = [
         cubin[offset : offset + length]
         for name, _, _, _, offset, length in headers
         if cubin[strings + name :].startswith(b".text.")
     ]
-    assert len(found) == 1
-    return found[0]
+    assert len(sections) == 1
+    return sections[0]
 
 
 def _nvidia_width(operation: str) -> int:

@@ -29,7 +29,7 @@ _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: t
 
 
 class Bench(Protocol):
-    """What a search needs of a device."""
+    """A device as a search uses it."""
 
     device_name: str
     sm_count: int
@@ -37,7 +37,7 @@ class Bench(Protocol):
     lanes: int
 
     def check(self, case: Case, candidate: Candidate) -> str:
-        """What is wrong with a candidate's output, empty if nothing."""
+        """The error in a candidate's output, empty if there is none."""
         ...
 
     def time(self, case: Case, candidate: Candidate) -> float:
@@ -108,7 +108,7 @@ class DeviceBench:
 
         times: dict[str, list[float]] = {"torch": [], "triton": []}
         for round_ in range(8):
-            for path, found in times.items():
+            for path, samples in times.items():
                 with ops.path(path):
                     self._synchronize()
                     started = time.perf_counter()
@@ -116,7 +116,7 @@ class DeviceBench:
                         call()
                     self._synchronize()
                 if round_:
-                    found.append((time.perf_counter() - started) / _CALLS * 1e6)
+                    samples.append((time.perf_counter() - started) / _CALLS * 1e6)
         return median(times["torch"]), median(times["triton"])
 
     def _launch(self, ready: _Prepared, candidate: Candidate) -> Callable[[], Any]:
@@ -140,7 +140,7 @@ class DeviceBench:
         return self._prepared
 
     def _random(self, shape: tuple[int, ...], case: Case) -> Tensor:
-        """Any bits for copies; small whole numbers for sums."""
+        """Any bits for copies; small integers for sums."""
         size = case.dtype.itemsize
         if case.op == "reduce":
             return torch.randint(-8, 8, shape, device=self.device).to(case.dtype)
@@ -156,7 +156,7 @@ def open_gpu() -> DeviceBench | None:
     """The current GPU, None where there is none."""
     if not torch.cuda.is_available():
         return None
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     device = torch.device("cuda", torch.cuda.current_device())
     flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
 
@@ -174,7 +174,7 @@ def open_gpu() -> DeviceBench | None:
     def synchronize() -> None:
         torch.cuda.synchronize(device)
 
-    return DeviceBench(device, found.name, found.multi_processor_count, target_of(found), stopwatch, synchronize)
+    return DeviceBench(device, gpu.name, gpu.multi_processor_count, target_of(gpu), stopwatch, synchronize)
 
 
 def target_of(properties: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""What the machine code of a candidate says about it, without a GPU: whether it may be used, and a static cost.
+"""Static judgement of a candidate by its machine code, without a GPU: whether it may be used, and a cost.
 
     cost = instructions per 16 bytes * max(1, 64 KiB / bytes of loads in flight on one multiprocessor)
 
@@ -32,7 +32,7 @@ _AMD = {"threads": 2048, "registers": 4 * 512 * 64, "granule": 8, "programs": 32
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known about one candidate on one target.
+    """Machine code of one candidate on one target.
 
     Attributes:
         pruned: why it must not be used, empty if it may.
@@ -132,7 +132,7 @@ def fault(code: Code, check: Check) -> str:
 
 
 def judge(op: str, unit: int, tried: Sequence[Candidate], target: str) -> list[Verdict]:
-    """Compile candidates for a target and say what each is worth, in the order they came."""
+    """Compile candidates for a target; their verdicts in the same order."""
     lists = [checks(op, unit, candidate.config(op, unit)) for candidate in tried]
     codes = iter(build_all([check.build for mine in lists for check in mine], target))
     verdicts = []
@@ -144,7 +144,7 @@ def judge(op: str, unit: int, tried: Sequence[Candidate], target: str) -> list[V
 
 
 def audit(tiles: Sequence[tuple[str, int, Config]], target: str) -> list[str]:
-    """What is wrong with the machine code of tiles, in words; nothing if all of them are good.
+    """Faults in the machine code of tiles, in words.
 
     Args:
         tiles: operation, unit and tile.
@@ -154,14 +154,14 @@ def audit(tiles: Sequence[tuple[str, int, Config]], target: str) -> list[str]:
     """
     mine = [(unit, tile, check) for op, unit, tile in tiles for check in checks(op, unit, tile)]
     codes = build_all([check.build for _, _, check in mine], target)
-    found = []
+    faults = []
     for (unit, tile, check), code in zip(mine, codes, strict=True):
         threads = tile.num_warps * TARGETS[target].warp_size
         full = tile.block_rows * tile.block_cols >= threads * _bytes_needed(check)
         reason = fault(code, check if full else replace(check, width=0))
         if reason:
-            found.append(f"{target}, unit {unit}, {tile.block_rows} x {tile.block_cols} B: {reason}")
-    return found
+            faults.append(f"{target}, unit {unit}, {tile.block_rows} x {tile.block_cols} B: {reason}")
+    return faults
 
 
 def _bytes_needed(check: Check) -> int:

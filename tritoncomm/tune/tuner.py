@@ -12,23 +12,21 @@ from tritoncomm_kernels import tables
 from tritoncomm_kernels.tables import OPS
 
 from tritoncomm.parsing import dtype_name, parse_dtype
-from tritoncomm.tune import cases, static, table, winners
+from tritoncomm.tune import cases, results, static
 from tritoncomm.tune.candidates import Candidate, candidates, groups
 from tritoncomm.tune.cases import Case
-from tritoncomm.tune.judging import Batch, batches, judge_all
 from tritoncomm.tune.machine_code import CAN_READ, TARGETS
 from tritoncomm.tune.measure import Bench
-from tritoncomm.tune.search import INTERRUPTED, Task, search
+from tritoncomm.tune.search import INTERRUPTED, Batch, Follow, Task, batches, judge_all, search
 
 __all__ = ["Outcome", "Request", "cases_of", "measure", "rank_static"]
 
-Follow = Callable[[str, int, int], None]
 _JUDGING = 1 / 3  # of a budget, at most: what is not judged by then is measured as it comes
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for on the command line; ``cases_of`` checks it.
+    """Arguments of the command, unchecked; see ``cases_of``.
 
     Attributes:
         ops: operations, all by default.
@@ -55,13 +53,13 @@ class Request:
 
 @dataclass
 class Outcome:
-    """What a search made.
+    """State and results of a search.
 
     Attributes:
         state: ``complete``, ``out of time`` or ``interrupted``.
-        content: what the file holds.
+        content: content of the file.
         path: the file, None if there is none.
-        warnings: about files that were there and are not used.
+        warnings: about files that are not used.
         wrong: candidates whose output was wrong.
         left: results that are missing.
     """
@@ -78,7 +76,7 @@ def cases_of(request: Request) -> list[Case]:
     """The cases asked for; without shapes and model a sweep over units and sizes.
 
     Raises:
-        ValueError: arguments that make no sense or do not go together.
+        ValueError: invalid arguments, or ones that do not go together.
     """
     ops = tuple(request.ops) or OPS
     for op in ops:
@@ -97,8 +95,8 @@ def cases_of(request: Request) -> list[Case]:
         model, name = cases.read_model(request.model), Path(request.model).stem
         world = 8 if request.tensor_parallel is None else request.tensor_parallel
         tokens = 8192 if request.tokens is None else request.tokens
-        found = [cases.from_model(model, world, tokens, dtype, ops, name) for dtype in dtypes]
-        return _summable([case for each in found for case in each], request)
+        every = [case for dtype in dtypes for case in cases.from_model(model, world, tokens, dtype, ops, name)]
+        return _summable(every, request)
     if request.shapes:
         shapes = [cases.parse_shape(text) for text in request.shapes]
         return _summable(cases.from_shapes(shapes, request.worlds or (8,), dtypes, ops), request)
@@ -107,28 +105,27 @@ def cases_of(request: Request) -> list[Case]:
     return cases.sweep(ops)
 
 
-def _summable(found: list[Case], request: Request) -> list[Case]:
-    """Without the sums of what cannot be summed, unless they were asked for."""
-    out = [case for case in found if case.op == "reduce" and not cases.can_sum(case.dtype)]
-    if out and "reduce" in request.ops:
-        raise ValueError(f"--op reduce cannot sum {dtype_name(out[0].dtype)}; give --op pack --op unpack")
-    return [case for case in found if case not in out]
+def _summable(every: list[Case], request: Request) -> list[Case]:
+    """Without the sums of element types that cannot be summed; an error if they were asked for."""
+    left_out = [case for case in every if case.op == "reduce" and not cases.can_sum(case.dtype)]
+    if left_out and "reduce" in request.ops:
+        raise ValueError(f"--op reduce cannot sum {dtype_name(left_out[0].dtype)}; give --op pack --op unpack")
+    return [case for case in every if case not in left_out]
 
 
 def rank_static(request: Request, target: str, follow: Follow | None = None) -> Outcome:
     """Compile every candidate for a target, leave out the bad ones, rank the rest.
 
     Raises:
-        ValueError: bad arguments.
+        ValueError: invalid arguments.
         OSError: the file cannot be written.
     """
     if target not in TARGETS:
         raise ValueError(f"--target {target!r} is none of {', '.join(TARGETS)}")
-    wanted = cases_of(request)
-    chosen = groups(tuple(request.ops) or OPS)
-    if request.shapes or request.model:
-        chosen = [group for group in chosen if group in {(case.op, case.unit) for case in wanted}]
-    content, outcome = _begin(request.out, table.static_key(target) | {"cost": static.COST})
+    chosen = _groups_of(cases_of(request))
+    if not (request.shapes or request.model):
+        chosen = groups(tuple(request.ops) or OPS)
+    content, outcome = _begin(request.out, f"{target}.json", results.static_key(target) | {"cost": static.COST})
     todo = [batch for op, unit in chosen for batch in batches(op, unit, target)]
 
     def save() -> None:
@@ -145,21 +142,19 @@ def measure(
     """Check and time candidates and both paths on a GPU, and write the table; the cheapest by static cost come first.
 
     Args:
-        request: what to measure.
+        request: the cases.
         bench: the device.
         follow: see ``search``.
         clock: seconds from any start, for the budget.
 
     Raises:
-        ValueError: bad arguments.
+        ValueError: invalid arguments.
         OSError: the file cannot be written.
     """
-    wanted = cases_of(request)
-    chosen = [group for group in groups() if group in {(case.op, case.unit) for case in wanted}]
-    path = request.out or table.user_path(bench.device_name, bench.sm_count)
-    if path.is_dir():
-        path = tables.table_in(path, bench.device_name, bench.sm_count)
-    content, outcome = _begin(path, table.measured_key(bench.device_name, bench.sm_count))
+    todo_cases, device = cases_of(request), (bench.device_name, bench.sm_count)
+    chosen = _groups_of(todo_cases)
+    path = request.out or results.user_path(*device)
+    content, outcome = _begin(path, tables.table_name(*device), results.measured_key(*device))
     started, judged = clock(), content.setdefault("judged", {})
     if bench.target is not None and CAN_READ[TARGETS[bench.target].backend]:
         todo = [batch for op, unit in chosen for batch in batches(op, unit, bench.target)]
@@ -169,32 +164,36 @@ def measure(
             _finish(outcome, todo)
             return outcome
     tried = {group: _usable(*group, bench, judged) for group in chosen}
-    todo = [*winners.tasks(bench, wanted, tried), *winners.crossover_tasks(bench, chosen)]
+    todo = [*results.tasks(bench, todo_cases, tried), *results.crossover_tasks(bench, chosen)]
 
     def save() -> None:
-        content["configs"] = winners.configs(content["results"], bench.lanes)
-        content["crossover_bytes"] = winners.crossovers(content["results"])
+        content["configs"] = results.configs(content["results"], bench.lanes)
+        content["crossover_bytes"] = results.crossovers(content["results"])
         _finish(outcome, todo)
 
     budget = None if request.budget is None else request.budget - (clock() - started)
     outcome.state = search(todo, content["results"], save, budget=budget, follow=follow, clock=clock)
-    outcome.wrong = winners.wrong(content["results"])
+    outcome.wrong = results.wrong(content["results"])
     return outcome
 
 
-def _begin(path: Path | None, key: Mapping[str, Any]) -> tuple[dict[str, Any], Outcome]:
-    """The file's content so far, and the outcome that will hold it."""
+def _groups_of(every: Sequence[Case]) -> list[tuple[str, int]]:
+    """Operations and units of cases, in the order of ``groups``."""
+    return [group for group in groups() if group in {(case.op, case.unit) for case in every}]
+
+
+def _begin(path: Path | None, name: str, key: Mapping[str, Any]) -> tuple[dict[str, Any], Outcome]:
+    """The file's content so far, and the outcome that will hold it; a folder gets a file called ``name``."""
     if path is not None:
-        if path.is_dir():
-            raise ValueError(f"--out {path} is a folder, not a file")
+        path = path / name if path.is_dir() else path
         if path.exists() and not path.is_file():
-            raise ValueError(f"--out {path} is no regular file: it would be replaced by one")
+            raise ValueError(f"--out {path} is not a regular file: it would be replaced by one")
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(f"--out {path}: no file can be made in {path.parent}")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        content = {**table.resume(path, dict(key)), **key}
+        content = {**results.resume(path, dict(key)), **key}
     content.setdefault("results", {})
     return content, Outcome("", content, path, [str(one.message) for one in caught])
 
@@ -204,34 +203,32 @@ def _finish(outcome: Outcome, todo: Sequence[Task | Batch]) -> None:
     outcome.left = sum(key not in done for task in todo for key in task.keys)
     outcome.content["complete"] = outcome.left == 0
     if outcome.path is not None:
-        table.write(outcome.path, outcome.content)
+        results.write(outcome.path, outcome.content)
 
 
-def _ranking(results: Mapping[str, Mapping[str, Any]], target: str) -> dict[str, dict[str, list[str]]]:
+def _ranking(done: Mapping[str, Mapping[str, Any]], target: str) -> dict[str, dict[str, list[str]]]:
     """``{op: {unit: [candidate, ...]}}``, cheapest first."""
-    found: dict[str, dict[str, list[str]]] = {}
+    ranking: dict[str, dict[str, list[str]]] = {}
     for op, unit in groups():
-        verdicts = _verdicts(op, unit, results)
+        verdicts = _verdicts(op, unit, done)
         if verdicts:
-            found.setdefault(op, {})[str(unit)] = [one.label for one in static.rank(op, unit, verdicts, target)]
-    return found
+            ranking.setdefault(op, {})[str(unit)] = [one.label for one in static.rank(op, unit, verdicts, target)]
+    return ranking
 
 
-def _verdicts(op: str, unit: int, results: Mapping[str, Mapping[str, Any]]) -> dict[str, static.Verdict]:
-    """What static tasks found about one operation and unit, by candidate."""
+def _verdicts(op: str, unit: int, done: Mapping[str, Mapping[str, Any]]) -> dict[str, static.Verdict]:
+    """Verdicts on one operation and unit, by candidate."""
     names, start = static.Verdict.__dataclass_fields__, f"{op} {unit} "
     return {
         key.removeprefix(start): static.Verdict(**{name: one[name] for name in names})
-        for key, one in results.items()
+        for key, one in done.items()
         if key.startswith(start)
     }
 
 
 def _usable(op: str, unit: int, bench: Bench, judged: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:
-    """The default, what the target's machine code leaves, cheapest first, and what nobody has judged, as it comes."""
+    """The default, then what was judged and not pruned, cheapest first, then what was not judged."""
     tried = candidates(op, unit, bench.lanes)
-    if bench.target is None:
-        return tried
     verdicts = _verdicts(op, unit, judged)
-    ranked = static.rank(op, unit, verdicts, bench.target) if verdicts else []
+    ranked = static.rank(op, unit, verdicts, bench.target) if bench.target is not None else []
     return list(dict.fromkeys([tried[0], *ranked, *(one for one in tried if one.label not in verdicts)]))

@@ -1,8 +1,6 @@
-"""The commands `tritoncomm doctor` and `tritoncomm bench`: arguments, tables, exit codes."""
+"""The command `tritoncomm bench`: arguments, tables, exit codes."""
 
-import json
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,64 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tritoncomm.cli import pictures, plan, suite
+from tritoncomm.cli import pictures, suite
 from tritoncomm.cli._console import refusing, terminal
-from tritoncomm.doctor import Finding, examine
 
-__all__ = ["add_to"]
+__all__ = ["EPILOG", "bench"]
 
-_MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]problem[/]"}
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the commands `plan`, `doctor` and `bench`."""
-    app.command(epilog=plan.EPILOG)(plan.plan)
-    app.command(epilog=_DOCTOR_EPILOG)(doctor)
-    app.command(epilog=_BENCH_EPILOG)(bench)
-
-
-_DOCTOR_EPILOG = "\n\n".join(
-    (
-        "Examples:",
-        "tritoncomm doctor   (on a machine that will train, with the variables of the job set)",
-        "tritoncomm doctor --json   (for a job's log)",
-        "tritoncomm doctor --no-self-test",
-        "Exits with 0 when all is well (no GPU is a note), 1 for a problem, 2 for arguments that make no sense.",
-    )
-)
-
-
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    self_test: Annotated[bool, typer.Option(help="Let two ranks exchange known values (seconds).")] = True,
-) -> None:
-    """Look at torch, Triton, backends, GPUs, links, tuned table and variables; let two ranks exchange known values."""
-    console = terminal()
-    if as_json:
-        findings = list(examine(self_test))
-        ok = all(finding.level != "problem" for finding in findings)
-        print(json.dumps({"ok": ok, "findings": [asdict(finding) for finding in findings]}, indent=1))
-        raise typer.Exit(0 if ok else 1)
-    with console.status("looking"):
-        findings = list(examine(self_test))
-    console.print(_findings_table(findings))
-    problems = sum(finding.level == "problem" for finding in findings)
-    console.print("all well" if not problems else f"{problems} problem{'s' if problems > 1 else ''}")
-    raise typer.Exit(1 if problems else 0)
-
-
-def _findings_table(findings: list[Finding]) -> Table:
-    table = Table()
-    table.add_column("what", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("how it is", overflow="fold")
-    table.add_column("what to do", overflow="fold")
-    for one in findings:
-        table.add_row(escape(one.name), _MARKS[one.level], escape(one.value), escape(one.advice))
-    return table
-
-
-_BENCH_EPILOG = "\n\n".join(
+EPILOG = "\n\n".join(
     (
         "Examples:",
         "tritoncomm bench --list",
@@ -78,7 +24,7 @@ _BENCH_EPILOG = "\n\n".join(
         "tritoncomm bench mappings --plot --out figures",
         "tritoncomm bench --check   (before a commit)",
         "Exits with 0; with 1 when a part fails, or when --check finds a target missed or a ratio worse; with 2 for "
-        "arguments that make no sense, or without a checkout.",
+        "invalid arguments, or without a checkout.",
     )
 )
 

@@ -1,0 +1,52 @@
+"""The command `tritoncomm doctor`: arguments, table, exit codes."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from tritoncomm.cli._console import table, terminal
+from tritoncomm.doctor import Finding, examine
+from tritoncomm.parsing import counted
+
+__all__ = ["EPILOG", "doctor"]
+
+_MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]problem[/]"}
+EPILOG = "\n\n".join(
+    (
+        "Examples:",
+        "tritoncomm doctor   (on a machine that will train, with the variables of the job set)",
+        "tritoncomm doctor --json   (for a job's log)",
+        "tritoncomm doctor --no-self-test",
+        "Exits with 0 when all is well (no GPU is a note), 1 for a problem, 2 for invalid arguments.",
+    )
+)
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    self_test: Annotated[bool, typer.Option(help="Let two ranks exchange known values (seconds).")] = True,
+) -> None:
+    """Look at torch, Triton, backends, GPUs, links, tuned table and variables; let two ranks exchange known values."""
+    console = terminal()
+    if as_json:
+        findings = list(examine(self_test))
+        ok = all(finding.level != "problem" for finding in findings)
+        print(json.dumps({"ok": ok, "findings": [asdict(finding) for finding in findings]}, indent=1))
+        raise typer.Exit(0 if ok else 1)
+    with console.status("examining this machine"):
+        findings = list(examine(self_test))
+    console.print(_findings_table(findings))
+    problems = sum(finding.level == "problem" for finding in findings)
+    console.print(counted(problems, "problem") if problems else "all well")
+    raise typer.Exit(1 if problems else 0)
+
+
+def _findings_table(findings: list[Finding]) -> Table:
+    rows = table("", names := ("what", "level", "how it is", "what to do"), names)
+    for one in findings:
+        rows.add_row(escape(one.name), _MARKS[one.level], escape(one.value), escape(one.advice))
+    return rows

@@ -1,0 +1,246 @@
+"""Results of a search: the tasks that make them, the table they give, and the file that keeps them."""
+
+import json
+import math
+import os
+import reprlib
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from tritoncomm_kernels import tables
+
+from tritoncomm.tune.candidates import Candidate, default
+from tritoncomm.tune.cases import Case
+from tritoncomm.tune.measure import Bench
+from tritoncomm.tune.search import Task
+
+__all__ = [
+    "configs",
+    "crossover_tasks",
+    "crossovers",
+    "measured_key",
+    "resume",
+    "static_key",
+    "tasks",
+    "user_path",
+    "write",
+    "wrong",
+]
+
+_BETTER = 0.99  # of the default's time; closer ones are noise
+_NO_SLOWER = 1.02
+_SIZES = [2**n for n in range(12, 27)]
+_ROW_BYTES = {16: 4096, 8: 8 * 200, 4: 8 * 100, 2: 8 * 1026, 1: 8 * 513}
+_DTYPES = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16, 1: torch.int8}
+# Fields of one result: a static verdict, a time, a wrong output, the times of both paths.
+_CANDIDATE = {"op": str, "unit": int, "tile_bytes": int, "segment_bytes": int, "num_warps": int}
+_JUDGED = _CANDIDATE | {
+    "pruned": str, "cost": float, "instructions_per_16_bytes": float, "registers": int, "spills": int, "widths": list,
+    "loads_in_flight": int, "bytes_in_flight": int,
+}  # fmt: skip
+_TIMED = _CANDIDATE | {"case": str, "us": float}
+_WRONG = _CANDIDATE | {"case": str, "wrong": str}
+_PATHS = {"op": str, "unit": int, "bytes": int, "torch_us": float, "triton_us": float}
+
+
+def tasks(bench: Bench, cases: Sequence[Case], tried: Mapping[tuple[str, int], Sequence[Candidate]]) -> Iterator[Task]:
+    """One task per case and candidate of its operation and unit: check, then time."""
+    for case in cases:
+        for candidate in tried[case.op, case.unit]:
+
+            def work(case: Case = case, candidate: Candidate = candidate) -> list[dict[str, Any]]:
+                problem = bench.check(case, candidate)
+                result = {"wrong": problem} if problem else {"us": round(bench.time(case, candidate), 3)}
+                return [{"op": case.op, "unit": case.unit, "case": case.label} | asdict(candidate) | result]
+
+            yield Task(case.label, (f"{case.label} | {candidate.label}",), work)
+
+
+def crossover_tasks(bench: Bench, groups: Sequence[tuple[str, int]]) -> Iterator[Task]:
+    """One task per operation, unit and size: both paths of the same call."""
+    for op, unit in groups:
+        for nbytes in _SIZES:
+            case = _case(op, unit, nbytes)
+
+            def work(case: Case = case) -> list[dict[str, Any]]:
+                torch_us, triton_us = bench.paths(case)
+                sizes = {"op": case.op, "unit": case.unit, "bytes": case.nbytes}
+                return [sizes | {"torch_us": round(torch_us, 3), "triton_us": round(triton_us, 3)}]
+
+            yield Task(f"crossover of {op}, {unit} bytes", (f"crossover {op} {unit} {nbytes}",), work)
+
+
+def _case(op: str, unit: int, nbytes: int) -> Case:
+    """About ``nbytes`` for 8 ranks."""
+    if op == "reduce":
+        return Case(op, 1, nbytes // 8 // unit, 8, _DTYPES[unit])
+    dtype = torch.int8 if unit == 1 else torch.bfloat16
+    row = _ROW_BYTES[unit]
+    return Case(op, max(nbytes // row, 2), row // dtype.itemsize, 8, dtype)
+
+
+def configs(results: Mapping[str, Mapping[str, Any]], lanes: int = 32) -> dict[str, dict[str, dict[str, int]]]:
+    """The fastest candidate of every operation and unit, by the geometric mean of its times over the cases.
+
+    A case counts when no other of its group was measured with more candidates, so a search that was stopped gives
+    what it had finished. The default stays where nothing is at least 1 percent faster, and where the default was not
+    measured there is no entry; a candidate that was wrong once is out.
+    """
+    groups: dict[tuple[str, int], dict[str, dict[Candidate, float | None]]] = {}
+    for one in results.values():
+        if "case" in one:
+            candidate = Candidate(one["tile_bytes"], one["segment_bytes"], one["num_warps"])
+            groups.setdefault((one["op"], one["unit"]), {}).setdefault(one["case"], {})[candidate] = one.get("us")
+    table: dict[str, dict[str, dict[str, int]]] = {}
+    for (op, unit), cases in sorted(groups.items()):
+        winner = _winner(list(cases.values()), default(op, unit, lanes))
+        if winner is not None:
+            table.setdefault(op, {})[str(unit)] = asdict(winner)
+    return table
+
+
+def _winner(cases: Sequence[Mapping[Candidate, float | None]], builtin: Candidate) -> Candidate | None:
+    largest = max(map(len, cases))
+    counted = [case for case in cases if len(case) == largest]
+    excluded = {candidate for case in cases for candidate, us in case.items() if us is None}
+    everywhere = set.intersection(*(set(case) for case in counted)) - excluded
+    means = {
+        candidate: math.exp(sum(math.log(case[candidate] or 1e-3) for case in counted) / len(counted))
+        for candidate in everywhere
+    }
+    if builtin not in means:
+        return None
+    best = min(means, key=lambda candidate: (means[candidate], candidate))
+    return best if means[best] < _BETTER * means[builtin] else builtin
+
+
+def crossovers(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """The smallest size from which on triton's path was no slower at any size measured.
+
+    Twice the largest size where it always was; nothing where sizes are missing.
+    """
+    groups: dict[tuple[str, int], list[tuple[int, float, float]]] = {}
+    for one in results.values():
+        if "torch_us" in one:
+            row = (one["bytes"], one["torch_us"], one["triton_us"])
+            groups.setdefault((one["op"], one["unit"]), []).append(row)
+    table: dict[str, dict[str, int]] = {}
+    for (op, unit), rows in sorted(groups.items()):
+        if len(rows) == len(_SIZES):
+            table.setdefault(op, {})[str(unit)] = _crossover(sorted(rows))
+    return table
+
+
+def _crossover(rows: Sequence[tuple[int, float, float]]) -> int:
+    slower = [size for size, torch_us, triton_us in rows if triton_us > _NO_SLOWER * torch_us]
+    if not slower:
+        return 0
+    larger = [size for size, _, _ in rows if size > slower[-1]]
+    return larger[0] if larger else 2 * slower[-1]
+
+
+def wrong(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Every candidate whose output was not plain torch's, in words."""
+    return [f"{key}: {one['wrong']}" for key, one in sorted(results.items()) if "wrong" in one]
+
+
+def measured_key(device_name: str, sm_count: int) -> dict[str, Any]:
+    """The key of a measured table; every field has to match before it is used or continued."""
+    return {"format": tables.FORMAT, "kind": "measured", "device": device_name, "sm_count": sm_count} | _versions()
+
+
+def static_key(target: str) -> dict[str, Any]:
+    """The key of a static ranking."""
+    return {"format": tables.FORMAT, "kind": "static", "target": target} | _versions()
+
+
+def _versions() -> dict[str, str]:
+    return {"source": tables.source_hash(), "triton": triton.__version__}
+
+
+def user_path(device_name: str, sm_count: int) -> Path:
+    """Where ``config_for`` looks for the user's own table of a device."""
+    return tables.table_in(tables.user_folder(), device_name, sm_count)
+
+
+def resume(path: Path | None, key: dict[str, Any]) -> dict[str, Any]:
+    """Results of an earlier run, empty if there is no such file.
+
+    A file that is damaged, of a newer format, or for something else is left out with one warning, and kept with
+    ``.old`` at the end of its name.
+    """
+    if path is None or not path.is_file():
+        return {}
+    try:
+        content = tables.read_json(path)
+        reason = _difference(content, key)
+    except tables.TableError as error:
+        content, reason = {}, str(error)
+    if not reason:
+        return content
+    kept = path.with_name(f"{path.name}.old")
+    os.replace(path, kept)
+    warnings.warn(f"{path} is not gone on with: {reason}; it is kept as {kept.name}", RuntimeWarning, stacklevel=2)
+    return {}
+
+
+def _difference(content: Any, key: dict[str, Any]) -> str:
+    """Why a search cannot go on with what a file holds, empty if it can."""
+    if not isinstance(content, dict):
+        return "not an object"
+    if isinstance(content.get("format"), int) and content["format"] > tables.FORMAT:
+        return f"of format {reprlib.repr(content['format'])}, newer than {tables.FORMAT}"
+    for name, value in key.items():
+        if content.get(name) != value:
+            return f"its {name} is {reprlib.repr(content.get(name))}, not {value!r}"
+    kinds = (_JUDGED,) if key["kind"] == "static" else (_TIMED, _WRONG, _PATHS)
+    for section, allowed in (("results", kinds), ("judged", (_JUDGED,))):
+        results = content.get(section, {})
+        if not isinstance(results, dict):
+            return f"its {section} are damaged: {reprlib.repr(results)}"
+        for name, one in results.items():
+            if not any(_has(one, fields) for fields in allowed):
+                return f"its {section} are damaged: {reprlib.repr(name)} is {reprlib.repr(one)}"
+    return ""
+
+
+def _has(one: Any, fields: Mapping[str, type]) -> bool:
+    """Whether one result has these fields and no others, of these types; times are finite and positive."""
+    if not isinstance(one, dict) or one.keys() != fields.keys():
+        return False
+    return all(map(_is_one, fields.values(), (one[name] for name in fields))) and (
+        one["op"] in tables.OPS and one["unit"] in tables.UNITS
+    )
+
+
+def _is_one(kind: type, value: Any) -> bool:
+    if kind is float:
+        return type(value) in (int, float) and 0 <= value < 1e12
+    if kind is int:
+        return type(value) is int and 0 <= value < 2**62
+    return type(value) is kind and (kind is not list or all(type(item) is int for item in value))
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON that people can read, in one step: a reader sees the old file or the new one, never half of one.
+
+    Raises:
+        OSError: the folder cannot be made or written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content | {"torch": torch.__version__}, indent=1, sort_keys=True) + "\n"
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
