@@ -11,6 +11,7 @@ is worse, 2 when nothing could be compared.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -169,4 +170,5 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the worktree is removed then, too
     sys.exit(main())

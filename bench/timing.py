@@ -9,13 +9,24 @@ import subprocess
 import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["figures", "geometric_mean", "interleaved", "quantile", "quiet_host", "spread", "versions", "write_json"]
+__all__ = [
+    "cpu",
+    "figures",
+    "geometric_mean",
+    "interleaved",
+    "quantile",
+    "quiet_host",
+    "spread",
+    "versions",
+    "write_json",
+]
 
 GROUPS = 10
 
@@ -91,21 +102,27 @@ def geometric_mean(ratios: Sequence[float]) -> float:
 
 def versions(*packages: str) -> dict[str, str]:
     """Versions of the packages, of Python and of this tree, and the processor."""
-    found = {"python": platform.python_version(), "processor": _processor(), "commit": _commit()}
+    result = {"python": platform.python_version(), "cpu": cpu(), "commit": _commit()}
     for package in ("torch", "triton", *packages):
         try:
-            found[package] = metadata.version(package)
+            result[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            result[package] = "not installed"
+    return result
 
 
-def _processor() -> str:
+@cache
+def cpu() -> str:
+    """The processor: its model name, with the family and model numbers where the system reports them.
+
+    A hypervisor often replaces the name by a generic one ("AMD EPYC"); the numbers still distinguish generations.
+    """
     info = Path("/proc/cpuinfo")
-    if not info.is_file():
-        return platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    first = info.read_text().split("\n\n", 1)[0] if info.is_file() else ""
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    numbers = [f"{key.removeprefix('cpu ')} {fields[key]}" for key in ("cpu family", "model") if key in fields]
+    return " ".join((name, *numbers))
 
 
 def _commit() -> str:

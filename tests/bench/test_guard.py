@@ -22,7 +22,7 @@ def row(ratio: float, spread: float = 0.02, name: str = "a", peer: str = "peer")
 
 
 def content(*rows: dict[str, Any]) -> dict[str, Any]:
-    return {"versions": {"torch": "1"}, "rows": list(rows)}
+    return {"versions": {"torch": "1", "cpu": "this model"}, "rows": list(rows)}
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,38 @@ def test_exit_status_of_the_script(
     assert main(tmp_path / "same", tmp_path / "slow", *against)[0] == 1
     assert main("--keep", tmp_path / "slow", tmp_path / "same", *against)[0] == 0
     assert main(tmp_path / "slow", *against)[0] == 0
+
+
+@pytest.mark.parametrize(("model", "worse"), [(timing.cpu(), True), ("another", False), (None, False)])
+def test_figures_count_on_the_processor_that_they_were_made_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str | None, worse: bool
+) -> None:
+    before, now = (content(row(ratio)) for ratio in (0.5, 0.8))
+    before["versions"] = {"cpu": model} if model else {"processor": timing.cpu()}
+    now["versions"]["cpu"] = timing.cpu()
+    for name, figures in (("committed", before), ("run", now)):
+        timing.write_json(tmp_path / name / "cpu" / "part.json", figures)
+    monkeypatch.setattr(guard, "RESULTS", tmp_path / "committed")
+    assert guard.is_worse("part", row(0.8)) is worse
+    assert bool(guard.against_committed("part", now)) is worse
+    assert guard.judge(tmp_path / "run", guard.RESULTS) == int(worse)
+    assert ("no baseline on" in capsys.readouterr().out) is not worse
+
+
+def test_the_processor_is_named_with_its_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert timing.versions()["cpu"] == timing.cpu() != ""
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\ncpu family\t: 6\nmodel\t\t: 167\nmodel name\t: Xeon\n\nprocessor\t: 1\n")
+    monkeypatch.setattr(timing, "Path", lambda path: info)
+    assert timing.cpu.__wrapped__() == "Xeon family 6 model 167"
+
+
+def test_runs_that_differ_in_processor_or_were_interrupted_are_not_kept(tmp_path: Path) -> None:
+    for name, more in (("a", {}), ("b", {"versions": {"cpu": "another"}}), ("c", {"incomplete": True})):
+        timing.write_json(tmp_path / name / "cpu" / "part.json", content(row(0.5)) | more)
+    for runs in (["a", "b"], ["c"]):
+        with pytest.raises(ValueError, match="incomplete, or were made on several processors"):
+            guard.keep([tmp_path / run for run in runs], tmp_path / "kept")
 
 
 def test_committed_figures_are_rows_that_hold_their_limits() -> None:

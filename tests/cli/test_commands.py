@@ -476,8 +476,15 @@ def test_bench_runs_a_part_and_draws_it(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_bench_check_fails_for_a_worse_ratio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    content = json.loads((ROOT / "bench" / "results" / "cpu" / "kernels.json").read_text())
+    content["versions"]["cpu"] = "this model"
+    baseline = tmp_path / "committed" / "cpu" / "kernels.json"
+    baseline.parent.mkdir(parents=True)
+    baseline.write_text(json.dumps(content))
+    monkeypatch.setattr(suite._guard(), "RESULTS", tmp_path / "committed")
+
     def slow(part: str, out: Path, rounds: int | None, only: str) -> suite.Outcome:
-        content = json.loads((ROOT / "bench" / "results" / "cpu" / "kernels.json").read_text())
+        content = json.loads(baseline.read_text())
         for row in content["rows"]:
             row["ratio"] = {peer: factor * ratio for peer, ratio in row["ratio"].items()}
         (out / "cpu").mkdir(exist_ok=True)
