@@ -50,7 +50,7 @@ check: $(READY)
 	$(PY) -m basedpyright
 
 bench: $(READY) $(PEERS)
-	$(PY) -m pytest bench -q --benchmark-disable-gc
+	$(PY) -m tritoncomm bench --check
 
 # This tree against another commit, measured alternately on this machine: make bench-against BASE=<commit>
 bench-against: $(READY) $(PEERS)

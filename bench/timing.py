@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 import timeit
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
@@ -80,17 +80,19 @@ def spread(ours: Sequence[float], theirs: Sequence[float], groups: int = GROUPS)
     return quantile(ratios, 0.8) - quantile(ratios, 0.2)
 
 
-def figures(row: str, samples: Mapping[str, Sequence[float]], **more: Any) -> dict[str, Any]:
+def figures(
+    row: str, samples: Mapping[str, Sequence[float]], uncompared: Collection[str] = (), **more: Any
+) -> dict[str, Any]:
     """One row of a results file from samples by provider: ``us`` of each, ``ratio`` and ``spread`` to every peer.
 
-    A ratio is ours at p20 over the peer's at p20.
+    A ratio is ours at p20 over the peer's at p20. Providers in ``uncompared`` get none.
     """
     ours = samples["ours"]
     us = {
         name: {key: round(quantile(times, q), 3) for key, q in (("p20", 0.2), ("median", 0.5), ("p80", 0.8))}
         for name, times in samples.items()
     }
-    peers = {name: times for name, times in samples.items() if name != "ours"}
+    peers = {name: times for name, times in samples.items() if name not in ("ours", *uncompared)}
     ratio = {name: round(quantile(ours, 0.2) / quantile(times, 0.2), 3) for name, times in peers.items()}
     wander = {name: round(spread(ours, times), 3) for name, times in peers.items()}
     return {"row": row, "us": us, "ratio": ratio, "spread": wander, **more}

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from bench import bench_mappings, guard, timing
+from tritoncomm import mappings
 from tritoncomm.core import ops
 
 
@@ -150,7 +151,7 @@ def plain_sp2hp(x: Tensor, group: ProcessGroup) -> Tensor:
 
 @pytest.fixture
 def group() -> Iterator[ProcessGroup]:
-    with bench_mappings._Host() as made:
+    with bench_mappings.host() as made:
         yield made
 
 
@@ -158,8 +159,8 @@ def measured(group: ProcessGroup) -> dict[str, Any]:
     """One run of one row, forward, ours against the plain formulation."""
     x = torch.randn(LARGE.shape)
     peer = SimpleNamespace(all_to_all_sp2hp=plain_sp2hp)
-    assert torch.equal(bench_mappings.mappings.all_to_all_sp2hp(x, group).new_zeros(1), torch.zeros(1))
-    ours, theirs = (bench_mappings.calls(module, LARGE, group)["forward"] for module in (bench_mappings.mappings, peer))
+    assert torch.equal(mappings.all_to_all_sp2hp(x, group).new_zeros(1), torch.zeros(1))
+    ours, theirs = (bench_mappings.calls(module, LARGE, group)["forward"] for module in (mappings, peer))
     with timing.quiet_host():
         samples = timing.interleaved((ours, theirs), ROUNDS, INNER)
     return content(timing.figures(LARGE.label, dict(zip(("ours", "plain"), samples, strict=True))))
