@@ -15,7 +15,7 @@ READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 endif
 
-.PHONY: demo test test-all test-oldest test-newest programs docs check bench fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
+.PHONY: demo test test-all test-oldest test-newest programs docs check bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
 
 demo: $(READY)
 	$(PY) -m tritoncomm demo
@@ -50,7 +50,11 @@ check: $(READY)
 	$(PY) -m basedpyright
 
 bench: $(READY) $(PEERS)
-	$(PY) -m pytest bench -q --benchmark-disable-gc
+	$(PY) -m tritoncomm bench --check
+
+# This tree against another commit, measured alternately on this machine: make bench-against BASE=<commit>
+bench-against: $(READY) $(PEERS)
+	$(PY) -m bench.against $(BASE)
 
 # The compiled kernels without a GPU: launched by Triton, run as PTX on the CPU.
 fake-gpu-test: $(READY)

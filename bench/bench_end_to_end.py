@@ -19,28 +19,23 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from bench import guard, part
-from bench.bench_mappings import load_peer
-from bench.cost import REPEATS, Cost, Samples, run_backward
-from bench.timing import figures, geometric_mean, quantile, quiet_host, versions
+from bench.cost import Counts, least, more_than, over_ranks
+from bench.harness import Clock, Part, Row, Samples
+from bench.hosts import cpu_device, missing_megatron, peer, real_ranks, run_backward
+from bench.timing import quiet_host
 from tritoncomm import mappings
 
-PART = "end_to_end"  # of the suite: the name of the results file
 WORLDS = (2, 4)
 ROUNDS, WARM_UP = 70, 3  # rounds on 2 ranks; half of them on 4, which take twice as long
 PROVIDERS = ("ours", "megatron")
-COUNTED = ("messages", "passes", "peak")
 
 
 @dataclass(frozen=True)
@@ -74,44 +69,13 @@ CASES = [
 ]
 
 
-@dataclass
-class Row:
-    """What one case takes: by provider what is counted, and microseconds on rank 0."""
-
-    case: Case
-    counted: dict[str, dict[str, float]]
-    samples: Samples = field(default_factory=dict)
-
-    @property
-    def ratio(self) -> float:
-        ours, theirs = (quantile(self.samples[provider], 0.2) for provider in PROVIDERS)
-        return ours / theirs
-
-    def figures(self) -> dict[str, Any]:
-        """The row in the results file."""
-        return figures(self.case.label, self.samples, counted=self.counted)
-
-
-@contextmanager
-def _host() -> Iterator[None]:
-    """The CPU as the device that Megatron allocates on, and no warnings of either's insides."""
-    current = torch.cuda.current_device
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.cuda.current_device = current
-
-
 def calls(case: Case, group: ProcessGroup) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
     """By provider: the result and the gradient of the input, of the same tensors."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     leaf = torch.randn(case.shape, generator=generator).requires_grad_()
-    found: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {}
+    timed: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {}
     gradient: Tensor | None = None
-    for provider, module in zip(PROVIDERS, (mappings, load_peer()), strict=True):
+    for provider, module in zip(PROVIDERS, (mappings, peer("tensor_parallel.mappings")), strict=True):
         function = getattr(module, case.name)
 
         def forward(function: Any = function) -> Tensor:
@@ -126,32 +90,26 @@ def calls(case: Case, group: ProcessGroup) -> dict[str, Callable[[], tuple[Tenso
             (grad,) = run_backward((out,), (gradient,), False, False, (leaf,), True, accumulate_grad=False)
             return out, grad
 
-        found[provider] = both
-    return found
+        timed[provider] = both
+    return timed
 
 
-def count(group: ProcessGroup, case: Case) -> dict[str, tuple[int, ...]]:
-    """On this rank: (messages, bytes moved, peak bytes) by provider; results and gradients have to be equal bits."""
-    found: dict[str, tuple[int, ...]] = {}
-    with _host():
-        made = calls(case, group)
-        for ours, theirs in zip(*(call() for call in made.values()), strict=True):
+def count(group: ProcessGroup, case: Case) -> dict[str, Counts]:
+    """What a call costs this rank, by provider; results and gradients have to be equal bits."""
+    with warnings.catch_warnings(), cpu_device():
+        warnings.simplefilter("ignore")
+        timed = calls(case, group)
+        for ours, theirs in zip(*(call() for call in timed.values()), strict=True):
             assert ours.shape == theirs.shape, case.label
             assert torch.equal(ours.detach().view(torch.int32), theirs.detach().view(torch.int32)), case.label
-        for provider, call in made.items():
-            runs = []
-            for _ in range(REPEATS):  # Gloo's threads let go of a tensor when they please: the least is what is needed
-                with Cost() as cost:
-                    call()
-                runs.append((cost.messages, cost.moved, cost.peak))
-            found[provider] = tuple(min(counts) for counts in zip(*runs, strict=True))
-    return found
+        return {provider: least(call) for provider, call in timed.items()}
 
 
 def clock(group: ProcessGroup, case: Case, rounds: int) -> Samples:
     """On this rank: microseconds of one call by provider; all ranks start it together, who comes first alternates."""
     samples: Samples = {provider: [] for provider in PROVIDERS}
-    with _host(), quiet_host():
+    with warnings.catch_warnings(), cpu_device(), quiet_host():
+        warnings.simplefilter("ignore")
         order = list(calls(case, group).items())
         for i in range(-WARM_UP, max(1, 2 * rounds // case.world)):
             for provider, call in order:
@@ -164,119 +122,34 @@ def clock(group: ProcessGroup, case: Case, rounds: int) -> Samples:
     return samples
 
 
-def over_ranks(pool: Any, case: Case) -> dict[str, dict[str, float]]:
-    """What the ranks counted, in inputs of a rank."""
+def measure(case: Case, pool: Any, timer: Clock) -> Iterator[Row]:
+    """Both providers in one row; counts are in inputs of a rank."""
     ranks, size = pool.run(count, case, world=case.world), 4 * torch.Size(case.shape).numel()
-    found: dict[str, dict[str, float]] = {}
-    for provider in PROVIDERS:
-        messages, moved, peak = zip(*(rank[provider] for rank in ranks), strict=True)
-        numbers = max(messages), round(sum(moved) / case.world / (2 * size), 3), round(max(peak) / size, 3)
-        found[provider] = dict(zip(COUNTED, numbers, strict=True))
-    return found
+    counted = {provider: over_ranks([rank[provider] for rank in ranks], size) for provider in PROVIDERS}
+
+    def sample() -> Samples:
+        return pool.run(clock, case, timer.rounds, world=case.world)[0]
+
+    yield timer.row(case.label, sample, mode=f"world {case.world}", counted=counted)
 
 
-def measure(case: Case, pool: Any, rounds: int = ROUNDS) -> Row:
-    """Both providers in one row; one that is worse than the committed one gets as many rounds again."""
-    row = Row(case, over_ranks(pool, case))
-    row.samples = pool.run(clock, case, rounds, world=case.world)[0]
-    if guard.is_worse(PART, row.figures()):
-        for provider, more in pool.run(clock, case, rounds, world=case.world)[0].items():
-            row.samples[provider] += more
-    return row
+def missed(row: Row) -> list[str]:
+    return more_than(row["row"], *(row["counted"][provider] for provider in PROVIDERS), "Megatron")
 
 
-def table(rows: list[Row]) -> str:
-    """One line per case: what is counted, and the microseconds at p20."""
-    width = max(len(row.case.label) for row in rows)
-    lines = [f"{'ours / megatron':{width}}" + "".join(f"  {name:>13}" for name in COUNTED) + f"  {'us on rank 0':>24}"]
-    for row in rows:
-        cells = "".join(f"  {' / '.join(f'{row.counted[p][what]:.4g}' for p in PROVIDERS):>13}" for what in COUNTED)
-        ours, theirs = (quantile(row.samples[provider], 0.2) for provider in PROVIDERS)
-        lines.append(f"{row.case.label:{width}}{cells}  {f'{ours:.0f} / {theirs:.0f} = {row.ratio:.2f}':>24}")
-    lines.append(f"{'geometric mean':{width + 45}}  {geometric_mean([row.ratio for row in rows]):24.2f}")
-    return "\n".join(lines)
-
-
-def failures(rows: list[Row]) -> list[str]:
-    """What is counted and above Megatron's."""
-    return [
-        f"{row.case.label}: {what} {row.counted['ours'][what]:g}, Megatron's {row.counted['megatron'][what]:g}"
-        for row in rows
-        for what in COUNTED
-        if row.counted["ours"][what] > row.counted["megatron"][what]
-    ]
-
-
-def as_json(rows: list[Row]) -> dict[str, Any]:
-    means = {
-        f"{world} ranks": geometric_mean(ratios)
-        for world in WORLDS
-        if (ratios := [row.ratio for row in rows if row.case.world == world])
-    }
-    return {
-        "versions": versions("megatron-core"),
-        "unit": "microseconds per call, forward and backward, Gloo over loopback; passes and peak memory in inputs",
-        "rows": [row.figures() for row in rows],
-        "geometric_mean": {ranks: round(mean, 3) for ranks, mean in means.items()},
-    }
-
-
-@contextmanager
-def processes() -> Iterator[Any]:
-    """Real ranks."""
-    here = Path(__file__).resolve().parent
-    for folder in (here, here.parent / "tests" / "helpers"):
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
-    from pool import Pool
-
-    pool = Pool()
-    try:
-        yield pool
-    finally:
-        pool.stop()
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Any]:
-    if load_peer() is None:
-        pytest.skip("megatron-core is not installed: there is nothing to compare the mappings with")
-    with processes() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[Row]:
-    return []
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
-def test_a_mapping_moves_and_holds_no_more_than_megatrons(case: Case, pool: Any, rows: list[Row]) -> None:
-    row = measure(case, pool)
-    rows.append(row)
-    assert not failures([row])
-    assert not [str(line) for line in guard.against_committed(PART, {"rows": [row.figures()]})]
-
-
-def test_mappings_together(rows: list[Row], capsys: pytest.CaptureFixture[str]) -> None:
-    if len(rows) < len(CASES):
-        pytest.skip(f"{len(rows)} of {len(CASES)} mappings were measured")
-    with capsys.disabled():
-        print("\n" + table(rows))
-
-
-def main() -> int:
-    options = part.arguments(
-        "Mappings forward and backward on real ranks, against megatron-core's.", "mappings", ROUNDS
-    )
-    if load_peer() is None:
-        print("megatron-core is not installed: there is nothing to compare the mappings with")
-        return 2
-    with processes() as pool:
-        rows = [measure(case, pool, options.rounds) for case in CASES if options.only in case.label]
-    return part.finish(PART, rows, options.json, table, failures, as_json)
-
+PART = Part(
+    name="end_to_end",
+    about="Mappings forward and backward on real ranks, against megatron-core's.",
+    unit="microseconds per call, forward and backward, Gloo over loopback; passes and peak memory in inputs",
+    cases=CASES,
+    measure=measure,
+    host=real_ranks,
+    rounds=ROUNDS,
+    peer="megatron",
+    missing=missing_megatron,
+    packages=("megatron-core",),
+    targets=missed,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PART.main())

@@ -4,8 +4,9 @@ Ours is the path that `auto` takes for CPU tensors; the others are what layers d
 (Megatron-LM's sp2hp and hp2sp), ``movedim`` and ``contiguous`` (DTensor), the same through ``torch.compile``, and
 ``copy_`` of as many bytes without moving any, the roof. "FSDP2's op" is the one of its two fused copies that does this
 very step in one call: to pack, ``split_with_sizes_copy`` with the blocks of the wire as ``out=``; to unpack,
-``_chunk_cat`` of these blocks. FSDP2 itself uses them the other way round, on parameters cut along dim 0, where nothing
-changes its order within a parameter; along another dim it splits and concatenates first, which is the column before.
+``_chunk_cat`` of these blocks. FSDP2 itself uses them the other way round, on parameters sharded along dim 0, where
+nothing changes its order within a parameter; along another dim it splits and concatenates first, as in the column
+before.
 Compiling is not timed. Kernels on a GPU are `gpu_bench.py`'s. Passes are bytes read and written, as multiples of once
 over; what is inside a compiled call is not seen.
 ``python bench/bench_kernels.py`` prints the table; ``--json PATH`` writes it with versions.
@@ -13,22 +14,16 @@ over; what is inside a compiled call is not seen.
 
 import shutil
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-import pytest
 import torch
 from torch import Tensor
 
-from bench import guard, part
-from bench.bench_p2p import Traffic
-from bench.timing import figures, geometric_mean, interleaved, quantile, quiet_host, versions
+from bench.cost import Cost
+from bench.harness import Clock, Part, Row
 from tritoncomm.core import ops
 
-PART = "kernels"  # of the suite: the name of the results file
-ROUNDS = 60
-PEERS = ("split + cat", "movedim", "compiled", "FSDP2's op", "roof")
 MIB = 2**20
 
 
@@ -59,30 +54,6 @@ CASES = [
         (4 * MIB, 4096, 8, torch.float32),
     )
 ]
-
-
-@dataclass
-class Row:
-    """Microseconds by provider over the rounds, and passes over memory."""
-
-    case: Case
-    samples: dict[str, list[float]] = field(default_factory=dict)
-    passes: dict[str, float] = field(default_factory=dict)
-
-    def cost(self, provider: str) -> float:
-        return quantile(self.samples[provider], 0.2)
-
-    @property
-    def against_fastest(self) -> float:
-        """Ours over the fastest alternative that does the step."""
-        return self.cost("ours") / min(self.cost(peer) for peer in PEERS if peer in self.samples and peer != "roof")
-
-    def figures(self) -> dict[str, Any]:
-        """The row in the results file."""
-        row = figures(self.case.label, self.samples, passes=self.passes)
-        for by_peer in (row["ratio"], row["spread"]):
-            del by_peer["roof"]  # it allocates nothing: another kind of work, which the guard does not hold us to
-        return row
 
 
 def compiled(function: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Callable[[], Tensor]]:
@@ -129,79 +100,34 @@ def calls(case: Case) -> dict[str, Callable[[], Tensor]]:
     }
 
 
-def measure(case: Case, rounds: int = ROUNDS) -> Row:
-    """All providers in one row, checked; one that misses its figures gets as many rounds again."""
-    row, found = Row(case), calls(case)
-    want = found["split + cat"]().flatten()
-    for provider, call in found.items():
-        assert provider == "roof" or torch.equal(call().flatten(), want), (case.label, provider)
-        if provider == "compiled":
-            continue
-        with Traffic() as traffic:
-            call()
-        row.passes[provider] = round(traffic.moved / (2 * case.nbytes), 3)
+def measure(case: Case, host: None, clock: Clock) -> Iterator[Row]:
+    """All providers in one row, checked; the roof gets no ratio, because it allocates nothing."""
+    steps, passes = calls(case), {}
+    expected = steps["split + cat"]().flatten()
+    for provider, call in steps.items():
+        assert provider == "roof" or torch.equal(call().flatten(), expected), (case.label, provider)
+        if provider != "compiled":
+            with Cost() as cost:
+                call()
+            passes[provider] = round(cost.moved / (2 * case.nbytes), 3)
     inner = max(1, 4 * MIB // case.nbytes)
-    with quiet_host():
-        row.samples = dict(zip(found, interleaved(list(found.values()), rounds, inner), strict=True))
-        if guard.is_worse(PART, row.figures()):
-            for kept, more in zip(row.samples.values(), interleaved(list(found.values()), rounds, inner), strict=True):
-                kept += more
-    return row
+    yield clock.time(case.label, steps, inner, uncompared=("roof",), passes=passes)
 
 
-def table(rows: list[Row]) -> str:
-    """One line per step: microseconds at p20 of every provider, ours of the fastest alternative, passes."""
-    width = max(len(row.case.label) for row in rows)
-    lines = [f"{'us at p20':{width}}" + "".join(f"  {name:>12}" for name in ("ours", *PEERS, "of fastest", "passes"))]
-    for row in rows:
-        cells = [f"{row.cost(provider):.1f}" if provider in row.samples else "-" for provider in ("ours", *PEERS)]
-        cells += [f"{row.against_fastest:.2f}", f"{row.passes['ours']:g}"]
-        lines.append(f"{row.case.label:{width}}" + "".join(f"  {cell:>12}" for cell in cells))
-    return "\n".join(lines)
+def missed(row: Row) -> list[str]:
+    """Times are held by the guard alone."""
+    return [f"{row['row']}: {row['passes']['ours']} passes, not 1"] if row["passes"]["ours"] != 1 else []
 
 
-def failures(rows: list[Row]) -> list[str]:
-    """What misses the targets; times are held by the guard alone."""
-    return [f"{row.case.label}: {row.passes['ours']} passes, not 1" for row in rows if row.passes["ours"] != 1]
-
-
-def as_json(rows: list[Row]) -> dict[str, Any]:
-    return {
-        "versions": versions(),
-        "unit": "microseconds per step",
-        "rows": [row.figures() for row in rows],
-        "geometric_mean": round(geometric_mean([row.against_fastest for row in rows]), 3),
-    }
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[Row]:
-    return []
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
-def test_step_is_one_pass(benchmark: Any, case: Case, rows: list[Row]) -> None:
-    row = measure(case)
-    rows.append(row)
-    benchmark.extra_info.update(of_fastest=round(row.against_fastest, 3), passes=row.passes["ours"])
-    benchmark.pedantic(calls(case)["ours"], rounds=5, iterations=1, warmup_rounds=1)
-    assert not failures([row])
-    assert not [str(line) for line in guard.against_committed(PART, {"rows": [row.figures()]})]
-
-
-def test_steps_together(rows: list[Row], capsys: pytest.CaptureFixture[str]) -> None:
-    if len(rows) < len(CASES):
-        pytest.skip(f"{len(rows)} of {len(CASES)} steps were measured")
-    with capsys.disabled():
-        print("\n" + table(rows))
-
-
-def main() -> int:
-    options = part.arguments("pack and unpack on the CPU against torch's own formulations.", "steps", ROUNDS)
-    rows = [measure(case, options.rounds) for case in CASES if options.only in case.label]
-    return part.finish(PART, rows, options.json, table, failures, as_json)
-
+PART = Part(
+    name="kernels",
+    about="pack and unpack on the CPU against torch's own formulations.",
+    unit="microseconds per step",
+    cases=CASES,
+    measure=measure,
+    rounds=60,
+    targets=missed,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PART.main())

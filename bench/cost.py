@@ -1,53 +1,33 @@
-"""What the benchmarks of the tensor layer share: ours against DTensor, counted on real ranks, timed over none."""
+"""What a call costs besides time: collective calls, passes over memory, and the most new memory held at once."""
 
-import sys
 import weakref
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bench import guard
-from bench.timing import interleaved
+from bench.hosts import no_op_group, real_ranks
 from tritoncomm.tensor import ProcessGroup
 from tritoncomm.tensor.dispatch import plain
 
-__all__ = [
-    "PROVIDERS",
-    "REPEATS",
-    "ROUNDS",
-    "WORLD",
-    "WORST",
-    "Cost",
-    "Ranks",
-    "Samples",
-    "local",
-    "paired",
-    "run_backward",
-]
+__all__ = ["WORLD", "WORST", "Cost", "Counts", "dtensor_host", "least", "local", "min_of", "more_than", "over_ranks"]
 
-Samples = dict[str, list[float]]  # microseconds by provider
+Counts = tuple[int, int, int]  # messages, bytes read and written, peak bytes
 
 WORLD = 4
-ROUNDS, REPEATS = 30, 5
+REPEATS = 5
 WORST = 1.05  # of DTensor's time
-PROVIDERS = ("ours", "dtensor")
 MESSAGES = ("c10d", "_c10d_functional", "_dtensor")  # where the collectives are
 AROUND = ("wait_tensor", "_wrap_tensor_autograd")  # neither messages nor memory
 WRITING = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "zero_", "fill_")
 ARITHMETIC = ("add", "sub", "mul", "div")
 COMPOSED = {"logsumexp": (5, 1)}  # amax, sub, exp, sum: what it moves beyond its input, and holds; in inputs
-
-# What torch.autograd.grad calls; its own checks take as long as a small operator does, for both providers alike.
-run_backward = torch.autograd.Variable._execution_engine.run_backward  # type: ignore
 
 
 class Cost(TorchDispatchMode):
@@ -141,41 +121,35 @@ def local(x: Any) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else plain(x)
 
 
-def paired(
-    part: str, calls: Mapping[str, Callable[[], Any]], row: Callable[[Samples], dict[str, Any]], rounds: int, inner: int
-) -> Samples:
-    """Times of both providers from the same rounds.
-
-    Args:
-        part: of the suite.
-        calls: what is timed, by provider.
-        row: the row of the results file that samples make. One that is above the limit, or worse than the committed
-            one, gets as many rounds again, pooled with the first.
-        rounds: samples of each provider.
-        inner: calls in a sample.
-    """
-    samples = dict(zip(calls, interleaved(list(calls.values()), rounds, inner), strict=True))
-    told = row(samples)
-    if max(told["ratio"].values()) > WORST or guard.is_worse(part, told):
-        for kept, more in zip(samples.values(), interleaved(list(calls.values()), rounds, inner), strict=True):
-            kept += more
-    return samples
+def least(call: Callable[[], Any]) -> Counts:
+    """What one call needs: Gloo's threads release tensors at any time, so the least of several calls counts."""
+    runs = []
+    for _ in range(REPEATS):
+        with Cost() as cost:
+            call()
+        runs.append((cost.messages, cost.moved, cost.peak))
+    return min_of(runs)
 
 
-class Ranks:
-    """Four real ranks to count on, and this process as a rank of a group that moves nothing to time in."""
+def min_of(runs: Sequence[Counts]) -> Counts:
+    messages, moved, peak = (min(counts) for counts in zip(*runs, strict=True))
+    return messages, moved, peak
 
-    def __enter__(self) -> tuple[Any, ProcessGroup]:
-        here = Path(__file__).resolve().parent
-        for folder in (here, here.parent / "tests" / "helpers"):
-            if str(folder) not in sys.path:
-                sys.path.append(str(folder))
-        from pool import Pool
 
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-        self._pool = Pool()
-        return self._pool, ProcessGroup(tp_degree=WORLD)
+def over_ranks(ranks: Sequence[Counts], size: float) -> dict[str, float]:
+    """Messages, passes (mean over the ranks) and peak memory (of the rank that holds most), in units of ``size``."""
+    messages, moved, peak = zip(*ranks, strict=True)
+    passes = sum(moved) / len(ranks) / (2 * size)
+    return {"messages": max(messages), "passes": round(passes, 3), "peak": round(max(peak) / size, 3)}
 
-    def __exit__(self, *_: object) -> None:
-        self._pool.stop()
-        dist.destroy_process_group()
+
+def more_than(label: str, ours: dict[str, float], theirs: dict[str, float], peer: str) -> list[str]:
+    """Which of the counts exceed the peer's."""
+    return [f"{label}: {what} {n:g}, {peer}'s {theirs[what]:g}" for what, n in ours.items() if n > theirs[what]]
+
+
+@contextmanager
+def dtensor_host() -> Iterator[tuple[Any, ProcessGroup]]:
+    """Four real ranks to count on, and this process as a rank of a no-op group to time in."""
+    with no_op_group(WORLD), real_ranks() as pool:
+        yield pool, ProcessGroup(tp_degree=WORLD)

@@ -1,8 +1,8 @@
 """The kernels on one GPU: share of the copy roof, and against what torch code does for the same step today.
 
 Run as ``make gpu-bench``. The roof is a contiguous ``dst.copy_(src)`` that reads and writes as many bytes, measured in
-the same rounds; a share of it is of medians. Times are CUDA events around one call with the L2 cache flushed before it.
-"statistics" and "gradient" are the two kernels of the cross entropy over a cut vocabulary; a run is a row of the
+the same rounds. Times are CUDA events around one call with the L2 cache flushed before it.
+"statistics" and "gradient" are the two kernels of the cross entropy over a sharded vocabulary; a run is a row of the
 logits, and torch's formulations compute in float32 as they do. "copy-in" packs several tensors of equal size into one
 wire and "copy-out" unpacks it, as FSDP2 does around its collectives: ours with a launch for each, FSDP2's ops with one.
 "split + cat" is what Megatron-LM does, and DTensor where it gathers or reduce-scatters; "movedim" is DTensor's
@@ -17,10 +17,9 @@ import argparse
 import os
 import sys
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -34,12 +33,11 @@ from tritoncomm_kernels import reference, softmax
 from bench.checks import limit_run
 from bench.device import Call, Device, destination
 from bench.formulations import PEERS, compiled, exp_scatter, logsumexp_gather
+from bench.harness import Clock, Part, Row, Run
 from bench.report import GPU_HOST
-from bench.timing import figures, quantile, versions, write_json
+from bench.timing import figures, quantile
 from tritoncomm.core import ops
 
-BUDGET_S = 240  # later cases are left out, visibly
-GRACE_S = 20  # for a case that began in time
 MIB = 2**20
 TARGET = {"pack": 0.95, "unpack": 0.95, "reduce": 0.90}
 ENTROPY = {"statistics", "gradient"}
@@ -50,7 +48,7 @@ COMPILED = {"run", "dtype", "cast"}  # the sweeps in which torch.compile is a pe
 class Case:
     """One point: ``nbytes`` in runs of ``run_bytes`` for ``world`` ranks, or that many parts of it to sum.
 
-    Of the cross entropy: logits in rows of ``run_bytes``, a piece of the vocabulary of ``world`` ranks. Of a copy-in or
+    Of the cross entropy: logits in rows of ``run_bytes``, a shard of the vocabulary of ``world`` ranks. Of a copy-in or
     copy-out: as many tensors as there would be rows.
     """
 
@@ -141,7 +139,7 @@ class Prepared:
     wrong: list[str] = field(default_factory=list)
 
     def add(self, case: Case, peers: dict[str, Call], check: Callable[[Any], None]) -> None:
-        """Take the peers that run and agree; who does not is told and left out."""
+        """Take the peers that run and agree; one that does not is reported and left out."""
         for name, call in peers.items():
             try:
                 result = call()
@@ -157,7 +155,7 @@ class Prepared:
 
 
 def agree(got: Tensor | Sequence[Tensor], want: Tensor) -> None:
-    """Equal bits; a result in pieces is joined."""
+    """Equal bits; a result in several tensors is concatenated."""
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[want.dtype.itemsize]
     parts = [got] if isinstance(got, Tensor) else got
     assert all(part.dtype is want.dtype for part in parts), "another dtype"
@@ -172,7 +170,7 @@ def prepare(case: Case, device: Device) -> Prepared:
 
 
 def prepare_copy(case: Case, device: Device) -> Prepared:
-    """pack: the columns of every rank become its block. unpack: the way back. copy-in, copy-out: of several tensors."""
+    """pack: the columns of every rank become its block. unpack: the inverse. copy-in, copy-out: of several tensors."""
     world, run = case.world, case.run_bytes // case.dtype.itemsize
     outer = max(1, case.nbytes // (case.run_bytes * world))
     out_dtype = case.out_dtype or case.dtype
@@ -224,7 +222,7 @@ def prepare_reduce(case: Case, device: torch.device) -> Prepared:
 
 
 def prepare_entropy(case: Case, device: Device) -> Prepared:
-    """The statistics of every row, or the gradient of the logits; about one target in ``world`` is in this piece."""
+    """The statistics of every row, or the gradient of the logits; about one target in ``world`` is in this shard."""
     cols = case.run_bytes // case.dtype.itemsize
     rows, place = case.nbytes // case.run_bytes, device.device
     x = filled((rows, cols), case.dtype, place)
@@ -250,21 +248,26 @@ def prepare_entropy(case: Case, device: Device) -> Prepared:
     return prepared
 
 
-def measure(case: Case, device: Device, rounds: int) -> dict[str, Any]:
-    """One row of the results: every provider, the roof among them, and ours as a share of it."""
+def measure(case: Case | str, device: Device, clock: Clock) -> Iterator[Row]:
+    """The rows of host time; or one row of every provider, the roof among them, and ours as a share of it."""
+    if isinstance(case, str):
+        yield from launch_costs(device, clock.rounds)
+        return
+    case = shrunk(case) if device.dry else case
     prepared = prepare(case, device)
-    for what in prepared.wrong:
-        print("WRONG:", what)
-    samples = device.times({"roof": device.roof(prepared.moved), **prepared.calls}, rounds)
-    return figures(
+    samples = device.times({"roof": device.roof(prepared.moved), **prepared.calls}, clock.rounds)
+    yield figures(
         case.label,
         samples,
         case={**vars(case), "dtype": str(case.dtype), "out_dtype": str(case.out_dtype or case.dtype)},
         moved=prepared.moved,
-        share_of_roof=round(quantile(samples["roof"], 0.5) / quantile(samples["ours"], 0.5), 3),
+        share_of_roof=round(quantile(samples["roof"], 0.2) / quantile(samples["ours"], 0.2), 3),
         target=TARGET[case.op] if case.has_target else None,
-        wrong=prepared.wrong,
     )
+    if prepared.wrong:
+        raise AssertionError("; ".join(prepared.wrong))
+    if not device.dry:
+        torch.cuda.empty_cache()
 
 
 @triton.jit
@@ -276,7 +279,7 @@ def _plain_kernel(
     tl.store(b_ptr + offs, tl.load(a_ptr + offs, mask=offs < length), mask=offs < length)
 
 
-def launch_costs(device: Device, rounds: int) -> list[dict[str, Any]]:
+def launch_costs(device: Device, rounds: int) -> list[Row]:
     """Rows of the host's microseconds to enqueue one small call; all of them from the same rounds."""
     rows = filled((16, 256), torch.float32, device.device)
     wire = torch.empty(4, 16, 64, device=device.device)
@@ -305,28 +308,32 @@ def launch_costs(device: Device, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-def missed(row: dict[str, Any]) -> bool:
+def missed(row: Row) -> list[str]:
     """Below its share of the roof, or above its microseconds."""
     if "target_us" in row:
-        return row["us"]["ours"]["p20"] > row["target_us"]
-    return row["target"] is not None and row["share_of_roof"] < row["target"]
+        us = row["us"]["ours"]["p20"]
+        return [f"{row['row']}: {us:.1f} us, at most {row['target_us']}"] if us > row["target_us"] else []
+    share, target = row["share_of_roof"], row["target"]
+    return [] if target is None or share >= target else [f"{row['row']}: {share:.2f} of the roof, at least {target}"]
 
 
-def line(row: dict[str, Any]) -> str:
-    against = "  ".join(f"{ratio:5.2f} of {peer}" for peer, ratio in row["ratio"].items() if peer != "roof")
-    ours = row["us"]["ours"]
-    roof = f"  roof {row['share_of_roof']:5.2f}" if "share_of_roof" in row else ""
-    return (
-        f"{row['row']:58} {ours['median']:9.1f} us ({ours['p20']:.1f}-{ours['p80']:.1f}){roof}"
-        f"  {against}{'  MISSED' if missed(row) else ''}"
-    )
+PART = Part(
+    name="gpu_bench",
+    about="The kernels against the copy roof of one GPU.",
+    unit="microseconds per call",
+    cases=("host", *cases()),
+    measure=measure,
+    rounds=50,
+    peer=None,
+    targets=missed,
+    budget_s=240,
+)
+GRACE_S = 20  # for a case that began in time
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The kernels against the copy roof of one GPU.")
+    parser = PART.parser()
     parser.add_argument("--dry", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--only", default="", help="only cases whose label contains this")
     options = parser.parse_args()
     if not options.dry and not torch.cuda.is_available():
         print("gpu_bench: no CUDA device here; nothing was measured")
@@ -334,52 +341,19 @@ def main() -> int:
     if options.dry and os.environ.get("TRITON_INTERPRET") != "1":
         print("gpu_bench: --dry needs TRITON_INTERPRET=1")
         return 2
-    warnings.simplefilter("ignore")
     torch.manual_seed(0)
     if not options.dry:
-        limit_run(BUDGET_S + GRACE_S)
-    started, device = time.monotonic(), Device(options.dry)
-    rounds = 2 if options.dry else options.rounds
+        limit_run(PART.budget_s + GRACE_S)
+    device = Device(options.dry)
+    part = replace(PART, host=lambda: nullcontext(device))
+    path = None if options.dry else options.json or destination(device, PART.name)
     print(f"{device.name}, torch {torch.__version__}, triton {triton.__version__}")
-    results, left_out, failed = launch_costs(device, rounds), [], []
-    content = {
-        "device": device.name,
-        "versions": versions(),
-        "unit": "microseconds per call",
-        "rows": results,
-        "left_out": left_out,
-        "failed": failed,
-    }
-    for row in results:
-        print(line(row))
-    for case in cases():
-        if options.only not in case.label:
-            continue
-        if time.monotonic() - started > BUDGET_S:
-            left_out.append(case.label)
-            continue
-        try:
-            row = measure(shrunk(case) if options.dry else case, device, rounds)
-        except Exception:  # the other rows are worth having
-            failed.append(f"{case.label}: {traceback.format_exc(limit=-4)}")
-            print("FAILED:", failed[-1], flush=True)
-            continue
-        failed += row.pop("wrong")
-        results.append(row)
-        print(line(row), flush=True)
-        if not options.dry:
-            write_json(destination(device, "gpu_bench"), content)
-            torch.cuda.empty_cache()
-    if left_out:
-        print(f"{len(left_out)} cases left out, {BUDGET_S} s are over: {'; '.join(left_out)}")
-    held = [row for row in results if row.get("target") is not None or "target_us" in row]
-    print(f"{len(results)} rows, {len(held)} with a target, {sum(map(missed, held))} of them missed it")
-    print(f"{len(failed)} failed", *failed, sep="\n  ")
+    run = Run(part, 2 if options.dry else options.rounds, options.only, path, {"device": device.name})
+    run.measure()
+    status = run.finish()
     if options.dry:
         print("dry run: nothing written")
-    else:
-        print("written:", write_json(destination(device, "gpu_bench"), content))
-    return 1 if failed else 0
+    return int(bool(run.failed)) if status == 1 else status  # a target that was missed is reported, and no error
 
 
 if __name__ == "__main__":

@@ -23,9 +23,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.timing import geometric_mean, write_json
+from bench.timing import cpu, geometric_mean, write_json
 
-__all__ = ["ALLOWED", "RESULTS", "Worse", "against_committed", "committed", "compare", "is_worse", "merged", "rows_of"]
+__all__ = [
+    "ALLOWED",
+    "RESULTS",
+    "Worse",
+    "against_committed",
+    "committed",
+    "compare",
+    "is_baseline",
+    "is_worse",
+    "merged",
+    "rows_of",
+]
 
 ALLOWED = 0.10
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -97,23 +108,26 @@ def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def committed(part: str, device: str = "cpu", results: Path = RESULTS) -> dict[str, Any] | None:
+def committed(part: str, device: str = "cpu", results: Path | None = None) -> dict[str, Any] | None:
     """The committed file of one part of the suite, None where this kind of device has none."""
-    path = results / device / f"{part}.json"
+    path = (results or RESULTS) / device / f"{part}.json"
     return json.loads(path.read_text()) if path.is_file() else None
 
 
+def is_baseline(before: dict[str, Any], processor: str | None = None) -> bool:
+    """Whether committed figures count on this processor: they were made on the same model."""
+    return before["versions"].get("cpu") == (processor or cpu())
+
+
 def is_worse(part: str, row: dict[str, Any], device: str = "cpu") -> bool:
-    """Whether a row of this part is worse than the committed one; False where that does not exist."""
-    before = committed(part, device)
-    known = {line["row"]: line for line in rows_of(before)} if before else {}
-    return row["row"] in known and bool(worse(row, known[row["row"]]))
+    """Whether a row of this part is worse than the committed one; False where none counts here."""
+    return bool(against_committed(part, {"rows": [row]}, device))
 
 
 def against_committed(part: str, content: dict[str, Any], device: str = "cpu") -> list[Worse]:
-    """``compare`` with the committed file; empty where there is none."""
+    """``compare`` with the committed file; empty where none counts here."""
     before = committed(part, device)
-    return compare(content, before) if before else []
+    return compare(content, before) if before and is_baseline(before) else []
 
 
 def _folders(folder: Path, results: Path) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -124,33 +138,44 @@ def _folders(folder: Path, results: Path) -> Iterator[tuple[str, dict[str, Any],
 
 
 def keep(folders: list[Path], results: Path) -> int:
-    """Make these runs the committed figures."""
+    """Make these runs the committed figures.
+
+    Raises:
+        ValueError: a run was interrupted, or the runs were made on several processors.
+    """
     for path in sorted(folders[0].glob("*/*.json")):
         part = path.relative_to(folders[0])
         runs = [json.loads((folder / part).read_text()) for folder in folders if (folder / part).is_file()]
+        if len({run["versions"].get("cpu") for run in runs}) > 1 or any(run.get("incomplete") for run in runs):
+            raise ValueError(f"{part}: the runs are incomplete, or were made on several processors")
         print("written:", write_json(results / part, merged(runs)), f"from {len(runs)} runs")
     return 0
 
 
 def judge(folder: Path, results: Path) -> int:
     """Print what is worse than the committed figures; the exit status."""
-    compared, found = 0, 0
+    compared = skipped = worse_ratios = 0
     for name, now, before in _folders(folder, results):
         known = {row["row"] for row in rows_of(before)}
-        compared += sum(row["row"] in known for row in rows_of(now))
+        common = sum(row["row"] in known for row in rows_of(now))
+        old, new = before["versions"], now["versions"]
+        if not is_baseline(before, new.get("cpu", "an unknown processor")):
+            skipped += common
+            print(f"{name}: no baseline on {new.get('cpu')}, committed on {old.get('cpu', 'an unknown processor')}")
+            continue
+        compared += common
         lines = compare(now, before)
-        found += len(lines)
+        worse_ratios += len(lines)
         for line in lines:
             print(f"WORSE: {name}: {line}")
-        old, new = before["versions"], now["versions"]
         changed = [f"{key} {old.get(key)}" for key in new if key != "commit" and old.get(key) != new[key]]
         if lines and changed:
             print(f"{name}: the committed figures were made with {', '.join(changed)}")
-    if not compared:
+    if not compared and not skipped:
         print(f"nothing to compare: {folder} and {results} have no row in common")
         return 2
-    print(f"{compared} rows compared, {found} ratios worse by more than {ALLOWED:.0%} beyond their spread")
-    return 1 if found else 0
+    print(f"{compared} rows compared, {worse_ratios} ratios worse by more than {ALLOWED:.0%} beyond their spread")
+    return 1 if worse_ratios else 0
 
 
 def main() -> int:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.guard import RESULTS, rows_of
+from bench.harness import counts
 
 __all__ = ["PAGE", "page"]
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
-KNOWN = {"row", "mode", "us", "ratio", "spread", "limit", "case", "share_of_roof", "target"}
 NOT_MEASURED = "not measured"
 
 HEAD = """# Benchmarks
@@ -31,9 +31,11 @@ the same work, from the same process and the same rounds, in which every provide
 - `±` is half the spread of a ratio. The rounds are cut into ten groups of neighbours, each group gives a ratio, and the
   spread is the distance between their 20 % and 80 % quantiles. Where the figures come from several runs, each row is of
   the run with the median ratio, and the spread is the median one, or the range of the ratios if that is larger.
-- `make bench` fails when a ratio is larger than here by more than 10 % and the spread, and where a row has a limit,
-  when it is above that.
-- *A process group that moves nothing* answers every collective at once and leaves the data alone. What is timed over it
+- `make bench` fails when a row is above its limit, and when its ratio is larger than here by more than 10 % and the
+  spread, after measuring it again. The second counts only on the processor model that the figures were made on (`cpu`
+  in the versions). Figures without a `cpu` are no baseline anywhere until they are measured again. `make bench-against
+  BASE=<commit>` compares two commits on any machine.
+- A *no-op process group* answers every collective at once and leaves the data alone. What is timed over it
   is the host's work: Python, autograd, the calls into the backend. It says nothing about how fast data moves.
 - A *pass* reads and writes memory once over; local copies only, not what a backend does.
 """
@@ -153,7 +155,7 @@ def _about(part: str) -> str:
     """The docstring of the benchmark that wrote these results."""
     for path in sorted(HERE.glob("*.py")):
         text = path.read_text()
-        if path.stem == part or f'\nPART = "{part}"' in text:
+        if path.stem == part or f'name="{part}"' in text:
             told = ast.get_docstring(ast.parse(text)) or ""
             return told.replace("``", "`")
     return ""
@@ -164,7 +166,7 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     providers.sort(key=lambda provider: provider != "ours")
     peers = [provider for provider in providers if any(provider in row["ratio"] for row in rows)]
     limited, shared = any("limit" in row for row in rows), any("share_of_roof" in row for row in rows)
-    counted = list(dict.fromkeys(label for row in rows for label in _counts(row, providers)))
+    counted = list(dict.fromkeys(label for row in rows for label in counts(row, providers)))
     heads = ["row", *(f"{provider}, us" for provider in providers), *(f"ours / {peer}" for peer in peers)]
     heads += ["limit"] * limited + ["share of the roof", "target"] * shared
     heads += [f"{label}: {' / '.join(providers)}" for label in counted]
@@ -179,8 +181,8 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
             target = row.get("target")
             share = f"{row['share_of_roof']:.2f}" if "share_of_roof" in row else "-"
             cells += [share, "-" if target is None else f"{target:.2f}"]
-        counts = _counts(row, providers)
-        cells += [counts.get(label, "-") for label in counted]
+        figures = counts(row, providers)
+        cells += [figures.get(label, "-") for label in counted]
         yield f"| {' | '.join(cells)} |"
 
 
@@ -188,29 +190,6 @@ def _ratio(row: dict[str, Any], peer: str) -> str:
     if peer not in row["ratio"]:
         return "-"
     return f"{row['ratio'][peer]:.2f} ± {row['spread'].get(peer, 0.0) / 2:.2f}"
-
-
-def _counts(row: dict[str, Any], providers: list[str]) -> dict[str, str]:
-    """What a row counts besides time, by label: ``ours / peer / ...``, several figures with commas between them."""
-    found: dict[str, dict[str, str]] = {}
-    for name, by_provider in row.items():
-        if name in KNOWN or not isinstance(by_provider, dict) or not set(by_provider) <= set(providers):
-            continue
-        for provider, value in by_provider.items():
-            for label, told in _leaves(name, value):
-                found.setdefault(label, {})[provider] = told
-    return {label: " / ".join(told.get(p, "-") for p in providers) for label, told in found.items()}
-
-
-def _leaves(label: str, value: Any) -> Iterator[tuple[str, str]]:
-    """A number is one leaf, and so is a dict of numbers; a dict of dicts has one leaf per key."""
-    if not isinstance(value, dict):
-        yield label, f"{value:g}"
-    elif any(isinstance(inner, dict) for inner in value.values()):
-        for key, inner in value.items():
-            yield from _leaves(key, inner)
-    else:
-        yield f"{label} ({', '.join(value)})", ", ".join(f"{number:.3g}" for number in value.values())
 
 
 def main() -> int:

@@ -7,15 +7,26 @@ import platform
 import shutil
 import subprocess
 import timeit
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["figures", "geometric_mean", "interleaved", "quantile", "quiet_host", "spread", "versions", "write_json"]
+__all__ = [
+    "cpu",
+    "figures",
+    "geometric_mean",
+    "interleaved",
+    "quantile",
+    "quiet_host",
+    "spread",
+    "versions",
+    "write_json",
+]
 
 GROUPS = 10
 
@@ -69,17 +80,19 @@ def spread(ours: Sequence[float], theirs: Sequence[float], groups: int = GROUPS)
     return quantile(ratios, 0.8) - quantile(ratios, 0.2)
 
 
-def figures(row: str, samples: Mapping[str, Sequence[float]], **more: Any) -> dict[str, Any]:
+def figures(
+    row: str, samples: Mapping[str, Sequence[float]], uncompared: Collection[str] = (), **more: Any
+) -> dict[str, Any]:
     """One row of a results file from samples by provider: ``us`` of each, ``ratio`` and ``spread`` to every peer.
 
-    A ratio is ours at p20 over the peer's at p20.
+    A ratio is ours at p20 over the peer's at p20. Providers in ``uncompared`` get none.
     """
     ours = samples["ours"]
     us = {
         name: {key: round(quantile(times, q), 3) for key, q in (("p20", 0.2), ("median", 0.5), ("p80", 0.8))}
         for name, times in samples.items()
     }
-    peers = {name: times for name, times in samples.items() if name != "ours"}
+    peers = {name: times for name, times in samples.items() if name not in ("ours", *uncompared)}
     ratio = {name: round(quantile(ours, 0.2) / quantile(times, 0.2), 3) for name, times in peers.items()}
     wander = {name: round(spread(ours, times), 3) for name, times in peers.items()}
     return {"row": row, "us": us, "ratio": ratio, "spread": wander, **more}
@@ -91,21 +104,27 @@ def geometric_mean(ratios: Sequence[float]) -> float:
 
 def versions(*packages: str) -> dict[str, str]:
     """Versions of the packages, of Python and of this tree, and the processor."""
-    found = {"python": platform.python_version(), "processor": _processor(), "commit": _commit()}
+    result = {"python": platform.python_version(), "cpu": cpu(), "commit": _commit()}
     for package in ("torch", "triton", *packages):
         try:
-            found[package] = metadata.version(package)
+            result[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            result[package] = "not installed"
+    return result
 
 
-def _processor() -> str:
+@cache
+def cpu() -> str:
+    """The processor: its model name, with the family and model numbers where the system reports them.
+
+    A hypervisor often replaces the name by a generic one ("AMD EPYC"); the numbers still distinguish generations.
+    """
     info = Path("/proc/cpuinfo")
-    if not info.is_file():
-        return platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    first = info.read_text().split("\n\n", 1)[0] if info.is_file() else ""
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    numbers = [f"{key.removeprefix('cpu ')} {fields[key]}" for key in ("cpu family", "model") if key in fields]
+    return " ".join((name, *numbers))
 
 
 def _commit() -> str:

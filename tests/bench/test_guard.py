@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from bench import bench_mappings, guard, timing
+from tritoncomm import mappings
 from tritoncomm.core import ops
 
 
@@ -22,7 +23,7 @@ def row(ratio: float, spread: float = 0.02, name: str = "a", peer: str = "peer")
 
 
 def content(*rows: dict[str, Any]) -> dict[str, Any]:
-    return {"versions": {"torch": "1"}, "rows": list(rows)}
+    return {"versions": {"torch": "1", "cpu": "this model"}, "rows": list(rows)}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,38 @@ def test_exit_status_of_the_script(
     assert main(tmp_path / "slow", *against)[0] == 0
 
 
+@pytest.mark.parametrize(("model", "worse"), [(timing.cpu(), True), ("another", False), (None, False)])
+def test_figures_count_on_the_processor_that_they_were_made_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str | None, worse: bool
+) -> None:
+    before, now = (content(row(ratio)) for ratio in (0.5, 0.8))
+    before["versions"] = {"cpu": model} if model else {"processor": timing.cpu()}
+    now["versions"]["cpu"] = timing.cpu()
+    for name, figures in (("committed", before), ("run", now)):
+        timing.write_json(tmp_path / name / "cpu" / "part.json", figures)
+    monkeypatch.setattr(guard, "RESULTS", tmp_path / "committed")
+    assert guard.is_worse("part", row(0.8)) is worse
+    assert bool(guard.against_committed("part", now)) is worse
+    assert guard.judge(tmp_path / "run", guard.RESULTS) == int(worse)
+    assert ("no baseline on" in capsys.readouterr().out) is not worse
+
+
+def test_the_processor_is_named_with_its_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert timing.versions()["cpu"] == timing.cpu() != ""
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\ncpu family\t: 6\nmodel\t\t: 167\nmodel name\t: Xeon\n\nprocessor\t: 1\n")
+    monkeypatch.setattr(timing, "Path", lambda path: info)
+    assert timing.cpu.__wrapped__() == "Xeon family 6 model 167"
+
+
+def test_runs_that_differ_in_processor_or_were_interrupted_are_not_kept(tmp_path: Path) -> None:
+    for name, more in (("a", {}), ("b", {"versions": {"cpu": "another"}}), ("c", {"incomplete": True})):
+        timing.write_json(tmp_path / name / "cpu" / "part.json", content(row(0.5)) | more)
+    for runs in (["a", "b"], ["c"]):
+        with pytest.raises(ValueError, match="incomplete, or were made on several processors"):
+            guard.keep([tmp_path / run for run in runs], tmp_path / "kept")
+
+
 def test_committed_figures_are_rows_that_hold_their_limits() -> None:
     files = sorted(guard.RESULTS.glob("*/*.json"))
     assert {path.stem for path in files} >= {"host_cost", "kernels", "p2p"}
@@ -118,7 +151,7 @@ def plain_sp2hp(x: Tensor, group: ProcessGroup) -> Tensor:
 
 @pytest.fixture
 def group() -> Iterator[ProcessGroup]:
-    with bench_mappings._Host() as made:
+    with bench_mappings.host() as made:
         yield made
 
 
@@ -126,8 +159,8 @@ def measured(group: ProcessGroup) -> dict[str, Any]:
     """One run of one row, forward, ours against the plain formulation."""
     x = torch.randn(LARGE.shape)
     peer = SimpleNamespace(all_to_all_sp2hp=plain_sp2hp)
-    assert torch.equal(bench_mappings.mappings.all_to_all_sp2hp(x, group).new_zeros(1), torch.zeros(1))
-    ours, theirs = (bench_mappings.calls(module, LARGE, group)["forward"] for module in (bench_mappings.mappings, peer))
+    assert torch.equal(mappings.all_to_all_sp2hp(x, group).new_zeros(1), torch.zeros(1))
+    ours, theirs = (bench_mappings.calls(module, LARGE, group)["forward"] for module in (mappings, peer))
     with timing.quiet_host():
         samples = timing.interleaved((ours, theirs), ROUNDS, INNER)
     return content(timing.figures(LARGE.label, dict(zip(("ours", "plain"), samples, strict=True))))

@@ -1,14 +1,13 @@
 """The command `tritoncomm bench`: arguments, tables, exit codes."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from tritoncomm.cli import pictures, suite
 from tritoncomm.cli._console import refusing, terminal
@@ -58,22 +57,25 @@ def bench(
         folder = out or Path("bench-results" if plot else scratch)
         outcomes = []
         for name in [part] if part else _runnable():
-            with console.status(f"measuring {name}"):
-                outcomes.append(suite.run(name, folder, rounds, only))
-        found = {name: rows for name, rows in suite.rows(folder, [one.part for one in outcomes]).items() if rows}
-        for name, rows in found.items():
-            console.print(_rows_table(name, rows))
-            for picture in pictures.draw(name, rows, folder) if plot else ():
+            console.print(f"{name}: microseconds of ours at p20, ratio of p20 to each peer and half its spread")
+            outcomes.append(suite.run(name, folder, rounds, only, _line_printer(console)))
+        results = suite.rows(folder, [one.part for one in outcomes])
+        for name, rows in results.items() if plot else ():
+            for picture in pictures.draw(name, rows, folder):
                 console.print(f"drawn: {picture}", markup=False, soft_wrap=True)
-        raise typer.Exit(_judged(outcomes, folder, check, console))
+        raise typer.Exit(_judged(outcomes, check, console))
+
+
+def _line_printer(console: Console) -> Callable[[str], None]:
+    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _runnable() -> list[str]:
     return [name for name in suite.parts() if name != suite.GPU or torch.cuda.is_available()]
 
 
-def _judged(outcomes: list[suite.Outcome], folder: Path, check: bool, console: Console) -> int:
-    """Say what was missed and what had nothing to measure; the exit code, 2 where that is everything."""
+def _judged(outcomes: list[suite.Outcome], check: bool, console: Console) -> int:
+    """Print what was missed and which parts had nothing to measure; the exit code, 2 where that is all of them."""
     status = 0
     idle = [one for one in outcomes if one.status == 2]
     for one in outcomes:
@@ -86,27 +88,4 @@ def _judged(outcomes: list[suite.Outcome], folder: Path, check: bool, console: C
             status = 1
         elif one.status and check:
             status = 1
-    if len(idle) == len(outcomes):
-        return 2
-    return max(status, min(suite.verdict(folder), 1)) if check else status
-
-
-def _rows_table(name: str, rows: list[dict[str, Any]]) -> Table:
-    peers = list(dict.fromkeys(peer for row in rows for peer in row["us"] if peer != "ours"))
-    compared = {peer for row in rows for peer in row["ratio"]}
-    table = Table(title=f"{name}: microseconds (median), ours / peer (p20) with its spread", title_justify="left")
-    table.add_column("row")
-    table.add_column("ours", justify="right")
-    for peer in peers:
-        table.add_column(escape(peer), justify="right")
-        if peer in compared:
-            table.add_column(escape(f"ours / {peer}"), justify="right")
-    for row in rows:
-        cells = [escape(row["row"]), f"{row['us']['ours']['median']:.1f}"]
-        for peer in peers:
-            us, ratio, spread = row["us"].get(peer), row["ratio"].get(peer), row["spread"].get(peer, 0.0)
-            cells += ["-" if us is None else f"{us['median']:.1f}"]
-            if peer in compared:
-                cells += ["-" if ratio is None else f"{ratio:.2f} ± {spread / 2:.2f}"]
-        table.add_row(*cells)
-    return table
+    return 2 if len(idle) == len(outcomes) else status

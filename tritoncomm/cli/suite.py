@@ -1,11 +1,10 @@
 """The benchmarks of a checkout: which parts there are, running them, reading what they wrote."""
 
-import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ import torch
 
 from tritoncomm import launchers
 
-__all__ = ["Outcome", "SuiteError", "folder", "parts", "rows", "run", "verdict"]
+__all__ = ["Outcome", "SuiteError", "folder", "parts", "rows", "run"]
 
 GPU = "gpu"
 _FILES = {"mappings": "host_cost"}  # parts whose results have another name
-_PROGRESS = "written:"
+_MISSED, _PROGRESS = "MISSED: ", "written:"
 
 
 class SuiteError(RuntimeError):
@@ -27,7 +26,7 @@ class SuiteError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a part said, and its exit status: 1 when it missed a target, 2 when it could not run."""
+    """Result of a part: its exit status (1: a target was missed, 2: it could not run), the targets, its last line."""
 
     part: str
     status: int
@@ -41,13 +40,13 @@ def folder() -> Path:
     Raises:
         SuiteError: the package is installed without its sources.
     """
-    found = Path(__file__).resolve().parents[2] / "bench"
-    if not (found / "guard.py").is_file():
+    bench = Path(__file__).resolve().parents[2] / "bench"
+    if not (bench / "guard.py").is_file():
         raise SuiteError(
-            f"there are no benchmarks beside {found.parent}: they are in the sources, not in the installed package; "
+            f"there are no benchmarks beside {bench.parent}: they are in the sources, not in the installed package; "
             "clone the repository and run `make bench` or `tritoncomm bench` there"
         )
-    return found
+    return bench
 
 
 def parts() -> list[str]:
@@ -55,8 +54,17 @@ def parts() -> list[str]:
     return sorted(path.stem.removeprefix("bench_") for path in folder().glob("bench_*.py")) + [GPU]
 
 
-def run(part: str, out: Path, rounds: int | None = None, only: str = "") -> Outcome:
-    """Run one part in a process of its own; results go to ``out/<device>/<name>.json``.
+def run(
+    part: str, out: Path, rounds: int | None = None, only: str = "", follow: Callable[[str], None] = lambda line: None
+) -> Outcome:
+    """Run one part in a process of its own; results go to ``out/<device>/<name>.json``, after every row.
+
+    Args:
+        part: one of ``parts()``.
+        out: folder of the results.
+        rounds: samples of every provider; the part's own default without it.
+        only: rows whose label contains this.
+        follow: called with every line that the part prints, as it is printed, except missed targets.
 
     Raises:
         SuiteError: no such part, or no GPU for ``gpu``.
@@ -74,10 +82,25 @@ def run(part: str, out: Path, rounds: int | None = None, only: str = "") -> Outc
         command = [sys.executable, str(bench / "gpu_bench.py")]
         environment["OUT"] = str(_results(part, out).parent)
     command += [*(("--rounds", str(rounds)) if rounds else ()), *(("--only", only) if only else ())]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    missed = tuple(line.removeprefix("MISSED: ") for line in lines if line.startswith("MISSED: "))
-    return Outcome(part, done.returncode, missed, next((x for x in reversed(lines) if not x.startswith(_PROGRESS)), ""))
+    lines = [line for line in _lines(command, environment, follow) if line]
+    last = next((line for line in reversed(lines[:-1]) if not line.startswith(_PROGRESS)), "")
+    missed = tuple(line.removeprefix(_MISSED) for line in lines if line.startswith(_MISSED))
+    return Outcome(part, int(lines[-1]), missed, last)
+
+
+def _lines(command: Sequence[str], environment: dict[str, str], follow: Callable[[str], None]) -> Iterator[str]:
+    """Lines of the output of a process, then its exit status."""
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=both, text=True) as child:
+        try:
+            for line in map(str.rstrip, child.stdout or ()):
+                if not line.startswith((_MISSED, _PROGRESS)):
+                    follow(line)
+                yield line
+        except KeyboardInterrupt:
+            child.wait(30)  # it is interrupted too, and writes the rows that it has
+            raise
+        yield str(child.wait())
 
 
 def _results(part: str, out: Path) -> Path:
@@ -88,22 +111,5 @@ def _results(part: str, out: Path) -> Path:
 
 def rows(out: Path, measured: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """``{"<device>/<name>": rows}`` of these parts; a row has ``row``, ``us``, ``ratio`` and ``spread``."""
-    guard, found = _guard(), {}
-    for path in [_results(part, out) for part in measured]:
-        if path.is_file():
-            found[f"{path.parent.name}/{path.stem}"] = guard.rows_of(json.loads(path.read_text()))
-    return found
-
-
-def verdict(out: Path) -> int:
-    """Compare what is below ``out`` with the committed figures, and say so: 0, 1 if worse, 2 if there are none."""
-    guard = _guard()
-    return guard.judge(out, guard.RESULTS)
-
-
-def _guard() -> Any:
-    """The checkout's ``bench/guard.py``."""
-    root = str(folder().parent)
-    if root not in sys.path:
-        sys.path.insert(0, root)
-    return importlib.import_module("bench.guard")
+    paths = [path for path in (_results(part, out) for part in measured) if path.is_file()]
+    return {f"{path.parent.name}/{path.stem}": json.loads(path.read_text())["rows"] for path in paths}

@@ -1,0 +1,256 @@
+"""One part of the suite as a command: cases in; a line per row, targets, a results file and an exit status out.
+
+Every row is printed, and the results file written, as soon as the row is measured; a file whose run was interrupted
+says so (``incomplete``). A row that misses its limit, or is worse than the committed figures, is measured again with
+as many rounds, pooled with the first, before it counts.
+"""
+
+import argparse
+import math
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench import guard
+from bench.timing import figures, geometric_mean, interleaved, quiet_host, versions, write_json
+
+__all__ = ["Clock", "Part", "Row", "Run", "Samples", "counts", "line"]
+
+Row = dict[str, Any]  # of the results file
+Samples = dict[str, list[float]]  # microseconds by provider
+FIXED = {"row", "mode", "us", "ratio", "spread", "limit", "case", "share_of_roof", "target"}
+WIDTH = 78
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a part of the suite consists of.
+
+    Attributes:
+        name: of the results file.
+        about: what the part measures, for ``--help``.
+        unit: of the times.
+        cases: labels, or objects that have a ``label``.
+        measure: the rows of a case, given what ``host`` provides and the clock.
+        host: what holds while cases are measured.
+        rounds: samples of every provider, by default.
+        peer: the provider that limits and means refer to; empty for the fastest, None for no means.
+        missing: why nothing can be measured here, empty if it can.
+        packages: those whose versions count besides torch and Triton.
+        targets: what a row misses besides its limit.
+        means: largest geometric mean over the rows of some modes, by name.
+        budget_s: cases that would begin later are left out.
+    """
+
+    name: str
+    about: str
+    unit: str
+    cases: Sequence[Any]
+    measure: Callable[[Any, Any, "Clock"], Iterable[Row]]
+    host: Callable[[], AbstractContextManager[Any]] = nullcontext
+    rounds: int = 100
+    peer: str | None = ""
+    missing: Callable[[], str] = str
+    packages: tuple[str, ...] = ()
+    targets: Callable[[Row], list[str]] = lambda row: []
+    means: Mapping[str, tuple[Collection[str], float]] = field(default_factory=dict)
+    budget_s: float = math.inf
+
+    def main(self) -> int:
+        """The command: 0 all is well, 1 something was missed, 2 nothing was measured, 130 interrupted."""
+        options = self.parser().parse_args()
+        if reason := self.missing():
+            print(f"nothing was measured: {reason}")
+            return 2
+        run = Run(self, options.rounds, options.only, options.json)
+        try:
+            run.measure()
+        except KeyboardInterrupt:
+            print(f"interrupted after {len(run.rows)} rows")
+        return run.finish()
+
+    def parser(self) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(description=self.about)
+        parser.add_argument("--json", metavar="PATH", help="also write the rows there, with versions")
+        parser.add_argument("--rounds", type=int, default=self.rounds)
+        parser.add_argument("--only", default="", help="only cases whose label contains this")
+        return parser
+
+    def ratio(self, row: Row) -> float:
+        """Ours over the peer's time."""
+        return row["ratio"][self.peer] if self.peer else max(row["ratio"].values())
+
+    def over_limit(self, row: Row) -> list[str]:
+        limit = row.get("limit")
+        if limit is None or self.ratio(row) <= limit:
+            return []
+        return [f"{row['row']}: {self.ratio(row):.2f} of {self.peer}'s time, at most {limit:.2f}"]
+
+    def missed(self, row: Row) -> list[str]:
+        """What a row misses: its limit, its targets, and the committed figures where they count."""
+        worse = guard.against_committed(self.name, {"rows": [row]})
+        return [*self.over_limit(row), *self.targets(row), *(f"worse: {one}" for one in worse)]
+
+    def mean(self, rows: Iterable[Row], modes: Collection[str] | None = None) -> float:
+        return geometric_mean([self.ratio(row) for row in rows if modes is None or row.get("mode") in modes])
+
+    def missed_means(self, rows: Sequence[Row]) -> Iterator[str]:
+        for name, (modes, most) in self.means.items():
+            mean = self.mean(rows, modes)
+            if mean > most:
+                yield f"geometric mean, {name}: {mean:.2f} of {self.peer}'s time, at most {most}"
+
+    def content(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """The results file."""
+        content = {"versions": versions(*self.packages), "unit": self.unit, "rows": list(rows)}
+        if self.peer is None:
+            return content
+        modes = list(dict.fromkeys(row["mode"] for row in rows if "mode" in row))
+        mean = {mode: round(self.mean(rows, [mode]), 3) for mode in modes} or round(self.mean(rows), 3)
+        return {**content, "geometric_mean": mean}
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Makes rows of a part out of samples."""
+
+    part: Part
+    rounds: int
+
+    def time(self, row: str, calls: Mapping[str, Callable[[], Any]], inner: int, **more: Any) -> Row:
+        """A row of host times: ``rounds`` interleaved samples of ``inner`` calls of every provider."""
+
+        def sample() -> Samples:
+            with quiet_host():
+                samples = interleaved(list(calls.values()), self.rounds, inner)
+            return dict(zip(calls, samples, strict=True))
+
+        return self.row(row, sample, **more)
+
+    def row(self, row: str, sample: Callable[[], Samples], **more: Any) -> Row:
+        """A row of samples, taken twice where the first do not hold."""
+        samples = sample()
+        result = figures(row, samples, **more)
+        if self.part.over_limit(result) or guard.is_worse(self.part.name, result):
+            for provider, again in sample().items():
+                samples[provider] += again
+            result = figures(row, samples, **more)
+        return result
+
+
+@dataclass
+class Run:
+    """One run of a part: rows so far, what they missed, which cases failed, and which there was no time for."""
+
+    part: Part
+    rounds: int
+    only: str = ""
+    path: str | Path | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)  # of the results file
+    rows: list[Row] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    complete: bool = False
+
+    def measure(self) -> None:
+        """Measure the cases that are asked for; one that raises is reported, and the others go on."""
+        cases, started = [case for case in self.part.cases if self.only in _label(case)], time.monotonic()
+        clock = Clock(self.part, self.rounds)
+        with warnings.catch_warnings(), self.part.host() as host:
+            warnings.simplefilter("ignore")
+            for case in cases:
+                if time.monotonic() - started > self.part.budget_s:
+                    self.left_out.append(_label(case))
+                    continue
+                try:
+                    for row in self.part.measure(case, host, clock):
+                        self.add(row)
+                except Exception:  # the other rows are worth having
+                    self.failed.append(f"{_label(case)}: {traceback.format_exc(limit=-4).strip()}")
+                    print("FAILED:", self.failed[-1], flush=True)
+        self.complete = True
+
+    def add(self, row: Row) -> None:
+        missed = self.part.missed(row)
+        self.rows.append(row)
+        self.missed += missed
+        print(line(row) + "  MISSED" * bool(missed), flush=True)
+        self.write()
+
+    def write(self) -> None:
+        if self.path and self.rows:
+            state = {"left_out": self.left_out, "failed": self.failed, "incomplete": not self.complete}
+            state = {name: value for name, value in state.items() if value}
+            write_json(self.path, {**self.part.content(self.rows), **self.more, **state})
+
+    def finish(self) -> int:
+        """Print the means and what was missed, and write the results; the exit status."""
+        if not self.rows and not self.failed and not self.left_out:
+            print("no case has a label like that: see --only")
+            return 2
+        if self.left_out:
+            print(f"{len(self.left_out)} cases left out, {self.part.budget_s} s are over: {'; '.join(self.left_out)}")
+        if self.rows and self.part.peer is not None:
+            mean = self.part.content(self.rows)["geometric_mean"]
+            for mode, value in (mean if isinstance(mean, dict) else {"": mean}).items():
+                print(
+                    f"{' '.join(('geometric mean', mode)):{WIDTH}} {value:25.2f} of {self.part.peer or 'the fastest'}"
+                )
+        if self.complete:
+            self.missed += self.part.missed_means(self.rows)
+        for what in (*self.missed, *(f"failed: {one.splitlines()[0]} {one.splitlines()[-1]}" for one in self.failed)):
+            print("MISSED:", what)
+        print(f"{len(self.rows)} rows, {len(self.missed)} targets missed, {len(self.failed)} failed")
+        self.write()
+        if self.path:
+            print("written:", self.path)
+        if not self.complete:
+            return INTERRUPTED
+        if not self.rows and not self.failed:
+            return 2
+        return 1 if self.missed or self.failed else 0
+
+
+def _label(case: Any) -> str:
+    return case if isinstance(case, str) else case.label
+
+
+def line(row: Row) -> str:
+    """A row on the terminal: ours at p20, the ratio to every peer of p20 with its spread, and what is counted."""
+    cells = [f"{row['row']:{WIDTH}} {row['us']['ours']['p20']:9.1f} us"]
+    if row.get("target") is not None:
+        cells.append(f"{row['share_of_roof']:.2f} of the roof, target {row['target']:.2f}")
+    for peer, ratio in row["ratio"].items():
+        cells.append(f"{ratio:5.2f} ±{row['spread'][peer] / 2:.2f} of {peer}")
+    cells += [f"{label} {told}" for label, told in counts(row, list(row["us"])).items()]
+    return "  ".join(cells)
+
+
+def counts(row: Row, providers: Collection[str]) -> dict[str, str]:
+    """What a row counts besides time, by label: ``ours / peer / ...``, several figures with commas between them."""
+    by_label: dict[str, dict[str, str]] = {}
+    for name, by_provider in row.items():
+        if name in FIXED or not isinstance(by_provider, dict) or not set(by_provider) <= set(providers):
+            continue
+        for provider, value in by_provider.items():
+            for label, figure in _leaves(name, value):
+                by_label.setdefault(label, {})[provider] = figure
+    return {label: " / ".join(values.get(p, "-") for p in providers) for label, values in by_label.items()}
+
+
+def _leaves(label: str, value: Any) -> Iterator[tuple[str, str]]:
+    """A number is one leaf, and so is a dict of numbers; a dict of dicts has one leaf per key."""
+    if not isinstance(value, dict):
+        yield label, f"{value:g}"
+    elif any(isinstance(inner, dict) for inner in value.values()):
+        for key, inner in value.items():
+            yield from _leaves(key, inner)
+    else:
+        yield f"{label} ({', '.join(value)})", ", ".join(f"{number:.3g}" for number in value.values())

@@ -1,0 +1,76 @@
+"""Where host time is measured: a no-op process group, the CPU as Megatron's device, real ranks, and the peers."""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+__all__ = ["MEGATRON", "cpu_device", "missing_megatron", "no_op_group", "peer", "real_ranks", "run_backward"]
+
+MEGATRON = "pip install --no-deps megatron-core==0.16.1"
+
+# What torch.autograd.grad calls; its own checks take as long as a small operator does, for every provider.
+run_backward = torch.autograd.Variable._execution_engine.run_backward  # type: ignore
+
+
+def peer(module: str) -> Any:
+    """A module of megatron-core, by its name in ``megatron.core``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(f"megatron.core.{module}")
+
+
+def missing_megatron() -> str:
+    """How to install megatron-core, empty where it is."""
+    try:
+        peer("tensor_parallel.mappings")
+    except ImportError:
+        return f"megatron-core is not installed: {MEGATRON}"
+    return ""
+
+
+@contextmanager
+def cpu_device() -> Iterator[None]:
+    """The CPU as the device that Megatron allocates on and synchronises."""
+    before = torch.cuda.current_device, torch.cuda.synchronize
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore
+    torch.cuda.synchronize = lambda device=None: None
+    try:
+        yield
+    finally:
+        torch.cuda.current_device, torch.cuda.synchronize = before
+
+
+@contextmanager
+def no_op_group(world: int, rank: int = 0) -> Iterator[ProcessGroup]:
+    """A process group that answers every collective at once and moves no data."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def real_ranks() -> Iterator[Any]:
+    """Gloo ranks in processes of their own, for ``pool.run(function, *args, world=...)``."""
+    here = Path(__file__).resolve().parent
+    for folder in (here, here.parent / "tests" / "helpers"):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    from pool import Pool
+
+    pool = Pool()
+    try:
+        yield pool
+    finally:
+        pool.stop()
