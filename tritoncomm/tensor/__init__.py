@@ -1,4 +1,4 @@
-"""ColoTensor: tensors of which every rank holds a piece, and what moves them between layouts."""
+"""ColoTensor: sharded tensors, their layouts, redistribution, operators and meshes."""
 
 from tritoncomm.tensor import overrides as overrides
 from tritoncomm.tensor import pickles as pickles

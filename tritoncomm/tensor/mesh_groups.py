@@ -21,8 +21,7 @@ class Members:
 
     Attributes:
         group: the process group.
-        order: for each place along the axis the rank inside the group, where several axes in another order are one;
-            None where the group has the same order.
+        order: group rank of each position along the axis, where permuted axes were merged; None if they are equal.
     """
 
     group: dist.ProcessGroup
@@ -30,13 +29,13 @@ class Members:
 
 
 def groups_along(ids: Tensor, given: Sequence[dist.ProcessGroup]) -> tuple[dict[int, list[Line]], dict[int, Members]]:
-    """By axis every line of ranks with its group, and this rank's own.
+    """By axis every line of ranks with its group, and this rank's own group.
 
     Groups of lines this rank is not in are torch's ``NON_GROUP_MEMBER``.
 
     Args:
         ids: global ranks as a grid.
-        given: this rank's groups by axis; without them groups are found, and made where they are missing.
+        given: this rank's groups by axis; if empty, groups are looked up and missing ones are made.
 
     Raises:
         GroupError: torch.distributed is not initialized.
@@ -48,21 +47,23 @@ def groups_along(ids: Tensor, given: Sequence[dist.ProcessGroup]) -> tuple[dict[
     if not given:
         lines = [tuple(sorted(ranks)) for lines in axes for ranks in lines if len(ranks) > 1]
         group_registry.make_groups(lines, me)
-    found: dict[int, list[Line]] = {}
+    lines_by_axis: dict[int, list[Line]] = {}
     members: dict[int, Members] = {}
     for axis, lines in enumerate(axes):
-        found[axis] = []
+        lines_by_axis[axis] = []
         for ranks in lines:
             group: Any = dist.GroupMember.NON_GROUP_MEMBER
             if me in ranks:
                 group = given[axis] if given else _group_over(tuple(sorted(ranks)), me)
-                counted = dist.get_process_group_ranks(group)
-                members[axis] = Members(group, None if counted == ranks else tuple(map(counted.index, ranks)))
-            found[axis].append((ranks, group))
-    return found, members
+                ranks_in_group = dist.get_process_group_ranks(group)
+                members[axis] = Members(
+                    group, None if ranks_in_group == ranks else tuple(map(ranks_in_group.index, ranks))
+                )
+            lines_by_axis[axis].append((ranks, group))
+    return lines_by_axis, members
 
 
 def _group_over(ranks: tuple[int, ...], me: int) -> dist.ProcessGroup:
-    """The group of these ranks, which exists by now; one of this rank alone is made on the spot."""
+    """The group of these ranks, which exists by now; that of a single rank is made here."""
     group_registry.make_groups([ranks], me)
-    return group_registry.made(ranks)
+    return group_registry.existing(ranks)

@@ -1,4 +1,4 @@
-"""Operators that look at the whole tensor instead of the piece."""
+"""Operators with global semantics."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ __all__ = ["length", "size"]
 
 @colo_op_impl(Tensor.size)
 def size(self: Any, dim: int | None = None) -> Any:
-    """Shape of the whole, or the size of one dim."""
+    """Global shape, or the global size of one dim."""
     return self.size_global() if dim is None else self.size_global(dim)
 
 
 @colo_op_impl(Tensor.__len__)
 def length(self: Any) -> int:
-    """Size of dim 0 of the whole."""
+    """Global size of dim 0."""
     return self.size_global(0)

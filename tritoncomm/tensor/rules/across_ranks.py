@@ -1,4 +1,4 @@
-"""What reductions share: labels of what is left, sums and maxima over the ranks."""
+"""Helpers of reductions: result labels, sums and maxima over the ranks."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,23 +13,23 @@ from tritoncomm.core import eager
 from tritoncomm.tensor.layout import shape_of
 from tritoncomm.tensor.rules.call import Call, Operand
 
-__all__ = ["dims_of", "edge", "largest_over_ranks", "left_of", "sum_over_ranks", "summing"]
+__all__ = ["dims_of", "max_over_ranks", "reduction_identity", "result_labels", "sum_call", "sum_over_ranks"]
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup, shared: bool = False) -> Tensor:
-    """Sum of the ranks' tensors; ``shared``: the ranks use it for different pieces, so its gradients are summed too."""
+    """All-reduce; ``shared``: the ranks use the sum for different shards, so its gradients are all-reduced as well."""
     total = mappings.reduce_from_tensor_model_parallel_region(x, group)
     return mappings.copy_to_tensor_model_parallel_region(total, group) if shared else total
 
 
-def largest_over_ranks(x: Tensor, group: ProcessGroup, smallest: bool = False) -> Tensor:
+def max_over_ranks(x: Tensor, group: ProcessGroup, smallest: bool = False) -> Tensor:
     """Element-wise maximum (or minimum) of the ranks' tensors; NaN wins. No gradient."""
-    found = eager.all_gather(x.detach().unsqueeze(0), 0, group, None, "amin" if smallest else "amax")
-    return found.amin(0) if smallest else found.amax(0)
+    values = eager.all_gather(x.detach().unsqueeze(0), 0, group, None, "amin" if smallest else "amax")
+    return values.amin(0) if smallest else values.amax(0)
 
 
-def edge(dtype: torch.dtype, smallest: bool) -> float | int | bool:
-    """What a piece without elements says: nothing is smaller (larger)."""
+def reduction_identity(dtype: torch.dtype, smallest: bool) -> float | int | bool:
+    """The result for an empty shard: the smallest (largest) value of the dtype."""
     if dtype is torch.bool:
         return not smallest
     if dtype.is_floating_point:
@@ -38,21 +38,21 @@ def edge(dtype: torch.dtype, smallest: bool) -> float | int | bool:
 
 
 def dims_of(dim: Any, count: int) -> tuple[int, ...]:
-    """Reduced dims from the front; all when none is given."""
+    """Reduced dims counted from the front; all by default."""
     if dim is None or dim == () or dim == []:
         return tuple(range(count))
     return tuple(d % count for d in ((dim,) if isinstance(dim, int) else dim))
 
 
-def left_of(count: int, dims: Sequence[int], keepdim: bool) -> tuple[Any, ...]:
-    """Labels of what is left."""
+def result_labels(count: int, dims: Sequence[int], keepdim: bool) -> tuple[Any, ...]:
+    """Labels of the result of a reduction."""
     if keepdim:
         return tuple(None if d in dims else d for d in range(count))
     return tuple(d for d in range(count) if d not in dims)
 
 
-def summing(input: Tensor, dim: Any, keepdim: bool, local: Callable[[Tensor], Tensor]) -> Call:
-    """A reduction that is a sum over the ranks where a reduced dim is cut."""
+def sum_call(input: Tensor, dim: Any, keepdim: bool, local: Callable[[Tensor], Tensor]) -> Call:
+    """A reduction that is all-reduced if a reduced dim is sharded."""
     count = len(shape_of(input))
-    left = left_of(count, dims_of(dim, count), keepdim)
+    left = result_labels(count, dims_of(dim, count), keepdim)
     return Call([Operand(input, tuple(range(count)))], [left], lambda _, x: local(x))

@@ -1,8 +1,7 @@
-"""An operator seen as sets of labels: which dim of which operand is the same as which dim of the result.
+"""Description of an operator call: dims carry labels, as in einsum.
 
-A label that is cut is cut in every operand that has it. An operand without it takes part whole, and its gradient is
-summed over the ranks; a result without it is a sum over the ranks, unless the operator says that it deals with that
-label itself. That is all the engine has to know to run an operator on pieces.
+Sharding a label shards every operand that has it; operands without it are replicated (their gradients are all-reduced);
+results without it are partial (all-reduced), unless the rule handles the label itself (``own``).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,21 +13,21 @@ from torch.distributed import ProcessGroup as TorchGroup
 
 from tritoncomm.core.plan import chunk_sizes
 
-__all__ = ["Call", "Cut", "Labels", "Operand", "Parts"]
+__all__ = ["Call", "Labels", "Operand", "Parts", "Sharding"]
 
 Labels = tuple[Any, ...]
 Parts = tuple[tuple[Any, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """The labels that are cut, and where this rank is.
+class Sharding:
+    """The sharded labels, and the position of this rank.
 
     Attributes:
-        parts: (label, pieces) in the order in which ranks count through them; empty when nothing is cut.
-        sizes: of every label, of the whole.
+        parts: (label, number of shards), ranks assigned row-major; empty if nothing is sharded.
+        sizes: global size of every label.
         rank: of this process in ``group``.
-        group: the tensor-parallel group; None when nothing is cut.
+        group: the tensor-parallel group; None if nothing is sharded.
     """
 
     parts: Parts
@@ -37,21 +36,21 @@ class Cut:
     group: TorchGroup | None
 
     def has(self, label: Any) -> bool:
-        """Whether the label is cut."""
+        """Whether the label is sharded."""
         return any(label == each for each, _ in self.parts)
 
-    def piece(self, label: Any) -> tuple[int, int]:
-        """(start, size) of what this rank has of a label: everything when it is not cut."""
-        rank, found = self.rank, (0, self.sizes[label])
+    def shard(self, label: Any) -> tuple[int, int]:
+        """(start, size) of this rank's shard of a label; the full range if it is not sharded."""
+        rank, bounds = self.rank, (0, self.sizes[label])
         for each, count in reversed(self.parts):
             rank, index = divmod(rank, count)
             if each == label:
-                pieces = chunk_sizes(self.sizes[label], count)
-                found = sum(pieces[:index]), pieces[index]
-        return found
+                sizes = chunk_sizes(self.sizes[label], count)
+                bounds = sum(sizes[:index]), sizes[index]
+        return bounds
 
-    def all_pieces(self, label: Any) -> tuple[int, ...]:
-        """Sizes of the pieces of the only cut label, by rank."""
+    def shard_sizes(self, label: Any) -> tuple[int, ...]:
+        """Shard sizes of the only sharded label, by rank."""
         ((_, count),) = self.parts
         return chunk_sizes(self.sizes[label], count)
 
@@ -61,14 +60,14 @@ class Operand:
     """A tensor argument.
 
     Attributes:
-        tensor: a ColoTensor, or a plain tensor that every rank holds whole.
-        labels: one per dim; None for a dim that cannot be cut.
-        is_piece: the plain tensor is this rank's piece already.
+        tensor: a ColoTensor, or a plain replicated tensor.
+        labels: one per dim; None for a dim that cannot be sharded.
+        is_local: the plain tensor is a local shard already.
     """
 
     tensor: Tensor
     labels: Labels
-    is_piece: bool = False
+    is_local: bool = False
 
 
 @dataclass(slots=True)
@@ -76,28 +75,28 @@ class Call:
     """One call of an operator.
 
     Attributes:
-        operands: the tensors that go in.
-        results: labels of every tensor that comes out, in order.
-        run: computes on the pieces: ``run(cut, *pieces, *late)``, any structure of tensors; without the late ones where
-            a sum over the ranks follows.
-        whole: labels that must not be cut.
-        own: labels that ``run`` deals with when they are cut; the engine sums nothing over them.
-        late: operands that must not be summed, labelled like the result.
-        finish: ``finish(result, *late)`` after a sum over the ranks; None for nothing.
-        after: what the sum over the ranks goes through; None for nothing.
-        prefer: the operand whose cut is taken whatever it costs, by index: a weight with a compute spec.
-        legal: a further condition on (label, pieces).
-        gather: whether a result that is cut is made whole.
-        scatter: dim of the result that is cut by the sum over the ranks; None leaves the sum whole.
-        sizes: of the labels, filled in from the operands.
-        result_sizes: of the labels in the result, where they are others.
-        gathered: sharded operands and their gathered copies, where the operator runs on replicas; from the engine.
+        operands: the input tensors.
+        results: labels of every output tensor, in order.
+        run: computes on local tensors: ``run(sharding, *operands, *late)`` returns any structure of tensors; without
+            the late ones if the result is partial and ``finish`` is set.
+        replicated: labels that must not be sharded.
+        own: labels that ``run`` handles when they are sharded; results are not reduced over them.
+        late: operands that must not be summed (a bias), labelled like the result.
+        finish: ``finish(result, *late)`` after a partial result is reduced; None for nothing.
+        after: applied to the reduced result; None for nothing.
+        prefer: index of the operand whose sharding is used at any cost: a weight with a compute spec.
+        legal: a further condition on (label, number of shards, sizes).
+        gather: whether a sharded result is gathered.
+        scatter: dim along which a partial result is reduce-scattered; None all-reduces it.
+        sizes: global sizes of the labels, taken from the operands.
+        result_sizes: global sizes of labels whose size differs in the result.
+        gathered: sharded operands and their gathered copies if no sharding is legal; set by ``execute``.
     """
 
     operands: Sequence[Operand]
     results: Sequence[Labels]
     run: Callable[..., Any]
-    whole: frozenset[Any] = frozenset()
+    replicated: frozenset[Any] = frozenset()
     own: frozenset[Any] = frozenset()
     late: Sequence[Operand] = ()
     finish: Callable[..., Any] | None = None

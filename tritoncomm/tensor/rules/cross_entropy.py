@@ -1,4 +1,4 @@
-"""Cross entropy, over a vocabulary that is cut as well."""
+"""Cross entropy, including a sharded vocabulary."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tritoncomm.tensor.layout import shape_of
 from tritoncomm.tensor.rules.across_ranks import sum_over_ranks
-from tritoncomm.tensor.rules.call import Call, Cut, Operand
+from tritoncomm.tensor.rules.call import Call, Operand, Sharding
 from tritoncomm.tensor.rules.table import rule
 from tritoncomm.tensor.vocab_parallel import cross_entropy_rows
 
@@ -17,10 +17,10 @@ __all__: list[str] = []
 
 @rule(
     F.cross_entropy,
-    accepts="logits cut in the classes (vocabulary-parallel) or in any other dim; targets and weights likewise",
-    result="a replica; reduction none: the cut of the rows",
-    collectives="classes: one all-gather of two numbers a row, with class weights or soft targets also an all-reduce; "
-    "rows: all-reduces of sums",
+    accepts="any sharding of the logits, the classes (vocabulary-parallel) included; targets and weights likewise",
+    result="Replicate(); reduction none: sharding of the rows",
+    collectives="classes: all-gather of two numbers per row, with class weights or soft targets also an all-reduce; "
+    "rows: all-reduce of the sums",
 )
 def _cross_entropy(
     input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
@@ -37,34 +37,39 @@ def _cross_entropy(
     if weight is not None:
         operands.append(Operand(weight, ("c",)))
 
-    def run(cut: Cut, logits: Tensor, wanted: Tensor, weights: Tensor | None = None) -> Tensor:
-        if not cut.parts:
+    def run(sharding: Sharding, logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+        if not sharding.parts:
             return F.cross_entropy(
-                logits, wanted, weights, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+                logits,
+                targets,
+                weights,
+                ignore_index=ignore_index,
+                reduction=reduction,
+                label_smoothing=label_smoothing,
             )
-        assert cut.group is not None
-        if cut.has("c"):
+        assert sharding.group is not None
+        if sharding.has("c"):
             loss, counted = cross_entropy_rows(
-                logits.movedim(classes, -1), wanted.movedim(classes, -1) if soft else wanted, weights,
-                cut.piece("c"), shape[classes], ignore_index, label_smoothing, cut.group,
+                logits.movedim(classes, -1), targets.movedim(classes, -1) if soft else targets, weights,
+                sharding.shard("c"), shape[classes], ignore_index, label_smoothing, sharding.group,
             )  # fmt: skip
             if reduction == "none":
                 return loss
             return loss.sum() if reduction == "sum" else loss.sum() / counted
         loss = F.cross_entropy(
-            logits, wanted, weights, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+            logits, targets, weights, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
         )
         if reduction == "none":
             return loss
-        total = sum_over_ranks(loss.sum(), cut.group)
+        total = sum_over_ranks(loss.sum(), sharding.group)
         if reduction == "sum":
             return total
         if soft:
-            counted = torch.tensor(float(_rows(shape, classes)), device=loss.device)
+            counted = torch.tensor(float(_num_rows(shape, classes)), device=loss.device)
         else:
-            kept = wanted != ignore_index
-            counts = kept if weights is None else weights.detach()[wanted.masked_fill(~kept, 0)] * kept
-            counted = sum_over_ranks(counts.sum().to(loss.dtype), cut.group)
+            valid = targets != ignore_index
+            counts = valid if weights is None else weights.detach()[targets.masked_fill(~valid, 0)] * valid
+            counted = sum_over_ranks(counts.sum().to(loss.dtype), sharding.group)
         return total / counted
 
     own = frozenset(labels) if reduction != "none" else frozenset({"c"})
@@ -72,7 +77,7 @@ def _cross_entropy(
     return Call(operands, [result], run, own=own)
 
 
-def _rows(shape: tuple[int, ...], classes: int) -> int:
+def _num_rows(shape: tuple[int, ...], classes: int) -> int:
     count = 1
     for dim, size in enumerate(shape):
         count *= size if dim != classes else 1

@@ -1,4 +1,4 @@
-"""Sums, means, norms and truth over dims that are cut as well."""
+"""Sums, means, norms and logical reductions, including sharded dims."""
 
 import math
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from tritoncomm import mappings
 from tritoncomm.core import eager
 from tritoncomm.errors import ShapeError
 from tritoncomm.tensor.layout import is_colo, shape_of
-from tritoncomm.tensor.rules.across_ranks import dims_of, left_of, summing
-from tritoncomm.tensor.rules.call import Call, Cut, Operand
-from tritoncomm.tensor.rules.min_max import Extreme
+from tritoncomm.tensor.rules.across_ranks import dims_of, result_labels, sum_call
+from tritoncomm.tensor.rules.call import Call, Operand, Sharding
+from tritoncomm.tensor.rules.min_max import MinMax
 from tritoncomm.tensor.rules.pointwise import broadcast_operands
 from tritoncomm.tensor.rules.table import rule
 
@@ -26,8 +26,8 @@ _MAX, _MIN = dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
 
 @rule(
-    torch.sum, Tensor.sum, named="sum", accepts="every cut", result="the cut; a replica where a summed dim is cut",
-    collectives="summed dim: all-reduce",
+    torch.sum, Tensor.sum, named="sum", accepts="any sharding",
+    result="same sharding; summed dim: partial, all-reduced", collectives="summed dim: all-reduce",
 )  # fmt: skip
 def _sum(
     input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Any = None,
@@ -38,10 +38,10 @@ def _sum(
         return None
     count = len(shape_of(input))
     dims = dims_of(dim, count)
-    return summing(input, dim, keepdim, lambda x: x.sum(dims, keepdim, dtype=dtype) if count else x.sum(dtype=dtype))
+    return sum_call(input, dim, keepdim, lambda x: x.sum(dims, keepdim, dtype=dtype) if count else x.sum(dtype=dtype))
 
 
-@rule(torch.mean, Tensor.mean, named="mean", accepts="every cut", result="as sum", collectives="as sum")
+@rule(torch.mean, Tensor.mean, named="mean", accepts="any sharding", result="as sum", collectives="as sum")
 def _mean(
     input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Any = None,
     out: Any = None,
@@ -52,41 +52,45 @@ def _mean(
         return None
     dims = dims_of(dim, len(shape))
     size = math.prod(shape[d] for d in dims)
-    return summing(input, dim, keepdim, lambda x: x.sum(dims, keepdim, dtype=dtype) / size)
+    return sum_call(input, dim, keepdim, lambda x: x.sum(dims, keepdim, dtype=dtype) / size)
 
 
 def _logical(input: Tensor, dim: Any, keepdim: bool, local: Any, op: Any) -> Call | None:
     count = len(shape_of(input))
     dims = dims_of(dim, count)
 
-    def run(cut: Cut, x: Tensor) -> Tensor:
-        found = local(x, dims, keepdim) if count else local(x)
-        if not any(cut.has(d) for d in dims):
-            return found
-        assert cut.group is not None
-        return eager.all_reduce(found.to(torch.uint8), cut.group, "any", op).to(found.dtype)
+    def run(sharding: Sharding, x: Tensor) -> Tensor:
+        result = local(x, dims, keepdim) if count else local(x)
+        if not any(sharding.has(d) for d in dims):
+            return result
+        assert sharding.group is not None
+        return eager.all_reduce(result.to(torch.uint8), sharding.group, "any", op).to(result.dtype)
 
-    left = left_of(count, dims, keepdim)
+    left = result_labels(count, dims, keepdim)
     return Call([Operand(input, tuple(range(count)))], [left], run, own=frozenset(dims))
 
 
-@rule(torch.all, Tensor.all, named="all", accepts="every cut", result="as sum", collectives="reduced dim: all-reduce")
+@rule(
+    torch.all, Tensor.all, named="all", accepts="any sharding", result="as sum", collectives="reduced dim: all-reduce"
+)
 def _all(input: Tensor, dim: Any = None, keepdim: bool = False, *, out: Any = None) -> Call | None:
     return None if out is not None else _logical(input, dim, keepdim, torch.all, _MIN)
 
 
-@rule(torch.any, Tensor.any, named="any", accepts="every cut", result="as sum", collectives="reduced dim: all-reduce")
+@rule(
+    torch.any, Tensor.any, named="any", accepts="any sharding", result="as sum", collectives="reduced dim: all-reduce"
+)
 def _any(input: Tensor, dim: Any = None, keepdim: bool = False, *, out: Any = None) -> Call | None:
     return None if out is not None else _logical(input, dim, keepdim, torch.any, _MAX)
 
 
 def _on_all_ranks(input: Any, other: Any, local: Callable[[Tensor, Tensor], bool], broadcasts: bool) -> Call | None:
-    """Whether ``local`` holds of the operands, the same answer on every rank.
+    """Whether ``local`` holds for the operands, with the same answer on every rank.
 
-    Shapes that differ are no reason to answer at once: a plain tensor may have the wrong shape on one rank only, for
-    which the others wait in the all-reduce.
+    Different shapes do not return early: a plain tensor may have the wrong shape on one rank only, and the others would
+    wait in the all-reduce.
     """
-    shard = next((x for x in (input, other) if is_colo(x) and x._parts), None)
+    shard = next((x for x in (input, other) if is_colo(x) and x.partitions), None)
     if shard is None or not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return None
     try:
@@ -98,19 +102,20 @@ def _on_all_ranks(input: Any, other: Any, local: Callable[[Tensor, Tensor], bool
         shape, comparable = shape_of(shard), False
         operands = [Operand(shard.detach(), tuple(range(-len(shape), 0)))]
 
-    def run(cut: Cut, *pieces: Tensor) -> bool:
-        mine = comparable and local(*pieces)
-        if cut.group is None:
-            return mine
-        found = torch.tensor([mine], dtype=torch.uint8, device=pieces[0].device)
-        return bool(eager.all_reduce(found, cut.group, "equal", _MIN))
+    def run(sharding: Sharding, *shards: Tensor) -> bool:
+        holds = comparable and local(*shards)
+        if sharding.group is None:
+            return holds
+        result = torch.tensor([holds], dtype=torch.uint8, device=shards[0].device)
+        return bool(eager.all_reduce(result, sharding.group, "equal", _MIN))
 
     return Call(operands, [tuple(range(-len(shape), 0))], run)
 
 
 @rule(
-    torch.equal, Tensor.equal, accepts="every cut; a plain tensor of the piece's shape is a piece, any other is whole",
-    result="a bool, the same on every rank", collectives="cut: all-reduce of one number",
+    torch.equal, Tensor.equal,
+    accepts="any sharding; a plain tensor of the local shape is a shard, any other is replicated",
+    result="a bool, the same on every rank", collectives="all-reduce of one number",
 )  # fmt: skip
 def _equal(input: Tensor, other: Tensor) -> Call | None:
     return _on_all_ranks(input, other, torch.equal, False)
@@ -124,17 +129,17 @@ def _allclose(
 
 
 @rule(
-    torch.count_nonzero, Tensor.count_nonzero, named="count_nonzero", accepts="every cut", result="as sum",
+    torch.count_nonzero, Tensor.count_nonzero, named="count_nonzero", accepts="any sharding", result="as sum",
     collectives="as sum",
 )  # fmt: skip
 def _count(input: Tensor, dim: Any = None) -> Call:
     dims = dims_of(dim, len(shape_of(input)))
-    return summing(input, dim, False, lambda x: torch.count_nonzero(x, dims) if x.dim() else torch.count_nonzero(x))
+    return sum_call(input, dim, False, lambda x: torch.count_nonzero(x, dims) if x.dim() else torch.count_nonzero(x))
 
 
 @rule(
     torch.norm, Tensor.norm, torch.linalg.vector_norm, named="norm, linalg.vector_norm",
-    accepts="every cut", result="as sum", collectives="reduced dim: all-gather of the pieces' norms",
+    accepts="any sharding", result="as sum", collectives="reduced dim: all-gather of the local norms",
 )  # fmt: skip
 def _norm(
     input: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, out: Any = None,
@@ -147,18 +152,18 @@ def _norm(
         return None
     power, dims = float(power), dims_of(dim, len(shape))
 
-    def run(cut: Cut, x: Tensor) -> Tensor:
-        if not any(cut.has(d) for d in dims):
+    def run(sharding: Sharding, x: Tensor) -> Tensor:
+        if not any(sharding.has(d) for d in dims):
             return torch.linalg.vector_norm(x, power, dims, keepdim, dtype=dtype)
-        assert cut.group is not None
+        assert sharding.group is not None
         x = x if dtype is None else x.to(dtype)
         if math.isinf(power):
-            return Extreme.apply(x.abs(), dims, keepdim, power < 0, cut.group)
+            return MinMax.apply(x.abs(), dims, keepdim, power < 0, sharding.group)
         wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
         part = torch.linalg.vector_norm(wide, power, dims, keepdim)
-        # Each rank's norm, scaled: a vector of W numbers whose norm is the whole one. Gradients go through the own.
-        found = mappings.all_gather_dim(part.unsqueeze(0), 0, cut.group, tensor_parallel_output_grad=False)
-        return torch.linalg.vector_norm(found, power, 0).to(x.dtype)
+        # The norm of the vector of local norms is the global norm; gradients flow through the own element.
+        result = mappings.all_gather_dim(part.unsqueeze(0), 0, sharding.group, tensor_parallel_output_grad=False)
+        return torch.linalg.vector_norm(result, power, 0).to(x.dtype)
 
-    left = left_of(len(shape), dims, keepdim)
+    left = result_labels(len(shape), dims, keepdim)
     return Call([Operand(input, tuple(range(len(shape))))], [left], run, own=frozenset(dims))

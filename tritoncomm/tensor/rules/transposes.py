@@ -1,4 +1,4 @@
-"""Transposes: the dims in another order, the cut with them."""
+"""Transposes: permutations of the dims and their sharding."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 
 def _getter(name: str) -> Any:
-    """What ``__torch_function__`` gets for an attribute."""
+    """The function that ``__torch_function__`` receives for an attribute."""
     return getattr(Tensor, name).__get__
 
 
@@ -32,7 +32,7 @@ def _swapped(input: Tensor, first: int, second: int) -> Call:
 
 @rule(
     torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes, torch.swapdims, Tensor.swapdims,
-    accepts="every cut", result="the cut, moved along", collectives="none",
+    accepts="any sharding", result="same sharding, dim renumbered", collectives="none",
 )  # fmt: skip
 def _transpose(input: Tensor, dim0: int | None = None, dim1: int | None = None, **names: Any) -> Call | None:
     first = dim0 if dim0 is not None else names.get("axis0")
@@ -41,7 +41,7 @@ def _transpose(input: Tensor, dim0: int | None = None, dim1: int | None = None, 
 
 
 @rule(
-    torch.t, Tensor.t, _getter("T"), named="t, .T", accepts="every cut", result="the cut, moved along",
+    torch.t, Tensor.t, _getter("T"), named="t, .T", accepts="any sharding", result="same sharding, dim renumbered",
     collectives="none",
 )  # fmt: skip
 def _t(input: Tensor, *_: Any) -> Call:
@@ -50,13 +50,13 @@ def _t(input: Tensor, *_: Any) -> Call:
 
 @rule(
     torch.adjoint, Tensor.adjoint, _getter("mT"), _getter("mH"), _getter("H"),
-    named="adjoint, .mT, .mH, .H", accepts="every cut", result="the cut, moved along", collectives="none",
+    named="adjoint, .mT, .mH, .H", accepts="any sharding", result="same sharding, dim renumbered", collectives="none",
 )  # fmt: skip
 def _adjoint(input: Tensor, *_: Any) -> Call | None:
     return None if input.is_complex() or len(shape_of(input)) < 2 else _swapped(input, -2, -1)
 
 
-@rule(torch.permute, Tensor.permute, accepts="every cut", result="the cut, moved along", collectives="none")
+@rule(torch.permute, Tensor.permute, accepts="any sharding", result="same sharding, dim renumbered", collectives="none")
 def _permute(input: Tensor, *dims: Any, **names: Any) -> Call:
     order = names.get("dims", dims)
     order = order[0] if len(order) == 1 and not isinstance(order[0], int) else order
@@ -64,8 +64,8 @@ def _permute(input: Tensor, *dims: Any, **names: Any) -> Call:
 
 
 @rule(
-    torch.movedim, Tensor.movedim, torch.moveaxis, Tensor.moveaxis, accepts="every cut", result="the cut, moved along",
-    collectives="none",
+    torch.movedim, Tensor.movedim, torch.moveaxis, Tensor.moveaxis, accepts="any sharding",
+    result="same sharding, dim renumbered", collectives="none",
 )  # fmt: skip
 def _movedim(input: Tensor, source: Any, destination: Any) -> Call:
     count = len(shape_of(input))
