@@ -477,7 +477,7 @@ def test_paths_print_and_refuse() -> None:
     assert total.split() == ["total", "10.002"]
     assert len(header) == len(row) == len(total)
     assert shortest_path(source, target, forward_only=True).cost == 1 + 16 / 4 + 0.001
-    assert str(shortest_path(source, source)) == "nothing to move"
+    assert str(shortest_path(source, source)) == "nothing to redistribute"
     mixed = shortest_path(ShardingSpec(mesh, (8, 4), {0: [0], 1: [1]}), ShardingSpec(mesh, (8, 4), {}))
     assert [step.comm_pattern for step in mixed.steps] == [MIX]
     with pytest.raises(ShapeError):

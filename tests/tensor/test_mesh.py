@@ -217,11 +217,11 @@ def run_groups(group: ProcessGroup, shape: tuple[int, ...], ids: list[int] | Non
     back = DeviceMesh.from_torch(torch_mesh, mesh_alpha=[2] * len(shape))
     assert back.mesh_alpha == (2,) * len(shape)
     for axis in range(len(shape)):
-        mine, torch_mesh = mesh.members(axis), back.members(axis)
+        mine, restored = mesh.members(axis), back.members(axis)
         assert mine is not None
-        assert torch_mesh is not None
-        assert mine == torch_mesh
-        assert mine.group is torch_mesh.group is torch_mesh.get_group(axis)
+        assert restored is not None
+        assert mine == restored
+        assert mine.group is restored.group is torch_mesh.get_group(axis)
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4), (2, 1, 2), (4,), (1, 2, 2)], ids=str)

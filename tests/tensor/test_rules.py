@@ -18,7 +18,7 @@ from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.rules.table import ROWS
 
 RULES_FOLDER = Path(__file__).parents[2] / "tritoncomm" / "tensor" / "rules"
-NO_ROWS = {"__init__", "call", "engine", "across_ranks", "table"}
+NO_ROWS = {"__init__", "engine", "table"}
 
 
 @pytest.mark.parametrize("world", [2, 4])

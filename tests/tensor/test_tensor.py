@@ -586,13 +586,13 @@ def test_specs() -> None:
 
 @pytest.mark.parametrize("shape", [(9,), (9, 7), (2, 5, 3)], ids=str)
 @pytest.mark.parametrize("parts", [{0: 4}, {0: 2, 1: 3}, {1: 2, 0: 2}], ids=str)
-def test_cuts_cover_every_element_once(shape: tuple[int, ...], parts: dict[int, int]) -> None:
+def test_shards_cover_every_element_once(shape: tuple[int, ...], parts: dict[int, int]) -> None:
     if max(parts) >= len(shape):
         parts = {0: 4}
     counted = torch.zeros(shape)
     for rank in range(math.prod(parts.values())):
         view = counted
-        for dim, start, size in shard_bounds(shape, parts, rank):
+        for dim, start, size in shard_bounds(shape, tuple(parts.items()), rank):
             view = view.narrow(dim, start, size)
         view += 1
     assert counted.eq(1).all()

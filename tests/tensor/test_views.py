@@ -670,7 +670,7 @@ def test_a_box_selects_what_the_view_shows() -> None:
         assert torch.equal(box.select(base), view)
         elements = 0
         for rank in range(world):
-            own = shard_bounds(shape, {dim: world}, rank)
+            own = shard_bounds(shape, ((dim, world),), rank)
             part = box.within(own)
             if part is not None:
                 region = part[0].select(base.narrow(*own[0]))

@@ -17,9 +17,7 @@ def chunks(tensor: Any) -> list[ChunkStorageMetadata]:
     """Offsets and sizes of this rank's shard in the global tensor; empty for an empty shard."""
     sizes, offsets = plain(tensor).shape, [0] * plain(tensor).dim()
     if tensor.partitions:
-        for dim, start, _ in shard_bounds(
-            tensor.global_shape, dict(tensor.partitions), tensor.process_group.tp_local_rank()
-        ):
+        for dim, start, _ in shard_bounds(tensor.global_shape, tensor.partitions, tensor.process_group.tp_local_rank()):
             offsets[dim] = start
         if not sizes.numel():
             return []

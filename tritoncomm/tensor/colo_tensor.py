@@ -11,7 +11,14 @@ from tritoncomm.tensor import dispatch, layout, optimizers
 from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
 from tritoncomm.tensor.const import TensorType
 from tritoncomm.tensor.dist_spec_mgr import DistSpecManager
-from tritoncomm.tensor.distspec import DistPlacementPattern, ReplicaSpec, _DistSpec, local_shape, partitions
+from tritoncomm.tensor.distspec import (
+    DistPlacementPattern,
+    ReplicaSpec,
+    _DistSpec,
+    global_shape_of,
+    local_shape,
+    partitions,
+)
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.redistribute import check_partitions
 from tritoncomm.tensor.snapshot import refuse_sharing
@@ -73,14 +80,14 @@ class ColoTensor(torch.Tensor):
         local = tuple(layout.plain(self).shape)
         parts = partitions(dist_spec, len(local))
         if shape is None:
-            shape = tuple(size * parts.get(dim, 1) for dim, size in enumerate(local))
+            shape = global_shape_of(local, parts)
         if parts:
-            check_partitions(tuple(parts.items()), pg.tp_world_size(), "ColoTensor")
-            expected = local_shape(shape, parts, pg.tp_local_rank())
+            check_partitions(parts, pg.tp_world_size(), "ColoTensor")
+            expected = local_shape(tuple(shape), parts, pg.tp_local_rank())
             if expected != local:
                 raise ShapeError(f"ColoTensor: the local shard of {list(shape)} is {list(expected)}, not {list(local)}")
         self.process_group, self.dist_spec, self.compute_spec = pg, dist_spec, compute
-        self.global_shape, self.partitions = tuple(shape), tuple(parts.items())
+        self.global_shape, self.partitions = tuple(shape), parts
         return self
 
     @staticmethod
@@ -170,7 +177,7 @@ class ColoTensor(torch.Tensor):
     def _redistributed(self, dist_spec: _DistSpec, pg: ProcessGroup) -> Tensor:
         """The local tensor under another layout, as a plain tensor."""
         local = layout.plain(self)
-        if pg != self.process_group:
+        if pg is not self.process_group and pg != self.process_group:
             replica = DistSpecManager.handle_trans_spec(
                 local, self.dist_spec, ReplicaSpec(), self.process_group, self.global_shape
             )
@@ -211,22 +218,22 @@ class ColoTensor(torch.Tensor):
 
     def is_shard_1dcol(self) -> bool:
         """Whether the spec is ``Shard(-1)``, in this notation."""
-        return self.is_sharded() and self.dist_spec.dims == (-1,)  # type: ignore[attr-defined]
+        return self.is_sharded() and self.dist_spec.dims == (-1,)
 
     def is_shard_1drow(self) -> bool:
         """Whether the spec is ``Shard(0)``."""
-        return self.is_sharded() and self.dist_spec.dims == (0,)  # type: ignore[attr-defined]
+        return self.is_sharded() and self.dist_spec.dims == (0,)
 
     def is_sharded(self) -> bool:
         """Whether the placement is SHARD."""
         return self.dist_spec.placement is DistPlacementPattern.SHARD
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ColoTensor":
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
             with torch._C.DisableTorchFunctionSubclass():  # torch raises its own error for non-leaf tensors
-                return torch.Tensor.__deepcopy__(self, memo)  # type: ignore[return-value]
+                return torch.Tensor.__deepcopy__(self, memo)
         with torch.no_grad():
             data = layout.plain(self).clone()
         memo[id(self)] = copy = type(self)._rebuild(data, self.requires_grad, self._state())
@@ -243,7 +250,7 @@ class ColoTensor(torch.Tensor):
         made: ColoTensor = torch.Tensor._make_subclass(cls, data, requires_grad)
         made.has_initialized, made._type = initialized, cls._kind
         made.process_group, made.dist_spec, made.compute_spec = pg, dist_spec, compute_spec
-        made.global_shape, made.partitions = tuple(shape), tuple(partitions(dist_spec, len(shape)).items())
+        made.global_shape, made.partitions = tuple(shape), partitions(dist_spec, len(shape))
         return made
 
     _kind = TensorType.NONMODEL

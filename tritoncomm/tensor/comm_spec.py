@@ -9,8 +9,8 @@ from torch import Tensor
 from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.mappings.general import checked_dim, wants_grad
 from tritoncomm.tensor.device_mesh import FlattenDeviceMesh
+from tritoncomm.tensor.group_registry import Members
 from tritoncomm.tensor.mesh_collectives import MeshCollective, run_collective
-from tritoncomm.tensor.mesh_groups import Members
 from tritoncomm.tensor.sharding_spec import ShardingSpec
 
 __all__ = ["CollectiveCommPattern", "CommSpec"]

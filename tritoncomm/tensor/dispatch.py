@@ -20,7 +20,7 @@ from tritoncomm.tensor import rules as rules
 from tritoncomm.tensor.distspec import ReplicaSpec
 from tritoncomm.tensor.elementwise import ELEMENTWISE, KEEPS_LAYOUT, MAKES_NEW, QUERIES, RESHAPES_IN_PLACE, writes
 from tritoncomm.tensor.layout import is_colo, plain, wrap
-from tritoncomm.tensor.op_wrapper import implementation
+from tritoncomm.tensor.op_wrapper import colo_op_impl, implementation
 from tritoncomm.tensor.rules.engine import execute
 from tritoncomm.tensor.rules.foreach import on_lists
 from tritoncomm.tensor.rules.indexing import set_item
@@ -47,6 +47,16 @@ _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _warned: set[str] = set()
 
 
+@colo_op_impl(Tensor.size)
+def _size(self: Any, dim: int | None = None) -> Any:
+    return self.size_global() if dim is None else self.size_global(dim)
+
+
+@colo_op_impl(Tensor.__len__)
+def _length(self: Any) -> int:
+    return self.size_global(0)
+
+
 def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``func(*args, **kwargs)`` with ColoTensors among the arguments."""
     impl = implementation(func)
@@ -54,7 +64,7 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
         return impl(*args, **kwargs)
     name = getattr(func, "__name__", str(func))
     if func not in RULES and (name in QUERIES or name in _ACCESSORS or func in _BACKWARD):
-        if name == "__get__" and getattr(func, "__self__", Tensor).__name__ in _COMPLEX_PARTS:  # type: ignore[attr-defined]
+        if name == "__get__" and getattr(func, "__self__", Tensor).__name__ in _COMPLEX_PARTS:
             return keep(func, args, kwargs, args[0])
         if name == "__set__":
             _check_assignment(func, *args)

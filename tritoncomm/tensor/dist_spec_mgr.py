@@ -3,12 +3,13 @@
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from tritoncomm.errors import ArgumentError, ShapeError
-from tritoncomm.tensor.distspec import _DistSpec, local_shape, partitions
+from tritoncomm.tensor.distspec import Parts, _DistSpec, global_shape_of, local_shape, partitions
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.redistribute import Transition, check_partitions, redistribute
 
@@ -24,16 +25,20 @@ class _Depth(threading.local):
 _depth = _Depth()
 
 
-def transition_between(shape: Sequence[int], old: _DistSpec, new: _DistSpec, pg: ProcessGroup) -> Transition:
+def transition_between(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec, pg: ProcessGroup) -> Transition:
     """The transition between two specs of a tensor of global ``shape``.
 
     Raises:
         ShapeError: a dim that does not exist, or a number of shards other than the number of ranks.
     """
-    parts = tuple(tuple(partitions(spec, len(shape)).items()) for spec in (old, new))
-    for each in parts:
-        check_partitions(each, pg.tp_world_size(), "redistribute")
-    return Transition(tuple(shape), *parts)
+    return _transition(shape, partitions(old, len(shape)), partitions(new, len(shape)), pg.tp_world_size())
+
+
+@lru_cache(maxsize=4096)
+def _transition(shape: tuple[int, ...], old: Parts, new: Parts, world: int) -> Transition:
+    for parts in (old, new):
+        check_partitions(parts, world, "redistribute")
+    return Transition(shape, old, new)
 
 
 class DistSpecManager:
@@ -67,7 +72,7 @@ class DistSpecManager:
                 raise ArgumentError(f"handle_trans_spec: expected a dist spec, not {type(spec).__name__}")
         parts = partitions(old_dist_spec, tensor.dim())
         if global_shape is None:
-            shape = tuple(size * parts.get(dim, 1) for dim, size in enumerate(tensor.shape))
+            shape = global_shape_of(tensor.shape, parts)
         else:
             shape = tuple(global_shape)
             expected = local_shape(shape, parts, pg.tp_local_rank()) if parts else shape

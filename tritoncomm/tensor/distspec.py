@@ -2,12 +2,25 @@
 
 import enum
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.errors import ShapeError
 
-__all__ = ["DistPlacementPattern", "ReplicaSpec", "ShardSpec", "_DistSpec", "local_shape", "partitions", "shard_bounds"]
+__all__ = [
+    "DistPlacementPattern",
+    "Parts",
+    "ReplicaSpec",
+    "ShardSpec",
+    "_DistSpec",
+    "global_shape_of",
+    "local_shape",
+    "partitions",
+    "shard_bounds",
+]
+
+Parts = tuple[tuple[int, int], ...]
 
 
 class DistPlacementPattern(enum.Enum):
@@ -22,6 +35,9 @@ class _DistSpec:
 
     Specs compare by notation: ``ShardSpec([-1], [2])`` is not equal to ``ShardSpec([1], [2])``.
     """
+
+    dims: tuple[int, ...]
+    num_partitions: tuple[int, ...]
 
     def __init__(self, dist_placement_pattern: DistPlacementPattern, **meta_info: Any) -> None:
         self.placement = dist_placement_pattern
@@ -62,37 +78,50 @@ def ShardSpec(dims: list[int], num_partitions: list[int]) -> _DistSpec:
     return _DistSpec(DistPlacementPattern.SHARD, dims=tuple(dims), num_partitions=tuple(num_partitions))
 
 
-def partitions(spec: _DistSpec, ndim: int) -> dict[int, int]:
-    """Number of shards by non-negative dim, in the order of the spec; empty for a replica.
+def partitions(spec: _DistSpec, ndim: int) -> Parts:
+    """(dim, number of shards) of every sharded dim, counted from the front, in the order of the spec.
 
     Raises:
         ShapeError: a dim that the tensor does not have, or the same dim in two notations.
     """
     if spec.placement is DistPlacementPattern.REPLICATE:
-        return {}
-    counts: dict[int, int] = {}
-    for dim, parts in zip(spec.dims, spec.num_partitions, strict=True):  # type: ignore[attr-defined]
+        return ()
+    return _partitions(tuple(spec.dims), tuple(spec.num_partitions), ndim)
+
+
+@lru_cache(maxsize=4096)
+def _partitions(dims: tuple[int, ...], counts: tuple[int, ...], ndim: int) -> Parts:
+    result: dict[int, int] = {}
+    for dim, count in zip(dims, counts, strict=True):
         if not -ndim <= dim < ndim:
-            raise ShapeError(f"{spec}: a tensor of {ndim} dims has no dim {dim}")
-        if dim % ndim in counts:
-            raise ShapeError(f"{spec}: dim {dim % ndim} twice")
-        counts[dim % ndim] = parts
-    return {dim: parts for dim, parts in counts.items() if parts > 1}
+            raise ShapeError(f"{ShardSpec([*dims], [*counts])}: a tensor of {ndim} dims has no dim {dim}")
+        if dim % ndim in result:
+            raise ShapeError(f"{ShardSpec([*dims], [*counts])}: dim {dim % ndim} twice")
+        result[dim % ndim] = count
+    return tuple((dim, count) for dim, count in result.items() if count > 1)
 
 
-def shard_bounds(shape: Sequence[int], parts: dict[int, int], rank: int) -> list[tuple[int, int, int]]:
+@lru_cache(maxsize=4096)
+def shard_bounds(shape: tuple[int, ...], parts: Parts, rank: int) -> tuple[tuple[int, int, int], ...]:
     """(dim, start, size) of a rank's shard along every sharded dim; ranks are assigned row-major."""
     bounds = []
-    for dim, count in reversed(parts.items()):
+    for dim, count in reversed(parts):
         rank, index = divmod(rank, count)
         sizes = chunk_sizes(shape[dim], count)
         bounds.append((dim, sum(sizes[:index]), sizes[index]))
-    return bounds[::-1]
+    return tuple(bounds[::-1])
 
 
-def local_shape(shape: Sequence[int], parts: dict[int, int], rank: int) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def local_shape(shape: tuple[int, ...], parts: Parts, rank: int) -> tuple[int, ...]:
     """Shape of a rank's shard."""
     result = list(shape)
     for dim, _, size in shard_bounds(shape, parts, rank):
         result[dim] = size
     return tuple(result)
+
+
+def global_shape_of(local: Sequence[int], parts: Parts) -> tuple[int, ...]:
+    """The global shape if all shards have the shape ``local``."""
+    counts = dict(parts)
+    return tuple(size * counts.get(dim, 1) for dim, size in enumerate(local))

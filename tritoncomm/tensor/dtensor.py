@@ -56,7 +56,7 @@ def _spec_of(shape: Sequence[int], mesh: tuple[int, ...], placements: Sequence[A
         return ReplicaSpec()
     if replicated:
         raise UnsupportedError(f"{prefix} shards along some axes only; redistribute first")
-    counts = {dim: count for dim, count in parts.items() if count > 1}
+    counts = tuple((dim, count) for dim, count in parts.items() if count > 1)
     for rank, coordinate in enumerate(itertools.product(*map(range, mesh))):
         dtensor_box, shard_box = _dtensor_box(shape, mesh, placements, coordinate), [(0, size) for size in shape]
         for dim, start, size in shard_bounds(shape, counts, rank):
@@ -90,7 +90,7 @@ def to_dtensor(tensor: ColoTensor) -> DTensor:
     Missing process groups of a mesh of several axes are made as by ``ProcessGroup``.
     """
     shape = torch.Size(tensor.size_global())
-    parts = partitions(tensor.dist_spec, len(shape))
+    parts = dict(partitions(tensor.dist_spec, len(shape)))
     mesh = _mesh(tensor.process_group, tuple(parts.values()), tensor.device.type)
     placements: list[Any] = [Shard(dim) for dim in parts] or [Replicate()]
     stride = tuple(torch.empty(shape, device="meta").stride())

@@ -1,7 +1,7 @@
 """Wrap and unwrap ColoTensors without validation."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from tritoncomm.tensor.distspec import _DistSpec, partitions
 from tritoncomm.tensor.process_group import ProcessGroup
 
 __all__ = ["attach_layout", "is_colo", "plain", "register", "shape_of", "shares_storage", "wrap"]
+
+if TYPE_CHECKING:
+    from tritoncomm.tensor.colo_tensor import ColoTensor
 
 T = TypeVar("T")
 
@@ -23,7 +26,7 @@ def register(cls: type[T]) -> type[T]:
     return cls
 
 
-def is_colo(x: Any) -> bool:
+def is_colo(x: Any) -> "TypeGuard[ColoTensor]":
     """Whether ``x`` is a ColoTensor."""
     return isinstance(x, _colo)
 
@@ -41,7 +44,7 @@ def shares_storage(x: Tensor, y: Tensor) -> bool:
 
 def shape_of(x: Tensor) -> tuple[int, ...]:
     """Global shape."""
-    return x.global_shape if is_colo(x) else tuple(x.shape)  # type: ignore[attr-defined]
+    return x.global_shape if is_colo(x) else tuple(x.shape)
 
 
 def wrap(x: Tensor, pg: ProcessGroup, dist_spec: _DistSpec, global_shape: Sequence[int]) -> Any:
@@ -56,5 +59,5 @@ def attach_layout(made: Any, pg: ProcessGroup, dist_spec: _DistSpec, global_shap
     made.has_initialized, made._type = True, _colo._kind
     made.process_group, made.dist_spec, made.compute_spec = pg, dist_spec, None
     made.global_shape = global_shape
-    made.partitions = tuple(partitions(dist_spec, len(global_shape)).items())
+    made.partitions = partitions(dist_spec, len(global_shape))
     return made

@@ -15,7 +15,7 @@ from tritoncomm.core.function import direct
 from tritoncomm.errors import ShapeError
 from tritoncomm.mappings.general import wants_grad
 from tritoncomm.tensor.device_mesh import DeviceMesh
-from tritoncomm.tensor.mesh_groups import Members
+from tritoncomm.tensor.group_registry import Members
 from tritoncomm.tensor.redistribute import unchanged
 
 __all__ = ["MeshCollective", "run_collective"]

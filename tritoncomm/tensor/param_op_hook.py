@@ -173,7 +173,7 @@ def params_in(tree: Any, kind: type) -> list[Tensor]:
         RuntimeError: a dict inside, as in ColossalAI.
     """
     if isinstance(tree, kind):
-        return [tree]  # type: ignore[list-item]
+        return [tree]
     if isinstance(tree, dict):
         raise RuntimeError("Found Dict: ColoParameters inside a dict argument are not supported")
     if isinstance(tree, Sequence) and not isinstance(tree, str):

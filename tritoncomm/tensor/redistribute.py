@@ -27,11 +27,9 @@ from tritoncomm.core import eager, ops
 from tritoncomm.core.function import direct, without_graph
 from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.errors import CommError, PeerError, ShapeError
-from tritoncomm.tensor.distspec import local_shape, shard_bounds
+from tritoncomm.tensor.distspec import Parts, local_shape, shard_bounds
 
 __all__ = ["Transition", "check_partitions", "redistribute", "steps", "unchanged"]
-
-Parts = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +51,7 @@ class Transition:
         return Transition(self.shape, self.new, self.old)
 
 
+@lru_cache(maxsize=4096)
 def steps(old: Parts, new: Parts) -> tuple[str, ...]:
     """Names of the steps from ``old`` to ``new``: split, all_gather or all_to_all."""
     if old == new:
@@ -82,7 +81,7 @@ def redistribute(x: Tensor, transition: Transition, group: ProcessGroup) -> Tens
     """Redistribute the local tensor ``x`` by the case table; ``unchanged(x)`` if the layouts are equal."""
     if not steps(transition.old, transition.new):
         return unchanged(x)
-    x = _plain(x)
+    x = x if type(x) is Tensor else _plain(x)
     if x.requires_grad and torch.is_grad_enabled():
         return _Redistribute.apply(x, transition, group)
     return _run(x, transition, group, "redistribute")
@@ -90,8 +89,6 @@ def redistribute(x: Tensor, transition: Transition, group: ProcessGroup) -> Tens
 
 def _plain(x: Tensor) -> Tensor:
     """The local tensor as a plain tensor, so that operators on it are not dispatched to rules."""
-    if type(x) is Tensor:
-        return x
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(Tensor)
 
@@ -133,7 +130,7 @@ def _split(x: Tensor, transition: Transition, group: ProcessGroup, name: str) ->
     """This rank's shard of a replica; never a view of it."""
     started = record.now()
     shard = x
-    for dim, start, size in shard_bounds(transition.shape, dict(transition.new), group.rank()):
+    for dim, start, size in shard_bounds(transition.shape, transition.new, group.rank()):
         shard = shard.narrow(dim, start, size)
     if shard.is_contiguous() or not shard.numel():
         record.add(name, "torch", 2 * shard.nbytes, 0, started)
@@ -146,9 +143,9 @@ def _split(x: Tensor, transition: Transition, group: ProcessGroup, name: str) ->
 
 def _all_gather(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> Tensor:
     """The global tensor from the shards of all ranks."""
-    shape, parts, world = transition.shape, dict(transition.old), group.size()
+    shape, parts, world = transition.shape, transition.old, group.size()
     if len(parts) == 1:
-        ((dim, count),) = parts.items()
+        ((dim, count),) = parts
         sizes = None if shape[dim] % count == 0 else chunk_sizes(shape[dim], count)
         return eager.all_gather(x, dim, group, sizes, name)
     shapes = [local_shape(shape, parts, rank) for rank in range(world)]
@@ -234,9 +231,9 @@ def blocks(transition: Transition, rank: int, world: int) -> Blocks:
     return Blocks(shape, boxes, counts, _in_order(shape, boxes, counts))
 
 
-def _box(shape: Sequence[int], parts: Parts, rank: int) -> Box:
+def _box(shape: tuple[int, ...], parts: Parts, rank: int) -> Box:
     box = [(0, size) for size in shape]
-    for dim, start, size in shard_bounds(shape, dict(parts), rank):
+    for dim, start, size in shard_bounds(shape, parts, rank):
         box[dim] = (start, size)
     return tuple(box)
 
@@ -271,7 +268,8 @@ def _narrow(x: Tensor, box: Box) -> Tensor:
     return x
 
 
-def _uneven(shape: Sequence[int], dim: int, world: int) -> tuple[int, ...] | None:
+@lru_cache(maxsize=4096)
+def _uneven(shape: tuple[int, ...], dim: int, world: int) -> tuple[int, ...] | None:
     return None if shape[dim] % world == 0 else chunk_sizes(shape[dim], world)
 
 

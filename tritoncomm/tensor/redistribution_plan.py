@@ -110,6 +110,7 @@ def redistribute_plan(
     else:
         x, old, source_pg = torch.empty(0, dtype=dtype), tensor_or_spec, pg
     assert shape is not None
+    shape = tuple(shape)
     target_pg = source_pg if pg is None else pg
     if target_pg == source_pg:
         transitions = [(transition_between(shape, old, target, source_pg), source_pg)]
@@ -127,17 +128,18 @@ def redistribute_plan(
 
 def _step(name: str, transition: Transition, pg: ProcessGroup, x: Tensor, rates: tuple[float, float, float]) -> Step:
     """The passes and bytes of one step, as ``redistribute`` runs it."""
-    shape, old, new = transition.shape, dict(transition.old), dict(transition.new)
+    shape, old, new = transition.shape, transition.old, transition.new
+    old_dims, new_dims = ([dim for dim, _ in parts] for parts in (old, new))
     world, rank, item = pg.tp_world_size(), pg.tp_local_rank(), x.element_size()
     local = local_shape(shape, old, rank) if old else shape
     old_bytes, path = math.prod(local) * item, ops.path_for(x)
     if name == "split":
         new_bytes = math.prod(local_shape(shape, new, rank)) * item
         before, after, wire, copied = 0, 1, 0, 2 * new_bytes
-        if all(_leads(shape, dim) for dim in new):
+        if all(_leads(shape, dim) for dim in new_dims):
             path = "torch"
     elif name == "all_gather":
-        after = int(len(old) > 1 or not _leads(shape, next(iter(old))))
+        after = int(len(old) > 1 or not _leads(shape, old_dims[0]))
         before, wire, copied = 0, old_bytes * (world - 1), 2 * math.prod(shape) * item * after
         if len(old) > 1:
             path = "torch"
@@ -147,11 +149,11 @@ def _step(name: str, transition: Transition, pg: ProcessGroup, x: Tensor, rates:
         new_bytes = math.prod(received.shape) * item
         wire, copied = old_bytes - sent.counts[rank] * item, 2 * (old_bytes * before + new_bytes * after)
     else:
-        ((dim, _),) = new.items()
+        (dim,) = new_dims
         ((_, _, size),) = shard_bounds(shape, new, rank)
         result = local_shape(shape, new, rank)
         new_bytes = math.prod(result) * item
-        before, after = int(not _leads(local, dim)), int(not _leads(result, next(iter(old))))
+        before, after = int(not _leads(local, dim)), int(not _leads(result, old_dims[0]))
         wire, copied = old_bytes - old_bytes // max(shape[dim], 1) * size, 2 * (old_bytes * before + new_bytes * after)
     if not before + after:
         path = "view"

@@ -18,8 +18,7 @@ from tritoncomm.tensor.elementwise import ELEMENTWISE, KEEPS_LAYOUT, QUERIES, RE
 from tritoncomm.tensor.layout import is_colo, plain, shape_of, shares_storage
 from tritoncomm.tensor.op_wrapper import implementation
 from tritoncomm.tensor.process_group import ProcessGroup
-from tritoncomm.tensor.rules.call import Operand
-from tritoncomm.tensor.rules.engine import local_operand
+from tritoncomm.tensor.rules.engine import Operand, local_operand
 from tritoncomm.tensor.rules.random_ops import INITIALISERS, SAMPLERS
 from tritoncomm.tensor.snapshot import (
     Snapshot,

@@ -165,7 +165,7 @@ def write_shard(
     if shared or (memory.is_inference() and not torch.is_inference_mode_enabled()):
         why = "elements of the shard share memory" if shared else "the shard was made in inference mode"
         raise UnsupportedError(f"{name}: {why}; clone() it first")
-    part = None if box is None else box.within(shard_bounds(shape, sharded, pg.tp_local_rank()))
+    part = None if box is None else box.within(shard_bounds(tuple(shape), parts, pg.tp_local_rank()))
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         if part is None:
             memory.narrow(next(iter(sharded)), 0, 0).zero_()

@@ -123,8 +123,8 @@ def clip_grad_norm_(
     replicated: list[Tensor] = []
     sharded: dict[tuple[int, ...], tuple[ProcessGroup, list[Tensor]]] = {}
     for p, grad in pairs:
-        if is_colo(p) and p.partitions:  # type: ignore[attr-defined]
-            pg: ProcessGroup = p.process_group  # type: ignore[attr-defined]
+        if is_colo(p) and p.partitions:
+            pg: ProcessGroup = p.process_group
             sharded.setdefault(tuple(pg.tp_rank_list() or ()), (pg, []))[1].append(grad)
         else:
             replicated.append(grad)

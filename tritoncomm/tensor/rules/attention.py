@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.tensor.layout import is_colo, shape_of
-from tritoncomm.tensor.rules.call import Call, Operand, Sharding
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
 from tritoncomm.tensor.rules.random_ops import agreed_seed, rank_seed, seeded
 from tritoncomm.tensor.rules.table import rule
 
@@ -52,7 +52,7 @@ def _attention(
         operands.append(
             Operand(attn_mask, tuple(n if a == b else None for n, a, b in zip(names, shape, score_shape, strict=True)))
         )
-    pg = next(each.tensor.process_group for each in operands if is_colo(each.tensor))  # type: ignore[attr-defined]
+    pg = next(each.tensor.process_group for each in operands if is_colo(each.tensor))
     seed = agreed_seed(pg, query) if dropout_p else 0
 
     def run(sharding: Sharding, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

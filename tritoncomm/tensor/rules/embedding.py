@@ -6,7 +6,7 @@ from torch import Tensor
 from tritoncomm import mappings
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor.layout import is_colo, shape_of
-from tritoncomm.tensor.rules.call import Call, Operand, Sharding
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
 from tritoncomm.tensor.rules.matmul import by_weight
 from tritoncomm.tensor.rules.table import rule
 
@@ -61,7 +61,7 @@ def _check_ids(ids: Tensor, rows: int) -> None:
 
 
 def _refuse_max_norm(name: str, weight: Tensor, max_norm: float | None) -> None:
-    if max_norm is not None and is_colo(weight) and weight.partitions:  # type: ignore[attr-defined]
+    if max_norm is not None and is_colo(weight) and weight.partitions:
         raise UnsupportedError(f"{name}: max_norm writes into the weight, which is a shard; redistribute it first")
 
 

@@ -1,11 +1,18 @@
-"""Run a call on local tensors: choose the sharding, redistribute operands, compute, reduce, wrap the results."""
+"""Engine of the sharding rules: describes an operator call by labels and runs it on local tensors.
+
+Dims carry labels, as in einsum. Sharding a label shards every operand that has it; operands without it are replicated
+and their gradients all-reduced; results without it are partial and all-reduced, unless the rule handles the label
+itself (``own``).
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup as TorchGroup
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tritoncomm import mappings
@@ -16,16 +23,120 @@ from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec
 from tritoncomm.tensor.layout import is_colo, plain, shape_of, wrap
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.redistribute import Transition, redistribute
-from tritoncomm.tensor.rules.call import Call, Labels, Operand, Parts, Sharding
 
-__all__ = ["choose", "execute", "is_legal", "local_operand", "spec_of"]
+__all__ = [
+    "Call",
+    "Labels",
+    "Operand",
+    "Parts",
+    "Sharding",
+    "choose",
+    "execute",
+    "is_legal",
+    "local_operand",
+    "spec_of",
+]
+
+Labels = tuple[Any, ...]
+Parts = tuple[tuple[Any, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The sharded labels, and the position of this rank.
+
+    Attributes:
+        parts: (label, number of shards), ranks assigned row-major; empty if nothing is sharded.
+        sizes: global size of every label.
+        rank: of this process in ``group``.
+        group: the tensor-parallel group; None if nothing is sharded.
+    """
+
+    parts: Parts
+    sizes: dict[Any, int]
+    rank: int
+    group: TorchGroup | None
+
+    def has(self, label: Any) -> bool:
+        """Whether the label is sharded."""
+        return any(label == each for each, _ in self.parts)
+
+    def shard(self, label: Any) -> tuple[int, int]:
+        """(start, size) of this rank's shard of a label; the full range if it is not sharded."""
+        rank, bounds = self.rank, (0, self.sizes[label])
+        for each, count in reversed(self.parts):
+            rank, index = divmod(rank, count)
+            if each == label:
+                sizes = chunk_sizes(self.sizes[label], count)
+                bounds = sum(sizes[:index]), sizes[index]
+        return bounds
+
+    def shard_sizes(self, label: Any) -> tuple[int, ...]:
+        """Shard sizes of the only sharded label, by rank."""
+        ((_, count),) = self.parts
+        return chunk_sizes(self.sizes[label], count)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor argument.
+
+    Attributes:
+        tensor: a ColoTensor, or a plain replicated tensor.
+        labels: one per dim; None for a dim that cannot be sharded.
+        is_local: the plain tensor is a local shard already.
+    """
+
+    tensor: Tensor
+    labels: Labels
+    is_local: bool = False
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of an operator.
+
+    Attributes:
+        operands: the input tensors.
+        results: labels of every output tensor, in order.
+        run: computes on local tensors: ``run(sharding, *operands, *late)`` returns any structure of tensors; without
+            the late ones if the result is partial and ``finish`` is set.
+        replicated: labels that must not be sharded.
+        own: labels that ``run`` handles when they are sharded; results are not reduced over them.
+        late: operands that must not be summed (a bias), labelled like the result.
+        finish: ``finish(result, *late)`` after a partial result is reduced; None for nothing.
+        after: applied to the reduced result; None for nothing.
+        prefer: index of the operand whose sharding is used at any cost: a weight with a compute spec.
+        legal: a further condition on (label, number of shards, sizes).
+        gather: whether a sharded result is gathered.
+        scatter: dim along which a partial result is reduce-scattered; None all-reduces it.
+        sizes: global sizes of the labels, taken from the operands.
+        result_sizes: global sizes of labels whose size differs in the result.
+        gathered: sharded operands and their gathered copies if no sharding is legal; set by ``execute``.
+    """
+
+    operands: Sequence[Operand]
+    results: Sequence[Labels]
+    run: Callable[..., Any]
+    replicated: frozenset[Any] = frozenset()
+    own: frozenset[Any] = frozenset()
+    late: Sequence[Operand] = ()
+    finish: Callable[..., Any] | None = None
+    after: Callable[[Tensor], Tensor] | None = None
+    prefer: int | None = None
+    legal: Callable[[Any, int, dict[Any, int]], bool] | None = None
+    gather: bool = False
+    scatter: int | None = None
+    sizes: dict[Any, int] = field(default_factory=dict)
+    result_sizes: dict[Any, int] = field(default_factory=dict)
+    gathered: Sequence[tuple[Any, Tensor]] = ()
 
 
 def execute(call: Call) -> Any:
     """Run the call; tensors of the result are ColoTensors."""
     operands = (*call.operands, *call.late)
-    colo_operands = [each for each in operands if is_colo(each.tensor)]
-    pg: ProcessGroup = colo_operands[0].tensor.process_group  # type: ignore[attr-defined]
+    colo_operands: list[Any] = [each for each in operands if is_colo(each.tensor)]
+    pg: ProcessGroup = colo_operands[0].tensor.process_group
     for each in operands:
         if each.is_local:
             continue  # a ColoTensor with the same labels is an operand, too
@@ -85,7 +196,7 @@ def choose(call: Call, pg: ProcessGroup) -> Parts | None:
 
 
 def _partitions(each: Operand) -> Parts:
-    return each.tensor.partitions if is_colo(each.tensor) else ()  # type: ignore[attr-defined]
+    return each.tensor.partitions if is_colo(each.tensor) else ()
 
 
 def _is_column_parallel(call: Call, parts: Parts) -> bool:
@@ -117,7 +228,7 @@ def _bytes_moved(call: Call, parts: Parts, world: int) -> float:
     for each in call.operands:
         x = each.tensor
         size, graded = math.prod(shape_of(each.tensor)) * x.element_size(), wants_grad(x)
-        current = x.partitions if is_colo(x) else ()  # type: ignore[attr-defined]
+        current = x.partitions if is_colo(x) else ()
         if labels[0] in each.labels:
             same = current == tuple((each.labels.index(label), count) for label, count in parts)
             total += 0 if same else (size * graded if not current else size / world * (1 + graded))
@@ -140,9 +251,9 @@ def local_operand(each: Operand, parts: Parts, pg: ProcessGroup) -> Tensor:
     if not is_colo(x):
         current, local = (), x
     else:
-        if x.process_group is not pg and x.process_group != pg:  # type: ignore[attr-defined]
-            x = x.redistribute(ReplicaSpec(), pg)  # type: ignore[attr-defined]
-        current, local = x.partitions, plain(x)  # type: ignore[attr-defined]
+        if x.process_group is not pg and x.process_group != pg:
+            x = x.redistribute(ReplicaSpec(), pg)
+        current, local = x.partitions, plain(x)
     target = tuple((each.labels.index(label), count) for label, count in parts if label in each.labels)
     if target == current and (target or not parts):
         return local
@@ -185,7 +296,7 @@ def _wrap_result(
     call: Call,
     parts: Parts,
     pg: ProcessGroup,
-    colo_operands: Sequence[Operand],
+    colo_operands: Sequence[Any],
     gather: bool,
 ) -> Any:
     """A result as a ColoTensor, with the spec of an operand of the same layout, which keeps its notation."""
@@ -196,8 +307,8 @@ def _wrap_result(
     if result_parts and gather:
         x, result_parts = redistribute(x, Transition(tuple(shape), result_parts, ()), pg.tp_process_group()), ()
     for each in colo_operands:
-        if each.labels == labels and each.tensor.partitions == result_parts:  # type: ignore[attr-defined]
-            return wrap(x, pg, each.tensor.dist_spec, shape)  # type: ignore[attr-defined]
+        if each.labels == labels and each.tensor.partitions == result_parts:
+            return wrap(x, pg, each.tensor.dist_spec, shape)
     return wrap(x, pg, spec_of(result_parts, len(shape)), shape)
 
 

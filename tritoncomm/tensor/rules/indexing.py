@@ -9,8 +9,7 @@ from torch import Tensor
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor.box import box_of
 from tritoncomm.tensor.layout import is_colo, plain, shape_of, shares_storage
-from tritoncomm.tensor.rules.call import Call, Operand
-from tritoncomm.tensor.rules.engine import is_legal, local_operand
+from tritoncomm.tensor.rules.engine import Call, Operand, is_legal, local_operand
 from tritoncomm.tensor.rules.table import rule
 from tritoncomm.tensor.snapshot import refuse_graph, write_shard
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritoncomm.tensor.layout import is_colo, shape_of
-from tritoncomm.tensor.rules.call import Call, Labels, Operand, Sharding
+from tritoncomm.tensor.rules.engine import Call, Labels, Operand, Sharding
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []
@@ -88,7 +88,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call |
 def _linear_local(sharding: Sharding, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
     """Product of local tensors; a partial one includes the bias on the first rank, which costs no pass of its own."""
     if bias and sharding.has("k"):
-        bias = (_OnFirstRank.apply(bias[0], sharding.rank),)  # type: ignore[assignment]
+        bias = (_OnFirstRank.apply(bias[0], sharding.rank),)
     return F.linear(x, weight, *bias)
 
 
@@ -111,7 +111,7 @@ class _OnFirstRank(torch.autograd.Function):
 
 def by_weight(call: Call, weight: Tensor, index: int) -> Call:
     """Apply the compute spec of a weight: its sharding is used, and the result is gathered or reduce-scattered."""
-    spec = weight.compute_spec if is_colo(weight) else None  # type: ignore[attr-defined]
+    spec = weight.compute_spec if is_colo(weight) else None
     if spec is not None:
         call.prefer, call.gather, call.scatter = index, spec.output_replicate, spec.output_shard
     return call

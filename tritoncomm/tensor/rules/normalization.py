@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritoncomm.tensor.layout import shape_of
-from tritoncomm.tensor.rules.call import Call, Operand, Sharding
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []

@@ -13,8 +13,7 @@ from tritoncomm.mappings.general import wants_grad
 from tritoncomm.tensor.distspec import ReplicaSpec
 from tritoncomm.tensor.elementwise import writes
 from tritoncomm.tensor.layout import is_colo, shape_of, wrap
-from tritoncomm.tensor.rules.call import Call, Operand, Parts
-from tritoncomm.tensor.rules.engine import execute, is_legal, local_operand
+from tritoncomm.tensor.rules.engine import Call, Operand, Parts, execute, is_legal, local_operand
 from tritoncomm.tensor.rules.table import ROWS, Row
 
 __all__ = ["broadcast_operands", "elementwise", "keep"]
@@ -96,7 +95,7 @@ def _shapes(tensors: list[Any]) -> tuple[list[tuple[int, ...]], list[bool]]:
     sharded = next((x for x in tensors if is_colo(x) and x.partitions), None)
     are_local = [sharded is not None and not is_colo(x) and _is_local(x, sharded) for x in tensors]
     shapes = [
-        tuple(sharded.global_shape) if is_local else shape_of(x)  # type: ignore[union-attr]
+        sharded.global_shape if sharded is not None and is_local else shape_of(x)
         for x, is_local in zip(tensors, are_local, strict=True)
     ]
     return shapes, are_local

@@ -19,7 +19,7 @@ from tritoncomm.errors import MismatchError
 from tritoncomm.tensor.distspec import shard_bounds
 from tritoncomm.tensor.layout import is_colo, plain, shape_of
 from tritoncomm.tensor.process_group import ProcessGroup
-from tritoncomm.tensor.rules.call import Call, Operand, Sharding
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
 from tritoncomm.tensor.rules.pointwise import keep
 from tritoncomm.tensor.rules.table import ROWS, Row, rule
 
@@ -135,7 +135,7 @@ def initialise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     with seeded(agreed_seed(pg, target), target.device):
         func(*tree_map(substitute, tuple(args)), **tree_map(substitute, kwargs))
     if target.partitions:
-        for dim, start, size in shard_bounds(shape, dict(target.partitions), pg.tp_local_rank()):
+        for dim, start, size in shard_bounds(shape, target.partitions, pg.tp_local_rank()):
             full = full.narrow(dim, start, size)
         with torch.no_grad():
             plain(target).copy_(full)
@@ -151,7 +151,7 @@ def _channels(input: Tensor, p: float = 0.5, training: bool = True, inplace: boo
     count = len(shape_of(input))
     if inplace or not training or not is_colo(input) or count < 3:
         return None
-    pg: ProcessGroup = input.process_group  # type: ignore[attr-defined]
+    pg: ProcessGroup = input.process_group
     seed = agreed_seed(pg, input)
 
     def run(sharding: Sharding, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tritoncomm.tensor.rules.call import Call
+from tritoncomm.tensor.rules.engine import Call
 
 __all__ = ["ROWS", "RULES", "Row", "markdown", "rule"]
 
@@ -31,8 +31,8 @@ class Row:
 
 
 _ORDER = (
-    "pointwise", "matmul", "embedding", "normalization", "softmax", "reductions", "min_max", "transposes", "views",
-    "indexing", "attention", "cross_entropy", "random_ops", "foreach",
+    "pointwise", "matmul", "embedding", "normalization", "reductions", "views", "indexing", "attention",
+    "cross_entropy", "random_ops", "foreach",
 )  # fmt: skip
 ROWS: list[Row] = []
 RULES: dict[Any, Describe] = {}

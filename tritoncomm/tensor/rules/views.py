@@ -1,4 +1,4 @@
-"""Views: the same elements in another shape, with the sharding carried over."""
+"""Transposes and views: the same elements under permuted dims or another shape, with the sharding carried over."""
 
 import math
 from collections.abc import Sequence
@@ -10,10 +10,74 @@ from torch import Tensor
 
 from tritoncomm.errors import ShapeError
 from tritoncomm.tensor.layout import shape_of, shares_storage
-from tritoncomm.tensor.rules.call import Call, Operand, Sharding
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []
+
+
+def _getter(name: str) -> Any:
+    """The function that ``__torch_function__`` receives for an attribute."""
+    return getattr(Tensor, name).__get__
+
+
+def _ordered(input: Tensor, order: Sequence[int]) -> Call:
+    labels = tuple(range(len(shape_of(input))))
+    return Call([Operand(input, labels)], [tuple(order)], lambda _, x: x.permute(tuple(order)))
+
+
+def _swapped(input: Tensor, first: int, second: int) -> Call:
+    order = list(range(len(shape_of(input))))
+    if order:
+        order[first], order[second] = order[second], order[first]
+    return _ordered(input, order)
+
+
+@rule(
+    torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes, torch.swapdims, Tensor.swapdims,
+    accepts="any sharding", result="same sharding, dim renumbered", collectives="none",
+)  # fmt: skip
+def _transpose(input: Tensor, dim0: int | None = None, dim1: int | None = None, **names: Any) -> Call | None:
+    first = dim0 if dim0 is not None else names.get("axis0")
+    second = dim1 if dim1 is not None else names.get("axis1")
+    return None if not isinstance(first, int) or not isinstance(second, int) else _swapped(input, first, second)
+
+
+@rule(
+    torch.t, Tensor.t, _getter("T"), named="t, .T", accepts="any sharding", result="same sharding, dim renumbered",
+    collectives="none",
+)  # fmt: skip
+def _t(input: Tensor, *_: Any) -> Call:
+    return _ordered(input, tuple(reversed(range(len(shape_of(input))))))
+
+
+@rule(
+    torch.adjoint, Tensor.adjoint, _getter("mT"), _getter("mH"), _getter("H"),
+    named="adjoint, .mT, .mH, .H", accepts="any sharding", result="same sharding, dim renumbered", collectives="none",
+)  # fmt: skip
+def _adjoint(input: Tensor, *_: Any) -> Call | None:
+    return None if input.is_complex() or len(shape_of(input)) < 2 else _swapped(input, -2, -1)
+
+
+@rule(torch.permute, Tensor.permute, accepts="any sharding", result="same sharding, dim renumbered", collectives="none")
+def _permute(input: Tensor, *dims: Any, **names: Any) -> Call:
+    order = names.get("dims", dims)
+    order = order[0] if len(order) == 1 and not isinstance(order[0], int) else order
+    return _ordered(input, [dim % len(shape_of(input)) for dim in order])
+
+
+@rule(
+    torch.movedim, Tensor.movedim, torch.moveaxis, Tensor.moveaxis, accepts="any sharding",
+    result="same sharding, dim renumbered", collectives="none",
+)  # fmt: skip
+def _movedim(input: Tensor, source: Any, destination: Any) -> Call:
+    count = len(shape_of(input))
+    sources = [dim % count for dim in ((source,) if isinstance(source, int) else source)]
+    targets = [dim % count for dim in ((destination,) if isinstance(destination, int) else destination)]
+    rest = iter(dim for dim in range(count) if dim not in sources)
+    placed = dict(zip(targets, sources, strict=True))
+    return _ordered(input, [placed[dim] if dim in placed else next(rest) for dim in range(count)])
+
 
 _ACCEPTS = "Shard(d) of a dim that keeps its size, or is the first of its merged or split dims and divides"
 
@@ -65,13 +129,14 @@ def _viewed(input: Tensor, target: Sequence[int], copies: bool = False) -> Call:
         sizes[sizes.index(-1)] = math.prod(shape) // rest if rest else 0
     if math.prod(sizes) != math.prod(shape):
         raise ShapeError(f"view: {list(shape)} has another number of elements than {list(target)}")
-    labels, result = tuple(range(len(shape))), [None] * len(sizes)
+    labels = tuple(range(len(shape)))
+    result: list[int | None] = [None] * len(sizes)
     new_dims: dict[int, int] = {}
     for left, right in groups(shape, sizes) if math.prod(shape) else []:
         old = next((dim for dim in left if shape[dim] > 1), None)
         new = next((dim for dim in right if sizes[dim] > 1), None)
         if old is not None and new is not None:
-            result[new], new_dims[old] = old, new  # type: ignore[call-overload]
+            result[new], new_dims[old] = old, new
 
     def legal(label: Any, count: int, _: Any) -> bool:
         if label not in new_dims:
