@@ -9,7 +9,7 @@ from torch import Tensor
 from tritoncomm.tensor.distspec import _DistSpec, partitions
 from tritoncomm.tensor.process_group import ProcessGroup
 
-__all__ = ["attach_layout", "is_colo", "plain", "register", "shape_of", "shares_storage", "wrap"]
+__all__ = ["is_colo", "plain", "register", "shape_of", "shares_storage", "wrap"]
 
 if TYPE_CHECKING:
     from tritoncomm.tensor.colo_tensor import ColoTensor
@@ -48,16 +48,10 @@ def shape_of(x: Tensor) -> tuple[int, ...]:
 
 
 def wrap(x: Tensor, pg: ProcessGroup, dist_spec: _DistSpec, global_shape: Sequence[int]) -> Any:
-    """A plain local tensor as a ColoTensor of this layout."""
+    """A plain local tensor as a ColoTensor of this layout, which is known to match."""
     with torch._C.DisableTorchFunctionSubclass():
-        made = x.as_subclass(_colo)
-    return attach_layout(made, pg, dist_spec, tuple(global_shape))
-
-
-def attach_layout(made: Any, pg: ProcessGroup, dist_spec: _DistSpec, global_shape: tuple[int, ...]) -> Any:
-    """Set the attributes of a local tensor that is known to match the layout."""
-    made.has_initialized, made._type = True, _colo._kind
-    made.process_group, made.dist_spec, made.compute_spec = pg, dist_spec, None
-    made.global_shape = global_shape
-    made.partitions = partitions(dist_spec, len(global_shape))
-    return made
+        result = x.as_subclass(_colo)
+    result.has_initialized, result._type = True, _colo._kind
+    result.process_group, result.dist_spec, result.compute_spec = pg, dist_spec, None
+    result.global_shape, result.partitions = tuple(global_shape), partitions(dist_spec, len(global_shape))
+    return result

@@ -17,9 +17,8 @@ __all__: list[str] = []
 @rule(
     F.scaled_dot_product_attention,
     accepts="Shard(batch dim or heads), the same for query, key and value; Shard(query positions) unless causal",
-    result="same sharding",
     collectives="query positions: all-reduce of the gradients of key and value",
-)
+)  # fmt: skip
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,

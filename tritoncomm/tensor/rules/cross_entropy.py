@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 @rule(
     F.softmax, torch.softmax, Tensor.softmax, named="softmax", accepts="any sharding, the softmax dim included",
-    result="same sharding", collectives="softmax dim: all-gather of maxima, all-reduce of sums and of their gradients",
+    collectives="softmax dim: all-gather of maxima, all-reduce of sums and of their gradients",
 )  # fmt: skip
 def _softmax(
     input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
@@ -28,7 +28,7 @@ def _softmax(
 
 @rule(
     F.log_softmax, torch.log_softmax, Tensor.log_softmax, named="log_softmax",
-    accepts="any sharding, the softmax dim included", result="same sharding", collectives="as softmax",
+    accepts="any sharding, the softmax dim included", collectives="as softmax",
 )  # fmt: skip
 def _log_softmax(
     input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
@@ -117,7 +117,7 @@ def _cross_entropy(
         if reduction == "sum":
             return total
         if soft:
-            counted = torch.tensor(float(_num_rows(shape, classes)), device=loss.device)
+            counted = torch.tensor(float(math.prod(shape[dim] for dim in rows)), device=loss.device)
         else:
             valid = targets != ignore_index
             counts = valid if weights is None else weights.detach()[targets.masked_fill(~valid, 0)] * valid
@@ -127,10 +127,3 @@ def _cross_entropy(
     own = frozenset(labels) if reduction != "none" else frozenset({"c"})
     result = rows if reduction == "none" else ()
     return Call(operands, [result], run, own=own)
-
-
-def _num_rows(shape: tuple[int, ...], classes: int) -> int:
-    count = 1
-    for dim, size in enumerate(shape):
-        count *= size if dim != classes else 1
-    return count

@@ -71,11 +71,6 @@ class Sharding:
                 bounds = sum(sizes[:index]), sizes[index]
         return bounds
 
-    def shard_sizes(self, label: Any) -> tuple[int, ...]:
-        """Shard sizes of the only sharded label, by rank."""
-        ((_, count),) = self.parts
-        return chunk_sizes(self.sizes[label], count)
-
 
 @dataclass(frozen=True, slots=True)
 class Operand:
@@ -291,13 +286,7 @@ def _reduce_outputs(outputs: list[Any], call: Call, sharding: Sharding, pg: Proc
 
 
 def _wrap_result(
-    x: Tensor,
-    labels: Labels,
-    call: Call,
-    parts: Parts,
-    pg: ProcessGroup,
-    colo_operands: Sequence[Any],
-    gather: bool,
+    x: Tensor, labels: Labels, call: Call, parts: Parts, pg: ProcessGroup, colo_operands: Sequence[Any], gather: bool
 ) -> Any:
     """A result as a ColoTensor, with the spec of an operand of the same layout, which keeps its notation."""
     result_parts = tuple((labels.index(label), count) for label, count in parts if label in labels)

@@ -22,9 +22,7 @@ def _labels_except(x: Tensor, dim: int) -> tuple[Any, ...]:
     return tuple(None if d == dim else d for d in range(len(shape_of(x))))
 
 
-@rule(
-    torch.cat, torch.concat, torch.concatenate, named="cat", accepts=_OTHER, result="same sharding", collectives="none"
-)
+@rule(torch.cat, torch.concat, torch.concatenate, named="cat", accepts=_OTHER)
 def _cat(tensors: Sequence[Tensor], dim: Any = 0, *, axis: Any = None, out: Any = None) -> Call | None:
     dim = dim if axis is None else axis
     count = len(shape_of(tensors[0]))
@@ -35,7 +33,7 @@ def _cat(tensors: Sequence[Tensor], dim: Any = 0, *, axis: Any = None, out: Any 
     return Call([Operand(x, labels) for x in tensors], [labels], lambda _, *shards: torch.cat(shards, dim))
 
 
-@rule(torch.stack, named="stack", accepts="any sharding", result="same sharding, dim renumbered", collectives="none")
+@rule(torch.stack, named="stack", result="same sharding, dim renumbered")
 def _stack(tensors: Sequence[Tensor], dim: int = 0, *, out: Any = None) -> Call | None:
     count = len(shape_of(tensors[0]))
     if out is not None or any(shape_of(x) != shape_of(tensors[0]) for x in tensors):
@@ -56,18 +54,18 @@ def _split_into(input: Tensor, dim: int, function: Any) -> Call | None:
     return Call([Operand(input, labels)], [labels] * many, lambda _, x: function(x, dim))
 
 
-@rule(torch.split, Tensor.split, named="split", accepts=_OTHER, result="same sharding", collectives="none")
+@rule(torch.split, Tensor.split, named="split", accepts=_OTHER)
 def _split(tensor: Tensor, split_size_or_sections: Any = None, dim: int = 0, **names: Any) -> Call | None:
     sizes = names.get("split_size", split_size_or_sections)
     return _split_into(tensor, dim, lambda x, d: torch.split(x, sizes, d))
 
 
-@rule(torch.chunk, Tensor.chunk, named="chunk", accepts=_OTHER, result="same sharding", collectives="none")
+@rule(torch.chunk, Tensor.chunk, named="chunk", accepts=_OTHER)
 def _chunk(input: Tensor, chunks: int, dim: int = 0) -> Call | None:
     return _split_into(input, dim, lambda x, d: torch.chunk(x, chunks, d))
 
 
-@rule(torch.unbind, Tensor.unbind, named="unbind", accepts=_OTHER, result="same sharding", collectives="none")
+@rule(torch.unbind, Tensor.unbind, named="unbind", accepts=_OTHER)
 def _unbind(input: Tensor, dim: int = 0) -> Call | None:
     if not shape_of(input):
         return None
@@ -108,8 +106,7 @@ def _parse_index(index: Any, count: int) -> tuple[list[Any], tuple[Any, ...], tu
 
 @rule(
     Tensor.__getitem__, named="indexing by integers, slices, None",
-    accepts="any sharding of dims that are taken in full",
-    result="same sharding, dim renumbered", collectives="none",
+    accepts="any sharding of dims that are taken in full", result="same sharding, dim renumbered",
 )  # fmt: skip
 def _getitem(input: Tensor, index: Any) -> Call | None:
     parsed = _parse_index(index, len(shape_of(input)))
@@ -187,14 +184,14 @@ def _set_part(target: Any, index: Any, value: Any) -> None:
     write_shard("__setitem__", memory, shape, target.partitions, pg, box_of(shape, selected), write)
 
 
-@rule(torch.narrow, Tensor.narrow, named="narrow", accepts=_OTHER, result="same sharding", collectives="none")
+@rule(torch.narrow, Tensor.narrow, named="narrow", accepts=_OTHER)
 def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Call:
     dim %= len(shape_of(input))
     labels = _labels_except(input, dim)
     return Call([Operand(input, labels)], [labels], lambda _, x: x.narrow(dim, start, length))
 
 
-@rule(torch.select, Tensor.select, named="select", accepts=_OTHER, result="same sharding", collectives="none")
+@rule(torch.select, Tensor.select, named="select", accepts=_OTHER)
 def _select(input: Tensor, dim: int, index: int) -> Call:
     dim %= len(shape_of(input))
     labels = _labels_except(input, dim)
@@ -202,14 +199,7 @@ def _select(input: Tensor, dim: int, index: int) -> Call:
     return Call([Operand(input, labels)], [left], lambda _, x: x.select(dim, index))
 
 
-@rule(
-    torch.index_select,
-    Tensor.index_select,
-    named="index_select",
-    accepts=_OTHER,
-    result="same sharding",
-    collectives="none",
-)
+@rule(torch.index_select, Tensor.index_select, named="index_select", accepts=_OTHER)
 def _index_select(input: Tensor, dim: int, index: Tensor, *, out: Any = None) -> Call | None:
     if out is not None or not shape_of(input):
         return None

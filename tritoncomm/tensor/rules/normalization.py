@@ -27,7 +27,7 @@ def _optional(tensors: Sequence[Tensor | None], labels: tuple[int, ...]) -> list
     return [Operand(x, labels) for x in tensors if x is not None]
 
 
-def _normalise(function: Any, input: Tensor, shape: Any, tensors: tuple[Any, ...], eps: Any) -> Call:
+def _normalize(function: Any, input: Tensor, shape: Any, tensors: tuple[Any, ...], eps: Any) -> Call:
     labels, normalized = _labels(input, shape)
     given = [x is not None for x in tensors]
 
@@ -39,26 +39,17 @@ def _normalise(function: Any, input: Tensor, shape: Any, tensors: tuple[Any, ...
     return Call([Operand(input, labels), *_optional(tensors, normalized)], [labels], run, frozenset(normalized))
 
 
-@rule(F.layer_norm, accepts=_ACCEPTS, result="same sharding", collectives=_COLLECTIVES)
+@rule(F.layer_norm, torch.layer_norm, accepts=_ACCEPTS, collectives=_COLLECTIVES)
 def _layer_norm(
-    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Call:
-    return _normalise(F.layer_norm, input, normalized_shape, (weight, bias), eps)
-
-
-@rule(
-    torch.layer_norm, named="torch.layer_norm", accepts=_ACCEPTS, result="same sharding", collectives=_COLLECTIVES,
-)  # fmt: skip
-def _torch_layer_norm(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Call:  # fmt: skip
-    return _normalise(F.layer_norm, input, normalized_shape, (weight, bias), eps)
+    return _normalize(F.layer_norm, input, normalized_shape, (weight, bias), eps)
 
 
-@rule(F.rms_norm, torch.rms_norm, accepts=_ACCEPTS, result="same sharding", collectives=_COLLECTIVES)
+@rule(F.rms_norm, torch.rms_norm, accepts=_ACCEPTS, collectives=_COLLECTIVES)
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Call:
-    return _normalise(F.rms_norm, input, normalized_shape, (weight,), eps)
+    return _normalize(F.rms_norm, input, normalized_shape, (weight,), eps)
 
 
 @rule(

@@ -142,11 +142,7 @@ def initialise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     return target
 
 
-@rule(
-    F.dropout1d, F.dropout2d, F.dropout3d, named="dropout1d, 2d, 3d",
-    accepts="Shard(batch) or Shard(channels)", result="same sharding",
-    collectives="none",
-)  # fmt: skip
+@rule(F.dropout1d, F.dropout2d, F.dropout3d, named="dropout1d, 2d, 3d", accepts="Shard(batch) or Shard(channels)")
 def _channels(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Call | None:
     count = len(shape_of(input))
     if inplace or not training or not is_colo(input) or count < 3:

@@ -67,8 +67,8 @@ _MAX, _MIN = dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
 
 @rule(
-    torch.sum, Tensor.sum, named="sum", accepts="any sharding",
-    result="same sharding; summed dim: partial, all-reduced", collectives="summed dim: all-reduce",
+    torch.sum, Tensor.sum, named="sum", result="same sharding; summed dim: partial, all-reduced",
+    collectives="summed dim: all-reduce",
 )  # fmt: skip
 def _sum(
     input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Any = None,
@@ -82,7 +82,7 @@ def _sum(
     return sum_call(input, dim, keepdim, lambda x: x.sum(dims, keepdim, dtype=dtype) if count else x.sum(dtype=dtype))
 
 
-@rule(torch.mean, Tensor.mean, named="mean", accepts="any sharding", result="as sum", collectives="as sum")
+@rule(torch.mean, Tensor.mean, named="mean", result="as sum", collectives="as sum")
 def _mean(
     input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Any = None,
     out: Any = None,
@@ -111,16 +111,12 @@ def _logical(input: Tensor, dim: Any, keepdim: bool, local: Any, op: Any) -> Cal
     return Call([Operand(input, tuple(range(count)))], [left], run, own=frozenset(dims))
 
 
-@rule(
-    torch.all, Tensor.all, named="all", accepts="any sharding", result="as sum", collectives="reduced dim: all-reduce"
-)
+@rule(torch.all, Tensor.all, named="all", result="as sum", collectives="reduced dim: all-reduce")
 def _all(input: Tensor, dim: Any = None, keepdim: bool = False, *, out: Any = None) -> Call | None:
     return None if out is not None else _logical(input, dim, keepdim, torch.all, _MIN)
 
 
-@rule(
-    torch.any, Tensor.any, named="any", accepts="any sharding", result="as sum", collectives="reduced dim: all-reduce"
-)
+@rule(torch.any, Tensor.any, named="any", result="as sum", collectives="reduced dim: all-reduce")
 def _any(input: Tensor, dim: Any = None, keepdim: bool = False, *, out: Any = None) -> Call | None:
     return None if out is not None else _logical(input, dim, keepdim, torch.any, _MAX)
 
@@ -169,18 +165,15 @@ def _allclose(
     return _on_all_ranks(input, other, partial(torch.allclose, rtol=rtol, atol=atol, equal_nan=equal_nan), True)
 
 
-@rule(
-    torch.count_nonzero, Tensor.count_nonzero, named="count_nonzero", accepts="any sharding", result="as sum",
-    collectives="as sum",
-)  # fmt: skip
+@rule(torch.count_nonzero, Tensor.count_nonzero, named="count_nonzero", result="as sum", collectives="as sum")
 def _count(input: Tensor, dim: Any = None) -> Call:
     dims = dims_of(dim, len(shape_of(input)))
     return sum_call(input, dim, False, lambda x: torch.count_nonzero(x, dims) if x.dim() else torch.count_nonzero(x))
 
 
 @rule(
-    torch.norm, Tensor.norm, torch.linalg.vector_norm, named="norm, linalg.vector_norm",
-    accepts="any sharding", result="as sum", collectives="reduced dim: all-gather of the local norms",
+    torch.norm, Tensor.norm, torch.linalg.vector_norm, named="norm, linalg.vector_norm", result="as sum",
+    collectives="reduced dim: all-gather of the local norms",
 )  # fmt: skip
 def _norm(
     input: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, out: Any = None,
@@ -255,19 +248,6 @@ class MinMax(torch.autograd.Function):
         return is_extremum * (grad.view(extremum.shape) / count), None, None, None, None
 
 
-@rule(
-    torch.amax, Tensor.amax, named="amax", accepts="any sharding", result="as sum",
-    collectives="reduced dim: all-gather of the local maxima; backward: all-reduce of the number of ties",
-)  # fmt: skip
-def _amax(input: Tensor, dim: Any = (), keepdim: bool = False, *, out: Any = None) -> Call | None:
-    return None if out is not None else _compare(input, dim, keepdim, False)
-
-
-@rule(torch.amin, Tensor.amin, named="amin", accepts="any sharding", result="as sum", collectives="as amax")
-def _amin(input: Tensor, dim: Any = (), keepdim: bool = False, *, out: Any = None) -> Call | None:
-    return None if out is not None else _compare(input, dim, keepdim, True)
-
-
 class _MinMaxWithIndex(torch.autograd.Function):
     """Forward: the maximum (minimum) along a sharded dim and its global index. Backward: to that element."""
 
@@ -326,42 +306,35 @@ def _min_max(input: Tensor, dim: Any, keepdim: bool, smallest: bool, which: str)
     return Call(operands, [left] * (1 if which == "index" else 2), run, own=frozenset({dim}))
 
 
-def _flat_index(input: Tensor, smallest: bool) -> Call | None:
-    """argmax and argmin of all elements of a 1-D tensor; the first of ties."""
-    shape = shape_of(input)
-    if len(shape) != 1:
-        return None  # with several dims, ties would need the global order
-    return _min_max(input, 0, False, smallest, "index")
+def _add_rules(smallest: bool) -> None:
+    """Add the rules of amax, max and argmax, or of amin, min and argmin."""
+    m = "min" if smallest else "max"
+    ties = "reduced dim: all-gather of the local maxima; backward: all-reduce of the number of ties"
+    indices = "reduced dim: all-gather of the local maxima and indices"
+
+    def both(name: str) -> tuple[Any, Any]:
+        return getattr(torch, name), getattr(Tensor, name)
+
+    @rule(*both(f"a{m}"), named=f"a{m}", result="as sum", collectives="as amax" if smallest else ties)
+    def describe_values(input: Tensor, dim: Any = (), keepdim: bool = False, *, out: Any = None) -> Call | None:
+        return None if out is not None else _compare(input, dim, keepdim, smallest)
+
+    @rule(*both(m), named=m, result="as sum", collectives="as max" if smallest else indices)
+    def describe(input: Tensor, dim: Any = None, keepdim: bool = False, *, out: Any = None) -> Call | None:
+        if out is not None:
+            return None
+        return (
+            _compare(input, None, False, smallest) if dim is None else _min_max(input, dim, keepdim, smallest, "both")
+        )
+
+    accepts = "any sharding; without dim: 1-D only"  # with several dims, ties would need the global order
+
+    @rule(*both(f"arg{m}"), named=f"arg{m}", accepts=accepts, result="as sum", collectives="as max")
+    def describe_index(input: Tensor, dim: Any = None, keepdim: bool = False, *, out: Any = None) -> Call | None:
+        if dim is None:
+            return _min_max(input, 0, False, smallest, "index") if len(shape_of(input)) == 1 else None
+        return _min_max(input, dim, keepdim, smallest, "index")
 
 
-@rule(
-    torch.max, Tensor.max, named="max", accepts="any sharding", result="as sum",
-    collectives="reduced dim: all-gather of the local maxima and indices",
-)  # fmt: skip
-def _max(input: Tensor, dim: Any = None, keepdim: bool = False, *, out: Any = None) -> Call | None:
-    if out is not None:
-        return None
-    return _compare(input, None, False, False) if dim is None else _min_max(input, dim, keepdim, False, "both")
-
-
-@rule(torch.min, Tensor.min, named="min", accepts="any sharding", result="as sum", collectives="as max")
-def _min(input: Tensor, dim: Any = None, keepdim: bool = False, *, out: Any = None) -> Call | None:
-    if out is not None:
-        return None
-    return _compare(input, None, False, True) if dim is None else _min_max(input, dim, keepdim, True, "both")
-
-
-@rule(
-    torch.argmax, Tensor.argmax, named="argmax", accepts="any sharding; without dim: 1-D only", result="as sum",
-    collectives="as max",
-)  # fmt: skip
-def _argmax(input: Tensor, dim: Any = None, keepdim: bool = False, *, out: Any = None) -> Call | None:
-    return _flat_index(input, False) if dim is None else _min_max(input, dim, keepdim, False, "index")
-
-
-@rule(
-    torch.argmin, Tensor.argmin, named="argmin", accepts="any sharding; without dim: 1-D only", result="as sum",
-    collectives="as max",
-)  # fmt: skip
-def _argmin(input: Tensor, dim: Any = None, keepdim: bool = False, *, out: Any = None) -> Call | None:
-    return _flat_index(input, True) if dim is None else _min_max(input, dim, keepdim, True, "index")
+_add_rules(False)
+_add_rules(True)

@@ -39,7 +39,11 @@ RULES: dict[Any, Describe] = {}
 
 
 def rule(
-    *functions: Any, accepts: str, result: str, collectives: str, named: str = ""
+    *functions: Any,
+    accepts: str = "any sharding",
+    result: str = "same sharding",
+    collectives: str = "none",
+    named: str = "",
 ) -> Callable[[Describe], Describe]:
     """Decorator: the function describes a call from its arguments; None runs it on replicas."""
 

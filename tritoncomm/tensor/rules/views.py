@@ -35,7 +35,7 @@ def _swapped(input: Tensor, first: int, second: int) -> Call:
 
 @rule(
     torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes, torch.swapdims, Tensor.swapdims,
-    accepts="any sharding", result="same sharding, dim renumbered", collectives="none",
+    result="same sharding, dim renumbered",
 )  # fmt: skip
 def _transpose(input: Tensor, dim0: int | None = None, dim1: int | None = None, **names: Any) -> Call | None:
     first = dim0 if dim0 is not None else names.get("axis0")
@@ -43,33 +43,27 @@ def _transpose(input: Tensor, dim0: int | None = None, dim1: int | None = None, 
     return None if not isinstance(first, int) or not isinstance(second, int) else _swapped(input, first, second)
 
 
-@rule(
-    torch.t, Tensor.t, _getter("T"), named="t, .T", accepts="any sharding", result="same sharding, dim renumbered",
-    collectives="none",
-)  # fmt: skip
+@rule(torch.t, Tensor.t, _getter("T"), named="t, .T", result="same sharding, dim renumbered")
 def _t(input: Tensor, *_: Any) -> Call:
     return _ordered(input, tuple(reversed(range(len(shape_of(input))))))
 
 
 @rule(
-    torch.adjoint, Tensor.adjoint, _getter("mT"), _getter("mH"), _getter("H"),
-    named="adjoint, .mT, .mH, .H", accepts="any sharding", result="same sharding, dim renumbered", collectives="none",
+    torch.adjoint, Tensor.adjoint, _getter("mT"), _getter("mH"), _getter("H"), named="adjoint, .mT, .mH, .H",
+    result="same sharding, dim renumbered",
 )  # fmt: skip
 def _adjoint(input: Tensor, *_: Any) -> Call | None:
     return None if input.is_complex() or len(shape_of(input)) < 2 else _swapped(input, -2, -1)
 
 
-@rule(torch.permute, Tensor.permute, accepts="any sharding", result="same sharding, dim renumbered", collectives="none")
+@rule(torch.permute, Tensor.permute, result="same sharding, dim renumbered")
 def _permute(input: Tensor, *dims: Any, **names: Any) -> Call:
     order = names.get("dims", dims)
     order = order[0] if len(order) == 1 and not isinstance(order[0], int) else order
     return _ordered(input, [dim % len(shape_of(input)) for dim in order])
 
 
-@rule(
-    torch.movedim, Tensor.movedim, torch.moveaxis, Tensor.moveaxis, accepts="any sharding",
-    result="same sharding, dim renumbered", collectives="none",
-)  # fmt: skip
+@rule(torch.movedim, Tensor.movedim, torch.moveaxis, Tensor.moveaxis, result="same sharding, dim renumbered")
 def _movedim(input: Tensor, source: Any, destination: Any) -> Call:
     count = len(shape_of(input))
     sources = [dim % count for dim in ((source,) if isinstance(source, int) else source)]
@@ -187,43 +181,26 @@ def _hides_copy(
     return False
 
 
-@rule(Tensor.view, Tensor.view_as, accepts=_ACCEPTS, result="same sharding, dim renumbered", collectives="none")
+@rule(Tensor.view, Tensor.view_as, accepts=_ACCEPTS, result="same sharding, dim renumbered")
 def _view(input: Tensor, *given: Any, **names: Any) -> Call | None:
     sizes = _target(given, names)
     return None if sizes is None else _viewed(input, sizes)
 
 
-@rule(
-    torch.reshape, Tensor.reshape, Tensor.reshape_as, accepts=_ACCEPTS, result="same sharding, dim renumbered",
-    collectives="none",
-)  # fmt: skip
+@rule(torch.reshape, Tensor.reshape, Tensor.reshape_as, accepts=_ACCEPTS, result="same sharding, dim renumbered")
 def _reshape(input: Tensor, *given: Any, **names: Any) -> Call | None:
     sizes = _target(given, names)
     return None if sizes is None else _viewed(input, sizes, copies=True)
 
 
-@rule(
-    torch.flatten,
-    Tensor.flatten,
-    named="flatten",
-    accepts=_ACCEPTS,
-    result="same sharding, dim renumbered",
-    collectives="none",
-)
+@rule(torch.flatten, Tensor.flatten, named="flatten", accepts=_ACCEPTS, result="same sharding, dim renumbered")
 def _flatten(input: Tensor, start_dim: int = 0, end_dim: int = -1) -> Call:
     shape = shape_of(input) or (1,)
     start, end = start_dim % len(shape), end_dim % len(shape)
     return _viewed(input, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]), copies=True)
 
 
-@rule(
-    torch.unflatten,
-    Tensor.unflatten,
-    named="unflatten",
-    accepts=_ACCEPTS,
-    result="same sharding, dim renumbered",
-    collectives="none",
-)
+@rule(torch.unflatten, Tensor.unflatten, named="unflatten", accepts=_ACCEPTS, result="same sharding, dim renumbered")
 def _unflatten(input: Tensor, dim: int, sizes: Any) -> Call | None:
     shape, given = shape_of(input), _sizes((sizes,))
     if given is None:
@@ -234,28 +211,14 @@ def _unflatten(input: Tensor, dim: int, sizes: Any) -> Call | None:
     return _viewed(input, (*shape[:dim], *parts, *shape[dim + 1 :]))
 
 
-@rule(
-    torch.squeeze,
-    Tensor.squeeze,
-    named="squeeze",
-    accepts="any sharding",
-    result="same sharding, dim renumbered",
-    collectives="none",
-)
+@rule(torch.squeeze, Tensor.squeeze, named="squeeze", result="same sharding, dim renumbered")
 def _squeeze(input: Tensor, dim: Any = None) -> Call:
     shape = shape_of(input)
     dims = range(len(shape)) if dim is None else [d % len(shape) for d in ((dim,) if isinstance(dim, int) else dim)]
     return _viewed(input, [size for d, size in enumerate(shape) if not (size == 1 and d in dims)])
 
 
-@rule(
-    torch.unsqueeze,
-    Tensor.unsqueeze,
-    named="unsqueeze",
-    accepts="any sharding",
-    result="same sharding, dim renumbered",
-    collectives="none",
-)
+@rule(torch.unsqueeze, Tensor.unsqueeze, named="unsqueeze", result="same sharding, dim renumbered")
 def _unsqueeze(input: Tensor, dim: int) -> Call:
     shape = shape_of(input)
     dim %= len(shape) + 1
@@ -264,7 +227,7 @@ def _unsqueeze(input: Tensor, dim: int) -> Call:
 
 @rule(
     Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to, named="expand, expand_as, broadcast_to",
-    accepts="any sharding of a dim that is not expanded", result="same sharding, dim renumbered", collectives="none",
+    accepts="any sharding of a dim that is not expanded", result="same sharding, dim renumbered",
 )  # fmt: skip
 def _expand(input: Tensor, *given: Any, **names: Any) -> Call | None:
     given = (names["size"],) if "size" in names else given
