@@ -1,4 +1,4 @@
-"""Writes the table of operator rules into docs/tensor.md, out of the rules (``make docs``)."""
+"""Writes the table of operator rules into docs/tensor.md (``make docs``)."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ BEGIN, END = "<!-- operators -->\n", "<!-- end -->"
 
 
 def filled(text: str) -> str:
-    """The page with the table as the code has it."""
+    """The page with the table generated from the rules."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}{markdown()}\n{END}{rest.partition(END)[2]}"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from shards import piece, ranks_of
+from shards import ranks_of, shard_of
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 from torch.utils._pytree import tree_leaves
@@ -154,7 +154,7 @@ CASES: dict[str, tuple[Make, tuple[Any, ...]]] = {
 
 
 def layouts_of(shape: tuple[int, ...], world: int) -> Iterator[_DistSpec | None]:
-    """Plain, replica, every cut of one dim, and a cut of two dims."""
+    """Plain, replica, every sharding of one dim, and one of two dims."""
     yield None
     yield ReplicaSpec()
     for dim in range(len(shape)):
@@ -169,75 +169,77 @@ def made(operand: Any, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(operand, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def close(found: Tensor, wanted: Tensor, dtype: torch.dtype, *what: Any) -> None:
-    assert found.shape == wanted.shape, (what, found.shape, wanted.shape)
-    assert found.dtype == wanted.dtype, (what, found.dtype, wanted.dtype)
-    if not wanted.is_floating_point():
-        assert torch.equal(found, wanted), (what, found, wanted)
+def close(result: Tensor, expected: Tensor, dtype: torch.dtype, *what: Any) -> None:
+    assert result.shape == expected.shape, (what, result.shape, expected.shape)
+    assert result.dtype == expected.dtype, (what, result.dtype, expected.dtype)
+    if not expected.is_floating_point():
+        assert torch.equal(result, expected), (what, result, expected)
         return
-    if not wanted.numel():
+    if not expected.numel():
         return
-    scale = max(float(wanted.abs().max()), 1.0)
-    error = float((found - wanted).abs().max()) / scale
+    scale = max(float(expected.abs().max()), 1.0)
+    error = float((result - expected).abs().max()) / scale
     assert error <= TOLERANCE[dtype], (what, error)
 
 
 def check(
     function: Make, fulls: list[Tensor], specs: tuple[_DistSpec | None, ...], pg: ProcessGroup, what: Any = ""
 ) -> list[_DistSpec]:
-    """Run on pieces and on the whole; the layouts of the results."""
+    """Run on shards and on global tensors; the layouts of the results."""
     dtype = next((x.dtype for x in fulls if x.is_floating_point()), torch.float32)
     rank = pg.tp_local_rank()
-    wholes = [x.clone().requires_grad_(x.is_floating_point()) for x in fulls]
-    wanted = [x for x in tree_leaves(function(*wholes)) if isinstance(x, Tensor)]
+    references = [x.clone().requires_grad_(x.is_floating_point()) for x in fulls]
+    expected = [x for x in tree_leaves(function(*references)) if isinstance(x, Tensor)]
     inputs: list[Tensor] = []
     for x, spec in zip(fulls, specs, strict=True):
-        own = x.clone() if spec is None else ColoTensor(piece(x, spec, rank), ColoTensorSpec(pg, spec), x.shape)
+        own = x.clone() if spec is None else ColoTensor(shard_of(x, spec, rank), ColoTensorSpec(pg, spec), x.shape)
         inputs.append(own.requires_grad_(x.is_floating_point()))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*has no rule for these shards")
-        found = [x for x in tree_leaves(function(*inputs)) if isinstance(x, Tensor)]
-    told = (what, specs)
-    assert len(found) == len(wanted), told
+        result = [x for x in tree_leaves(function(*inputs)) if isinstance(x, Tensor)]
+    context = (what, specs)
+    assert len(result) == len(expected), context
     results, ends, upstream, downstream = [], [], [], []
-    for place, (x, y) in enumerate(zip(found, wanted, strict=True)):
-        assert isinstance(x, ColoTensor), (told, type(x))
+    for place, (x, y) in enumerate(zip(result, expected, strict=True)):
+        assert isinstance(x, ColoTensor), (context, type(x))
         results.append(x.dist_spec)
-        assert tuple(x.size()) == tuple(y.shape), (told, x.size(), y.shape)
-        assert x._parts == tuple(partitions(x.dist_spec, y.dim()).items()), told
-        close(plain(x).detach(), piece(y.detach(), x.dist_spec, rank), dtype, told, "value", x.dist_spec)
+        assert tuple(x.size()) == tuple(y.shape), (context, x.size(), y.shape)
+        assert x.partitions == partitions(x.dist_spec, y.dim()), context
+        close(plain(x).detach(), shard_of(y.detach(), x.dist_spec, rank), dtype, context, "value", x.dist_spec)
         if y.requires_grad:
             gradient = made(tuple(y.shape), y.dtype, 100 + place)
             ends.append((x, y))
-            upstream.append(piece(gradient, x.dist_spec, rank))
+            upstream.append(shard_of(gradient, x.dist_spec, rank))
             downstream.append(gradient)
-        assert x.requires_grad == y.requires_grad, told
+        assert x.requires_grad == y.requires_grad, context
     if not ends:
         return results
     floating = [i for i, x in enumerate(fulls) if x.is_floating_point()]
-    theirs = torch.autograd.grad([y for _, y in ends], [wholes[i] for i in floating], downstream, allow_unused=True)
-    ours = torch.autograd.grad([plain(x) for x, _ in ends], [inputs[i] for i in floating], upstream, allow_unused=True)
-    for i, mine, other in zip(floating, ours, theirs, strict=True):
+    reference_grads = torch.autograd.grad(
+        [y for _, y in ends], [references[i] for i in floating], downstream, allow_unused=True
+    )
+    grads = torch.autograd.grad([plain(x) for x, _ in ends], [inputs[i] for i in floating], upstream, allow_unused=True)
+    for i, mine, other in zip(floating, grads, reference_grads, strict=True):
         if other is None:
-            assert mine is None or not mine.any(), (told, "unused", i)
+            assert mine is None or not mine.any(), (context, "unused", i)
             continue
-        assert mine is not None, (told, "no gradient", i)
+        assert mine is not None, (context, "no gradient", i)
         spec = specs[i]
-        close(plain(mine), other if spec is None else piece(other, spec, rank), dtype, told, "gradient", i)
+        close(plain(mine), other if spec is None else shard_of(other, spec, rank), dtype, context, "gradient", i)
     return results
 
 
-def run_case(group: TorchGroup, name: str, most: int = 10**6) -> int:
-    """All layouts of all operands, or ``most`` of them, always those where all operands are laid out alike."""
+def run_case(group: TorchGroup, name: str, limit: int = 10**6) -> int:
+    """All layouts of all operands, or ``limit`` of them, always those in which all operands have the same layout."""
     pg, count = ranks_of(group), 0
     function, operands = CASES[name]
     for dtype in TOLERANCE:
         fulls = [made(operand, dtype, i) for i, operand in enumerate(operands)]
         each = [list(layouts_of(tuple(x.shape), group.size())) for x in fulls]
         every = [specs for specs in itertools.product(*each) if any(spec is not None for spec in specs)]
-        if len(every) > most:
-            alike = [specs for specs in every if all(spec == specs[0] for spec in specs)]
-            every = alike + random.Random(name).sample(every, most - len(alike))
+        if len(every) > limit:
+            identical = [specs for specs in every if all(spec == specs[0] for spec in specs)]
+            every = identical + random.Random(name).sample(every, limit - len(identical))
         for specs in every:
             check(function, fulls, specs, pg, name)
             count += 1

@@ -1,6 +1,6 @@
-"""Random programs of tensor operators, drawn alike on every rank; run on pieces and on the whole.
+"""Random programs of tensor operators, drawn identically on every rank; run on shards and on global tensors.
 
-``python tests/programs.py COUNT [SEED]`` runs that many on 2, 4 and 1 ranks (``make programs``).
+``python tests/helpers/programs.py COUNT [SEED]`` runs that many on 2, 4 and 1 ranks (``make programs``).
 """
 
 import math
@@ -47,7 +47,7 @@ def steps(draw: Draw, shapes: list[tuple[int, ...]], world: int) -> tuple[str, S
         "in place": lambda v: (v[at] * 1).mul_(2).add_(v[other]),
         "plain number": lambda v: v[at] * torch.tensor(1.5, dtype=v[at].dtype),
         "clone": lambda v: v[at].clone(),
-        "whole sum": lambda v: v[at] * v[other].sum(),
+        "scale by sum": lambda v: v[at] * v[other].sum(),
     }
     if shape:
         dim, second = draw.dim(shape), draw.dim(shape)
@@ -111,20 +111,20 @@ def program(seed: int, world: int) -> tuple[Callable[..., Any], list[Tensor], li
         values.append(out)
 
     def run(*tensors: Any) -> Any:
-        found: Values = list(tensors)
+        values_so_far: Values = list(tensors)
         for (_, step), move in zip(taken, moves, strict=True):
-            out = step(found)
+            out = step(values_so_far)
             if move is not None and hasattr(out, "redistribute"):
                 out = out.redistribute(move)
-            found.append(out)
-        return found[2:] if len(found) > 2 else found
+            values_so_far.append(out)
+        return values_so_far[2:] if len(values_so_far) > 2 else values_so_far
 
     return run, inputs, specs, [name for name, _ in taken]
 
 
 def run_programs(group: TorchGroup, first: int, count: int) -> dict[str, int]:
     """Run programs ``first`` to ``first + count - 1``; how often every step was taken."""
-    pg, told = ranks_of(group), {}
+    pg, counts = ranks_of(group), {}
     for seed in range(first, first + count):
         run, inputs, specs, names = program(seed, group.size())
         try:
@@ -132,8 +132,8 @@ def run_programs(group: TorchGroup, first: int, count: int) -> dict[str, int]:
         except Exception as error:
             raise AssertionError(f"program {seed} on {group.size()} ranks: {names} of {specs}: {error}") from error
         for name in names:
-            told[name] = told.get(name, 0) + 1
-    return told
+            counts[name] = counts.get(name, 0) + 1
+    return counts
 
 
 def main() -> int:

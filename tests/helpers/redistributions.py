@@ -40,10 +40,10 @@ def ranks_of(group: TorchGroup) -> ProcessGroup:
 
 def layouts(ndim: int, world: int) -> list[_DistSpec]:
     """Replica, every dim of the first three, the last one counted from the end, and several dims in both orders."""
-    found = [ReplicaSpec(), ShardSpec([-1], [world]), *(ShardSpec([dim], [world]) for dim in range(min(ndim, 3)))]
+    result = [ReplicaSpec(), ShardSpec([-1], [world]), *(ShardSpec([dim], [world]) for dim in range(min(ndim, 3)))]
     if world == 4:
-        found += [ShardSpec([0, 1], [2, 2]), ShardSpec([-1, 0], [2, 2])]
-    return found
+        result += [ShardSpec([0, 1], [2, 2]), ShardSpec([-1, 0], [2, 2])]
+    return result
 
 
 def dims_of(spec: _DistSpec, ndim: int) -> list[int]:
@@ -51,12 +51,12 @@ def dims_of(spec: _DistSpec, ndim: int) -> list[int]:
 
 
 def chunked(full: Tensor, spec: _DistSpec, rank: int) -> Tensor:
-    """A rank's piece, by ``torch.chunk``; a view."""
+    """A rank's shard, by ``torch.chunk``; a view."""
     counts = getattr(spec, "num_partitions", ())
     for place, dim in enumerate(dims_of(spec, full.dim())):
         index = rank // math.prod(counts[place + 1 :]) % counts[place]
-        pieces = full.chunk(counts[place], dim)
-        full = pieces[index] if index < len(pieces) else full.narrow(dim, 0, 0)
+        shards = full.chunk(counts[place], dim)
+        full = shards[index] if index < len(shards) else full.narrow(dim, 0, 0)
     return full
 
 
@@ -64,10 +64,10 @@ def leads(shape: tuple[int, ...], dim: int) -> bool:
     return math.prod(shape[:dim]) == 1
 
 
-def blocks_in_order(piece: Tensor, parts: list[Tensor]) -> bool:
-    """Whether a contiguous piece, read from front to back, is the parts one after the other."""
+def blocks_in_order(shard_of: Tensor, parts: list[Tensor]) -> bool:
+    """Whether a contiguous shard is the concatenation of the parts."""
     places = torch.cat([part.flatten() for part in parts])
-    return torch.equal(places, piece.flatten())
+    return torch.equal(places, shard_of.flatten())
 
 
 def documented(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec, rank: int, world: int) -> tuple[int, int]:
@@ -78,9 +78,9 @@ def documented(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec, rank: int
     n, k = mine.numel(), kept.numel()
     if (before, getattr(old, "num_partitions", ())) == (after, getattr(new, "num_partitions", ())):
         return 0, 0
-    if not before:  # cut
+    if not before:  # split
         return 2 * k, k
-    if not after:  # gather
+    if not after:  # all-gather
         return (0, k) if len(before) == 1 and leads(shape, before[0]) else (2 * k, 2 * k)
     if len(before) == len(after) == 1:
         packs, unpacks = not leads(mine.shape, after[0]), not leads(kept.shape, before[0])
@@ -90,9 +90,9 @@ def documented(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec, rank: int
     return 2 * (n * packs + k * unpacks), max(n * packs + k, k * (1 + unpacks))
 
 
-def common(piece: Tensor, others: list[Tensor]) -> list[Tensor]:
-    """What the others have of a piece, all being parts of one numbering of the elements."""
-    return [piece.flatten()[torch.isin(piece.flatten(), other.flatten())] for other in others]
+def common(shard_of: Tensor, others: list[Tensor]) -> list[Tensor]:
+    """The intersections of a shard with others, given as element numbers."""
+    return [shard_of.flatten()[torch.isin(shard_of.flatten(), other.flatten())] for other in others]
 
 
 def transitions(world: int, shapes: Any = SHAPES) -> Iterator[tuple[tuple[int, ...], _DistSpec, _DistSpec]]:

@@ -9,9 +9,9 @@ from tritoncomm.tensor import (
     ColoTensorSpec,
     ProcessGroup,
 )
-from tritoncomm.tensor.distspec import _DistSpec, cuts, partitions
+from tritoncomm.tensor.distspec import _DistSpec, partitions, shard_bounds
 
-__all__ = ["piece", "ranks_of", "sharded"]
+__all__ = ["ranks_of", "shard_of", "sharded"]
 
 
 def ranks_of(group: TorchGroup) -> ProcessGroup:
@@ -19,12 +19,12 @@ def ranks_of(group: TorchGroup) -> ProcessGroup:
     return ProcessGroup(ranks=ranks, tp_degree=len(ranks))
 
 
-def piece(x: Tensor, spec: _DistSpec, rank: int) -> Tensor:
+def shard_of(x: Tensor, spec: _DistSpec, rank: int) -> Tensor:
     parts = partitions(spec, x.dim())
-    for dim, start, size in cuts(x.shape, parts, rank) if parts else ():
+    for dim, start, size in shard_bounds(x.shape, parts, rank) if parts else ():
         x = x.narrow(dim, start, size)
     return x.clone()
 
 
 def sharded(full: Tensor, spec: _DistSpec, pg: ProcessGroup) -> ColoTensor:
-    return ColoTensor(piece(full, spec, pg.tp_local_rank()), ColoTensorSpec(pg, spec), full.shape)
+    return ColoTensor(shard_of(full, spec, pg.tp_local_rank()), ColoTensorSpec(pg, spec), full.shape)

@@ -38,7 +38,7 @@ REPLICA = ShardingSpec(grid(2, 2), (16, 8), {})
 
 
 @pytest.mark.parametrize(
-    ("pattern", "wanted"),
+    ("pattern", "expected"),
     [
         (GATHER, (65.1, 100, 165.1)),
         (SPLIT, (100, 65.1, 165.1)),
@@ -48,15 +48,15 @@ REPLICA = ShardingSpec(grid(2, 2), (16, 8), {})
     ],
     ids=str,
 )
-def test_costs(pattern: CollectiveCommPattern, wanted: tuple[float, ...]) -> None:
+def test_costs(pattern: CollectiveCommPattern, expected: tuple[float, ...]) -> None:
     spec = CommSpec(pattern, REPLICA, 0, 1, 0)
-    found = spec.get_comm_cost()
-    assert list(found) == ["forward", "backward", "total"]
-    assert tuple(found.values()) == wanted
+    result = spec.get_comm_cost()
+    assert list(result) == ["forward", "backward", "total"]
+    assert tuple(result.values()) == expected
     forward = CommSpec(pattern, REPLICA, 0, 1, 0, forward_only=True).get_comm_cost()
-    assert tuple(forward.values()) == (wanted[0], 0, wanted[0])
+    assert tuple(forward.values()) == (expected[0], 0, expected[0])
     free = CommSpec(pattern, REPLICA, 0, 1, 0, shard_cost=0).get_comm_cost()
-    assert tuple(free.values())[:2] == tuple(0 if cost == 100 else cost for cost in wanted[:2])
+    assert tuple(free.values())[:2] == tuple(0 if cost == 100 else cost for cost in expected[:2])
 
 
 def test_costs_count_the_elements_a_rank_holds() -> None:
@@ -71,14 +71,14 @@ def test_costs_count_the_elements_a_rank_holds() -> None:
 
 
 def test_reprs() -> None:
-    told = {
+    context = {
         GATHER: "GATHER_FWD_SPLIT_BWD, gather_dim:1, shard_dim:1, logical_process_axis:0",
         SPLIT: "SPLIT_FWD_GATHER_BWD, gather_dim:1, shard_dim:1, logical_process_axis:0",
         ALL2ALL: "ALL2ALL_FWD_ALL2ALL_BWD, gather_dim:1, shard_dim:1, logical_process_axis: 0",
         ALLREDUCE: "ALLREDUCE_FWD_IDENTITY_BWD, logical_process_axis:0",
         IDENTITY: "IDENTITY_FWD_ALLREDUCE_BWD, logical_process_axis:0",
     }
-    for pattern, text in told.items():
+    for pattern, text in context.items():
         assert repr(CommSpec(pattern, REPLICA, 1, 1, 0)) == f"CommSpec:(comm_pattern:{text})"
     assert repr(CommSpec(GATHER, REPLICA, 1, None, 0)) == repr(CommSpec(GATHER, REPLICA, 1, 1, 0))
     assert repr(CommSpec(SPLIT, REPLICA, None, 1, 0)) == repr(CommSpec(SPLIT, REPLICA, 1, 1, 0))
@@ -130,7 +130,7 @@ def values(shape: Sequence[int], seed: int = 0) -> Tensor:
     return torch.randint(-50, 50, tuple(shape), generator=torch.Generator().manual_seed(seed)).double()
 
 
-def piece(full: Tensor, spec: ShardingSpec, rank: int) -> Tensor:
+def shard_of(full: Tensor, spec: ShardingSpec, rank: int) -> Tensor:
     """What a rank holds under a sharding spec."""
     mesh = spec.device_mesh
     at = mesh.global_rank_to_logical_rank(rank)
@@ -140,35 +140,35 @@ def piece(full: Tensor, spec: ShardingSpec, rank: int) -> Tensor:
     return full.clone()
 
 
-def same(found: Tensor | None, wanted: Tensor, *what: Any) -> None:
-    assert found is not None, what
-    assert found.shape == wanted.shape, (what, found.shape, wanted.shape)
-    assert torch.equal(found, wanted), (what, found, wanted)
+def same(result: Tensor | None, expected: Tensor, *what: Any) -> None:
+    assert result is not None, what
+    assert result.shape == expected.shape, (what, result.shape, expected.shape)
+    assert torch.equal(result, expected), (what, result, expected)
 
 
 def there_and_back(
     before: ShardingSpec, after: ShardingSpec, action: Any, what: Any, shape: tuple[int, ...], strided: bool = False
 ) -> None:
-    """Forward takes a piece under ``before`` to the one under ``after``; the gradient comes back the other way."""
+    """Forward: the shard under ``before`` to the one under ``after``; backward: the reverse for the gradient."""
     me, full, gradient = dist.get_rank(), values(shape), values(shape, 1)
-    x = piece(full, before, me)
+    x = shard_of(full, before, me)
     if strided:
         x = x.transpose(0, -1).contiguous().transpose(0, -1)
-    kept, given = x.clone(), piece(gradient, after, me)
-    same(action(x), piece(full, after, me), what, "without gradients")
+    kept, given = x.clone(), shard_of(gradient, after, me)
+    same(action(x), shard_of(full, after, me), what, "without gradients")
     x.requires_grad_()
     y = action(x)
-    same(y, piece(full, after, me), what)
+    same(y, shard_of(full, after, me), what)
     y.backward(given)
-    same(x.grad, piece(gradient, before, me), what, "gradient")
+    same(x.grad, shard_of(gradient, before, me), what, "gradient")
     assert x.grad is not None
     x.grad.zero_()
-    same(given, piece(gradient, after, me), what, "the caller's gradient")
+    same(given, shard_of(gradient, after, me), what, "the caller's gradient")
     same(x.detach(), kept, what, "the caller's tensor")
     doubled = action((again := kept.clone().requires_grad_()) * 2)
     (doubled * given).sum().backward()
     assert again.grad is not None
-    same(again.grad, 2 * piece(gradient, before, me), what, "expanded")
+    same(again.grad, 2 * shard_of(gradient, before, me), what, "expanded")
 
 
 def mesh_over(group: ProcessGroup, shape: tuple[int, ...], order: Sequence[int] | None = None) -> DeviceMesh:
@@ -184,27 +184,27 @@ def axes_of(mesh: DeviceMesh) -> list[list[int]]:
 
 def run_moves(group: ProcessGroup, shape: tuple[int, ...], order: Sequence[int] | None = None) -> None:
     mesh, size = mesh_over(group, shape, order), (16, 8, 8)
-    whole = ShardingSpec(mesh, size, {})
+    full = ShardingSpec(mesh, size, {})
     step = 1 if group.size() < 8 else 2
     for at, (axes, dim) in list(enumerate(itertools.product(axes_of(mesh), (0, 1, -1))))[::step]:
         strided = at // step % 2 == 1
         axis: Any = axes if len(axes) > 1 else axes[0]
-        cut = ShardingSpec(mesh, size, {dim: axes})
+        sharded = ShardingSpec(mesh, size, {dim: axes})
         what = (shape, axes, dim, strided)
-        gather = CommSpec(GATHER, cut, dim, dim % 3, axis)
-        there_and_back(cut, whole, gather.covert_spec_to_action, what, size, strided)
-        split = CommSpec(SPLIT, whole, dim, dim, axis)
-        there_and_back(whole, cut, split.convert_spec_to_action, what, size, strided)
+        gather = CommSpec(GATHER, sharded, dim, dim % 3, axis)
+        there_and_back(sharded, full, gather.covert_spec_to_action, what, size, strided)
+        split = CommSpec(SPLIT, full, dim, dim, axis)
+        there_and_back(full, sharded, split.convert_spec_to_action, what, size, strided)
         for other in sorted({0, 1, -1} - {dim}):
             after = ShardingSpec(mesh, size, {other: axes})
-            exchange = CommSpec(ALL2ALL, cut, dim, other, axis)
-            there_and_back(cut, after, exchange.covert_spec_to_action, (*what, other), size, strided)
+            exchange = CommSpec(ALL2ALL, sharded, dim, other, axis)
+            there_and_back(sharded, after, exchange.covert_spec_to_action, (*what, other), size, strided)
     for dim in (0, 2):
-        cut = ShardingSpec(mesh, size, {dim: [0]})
-        for spec in (CommSpec(GATHER, cut, dim, None, 0), CommSpec(GATHER, cut, None, dim, 0)):
-            there_and_back(cut, whole, spec.covert_spec_to_action, "one dim left out", size)
-        for spec in (CommSpec(SPLIT, whole, dim, None, 0), CommSpec(SPLIT, whole, None, dim, 0)):
-            there_and_back(whole, cut, spec.covert_spec_to_action, "one dim left out", size)
+        sharded = ShardingSpec(mesh, size, {dim: [0]})
+        for spec in (CommSpec(GATHER, sharded, dim, None, 0), CommSpec(GATHER, sharded, None, dim, 0)):
+            there_and_back(sharded, full, spec.covert_spec_to_action, "one dim left out", size)
+        for spec in (CommSpec(SPLIT, full, dim, None, 0), CommSpec(SPLIT, full, None, dim, 0)):
+            there_and_back(full, sharded, spec.covert_spec_to_action, "one dim left out", size)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_gather_split_exchange(pool: Pool, shape: Any, world: int, order: Any) -
 
 def run_sums(group: ProcessGroup, shape: tuple[int, ...]) -> None:
     mesh, me = mesh_over(group, shape), dist.get_rank()
-    whole = ShardingSpec(mesh, (4, 6), {})
+    full = ShardingSpec(mesh, (4, 6), {})
     held = {rank: values((4, 6), rank) for rank in mesh.convert_map}
     for axes, strided in itertools.product(axes_of(mesh), (False, True)):
         at = mesh.global_rank_to_logical_rank(me)
@@ -232,18 +232,18 @@ def run_sums(group: ProcessGroup, shape: tuple[int, ...]) -> None:
         ]
         total = torch.stack([held[rank] for rank in line]).sum(0)
         axis: Any = axes if len(axes) > 1 else axes[0]
-        for pattern, wanted, back in ((ALLREDUCE, total, held[me]), (IDENTITY, held[me], total)):
-            spec = CommSpec(pattern, whole, logical_process_axis=axis)
+        for pattern, expected, back in ((ALLREDUCE, total, held[me]), (IDENTITY, held[me], total)):
+            spec = CommSpec(pattern, full, logical_process_axis=axis)
             x, given = held[me].clone(), held[me].clone()
             if strided:
                 x, given = x.t().contiguous().t(), given.t().contiguous().t()
             y = spec.covert_spec_to_action(x)
-            same(y, wanted)
+            same(y, expected)
             assert (y is x) == (pattern is ALLREDUCE and len(line) == 1)
             assert (y.data_ptr() == x.data_ptr()) == (pattern is IDENTITY or len(line) == 1)
             x.requires_grad_()
             y = spec.covert_spec_to_action(x)
-            same(y, wanted)
+            same(y, expected)
             y.backward(given)
             same(x.grad, back)
             assert x.grad is not None
@@ -261,14 +261,14 @@ def test_sums(pool: Pool, shape: tuple[int, ...], world: int) -> None:
 
 def run_mixed(group: ProcessGroup, shape: tuple[int, ...], order: Sequence[int] | None = None) -> None:
     mesh, size = mesh_over(group, shape, order), (16, 8, 8)
-    whole = ShardingSpec(mesh, size, {})
+    full = ShardingSpec(mesh, size, {})
     pairs = [([0], [1]), ([1], [0]), ([0, 1], []), ([], [0, 1]), ([1, 0], []), ([], [1, 0])]
     for at, ((f, b), (front, behind)) in enumerate(itertools.product(((0, 1), (0, 2), (1, 2)), pairs)):
         strided = at % 2 == 1
-        cut = ShardingSpec(mesh, size, {f: front, b: behind})
+        sharded = ShardingSpec(mesh, size, {f: front, b: behind})
         gather_dim, axes = mix_gather_simulator((f, front), (b, behind))
-        spec = CommSpec(MIX, cut, gather_dim, None, axes, mix_gather=True)
-        there_and_back(cut, whole, spec.covert_spec_to_action, (f, b, front, behind), size, strided)
+        spec = CommSpec(MIX, sharded, gather_dim, None, axes, mix_gather=True)
+        there_and_back(sharded, full, spec.covert_spec_to_action, (f, b, front, behind), size, strided)
 
 
 @pytest.mark.parametrize(
@@ -283,9 +283,9 @@ def test_mixed_gathers(pool: Pool, shape: Any, world: int, order: Any) -> None:
 def run_one_rank(group: ProcessGroup) -> None:
     """A gather and an all-to-all give new contiguous tensors; under no_grad what is handed back has no graph."""
     mesh = mesh_over(group, (group.size(), 1))
-    whole = ShardingSpec(mesh, (4, 6), {})
-    new = [CommSpec(GATHER, whole, 1, 1, 1), CommSpec(ALL2ALL, whole, 0, 1, 1)]
-    same_memory = [CommSpec(SPLIT, whole, 1, 1, 1), CommSpec(ALLREDUCE, whole, logical_process_axis=1)]
+    full = ShardingSpec(mesh, (4, 6), {})
+    new = [CommSpec(GATHER, full, 1, 1, 1), CommSpec(ALL2ALL, full, 0, 1, 1)]
+    same_memory = [CommSpec(SPLIT, full, 1, 1, 1), CommSpec(ALLREDUCE, full, logical_process_axis=1)]
     if group.size() == 1:
         both = ShardingSpec(mesh, (4, 6), {0: [0], 1: [1]})
         new += [CommSpec(MIX, both, [1, 0], None, [1, 0]), CommSpec(MIX, both, [0], None, [1, 1])]
@@ -308,7 +308,7 @@ def run_one_rank(group: ProcessGroup) -> None:
                 assert y.requires_grad == (graded and not off), spec
                 assert y.data_ptr() == x.data_ptr(), spec
                 assert (y is x) or graded, spec
-            path = shortest_path(whole, whole)
+            path = shortest_path(full, full)
             assert not path.steps
             assert path.run(x).requires_grad == (graded and not off)
             assert (path.run(x) is x) == (not (graded and off))
@@ -321,14 +321,14 @@ def test_an_axis_of_one_rank(pool: Pool, world: int) -> None:
 
 def run_second_derivatives(group: ProcessGroup) -> None:
     mesh = mesh_over(group, (2, 2))
-    cut, whole = ShardingSpec(mesh, (4, 4), {0: [0], 1: [1]}), ShardingSpec(mesh, (4, 4), {})
+    sharded, full = ShardingSpec(mesh, (4, 4), {0: [0], 1: [1]}), ShardingSpec(mesh, (4, 4), {})
     for spec in (
-        CommSpec(GATHER, cut, 0, 0, 0),
-        CommSpec(SPLIT, whole, 1, 1, 1),
-        CommSpec(ALL2ALL, cut, 0, 1, [0, 1]),
-        CommSpec(ALLREDUCE, whole, logical_process_axis=1),
-        CommSpec(IDENTITY, whole, logical_process_axis=0),
-        CommSpec(MIX, cut, [1, 0], None, [1, 0], mix_gather=True),
+        CommSpec(GATHER, sharded, 0, 0, 0),
+        CommSpec(SPLIT, full, 1, 1, 1),
+        CommSpec(ALL2ALL, sharded, 0, 1, [0, 1]),
+        CommSpec(ALLREDUCE, full, logical_process_axis=1),
+        CommSpec(IDENTITY, full, logical_process_axis=0),
+        CommSpec(MIX, sharded, [1, 0], None, [1, 0], mix_gather=True),
     ):
         x = values((4, 4), dist.get_rank()).requires_grad_()
         v = values(spec.covert_spec_to_action(x).shape, 9).requires_grad_()
@@ -344,25 +344,25 @@ def test_second_derivatives(pool: Pool) -> None:
 
 def run_refused(group: ProcessGroup) -> None:
     mesh = mesh_over(group, (2, 2))
-    whole, x = ShardingSpec(mesh, (4, 4), {}), torch.ones(3, 3)
+    full, x = ShardingSpec(mesh, (4, 4), {}), torch.ones(3, 3)
     for spec in (
-        CommSpec(SPLIT, whole, 0, 0, 0),
-        CommSpec(SPLIT, whole, 1, 1, [0, 1]),
-        CommSpec(ALL2ALL, whole, 0, 1, 1),
-        CommSpec(GATHER, whole, 2, 2, 0),
-        CommSpec(GATHER, whole, 0, 0, 2),
-        CommSpec(MIX, whole, [2], None, [1, 1], mix_gather=True),
+        CommSpec(SPLIT, full, 0, 0, 0),
+        CommSpec(SPLIT, full, 1, 1, [0, 1]),
+        CommSpec(ALL2ALL, full, 0, 1, 1),
+        CommSpec(GATHER, full, 2, 2, 0),
+        CommSpec(GATHER, full, 0, 0, 2),
+        CommSpec(MIX, full, [2], None, [1, 1], mix_gather=True),
     ):
         with pytest.raises(ShapeError):
             spec.covert_spec_to_action(x)
     for spec in (
-        CommSpec(GATHER, whole, None, None, 0),
-        CommSpec(ALL2ALL, whole, 0, None, 0),
-        CommSpec(GATHER, whole, 0),
+        CommSpec(GATHER, full, None, None, 0),
+        CommSpec(ALL2ALL, full, 0, None, 0),
+        CommSpec(GATHER, full, 0),
     ):
         with pytest.raises(ArgumentError):
             spec.covert_spec_to_action(x)
-    crossed = CommSpec(GATHER, whole, 0, 1, 0)
+    crossed = CommSpec(GATHER, full, 0, 1, 0)
     assert crossed.covert_spec_to_action(x).shape == (6, 3)
     with pytest.raises(ShapeError):
         crossed.covert_spec_to_action(x.requires_grad_())
@@ -383,18 +383,18 @@ Layout = tuple[tuple[int, ...], ...]
 
 
 def all_layouts(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> list[Layout]:
-    """Every way to hand any of the axes to the dims, in any order, that cuts evenly."""
-    found: set[Layout] = set()
+    """Every assignment of axes to dims, in any order, that divides evenly."""
+    result: set[Layout] = set()
     for count in range(len(mesh_shape) + 1):
         for axes in itertools.permutations(range(len(mesh_shape)), count):
             for dims in itertools.product(range(len(shape)), repeat=count):
                 layout = tuple(
                     tuple(a for a, d in zip(axes, dims, strict=True) if d == dim) for dim in range(len(shape))
                 )
-                parts = [math.prod(mesh_shape[axis] for axis in cut) for cut in layout]
+                parts = [math.prod(mesh_shape[axis] for axis in sharded) for sharded in layout]
                 if all(size % part == 0 for size, part in zip(shape, parts, strict=True)):
-                    found.add(layout)
-    return sorted(found)
+                    result.add(layout)
+    return sorted(result)
 
 
 def step_cost(mesh: DeviceMesh, shape: tuple[int, ...], here: Layout, there: Layout, shard: float) -> float:
@@ -410,11 +410,11 @@ def step_cost(mesh: DeviceMesh, shape: tuple[int, ...], here: Layout, there: Lay
         return max(mesh.mesh_alpha[a] for a in axes), max(mesh.mesh_beta[a] for a in axes) * (k - 1) / k * held
 
     if len(changed) == 1 and shrunk + grown:
-        alpha, moved = share((shrunk + grown)[0])
-        costs.append(alpha + moved + 0.1 + shard)
+        alpha, moved_axes = share((shrunk + grown)[0])
+        costs.append(alpha + moved_axes + 0.1 + shard)
     if len(changed) == 2 and len(shrunk) == len(grown) == 1 and shrunk == grown:
-        alpha, moved = share(shrunk[0])
-        costs.append(2 * (alpha + moved / 2 + 0.001))
+        alpha, moved_axes = share(shrunk[0])
+        costs.append(2 * (alpha + moved_axes / 2 + 0.001))
     if len(sizes) == 2 and sum(map(len, here)) == 2 and not any(there):
         n = math.prod(sizes)
         costs.append(max(mesh.mesh_alpha) + min(mesh.mesh_beta) * (n - 1) / n * held + 0.1 + shard)
@@ -430,13 +430,13 @@ def all_costs(
         for a, b in itertools.permutations(layouts, 2)
         if (cost := step_cost(mesh, shape, a, b, shard)) < math.inf
     }
-    found = dict.fromkeys(layouts, math.inf) | {source: 0.0}
+    result = dict.fromkeys(layouts, math.inf) | {source: 0.0}
     while True:
-        before = dict(found)
+        before = dict(result)
         for (a, b), cost in edges.items():
-            found[b] = min(found[b], found[a] + cost)
-        if found == before:
-            return found
+            result[b] = min(result[b], result[a] + cost)
+        if result == before:
+            return result
 
 
 def spec_of(mesh: DeviceMesh, shape: tuple[int, ...], layout: Layout) -> ShardingSpec:
@@ -458,10 +458,10 @@ def spec_of(mesh: DeviceMesh, shape: tuple[int, ...], layout: Layout) -> Shardin
 def test_shortest_path_against_brute_force(mesh: DeviceMesh, shape: tuple[int, ...], shard: float) -> None:
     layouts = all_layouts(mesh.mesh_shape, shape)
     for source in layouts[:: max(1, len(layouts) // 4)]:
-        wanted = all_costs(mesh, shape, layouts, source, shard)
+        expected = all_costs(mesh, shape, layouts, source, shard)
         for target in layouts[:: max(1, len(layouts) // 40)]:
             path = shortest_path(spec_of(mesh, shape, source), spec_of(mesh, shape, target), shard_cost=shard)
-            assert path.cost == pytest.approx(wanted[target]), (source, target, str(path))
+            assert path.cost == pytest.approx(expected[target]), (source, target, str(path))
             assert path.cost == pytest.approx(sum(step.get_comm_cost()["total"] for step in path.steps))
             assert len(path.layouts) == len(path.steps) + 1
 
@@ -477,7 +477,7 @@ def test_paths_print_and_refuse() -> None:
     assert total.split() == ["total", "10.002"]
     assert len(header) == len(row) == len(total)
     assert shortest_path(source, target, forward_only=True).cost == 1 + 16 / 4 + 0.001
-    assert str(shortest_path(source, source)) == "nothing to move"
+    assert str(shortest_path(source, source)) == "nothing to redistribute"
     mixed = shortest_path(ShardingSpec(mesh, (8, 4), {0: [0], 1: [1]}), ShardingSpec(mesh, (8, 4), {}))
     assert [step.comm_pattern for step in mixed.steps] == [MIX]
     with pytest.raises(ShapeError):
@@ -493,11 +493,11 @@ def run_paths(group: ProcessGroup, mesh_shape: tuple[int, ...], shape: tuple[int
     for source, target in list(itertools.product(layouts, repeat=2))[::stride]:
         before, after = spec_of(mesh, shape, source), spec_of(mesh, shape, target)
         path = shortest_path(before, after, shard_cost=0 if stride % 2 else 100)
-        assert [_told(layout) for layout in (path.layouts[0], path.layouts[-1])] == [source, target]
+        assert [_layout_of(layout) for layout in (path.layouts[0], path.layouts[-1])] == [source, target]
         there_and_back(before, after, path.run, (source, target, str(path)), shape)
 
 
-def _told(spec: ShardingSpec) -> Layout:
+def _layout_of(spec: ShardingSpec) -> Layout:
     return tuple(tuple(each.shard_list) for each in spec.sharding_sequence)
 
 

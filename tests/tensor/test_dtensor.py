@@ -35,14 +35,14 @@ def values(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 def pairs(mesh: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[Placements, _DistSpec]]:
     """Placements beside their ShardSpec: all replicate, every axis another dim, and one dim throughout where even."""
-    found: list[tuple[Placements, _DistSpec]] = [([Replicate()] * len(mesh), ReplicaSpec())]
+    result: list[tuple[Placements, _DistSpec]] = [([Replicate()] * len(mesh), ReplicaSpec())]
     for dims in itertools.permutations(range(len(shape)), len(mesh)):
-        found.append(([Shard(dim) for dim in dims], ShardSpec(list(dims), list(mesh))))
+        result.append(([Shard(dim) for dim in dims], ShardSpec(list(dims), list(mesh))))
     world = torch.Size(mesh).numel()
     for dim, size in enumerate(shape):
         if size % world == 0:
-            found.append(([Shard(dim)] * len(mesh), ShardSpec([dim], [world])))
-    return found
+            result.append(([Shard(dim)] * len(mesh), ShardSpec([dim], [world])))
+    return result
 
 
 def laid_out(full: Tensor, mesh: TorchMesh, placements: Placements) -> DTensor:
@@ -52,24 +52,24 @@ def laid_out(full: Tensor, mesh: TorchMesh, placements: Placements) -> DTensor:
 def run_across(group: TorchGroup, mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
     mesh, rank = mesh_over(group, mesh_shape), group.rank()
     full, weight = values(shape), values(shape, 1)
-    found = pairs(mesh_shape, shape)
-    for place, step in itertools.product(range(len(found)), range(16 // group.size())):
-        (start, spec), (target, wanted) = found[place], found[(place + step) % len(found)]
-        told = (shape, start, target)
-        theirs, twin = laid_out(full, mesh, start), laid_out(full, mesh, start)
-        ours = ColoTensor.from_dtensor(twin)
-        assert ours.dist_spec == spec, told
-        assert (tuple(ours.size()), ours.data_ptr()) == (shape, twin.to_local().data_ptr()), told
-        assert torch.equal(plain(ours), chunked(full, spec, rank)), told
-        moved, reference = ours.redistribute(wanted), theirs.redistribute(mesh, target)
-        assert torch.equal(plain(moved), reference.to_local()), told
-        gradient = chunked(weight, wanted, rank)
-        (plain(moved) * gradient).sum().backward()
+    result = pairs(mesh_shape, shape)
+    for place, step in itertools.product(range(len(result)), range(16 // group.size())):
+        (start, spec), (target, expected) = result[place], result[(place + step) % len(result)]
+        context = (shape, start, target)
+        dtensor, twin = laid_out(full, mesh, start), laid_out(full, mesh, start)
+        actual = ColoTensor.from_dtensor(twin)
+        assert actual.dist_spec == spec, context
+        assert (tuple(actual.size()), actual.data_ptr()) == (shape, twin.to_local().data_ptr()), context
+        assert torch.equal(plain(actual), chunked(full, spec, rank)), context
+        redistributed, reference = actual.redistribute(expected), dtensor.redistribute(mesh, target)
+        assert torch.equal(plain(redistributed), reference.to_local()), context
+        gradient = chunked(weight, expected, rank)
+        (plain(redistributed) * gradient).sum().backward()
         (reference.to_local() * gradient).sum().backward()
         assert isinstance(twin.grad, DTensor)
-        assert isinstance(theirs.grad, DTensor)
-        assert torch.equal(twin.grad.full_tensor(), theirs.grad.full_tensor()), told
-        assert torch.equal(theirs.grad.full_tensor(), weight), told
+        assert isinstance(dtensor.grad, DTensor)
+        assert torch.equal(twin.grad.full_tensor(), dtensor.grad.full_tensor()), context
+        assert torch.equal(dtensor.grad.full_tensor(), weight), context
 
 
 @pytest.mark.parametrize(
@@ -118,15 +118,15 @@ def run_refused(group: TorchGroup) -> None:
     cases: list[tuple[TorchMesh, Placements, tuple[int, ...], str]] = [
         (mesh, [Partial(), Shard(0)], (8, 8), "neither Shard nor Replicate"),
         (mesh, [_StridedShard(0, split_factor=4), Shard(0)], (8, 8), "neither Shard nor Replicate"),
-        (mesh, [Replicate(), Shard(0)], (8, 8), "cuts along some axes only"),
-        (mesh, [Shard(1), Replicate()], (8, 8), "cuts along some axes only"),
-        (mesh, [Shard(0), Shard(0)], (9, 8), "pieces that no ShardSpec has"),
-        (cube, [Shard(0), Shard(1), Shard(0)], (8, 8), "pieces that no ShardSpec has"),
-        (cube, [Shard(0), Shard(1), Shard(1)], (8, 6), "pieces that no ShardSpec has"),
+        (mesh, [Replicate(), Shard(0)], (8, 8), "shards along some axes only"),
+        (mesh, [Shard(1), Replicate()], (8, 8), "shards along some axes only"),
+        (mesh, [Shard(0), Shard(0)], (9, 8), "shards that no ShardSpec describes"),
+        (cube, [Shard(0), Shard(1), Shard(0)], (8, 8), "shards that no ShardSpec describes"),
+        (cube, [Shard(0), Shard(1), Shard(1)], (8, 6), "shards that no ShardSpec describes"),
     ]
-    for over, placements, shape, told in cases:
+    for over, placements, shape, context in cases:
         x = DTensor.from_local(torch.zeros(1, 1), over, placements, run_check=False, shape=shape, stride=(shape[1], 1))
-        with pytest.raises(UnsupportedError, match=told):
+        with pytest.raises(UnsupportedError, match=context):
             ColoTensor.from_dtensor(x)
     ranks = dist.get_process_group_ranks(group)
     crossed = DeviceMesh(ranks, logical_mesh_id=[ranks[0::2], ranks[1::2]], init_process_group=True).to_torch()

@@ -61,8 +61,8 @@ def run_local_ranks(group: TorchGroup) -> None:
     across = ProcessGroup(ranks=ranks, dp_degree=len(ranks))
     assert (across.tp_local_rank(), across.dp_local_rank()) == (0, ranks.index(me))
     full = counted(5, 2)
-    found = ColoTensor(full.clone(), ColoTensorSpec(pg)).redistribute(ShardSpec([0], [len(ranks)]))
-    assert torch.equal(plain(found), full.chunk(len(ranks))[ranks.index(me)])
+    result = ColoTensor(full.clone(), ColoTensorSpec(pg)).redistribute(ShardSpec([0], [len(ranks)]))
+    assert torch.equal(plain(result), full.chunk(len(ranks))[ranks.index(me)])
 
 
 @pytest.mark.parametrize("ranks", [(0, 2), (1, 3), (2, 3)], ids=str)
@@ -91,11 +91,11 @@ def run_indivisible(group: TorchGroup) -> None:
     pg, world = ranks_of(group), group.size()
     for size in range(world + 6):
         full = counted(size, 3)
-        pieces = full.chunk(world)
-        mine = pieces[group.rank()] if group.rank() < len(pieces) else full[:0]
-        found = ColoTensor(full.clone(), ColoTensorSpec(pg)).redistribute(ShardSpec([0], [world]))
-        assert torch.equal(plain(found), mine), size
-        assert torch.equal(plain(found.to_replicate()), full), size
+        shards = full.chunk(world)
+        mine = shards[group.rank()] if group.rank() < len(shards) else full[:0]
+        result = ColoTensor(full.clone(), ColoTensorSpec(pg)).redistribute(ShardSpec([0], [world]))
+        assert torch.equal(plain(result), mine), size
+        assert torch.equal(plain(result.to_replicate()), full), size
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -108,8 +108,8 @@ def run_shard_to_shard(group: TorchGroup) -> None:
     for shape in ((8, 4), (9, 7), (4, 8, 4), (5, 3, 6)):
         full, gradient = counted(*shape), counted(*shape) + 0.5
         several = [ShardSpec([1, 0], [2, 2]), ShardSpec([0, -1], [2, 2]), ShardSpec([-1, 0], [2, 2])]
-        found = [*layouts(len(shape), world)[1:], ShardSpec([1 - len(shape)], [world]), *several[: 3 * (world == 4)]]
-        for old, new in itertools.product(found, repeat=2):
+        result = [*layouts(len(shape), world)[1:], ShardSpec([1 - len(shape)], [world]), *several[: 3 * (world == 4)]]
+        for old, new in itertools.product(result, repeat=2):
             x = sharded(full, old, pg).requires_grad_()
             y = x.redistribute(new)
             assert torch.equal(plain(y), chunked(full, new, rank)), (shape, old, new)
@@ -183,8 +183,8 @@ def run_handed_back(group: TorchGroup) -> None:
                 assert (y is local) == (not graded or mode in on), (mode, graded)
                 for each in (y, z):
                     assert each.requires_grad == (graded and mode in on), (mode, graded, leaf)
-                moved = mode is torch.enable_grad if x._parts else mode in on
-                assert x.to_replicate().requires_grad == (graded and moved), (mode, graded, leaf)
+                redistributed = mode is torch.enable_grad if x.partitions else mode in on
+                assert x.to_replicate().requires_grad == (graded and redistributed), (mode, graded, leaf)
                 assert plain(z).data_ptr() == y.data_ptr() == local.data_ptr()
     p = ColoParameter(torch.tensor([1.0, 2.0]), True, ColoTensorSpec(pg))
     with torch.no_grad():
@@ -201,24 +201,24 @@ def test_what_is_handed_back_under_no_grad_has_no_graph(pool: Pool, world: int) 
 
 
 def run_numbers(group: TorchGroup) -> None:
-    """A tensor of no dims stands for its number wherever a torch tensor does."""
+    """A 0-dim tensor converts to a number as a torch tensor does."""
     spec = ColoTensorSpec(ranks_of(group))
     for number in (3, -2, 3.75, True):
-        theirs = torch.tensor(number)
-        ours = ColoTensor(theirs.clone(), spec)
+        reference = torch.tensor(number)
+        actual = ColoTensor(reference.clone(), spec)
         asked: list[Callable[[Any], Any]] = [
             int, float, bool, complex, operator.index, "{:.2f}".format, "{:>9}".format, "{}".format,
             lambda x: f"{x:e}", lambda x: list(range(9))[x], lambda x: [0] * x, lambda x: x.item(), math.trunc,
         ]  # fmt: skip
         for ask in asked:
             try:
-                wanted = ask(theirs)
+                expected = ask(reference)
             except (TypeError, ValueError) as error:
                 with pytest.raises(type(error)):
-                    ask(ours)
+                    ask(actual)
                 continue
-            found = ask(ours)
-            assert (type(found), found) == (type(wanted), wanted), (ask, number)
+            result = ask(actual)
+            assert (type(result), result) == (type(expected), expected), (ask, number)
     one = ColoTensor(torch.tensor([5]), spec)
     assert (int(one), operator.index(one)) == (5, 5)
     with pytest.raises(TypeError, match="format"):
@@ -263,7 +263,7 @@ def run_alone(group: TorchGroup) -> None:
         with pytest.raises(PeerError, match=r"(?s)over ranks \[0, 1\] failed.*iteration.*alone waits"):
             redistribute.redistribute(x, redistribute.Transition((4 * world,), ((0, world),), ()), apart)
     shard = sharded(counted(4, 2), ShardSpec([0], [world]), pg)
-    dispatch._told.clear()
+    dispatch._warned.clear()
     with pytest.warns(UserWarning, match="numpy has no rule .* every rank; a rank that calls it alone waits"):
         assert shard.numpy().tolist() == counted(4, 2).tolist()
     assert [plain(row).tolist() for row in shard] == counted(4, 2).tolist()
@@ -355,9 +355,9 @@ def run_from_torch_tensor(group: TorchGroup) -> None:
         leaf = torch.ones(3).requires_grad_(needs)
         assert ColoTensor.from_torch_tensor(leaf, spec).requires_grad is needs
         for source in (leaf, leaf * 2, ColoTensor.from_torch_tensor(leaf, spec)):
-            for wanted in (True, False):
-                made = ColoParameter.from_torch_tensor(source, wanted, spec)
-                assert (type(made), made.requires_grad, made.is_leaf) == (ColoParameter, wanted, True)
+            for expected in (True, False):
+                made = ColoParameter.from_torch_tensor(source, expected, spec)
+                assert (type(made), made.requires_grad, made.is_leaf) == (ColoParameter, expected, True)
             assert ColoParameter.from_torch_tensor(source, spec=spec).requires_grad
 
 
@@ -387,12 +387,12 @@ def test_named_params_honour_prefix_and_recurse(pool: Pool) -> None:
 
 
 def test_negative_keys_and_arguments_left_alone() -> None:
-    told: dict[int, list[int]] = {-1: [0], -2: [1], -3: [2]}
-    before = copy.deepcopy(told)
-    found = convert_dim_partition_dict(4, told)
-    assert found == {3: [0], 2: [1], 1: [2]}
-    found[3].append(9)
-    assert told == before
+    context: dict[int, list[int]] = {-1: [0], -2: [1], -3: [2]}
+    before = copy.deepcopy(context)
+    result = convert_dim_partition_dict(4, context)
+    assert result == {3: [0], 2: [1], 1: [2]}
+    result[3].append(9)
+    assert context == before
     twice: dict[int, list[int]] = {1: [0], -1: [1], -3: [2]}
     before = copy.deepcopy(twice)
     merged = merge_same_dim_mesh_list(3, twice)
@@ -470,14 +470,16 @@ def run_never_stale(group: TorchGroup) -> None:
             for name, function in OPERATORS.items():
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    found, wanted = function(x), function(full)
-                told = (name, shape, spec)
-                assert isinstance(found, ColoTensor), told
-                assert tuple(found.size()) == tuple(wanted.shape), (told, found.size(), wanted.shape)
-                assert found.shape == chunked(wanted, found.dist_spec, group.rank()).shape, told
-                whole = plain(found.redistribute(ReplicaSpec()))
-                assert whole.dtype == wanted.dtype, told
-                torch.testing.assert_close(whole, wanted, rtol=1e-12, atol=1e-12, msg=lambda m, t=told: f"{t}: {m}")
+                    result, expected = function(x), function(full)
+                context = (name, shape, spec)
+                assert isinstance(result, ColoTensor), context
+                assert tuple(result.size()) == tuple(expected.shape), (context, result.size(), expected.shape)
+                assert result.shape == chunked(expected, result.dist_spec, group.rank()).shape, context
+                replica = plain(result.redistribute(ReplicaSpec()))
+                assert replica.dtype == expected.dtype, context
+                torch.testing.assert_close(
+                    replica, expected, rtol=1e-12, atol=1e-12, msg=lambda m, t=context: f"{t}: {m}"
+                )
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -49,7 +49,7 @@ def grid(*shape: int, **options: Any) -> DeviceMesh:
 
 
 @pytest.mark.parametrize(
-    ("size", "wanted"),
+    ("size", "expected"),
     [
         (1, (1.1, 1.01, 1.001, 1.001)),
         (2, (513.1, 1025.01, 513.001, 257.001)),
@@ -57,15 +57,15 @@ def grid(*shape: int, **options: Any) -> DeviceMesh:
     ],
     ids=["k1", "k2", "k4"],
 )
-def test_costs(size: int, wanted: tuple[float, ...]) -> None:
+def test_costs(size: int, expected: tuple[float, ...]) -> None:
     for mesh, axis in ((grid(size), 0), (grid(3, size), 1), (grid(size, 1), -2)):
-        found = (
+        result = (
             mesh.all_gather_cost(1024, axis),
             mesh.all_reduce_cost(1024, axis),
             mesh.reduce_scatter_cost(1024, axis),
             mesh.all_to_all_cost(1024, axis),
         )
-        assert found == wanted
+        assert result == expected
 
 
 def test_costs_of_uneven_axes() -> None:
@@ -186,19 +186,19 @@ def run_groups(group: ProcessGroup, shape: tuple[int, ...], ids: list[int] | Non
     for axis in range(len(shape)):
         entries = mesh.process_groups_dict[axis]
         assert [line for line, _ in entries] == wanted_lines(mesh.logical_mesh_id, axis)
-        for (line, found), (_, same) in zip(entries, again.process_groups_dict[axis], strict=True):
-            assert found is same
+        for (line, result), (_, same) in zip(entries, again.process_groups_dict[axis], strict=True):
+            assert result is same
             if me not in line:
-                assert found is dist.GroupMember.NON_GROUP_MEMBER
+                assert result is dist.GroupMember.NON_GROUP_MEMBER
                 continue
-            assert sorted(dist.get_process_group_ranks(found)) == sorted(line)
+            assert sorted(dist.get_process_group_ranks(result)) == sorted(line)
             members = mesh.members(axis - len(shape))
             assert members is not None
-            assert members.group is found
-            counted = dist.get_process_group_ranks(found)
+            assert members.group is result
+            counted = dist.get_process_group_ranks(result)
             assert [counted[at] for at in members.order or range(len(line))] == line
             x = torch.tensor([float(me)])
-            found.allreduce([x]).wait()
+            result.allreduce([x]).wait()
             assert x.item() == sum(line)
     with pytest.raises(ShapeError):
         mesh.members(len(shape))
@@ -217,11 +217,11 @@ def run_groups(group: ProcessGroup, shape: tuple[int, ...], ids: list[int] | Non
     back = DeviceMesh.from_torch(torch_mesh, mesh_alpha=[2] * len(shape))
     assert back.mesh_alpha == (2,) * len(shape)
     for axis in range(len(shape)):
-        mine, theirs = mesh.members(axis), back.members(axis)
+        mine, restored = mesh.members(axis), back.members(axis)
         assert mine is not None
-        assert theirs is not None
-        assert mine == theirs
-        assert mine.group is theirs.group is torch_mesh.get_group(axis)
+        assert restored is not None
+        assert mine == restored
+        assert mine.group is restored.group is torch_mesh.get_group(axis)
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4), (2, 1, 2), (4,), (1, 2, 2)], ids=str)
@@ -335,18 +335,18 @@ def run_permuted_torch_meshes(group: ProcessGroup) -> None:
     tc.destroy()
     ids = torch.arange(8).view(4, 2)
     ids[1] = ids[1].flip(0)  # one line descends; the ranks of the others raise as well
-    theirs = TorchMesh("cpu", ids, mesh_dim_names=("dp", "tp"))
+    torch_mesh = TorchMesh("cpu", ids, mesh_dim_names=("dp", "tp"))
     line = TorchMesh("cpu", ids.flatten())
-    refused(partial(tc.initialize, mesh=theirs), ids)
+    refused(partial(tc.initialize, mesh=torch_mesh), ids)
     assert not tc.groups.is_initialized()
-    for mesh, ranks in ((theirs, ids), (theirs["tp"], ids), (line, ids.flatten())):
+    for mesh, ranks in ((torch_mesh, ids), (torch_mesh["tp"], ids), (line, ids.flatten())):
         for make in (DeviceMesh.from_torch, Groups.from_device_mesh, Groups.over_device_mesh):
             refused(partial(make, mesh), ranks, make)
-    for mesh, placements in ((line, [Shard(0)]), (theirs, [Shard(0), Shard(1)])):
+    for mesh, placements in ((line, [Shard(0)]), (torch_mesh, [Shard(0), Shard(1)])):
         tensor = DTensor.from_local(torch.ones(1, 2), mesh, placements, run_check=False)
         refused(partial(ColoTensor.from_dtensor, tensor), mesh.mesh)
-    across = Groups.from_device_mesh(theirs["dp"])  # along this axis all lines ascend
-    assert across.tp_local_rank() == theirs.get_local_rank("dp")
+    across = Groups.from_device_mesh(torch_mesh["dp"])  # along this axis all lines ascend
+    assert across.tp_local_rank() == torch_mesh.get_local_rank("dp")
 
 
 def test_permuted_torch_meshes_are_refused_on_every_rank(pool: Pool) -> None:
@@ -379,19 +379,19 @@ def test_lines_of_a_rank() -> None:
 
 
 def run_from_torch(group: ProcessGroup) -> None:
-    theirs = TorchMesh("cpu", torch.arange(8).view(2, 4), mesh_dim_names=("data", "tensor"))
-    mesh = DeviceMesh.from_torch(theirs, mesh_beta=[1, 3])
+    torch_mesh = TorchMesh("cpu", torch.arange(8).view(2, 4), mesh_dim_names=("data", "tensor"))
+    mesh = DeviceMesh.from_torch(torch_mesh, mesh_beta=[1, 3])
     assert mesh.mesh_shape == (2, 4)
     assert mesh.mesh_beta == (1, 3)
     for axis, name in enumerate(("data", "tensor")):
         members = mesh.members(axis)
         assert members is not None
-        assert members.group is theirs.get_group(name)
+        assert members.group is torch_mesh.get_group(name)
         lines = [line for line, _ in mesh.process_groups_dict[axis]]
-        assert lines == wanted_lines(theirs.mesh, axis)
+        assert lines == wanted_lines(torch_mesh.mesh, axis)
     back = mesh.to_torch("cpu", ("data", "tensor"))
-    assert back == theirs
-    assert back.get_group("tensor") is theirs.get_group("tensor")
+    assert back == torch_mesh
+    assert back.get_group("tensor") is torch_mesh.get_group("tensor")
     assert "axis1" in (mesh.to_torch().mesh_dim_names or ())
 
 
@@ -427,9 +427,9 @@ def test_differences_add_up() -> None:
 
 
 def test_specs() -> None:
-    mesh, told = grid(2, 4), {-1: [1], 1: [0]}
-    spec = ShardingSpec(mesh, [8, 8, 8], told)
-    assert told == {-1: [1], 1: [0]}
+    mesh, context = grid(2, 4), {-1: [1], 1: [0]}
+    spec = ShardingSpec(mesh, [8, 8, 8], context)
+    assert context == {-1: [1], 1: [0]}
     assert spec.entire_shape == torch.Size([8, 8, 8])
     assert spec.dim_partition_dict == {1: [0], 2: [1]}
     assert str(spec.sharding_sequence) == "[R, S0, S1]"
@@ -473,20 +473,20 @@ def test_specs_refused(arguments: tuple[Any, ...], error: type[Exception], kind:
 def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], dict[int, list[int]]]:
     """A tensor's number of dims and axes by dim, all orders, some keys counted from the end."""
     ndim, axes = draw(st.integers(1, 4)), draw(st.permutations(range(3)))
-    told: dict[int, list[int]] = {}
+    context: dict[int, list[int]] = {}
     for axis in axes[: draw(st.integers(0, 3))]:
-        told.setdefault(draw(st.integers(0, ndim - 1)), []).append(axis)
+        context.setdefault(draw(st.integers(0, ndim - 1)), []).append(axis)
     negative = draw(st.lists(st.booleans(), min_size=ndim, max_size=ndim))
-    return (24,) * ndim, {dim - ndim if negative[dim] else dim: axes for dim, axes in told.items()}
+    return (24,) * ndim, {dim - ndim if negative[dim] else dim: axes for dim, axes in context.items()}
 
 
 @settings(deadline=None)
 @given(layouts())
 def test_dict_and_sequence_round_trip(layout: tuple[tuple[int, ...], dict[int, list[int]]]) -> None:
-    shape, told = layout
-    mesh, before = grid(2, 3, 4), copy.deepcopy(told)
-    spec = ShardingSpec(mesh, shape, told)
-    assert told == before
+    shape, context = layout
+    mesh, before = grid(2, 3, 4), copy.deepcopy(context)
+    spec = ShardingSpec(mesh, shape, context)
+    assert context == before
     assert spec.dim_partition_dict == {dim % len(shape): axes for dim, axes in before.items()}
     again = ShardingSpec(mesh, shape, sharding_sequence=spec.sharding_sequence)
     named = ShardingSpec(mesh, shape, sharding_sequence=[str(each) for each in spec.sharding_sequence])
@@ -505,16 +505,16 @@ def test_dict_and_sequence_round_trip(layout: tuple[tuple[int, ...], dict[int, l
 
 
 def test_negative_dims() -> None:
-    told = {-1: [0], 0: [1]}
-    assert convert_dim_partition_dict(3, told) == {0: [1], 2: [0]}
+    context = {-1: [0], 0: [1]}
+    assert convert_dim_partition_dict(3, context) == {0: [1], 2: [0]}
     assert convert_dim_partition_dict(4, {-1: [0], -2: [1], 0: [2]}) == {3: [0], 2: [1], 0: [2]}
-    assert told == {-1: [0], 0: [1]}
+    assert context == {-1: [0], 0: [1]}
     with pytest.raises(ShapeError):
         convert_dim_partition_dict(3, {-1: [0], 2: [1]})
-    told = {1: [0], -1: [1], 0: [2]}
-    assert merge_same_dim_mesh_list(2, told) == {1: [0, 1], 0: [2]}
+    context = {1: [0], -1: [1], 0: [2]}
+    assert merge_same_dim_mesh_list(2, context) == {1: [0, 1], 0: [2]}
     assert merge_same_dim_mesh_list(2, {-1: [1], 1: [0]}) == {1: [1, 0]}
-    assert told == {1: [0], -1: [1], 0: [2]}
+    assert context == {1: [0], -1: [1], 0: [2]}
 
 
 def test_simulators() -> None:
@@ -558,9 +558,9 @@ def run_made_by_members(group: ProcessGroup) -> None:
         x = torch.tensor([1.0])
         members.group.allreduce([x]).wait()
         assert x.item() == mesh.mesh_shape[axis]
-    whole = dist.new_group(list(range(8)))  # the job's own count is the same everywhere
+    whole_job = dist.new_group(list(range(8)))  # the job's own count is the same everywhere
     x = torch.tensor([1.0])
-    whole.allreduce([x]).wait()
+    whole_job.allreduce([x]).wait()
     assert x.item() == 8
 
 

@@ -22,11 +22,11 @@ from tritoncomm.tensor.layout import plain
 def made(pg: ProcessGroup) -> tuple[nn.Module, nn.Module]:
     """A module of one process, and the same one sharded."""
     torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).double()
-    sharded = copy.deepcopy(whole)
+    reference = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).double()
+    sharded = copy.deepcopy(reference)
     world = pg.tp_world_size()
     shard_parameters(sharded, {"0.*": ShardSpec([0], [world]), "2.weight": ShardSpec([-1], [world])}, pg)
-    return whole, sharded
+    return reference, sharded
 
 
 CONVERSIONS: dict[str, tuple[Callable[[nn.Module], Any], torch.dtype, bool]] = {
@@ -53,12 +53,12 @@ def run_conversions(group: TorchGroup) -> None:
 
 
 def run_helpers(group: TorchGroup) -> None:
-    whole, module = made(ranks_of(group))
+    reference, module = made(ranks_of(group))
     vector = nn.utils.parameters_to_vector(module.parameters())
     assert tuple(vector.size()) == (76,)
-    torch.testing.assert_close(plain(vector.to_replicate()), nn.utils.parameters_to_vector(whole.parameters()))
+    torch.testing.assert_close(plain(vector.to_replicate()), nn.utils.parameters_to_vector(reference.parameters()))
     norm = nn.utils.get_total_norm(list(module.parameters()))
-    torch.testing.assert_close(plain(norm).detach(), nn.utils.get_total_norm(list(whole.parameters())).detach())
+    torch.testing.assert_close(plain(norm).detach(), nn.utils.get_total_norm(list(reference.parameters())).detach())
     average = torch.optim.swa_utils.AveragedModel(module)
     average.update_parameters(module)
     assert all(isinstance(p, ColoParameter) for p in average.parameters())
@@ -83,20 +83,20 @@ def run_quietly(group: TorchGroup) -> None:
 
 
 def run_data_parallel(group: TorchGroup) -> None:
-    """Two tensor-parallel pairs, each on half of the batch, equal one process on the whole."""
+    """Two tensor-parallel pairs, each on half of the batch, equal one process on the full batch."""
     pg = ProcessGroup(ranks=dist.get_process_group_ranks(group), tp_degree=2)
-    whole, module = made(pg)
+    reference, module = made(pg)
     parallel = DistributedDataParallel(module, process_group=pg.dp_process_group())
-    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (parallel, whole))
+    optimizer, reference_optimizer = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (parallel, reference))
     for step in range(3):
         x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        ours.zero_grad()
-        theirs.zero_grad()
+        optimizer.zero_grad()
+        reference_optimizer.zero_grad()
         plain(parallel(x.chunk(2)[pg.dp_local_rank()])).pow(2).mean().backward()
-        whole(x).pow(2).mean().backward()
-        ours.step()
-        theirs.step()
-    for p, q in zip(module.parameters(), whole.parameters(), strict=True):
+        reference(x).pow(2).mean().backward()
+        optimizer.step()
+        reference_optimizer.step()
+    for p, q in zip(module.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(plain(p.to_replicate()).detach(), q.detach(), rtol=0, atol=1e-15)  # type: ignore
 
 

@@ -1,6 +1,6 @@
-"""Redistribution, counted: bytes moved outside the collectives and the most new memory held at once, as documented.
+"""Redistribution: bytes copied outside the collectives and peak new memory, as documented.
 
-Where the pieces are is worked out here with ``torch.chunk``, and what may move from the table of docs/tensor.md.
+The shards are computed with ``torch.chunk``, the limits from the table of docs/tensor.md.
 """
 
 import weakref
@@ -26,7 +26,7 @@ from tritoncomm.tensor.dispatch import plain
 
 
 class Live(Traffic):
-    """Traffic, and the most bytes of new memory that were held at once."""
+    """Traffic, and the peak of new memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Live(Traffic):
 
 @contextmanager
 def collectives_apart() -> Iterator[None]:
-    """Collectives are not counted, and get copies: Gloo's thread lets go of a tensor a moment after ``wait()``."""
+    """Exclude collectives, which get copies: Gloo's thread releases a tensor some time after ``wait()``."""
     originals = {name: getattr(backend, name) for name in ("all_gather", "all_gather_list", "all_to_all")}
 
     def apart(original: Any) -> Any:
@@ -99,7 +99,7 @@ def run_floor(group: TorchGroup, shapes: Any) -> None:
     rank = pg.tp_local_rank()
     for shape, old, new in transitions(world, shapes):
         x = ColoTensor(chunked(torch.ones(shape), old, rank).clone(), ColoTensorSpec(pg, old), shape).requires_grad_()
-        x.redistribute(new)  # what is worked out once is not part of it
+        x.redistribute(new)  # warm the caches
         with collectives_apart(), record.recording() as counted:
             with Live() as forward:
                 y = plain(x.redistribute(new))
@@ -107,18 +107,18 @@ def run_floor(group: TorchGroup, shapes: Any) -> None:
             with Live() as backward:
                 (grad,) = torch.autograd.grad(y, x, gradient)
         assert (y.shape, plain(grad).shape) == (chunked(torch.ones(shape), new, rank).shape, x.shape)
-        told = f"{shape} {old} to {new}, rank {rank}"
+        context = f"{shape} {old} to {new}, rank {rank}"
         recorded = sum(count.packed for count in counted.values())
-        assert recorded == forward.moved + backward.moved, f"{told}: the record says {recorded}"
-        for which, found, (a, b) in (("forward", forward, (old, new)), ("backward", backward, (new, old))):
-            moved, memory = (4 * elements for elements in documented(shape, a, b, rank, world))
-            assert found.moved == moved, f"{told}: {which} moved {found.moved} bytes, not {moved}"
-            assert found.peak <= memory, f"{told}: {which} held {found.peak} bytes, at most {memory}"
+        assert recorded == forward.moved + backward.moved, f"{context}: the record has {recorded}"
+        for which, traffic, (a, b) in (("forward", forward, (old, new)), ("backward", backward, (new, old))):
+            copied, memory = (4 * elements for elements in documented(shape, a, b, rank, world))
+            assert traffic.moved == copied, f"{context}: {which} copied {traffic.moved} bytes, not {copied}"
+            assert traffic.peak <= memory, f"{context}: {which} peaked at {traffic.peak} bytes, at most {memory}"
 
 
 @pytest.mark.parametrize("shapes", [SHAPES[:4], SHAPES[4:8], SHAPES[8:]], ids=["2d", "3d", "4d"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_transition_moves_and_holds_what_is_documented(pool: Pool, world: int, shapes: Any) -> None:
+def test_every_transition_copies_and_allocates_as_documented(pool: Pool, world: int, shapes: Any) -> None:
     pool.run(run_floor, shapes, world=world)
 
 
@@ -132,9 +132,9 @@ def run_wasteful(group: TorchGroup, which: str, waste: str) -> None:
         return result
 
     setattr(eager, which, wasteful)
-    told = "moved|record" if waste == "clone" else "held"
+    message = "copied|record" if waste == "clone" else "peaked"
     try:
-        with pytest.raises(AssertionError, match=told):
+        with pytest.raises(AssertionError, match=message):
             run_floor(group, ((9, 8, 4),))
     finally:
         setattr(eager, which, original)
@@ -142,20 +142,20 @@ def run_wasteful(group: TorchGroup, which: str, waste: str) -> None:
 
 @pytest.mark.parametrize("waste", ["clone", "buffer"])
 @pytest.mark.parametrize("which", ["all_gather", "all_to_all", "all_to_all_single"])
-def test_waste_is_seen(pool: Pool, which: str, waste: str) -> None:
+def test_waste_is_detected(pool: Pool, which: str, waste: str) -> None:
     pool.run(run_wasteful, which, waste, world=4)
 
 
-def test_the_documented_movements() -> None:
+def test_the_documented_steps() -> None:
     """The table that ``documented`` was written from."""
     text = (Path(__file__).parents[2] / "docs" / "tensor.md").read_text()
-    table = text[text.index("| movement |") :].split("\n\n")[0].splitlines()
+    table = text[text.index("| step |") :].split("\n\n")[0].splitlines()
     assert [[cell.strip() for cell in row.split("|")[1:5]] for row in table[2:]] == [
-        ["cut", "one pass over the piece", "-", "the piece"],
-        ["gather, dim 0", "-", "-", "the whole"],
-        ["gather, another dim or several", "-", "one pass over the whole", "wire and whole"],
-        ["all-to-all, new dim i, old dim j", "one pass unless i leads in memory", "one pass unless j leads",
-         "wire and piece"],
-        ["all-to-all, several dims", "one pass unless the blocks lie in order", "one pass unless they do",
-         "wire and piece"],
+        ["split", "one pass over the shard", "-", "the shard"],
+        ["all-gather, dim 0", "-", "-", "the global tensor"],
+        ["all-gather, another dim or several", "-", "one pass over the global tensor", "wire and global tensor"],
+        ["all-to-all, new dim i, old dim j", "one pass unless i is outermost in memory", "one pass unless j is",
+         "wire and shard"],
+        ["all-to-all, several dims", "one pass unless the blocks are in rank order", "one pass unless they are",
+         "wire and shard"],
     ]  # fmt: skip

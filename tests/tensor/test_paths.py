@@ -21,10 +21,10 @@ DTYPES = ("float32", "bfloat16", "int64", "float8_e4m3fn", "complex64", "bool")
 SHAPES = {2: ((4, 6), (2, 5, 4)), 4: ((4, 5, 2),)}
 
 
-def moved(
+def redistributed(
     full: Tensor, gradient: Tensor, old: _DistSpec, new: _DistSpec, pg: ProcessGroup, path: str
 ) -> tuple[Tensor, Tensor | None, int]:
-    """The new piece, the gradient of the old one, and the bytes that the path's passes moved."""
+    """The new shard, the gradient of the old one, and the bytes copied by the path."""
     rank = pg.tp_local_rank()
     x = ColoTensor(chunked(full, old, rank).contiguous(), ColoTensorSpec(pg, old), full.shape)
     x.requires_grad_(full.is_floating_point() or full.is_complex())
@@ -40,29 +40,29 @@ def run_paths(group: TorchGroup, dtype: str) -> None:
     kind = getattr(torch, dtype)
     for place, (shape, old, new) in enumerate(transitions(group.size(), SHAPES[group.size()])):
         full, gradient = random_bits(shape, kind, 2 * place), random_bits(shape, kind, 2 * place + 1)
-        told: Any = (shape, old, new)
-        found, found_grad, by_kernels = moved(full, gradient, old, new, pg, "triton")
-        wanted, wanted_grad, _ = moved(full, gradient, old, new, pg, "torch")
-        assert torch.equal(bits(found), bits(wanted)), told
-        assert torch.equal(bits(wanted), bits(chunked(full, new, rank).contiguous())), told
-        assert (found_grad is None) == (wanted_grad is None)
-        if found_grad is not None and wanted_grad is not None:
-            assert torch.equal(bits(found_grad), bits(wanted_grad)), told
-            assert torch.equal(bits(wanted_grad), bits(chunked(gradient, old, rank).contiguous())), told
+        context: Any = (shape, old, new)
+        result, result_grad, by_kernels = redistributed(full, gradient, old, new, pg, "triton")
+        expected, expected_grad, _ = redistributed(full, gradient, old, new, pg, "torch")
+        assert torch.equal(bits(result), bits(expected)), context
+        assert torch.equal(bits(expected), bits(chunked(full, new, rank).contiguous())), context
+        assert (result_grad is None) == (expected_grad is None)
+        if result_grad is not None and expected_grad is not None:
+            assert torch.equal(bits(result_grad), bits(expected_grad)), context
+            assert torch.equal(bits(expected_grad), bits(chunked(gradient, old, rank).contiguous())), context
         if not several(old, new):
             kinds = [(a, b, documented(shape, a, b, rank, group.size())[0]) for a, b in ((old, new), (new, old))]
-            kinds = kinds[: 1 + (found_grad is not None)]
-            wanted_bytes = full.element_size() * sum(count for a, b, count in kinds if not is_rows(shape, a, b))
-            assert by_kernels == wanted_bytes, (told, by_kernels)
+            kinds = kinds[: 1 + (result_grad is not None)]
+            expected_bytes = full.element_size() * sum(count for a, b, count in kinds if not is_rows(shape, a, b))
+            assert by_kernels == expected_bytes, (context, by_kernels)
 
 
 def several(old: _DistSpec, new: _DistSpec) -> bool:
-    """Cuts along several dims: strided copies, and not the kernels, move their blocks."""
+    """Sharding along several dims, which uses strided copies instead of kernels."""
     return max(len(getattr(spec, "dims", ())) for spec in (old, new)) > 1
 
 
 def is_rows(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec) -> bool:
-    """A cut whose piece lies in one place; a plain copy."""
+    """A split whose shard is contiguous: a plain copy."""
     return not dims_of(old, len(shape)) and all(math.prod(shape[:dim]) == 1 for dim in dims_of(new, len(shape)))
 
 

@@ -11,5 +11,5 @@ PROGRAMS: list[tuple[Any, int, int]] = [(2, 200_000, 200), (4, 400_000, 200), ((
 
 @pytest.mark.parametrize(("world", "first", "count"), PROGRAMS, ids=["2", "4", "ranks1and3", "1"])
 def test_programs(pool: Pool, world: Any, first: int, count: int) -> None:
-    told = pool.run(run_programs, first, count, world=world)[0]
-    assert len(told) > 20
+    counts = pool.run(run_programs, first, count, world=world)[0]
+    assert len(counts) > 20

@@ -9,7 +9,7 @@ import pytest
 import torch
 from operator_cases import CASES, layouts_of, made, run_case
 from pool import Pool
-from shards import piece, ranks_of
+from shards import ranks_of, shard_of
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 
@@ -18,7 +18,7 @@ from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.rules.table import ROWS
 
 RULES_FOLDER = Path(__file__).parents[2] / "tritoncomm" / "tensor" / "rules"
-NO_ROWS = {"__init__", "call", "engine", "over_ranks", "table"}
+NO_ROWS = {"__init__", "engine", "table"}
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -52,36 +52,38 @@ def test_at_other_ranks(pool: Pool) -> None:
 
 
 def run_comparisons(group: TorchGroup) -> None:
-    """``equal`` and ``allclose`` over every pair of layouts: torch's answer of the whole tensors, on every rank."""
+    """``equal`` and ``allclose`` over every pair of layouts: torch's answer for the global tensors, on every rank."""
     pg, rank, world = ranks_of(group), group.rank(), group.size()
     for shape in ((8, 4), (3, 6)):
         full = made(shape, torch.float64, 0)
         other, near, holes = full.clone(), full + 1e-9, full.clone()
-        other.view(-1)[-1] += 1  # only the last rank's piece differs
+        other.view(-1)[-1] += 1  # only the last rank's shard differs
         holes[0, 0] = torch.nan
         for spec, layout in itertools.product(layouts_of(shape, world), repeat=2):
             if spec is None:
                 continue
-            x = ColoTensor(piece(full, spec, rank), ColoTensorSpec(pg, spec), shape).requires_grad_()
+            x = ColoTensor(shard_of(full, spec, rank), ColoTensorSpec(pg, spec), shape).requires_grad_()
 
-            def laid(y: Tensor, spec: Any = spec, layout: Any = layout, shape: Any = shape) -> list[Tensor]:
-                local = piece(y, spec, rank)  # a plain tensor of the piece's shape is a piece
+            def layouts_under(y: Tensor, spec: Any = spec, layout: Any = layout, shape: Any = shape) -> list[Tensor]:
+                local = shard_of(y, spec, rank)  # a plain tensor of the local shape is a shard
                 if layout is None:
                     return [y.clone(), local]
-                return [ColoTensor(piece(y, layout, rank), ColoTensorSpec(pg, layout), shape)]
+                return [ColoTensor(shard_of(y, layout, rank), ColoTensorSpec(pg, layout), shape)]
 
             for y in (full, other, near):
-                for ours in laid(y):
-                    told = (shape, spec, layout, type(ours))
-                    assert torch.equal(x, ours) is ours.equal(x) is (y is full), told
-                    assert ours.allclose(x) is (y is not other), told
-                    assert torch.allclose(x, ours, rtol=0, atol=1e-12) is (y is full), told
+                for actual in layouts_under(y):
+                    context = (shape, spec, layout, type(actual))
+                    assert torch.equal(x, actual) is actual.equal(x) is (y is full), context
+                    assert actual.allclose(x) is (y is not other), context
+                    assert torch.allclose(x, actual, rtol=0, atol=1e-12) is (y is full), context
             torch.testing.assert_close(x, x.detach().clone())
-        x = ColoTensor(piece(holes, ShardSpec([0], [world]), rank), ColoTensorSpec(pg, ShardSpec([0], [world])), shape)
+        x = ColoTensor(
+            shard_of(holes, ShardSpec([0], [world]), rank), ColoTensorSpec(pg, ShardSpec([0], [world])), shape
+        )
         assert not torch.equal(x, holes)
         assert not torch.allclose(x, holes)
         assert torch.allclose(x, holes, equal_nan=True)
-        # A wrong shape on one rank only: the answer is the same everywhere, and nobody waits for anybody.
+        # A wrong shape on one rank only: the answer is the same everywhere, without a deadlock.
         assert not torch.equal(x, holes.new_zeros(7) if rank == 0 else plain(x))
         assert not torch.equal(x, ColoTensor(full[:1], ColoTensorSpec(pg)))
         assert torch.allclose(x * 0 + full[0], ColoTensor(full[:1], ColoTensorSpec(pg)), equal_nan=True) is False

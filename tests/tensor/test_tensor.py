@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
-from shards import piece, ranks_of, sharded
+from shards import ranks_of, shard_of, sharded
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup as TorchGroup
 
@@ -37,8 +37,8 @@ from tritoncomm.tensor import (
     convert_parameter,
     named_params_with_colotensor,
 )
-from tritoncomm.tensor.dispatch import _told
-from tritoncomm.tensor.distspec import _DistSpec, cuts
+from tritoncomm.tensor.dispatch import _warned
+from tritoncomm.tensor.distspec import _DistSpec, shard_bounds
 from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.op_wrapper import _COLOSSAL_OPS, colo_op_impl
 from tritoncomm.tensor.redistribution_plan import redistribute_plan
@@ -49,10 +49,10 @@ SHAPES = ((8,), (9,), (8, 4), (9, 7), (2, 5), (4, 8, 4), (5, 4, 6), (3, 4, 5, 2)
 
 
 def layouts(ndim: int, world: int) -> list[_DistSpec]:
-    found = [ReplicaSpec(), ShardSpec([-1], [world]), *(ShardSpec([dim], [world]) for dim in range(min(ndim, 3)))]
+    result = [ReplicaSpec(), ShardSpec([-1], [world]), *(ShardSpec([dim], [world]) for dim in range(min(ndim, 3)))]
     if world > 2 and ndim > 1:
-        found += [ShardSpec([0, 1], [2, world // 2]), ShardSpec([-1, 0], [world // 2, 2])]
-    return found
+        result += [ShardSpec([0, 1], [2, world // 2]), ShardSpec([-1, 0], [world // 2, 2])]
+    return result
 
 
 def values(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> Tensor:
@@ -60,11 +60,11 @@ def values(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> Ten
     return made.to(getattr(torch, dtype))
 
 
-def same(found: Tensor, wanted: Tensor, *what: Any) -> None:
-    found = plain(found) if isinstance(found, ColoTensor) else found
-    assert found.shape == wanted.shape, (what, found.shape, wanted.shape)
-    assert found.dtype == wanted.dtype
-    assert torch.equal(found, wanted), (what, found, wanted)
+def same(result: Tensor, expected: Tensor, *what: Any) -> None:
+    result = plain(result) if isinstance(result, ColoTensor) else result
+    assert result.shape == expected.shape, (what, result.shape, expected.shape)
+    assert result.dtype == expected.dtype
+    assert torch.equal(result, expected), (what, result, expected)
 
 
 def run_transitions(group: TorchGroup, shape: tuple[int, ...], dtype: str) -> None:
@@ -78,18 +78,18 @@ def run_transitions(group: TorchGroup, shape: tuple[int, ...], dtype: str) -> No
         plan = redistribute_plan(x, new)
         assert type(y) is ColoTensor
         assert y.dist_spec == new
-        same(y, piece(full, new, rank), old, new)
+        same(y, shard_of(full, new, rank), old, new)
         assert tuple(y.size()) == tuple(y.size_global()) == shape
         assert y.numel_global() == full.numel()
         assert tuple(y.size_local()) == tuple(y.shape)
-        found = (sum(c.packed for c in counted.values()), sum(c.wire for c in counted.values()))
-        assert found == (sum(s.copied for s in plan.steps), plan.wire), (shape, old, new, str(plan), counted)
+        result = (sum(c.packed for c in counted.values()), sum(c.wire for c in counted.values()))
+        assert result == (sum(s.copied for s in plan.steps), plan.wire), (shape, old, new, str(plan), counted)
         taken = {path for (_, path), c in counted.items() if c.packed}
         assert taken <= {s.path for s in plan.steps}, (old, new, counted)
         if full.is_floating_point():
-            y.backward(piece(gradient, new, rank))
+            y.backward(shard_of(gradient, new, rank))
             assert x.grad is not None
-            same(x.grad, piece(gradient, old, rank), "gradient", old, new)
+            same(x.grad, shard_of(gradient, old, rank), "gradient", old, new)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -110,11 +110,13 @@ def run_second_derivative(group: TorchGroup) -> None:
     for old, new in itertools.product(layouts(2, group.size()), repeat=2):
         x = sharded(full, old, pg).requires_grad_()
         y = plain(x.redistribute(new))
-        (grad,) = torch.autograd.grad((y.pow(3) * piece(weight, new, pg.tp_local_rank())).sum(), x, create_graph=True)
+        (grad,) = torch.autograd.grad(
+            (y.pow(3) * shard_of(weight, new, pg.tp_local_rank())).sum(), x, create_graph=True
+        )
         (second,) = torch.autograd.grad(grad.sum(), x)
         same(
             plain(second) if isinstance(second, ColoTensor) else second,
-            piece(6 * full * weight, old, pg.tp_local_rank()),
+            shard_of(6 * full * weight, old, pg.tp_local_rank()),
         )
 
 
@@ -132,12 +134,12 @@ def run_other_ranks(group: TorchGroup) -> None:
     assert y.process_group == alone
     same(y, full)
     back = y.redistribute(ShardSpec([-1], [2]), here)
-    same(back, piece(full, ShardSpec([1], [2]), here.tp_local_rank()))
+    same(back, shard_of(full, ShardSpec([1], [2]), here.tp_local_rank()))
     assert len(redistribute_plan(x, ReplicaSpec(), alone).steps) == 1
-    assert str(redistribute_plan(back, back.dist_spec)) == "nothing to move"
+    assert str(redistribute_plan(back, back.dist_spec)) == "nothing to redistribute"
     assert "all_to_all" in str(redistribute_plan(x, ShardSpec([1], [2])))
-    told = redistribute_plan(ReplicaSpec(), ShardSpec([0], [2]), here, shape=(4, 4))
-    assert [step.name for step in told.steps] == ["cut"]
+    plan = redistribute_plan(ReplicaSpec(), ShardSpec([0], [2]), here, shape=(4, 4))
+    assert [step.name for step in plan.steps] == ["split"]
     with pytest.raises(ArgumentError, match="needs pg and shape"):
         redistribute_plan(ReplicaSpec(), ReplicaSpec())
 
@@ -149,34 +151,34 @@ def test_over_other_ranks(pool: Pool) -> None:
 def run_refusals(group: TorchGroup) -> None:
     pg = ranks_of(group)
     full = values((4, 4))
-    whole = ColoTensor(full.clone(), ColoTensorSpec(pg))
-    with pytest.raises(ShapeError, match="a cut into 4 pieces needs 4 tensor-parallel ranks, not 2"):
-        whole.redistribute(ShardSpec([0], [4]))
+    replica = ColoTensor(full.clone(), ColoTensorSpec(pg))
+    with pytest.raises(ShapeError, match="4 shards need 4 tensor-parallel ranks, not 2"):
+        replica.redistribute(ShardSpec([0], [4]))
     with pytest.raises(ShapeError, match="no dim 2"):
-        whole.redistribute(ShardSpec([2], [2]))
+        replica.redistribute(ShardSpec([2], [2]))
     with pytest.raises(ShapeError, match="dim 1 twice"):
-        whole.redistribute(ShardSpec([1, -1], [1, 2]))
-    with pytest.raises(ShapeError, match="is no cut"):
+        replica.redistribute(ShardSpec([1, -1], [1, 2]))
+    with pytest.raises(ShapeError, match="is not a valid sharding"):
         ShardSpec([0, 0], [2, 2])
     with pytest.raises(AssertionError, match="list"):
         ShardSpec((0,), [2])  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="2 dims, but 1"):
         ShardSpec([0, 1], [2])
-    with pytest.raises(ShapeError, match="the piece of"):
+    with pytest.raises(ShapeError, match="the local shard of"):
         ColoTensor(full.clone(), ColoTensorSpec(pg, ShardSpec([0], [2])), (4, 4))
     with pytest.raises(ArgumentError, match="dist spec"):
         DistSpecManager.handle_trans_spec(full, "r", ReplicaSpec(), pg)  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="holds"):
         DistSpecManager.handle_trans_spec(full, ShardSpec([0], [2]), ReplicaSpec(), pg, (4, 4))
     with pytest.raises(AssertionError, match="has grad_fn"):
-        (whole.requires_grad_() * 2).set_dist_spec(ShardSpec([0], [2]))
-    with pytest.raises(AssertionError, match="no dist spec"):
-        whole.set_dist_spec("r")  # type: ignore[arg-type]
+        (replica.requires_grad_() * 2).set_dist_spec(ShardSpec([0], [2]))
+    with pytest.raises(AssertionError, match="not a dist spec"):
+        replica.set_dist_spec("r")  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="is invalid"):
-        whole.set_process_group(None)  # type: ignore[arg-type]
+        replica.set_process_group(None)  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="cannot change"):
         sharded(full, ShardSpec([0], [2]), pg).set_process_group(ProcessGroup(ranks=pg.ranks_in_group(), dp_degree=2))
-    same(whole.redistribute(ShardSpec([0], [2])).to_replicate(), full)
+    same(replica.redistribute(ShardSpec([0], [2])).to_replicate(), full)
 
 
 def test_refusals_leave_the_group_usable(pool: Pool) -> None:
@@ -277,13 +279,13 @@ def run_operators(group: TorchGroup) -> None:
             assert isinstance(out, ColoTensor), name
             assert out.dist_spec == row, name
             same(out.to_replicate(), function(full, other), name)
-    _told.clear()
+    _warned.clear()
     gathered = [
         (lambda a, b: torch.topk(a, 2, 0).values, "topk"),
         (lambda a, b: a.cumsum(0), "cumsum"),
-        (lambda a, b: torch.cat([a, b]), "cat along the cut"),
-        (lambda a, b: a.reshape(2, 16)[1:], "reshape that moves the cut"),
-        (lambda a, b: a[2:5], "index into the cut"),
+        (lambda a, b: torch.cat([a, b]), "cat along the sharded dim"),
+        (lambda a, b: a.reshape(2, 16)[1:], "reshape that moves the sharded dim"),
+        (lambda a, b: a[2:5], "index into the sharded dim"),
         (lambda a, b: a[a > 0], "index by a mask"),
         (lambda a, b: a.argmax(), "argmax of several dims"),
     ]
@@ -294,7 +296,7 @@ def run_operators(group: TorchGroup) -> None:
         assert isinstance(out, ColoTensor), name
         assert out.is_replicate(), name
         same(out, function(full, other), name)
-    _told.clear()
+    _warned.clear()
     with pytest.warns(UserWarning, match="cumsum has no rule for these shards"):
         x.cumsum(0)
     with warnings.catch_warnings():
@@ -305,18 +307,18 @@ def run_operators(group: TorchGroup) -> None:
     same(mixed.to_replicate(), full + other)
     x.add_(sharded(other, column, pg))
     assert x.dist_spec == row
-    same(x, piece(full + other, row, rank))
-    even = x + piece(other, row, rank)
+    same(x, shard_of(full + other, row, rank))
+    even = x + shard_of(other, row, rank)
     same(even.to_replicate(), full + 2 * other)
     with pytest.raises(UnsupportedError, match="has no rule for writing into a shard"):
         x.index_fill_(0, torch.tensor([0]), 1.0)
     x.copy_(full)
-    same(x, piece(full, row, rank), "a whole tensor into a shard")
+    same(x, shard_of(full, row, rank), "a global tensor into a shard")
     with pytest.raises(UnsupportedError, match="writes into a plain tensor"):
         full.add_(x)
-    whole = ColoTensor(full.clone(), ColoTensorSpec(pg))
-    whole.index_fill_(0, torch.tensor([0]), 7.0)
-    assert plain(whole)[0].eq(7).all()
+    replica = ColoTensor(full.clone(), ColoTensorSpec(pg))
+    replica.index_fill_(0, torch.tensor([0]), 7.0)
+    assert plain(replica)[0].eq(7).all()
 
 
 def test_operators_keep_the_layout_true(pool: Pool) -> None:
@@ -336,7 +338,7 @@ def run_gradients(group: TorchGroup) -> None:
         assert x.grad is not None
         assert full.grad is not None
         torch.testing.assert_close(
-            plain(x.grad) if isinstance(x.grad, ColoTensor) else x.grad, piece(full.grad, spec, pg.tp_local_rank())
+            plain(x.grad) if isinstance(x.grad, ColoTensor) else x.grad, shard_of(full.grad, spec, pg.tp_local_rank())
         )
 
 
@@ -389,7 +391,7 @@ class Tell(ColoParamOpHook):
         self._tell("postB", params)
 
 
-def told(count: int, *whats: str) -> list[tuple[str, int]]:
+def context(count: int, *whats: str) -> list[tuple[str, int]]:
     return [(f"{name}.{what}", count) for what in whats for name in "ab"]
 
 
@@ -407,24 +409,24 @@ def run_hooks(group: TorchGroup) -> None:
             return function()
 
     out = during(lambda: nn.functional.linear(x, w, v))
-    assert seen == told(2, "preF", "postF")
+    assert seen == context(2, "preF", "postF")
     assert isinstance(out, ColoTensor)
     out.sum().backward()
-    assert seen == told(2, "preF", "postF", "preB", "postB"), "backward runs the hooks of its forward"
-    wanted = torch.ones(3, 4, requires_grad=True)
-    nn.functional.linear(x, wanted, torch.ones(3)).sum().backward()
+    assert seen == context(2, "preF", "postF", "preB", "postB"), "backward runs the hooks of its forward"
+    expected = torch.ones(3, 4, requires_grad=True)
+    nn.functional.linear(x, expected, torch.ones(3)).sum().backward()
     assert w.grad is not None
-    assert wanted.grad is not None
-    same(w.grad, wanted.grad)
+    assert expected.grad is not None
+    same(w.grad, expected.grad)
     during(lambda: torch.cat((w, w)))
-    assert seen == told(2, "preF", "postF")
+    assert seen == context(2, "preF", "postF")
     during(lambda: torch.stack([w, [w][0]]).sum().backward())
-    assert [name for name, _ in seen] == [n for n, _ in told(2, "preF", "postF", "preB", "postB")]
+    assert [name for name, _ in seen] == [n for n, _ in context(2, "preF", "postF", "preB", "postB")]
     with torch.no_grad():
         during(lambda: w * 2)
-    assert seen == told(1, "preF", "postF")
+    assert seen == context(1, "preF", "postF")
     during(lambda: w.numel())
-    assert seen == told(1, "preF", "postF")
+    assert seen == context(1, "preF", "postF")
     during(lambda: w.shape)
     assert seen == []
     with pytest.raises(RuntimeError, match="Found Dict"):
@@ -460,35 +462,35 @@ def run_saving(group: TorchGroup, folder: str) -> None:
     pg, world = ranks_of(group), group.size()
     spec = ShardSpec([0], [world])
     torch.manual_seed(0)
-    ours = model(pg, spec)
-    whole = full_state_dict(ours)
+    actual = model(pg, spec)
+    replica = full_state_dict(actual)
     torch.manual_seed(0)
     for name, value in nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).state_dict().items():
-        same(whole[name], value, name)
+        same(replica[name], value, name)
     buffer = io.BytesIO()
-    torch.save(ours.state_dict(), buffer)
+    torch.save(actual.state_dict(), buffer)
     buffer.seek(0)
     loaded = torch.load(buffer)
-    for name, value in ours.state_dict().items():
+    for name, value in actual.state_dict().items():
         same(loaded[name], plain(value) if isinstance(value, ColoTensor) else value)
         if isinstance(value, ColoTensor):
             assert loaded[name].dist_spec == spec
             assert loaded[name].process_group == pg
             assert loaded[name].process_group.tp_process_group() is pg.tp_process_group()
     other = model(pg, ReplicaSpec())
-    load_full_state_dict(other, whole)
+    load_full_state_dict(other, replica)
     again = model(pg, ShardSpec([-1], [world]))
     again.load_state_dict(
-        {k: again.state_dict()[k].copy_(v) if k == "none" else again.state_dict()[k] for k, v in whole.items()}
+        {k: again.state_dict()[k].copy_(v) if k == "none" else again.state_dict()[k] for k, v in replica.items()}
     )
     load_full_state_dict(again, full_state_dict(other))
     for name, value in full_state_dict(again).items():
-        same(value, whole[name])
+        same(value, replica[name])
     with pytest.raises(ValueError, match="missing"):
         load_full_state_dict(again, {})
     if pg.tp_local_rank() == 0:
-        torch.save(whole, f"{folder}/{world}.pt")
-    p = ours[0].weight
+        torch.save(replica, f"{folder}/{world}.pt")
+    p = actual[0].weight
     twin = copy.deepcopy(p)
     assert type(twin) is ColoParameter
     assert twin.requires_grad
@@ -504,11 +506,11 @@ def run_saving(group: TorchGroup, folder: str) -> None:
 
 def run_loading(group: TorchGroup, path: str) -> None:
     pg = ranks_of(group)
-    ours = model(pg, ShardSpec([-1], [group.size()]))
-    whole = torch.load(path)
-    load_full_state_dict(ours, whole)
-    for name, value in full_state_dict(ours).items():
-        same(value, whole[name])
+    actual = model(pg, ShardSpec([-1], [group.size()]))
+    replica = torch.load(path)
+    load_full_state_dict(actual, replica)
+    for name, value in full_state_dict(actual).items():
+        same(value, replica[name])
 
 
 def test_saving_and_loading_across_world_sizes(pool: Pool, tmp_path: Any) -> None:
@@ -584,13 +586,13 @@ def test_specs() -> None:
 
 @pytest.mark.parametrize("shape", [(9,), (9, 7), (2, 5, 3)], ids=str)
 @pytest.mark.parametrize("parts", [{0: 4}, {0: 2, 1: 3}, {1: 2, 0: 2}], ids=str)
-def test_cuts_cover_every_element_once(shape: tuple[int, ...], parts: dict[int, int]) -> None:
+def test_shards_cover_every_element_once(shape: tuple[int, ...], parts: dict[int, int]) -> None:
     if max(parts) >= len(shape):
         parts = {0: 4}
     counted = torch.zeros(shape)
     for rank in range(math.prod(parts.values())):
         view = counted
-        for dim, start, size in cuts(shape, parts, rank):
+        for dim, start, size in shard_bounds(shape, tuple(parts.items()), rank):
             view = view.narrow(dim, start, size)
         view += 1
     assert counted.eq(1).all()
@@ -608,18 +610,18 @@ def run_dtensor(group: TorchGroup) -> None:
             (ShardSpec([0], [world]), Shard(0)),
             (ShardSpec([1], [world]), Shard(1)),
         ):
-            theirs = distribute_tensor(full, mesh, [placement])
-            ours = ColoTensor.from_dtensor(theirs)
-            assert ours.dist_spec == spec
-            assert ours.data_ptr() == theirs.to_local().data_ptr()
-            assert tuple(ours.size()) == shape
-            back = ours.to_dtensor()
-            assert back.to_local().data_ptr() == ours.data_ptr()
+            dtensor = distribute_tensor(full, mesh, [placement])
+            actual = ColoTensor.from_dtensor(dtensor)
+            assert actual.dist_spec == spec
+            assert actual.data_ptr() == dtensor.to_local().data_ptr()
+            assert tuple(actual.size()) == shape
+            back = actual.to_dtensor()
+            assert back.to_local().data_ptr() == actual.data_ptr()
             assert back.placements == (placement,)
-            assert back.shape == theirs.shape
+            assert back.shape == dtensor.shape
             same(back.full_tensor(), full)
-            for target, wanted in ((Replicate(), ReplicaSpec()), (Shard(0), ShardSpec([0], [world]))):
-                same(ours.redistribute(wanted), theirs.redistribute(mesh, [target]).to_local())
+            for target, expected in ((Replicate(), ReplicaSpec()), (Shard(0), ShardSpec([0], [world]))):
+                same(actual.redistribute(expected), dtensor.redistribute(mesh, [target]).to_local())
     x = sharded(values((8, 4)), ShardSpec([0], [world]), pg).requires_grad_()
     (x.to_dtensor().to_local() * 2).sum().backward()
     assert x.grad is not None
@@ -660,16 +662,22 @@ def test_the_documented_table_is_the_code() -> None:
     from tritoncomm.tensor.redistribute import steps
 
     text = (Path(__file__).parents[2] / "docs" / "tensor.md").read_text()
-    rows = [line for line in text.splitlines() if line.startswith(("| replica", "| shard"))]
-    kinds = {"replica": ((),), "shard, one dim": (((0, 4),), ((1, 4),)), "shard, several dims": (((0, 2), (1, 2)),)}
-    kinds["shard, several dims"] += (((1, 2), (0, 2)),)  # type: ignore[assignment]
+    rows = [line for line in text.splitlines() if line.startswith(("| `Replicate()`", "| `Shard`"))]
+    kinds: dict[str, tuple[Any, ...]] = {
+        "`Replicate()`": ((),),
+        "`Shard`, one dim": (((0, 4),), ((1, 4),)),
+        "`Shard`, several dims": (((0, 2), (1, 2)), ((1, 2), (0, 2))),
+    }
     assert [row.split("|")[1].strip() for row in rows] == list(kinds)
     for row, old in zip(rows, kinds, strict=True):
         for cell, new in zip(row.split("|")[2:-1], kinds, strict=True):
-            told = cell.strip().partition(" (")[0].replace("-to-", "_to_")
-            found = {
-                ", ".join(steps(a, b)) or "-" for a in kinds[old] for b in kinds[new] if a != b or old == "replica"
+            documented = cell.strip().partition(" (")[0].replace("-", "_") if len(cell.strip()) > 1 else "-"
+            result = {
+                ", ".join(steps(a, b)) or "-"
+                for a in kinds[old]
+                for b in kinds[new]
+                if a != b or old == "`Replicate()`"
             }
-            assert found == {told}, (old, new)
+            assert result == {documented}, (old, new)
             for same in kinds[old] if old == new else ():
                 assert steps(same, same) == ()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from pool import Pool
-from shards import piece, ranks_of, sharded
+from shards import ranks_of, shard_of, sharded
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup as TorchGroup
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,7 +56,7 @@ WIDTH, CLASSES = 8, 10
 
 
 class Model(nn.Module):
-    """An embedding, a column- and a row-parallel linear, norms, and a head whose classes can be cut."""
+    """An embedding, a column- and a row-parallel linear, norms, and a head whose classes can be sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,10 +80,10 @@ def layouts(world: int) -> dict[str, Any]:
 def both(pg: ProcessGroup) -> tuple[Model, Model]:
     """The model of one process, and the same one sharded."""
     torch.manual_seed(0)
-    whole = Model().double()
-    sharded = copy.deepcopy(whole)
+    reference = Model().double()
+    sharded = copy.deepcopy(reference)
     shard_parameters(sharded, layouts(pg.tp_world_size()), pg)
-    return whole, sharded
+    return reference, sharded
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:
@@ -91,11 +91,11 @@ def data(step: int) -> tuple[Tensor, Tensor]:
     return torch.randint(CLASSES, (5, 3), generator=generator), torch.randint(CLASSES, (5, 3), generator=generator)
 
 
-def same_parameters(whole: nn.Module, sharded: nn.Module, pg: ProcessGroup, what: Any) -> None:
-    for (name, p), (_, q) in zip(whole.named_parameters(), sharded.named_parameters(), strict=True):
+def same_parameters(reference: nn.Module, sharded: nn.Module, pg: ProcessGroup, what: Any) -> None:
+    for (name, p), (_, q) in zip(reference.named_parameters(), sharded.named_parameters(), strict=True):
         assert isinstance(q, ColoParameter), name
         torch.testing.assert_close(
-            plain(q).detach(), piece(p.detach(), q.dist_spec, pg.tp_local_rank()), rtol=1e-9, atol=1e-9,
+            plain(q).detach(), shard_of(p.detach(), q.dist_spec, pg.tp_local_rank()), rtol=1e-9, atol=1e-9,
             msg=lambda m, name=name: f"{what} {name}: {m}",
         )  # fmt: skip
 
@@ -115,25 +115,25 @@ OPTIMISERS: dict[str, Any] = {
 
 def run_optimiser(group: TorchGroup, name: str, clip: float | None) -> None:
     pg = ranks_of(group)
-    whole, sharded = both(pg)
-    theirs, ours = OPTIMISERS[name](whole.parameters()), OPTIMISERS[name](sharded.parameters())
+    reference, sharded = both(pg)
+    reference_optimizer, optimizer = OPTIMISERS[name](reference.parameters()), OPTIMISERS[name](sharded.parameters())
     for step in range(4):
-        for model, optimiser in ((whole, theirs), (sharded, ours)):
+        for model, optimiser in ((reference, reference_optimizer), (sharded, optimizer)):
             optimiser.zero_grad()
             loss = model(*data(step))
             loss.backward()
-            if model is whole:
-                wanted = loss.detach()
+            if model is reference:
+                expected = loss.detach()
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip) if clip else torch.zeros(())
             else:
-                torch.testing.assert_close(plain(loss).detach(), wanted, rtol=1e-10, atol=0)
+                torch.testing.assert_close(plain(loss).detach(), expected, rtol=1e-10, atol=0)
                 if clip:
                     torch.testing.assert_close(clip_grad_norm_(model.parameters(), clip), norm, rtol=1e-9, atol=0)
             optimiser.step()
-        same_parameters(whole, sharded, pg, (name, step))
-    told = sharded_optimizer_state(ours)["state"]
+        same_parameters(reference, sharded, pg, (name, step))
+    context = sharded_optimizer_state(optimizer)["state"]
     for number, p in enumerate(sharded.parameters()):
-        for key, value in told[number].items():
+        for key, value in context[number].items():
             if isinstance(value, Tensor) and value.dim():
                 assert isinstance(value, ColoTensor), (name, key)
                 assert value.dist_spec == p.dist_spec, (name, key)
@@ -153,12 +153,12 @@ def test_clipping_by_the_global_norm(pool: Pool, world: int) -> None:
 
 def run_clip_orders(group: TorchGroup) -> None:
     pg = ranks_of(group)
-    whole, sharded = both(pg)
-    for model in (whole, sharded):
+    reference, sharded = both(pg)
+    for model in (reference, sharded):
         model(*data(0)).backward()
     for order in (1.0, 2.0, 3.5, float("inf")):
-        wanted = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9, order)
-        torch.testing.assert_close(clip_grad_norm_(sharded.parameters(), 1e9, order), wanted, rtol=1e-9, atol=0)
+        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9, order)
+        torch.testing.assert_close(clip_grad_norm_(sharded.parameters(), 1e9, order), expected, rtol=1e-9, atol=0)
     next(sharded.parameters()).grad[0, 0] = float("nan")  # type: ignore[index]
     with pytest.raises(RuntimeError, match="is nan"):
         clip_grad_norm_(sharded.parameters(), 1.0, error_if_nonfinite=True)
@@ -170,7 +170,7 @@ class Inherited(torch.optim.AdamW):
 
 
 class Normalised(torch.optim.SGD):
-    """An optimizer that nobody knows: it divides by the norm of each gradient."""
+    """An unknown optimizer, which divides by the norm of each gradient."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -194,10 +194,10 @@ def run_steps_of_shards(group: TorchGroup) -> None:
         p.grad = torch.ones_like(plain(p)) if layout is not None else torch.ones_like(p)
         return p
 
-    shard, whole = ShardSpec([0], [world]), ReplicaSpec()
+    shard, reference = ShardSpec([0], [world]), ReplicaSpec()
     refused: list[Any] = [torch.optim.Muon, torch.optim.Adafactor, OwnMuon, torch.optim.LBFGS]
     for kind in refused:
-        for layouts in ([None, None], [whole], [whole, shard], [shard]):
+        for layouts in ([None, None], [reference], [reference, shard], [shard]):
             parameters = [parameter(layout) for layout in layouts]
             optimiser = kind(parameters, lr=0.1)
             before = [plain(p).detach().clone() for p in parameters]
@@ -216,7 +216,7 @@ def run_steps_of_shards(group: TorchGroup) -> None:
     for kind in (torch.optim.SGD, torch.optim.AdamW, Inherited, *(case.func for case in OPTIMISERS.values())):
         kind([parameter(shard)], lr=0.1).step()  # warnings are errors here
     optimizers._warned.clear()
-    Normalised([parameter(whole), parameter(None)], lr=0.1).step()
+    Normalised([parameter(reference), parameter(None)], lr=0.1).step()
     with pytest.warns(UserWarning, match="Normalised is not known") if world > 1 else nullcontext():
         Normalised([parameter(shard)], lr=0.1).step()
     Normalised([parameter(shard)], lr=0.1).step()
@@ -253,8 +253,8 @@ def test_optimizers_are_watched_once_there_are_colo_tensors(monkeypatch: pytest.
 def run_replicas(group: TorchGroup) -> None:
     pg, world = ranks_of(group), group.size()
     _, module = both(pg)
-    replicas = [name for name, p in module.named_parameters() if not p._parts]  # type: ignore[attr-defined]
-    shards = [name for name, p in module.named_parameters() if p._parts]  # type: ignore[attr-defined]
+    replicas = [name for name, p in module.named_parameters() if not p.partitions]  # type: ignore[attr-defined]
+    shards = [name for name, p in module.named_parameters() if p.partitions]  # type: ignore[attr-defined]
     assert bool(shards) == (world > 1)
     with record.recording() as counted:
         check_replicas(module)
@@ -371,9 +371,9 @@ def run_save(group: TorchGroup, folder: str) -> None:
 
 def run_load(group: TorchGroup, folder: str) -> None:
     pg = ranks_of(group)
-    whole, sharded = both(pg)
-    optimiser = torch.optim.AdamW(whole.parameters(), lr=0.01)
-    whole(*data(0)).backward()
+    reference, sharded = both(pg)
+    optimiser = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    reference(*data(0)).backward()
     optimiser.step()
     mine = torch.optim.AdamW(sharded.parameters(), lr=0.01)
     sharded(*data(7)).backward()
@@ -381,11 +381,11 @@ def run_load(group: TorchGroup, folder: str) -> None:
     state = {"model": sharded.state_dict(), "optimiser": mine.state_dict()["state"]}
     dcp.load(state, checkpoint_id=folder, process_group=group)
     sharded.load_state_dict(state["model"])
-    same_parameters(whole, sharded, pg, "loaded")
-    for p, q in zip(whole.parameters(), sharded.parameters(), strict=True):
+    same_parameters(reference, sharded, pg, "loaded")
+    for p, q in zip(reference.parameters(), sharded.parameters(), strict=True):
         moment = mine.state[q]["exp_avg"]
-        wanted = piece(optimiser.state[p]["exp_avg"], moment.dist_spec, pg.tp_local_rank())
-        torch.testing.assert_close(plain(moment), wanted, rtol=1e-9, atol=1e-12)
+        expected = shard_of(optimiser.state[p]["exp_avg"], moment.dist_spec, pg.tp_local_rank())
+        torch.testing.assert_close(plain(moment), expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -416,7 +416,7 @@ def run_recomputation(group: TorchGroup) -> None:
     for again in (False, True):
         torch.manual_seed(2)
         x = ColoTensor(
-            piece(full, ShardSpec([0], [world]), pg.tp_local_rank()), ColoTensorSpec(pg, ShardSpec([0], [world]))
+            shard_of(full, ShardSpec([0], [world]), pg.tp_local_rank()), ColoTensorSpec(pg, ShardSpec([0], [world]))
         )
         w = ColoParameter(full.clone(), True, ColoTensorSpec(pg))
         x.requires_grad_()
@@ -438,9 +438,9 @@ def test_recomputed_activations_drop_the_same_elements(pool: Pool) -> None:
 
 
 def everybodys(x: Tensor, group: TorchGroup) -> list[Tensor]:
-    found = [torch.empty_like(x) for _ in range(group.size())]
-    torch.distributed.all_gather(found, x, group=group)
-    return found
+    result = [torch.empty_like(x) for _ in range(group.size())]
+    torch.distributed.all_gather(result, x, group=group)
+    return result
 
 
 def run_random(group: TorchGroup) -> None:
@@ -506,7 +506,7 @@ def run_initialisers(group: TorchGroup) -> None:
             values.append(plain(p.to_replicate()).detach())
         assert all(torch.equal(values[0], x) for x in values), init
     torch.manual_seed(3)
-    wanted = nn.init.kaiming_uniform_(torch.empty(4000, 12))
+    expected = nn.init.kaiming_uniform_(torch.empty(4000, 12))
     bound = float(
         plain(
             nn.init.kaiming_uniform_(
@@ -517,7 +517,7 @@ def run_initialisers(group: TorchGroup) -> None:
         .abs()
         .max()
     )
-    assert bound == pytest.approx(float(wanted.abs().max()), rel=0.01)
+    assert bound == pytest.approx(float(expected.abs().max()), rel=0.01)
 
 
 def test_initialisers_do_not_depend_on_the_layout(pool: Pool) -> None:
@@ -540,9 +540,9 @@ def run_compute_specs(group: TorchGroup) -> None:
         p.set_dist_spec(spec)
         return p
 
-    def close(found: Any, spec: Any, wanted: Tensor = full) -> None:
-        assert found.dist_spec == spec, (found.dist_spec, spec)
-        torch.testing.assert_close(plain(found).detach(), piece(wanted, spec, rank))
+    def close(result: Any, spec: Any, expected: Tensor = full) -> None:
+        assert result.dist_spec == spec, (result.dist_spec, spec)
+        torch.testing.assert_close(plain(result).detach(), shard_of(expected, spec, rank))
 
     column, row = ShardSpec([0], [world]), ShardSpec([-1], [world])
     close(F.linear(x, weight(column), b), ReplicaSpec())
@@ -561,27 +561,27 @@ def run_compute_specs(group: TorchGroup) -> None:
         assert (one.has_compute_pattern(ComputePattern.TP1D), one.compute_spec.output_replicate) == (True, True)
         assert one.compute_spec is not other.compute_spec, "a new one each time"
         assert not (one + 1).has_compute_spec()
-    for whole in (
+    for reference in (
         F.linear(x, weight(column), b), F.linear(x, weight(row, gather=False), b),
         F.embedding(torch.tensor([3, 1]), weight(column, gather=False)), F.linear(x, weight(row, shard=0), b),
         F.linear(sharded(x, column, pg), weight(ReplicaSpec(), gather=False), b),
     ):  # fmt: skip
-        assert not whole.has_compute_spec(), whole
+        assert not reference.has_compute_spec(), reference
     close(F.linear(x, weight(row), b), ReplicaSpec())
     close(F.linear(x, weight(row, shard=0), b), column)
     ragged = F.linear(x[:3], w, b)
     close(F.linear(x[:3], weight(row, shard=0), b), column, ragged)
     cut_weight = weight(row, shard=0)
     with record.recording() as counted:
-        F.linear(ColoTensor(piece(x, row, rank), ColoTensorSpec(pg, row)), cut_weight, b)
+        F.linear(ColoTensor(shard_of(x, row, rank), ColoTensorSpec(pg, row)), cut_weight, b)
     assert [name for name, _ in counted] == ["reduce_scatter_dim"], counted
-    sequence = ColoTensor(piece(x, column, rank), ColoTensorSpec(pg, column)).requires_grad_()
+    sequence = ColoTensor(shard_of(x, column, rank), ColoTensorSpec(pg, column)).requires_grad_()
     with record.recording() as counted:
         y = F.linear(sequence, weight(column, gather=False), b)
-        plain(y).backward(piece(torch.ones_like(full), row, rank))
+        plain(y).backward(shard_of(torch.ones_like(full), row, rank))
     assert {name for name, _ in counted} >= {"all_gather_dim", "reduce_scatter_dim"}, counted
     assert sequence.grad is not None
-    torch.testing.assert_close(sequence.grad, piece(torch.ones_like(full) @ w, column, rank))
+    torch.testing.assert_close(sequence.grad, shard_of(torch.ones_like(full) @ w, column, rank))
     table = ColoParameter(w.clone(), True, ColoTensorSpec(pg, ReplicaSpec(), ComputeSpec(ComputePattern.TP1D)))
     table.set_dist_spec(row)
     ids = torch.tensor([3, 1, 11])
@@ -601,7 +601,7 @@ def run_writes(group: TorchGroup) -> None:
     pg, world = ranks_of(group), group.size()
     full = torch.arange(32.0).view(8, 4)
     x = ColoTensor(
-        piece(full, ShardSpec([0], [world]), pg.tp_local_rank()), ColoTensorSpec(pg, ShardSpec([0], [world]))
+        shard_of(full, ShardSpec([0], [world]), pg.tp_local_rank()), ColoTensorSpec(pg, ShardSpec([0], [world]))
     )
     x[:, 1] = 7.0
     full[:, 1] = 7.0
@@ -631,7 +631,7 @@ def test_writing_into_pieces(pool: Pool) -> None:
 def run_sharded_modules(group: TorchGroup) -> None:
     pg = ranks_of(group)
     model = Model()
-    with pytest.raises(ArgumentError, match=r"middle\.weight fits none"):
+    with pytest.raises(ArgumentError, match=r"middle\.weight matches none"):
         shard_parameters(model, {"middle.weight": ShardSpec([0], [2])}, pg)
     assert not any(isinstance(p, ColoParameter) for p in model.parameters())
     model.head.weight = model.tokens.weight
@@ -648,12 +648,12 @@ def test_modules_are_sharded_by_name(pool: Pool) -> None:
 def run_measure(group: TorchGroup) -> None:
     ranks = torch.distributed.get_process_group_ranks(group)
     mesh = DeviceMesh(torch.tensor(ranks), (2, 2), init_process_group=True)
-    found = measure_mesh(mesh, large=1 << 16, repeats=3)
-    assert found.mesh_shape == (2, 2)
-    numbers = torch.tensor([found.mesh_alpha, found.mesh_beta], dtype=torch.float64)
+    result = measure_mesh(mesh, large=1 << 16, repeats=3)
+    assert result.mesh_shape == (2, 2)
+    numbers = torch.tensor([result.mesh_alpha, result.mesh_beta], dtype=torch.float64)
     assert bool((numbers[0] > 0).all())
     assert all(torch.equal(numbers, other) for other in everybodys(numbers, group))
-    source, target = (ShardingSpec(found, (8, 8), dims) for dims in ({0: [0]}, {1: [0]}))
+    source, target = (ShardingSpec(result, (8, 8), dims) for dims in ({0: [0]}, {1: [0]}))
     path = shortest_path(source, target)
     assert path.cost > 0
     with pytest.raises(ShapeError, match="sizes"):
@@ -673,17 +673,17 @@ def test_a_mesh_is_measured_where_its_groups_move_cuda_tensors(monkeypatch: pyte
     seen: list[Any] = []
     where: Any = alpha_beta._device
     monkeypatch.setattr(alpha_beta, "_device", lambda group: seen.append(where(group)) or torch.device("meta"))
-    monkeypatch.setattr(alpha_beta.engine, "all_reduce", lambda x, *_, **__: seen.append(x.device.type))
+    monkeypatch.setattr(alpha_beta.eager, "all_reduce", lambda x, *_, **__: seen.append(x.device.type))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     cuda, cpu = torch.device("cuda", 3), torch.device("cpu")
-    for backends, wanted in (
+    for backends, expected in (
         ({"cpu": "gloo", "cuda": "nccl"}, cuda), ({"cuda": "nccl"}, cuda), ({"cuda": "NCCL2"}, cuda),
         ({"cpu": "gloo", "cuda": "gloo"}, cpu), ({"cpu": "gloo"}, cpu),
     ):  # fmt: skip
         seen.clear()
         alpha_beta._microseconds(Group(**backends), 8, 1)  # type: ignore[arg-type]
-        assert seen == [wanted, "meta", "meta", "meta"], backends
+        assert seen == [expected, "meta", "meta", "meta"], backends
 
 
 def test_a_mesh_is_measured(pool: Pool) -> None:
@@ -722,13 +722,13 @@ def run_under_a_mode(group: TorchGroup) -> None:
     (F.gelu(full) * full).sum().backward()
     spec = ShardSpec([0], [world])
     for mode in (Seen(), FlopCounterMode(display=False)):
-        x = ColoTensor(piece(full.detach(), spec, pg.tp_local_rank()), ColoTensorSpec(pg, spec)).requires_grad_()
+        x = ColoTensor(shard_of(full.detach(), spec, pg.tp_local_rank()), ColoTensorSpec(pg, spec)).requires_grad_()
         with mode, record.recording() as counted:
             (F.gelu(x) * x).sum().backward()
         assert {name for name, _ in counted} == {"reduce_from_tensor_model_parallel_region"}, counted
         assert x.grad is not None
         assert full.grad is not None
-        torch.testing.assert_close(plain(x.grad), piece(full.grad, spec, pg.tp_local_rank()))
+        torch.testing.assert_close(plain(x.grad), shard_of(full.grad, spec, pg.tp_local_rank()))
 
 
 def test_dispatch_modes_see_pieces(pool: Pool) -> None:

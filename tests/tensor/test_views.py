@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from operator_cases import layouts_of
 from pool import Pool
-from shards import piece, ranks_of
+from shards import ranks_of, shard_of
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup as TorchGroup
 
@@ -29,7 +29,7 @@ from tritoncomm.tensor import (
     ShardSpec,
 )
 from tritoncomm.tensor.box import box_of
-from tritoncomm.tensor.distspec import _DistSpec, cuts
+from tritoncomm.tensor.distspec import _DistSpec, shard_bounds
 from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.snapshot import is_view
 
@@ -37,16 +37,16 @@ Step = Callable[[Any], Any]
 
 
 def sharded(full: Tensor, spec: _DistSpec, pg: ProcessGroup) -> ColoTensor:
-    return ColoTensor(piece(full, spec, pg.tp_local_rank()).clone(), ColoTensorSpec(pg, spec), full.shape)
+    return ColoTensor(shard_of(full, spec, pg.tp_local_rank()).clone(), ColoTensorSpec(pg, spec), full.shape)
 
 
-def whole(x: Any) -> Tensor:
+def full_value(x: Any) -> Tensor:
     """All elements of a tensor, plain, without a graph."""
     return plain(x.detach().redistribute(ReplicaSpec())) if isinstance(x, ColoTensor) else x.detach()
 
 
 class Draw(random.Random):
-    """Views and writes of a case, drawn alike on every rank."""
+    """Views and writes of a case, drawn identically on every rank."""
 
     def index(self, size: int) -> Any:
         """An integer or a slice of a dim."""
@@ -57,12 +57,12 @@ class Draw(random.Random):
 
     def item(self, shape: tuple[int, ...]) -> Any:
         """A basic index: of all dims or some, with None or Ellipsis now and then."""
-        found = [self.index(size) for size in shape[: self.randint(1, len(shape))]]
+        result = [self.index(size) for size in shape[: self.randint(1, len(shape))]]
         if self.random() < 0.2:
-            found.insert(self.randrange(len(found) + 1), None)
+            result.insert(self.randrange(len(result) + 1), None)
         if self.random() < 0.2:
-            found = [..., *[self.index(size) for size in shape[len(shape) - 1 :]]]
-        return found[0] if len(found) == 1 else tuple(found)
+            result = [..., *[self.index(size) for size in shape[len(shape) - 1 :]]]
+        return result[0] if len(result) == 1 else tuple(result)
 
     def view(self, shape: tuple[int, ...]) -> tuple[str, Step]:
         """An operator that returns a view of a tensor of this shape, or may."""
@@ -84,7 +84,7 @@ class Draw(random.Random):
         item, start = self.item(shape), self.randrange(size + 1)
         length, many = self.randint(0, size - start), self.randint(1, 3)
         order = self.sample(range(len(shape)), len(shape))
-        found: list[tuple[str, Step]] = [
+        result: list[tuple[str, Step]] = [
             (f"[{item}]", lambda x: x[item]),
             (f"[{item}] ", lambda x: x[item]),
             (f"[{item}]  ", lambda x: x[item]),
@@ -102,26 +102,26 @@ class Draw(random.Random):
         ]
         if size:
             place = self.randrange(size)
-            found += [
+            result += [
                 (f"select {dim} {place}", lambda x: x.select(dim, place)),
                 (f"unbind {dim} {place}", lambda x: x.unbind(dim)[place]),
                 (f"split {dim}", lambda x: x.split(max(size // 2, 1), dim)[-1]),
                 (f"as_strided {shape}", lambda x: x.as_strided((1,), (1,)) if 0 not in shape else x),
             ]
             if not dim:
-                found.append(("last row", lambda x: list(x)[-1]))
+                result.append(("last row", lambda x: list(x)[-1]))
             if size % 2 == 0:
-                found.append((f"unflatten {dim}", lambda x: x.unflatten(dim, (2, size // 2))))
+                result.append((f"unflatten {dim}", lambda x: x.unflatten(dim, (2, size // 2))))
         if len(shape) > 1 and dim != other:
-            found.append((f"diagonal {dim} {other}", lambda x: x.diagonal(0, dim, other)))
-        return self.choice(found + always if self.random() < 0.3 else found)
+            result.append((f"diagonal {dim} {other}", lambda x: x.diagonal(0, dim, other)))
+        return self.choice(result + always if self.random() < 0.3 else result)
 
     def write(self, shape: tuple[int, ...]) -> tuple[str, Callable[[Any, Any], Any]]:
         """A write into a tensor of this shape; the second argument makes a replica of a plain tensor."""
         values = torch.arange(1.0, 1 + torch.Size(shape).numel(), dtype=torch.float64).view(shape)
         part = values[tuple(slice(0, 1) if self.random() < 0.5 else slice(None) for _ in shape)]
         item = self.item(shape) if shape else ...
-        found: list[tuple[str, Callable[[Any, Any], Any]]] = [
+        result: list[tuple[str, Callable[[Any, Any], Any]]] = [
             ("fill_", lambda x, _: x.fill_(-3.0)),
             ("zero_", lambda x, _: x.zero_()),
             ("mul_", lambda x, _: x.mul_(2)),
@@ -153,7 +153,7 @@ class Draw(random.Random):
             ("view again", lambda x, _: x.unsqueeze(0)[0].add_(1)),
             ("data", lambda x, _: (x if isinstance(x, ColoTensor) and not is_view(x) else x.data).sub_(1)),
         ]
-        return self.choice(found)
+        return self.choice(result)
 
 
 def _add_item(x: Any, item: Any) -> None:
@@ -185,29 +185,29 @@ def run_case(seed: int, pg: ProcessGroup) -> str:
     """
     full, spec, chain, (_, write) = case(seed, pg.tp_world_size())
     base, x = full.clone(), sharded(full, spec, pg)
-    wanted, view = base, x
+    expected, view = base, x
     for _, step in chain:
-        wanted, view = step(wanted), step(view)
-    torch.testing.assert_close(whole(view), wanted, rtol=0, atol=0)
-    if 0 in wanted.stride() and not is_view(view):
+        expected, view = step(expected), step(view)
+    torch.testing.assert_close(full_value(view), expected, rtol=0, atol=0)
+    if 0 in expected.stride() and not is_view(view):
         return "skipped"  # torch refuses to write into expanded memory, a rank without elements has nothing to refuse
     try:
-        write(wanted, lambda tensor: tensor)
+        write(expected, lambda tensor: tensor)
         failed = False
     except (RuntimeError, IndexError):
         failed, base = True, full
     try:
         write(view, lambda tensor: ColoTensor(tensor.clone(), ColoTensorSpec(pg)))
     except UnsupportedError:
-        torch.testing.assert_close(whole(x), full, rtol=0, atol=0)
+        torch.testing.assert_close(full_value(x), full, rtol=0, atol=0)
         return "refused"
     except (RuntimeError, IndexError):
         assert failed
-        torch.testing.assert_close(whole(x), full, rtol=0, atol=0)
+        torch.testing.assert_close(full_value(x), full, rtol=0, atol=0)
         return "failed"
     assert not failed
-    torch.testing.assert_close(whole(x), base, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(whole(view), wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(full_value(x), base, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(full_value(view), expected, rtol=1e-12, atol=1e-12)
     return "landed"
 
 
@@ -222,8 +222,8 @@ def run_cases(group: TorchGroup, first: int, count: int) -> list[str]:
                 ends.append(run_case(seed, pg))
             except Exception as error:
                 full, spec, chain, write = case(seed, group.size())
-                told = f"{list(full.shape)} {spec}: {[name for name, _ in chain]}, then {write[0]}"
-                raise AssertionError(f"seed {seed} on {group.size()} ranks, {told}: {error}") from error
+                context = f"{list(full.shape)} {spec}: {[name for name, _ in chain]}, then {write[0]}"
+                raise AssertionError(f"seed {seed} on {group.size()} ranks, {context}: {error}") from error
     return ends
 
 
@@ -236,7 +236,7 @@ def test_writes_through_views_land_or_are_refused(pool: Pool, world: Any, first:
 
 
 def check_ends(ends: list[list[str]]) -> None:
-    """Every rank ends alike, and enough writes land."""
+    """Every rank has the same outcome, and enough writes succeed."""
     assert all(each == ends[0] for each in ends)
     assert ends[0].count("landed") > len(ends[0]) / 3
 
@@ -340,14 +340,14 @@ def check_examples(pg: ProcessGroup) -> None:
     spec, full = ShardSpec([0], [pg.tp_world_size()]), torch.arange(20.0).view(5, 4)
     torch.manual_seed(1)
     for name, write in LANDS.items():
-        x, wanted = sharded(full, spec, pg), full.clone()
+        x, expected = sharded(full, spec, pg), full.clone()
         write(x)
-        write(wanted)
-        assert torch.equal(whole(x), wanted), name
+        write(expected)
+        assert torch.equal(full_value(x), expected), name
     for name, write in REFUSED.items():
         x = sharded(full, spec, pg)
         assert refusal(write, x), name
-        assert torch.equal(whole(x), full), name
+        assert torch.equal(full_value(x), full), name
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -365,7 +365,7 @@ def run_padding(group: TorchGroup) -> None:
         parameter.set_dist_spec(spec)
         module.weight = parameter
         module.reset_parameters()
-        table = whole(module.weight)
+        table = full_value(module.weight)
         assert not table[padding].any()
         assert table.ne(held).any(1).sum() == 6
         assert module.weight.requires_grad
@@ -385,9 +385,9 @@ def run_random_fill(group: TorchGroup) -> None:
     nn.init.normal_(rows[0])
     rows[1].uniform_(1, 2)
     for row, index in zip(rows, (0, slice(3, 5)), strict=True):
-        assert whole(row).ne(0).all()
-        assert torch.equal(whole(x)[index], whole(row))
-    assert not whole(x)[1:3].any()
+        assert full_value(row).ne(0).all()
+        assert torch.equal(full_value(x)[index], full_value(row))
+    assert not full_value(x)[1:3].any()
 
 
 def test_random_fills_of_a_view_land(pool: Pool) -> None:
@@ -407,20 +407,20 @@ def run_gradients(group: TorchGroup) -> None:
     ):  # fmt: skip
         with pytest.raises(UnsupportedError, match="has no gradient"):
             write()
-    for x, wanted in ((leaf, full), (middle, full * 2), (plain_rows, full)):
-        assert torch.equal(whole(x), wanted)
-    assert torch.equal(whole(middle[1]), full[1] * 2)
+    for x, expected in ((leaf, full), (middle, full * 2), (plain_rows, full)):
+        assert torch.equal(full_value(x), expected)
+    assert torch.equal(full_value(middle[1]), full[1] * 2)
     with torch.no_grad():
         leaf[0].fill_(9)
         leaf[1:3] = torch.zeros(4)
     changed = torch.cat([torch.full((1, 4), 9.0), torch.zeros(2, 4), full[3:]])
-    assert torch.equal(whole(leaf), changed)
+    assert torch.equal(full_value(leaf), changed)
     assert leaf.is_leaf
     assert leaf.requires_grad
     (leaf[0] * leaf[4]).sum().backward()
-    wanted = changed.clone().requires_grad_()
-    (wanted[0] * wanted[4]).sum().backward()
-    assert torch.equal(leaf.grad, piece(wanted.grad, spec, pg.tp_local_rank()))
+    expected = changed.clone().requires_grad_()
+    (expected[0] * expected[4]).sum().backward()
+    assert torch.equal(leaf.grad, shard_of(expected.grad, spec, pg.tp_local_rank()))
 
 
 def test_gradients_of_a_write_are_refused(pool: Pool) -> None:
@@ -453,16 +453,16 @@ def run_inference(group: TorchGroup) -> None:
             x[0].fill_(3)
             x[1] += 2
         views = outside[2], inside[2]
-    wanted = full.clone()
-    wanted[0], wanted[1] = 3, full[1] + 2
-    assert torch.equal(whole(inside), wanted)
-    assert torch.equal(whole(outside), wanted)
+    expected = full.clone()
+    expected[0], expected[1] = 3, full[1] + 2
+    assert torch.equal(full_value(inside), expected)
+    assert torch.equal(full_value(outside), expected)
     with pytest.raises(UnsupportedError, match="inference mode"):
         views[1].fill_(4)
-    assert torch.equal(whole(inside), wanted)
+    assert torch.equal(full_value(inside), expected)
     views[0].fill_(4)
-    wanted[2] = 4
-    assert torch.equal(whole(outside), wanted)
+    expected[2] = 4
+    assert torch.equal(full_value(outside), expected)
 
 
 def test_writes_in_inference_mode(pool: Pool) -> None:
@@ -475,11 +475,11 @@ def run_snapshot(group: TorchGroup) -> None:
     x = sharded(full, spec, pg)
     first, second, both = x[0], x[0], x[0:2]
     first.fill_(5)
-    assert torch.equal(whole(second), full[0]), "a view is a snapshot"
+    assert torch.equal(full_value(second), full[0]), "a view is a snapshot"
     second.add_(1)  # reads the shard, not what the view shows
-    assert whole(x)[0].eq(6).all()
+    assert full_value(x)[0].eq(6).all()
     both[1].zero_()
-    assert not whole(both)[1].any(), "views of one snapshot share its memory"
+    assert not full_value(both)[1].any(), "views of one snapshot share its memory"
     assert first._base is x
     assert both[1]._base is x
     assert not x[0].numpy().flags.writeable
@@ -490,10 +490,10 @@ def run_snapshot(group: TorchGroup) -> None:
     for other in copied:
         assert type(other) is ColoTensor
         other.zero_()
-    assert whole(x)[0].eq(6).all()
+    assert full_value(x)[0].eq(6).all()
     replica = both.to_replicate()
     replica.fill_(4)
-    assert whole(x)[:2].eq(4).all()
+    assert full_value(x)[:2].eq(4).all()
     for share in (
         lambda: ColoTensor(both, ColoTensorSpec(pg)), lambda: ColoParameter(both), lambda: both.set_dist_spec(spec),
         lambda: ColoTensor.from_torch_tensor(both), lambda: ColoParameter.from_torch_tensor(both), both.to_dtensor,
@@ -506,7 +506,7 @@ def run_snapshot(group: TorchGroup) -> None:
         change(x)
         with pytest.raises(UnsupportedError, match="other memory"):
             view.fill_(1)
-        assert not whole(x)[0].eq(1).all()
+        assert not full_value(x)[0].eq(1).all()
 
 
 def test_a_view_is_a_snapshot_of_its_shard(pool: Pool) -> None:
@@ -538,7 +538,7 @@ def run_hooks(group: TorchGroup) -> None:
             with pytest.raises(UnsupportedError):
                 torch.add(x[3], 1, out=x[2])
     full[0], full[4], full[1] = 0, 0, full[3]
-    assert torch.equal(whole(x), full)
+    assert torch.equal(full_value(x), full)
 
 
 def test_writes_between_hooks(pool: Pool) -> None:
@@ -555,10 +555,10 @@ def run_one_row(group: TorchGroup) -> None:
     ]
     for shape, dim, reshape in cases:
         full = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        x, wanted = sharded(full, ShardSpec([dim], [group.size()]), pg), full.clone()
-        reshape(wanted).zero_()
+        x, expected = sharded(full, ShardSpec([dim], [group.size()]), pg), full.clone()
+        reshape(expected).zero_()
         reshape(x).zero_()
-        assert torch.equal(whole(x), wanted), shape
+        assert torch.equal(full_value(x), expected), shape
     x = sharded(torch.ones(8, 6), ShardSpec([0], [group.size()]), pg)
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         x[:, 1:5].view(32)
@@ -608,13 +608,13 @@ def run_reshapes(group: TorchGroup) -> None:
                 x = ColoParameter(plain(x), False, ColoTensorSpec(pg, spec))
             local = plain(x).shape
             for name, reshape in RESHAPES.items():
-                told = refusal(reshape, x)
-                assert told, (name, spec)
+                context = refusal(reshape, x)
+                assert context, (name, spec)
                 operator = name.removeprefix("out of ").removeprefix("torch.").removeprefix("aten.")
                 if operator not in ("less", "more"):
-                    assert told.startswith(operator.split(".")[0].split()[0])
+                    assert context.startswith(operator.split(".")[0].split()[0])
                 assert (tuple(x.size()), x.shape, plain(x).shape) == ((6, 4), local, local), name
-                assert torch.equal(whole(x), full), name
+                assert torch.equal(full_value(x), full), name
 
 
 def test_shapes_are_not_changed_in_place(pool: Pool) -> None:
@@ -627,9 +627,9 @@ def run_fitting_outputs(group: TorchGroup) -> None:
     for spec in (ReplicaSpec(), ShardSpec([0], [group.size()])):
         x = sharded(full, spec, pg)
         assert torch.add(x, torch.arange(4.0), out=x) is x
-        assert torch.equal(whole(x), full + torch.arange(4.0))
+        assert torch.equal(full_value(x), full + torch.arange(4.0))
         x.data = plain(x) * 2
-        assert torch.equal(whole(x), (full + torch.arange(4.0)) * 2)
+        assert torch.equal(full_value(x), (full + torch.arange(4.0)) * 2)
         assert isinstance(x, ColoTensor)
     x, index = ColoTensor(torch.zeros(4), ColoTensorSpec(pg)), ColoTensor(torch.zeros(4).long(), ColoTensorSpec(pg))
     made = torch.max(full, 0, out=(x, index))
@@ -670,7 +670,7 @@ def test_a_box_selects_what_the_view_shows() -> None:
         assert torch.equal(box.select(base), view)
         elements = 0
         for rank in range(world):
-            own = cuts(shape, {dim: world}, rank)
+            own = shard_bounds(shape, ((dim, world),), rank)
             part = box.within(own)
             if part is not None:
                 region = part[0].select(base.narrow(*own[0]))

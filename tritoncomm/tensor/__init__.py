@@ -1,6 +1,5 @@
-"""ColoTensor: tensors of which every rank holds a piece, and what moves them between layouts."""
+"""ColoTensor: sharded tensors, their layouts, redistribution, operators and meshes."""
 
-from tritoncomm.tensor import overrides as overrides
 from tritoncomm.tensor import pickles as pickles
 from tritoncomm.tensor import shard_view as shard_view
 from tritoncomm.tensor.alpha_beta import measure_mesh

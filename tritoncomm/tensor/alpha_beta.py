@@ -1,4 +1,4 @@
-"""Alpha and beta of a mesh, measured on its own links."""
+"""Measure the alpha-beta cost model of a device mesh."""
 
 import statistics
 import time
@@ -16,22 +16,22 @@ __all__ = ["measure_mesh"]
 
 
 def measure_mesh(mesh: DeviceMesh, *, small: int = 256, large: int = 1 << 20, repeats: int = 10) -> DeviceMesh:
-    """The same mesh with alpha (microseconds) and beta (microseconds per fp32 element) of each axis as measured.
+    """The same mesh with measured alpha (microseconds) and beta (microseconds per fp32 element) of each axis.
 
-    Both come out of all-reduces of two sizes: ``t(B) = alpha + 2*beta*(k-1)/k*B`` for k ranks that hold B elements. All
-    ranks of the mesh call; they get the same numbers, those of the slowest rank. Links that several lines of ranks
-    share are measured as they are used: all lines of an axis at the same time. On GPUs where the groups move CUDA
-    tensors over another backend than Gloo (``nccl``, ``cpu:gloo,cuda:nccl``), else on the CPU.
+    Both are fitted to all-reduces of two sizes: ``t(B) = alpha + 2*beta*(k-1)/k*B`` for k ranks that hold B elements.
+    All ranks of the mesh call and get the same numbers, those of the slowest rank. All groups of an axis run at the
+    same time, so that links they share are measured under load. Runs on the GPU if the groups have a backend for CUDA
+    tensors other than Gloo (``nccl``, ``cpu:gloo,cuda:nccl``), otherwise on the CPU.
 
     Args:
         mesh: with process groups.
-        small: elements of the small all-reduce, which is all latency.
+        small: elements of the small all-reduce, which is dominated by latency.
         large: elements of the large one.
-        repeats: all-reduces of each size; the median counts.
+        repeats: all-reduces of each size, of which the median is taken.
 
     Raises:
         GroupError: the mesh has no process groups, or this rank is not in it.
-        ShapeError: sizes that do not grow.
+        ShapeError: ``small`` is not less than ``large``.
     """
     if not 0 < small < large or repeats < 1:
         raise ShapeError(f"measure_mesh: sizes {small} and {large}, {repeats} repeats")
@@ -49,21 +49,21 @@ def measure_mesh(mesh: DeviceMesh, *, small: int = 256, large: int = 1 << 20, re
         slope = max(long - short, 0.0) / (2 * (k - 1) / k * (large - small))
         alpha.append(max(short - 2 * slope * (k - 1) / k * small, 0.0))
         beta.append(slope)
-    found = torch.tensor([alpha, beta], dtype=torch.float64)
+    costs = torch.tensor([alpha, beta], dtype=torch.float64)
     for group in groups:
-        found = eager.all_reduce(found.to(_device(group)), group, "measure_mesh", dist.ReduceOp.MAX).cpu()
-    alpha, beta = found.tolist()
+        costs = eager.all_reduce(costs.to(_device(group)), group, "measure_mesh", dist.ReduceOp.MAX).cpu()
+    alpha, beta = costs.tolist()
     measured = DeviceMesh(mesh.physical_mesh_id, None, mesh.logical_mesh_id, alpha, beta, need_flatten=False)
     measured._connect(groups)
     if mesh.need_flatten:
-        measured._add_flat()
+        measured._add_flattened()
     return measured
 
 
 def _device(group: ProcessGroup) -> torch.device:
-    """The current GPU where the group moves CUDA tensors over another backend than Gloo, else the CPU.
+    """The current GPU if the group has a CUDA backend other than Gloo, otherwise the CPU.
 
-    By what the group can do: its backend has a name of its own for every device (``cpu:gloo,cuda:nccl``).
+    Decided per device, because a group may have one backend for each (``cpu:gloo,cuda:nccl``).
     """
     if not torch.cuda.is_available() or all(kind.type != "cuda" for kind in group._device_types):
         return torch.device("cpu")
@@ -72,7 +72,7 @@ def _device(group: ProcessGroup) -> torch.device:
 
 
 def _microseconds(group: ProcessGroup, size: int, repeats: int) -> float:
-    """Median time of an all-reduce of ``size`` fp32 elements, the first two left out."""
+    """Median time of an all-reduce of ``size`` fp32 elements, after two warm-up calls."""
     x = torch.ones(size, device=_device(group))
     times = []
     for _ in range(repeats + 2):

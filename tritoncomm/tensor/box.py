@@ -1,4 +1,4 @@
-"""Which elements of a contiguous tensor a strided view selects, dim by dim, and which of them lie in a shard."""
+"""The elements of a contiguous tensor that a strided view selects, dim by dim, and their intersection with a shard."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ class Box:
     dims: tuple[int | None, ...]
 
     def within(self, shard: Sequence[tuple[int, int, int]]) -> tuple["Box", Slices] | None:
-        """The elements that lie in a shard, counted from its start, and where they are in the view; None for none.
+        """The intersection with a shard, relative to its start, and its place in the view; None if it is empty.
 
         Args:
             shard: (dim, start, size) of every sharded dim of the base.
         """
-        ranges, kept = list(self.ranges), {}
+        ranges, sliced = list(self.ranges), {}
         for dim, begin, size in shard:
             start, count, step = ranges[dim]
             first = max(0, -((start - begin) // step))  # rounded up
@@ -39,8 +39,8 @@ class Box:
             if first >= last:
                 return None
             ranges[dim] = (start + first * step - begin, last - first, step)
-            kept[dim] = slice(first, last)
-        slices = tuple(slice(None) if dim is None else kept.get(dim, slice(None)) for dim in self.dims)
+            sliced[dim] = slice(first, last)
+        slices = tuple(slice(None) if dim is None else sliced.get(dim, slice(None)) for dim in self.dims)
         return Box(tuple(ranges), self.dims), slices
 
     def select(self, base: Tensor) -> Tensor:
@@ -57,24 +57,24 @@ class Box:
 def box_of(shape: Sequence[int], view: Tensor, offset: int = 0) -> Box | None:
     """How a view indexes a contiguous base of this shape: by integers and slices, its dims in any order.
 
-    None where it does not: a view of no elements, one with merged, repeated or diagonal dims.
+    None for a view of no elements, or one with merged, repeated or diagonal dims.
 
     Args:
         shape: of the base.
-        view: its sizes and strides count, not its values.
+        view: only its sizes and strides are read.
         offset: of the base in its storage.
     """
     if not view.numel():
         return None
-    strides, place = _contiguous(shape), int(view.storage_offset()) - offset
+    strides, remainder = _contiguous(shape), int(view.storage_offset()) - offset
     starts: list[int] = []
     for stride in strides:
-        start, place = divmod(place, stride)
+        start, remainder = divmod(remainder, stride)
         starts.append(start)
     ranges = [(start, 1, 1) for start in starts]
     dims: list[int | None] = []
     for count, stride in zip(view.shape, view.stride(), strict=True):
-        dim = None if count == 1 else _walked(shape, strides, ranges, count, stride)
+        dim = None if count == 1 else _base_dim(shape, strides, ranges, count, stride)
         if count > 1 and (dim is None or dim in dims):
             return None
         if dim is not None:
@@ -91,10 +91,10 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
     return strides[::-1]
 
 
-def _walked(
+def _base_dim(
     shape: Sequence[int], strides: Sequence[int], ranges: Sequence[tuple[int, int, int]], count: int, stride: int
 ) -> int | None:
-    """The dim of the base along which a dim of the view goes without leaving it; there is one at most."""
+    """The dim of the base along which a dim of the view steps within bounds; at most one exists."""
     for dim, (size, unit) in enumerate(zip(shape, strides, strict=True)):
         step, rest = divmod(stride, unit)
         if step and not rest and ranges[dim][0] + step * (count - 1) < size:

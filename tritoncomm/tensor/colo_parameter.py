@@ -1,4 +1,4 @@
-"""A ColoTensor that a module owns."""
+"""A ColoTensor as a module parameter."""
 
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from tritoncomm.tensor import layout
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.const import TensorType
-from tritoncomm.tensor.elementwise import LOOKS
+from tritoncomm.tensor.elementwise import QUERIES
 from tritoncomm.tensor.param_op_hook import ColoParamOpHookManager, params_in
 from tritoncomm.tensor.snapshot import refuse_sharing
 from tritoncomm.tensor.tensor_spec import ColoTensorSpec
@@ -18,15 +18,15 @@ __all__ = ["ColoParameter"]
 
 
 class ColoParameter(ColoTensor, torch.nn.Parameter):
-    """A parameter of which this rank holds a piece; the hooks of ``ColoParamOpHookManager`` run around its operators.
+    """A sharded parameter; the hooks of ``ColoParamOpHookManager`` run around its operators.
 
     Args:
-        data: this rank's piece, shared and not copied; None is an empty tensor.
-        requires_grad: as of any parameter.
-        spec: ranks and layout; None is a replica over ``ProcessGroup()``.
+        data: the local tensor, shared and not copied; None is an empty tensor.
+        requires_grad: as of ``nn.Parameter``.
+        spec: process group and layout; None is a replica over ``ProcessGroup()``.
 
     Attributes:
-        shared_param_modules: (module, name) pairs that hold the same parameter, for those who keep track of them.
+        shared_param_modules: (module, name) pairs that hold the same parameter, maintained by the caller.
     """
 
     _kind = TensorType.MODEL
@@ -70,5 +70,5 @@ class ColoParameter(ColoTensor, torch.nn.Parameter):
         if run is None:
             return NotImplemented
         params = params_in([*args, *kwargs.values()], ColoParameter)
-        in_graph = name not in LOOKS
+        in_graph = name not in QUERIES
         return ColoParamOpHookManager.around(params, partial(run, func), tuple(args), kwargs, in_graph)

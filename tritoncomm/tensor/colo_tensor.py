@@ -1,4 +1,4 @@
-"""A tensor of which this rank holds a piece."""
+"""The local shard of a distributed tensor, with its global shape and layout."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +11,16 @@ from tritoncomm.tensor import dispatch, layout, optimizers
 from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
 from tritoncomm.tensor.const import TensorType
 from tritoncomm.tensor.dist_spec_mgr import DistSpecManager
-from tritoncomm.tensor.distspec import DistPlacementPattern, ReplicaSpec, _DistSpec, local_shape, partitions
+from tritoncomm.tensor.distspec import (
+    DistPlacementPattern,
+    ReplicaSpec,
+    _DistSpec,
+    global_shape_of,
+    local_shape,
+    partitions,
+)
 from tritoncomm.tensor.process_group import ProcessGroup
+from tritoncomm.tensor.redistribute import check_partitions
 from tritoncomm.tensor.snapshot import refuse_sharing
 from tritoncomm.tensor.tensor_spec import ColoTensorSpec
 
@@ -21,15 +29,19 @@ __all__ = ["ColoTensor"]
 
 @layout.register
 class ColoTensor(torch.Tensor):
-    """A ``torch.Tensor`` that knows of which whole it is the piece.
+    """The local shard of a distributed tensor, with its global shape and layout.
 
-    ``shape`` and ``numel()`` are those of the piece, ``size()`` and ``numel_global()`` those of the whole. Operators
-    keep that true: an element-wise operator keeps the layout, one without a rule gets whole tensors, redistributed.
+    ``shape`` and ``numel()`` describe the local tensor, ``size()`` and ``numel_global()`` the global one. Every
+    operator result carries its actual layout: element-wise operators keep it, operators without a rule gather first.
 
     Args:
-        data: this rank's piece, shared and not copied; None is an empty tensor.
-        spec: ranks and layout; None is a replica over ``ProcessGroup()``.
-        global_shape: of the whole, where a cut dim does not divide; otherwise pieces are taken to be equal.
+        data: the local tensor, shared and not copied; None is an empty tensor.
+        spec: process group and layout; None is a replica over ``ProcessGroup()``.
+        global_shape: needed where a sharded dim does not divide evenly; otherwise shards are assumed to be equal.
+
+    Attributes:
+        global_shape: shape of the global tensor.
+        partitions: (dim, number of shards) of every sharded dim, in the order of the spec; empty for a replica.
 
     Raises:
         ShapeError: the spec does not fit the tensor or the ranks.
@@ -40,8 +52,8 @@ class ColoTensor(torch.Tensor):
     process_group: ProcessGroup
     has_initialized: bool
     _type: TensorType
-    _global_shape: tuple[int, ...]
-    _parts: tuple[tuple[int, int], ...]
+    global_shape: tuple[int, ...]
+    partitions: tuple[tuple[int, int], ...]
 
     def __new__(
         cls, data: Tensor | None, spec: ColoTensorSpec | None, global_shape: Sequence[int] | None = None
@@ -58,29 +70,29 @@ class ColoTensor(torch.Tensor):
         self.has_initialized = spec is not None
         self._type = TensorType.NONMODEL
         spec = ColoTensorSpec(ProcessGroup()) if spec is None else spec
-        return self._lay_out(spec.pg, spec.dist_attr, spec.compute_attr, global_shape)
+        return self._set_layout(spec.pg, spec.dist_attr, spec.compute_attr, global_shape)
 
-    def _lay_out(
+    def _set_layout(
         self, pg: ProcessGroup, dist_spec: _DistSpec, compute: ComputeSpec | None, shape: Sequence[int] | None
     ) -> "ColoTensor":
-        """Attributes of a piece that is laid out like this already."""
+        """Set the attributes; the data already has this layout."""
         optimizers.watch()
         local = tuple(layout.plain(self).shape)
         parts = partitions(dist_spec, len(local))
         if shape is None:
-            shape = tuple(size * parts.get(dim, 1) for dim, size in enumerate(local))
+            shape = global_shape_of(local, parts)
         if parts:
-            layout.check_cut(parts, pg)
-            mine = local_shape(shape, parts, pg.tp_local_rank())
-            if mine != local:
-                raise ShapeError(f"ColoTensor: the piece of {list(shape)} here is {list(mine)}, not {list(local)}")
+            check_partitions(parts, pg.tp_world_size(), "ColoTensor")
+            expected = local_shape(tuple(shape), parts, pg.tp_local_rank())
+            if expected != local:
+                raise ShapeError(f"ColoTensor: the local shard of {list(shape)} is {list(expected)}, not {list(local)}")
         self.process_group, self.dist_spec, self.compute_spec = pg, dist_spec, compute
-        self._global_shape, self._parts = tuple(shape), tuple(parts.items())
+        self.global_shape, self.partitions = tuple(shape), parts
         return self
 
     @staticmethod
     def from_torch_tensor(tensor: Tensor, spec: ColoTensorSpec | None = None) -> "ColoTensor":
-        """The same memory and the same place in the autograd graph, as a ColoTensor."""
+        """A ColoTensor over the same memory, connected to the same autograd graph."""
         refuse_sharing("from_torch_tensor", tensor)
         if isinstance(tensor, ColoTensor):
             tensor = layout.plain(tensor)
@@ -88,25 +100,25 @@ class ColoTensor(torch.Tensor):
 
     @staticmethod
     def from_dtensor(tensor: Any) -> "ColoTensor":
-        """A torch DTensor over the ranks of its mesh, without a copy; see ``dtensor.from_dtensor``."""
-        # Builds ColoTensors, so it imports this module.
+        """A DTensor as a ColoTensor, without a copy; see ``dtensor.from_dtensor``."""
+        # Imported here because that module imports this one.
         from tritoncomm.tensor.dtensor import from_dtensor
 
         return from_dtensor(tensor)
 
     def to_dtensor(self) -> Any:
-        """As a torch DTensor, without a copy; see ``dtensor.to_dtensor``."""
-        # Builds ColoTensors, so it imports this module.
+        """This tensor as a DTensor, without a copy; see ``dtensor.to_dtensor``."""
+        # Imported here because that module imports this one.
         from tritoncomm.tensor.dtensor import to_dtensor
 
         return to_dtensor(self)
 
     def has_compute_spec(self) -> bool:
-        """Whether operators are told how to compute."""
+        """Whether a compute spec is set."""
         return self.compute_spec is not None
 
     def has_compute_pattern(self, compute_pattern: ComputePattern) -> bool:
-        """Whether operators compute by this pattern."""
+        """Whether the compute spec has this pattern."""
         return self.compute_spec is not None and self.compute_spec.compute_pattern is compute_pattern
 
     def is_model_data(self) -> bool:
@@ -114,20 +126,22 @@ class ColoTensor(torch.Tensor):
         return self._type is TensorType.MODEL
 
     def get_process_group(self) -> ProcessGroup:
-        """The ranks."""
+        """The process group."""
         return self.process_group
 
     def set_process_group(self, pg: ProcessGroup) -> None:
-        """Name other ranks; nothing is moved, so the tensor has to be a replica.
+        """Replace the process group without communication, which only a replica allows.
 
         Raises:
-            AssertionError: not a process group, a shard, or ranks with both a tensor and a data degree.
+            AssertionError: not a process group, a shard, or a group with both a tensor and a data degree.
         """
         assert isinstance(pg, ProcessGroup), f"pg as type {type(pg)} is invalid"
         if self.process_group == pg:
             return
-        assert self.get_tp_world_size() == 1 or self.get_dp_world_size() == 1, "redistribute() to other ranks instead"
-        assert self.dist_spec.placement is DistPlacementPattern.REPLICATE, "a shard cannot change its ranks in place"
+        assert self.get_tp_world_size() == 1 or self.get_dp_world_size() == 1, "use redistribute() to change the ranks"
+        assert self.dist_spec.placement is DistPlacementPattern.REPLICATE, (
+            "a shard cannot change its process group in place"
+        )
         self.process_group = pg
 
     def get_tp_world_size(self) -> int:
@@ -144,90 +158,90 @@ class ColoTensor(torch.Tensor):
         Raises:
             AssertionError: not a spec, or the tensor is the result of an operator.
         """
-        assert isinstance(dist_spec, _DistSpec), f"{dist_spec!r} is no dist spec"
+        assert isinstance(dist_spec, _DistSpec), f"{dist_spec!r} is not a dist spec"
         assert self.grad_fn is None, "Current tensor has grad_fn and it can't get converted"
         with DistSpecManager.no_grad(), torch.no_grad():
-            moved = self._moved(dist_spec, self.process_group)
-        shape = self._global_shape
+            local = self._redistributed(dist_spec, self.process_group)
+        shape = self.global_shape
         with torch._C.DisableTorchFunctionSubclass():
-            self.data = moved
-        self._lay_out(self.process_group, dist_spec, self.compute_spec, shape)
+            self.data = local
+        self._set_layout(self.process_group, dist_spec, self.compute_spec, shape)
 
     def set_tensor_spec(self, dist_spec: _DistSpec | None, compute_spec: ComputeSpec | None) -> None:
-        """Set each of the two that is not None."""
+        """Set those of the two that are not None."""
         if dist_spec is not None:
             self.set_dist_spec(dist_spec)
         if compute_spec is not None:
             self.compute_spec = compute_spec
 
-    def _moved(self, dist_spec: _DistSpec, pg: ProcessGroup) -> Tensor:
-        """This rank's piece under another layout, a plain tensor."""
-        here = layout.plain(self)
-        if pg != self.process_group:
-            whole = DistSpecManager.handle_trans_spec(
-                here, self.dist_spec, ReplicaSpec(), self.process_group, self._global_shape
+    def _redistributed(self, dist_spec: _DistSpec, pg: ProcessGroup) -> Tensor:
+        """The local tensor under another layout, as a plain tensor."""
+        local = layout.plain(self)
+        if pg is not self.process_group and pg != self.process_group:
+            replica = DistSpecManager.handle_trans_spec(
+                local, self.dist_spec, ReplicaSpec(), self.process_group, self.global_shape
             )
-            return DistSpecManager.handle_trans_spec(whole, ReplicaSpec(), dist_spec, pg, self._global_shape)
-        return DistSpecManager.handle_trans_spec(here, self.dist_spec, dist_spec, pg, self._global_shape)
+            return DistSpecManager.handle_trans_spec(replica, ReplicaSpec(), dist_spec, pg, self.global_shape)
+        return DistSpecManager.handle_trans_spec(local, self.dist_spec, dist_spec, pg, self.global_shape)
 
     def redistribute(self, dist_spec: _DistSpec, pg: ProcessGroup | None = None) -> "ColoTensor":
-        """A new tensor with another layout, and on other ranks if they are given; differentiable.
+        """A new tensor with another layout, and over another process group if one is given; differentiable.
 
-        Forward: the cheapest movement between the two layouts. Backward: the movement back. Nothing is summed.
+        Forward: the collective of the case table in ``redistribute``. Backward: its adjoint. Nothing is summed.
         """
         pg = self.process_group if pg is None else pg
-        return layout.wrap(self._moved(dist_spec, pg), pg, dist_spec, self._global_shape)
+        return layout.wrap(self._redistributed(dist_spec, pg), pg, dist_spec, self.global_shape)
 
     def to_replicate_(self) -> None:
-        """Make this tensor whole, in place."""
+        """Redistribute to a replica, in place."""
         self.set_dist_spec(ReplicaSpec())
 
     def to_replicate(self) -> "ColoTensor":
-        """The whole tensor, differentiable."""
+        """A replica of the global tensor; differentiable."""
         return self.redistribute(ReplicaSpec())
 
     def size_local(self, *args: int) -> Any:
-        """Shape of this rank's piece, or the size of one dim."""
+        """Shape of the local tensor, or the size of one dim."""
         return layout.plain(self).size(*args)
 
     def size_global(self, *args: int) -> Any:
-        """Shape of the whole, or the size of one dim."""
-        return self._global_shape[args[0]] if args else torch.Size(self._global_shape)
+        """Global shape, or the global size of one dim."""
+        return self.global_shape[args[0]] if args else torch.Size(self.global_shape)
 
     def numel_global(self) -> int:
-        """Elements of the whole."""
-        return torch.Size(self._global_shape).numel()
+        """Number of elements of the global tensor."""
+        return torch.Size(self.global_shape).numel()
 
     def is_replicate(self) -> bool:
-        """Whether every rank holds the whole."""
-        return not partitions(self.dist_spec, len(self._global_shape)) or self.get_tp_world_size() == 1
+        """Whether every rank holds the global tensor."""
+        return not partitions(self.dist_spec, len(self.global_shape)) or self.get_tp_world_size() == 1
 
     def is_shard_1dcol(self) -> bool:
-        """Whether the last dim, written -1, is the one that is cut."""
-        return self.is_sharded() and self.dist_spec.dims == (-1,)  # type: ignore[attr-defined]
+        """Whether the spec is ``Shard(-1)``, in this notation."""
+        return self.is_sharded() and self.dist_spec.dims == (-1,)
 
     def is_shard_1drow(self) -> bool:
-        """Whether dim 0 is the one that is cut."""
-        return self.is_sharded() and self.dist_spec.dims == (0,)  # type: ignore[attr-defined]
+        """Whether the spec is ``Shard(0)``."""
+        return self.is_sharded() and self.dist_spec.dims == (0,)
 
     def is_sharded(self) -> bool:
-        """Whether the spec is a shard."""
+        """Whether the placement is SHARD."""
         return self.dist_spec.placement is DistPlacementPattern.SHARD
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ColoTensor":
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
-            with torch._C.DisableTorchFunctionSubclass():  # torch refuses a result of the graph, in its own words
-                return torch.Tensor.__deepcopy__(self, memo)  # type: ignore[return-value]
+            with torch._C.DisableTorchFunctionSubclass():  # torch raises its own error for non-leaf tensors
+                return torch.Tensor.__deepcopy__(self, memo)
         with torch.no_grad():
             data = layout.plain(self).clone()
         memo[id(self)] = copy = type(self)._rebuild(data, self.requires_grad, self._state())
         return copy
 
     def _state(self) -> tuple[Any, ...]:
-        """Everything but the values, in objects that ``torch.load`` takes by default."""
-        return self.process_group, self.dist_spec, self.compute_spec, self._global_shape, self.has_initialized
+        """Everything but the values, as objects that ``torch.load`` accepts by default."""
+        return self.process_group, self.dist_spec, self.compute_spec, self.global_shape, self.has_initialized
 
     @classmethod
     def _rebuild(cls, data: Tensor, requires_grad: bool, state: tuple[Any, ...]) -> "ColoTensor":
@@ -236,13 +250,13 @@ class ColoTensor(torch.Tensor):
         made: ColoTensor = torch.Tensor._make_subclass(cls, data, requires_grad)
         made.has_initialized, made._type = initialized, cls._kind
         made.process_group, made.dist_spec, made.compute_spec = pg, dist_spec, compute_spec
-        made._global_shape, made._parts = tuple(shape), tuple(partitions(dist_spec, len(shape)).items())
+        made.global_shape, made.partitions = tuple(shape), partitions(dist_spec, len(shape))
         return made
 
     _kind = TensorType.NONMODEL
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Builds ColoTensors, so it imports this module.
+        # Imported here because that module imports this one.
         from tritoncomm.tensor.pickles import rebuild
 
         with torch.no_grad():
@@ -250,19 +264,19 @@ class ColoTensor(torch.Tensor):
         return rebuild, (type(self).__name__, data, self.requires_grad, self._state())
 
     def __create_write_items__(self, fqn: str, _: Any) -> Any:
-        # torch.distributed.checkpoint takes as long to import as everything here.
+        # Imported here because torch.distributed.checkpoint doubles the import time.
         from tritoncomm.tensor.checkpoint import write_items
 
         return write_items(self, fqn)
 
     def __create_chunk_list__(self) -> Any:
-        # torch.distributed.checkpoint takes as long to import as everything here.
+        # Imported here because torch.distributed.checkpoint doubles the import time.
         from tritoncomm.tensor.checkpoint import chunks
 
         return chunks(self)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        # torch.distributed.checkpoint takes as long to import as everything here.
+        # Imported here because torch.distributed.checkpoint doubles the import time.
         from tritoncomm.tensor.checkpoint import shard_at
 
         return shard_at(self, index)
@@ -270,18 +284,18 @@ class ColoTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         local = layout.plain(self)
         if self.requires_grad and self.is_leaf:
-            local = local.detach().requires_grad_()  # as the leaf that it is, not as an alias of it
-        told = [repr(local), repr(self.process_group), repr(self.dist_spec)]
+            local = local.detach().requires_grad_()  # printed as a leaf, not as an alias of one
+        fields = [repr(local), repr(self.process_group), repr(self.dist_spec)]
         if self.compute_spec is not None:
-            told.append(repr(self.compute_spec))
-        return "ColoTensor: " + "\n".join(told)
+            fields.append(repr(self.compute_spec))
+        return "ColoTensor: " + "\n".join(fields)
 
     def __format__(self, format_spec: str) -> str:
-        """A tensor of no dims as its number, as torch does; any other as its ``repr``."""
+        """A 0-dim tensor as its number, as torch does; any other as its ``repr``."""
         return format(layout.plain(self), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
 
     def set_(self, *_: Any, **__: Any) -> Any:
-        """Refuse other memory; torch does not ask ``__torch_function__``.
+        """Refused: torch does not dispatch this method through ``__torch_function__``.
 
         Raises:
             UnsupportedError: always.
@@ -292,7 +306,7 @@ class ColoTensor(torch.Tensor):
 
     @classmethod
     def _runner(cls, types: Sequence[type]) -> Any:
-        """What runs an operator on tensors of these classes; None where they are strangers."""
+        """The function that runs operators on these classes; None if one of them is unrelated."""
         if not all(issubclass(cls, t) or issubclass(t, ColoTensor) for t in types):
             return None
         special = [t._run for t in types if issubclass(t, ColoTensor) and t._run is not ColoTensor._run]

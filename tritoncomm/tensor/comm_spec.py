@@ -1,4 +1,4 @@
-"""One collective between two sharding specs: what it costs, and what it does to a tensor, forward and backward."""
+"""One collective between two sharding specs: its cost, and its action on a tensor, forward and backward."""
 
 import enum
 import math
@@ -9,15 +9,15 @@ from torch import Tensor
 from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.mappings.general import checked_dim, wants_grad
 from tritoncomm.tensor.device_mesh import FlattenDeviceMesh
-from tritoncomm.tensor.mesh_collectives import Movement, move
-from tritoncomm.tensor.mesh_groups import Members
+from tritoncomm.tensor.group_registry import Members
+from tritoncomm.tensor.mesh_collectives import MeshCollective, run_collective
 from tritoncomm.tensor.sharding_spec import ShardingSpec
 
 __all__ = ["CollectiveCommPattern", "CommSpec"]
 
 
 class CollectiveCommPattern(enum.Enum):
-    """A collective and its adjoint, which gradients go through."""
+    """A collective, and its adjoint for the gradients."""
 
     GATHER_FWD_SPLIT_BWD = "gather_fwd_split_bwd"
     ALL2ALL_FWD_ALL2ALL_BWD = "all2all_fwd_all2all_bwd"
@@ -29,8 +29,8 @@ class CollectiveCommPattern(enum.Enum):
 
 _Pattern = CollectiveCommPattern
 _KINDS = {
-    _Pattern.GATHER_FWD_SPLIT_BWD: "gather",
-    _Pattern.ALL2ALL_FWD_ALL2ALL_BWD: "exchange",
+    _Pattern.GATHER_FWD_SPLIT_BWD: "all_gather",
+    _Pattern.ALL2ALL_FWD_ALL2ALL_BWD: "all_to_all",
     _Pattern.SPLIT_FWD_GATHER_BWD: "split",
     _Pattern.ALLREDUCE_FWD_IDENTITY_BWD: "all_reduce",
     _Pattern.IDENTITY_FWD_ALLREDUCE_BWD: "identity",
@@ -39,31 +39,31 @@ _KINDS = {
 
 
 class CommSpec:
-    """A collective on tensors laid out as ``sharding_spec``.
+    """A collective on tensors with the layout ``sharding_spec``.
 
     | pattern | forward | backward |
     |---|---|---|
-    | GATHER_FWD_SPLIT_BWD | join ``gather_dim`` over the axis | this rank's piece of ``gather_dim`` |
-    | SPLIT_FWD_GATHER_BWD | this rank's piece of ``shard_dim`` | join it |
-    | ALL2ALL_FWD_ALL2ALL_BWD | cut ``shard_dim``, join ``gather_dim`` | the dims swapped |
-    | ALLREDUCE_FWD_IDENTITY_BWD | sum | the gradient as it is |
-    | IDENTITY_FWD_ALLREDUCE_BWD | the tensor as it is | sum |
-    | MIXGATHER_FWD_SPLIT_BWD | join two dims, or one over two axes, over the whole mesh | this rank's piece |
+    | GATHER_FWD_SPLIT_BWD | all-gather ``gather_dim`` over the axis | split ``gather_dim`` |
+    | SPLIT_FWD_GATHER_BWD | split ``shard_dim`` | all-gather ``shard_dim`` |
+    | ALL2ALL_FWD_ALL2ALL_BWD | all-to-all: split ``shard_dim``, concatenate ``gather_dim`` | the dims swapped |
+    | ALLREDUCE_FWD_IDENTITY_BWD | all-reduce | identity |
+    | IDENTITY_FWD_ALLREDUCE_BWD | identity | all-reduce |
+    | MIXGATHER_FWD_SPLIT_BWD | all-gather of two dims, or of one over two axes, over the full mesh | split |
 
     Args:
         comm_pattern: the pattern, or one with the same value.
-        sharding_spec: how the tensor is cut before; its mesh says who talks.
-        gather_dim: the dim that is joined, ``shard_dim`` by default; of a mixed gather what ``mix_gather_simulator``
-            says.
-        shard_dim: the dim that is cut, ``gather_dim`` by default.
-        logical_process_axis: the mesh axis; a list of axes is one axis, the last of them counting fastest. Of a mixed
-            gather what ``mix_gather_simulator`` says.
+        sharding_spec: layout of the input; its mesh has the process groups.
+        gather_dim: the dim that is gathered, ``shard_dim`` by default; for a mixed gather the first result of
+            ``mix_gather_simulator``.
+        shard_dim: the dim that is split, ``gather_dim`` by default.
+        logical_process_axis: the mesh axis; a list of axes is merged into one, the last counting fastest. For a mixed
+            gather the second result of ``mix_gather_simulator``.
         forward_only: whether the backward costs nothing.
-        mix_gather: told by the pattern.
-        shard_cost: of cutting a tensor on its device; it moves nothing, and 0 says so.
+        mix_gather: redundant with the pattern; kept for ColossalAI's signature.
+        shard_cost: of splitting a tensor locally, ColossalAI's constant; no bytes are sent, so 0 is realistic.
 
     Raises:
-        ArgumentError: no such pattern, or a mixed gather without its two lists.
+        ArgumentError: unknown pattern, or a mixed gather without its two lists.
         ShapeError: axes that the mesh does not have.
     """
 
@@ -86,9 +86,9 @@ class CommSpec:
         self.forward_only, self.shard_cost = forward_only, shard_cost
         self.device_mesh = sharding_spec.device_mesh
         if self.comm_pattern is _Pattern.MIXGATHER_FWD_SPLIT_BWD:
-            self._mix()
+            self._init_mix_gather()
         elif mix_gather:
-            raise ArgumentError(f"CommSpec: mix_gather goes with MIXGATHER_FWD_SPLIT_BWD, not {self.comm_pattern.name}")
+            raise ArgumentError(f"CommSpec: mix_gather requires MIXGATHER_FWD_SPLIT_BWD, not {self.comm_pattern.name}")
         elif isinstance(logical_process_axis, list | tuple):
             self.device_mesh = self.device_mesh.merged(logical_process_axis)
             self.logical_process_axis = 0
@@ -96,7 +96,7 @@ class CommSpec:
             self.gather_dim = shard_dim if gather_dim is None else gather_dim
             self.shard_dim = gather_dim if shard_dim is None else shard_dim
 
-    def _mix(self) -> None:
+    def _init_mix_gather(self) -> None:
         mesh, axes = self.sharding_spec.device_mesh, self.logical_process_axis
         if not isinstance(self.gather_dim, list | tuple) or not isinstance(axes, list | tuple):
             raise ArgumentError("CommSpec: a mixed gather needs lists of gather_dim and logical_process_axis")
@@ -105,7 +105,7 @@ class CommSpec:
                 f"CommSpec: a mixed gather over axes {list(axes)} needs a mesh of two axes, not {mesh.shape}"
             )
         if len(self.gather_dim) != 1 + (axes[0] != axes[1]):
-            raise ShapeError(f"CommSpec: dims {list(self.gather_dim)} do not go with axes {list(axes)}")
+            raise ShapeError(f"CommSpec: dims {list(self.gather_dim)} do not match axes {list(axes)}")
         self.logical_process_axes = list(axes)
         self.device_mesh = mesh.merged((0, 1))
         self.device_meshes = getattr(mesh, "flatten_device_meshes", None) or FlattenDeviceMesh(
@@ -115,7 +115,7 @@ class CommSpec:
     def get_comm_cost(self) -> dict[str, float]:
         """Costs ``forward``, ``backward`` and ``total`` under the mesh's alpha-beta model.
 
-        The volume is the number of elements a rank holds before the movement.
+        The volume is the number of elements of the local tensor before the collective.
 
         Raises:
             ArgumentError: no ``logical_process_axis``.
@@ -124,9 +124,9 @@ class CommSpec:
         kind = _KINDS[self.comm_pattern]
         if kind == "mix_gather":
             forward, backward = self.device_meshes.mix_gather_cost(size), self.shard_cost
-        elif kind == "exchange":
+        elif kind == "all_to_all":
             forward = backward = mesh.all_to_all_cost(size, self._axis())
-        elif kind in ("gather", "split"):
+        elif kind in ("all_gather", "split"):
             forward, backward = mesh.all_gather_cost(size, self._axis()), self.shard_cost
         else:
             forward, backward = mesh.all_reduce_cost(size, self._axis()), 0
@@ -136,23 +136,23 @@ class CommSpec:
         return {"forward": forward, "backward": backward, "total": forward + backward}
 
     def covert_spec_to_action(self, tensor: Tensor) -> Any:
-        """Run the collective on this rank's piece; differentiable, any number of times.
+        """Run the collective on the local tensor; differentiable any number of times.
 
-        The result is contiguous memory of its own, over an axis of one rank as well, with these exceptions: cutting
-        dim 0 and the identity give views of ``tensor``, and a split or a sum over one rank is ``tensor`` itself,
-        detached where autograd is off and it requires grad.
+        The result is new contiguous memory, also over an axis of one rank, with these exceptions: a split of dim 0 and
+        the identity return views of ``tensor``, and a split or an all-reduce over one rank returns ``tensor`` itself,
+        detached if grad mode is off and it requires grad.
 
         Returns:
             The tensor; None on a rank outside the mesh.
 
         Raises:
             ArgumentError: dims or axis that the pattern needs are missing.
-            ShapeError: a dim that is not there, or does not divide; a gradient that would have to be cut along a dim
-                that was not joined.
+            ShapeError: a dim that does not exist or does not divide, or a gradient that would be split along another
+                dim than the forward gathers.
             GroupError: the mesh has no process groups.
         """
         members = self.device_mesh.members(self._axis())
-        return None if members is None else move(tensor, self._movement(tensor, members))
+        return None if members is None else run_collective(tensor, self._collective(tensor, members))
 
     convert_spec_to_action = covert_spec_to_action
 
@@ -163,23 +163,29 @@ class CommSpec:
             raise ArgumentError(f"CommSpec: {self.comm_pattern.name} needs a logical_process_axis")
         return self.logical_process_axis
 
-    def _movement(self, x: Tensor, members: Members) -> Movement:
+    def _collective(self, x: Tensor, members: Members) -> MeshCollective:
         kind, name = _KINDS[self.comm_pattern], self.comm_pattern.value
         if kind in ("all_reduce", "identity"):
-            return Movement(kind, members, name)
+            return MeshCollective(kind, members, name)
         if kind == "mix_gather":
             dims = [checked_dim(x, dim, name) for dim in self.gather_dim]
             first, second = self.logical_process_axes
-            cuts = ((first,), (second,)) if first != second else ((1 - first, first),)
-            return Movement(
-                kind, members, name, mixed=tuple(zip(dims, cuts, strict=True)), mesh=self.sharding_spec.device_mesh
+            axes_by_dim = ((first,), (second,)) if first != second else ((1 - first, first),)
+            return MeshCollective(
+                kind,
+                members,
+                name,
+                mixed=tuple(zip(dims, axes_by_dim, strict=True)),
+                mesh=self.sharding_spec.device_mesh,
             )
         if self.gather_dim is None or self.shard_dim is None:
             raise ArgumentError(f"{name}: gather_dim is {self.gather_dim}, shard_dim is {self.shard_dim}")
-        join, cut = checked_dim(x, self.gather_dim, name), checked_dim(x, self.shard_dim, name)
-        if kind != "exchange" and join != cut and wants_grad(x):
-            raise ShapeError(f"{name}: gather_dim {join} and shard_dim {cut} are no way there and back")
-        return Movement(kind, members, name, cut, join)
+        gather_dim, shard_dim = checked_dim(x, self.gather_dim, name), checked_dim(x, self.shard_dim, name)
+        if kind != "all_to_all" and gather_dim != shard_dim and wants_grad(x):
+            raise ShapeError(
+                f"{name}: gather_dim {gather_dim} and shard_dim {shard_dim} differ, so the pattern has no adjoint"
+            )
+        return MeshCollective(kind, members, name, shard_dim, gather_dim)
 
     def __repr__(self) -> str:
         dims = f"gather_dim:{self.gather_dim}, shard_dim:{self.shard_dim}, "
@@ -198,4 +204,4 @@ def _as_pattern(pattern: Any) -> CollectiveCommPattern:
     try:
         return _Pattern(pattern.value if isinstance(pattern, enum.Enum) else pattern)
     except ValueError:
-        raise ArgumentError(f"CommSpec: {pattern!r} is no CollectiveCommPattern") from None
+        raise ArgumentError(f"CommSpec: {pattern!r} is not a CollectiveCommPattern") from None

@@ -1,4 +1,4 @@
-"""How an operator computes on a sharded weight."""
+"""Compute pattern of operators on a sharded weight."""
 
 import enum
 
@@ -8,7 +8,7 @@ __all__ = ["ComputePattern", "ComputeSpec"]
 
 
 class ComputePattern(enum.Enum):
-    """Ways to split an operator over ranks; TP1D is the one with rules here."""
+    """Tensor-parallel decompositions; only TP1D has rules here."""
 
     TP1D = 0
     TP2D = 1
@@ -23,9 +23,9 @@ class ComputeSpec:
         compute_pattern: a member of ``ComputePattern``.
 
     Attributes:
-        output_replicate: whether a column-parallel operator gathers its output; True at first.
-        output_shard: dim along which a row-parallel operator cuts its output (sequence parallelism: a reduce-scatter in
-            place of the all-reduce); None, a whole output, at first.
+        output_replicate: whether a column-parallel operator gathers its output; True by default.
+        output_shard: dim along which a row-parallel operator shards its output (sequence parallelism: a reduce-scatter
+            in place of the all-reduce); None, the default, gives a replica.
     """
 
     def __init__(self, compute_pattern: ComputePattern) -> None:
@@ -36,11 +36,11 @@ class ComputeSpec:
         self.output_shard: int | None = None
 
     def set_output_replicate(self, flag: bool = True) -> None:
-        """Choose whether the output is gathered."""
+        """Set whether a column-parallel operator gathers its output."""
         self.output_replicate = flag
 
     def set_output_shard(self, dim: int | None) -> None:
-        """Choose the dim along which a row-parallel operator cuts its output; None leaves it whole."""
+        """Set the dim along which a row-parallel operator shards its output; None gives a replica."""
         self.output_shard = dim
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Devices as a grid: coordinates, the process groups of its axes, and what a collective over an axis costs."""
+"""Device mesh: coordinates, process groups along its axes, and the cost of collectives over an axis."""
 
 import copy
 import itertools
@@ -13,18 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from tritoncomm.errors import GroupError, ShapeError
 from tritoncomm.meshes import check_ascending, check_mesh
-from tritoncomm.tensor.mesh_groups import Line, Members, groups_along
+from tritoncomm.tensor.group_registry import Line, Members, groups_along
 
 __all__ = ["DeviceMesh", "FlattenDeviceMesh"]
 
 
 class DeviceMesh:
-    """Global ranks as a grid, one process group per line of ranks, and the alpha-beta cost of collectives.
+    """Global ranks as a grid, a process group per line of ranks along an axis, and alpha-beta costs of collectives.
 
-    In the costs ``k`` is the number of ranks along an axis and ``B`` what a rank holds (Alpa, arXiv 2201.12023); the
-    constant at the end keeps collectives of the same volume apart.
+    In the costs ``k`` is the number of ranks along an axis and ``B`` the local size (Alpa, arXiv 2201.12023); the
+    constant at the end breaks ties between collectives of the same volume.
 
-    Groups that exist are taken; where one is missing, its members make it, as for ``ProcessGroup``.
+    Existing groups are reused; missing ones are made by their members, as for ``ProcessGroup``.
 
     Args:
         physical_mesh_id: global ranks.
@@ -32,8 +32,8 @@ class DeviceMesh:
         logical_mesh_id: the grid itself, in place of ``mesh_shape``.
         mesh_alpha: latency of each axis, 1 by default.
         mesh_beta: cost per unit of each axis, 1 by default.
-        init_process_group: whether to have process groups.
-        need_flatten: whether to have ``flatten_device_mesh`` and ``flatten_device_meshes``, for more than one axis.
+        init_process_group: whether to make process groups.
+        need_flatten: whether to make ``flatten_device_mesh`` and ``flatten_device_meshes``, for more than one axis.
 
     Attributes:
         convert_map: coordinates by global rank.
@@ -41,8 +41,8 @@ class DeviceMesh:
             torch's ``NON_GROUP_MEMBER``. Empty without process groups.
 
     Raises:
-        ShapeError: ranks and shape, or shape and costs, do not fit, or a rank appears twice.
-        GroupError: groups are wanted, but torch.distributed is not initialized, or ranks do not ascend along an axis.
+        ShapeError: ranks and shape, or shape and costs, do not match, or a rank appears twice.
+        GroupError: groups are requested without torch.distributed, or ranks do not ascend along an axis.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class DeviceMesh:
         need_flatten: bool = True,
     ) -> None:
         self.physical_mesh_id = torch.as_tensor(physical_mesh_id)
-        self._logical_mesh_id = _arranged(self.physical_mesh_id, mesh_shape, logical_mesh_id)
+        self._logical_mesh_id = _grid(self.physical_mesh_id, mesh_shape, logical_mesh_id)
         self.mesh_shape = tuple(self._logical_mesh_id.shape)
-        places = itertools.product(*map(range, self.mesh_shape))
+        coordinates = itertools.product(*map(range, self.mesh_shape))
         ranks = self._logical_mesh_id.flatten().tolist()
-        self.convert_map: dict[int, list[int]] = dict(zip(ranks, map(list, places), strict=True))
+        self.convert_map: dict[int, list[int]] = dict(zip(ranks, map(list, coordinates), strict=True))
         if len(self.convert_map) != len(ranks):
             raise ShapeError(f"DeviceMesh: a rank appears twice in {ranks}")
         self.mesh_alpha: Any = self._per_axis(mesh_alpha, "mesh_alpha")
@@ -73,16 +73,16 @@ class DeviceMesh:
             check_ascending(self._logical_mesh_id, "DeviceMesh")
             self._connect([])
         if need_flatten:
-            self._add_flat()
+            self._add_flattened()
 
     def _connect(self, given: Sequence[dist.ProcessGroup]) -> None:
-        """Have the process groups: those given by axis, or those that exist, or new ones."""
+        """Set the process groups: those given by axis, otherwise existing or new ones."""
         self.process_groups_dict, self._members = groups_along(self._logical_mesh_id, given)
         self.init_process_group = True
 
     shape = property(lambda self: self.mesh_shape, doc="Ranks along each axis.")
     num_devices = property(lambda self: math.prod(self.mesh_shape), doc="Number of ranks.")
-    logical_mesh_id = property(lambda self: self._logical_mesh_id, doc="Global ranks, laid out as the grid.")
+    logical_mesh_id = property(lambda self: self._logical_mesh_id, doc="Global ranks as a grid.")
 
     def global_rank_to_logical_rank(self, rank: int) -> list[int]:
         """Coordinates of a global rank.
@@ -95,7 +95,7 @@ class DeviceMesh:
         return self.convert_map[rank]
 
     def global_rank_to_process_groups_with_logical_rank(self, rank: int) -> dict[int, list[list[int]]]:
-        """By axis, the coordinates of every rank that is in one line with a global rank.
+        """By axis, the coordinates of the ranks that share all other coordinates with a global rank.
 
         Example:
             On ranks ``[[0, 1, 2], [3, 4, 5]]`` rank 4 has ``{0: [[0, 1], [1, 1]], 1: [[1, 0], [1, 1], [1, 2]]}``.
@@ -105,12 +105,12 @@ class DeviceMesh:
         """
         at = self.global_rank_to_logical_rank(rank)
         return {
-            axis: [[*at[:axis], place, *at[axis + 1 :]] for place in range(size)]
+            axis: [[*at[:axis], index, *at[axis + 1 :]] for index in range(size)]
             for axis, size in enumerate(self.mesh_shape)
         }
 
     def global_rank_to_process_groups_with_global_rank(self, rank: int) -> dict[int, list[int]]:
-        """By axis, the global ranks that are in one line with a global rank.
+        """By axis, the global ranks that share all other coordinates with a global rank.
 
         Example:
             On ranks ``[[0, 1, 2], [3, 4, 5]]`` rank 4 has ``{0: [1, 4], 1: [3, 4, 5]}``.
@@ -128,18 +128,19 @@ class DeviceMesh:
     def merged(self, axes: Sequence[int]) -> "DeviceMesh":
         """A mesh whose axis 0 counts through ``axes``, the last one fastest; alpha and beta are their largest.
 
-        All axes in order are ``flatten()``; otherwise axis 1 counts through the rest. Made once, groups as this mesh.
+        All axes in order are ``flatten()``; otherwise axis 1 counts through the rest. Cached; has groups if this mesh
+        has.
 
         Raises:
-            ShapeError: an axis that is not there, or one twice.
+            ShapeError: an axis that does not exist or is repeated.
         """
         ndim = len(self.mesh_shape)
         if not axes or any(not -ndim <= axis < ndim for axis in axes) or len({a % ndim for a in axes}) != len(axes):
-            raise ShapeError(f"merged: {list(axes)} are no different axes of a mesh of shape {self.mesh_shape}")
-        wanted = tuple(axis % ndim for axis in axes)
-        if wanted not in self._merged:
-            self._merged[wanted] = self._merge(wanted)
-        return self._merged[wanted]
+            raise ShapeError(f"merged: {list(axes)} are not distinct axes of a mesh of shape {self.mesh_shape}")
+        merged_axes = tuple(axis % ndim for axis in axes)
+        if merged_axes not in self._merged:
+            self._merged[merged_axes] = self._merge(merged_axes)
+        return self._merged[merged_axes]
 
     def _merge(self, axes: tuple[int, ...]) -> "DeviceMesh":
         rest = [axis for axis in range(len(self.mesh_shape)) if axis not in axes]
@@ -149,7 +150,7 @@ class DeviceMesh:
         alpha, beta = ([cost] * ids.dim() for cost in costs)
         made = DeviceMesh(self.physical_mesh_id, None, ids, alpha, beta, need_flatten=False)
         if self.init_process_group:
-            made._connect([])  # axes in another order may descend: `Members.order` has the ranks in the group
+            made._connect([])  # permuted axes may descend; `Members.order` holds the group ranks
         return made
 
     def members(self, axis: int) -> Members | None:
@@ -182,7 +183,7 @@ class DeviceMesh:
         return alpha + beta * (k - 1) / k * num_bytes + 0.001
 
     def all_to_all_cost(self, num_bytes: float, mesh_dim: int) -> float:
-        """``alpha + beta*(k-1)/k**2*B*(k/2) + 0.001``; the last factor is a penalty for many small messages."""
+        """``alpha + beta*(k-1)/k**2*B*(k/2) + 0.001``; the last factor penalizes many small messages."""
         alpha, beta, k = self._costs(mesh_dim)
         return alpha + beta * (k - 1) / k / k * num_bytes * (k / 2) + 0.001
 
@@ -194,7 +195,7 @@ class DeviceMesh:
         mesh_beta: Sequence[float] | None = None,
         need_flatten: bool = True,
     ) -> "DeviceMesh":
-        """The same grid as a torch mesh, over its process groups; all ranks of the mesh call.
+        """The grid of a torch mesh, over its process groups; all ranks of the mesh call.
 
         Raises:
             GroupError: ranks do not ascend along an axis.
@@ -204,25 +205,25 @@ class DeviceMesh:
         inside = mesh.get_coordinate() is not None
         made._connect([mesh.get_group(axis) for axis in range(mesh.ndim)] if inside else [])
         if need_flatten:
-            made._add_flat()
+            made._add_flattened()
         return made
 
     def to_torch(self, device_type: str = "cpu", mesh_dim_names: Sequence[str] | None = None) -> TorchMesh:
-        """A torch mesh over the same process groups; axes are called ``axis0``, ``axis1``, ... unless named.
+        """A torch mesh over the same process groups; axes are named ``axis0``, ``axis1``, ... by default.
 
         Raises:
-            GroupError: there are no process groups, this rank is not in the mesh, or ranks do not ascend along an axis.
+            GroupError: the mesh has no process groups, this rank is not in it, or ranks do not ascend along an axis.
         """
         check_ascending(self._logical_mesh_id, "to_torch")
         axes = range(len(self.mesh_shape))
-        found = [members.group for axis in axes if (members := self.members(axis)) is not None]
-        if not found:
+        own_groups = [members.group for axis in axes if (members := self.members(axis)) is not None]
+        if not own_groups:
             raise GroupError(f"to_torch: rank {dist.get_rank()} is not in the mesh of {sorted(self.convert_map)}")
         names = tuple(f"axis{axis}" for axis in axes) if mesh_dim_names is None else tuple(mesh_dim_names)
-        return TorchMesh.from_group(found, device_type, self._logical_mesh_id, mesh_dim_names=names)
+        return TorchMesh.from_group(own_groups, device_type, self._logical_mesh_id, mesh_dim_names=names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DeviceMesh":
-        """A mesh of its own over the same process groups."""
+        """A copy that shares the process groups."""
         twin = memo[id(self)] = self.__class__.__new__(self.__class__)
         for name, value in vars(self).items():
             shared = name in ("process_groups_dict", "_members")
@@ -230,17 +231,17 @@ class DeviceMesh:
         return twin
 
     def _per_axis(self, values: Sequence[float] | None, name: str) -> tuple[float, ...]:
-        found = tuple(values) if values is not None else (1,) * len(self.mesh_shape)
-        if len(found) != len(self.mesh_shape):
-            raise ShapeError(f"DeviceMesh: {name} has {len(found)} values for a mesh of shape {self.mesh_shape}")
-        return found
+        costs = tuple(values) if values is not None else (1,) * len(self.mesh_shape)
+        if len(costs) != len(self.mesh_shape):
+            raise ShapeError(f"DeviceMesh: {name} has {len(costs)} values for a mesh of shape {self.mesh_shape}")
+        return costs
 
     def _costs(self, mesh_dim: int) -> tuple[float, float, int]:
-        """alpha, beta and the ranks of an axis."""
+        """Alpha, beta and the number of ranks of an axis."""
         return self.mesh_alpha[mesh_dim], self.mesh_beta[mesh_dim], self.mesh_shape[mesh_dim]
 
-    def _add_flat(self) -> None:
-        """The two meshes of all ranks that a list of axes goes through."""
+    def _add_flattened(self) -> None:
+        """Make the two flattened meshes over all ranks."""
         self.need_flatten = True
         if len(self.mesh_shape) > 1:
             self.flatten_device_mesh = self.flatten()
@@ -251,11 +252,11 @@ class DeviceMesh:
 
 
 class FlattenDeviceMesh(DeviceMesh):
-    """A mesh whose gathers go over all ranks at once; one alpha, the largest, and one beta, the smallest.
+    """A mesh for all-gathers over all ranks at once, with the largest alpha and the smallest beta.
 
     Attributes:
-        process_number_dict: the places of the grid, counted with axis 0 fastest (key 0), and with the last axis fastest
-            (key 1).
+        process_number_dict: linear indices of the grid in the order with axis 0 fastest (key 0), and with the last axis
+            fastest (key 1).
     """
 
     def __init__(
@@ -269,9 +270,9 @@ class FlattenDeviceMesh(DeviceMesh):
     ) -> None:
         super().__init__(physical_mesh_id, mesh_shape, None, mesh_alpha, mesh_beta, init_process_group, need_flatten)
         self.mesh_alpha, self.mesh_beta = max(self.mesh_alpha), min(self.mesh_beta)
-        places = torch.arange(self.num_devices).view(self.mesh_shape)
-        fastest_first = places.permute(*reversed(range(places.dim())))
-        self.process_number_dict = {0: fastest_first.flatten().tolist(), 1: places.flatten().tolist()}
+        coordinates = torch.arange(self.num_devices).view(self.mesh_shape)
+        fastest_first = coordinates.permute(*reversed(range(coordinates.dim())))
+        self.process_number_dict = {0: fastest_first.flatten().tolist(), 1: coordinates.flatten().tolist()}
 
     def mix_gather_cost(self, num_bytes: float) -> float:
         """``alpha + beta*(N-1)/N*B + 0.1`` over all ``N`` ranks."""
@@ -282,7 +283,7 @@ class FlattenDeviceMesh(DeviceMesh):
         return self.mesh_alpha, self.mesh_beta, self.mesh_shape[mesh_dim]
 
 
-def _arranged(physical: Tensor, shape: Sequence[int] | None, logical: Any) -> Tensor:
+def _grid(physical: Tensor, shape: Sequence[int] | None, logical: Any) -> Tensor:
     """The grid of global ranks."""
     if logical is not None:
         ids = torch.as_tensor(logical)

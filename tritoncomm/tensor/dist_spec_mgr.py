@@ -1,22 +1,23 @@
-"""Redistribution between placements, and the switch that leaves autograd out of it."""
+"""Redistribution between placements, with or without autograd."""
 
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from tritoncomm.errors import ArgumentError, ShapeError
-from tritoncomm.tensor.distspec import _DistSpec, local_shape, partitions
+from tritoncomm.tensor.distspec import Parts, _DistSpec, global_shape_of, local_shape, partitions
 from tritoncomm.tensor.process_group import ProcessGroup
-from tritoncomm.tensor.redistribute import Transition, check, redistribute
+from tritoncomm.tensor.redistribute import Transition, check_partitions, redistribute
 
 __all__ = ["DistSpecManager", "transition_between"]
 
 
 class _Depth(threading.local):
-    """How many ``no_grad()`` blocks this thread is in."""
+    """Nesting depth of ``no_grad()`` in this thread."""
 
     blocks = 0
 
@@ -24,16 +25,20 @@ class _Depth(threading.local):
 _depth = _Depth()
 
 
-def transition_between(shape: Sequence[int], old: _DistSpec, new: _DistSpec, pg: ProcessGroup) -> Transition:
-    """What has to happen to a tensor of the whole ``shape``.
+def transition_between(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec, pg: ProcessGroup) -> Transition:
+    """The transition between two specs of a tensor of global ``shape``.
 
     Raises:
-        ShapeError: a dim that is not there, or as many pieces as there are no ranks.
+        ShapeError: a dim that does not exist, or a number of shards other than the number of ranks.
     """
-    parts = tuple(tuple(partitions(spec, len(shape)).items()) for spec in (old, new))
-    for each in parts:
-        check(each, pg.tp_world_size(), "redistribute")
-    return Transition(tuple(shape), *parts)
+    return _transition(shape, partitions(old, len(shape)), partitions(new, len(shape)), pg.tp_world_size())
+
+
+@lru_cache(maxsize=4096)
+def _transition(shape: tuple[int, ...], old: Parts, new: Parts, world: int) -> Transition:
+    for parts in (old, new):
+        check_partitions(parts, world, "redistribute")
+    return Transition(shape, old, new)
 
 
 class DistSpecManager:
@@ -47,34 +52,34 @@ class DistSpecManager:
         pg: ProcessGroup,
         global_shape: Sequence[int] | None = None,
     ) -> Tensor:
-        """This rank's piece of a tensor, laid out as ``dist_spec`` instead of ``old_dist_spec``.
+        """Redistribute a local tensor from ``old_dist_spec`` to ``dist_spec``.
 
-        Differentiable; the gradient goes the other way, and nothing is summed.
+        Differentiable; the backward is the reverse transition, and nothing is summed.
 
         Args:
-            tensor: this rank's piece.
-            old_dist_spec: how the whole is laid out.
-            dist_spec: how it is to be laid out.
-            pg: the ranks.
-            global_shape: of the whole; needed when a cut dim does not divide, otherwise pieces are taken to be equal.
+            tensor: the local tensor.
+            old_dist_spec: its layout.
+            dist_spec: the target layout.
+            pg: the process group.
+            global_shape: needed if a sharded dim does not divide evenly; otherwise shards are assumed to be equal.
 
         Raises:
-            ArgumentError: a spec is not a spec.
-            ShapeError: a spec does not fit tensor or ranks.
+            ArgumentError: an argument is not a dist spec.
+            ShapeError: a spec does not match the tensor or the number of ranks.
         """
         for spec in (old_dist_spec, dist_spec):
             if not isinstance(spec, _DistSpec):
                 raise ArgumentError(f"handle_trans_spec: expected a dist spec, not {type(spec).__name__}")
         parts = partitions(old_dist_spec, tensor.dim())
         if global_shape is None:
-            shape = tuple(size * parts.get(dim, 1) for dim, size in enumerate(tensor.shape))
+            shape = global_shape_of(tensor.shape, parts)
         else:
             shape = tuple(global_shape)
-            mine = local_shape(shape, parts, pg.tp_local_rank()) if parts else shape
-            if mine != tuple(tensor.shape):
+            expected = local_shape(shape, parts, pg.tp_local_rank()) if parts else shape
+            if expected != tuple(tensor.shape):
                 raise ShapeError(
-                    f"handle_trans_spec: rank {pg.rank()} holds {list(tensor.shape)}, but its piece of {list(shape)} "
-                    f"under {old_dist_spec} is {list(mine)}"
+                    f"handle_trans_spec: rank {pg.rank()} holds {list(tensor.shape)}, but its shard of {list(shape)} "
+                    f"under {old_dist_spec} is {list(expected)}"
                 )
         transition = transition_between(shape, old_dist_spec, dist_spec, pg)
         if _depth.blocks and transition.old != transition.new:
@@ -85,9 +90,9 @@ class DistSpecManager:
     @staticmethod
     @contextmanager
     def no_grad() -> Iterator[None]:
-        """Redistribution registers no backward in this thread; blocks nest, other operators are not touched.
+        """Redistribution records no backward in this thread; blocks nest, other operators are not affected.
 
-        A tensor that does not move is handed back as it is; only ``torch.no_grad()`` takes it out of the graph.
+        A tensor that needs no redistribution is returned as is; only ``torch.no_grad()`` detaches it from the graph.
         """
         _depth.blocks += 1
         try:

@@ -1,27 +1,43 @@
-"""Where the pieces of a tensor are: on every rank whole, or cut along dims."""
+"""Placements: replicated, or sharded along dims."""
 
 import enum
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.errors import ShapeError
 
-__all__ = ["DistPlacementPattern", "ReplicaSpec", "ShardSpec", "_DistSpec", "cuts", "local_shape", "partitions"]
+__all__ = [
+    "DistPlacementPattern",
+    "Parts",
+    "ReplicaSpec",
+    "ShardSpec",
+    "_DistSpec",
+    "global_shape_of",
+    "local_shape",
+    "partitions",
+    "shard_bounds",
+]
+
+Parts = tuple[tuple[int, int], ...]
 
 
 class DistPlacementPattern(enum.Enum):
-    """Whole on every rank, or cut."""
+    """Replicated or sharded."""
 
     REPLICATE = "r"
     SHARD = "s"
 
 
 class _DistSpec:
-    """A placement with what it needs to know: ``dims`` and ``num_partitions`` of a shard.
+    """A placement; a shard also has ``dims`` and ``num_partitions``.
 
-    Equal specs say the same in the same words: ``ShardSpec([-1], [2])`` is not ``ShardSpec([1], [2])``.
+    Specs compare by notation: ``ShardSpec([-1], [2])`` is not equal to ``ShardSpec([1], [2])``.
     """
+
+    dims: tuple[int, ...]
+    num_partitions: tuple[int, ...]
 
     def __init__(self, dist_placement_pattern: DistPlacementPattern, **meta_info: Any) -> None:
         self.placement = dist_placement_pattern
@@ -34,21 +50,21 @@ class _DistSpec:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        told = [
+        fields = [
             f"{name}={value}" for name, value in sorted(vars(self).items(), key=lambda item: item[0] == "placement")
         ]
-        return f"DistSpec({', '.join(told)})"
+        return f"DistSpec({', '.join(fields)})"
 
 
 def ReplicaSpec() -> _DistSpec:
-    """Every rank holds the whole tensor."""
+    """Every rank holds the global tensor."""
     return _DistSpec(DistPlacementPattern.REPLICATE)
 
 
 def ShardSpec(dims: list[int], num_partitions: list[int]) -> _DistSpec:
-    """Dim ``dims[i]`` is cut into ``num_partitions[i]`` pieces; ranks count through them row-major.
+    """Dim ``dims[i]`` is split into ``num_partitions[i]`` shards; ranks are assigned to them row-major.
 
-    A dim that does not divide is cut as ``torch.chunk`` cuts it: 9 over 4 is 3, 3, 3, 0.
+    A dim that does not divide is split like ``torch.chunk``: 9 over 4 is 3, 3, 3, 0.
 
     Raises:
         AssertionError: not two lists of the same length.
@@ -58,41 +74,54 @@ def ShardSpec(dims: list[int], num_partitions: list[int]) -> _DistSpec:
     assert isinstance(num_partitions, list), "num_partitions must be a list"
     assert len(dims) == len(num_partitions), f"{len(dims)} dims, but {len(num_partitions)} partitions"
     if len(set(dims)) != len(dims) or any(parts < 1 for parts in num_partitions):
-        raise ShapeError(f"ShardSpec: dims {dims} with partitions {num_partitions} is no cut")
+        raise ShapeError(f"ShardSpec: dims {dims} with partitions {num_partitions} is not a valid sharding")
     return _DistSpec(DistPlacementPattern.SHARD, dims=tuple(dims), num_partitions=tuple(num_partitions))
 
 
-def partitions(spec: _DistSpec, ndim: int) -> dict[int, int]:
-    """Pieces by dim counted from the front, dims in the order of the spec; empty when nothing is cut.
+def partitions(spec: _DistSpec, ndim: int) -> Parts:
+    """(dim, number of shards) of every sharded dim, counted from the front, in the order of the spec.
 
     Raises:
         ShapeError: a dim that the tensor does not have, or the same dim in two notations.
     """
     if spec.placement is DistPlacementPattern.REPLICATE:
-        return {}
-    found: dict[int, int] = {}
-    for dim, parts in zip(spec.dims, spec.num_partitions, strict=True):  # type: ignore[attr-defined]
+        return ()
+    return _partitions(tuple(spec.dims), tuple(spec.num_partitions), ndim)
+
+
+@lru_cache(maxsize=4096)
+def _partitions(dims: tuple[int, ...], counts: tuple[int, ...], ndim: int) -> Parts:
+    result: dict[int, int] = {}
+    for dim, count in zip(dims, counts, strict=True):
         if not -ndim <= dim < ndim:
-            raise ShapeError(f"{spec}: a tensor of {ndim} dims has no dim {dim}")
-        if dim % ndim in found:
-            raise ShapeError(f"{spec}: dim {dim % ndim} twice")
-        found[dim % ndim] = parts
-    return {dim: parts for dim, parts in found.items() if parts > 1}
+            raise ShapeError(f"{ShardSpec([*dims], [*counts])}: a tensor of {ndim} dims has no dim {dim}")
+        if dim % ndim in result:
+            raise ShapeError(f"{ShardSpec([*dims], [*counts])}: dim {dim % ndim} twice")
+        result[dim % ndim] = count
+    return tuple((dim, count) for dim, count in result.items() if count > 1)
 
 
-def cuts(shape: Sequence[int], parts: dict[int, int], rank: int) -> list[tuple[int, int, int]]:
-    """(dim, start, size) of a rank's piece along every cut dim; ranks count row-major through ``parts``."""
-    found = []
-    for dim, count in reversed(parts.items()):
+@lru_cache(maxsize=4096)
+def shard_bounds(shape: tuple[int, ...], parts: Parts, rank: int) -> tuple[tuple[int, int, int], ...]:
+    """(dim, start, size) of a rank's shard along every sharded dim; ranks are assigned row-major."""
+    bounds = []
+    for dim, count in reversed(parts):
         rank, index = divmod(rank, count)
         sizes = chunk_sizes(shape[dim], count)
-        found.append((dim, sum(sizes[:index]), sizes[index]))
-    return found[::-1]
+        bounds.append((dim, sum(sizes[:index]), sizes[index]))
+    return tuple(bounds[::-1])
 
 
-def local_shape(shape: Sequence[int], parts: dict[int, int], rank: int) -> tuple[int, ...]:
-    """Shape of a rank's piece."""
+@lru_cache(maxsize=4096)
+def local_shape(shape: tuple[int, ...], parts: Parts, rank: int) -> tuple[int, ...]:
+    """Shape of a rank's shard."""
     result = list(shape)
-    for dim, _, size in cuts(shape, parts, rank):
+    for dim, _, size in shard_bounds(shape, parts, rank):
         result[dim] = size
     return tuple(result)
+
+
+def global_shape_of(local: Sequence[int], parts: Parts) -> tuple[int, ...]:
+    """The global shape if all shards have the shape ``local``."""
+    counts = dict(parts)
+    return tuple(size * counts.get(dim, 1) for dim, size in enumerate(local))

@@ -1,4 +1,4 @@
-"""Over to torch's DTensor and back, without a copy."""
+"""Conversion from and to torch's DTensor, without a copy."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor import optimizers
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.device_mesh import DeviceMesh
-from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec, cuts, partitions
+from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec, partitions, shard_bounds
 from tritoncomm.tensor.layout import plain, wrap
 from tritoncomm.tensor.process_group import ProcessGroup
 
@@ -23,13 +23,13 @@ __all__ = ["from_dtensor", "to_dtensor"]
 
 
 def from_dtensor(tensor: DTensor) -> ColoTensor:
-    """A DTensor over all ranks of its mesh; shares its memory, and gradients arrive at it.
+    """A DTensor over all ranks of its mesh as a ColoTensor; shares its memory and propagates gradients.
 
-    A mesh of several axes is counted through row-major: ``[Shard(0), Shard(1)]`` on 2 x 2 ranks is
+    Ranks are counted row-major through a mesh of several axes: ``[Shard(0), Shard(1)]`` on 2 x 2 ranks is
     ``ShardSpec([0, 1], [2, 2])``, and ``[Shard(0), Shard(0)]`` is ``ShardSpec([0], [4])`` where the dim divides.
 
     Raises:
-        UnsupportedError: a partial or strided placement, axes that cut beside axes that replicate, or pieces that no
+        UnsupportedError: a partial or strided placement, ``Shard`` together with ``Replicate()``, or shards that no
             ``ShardSpec`` describes.
         GroupError: no process group over all ranks of a mesh of several axes exists, or they do not ascend.
     """
@@ -43,36 +43,40 @@ def from_dtensor(tensor: DTensor) -> ColoTensor:
 def _spec_of(shape: Sequence[int], mesh: tuple[int, ...], placements: Sequence[Any]) -> _DistSpec:
     """The layout of a DTensor of that shape."""
     parts: dict[int, int] = {}
-    whole = False
+    replicated = False
     for size, placement in zip(mesh, placements, strict=True):
         if isinstance(placement, Shard):
             parts[placement.dim] = parts.get(placement.dim, 1) * size
         elif isinstance(placement, Replicate):
-            whole = whole or size > 1
+            replicated = replicated or size > 1
         else:
             raise UnsupportedError(f"from_dtensor: {placement} is neither Shard nor Replicate; redistribute first")
-    told = f"from_dtensor: {list(placements)} on a mesh of {mesh}"
+    prefix = f"from_dtensor: {list(placements)} on a mesh of {mesh}"
     if not parts:
         return ReplicaSpec()
-    if whole:
-        raise UnsupportedError(f"{told} cuts along some axes only; redistribute first")
-    found = {dim: count for dim, count in parts.items() if count > 1}
-    for rank, place in enumerate(itertools.product(*map(range, mesh))):
-        theirs, ours = _box(shape, mesh, placements, place), [(0, size) for size in shape]
-        for dim, start, size in cuts(shape, found, rank):
-            ours[dim] = (start, size)
-        sizes, wanted = ([size for _, size in box] for box in (theirs, ours))
-        if sizes != wanted or (theirs != ours and math.prod(sizes)):  # it does not matter where an empty piece begins
-            raise UnsupportedError(f"{told} cuts {list(shape)} into pieces that no ShardSpec has; redistribute first")
+    if replicated:
+        raise UnsupportedError(f"{prefix} shards along some axes only; redistribute first")
+    counts = tuple((dim, count) for dim, count in parts.items() if count > 1)
+    for rank, coordinate in enumerate(itertools.product(*map(range, mesh))):
+        dtensor_box, shard_box = _dtensor_box(shape, mesh, placements, coordinate), [(0, size) for size in shape]
+        for dim, start, size in shard_bounds(shape, counts, rank):
+            shard_box[dim] = (start, size)
+        sizes, expected = ([size for _, size in box] for box in (dtensor_box, shard_box))
+        if sizes != expected or (
+            dtensor_box != shard_box and math.prod(sizes)
+        ):  # the start of an empty shard is arbitrary
+            raise UnsupportedError(
+                f"{prefix} gives {list(shape)} shards that no ShardSpec describes; redistribute first"
+            )
     return ShardSpec(list(parts), list(parts.values()))
 
 
-def _box(
-    shape: Sequence[int], mesh: tuple[int, ...], placements: Sequence[Any], place: tuple[int, ...]
+def _dtensor_box(
+    shape: Sequence[int], mesh: tuple[int, ...], placements: Sequence[Any], coordinate: tuple[int, ...]
 ) -> list[tuple[int, int]]:
-    """(start, size) along every dim of the piece at a place of the mesh: axis after axis cuts what is left."""
+    """(start, size) along every dim of the shard at a mesh coordinate: each axis splits the previous result."""
     box = [(0, size) for size in shape]
-    for size, placement, index in zip(mesh, placements, place, strict=True):
+    for size, placement, index in zip(mesh, placements, coordinate, strict=True):
         if isinstance(placement, Shard):
             start, length = box[placement.dim]
             sizes = chunk_sizes(length, size)
@@ -81,13 +85,12 @@ def _box(
 
 
 def to_dtensor(tensor: ColoTensor) -> DTensor:
-    """Over the tensor-parallel ranks, a mesh axis per cut dim; shares the memory, and gradients arrive at ``tensor``.
+    """A DTensor over the tensor-parallel ranks, a mesh axis per sharded dim; shares memory and propagates gradients.
 
-    The process groups of a mesh of several axes are made as every ``ProcessGroup`` is: where they do not exist yet, all
-    processes of the job call.
+    Missing process groups of a mesh of several axes are made as by ``ProcessGroup``.
     """
     shape = torch.Size(tensor.size_global())
-    parts = partitions(tensor.dist_spec, len(shape))
+    parts = dict(partitions(tensor.dist_spec, len(shape)))
     mesh = _mesh(tensor.process_group, tuple(parts.values()), tensor.device.type)
     placements: list[Any] = [Shard(dim) for dim in parts] or [Replicate()]
     stride = tuple(torch.empty(shape, device="meta").stride())

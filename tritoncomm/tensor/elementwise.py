@@ -1,26 +1,26 @@
-"""Operators by what they do to a layout, by name: the same name stands for function, method and in-place form."""
+"""Operator names by their effect on a layout; one name covers the function, the method and the in-place form."""
 
-__all__ = ["ELEMENTWISE", "LOOKS", "MAKES_NEW", "MOVES_ONLY", "RESHAPES_IN_PLACE", "writes"]
+__all__ = ["ELEMENTWISE", "KEEPS_LAYOUT", "MAKES_NEW", "QUERIES", "RESHAPES_IN_PLACE", "writes"]
 
-_LOOKS = """
+_QUERIES = """
     numel nelement dim ndimension stride is_contiguous storage_offset data_ptr storage untyped_storage element_size
     is_floating_point is_complex is_conj is_neg is_signed is_inference is_pinned is_shared is_same_size get_device
     is_set_to has_names register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ __hash__ __format__
     _is_view _use_count dense_dim sparse_dim is_distributed _is_zerotensor _has_compatible_shallow_copy_type
     record_stream share_memory_ result_type can_cast
 """
-LOOKS = frozenset(_LOOKS.split())
-"""Questions about the piece, and switches on it; the result is no new tensor."""
+QUERIES = frozenset(_QUERIES.split())
+"""Queries and settings of the local tensor; no new tensor is made."""
 
 MAKES_NEW = frozenset(["new_tensor", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"])
-"""A new tensor of the dtype and device, of a shape of its own: a replica."""
+"""New tensors with the dtype and device of the input and an explicit shape: replicas."""
 
-_MOVES_ONLY = """
+_KEEPS_LAYOUT = """
     alias clone contiguous cpu cuda detach detach_ pin_memory to type bfloat16 bool byte char double float half int long
     short empty_like full_like ones_like zeros_like resolve_conj resolve_neg
 """
-MOVES_ONLY = frozenset(_MOVES_ONLY.split())
-"""One tensor in, the same elements out, elsewhere or in another dtype; or a new tensor of the same layout."""
+KEEPS_LAYOUT = frozenset(_KEEPS_LAYOUT.split())
+"""Copies and casts of one tensor, or new tensors of the same layout."""
 
 _UNARY = """
     abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
@@ -44,14 +44,14 @@ _SEVERAL = """
 """
 _names = (_UNARY + _SEVERAL).split()
 ELEMENTWISE = frozenset(_names + [f"{name}_" for name in _names if not name.startswith("__")])
-"""Every element of the result depends on the same element of the inputs only."""
+"""Each element of the result depends only on the corresponding elements of the inputs."""
 
 _RESHAPES = """
     t_ unsqueeze_ squeeze_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ resize_as_sparse_ set_ as_strided_
     sparse_resize_ sparse_resize_and_clear_
 """
 RESHAPES_IN_PLACE = frozenset(_RESHAPES.split())
-"""In place, another shape or other memory, which a layout does not survive."""
+"""In-place changes of shape or memory, which would invalidate the layout."""
 
 _AUGMENTED = frozenset(name for name in ELEMENTWISE if name.startswith("__i") and name != "__invert__")
 

@@ -1,28 +1,31 @@
-"""Process groups by their ranks: found where they exist, made by their members where not."""
+"""Process groups by rank list: existing ones are reused, missing ones are made by their members only."""
 
 import hashlib
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from tritoncomm import groups
+from tritoncomm.errors import GroupError
 
-__all__ = ["adopt", "exists", "known", "made", "make_groups"]
+__all__ = ["Line", "Members", "adopt", "existing", "find", "groups_along", "lookup", "make_groups"]
 
-_made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+_groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 _times: dict[tuple[str, tuple[int, ...]], int] = {}
-_together: weakref.WeakKeyDictionary[Any, set[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
+_made_collectively: weakref.WeakKeyDictionary[Any, set[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
 
 
-def known(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """A group of these ranks that exists already."""
+def lookup(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The registered group of these ranks, the default group, or one of ``initialize()``."""
     world = dist.group.WORLD
-    found = _made.get((backend, ranks))
-    if found is not None and _is_alive(found):
-        return found
+    registered = _groups.get((backend, ranks))
+    if registered is not None and _is_alive(registered):
+        return registered
     if world is not None and backend == dist.get_backend() and ranks == tuple(range(dist.get_world_size())):
         return world
     for entry in groups.groups.values():
@@ -34,7 +37,7 @@ def known(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
 
 
 def _is_alive(group: dist.ProcessGroup) -> bool:
-    """False once torch.distributed was shut down, or started again."""
+    """False after torch.distributed was shut down or restarted."""
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):
@@ -42,8 +45,8 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
     return True
 
 
-def _elsewhere(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """A group of these ranks that the program made."""
+def _find_in_torch(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """A group of these ranks that the program made with torch."""
     for group, members in c10d._world.pg_group_ranks.items():
         if tuple(sorted(members, key=members.__getitem__)) == ranks and dist.get_backend(group) == backend:
             return group
@@ -51,65 +54,67 @@ def _elsewhere(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None
 
 
 def make_groups(lists: Sequence[tuple[int, ...]], rank: int, backend: str | None = None) -> None:
-    """Have a group over every list that this rank is in; its members call, in the same order, or the whole job.
+    """Make missing groups for the lists that contain this rank; members call in the same order, or the full job calls.
 
     Args:
         lists: global ranks in ascending order.
-        rank: this one.
-        backend: of the default group, unless given.
+        rank: this process.
+        backend: that of the default group by default.
     """
     backend = dist.get_backend() if backend is None else backend
-    if _needs_everybody():
-        _make_together(lists, rank, backend)
+    if _creation_is_collective():
+        _make_collectively(lists, rank, backend)
         return
     for ranks in lists:
-        if rank in ranks and exists(backend, ranks) is None:
-            _made[backend, ranks] = _by_members(ranks, backend)
+        if rank in ranks and find(backend, ranks) is None:
+            _groups[backend, ranks] = _by_members(ranks, backend)
 
 
-def _make_together(lists: Sequence[tuple[int, ...]], rank: int, backend: str) -> None:
-    """Make every group, also those that this rank is not in.
+def _make_collectively(lists: Sequence[tuple[int, ...]], rank: int, backend: str) -> None:
+    """Make every group, including those without this rank.
 
-    What exists is decided by what all processes know alike, the groups made here: a rank that is in no group cannot
-    see that its members have one from elsewhere, and would wait for them.
+    Only groups made here count as existing, because all processes know those: a rank outside a group cannot see that
+    the program made one for its members, and would wait for them.
     """
-    made = _together.setdefault(dist.group.WORLD, set())
+    known_groups = _made_collectively.setdefault(dist.group.WORLD, set())
     for ranks in lists:
         is_world = backend == dist.get_backend() and len(ranks) == dist.get_world_size()
-        if is_world or (backend, ranks) in made:
+        if is_world or (backend, ranks) in known_groups:
             continue
         group: Any = dist.new_group(list(ranks), backend=backend)
-        made.add((backend, ranks))
+        known_groups.add((backend, ranks))
         if rank in ranks:
-            _made[backend, ranks] = group
+            _groups[backend, ranks] = group
 
 
-def exists(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """A group that exists, made here or by the program."""
-    found = known(backend, ranks) or _elsewhere(backend, ranks)
-    if found is not None:
-        _made[backend, ranks] = found
-    return found
+def find(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """An existing group, made here or by the program; registers it."""
+    group = lookup(backend, ranks) or _find_in_torch(backend, ranks)
+    if group is not None:
+        _groups[backend, ranks] = group
+    return group
 
 
-def made(ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+def existing(ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
     """The group over these ranks, after ``make_groups``."""
-    found = known(dist.get_backend() if backend is None else backend, ranks)
-    assert found is not None, ranks
-    return found
+    group = lookup(dist.get_backend() if backend is None else backend, ranks)
+    assert group is not None, ranks
+    return group
 
 
-def _needs_everybody() -> bool:
-    """Whether torch waits for the whole job when a group is made: groups split off the default group, or a barrier."""
+def _creation_is_collective() -> bool:
+    """Whether ``new_group`` involves the full job: groups split off a bound default group, or a barrier after it."""
     return c10d._get_default_group().bound_device_id is not None or c10d._is_barrier_after_init() == 1
 
 
 def _by_members(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
-    """A group that nobody but its members takes part in making.
+    """A group that only its members take part in making.
 
-    torch names groups by how many a process has made, so processes that make different groups disagree about the next
-    name, and wait forever. For the time of the call the count is a number that follows from the ranks alone.
+    torch names groups by a per-process counter, so processes that make different groups disagree about the next name
+    and deadlock. During the call the counter is derived from the ranks alone.
     """
+    # Not `use_local_synchronization=True`: it derives the name from the ranks only, so a second group over the same
+    # ranks or with another backend would clash in the store.
     times = _times[backend, ranks] = _times.get((backend, ranks), 0) + 1
     name = hashlib.sha256(f"tritoncomm {backend} {ranks} {times}".encode()).hexdigest()[:15]
     before, c10d._world.group_count = c10d._world.group_count, 2**60 + int(name, 16)
@@ -121,5 +126,62 @@ def _by_members(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
 
 
 def adopt(group: dist.ProcessGroup) -> None:
-    """Take a group that the program made for the one over its ranks."""
-    _made.setdefault((dist.get_backend(group), tuple(dist.get_process_group_ranks(group))), group)
+    """Register a group that the program made."""
+    _groups.setdefault((dist.get_backend(group), tuple(dist.get_process_group_ranks(group))), group)
+
+
+Line = tuple[list[int], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """This rank's process group along one axis.
+
+    Attributes:
+        group: the process group.
+        order: group rank of each position along the axis, where permuted axes were merged; None if they are equal.
+    """
+
+    group: dist.ProcessGroup
+    order: tuple[int, ...] | None
+
+
+def groups_along(ids: Tensor, given: Sequence[dist.ProcessGroup]) -> tuple[dict[int, list[Line]], dict[int, Members]]:
+    """By axis every line of ranks with its group, and this rank's own group.
+
+    Groups of lines this rank is not in are torch's ``NON_GROUP_MEMBER``.
+
+    Args:
+        ids: global ranks as a grid.
+        given: this rank's groups by axis; if empty, groups are looked up and missing ones are made.
+
+    Raises:
+        GroupError: torch.distributed is not initialized.
+    """
+    if not dist.is_initialized():
+        raise GroupError("DeviceMesh: torch.distributed is not initialized; call tritoncomm.initialize() first")
+    me = dist.get_rank()
+    axes = [ids.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(ids.shape)]
+    if not given:
+        lines = [tuple(sorted(ranks)) for lines in axes for ranks in lines if len(ranks) > 1]
+        make_groups(lines, me)
+    lines_by_axis: dict[int, list[Line]] = {}
+    members: dict[int, Members] = {}
+    for axis, lines in enumerate(axes):
+        lines_by_axis[axis] = []
+        for ranks in lines:
+            group: Any = dist.GroupMember.NON_GROUP_MEMBER
+            if me in ranks:
+                group = given[axis] if given else _group_over(tuple(sorted(ranks)), me)
+                ranks_in_group = dist.get_process_group_ranks(group)
+                members[axis] = Members(
+                    group, None if ranks_in_group == ranks else tuple(map(ranks_in_group.index, ranks))
+                )
+            lines_by_axis[axis].append((ranks, group))
+    return lines_by_axis, members
+
+
+def _group_over(ranks: tuple[int, ...], me: int) -> dist.ProcessGroup:
+    """The group of these ranks, which exists by now; that of a single rank is made here."""
+    make_groups([ranks], me)
+    return existing(ranks)

@@ -1,16 +1,18 @@
-"""Pieces and ColoTensors: from one to the other without looking twice."""
+"""Wrap and unwrap ColoTensors without validation."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 
 from tritoncomm.tensor.distspec import _DistSpec, partitions
 from tritoncomm.tensor.process_group import ProcessGroup
-from tritoncomm.tensor.redistribute import check
 
-__all__ = ["check_cut", "colour", "is_colo", "plain", "register", "shape_of", "shares_storage", "wrap"]
+__all__ = ["is_colo", "plain", "register", "shape_of", "shares_storage", "wrap"]
+
+if TYPE_CHECKING:
+    from tritoncomm.tensor.colo_tensor import ColoTensor
 
 T = TypeVar("T")
 
@@ -18,19 +20,19 @@ _colo: Any = ()
 
 
 def register(cls: type[T]) -> type[T]:
-    """Class decorator of ColoTensor, which lives above this module."""
+    """Class decorator of ColoTensor, whose module imports this one."""
     global _colo
     _colo = cls
     return cls
 
 
-def is_colo(x: Any) -> bool:
+def is_colo(x: Any) -> "TypeGuard[ColoTensor]":
     """Whether ``x`` is a ColoTensor."""
     return isinstance(x, _colo)
 
 
 def plain(x: Tensor) -> Tensor:
-    """The piece as an ordinary tensor, in the same place of the autograd graph."""
+    """The local tensor as a plain tensor, connected to the same autograd graph."""
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(torch.Tensor)
 
@@ -41,26 +43,15 @@ def shares_storage(x: Tensor, y: Tensor) -> bool:
 
 
 def shape_of(x: Tensor) -> tuple[int, ...]:
-    """Shape of the whole."""
-    return x._global_shape if is_colo(x) else tuple(x.shape)  # type: ignore[attr-defined]
+    """Global shape."""
+    return x.global_shape if is_colo(x) else tuple(x.shape)
 
 
 def wrap(x: Tensor, pg: ProcessGroup, dist_spec: _DistSpec, global_shape: Sequence[int]) -> Any:
-    """A plain tensor as a ColoTensor of this layout."""
+    """A plain local tensor as a ColoTensor of this layout, which is known to match."""
     with torch._C.DisableTorchFunctionSubclass():
-        made = x.as_subclass(_colo)
-    return colour(made, pg, dist_spec, tuple(global_shape))
-
-
-def colour(made: Any, pg: ProcessGroup, dist_spec: _DistSpec, global_shape: tuple[int, ...]) -> Any:
-    """Attributes of a piece that is known to fit."""
-    made.has_initialized, made._type = True, _colo._kind
-    made.process_group, made.dist_spec, made.compute_spec = pg, dist_spec, None
-    made._global_shape = global_shape
-    made._parts = tuple(partitions(dist_spec, len(global_shape)).items())
-    return made
-
-
-def check_cut(parts: dict[int, int], pg: ProcessGroup) -> None:
-    """Refuse a cut into another number of pieces than there are ranks."""
-    check(tuple(parts.items()), pg.tp_world_size(), "ColoTensor")
+        result = x.as_subclass(_colo)
+    result.has_initialized, result._type = True, _colo._kind
+    result.process_group, result.dist_spec, result.compute_spec = pg, dist_spec, None
+    result.global_shape, result.partitions = tuple(global_shape), partitions(dist_spec, len(global_shape))
+    return result

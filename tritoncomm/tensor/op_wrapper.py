@@ -1,4 +1,4 @@
-"""Operators with an implementation of their own for ColoTensors."""
+"""Registry of operator overrides for ColoTensors."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ _COLOSSAL_OPS: dict[Callable[..., Any], Callable[..., Any]] = {}
 def colo_op_impl(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: run the decorated function wherever ``func`` is called with a ColoTensor.
 
-    It gets the arguments of the call as they are, ColoTensors included, and its result is the result.
+    It receives the arguments unchanged, ColoTensors included, and its result is returned.
 
     Example:
         ``@colo_op_impl(torch.add)`` above ``def add(input, other, *, alpha=1): ...``.
@@ -31,5 +31,5 @@ def colo_op_impl(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
 
 
 def implementation(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    """What was registered for ``func``."""
+    """The implementation registered for ``func``, if any."""
     return _COLOSSAL_OPS.get(func)

@@ -1,7 +1,7 @@
-"""Which optimizers may update shards: those whose update of an element depends on that element alone.
+"""Check that only element-wise optimizers update shards.
 
-Every other optimizer computes something of a whole parameter (a norm, a mean, a matrix product), and on a shard it
-computes that of the shard. No error would follow, only other values than those of one process.
+Other optimizers compute a norm, a mean or a matrix product of a full parameter. On a shard they would compute that of
+the shard, without an error, and the result would differ from that of one process.
 """
 
 import inspect
@@ -20,41 +20,40 @@ __all__ = ["watch"]
 _NAMES = "SGD Adam AdamW Adamax NAdam RAdam SparseAdam Adagrad Adadelta RMSprop Rprop ASGD"
 _ELEMENTWISE = frozenset(inspect.unwrap(getattr(torch.optim, name).step) for name in _NAMES.split())
 _REFUSED = {
-    "Muon": "orthogonalizes the update of a whole matrix",
-    "Adafactor": "takes norms and means over rows and columns of a whole parameter",
+    "Muon": "orthogonalizes the update of a full matrix",
+    "Adafactor": "takes norms and means over rows and columns of a full parameter",
     "LBFGS": "takes dot products over all parameters",
 }
-_WRAPPERS = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # the optimizer inside steps, and is checked, itself
+_WRAPPERS = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # the wrapped optimizer steps and is checked itself
 _warned: set[type[Optimizer]] = set()
 
 
 @cache
 def watch() -> None:
-    """Check every optimizer before it steps, from now on; called when the first ColoTensor is made.
+    """Register the check as a global step hook; called when the first ColoTensor is made.
 
-    torch runs the hook in each step of the process. For an optimizer that is known to be element-wise it is one lookup,
-    whatever the number of parameters.
+    For an optimizer known to be element-wise the hook is one lookup, independent of the number of parameters.
     """
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """The hook.
+    """The step hook.
 
     Raises:
-        UnsupportedError: an optimizer that computes something of whole parameters would step a shard.
+        UnsupportedError: an optimizer that is not element-wise would step a shard.
     """
     verdict = _verdict(type(optimizer))
     if verdict is None:
         return
-    shards = [p for group in optimizer.param_groups for p in group["params"] if is_colo(p) and p._parts]
+    shards = [p for group in optimizer.param_groups for p in group["params"] if is_colo(p) and p.partitions]
     if not shards:
         return
-    name, shapes = type(optimizer).__name__, ", ".join(str(list(p._global_shape)) for p in shards[:3])
+    name, shapes = type(optimizer).__name__, ", ".join(str(list(p.global_shape)) for p in shards[:3])
     what = f"{len(shards)} sharded parameters ({shapes}{', ...' if len(shards) > 3 else ''})"
     if verdict:
         raise UnsupportedError(
-            f"{name}.step: {name} {verdict}, and would take each rank's shard for a whole parameter; it has {what}. "
+            f"{name}.step: {name} {verdict}, and would treat each rank's shard as a full parameter; it has {what}. "
             "Use an element-wise optimizer for them (AdamW, SGD), or keep them replicated"
         )
     _warn(type(optimizer), what)
@@ -62,7 +61,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @cache
 def _verdict(kind: type[Optimizer]) -> str | None:
-    """None for an element-wise optimizer, the reason of one that is refused, an empty string for an unknown one.
+    """None for an element-wise optimizer, the reason to refuse one, or an empty string for an unknown one.
 
     A subclass counts as the class whose ``step`` it inherits.
     """
@@ -79,8 +78,8 @@ def _warn(kind: type[Optimizer], what: str) -> None:
         return
     _warned.add(kind)
     warnings.warn(
-        f"{kind.__name__} is not known to be element-wise, and steps {what}: what it computes of a whole parameter (a "
-        "norm, a mean, a factorization) it computes of each rank's shard. It is right only if the update of every "
-        "element depends on that element alone",
+        f"{kind.__name__} is not known to be element-wise, and steps {what}: a norm, mean or factorization of a "
+        "full parameter would be that of each rank's shard. The result is correct only if the update of every element "
+        "depends on that element alone",
         stacklevel=4,
     )

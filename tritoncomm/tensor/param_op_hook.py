@@ -1,4 +1,4 @@
-"""Hooks around every operator that takes ColoParameters, forward and backward."""
+"""Hooks around every operator on ColoParameters, forward and backward."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ Hooks = tuple["ColoParamOpHook", ...]
 
 
 class ColoParamOpHook(ABC):
-    """What happens around an operator; ``params`` are all ColoParameters among its arguments."""
+    """Callbacks around an operator; ``params`` are the ColoParameters among its arguments."""
 
     @abstractmethod
     def pre_forward(self, params: list[Tensor]) -> None:
@@ -38,14 +38,14 @@ class ColoParamOpHook(ABC):
 
 
 class ColoParamOpHookManager:
-    """The active hooks; they run in the order they were given, forward and backward."""
+    """The active hooks; they run in the given order, forward and backward."""
 
     hooks: Hooks = ()
 
     @staticmethod
     @contextmanager
     def use_hooks(*hooks: ColoParamOpHook) -> Iterator[None]:
-        """Make these the active hooks inside the block (none: no hooks); blocks nest, also through exceptions."""
+        """Activate these hooks inside the block (no arguments: no hooks); blocks nest and restore on exceptions."""
         before, ColoParamOpHookManager.hooks = ColoParamOpHookManager.hooks, hooks
         try:
             yield
@@ -54,7 +54,7 @@ class ColoParamOpHookManager:
 
     @staticmethod
     def has_hook() -> bool:
-        """Whether any hook is active, and this thread is not inside an operator that has them around it already."""
+        """Whether a hook is active and this thread is not already inside a hooked operator."""
         return len(ColoParamOpHookManager.hooks) > 0 and not _inside.operator
 
     @staticmethod
@@ -63,14 +63,14 @@ class ColoParamOpHookManager:
     ) -> Any:
         """Run ``call(args, kwargs)`` between the hooks.
 
-        Two identities go into the graph: one over the tensors that go in, whose backward is ``post_backward``, one over
-        those that come out, whose backward is ``pre_backward``; with ``in_graph`` false only the forward hooks run.
+        Two identities are recorded by autograd: one over the inputs, whose backward is ``post_backward``, and one over
+        the outputs, whose backward is ``pre_backward``; without ``in_graph`` only the forward hooks run.
         """
         hooks = ColoParamOpHookManager.hooks
         for hook in hooks:
             hook.pre_forward(params)
         if in_graph:
-            args, kwargs = _through(_After, params, hooks, (args, kwargs))
+            args, kwargs = _through_identity(_After, params, hooks, (args, kwargs))
         _inside.operator = True
         try:
             result = call(args, kwargs)
@@ -78,11 +78,11 @@ class ColoParamOpHookManager:
             _inside.operator = False
         for hook in hooks:
             hook.post_forward(params)
-        return _through(_Before, params, hooks, result) if in_graph else result
+        return _through_identity(_Before, params, hooks, result) if in_graph else result
 
 
 class _Inside(threading.local):
-    """Whether this thread runs an operator between hooks."""
+    """Whether this thread is inside a hooked operator."""
 
     operator = False
 
@@ -91,7 +91,7 @@ _inside = _Inside()
 
 
 class _Identity(Function):
-    """Tensors as they are; backward calls hooks and hands the gradients on."""
+    """Identity; the backward calls hooks and passes the gradients on."""
 
     @staticmethod
     def forward(ctx: Any, params: list[Tensor], hooks: Hooks, *tensors: Tensor) -> Any:
@@ -119,27 +119,27 @@ class _Before(_Identity):
         return None, None, *grads
 
 
-def _through(kind: Any, params: list[Tensor], hooks: Hooks, tree: Any) -> Any:
-    """``tree`` with every tensor that has a gradient to come led through the identity; classes and layouts stay."""
-    found: list[Tensor] = []
+def _through_identity(kind: Any, params: list[Tensor], hooks: Hooks, tree: Any) -> Any:
+    """``tree`` with every tensor that requires grad passed through the identity; classes and layouts are kept."""
+    graph_tensors: list[Tensor] = []
 
     def collect(x: Any) -> Any:
         if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-            found.append(x)
+            graph_tensors.append(x)
         return x
 
     _map(collect, tree)
-    if not found:
+    if not graph_tensors:
         return tree
     with torch._C.DisableTorchFunctionSubclass():
-        passed = iter(kind.apply(params, hooks, *found))
+        outputs = iter(kind.apply(params, hooks, *graph_tensors))
 
-    def exchange(x: Any) -> Any:
+    def substitute(x: Any) -> Any:
         if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-            return _dressed(next(passed), x)
+            return wrap_like(next(outputs), x)
         return x
 
-    return _map(exchange, tree)
+    return _map(substitute, tree)
 
 
 def _map(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -152,9 +152,9 @@ def _map(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree)
 
 
-def _dressed(x: Tensor, like: Tensor) -> Tensor:
-    """``x`` as the ColoTensor that ``like`` is."""
-    # ColoTensor runs these hooks, so it imports this module.
+def wrap_like(x: Tensor, like: Tensor) -> Tensor:
+    """``x`` with the class and attributes of ``like``, if that is a ColoTensor."""
+    # Imported here because that module imports this one.
     from tritoncomm.tensor.colo_tensor import ColoTensor
 
     if not isinstance(like, ColoTensor):
@@ -170,10 +170,10 @@ def params_in(tree: Any, kind: type) -> list[Tensor]:
     """All ColoParameters in nested lists and tuples.
 
     Raises:
-        RuntimeError: a dict inside; nobody could say in which order its values are.
+        RuntimeError: a dict inside, as in ColossalAI.
     """
     if isinstance(tree, kind):
-        return [tree]  # type: ignore[list-item]
+        return [tree]
     if isinstance(tree, dict):
         raise RuntimeError("Found Dict: ColoParameters inside a dict argument are not supported")
     if isinstance(tree, Sequence) and not isinstance(tree, str):

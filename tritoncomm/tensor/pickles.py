@@ -1,4 +1,4 @@
-"""How ColoTensors are written and read; ``torch.load`` takes them with its default arguments."""
+"""Serialization of ColoTensors; ``torch.load`` accepts them with its default arguments."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _CLASSES: dict[str, Any] = {"ColoTensor": ColoTensor, "ColoParameter": ColoParam
 
 
 def rebuild(name: str, data: Tensor, requires_grad: bool, state: tuple[Any, ...]) -> ColoTensor:
-    """A tensor from its piece and its layout; its process group is looked up when it is used."""
+    """A tensor from its local data and layout; the process group is looked up on first use."""
     return _CLASSES[name]._rebuild(data, requires_grad, state)
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a ColoTensor: tensor-parallel groups next to each other, data-parallel groups across them."""
+"""Tensor- and data-parallel process groups of ColoTensors."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from tritoncomm.errors import GroupError
 from tritoncomm.meshes import check_ascending, check_mesh
-from tritoncomm.tensor.group_registry import adopt, exists, known, made, make_groups
+from tritoncomm.tensor.group_registry import adopt, existing, find, lookup, make_groups
 
 __all__ = ["ProcessGroup"]
 
@@ -17,21 +17,20 @@ _LAYOUT = frozenset(["_cpu", "_dp", "_dp_ranks", "_lists", "_rank", "_ranks", "_
 class ProcessGroup:
     """``ranks`` as a grid: TP group i is ``ranks[i*tp : (i+1)*tp]``, DP group j is ``ranks[j::tp]``.
 
-    Groups are made once and shared by equal layouts, and groups that exist already are taken. ``ranks`` call, nobody
-    else has to; only where torch itself waits for the whole job (a default group bound to a device, or
-    ``TORCH_DIST_INIT_BARRIER``) every process calls.
-    Without torch.distributed the object is empty, and asking it for ranks raises ``GroupError``. Compares by rank,
-    lists and degrees; pickles, and a pickle finds the groups that exist in the process that loads it but never makes
-    one.
+    Groups are made once and shared by equal layouts, and existing groups are reused. Only ``ranks`` have to call; if
+    torch itself waits for the full job (a default group bound to a device, or ``TORCH_DIST_INIT_BARRIER``), every
+    process calls.
+    Before torch.distributed is initialized the object is empty, and its methods raise ``GroupError``. Compares by rank,
+    lists and degrees. A loaded pickle looks up the groups of the loading process and never makes one.
 
     Args:
-        rank: this process's global rank, checked.
+        rank: this process's global rank; checked.
         ranks: global ranks in any order, all by default.
         tp_degree: ranks of a tensor-parallel group; derived when only ``dp_degree`` is given, 1 when neither is.
         dp_degree: ranks of a data-parallel group.
 
     Raises:
-        AssertionError: a wrong rank, or degrees that do not multiply to the number of ranks.
+        AssertionError: a wrong rank, or degrees whose product is not the number of ranks.
     """
 
     def __init__(
@@ -46,11 +45,11 @@ class ProcessGroup:
             return
         assert rank is None or rank == dist.get_rank(), f"rank {rank} given, but this is rank {dist.get_rank()}"
         members = sorted(ranks) if ranks is not None else list(range(dist.get_world_size()))
-        self._lay_out(tuple(members), *_degrees(len(members), tp_degree, dp_degree))
+        self._set_layout(tuple(members), *_degrees(len(members), tp_degree, dp_degree))
         make_groups(self._lists, self._rank)
 
     def __getattr__(self, name: str) -> Any:
-        """Reached for attributes that are missing: all of the layout, before torch.distributed is initialized."""
+        """Called for missing attributes: all layout attributes before torch.distributed is initialized."""
         if name in _LAYOUT:
             raise GroupError(
                 "ProcessGroup: torch.distributed was not initialized when this was made, so it has no ranks; call "
@@ -58,24 +57,24 @@ class ProcessGroup:
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _lay_out(self, ranks: tuple[int, ...], tp: int, dp: int) -> None:
+    def _set_layout(self, ranks: tuple[int, ...], tp: int, dp: int) -> None:
         self._rank = dist.get_rank()
         self._ranks, self._tp, self._dp, self._cpu = ranks, tp, dp, False
         tp_lists = [ranks[i * tp : (i + 1) * tp] for i in range(dp)]
         dp_lists = [ranks[j::tp] for j in range(tp)]
         self._lists = [*tp_lists, *dp_lists]
-        self._tp_ranks = next((found for found in tp_lists if self._rank in found), None)
-        self._dp_ranks = next((found for found in dp_lists if self._rank in found), None)
+        self._tp_ranks = next((members for members in tp_lists if self._rank in members), None)
+        self._dp_ranks = next((members for members in dp_lists if self._rank in members), None)
 
     @classmethod
     def from_device_mesh(
         cls, mesh: TorchMesh, tp_axis: str | int | None = None, dp_axis: str | int | None = None
     ) -> "ProcessGroup":
-        """The groups of a torch mesh; the only axis, or the last and the one before, unless named.
+        """The groups of a torch mesh; by default its last axis is tensor-parallel and the one before data-parallel.
 
         Raises:
-            GroupError: ranks that do not ascend along an axis, or groups that are not laid out as here, rank by rank
-                along the tensor-parallel axis.
+            GroupError: ranks that do not ascend along an axis, or a mesh that is not data-parallel rows of
+                consecutive tensor-parallel ranks.
         """
         check_mesh(mesh, "from_device_mesh")
         tp_index = _axis(mesh, tp_axis, mesh.ndim - 1)
@@ -85,8 +84,8 @@ class ProcessGroup:
         axes = [index for index in (dp_index, tp_index) if index is not None]
         if len(axes) != mesh.ndim or axes != sorted(axes) or members != sorted(members):
             raise GroupError(
-                f"from_device_mesh: {mesh} with ranks {mesh.mesh.tolist()} is no grid of data-parallel rows of "
-                "tensor-parallel ranks, counted row by row"
+                f"from_device_mesh: {mesh} with ranks {mesh.mesh.tolist()} is not a grid of data-parallel rows "
+                "of tensor-parallel ranks in row-major order"
             )
         for index in axes:
             group = mesh.get_group(index)
@@ -95,22 +94,22 @@ class ProcessGroup:
 
     @classmethod
     def over_device_mesh(cls, mesh: TorchMesh) -> "ProcessGroup":
-        """All ranks of a torch mesh, counted row-major, as one tensor-parallel group; only they call.
+        """All ranks of a torch mesh, in row-major order, as one tensor-parallel group; only they call.
 
         Raises:
-            GroupError: the ranks do not ascend, or there is no process group over all of them yet.
+            GroupError: the ranks do not ascend, or no process group over all of them exists.
         """
         check_mesh(mesh, "over_device_mesh")
-        check_ascending(mesh.mesh.flatten(), "over_device_mesh", f"{mesh}, counted row-major,")
+        check_ascending(mesh.mesh.flatten(), "over_device_mesh", f"{mesh}, in row-major order,")
         members = tuple(mesh.mesh.flatten().tolist())
         backend = dist.get_backend()
-        if exists(backend, members) is None and len(members) > 1:
+        if find(backend, members) is None and len(members) > 1:
             make = f"ProcessGroup(ranks={list(members)}, tp_degree={len(members)})"
             raise GroupError(f"over_device_mesh: no process group over {mesh}; have its ranks call {make} first")
         return cls(ranks=list(members), tp_degree=len(members))
 
     def device_mesh(self, device_type: str = "cpu") -> TorchMesh:
-        """The tensor-parallel ranks as a torch mesh with the axis ``tensor``, over the same process group."""
+        """The tensor-parallel group as a torch mesh with the axis ``tensor``."""
         return TorchMesh.from_group(self.tp_process_group(), device_type, mesh_dim_names=("tensor",))
 
     def rank(self) -> int:
@@ -118,38 +117,38 @@ class ProcessGroup:
         return self._rank
 
     def ranks_in_group(self) -> list[int]:
-        """All ranks of the layout."""
+        """All ranks, tensor- and data-parallel."""
         return list(self._ranks)
 
     def world_size(self) -> int:
-        """Number of ranks of the layout."""
+        """Number of all ranks."""
         return len(self._ranks)
 
     def tp_rank_list(self) -> list[int] | None:
-        """Ranks of this rank's tensor-parallel group; None outside."""
+        """Ranks of this rank's tensor-parallel group; None if it is in none."""
         return None if self._tp_ranks is None else list(self._tp_ranks)
 
     def dp_rank_list(self) -> list[int] | None:
-        """Ranks of this rank's data-parallel group; None outside."""
+        """Ranks of this rank's data-parallel group; None if it is in none."""
         return None if self._dp_ranks is None else list(self._dp_ranks)
 
     get_ranks_in_tp = tp_rank_list
     get_ranks_in_dp = dp_rank_list
 
     def tp_local_rank(self) -> int:
-        """This rank's place in its tensor-parallel group."""
-        return self._inside(self._tp_ranks).index(self._rank)
+        """This process's rank in its tensor-parallel group."""
+        return self._require_member(self._tp_ranks).index(self._rank)
 
     def dp_local_rank(self) -> int:
-        """This rank's place in its data-parallel group."""
-        return self._inside(self._dp_ranks).index(self._rank)
+        """This process's rank in its data-parallel group."""
+        return self._require_member(self._dp_ranks).index(self._rank)
 
     def tp_world_size(self) -> int:
-        """Ranks of a tensor-parallel group."""
+        """Number of ranks of a tensor-parallel group."""
         return self._tp
 
     def dp_world_size(self) -> int:
-        """Ranks of a data-parallel group."""
+        """Number of ranks of a data-parallel group."""
         return self._dp
 
     def tp_process_group(self) -> dist.ProcessGroup:
@@ -166,34 +165,34 @@ class ProcessGroup:
         return self._cpu
 
     def set_cpu_groups(self) -> None:
-        """Make Gloo twins of both groups."""
+        """Make Gloo groups over the same ranks."""
         make_groups(self._lists, self._rank, "gloo")
         self._cpu = True
 
     def cpu_tp_process_group(self) -> dist.ProcessGroup:
-        """The Gloo twin of the tensor-parallel group."""
+        """The Gloo group over the tensor-parallel ranks."""
         assert self._cpu, "call set_cpu_groups() first"
         return self._lookup(self._tp_ranks, "gloo")
 
     def cpu_dp_process_group(self) -> dist.ProcessGroup:
-        """The Gloo twin of the data-parallel group."""
+        """The Gloo group over the data-parallel ranks."""
         assert self._cpu, "call set_cpu_groups() first"
         return self._lookup(self._dp_ranks, "gloo")
 
-    def _inside(self, ranks: tuple[int, ...] | None) -> tuple[int, ...]:
+    def _require_member(self, ranks: tuple[int, ...] | None) -> tuple[int, ...]:
         if ranks is None:
             raise GroupError(f"rank {self._rank} is not among {list(self._ranks)}")
         return ranks
 
     def _lookup(self, ranks: tuple[int, ...] | None, backend: str | None = None) -> dist.ProcessGroup:
-        ranks, backend = self._inside(ranks), dist.get_backend() if backend is None else backend
-        found = known(backend, ranks)
-        if found is None and len(ranks) == 1:
+        ranks, backend = self._require_member(ranks), dist.get_backend() if backend is None else backend
+        group = lookup(backend, ranks)
+        if group is None and len(ranks) == 1:
             make_groups([ranks], self._rank, backend)
-            return made(ranks, backend)
-        if found is None:
+            return existing(ranks, backend)
+        if group is None:
             raise GroupError(f"no process group over {list(ranks)} exists here; make one with ProcessGroup(...) first")
-        return found
+        return group
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ProcessGroup) and self._identity() == other._identity()
@@ -212,7 +211,7 @@ class ProcessGroup:
         ranks = state["ranks"]
         self.is_init = dist.is_initialized() and ranks is not None
         if ranks is not None and self.is_init:
-            self._lay_out(tuple(ranks), state["tp"], state["dp"])
+            self._set_layout(tuple(ranks), state["tp"], state["dp"])
             self._cpu = state["cpu"]
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What indexing a sharded dim returns: the values gathered, and writes that land in the shard they come from."""
+"""Views along sharded dims: gathered values, whose in-place writes go to the shard."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,12 +14,11 @@ from tritoncomm.tensor import dispatch
 from tritoncomm.tensor.box import Slices
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.distspec import _DistSpec, partitions
-from tritoncomm.tensor.elementwise import ELEMENTWISE, LOOKS, MOVES_ONLY, RESHAPES_IN_PLACE, writes
+from tritoncomm.tensor.elementwise import ELEMENTWISE, KEEPS_LAYOUT, QUERIES, RESHAPES_IN_PLACE, writes
 from tritoncomm.tensor.layout import is_colo, plain, shape_of, shares_storage
 from tritoncomm.tensor.op_wrapper import implementation
 from tritoncomm.tensor.process_group import ProcessGroup
-from tritoncomm.tensor.rules.call import Operand
-from tritoncomm.tensor.rules.engine import piece_of
+from tritoncomm.tensor.rules.engine import Operand, local_operand
 from tritoncomm.tensor.rules.random_ops import INITIALISERS, SAMPLERS
 from tritoncomm.tensor.snapshot import (
     Snapshot,
@@ -34,7 +33,7 @@ from tritoncomm.tensor.snapshot import (
 __all__ = ["ShardView", "run"]
 
 Args = Sequence[Any]
-_REAL, _IMAG = (getattr(Tensor, name).__get__ for name in ("real", "imag"))  # torch asks only for reading
+_REAL, _IMAG = (getattr(Tensor, name).__get__ for name in ("real", "imag"))  # torch dispatches only the getters
 Kwargs = dict[str, Any]
 
 _ALIASES = frozenset(["conj", "positive", "real", "__pos__"])
@@ -42,7 +41,7 @@ _STATISTICS = {
     F.batch_norm: slice(1, 3), F.instance_norm: slice(1, 3), torch.batch_norm: slice(3, 5),
     torch.instance_norm: slice(3, 5), torch.native_batch_norm: slice(3, 5),
 }  # fmt: skip
-"""Where the running statistics are, which these write without counting a version."""
+"""Positions of the running statistics, which these update without a version bump."""
 
 
 def run(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -71,19 +70,19 @@ def _written(func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) ->
     if func in _STATISTICS:
         return args[_STATISTICS[func]], kwargs.get("running_mean"), kwargs.get("running_var")
     first = args[0] if args else next(iter(kwargs.values()), None)
-    writes_first = name == "__setitem__" or (writes(name) and name not in LOOKS and name not in MOVES_ONLY)
+    writes_first = name == "__setitem__" or (writes(name) and name not in QUERIES and name not in KEEPS_LAYOUT)
     return [first if writes_first or kwargs.get("inplace") else None, kwargs.get("out")]
 
 
 def _read(func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> Any:
-    """An operator that does not write into a view; what shares memory with one remembers the shard too."""
-    if name in LOOKS or (name in ELEMENTWISE and name not in _ALIASES):
+    """Run an operator that does not write into a view; results that share memory with one become views as well."""
+    if name in QUERIES or (name in ELEMENTWISE and name not in _ALIASES):
         return dispatch.run(func, args, kwargs)
     views = [x for x in tree_leaves((args, kwargs)) if is_view(x)]
     before = [_version(x) for x in views]
     result = dispatch.run(func, args, kwargs)
     if [_version(x) for x in views] != before:
-        raise UnsupportedError(f"{name} wrote into a view of a sharded dim, not into the shard; pass a clone()")
+        raise UnsupportedError(f"{name} wrote into a view of a sharded dim instead of the shard; pass a clone()")
     return track(result, [(x, x._snapshot) for x in views], func)
 
 
@@ -101,14 +100,14 @@ def _attribute(func: Any, args: Args) -> Any:
 
 
 def _assign(func: Any, args: Args) -> Any:
-    """``x.data = value`` would leave the shard behind; other attributes are the view's own."""
+    """Refuse ``x.data = value``, which would detach the view from its shard; other attributes are set."""
     if func.__self__ is Tensor.data:
         refuse_sharing("data =", args[0])
     return dispatch.run(func, args, {})
 
 
 def _write(target: Any, func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> Any:
-    """A write into ``target``, which lands in the shard."""
+    """A write into ``target``, carried out on the shard."""
     if name == "__setitem__":
         return _set_item(*args)
     if name in RESHAPES_IN_PLACE:
@@ -123,7 +122,7 @@ def _write(target: Any, func: Callable[..., Any], name: str, args: Args, kwargs:
 
 
 def _draw(target: Any, func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> Any:
-    """A random or constant fill: drawn as for any replica, then copied."""
+    """A random or constant fill: drawn as for a replica, then copied to the shard."""
     snapshot = target._snapshot
     box = snapshot.box(target, name)
     result = dispatch.run(func, args, kwargs)
@@ -133,7 +132,7 @@ def _draw(target: Any, func: Callable[..., Any], name: str, args: Args, kwargs: 
 
 
 def _map(target: Any, func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> Any:
-    """An element-wise operator in place: on the view's own memory, then on the part of the shard that it shows."""
+    """An in-place element-wise operator, applied to the view's memory and to the elements of the shard it shows."""
     snapshot = target._snapshot
     box, shape = snapshot.box(target, name), target.shape
     args, kwargs = tree_map(lambda x: _operand(x, target), (tuple(args), kwargs))
@@ -157,14 +156,14 @@ def _map(target: Any, func: Callable[..., Any], name: str, args: Args, kwargs: K
 
 def _into_shard(name: str, snapshot: Snapshot, box: Any, write: Callable[[Tensor, Slices], Any]) -> None:
     base = snapshot.base
-    write_shard(name, snapshot.memory, base._global_shape, snapshot.parts, base.process_group, box, write)
+    write_shard(name, snapshot.memory, base.global_shape, snapshot.parts, base.process_group, box, write)
 
 
 def _operand(x: Any, target: Any) -> Any:
-    """An operand of a write as a plain tensor that has all elements, and keeps them while ``target`` is written."""
+    """An operand of a write as a plain global tensor that does not share memory with ``target``."""
     if x is target or not is_colo(x):
         return x
-    values = piece_of(Operand(x, (None,) * len(shape_of(x))), (), x.process_group).detach()
+    values = local_operand(Operand(x, (None,) * len(shape_of(x))), (), x.process_group).detach()
     return values.clone() if shares_storage(values, target) else values
 
 
@@ -177,17 +176,17 @@ def _set_item(target: Any, index: Any, value: Any) -> None:
         part.fill_(value)
         return
     shape, extra = shape_of(value), max(len(shape_of(value)) - part.dim(), 0)
-    drop = torch.Size(shape[:extra]).numel() == 1  # as torch, which drops leading dims of size 1
+    drop = torch.Size(shape[:extra]).numel() == 1  # torch drops leading dims of size 1
     part.copy_(value.reshape(shape[extra:]) if extra and drop else value)
 
 
 @register_view
 class ShardView(ColoTensor):
-    """A view of a sharded dim: a replica of what it shows, as it was when it was made.
+    """A view of a sharded dim: a replica of its elements at the time it was made.
 
-    Operators in place that work element by element with numbers and replicas, ``copy_``, random fills and indexing by
-    integers and slices write into the shard as well; other writes raise ``UnsupportedError``. What is written into the
-    shard later is not seen through the view.
+    Element-wise in-place operators with numbers and replicas, ``copy_``, random fills and assignments by integers and
+    slices write into the shard as well; other writes raise ``UnsupportedError``. Later writes to the shard are not
+    visible in the view.
     """
 
     _snapshot: Snapshot
@@ -195,30 +194,30 @@ class ShardView(ColoTensor):
 
     @property
     def real(self) -> Any:  # type: ignore[override]
-        """The real part, which cannot be written through."""
+        """The real part, which is read-only."""
         return run(_REAL, (self,), {})
 
     @property
     def imag(self) -> Any:  # type: ignore[override]
-        """The imaginary part, which cannot be written through."""
+        """The imaginary part, which is read-only."""
         return run(_IMAG, (self,), {})
 
     def set_dist_spec(self, dist_spec: _DistSpec) -> None:
-        """Refuse another layout.
+        """Accept only a replica.
 
         Raises:
-            UnsupportedError: the layout is not a replica's.
+            UnsupportedError: the layout is sharded.
         """
-        assert isinstance(dist_spec, _DistSpec), f"{dist_spec!r} is no dist spec"
+        assert isinstance(dist_spec, _DistSpec), f"{dist_spec!r} is not a dist spec"
         if partitions(dist_spec, self.dim()):
             refuse_sharing("set_dist_spec", self)
 
     def redistribute(self, dist_spec: _DistSpec, pg: ProcessGroup | None = None) -> ColoTensor:
-        """As of any ColoTensor; to a replica, it is a view still."""
+        """As for any ColoTensor; a replica remains a view."""
         return track(super().redistribute(dist_spec, pg), [(self, self._snapshot)], Tensor.detach)
 
     def to_dtensor(self) -> Any:
-        """Refuse to share the memory of a view.
+        """Refused: the memory of a view is a copy.
 
         Raises:
             UnsupportedError: always.

@@ -1,4 +1,4 @@
-"""Which mesh axes cut which dim of a tensor: ``[S0, R, S1]`` is dim 0 over axis 0 and dim 2 over axis 1."""
+"""Sharding of tensor dims over mesh axes: ``[S0, R, S1]`` is dim 0 over axis 0 and dim 2 over axis 1."""
 
 import math
 from collections.abc import Sequence
@@ -24,26 +24,26 @@ _GATHER, _SHARD, _STEP = 20, 5, 6
 
 
 class ShardingSpecException(CommError):
-    """Base of what is wrong with a sharding spec."""
+    """Base class of invalid sharding specs."""
 
 
 class DuplicatedShardingDimensionError(ShardingSpecException, ValueError):
-    """A mesh axis cuts more than one dim, or one dim twice."""
+    """A mesh axis shards more than one dim, or one dim twice."""
 
 
 class ShardingOutOfIndexError(ShardingSpecException, IndexError):
-    """A dim that the tensor, or an axis that the mesh does not have."""
+    """A dim that the tensor does not have, or an axis that the mesh does not have."""
 
 
 class ShardingNotDivisibleError(ShardingSpecException, ValueError):
-    """A dim does not divide by the ranks that are to cut it."""
+    """A dim does not divide evenly by the ranks that shard it."""
 
 
 class _DimSpec:
-    """The mesh axes of one dim, the first counting slowest through its pieces; written ``R``, ``S0``, ``S01``.
+    """The mesh axes of one dim, the first one slowest; written ``R``, ``S0``, ``S01``.
 
     Args:
-        shard_list: the axes, none for a dim that is not cut.
+        shard_list: the axes; empty for a replicated dim.
     """
 
     def __init__(self, shard_list: Sequence[int]) -> None:
@@ -51,26 +51,26 @@ class _DimSpec:
 
     @classmethod
     def named(cls, name: str) -> "_DimSpec":
-        """The spec that is written ``name``, for meshes of up to ten axes."""
+        """The spec written ``name``, for meshes of up to ten axes."""
         if name != "R" and not (name[:1] == "S" and name[1:].isdecimal()):
-            raise ArgumentError(f"{name!r} is no dim spec; write R, S0, S01, ...")
+            raise ArgumentError(f"{name!r} is not a dim spec; write R, S0, S01, ...")
         return cls([int(axis) for axis in name[1:]])
 
     @property
     def is_replica(self) -> bool:
-        """Whether no axis cuts the dim."""
+        """Whether no axis shards the dim."""
         return not self.shard_list
 
     def difference(self, other: "_DimSpec") -> int:
-        """Cost of getting from here to ``other``: 20 per axis gathered, 5 per axis cut, 6 between two of these steps.
+        """Cost of the change to ``other``: 20 per axis gathered, 5 per axis sharded, 6 between two of these steps.
 
-        Axes that both begin with stay. ``S1`` to ``S01`` gathers one and cuts two: 20 + 6 + 5 + 6 + 5 = 42.
+        A common prefix is kept. ``S1`` to ``S01`` gathers one axis and shards two: 20 + 6 + 5 + 6 + 5 = 42.
         """
-        mine, theirs = self.shard_list, other.shard_list
-        alike = takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=False))
-        kept = sum(1 for _ in alike)
-        gathers, cuts = len(mine) - kept, len(theirs) - kept
-        return _GATHER * gathers + _SHARD * cuts + _STEP * max(gathers + cuts - 1, 0)
+        own_axes, other_axes = self.shard_list, other.shard_list
+        common = takewhile(lambda pair: pair[0] == pair[1], zip(own_axes, other_axes, strict=False))
+        prefix = sum(1 for _ in common)
+        gathers, shards = len(own_axes) - prefix, len(other_axes) - prefix
+        return _GATHER * gathers + _SHARD * shards + _STEP * max(gathers + shards - 1, 0)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _DimSpec) and self.shard_list == other.shard_list
@@ -83,20 +83,20 @@ class _DimSpec:
 
 
 class ShardingSpec:
-    """How a tensor of ``entire_shape`` is cut over a mesh; told by dim or as a sequence, kept as both.
+    """Sharding of a tensor of ``entire_shape`` over a mesh; given by dim or as a sequence, stored as both.
 
     Args:
-        device_mesh: the ranks.
-        entire_shape: of the whole tensor.
+        device_mesh: the mesh.
+        entire_shape: global shape.
         dim_partition_dict: mesh axes by dim; negative dims count from the end. Not changed.
         sharding_sequence: one ``_DimSpec``, or its name, for every dim.
 
     Raises:
-        ArgumentError: neither of the two is given, or a sequence entry is no dim spec.
+        ArgumentError: neither of the two is given, or a sequence entry is not a dim spec.
         DuplicatedShardingDimensionError: an axis is used twice.
         ShardingOutOfIndexError: no such dim or axis, or a sequence of the wrong length.
         ShardingNotDivisibleError: a dim does not divide.
-        ShapeError: dict and sequence do not say the same.
+        ShapeError: dict and sequence describe different layouts.
 
     Example:
         On a 2x2 mesh ``{0: [0, 1]}`` of an 8x4 tensor is ``[S01, R]``, and every rank holds 2x4.
@@ -117,10 +117,10 @@ class ShardingSpec:
             self.sharding_sequence = [_DimSpec.named(s) if isinstance(s, str) else s for s in sharding_sequence]
             self.convert_shard_sequence_to_dict()
         if dim_partition_dict is not None:
-            told = self.dim_partition_dict if sharding_sequence is not None else None
+            given = self.dim_partition_dict if sharding_sequence is not None else None
             self.dim_partition_dict = merge_same_dim_mesh_list(len(self.entire_shape), dim_partition_dict)
-            if told is not None and told != {dim: axes for dim, axes in self.dim_partition_dict.items() if axes}:
-                raise ShapeError(f"{dim_partition_dict} and {self.sharding_sequence} are two layouts")
+            if given is not None and given != {dim: axes for dim, axes in self.dim_partition_dict.items() if axes}:
+                raise ShapeError(f"{dim_partition_dict} and {self.sharding_sequence} are different layouts")
             self.convert_dict_to_shard_sequence()
         self._check()
 
@@ -132,39 +132,45 @@ class ShardingSpec:
         """
         ndim = len(self.entire_shape)
         if any(not 0 <= dim < ndim for dim in self.dim_partition_dict):
-            raise ShardingOutOfIndexError(f"{self.dim_partition_dict} cuts dims that a {ndim}-dim tensor does not have")
+            raise ShardingOutOfIndexError(
+                f"{self.dim_partition_dict} shards dims that a {ndim}-dim tensor does not have"
+            )
         self.sharding_sequence = [_DimSpec(self.dim_partition_dict.get(dim, [])) for dim in range(ndim)]
 
     def convert_shard_sequence_to_dict(self) -> None:
-        """Set ``dim_partition_dict`` from ``sharding_sequence``; dims that are not cut have no entry.
+        """Set ``dim_partition_dict`` from ``sharding_sequence``; replicated dims have no entry.
 
         Raises:
-            ArgumentError: an entry is no ``_DimSpec``.
+            ArgumentError: an entry is not a ``_DimSpec``.
             ShardingOutOfIndexError: not one entry for every dim.
         """
         if not all(isinstance(spec, _DimSpec) for spec in self.sharding_sequence):
-            raise ArgumentError(f"{self.sharding_sequence} has entries that are no dim specs")
+            raise ArgumentError(f"{self.sharding_sequence} has entries that are not dim specs")
         if len(self.sharding_sequence) != len(self.entire_shape):
-            raise ShardingOutOfIndexError(f"{self.sharding_sequence} does not fit a shape of {list(self.entire_shape)}")
+            raise ShardingOutOfIndexError(
+                f"{self.sharding_sequence} does not match the shape {list(self.entire_shape)}"
+            )
         specs = enumerate(self.sharding_sequence)
         self.dim_partition_dict = {dim: list(spec.shard_list) for dim, spec in specs if spec.shard_list}
 
     def sharding_sequence_difference(self, other: "ShardingSpec") -> int:
-        """Sum over the dims of what it costs to get from here to ``other``, 0 for equal layouts.
+        """Sum over the dims of the cost of the change to ``other``; 0 for equal layouts.
 
         Raises:
             AssertionError: tensors of different numbers of dims.
         """
-        mine, theirs = self.sharding_sequence, other.sharding_sequence
-        assert len(mine) == len(theirs), f"{mine} and {theirs} are layouts of tensors with different numbers of dims"
-        return sum(here.difference(there) for here, there in zip(mine, theirs, strict=True))
+        own_sequence, other_sequence = self.sharding_sequence, other.sharding_sequence
+        assert len(own_sequence) == len(other_sequence), (
+            f"{own_sequence} and {other_sequence} are layouts of tensors with different numbers of dims"
+        )
+        return sum(own.difference(target) for own, target in zip(own_sequence, other_sequence, strict=True))
 
     def get_sharded_shape_per_device(self) -> torch.Size:
-        """Shape of what every rank holds."""
-        parts = [self._parts(spec.shard_list) for spec in self.sharding_sequence]
+        """Shape of the local tensor, the same on every rank."""
+        parts = [self._num_shards(spec.shard_list) for spec in self.sharding_sequence]
         return torch.Size([size // count for size, count in zip(self.entire_shape, parts, strict=True)])
 
-    def _parts(self, axes: Sequence[int]) -> int:
+    def _num_shards(self, axes: Sequence[int]) -> int:
         return math.prod(self.device_mesh.mesh_shape[axis] for axis in axes)
 
     def _check(self) -> None:
@@ -177,11 +183,11 @@ class ShardingSpec:
                 f"{self.sharding_sequence} uses axes that a mesh of {mesh_shape} does not have"
             )
         for dim, (size, spec) in enumerate(zip(self.entire_shape, self.sharding_sequence, strict=True)):
-            if size % self._parts(spec.shard_list):
+            if size % self._num_shards(spec.shard_list):
                 raise ShardingNotDivisibleError(
-                    f"dim {dim} of size {size} does not divide over {self._parts(spec.shard_list)} ranks ({spec})"
+                    f"dim {dim} of size {size} does not divide over {self._num_shards(spec.shard_list)} ranks ({spec})"
                 )
 
     def __repr__(self) -> str:
-        told = ",".join(map(str, self.sharding_sequence))
-        return f"DistSpec:\n\tshard_sequence: {told}\n\tdevice_mesh_shape: {self.device_mesh.mesh_shape}"
+        given = ",".join(map(str, self.sharding_sequence))
+        return f"DistSpec:\n\tshard_sequence: {given}\n\tdevice_mesh_shape: {self.device_mesh.mesh_shape}"

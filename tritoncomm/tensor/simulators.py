@@ -1,4 +1,4 @@
-"""What a movement does to the mesh axes of a dim, without moving anything: lists of axes in, new lists out."""
+"""Effect of each collective on the mesh axes of a dim: lists of axes in, new lists out."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -18,29 +18,29 @@ Pair = tuple[int, list[int]]
 
 
 def convert_dim_partition_dict(dim_size: int, dim_partition_dict: dict[int, list[int]]) -> dict[int, list[int]]:
-    """Count every dim from the front: key ``-1`` becomes ``dim_size - 1``; values and order stay.
+    """Count every dim from the front: key ``-1`` becomes ``dim_size - 1``; values and order are kept.
 
     Args:
         dim_size: number of dims of the tensor.
-        dim_partition_dict: mesh axes by dim; not changed, nor are its lists part of the result.
+        dim_partition_dict: mesh axes by dim; not changed, and its lists are copied.
 
     Raises:
-        ShapeError: two keys are the same dim; ``merge_same_dim_mesh_list`` joins their axes.
+        ShapeError: two keys are the same dim; ``merge_same_dim_mesh_list`` concatenates their axes.
 
     Example:
         3 dims, ``{-1: [0], 0: [1]}`` give ``{2: [0], 0: [1]}``.
     """
-    found: dict[int, list[int]] = {}
+    result: dict[int, list[int]] = {}
     for dim, axes in dim_partition_dict.items():
-        place = dim + dim_size if dim < 0 else dim
-        if place in found:
-            raise ShapeError(f"convert_dim_partition_dict: dim {place} appears twice in {dim_partition_dict}")
-        found[place] = list(axes)
-    return found
+        index = dim + dim_size if dim < 0 else dim
+        if index in result:
+            raise ShapeError(f"convert_dim_partition_dict: dim {index} appears twice in {dim_partition_dict}")
+        result[index] = list(axes)
+    return result
 
 
 def merge_same_dim_mesh_list(dim_size: int, dim_partition_dict: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
-    """Count every dim from the front and join the axes of keys that are the same dim, in the order they come.
+    """Count every dim from the front and concatenate the axes of equal dims, in the given order.
 
     Args:
         dim_size: number of dims of the tensor.
@@ -49,14 +49,14 @@ def merge_same_dim_mesh_list(dim_size: int, dim_partition_dict: Mapping[int, Seq
     Example:
         2 dims, ``{1: [0], -1: [1]}`` give ``{1: [0, 1]}``.
     """
-    found: dict[int, list[int]] = {}
+    result: dict[int, list[int]] = {}
     for dim, axes in dim_partition_dict.items():
-        found.setdefault(dim + dim_size if dim < 0 else dim, []).extend(axes)
-    return found
+        result.setdefault(dim + dim_size if dim < 0 else dim, []).extend(axes)
+    return result
 
 
 def all_gather_simulator(target_pair: Pair) -> list[int]:
-    """The axes left after a gather over the last one: ``S01`` becomes ``S0``, and ``R`` stays.
+    """The axes left after an all-gather over the last one: ``S01`` becomes ``S0``, and ``R`` stays.
 
     Args:
         target_pair: a dim and its mesh axes.
@@ -69,22 +69,22 @@ def all_to_all_simulator(f_target_pair: Pair, b_target_pair: Pair) -> tuple[list
     """The axes of two dims after an all-to-all: ``(S0, R)`` becomes ``(R, S0)``, ``(S0, S1)`` becomes ``(S01, R)``.
 
     Args:
-        f_target_pair: the dim in front and its mesh axes; they go to the other dim when that has none.
-        b_target_pair: the dim behind; its axes, if it has any, go to the end of the one in front.
+        f_target_pair: the first dim and its mesh axes; they move to the second dim if that has none.
+        b_target_pair: the second dim; its axes, if any, are appended to those of the first.
 
     Returns:
-        New axes of the dim in front, and of the dim behind.
+        New axes of the first and of the second dim.
     """
     (_, front), (_, behind) = f_target_pair, b_target_pair
     return ([*front, *behind], []) if behind else ([], [*front])
 
 
 def shard_simulator(target_pair: Pair, legal_sharding_dims: Iterable[int]) -> list[list[int]]:
-    """Every list of axes a dim can have after one more cut; axes only ever ascend.
+    """Every list of axes of a dim after one more split; axes ascend.
 
     Args:
         target_pair: a dim and its mesh axes.
-        legal_sharding_dims: the axes that are free.
+        legal_sharding_dims: the unused axes.
 
     Example:
         ``(0, [0])`` with ``[1, 2]`` free gives ``[[0, 1], [0, 2]]``.
@@ -96,12 +96,12 @@ def shard_simulator(target_pair: Pair, legal_sharding_dims: Iterable[int]) -> li
 def mix_gather_simulator(f_target_pair: Pair, b_target_pair: Pair) -> tuple[list[int], list[int]]:
     """How to gather two dims at once that use both axes of a mesh: ``(gather_dim, logical_process_axes)``.
 
-    Two dims are told with the axis that each of them uses, the dim behind first. One dim is told alone, with ``[1, 1]``
-    when axis 1 counts fastest through its pieces (``S01``) and ``[0, 0]`` when axis 0 does (``S10``).
+    Two dims are returned with their axes, the second dim first. One dim is returned alone, with ``[1, 1]`` if axis 1
+    counts fastest through its shards (``S01``) and ``[0, 0]`` if axis 0 does (``S10``).
 
     Args:
-        f_target_pair: the dim in front and its mesh axes.
-        b_target_pair: the dim behind and its mesh axes.
+        f_target_pair: the first dim and its mesh axes.
+        b_target_pair: the second dim and its mesh axes.
 
     Raises:
         ShapeError: the pairs do not use two axes between them.

@@ -1,7 +1,7 @@
-"""Views along sharded dims: copies that remember which elements of which shard they show, and writes that land there.
+"""Snapshots: gathered copies of shards whose views can be written back.
 
-An operator that torch would answer with a view runs on a gathered copy where the dim is sharded. The memory tells which
-results are such views: those that share the storage of the copy. Their strides tell which elements they show.
+An operator for which torch returns a view runs on a gathered copy if the dim is sharded. Its results that share the
+storage of the copy are such views; their strides determine which elements of the shard they show.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor.box import Box, Slices, box_of
-from tritoncomm.tensor.distspec import ReplicaSpec, cuts
+from tritoncomm.tensor.distspec import ReplicaSpec, shard_bounds
 from tritoncomm.tensor.layout import is_colo, plain, shares_storage, wrap
 from tritoncomm.tensor.process_group import ProcessGroup
 
@@ -41,33 +41,33 @@ _GETTERS = [getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "da
 _VIEWS = frozenset(
     [getattr(owner, name) for name in _NAMES.split() for owner in (Tensor, torch) if hasattr(owner, name)] + _GETTERS
 )
-"""Operators that share memory whatever the strides are; ``reshape`` and others copy where torch's tensor needs it."""
+"""Operators that return views for any strides; ``reshape`` and others copy depending on the strides."""
 
 _view: Any = ()
 
 
 def register_view(cls: Any) -> Any:
-    """Class decorator of ShardView, which lives above this module."""
+    """Class decorator of ShardView, whose module imports this one."""
     global _view
     _view = cls
     return cls
 
 
 def is_view(x: Any) -> bool:
-    """Whether ``x`` shows elements of a shard in memory of its own."""
+    """Whether ``x`` is a view of a sharded dim, whose memory is a copy."""
     return isinstance(x, _view)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """Where the elements of a gathered copy come from.
+    """Source of the elements of a gathered copy.
 
     Attributes:
         base: the sharded ColoTensor.
-        memory: its local tensor, outside of the autograd graph.
-        parts: how it was sharded.
-        offset: of the copy in its storage.
-        exact: whether torch would have made a view, and the strides are those of a contiguous copy.
+        memory: its local tensor, detached.
+        parts: its sharding at the time.
+        offset: storage offset of the copy.
+        exact: whether torch would return a view, and the strides are those of a contiguous copy.
     """
 
     base: Any
@@ -82,10 +82,10 @@ class Snapshot:
         Raises:
             UnsupportedError: a write cannot be mapped to them.
         """
-        if not shares_storage(plain(self.base), self.memory) or self.base._parts != self.parts:
-            raise UnsupportedError(f"{name}: the shard that this is a view of has got other memory; index it again")
+        if not shares_storage(plain(self.base), self.memory) or self.base.partitions != self.parts:
+            raise UnsupportedError(f"{name}: the shard that this is a view of has other memory now; index it again")
         same = view.dtype == self.memory.dtype and not view.is_conj() and not view.is_neg()
-        box = box_of(self.base._global_shape, view, self.offset) if self.exact and same else None
+        box = box_of(self.base.global_shape, view, self.offset) if self.exact and same else None
         if box is None and view.numel():
             raise UnsupportedError(
                 f"{name}: this may be a view of {self.base.dist_spec} by more than integers and slices of its dims, "
@@ -95,18 +95,18 @@ class Snapshot:
 
 
 def of_gathered(result: Any, gathered: Sequence[tuple[Any, Tensor]], func: Callable[..., Any]) -> Any:
-    """The result of ``func`` on copies of shards, its views of them remembering where they are from.
+    """The result of ``func`` on gathered shards, with views of them tracked.
 
     Args:
         result: tensors in any structure.
-        gathered: pairs of a sharded ColoTensor and the copy of all its elements that ``func`` got.
+        gathered: pairs of a sharded ColoTensor and its gathered copy, which was passed to ``func``.
         func: the operator.
     """
     if _is_array(result):
         return _read_only(result)
     shared = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
     sources = [
-        (copy, Snapshot(base, plain(base).detach(), base._parts, int(copy.storage_offset()), copy.is_contiguous()))
+        (copy, Snapshot(base, plain(base).detach(), base.partitions, int(copy.storage_offset()), copy.is_contiguous()))
         for base, copy in gathered
         if any(shares_storage(x, copy) for x in shared)
     ]
@@ -114,7 +114,7 @@ def of_gathered(result: Any, gathered: Sequence[tuple[Any, Tensor]], func: Calla
 
 
 def track(result: Any, sources: Sources, func: Callable[..., Any]) -> Any:
-    """The result of ``func``, in which every tensor that shares the memory of a source remembers where it is from."""
+    """The result of ``func``, in which every tensor that shares memory with a source becomes a ``ShardView``."""
 
     def tracked(x: Any) -> Any:
         if not isinstance(x, Tensor) or is_view(x):
@@ -134,7 +134,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _read_only(array: Any) -> Any:
-    """An array over a gathered copy, which numpy now refuses to write into: the shard would not see it."""
+    """Make an array over a gathered copy read-only, because writes would not reach the shard."""
     if not array.flags.owndata:
         array.setflags(write=False)
     return array
@@ -152,10 +152,10 @@ def _as_view(x: Tensor, snapshot: Snapshot) -> Any:
 def write_shard(
     name: str, memory: Tensor, shape: Sequence[int], parts: Any, pg: ProcessGroup, box: Box | None, write: Write
 ) -> None:
-    """``write(region, slices)`` on what this rank's shard has of a box, and where that is in the box.
+    """Call ``write(region, slices)`` with the part of a box in this rank's shard, and its place in the box.
 
-    A rank that has nothing of it counts one more version of its memory nevertheless, so that all ranks agree whether
-    backward still finds what it saved.
+    A rank without such a part bumps the version of its memory nevertheless, so that autograd's check of saved tensors
+    has the same outcome on all ranks.
 
     Raises:
         UnsupportedError: elements of the shard share memory, or it was made in inference mode and this is outside.
@@ -165,7 +165,7 @@ def write_shard(
     if shared or (memory.is_inference() and not torch.is_inference_mode_enabled()):
         why = "elements of the shard share memory" if shared else "the shard was made in inference mode"
         raise UnsupportedError(f"{name}: {why}; clone() it first")
-    part = None if box is None else box.within(cuts(shape, sharded, pg.tp_local_rank()))
+    part = None if box is None else box.within(shard_bounds(tuple(shape), parts, pg.tp_local_rank()))
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         if part is None:
             memory.narrow(next(iter(sharded)), 0, 0).zero_()
@@ -174,10 +174,10 @@ def write_shard(
 
 
 def refuse_graph(name: str, tensors: Iterable[Any]) -> None:
-    """Refuse a write that autograd would have to see.
+    """Refuse a write that autograd would have to record.
 
     Raises:
-        UnsupportedError: a tensor requires grad and gradients are recorded.
+        UnsupportedError: a tensor requires grad and grad mode is on.
     """
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
         raise UnsupportedError(
@@ -186,7 +186,7 @@ def refuse_graph(name: str, tensors: Iterable[Any]) -> None:
 
 
 def refuse_sharing(name: str, x: Any) -> None:
-    """Refuse to give the memory of a view to a tensor that knows nothing of the shard.
+    """Refuse to share the memory of a view, which is a copy.
 
     Raises:
         UnsupportedError: ``x`` is a view of a sharded dim.

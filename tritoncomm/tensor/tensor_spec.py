@@ -1,4 +1,4 @@
-"""What a ColoTensor is told: its ranks, its layout, how operators use it."""
+"""ColoTensorSpec: process group, placement and compute pattern."""
 
 from dataclasses import dataclass
 
@@ -13,12 +13,12 @@ _REPLICA = ReplicaSpec()
 
 @dataclass(init=False)
 class ColoTensorSpec:
-    """The layout of a ColoTensor.
+    """Process group, placement and compute pattern of a ColoTensor.
 
     Args:
-        pg: the ranks; None makes ``ProcessGroup()``.
-        dist_attr: where the pieces are, whole on every rank by default.
-        compute_attr: how operators compute on it, if they should.
+        pg: the process group; None makes ``ProcessGroup()``.
+        dist_attr: the placement, a replica by default.
+        compute_attr: the compute spec, if any.
     """
 
     pg: ProcessGroup

@@ -1,4 +1,4 @@
-"""What training with sharded parameters needs: parameters cut by name, gradients clipped by their global norm."""
+"""Training with sharded parameters: sharding by name, gradient clipping, optimizer state."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -29,20 +29,19 @@ def shard_parameters(
     gather_output: bool = False,
     output_shard: int | None = None,
 ) -> None:
-    """Make every parameter of a module a ColoParameter: cut where a pattern matches its name, a replica elsewhere.
+    """Make every parameter of a module a ColoParameter: sharded if a pattern matches its name, otherwise a replica.
 
-    Every rank has to hold the same whole parameters; nothing is sent. A parameter that two modules share stays shared.
+    Every rank has to hold the same unsharded parameters; nothing is sent. Tied parameters stay tied.
 
     Args:
         module: changed in place.
-        layouts: by pattern, as ``fnmatch`` matches it: ``{"*.up.weight": ShardSpec([0], [tp])}``. The first that fits
-            counts.
-        pg: the ranks; ``ProcessGroup()`` by default.
+        layouts: by ``fnmatch`` pattern: ``{"*.up.weight": ShardSpec([0], [tp])}``. The first match applies.
+        pg: the process group; ``ProcessGroup()`` by default.
         gather_output: whether column-parallel operators gather their output.
-        output_shard: dim along which row-parallel operators cut theirs (sequence parallelism); None leaves it whole.
+        output_shard: dim along which row-parallel operators shard theirs (sequence parallelism); None gives a replica.
 
     Raises:
-        ArgumentError: a pattern fits no parameter; nothing has been changed then.
+        ArgumentError: a pattern matches no parameter; nothing has been changed then.
         GroupError: torch.distributed is not initialized; nothing has been changed then.
 
     Example:
@@ -54,48 +53,48 @@ def shard_parameters(
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     unused = [pattern for pattern in layouts if not any(fnmatchcase(name, pattern) for name in names)]
     if unused:
-        raise ArgumentError(f"shard_parameters: {', '.join(unused)} fits none of {', '.join(names)}")
-    made: dict[int, ColoParameter] = {}
+        raise ArgumentError(f"shard_parameters: {', '.join(unused)} matches none of {', '.join(names)}")
+    parameters: dict[int, ColoParameter] = {}
     for prefix, owner in module.named_modules():
         for key, parameter in list(owner._parameters.items()):
             if parameter is None:
                 continue
             name = f"{prefix}.{key}" if prefix else key
             spec = next((layouts[pattern] for pattern in layouts if fnmatchcase(name, pattern)), None)
-            if id(parameter) not in made:
+            if id(parameter) not in parameters:
                 compute = None
                 if spec is not None:
                     compute = ComputeSpec(ComputePattern.TP1D)
                     compute.set_output_replicate(gather_output)
                     compute.set_output_shard(output_shard)
-                whole = ColoTensorSpec(pg, ReplicaSpec(), compute)
-                made[id(parameter)] = ColoParameter(parameter.detach(), parameter.requires_grad, whole)
+                replica_spec = ColoTensorSpec(pg, ReplicaSpec(), compute)
+                parameters[id(parameter)] = ColoParameter(parameter.detach(), parameter.requires_grad, replica_spec)
                 if spec is not None:
-                    made[id(parameter)].set_dist_spec(spec)
-            owner._parameters[key] = made[id(parameter)]
+                    parameters[id(parameter)].set_dist_spec(spec)
+            owner._parameters[key] = parameters[id(parameter)]
 
 
 def sharded_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """``optimizer.state_dict()`` in which every tensor of a sharded parameter says which piece it is.
+    """``optimizer.state_dict()`` in which the state tensors of sharded parameters are ColoTensors.
 
-    Optimisers that copy a gradient into their state (SGD's momentum) keep a plain tensor there, which a distributed
-    checkpoint would take for a whole one. Memory is shared with the optimiser.
+    Optimizers that copy a gradient into their state (SGD's momentum) keep a plain tensor there, which a distributed
+    checkpoint would treat as replicated. Memory is shared with the optimizer.
     """
-    told = optimizer.state_dict()
+    state_dict = optimizer.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [n for group in told["param_groups"] for n in group["params"]]
-    for number, p in zip(numbers, parameters, strict=True):
+    indices = [n for group in state_dict["param_groups"] for n in group["params"]]
+    for index, p in zip(indices, parameters, strict=True):
         if not is_colo(p):
             continue
-        kept = told["state"].get(number, {})
-        told["state"][number] = {key: _as_piece_of(p, value) for key, value in kept.items()}
-    return told
+        state = state_dict["state"].get(index, {})
+        state_dict["state"][index] = {key: _wrap_as_shard(p, value) for key, value in state.items()}
+    return state_dict
 
 
-def _as_piece_of(p: Any, value: Any) -> Any:
+def _wrap_as_shard(p: Any, value: Any) -> Any:
     if not isinstance(value, Tensor) or is_colo(value) or value.dim() == 0 or value.shape != plain(p).shape:
         return value
-    return wrap(value, p.process_group, p.dist_spec, p._global_shape)
+    return wrap(value, p.process_group, p.dist_spec, p.global_shape)
 
 
 def clip_grad_norm_(
@@ -105,10 +104,10 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` for pieces: the norm is that of the whole gradients, each counted once.
+    """``torch.nn.utils.clip_grad_norm_`` by the norm of the global gradients, each counted once.
 
-    All tensor-parallel ranks call it; a group sends one number. Gradients are scaled in place by
-    ``max_norm / (norm + 1e-6)`` where that is less than 1.
+    All tensor-parallel ranks call; each group all-reduces one number. Gradients are scaled in place by
+    ``max_norm / (norm + 1e-6)`` if that is less than 1.
 
     Returns:
         The norm before clipping, the same on every rank.
@@ -121,19 +120,21 @@ def clip_grad_norm_(
     if not pairs:
         return torch.tensor(0.0)
     device, power = pairs[0][1].device, float(norm_type)
-    whole: list[Tensor] = []
-    cut: dict[tuple[int, ...], tuple[ProcessGroup, list[Tensor]]] = {}
+    replicated: list[Tensor] = []
+    sharded: dict[tuple[int, ...], tuple[ProcessGroup, list[Tensor]]] = {}
     for p, grad in pairs:
-        if is_colo(p) and p._parts:  # type: ignore[attr-defined]
-            pg: ProcessGroup = p.process_group  # type: ignore[attr-defined]
-            cut.setdefault(tuple(pg.tp_rank_list() or ()), (pg, []))[1].append(grad)
+        if is_colo(p) and p.partitions:
+            pg: ProcessGroup = p.process_group
+            sharded.setdefault(tuple(pg.tp_rank_list() or ()), (pg, []))[1].append(grad)
         else:
-            whole.append(grad)
-    parts = [_power_sum(whole, power, device)]
-    for pg, grads in cut.values():
+            replicated.append(grad)
+    partial_norms = [_power_sum(replicated, power, device)]
+    for pg, grads in sharded.values():
         op: Any = dist.ReduceOp.MAX if math.isinf(power) else dist.ReduceOp.SUM
-        parts.append(eager.all_reduce(_power_sum(grads, power, device), pg.tp_process_group(), "clip_grad_norm_", op))
-    stacked = torch.stack(parts)
+        partial_norms.append(
+            eager.all_reduce(_power_sum(grads, power, device), pg.tp_process_group(), "clip_grad_norm_", op)
+        )
+    stacked = torch.stack(partial_norms)
     total = stacked.max() if math.isinf(power) else stacked.sum().pow(1 / power)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {float(total)}")
@@ -149,7 +150,7 @@ def _plain_grad(p: Tensor) -> Tensor:
 
 
 def _power_sum(grads: list[Tensor], power: float, device: torch.device) -> Tensor:
-    """Sum of |g|^p over all elements (their maximum for infinity), in fp32 or wider."""
+    """Sum of |g|^p over all elements (the maximum for infinity), in fp32 or wider."""
     wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
     norms = [torch.linalg.vector_norm(grad, power, dtype=wide) for grad in grads if grad.numel()]
     if not norms:

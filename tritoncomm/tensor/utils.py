@@ -1,4 +1,4 @@
-"""Parameters of modules as ColoTensors, and the helpers of sharding specs."""
+"""Module parameters as ColoTensors, unsharded state dicts, and helpers of sharding specs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tritoncomm.tensor.colo_tensor import ColoTensor
-from tritoncomm.tensor.distspec import cuts, partitions
+from tritoncomm.tensor.distspec import partitions, shard_bounds
 from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.simulators import (
     all_gather_simulator,
@@ -35,7 +35,7 @@ __all__ = [
 def named_params_with_colotensor(
     module: nn.Module, prefix: str = "", recurse: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """ColoTensors that modules hold as plain attributes, then their parameters; ``prefix`` and ``recurse`` for both."""
+    """ColoTensors that are plain attributes of modules, then the parameters; ``prefix`` and ``recurse`` for both."""
     modules = module.named_modules(prefix=prefix) if recurse else [(prefix, module)]
     for name, owner in modules:
         for key, value in vars(owner).items():
@@ -54,7 +54,7 @@ def convert_parameter(module: nn.Module, param_name: str) -> None:
         raise ValueError(f"{type(module).__name__} has no parameter {param_name}")
     tensor = getattr(module, param_name)
     if not isinstance(tensor, Tensor):
-        raise ValueError(f"{param_name} is no tensor but {type(tensor).__name__}")
+        raise ValueError(f"{param_name} is not a tensor but {type(tensor).__name__}")
     if not tensor.is_contiguous():
         raise ValueError(f"{param_name} is not contiguous")
     if param_name in module._parameters:
@@ -65,7 +65,7 @@ def convert_parameter(module: nn.Module, param_name: str) -> None:
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
     """The state dict of the unsharded module, on every rank: plain tensors, ColoTensors gathered.
 
-    Every rank of their groups has to call.
+    All ranks of their groups call.
     """
     with torch.no_grad():
         return {
@@ -75,10 +75,10 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def load_full_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
-    """Load the state dict of the unsharded module; each rank keeps its piece of every ColoTensor.
+    """Load the state dict of the unsharded module; each rank keeps its shard of every ColoTensor.
 
     Raises:
-        ValueError: a name is missing or not known, or a shape differs.
+        ValueError: a name is missing or unknown, or a shape differs.
     """
     own = module.state_dict(keep_vars=True)
     if own.keys() != state.keys():
@@ -92,6 +92,8 @@ def load_full_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
             if tuple(source.shape) != tuple(target.size_global()):
                 raise ValueError(f"{name} is {list(target.size_global())}, the state dict has {list(source.shape)}")
             parts = partitions(target.dist_spec, source.dim())
-            for dim, start, size in cuts(source.shape, parts, target.process_group.tp_local_rank()) if parts else ():
+            for dim, start, size in (
+                shard_bounds(source.shape, parts, target.process_group.tp_local_rank()) if parts else ()
+            ):
                 source = source.narrow(dim, start, size)
             plain(target).copy_(source)

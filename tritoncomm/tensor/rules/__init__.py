@@ -7,12 +7,9 @@ from tritoncomm.tensor.rules import (
     foreach,
     indexing,
     matmul,
-    min_max,
     normalization,
     random_ops,
     reductions,
-    softmax,
-    transposes,
     views,
 )
 
@@ -23,11 +20,8 @@ __all__ = [
     "foreach",
     "indexing",
     "matmul",
-    "min_max",
     "normalization",
     "random_ops",
     "reductions",
-    "softmax",
-    "transposes",
     "views",
 ]

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.tensor.layout import is_colo, shape_of
-from tritoncomm.tensor.rules.call import Call, Cut, Operand
-from tritoncomm.tensor.rules.random_ops import agreed_seed, apart, seeded
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
+from tritoncomm.tensor.rules.random_ops import agreed_seed, rank_seed, seeded
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []
@@ -16,10 +16,9 @@ __all__: list[str] = []
 
 @rule(
     F.scaled_dot_product_attention,
-    accepts="batch dims and heads of query, key and value alike; query positions where nothing is causal",
-    result="the cut",
+    accepts="Shard(batch dim or heads), the same for query, key and value; Shard(query positions) unless causal",
     collectives="query positions: all-reduce of the gradients of key and value",
-)
+)  # fmt: skip
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
@@ -30,15 +29,15 @@ def _attention(
         return None
     batch = tuple(range(count))
     if any(shape[:count] != shapes[0][:count] for shape in shapes[1:]) and not enable_gqa:
-        return None  # broadcast batch dims
-    groups = shapes[1][count - 1] if count else 1
+        return None  # batch dims are broadcast
+    kv_heads = shapes[1][count - 1] if count else 1
 
-    def legal(label: Any, pieces: int, sizes: dict[Any, int]) -> bool:
-        if not chunk_sizes(sizes[label], pieces)[-1]:
-            return False  # torch's attention over nothing has no graph, so backward would not send what others wait for
+    def legal(label: Any, shards: int, sizes: dict[Any, int]) -> bool:
+        if not chunk_sizes(sizes[label], shards)[-1]:
+            return False  # torch records no graph for empty inputs, so this rank would skip collectives of backward
         if not enable_gqa or label != count - 1:
             return True
-        return sizes[label] % pieces == 0 and groups % pieces == 0
+        return sizes[label] % shards == 0 and kv_heads % shards == 0
 
     operands = [
         Operand(query, (*batch, "l", "e")),
@@ -48,20 +47,20 @@ def _attention(
     if attn_mask is not None:
         shape = shape_of(attn_mask)
         names = (*batch, "l", "s")[count + 2 - len(shape) :]
-        full = (*shapes[0][:-1], shapes[1][-2])[count + 2 - len(shape) :]
+        score_shape = (*shapes[0][:-1], shapes[1][-2])[count + 2 - len(shape) :]
         operands.append(
-            Operand(attn_mask, tuple(n if a == b else None for n, a, b in zip(names, shape, full, strict=True)))
+            Operand(attn_mask, tuple(n if a == b else None for n, a, b in zip(names, shape, score_shape, strict=True)))
         )
-    pg = next(each.tensor.process_group for each in operands if is_colo(each.tensor))  # type: ignore[attr-defined]
+    pg = next(each.tensor.process_group for each in operands if is_colo(each.tensor))
     seed = agreed_seed(pg, query) if dropout_p else 0
 
-    def run(cut: Cut, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def run(sharding: Sharding, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         if not dropout_p:
             return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-        with seeded(apart(seed, cut.rank) if cut.parts else seed, q.device):
+        with seeded(rank_seed(seed, sharding.rank) if sharding.parts else seed, q.device):
             return F.scaled_dot_product_attention(
                 q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
 
-    whole = frozenset({"s", "e", "v"} | ({"l"} if is_causal else set()))
-    return Call(operands, [(*batch, "l", "v")], run, whole, legal=legal)
+    replicated = frozenset({"s", "e", "v"} | ({"l"} if is_causal else set()))
+    return Call(operands, [(*batch, "l", "v")], run, replicated, legal=legal)

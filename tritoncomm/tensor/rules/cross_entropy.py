@@ -1,5 +1,6 @@
-"""Cross entropy, over a vocabulary that is cut as well."""
+"""Softmax, log-softmax and cross entropy, including a sharded class dim."""
 
+import math
 from typing import Any
 
 import torch
@@ -7,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritoncomm.tensor.layout import shape_of
-from tritoncomm.tensor.rules.across_ranks import sum_over_ranks
-from tritoncomm.tensor.rules.call import Call, Cut, Operand
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
+from tritoncomm.tensor.rules.reductions import max_over_ranks, sum_over_ranks
 from tritoncomm.tensor.rules.table import rule
 from tritoncomm.tensor.vocab_parallel import cross_entropy_rows
 
@@ -16,11 +17,62 @@ __all__: list[str] = []
 
 
 @rule(
+    F.softmax, torch.softmax, Tensor.softmax, named="softmax", accepts="any sharding, the softmax dim included",
+    collectives="softmax dim: all-gather of maxima, all-reduce of sums and of their gradients",
+)  # fmt: skip
+def _softmax(
+    input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Call | None:
+    return _softmax_like(input, dim, dtype if dtype is not None else _as_dtype(_stacklevel), False)
+
+
+@rule(
+    F.log_softmax, torch.log_softmax, Tensor.log_softmax, named="log_softmax",
+    accepts="any sharding, the softmax dim included", collectives="as softmax",
+)  # fmt: skip
+def _log_softmax(
+    input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Call | None:
+    return _softmax_like(input, dim, dtype if dtype is not None else _as_dtype(_stacklevel), True)
+
+
+def _as_dtype(third: Any) -> torch.dtype | None:
+    """``torch.softmax(x, dim, dtype)`` has the dtype where ``F.softmax`` has a stack level."""
+    return third if isinstance(third, torch.dtype) else None
+
+
+def _softmax_like(input: Tensor, dim: int | None, dtype: torch.dtype | None, log: bool) -> Call | None:
+    count = len(shape_of(input))
+    if dim is None or not count:
+        return None
+    dim %= count
+    local = torch.log_softmax if log else torch.softmax
+
+    def run(sharding: Sharding, x: Tensor) -> Tensor:
+        if not sharding.has(dim):
+            return local(x, dim, dtype=dtype)
+        assert sharding.group is not None
+        target = dtype or x.dtype
+        wide = x.to(torch.float64 if target is torch.float64 else torch.float32)
+        if x.shape[dim]:
+            row_max = wide.detach().amax(dim, keepdim=True)
+        else:
+            row_max = wide.new_full([1 if d == dim else s for d, s in enumerate(x.shape)], -math.inf)
+        shifted = wide - max_over_ranks(row_max, sharding.group)
+        exps = shifted.exp()
+        sum_exp = sum_over_ranks(exps.sum(dim, keepdim=True), sharding.group, shared=True)
+        return (shifted - sum_exp.log() if log else exps / sum_exp).to(target)
+
+    labels = tuple(range(count))
+    return Call([Operand(input, labels)], [labels], run, own=frozenset({dim}))
+
+
+@rule(
     F.cross_entropy,
-    accepts="logits cut in the classes (vocabulary-parallel) or in any other dim; targets and weights likewise",
-    result="a replica; reduction none: the cut of the rows",
-    collectives="classes: one all-gather of two numbers a row, with class weights or soft targets also an all-reduce; "
-    "rows: all-reduces of sums",
+    accepts="any sharding of the logits, the classes (vocabulary-parallel) included; targets and weights likewise",
+    result="Replicate(); reduction none: sharding of the rows",
+    collectives="classes: all-gather of two numbers per row, with class weights or soft targets also an all-reduce; "
+    "rows: all-reduce of the sums",
 )
 def _cross_entropy(
     input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
@@ -37,43 +89,41 @@ def _cross_entropy(
     if weight is not None:
         operands.append(Operand(weight, ("c",)))
 
-    def run(cut: Cut, logits: Tensor, wanted: Tensor, weights: Tensor | None = None) -> Tensor:
-        if not cut.parts:
+    def run(sharding: Sharding, logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+        if not sharding.parts:
             return F.cross_entropy(
-                logits, wanted, weights, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+                logits,
+                targets,
+                weights,
+                ignore_index=ignore_index,
+                reduction=reduction,
+                label_smoothing=label_smoothing,
             )
-        assert cut.group is not None
-        if cut.has("c"):
+        assert sharding.group is not None
+        if sharding.has("c"):
             loss, counted = cross_entropy_rows(
-                logits.movedim(classes, -1), wanted.movedim(classes, -1) if soft else wanted, weights,
-                cut.piece("c"), shape[classes], ignore_index, label_smoothing, cut.group,
+                logits.movedim(classes, -1), targets.movedim(classes, -1) if soft else targets, weights,
+                sharding.shard("c"), shape[classes], ignore_index, label_smoothing, sharding.group,
             )  # fmt: skip
             if reduction == "none":
                 return loss
             return loss.sum() if reduction == "sum" else loss.sum() / counted
         loss = F.cross_entropy(
-            logits, wanted, weights, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+            logits, targets, weights, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
         )
         if reduction == "none":
             return loss
-        total = sum_over_ranks(loss.sum(), cut.group)
+        total = sum_over_ranks(loss.sum(), sharding.group)
         if reduction == "sum":
             return total
         if soft:
-            counted = torch.tensor(float(_rows(shape, classes)), device=loss.device)
+            counted = torch.tensor(float(math.prod(shape[dim] for dim in rows)), device=loss.device)
         else:
-            kept = wanted != ignore_index
-            counts = kept if weights is None else weights.detach()[wanted.masked_fill(~kept, 0)] * kept
-            counted = sum_over_ranks(counts.sum().to(loss.dtype), cut.group)
+            valid = targets != ignore_index
+            counts = valid if weights is None else weights.detach()[targets.masked_fill(~valid, 0)] * valid
+            counted = sum_over_ranks(counts.sum().to(loss.dtype), sharding.group)
         return total / counted
 
     own = frozenset(labels) if reduction != "none" else frozenset({"c"})
     result = rows if reduction == "none" else ()
     return Call(operands, [result], run, own=own)
-
-
-def _rows(shape: tuple[int, ...], classes: int) -> int:
-    count = 1
-    for dim, size in enumerate(shape):
-        count *= size if dim != classes else 1
-    return count

@@ -1,11 +1,18 @@
-"""Runs a call on pieces: chooses what is cut, brings every operand there, computes, sums, names the result's layout."""
+"""Engine of the sharding rules: describes an operator call by labels and runs it on local tensors.
+
+Dims carry labels, as in einsum. Sharding a label shards every operand that has it; operands without it are replicated
+and their gradients all-reduced; results without it are partial and all-reduced, unless the rule handles the label
+itself (``own``).
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup as TorchGroup
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tritoncomm import mappings
@@ -16,181 +23,286 @@ from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec
 from tritoncomm.tensor.layout import is_colo, plain, shape_of, wrap
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.redistribute import Transition, redistribute
-from tritoncomm.tensor.rules.call import Call, Cut, Labels, Operand, Parts
 
-__all__ = ["choose", "execute", "is_legal", "piece_of", "spec_of"]
+__all__ = [
+    "Call",
+    "Labels",
+    "Operand",
+    "Parts",
+    "Sharding",
+    "choose",
+    "execute",
+    "is_legal",
+    "local_operand",
+    "spec_of",
+]
+
+Labels = tuple[Any, ...]
+Parts = tuple[tuple[Any, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The sharded labels, and the position of this rank.
+
+    Attributes:
+        parts: (label, number of shards), ranks assigned row-major; empty if nothing is sharded.
+        sizes: global size of every label.
+        rank: of this process in ``group``.
+        group: the tensor-parallel group; None if nothing is sharded.
+    """
+
+    parts: Parts
+    sizes: dict[Any, int]
+    rank: int
+    group: TorchGroup | None
+
+    def has(self, label: Any) -> bool:
+        """Whether the label is sharded."""
+        return any(label == each for each, _ in self.parts)
+
+    def shard(self, label: Any) -> tuple[int, int]:
+        """(start, size) of this rank's shard of a label; the full range if it is not sharded."""
+        rank, bounds = self.rank, (0, self.sizes[label])
+        for each, count in reversed(self.parts):
+            rank, index = divmod(rank, count)
+            if each == label:
+                sizes = chunk_sizes(self.sizes[label], count)
+                bounds = sum(sizes[:index]), sizes[index]
+        return bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor argument.
+
+    Attributes:
+        tensor: a ColoTensor, or a plain replicated tensor.
+        labels: one per dim; None for a dim that cannot be sharded.
+        is_local: the plain tensor is a local shard already.
+    """
+
+    tensor: Tensor
+    labels: Labels
+    is_local: bool = False
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of an operator.
+
+    Attributes:
+        operands: the input tensors.
+        results: labels of every output tensor, in order.
+        run: computes on local tensors: ``run(sharding, *operands, *late)`` returns any structure of tensors; without
+            the late ones if the result is partial and ``finish`` is set.
+        replicated: labels that must not be sharded.
+        own: labels that ``run`` handles when they are sharded; results are not reduced over them.
+        late: operands that must not be summed (a bias), labelled like the result.
+        finish: ``finish(result, *late)`` after a partial result is reduced; None for nothing.
+        after: applied to the reduced result; None for nothing.
+        prefer: index of the operand whose sharding is used at any cost: a weight with a compute spec.
+        legal: a further condition on (label, number of shards, sizes).
+        gather: whether a sharded result is gathered.
+        scatter: dim along which a partial result is reduce-scattered; None all-reduces it.
+        sizes: global sizes of the labels, taken from the operands.
+        result_sizes: global sizes of labels whose size differs in the result.
+        gathered: sharded operands and their gathered copies if no sharding is legal; set by ``execute``.
+    """
+
+    operands: Sequence[Operand]
+    results: Sequence[Labels]
+    run: Callable[..., Any]
+    replicated: frozenset[Any] = frozenset()
+    own: frozenset[Any] = frozenset()
+    late: Sequence[Operand] = ()
+    finish: Callable[..., Any] | None = None
+    after: Callable[[Tensor], Tensor] | None = None
+    prefer: int | None = None
+    legal: Callable[[Any, int, dict[Any, int]], bool] | None = None
+    gather: bool = False
+    scatter: int | None = None
+    sizes: dict[Any, int] = field(default_factory=dict)
+    result_sizes: dict[Any, int] = field(default_factory=dict)
+    gathered: Sequence[tuple[Any, Tensor]] = ()
 
 
 def execute(call: Call) -> Any:
-    """The result of the call, ColoTensors where tensors come out."""
-    everything = (*call.operands, *call.late)
-    coloured = [each for each in everything if is_colo(each.tensor)]
-    pg: ProcessGroup = coloured[0].tensor.process_group  # type: ignore[attr-defined]
-    for each in everything:
-        if each.is_piece:
-            continue  # the tensor it is a piece of is there too
+    """Run the call; tensors of the result are ColoTensors."""
+    operands = (*call.operands, *call.late)
+    colo_operands: list[Any] = [each for each in operands if is_colo(each.tensor)]
+    pg: ProcessGroup = colo_operands[0].tensor.process_group
+    for each in operands:
+        if each.is_local:
+            continue  # a ColoTensor with the same labels is an operand, too
         for label, size in zip(each.labels, shape_of(each.tensor), strict=True):
             if label is not None:
                 call.sizes.setdefault(label, size)
     with torch._C.DisableTorchFunctionSubclass():
         chosen = choose(call, pg)
         parts = chosen or ()
-        cut = Cut(parts, call.sizes, pg.tp_local_rank() if parts else 0, pg.tp_process_group() if parts else None)
-        pieces = [piece_of(each, parts, pg) for each in call.operands]
+        sharding = Sharding(
+            parts, call.sizes, pg.tp_local_rank() if parts else 0, pg.tp_process_group() if parts else None
+        )
+        shards = [local_operand(each, parts, pg) for each in call.operands]
         if parts and parts[0][0] not in call.results[0] and parts[0][0] not in call.own:
-            early = [] if call.finish is not None else [piece_of(each, (), pg) for each in call.late]
-            found, tree = tree_flatten(call.run(cut, *pieces, *early))
-            found, parts = _summed(found, call, cut, pg)
+            early = [] if call.finish is not None else [local_operand(each, (), pg) for each in call.late]
+            outputs, tree = tree_flatten(call.run(sharding, *shards, *early))
+            outputs, parts = _reduce_outputs(outputs, call, sharding, pg)
             gather = column = False
         else:
-            gather, column = call.gather, not call.gather and _by_column(call, parts)
-            late = [piece_of(each, parts, pg) for each in call.late]
+            gather, column = call.gather, not call.gather and _is_column_parallel(call, parts)
+            late = [local_operand(each, parts, pg) for each in call.late]
             if chosen is None:
-                pairs = zip(call.operands, pieces, strict=True)
-                call.gathered = [(each.tensor, x) for each, x in pairs if _parts(each)]
-            found, tree = tree_flatten(call.run(cut, *pieces, *late))
-        made = [
-            _made(x, labels, call, parts, pg, coloured, gather) if isinstance(x, Tensor) else x
-            for x, labels in zip(found, call.results, strict=True)
+                pairs = zip(call.operands, shards, strict=True)
+                call.gathered = [(each.tensor, x) for each, x in pairs if _partitions(each)]
+            outputs, tree = tree_flatten(call.run(sharding, *shards, *late))
+        results = [
+            _wrap_result(x, labels, call, parts, pg, colo_operands, gather) if isinstance(x, Tensor) else x
+            for x, labels in zip(outputs, call.results, strict=True)
         ]
-        for x in made if column else ():
+        for x in results if column else ():
             x.compute_spec = ComputeSpec(ComputePattern.TP1D)
-    return tree_unflatten(made, tree)
+    return tree_unflatten(results, tree)
 
 
 def choose(call: Call, pg: ProcessGroup) -> Parts | None:
-    """What is cut: of the ways the operands are cut now, the one that moves least; None when no way will do."""
-    found: list[Parts] = []
+    """The cheapest legal one of the operands' shardings; None if there are shards but no legal sharding."""
+    candidates: list[Parts] = []
     sharded = False
-    for place, each in enumerate(call.operands):
-        have = _parts(each)
-        if not have:
+    for index, each in enumerate(call.operands):
+        current = _partitions(each)
+        if not current:
             continue
         sharded = True
-        parts = tuple((each.labels[dim], count) for dim, count in have)
+        parts = tuple((each.labels[dim], count) for dim, count in current)
         if is_legal(call, parts):
-            if call.prefer == place:
+            if call.prefer == index:
                 return parts
-            if parts not in found:
-                found.append(parts)
-    if not found:
+            if parts not in candidates:
+                candidates.append(parts)
+    if not candidates:
         return None if sharded else ()
-    return found[0] if len(found) == 1 else min(found, key=lambda parts: _moved(call, parts, pg.tp_world_size()))
+    return (
+        candidates[0]
+        if len(candidates) == 1
+        else min(candidates, key=lambda parts: _bytes_moved(call, parts, pg.tp_world_size()))
+    )
 
 
-def _parts(each: Operand) -> Parts:
-    return each.tensor._parts if is_colo(each.tensor) else ()  # type: ignore[attr-defined]
+def _partitions(each: Operand) -> Parts:
+    return each.tensor.partitions if is_colo(each.tensor) else ()
 
 
-def _by_column(call: Call, parts: Parts) -> bool:
-    """Whether the weight with a compute spec is cut along a dim of the result: column-parallel."""
+def _is_column_parallel(call: Call, parts: Parts) -> bool:
+    """Whether the weight with a compute spec is sharded along a dim of the result."""
     if call.prefer is None or not parts:
         return False
     return parts[0][0] in call.operands[call.prefer].labels and parts[0][0] in call.results[0]
 
 
 def is_legal(call: Call, parts: Parts) -> bool:
-    """Whether the operator can run on pieces cut like this."""
+    """Whether the operator can run with this sharding."""
     labels = [label for label, _ in parts]
-    if any(label is None or label in call.whole for label in labels):
+    if any(label is None or label in call.replicated for label in labels):
         return False
     if call.legal is not None and not all(call.legal(label, count, call.sizes) for label, count in parts):
         return False
-    sides = [each.labels for each in (*call.operands, *call.late)] + list(call.results)
+    labelled = [each.labels for each in (*call.operands, *call.late)] + list(call.results)
     if len(labels) > 1:
         if any(label in call.own for label in labels):
             return False
-        if any(0 < sum(label in side for label in labels) < len(labels) for side in sides):
+        if any(0 < sum(label in side for label in labels) < len(labels) for side in labelled):
             return False
     return True
 
 
-def _moved(call: Call, parts: Parts, world: int) -> float:
-    """Bytes a rank moves, forward and backward, in units of (world - 1) / world."""
+def _bytes_moved(call: Call, parts: Parts, world: int) -> float:
+    """Bytes sent per rank, forward and backward, in units of (world - 1) / world."""
     total, labels = 0.0, [label for label, _ in parts]
     for each in call.operands:
         x = each.tensor
         size, graded = math.prod(shape_of(each.tensor)) * x.element_size(), wants_grad(x)
-        have = x._parts if is_colo(x) else ()  # type: ignore[attr-defined]
+        current = x.partitions if is_colo(x) else ()
         if labels[0] in each.labels:
-            same = have == tuple((each.labels.index(label), count) for label, count in parts)
-            total += 0 if same else (size * graded if not have else size / world * (1 + graded))
+            same = current == tuple((each.labels.index(label), count) for label, count in parts)
+            total += 0 if same else (size * graded if not current else size / world * (1 + graded))
         else:
-            total += size * ((1 if have else 0) + graded * (1 if have else 2))
+            total += size * ((1 if current else 0) + graded * (1 if current else 2))
     for result in call.results:
         if labels[0] not in result and labels[0] not in call.own:
             total += 2 * math.prod(call.sizes.get(label, 1) for label in result) * 4
     return total
 
 
-def piece_of(each: Operand, parts: Parts, pg: ProcessGroup) -> Tensor:
-    """The operand as the cut wants it: this rank's piece, or the whole with a gradient that is summed.
+def local_operand(each: Operand, parts: Parts, pg: ProcessGroup) -> Tensor:
+    """The operand as a plain local tensor under this sharding; replicated if it has none of the labels.
 
-    A shard that has to be whole is gathered and its gradient reduce-scattered; a replica's is all-reduced.
+    A shard that has to be replicated is all-gathered, its gradient reduce-scattered; that of a replica is all-reduced.
     """
     x = each.tensor
-    if each.is_piece:
+    if each.is_local:
         return x
     if not is_colo(x):
-        have, here = (), x
+        current, local = (), x
     else:
-        if x.process_group is not pg and x.process_group != pg:  # type: ignore[attr-defined]
-            x = x.redistribute(ReplicaSpec(), pg)  # type: ignore[attr-defined]
-        have, here = x._parts, plain(x)  # type: ignore[attr-defined]
-    want = tuple((each.labels.index(label), count) for label, count in parts if label in each.labels)
-    if want == have and (want or not parts):
-        return here
+        if x.process_group is not pg and x.process_group != pg:
+            x = x.redistribute(ReplicaSpec(), pg)
+        current, local = x.partitions, plain(x)
+    target = tuple((each.labels.index(label), count) for label, count in parts if label in each.labels)
+    if target == current and (target or not parts):
+        return local
     group = pg.tp_process_group()
-    if want:
-        return redistribute(here, Transition(tuple(shape_of(each.tensor)), have, want), group)
-    if have:
+    if target:
+        return redistribute(local, Transition(tuple(shape_of(each.tensor)), current, target), group)
+    if current:
         shape = tuple(shape_of(each.tensor))
-        if parts and len(have) == 1:
-            ((dim, count),) = have
+        if parts and len(current) == 1:
+            ((dim, count),) = current
             sizes = None if shape[dim] % count == 0 else chunk_sizes(shape[dim], count)
-            return mappings.all_gather_dim(here, dim, group, sizes=sizes)
-        here = redistribute(here, Transition(shape, have, ()), group)
-    return mappings.copy_to_tensor_model_parallel_region(here, group) if parts and wants_grad(here) else here
+            return mappings.all_gather_dim(local, dim, group, sizes=sizes)
+        local = redistribute(local, Transition(shape, current, ()), group)
+    return mappings.copy_to_tensor_model_parallel_region(local, group) if parts and wants_grad(local) else local
 
 
-def _summed(found: list[Any], call: Call, cut: Cut, pg: ProcessGroup) -> tuple[list[Any], Parts]:
-    """The sum over the ranks, with what must not be summed after it; and how the result is cut."""
+def _reduce_outputs(outputs: list[Any], call: Call, sharding: Sharding, pg: ProcessGroup) -> tuple[list[Any], Parts]:
+    """Reduce partial results over the ranks, then apply ``finish``; also their sharding."""
     group, parts = pg.tp_process_group(), ()
     if call.scatter is None:
         summed: list[Any] = []
-        while found:  # popped: a temporary that nobody else holds is summed in place
-            summed.append(mappings.reduce_from_tensor_model_parallel_region(found.pop(0), group))
-        found = summed if call.after is None else [call.after(x) for x in summed]
+        while outputs:  # popped, so that an otherwise unreferenced temporary is reduced in place
+            summed.append(mappings.reduce_from_tensor_model_parallel_region(outputs.pop(0), group))
+        outputs = summed if call.after is None else [call.after(x) for x in summed]
     else:
-        dim, world = call.scatter % found[0].dim(), pg.tp_world_size()
-        size = found[0].shape[dim]
+        dim, world = call.scatter % outputs[0].dim(), pg.tp_world_size()
+        size = outputs[0].shape[dim]
         sizes = None if size % world == 0 else chunk_sizes(size, world)
-        found = [mappings.reduce_scatter_dim(x, dim, group, sizes=sizes) for x in found]
+        outputs = [mappings.reduce_scatter_dim(x, dim, group, sizes=sizes) for x in outputs]
         parts = ((call.results[0][dim], world),)
     if call.finish is not None:
-        late = [piece_of(each, parts, pg) for each in call.late]
-        found = [call.finish(x, *late) for x in found]
-    return found, parts
+        late = [local_operand(each, parts, pg) for each in call.late]
+        outputs = [call.finish(x, *late) for x in outputs]
+    return outputs, parts
 
 
-def _made(
-    x: Tensor, labels: Labels, call: Call, parts: Parts, pg: ProcessGroup, coloured: Sequence[Operand], gather: bool
+def _wrap_result(
+    x: Tensor, labels: Labels, call: Call, parts: Parts, pg: ProcessGroup, colo_operands: Sequence[Any], gather: bool
 ) -> Any:
-    """A result as a ColoTensor, laid out in the words of an operand that is laid out the same."""
-    there = tuple((labels.index(label), count) for label, count in parts if label in labels)
+    """A result as a ColoTensor, with the spec of an operand of the same layout, which keeps its notation."""
+    result_parts = tuple((labels.index(label), count) for label, count in parts if label in labels)
     shape = list(x.shape)
-    for dim, _ in there:
+    for dim, _ in result_parts:
         shape[dim] = call.result_sizes.get(labels[dim], call.sizes[labels[dim]])
-    if there and gather:
-        x, there = redistribute(x, Transition(tuple(shape), there, ()), pg.tp_process_group()), ()
-    for each in coloured:
-        if each.labels == labels and each.tensor._parts == there:  # type: ignore[attr-defined]
-            return wrap(x, pg, each.tensor.dist_spec, shape)  # type: ignore[attr-defined]
-    return wrap(x, pg, spec_of(there, len(shape)), shape)
+    if result_parts and gather:
+        x, result_parts = redistribute(x, Transition(tuple(shape), result_parts, ()), pg.tp_process_group()), ()
+    for each in colo_operands:
+        if each.labels == labels and each.tensor.partitions == result_parts:
+            return wrap(x, pg, each.tensor.dist_spec, shape)
+    return wrap(x, pg, spec_of(result_parts, len(shape)), shape)
 
 
 def spec_of(parts: Sequence[tuple[int, int]], ndim: int) -> _DistSpec:
-    """A spec of these cuts; the last of several dims is written -1."""
+    """The spec of these partitions; the last of several dims is written -1."""
     if not parts:
         return ReplicaSpec()
     dims = [-1 if dim == ndim - 1 and ndim > 1 else dim for dim, _ in parts]

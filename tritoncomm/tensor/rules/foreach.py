@@ -1,4 +1,4 @@
-"""``torch._foreach_*`` and ``torch._fused_*``, which optimisers call on lists: on the pieces, layouts kept."""
+"""``torch._foreach_*`` and ``torch._fused_*`` of optimizers: run on local tensors, layouts kept."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,9 +15,9 @@ __all__ = ["on_lists"]
 
 ROWS.append(
     Row(
-        "torch._foreach_*, torch._fused_* (optimisers)",
-        "every cut, alike at the same place of every list; plain tensors are pieces",
-        "the cut",
+        "torch._foreach_*, torch._fused_* (optimizers)",
+        "any sharding, the same at the same index of every list; plain tensors are local shards",
+        "same sharding",
         "none; norms: as norm",
         "foreach",
     )
@@ -28,7 +28,7 @@ def on_lists(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: d
     """Run an operator on lists of tensors.
 
     Raises:
-        UnsupportedError: tensors at the same place have different layouts, or the operator is not element-wise.
+        UnsupportedError: tensors at the same index have different layouts, or the operator is not element-wise.
     """
     base = name.removeprefix("_foreach_").removesuffix("_")
     if base == "norm":
@@ -38,18 +38,18 @@ def on_lists(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: d
     lists = [each for each in (*args, *kwargs.values()) if isinstance(each, list | tuple)]
     likes: list[Any] = [None] * max(map(len, lists), default=0)
     for each in lists:
-        for place, x in enumerate(each):
+        for index, x in enumerate(each):
             if not is_colo(x):
                 continue
-            like = likes[place] = x if likes[place] is None else likes[place]
-            if x._parts != like._parts or x._global_shape != like._global_shape:
-                raise UnsupportedError(f"{name}: {x.dist_spec} beside {like.dist_spec} at place {place} of the lists")
+            like = likes[index] = x if likes[index] is None else likes[index]
+            if x.partitions != like.partitions or x.global_shape != like.global_shape:
+                raise UnsupportedError(f"{name}: {x.dist_spec} beside {like.dist_spec} at index {index} of the lists")
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
     if not isinstance(result, list | tuple):
         return result
     return type(result)(
         x if is_colo(x) or like is None or not isinstance(x, Tensor)
-        else wrap(x, like.process_group, like.dist_spec, like._global_shape)
+        else wrap(x, like.process_group, like.dist_spec, like.global_shape)
         for x, like in zip(result, likes, strict=True)
     )  # fmt: skip

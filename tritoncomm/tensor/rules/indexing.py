@@ -1,4 +1,4 @@
-"""Tensors joined, cut apart and indexed, along dims that are not cut over the ranks."""
+"""Concatenation, splitting and indexing along dims that are not sharded."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,32 +9,31 @@ from torch import Tensor
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor.box import box_of
 from tritoncomm.tensor.layout import is_colo, plain, shape_of, shares_storage
-from tritoncomm.tensor.rules.call import Call, Operand
-from tritoncomm.tensor.rules.engine import is_legal, piece_of
+from tritoncomm.tensor.rules.engine import Call, Operand, is_legal, local_operand
 from tritoncomm.tensor.rules.table import rule
 from tritoncomm.tensor.snapshot import refuse_graph, write_shard
 
 __all__ = ["set_item"]
 
-_OTHER = "every cut of another dim"
+_OTHER = "any sharding of another dim"
 
 
-def _all_but(x: Tensor, dim: int) -> tuple[Any, ...]:
+def _labels_except(x: Tensor, dim: int) -> tuple[Any, ...]:
     return tuple(None if d == dim else d for d in range(len(shape_of(x))))
 
 
-@rule(torch.cat, torch.concat, torch.concatenate, named="cat", accepts=_OTHER, result="the cut", collectives="none")
+@rule(torch.cat, torch.concat, torch.concatenate, named="cat", accepts=_OTHER)
 def _cat(tensors: Sequence[Tensor], dim: Any = 0, *, axis: Any = None, out: Any = None) -> Call | None:
     dim = dim if axis is None else axis
     count = len(shape_of(tensors[0]))
     if out is not None or not count or any(len(shape_of(x)) != count for x in tensors):
         return None
     dim %= count
-    labels = _all_but(tensors[0], dim)
-    return Call([Operand(x, labels) for x in tensors], [labels], lambda _, *pieces: torch.cat(pieces, dim))
+    labels = _labels_except(tensors[0], dim)
+    return Call([Operand(x, labels) for x in tensors], [labels], lambda _, *shards: torch.cat(shards, dim))
 
 
-@rule(torch.stack, named="stack", accepts="every cut", result="the cut, moved along", collectives="none")
+@rule(torch.stack, named="stack", result="same sharding, dim renumbered")
 def _stack(tensors: Sequence[Tensor], dim: int = 0, *, out: Any = None) -> Call | None:
     count = len(shape_of(tensors[0]))
     if out is not None or any(shape_of(x) != shape_of(tensors[0]) for x in tensors):
@@ -42,42 +41,42 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0, *, out: Any = None) -> Call 
     dim %= count + 1
     labels = tuple(range(count))
     operands = [Operand(x, labels) for x in tensors]
-    return Call(operands, [(*labels[:dim], None, *labels[dim:])], lambda _, *pieces: torch.stack(pieces, dim))
+    return Call(operands, [(*labels[:dim], None, *labels[dim:])], lambda _, *shards: torch.stack(shards, dim))
 
 
-def _parted(input: Tensor, dim: int, function: Any) -> Call | None:
-    """``function`` cuts a tensor along one dim into a number of tensors."""
+def _split_into(input: Tensor, dim: int, function: Any) -> Call | None:
+    """``function`` splits a tensor along one dim into several."""
     if not shape_of(input):
         return None
     dim %= len(shape_of(input))
-    labels = _all_but(input, dim)
+    labels = _labels_except(input, dim)
     many = len(function(torch.empty(shape_of(input)[dim], device="meta"), 0))
     return Call([Operand(input, labels)], [labels] * many, lambda _, x: function(x, dim))
 
 
-@rule(torch.split, Tensor.split, named="split", accepts=_OTHER, result="the cut", collectives="none")
+@rule(torch.split, Tensor.split, named="split", accepts=_OTHER)
 def _split(tensor: Tensor, split_size_or_sections: Any = None, dim: int = 0, **names: Any) -> Call | None:
     sizes = names.get("split_size", split_size_or_sections)
-    return _parted(tensor, dim, lambda x, d: torch.split(x, sizes, d))
+    return _split_into(tensor, dim, lambda x, d: torch.split(x, sizes, d))
 
 
-@rule(torch.chunk, Tensor.chunk, named="chunk", accepts=_OTHER, result="the cut", collectives="none")
+@rule(torch.chunk, Tensor.chunk, named="chunk", accepts=_OTHER)
 def _chunk(input: Tensor, chunks: int, dim: int = 0) -> Call | None:
-    return _parted(input, dim, lambda x, d: torch.chunk(x, chunks, d))
+    return _split_into(input, dim, lambda x, d: torch.chunk(x, chunks, d))
 
 
-@rule(torch.unbind, Tensor.unbind, named="unbind", accepts=_OTHER, result="the cut", collectives="none")
+@rule(torch.unbind, Tensor.unbind, named="unbind", accepts=_OTHER)
 def _unbind(input: Tensor, dim: int = 0) -> Call | None:
     if not shape_of(input):
         return None
     dim %= len(shape_of(input))
-    labels = _all_but(input, dim)
+    labels = _labels_except(input, dim)
     left = tuple(d for d in labels if d is not None)
     return Call([Operand(input, labels)], [left] * shape_of(input)[dim], lambda _, x: torch.unbind(x, dim))
 
 
-def _indexed(index: Any, count: int) -> tuple[list[Any], tuple[Any, ...], tuple[Any, ...]] | None:
-    """The index dim by dim, labels that stay whole dims, labels of the result; None for anything but basic indexing."""
+def _parse_index(index: Any, count: int) -> tuple[list[Any], tuple[Any, ...], tuple[Any, ...]] | None:
+    """The index by dim, labels of dims taken in full, labels of the result; None for advanced indexing."""
     given = list(index) if isinstance(index, tuple) else [index]
     kinds = (int, slice, type(None), type(Ellipsis))
     if any(isinstance(i, bool) or not isinstance(i, kinds) for i in given):
@@ -87,8 +86,8 @@ def _indexed(index: Any, count: int) -> tuple[list[Any], tuple[Any, ...], tuple[
         return None
     if not any(i is Ellipsis for i in given):
         given.append(Ellipsis)
-    place = next(p for p, i in enumerate(given) if i is Ellipsis)
-    given[place : place + 1] = [slice(None)] * (count - used)
+    dots = next(p for p, i in enumerate(given) if i is Ellipsis)
+    given[dots : dots + 1] = [slice(None)] * (count - used)
     dims = iter(range(count))
     labels: list[Any] = [None] * count
     result: list[Any] = []
@@ -106,103 +105,105 @@ def _indexed(index: Any, count: int) -> tuple[list[Any], tuple[Any, ...], tuple[
 
 
 @rule(
-    Tensor.__getitem__, named="indexing by numbers, slices, None", accepts="every cut of a dim that is taken whole",
-    result="the cut, moved along", collectives="none",
+    Tensor.__getitem__, named="indexing by integers, slices, None",
+    accepts="any sharding of dims that are taken in full", result="same sharding, dim renumbered",
 )  # fmt: skip
 def _getitem(input: Tensor, index: Any) -> Call | None:
-    found = _indexed(index, len(shape_of(input)))
-    if found is None or not is_colo(input):
+    parsed = _parse_index(index, len(shape_of(input)))
+    if parsed is None or not is_colo(input):
         return None
-    given, labels, result = found
+    given, labels, result = parsed
     return Call([Operand(input, labels)], [result], lambda _, x: x[tuple(given)])
 
 
 def set_item(target: Any, index: Any, value: Any) -> None:
-    """``target[index] = value`` on the pieces.
+    """``target[index] = value`` on local tensors.
 
     Raises:
-        UnsupportedError: no basic index of a shard, or one of a part of a sharded dim where a gradient is wanted.
+        UnsupportedError: advanced indexing of a shard, or part of a sharded dim where autograd would record the write.
     """
     if not is_colo(target):
-        raise UnsupportedError("a ColoTensor is written into a part of a plain tensor; make it a ColoTensor first")
-    found = _indexed(index, len(shape_of(target)))
-    if found is None:
-        if target._parts:
+        raise UnsupportedError(
+            "a ColoTensor cannot be assigned to part of a plain tensor; make that a ColoTensor first"
+        )
+    parsed = _parse_index(index, len(shape_of(target)))
+    if parsed is None:
+        if target.partitions:
             _set_part(target, index, value)
             return
         given, labels, result = index, (), ()
     else:
-        given, labels, result = found[0], found[1], found[2]
-    parts = tuple((labels[dim], count) for dim, count in target._parts)
+        given, labels, result = parsed[0], parsed[1], parsed[2]
+    parts = tuple((labels[dim], count) for dim, count in target.partitions)
     operands = []
     if isinstance(value, Tensor):
         shape = shape_of(value)
-        own = result[len(result) - len(shape) :] if len(shape) <= len(result) else (None,) * len(shape)
-        kept = [label if label is not None and size != 1 else None for label, size in zip(own, shape, strict=True)]
-        operands = [Operand(value, tuple(kept))]
+        aligned = result[len(result) - len(shape) :] if len(shape) <= len(result) else (None,) * len(shape)
+        labels_of_value = [
+            label if label is not None and size != 1 else None for label, size in zip(aligned, shape, strict=True)
+        ]
+        operands = [Operand(value, tuple(labels_of_value))]
     if not is_legal(Call(operands, [], set_item), parts):
         _set_part(target, tuple(given), value)
         return
     with torch._C.DisableTorchFunctionSubclass():
-        piece = piece_of(operands[0], parts, target.process_group) if operands else value
-        target[tuple(given) if isinstance(given, list) else given] = piece
+        local = local_operand(operands[0], parts, target.process_group) if operands else value
+        target[tuple(given) if isinstance(given, list) else given] = local
 
 
 def _selected(target: Any, index: Any) -> Tensor:
-    """``target[index]`` without values: a view of the global shape."""
-    base = torch.empty(target._global_shape, device="meta")
+    """``target[index]`` of a meta tensor of the global shape."""
+    base = torch.empty(target.global_shape, device="meta")
     try:
         view = base[index]
     except (NotImplementedError, RuntimeError):
-        view = None  # a mask: how many elements it selects depends on its values
+        view = None  # a mask, whose result shape depends on its values
     if view is None or not shares_storage(view, base):
         raise UnsupportedError(f"{index!r} has no rule for writing into {target.dist_spec}; redistribute it first")
     return view
 
 
 def _set_part(target: Any, index: Any, value: Any) -> None:
-    """``target[index] = value`` where the index takes a part of a sharded dim: each rank writes what it has of it."""
+    """``target[index] = value`` for part of a sharded dim: each rank writes the elements it holds."""
     selected = _selected(target, index)
     refuse_graph("__setitem__", (target, value))
-    shape, pg = target._global_shape, target.process_group
+    shape, pg = target.global_shape, target.process_group
     if isinstance(value, Tensor):
-        source = piece_of(Operand(value, (None,) * len(shape_of(value))), (), pg).detach()
+        source = local_operand(Operand(value, (None,) * len(shape_of(value))), (), pg).detach()
         extra = max(source.dim() - selected.dim(), 0)
-        if source.shape[:extra].numel() == 1:  # as torch, which drops leading dims of size 1
+        if source.shape[:extra].numel() == 1:  # torch drops leading dims of size 1
             source = source.reshape(source.shape[extra:])
         source = source.broadcast_to(selected.shape)
-    else:  # a number that the dtype does not hold is refused on every rank
+    else:  # a number out of range of the dtype raises on every rank
         source = torch.full((), value, dtype=target.dtype, device=target.device).expand(selected.shape)
 
     def write(region: Tensor, slices: tuple[slice, ...]) -> None:
         region.copy_(source[slices])
 
     memory = plain(target).detach()
-    write_shard("__setitem__", memory, shape, target._parts, pg, box_of(shape, selected), write)
+    write_shard("__setitem__", memory, shape, target.partitions, pg, box_of(shape, selected), write)
 
 
-@rule(torch.narrow, Tensor.narrow, named="narrow", accepts=_OTHER, result="the cut", collectives="none")
+@rule(torch.narrow, Tensor.narrow, named="narrow", accepts=_OTHER)
 def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Call:
     dim %= len(shape_of(input))
-    labels = _all_but(input, dim)
+    labels = _labels_except(input, dim)
     return Call([Operand(input, labels)], [labels], lambda _, x: x.narrow(dim, start, length))
 
 
-@rule(torch.select, Tensor.select, named="select", accepts=_OTHER, result="the cut", collectives="none")
+@rule(torch.select, Tensor.select, named="select", accepts=_OTHER)
 def _select(input: Tensor, dim: int, index: int) -> Call:
     dim %= len(shape_of(input))
-    labels = _all_but(input, dim)
+    labels = _labels_except(input, dim)
     left = tuple(d for d in labels if d is not None)
     return Call([Operand(input, labels)], [left], lambda _, x: x.select(dim, index))
 
 
-@rule(
-    torch.index_select, Tensor.index_select, named="index_select", accepts=_OTHER, result="the cut", collectives="none"
-)
+@rule(torch.index_select, Tensor.index_select, named="index_select", accepts=_OTHER)
 def _index_select(input: Tensor, dim: int, index: Tensor, *, out: Any = None) -> Call | None:
     if out is not None or not shape_of(input):
         return None
     dim %= len(shape_of(input))
-    labels = _all_but(input, dim)
+    labels = _labels_except(input, dim)
     operands = [Operand(input, labels), Operand(index, (None,) * len(shape_of(index)))]
     return Call(operands, [labels], lambda _, x, i: torch.index_select(x, dim, i))

@@ -1,4 +1,4 @@
-"""Products: linear, addmm, matmul and its kin."""
+"""Matrix products: linear, addmm, matmul and related."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritoncomm.tensor.layout import is_colo, shape_of
-from tritoncomm.tensor.rules.call import Call, Cut, Labels, Operand
+from tritoncomm.tensor.rules.engine import Call, Labels, Operand, Sharding
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []
 
-_SENT = "all-reduce where the contracted dim is cut; gradients of what is not cut: all-reduce"
+_COLLECTIVES = "contracted dim: all-reduce; all-reduce of the gradients of replicated operands"
 
 
 def _product(a: Tensor, b: Tensor) -> tuple[Labels, Labels, Labels] | None:
@@ -40,8 +40,8 @@ def _product(a: Tensor, b: Tensor) -> tuple[Labels, Labels, Labels] | None:
 @rule(
     torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.mv, Tensor.mv,
     named="matmul, @, mm, bmm, mv",
-    accepts="a batch dim, the rows of the first, the columns of the second, or the contracted dim of both",
-    result="the cut; a replica where the contracted dim is cut", collectives=_SENT,
+    accepts="Shard of a batch dim, of the rows of the first, the columns of the second, or the contracted dim of both",
+    result="same sharding; contracted dim: partial, all-reduced", collectives=_COLLECTIVES,
 )  # fmt: skip
 def _matmul(input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None = None, **rest: Any) -> Call | None:
     other = mat2 if other is None else other
@@ -56,7 +56,7 @@ def _matmul(input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None =
 
 @rule(
     Tensor.__rmatmul__, named="@ with a plain tensor on the left", accepts="as matmul", result="as matmul",
-    collectives=_SENT,
+    collectives=_COLLECTIVES,
 )  # fmt: skip
 def _rmatmul(input: Tensor, other: Tensor) -> Call | None:
     return _matmul(other, input)
@@ -64,10 +64,10 @@ def _rmatmul(input: Tensor, other: Tensor) -> Call | None:
 
 @rule(
     F.linear,
-    accepts="input cut in a batch dim; weight in dim 0 (column-parallel); both in their last dim (row-parallel); with "
-    "a compute spec the cut is the weight's",
-    result="batch dim: the cut; column: Shard(-1), gathered where the compute spec says so; row: a replica, or "
-    "Shard(d) after `set_output_shard(d)`",
+    accepts="input Shard(batch dim); weight Shard(0) (column-parallel); both Shard(-1) (row-parallel); with a compute "
+    "spec the sharding of the weight",
+    result="batch dim: same sharding; column: Shard(-1), gathered if the compute spec sets it; row: partial, "
+    "all-reduced, or Shard(d) after `set_output_shard(d)`",
     collectives="batch dim: all-reduce of the gradients of weight and bias; column: all-reduce of the input's "
     "gradient; row: all-reduce, or reduce-scatter",
 )  # fmt: skip
@@ -77,28 +77,28 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call |
     batch = tuple(range(len(shape_of(input)) - 1))
     late = [] if bias is None else [Operand(bias, ("n",))]
     operands = [Operand(input, (*batch, "k")), Operand(weight, ("n", "k"))]
-    call = by_weight(Call(operands, [(*batch, "n")], _on_pieces, late=late), weight, 1)
+    call = by_weight(Call(operands, [(*batch, "n")], _linear_local, late=late), weight, 1)
     if late and len(batch) > 1 and call.scatter is None:
-        # torch makes this result as a view, which cannot be summed in place: the rows are summed flat.
+        # torch returns this result as a view, which cannot be reduced in place, so the flat rows are reduced.
         shape = (*shape_of(input)[:-1], shape_of(weight)[0])
-        call.run, call.after = _on_rows, lambda x: torch.ops.aten._unsafe_view(x, shape)
+        call.run, call.after = _linear_rows, lambda x: torch.ops.aten._unsafe_view(x, shape)
     return call
 
 
-def _on_pieces(cut: Cut, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
-    """The product of pieces; where the ranks' are summed, the bias is in the first rank's: no pass and no message."""
-    if bias and cut.has("k"):
-        bias = (_Once.apply(bias[0], cut.rank),)  # type: ignore[assignment]
+def _linear_local(sharding: Sharding, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+    """Product of local tensors; a partial one includes the bias on the first rank, which costs no pass of its own."""
+    if bias and sharding.has("k"):
+        bias = (_OnFirstRank.apply(bias[0], sharding.rank),)
     return F.linear(x, weight, *bias)
 
 
-def _on_rows(cut: Cut, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
-    """The same; where the ranks' are summed, as ``[rows, n]``."""
-    return _on_pieces(cut, x.flatten(0, -2) if cut.has("k") else x, weight, *bias)
+def _linear_rows(sharding: Sharding, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+    """The same; a partial product as ``[rows, n]``."""
+    return _linear_local(sharding, x.flatten(0, -2) if sharding.has("k") else x, weight, *bias)
 
 
-class _Once(torch.autograd.Function):
-    """Forward: the tensor on the first rank, zeros elsewhere. Backward: the gradient, which all ranks have alike."""
+class _OnFirstRank(torch.autograd.Function):
+    """Forward: the tensor on the first rank, zeros elsewhere. Backward: the gradient, which is replicated."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank: int) -> Tensor:
@@ -109,11 +109,11 @@ class _Once(torch.autograd.Function):
         return grad, None
 
 
-def by_weight(call: Call, weight: Tensor, place: int) -> Call:
-    """What the compute spec of a weight asks for: its own cut, and a result that is gathered or reduce-scattered."""
-    spec = weight.compute_spec if is_colo(weight) else None  # type: ignore[attr-defined]
+def by_weight(call: Call, weight: Tensor, index: int) -> Call:
+    """Apply the compute spec of a weight: its sharding is used, and the result is gathered or reduce-scattered."""
+    spec = weight.compute_spec if is_colo(weight) else None
     if spec is not None:
-        call.prefer, call.gather, call.scatter = place, spec.output_replicate, spec.output_shard
+        call.prefer, call.gather, call.scatter = index, spec.output_replicate, spec.output_shard
     return call
 
 
@@ -127,11 +127,11 @@ def _addmm(
     if out is not None:
         return None
     shape = shape_of(input)
-    wanted = (shape_of(mat1)[0], shape_of(mat2)[1])
+    expected = (shape_of(mat1)[0], shape_of(mat2)[1])
     padded = (1, 1, *shape)[-2:]
-    labels = tuple(name if size == full else None for name, size, full in zip("mn", padded, wanted, strict=True))
+    labels = tuple(name if size == full else None for name, size, full in zip("mn", padded, expected, strict=True))
 
-    def run(_: Cut, a: Tensor, b: Tensor, *bias: Tensor) -> Tensor:
+    def run(_: Sharding, a: Tensor, b: Tensor, *bias: Tensor) -> Tensor:
         return torch.addmm(bias[0], a, b, beta=beta, alpha=alpha) if bias else a @ b
 
     def finish(product: Tensor, bias: Tensor) -> Tensor:

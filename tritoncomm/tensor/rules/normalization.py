@@ -1,4 +1,4 @@
-"""Normalisations."""
+"""Normalizations."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,63 +8,54 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritoncomm.tensor.layout import shape_of
-from tritoncomm.tensor.rules.call import Call, Cut, Operand
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []
 
-_ACCEPTS = "input cut in any dim that is not normalised; weight and bias whole"
-_SENT = "all-reduce of the gradients of weight and bias"
+_ACCEPTS = "input Shard(d) of a dim that is not normalized; weight and bias replicated"
+_COLLECTIVES = "all-reduce of the gradients of weight and bias"
 
 
 def _labels(input: Tensor, normalized_shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     count = len(shape_of(input))
-    kept = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    return tuple(range(count)), tuple(range(count - len(kept), count))
+    normalized = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    return tuple(range(count)), tuple(range(count - len(normalized), count))
 
 
 def _optional(tensors: Sequence[Tensor | None], labels: tuple[int, ...]) -> list[Operand]:
     return [Operand(x, labels) for x in tensors if x is not None]
 
 
-def _normalise(function: Any, input: Tensor, shape: Any, tensors: tuple[Any, ...], eps: Any) -> Call:
-    labels, kept = _labels(input, shape)
+def _normalize(function: Any, input: Tensor, shape: Any, tensors: tuple[Any, ...], eps: Any) -> Call:
+    labels, normalized = _labels(input, shape)
     given = [x is not None for x in tensors]
 
-    def run(_: Cut, x: Tensor, *rest: Tensor) -> Tensor:
-        found = iter(rest)
+    def run(_: Sharding, x: Tensor, *rest: Tensor) -> Tensor:
+        remaining = iter(rest)
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        return function(x, sizes, *(next(found) if there else None for there in given), eps)
+        return function(x, sizes, *(next(remaining) if present else None for present in given), eps)
 
-    return Call([Operand(input, labels), *_optional(tensors, kept)], [labels], run, frozenset(kept))
+    return Call([Operand(input, labels), *_optional(tensors, normalized)], [labels], run, frozenset(normalized))
 
 
-@rule(F.layer_norm, accepts=_ACCEPTS, result="the cut", collectives=_SENT)
+@rule(F.layer_norm, torch.layer_norm, accepts=_ACCEPTS, collectives=_COLLECTIVES)
 def _layer_norm(
-    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Call:
-    return _normalise(F.layer_norm, input, normalized_shape, (weight, bias), eps)
-
-
-@rule(
-    torch.layer_norm, named="torch.layer_norm", accepts=_ACCEPTS, result="the cut", collectives=_SENT,
-)  # fmt: skip
-def _torch_layer_norm(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Call:  # fmt: skip
-    return _normalise(F.layer_norm, input, normalized_shape, (weight, bias), eps)
+    return _normalize(F.layer_norm, input, normalized_shape, (weight, bias), eps)
 
 
-@rule(F.rms_norm, torch.rms_norm, accepts=_ACCEPTS, result="the cut", collectives=_SENT)
+@rule(F.rms_norm, torch.rms_norm, accepts=_ACCEPTS, collectives=_COLLECTIVES)
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Call:
-    return _normalise(F.rms_norm, input, normalized_shape, (weight,), eps)
+    return _normalize(F.rms_norm, input, normalized_shape, (weight,), eps)
 
 
 @rule(
     F.batch_norm,
-    accepts="evaluation: input cut in any dim but the channels; training: nothing",
-    result="the cut; training: a replica",
+    accepts="evaluation: input Shard(d) of any dim but the channels; training: Replicate()",
+    result="same sharding; training: Replicate()",
     collectives="evaluation: all-reduce of the gradients of weight and bias; training: the input is gathered",
 )
 def _batch_norm(
@@ -74,10 +65,10 @@ def _batch_norm(
     labels = tuple(range(len(shape_of(input))))
     given = [x is not None for x in (weight, bias)]
 
-    def run(_: Cut, x: Tensor, *rest: Tensor) -> Tensor:
-        found = iter(rest)
-        scale, shift = (next(found) if there else None for there in given)
+    def run(_: Sharding, x: Tensor, *rest: Tensor) -> Tensor:
+        remaining = iter(rest)
+        scale, shift = (next(remaining) if present else None for present in given)
         return F.batch_norm(x, running_mean, running_var, scale, shift, training, momentum, eps)
 
-    whole = frozenset(labels) if training or running_mean is None else frozenset({1})
-    return Call([Operand(input, labels), *_optional((weight, bias), (1,))], [labels], run, whole)
+    replicated = frozenset(labels) if training or running_mean is None else frozenset({1})
+    return Call([Operand(input, labels), *_optional((weight, bias), (1,))], [labels], run, replicated)

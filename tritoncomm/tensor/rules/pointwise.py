@@ -1,4 +1,4 @@
-"""Operators that work element by element, broadcasting included."""
+"""Element-wise operators, including broadcasting."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +13,7 @@ from tritoncomm.mappings.general import wants_grad
 from tritoncomm.tensor.distspec import ReplicaSpec
 from tritoncomm.tensor.elementwise import writes
 from tritoncomm.tensor.layout import is_colo, shape_of, wrap
-from tritoncomm.tensor.rules.call import Call, Operand, Parts
-from tritoncomm.tensor.rules.engine import execute, is_legal, piece_of
+from tritoncomm.tensor.rules.engine import Call, Operand, Parts, execute, is_legal, local_operand
 from tritoncomm.tensor.rules.table import ROWS, Row
 
 __all__ = ["broadcast_operands", "elementwise", "keep"]
@@ -22,28 +21,28 @@ __all__ = ["broadcast_operands", "elementwise", "keep"]
 ROWS.append(
     Row(
         "element-wise, in place too",
-        "every cut of the broadcast shape; a plain tensor of the piece's shape is a piece, any other is whole",
-        "the cut; in place: as the tensor that is written",
-        "a replica's gradient: gather, or all-reduce where it was broadcast over the cut",
-        "elementwise",
+        "any sharding of the broadcast shape; a plain tensor of the local shape is a shard, any other is replicated",
+        "same sharding; in place: that of the tensor that is written",
+        "gradient of a replica: all-gather, or all-reduce if it is broadcast along the sharded dim",
+        "pointwise",
     )
 )
 
 
 def elementwise(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an element-wise operator on pieces."""
+    """Run an element-wise operator on local tensors."""
     leaves, tree = tree_flatten((tuple(args), kwargs))
-    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-    tensors = [leaves[i] for i in places]
+    positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    tensors = [leaves[i] for i in positions]
     if kwargs and is_colo(kwargs.get("out")):
         _refuse_resizing(name, kwargs["out"], tensors)
-    if _one_layout(tensors):
+    if _same_layout(tensors):
         return keep(func, args, kwargs, next(x for x in tensors if is_colo(x)))
 
-    def run(_: Any, *pieces: Tensor) -> Any:
+    def run(_: Any, *shards: Tensor) -> Any:
         filled = list(leaves)
-        for place, piece in zip(places, pieces, strict=True):
-            filled[place] = piece
+        for position, shard in zip(positions, shards, strict=True):
+            filled[position] = shard
         args, kwargs = tree_unflatten(filled, tree)
         return func(*args, **kwargs)
 
@@ -55,51 +54,51 @@ def elementwise(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs
 
 
 def _refuse_resizing(name: str, out: Any, tensors: list[Any]) -> None:
-    """Refuse ``out=`` of another shape than the result's, which torch would resize."""
+    """Refuse an ``out=`` that torch would resize."""
     shapes, _ = _shapes(tensors)
-    place = next(i for i, x in enumerate(tensors) if x is out)
-    result = _broadcast([*shapes[:place], *shapes[place + 1 :]])
-    if result != out._global_shape:
-        raise UnsupportedError(f"{name}: out= of shape {list(out._global_shape)} cannot be resized to {list(result)}")
+    position = next(i for i, x in enumerate(tensors) if x is out)
+    result = _broadcast([*shapes[:position], *shapes[position + 1 :]])
+    if result != out.global_shape:
+        raise UnsupportedError(f"{name}: out= of shape {list(out.global_shape)} cannot be resized to {list(result)}")
 
 
-def _one_layout(tensors: list[Any]) -> bool:
-    """Whether pieces can be combined as they are."""
+def _same_layout(tensors: list[Any]) -> bool:
+    """Whether local tensors can be combined directly."""
     first = next(x for x in tensors if is_colo(x))
     for x in tensors:
         if is_colo(x):
             if x is first:
                 continue
-            if x._parts != first._parts or (x._parts and x._global_shape != first._global_shape):
+            if x.partitions != first.partitions or (x.partitions and x.global_shape != first.global_shape):
                 return False
             if x.process_group is not first.process_group and x.process_group != first.process_group:
                 return False
-        elif first._parts and (x.dim() or wants_grad(x)):
+        elif first.partitions and (x.dim() or wants_grad(x)):
             return False
     return True
 
 
 def keep(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
-    """Run on the pieces; what comes out is laid out like ``like``."""
+    """Run on local tensors; the result has the layout of ``like``."""
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
     if is_colo(result) or not isinstance(result, Tensor) or (args and result is args[0]):
         return result
-    if like._parts:
-        return wrap(result, like.process_group, like.dist_spec, like._global_shape)
-    spec = like.dist_spec if result.dim() == len(like._global_shape) else ReplicaSpec()
+    if like.partitions:
+        return wrap(result, like.process_group, like.dist_spec, like.global_shape)
+    spec = like.dist_spec if result.dim() == len(like.global_shape) else ReplicaSpec()
     return wrap(result, like.process_group, spec, result.shape)
 
 
 def _shapes(tensors: list[Any]) -> tuple[list[tuple[int, ...]], list[bool]]:
-    """The global shapes, and which of the tensors are plain pieces."""
-    cut = next((x for x in tensors if is_colo(x) and x._parts), None)
-    pieces = [cut is not None and not is_colo(x) and _is_piece(x, cut) for x in tensors]
+    """The global shapes, and whether each tensor is a plain local shard."""
+    sharded = next((x for x in tensors if is_colo(x) and x.partitions), None)
+    are_local = [sharded is not None and not is_colo(x) and _is_local(x, sharded) for x in tensors]
     shapes = [
-        tuple(cut._global_shape) if piece else shape_of(x)  # type: ignore[union-attr]
-        for x, piece in zip(tensors, pieces, strict=True)
+        sharded.global_shape if sharded is not None and is_local else shape_of(x)
+        for x, is_local in zip(tensors, are_local, strict=True)
     ]
-    return shapes, pieces
+    return shapes, are_local
 
 
 def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
@@ -114,52 +113,56 @@ def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def broadcast_operands(tensors: list[Any]) -> tuple[list[Operand], tuple[int, ...]]:
-    """The tensors, labelled from the last dim, and the broadcast shape."""
-    shapes, pieces = _shapes(tensors)
+    """The tensors as operands labelled from the last dim, and the broadcast shape."""
+    shapes, are_local = _shapes(tensors)
     sizes = _broadcast(shapes)
-    found = []
-    for x, shape, piece in zip(tensors, shapes, pieces, strict=True):
+    operands = []
+    for x, shape, is_local in zip(tensors, shapes, are_local, strict=True):
         labels = tuple(dim if shape[dim] == sizes[dim] else None for dim in range(-len(shape), 0))
-        found.append(Operand(x, labels, piece))
-    return found, sizes
+        operands.append(Operand(x, labels, is_local))
+    return operands, sizes
 
 
-def _is_piece(x: Tensor, cut: Any) -> bool:
-    """Whether a plain tensor is a piece, and no rank could take it for a whole one.
+def _is_local(x: Tensor, sharded: Any) -> bool:
+    """Whether a plain tensor is a local shard, decided identically on every rank.
 
-    Without a gradient it is all the same: a whole tensor of the piece's shape is broadcast to the same values.
+    Without a gradient both readings agree: a replicated tensor of the local shape broadcasts to the same values.
     """
-    if x.shape != cut.shape:
+    if x.shape != sharded.shape:
         return False
     if not wants_grad(x):
         return True
-    shape = cut._global_shape
-    return all(not {1, shape[dim]} & set(chunk_sizes(shape[dim], count)) for dim, count in cut._parts)
+    shape = sharded.global_shape
+    return all(not {1, shape[dim]} & set(chunk_sizes(shape[dim], count)) for dim, count in sharded.partitions)
 
 
-def _into(place: int, operands: list[Operand], run: Callable[..., Any], name: str) -> Any:
-    """In place, or with ``out=``: everything is brought to the layout of the operand that is written."""
-    target: Any = operands[place].tensor if place >= 0 else None
+def _into(position: int, operands: list[Operand], run: Callable[..., Any], name: str) -> Any:
+    """In place or with ``out=``: operands are redistributed to the layout of the tensor that is written."""
+    target: Any = operands[position].tensor if position >= 0 else None
     if not is_colo(target):
         raise UnsupportedError(f"{name} writes into a plain tensor from a ColoTensor; make it a ColoTensor first")
-    parts = tuple((operands[place].labels[dim], count) for dim, count in target._parts)
+    parts = tuple((operands[position].labels[dim], count) for dim, count in target.partitions)
     if writes(name):
         operands = [each if each.tensor is target else _broadcast_ones(each, parts) for each in operands]
     if not is_legal(Call(operands, [], run), parts):
         others = [list(shape_of(each.tensor)) for each in operands]
-        raise UnsupportedError(f"{name}: {others} cannot be cut like {list(target._global_shape)}, {target.dist_spec}")
+        raise UnsupportedError(
+            f"{name}: {others} cannot be sharded like {list(target.global_shape)}, {target.dist_spec}"
+        )
     with torch._C.DisableTorchFunctionSubclass():
-        pieces = [target if each.tensor is target else piece_of(each, parts, target.process_group) for each in operands]
-        run(None, *pieces)
+        shards = [
+            target if each.tensor is target else local_operand(each, parts, target.process_group) for each in operands
+        ]
+        run(None, *shards)
     return target
 
 
 def _broadcast_ones(each: Operand, parts: Parts) -> Operand:
-    """An operand that has some of several sharded dims, all of size 1, without their labels.
+    """Drop the labels of an operand that has only some of several sharded dims, all of size 1.
 
-    It is broadcast to every shard, to an empty one too; a rank whose local tensor has that shape takes it for a shard.
+    It is broadcast to every shard, including empty ones.
     """
     shared = [label for label, _ in parts if label in each.labels]
-    if each.is_piece or len(shared) in (0, len(parts)) or any(shape_of(each.tensor)[label] != 1 for label in shared):
+    if each.is_local or len(shared) in (0, len(parts)) or any(shape_of(each.tensor)[label] != 1 for label in shared):
         return each
     return Operand(each.tensor, tuple(None if label in shared else label for label in each.labels))

@@ -1,10 +1,10 @@
-"""The table of operator rules: what each row accepts, gives and sends, and the function that describes a call."""
+"""The table of operator rules: documentation rows, and the function that describes a call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tritoncomm.tensor.rules.call import Call
+from tritoncomm.tensor.rules.engine import Call
 
 __all__ = ["ROWS", "RULES", "Row", "markdown", "rule"]
 
@@ -13,14 +13,14 @@ Describe = Callable[..., Call | None]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row for people.
+    """One row of the documentation.
 
     Attributes:
-        operators: what it is about.
-        accepts: the layouts that stay as they are; others are gathered first.
-        result: layout of what comes out.
-        collectives: what is sent, forward and backward.
-        module: where its rule is, for the order.
+        operators: names of the operators.
+        accepts: supported layouts; others are gathered first.
+        result: layout of the result.
+        collectives: forward and backward.
+        module: of the rule, which sets the order.
     """
 
     operators: str
@@ -31,17 +31,21 @@ class Row:
 
 
 _ORDER = (
-    "pointwise", "matmul", "embedding", "normalization", "softmax", "reductions", "min_max", "transposes", "views",
-    "indexing", "attention", "cross_entropy", "random_ops", "foreach",
+    "pointwise", "matmul", "embedding", "normalization", "reductions", "views", "indexing", "attention",
+    "cross_entropy", "random_ops", "foreach",
 )  # fmt: skip
 ROWS: list[Row] = []
 RULES: dict[Any, Describe] = {}
 
 
 def rule(
-    *functions: Any, accepts: str, result: str, collectives: str, named: str = ""
+    *functions: Any,
+    accepts: str = "any sharding",
+    result: str = "same sharding",
+    collectives: str = "none",
+    named: str = "",
 ) -> Callable[[Describe], Describe]:
-    """Decorator: the function gets the arguments of a call and describes it; None leaves it to replicas."""
+    """Decorator: the function describes a call from its arguments; None runs it on replicas."""
 
     def add(describe: Describe) -> Describe:
         names = named or ", ".join(dict.fromkeys(_name(function) for function in functions))

@@ -1,4 +1,4 @@
-"""The same elements in another shape: the cut stays where the pieces stay in one part."""
+"""Transposes and views: the same elements under permuted dims or another shape, with the sharding carried over."""
 
 import math
 from collections.abc import Sequence
@@ -10,16 +10,74 @@ from torch import Tensor
 
 from tritoncomm.errors import ShapeError
 from tritoncomm.tensor.layout import shape_of, shares_storage
-from tritoncomm.tensor.rules.call import Call, Cut, Operand
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []
 
-_ACCEPTS = "a dim that keeps its size, or leads those it is merged with or parted into, and divides"
+
+def _getter(name: str) -> Any:
+    """The function that ``__torch_function__`` receives for an attribute."""
+    return getattr(Tensor, name).__get__
+
+
+def _ordered(input: Tensor, order: Sequence[int]) -> Call:
+    labels = tuple(range(len(shape_of(input))))
+    return Call([Operand(input, labels)], [tuple(order)], lambda _, x: x.permute(tuple(order)))
+
+
+def _swapped(input: Tensor, first: int, second: int) -> Call:
+    order = list(range(len(shape_of(input))))
+    if order:
+        order[first], order[second] = order[second], order[first]
+    return _ordered(input, order)
+
+
+@rule(
+    torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes, torch.swapdims, Tensor.swapdims,
+    result="same sharding, dim renumbered",
+)  # fmt: skip
+def _transpose(input: Tensor, dim0: int | None = None, dim1: int | None = None, **names: Any) -> Call | None:
+    first = dim0 if dim0 is not None else names.get("axis0")
+    second = dim1 if dim1 is not None else names.get("axis1")
+    return None if not isinstance(first, int) or not isinstance(second, int) else _swapped(input, first, second)
+
+
+@rule(torch.t, Tensor.t, _getter("T"), named="t, .T", result="same sharding, dim renumbered")
+def _t(input: Tensor, *_: Any) -> Call:
+    return _ordered(input, tuple(reversed(range(len(shape_of(input))))))
+
+
+@rule(
+    torch.adjoint, Tensor.adjoint, _getter("mT"), _getter("mH"), _getter("H"), named="adjoint, .mT, .mH, .H",
+    result="same sharding, dim renumbered",
+)  # fmt: skip
+def _adjoint(input: Tensor, *_: Any) -> Call | None:
+    return None if input.is_complex() or len(shape_of(input)) < 2 else _swapped(input, -2, -1)
+
+
+@rule(torch.permute, Tensor.permute, result="same sharding, dim renumbered")
+def _permute(input: Tensor, *dims: Any, **names: Any) -> Call:
+    order = names.get("dims", dims)
+    order = order[0] if len(order) == 1 and not isinstance(order[0], int) else order
+    return _ordered(input, [dim % len(shape_of(input)) for dim in order])
+
+
+@rule(torch.movedim, Tensor.movedim, torch.moveaxis, Tensor.moveaxis, result="same sharding, dim renumbered")
+def _movedim(input: Tensor, source: Any, destination: Any) -> Call:
+    count = len(shape_of(input))
+    sources = [dim % count for dim in ((source,) if isinstance(source, int) else source)]
+    targets = [dim % count for dim in ((destination,) if isinstance(destination, int) else destination)]
+    rest = iter(dim for dim in range(count) if dim not in sources)
+    placed = dict(zip(targets, sources, strict=True))
+    return _ordered(input, [placed[dim] if dim in placed else next(rest) for dim in range(count)])
+
+
+_ACCEPTS = "Shard(d) of a dim that keeps its size, or is the first of its merged or split dims and divides"
 
 
 def _sizes(given: Sequence[Any]) -> tuple[int, ...] | None:
-    """Sizes given one by one or as one sequence; None for anything else (a dtype)."""
+    """Sizes given separately or as one sequence; None for anything else (a dtype)."""
     sizes = given[0] if len(given) == 1 and not isinstance(given[0], int) else given
     if not isinstance(sizes, list | tuple) or not all(isinstance(size, int) for size in sizes):
         return None
@@ -33,66 +91,67 @@ def _target(given: Sequence[Any], names: dict[str, Any]) -> tuple[int, ...] | No
 
 
 def groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Dims of two shapes in groups that hold the same elements.
+    """Group the dims of two shapes so that groups have equal numbers of elements.
 
     Example:
         (2, 3, 4) as (6, 2, 2) is [([0, 1], [0]), ([2], [1, 2])].
     """
-    found = []
+    result = []
     i = j = 0
     while i < len(old) or j < len(new):
         left, right = [i] if i < len(old) else [], [j] if j < len(new) else []
-        have, want = old[i] if left else 1, new[j] if right else 1
+        left_size, right_size = old[i] if left else 1, new[j] if right else 1
         i, j = i + len(left), j + len(right)
-        while have != want:
-            if have < want:
+        while left_size != right_size:
+            if left_size < right_size:
                 left.append(i)
-                have *= old[i]
+                left_size *= old[i]
                 i += 1
             else:
                 right.append(j)
-                want *= new[j]
+                right_size *= new[j]
                 j += 1
-        found.append((left, right))
-    return found
+        result.append((left, right))
+    return result
 
 
 def _viewed(input: Tensor, target: Sequence[int], copies: bool = False) -> Call:
-    """``input`` in the global shape ``target``, which may have one -1; ``copies``: where torch's view would fail."""
+    """``input`` in the global shape ``target``, which may have one -1; ``copies``: copy if torch's view would fail."""
     shape, sizes = shape_of(input), list(target)
     if -1 in sizes:
         rest = -math.prod(sizes)
         sizes[sizes.index(-1)] = math.prod(shape) // rest if rest else 0
     if math.prod(sizes) != math.prod(shape):
-        raise ShapeError(f"view: {list(shape)} has other elements than {list(target)}")
-    labels, result = tuple(range(len(shape))), [None] * len(sizes)
-    stays: dict[int, int] = {}
+        raise ShapeError(f"view: {list(shape)} has another number of elements than {list(target)}")
+    labels = tuple(range(len(shape)))
+    result: list[int | None] = [None] * len(sizes)
+    new_dims: dict[int, int] = {}
     for left, right in groups(shape, sizes) if math.prod(shape) else []:
         old = next((dim for dim in left if shape[dim] > 1), None)
         new = next((dim for dim in right if sizes[dim] > 1), None)
         if old is not None and new is not None:
-            result[new], stays[old] = old, new  # type: ignore[call-overload]
+            result[new], new_dims[old] = old, new
 
     def legal(label: Any, count: int, _: Any) -> bool:
-        if label not in stays:
+        if label not in new_dims:
             return False
-        before, after = shape[label], sizes[stays[label]]
+        before, after = shape[label], sizes[new_dims[label]]
         return before == after or (before % count == 0 and after % count == 0)
 
-    def run(cut: Cut, x: Tensor) -> Tensor:
+    def run(sharding: Sharding, x: Tensor) -> Tensor:
         local = list(sizes)
-        for label, count in cut.parts:
-            new = stays[label]
-            local[new] = cut.piece(label)[1] if shape[label] == sizes[new] else sizes[new] // count
+        for label, count in sharding.parts:
+            new = new_dims[label]
+            local[new] = sharding.shard(label)[1] if shape[label] == sizes[new] else sizes[new] // count
         if not copies:
             return x.view(local)
         made = x.reshape(local)
-        single = tuple((label, stays[label]) for label, _ in cut.parts if x.shape[label] == 1 < shape[label])
+        single = tuple((label, new_dims[label]) for label, _ in sharding.parts if x.shape[label] == 1 < shape[label])
         if single and shares_storage(made, x) and _hides_copy(x.shape, x.stride(), tuple(local), single):
             return made.clone()
         return made
 
-    out = {old: sizes[new] for old, new in stays.items()}
+    out = {old: sizes[new] for old, new in new_dims.items()}
     return Call([Operand(input, labels)], [tuple(result)], run, legal=legal, result_sizes=out)
 
 
@@ -100,60 +159,48 @@ def _viewed(input: Tensor, target: Sequence[int], copies: bool = False) -> Call:
 def _hides_copy(
     shape: tuple[int, ...], stride: tuple[int, ...], target: tuple[int, ...], single: tuple[tuple[int, int], ...]
 ) -> bool:
-    """Whether a local tensor reshapes without a copy only because it has one element along sharded dims.
+    """Whether a local tensor reshapes without a copy only because sharded dims have size 1 locally.
 
-    Then other ranks, and torch on the global tensor, copy, and a later write must not show here either. Dims with a
-    stride as large as that of such a dim are outside of it in memory: with more elements, their strides would grow.
+    Other ranks, and torch on the global tensor, copy in this case, so later writes must not be visible here either.
+    Dims with a stride at least that of such a dim enclose it in memory: their strides would grow with its size.
 
     Args:
         shape: of the local tensor.
         stride: of the local tensor.
         target: its shape afterwards.
-        single: the sharded dims of size 1, and where they are in the target.
+        single: the sharded dims of local size 1, and their dims in the target.
     """
-    sizes, strides, wanted = list(shape), list(stride), list(target)
+    sizes, strides, new_sizes = list(shape), list(stride), list(target)
     for dim, new in single:
         strides = [2 * s if at != dim and s >= strides[dim] else s for at, s in enumerate(strides)]
-        sizes[dim], wanted[new] = 2, 2 * wanted[new]
+        sizes[dim], new_sizes[new] = 2, 2 * new_sizes[new]
     try:
-        torch.empty_strided(sizes, strides, device="meta").view(wanted)
+        torch.empty_strided(sizes, strides, device="meta").view(new_sizes)
     except RuntimeError:
         return True
     return False
 
 
-@rule(Tensor.view, Tensor.view_as, accepts=_ACCEPTS, result="the cut, moved along", collectives="none")
+@rule(Tensor.view, Tensor.view_as, accepts=_ACCEPTS, result="same sharding, dim renumbered")
 def _view(input: Tensor, *given: Any, **names: Any) -> Call | None:
     sizes = _target(given, names)
     return None if sizes is None else _viewed(input, sizes)
 
 
-@rule(
-    torch.reshape, Tensor.reshape, Tensor.reshape_as, accepts=_ACCEPTS, result="the cut, moved along",
-    collectives="none",
-)  # fmt: skip
+@rule(torch.reshape, Tensor.reshape, Tensor.reshape_as, accepts=_ACCEPTS, result="same sharding, dim renumbered")
 def _reshape(input: Tensor, *given: Any, **names: Any) -> Call | None:
     sizes = _target(given, names)
     return None if sizes is None else _viewed(input, sizes, copies=True)
 
 
-@rule(
-    torch.flatten, Tensor.flatten, named="flatten", accepts=_ACCEPTS, result="the cut, moved along", collectives="none"
-)
+@rule(torch.flatten, Tensor.flatten, named="flatten", accepts=_ACCEPTS, result="same sharding, dim renumbered")
 def _flatten(input: Tensor, start_dim: int = 0, end_dim: int = -1) -> Call:
     shape = shape_of(input) or (1,)
     start, end = start_dim % len(shape), end_dim % len(shape)
     return _viewed(input, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]), copies=True)
 
 
-@rule(
-    torch.unflatten,
-    Tensor.unflatten,
-    named="unflatten",
-    accepts=_ACCEPTS,
-    result="the cut, moved along",
-    collectives="none",
-)
+@rule(torch.unflatten, Tensor.unflatten, named="unflatten", accepts=_ACCEPTS, result="same sharding, dim renumbered")
 def _unflatten(input: Tensor, dim: int, sizes: Any) -> Call | None:
     shape, given = shape_of(input), _sizes((sizes,))
     if given is None:
@@ -164,28 +211,14 @@ def _unflatten(input: Tensor, dim: int, sizes: Any) -> Call | None:
     return _viewed(input, (*shape[:dim], *parts, *shape[dim + 1 :]))
 
 
-@rule(
-    torch.squeeze,
-    Tensor.squeeze,
-    named="squeeze",
-    accepts="every cut",
-    result="the cut, moved along",
-    collectives="none",
-)
+@rule(torch.squeeze, Tensor.squeeze, named="squeeze", result="same sharding, dim renumbered")
 def _squeeze(input: Tensor, dim: Any = None) -> Call:
     shape = shape_of(input)
     dims = range(len(shape)) if dim is None else [d % len(shape) for d in ((dim,) if isinstance(dim, int) else dim)]
     return _viewed(input, [size for d, size in enumerate(shape) if not (size == 1 and d in dims)])
 
 
-@rule(
-    torch.unsqueeze,
-    Tensor.unsqueeze,
-    named="unsqueeze",
-    accepts="every cut",
-    result="the cut, moved along",
-    collectives="none",
-)
+@rule(torch.unsqueeze, Tensor.unsqueeze, named="unsqueeze", result="same sharding, dim renumbered")
 def _unsqueeze(input: Tensor, dim: int) -> Call:
     shape = shape_of(input)
     dim %= len(shape) + 1
@@ -194,22 +227,25 @@ def _unsqueeze(input: Tensor, dim: int) -> Call:
 
 @rule(
     Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to, named="expand, expand_as, broadcast_to",
-    accepts="every cut of a dim that is not expanded", result="the cut, moved along", collectives="none",
+    accepts="any sharding of a dim that is not expanded", result="same sharding, dim renumbered",
 )  # fmt: skip
 def _expand(input: Tensor, *given: Any, **names: Any) -> Call | None:
     given = (names["size"],) if "size" in names else given
-    wanted = shape_of(given[0]) if len(given) == 1 and isinstance(given[0], Tensor) else _sizes(given)
-    if wanted is None:
+    requested = shape_of(given[0]) if len(given) == 1 and isinstance(given[0], Tensor) else _sizes(given)
+    if requested is None:
         return None
-    shape, sizes = shape_of(input), list(wanted)
+    shape, sizes = shape_of(input), list(requested)
     for dim in range(-len(shape), 0):
         sizes[dim] = shape[dim] if sizes[dim] == -1 else sizes[dim]
     labels = tuple(dim if shape[dim] == sizes[dim] else None for dim in range(-len(shape), 0))
     result = (*[None] * (len(sizes) - len(shape)), *labels)
 
-    def run(cut: Cut, x: Tensor) -> Tensor:
+    def run(sharding: Sharding, x: Tensor) -> Tensor:
         return x.expand(
-            [cut.piece(label)[1] if cut.has(label) else size for label, size in zip(result, sizes, strict=True)]
+            [
+                sharding.shard(label)[1] if sharding.has(label) else size
+                for label, size in zip(result, sizes, strict=True)
+            ]
         )
 
     return Call([Operand(input, labels)], [result], run)
