@@ -510,8 +510,8 @@ def test_bench_runs_a_part_and_draws_it(tmp_path: Path, monkeypatch: pytest.Monk
     assert "launch, reduce" in result.output
     assert "of fn[grid](...)" in result.output
     assert json.loads((tmp_path / "cpu" / "launch.json").read_text())["rows"]
-    assert (tmp_path / "cpu-launch-ratios.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in (tmp_path / "cpu-launch-ratios.svg").read_text()
+    assert (tmp_path / "cpu-launch-times.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "cpu-launch-times.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -552,16 +552,17 @@ def test_bench_of_a_gpu_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_share_of_the_roof_is_drawn_over_size(tmp_path: Path) -> None:
+    us = {"ours": {"p20": 9.0, "median": 9.5, "p80": 11.0}}
     rows = [
         {
-            "row": f"{op} {mib}", "us": {}, "ratio": {"roof": 1.1}, "spread": {"roof": 0.1}, "share_of_roof": 0.9,
+            "row": f"{op} {mib}", "us": us, "ratio": {"roof": 1.1}, "spread": {"roof": 0.1}, "share_of_roof": 0.9,
             "case": {"op": op, "nbytes": mib * 2**20, "sweep": "size"},
         }
         for op in ("pack", "reduce") for mib in (1, 64)
     ]  # fmt: skip
     made = pictures.draw("gpu/kernels", rows, tmp_path)
     assert [path.name for path in made] == [
-        f"gpu-kernels-{kind}.{end}" for kind in ("ratios", "roof") for end in ("png", "svg")
+        f"gpu-kernels-{kind}.{end}" for kind in ("times", "roof") for end in ("png", "svg")
     ]
     (axes,) = pictures._roof("x", rows).axes
     assert [line.get_label() for line in axes.lines[:2]] == ["pack", "reduce"]
