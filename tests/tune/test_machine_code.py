@@ -195,21 +195,30 @@ def test_a_tile_of_one_element(target: str) -> None:
     assert static.audit(tiles, target) == []
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("smoothed", [False, True], ids=["plain", "smooth"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
-def test_cross_entropy(target: str, dtype: str, smoothed: bool) -> None:
+def cross_entropy_builds(dtype: str, smoothed: bool) -> list[Build]:
+    """The statistics and the gradient kernel of one element type."""
     module, wide = compiled_kernels()["cross_entropy"], "fp64" if dtype == "fp64" else "fp32"
-    block = 8192 // SIZE[dtype]
-    constants = {"SMOOTHED": smoothed, "WIDE": tl.float64 if wide == "fp64" else tl.float32, "BLOCK": block}
+    constants = {
+        "SMOOTHED": smoothed, "WIDE": tl.float64 if wide == "fp64" else tl.float32, "BLOCK": 8192 // SIZE[dtype],
+    }  # fmt: skip
     pointers = {f"{name}_ptr": f"*{wide}" for name in ("target_weight", "smoothing", "row_weight", "lse", "upstream")}
     pointers |= {"logits_ptr": f"*{dtype}", "target_col_ptr": "*i64"}
-    divisible = ("stride_row", "cols")
-    statistics = Build(module._statistics_kernel, pointers | {"out_ptr": f"*{wide}"}, constants, 8, divisible)
-    gradient = Build(module._gradient_kernel, pointers | {"out_ptr": f"*{dtype}"}, constants, 8, divisible)
-    reads, writes = build_all([statistics, gradient], target)
-    for code in (reads, writes):
-        assert code.spills == 0
-        assert code.registers <= 128
-        assert code.loads.count(16) >= block * SIZE[dtype] // (8 * TARGETS[target].warp_size) // 16
-    assert set(writes.stores) == {16}
+    outputs = ((module._statistics_kernel, wide), (module._gradient_kernel, dtype))
+    return [
+        Build(kernel, pointers | {"out_ptr": f"*{out}"}, constants, 8, ("stride_row", "cols"))
+        for kernel, out in outputs
+    ]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_cross_entropy(target: str) -> None:
+    """All element types at once: starting the disassembler is what takes time."""
+    kinds = [(dtype, smoothed) for dtype in ("bf16", "fp32", "fp64") for smoothed in (False, True)]
+    codes = iter(build_all([build for kind in kinds for build in cross_entropy_builds(*kind)], target))
+    for kind in kinds:
+        reads, writes = next(codes), next(codes)
+        for code in (reads, writes):
+            assert code.spills == 0, kind
+            assert code.registers <= 128, kind
+            assert code.loads.count(16) >= 8192 // (8 * TARGETS[target].warp_size) // 16, kind
+        assert set(writes.stores) == {16}, kind
