@@ -30,9 +30,13 @@ def copy(name: str, target: str, unit: int, form: str = "", **constants: Any) ->
     return _address(name, target, (element, element), vec, unit, form, **constants)
 
 
-def _address(
+def _address(name: str, target: str, *kind: Any, **constants: Any) -> Code:
+    return build_all([_build(name, target, *kind, **constants)], target)[0]
+
+
+def _build(
     name: str, target: str, types: tuple[str, str], vec: int, unit: int, form: str = "", **constants: Any
-) -> Code:
+) -> Build:
     kernel = getattr(compiled_kernels()["address"], f"_copy_{form}_kernel".replace("__", "_"))
     rows, cols = tile(name, unit, max(SIZE[kind] for kind in types), target)
     rows = rows // 2 if unit <= 2 and (form or constants.get("STRIDED")) else rows
@@ -43,7 +47,7 @@ def _address(
     }  # fmt: skip
     pointers = {"rows_ptr": f"*{types[0]}", "wire_ptr": f"*{types[1]}", "table_ptr": "*i32"}
     arguments = pointers | {"scale": "i64" if constants.get("WIDE") is tl.float64 else "fp32"}
-    return build(kernel, {n: kind for n, kind in arguments.items() if n in kernel.arg_names}, fixed | constants, target)
+    return Build(kernel, {n: kind for n, kind in arguments.items() if n in kernel.arg_names}, fixed | constants)
 
 
 def check(code: Code, unit: int) -> None:
@@ -53,13 +57,13 @@ def check(code: Code, unit: int) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", ["pack", "unpack"])
-@pytest.mark.parametrize("unit", [16, 8, 4, 2, 1])
-def test_copies_use_the_whole_unit(name: str, target: str, unit: int) -> None:
+def test_copies_use_the_full_unit(name: str, target: str) -> None:
     """16 is the aligned case and 8 x odd elements of 2 bytes; 8, 4, 2, 1 what less aligned bytes leave."""
-    code = copy(name, target, unit)
-    check(code, unit)
-    assert set(code.loads) == set(code.stores) == {unit}
-    assert code.loads_first == len(code.loads) >= 4
+    builds = [_build(name, target, (element, element), vec, unit) for unit, (element, vec) in ELEMENT.items()]
+    for unit, code in zip(ELEMENT, build_all(builds, target), strict=True):
+        check(code, unit)
+        assert set(code.loads) == set(code.stores) == {unit}
+        assert code.loads_first == len(code.loads) >= 4, unit
 
 
 @pytest.mark.parametrize("target", TARGETS)
