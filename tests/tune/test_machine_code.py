@@ -30,9 +30,13 @@ def copy(name: str, target: str, unit: int, form: str = "", **constants: Any) ->
     return _address(name, target, (element, element), vec, unit, form, **constants)
 
 
-def _address(
+def _address(name: str, target: str, *kind: Any, **constants: Any) -> Code:
+    return build_all([_build(name, target, *kind, **constants)], target)[0]
+
+
+def _build(
     name: str, target: str, types: tuple[str, str], vec: int, unit: int, form: str = "", **constants: Any
-) -> Code:
+) -> Build:
     kernel = getattr(compiled_kernels()["address"], f"_copy_{form}_kernel".replace("__", "_"))
     rows, cols = tile(name, unit, max(SIZE[kind] for kind in types), target)
     rows = rows // 2 if unit <= 2 and (form or constants.get("STRIDED")) else rows
@@ -43,7 +47,7 @@ def _address(
     }  # fmt: skip
     pointers = {"rows_ptr": f"*{types[0]}", "wire_ptr": f"*{types[1]}", "table_ptr": "*i32"}
     arguments = pointers | {"scale": "i64" if constants.get("WIDE") is tl.float64 else "fp32"}
-    return build(kernel, {n: kind for n, kind in arguments.items() if n in kernel.arg_names}, fixed | constants, target)
+    return Build(kernel, {n: kind for n, kind in arguments.items() if n in kernel.arg_names}, fixed | constants)
 
 
 def check(code: Code, unit: int) -> None:
@@ -53,13 +57,13 @@ def check(code: Code, unit: int) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", ["pack", "unpack"])
-@pytest.mark.parametrize("unit", [16, 8, 4, 2, 1])
-def test_copies_use_the_whole_unit(name: str, target: str, unit: int) -> None:
+def test_copies_use_the_full_unit(name: str, target: str) -> None:
     """16 is the aligned case and 8 x odd elements of 2 bytes; 8, 4, 2, 1 what less aligned bytes leave."""
-    code = copy(name, target, unit)
-    check(code, unit)
-    assert set(code.loads) == set(code.stores) == {unit}
-    assert code.loads_first == len(code.loads) >= 4
+    builds = [_build(name, target, (element, element), vec, unit) for unit, (element, vec) in ELEMENT.items()]
+    for unit, code in zip(ELEMENT, build_all(builds, target), strict=True):
+        check(code, unit)
+        assert set(code.loads) == set(code.stores) == {unit}
+        assert code.loads_first == len(code.loads) >= 4, unit
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -195,21 +199,30 @@ def test_a_tile_of_one_element(target: str) -> None:
     assert static.audit(tiles, target) == []
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("smoothed", [False, True], ids=["plain", "smooth"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
-def test_cross_entropy(target: str, dtype: str, smoothed: bool) -> None:
+def cross_entropy_builds(dtype: str, smoothed: bool) -> list[Build]:
+    """The statistics and the gradient kernel of one element type."""
     module, wide = compiled_kernels()["cross_entropy"], "fp64" if dtype == "fp64" else "fp32"
-    block = 8192 // SIZE[dtype]
-    constants = {"SMOOTHED": smoothed, "WIDE": tl.float64 if wide == "fp64" else tl.float32, "BLOCK": block}
+    constants = {
+        "SMOOTHED": smoothed, "WIDE": tl.float64 if wide == "fp64" else tl.float32, "BLOCK": 8192 // SIZE[dtype],
+    }  # fmt: skip
     pointers = {f"{name}_ptr": f"*{wide}" for name in ("target_weight", "smoothing", "row_weight", "lse", "upstream")}
     pointers |= {"logits_ptr": f"*{dtype}", "target_col_ptr": "*i64"}
-    divisible = ("stride_row", "cols")
-    statistics = Build(module._statistics_kernel, pointers | {"out_ptr": f"*{wide}"}, constants, 8, divisible)
-    gradient = Build(module._gradient_kernel, pointers | {"out_ptr": f"*{dtype}"}, constants, 8, divisible)
-    reads, writes = build_all([statistics, gradient], target)
-    for code in (reads, writes):
-        assert code.spills == 0
-        assert code.registers <= 128
-        assert code.loads.count(16) >= block * SIZE[dtype] // (8 * TARGETS[target].warp_size) // 16
-    assert set(writes.stores) == {16}
+    outputs = ((module._statistics_kernel, wide), (module._gradient_kernel, dtype))
+    return [
+        Build(kernel, pointers | {"out_ptr": f"*{out}"}, constants, 8, ("stride_row", "cols"))
+        for kernel, out in outputs
+    ]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_cross_entropy(target: str) -> None:
+    """All element types at once: starting the disassembler is what takes time."""
+    kinds = [(dtype, smoothed) for dtype in ("bf16", "fp32", "fp64") for smoothed in (False, True)]
+    codes = iter(build_all([build for kind in kinds for build in cross_entropy_builds(*kind)], target))
+    for kind in kinds:
+        reads, writes = next(codes), next(codes)
+        for code in (reads, writes):
+            assert code.spills == 0, kind
+            assert code.registers <= 128, kind
+            assert code.loads.count(16) >= 8192 // (8 * TARGETS[target].warp_size) // 16, kind
+        assert set(writes.stores) == {16}, kind
