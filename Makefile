@@ -50,7 +50,7 @@ check: $(READY)
 	$(PY) -m basedpyright
 
 bench: $(READY) $(PEERS)
-	$(PY) -m tritoncomm bench --check
+	$(PY) -m pytest bench -q --benchmark-disable-gc
 
 # This tree against another commit, measured alternately on this machine: make bench-against BASE=<commit>
 bench-against: $(READY) $(PEERS)

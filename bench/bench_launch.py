@@ -121,5 +121,7 @@ PART = Part(
     missing=missing,
 )
 
+test_case = PART.test()
+
 if __name__ == "__main__":
     sys.exit(PART.main())

@@ -156,5 +156,7 @@ PART = Part(
     means={"forward": (MODES[:2], MEAN), "forward + backward": (MODES[2:], MEAN)},
 )
 
+test_case = PART.test()
+
 if __name__ == "__main__":
     sys.exit(PART.main())

@@ -223,5 +223,7 @@ PART = Part(
     targets=missed,
 )
 
+test_case = PART.test()
+
 if __name__ == "__main__":
     sys.exit(PART.main())

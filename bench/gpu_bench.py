@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 import tritoncomm_kernels as kernels
 from torch import Tensor
-from tritoncomm_kernels import reference, softmax
+from tritoncomm_kernels import cross_entropy, reference
 
 from bench.checks import limit_run
 from bench.device import Call, Device, destination
@@ -234,12 +234,14 @@ def prepare_entropy(case: Case, device: Device) -> Prepared:
     if case.op == "statistics":
         found, name, peer = torch.empty(2, rows, device=place), "logsumexp + gather", logsumexp_gather
         arguments: tuple[Tensor, ...] = (x, column, factor)
-        prepared = Prepared({"ours": lambda: softmax.statistics(x, index, hard, None, found)}, 0)
+        prepared = Prepared({"ours": lambda: cross_entropy.statistics(x, index, hard, None, found)}, 0)
     else:
         found, name, peer = torch.empty_like(x), "exp + scatter", exp_scatter
         lse, upstream = torch.logsumexp(x.float(), -1), torch.full((rows,), 1 / rows, device=place)
         arguments, total = (x, lse, column, factor, upstream), torch.ones(rows, device=place)
-        prepared = Prepared({"ours": lambda: softmax.gradient(x, index, hard, None, total, lse, upstream, found)}, 0)
+        prepared = Prepared(
+            {"ours": lambda: cross_entropy.gradient(x, index, hard, None, total, lse, upstream, found)}, 0
+        )
     prepared.moved = prepared.calls["ours"]()
     tolerance = 2e-2 if found.dtype is torch.bfloat16 else 1e-4
     bounds = {"rtol": tolerance, "atol": tolerance / (rows if case.op == "gradient" else 1)}

@@ -254,11 +254,11 @@ def check_cross_entropy(group: Group, setting: Setting) -> None:
         total, upstream = hard + 1, 2 - hard
         found = torch.empty(2, rows, device=setting.device, dtype=wide)
         out = torch.empty(rows, cols, device=setting.device, dtype=dtype)
-        kernels.softmax.statistics(x, place, hard, flat, found)
+        kernels.cross_entropy.statistics(x, place, hard, flat, found)
         exact, factor = x.double(), 0 if flat is None else flat.double()
         lse, at = exact.logsumexp(1), place.clamp(min=0).unsqueeze(1)
         told = exact.gather(1, at).squeeze(1) * hard.double() + (exact * factor).sum(1)
-        kernels.softmax.gradient(x, place, hard, flat, total, lse.to(wide), upstream, out)
+        kernels.cross_entropy.gradient(x, place, hard, flat, total, lse.to(wide), upstream, out)
         one = torch.zeros_like(exact).scatter_(1, at, hard.double().unsqueeze(1))
         grad = (
             (exact - lse.unsqueeze(1)).exp() * total.double().unsqueeze(1) - factor - one

@@ -75,6 +75,32 @@ class Part:
             print(f"interrupted after {len(run.rows)} rows")
         return run.finish()
 
+    def test(self) -> Callable[..., None]:
+        """A test of every case for pytest-benchmark: rows hold their limits, and the time is that of our last call.
+
+        Ratios to the peers are in ``extra_info``. Where a case has no host calls to repeat (ranks in processes of
+        their own), the time is that of measuring it once.
+        """
+        import pytest  # optional: the commands do without it
+
+        @pytest.mark.filterwarnings("ignore")
+        @pytest.mark.parametrize("case", self.cases, ids=_label)
+        def test_case(benchmark: Any, case: Any) -> None:
+            if reason := self.missing():
+                pytest.skip(reason)
+            clock = Benchmarked(self, self.rounds)
+            with self.host() as host:
+                rows = list(self.measure(case, host, clock))
+                for row in rows:
+                    benchmark.extra_info.update({f"{row['row']}, of {peer}": one for peer, one in row["ratio"].items()})
+                if clock.calls:
+                    benchmark.pedantic(clock.calls[-1], rounds=20, iterations=clock.inner, warmup_rounds=1)
+                else:
+                    benchmark.pedantic(lambda: list(self.measure(case, host, clock)), rounds=1)
+            assert not [line for row in rows for line in self.missed(row)]
+
+        return test_case
+
     def parser(self) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser(description=self.about)
         parser.add_argument("--json", metavar="PATH", help="also write the rows there, with versions")
@@ -142,6 +168,24 @@ class Clock:
                 samples[provider] += again
             result = figures(row, samples, **more)
         return result
+
+
+@dataclass(frozen=True)
+class Benchmarked(Clock):
+    """A clock that remembers our calls, so that pytest-benchmark can repeat one."""
+
+    calls: list[Callable[[], Any]] = field(default_factory=list)
+    repeats: list[int] = field(default_factory=list)
+
+    def time(self, row: str, calls: Mapping[str, Callable[[], Any]], inner: int, **more: Any) -> Row:
+        self.calls.append(calls["ours"])
+        self.repeats.append(inner)
+        return super().time(row, calls, inner, **more)
+
+    @property
+    def inner(self) -> int:
+        """Calls in a sample."""
+        return self.repeats[-1]
 
 
 @dataclass

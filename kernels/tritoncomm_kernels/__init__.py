@@ -1,7 +1,6 @@
 """Triton kernels for the memory work around collectives, and the same functions in plain torch."""
 
 from tritoncomm_kernels import cross_entropy, reference
-from tritoncomm_kernels import cross_entropy as softmax  # its name before; TODO: delete when no benchmark uses it
 from tritoncomm_kernels.config import Config, config_for
 from tritoncomm_kernels.copy import pack, unpack
 from tritoncomm_kernels.cross_entropy import gradient, statistics
@@ -18,7 +17,6 @@ __all__ = [
     "pack",
     "reduce",
     "reference",
-    "softmax",
     "statistics",
     "unpack",
 ]
