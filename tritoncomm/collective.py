@@ -80,7 +80,7 @@ def reduce_scatter(
     *,
     sizes: Sequence[int] | None = None,
 ) -> Any:
-    """Reduce over the ranks and keep this rank's piece of ``dim``.
+    """Reduce over the ranks and keep this rank's shard of ``dim``.
 
     Args:
         tensor: the same shape on every rank, any strides.
@@ -88,7 +88,7 @@ def reduce_scatter(
         parallel_mode: a ParallelMode or a torch process group.
         op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR, where the backend has it for the dtype.
         async_op: return ``(out, handle)``; ``out`` is undefined until ``handle.wait()``.
-        sizes: size of the piece of each rank.
+        sizes: size of ``dim`` on each rank.
 
     Returns:
         A contiguous tensor; with one rank the very same tensor (and None as handle).
@@ -97,8 +97,8 @@ def reduce_scatter(
     """
     group = _checked(tensor, parallel_mode, "reduce_scatter")
     _checked_dim(tensor, dim, "reduce_scatter")
-    cut = normalize_sizes(sizes, "reduce_scatter")
-    return eager.reduce_scatter(without_graph(tensor), dim, group, cut, "reduce_scatter", op, async_op)
+    per_rank = normalize_sizes(sizes, "reduce_scatter")
+    return eager.reduce_scatter(without_graph(tensor), dim, group, per_rank, "reduce_scatter", op, async_op)
 
 
 def all_reduce(tensor: Tensor, parallel_mode: Any, op: Any = ReduceOp.SUM, async_op: bool = False) -> Any:
@@ -112,7 +112,7 @@ def all_reduce(tensor: Tensor, parallel_mode: Any, op: Any = ReduceOp.SUM, async
 
 
 def _rooted(tensor: Tensor, root: int, group: dist.ProcessGroup, name: str) -> tuple[Tensor, int, int]:
-    """A contiguous tensor, the bytes moved for it, and the root's rank inside the group."""
+    """A contiguous tensor, the bytes copied for it, and the root's rank inside the group."""
     ranks = dist.get_process_group_ranks(group)
     if root not in ranks:
         raise GroupError(f"{name}: global rank {root} is not in the group {ranks}")
@@ -131,9 +131,9 @@ def broadcast(tensor: Tensor, src: int, parallel_mode: Any, async_op: bool = Fal
     if eager.is_single_rank(group, "broadcast"):
         return (tensor, None) if async_op else tensor
     check_input(tensor, "broadcast")
-    out, moved, root = _rooted(tensor, src, group, "broadcast")
+    out, copied, root = _rooted(tensor, src, group, "broadcast")
     work = backend.broadcast(out, root, group, async_op)
-    record.add("broadcast", "torch" if moved else "view", moved, out.nbytes if group.rank() == root else 0, started)
+    record.add("broadcast", "torch" if copied else "view", copied, out.nbytes if group.rank() == root else 0, started)
     return (out, Handle(work, out, None)) if async_op else out
 
 
@@ -148,10 +148,10 @@ def reduce(tensor: Tensor, dst: int, parallel_mode: Any, op: Any = ReduceOp.SUM,
     if eager.is_single_rank(group, "reduce"):
         return (tensor, None) if async_op else tensor
     check_input(tensor, "reduce")
-    out, moved, root = _rooted(tensor, dst, group, "reduce")
+    out, copied, root = _rooted(tensor, dst, group, "reduce")
     backend.check_op(op, out, group, "reduce")
     work = backend.reduce(out, root, op, group, async_op)
-    record.add("reduce", "torch" if moved else "view", moved, 0 if group.rank() == root else out.nbytes, started)
+    record.add("reduce", "torch" if copied else "view", copied, 0 if group.rank() == root else out.nbytes, started)
     return (out, Handle(work, out, None)) if async_op else out
 
 
@@ -162,10 +162,10 @@ def all_to_all(
     input_split_sizes: Sequence[int] | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Send piece w of dim 0 to rank w and join what arrives, in rank order.
+    """Send chunk w of dim 0 to rank w and concatenate what arrives, in rank order.
 
     Args:
-        tensor: any strides; dim 0 is cut.
+        tensor: any strides; dim 0 is split.
         parallel_mode: a ParallelMode or a torch process group.
         output_split_sizes: rows that arrive from each rank; even by default.
         input_split_sizes: rows that go to each rank; even by default. Lists, tuples or numpy arrays, zeros allowed.
@@ -187,20 +187,20 @@ def split_reduce_scatter(
     dtype: torch.dtype | None = None,
     scale: float | None = None,
 ) -> Any:
-    """Cut, cast and scale one or several tensors into one buffer (one pass) and reduce-scatter it (one collective).
+    """Split, cast and scale one or several tensors into one buffer (one pass) and reduce-scatter it (one collective).
 
     Args:
         tensors: one tensor or several, any shapes and strides, the same on every rank.
-        dims: the dim each is cut along, or one for all; an uneven dim is cut as ``torch.chunk`` cuts it.
+        dims: the dim each is split along, or one for all; an uneven dim is split as ``torch.chunk`` does.
         parallel_mode: a ParallelMode or a torch process group.
         dtype: element type on the wire and of the result; the tensors' own by default.
         scale: factor applied before the sum (``1/world`` for a mean).
 
     Returns:
-        This rank's summed piece of each tensor, views of one buffer (one tensor for one tensor).
+        This rank's summed shard of each tensor, views of one buffer (one tensor for one tensor).
 
     Example:
-        Gradients ``[5, 8]`` and ``[16]`` with dims ``[1, 0]`` on 4 ranks give pieces ``[5, 2]`` and ``[4]``.
+        Gradients ``[5, 8]`` and ``[16]`` with dims ``[1, 0]`` on 4 ranks give shards ``[5, 2]`` and ``[4]``.
     """
     name = "split_reduce_scatter"
     single = isinstance(tensors, Tensor)
@@ -217,19 +217,19 @@ def split_reduce_scatter(
         _checked(x, group, name)
         _checked_dim(x, dim, name)
         check_input(x, name)
-    wire, pieces, path, moved = pack_many(many, axes, world, dtype=dtype, scale=scale)
+    wire, shards, path, copied = pack_many(many, axes, world, dtype=dtype, scale=scale)
     summed = wire
     if not eager.is_single_rank(group, name):
         backend.check_op(ReduceOp.SUM, wire, group, name)
         summed = wire.new_empty(wire.shape[1:])
         backend.reduce_scatter(backend.carrier(summed), backend.carrier(wire.view(-1)), ReduceOp.SUM, group)
-    record.add(name, path, moved, wire.nbytes * (world - 1) // world, started)
+    record.add(name, path, copied, wire.nbytes * (world - 1) // world, started)
     summed = summed.view(-1)
-    found = [_own(summed, x, dim, piece, world, rank) for x, dim, piece in zip(many, axes, pieces, strict=True)]
-    return found[0] if single else found
+    results = [_own(summed, x, dim, shard, world, rank) for x, dim, shard in zip(many, axes, shards, strict=True)]
+    return results[0] if single else results
 
 
-def _own(summed: Tensor, x: Tensor, dim: int, piece: tuple[int, tuple[int, ...]], world: int, rank: int) -> Tensor:
-    offset, shape = piece
+def _own(summed: Tensor, x: Tensor, dim: int, shard: tuple[int, tuple[int, ...]], world: int, rank: int) -> Tensor:
+    offset, shape = shard
     block = summed[offset : offset + math.prod(shape)].view(shape)
     return block.narrow(dim, 0, chunk_sizes(x.shape[dim], world)[rank])

@@ -16,7 +16,7 @@ class CommError(Exception):
 
 
 class ShapeError(CommError, ValueError):
-    """A shape, dim or split list does not describe a cut over the ranks."""
+    """A shape, dim or split list does not describe a split over the ranks."""
 
 
 class ArgumentError(CommError, TypeError):

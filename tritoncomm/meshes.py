@@ -18,7 +18,7 @@ def check_ascending(ranks: Tensor, name: str, mesh: object = "the mesh", axes: S
     group, and a tensor split by one of them would be gathered by the other.
 
     Args:
-        ranks: global ranks, of any number of dims. The whole grid, so that every rank of the job raises.
+        ranks: global ranks, of any number of dims. The full grid, so that every rank of the job raises.
         name: the function that was called.
         mesh: what the message calls the mesh.
         axes: the axes to check, all by default.

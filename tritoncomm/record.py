@@ -12,7 +12,7 @@ from time import perf_counter
 __all__ = ["Count", "add", "counters", "now", "recording", "reset", "timing", "total"]
 
 now: Callable[[], float] = float
-"""Seconds for ``add``; 0.0, which is what ``float()`` gives, while nobody wants the time."""
+"""Start timestamp for ``add``, or 0.0 (what ``float()`` gives) while timing is off."""
 
 
 @dataclass(slots=True)
@@ -70,12 +70,12 @@ def counters() -> dict[tuple[str, str], Count]:
 
 def total(name: str) -> Count:
     """The counts of ``name`` over all paths."""
-    found = [c for (n, _), c in _counts.items() if n == name]
+    counts = [c for (n, _), c in _counts.items() if n == name]
     return Count(
-        sum(c.calls for c in found),
-        sum(c.packed for c in found),
-        sum(c.wire for c in found),
-        sum(c.seconds for c in found),
+        sum(c.calls for c in counts),
+        sum(c.packed for c in counts),
+        sum(c.wire for c in counts),
+        sum(c.seconds for c in counts),
     )
 
 

@@ -50,7 +50,7 @@ def initialize(
 
     The current GPU becomes that of LOCAL_RANK, unless there is no such variable or the program uses a GPU already: it
     called ``torch.cuda.set_device``, or has memory on one. The variables of this library are read again. One rank
-    warns where ranks differ in them or in tuned tables; nobody waits for that.
+    warns where ranks differ in them or in tuned tables; no rank waits for that.
 
     Args:
         tensor: ranks that share one layer.
@@ -142,9 +142,9 @@ def _as_timedelta(timeout: timedelta | float | None) -> timedelta | None:
 
 
 def _bind_gpu() -> torch.device | None:
-    """Make LOCAL_RANK's GPU the current one, unless the program uses one; None where nobody says which is this rank's.
+    """Make LOCAL_RANK's GPU the current one, unless the program uses one; None without that variable.
 
-    Memory on GPU 0 counts as the program's choice too: torch does not tell it from ``set_device(0)``.
+    Memory on GPU 0 counts as the program's choice too: torch does not distinguish it from ``set_device(0)``.
     """
     count = torch.cuda.device_count()
     if not count:
@@ -203,7 +203,7 @@ def _lists_of(mesh: DeviceMesh, axis: dict[str, str | None], expert: int) -> dic
     if expert < 1 or sizes["data"] % expert:
         raise GroupError(f"expert {expert} does not divide data {sizes['data']}")
     lists = groups.rank_lists(len(ranks), sizes["tensor"], sizes["pipeline"], sizes["context"], expert)
-    return {mode: [[ranks[i] for i in one] for one in found] for mode, found in lists.items()}
+    return {mode: [[ranks[i] for i in one] for one in rank_lists] for mode, rank_lists in lists.items()}
 
 
 def _world() -> Group:

@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 from triton.compiler import CompiledKernel
-from tritoncomm_kernels import device_table, launch, softmax
+from tritoncomm_kernels import cross_entropy, device_table, launch
 
 from bench.fake_gpu.program import Program, parse
 from bench.fake_gpu.threads import Buffer, run
@@ -78,7 +78,7 @@ class Device:
                 ordinary = self._watched(launch.launched, lambda *arguments: arguments)
                 patches += [
                     mock.patch.multiple(launch.Launch, __call__=self._watched(launch.Launch.__call__, _of_direct)),
-                    mock.patch.multiple(softmax, launched=ordinary),
+                    mock.patch.multiple(cross_entropy, launched=ordinary),
                 ]
             for patch in patches:
                 stack.enter_context(patch)

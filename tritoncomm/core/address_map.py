@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from tritoncomm.core.plan import Ints, check_split_sizes, normalize_dim
 
-__all__ = ["AddressMap", "joined_layout", "rows_layout", "unit_bytes", "wire_layout"]
+__all__ = ["AddressMap", "gathered_layout", "rows_layout", "unit_bytes", "wire_layout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def _contiguous(shape: Ints, stride: Ints) -> Ints:
 
 
 @lru_cache(maxsize=8192)
-def joined_layout(shape: Ints, dim: int, world: int) -> tuple[Ints, Ints, Ints | None, int] | None:
+def gathered_layout(shape: Ints, dim: int, world: int) -> tuple[Ints, Ints, Ints | None, int] | None:
     """Size and stride that read a contiguous even wire in the order of the gathered tensor.
 
     The third value is the shape of the wire as one shard per rank where two dims still have to be merged, which copies;

@@ -107,7 +107,7 @@ def reduce_scatter(out: Tensor, x: Tensor, op: Any, group: ProcessGroup, asynchr
 def reduce_scatter_list(
     out: Tensor, parts: list[Tensor], op: Any, group: ProcessGroup, asynchronous: bool = False
 ) -> Work:
-    """``reduce_scatter`` with pieces of different sizes."""
+    """``reduce_scatter`` with uneven split sizes."""
     if out.dtype in special:
         out, parts = carrier(out), [carrier(part) for part in parts]
     work = group.reduce_scatter([out], [parts], _options(dist.ReduceScatterOptions, asynchronous, op))
@@ -122,7 +122,7 @@ def all_to_all(
     group: ProcessGroup,
     asynchronous: bool = False,
 ) -> Work:
-    """Piece w of x goes to rank w; pieces are even (no rows given), or that many rows of dim 0."""
+    """Chunk w of x goes to rank w: equal chunks (no rows given), or that many rows of dim 0."""
     if x.dtype in special:
         out, x = carrier(out), carrier(x)
     options = _exchange_options[asynchronous]
@@ -153,7 +153,7 @@ class _Works:
 
 
 def all_gather_list(parts: list[Tensor], x: Tensor, group: ProcessGroup, asynchronous: bool = False) -> Work:
-    """``parts[w] = x of rank w``, in pieces of different sizes: one group of broadcasts on NCCL, and so on Gloo."""
+    """``parts[w] = x of rank w``, of uneven sizes: one group of broadcasts, by NCCL itself or here on Gloo."""
     if x.dtype in special:
         parts, x = [carrier(part) for part in parts], carrier(x)
     if backend_name(group, x) != "gloo":

@@ -30,17 +30,17 @@ def _as_sizes(sizes: list[int] | None) -> Ints | None:
 
 def _pack(x: Tensor, dim: int, world: int, sizes: list[int] | None, name: str) -> Tensor:
     started = record.now()
-    wire, path, moved = ops.pack(x, dim, world, _as_sizes(sizes))
+    wire, path, copied = ops.pack(x, dim, world, _as_sizes(sizes))
     if path == "view":
-        wire, path, moved = wire.clone(), "torch", 2 * x.nbytes
-    record.add(name, path, moved, 0, started, calls=0)
+        wire, path, copied = wire.clone(), "torch", 2 * x.nbytes
+    record.add(name, path, copied, 0, started, calls=0)
     return wire.view(-1)
 
 
 def _unpack(wire: Tensor, shape: list[int], dim: int, world: int, sizes: list[int] | None, name: str) -> Tensor:
     started = record.now()
-    out, path, moved = ops.unpack(wire.view(-1), shape, dim, world, _as_sizes(sizes))
-    record.add(name, path, moved, 0, started, calls=0)
+    out, path, copied = ops.unpack(wire.view(-1), shape, dim, world, _as_sizes(sizes))
+    record.add(name, path, copied, 0, started, calls=0)
     return out
 
 

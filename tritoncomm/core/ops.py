@@ -11,7 +11,7 @@ from tritoncomm_kernels import TooLargeError, reference
 from tritoncomm_kernels.launch import crossover
 
 from tritoncomm import variables
-from tritoncomm.core.address_map import AddressMap, joined_layout, rows_layout, unit_bytes, wire_layout
+from tritoncomm.core.address_map import AddressMap, gathered_layout, rows_layout, unit_bytes, wire_layout
 from tritoncomm.core.copies import pack_blocks, plain_copy, unpack_blocks
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, UnsupportedError
@@ -38,7 +38,7 @@ def path_for(
     """The path ``op`` on ``x`` takes, unless one is forced: ``torch`` for CPU tensors, ``triton`` on GPUs.
 
     On a GPU with a tuned table, tensors below its crossover take ``torch`` too: that of the unit in which a kernel
-    would copy ``x`` cut along ``dim``, or the wire ``x`` into a contiguous tensor of ``shape``. The unit is worked out
+    would copy ``x`` split along ``dim``, or the wire ``x`` into a contiguous tensor of ``shape``. The unit is computed
     only for sizes where the units' crossovers disagree.
     """
     if _forced.value == "auto":
@@ -84,9 +84,9 @@ def pack(
 
     Args:
         x: any shape and strides.
-        dim: the dim that is cut over the ranks.
+        dim: the dim that is split over the ranks.
         world: number of ranks.
-        sizes: pieces of ``dim`` per rank; without it as ``torch.chunk`` cuts, padded with zeros on the wire.
+        sizes: size of ``dim`` on every rank; by default as ``torch.chunk`` splits, padded with zeros on the wire.
         dtype: element type of the wire, ``x.dtype`` by default.
         scale: factor applied before the one rounding.
         out: a wire to fill: ``[world, outer, run]``, or flat when sizes are given.
@@ -108,8 +108,9 @@ def pack(
             if path_for(x, "pack", dim, world) == "torch":
                 return x.as_strided(*layout).contiguous(), "torch", 2 * x.nbytes
             wire = x.new_empty(layout[0])
-            if not x.is_conj() and not x.is_neg() and (moved := plain_copy("pack", x, wire, shape, stride, dim, world)):
-                return wire, "triton", moved
+            plain = not x.is_conj() and not x.is_neg()
+            if plain and (copied := plain_copy("pack", x, wire, shape, stride, dim, world)):
+                return wire, "triton", copied
     plan = AddressMap.along(x.shape, dim, world, sizes)
     plain = scale is None and out is None and dtype in (None, x.dtype)
     if plain and sizes is not None and plan.is_view and x.is_contiguous():
@@ -160,14 +161,14 @@ def unpack(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> tuple[Tensor, str, int]:
-    """The way back: concatenate the ranks' pieces along ``dim``, one pass over memory.
+    """The inverse of ``pack``: concatenate the ranks' shards along ``dim``, one pass over memory.
 
     Args:
-        wire: contiguous pieces in rank order, as ``pack`` makes them.
+        wire: contiguous shards in rank order, as ``pack`` makes them.
         shape: shape of the result.
-        dim: the dim the pieces are joined along.
+        dim: the dim the shards are concatenated along.
         world: number of ranks.
-        sizes: pieces of ``dim`` per rank, when they were given to ``pack``.
+        sizes: size of ``dim`` on every rank, when they were given to ``pack``.
         dtype: element type of the result, ``wire.dtype`` by default.
         scale: factor applied before the one rounding.
         out: a tensor of ``shape``, any strides, to fill.
@@ -179,15 +180,15 @@ def unpack(
     Traffic: reads the wire once, writes the result once (reads it too when accumulating).
     """
     if out is None and scale is None and sizes is None and (dtype is None or dtype is wire.dtype):
-        whole = tuple(shape)
-        layout = joined_layout(whole, dim, world)
+        shape_out = tuple(shape)
+        layout = gathered_layout(shape_out, dim, world)
         if layout is not None and wire.is_contiguous():
-            if path_for(wire, "unpack", dim, world, None, whole) == "torch":
-                return _joined(wire, whole, dim, layout), "torch", 2 * wire.nbytes
-            out = wire.new_empty(whole)
+            if path_for(wire, "unpack", dim, world, None, shape_out) == "torch":
+                return _gathered(wire, shape_out, dim, layout), "torch", 2 * wire.nbytes
+            out = wire.new_empty(shape_out)
             plain = not wire.is_conj() and not wire.is_neg()
-            if plain and (moved := plain_copy("unpack", out, wire, whole, out.stride(), dim, world)):
-                return out, "triton", moved
+            if plain and (copied := plain_copy("unpack", out, wire, shape_out, out.stride(), dim, world)):
+                return out, "triton", copied
     plan = AddressMap.along(shape, dim, world, sizes)
     if out is None:
         out = wire.new_empty(shape, dtype=dtype)
@@ -195,13 +196,13 @@ def unpack(
     return out, *_unpack_into(out, wire.reshape(flat), plan, dim, sizes, scale, accumulate)
 
 
-def _joined(wire: Tensor, shape: Ints, dim: int, layout: tuple[Ints, Ints, Ints | None, int]) -> Tensor:
-    """The pieces of a contiguous even wire joined by torch: by ``cat`` where rows are short, else by a strided copy."""
-    size, stride, pieces, row = layout
-    if pieces is None:
+def _gathered(wire: Tensor, shape: Ints, dim: int, layout: tuple[Ints, Ints, Ints | None, int]) -> Tensor:
+    """The shards of a contiguous even wire concatenated by torch: ``cat`` where rows are short, else a strided copy."""
+    size, stride, shards, row = layout
+    if shards is None:
         return wire.as_strided(size, stride).clone(memory_format=torch.contiguous_format)
     if wire.nbytes >= _CAT_BYTES and row * wire.itemsize <= _CAT_ROW:  # a strided copy takes its time per run
-        return torch.cat((wire if wire.shape == pieces else wire.view(pieces)).unbind(0), dim)
+        return torch.cat((wire if wire.shape == shards else wire.view(shards)).unbind(0), dim)
     return wire.as_strided(size, stride).reshape(shape)
 
 
@@ -225,7 +226,7 @@ def _refuse_triton(name: str, x: Tensor, dim: int) -> None:
     if _forced.value == "triton":
         raise UnsupportedError(
             f"{name}: path triton is forced, but no kernel walks shape {tuple(x.shape)} with strides {x.stride()} "
-            f"cut at dim {dim} (more than three outer dims, or a row that one stride cannot walk)"
+            f"split along dim {dim} (more than three outer dims, or a row that one stride cannot walk)"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a mapping would do, told without doing it: steps, paths, bytes, tiles, and a predicted time.
+"""Dry run of a mapping: steps, code paths, bytes, kernel tiles and predicted time.
 
 The bytes are those that `record` counts for the real call; times are predictions of `cost`.
 """
@@ -36,11 +36,11 @@ class Share:
 
     @property
     def share(self) -> float | None:
-        """Local passes as a share of the whole."""
+        """Local passes as a share of the total."""
         if self.local is None or self.collective is None:
             return None
-        whole = self.local + self.collective
-        return self.local / whole if whole else 0.0
+        total = self.local + self.collective
+        return self.local / total if total else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def explain(
     stride: Sequence[int] | None = None,
     sm_count: int = 0,
 ) -> Explanation:
-    """Tell what a mapping does with a tensor, forward and backward (of a contiguous gradient), without doing it.
+    """Dry run of a mapping, forward and backward (of a contiguous gradient).
 
     Args:
         op: a short name of ``OPS`` or the mapping's own name.
@@ -117,9 +117,9 @@ def explain(
         device: ``cpu``, ``cuda``, or the name of a GPU whose tuned table counts.
         rates: of the prediction; ``cost.DEFAULTS`` of the kind of device by default.
         held: the caller keeps the input (``reduce``) or the gradient (``copy``), so it is not reduced in place.
-        sizes: of the mappings that take some: pieces of the dim per rank; of an all-to-all what goes to each rank.
+        sizes: of the mappings that take some: size of the dim on each rank; of an all-to-all what goes to each rank.
         out_sizes: of an all-to-all: what comes from each rank.
-        rank: the rank that is told about, which matters with sizes.
+        rank: rank to report on, which matters with sizes.
         stride: of the input; contiguous by default.
         sm_count: multiprocessors of the named GPU; by default those of the largest part of it that has a table.
 
@@ -178,7 +178,7 @@ def _check_extent(shape: Ints, world: int, dtype: torch.dtype, out_sizes: Sequen
 
 
 def _check_device(device: str, sm_count: int) -> None:
-    """Refuse the name of a GPU of which nothing is known: what is told would be another one's tiles and times."""
+    """Refuse the name of a GPU of which nothing is known: the report would have the tiles and times of another one."""
     if device in ("cpu", "cuda"):
         return
     here = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)

@@ -1,4 +1,4 @@
-"""What a movement should take by an alpha-beta model: figures assumed for the machine, never measured here.
+"""Predicted time of collectives and local passes by an alpha-beta model; its figures are assumed, never measured here.
 
 Local passes: ``bytes read and written / memory``. Collectives: ``steps * latency + bytes / bandwidth``, with
 
@@ -41,9 +41,9 @@ DEFAULTS = {
 _STEPS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 
 
-def pass_seconds(moved: int, rates: Rates) -> float:
-    """Seconds of a local pass that reads and writes ``moved`` bytes in all."""
-    return moved / rates.memory
+def pass_seconds(copied: int, rates: Rates) -> float:
+    """Seconds of a local pass that reads and writes ``copied`` bytes in all."""
+    return copied / rates.memory
 
 
 def collective_seconds(kind: str, wire: int, world: int, rates: Rates) -> float:

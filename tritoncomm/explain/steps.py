@@ -1,4 +1,4 @@
-"""The steps that movements are made of: local passes as `ops` would make them, and collectives."""
+"""The steps of one direction of a mapping: local passes as `ops` would run them, and collectives."""
 
 import math
 from dataclasses import dataclass
@@ -90,11 +90,11 @@ class Call:
         dtype: element type.
         kind: of device, cpu or cuda.
         device_name: the GPU whose tables count, if any.
-        sm_count: its multiprocessors, 0 if nobody knows.
+        sm_count: its multiprocessors, 0 if unknown.
         rates: what the machine is assumed to do.
-        held: whether somebody else holds the tensor.
-        rank: the rank that is told about; it matters with sizes.
-        sizes: pieces of the (scattered) dim per rank.
+        held: the caller keeps a reference (disables in-place).
+        rank: rank to report on (matters only with split sizes).
+        sizes: size of the (scattered) dim on each rank.
         out_sizes: of an all-to-all, what comes from each rank.
         stride: of the input, None when it is contiguous.
     """
@@ -135,9 +135,9 @@ class Call:
         if problem := backend.refused(ReduceOp.SUM, self.dtype, name):
             raise UnsupportedError(f"plan: {name} cannot reduce {dtype_name(self.dtype)}: {problem}")
 
-    def local(self, name: str, what: str, moved: int, path: str = "torch", tile: str = "", origin: str = "") -> Step:
-        """A pass that reads and writes ``moved`` bytes; a view if none."""
-        return Step(name, path if moved else "view", what, moved, 0, pass_seconds(moved, self.rates), tile, origin)
+    def local(self, name: str, what: str, copied: int, path: str = "torch", tile: str = "", origin: str = "") -> Step:
+        """A pass that reads and writes ``copied`` bytes; a view if none."""
+        return Step(name, path if copied else "view", what, copied, 0, pass_seconds(copied, self.rates), tile, origin)
 
     def collective(self, name: str, what: str, wire: int, received: int = 0) -> Step:
         """A collective in which this rank sends ``wire`` bytes; the larger of that and ``received`` takes the time."""
@@ -152,7 +152,7 @@ class Call:
         return [self.local("copy", what, 2 * self.nbytes(shape))]
 
     def pack(self, shape: Ints, dim: int, sizes: Ints | None = None) -> Step:
-        """The input, cut along ``dim``, into rank order."""
+        """The input, split along ``dim``, into rank order."""
         x = self.input(shape)
         stride = x.stride()
         if sizes is None:
@@ -162,33 +162,33 @@ class Call:
         return self._layout("pack", shape, stride, dim, sizes, is_wire)
 
     def unpack(self, shape: Ints, dim: int, sizes: Ints | None = None) -> Step:
-        """The wire into a tensor of that shape, joined along ``dim``."""
+        """The wire into a tensor of that shape, concatenated along ``dim``."""
         is_wire = AddressMap.along(shape, dim, self.world, sizes).outer == 1
         return self._layout("unpack", shape, torch.empty(shape, device="meta").stride(), dim, sizes, is_wire)
 
     def _layout(self, name: str, shape: Ints, stride: Ints, dim: int, sizes: Ints | None, is_wire: bool) -> Step:
         if is_wire:
-            return self.local(name, f"{list(shape)} is the wire as it lies", 0)
+            return self.local(name, f"{list(shape)} is already in rank order (no copy)", 0)
         plan, dim = AddressMap.along(shape, dim, self.world, sizes), dim % len(shape)
         wire = f"[{plan.outer * plan.row}]" if sizes is not None else f"[{self.world}, {plan.outer}, {plan.run}]"
         what = f"{list(shape)} along dim {dim} -> wire {wire}"
         if name == "unpack":
             what = f"wire {wire} -> {list(shape)} along dim {dim}"
-        size, moved = self.dtype.itemsize, 2 * self.nbytes(shape)
+        size, copied = self.dtype.itemsize, 2 * self.nbytes(shape)
         unit = unit_bytes(shape, stride, dim, self.world, sizes, size)
         path = self.path(name, self.nbytes(shape), unit)
         if rows_layout(shape, stride, dim) is None:
             if plan.outer != 1 or rows_layout(shape, stride, -1) is None:  # no kernel reads it
-                return self._copied(name, what, moved)
+                return self._copied(name, what, copied)
             plan = AddressMap.along(shape, -1, 1)
-        if path != "triton" or not moved:
-            return self.local(name, what, moved, path)
+        if path != "triton" or not copied:
+            return self.local(name, what, copied, path)
         cols = plan.run if plan.lengths is not None else plan.world * plan.run  # with sizes the run is the longest
         tile = config_for(name, unit, plan.outer, cols * size, device_name=self.device_name, sm_count=self.sm_count)
-        told = f"{tile.block_rows} x {tile.block_cols} B, {tile.num_warps} warps, {unit} B per access"
-        return self.local(name, what, moved, path, told, origin_of(name, unit, self.device_name, self.sm_count))
+        tile_text = f"{tile.block_rows} x {tile.block_cols} B, {tile.num_warps} warps, {unit} B per access"
+        return self.local(name, what, copied, path, tile_text, origin_of(name, unit, self.device_name, self.sm_count))
 
-    def _copied(self, name: str, what: str, moved: int) -> Step:
+    def _copied(self, name: str, what: str, copied: int) -> Step:
         if ops.forced_path() == "triton":
             raise UnsupportedError(f"plan: path triton is forced, but no kernel walks {what} with these strides")
-        return self.local(name, f"{what}, one strided copy per rank", moved)
+        return self.local(name, f"{what}, one strided copy per rank", copied)

@@ -64,7 +64,7 @@ def to_hidden(x: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: boo
 
 
 def _flattened(x: Tensor, name: str) -> Tensor:
-    """``[T.., h] -> [T, h]``; a copy, which is counted, where the leading dims cannot be joined."""
+    """``[T.., h] -> [T, h]``; a copy, which is counted, where one stride cannot walk the leading dims."""
     flat = math.prod(x.shape[:-1]), x.shape[-1]
     if is_compiling() or x.is_contiguous():
         return x.reshape(flat)
@@ -72,8 +72,8 @@ def _flattened(x: Tensor, name: str) -> Tensor:
         return x.view(flat)
     except RuntimeError:
         started = record.now()
-        rows, path, moved = ops.pack(cached.resolved(x), 0, 1)
-        record.add(name, path, moved, 0, started, calls=0)
+        rows, path, copied = ops.pack(cached.resolved(x), 0, 1)
+        record.add(name, path, copied, 0, started, calls=0)
         return rows.view(flat)
 
 

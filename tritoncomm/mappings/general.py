@@ -1,4 +1,4 @@
-"""The general mappings: gather, reduce-scatter, split and all-to-all along any dims, each with its adjoint as backward.
+"""The general mappings: all-gather, reduce-scatter, split, all-to-all along any dims; backward is the adjoint.
 
 An autograd class is entered only when a gradient is wanted; backward calls the adjoint mapping, which enters its own
 class only under ``create_graph``, so every mapping can be differentiated twice.
@@ -71,7 +71,7 @@ class _ReduceScatterDim(torch.autograd.Function):
 
 @direct
 class _SplitDim(torch.autograd.Function):
-    """Forward: this rank's piece. Backward: all-gather."""
+    """Forward: this rank's shard. Backward: all-gather."""
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None) -> Tensor:
@@ -86,7 +86,7 @@ class _SplitDim(torch.autograd.Function):
 
 @direct
 class _AllToAllDims(torch.autograd.Function):
-    """Forward: cut one dim, join another. Backward: the same with the dims swapped."""
+    """Forward: split one dim, concatenate another. Backward: the same with the dims swapped."""
 
     @staticmethod
     def forward(
@@ -97,8 +97,10 @@ class _AllToAllDims(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        (scatter_dim, gather_dim), (cut, join) = ctx.dims, ctx.sizes
-        grad = all_to_all_dims(grad_output, gather_dim, scatter_dim, ctx.group, scatter_sizes=join, gather_sizes=cut)
+        (scatter_dim, gather_dim), (scatter_sizes, gather_sizes) = ctx.dims, ctx.sizes
+        grad = all_to_all_dims(
+            grad_output, gather_dim, scatter_dim, ctx.group, scatter_sizes=gather_sizes, gather_sizes=scatter_sizes
+        )
         return grad, None, None, None
 
 
@@ -122,10 +124,10 @@ def all_gather_dim(
     """
     name = "all_gather_dim"
     group = checked(input_, group, name)
-    dim, cut = checked_dim(input_, dim, name), normalize_sizes(sizes, name)
+    dim, per_rank = checked_dim(input_, dim, name), normalize_sizes(sizes, name)
     if wants_grad(input_):
-        return _AllGatherDim.apply(input_, dim, group, cut, tensor_parallel_output_grad)
-    return without_graph(eager.all_gather(input_, dim, group, cut, name))
+        return _AllGatherDim.apply(input_, dim, group, per_rank, tensor_parallel_output_grad)
+    return without_graph(eager.all_gather(input_, dim, group, per_rank, name))
 
 
 def reduce_scatter_dim(
@@ -140,27 +142,27 @@ def reduce_scatter_dim(
     """
     name = "reduce_scatter_dim"
     group = checked(input_, group, name)
-    dim, cut = checked_dim(input_, dim, name), normalize_sizes(sizes, name)
+    dim, per_rank = checked_dim(input_, dim, name), normalize_sizes(sizes, name)
     if wants_grad(input_):
-        return _ReduceScatterDim.apply(input_, dim, group, cut)
-    return without_graph(eager.reduce_scatter(input_, dim, group, cut, name))
+        return _ReduceScatterDim.apply(input_, dim, group, per_rank)
+    return without_graph(eager.reduce_scatter(input_, dim, group, per_rank, name))
 
 
 def split_dim(
     input_: Tensor, dim: int, group: ProcessGroup | None = None, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Forward: this rank's piece of ``dim`` of a replicated tensor. Backward: all-gather along ``dim``.
+    """Forward: this rank's shard of ``dim`` of a replicated tensor. Backward: all-gather along ``dim``.
 
-    The piece is contiguous, and a view of the input where it can be.
+    The shard is contiguous, and a view of the input where it can be.
 
     Shape: ``[..., n, ...] -> [..., n/world, ...]``, or ``[..., sizes[rank], ...]``.
     """
     name = "split_dim"
     group = checked(input_, group, name)
-    dim, cut = checked_dim(input_, dim, name), normalize_sizes(sizes, name)
+    dim, per_rank = checked_dim(input_, dim, name), normalize_sizes(sizes, name)
     if wants_grad(input_):
-        return _SplitDim.apply(input_, dim, group, cut)
-    return without_graph(eager.split(input_, dim, group, cut, name))
+        return _SplitDim.apply(input_, dim, group, per_rank)
+    return without_graph(eager.split(input_, dim, group, per_rank, name))
 
 
 def all_to_all_dims(
@@ -172,17 +174,17 @@ def all_to_all_dims(
     scatter_sizes: Sequence[int] | None = None,
     gather_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Forward: cut ``scatter_dim`` over the ranks and join ``gather_dim`` from them. Backward: the dims swapped.
+    """Forward: split ``scatter_dim`` over the ranks, concatenate ``gather_dim`` from them. Backward: the dims swapped.
 
     The exchange of Ulysses sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509): with ``[batch, seq/world, heads,
-    head_dim]`` and dims 2, 1 every rank ends up with the whole sequence for its share of the heads.
+    head_dim]`` and dims 2, 1 every rank ends up with the full sequence for its share of the heads.
 
     Args:
         input_: any number of dims, any strides (a slice of a fused qkv is read in place).
-        scatter_dim: the dim that is cut; divides by the number of ranks unless ``scatter_sizes`` are given.
-        gather_dim: the dim that is joined.
+        scatter_dim: the dim that is split; divides by the number of ranks unless ``scatter_sizes`` are given.
+        gather_dim: the dim that is concatenated.
         group: the ranks.
-        scatter_sizes: pieces of ``scatter_dim`` per rank (uneven heads).
+        scatter_sizes: size of ``scatter_dim`` on every rank (uneven heads).
         gather_sizes: size of ``gather_dim`` on each rank (uneven sequences).
 
     Shape: ``[..., s, ..., g, ...] -> [..., s/world, ..., g*world, ...]``.

@@ -1,4 +1,4 @@
-"""Megatron-LM's underscore helpers: one movement along the first or last dim, not differentiable."""
+"""Megatron-LM's underscore helpers: one collective along the first or last dim, not differentiable."""
 
 from collections.abc import Sequence
 from typing import Any
