@@ -54,6 +54,8 @@ def bench(
             pictures.check()
         if rounds is not None and rounds < 1:
             raise ValueError("--rounds must be 1 or more")
+        if part:
+            suite.check(part)
         folder = out or Path("bench-results" if plot else scratch)
         outcomes = []
         for name in [part] if part else _runnable():

@@ -13,7 +13,7 @@ import torch
 
 from tritoncomm import launchers
 
-__all__ = ["Outcome", "SuiteError", "folder", "parts", "rows", "run"]
+__all__ = ["Outcome", "SuiteError", "check", "folder", "parts", "rows", "run"]
 
 GPU = "gpu"
 _FILES = {"mappings": "host_cost"}  # parts whose results have another name
@@ -54,6 +54,18 @@ def parts() -> list[str]:
     return sorted(path.stem.removeprefix("bench_") for path in folder().glob("bench_*.py")) + [GPU]
 
 
+def check(part: str) -> None:
+    """Refuse a part that cannot run here.
+
+    Raises:
+        SuiteError: no such part, or no GPU for ``gpu``.
+    """
+    if part not in parts():
+        raise SuiteError(f"no part {part!r}; there are {', '.join(parts())}")
+    if part == GPU and not torch.cuda.is_available():
+        raise SuiteError("part gpu needs a CUDA device, and torch sees none here")
+
+
 def run(
     part: str, out: Path, rounds: int | None = None, only: str = "", follow: Callable[[str], None] = lambda line: None
 ) -> Outcome:
@@ -70,10 +82,7 @@ def run(
         SuiteError: no such part, or no GPU for ``gpu``.
     """
     bench = folder()
-    if part not in parts():
-        raise SuiteError(f"no part {part!r}; there are {', '.join(parts())}")
-    if part == GPU and not torch.cuda.is_available():
-        raise SuiteError("part gpu needs a CUDA device, and torch sees none here")
+    check(part)
     paths = [str(bench.parent), str(bench.parent / "kernels"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     launchers.forget(environment)
