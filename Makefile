@@ -34,7 +34,7 @@ test-oldest test-newest: test-%:
 	.venv-$*/bin/python -m pip install --quiet --no-deps megatron-core==0.16.1
 	.venv-$*/bin/python -m pytest -m "not slow" -q
 
-# Random programs of tensor operators on pieces, against plain torch.
+# Random programs of tensor operators on shards, against plain torch.
 programs: $(READY)
 	PYTHONPATH=.:kernels:tests/helpers $(if $(PYTHON),$(PYTHON),$(PY)) tests/helpers/programs.py 20000
 

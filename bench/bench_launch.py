@@ -3,7 +3,7 @@
 Ours is the launch of a prepared call, and ``ops.pack`` with everything around it: the plan, the choice of the path, the
 wire that is allocated. The peer is the ordinary ``fn[grid](...)`` of the same kernel with the same arguments, after the
 same allocation where there is one. The driver's own time is not in these figures, nor is a real allocator's;
-`gpu_bench.py` measures the whole on a GPU. ``python bench/bench_launch.py`` prints the table; ``--json PATH`` writes it
+`gpu_bench.py` measures all of it on a GPU. ``python bench/bench_launch.py`` prints the table; ``--json PATH`` writes it
 with versions. Needs a C compiler, and a machine without a CUDA device.
 """
 

@@ -28,7 +28,7 @@ the same work, from the same process and the same rounds, in which every provide
 
 - Times are microseconds at p20, the sample that a fifth of the rounds does not exceed: whatever else the machine does
   only ever adds. A ratio is ours at p20 over the peer's at p20.
-- `±` is half the spread of a ratio. The rounds are cut into ten groups of neighbours, each group gives a ratio, and the
+- `±` is half the spread of a ratio. The rounds form ten groups of neighbours, each group gives a ratio, and the
   spread is the distance between their 20 % and 80 % quantiles. Where the figures come from several runs, each row is of
   the run with the median ratio, and the spread is the median one, or the range of the ratios if that is larger.
 - `make bench` fails when a row is above its limit, and when its ratio is larger than here by more than 10 % and the
