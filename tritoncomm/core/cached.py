@@ -14,6 +14,7 @@ __all__ = [
     "EvenPlan",
     "all_gather",
     "all_to_all",
+    "all_to_all_single",
     "contiguous",
     "reduce_scatter",
     "resolved",
@@ -21,13 +22,12 @@ __all__ = [
     "uneven_all_gather",
     "uneven_all_to_all",
     "uneven_reduce_scatter",
-    "uneven_rows",
 ]
 
 _cached = lru_cache(maxsize=8192)
 split = _cached(plan.split)
 uneven_all_gather, uneven_reduce_scatter = _cached(plan.all_gather), _cached(plan.reduce_scatter)
-uneven_all_to_all, uneven_rows = _cached(plan.all_to_all), _cached(plan.all_to_all_single)
+uneven_all_to_all = _cached(plan.all_to_all)
 
 
 class EvenPlan(NamedTuple):
@@ -50,10 +50,14 @@ class EvenPlan(NamedTuple):
     needs_cast: bool = False
 
 
+def _may_be_lazy(shape: Ints, dtype: torch.dtype) -> bool:
+    """A contiguous real tensor of more than one element never carries the negative bit of an imaginary part."""
+    return dtype.is_complex or math.prod(shape) <= 1
+
+
 def _even(shape: Ints, dtype: torch.dtype, planned: CollectivePlan, stacked: Ints | None, cast: bool) -> EvenPlan:
-    # a contiguous real tensor of more than one element never carries the negative bit of an imaginary part
-    may_be_lazy = dtype.is_complex or math.prod(shape) <= 1
-    return EvenPlan(planned.shape, planned.bytes_sent, planned.in_order, may_be_lazy, stacked, cast)
+    lazy = _may_be_lazy(shape, dtype)
+    return EvenPlan(planned.shape, planned.bytes_sent, planned.in_order, lazy, stacked, cast)
 
 
 @_cached
@@ -76,6 +80,15 @@ def all_to_all(shape: Ints, dtype: torch.dtype, scatter_dim: int, gather_dim: in
     """``plan.all_to_all`` of equal shards."""
     planned = plan.all_to_all(shape, dtype.itemsize, scatter_dim, gather_dim, world, 0)
     return _even(shape, dtype, planned, None, False)
+
+
+@_cached
+def all_to_all_single(
+    shape: Ints, dtype: torch.dtype, world: int, rank: int, out_sizes: Ints | None, in_sizes: Ints | None
+) -> tuple[CollectivePlan, bool, bool]:
+    """``plan.all_to_all_single``, whether the result has the input's shape, and whether that may be lazy."""
+    planned = plan.all_to_all_single(shape, dtype.itemsize, world, rank, out_sizes, in_sizes)
+    return planned, planned.shape == tuple(shape), _may_be_lazy(shape, dtype)
 
 
 def contiguous(x: Tensor, may_be_lazy: bool = True) -> tuple[Tensor, int]:

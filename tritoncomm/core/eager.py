@@ -218,11 +218,13 @@ def all_to_all_single(
         return (x, None) if asynchronous else x
     check_input(x, name)
     try:
-        plan = cached.uneven_rows(x.shape, x.dtype.itemsize, world, group.rank(), out_sizes, in_sizes)
+        plan, same_shape, may_be_lazy = cached.all_to_all_single(
+            x.shape, x.dtype, world, group.rank(), out_sizes, in_sizes
+        )
     except ShapeError as error:
         raise located(error, x.shape, name, group) from None
-    x, copied = cached.contiguous(x)
-    out = torch.empty_like(x) if plan.shape[0] == x.shape[0] else x.new_empty(plan.shape)
+    x, copied = cached.contiguous(x, may_be_lazy)
+    out = torch.empty_like(x) if same_shape else x.new_empty(plan.shape)
     work = backend.all_to_all(out, x, plan.recv_sizes, plan.send_sizes, group, asynchronous)
     record.add(name, "torch" if copied else "view", copied, plan.bytes_sent, started)
     return (out, Handle(work, out, None, x)) if asynchronous else out
