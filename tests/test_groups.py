@@ -17,7 +17,7 @@ from pool import Pool
 from torch.distributed import ProcessGroup
 
 from tritoncomm import ArgumentError, GroupError, ParallelMode, groups, mappings, runtime
-from tritoncomm.sizes import read_sizes
+from tritoncomm.runtime import read_sizes
 
 M = ParallelMode
 

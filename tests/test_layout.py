@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     ["tritoncomm_kernels"],
     ["errors"],
-    ["record", "variables", "launchers", "sizes", "parsing"],
+    ["record", "variables", "launchers", "parsing"],
     ["core"],
-    ["meshes", "groups"],
+    ["groups"],
     ["collective", "mappings", "agreement", "runtime"],
     ["p2p", "tensor"],
     ["explain", "tune", "selftest", "doctor"],

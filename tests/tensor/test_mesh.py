@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tritoncomm import record
 from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
-from tritoncomm.meshes import check_ascending
+from tritoncomm.groups import check_ascending
 from tritoncomm.tensor import ColoTensor
 from tritoncomm.tensor import ProcessGroup as Groups
 from tritoncomm.tensor.alpha_beta import measure_mesh

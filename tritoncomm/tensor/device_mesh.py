@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from tritoncomm.errors import GroupError, ShapeError
-from tritoncomm.meshes import check_ascending, check_mesh
+from tritoncomm.groups import check_ascending, check_mesh
 from tritoncomm.tensor.group_registry import Line, Members, groups_along
 
 __all__ = ["DeviceMesh", "FlattenDeviceMesh"]

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from tritoncomm.errors import GroupError
-from tritoncomm.meshes import check_ascending, check_mesh
+from tritoncomm.groups import check_ascending, check_mesh
 from tritoncomm.tensor.group_registry import adopt, existing, find, lookup, make_groups
 
 __all__ = ["ProcessGroup"]
