@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm.core import eager, inplace
 from tritoncomm.core.function import wants_grad, without_graph
 from tritoncomm.core.plan import normalize_sizes
-from tritoncomm.core.validation import check_kind
+from tritoncomm.core.validation import check_kind, members, world_of
 from tritoncomm.errors import GroupError, ShapeError
 from tritoncomm.mappings.exchanges import (
     _AllToAll,
@@ -260,13 +260,13 @@ def _checked_hidden(input_: Tensor, group: ProcessGroup | None, name: str) -> Pr
     group = checked(input_, group, name)
     if input_.dim() == 0:
         raise ShapeError(f"{name}: a 0-dim tensor has no hidden dim")
-    if eager.is_single_rank(group, name):
-        return group
-    size = input_.shape[-1] if name.endswith("sp2hp") else math.prod(input_.shape[:-1])
-    if size % group.size():
-        what = f"hidden size {size}" if name.endswith("sp2hp") else f"{size} rows"
+    world = len(members[group]) if group in members else world_of(group, name)
+    is_hidden = name == "all_to_all_sp2hp"
+    size = input_.shape[-1] if is_hidden else math.prod(input_.shape[:-1])
+    if size % world:
+        what, dim = (f"hidden size {size}", -1) if is_hidden else (f"{size} rows", 0)
         raise ShapeError(
-            f"{name}: {what} of shape {tuple(input_.shape)} (dim {-1 if name.endswith('sp2hp') else 0}) "
-            f"does not divide over {group.size()} ranks (rank {group.rank()})"
+            f"{name}: {what} of shape {tuple(input_.shape)} (dim {dim}) "
+            f"does not divide over {world} ranks (rank {group.rank()})"
         )
     return group

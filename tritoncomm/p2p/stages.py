@@ -67,34 +67,34 @@ def _neighbours(prev_rank: int | None, next_rank: int | None) -> Neighbours:
 
 def _exchange(
     name: str,
-    *,
-    forward: Tensors | None = None,
-    backward: Tensors | None = None,
-    forward_shape: Any = None,
-    backward_shape: Any = None,
-    recv_prev: bool = False,
-    recv_next: bool = False,
-    prev_rank: int | None = None,
-    next_rank: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    split: bool = False,
-    device: torch.device | str | None = None,
+    sends: tuple[Tensors | None, Tensors | None],
+    shapes: tuple[Any, Any],
+    receives: tuple[bool, bool],
+    prev_rank: int | None,
+    next_rank: int | None,
+    dtype: torch.dtype,
+    split: bool,
+    device: torch.device | str | None,
 ) -> tuple[Any, Any]:
-    """Shared by the functions below: (from the previous stage, from the next stage)."""
+    """Shared by the functions below: (from the previous stage, from the next stage).
+
+    ``sends``, ``shapes`` and ``receives`` are pairs: of the activation, which goes to the next stage, and of the
+    gradient, which goes to the previous one.
+    """
     neighbours = _neighbours(prev_rank, next_rank)
-    before, after = forward_shape if recv_prev else None, backward_shape if recv_next else None
-    if (recv_prev and before is None) or (recv_next and after is None):
+    before, after = shapes[0] if receives[0] else None, shapes[1] if receives[1] else None
+    if (receives[0] and before is None) or (receives[1] and after is None):
         raise ArgumentError(f"{name}: the shape of what is received must be given")
     if not split:
-        return exchange(neighbours, name, forward, backward, before, after, dtype, device)[:2]
-    sent = next((x[0] for x in (_listed(forward), _listed(backward)) if x), None)
+        return exchange(neighbours, name, *sends, before, after, dtype, device)[:2]
+    sent = next((x[0] for x in map(_listed, sends) if x), None)
     if device is None:
         device = sent.device if isinstance(sent, Tensor) else neighbours.default_device()
     first = None if before is None else _Sharded(before, dtype, device, name)
     second = None if after is None else _Sharded(after, dtype, device, name)
     from_prev, from_next = first and first.buffers, second and second.buffers
-    sends = _shard(forward, name), _shard(backward, name)
-    x, grad, _ = exchange(neighbours, name, sends[0], sends[1], from_prev, from_next, dtype, device)
+    shards = _shard(sends[0], name), _shard(sends[1], name)
+    x, grad, _ = exchange(neighbours, name, *shards, from_prev, from_next, dtype, device)
     return first and first.gather(x), second and second.gather(grad)
 
 
@@ -175,15 +175,8 @@ def recv_forward(
     """Receive the input from the previous stage; None on the first stage."""
     if _first():
         return None
-    return _exchange(
-        "recv_forward",
-        forward_shape=input_tensor_shape,
-        recv_prev=True,
-        prev_rank=prev_rank,
-        dtype=dtype,
-        split=scatter_gather_tensors,
-        device=device,
-    )[0]
+    options = prev_rank, None, dtype, scatter_gather_tensors, device
+    return _exchange("recv_forward", (None, None), (input_tensor_shape, None), (True, False), *options)[0]
 
 
 def recv_backward(
@@ -196,27 +189,22 @@ def recv_backward(
     """Receive the gradient of the output from the next stage; None on the last stage."""
     if _last():
         return None
-    return _exchange(
-        "recv_backward",
-        backward_shape=output_grad_shape,
-        recv_next=True,
-        next_rank=next_rank,
-        dtype=dtype,
-        split=scatter_gather_tensors,
-        device=device,
-    )[1]
+    options = None, next_rank, dtype, scatter_gather_tensors, device
+    return _exchange("recv_backward", (None, None), (None, output_grad_shape), (False, True), *options)[1]
 
 
 def send_forward(output_tensor: Any, next_rank: int | None = None, scatter_gather_tensors: bool = False) -> None:
     """Send the output to the next stage; nothing on the last stage."""
     if not _last():
-        _exchange("send_forward", forward=output_tensor, next_rank=next_rank, split=scatter_gather_tensors)
+        options = None, next_rank, torch.float32, scatter_gather_tensors, None
+        _exchange("send_forward", (output_tensor, None), (None, None), (False, False), *options)
 
 
 def send_backward(input_tensor_grad: Any, prev_rank: int | None = None, scatter_gather_tensors: bool = False) -> None:
     """Send the gradient of the input to the previous stage; nothing on the first stage."""
     if not _first():
-        _exchange("send_backward", backward=input_tensor_grad, prev_rank=prev_rank, split=scatter_gather_tensors)
+        options = prev_rank, None, torch.float32, scatter_gather_tensors, None
+        _exchange("send_backward", (None, input_tensor_grad), (None, None), (False, False), *options)
 
 
 def send_forward_recv_backward(
@@ -231,15 +219,9 @@ def send_forward_recv_backward(
     """Send the output to the next stage and receive its gradient; None, and nothing sent, on the last stage."""
     if _last():
         return None
+    options = None, next_rank, dtype, scatter_gather_tensors, device
     return _exchange(
-        "send_forward_recv_backward",
-        forward=output_tensor,
-        backward_shape=output_grad_shape,
-        recv_next=recv_next,
-        next_rank=next_rank,
-        dtype=dtype,
-        split=scatter_gather_tensors,
-        device=device,
+        "send_forward_recv_backward", (output_tensor, None), (None, output_grad_shape), (False, recv_next), *options
     )[1]
 
 
@@ -255,15 +237,13 @@ def send_backward_recv_forward(
     """Send a gradient to the previous stage and receive the next input; None, and nothing sent, on the first stage."""
     if _first():
         return None
+    options = prev_rank, None, dtype, scatter_gather_tensors, device
     return _exchange(
         "send_backward_recv_forward",
-        backward=input_tensor_grad,
-        forward_shape=input_tensor_shape,
-        recv_prev=recv_prev,
-        prev_rank=prev_rank,
-        dtype=dtype,
-        split=scatter_gather_tensors,
-        device=device,
+        (None, input_tensor_grad),
+        (input_tensor_shape, None),
+        (recv_prev, False),
+        *options,
     )[0]
 
 
@@ -278,16 +258,9 @@ def send_forward_recv_forward(
     device: torch.device | str | None = None,
 ) -> Any:
     """Send an output to the next stage and receive an input from the previous one, round the ring at its ends."""
+    options = prev_rank, next_rank, dtype, scatter_gather_tensors, device
     return _exchange(
-        "send_forward_recv_forward",
-        forward=output_tensor,
-        forward_shape=input_tensor_shape,
-        recv_prev=recv_prev,
-        prev_rank=prev_rank,
-        next_rank=next_rank,
-        dtype=dtype,
-        split=scatter_gather_tensors,
-        device=device,
+        "send_forward_recv_forward", (output_tensor, None), (input_tensor_shape, None), (recv_prev, False), *options
     )[0]
 
 
@@ -302,16 +275,13 @@ def send_backward_recv_backward(
     device: torch.device | str | None = None,
 ) -> Any:
     """Send a gradient to the previous stage and receive one from the next stage, round the ring at its ends."""
+    options = prev_rank, next_rank, dtype, scatter_gather_tensors, device
     return _exchange(
         "send_backward_recv_backward",
-        backward=input_tensor_grad,
-        backward_shape=output_grad_shape,
-        recv_next=recv_next,
-        prev_rank=prev_rank,
-        next_rank=next_rank,
-        dtype=dtype,
-        split=scatter_gather_tensors,
-        device=device,
+        (None, input_tensor_grad),
+        (None, output_grad_shape),
+        (False, recv_next),
+        *options,
     )[1]
 
 
@@ -329,17 +299,11 @@ def send_forward_backward_recv_forward_backward(
     device: torch.device | str | None = None,
 ) -> tuple[Any, Any]:
     """Send an output and a gradient, receive an input and a gradient, round the ring; (input, gradient)."""
+    options = prev_rank, next_rank, dtype, scatter_gather_tensors, device
     return _exchange(
         "send_forward_backward_recv_forward_backward",
-        forward=output_tensor,
-        backward=input_tensor_grad,
-        forward_shape=input_tensor_shape,
-        backward_shape=output_grad_shape,
-        recv_prev=recv_prev,
-        recv_next=recv_next,
-        prev_rank=prev_rank,
-        next_rank=next_rank,
-        dtype=dtype,
-        split=scatter_gather_tensors,
-        device=device,
+        (output_tensor, input_tensor_grad),
+        (input_tensor_shape, output_grad_shape),
+        (recv_prev, recv_next),
+        *options,
     )
