@@ -2,6 +2,8 @@
 BOOTSTRAP ?= python3
 PIP_ARGS ?=
 VENV := .venv
+# A test of ranks leaves cores idle while they wait for each other: two files at a time. WORKERS= runs them one by one.
+WORKERS ?= -n 2 --dist loadfile
 # Triton 3.6's interpreter of kernels breaks with a newer numpy.
 oldest := torch==2.11.0 triton==3.6.0 'numpy<2.4'
 newest := torch
@@ -21,7 +23,7 @@ demo: $(READY)
 	$(PY) -m tritoncomm demo
 
 test: $(READY) $(PEERS)
-	$(PY) -m pytest -m "not slow" -q
+	$(PY) -m pytest -m "not slow" -q $(WORKERS)
 
 test-all: $(READY) $(PEERS)
 	$(PY) -m pytest -q
@@ -32,7 +34,7 @@ test-oldest test-newest: test-%:
 	$(BOOTSTRAP) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet $(PIP_ARGS) -e '.[cli,plot,test,bench]' $($*)
 	.venv-$*/bin/python -m pip install --quiet --no-deps megatron-core==0.16.1
-	.venv-$*/bin/python -m pytest -m "not slow" -q
+	.venv-$*/bin/python -m pytest -m "not slow" -q $(WORKERS)
 
 # Random programs of tensor operators on shards, against plain torch.
 programs: $(READY)

@@ -309,6 +309,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 
 
 def test_doctor_names_what_is_wrong_and_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
     rank(tmp_path, monkeypatch, '[ "$3" = 0 ] && sleep 30; echo; echo "RuntimeError: no such interface"; exit 1')
     result = run("doctor", "--json")
     assert result.exit_code == 1
