@@ -166,9 +166,11 @@ def run_types(group: ProcessGroup) -> None:
                 call(bad, group)
             assert isinstance(caught.value, TypeError)
             assert type(bad).__name__ in str(caught.value), name
-        for bad in ("tensor", 1, object()):
+        for bad in ([0], 1, object()):
             with pytest.raises(ArgumentError) as caught:
                 call(x, bad)
+        with pytest.raises(GroupError, match="no process group of the name 'tensor'"):
+            call(x, "tensor")
         with pytest.raises(CommError) as caught:
             call(x, None)
         assert isinstance(caught.value, ArgumentError if name.startswith("collective") else GroupError), name

@@ -358,3 +358,64 @@ def run_megatron_group(group: ProcessGroup) -> None:
 
 def test_no_group_finds_megatrons(pool: Pool) -> None:
     pool.run(run_megatron_group)
+
+
+def run_kinds_of_groups(group: ProcessGroup) -> None:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    from tritoncomm import collective
+    from tritoncomm.p2p import P2PCommunicator
+
+    me = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    unnamed = DeviceMesh("cpu", torch.arange(8).view(2, 4))
+    tensor, data = mesh.get_group("tp"), mesh.get_group("dp")
+    x = torch.arange(8.0).view(4, 2).add(8 * me).requires_grad_()
+    expected = mappings.all_to_all_dims(x, 0, 1, tensor)
+    (grad,) = torch.autograd.grad(expected.square().sum(), x)
+    for each in (mesh["tp"], (mesh, "tp"), (mesh, 1), (mesh, -1), tensor.group_name, (unnamed, 1)):
+        out = mappings.all_to_all_dims(x, 0, 1, each)
+        assert torch.equal(out, expected), each
+        assert torch.equal(torch.autograd.grad(out.square().sum(), x)[0], grad), each
+        assert mappings.all_to_all(each, x.detach()).shape == x.shape
+        assert collective.all_gather(x.detach(), 0, each).shape == (16, 2)
+    assert mappings.all_gather_dim(x, 0, (mesh, "dp"))[:4].tolist() == (x if me < 4 else x - 32).tolist()
+    everyone = init_device_mesh("cpu", (8,))
+    assert mappings.all_gather_dim(x, 0, everyone)[:, 0].tolist() == [float(i) for i in range(0, 64, 2)]
+    communicator = P2PCommunicator(mesh["dp"], object())
+    assert (communicator.pp_group, communicator.total_stages) == (data, 2)
+    with pytest.raises(GroupError, match=r"all_gather_dim: a mesh of 2 dims is not one group; pass mesh\['dp'\] or"):
+        mappings.all_gather_dim(x, 0, mesh)
+    with pytest.raises(GroupError, match=r"pass \(mesh, dim\)"):
+        P2PCommunicator(unnamed, object())
+    with pytest.raises(GroupError, match="the mesh has no dim 'pp'"):
+        mappings.all_gather_dim(x, 0, (mesh, "pp"))
+    with pytest.raises(GroupError, match="no dim 2"):
+        mappings.all_gather_dim(x, 0, (mesh, 2))
+    with pytest.raises(GroupError, match="no process group of the name 'dp'"):
+        collective.all_gather(x, 0, "dp")
+    with pytest.raises(GroupError, match="not a member"):
+        mappings.all_gather_dim(x, 0, dist.GroupMember.NON_GROUP_MEMBER)  # type: ignore[arg-type]
+    for wrong in ([0, 1], (0, 1), 3, object()):
+        with pytest.raises(ArgumentError, match="a DeviceMesh of one dim, "):
+            mappings.all_gather_dim(x, 0, wrong)  # type: ignore[arg-type]
+    turned = DeviceMesh("cpu", torch.arange(8).view(2, 4).flip(1))
+    for _ in range(2):
+        with pytest.raises(GroupError, match="do not ascend along axis 1"):
+            mappings.all_gather_dim(x, 0, (turned, 1))
+    assert mappings.all_gather_dim(x, 0, (turned, 0)).shape == (8, 2)
+    half = DeviceMesh("cpu", torch.arange(4))  # made by all ranks, of the first four
+    if me < 4:
+        assert mappings.all_gather_dim(x, 0, half).shape == (16, 2)
+    else:
+        with pytest.raises(GroupError, match="this rank is not in the mesh"):
+            mappings.all_gather_dim(x, 0, half)
+    for each in (mesh["tp"], (mesh, "tp"), tensor.group_name):
+        compiled = torch.compile(
+            lambda x, each=each: mappings.all_gather_dim(x, 0, each), backend="aot_eager", fullgraph=True
+        )
+        assert torch.equal(compiled(x), mappings.all_gather_dim(x, 0, tensor))
+
+
+def test_what_stands_for_a_group(pool: Pool) -> None:
+    pool.run(run_kinds_of_groups, world=8)

@@ -55,7 +55,7 @@ def all_gather(
     Args:
         tensor: the same shape on every rank, except along ``dim`` when ``sizes`` says so; any strides.
         dim: any dim, negative counts from the end.
-        parallel_mode: a ParallelMode (CPU tensors go over its CPU group) or a torch process group.
+        parallel_mode: a ParallelMode (CPU tensors go over its CPU group) or a group (see ``groups.as_group``).
         async_op: return ``(out, handle)``; ``out`` is undefined until ``handle.wait()``.
         sizes: size of ``dim`` on each rank, for uneven tensors.
 
@@ -85,7 +85,7 @@ def reduce_scatter(
     Args:
         tensor: the same shape on every rank, any strides.
         dim: any dim; its size divides by the number of ranks unless ``sizes`` are given.
-        parallel_mode: a ParallelMode or a torch process group.
+        parallel_mode: a ParallelMode or a group (see ``groups.as_group``).
         op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR, where the backend has it for the dtype.
         async_op: return ``(out, handle)``; ``out`` is undefined until ``handle.wait()``.
         sizes: size of ``dim`` on each rank.
@@ -166,7 +166,7 @@ def all_to_all(
 
     Args:
         tensor: any strides; dim 0 is split.
-        parallel_mode: a ParallelMode or a torch process group.
+        parallel_mode: a ParallelMode or a group (see ``groups.as_group``).
         output_split_sizes: rows that arrive from each rank; even by default.
         input_split_sizes: rows that go to each rank; even by default. Lists, tuples or numpy arrays, zeros allowed.
         async_op: return ``(out, handle)``.
@@ -192,7 +192,7 @@ def split_reduce_scatter(
     Args:
         tensors: one tensor or several, any shapes and strides, the same on every rank.
         dims: the dim each is split along, or one for all; an uneven dim is split as ``torch.chunk`` does.
-        parallel_mode: a ParallelMode or a torch process group.
+        parallel_mode: a ParallelMode or a group (see ``groups.as_group``).
         dtype: element type on the wire and of the result; the tensors' own by default.
         scale: factor applied before the sum (``1/world`` for a mean).
 

@@ -4,11 +4,14 @@ import enum
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,7 +19,9 @@ from tritoncomm.errors import ArgumentError, GroupError
 
 __all__ = [
     "Group",
+    "GroupLike",
     "ParallelMode",
+    "as_group",
     "as_mode",
     "check_ascending",
     "check_mesh",
@@ -86,6 +91,8 @@ groups: dict[ParallelMode, Group] = {}
 derived: dict[Any, Any] = {}
 """What other modules worked out from ``groups``, under keys of their own; emptied whenever the groups are replaced."""
 _virtual: dict[str, int | None] = {"size": None, "rank": None}
+GroupLike = ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str] | str
+"""What stands for a process group in the public functions; see ``as_group``."""
 
 
 def rank_lists(
@@ -231,18 +238,17 @@ def is_pipeline_last_stage(ignore_virtual: bool = False) -> bool:
     return is_last_rank(ParallelMode.PIPELINE)
 
 
-def resolve(group: ProcessGroup | None, name: str) -> ProcessGroup:
+def resolve(group: GroupLike | None, name: str) -> ProcessGroup:
     """The group of a mapping: the one given, else our tensor group, else Megatron's.
 
     Raises:
+        ArgumentError: no kind of group.
         GroupError: there is none, or this rank is not in it.
     """
     if isinstance(group, ProcessGroup):
         return group
     if group is not None:
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise GroupError(f"{name}: this rank is not a member of the group")
-        raise ArgumentError(f"{name}: group must be a torch process group, not {type(group).__name__}")
+        return as_group(group, name)
     if ParallelMode.TENSOR in groups:
         return groups[ParallelMode.TENSOR].group
     megatron = sys.modules.get("megatron.core.parallel_state")
@@ -251,14 +257,81 @@ def resolve(group: ProcessGroup | None, name: str) -> ProcessGroup:
     raise GroupError(f"{name}: group is None and no tensor group exists; call tritoncomm.initialize() or pass one")
 
 
+def as_group(group: Any, name: str) -> ProcessGroup:
+    """The process group that any kind of group stands for.
+
+    A mesh is looked up on every call, which takes some microseconds: hot loops pass ``mesh.get_group()``.
+
+    Args:
+        group: a process group, a ``DeviceMesh`` of one dim, ``(mesh, dim)`` with the dim's name or index, or the name
+            of a group.
+        name: the function that was called.
+
+    Raises:
+        ArgumentError: anything else.
+        GroupError: a mesh of several dims without a dim, a dim that it does not have, ranks that do not ascend, an
+            unknown name, or a group that this rank is not in.
+    """
+    if isinstance(group, ProcessGroup):
+        return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise GroupError(f"{name}: this rank is not a member of the group")
+    if isinstance(group, str):
+        try:
+            return _group_of_name(group)
+        except (RuntimeError, ValueError):
+            raise GroupError(f"{name}: there is no process group of the name {group!r} with this rank") from None
+    mesh, dim = group if isinstance(group, tuple) and len(group) == 2 else (group, None)
+    if not isinstance(mesh, DeviceMesh):
+        kinds = "a process group, a DeviceMesh of one dim, (mesh, dim) or the name of a group"
+        raise ArgumentError(f"{name}: group must be {kinds}, not {type(group).__name__}")
+    return _group_of_mesh(mesh, dim, name)
+
+
+def _group_of_name(name: Any) -> ProcessGroup:
+    return _resolve_process_group(name)
+
+
+# What torch.compiler.assume_constant_result does, which imports torch._dynamo: 1.5 s more for every import of this.
+_group_of_name._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _group_of_mesh(mesh: DeviceMesh, dim: Any, name: str) -> ProcessGroup:
+    names = mesh.mesh_dim_names or ()
+    if dim is None and mesh.ndim == 1:
+        axis = 0
+    elif dim is None:
+        dims = " or ".join(f"mesh[{each!r}]" for each in names) or "(mesh, dim)"
+        raise GroupError(f"{name}: a mesh of {mesh.ndim} dims is not one group; pass {dims}")
+    elif isinstance(dim, int) and -mesh.ndim <= dim < mesh.ndim:
+        axis = dim % mesh.ndim
+    elif dim in names:
+        axis = names.index(dim)
+    else:
+        raise GroupError(f"{name}: the mesh has no dim {dim!r}; it has {names or mesh.ndim}")
+    if mesh.get_coordinate() is None:
+        raise GroupError(f"{name}: this rank is not in the mesh")
+    if not is_dynamo_compiling():
+        _check_axis(mesh, axis, name)
+    return mesh.get_group(axis)
+
+
+@lru_cache(maxsize=64)
+def _check_axis(mesh: DeviceMesh, axis: int, name: str) -> None:
+    if mesh.ndim == 1:
+        check_mesh(mesh, name)
+    else:
+        check_ascending(mesh.mesh, name, mesh, [axis])
+
+
 def group_for(parallel_mode: Any, x: Tensor, name: str) -> ProcessGroup:
-    """The group that moves ``x``: a process group as it is, a mode's device group, or its CPU group for CPU tensors."""
+    """The group that moves ``x``: a mode's device group, or its CPU group for CPU tensors; else ``as_group``."""
     if isinstance(parallel_mode, ProcessGroup):
         return parallel_mode
     if parallel_mode is None:
-        raise ArgumentError(f"{name}: parallel_mode must be a ParallelMode or a process group, not None")
-    if parallel_mode is dist.GroupMember.NON_GROUP_MEMBER:
-        raise GroupError(f"{name}: this rank is not a member of the group")
+        raise ArgumentError(f"{name}: parallel_mode must be a ParallelMode or a group, not None")
+    if isinstance(parallel_mode, DeviceMesh | tuple | str) or parallel_mode is dist.GroupMember.NON_GROUP_MEMBER:
+        return as_group(parallel_mode, name)
     entry = _entry(parallel_mode)
     return entry.group if x.is_cuda else entry.cpu_group
 

@@ -17,12 +17,12 @@ from tritoncomm.core.function import direct, wants_grad, without_graph
 from tritoncomm.core.plan import Ints, normalize_sizes
 from tritoncomm.core.validation import refuse_forward_ad
 from tritoncomm.errors import ArgumentError, ShapeError
-from tritoncomm.groups import resolve
+from tritoncomm.groups import GroupLike, resolve
 
 __all__ = ["all_gather_dim", "all_to_all_dims", "reduce_scatter_dim", "split_dim"]
 
 
-def checked(input_: Any, group: ProcessGroup | None, name: str) -> ProcessGroup:
+def checked(input_: Any, group: GroupLike | None, name: str) -> ProcessGroup:
     """The group to use; refuses anything but a tensor, and forward-mode AD (which `autograd.Function` hides)."""
     if forward_ad._current_level >= 0 and isinstance(input_, Tensor):
         refuse_forward_ad(input_, name)
@@ -107,7 +107,7 @@ class _AllToAllDims(torch.autograd.Function):
 def all_gather_dim(
     input_: Tensor,
     dim: int,
-    group: ProcessGroup | None = None,
+    group: GroupLike | None = None,
     *,
     tensor_parallel_output_grad: bool = True,
     sizes: Sequence[int] | None = None,
@@ -131,7 +131,7 @@ def all_gather_dim(
 
 
 def reduce_scatter_dim(
-    input_: Tensor, dim: int, group: ProcessGroup | None = None, *, sizes: Sequence[int] | None = None
+    input_: Tensor, dim: int, group: GroupLike | None = None, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
     """Forward: reduce-scatter along ``dim``. Backward: all-gather along ``dim``.
 
@@ -149,7 +149,7 @@ def reduce_scatter_dim(
 
 
 def split_dim(
-    input_: Tensor, dim: int, group: ProcessGroup | None = None, *, sizes: Sequence[int] | None = None
+    input_: Tensor, dim: int, group: GroupLike | None = None, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
     """Forward: this rank's shard of ``dim`` of a replicated tensor. Backward: all-gather along ``dim``.
 
@@ -169,7 +169,7 @@ def all_to_all_dims(
     input_: Tensor,
     scatter_dim: int,
     gather_dim: int,
-    group: ProcessGroup | None = None,
+    group: GroupLike | None = None,
     *,
     scatter_sizes: Sequence[int] | None = None,
     gather_sizes: Sequence[int] | None = None,

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from tritoncomm.core import eager
 from tritoncomm.core.function import without_graph
 from tritoncomm.core.plan import normalize_sizes
+from tritoncomm.groups import GroupLike
 from tritoncomm.mappings.general import checked
 
 __all__ = [
@@ -22,35 +22,35 @@ __all__ = [
 ]
 
 
-def _reduce(input_: Tensor, group: ProcessGroup) -> Tensor:
+def _reduce(input_: Tensor, group: GroupLike) -> Tensor:
     """All-reduce; a contiguous input is overwritten and returned."""
     name = "_reduce"
     return eager.all_reduce(input_, checked(input_, group, name), name, in_place=True)
 
 
-def _split_along_last_dim(input_: Tensor, group: ProcessGroup) -> Tensor:
+def _split_along_last_dim(input_: Tensor, group: GroupLike) -> Tensor:
     """This rank's chunk of the last dim, contiguous: ``[..., H] -> [..., H/W]``."""
     return _run_split(input_, -1, group, "_split_along_last_dim")
 
 
-def _split_along_first_dim(input_: Tensor, group: ProcessGroup) -> Tensor:
+def _split_along_first_dim(input_: Tensor, group: GroupLike) -> Tensor:
     """This rank's chunk of dim 0, a view of a contiguous input: ``[S, ...] -> [S/W, ...]``."""
     return _run_split(input_, 0, group, "_split_along_first_dim")
 
 
-def _gather_along_last_dim(input_: Tensor, group: ProcessGroup) -> Tensor:
+def _gather_along_last_dim(input_: Tensor, group: GroupLike) -> Tensor:
     """All-gather along the last dim: ``[..., h] -> [..., h*W]``."""
     return _run_all_gather(input_, -1, group, None, "_gather_along_last_dim")
 
 
-def _reduce_scatter_along_last_dim(input_: Tensor, group: ProcessGroup) -> Tensor:
+def _reduce_scatter_along_last_dim(input_: Tensor, group: GroupLike) -> Tensor:
     """Reduce-scatter along the last dim: ``[..., H] -> [..., H/W]``."""
     return _run_reduce_scatter(input_, -1, group, None, "_reduce_scatter_along_last_dim")
 
 
 def _gather_along_first_dim(
     input_: Tensor,
-    group: ProcessGroup,
+    group: GroupLike,
     output_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
@@ -60,7 +60,7 @@ def _gather_along_first_dim(
 
 def _reduce_scatter_along_first_dim(
     input_: Tensor,
-    group: ProcessGroup,
+    group: GroupLike,
     input_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:

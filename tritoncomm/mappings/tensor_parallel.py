@@ -20,6 +20,7 @@ from tritoncomm.core.function import wants_grad, without_graph
 from tritoncomm.core.plan import normalize_sizes
 from tritoncomm.core.validation import check_kind, members, world_of
 from tritoncomm.errors import GroupError, ShapeError
+from tritoncomm.groups import GroupLike
 from tritoncomm.mappings.exchanges import (
     _AllToAll,
     _HiddenToSequence,
@@ -58,7 +59,7 @@ __all__ = [
 ]
 
 
-def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None = None) -> Tensor:
     """Forward: identity. Backward: all-reduce.
 
     The gradient is reduced in place only when nothing else holds it.
@@ -73,7 +74,7 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | N
     return _CopyToModelParallelRegion.apply(input_, group) if torch.is_grad_enabled() else input_.detach()
 
 
-def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def reduce_from_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None = None) -> Tensor:
     """Forward: all-reduce. Backward: identity.
 
     A temporary that nothing else can see is reduced in place; any other input is left alone, for one copy.
@@ -89,7 +90,7 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup
     return result.detach() if result.requires_grad else result
 
 
-def scatter_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def scatter_to_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None = None) -> Tensor:
     """Forward: split the last dim, keep this rank's chunk. Backward: all-gather the last dim.
 
     Shape: ``[..., H] -> [..., H/W]``.
@@ -101,7 +102,7 @@ def scatter_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup 
     return without_graph(eager.split(input_, -1, group, None, name))
 
 
-def gather_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def gather_from_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None = None) -> Tensor:
     """Forward: all-gather the last dim. Backward: split it, without a sum: the gradient is the same on every rank.
 
     Shape: ``[..., h] -> [..., h*W]``.
@@ -113,7 +114,7 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup
     return without_graph(eager.all_gather(input_, -1, group, None, name))
 
 
-def scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def scatter_to_sequence_parallel_region(input_: Tensor, group: GroupLike | None = None) -> Tensor:
     """Forward: split dim 0, keep this rank's chunk (a view of a contiguous input). Backward: all-gather dim 0.
 
     Shape: ``[S, ...] -> [S/W, ...]``. Source: sequence parallelism (arXiv 2205.05198).
@@ -128,7 +129,7 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | No
 def gather_from_sequence_parallel_region(
     input_: Tensor,
     tensor_parallel_output_grad: bool = True,
-    group: ProcessGroup | None = None,
+    group: GroupLike | None = None,
     output_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
@@ -154,7 +155,7 @@ def gather_from_sequence_parallel_region(
 
 def reduce_scatter_to_sequence_parallel_region(
     input_: Tensor,
-    group: ProcessGroup | None = None,
+    group: GroupLike | None = None,
     input_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
@@ -170,7 +171,7 @@ def reduce_scatter_to_sequence_parallel_region(
     return without_graph(eager.reduce_scatter(input_, 0, group, normalize_sizes(input_split_sizes, name), name))
 
 
-def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: GroupLike | None = None) -> Tensor:
     """Forward: all-gather the last dim. Backward: reduce-scatter the last dim.
 
     Shape: ``[..., h] -> [..., h*W]``.
@@ -182,7 +183,7 @@ def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Proce
     return without_graph(eager.all_gather(input_, -1, group, None, name))
 
 
-def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: GroupLike | None = None) -> Tensor:
     """Forward: reduce-scatter the last dim. Backward: all-gather the last dim.
 
     Shape: ``[..., H] -> [..., H/W]``.
@@ -195,7 +196,7 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Pro
 
 
 def all_to_all(
-    group: ProcessGroup,
+    group: GroupLike,
     input_: Tensor,
     output_split_sizes_: Any = None,
     input_split_sizes: Any = None,
@@ -222,7 +223,7 @@ def all_to_all(
     return without_graph(all_to_all_single(input_, group, *args, name))
 
 
-def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None, use_nccl_stream: bool = False) -> Tensor:
+def all_to_all_sp2hp(input_: Tensor, group: GroupLike | None = None, use_nccl_stream: bool = False) -> Tensor:
     """Sequence-parallel to hidden-parallel. Forward: all-to-all of column chunks. Backward: ``all_to_all_hp2sp``.
 
     ``out[k*t + i, :]`` is row i of rank k, columns ``r*H/W`` to ``(r+1)*H/W`` on rank r.
@@ -239,7 +240,7 @@ def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None, use_nccl
     return without_graph(to_hidden(input_, group, None, use_nccl_stream, name))
 
 
-def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None, use_nccl_stream: bool = False) -> Tensor:
+def all_to_all_hp2sp(input_: Tensor, group: GroupLike | None = None, use_nccl_stream: bool = False) -> Tensor:
     """Hidden-parallel to sequence-parallel. Forward: all-to-all of row chunks. Backward: ``all_to_all_sp2hp``.
 
     The inverse of ``all_to_all_sp2hp``.
@@ -256,7 +257,7 @@ def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None, use_nccl
     return without_graph(to_sequence(input_, group, None, use_nccl_stream, name))
 
 
-def _checked_hidden(input_: Tensor, group: ProcessGroup | None, name: str) -> ProcessGroup:
+def _checked_hidden(input_: Tensor, group: GroupLike | None, name: str) -> ProcessGroup:
     group = checked(input_, group, name)
     if input_.dim() == 0:
         raise ShapeError(f"{name}: a 0-dim tensor has no hidden dim")

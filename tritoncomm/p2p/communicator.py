@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm.core.backend import carrier
 from tritoncomm.errors import GroupError, MismatchError, ShapeError, UnsupportedError
+from tritoncomm.groups import GroupLike, as_group
 from tritoncomm.p2p import message
 from tritoncomm.p2p.header import describe_tensors, exchange_headers
 from tritoncomm.p2p.hop import exchange
@@ -48,11 +49,11 @@ class P2PCommunicator:
     Source: ``megatron.core.pipeline_parallel.p2p_communication``.
     """
 
-    def __init__(self, pp_group: ProcessGroup, config: Any) -> None:
-        if not isinstance(pp_group, ProcessGroup):
+    def __init__(self, pp_group: GroupLike, config: Any) -> None:
+        if pp_group is None:
             raise GroupError(f"P2PCommunicator: pp_group must be a process group with this rank, not {pp_group!r}")
-        self.pp_group, self.config = pp_group, config
-        self._neighbours = Neighbours.of(pp_group)
+        self.pp_group, self.config = as_group(pp_group, "P2PCommunicator"), config
+        self._neighbours = Neighbours.of(self.pp_group)
         self._default_device: torch.device | None = None
         self.next_rank: int | None = self._neighbours.next
         self.prev_rank: int | None = self._neighbours.prev
