@@ -1,6 +1,16 @@
-"""The counters."""
+"""The counters, and the ranges that a profiler sees."""
 
-from tritoncomm import record
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from torch.distributed import ProcessGroup
+from torch.profiler import ProfilerActivity, profile
+
+from tritoncomm import ShapeError, collective, mappings, record
+from tritoncomm.p2p import P2PCommunicator
 
 
 def test_add_and_total() -> None:
@@ -64,3 +74,60 @@ def test_time_is_taken_only_on_demand() -> None:
         assert record.total("f").seconds > 0
     finally:
         record.timing(False)
+
+
+def _ranges(prof: Any) -> list[tuple[str, str]]:
+    """Our ranges in the order of their starts, each with the range of ours around it."""
+    ours = sorted((e for e in prof.events() if e.name.startswith("tritoncomm::")), key=lambda e: e.time_range.start)
+
+    def outer(event: Any) -> str:
+        parent = event.cpu_parent
+        while parent is not None and not parent.name.startswith("tritoncomm::"):
+            parent = parent.cpu_parent
+        return "" if parent is None else parent.name.removeprefix("tritoncomm::")
+
+    return [(event.name.removeprefix("tritoncomm::"), outer(event)) for event in ours]
+
+
+def run_ranges(group: ProcessGroup) -> None:
+    x = torch.ones(4, 8, requires_grad=True)
+    communicator = P2PCommunicator(group, SimpleNamespace(pipeline_dtype=torch.float32))
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        mappings.all_to_all_sp2hp(x, group).sum().backward()
+        with pytest.raises(ShapeError):
+            mappings.all_to_all_sp2hp(torch.ones(3, 3), group)
+        mappings.reduce_scatter_dim(x.detach(), 1, group)
+        mappings.all_gather_dim(x.detach(), 0, group, sizes=[4] * group.size())
+        collective.all_reduce(x.detach(), group)
+        mappings.all_gather_dim(x.detach()[group.rank() :], 0, group, sizes=[4, 3])
+        if group.rank():
+            communicator.recv_forward([4, 8], False)
+        else:
+            communicator.send_forward(x.detach(), False)
+    exchange = "all_to_all_sp2hp"
+    assert _ranges(prof) == [
+        (exchange, ""),
+        ("pack", exchange),
+        (f"{exchange}.backward", ""),
+        ("pack", f"{exchange}.backward"),
+        ("unpack", f"{exchange}.backward"),
+        ("reduce_scatter_dim", ""),
+        ("pack", "reduce_scatter_dim"),
+        ("all_gather_dim", ""),
+        ("all_reduce", ""),
+        ("all_gather_dim", ""),
+        ("recv_forward" if group.rank() else "send_forward", ""),
+    ]
+    for event in prof.events():
+        if event.name == f"tritoncomm::{exchange}":
+            inside = [e.name for e in prof.events() if e.cpu_parent is event]
+            assert "c10d::alltoall_base_" in inside, inside
+    spans = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "span", spans.append)
+        mappings.all_to_all_sp2hp(x, group).sum().backward()
+        assert spans == [], "without a profiler no range is opened"
+
+
+def test_a_profiler_sees_the_mappings(pool: Pool) -> None:
+    pool.run(run_ranges)

@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
-__all__ = ["Count", "add", "counters", "now", "recording", "reset", "timing", "total"]
+import torch
+
+__all__ = ["Count", "add", "counters", "now", "recording", "reset", "span", "timing", "total"]
 
 now: Callable[[], float] = float
 """Start timestamp for ``add``, or 0.0 (what ``float()`` gives) while timing is off."""
@@ -39,6 +42,14 @@ def timing(on: bool) -> None:
     """Whether to take the time of every call (two clock readings each); off at the start."""
     global now
     now = perf_counter if on else float
+
+
+def span(name: str) -> Any:
+    """A range ``tritoncomm::name`` in the profiler's trace; it ends when the caller drops the result, as by returning.
+
+    Functions open one only while a profiler is on, as torch's own do: ``torch.autograd.profiler._is_profiler_enabled``.
+    """
+    return torch.ops.profiler._record_function_enter_new(f"tritoncomm::{name}", None)
 
 
 def add(name: str, path: str, packed: int, wire: int, started: float, calls: int = 1) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup, ReduceOp
 
@@ -64,6 +65,7 @@ def all_gather(
     if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
     check_input(x, name)
+    _range = record.span(name) if profiler._is_profiler_enabled else None
     if sizes is not None and x.dim() and not all_equal(sizes, world, x.shape[dim]):
         return all_gather_uneven(x, dim, group, sizes, name, asynchronous, started)
     try:
@@ -123,6 +125,7 @@ def reduce_scatter(
     if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
     check_input(x, name)
+    _range = record.span(name) if profiler._is_profiler_enabled else None
     if op is not _SUM:
         backend.check_op(op, x, group, name)
     if sizes is not None and x.dim() and not all_equal(sizes, world, x.shape[dim] // world):
@@ -158,6 +161,7 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
     if world == 1 and _single_rank_returns_early:
         return x
     check_input(x, name)
+    _range = record.span(name) if profiler._is_profiler_enabled else None
     try:
         start, size = cached.split(x.shape, dim, world, group.rank(), sizes)
     except ShapeError as error:
@@ -186,6 +190,7 @@ def all_reduce(
     if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
     check_input(x, name)
+    _range = record.span(name) if profiler._is_profiler_enabled else None
     special = x.dtype in backend.special
     if special or op is not _SUM:
         backend.check_op(op, x, group, name)
@@ -217,6 +222,7 @@ def all_to_all_single(
     if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
     check_input(x, name)
+    _range = record.span(name) if profiler._is_profiler_enabled else None
     try:
         plan, same_shape, may_be_lazy = cached.all_to_all_single(
             x.shape, x.dtype, world, group.rank(), out_sizes, in_sizes
@@ -251,6 +257,7 @@ def all_to_all(
     if world == 1 and _single_rank_returns_early:
         return x if shape is None else x.reshape(shape)
     check_input(x, name)
+    _range = record.span(name) if profiler._is_profiler_enabled else None
     if scatter_sizes is not None or gather_sizes is not None:
         return all_to_all_uneven(x, scatter_dim, gather_dim, group, name, scatter_sizes, gather_sizes, started)
     try:

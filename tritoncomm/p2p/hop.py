@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from tritoncomm import record, variables
 from tritoncomm.core.backend import special
@@ -80,6 +81,7 @@ def exchange(
         PeerError: a neighbour died, or did not post its side within the group's timeout.
         MismatchError: a neighbour sent something else than was expected.
     """
+    _range = record.span(name) if profiler._is_profiler_enabled else None
     if not (variable or _check.value or neighbours.is_single_rank):
         result = _exchange_plain(
             neighbours, name, to_next, to_prev, from_prev, from_next, dtype, device, batched, wait
