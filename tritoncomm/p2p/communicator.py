@@ -151,7 +151,8 @@ class P2PCommunicator:
 
         Any number of dims; ``[0, 0, 0]`` for a side that nothing is received from.
         """
-        name, neighbours, posted = "_communicate_shapes", self._neighbours, list[Posted]()
+        name, neighbours = "_communicate_shapes", self._neighbours
+        posted: list[Posted] = []
         tensors = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
         sends = {key: x for key, x in tensors.items() if x is not None}
         contents = {key: describe_tensors([x]) for key, x in sends.items()}

@@ -71,6 +71,9 @@ class Contents(NamedTuple):
 
 def describe_tensors(tensors: Sequence[Tensor]) -> Contents:
     """Shapes, dtypes and requires-grad flags of ``tensors``."""
+    if len(tensors) == 1:
+        (x,) = tensors
+        return Contents((spec_of(x),), (x.requires_grad,))
     return Contents(tuple([spec_of(x) for x in tensors]), tuple([x.requires_grad for x in tensors]))
 
 

@@ -88,13 +88,17 @@ def exchange(
         )  # fmt: skip
         if result is not None:
             return result
-    sends = {"send_next": _tensors(to_next, name), "send_prev": _tensors(to_prev, name)}
-    sends = {key: tensors for key, tensors in sends.items() if tensors}
-    expected = {"recv_prev": from_prev, "recv_next": from_next}
-    receives = {key: Incoming.of(x, dtype, variable, name) for key, x in expected.items() if x is not None}
-    if device is None:
-        device = next((x[0].device for x in sends.values()), None) or neighbours.default_device()
-    return _exchange_messages(neighbours, name, sends, receives, torch.device(device), batched, variable, wait)
+    sends: dict[str, list[Tensor]] = {}
+    receives: dict[str, Incoming] = {}
+    for key, x in (("send_next", to_next), ("send_prev", to_prev)):
+        if x is not None and (tensors := _tensors(x, name)):
+            sends[key] = tensors
+            device = tensors[0].device if device is None else device
+    for key, x in (("recv_prev", from_prev), ("recv_next", from_next)):
+        if x is not None:
+            receives[key] = Incoming.of(x, dtype, variable, name)
+    device = neighbours.default_device() if device is None else torch.device(device)
+    return _exchange_messages(neighbours, name, sends, receives, device, batched, variable, wait)
 
 
 def _exchange_plain(
@@ -172,7 +176,9 @@ def _plain_shape(expected: Any) -> Any:
 
 
 def _tensors(x: Any, name: str) -> list[Tensor]:
-    tensors = [] if x is None else [x] if isinstance(x, Tensor) else list(x)
+    if isinstance(x, Tensor):
+        return [x]
+    tensors = list(x)
     for each in tensors:
         if not isinstance(each, Tensor):
             raise ArgumentError(f"{name}: expected a tensor or a list of tensors, not {type(each).__name__}")
@@ -278,7 +284,9 @@ class Hop:
 
     def wait(self) -> None:
         """Wait for every transfer."""
-        for posted in (*self.posted.values(), *self.headers):
+        for posted in self.posted.values():
+            posted.wait()
+        for posted in self.headers:
             posted.wait()
         if self.problems:
             raise MismatchError("; ".join(self.problems.values()))
@@ -313,17 +321,23 @@ def _exchange_messages(
 ) -> Result:
     """``exchange`` with one message per neighbour, and a header where shapes vary or are checked."""
     started, hop = record.now(), Hop()
-    messages = {key: message.pack(tensors) for key, tensors in sends.items()}
+    path, copied, sent = "view", 0, 0
+    messages: dict[str, Message] = {}
+    for key, tensors in sends.items():
+        each = messages[key] = message.pack(tensors)
+        path, copied, sent = (
+            path if each.path == "view" else each.path,
+            copied + each.bytes_copied,
+            sent + each.wire.nbytes,
+        )
     if neighbours.is_single_rank:
         _copy_to_self(hop, neighbours, name, sends, receives)
     elif variable or _check.value:
-        _post_with_headers(hop, neighbours, name, sends, dict(messages), receives, device, batched)
+        _post_with_headers(hop, neighbours, name, sends, messages, receives, device, batched)
     else:
         buffers = {key: each.allocate(each.specs, device) for key, each in receives.items() if each.specs}
         hop.received = {key: each.tensors for key, each in buffers.items()}
         _post(hop, neighbours, name, messages | buffers, batched)
-    path = next((each.path for each in reversed(messages.values()) if each.path != "view"), "view")
-    copied, sent = sum([x.bytes_copied for x in messages.values()]), sum([x.wire.nbytes for x in messages.values()])
     handles: Any = None if hop.posted else {}
     if wait:
         hop.wait()
@@ -331,14 +345,11 @@ def _exchange_messages(
         keep_alive((*hop.headers, *hop.posted.values()))
         handles = {key: _Handle(hop, key) for key in hop.posted}
     record.add(name, path, copied, sent, started)
-    received = [_in_form(receives.get(key), hop.received.get(key, [])) for key in ("recv_prev", "recv_next")]
-    return received[0], received[1], handles
-
-
-def _in_form(incoming: Incoming | None, received: list[Tensor]) -> Any:
-    if incoming is None:
-        return None
-    return (received[0] if received else None) if incoming.is_single else received
+    received: dict[str, Any] = {}
+    for key, incoming in receives.items():
+        tensors = hop.received.get(key, [])
+        received[key] = (tensors[0] if tensors else None) if incoming.is_single else tensors
+    return received.get("recv_prev"), received.get("recv_next"), handles
 
 
 def _post(hop: Hop, neighbours: Neighbours, name: str, messages: dict[str, Message], batched: bool) -> None:
