@@ -23,7 +23,7 @@ LAYERS = [
     ["core"],
     ["groups"],
     ["collective", "mappings", "agreement", "runtime"],
-    ["p2p", "tensor"],
+    ["p2p", "tensor", "parallel"],
     ["explain", "tune", "selftest", "doctor"],
     ["__init__"],
     ["demo"],

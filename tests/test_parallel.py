@@ -1,0 +1,223 @@
+"""Styles of ``parallelize_module``: values and gradients of one process, and of torch's styles."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor.parallel as theirs
+from pool import Pool
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from tritoncomm import ArgumentError, GroupError, parallel, record
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+class Block(nn.Module):
+    """Norm, embedding and an MLP, with sizes that need not divide."""
+
+    def __init__(self, vocab: int, width: int, hidden: int, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(vocab, width, padding_idx=1), norm(width)
+        self.up, self.down, self.head = nn.Linear(width, hidden), nn.Linear(hidden, width), nn.Linear(width, vocab)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(x + self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+def plan_of(styles: Any, sequence: bool, **more: Any) -> dict[str, Any]:
+    """A plan of torch's or of our styles: tensor parallel, with or without sequence parallelism."""
+    row, col = styles.RowwiseParallel, styles.ColwiseParallel
+    if not sequence:
+        return {
+            "embed": row(input_layouts=Replicate()),
+            "up": col(),
+            "down": row(),
+            "head": col(output_layouts=Replicate(), **more),
+        }
+    return {
+        "embed": row(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": styles.SequenceParallel(),
+        "up": col(input_layouts=Shard(1)),
+        "down": row(output_layouts=Shard(1)),
+        "head": col(input_layouts=Shard(1), output_layouts=Replicate(), **more),
+    }
+
+
+def full(x: Any) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def run_block(group: ProcessGroup, sequence: bool, uneven: bool, norm: type[nn.Module]) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    torch.manual_seed(0)
+    vocab, width, hidden = (19, 12, 26) if uneven else (24, 8, 16)
+    plain = Block(vocab, width, hidden, norm)
+    ids = torch.randint(vocab, (3, 8))
+    ids[0, :3] = 1  # the padding
+    expected = plain(ids)
+    weights = torch.randn_like(expected)
+    (expected * weights).sum().backward()
+    ours = theirs.parallelize_module(copy.deepcopy(plain).requires_grad_(), mesh, plan_of(parallel, sequence))
+    for parameter in ours.parameters():
+        parameter.grad = None
+    again = copy.deepcopy(ours)
+    for module in (ours, again):
+        out = module(ids)
+        assert type(out) is Tensor
+        torch.testing.assert_close(out, expected, **CLOSE)
+        (out * weights).sum().backward()
+        for (name, parameter), wanted in zip(module.named_parameters(), plain.parameters(), strict=True):
+            if parameter.grad is None:
+                raise AssertionError(f"{name} has no gradient")
+            torch.testing.assert_close(full(parameter.grad), wanted.grad, **CLOSE, msg=lambda m, n=name: f"{n}: {m}")
+    with torch.no_grad():
+        again.up.weight.zero_()
+        assert not torch.equal(again(ids), ours(ids)), "a copy has parameters of its own"
+    for name, module in ours.named_children():
+        assert isinstance(module, getattr(plain, name).__class__)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_block_is_that_of_one_process(
+    pool: Pool, world: int, sequence: bool, uneven: bool, norm: type[nn.Module]
+) -> None:
+    pool.run(run_block, sequence, uneven, norm, world=world)
+
+
+LAYOUTS = (Replicate(), Shard(0), Shard(1), Shard(-1), Shard(2))
+
+
+def shard_of(x: Tensor, layout: Any, group: ProcessGroup) -> Tensor:
+    if layout.is_replicate():
+        return x
+    size = x.shape[layout.dim]
+    run = -(-size // group.size())
+    start = min(group.rank() * run, size)
+    return x.narrow(layout.dim, start, min(run, size - start)).contiguous()
+
+
+def run_layouts(group: ProcessGroup, outputs: int) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    torch.manual_seed(1)
+    for kind in ("ColwiseParallel", "RowwiseParallel"):
+        for before in LAYOUTS:
+            for after in LAYOUTS:
+                for as_dtensor in (False, True):
+                    plain = nn.Linear(8, outputs)
+                    x = torch.randn(4, 8, 8, requires_grad=True)
+                    expected = plain(x)
+                    weights = torch.randn_like(expected)
+                    (expected * weights).sum().backward()
+                    style = getattr(parallel, kind)(
+                        input_layouts=before, output_layouts=after, use_local_output=not as_dtensor
+                    )
+                    module = theirs.parallelize_module(copy.deepcopy(plain), mesh, style)
+                    module.zero_grad()
+                    local = shard_of(x.detach(), before, group).requires_grad_()
+                    out = module(DTensor.from_local(local, mesh, (before,)) if as_dtensor else local)
+                    case = f"{kind} {before} {after} {as_dtensor}"
+                    if as_dtensor:
+                        assert out.shape == expected.shape, case
+                        assert out.redistribute(mesh, (after,)).to_local().equal(out.to_local()), case
+                        out = out.to_local()
+                    torch.testing.assert_close(out, shard_of(expected, after, group), msg=case)
+                    (out * shard_of(weights, after, group)).sum().backward()
+                    assert local.grad is not None
+                    torch.testing.assert_close(local.grad, shard_of(x.grad, before, group), msg=case)
+                    for mine, wanted in zip(module.parameters(), plain.parameters(), strict=True):
+                        torch.testing.assert_close(full(mine.grad), wanted.grad, msg=case)
+
+
+@pytest.mark.parametrize(("world", "outputs"), [(2, 4), (4, 4), (2, 5), (4, 6)])
+def test_every_pair_of_layouts(pool: Pool, world: int, outputs: int) -> None:
+    pool.run(run_layouts, outputs, world=world)
+
+
+class Odd(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+class Kept(nn.Linear):
+    """A subclass that keeps forward."""
+
+
+def run_others(group: ProcessGroup) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    x = torch.randn(2, 4, 8)
+    for module in (Odd(8, 4), nn.Linear(8, 4, bias=False), Kept(8, 4)):
+        expected = module(x)
+        style = parallel.ColwiseParallel(output_layouts=Replicate())
+        out = theirs.parallelize_module(copy.deepcopy(module), mesh, style)
+        assert isinstance(out, type(module))
+        torch.testing.assert_close(full(out(x)), expected)
+    dropout = theirs.parallelize_module(nn.Dropout(0.0), mesh, parallel.SequenceParallel())
+    torch.testing.assert_close(full(dropout(x)), x)
+    with pytest.raises(NotImplementedError):
+        theirs.parallelize_module(nn.Conv1d(2, 2, 1), mesh, parallel.ColwiseParallel())
+    frozen = theirs.parallelize_module(nn.Linear(8, 4).requires_grad_(False), mesh, parallel.RowwiseParallel())
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())
+    tiny = nn.Embedding(1, 4)  # the last rank has no row
+    looked = theirs.parallelize_module(copy.deepcopy(tiny), mesh, parallel.RowwiseParallel(input_layouts=Replicate()))
+    torch.testing.assert_close(full(looked(torch.zeros(3, dtype=torch.int64))), tiny(torch.zeros(3, dtype=torch.int64)))
+    column = theirs.parallelize_module(nn.Linear(8, 4), mesh, parallel.ColwiseParallel())
+    alone = DeviceMesh("cpu", torch.tensor([dist.get_rank()]), _init_backend=False)
+    with pytest.raises(ArgumentError, match="came to a module on"):
+        column(DTensor.from_local(x, alone, (Replicate(),), run_check=False))
+    with pytest.raises(ArgumentError, match="has to be reduced first"):
+        column(DTensor.from_local(x, mesh, (Partial(),), run_check=False))
+    turned = DeviceMesh("cpu", torch.tensor([1, 0]), _init_backend=False)
+    with pytest.raises(GroupError, match="ascend"):
+        theirs.parallelize_module(nn.Linear(8, 4), turned, parallel.ColwiseParallel(), src_data_rank=None)
+
+
+def test_what_is_left_to_torch_and_what_is_refused(pool: Pool) -> None:
+    pool.run(run_others)
+
+
+def run_traffic(group: ProcessGroup) -> None:
+    """One all-reduce forward and one backward; with sequence parallelism all-gather and reduce-scatter."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    x = torch.randn(2, 4, 8, requires_grad=True)
+    mlp = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
+    theirs.parallelize_module(mlp, mesh, {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()})
+    record.reset()
+    mlp(x).sum().backward()
+    counts = {name: (count.calls, count.packed) for (name, _), count in record.counters().items()}
+    assert counts == {
+        "reduce_from_tensor_model_parallel_region": (1, 0),
+        "copy_to_tensor_model_parallel_region.backward": (1, 0),
+    }, "sums are in place"
+
+
+def test_sums_are_in_place(pool: Pool) -> None:
+    pool.run(run_traffic)
+
+
+def run_compiled(group: ProcessGroup, sequence: bool) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    torch.manual_seed(0)
+    model = theirs.parallelize_module(Block(24, 8, 16, nn.LayerNorm), mesh, plan_of(parallel, sequence))
+    ids = torch.randint(24, (3, 8))
+    expected = model(ids)
+    grads = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    out = compiled(ids)
+    torch.testing.assert_close(out, expected)
+    for mine, wanted in zip(torch.autograd.grad(out.square().sum(), list(model.parameters())), grads, strict=True):
+        torch.testing.assert_close(full(mine), full(wanted), **CLOSE)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+def test_compiles_into_one_graph(pool: Pool, sequence: bool) -> None:
+    pool.run(run_compiled, sequence)

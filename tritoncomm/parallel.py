@@ -1,0 +1,304 @@
+"""Tensor- and sequence-parallel styles for ``torch.distributed.tensor.parallel.parallelize_module``.
+
+The classes stand where torch's classes of the same names stand, with the same arguments. Parameters become the same
+DTensors, so FSDP2, distributed checkpoints and optimizers see no difference. Activations are plain tensors between the
+mappings of this package, where torch's styles wrap each of them in a DTensor and dispatch every operator through it,
+which takes about twice the host time. Inputs that are DTensors are accepted.
+
+Modules and layouts that these styles do not know (a subclass with a ``forward`` of its own, a partial input, dropout,
+an embedding with ``max_norm``) get torch's own style.
+
+Source: Megatron-LM (arXiv 1909.08053), sequence parallelism (arXiv 2205.05198).
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import style
+
+from tritoncomm import mappings
+from tritoncomm.core.plan import Ints, chunk_sizes
+from tritoncomm.errors import ArgumentError
+from tritoncomm.groups import as_group
+
+__all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
+
+
+class ColwiseParallel(style.ColwiseParallel):
+    """Shard a linear layer's output features, or an embedding's dims.
+
+    Forward: all-gather of an input that is sharded; the output is sharded along its last dim, or redistributed from
+    there to ``output_layouts``. Backward: all-reduce of the input's gradient, or reduce-scatter.
+
+    Args:
+        input_layouts: of a plain input: ``Replicate()``, the default, or ``Shard(dim)``.
+        output_layouts: ``Shard(-1)``, the default, ``Shard(dim)`` or ``Replicate()``.
+        use_local_output: return the local tensor, not a DTensor.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        known = {nn.Linear: (ColwiseLinear, 0), nn.Embedding: (ColwiseEmbedding, 1)}
+        if not _is_known(module, known, self.input_layouts, self.output_layouts):
+            return super()._apply(module, device_mesh)
+        kind, dim = known[_base(module)]
+        _distribute(module, device_mesh, {"weight": Shard(dim), "bias": Shard(0)}, self.src_data_rank)
+        return _attach(module, kind, device_mesh, self.input_layouts[0], self.output_layouts[0], self.use_local_output)
+
+
+class RowwiseParallel(style.RowwiseParallel):
+    """Shard a linear layer's input features, or an embedding's vocabulary.
+
+    Forward: every rank multiplies its shard, or looks up the ids that it holds; the partial outputs are all-reduced,
+    or reduce-scattered along ``output_layouts``' dim. Backward: identity, or all-gather.
+
+    Args:
+        input_layouts: of a plain input: ``Shard(-1)``, the default for linear layers; ``Replicate()`` for embeddings.
+        output_layouts: ``Replicate()``, the default, or ``Shard(dim)``.
+        use_local_output: return the local tensor, not a DTensor.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        known = {nn.Linear: (RowwiseLinear, 1), nn.Embedding: (RowwiseEmbedding, 0)}
+        is_known = _is_known(module, known, self.input_layouts, self.output_layouts)
+        if isinstance(module, nn.Embedding):  # a rank without rows could look nothing up
+            has_rows = all(chunk_sizes(module.num_embeddings, device_mesh.size()))
+            is_known = is_known and has_rows and self.input_layouts[0].is_replicate()
+        if not is_known:
+            return super()._apply(module, device_mesh)
+        kind, dim = known[_base(module)]
+        _distribute(module, device_mesh, {"weight": Shard(dim), "bias": Replicate()}, self.src_data_rank)
+        return _attach(module, kind, device_mesh, self.input_layouts[0], self.output_layouts[0], self.use_local_output)
+
+
+class SequenceParallel(style.SequenceParallel):
+    """Run a norm on a sequence shard; its parameters are replicated.
+
+    Forward: no communication. Backward: all-reduce of the parameters' gradients, which are then equal on all ranks.
+
+    Args:
+        sequence_dim: the dim of the input that is sharded.
+        use_local_output: return the local tensor, the default here (torch's default is a DTensor).
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = True) -> None:
+        super().__init__(sequence_dim=sequence_dim, use_local_output=use_local_output)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        known = {nn.LayerNorm: (SequenceLayerNorm, 0), nn.RMSNorm: (SequenceRMSNorm, 0)}
+        (layout,) = self.sequence_sharding
+        if not _is_known(module, known, (layout,), (layout,)):
+            return super()._apply(module, device_mesh)
+        for name, param in list(module.named_parameters(recurse=False)):  # torch's style does not send them either
+            replicated = DTensor.from_local(param.detach(), device_mesh, (Replicate(),), run_check=False)
+            module.register_parameter(name, nn.Parameter(replicated, requires_grad=param.requires_grad))
+        return _attach(module, known[_base(module)][0], device_mesh, layout, layout, self.use_local_output)
+
+
+class _Site:
+    """Where a module runs: its mesh, group and layouts. Copies of the module share it."""
+
+    __slots__ = ("group", "input", "local_output", "mesh", "output", "world")
+
+    def __init__(self, mesh: DeviceMesh, input: Placement, output: Placement, local_output: bool) -> None:
+        self.mesh, self.input, self.output, self.local_output = mesh, input, output, local_output
+        self.group: ProcessGroup = as_group(mesh, "parallelize_module")
+        self.world = self.group.size()
+
+    def __deepcopy__(self, memo: Any) -> "_Site":
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Site, (self.mesh, self.input, self.output, self.local_output)
+
+    def local(self, x: Any, partial: bool = False) -> tuple[Tensor, Placement]:
+        """A plain input and its layout; ``partial``: the gradient of a replicated DTensor is partial."""
+        if not isinstance(x, DTensor):
+            return x, self.input
+        if x.device_mesh != self.mesh or len(x.placements) != 1:
+            raise ArgumentError(f"parallelize_module: an input on {x.device_mesh} came to a module on {self.mesh}")
+        (layout,) = x.placements
+        if not isinstance(layout, Replicate | Shard):
+            raise ArgumentError(f"parallelize_module: an input of layout {layout} has to be reduced first")
+        if partial and layout.is_replicate():
+            return x.to_local(grad_placements=(Partial(),)), Partial()
+        return x.to_local(), layout
+
+    def shard(self, x: Any) -> Tensor:
+        """An input along whose sharded dim a norm runs; another DTensor is redistributed."""
+        if isinstance(x, DTensor) and x.placements != (self.input,):
+            x = x.redistribute(placements=(self.input,))
+        return self.local(x)[0]
+
+    def result(self, x: Tensor) -> Any:
+        return x if self.local_output else DTensor.from_local(x, self.mesh, (self.output,), run_check=False)
+
+    def result_of(self, x: Tensor, features: int) -> Any:
+        """``result``, where the last dim may be sharded unevenly: ``features`` is its global size."""
+        if self.local_output or not self.is_last(x) or not self.sizes(features):
+            return self.result(x)
+        shape = (*x.shape[:-1], features)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(x, self.mesh, (self.output,), run_check=False, shape=shape, stride=stride)
+
+    def is_last(self, x: Tensor) -> bool:
+        """Whether the output is sharded along the last dim."""
+        return isinstance(self.output, Shard) and self.output.dim in (-1, x.dim() - 1)
+
+    def sizes(self, size: int) -> Ints | None:
+        """Sizes of the shards of a dim, as DTensor splits it; None where they are equal."""
+        return None if size % self.world == 0 else chunk_sizes(size, self.world)
+
+    def replicated(self, x: Any) -> Tensor:
+        """An input of a column-parallel layer, whose gradient is partial."""
+        x, layout = self.local(x, partial=True)
+        if isinstance(layout, Shard):
+            return mappings.all_gather_dim(x, layout.dim, self.group)
+        return x if layout.is_partial() else mappings.copy_to_tensor_model_parallel_region(x, self.group)
+
+    def from_columns(self, x: Tensor, features: int) -> Any:
+        """Results that are sharded along the last dim, as ``output``."""
+        if isinstance(self.output, Replicate):
+            sizes = self.sizes(features)
+            x = mappings.all_gather_dim(x, -1, self.group, tensor_parallel_output_grad=False, sizes=sizes)
+        elif isinstance(self.output, Shard) and not self.is_last(x):
+            x = mappings.all_to_all_dims(x, self.output.dim, -1, self.group, gather_sizes=self.sizes(features))
+        return self.result_of(x, features)
+
+    def summed(self, param: Any) -> Tensor | None:
+        """A replicated parameter that works on a shard of the tokens. Backward: all-reduce of its gradient."""
+        return None if param is None else mappings.copy_to_tensor_model_parallel_region(param.to_local(), self.group)
+
+
+class ColwiseLinear(nn.Linear):
+    site: _Site
+
+    def forward(self, x: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        site, bias = self.site, self.bias
+        x = site.replicated(x)
+        bias = None if bias is None else bias.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+        out = F.linear(x, self.weight.to_local(), bias)  # pyright: ignore[reportAttributeAccessIssue]
+        return site.from_columns(out, self.out_features)
+
+
+class RowwiseLinear(nn.Linear):
+    site: _Site
+
+    def forward(self, x: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        site, weight = self.site, self.weight.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+        x, layout = site.local(x)
+        if isinstance(layout, Replicate):
+            x = mappings.split_dim(x, -1, site.group, sizes=site.sizes(self.in_features))
+        elif isinstance(layout, Shard) and layout.dim not in (-1, x.dim() - 1):
+            sizes = site.sizes(self.in_features)
+            x = mappings.all_to_all_dims(x, -1, layout.dim, site.group, scatter_sizes=sizes)
+        if not isinstance(site.output, Shard):  # an argument that nothing else holds is reduced in place
+            out = mappings.reduce_from_tensor_model_parallel_region(F.linear(x, weight), site.group)
+            return site.result(out if self.bias is None else out + self._local_bias())
+        out = F.linear(x, weight)
+        sizes = site.sizes(self.out_features) if site.is_last(out) else None
+        shard = mappings.reduce_scatter_dim(out, site.output.dim, site.group, sizes=sizes)
+        if self.bias is None:
+            return site.result_of(shard, self.out_features)
+        if site.is_last(out):
+            return site.result_of(
+                shard + mappings.split_dim(self._local_bias(), 0, site.group, sizes=sizes), self.out_features
+            )
+        return site.result(shard + site.summed(self.bias))
+
+    def _local_bias(self) -> Tensor:
+        return self.bias.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class ColwiseEmbedding(nn.Embedding):
+    site: _Site
+
+    def forward(self, input: Any) -> Any:
+        site, weight = self.site, self.weight.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+        ids, layout = site.local(input)
+        if isinstance(layout, Shard):
+            ids = mappings.all_gather_dim(ids, layout.dim, site.group)
+        return site.from_columns(F.embedding(ids, weight, self.padding_idx), self.embedding_dim)
+
+
+class RowwiseEmbedding(nn.Embedding):
+    site: _Site
+
+    def forward(self, input: Any) -> Any:
+        site, weight = self.site, self.weight.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+        ids, _ = site.local(input)
+        size, start = len(weight), site.group.rank() * -(-self.num_embeddings // site.world)
+        ids = ids - start
+        outside = (ids < 0) | (ids >= size)
+        padding = None if self.padding_idx is None else self.padding_idx - start
+        padding = padding if padding is not None and 0 <= padding < size else None
+        out = F.embedding(ids.masked_fill_(outside, 0), weight, padding)
+        if isinstance(site.output, Shard):
+            out = mappings.reduce_scatter_dim(out.masked_fill(outside.unsqueeze(-1), 0), site.output.dim, site.group)
+        else:
+            out = mappings.reduce_from_tensor_model_parallel_region(
+                out.masked_fill(outside.unsqueeze(-1), 0), site.group
+            )
+        return site.result(out)
+
+
+class SequenceLayerNorm(nn.LayerNorm):
+    site: _Site
+
+    def forward(self, input: Any) -> Any:
+        site = self.site
+        x = site.shard(input)
+        weight, bias = site.summed(self.weight), site.summed(self.bias)
+        return site.result(F.layer_norm(x, self.normalized_shape, weight, bias, self.eps))
+
+
+class SequenceRMSNorm(nn.RMSNorm):
+    site: _Site
+
+    def forward(self, x: Any) -> Any:
+        site = self.site
+        x = site.shard(x)
+        return site.result(F.rms_norm(x, self.normalized_shape, site.summed(self.weight), self.eps))
+
+
+def _base(module: nn.Module) -> type[nn.Module]:
+    """Which of torch's modules ``module`` runs as: a subclass that keeps ``forward``. ``nn.Module`` for none."""
+    if "forward" in module.__dict__:
+        return nn.Module
+    kinds = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
+    return next((kind for kind in kinds if type(module).forward is kind.forward), nn.Module)
+
+
+def _is_known(module: nn.Module, known: Any, *layouts: Any) -> bool:
+    """Whether this package runs ``module`` in these layouts."""
+    if _base(module) not in known or not all(type(one) in (Replicate, Shard) for each in layouts for one in each):
+        return False
+    if isinstance(module, nn.Embedding):
+        return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+    return True
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, layouts: dict[str, Placement], source: int | None) -> None:
+    """Make the parameters DTensors, from the values of ``source``."""
+    for name, param in list(module.named_parameters(recurse=False)):
+        tensor = distribute_tensor(param, mesh, (layouts[name],), src_data_rank=source)
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=param.requires_grad))
+
+
+@lru_cache(maxsize=256)
+def _class_of(kind: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+    """``cls`` with the ``forward`` of ``kind``."""
+    if cls in kind.__bases__:
+        return kind
+    return type(cls.__name__, (kind, cls), {"__module__": cls.__module__})
+
+
+def _attach(module: nn.Module, kind: type[nn.Module], mesh: DeviceMesh, *layouts: Any) -> nn.Module:
+    module.__class__ = _class_of(kind, type(module))
+    module.__dict__["site"] = _Site(mesh, *layouts)
+    return module
