@@ -317,7 +317,7 @@ def test_progress_is_told_and_results_are_saved_on_the_way() -> None:
         todo, done, lambda: saved.append(len(done)), follow=lambda *a: told.append(a), clock=lambda: clock[0]
     )
     assert state == search.COMPLETE
-    assert told == [("g", 2, 8), ("g", 4, 8), ("g", 6, 8), ("g", 8, 8)]
+    assert told == [("g", 4, 8), ("g", 6, 8), ("g", 8, 8)]
     assert saved == [6, 8]
 
 
