@@ -10,7 +10,7 @@ from tritoncomm_kernels import Config
 
 from bench import audit
 from tritoncomm.tune import static
-from tritoncomm.tune.machine_code import TARGETS, Build, Code, build, build_all, compiled_kernels
+from tritoncomm.tune.machine_code import TARGETS, Build, Code, build_all, compiled_kernels
 
 ELEMENT = {16: ("i64", 2), 8: ("i64", 1), 4: ("i32", 1), 2: ("i16", 1), 1: ("i8", 1)}
 SIZE = {"i64": 8, "i32": 4, "i16": 2, "i8": 1, "fp32": 4, "bf16": 2, "fp64": 8}
@@ -123,7 +123,7 @@ def test_reduce(target: str, parts: int) -> None:
         "HAS_SCALE": False, "TAIL": False, "BLOCK": cols // torch.bfloat16.itemsize,
     }  # fmt: skip
     pointers = {"wire_ptr": "*bf16", "out_ptr": "*bf16", "scale": "fp32"}
-    code = build(module._reduce_kernel, pointers, constants, target)
+    (code,) = build_all([Build(module._reduce_kernel, pointers, constants)], target)
     assert code.spills == 0
     assert code.registers <= 128
     assert set(code.loads) == set(code.stores) == {16}

@@ -395,8 +395,8 @@ def test_crossover_cases_have_their_unit(op: str, unit: int) -> None:
 # The bench itself, in the interpreter
 
 
-def interpreted() -> measure.DeviceBench:
-    return measure.DeviceBench(torch.device("cpu"), *DEVICE, None, lambda call: [call(), 3.0][1], lambda: None)
+def interpreted() -> measure.Bench:
+    return measure.Bench(torch.device("cpu"), *DEVICE, None, lambda call: [call(), 3.0][1], lambda: None)
 
 
 BENCHED = [

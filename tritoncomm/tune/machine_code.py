@@ -1,6 +1,6 @@
 """Cross-compiles kernels without a GPU and counts what is in the machine code."""
 
-import importlib.util
+import importlib
 import re
 import struct
 import subprocess
@@ -9,17 +9,17 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import triton
-import tritoncomm_kernels
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-__all__ = ["CAN_READ", "TARGETS", "Build", "Code", "build", "build_all", "compiled_kernels"]
+__all__ = ["CAN_READ", "TARGETS", "Build", "Code", "build_all", "compiled_kernels"]
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -76,33 +76,18 @@ class Code:
 @lru_cache(maxsize=1)
 def compiled_kernels() -> dict[str, ModuleType]:
     """The kernel modules once more, not interpreted whatever TRITON_INTERPRET is, by their short names."""
-    folder = Path(tritoncomm_kernels.__path__[0])
-    modules: dict[str, ModuleType] = {}
     shadowed = {name: sys.modules[name] for name in list(sys.modules) if name.startswith("tritoncomm_kernels")}
     try:
         for name in shadowed:
             del sys.modules[name]
         with knobs.runtime.scope():
             knobs.runtime.interpret = False
-            spec = importlib.util.spec_from_file_location(
-                "tritoncomm_kernels", folder / "__init__.py", submodule_search_locations=[str(folder)]
-            )
-            assert spec is not None
-            assert spec.loader is not None
-            package = importlib.util.module_from_spec(spec)
-            sys.modules["tritoncomm_kernels"] = package
-            spec.loader.exec_module(package)
-        modules = {name.rpartition(".")[2]: sys.modules[name] for name in sys.modules if "tritoncomm_kernels." in name}
+            importlib.import_module("tritoncomm_kernels")
+        return {name.rpartition(".")[2]: sys.modules[name] for name in sys.modules if "tritoncomm_kernels." in name}
     finally:
         for name in [name for name in sys.modules if name.startswith("tritoncomm_kernels")]:
             del sys.modules[name]
         sys.modules.update(shadowed)
-    return modules
-
-
-def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], target: str, warps: int = 4) -> Code:
-    """Compile one kernel and read its machine code; see ``build_all``."""
-    return build_all([Build(kernel, types, constants, warps)], target)[0]
 
 
 def build_all(builds: Sequence[Build], target: str) -> list[Code]:
@@ -199,12 +184,9 @@ def _amd_width(operation: str) -> int:
 def _code(
     operations: list[str], names: tuple[str, str], width: Any, registers: int, spills: int, instructions: int
 ) -> Code:
-    memory = [operation for operation in operations if operation.startswith(names)]
-    kinds = [operation.startswith(names[0]) for operation in memory]
-    loads = [width(operation) for operation, is_load in zip(memory, kinds, strict=True) if is_load]
-    stores = [width(operation) for operation, is_load in zip(memory, kinds, strict=True) if not is_load]
-    first_store = kinds.index(False) if False in kinds else len(kinds)
-    return Code(loads, stores, sum(kinds[:first_store]), registers, spills, instructions)
+    loads, stores = ([width(one) for one in operations if one.startswith(name)] for name in names)
+    memory = (one.startswith(names[0]) for one in operations if one.startswith(names))
+    return Code(loads, stores, sum(takewhile(bool, memory)), registers, spills, instructions)
 
 
 def _run(tool: str, *arguments: str) -> str:

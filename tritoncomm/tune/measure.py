@@ -6,9 +6,9 @@ the paths is host time as a caller sees it: calls back to back, with their alloc
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import tritoncomm_kernels as kernels
@@ -20,33 +20,12 @@ from tritoncomm.tune.candidates import Candidate
 from tritoncomm.tune.cases import Case
 from tritoncomm.tune.machine_code import TARGETS
 
-__all__ = ["Bench", "DeviceBench", "open_gpu", "target_of"]
+__all__ = ["Bench", "open_gpu", "target_of"]
 
 _FLUSH_BYTES = 2**28  # more than any L2 cache holds
 _REPEATS = 25
 _CALLS = 20
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
-
-class Bench(Protocol):
-    """A device as a search uses it."""
-
-    device_name: str
-    sm_count: int
-    target: str | None
-    lanes: int
-
-    def check(self, case: Case, candidate: Candidate) -> str:
-        """The error in a candidate's output, empty if there is none."""
-        ...
-
-    def time(self, case: Case, candidate: Candidate) -> float:
-        """Microseconds of one launch."""
-        ...
-
-    def paths(self, case: Case) -> tuple[float, float]:
-        """Microseconds of a call on torch's path and on triton's."""
-        ...
 
 
 @dataclass
@@ -57,10 +36,11 @@ class _Prepared:
     want: Tensor
 
 
-class DeviceBench:
-    """A ``Bench`` on a torch device.
+@dataclass
+class Bench:
+    """A torch device as a search uses it.
 
-    Args:
+    Attributes:
         device: where the tensors are.
         device_name: the key of its tables, with ``sm_count``.
         target: key of ``TARGETS``, None if it is none of them.
@@ -68,22 +48,21 @@ class DeviceBench:
         synchronize: waits for the device.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        device_name: str,
-        sm_count: int,
-        target: str | None,
-        stopwatch: Callable[[Callable[[], Any]], float],
-        synchronize: Callable[[], Any],
-    ) -> None:
-        self.device, self.device_name, self.sm_count, self.target = device, device_name, sm_count, target
-        self.lanes = TARGETS[target].warp_size if target else 32
-        self._stopwatch, self._synchronize = stopwatch, synchronize
-        self._prepared: _Prepared | None = None
+    device: torch.device
+    device_name: str
+    sm_count: int
+    target: str | None
+    stopwatch: Callable[[Callable[[], Any]], float]
+    synchronize: Callable[[], Any]
+    _prepared: _Prepared | None = field(init=False, default=None)
+
+    @property
+    def lanes(self) -> int:
+        """Threads of a warp."""
+        return TARGETS[self.target].warp_size if self.target else 32
 
     def check(self, case: Case, candidate: Candidate) -> str:
-        """Compare bits with ``reference`` on a target filled with ones bits before."""
+        """What differs from ``reference`` in a candidate's output, bit by bit; empty if nothing does."""
         ready = self._prepare(case)
         _bits(ready.target).fill_(-1)
         self._launch(ready, candidate)()
@@ -91,11 +70,14 @@ class DeviceBench:
         return f"{wrong} of {ready.want.numel()} elements differ from plain torch" if wrong else ""
 
     def time(self, case: Case, candidate: Candidate) -> float:
-        """The stopwatch around one launch, after warming up."""
-        return self._stopwatch(self._launch(self._prepare(case), candidate))
+        """Microseconds of one launch, after warming up."""
+        return self.stopwatch(self._launch(self._prepare(case), candidate))
 
     def paths(self, case: Case) -> tuple[float, float]:
-        """Median over rounds of calls back to back; both paths in every round, for the same disturbances."""
+        """Microseconds of a call on torch's path and on triton's: median over rounds of calls back to back.
+
+        Every round has both paths, for the same disturbances.
+        """
         ready = self._prepare(case)
         shape = (case.outer, case.row)
 
@@ -110,11 +92,11 @@ class DeviceBench:
         for round_ in range(8):
             for path, samples in times.items():
                 with ops.path(path):
-                    self._synchronize()
+                    self.synchronize()
                     started = time.perf_counter()
                     for _ in range(_CALLS):
                         call()
-                    self._synchronize()
+                    self.synchronize()
                 if round_:
                     samples.append((time.perf_counter() - started) / _CALLS * 1e6)
         return median(times["torch"]), median(times["triton"])
@@ -122,9 +104,8 @@ class DeviceBench:
     def _launch(self, ready: _Prepared, candidate: Candidate) -> Callable[[], Any]:
         case = ready.case
         launch = getattr(kernels, case.op)
-        cols = case.world * case.run * case.dtype.itemsize
-        outer, cols = (1, case.row * case.dtype.itemsize) if case.op == "reduce" else (case.outer, cols)
-        config = candidate.config(case.op, case.unit, outer, cols)
+        cols = case.row if case.op == "reduce" else case.world * case.run
+        config = candidate.config(case.op, case.unit, case.outer, cols * case.dtype.itemsize)
         return lambda: launch(ready.source, ready.target, config=config)
 
     def _prepare(self, case: Case) -> _Prepared:
@@ -152,7 +133,7 @@ class DeviceBench:
         return (case.world, case.row) if case.op == "reduce" else (case.world, case.outer, case.run)
 
 
-def open_gpu() -> DeviceBench | None:
+def open_gpu() -> Bench | None:
     """The current GPU, None where there is none."""
     if not torch.cuda.is_available():
         return None
@@ -174,7 +155,7 @@ def open_gpu() -> DeviceBench | None:
     def synchronize() -> None:
         torch.cuda.synchronize(device)
 
-    return DeviceBench(device, gpu.name, gpu.multi_processor_count, target_of(gpu), stopwatch, synchronize)
+    return Bench(device, gpu.name, gpu.multi_processor_count, target_of(gpu), stopwatch, synchronize)
 
 
 def target_of(properties: Any) -> str | None:

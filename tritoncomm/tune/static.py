@@ -25,9 +25,9 @@ _IN_FLIGHT = 65536
 _ELEMENT = {16: ("i64", 2), 8: ("i64", 1), 4: ("i32", 1), 2: ("i16", 1), 1: ("i8", 1)}
 _SUMMED = {8: "fp64", 4: "fp32", 2: "bf16", 1: "i8"}
 _SIZE = {"i64": 8, "i32": 4, "i16": 2, "i8": 1, "fp32": 4, "bf16": 2}
-# Of one multiprocessor: threads, registers, the granule in which threads get registers, programs.
-_NVIDIA = {"threads": 2048, "registers": 65536, "granule": 8, "programs": 32}
-_AMD = {"threads": 2048, "registers": 4 * 512 * 64, "granule": 8, "programs": 32}
+# Of one multiprocessor: threads, the granule in which threads get registers, programs, registers.
+_THREADS, _GRANULE, _PROGRAMS = 2048, 8, 32
+_REGISTERS = {"cuda": 65536, "hip": 4 * 512 * 64}
 
 
 @dataclass(frozen=True)
@@ -188,11 +188,9 @@ def _verdict(code: Code, warps: int, pruned: str, target: str) -> Verdict:
 
 def resident(registers: int, warps: int, target: str) -> int:
     """Threads of a kernel that one multiprocessor holds at a time."""
-    limits, lanes = (_AMD if TARGETS[target].backend == "hip" else _NVIDIA), TARGETS[target].warp_size
-    threads = warps * lanes
-    each = -(-max(registers, 1) // limits["granule"]) * limits["granule"]
-    programs = min(limits["threads"] // threads, limits["registers"] // (each * threads), limits["programs"])
-    return programs * threads
+    threads = warps * TARGETS[target].warp_size
+    each = -(-max(registers, 1) // _GRANULE) * _GRANULE
+    return min(_THREADS // threads, _REGISTERS[TARGETS[target].backend] // (each * threads), _PROGRAMS) * threads
 
 
 def rank(op: str, unit: int, verdicts: dict[str, Verdict], target: str) -> list[Candidate]:
