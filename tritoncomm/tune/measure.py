@@ -64,7 +64,7 @@ class Bench:
     def check(self, case: Case, candidate: Candidate) -> str:
         """What differs from ``reference`` in a candidate's output, bit by bit; empty if nothing does."""
         ready = self._prepare(case)
-        _bits(ready.target).fill_(-1)
+        _bits(ready.target).fill_(-1)  # the last candidate's output is still there
         self._launch(ready, candidate)()
         wrong = int((_bits(ready.target) != _bits(ready.want)).sum())
         return f"{wrong} of {ready.want.numel()} elements differ from plain torch" if wrong else ""

@@ -9,7 +9,7 @@ one target. It is no time: caches, partial tiles and the memory system, which de
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import triton.language as tl
@@ -18,7 +18,7 @@ from tritoncomm_kernels.config import Config
 from tritoncomm.tune.candidates import Candidate, candidates
 from tritoncomm.tune.machine_code import TARGETS, Build, Code, build_all, compiled_kernels
 
-__all__ = ["COST", "Check", "Verdict", "audit", "checks", "fault", "judge", "rank", "resident"]
+__all__ = ["COST", "Check", "Verdict", "checks", "fault", "judge", "rank", "resident"]
 
 COST = "instructions per 16 bytes x max(1, 65536 / bytes of loads in flight per multiprocessor)"
 _IN_FLIGHT = 65536
@@ -141,33 +141,6 @@ def judge(op: str, unit: int, tried: Sequence[Candidate], target: str) -> list[V
         pruned = next(filter(None, (fault(code, check) for code, check in read)), "")
         verdicts.append(_verdict(read[0][0], candidate.num_warps, pruned, target))
     return verdicts
-
-
-def audit(tiles: Sequence[tuple[str, int, Config]], target: str) -> list[str]:
-    """Faults in the machine code of tiles, in words.
-
-    Args:
-        tiles: operation, unit and tile.
-        target: a key of ``TARGETS``.
-
-    The width of accesses counts where a tile has a whole unit for every thread; tiles of smaller tensors have not.
-    """
-    mine = [(unit, tile, check) for op, unit, tile in tiles for check in checks(op, unit, tile)]
-    codes = build_all([check.build for _, _, check in mine], target)
-    faults = []
-    for (unit, tile, check), code in zip(mine, codes, strict=True):
-        threads = tile.num_warps * TARGETS[target].warp_size
-        full = tile.block_rows * tile.block_cols >= threads * _bytes_needed(check)
-        reason = fault(code, check if full else replace(check, width=0))
-        if reason:
-            faults.append(f"{target}, unit {unit}, {tile.block_rows} x {tile.block_cols} B: {reason}")
-    return faults
-
-
-def _bytes_needed(check: Check) -> int:
-    """Bytes of a tile per thread from which every access can have its width: of the smaller of two element types."""
-    sizes = [_SIZE.get(kind.removeprefix("*"), 8) for name, kind in check.build.types.items() if name.endswith("_ptr")]
-    return check.width * max(sizes[:2]) // min(sizes[:2])
 
 
 def _verdict(code: Code, warps: int, pruned: str, target: str) -> Verdict:

@@ -124,8 +124,6 @@ def rank_static(request: Request, target: str, follow: Follow | None = None) -> 
     if target not in TARGETS:
         raise ValueError(f"--target {target!r} is none of {', '.join(TARGETS)}")
     chosen = _groups_of(cases_of(request))
-    if not (request.shapes or request.model):
-        chosen = groups(tuple(request.ops) or OPS)
     content, outcome = _begin(request.out, f"{target}.json", results.static_key(target) | {"cost": static.COST})
     todo = [batch for op, unit in chosen for batch in batches(op, unit, target)]
 
