@@ -72,11 +72,8 @@ def _last_line(rank: int, log: Path) -> str:
 
 def _inputs(rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's rows, and the gradient of its columns; every element has a value of its own."""
-    rows = 100.0 * rank + torch.arange(ROWS * HIDDEN, dtype=torch.float32, device=device).view(ROWS, HIDDEN)
-    columns = HIDDEN // WORLD
-    count = WORLD * ROWS * columns
-    gradient = 1000.0 * rank + torch.arange(count, dtype=torch.float32, device=device).view(WORLD * ROWS, columns)
-    return rows, gradient
+    values = torch.arange(ROWS * HIDDEN, dtype=torch.float32, device=device)
+    return 100.0 * rank + values.view(ROWS, HIDDEN), 1000.0 * rank + values.view(WORLD * ROWS, HIDDEN // WORLD)
 
 
 def _exchange(rank: int, device: torch.device) -> None:
@@ -88,13 +85,11 @@ def _exchange(rank: int, device: torch.device) -> None:
     out = all_to_all_sp2hp(x, group)
     (grad,) = torch.autograd.grad(out, x, gradient)
     everyone = [_inputs(other, device) for other in range(WORLD)]
-    columns, mine = HIDDEN // WORLD, slice(rank * ROWS, (rank + 1) * ROWS)
-    values = torch.cat([all_rows[:, rank * columns : (rank + 1) * columns] for all_rows, _ in everyone])
-    gradients = torch.cat([all_columns[mine] for _, all_columns in everyone], 1)
-    if not torch.equal(out, values):
-        raise SystemExit(f"all_to_all_sp2hp gave wrong values: {out.tolist()}, not {values.tolist()}")
-    if not torch.equal(grad, gradients):
-        raise SystemExit(f"all_to_all_sp2hp gave wrong gradients: {grad.tolist()}, not {gradients.tolist()}")
+    values = torch.cat([all_rows.chunk(WORLD, 1)[rank] for all_rows, _ in everyone])
+    gradients = torch.cat([all_columns.chunk(WORLD)[rank] for _, all_columns in everyone], 1)
+    for what, result, expected in (("values", out, values), ("gradients", grad, gradients)):
+        if not torch.equal(result, expected):
+            raise SystemExit(f"all_to_all_sp2hp gave wrong {what}: {result.tolist()}, not {expected.tolist()}")
 
 
 def _rank(rank: int, store: str, backend: str) -> None:
