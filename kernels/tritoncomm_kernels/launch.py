@@ -24,17 +24,8 @@ from tritoncomm_kernels.config import Crossover, crossover_of
 from tritoncomm_kernels.device_table import Table, table_on
 from tritoncomm_kernels.numerics import INTERPRETED
 
-TRITON_TYPE = {
-    torch.int8: tl.int8,
-    torch.uint8: tl.uint8,
-    torch.int16: tl.int16,
-    torch.int32: tl.int32,
-    torch.int64: tl.int64,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
+_NAMES = ("int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+TRITON_TYPE: dict[torch.dtype, Any] = {getattr(torch, name): getattr(tl, name) for name in _NAMES}
 _DIRECT_VERSIONS = ((3, 6), (3, 10))  # from, up to: the versions whose run() is known
 _LIMIT = 2**31 - 2**20  # a tile may reach past the last row and column by its own size
 
