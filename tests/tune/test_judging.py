@@ -114,7 +114,7 @@ def test_several_cores_find_the_same(
     todo = [batch for op in OPS for batch in search.batches(op, 8, "sm_90")]
     done.update(zip(todo[2].keys, todo[2].work(), strict=True))
     judge.clear()
-    state = search.judge_all(todo, done, lambda: saved.append(len(done)), follow=lambda *a: said.append(a))
+    state = search.search(todo, done, lambda: saved.append(len(done)), follow=lambda *a: said.append(a), parallel=True)
     assert state == search.COMPLETE
     assert set(done) == {key for batch in todo for key in batch.keys}
     assert len(judge) == len(todo) - 1, "what is there already is not judged again"
@@ -135,7 +135,7 @@ def test_a_batch_that_does_not_end_is_not_waited_for(
     done: dict[str, Any] = {}
     started = time.monotonic()
     try:
-        assert search.judge_all(todo, done, lambda: None, end=started + 0.3) == search.OUT_OF_TIME
+        assert search.search(todo, done, lambda: None, end=started + 0.3, parallel=True) == search.OUT_OF_TIME
         assert time.monotonic() - started < 10
     finally:
         hang.set()
@@ -157,7 +157,7 @@ def test_without_workers_this_process_goes_on(
     in_threads(monkeypatch, Broken)
     todo, done = [batch for op in OPS for batch in search.batches(op, 8, "sm_90")], {}
     before = signal.getsignal(signal.SIGINT)
-    assert search.judge_all(todo, done, lambda: None) == search.COMPLETE
+    assert search.search(todo, done, lambda: None, parallel=True) == search.COMPLETE
     assert len(judge) == len(todo)
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -170,7 +170,7 @@ def test_ctrl_c_keeps_what_is_judged(monkeypatch: pytest.MonkeyPatch, judge: lis
         if several:
             in_threads(monkeypatch)
         todo, done = [batch for op in OPS for batch in search.batches(op, 8, "sm_90")], {}
-        assert search.judge_all(todo, done, lambda: None, follow=press) == search.INTERRUPTED
+        assert search.search(todo, done, lambda: None, follow=press, parallel=True) == search.INTERRUPTED
         assert 0 < len(done) < sum(len(batch.keys) for batch in todo)
 
 
@@ -199,10 +199,10 @@ def test_real_processes_find_what_this_one_finds(monkeypatch: pytest.MonkeyPatch
     alone: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    assert search.judge_all(todo, alone, lambda: None) == search.COMPLETE
+    assert search.search(todo, alone, lambda: None, parallel=True) == search.COMPLETE
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(search, "_WORTH_A_WORKER", 2)
-    assert search.judge_all(todo, shared, lambda: None) == search.COMPLETE
+    assert search.search(todo, shared, lambda: None, parallel=True) == search.COMPLETE
     assert shared == alone
 
 

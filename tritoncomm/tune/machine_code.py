@@ -123,18 +123,17 @@ def _nvidia(cubins: Sequence[bytes], architecture: str) -> list[Code]:
         for cubin in cubins:
             (Path(folder) / "cubin").write_bytes(cubin)
             usage = _run("cuobjdump", "--dump-resource-usage", f"{folder}/cubin")
-            usages.append(re.search(r"REG:(\d+) STACK:(\d+)", usage))
+            usages += re.findall(r"REG:(\d+) STACK:(\d+)", usage)
         raw.write_bytes(b"".join(texts))
         listing = _run("nvdisasm", "-ndf", "-b", architecture, str(raw))
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", listing)
     operations = [(int(address, 16), operation) for address, operation in lines]
     codes, start = [], 0
-    for text, usage in zip(texts, usages, strict=True):
-        assert usage is not None
+    for text, (registers, stack) in zip(texts, usages, strict=True):
         mine = [name for address, name in operations if start <= address < start + len(text) and name != "NOP"]
         assert mine
         local = sum(operation.startswith(("LDL", "STL")) for operation in mine)
-        codes.append(_code(mine, ("LDG", "STG"), _nvidia_width, int(usage[1]), int(usage[2]) + local, len(mine)))
+        codes.append(_code(mine, ("LDG", "STG"), _nvidia_width, int(registers), int(stack) + local, len(mine)))
         start += len(text)
     return codes
 
@@ -165,13 +164,10 @@ def _nvidia_width(operation: str) -> int:
 def _amd(text: str) -> Code:
     body = text.partition(".section")[0]
     every = re.findall(r"^\t([a-z]\w+)", body, flags=re.MULTILINE)
-    operations = [operation for operation in every if re.match(r"(global|buffer|flat)_(load|store)_", operation)]
-    registers, spills = (re.search(rf"\.{key}:\s*(\d+)", text) for key in ("vgpr_count", "vgpr_spill_count"))
-    assert registers is not None
-    assert spills is not None
-    short = [re.sub(r"^\w+?_(load|store)", r"\1", operation) for operation in operations]
+    memory = re.findall(r"^\t(?:global|buffer|flat)_((?:load|store)_\w+)", body, flags=re.MULTILINE)
+    registers, spills = (int(re.findall(rf"\.{key}:\s*(\d+)", text)[0]) for key in ("vgpr_count", "vgpr_spill_count"))
     count = len([operation for operation in every if operation not in ("s_nop", "s_code_end")])
-    return _code(short, ("load", "store"), _amd_width, int(registers[1]), int(spills[1]), count)
+    return _code(memory, ("load", "store"), _amd_width, registers, spills, count)
 
 
 def _amd_width(operation: str) -> int:

@@ -7,6 +7,7 @@ the paths is host time as a caller sees it: calls back to back, with their alloc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -29,14 +30,6 @@ _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: t
 
 
 @dataclass
-class _Prepared:
-    case: Case
-    source: Tensor
-    target: Tensor
-    want: Tensor
-
-
-@dataclass
 class Bench:
     """A torch device as a search uses it.
 
@@ -54,7 +47,7 @@ class Bench:
     target: str | None
     stopwatch: Callable[[Callable[[], Any]], float]
     synchronize: Callable[[], Any]
-    _prepared: _Prepared | None = field(init=False, default=None)
+    _prepared: tuple[Case, Tensor, Tensor, Tensor] | None = field(init=False, default=None)
 
     @property
     def lanes(self) -> int:
@@ -63,31 +56,23 @@ class Bench:
 
     def check(self, case: Case, candidate: Candidate) -> str:
         """What differs from ``reference`` in a candidate's output, bit by bit; empty if nothing does."""
-        ready = self._prepare(case)
-        _bits(ready.target).fill_(-1)  # the last candidate's output is still there
-        self._launch(ready, candidate)()
-        wrong = int((_bits(ready.target) != _bits(ready.want)).sum())
-        return f"{wrong} of {ready.want.numel()} elements differ from plain torch" if wrong else ""
+        _, target, expected = self._prepare(case)
+        _bits(target).fill_(-1)  # the last candidate's output is still there
+        self._launch(case, candidate)()
+        wrong = int((_bits(target) != _bits(expected)).sum())
+        return f"{wrong} of {expected.numel()} elements differ from plain torch" if wrong else ""
 
     def time(self, case: Case, candidate: Candidate) -> float:
         """Microseconds of one launch, after warming up."""
-        return self.stopwatch(self._launch(self._prepare(case), candidate))
+        return self.stopwatch(self._launch(case, candidate))
 
     def paths(self, case: Case) -> tuple[float, float]:
         """Microseconds of a call on torch's path and on triton's: median over rounds of calls back to back.
 
         Every round has both paths, for the same disturbances.
         """
-        ready = self._prepare(case)
-        shape = (case.outer, case.row)
-
-        def call() -> Any:
-            if case.op == "pack":
-                return ops.pack(ready.source, 1, case.world)
-            if case.op == "unpack":
-                return ops.unpack(ready.source, shape, 1, case.world)
-            return ops.reduce(ready.source)
-
+        arguments = {"pack": (1, case.world), "unpack": ((case.outer, case.row), 1, case.world), "reduce": ()}
+        call = partial(getattr(ops, case.op), self._prepare(case)[0], *arguments[case.op])
         times: dict[str, list[float]] = {"torch": [], "triton": []}
         for round_ in range(8):
             for path, samples in times.items():
@@ -101,24 +86,24 @@ class Bench:
                     samples.append((time.perf_counter() - started) / _CALLS * 1e6)
         return median(times["torch"]), median(times["triton"])
 
-    def _launch(self, ready: _Prepared, candidate: Candidate) -> Callable[[], Any]:
-        case = ready.case
-        launch = getattr(kernels, case.op)
+    def _launch(self, case: Case, candidate: Candidate) -> Callable[[], Any]:
+        source, target, _ = self._prepare(case)
         cols = case.row if case.op == "reduce" else case.world * case.run
         config = candidate.config(case.op, case.unit, case.outer, cols * case.dtype.itemsize)
-        return lambda: launch(ready.source, ready.target, config=config)
+        return partial(getattr(kernels, case.op), source, target, config=config)
 
-    def _prepare(self, case: Case) -> _Prepared:
-        """Tensors of a case; those of the last one are kept."""
-        if self._prepared is None or self._prepared.case != case:
-            self._prepared = None
-            source = self._random((case.outer, case.row) if case.op == "pack" else self._wire(case), case)
-            shape = {"pack": self._wire(case), "unpack": (case.outer, case.row), "reduce": (case.row,)}[case.op]
-            target = torch.empty(shape, dtype=case.dtype, device=self.device)
-            want = torch.empty_like(target)
-            getattr(reference, case.op)(source, want)
-            self._prepared = _Prepared(case, source, target, want)
-        return self._prepared
+    def _prepare(self, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+        """Source, target and expected target of a case; those of the last one are kept."""
+        if self._prepared is None or self._prepared[0] != case:
+            self._prepared = None  # frees the memory first
+            rows, wire = (case.outer, case.row), (case.world, case.outer, case.run)
+            shapes = {"pack": (rows, wire), "unpack": (wire, rows), "reduce": ((case.world, case.row), (case.row,))}
+            source = self._random(shapes[case.op][0], case)
+            target = torch.empty(shapes[case.op][1], dtype=case.dtype, device=self.device)
+            expected = torch.empty_like(target)
+            getattr(reference, case.op)(source, expected)
+            self._prepared = case, source, target, expected
+        return self._prepared[1:]
 
     def _random(self, shape: tuple[int, ...], case: Case) -> Tensor:
         """Any bits for copies; small integers for sums."""
@@ -127,10 +112,6 @@ class Bench:
             return torch.randint(-8, 8, shape, device=self.device).to(case.dtype)
         numbers = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8, device=self.device)
         return numbers.view(case.dtype) if case.dtype is not torch.bool else (numbers & 1).view(torch.bool)
-
-    @staticmethod
-    def _wire(case: Case) -> tuple[int, ...]:
-        return (case.world, case.row) if case.op == "reduce" else (case.world, case.outer, case.run)
 
 
 def open_gpu() -> Bench | None:
@@ -152,9 +133,7 @@ def open_gpu() -> Bench | None:
         torch.cuda.synchronize(device)
         return median(start.elapsed_time(end) * 1e3 for start, end in events)
 
-    def synchronize() -> None:
-        torch.cuda.synchronize(device)
-
+    synchronize = partial(torch.cuda.synchronize, device)
     return Bench(device, gpu.name, gpu.multi_processor_count, target_of(gpu), stopwatch, synchronize)
 
 

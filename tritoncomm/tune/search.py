@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -18,7 +18,7 @@ from tritoncomm.tune import static
 from tritoncomm.tune.candidates import Candidate, candidates
 from tritoncomm.tune.machine_code import TARGETS
 
-__all__ = ["COMPLETE", "INTERRUPTED", "OUT_OF_TIME", "Follow", "Task", "batches", "judge", "judge_all", "search"]
+__all__ = ["COMPLETE", "INTERRUPTED", "OUT_OF_TIME", "Follow", "Task", "batches", "judge", "search"]
 
 COMPLETE = "complete"
 OUT_OF_TIME = "out of time"
@@ -54,7 +54,7 @@ def search(
     end: float = math.inf,
     follow: Follow | None = None,
     clock: Callable[[], float] = time.monotonic,
-    workers: int = 1,
+    parallel: bool = False,
 ) -> str:
     """Do the tasks whose results are not in ``done`` yet, in order, and put the results there.
 
@@ -65,12 +65,14 @@ def search(
         end: reading of the clock from which on no further task starts.
         follow: called with the group, the keys done and the keys in total after each task.
         clock: seconds from any start.
-        workers: processes that do the tasks; with one it is this process.
+        parallel: in processes of their own where there is work for several cores. Threads would not help with
+            compilation, half of which is Python.
 
     Returns:
         ``complete``, ``out of time`` or ``interrupted``.
     """
-    missing = _missing(tasks, done)
+    missing = [task for task in tasks if not done.keys() >= set(task.keys)]
+    workers = min(len(os.sched_getaffinity(0)), len(missing) // _WORTH_A_WORKER, _MAX_WORKERS) if parallel else 1
     total, left = (sum(len(task.keys) for task in some) for some in (tasks, missing))
     saved = clock()
     finished = _in_processes(missing, workers) if workers > 1 else ([(task, task.work())] for task in missing)
@@ -87,15 +89,13 @@ def search(
                 if clock() - saved >= _SAVE_EVERY_S:
                     save()
                     saved = clock()
+    except BrokenProcessPool:  # a worker was killed, or cannot import the main program: this process goes on
+        return search(tasks, done, save, end=end, follow=follow, clock=clock)
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
         save()
     return COMPLETE
-
-
-def _missing(tasks: Sequence[Task], done: dict[str, Any]) -> list[Task]:
-    return [task for task in tasks if not done.keys() >= set(task.keys)]
 
 
 def _in_processes(tasks: Sequence[Task], workers: int) -> Generator[list[tuple[Task, Sequence[Any]]], None, None]:
@@ -130,27 +130,6 @@ def judge(op: str, unit: int, tried: Sequence[Candidate], target: str) -> list[d
     verdicts = static.judge(op, unit, tried, target)
     name = {"op": op, "unit": unit}
     return [name | asdict(one) | asdict(verdict) for one, verdict in zip(tried, verdicts, strict=True)]
-
-
-def judge_all(
-    todo: Sequence[Task],
-    done: dict[str, Any],
-    save: Callable[[], None],
-    *,
-    end: float = math.inf,
-    follow: Follow | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> str:
-    """`search` over batches, in processes of their own where there is work for several cores.
-
-    Half of a compilation is Python, so threads would not help.
-    """
-    run = partial(search, todo, done, save, end=end, follow=follow, clock=clock)
-    workers = min(len(os.sched_getaffinity(0)), len(_missing(todo, done)) // _WORTH_A_WORKER, _MAX_WORKERS)
-    if workers > 1:
-        with suppress(BrokenProcessPool):  # a worker was killed, or cannot import the main program
-            return run(workers=workers)
-    return run()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tritoncomm.tune.candidates import Candidate, candidates, groups
 from tritoncomm.tune.cases import Case
 from tritoncomm.tune.machine_code import CAN_READ, TARGETS
 from tritoncomm.tune.measure import Bench
-from tritoncomm.tune.search import INTERRUPTED, Follow, Task, batches, judge_all, search
+from tritoncomm.tune.search import INTERRUPTED, Follow, Task, batches, search
 
 __all__ = ["Outcome", "Request", "cases_of", "measure", "rank_static"]
 
@@ -131,7 +131,8 @@ def rank_static(request: Request, target: str, follow: Follow | None = None) -> 
         content["ranking"] = _ranking(content["results"], target)
         _finish(outcome, todo)
 
-    outcome.state = judge_all(todo, content["results"], save, end=time.monotonic() + _budget(request), follow=follow)
+    end = time.monotonic() + _budget(request)
+    outcome.state = search(todo, content["results"], save, end=end, follow=follow, parallel=True)
     return outcome
 
 
@@ -158,7 +159,7 @@ def measure(
     if bench.target is not None and CAN_READ[TARGETS[bench.target].backend]:
         todo = [batch for op, unit in chosen for batch in batches(op, unit, bench.target)]
         end = started + budget * _JUDGING
-        outcome.state = judge_all(todo, judged, lambda: None, end=end, follow=follow, clock=clock)
+        outcome.state = search(todo, judged, lambda: None, end=end, follow=follow, clock=clock, parallel=True)
         if outcome.state == INTERRUPTED:
             _finish(outcome, todo)
             return outcome
