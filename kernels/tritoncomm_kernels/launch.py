@@ -140,13 +140,12 @@ class Launch:
 
     def _launch_checked(self, first: Tensor, second: Tensor, scale: float) -> None:
         with _quiet() if INTERPRETED else torch.cuda.device(self.device):
-            tensors, kinds = [first, second], [*self.types]
+            pointers = [triton.reinterpret(x, TRITON_TYPE[t]) for x, t in zip((first, second), self.types, strict=True)]
             if self.table is not None:
                 stream = 0 if self.device < 0 else torch.cuda.current_stream(self.device).cuda_stream
-                tensors, kinds = [*tensors, self.table_for(stream)], [*kinds, torch.int32]
+                pointers.append(self.table_for(stream))
             self.kernel[(self.grid,)](
-                *(triton.reinterpret(x, TRITON_TYPE[kind]) for x, kind in zip(tensors, kinds, strict=True)),
-                *(scale, *self.arguments),
+                *(*pointers, scale, *self.arguments),
                 **self.constants,
                 num_warps=self.num_warps,
                 enable_fp_fusion=False,
