@@ -195,7 +195,6 @@ def split_reduce_scatter(
         Gradients ``[5, 8]`` and ``[16]`` with dims ``[1, 0]`` on 4 ranks give shards ``[5, 2]`` and ``[4]``.
     """
     name = "split_reduce_scatter"
-    single = isinstance(tensors, Tensor)
     many = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if not many:
         return []
@@ -217,7 +216,7 @@ def split_reduce_scatter(
     record.add(name, path, copied, wire.nbytes * (world - 1) // world, started)
     summed = summed.view(-1)
     results = [_own(summed, x, dim, shard, world, rank) for x, dim, shard in zip(many, axes, shards, strict=True)]
-    return results[0] if single else results
+    return results[0] if isinstance(tensors, Tensor) else results
 
 
 def _own(summed: Tensor, x: Tensor, dim: int, shard: tuple[int, tuple[int, ...]], world: int, rank: int) -> Tensor:

@@ -45,21 +45,16 @@ def run(backend: str, seconds: float = 60.0, without: Sequence[str] = ()) -> str
                 command = [sys.executable, "-m", "tritoncomm.selftest", str(rank), f"{folder}/store", backend]
                 with log.open("wb") as output:
                     ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-            _wait(ranks, end)
-            failed = [rank for rank, process in enumerate(ranks) if process.poll()]
+            codes: list[int | None] = [None]
+            while None in codes and not any(codes) and time.monotonic() < end:
+                time.sleep(0.02)
+                codes = [process.poll() for process in ranks]
+            failed = [rank for rank, code in enumerate(codes) if code]
             return next(filter(None, (_last_line(rank, logs[rank]) for rank in failed or range(WORLD))), "")
         finally:
             for process in ranks:
                 process.kill()
                 process.wait()
-
-
-def _wait(ranks: list[subprocess.Popen[bytes]], end: float) -> None:
-    """Until both have ended, one has failed, or the time is over."""
-    while time.monotonic() < end and any(process.poll() is None for process in ranks):
-        if any(process.poll() for process in ranks):
-            break
-        time.sleep(0.02)
 
 
 def _last_line(rank: int, log: Path) -> str:
