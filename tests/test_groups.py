@@ -94,7 +94,7 @@ def run_sizes(group: ProcessGroup) -> None:
             assert groups.get_next_global_rank(mode) == ranks[(local + 1) % len(ranks)]
             assert groups.get_prev_global_rank(mode) == ranks[(local - 1) % len(ranks)]
             assert groups.is_initialized(mode)
-            assert list(groups.ranks_of(groups.get_group(mode))) == ranks
+            assert dist.get_process_group_ranks(groups.get_group(mode)) == ranks
             assert groups.get_cpu_group(mode) is groups.get_group(mode)
         assert groups.get_global_rank() == rank
         assert not groups.is_initialized(M.PARALLEL_1D)

@@ -36,15 +36,14 @@ __all__ = [
 ]
 
 
-def _checked(tensor: Any, parallel_mode: Any, name: str) -> dist.ProcessGroup:
+def _checked(tensor: Any, parallel_mode: Any, name: str, dim: int | None = None) -> dist.ProcessGroup:
+    """The group that moves ``tensor``, a tensor that has ``dim``."""
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"{name}: expected a tensor, not {type(tensor).__name__}")
-    return group_for(parallel_mode, tensor, name)
-
-
-def _checked_dim(tensor: Tensor, dim: int, name: str) -> None:
-    if not -tensor.dim() <= dim < tensor.dim():
+    group = group_for(parallel_mode, tensor, name)
+    if dim is not None and not -tensor.dim() <= dim < tensor.dim():
         raise ShapeError(f"{name}: dim {dim} is out of range for shape {tuple(tensor.shape)}")
+    return group
 
 
 def all_gather(
@@ -64,11 +63,9 @@ def all_gather(
 
     Shape: ``[..., n, ...] -> [..., n*world, ...]``, or ``[..., sum(sizes), ...]``.
     """
-    group = _checked(tensor, parallel_mode, "all_gather")
-    _checked_dim(tensor, dim, "all_gather")
-    return eager.all_gather(
-        without_graph(tensor), dim, group, normalize_sizes(sizes, "all_gather"), "all_gather", async_op
-    )
+    group = _checked(tensor, parallel_mode, "all_gather", dim)
+    per_rank = normalize_sizes(sizes, "all_gather")
+    return eager.all_gather(without_graph(tensor), dim, group, per_rank, "all_gather", async_op)
 
 
 def reduce_scatter(
@@ -95,8 +92,7 @@ def reduce_scatter(
 
     Shape: ``[..., n, ...] -> [..., n/world, ...]``, or ``[..., sizes[rank], ...]``.
     """
-    group = _checked(tensor, parallel_mode, "reduce_scatter")
-    _checked_dim(tensor, dim, "reduce_scatter")
+    group = _checked(tensor, parallel_mode, "reduce_scatter", dim)
     per_rank = normalize_sizes(sizes, "reduce_scatter")
     return eager.reduce_scatter(without_graph(tensor), dim, group, per_rank, "reduce_scatter", op, async_op)
 
@@ -111,30 +107,13 @@ def all_reduce(tensor: Tensor, parallel_mode: Any, op: Any = ReduceOp.SUM, async
     return eager.all_reduce(tensor, group, "all_reduce", op, True, async_op)
 
 
-def _rooted(tensor: Tensor, root: int, group: dist.ProcessGroup, name: str) -> tuple[Tensor, int, int]:
-    """A contiguous tensor, the bytes copied for it, and the root's rank inside the group."""
-    ranks = dist.get_process_group_ranks(group)
-    if root not in ranks:
-        raise GroupError(f"{name}: global rank {root} is not in the group {ranks}")
-    contiguous = tensor if tensor.is_contiguous() else tensor.contiguous()
-    return contiguous, 0 if contiguous is tensor else 2 * tensor.nbytes, ranks.index(root)
-
-
 def broadcast(tensor: Tensor, src: int, parallel_mode: Any, async_op: bool = False) -> Any:
     """Values of global rank ``src`` on every rank, in place when ``tensor`` is contiguous, else in a copy.
 
     Returns:
         The tensor with the values, or ``(tensor, handle)``.
     """
-    group = _checked(tensor, parallel_mode, "broadcast")
-    started = record.now()
-    if eager.is_single_rank(group, "broadcast"):
-        return (tensor, None) if async_op else tensor
-    check_input(tensor, "broadcast")
-    out, copied, root = _rooted(tensor, src, group, "broadcast")
-    work = backend.broadcast(out, root, group, async_op)
-    record.add("broadcast", "torch" if copied else "view", copied, out.nbytes if group.rank() == root else 0, started)
-    return (out, Handle(work, out, None)) if async_op else out
+    return _rooted("broadcast", tensor, src, parallel_mode, None, async_op)
 
 
 def reduce(tensor: Tensor, dst: int, parallel_mode: Any, op: Any = ReduceOp.SUM, async_op: bool = False) -> Any:
@@ -143,15 +122,28 @@ def reduce(tensor: Tensor, dst: int, parallel_mode: Any, op: Any = ReduceOp.SUM,
     Returns:
         On ``dst`` the reduced tensor; elsewhere the same buffer with unspecified contents. Or ``(tensor, handle)``.
     """
-    group = _checked(tensor, parallel_mode, "reduce")
+    return _rooted("reduce", tensor, dst, parallel_mode, op, async_op)
+
+
+def _rooted(name: str, tensor: Tensor, root: int, parallel_mode: Any, op: Any, async_op: bool) -> Any:
+    """``reduce`` into global rank ``root``, or ``broadcast`` from it, which takes no op."""
+    group = _checked(tensor, parallel_mode, name)
     started = record.now()
-    if eager.is_single_rank(group, "reduce"):
+    if eager.is_single_rank(group, name):
         return (tensor, None) if async_op else tensor
-    check_input(tensor, "reduce")
-    out, copied, root = _rooted(tensor, dst, group, "reduce")
-    backend.check_op(op, out, group, "reduce")
-    work = backend.reduce(out, root, op, group, async_op)
-    record.add("reduce", "torch" if copied else "view", copied, 0 if group.rank() == root else out.nbytes, started)
+    check_input(tensor, name)
+    ranks = dist.get_process_group_ranks(group)
+    if root not in ranks:
+        raise GroupError(f"{name}: global rank {root} is not in the group {ranks}")
+    out, root = tensor.contiguous(), ranks.index(root)
+    copied = 0 if out is tensor else 2 * tensor.nbytes
+    if name == "reduce":
+        backend.check_op(op, out, group, name)
+        work = backend.reduce(out, root, op, group, async_op)
+    else:
+        work = backend.broadcast(out, root, group, async_op)
+    is_sender = (group.rank() == root) is (name == "broadcast")
+    record.add(name, "torch" if copied else "view", copied, out.nbytes if is_sender else 0, started)
     return (out, Handle(work, out, None)) if async_op else out
 
 
@@ -203,7 +195,6 @@ def split_reduce_scatter(
         Gradients ``[5, 8]`` and ``[16]`` with dims ``[1, 0]`` on 4 ranks give shards ``[5, 2]`` and ``[4]``.
     """
     name = "split_reduce_scatter"
-    single = isinstance(tensors, Tensor)
     many = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if not many:
         return []
@@ -214,8 +205,7 @@ def split_reduce_scatter(
     group = _checked(many[0], parallel_mode, name)
     started, world, rank = record.now(), group.size(), group.rank()
     for x, dim in zip(many, axes, strict=True):
-        _checked(x, group, name)
-        _checked_dim(x, dim, name)
+        _checked(x, group, name, dim)
         check_input(x, name)
     wire, shards, path, copied = pack_many(many, axes, world, dtype=dtype, scale=scale)
     summed = wire
@@ -226,7 +216,7 @@ def split_reduce_scatter(
     record.add(name, path, copied, wire.nbytes * (world - 1) // world, started)
     summed = summed.view(-1)
     results = [_own(summed, x, dim, shard, world, rank) for x, dim, shard in zip(many, axes, shards, strict=True)]
-    return results[0] if single else results
+    return results[0] if isinstance(tensors, Tensor) else results
 
 
 def _own(summed: Tensor, x: Tensor, dim: int, shard: tuple[int, tuple[int, ...]], world: int, rank: int) -> Tensor:

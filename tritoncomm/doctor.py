@@ -6,9 +6,10 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -22,6 +23,11 @@ from tritoncomm.errors import GroupError
 __all__ = ["Finding", "examine"]
 
 NEEDED = {"torch": (2, 11), "triton": (3, 6)}
+VARIABLES = (
+    "TRITONCOMM_PATH", "TRITONCOMM_TABLE", "TRITONCOMM_CHECK", "TRITON_INTERPRET", "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE",
+    "NCCL_DEBUG", "TORCH_DIST_USE_NCCL2", "TORCH_DISTRIBUTED_DEBUG",
+)  # fmt: skip
 _NO_NETWORK = re.compile(r"rank \d: (tritoncomm\.errors\.|(ModuleNotFound|Import|Attribute|Name)Error|\w+ gave wrong)")
 
 
@@ -48,11 +54,13 @@ def examine(self_test: bool = True) -> Iterator[Finding]:
     for package, minimum in NEEDED.items():
         yield _version(package, minimum)
     yield from _backends()
-    yield from _gpus()
-    yield from _links()
-    yield from _table()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.cuda.get_device_properties(index) for index in range(count)]
+    yield from _gpus(gpus)
+    yield from _links(count)
+    yield from _tables({(gpu.name, gpu.multi_processor_count) for gpu in gpus})
     yield from _launcher()
-    judged = [judge(name, os.environ[name]) for name, judge in VARIABLES.items() if name in os.environ]
+    judged = [_variable(name) for name in VARIABLES if name in os.environ]
     yield from judged
     for name in sorted(os.environ):
         if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_")) and name not in VARIABLES:
@@ -123,27 +131,23 @@ def _launcher() -> Iterator[Finding]:
         yield Finding("launcher", f"{launch.launcher}: this is rank {launch.rank} of {launch.size}{where}")
 
 
-def _gpus() -> Iterator[Finding]:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not count:
+def _gpus(gpus: Sequence[Any]) -> Iterator[Finding]:
+    if not gpus:
         hint = "mappings run over Gloo with torch's copies; kernels need a GPU"
         if shutil.which("nvidia-smi"):
             hint = "the driver is there: is this a CPU build of torch, or is CUDA_VISIBLE_DEVICES empty?"
         yield Finding("GPUs", "none that torch can use", "note", hint)
-    for index in range(count):
-        gpu = torch.cuda.get_device_properties(index)
+    for index, gpu in enumerate(gpus):
         size = f"{gpu.total_memory / 2**30:.0f} GiB, {gpu.multi_processor_count} SMs"
         yield Finding(f"GPU {index}", f"{gpu.name}, {size}, compute capability {gpu.major}.{gpu.minor}")
 
 
-def _links() -> Iterator[Finding]:
+def _links(count: int) -> Iterator[Finding]:
     """Whether every pair of GPUs can reach each other's memory, and the links between them."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         return
-    unreachable = [
-        f"{a}-{b}" for a in range(count) for b in range(a + 1, count) if not torch.cuda.can_device_access_peer(a, b)
-    ]
+    pairs = combinations(range(count), 2)
+    unreachable = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
     if unreachable:
         advice = "NCCL goes through host memory there: look at `nvidia-smi topo -m`, at ACS and at /dev/shm"
         yield Finding("peer access", f"not between GPUs {', '.join(unreachable)}", "note", advice)
@@ -156,10 +160,8 @@ def _links() -> Iterator[Finding]:
         yield Finding("links", ", ".join(kinds) or "unknown: nvidia-smi topo -m printed nothing")
 
 
-def _table() -> Iterator[Finding]:
+def _tables(kinds: set[tuple[str, int]]) -> Iterator[Finding]:
     """The tuned tables that apply to every kind of GPU here."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    kinds = {(gpu.name, gpu.multi_processor_count) for gpu in map(torch.cuda.get_device_properties, range(count))}
     for name, multiprocessors in sorted(kinds):
         with warnings.catch_warnings(record=True) as ignored:
             warnings.simplefilter("always")
@@ -175,55 +177,45 @@ def _table() -> Iterator[Finding]:
         yield Finding("tuned table", "none in use without a GPU", "note", "`tritoncomm tune` makes one on a GPU")
 
 
-def _path_variable(name: str, value: str) -> Finding:
-    value = value if variables.is_on(value) else "auto"
-    if value not in variables.PATHS:
-        return Finding(name, repr(value), "problem", "no path of this name: auto, torch or triton")
-    if value == "triton" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        return Finding(name, value, "problem", "kernels need a GPU: unset it, or set TRITON_INTERPRET=1 to debug")
-    return Finding(name, value, "ok" if value == "auto" else "note", "" if value == "auto" else "forces one path")
+def _variable(name: str) -> Finding:
+    """What a variable of ``VARIABLES`` does to a job."""
+    value = os.environ[name]
+    if name == tables.VARIABLE:
+        return _table_variable(name, value)
+    if name == variables.PATH.name and not variables.is_on(value):
+        value = "auto"
+    return Finding(name, value if value.strip() else repr(value), *_judged(name, value))
 
 
-def _check_variable(name: str, value: str) -> Finding:
-    if variables.is_on(value):
-        return Finding(name, value, "note", "a header before every message, for debugging; set it on all ranks or none")
-    return Finding(name, repr(value))
-
-
-def _interpreter(name: str, value: str) -> Finding:
-    if value == "1" and torch.cuda.is_available():
-        return Finding(name, value, "problem", "kernels run in Python, thousands of times slower: unset it")
-    return Finding(name, value, "note", "kernels run in Python, for debugging")
-
-
-def _connections(name: str, value: str) -> Finding:
-    if value == "1":
-        return Finding(name, value, "note", "keeps Megatron-LM's order of kernels; newer GPUs do not need it")
-    return Finding(name, value)
-
-
-def _switched_off(name: str, value: str) -> Finding:
-    if value not in ("", "0"):
-        return Finding(name, value, "problem", "turns the fast way between GPUs off: unset it")
-    return Finding(name, value)
-
-
-def _nccl_choice(name: str, value: str) -> Finding:
-    return Finding(name, value, "note", 'chooses what backend "nccl" is, see above; unset it unless you know why')
-
-
-def _verbose(name: str, value: str) -> Finding:
-    if name == "TORCH_DISTRIBUTED_DEBUG" and value.upper() == "DETAIL" and nccl_kind() == "nccl2":
-        return Finding(name, value, "problem", "nccl2 does not support it: unset it, or take backend nccl-legacy")
-    if value.upper() in ("INFO", "TRACE", "DETAIL"):
-        return Finding(name, value, "note", "slows every collective down: for debugging only")
-    return Finding(name, value)
-
-
-def _visible(name: str, value: str) -> Finding:
-    if not value.strip() or value.strip().startswith("-1"):
-        return Finding(name, repr(value), "note", "hides every GPU")
-    return Finding(name, value)
+def _judged(name: str, value: str) -> tuple[str, str]:
+    """Level and advice."""
+    gpu = torch.cuda.is_available()
+    match name:
+        case "TRITONCOMM_PATH" if value not in variables.PATHS:
+            return "problem", "no path of this name: auto, torch or triton"
+        case "TRITONCOMM_PATH" if value == "triton" and not gpu and os.environ.get("TRITON_INTERPRET") != "1":
+            return "problem", "kernels need a GPU: unset it, or set TRITON_INTERPRET=1 to debug"
+        case "TRITONCOMM_PATH" if value != "auto":
+            return "note", "forces one path"
+        case "TRITONCOMM_CHECK" if variables.is_on(value):
+            return "note", "a header before every message, for debugging; set it on all ranks or none"
+        case "TRITON_INTERPRET" if value == "1" and gpu:
+            return "problem", "kernels run in Python, thousands of times slower: unset it"
+        case "TRITON_INTERPRET":
+            return "note", "kernels run in Python, for debugging"
+        case "CUDA_DEVICE_MAX_CONNECTIONS" if value == "1":
+            return "note", "keeps Megatron-LM's order of kernels; newer GPUs do not need it"
+        case "CUDA_VISIBLE_DEVICES" if not value.strip() or value.strip().startswith("-1"):
+            return "note", "hides every GPU"
+        case "CUDA_LAUNCH_BLOCKING" | "NCCL_P2P_DISABLE" | "NCCL_SHM_DISABLE" | "NCCL_IB_DISABLE" if value.strip("0"):
+            return "problem", "turns the fast way between GPUs off: unset it"
+        case "TORCH_DIST_USE_NCCL2":
+            return "note", 'chooses what backend "nccl" is, see above; unset it unless you know why'
+        case "TORCH_DISTRIBUTED_DEBUG" if value.upper() == "DETAIL" and nccl_kind() == "nccl2":
+            return "problem", "nccl2 does not support it: unset it, or take backend nccl-legacy"
+        case "NCCL_DEBUG" | "TORCH_DISTRIBUTED_DEBUG" if value.upper() in ("INFO", "TRACE", "DETAIL"):
+            return "note", "slows every collective down: for debugging only"
+    return "ok", ""
 
 
 def _table_variable(name: str, value: str) -> Finding:
@@ -242,23 +234,6 @@ def _table_variable(name: str, value: str) -> Finding:
     except (OSError, tables.TableError) as error:
         return Finding(name, f"{value}: {error}", "problem", "built-in rules are used: name a table, or unset it")
     return Finding(name, f"{value}: for {table.device} with {table.sm_count} SMs")
-
-
-VARIABLES: dict[str, Callable[[str, str], Finding]] = {
-    "TRITONCOMM_PATH": _path_variable,
-    "TRITONCOMM_TABLE": _table_variable,
-    "TRITONCOMM_CHECK": _check_variable,
-    "TRITON_INTERPRET": _interpreter,
-    "CUDA_DEVICE_MAX_CONNECTIONS": _connections,
-    "CUDA_VISIBLE_DEVICES": _visible,
-    "CUDA_LAUNCH_BLOCKING": _switched_off,
-    "NCCL_P2P_DISABLE": _switched_off,
-    "NCCL_SHM_DISABLE": _switched_off,
-    "NCCL_IB_DISABLE": _switched_off,
-    "NCCL_DEBUG": _verbose,
-    "TORCH_DIST_USE_NCCL2": _nccl_choice,
-    "TORCH_DISTRIBUTED_DEBUG": _verbose,
-}
 
 
 def _self_test(without: tuple[str, ...]) -> Finding:

@@ -1,6 +1,7 @@
 """Parallel modes and their process groups: who talks to whom, and which rank lists they are made of."""
 
 import enum
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ def rank_lists(
 
     def lists(*axes: int) -> list[list[int]]:
         rest = [axis for axis in range(4) if axis not in axes]
-        return mesh.permute(*rest, *axes).reshape(-1, _prod(mesh.shape[axis] for axis in axes)).tolist()
+        return mesh.permute(*rest, *axes).reshape(-1, math.prod(mesh.shape[axis] for axis in axes)).tolist()
 
     by_expert = mesh.view(data // expert, expert, pipeline, context, tensor)
     return {
@@ -121,13 +122,6 @@ def rank_lists(
         ParallelMode.SEQUENCE_DP: lists(0, 3),
         ParallelMode.EXPERT: by_expert.permute(0, 2, 3, 4, 1).reshape(-1, expert).tolist(),
     }
-
-
-def _prod(sizes: Any) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
 
 
 def as_mode(mode: Any) -> ParallelMode:
@@ -342,11 +336,6 @@ def register(members: dict[ParallelMode, Group]) -> None:
     derived.clear()
     groups.update(members)
     _virtual.update(size=None, rank=None)
-
-
-def ranks_of(group: ProcessGroup) -> Sequence[int]:
-    """Global ranks of a process group in group order."""
-    return dist.get_process_group_ranks(group)
 
 
 def check_ascending(ranks: Tensor, name: str, mesh: object = "the mesh", axes: Sequence[int] | None = None) -> None:

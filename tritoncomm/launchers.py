@@ -82,12 +82,11 @@ def _starts(env: Mapping[str, str], launcher: str, rank: str, size: str) -> bool
 
 
 def _launch(env: Mapping[str, str], launcher: str, *names: str) -> Launch:
-    rank, size, local_rank, local_size = (_integer(env, name) for name in names)
-    assert rank is not None
-    assert size is not None
+    numbers = {name: _integer(env, name) for name in names if name in env}
+    rank, size = numbers[names[0]], numbers[names[1]]
     if rank >= size:
         raise GroupError(f"{launcher} says that this is rank {rank} of {size} ({names[0]}, {names[1]})")
-    return Launch(launcher, rank, size, local_rank, local_size)
+    return Launch(launcher, rank, size, numbers.get(names[2]), numbers.get(names[3]))
 
 
 def local_rank(env: Mapping[str, str]) -> int | None:
@@ -96,13 +95,11 @@ def local_rank(env: Mapping[str, str]) -> int | None:
     Raises:
         GroupError: it is no number of 0 or more.
     """
-    return _integer(env, "LOCAL_RANK")
+    return _integer(env, "LOCAL_RANK") if "LOCAL_RANK" in env else None
 
 
-def _integer(env: Mapping[str, str], name: str) -> int | None:
-    text = env.get(name)
-    if text is None:
-        return None
+def _integer(env: Mapping[str, str], name: str) -> int:
+    text = env[name]
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise GroupError(f"{name} is {text!r}, not a number of 0 or more")
     return int(text)

@@ -178,10 +178,10 @@ def _make_groups(mesh: DeviceMesh, expert: int, tensor_mode: str | None) -> dict
         known = ", ".join("/".join(names) for names in _AXES.values())
         raise GroupError(f"mesh axes {names} must be among {known}, with a tensor axis")
     lists = _lists_of(mesh, axis, expert)
-    members = {ParallelMode.GLOBAL: _world()}
-    for mode, ours in (("DATA", "data"), ("PIPELINE", "pipeline"), ("CONTEXT", "context"), ("TENSOR", "tensor")):
-        made = mesh.get_group(name) if (name := axis[ours]) is not None else None
-        members[ParallelMode[mode]] = _own_group(lists[ParallelMode[mode]], made)
+    members = {ParallelMode.GLOBAL: _own_group([list(range(dist.get_world_size()))], dist.group.WORLD)}
+    for ours, name in axis.items():
+        mode = ParallelMode[ours.upper()]
+        members[mode] = _own_group(lists[mode], None if name is None else mesh.get_group(name))
     extra = [ParallelMode.MODEL]
     if expert > 1:
         extra.append(ParallelMode.EXPERT)
@@ -206,13 +206,6 @@ def _lists_of(mesh: DeviceMesh, axis: dict[str, str | None], expert: int) -> dic
         raise GroupError(f"expert {expert} does not divide data {sizes['data']}")
     lists = groups.rank_lists(len(ranks), sizes["tensor"], sizes["pipeline"], sizes["context"], expert)
     return {mode: [[ranks[i] for i in one] for one in rank_lists] for mode, rank_lists in lists.items()}
-
-
-def _world() -> Group:
-    world = dist.group.WORLD
-    assert world is not None
-    ranks = tuple(range(dist.get_world_size()))
-    return Group(world, _cpu_twin([list(ranks)], world), ranks)
 
 
 def _own_group(lists: list[list[int]], made: dist.ProcessGroup | None) -> Group:
@@ -280,14 +273,7 @@ class Sizes:
 
 
 def read_sizes(
-    tensor: Any,
-    pipeline: Any,
-    data: Any,
-    context: Any,
-    expert: Any,
-    virtual_pipeline: Any,
-    mesh: Any,
-    config: Any,
+    tensor: Any, pipeline: Any, data: Any, context: Any, expert: Any, virtual_pipeline: Any, mesh: Any, config: Any
 ) -> Sizes:
     """The sizes that the arguments of ``initialize()`` give.
 
@@ -297,29 +283,24 @@ def read_sizes(
     """
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise ArgumentError(f"mesh must be torch's DeviceMesh, not {type(mesh).__name__}; ours has .to_torch()")
-    replaced = {"mesh": ("tensor", "pipeline", "data", "context"), "config": ("tensor", "pipeline")}
     given = {"tensor": tensor, "pipeline": pipeline, "data": data, "context": context}
-    for name, source in (("mesh", mesh), ("config", config)):
-        doubled = (
-            []
-            if source is None
-            else [f"{size}={given[size]!r}" for size in replaced[name] if given[size] not in (1, None)]
-        )
-        if doubled:
-            raise ArgumentError(f"{name} says the sizes of {', '.join(replaced[name])}: leave out {', '.join(doubled)}")
+    for name, source, replaced in (("mesh", mesh, tuple(given)), ("config", config, ("tensor", "pipeline"))):
+        doubled = [f"{size}={given[size]!r}" for size in replaced if given[size] not in (1, None)]
+        if source is not None and doubled:
+            raise ArgumentError(f"{name} says the sizes of {', '.join(replaced)}: leave out {', '.join(doubled)}")
     mode = None
     if config is not None:
         if mesh is not None:
             raise ArgumentError("mesh and config both say the sizes: give one of them")
         tensor, pipeline, mode = _read_config(config)
     return Sizes(
-        _integer("tensor", tensor),
-        _integer("pipeline", pipeline),
-        None if data is None else _integer("data", data),
-        _integer("context", context),
-        _integer("expert", expert),
-        None if virtual_pipeline is None else _integer("virtual_pipeline", virtual_pipeline),
-        mode,
+        tensor=_integer("tensor", tensor),
+        pipeline=_integer("pipeline", pipeline),
+        data=None if data is None else _integer("data", data),
+        context=_integer("context", context),
+        expert=_integer("expert", expert),
+        virtual_pipeline=None if virtual_pipeline is None else _integer("virtual_pipeline", virtual_pipeline),
+        tensor_mode=mode,
     )
 
 

@@ -45,21 +45,16 @@ def run(backend: str, seconds: float = 60.0, without: Sequence[str] = ()) -> str
                 command = [sys.executable, "-m", "tritoncomm.selftest", str(rank), f"{folder}/store", backend]
                 with log.open("wb") as output:
                     ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-            _wait(ranks, end)
-            failed = [rank for rank, process in enumerate(ranks) if process.poll()]
+            codes: list[int | None] = [None]
+            while None in codes and not any(codes) and time.monotonic() < end:
+                time.sleep(0.02)
+                codes = [process.poll() for process in ranks]
+            failed = [rank for rank, code in enumerate(codes) if code]
             return next(filter(None, (_last_line(rank, logs[rank]) for rank in failed or range(WORLD))), "")
         finally:
             for process in ranks:
                 process.kill()
                 process.wait()
-
-
-def _wait(ranks: list[subprocess.Popen[bytes]], end: float) -> None:
-    """Until both have ended, one has failed, or the time is over."""
-    while time.monotonic() < end and any(process.poll() is None for process in ranks):
-        if any(process.poll() for process in ranks):
-            break
-        time.sleep(0.02)
 
 
 def _last_line(rank: int, log: Path) -> str:
@@ -72,11 +67,8 @@ def _last_line(rank: int, log: Path) -> str:
 
 def _inputs(rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's rows, and the gradient of its columns; every element has a value of its own."""
-    rows = 100.0 * rank + torch.arange(ROWS * HIDDEN, dtype=torch.float32, device=device).view(ROWS, HIDDEN)
-    columns = HIDDEN // WORLD
-    count = WORLD * ROWS * columns
-    gradient = 1000.0 * rank + torch.arange(count, dtype=torch.float32, device=device).view(WORLD * ROWS, columns)
-    return rows, gradient
+    values = torch.arange(ROWS * HIDDEN, dtype=torch.float32, device=device)
+    return 100.0 * rank + values.view(ROWS, HIDDEN), 1000.0 * rank + values.view(WORLD * ROWS, HIDDEN // WORLD)
 
 
 def _exchange(rank: int, device: torch.device) -> None:
@@ -88,13 +80,11 @@ def _exchange(rank: int, device: torch.device) -> None:
     out = all_to_all_sp2hp(x, group)
     (grad,) = torch.autograd.grad(out, x, gradient)
     everyone = [_inputs(other, device) for other in range(WORLD)]
-    columns, mine = HIDDEN // WORLD, slice(rank * ROWS, (rank + 1) * ROWS)
-    values = torch.cat([all_rows[:, rank * columns : (rank + 1) * columns] for all_rows, _ in everyone])
-    gradients = torch.cat([all_columns[mine] for _, all_columns in everyone], 1)
-    if not torch.equal(out, values):
-        raise SystemExit(f"all_to_all_sp2hp gave wrong values: {out.tolist()}, not {values.tolist()}")
-    if not torch.equal(grad, gradients):
-        raise SystemExit(f"all_to_all_sp2hp gave wrong gradients: {grad.tolist()}, not {gradients.tolist()}")
+    values = torch.cat([all_rows.chunk(WORLD, 1)[rank] for all_rows, _ in everyone])
+    gradients = torch.cat([all_columns.chunk(WORLD)[rank] for _, all_columns in everyone], 1)
+    for what, result, expected in (("values", out, values), ("gradients", grad, gradients)):
+        if not torch.equal(result, expected):
+            raise SystemExit(f"all_to_all_sp2hp gave wrong {what}: {result.tolist()}, not {expected.tolist()}")
 
 
 def _rank(rank: int, store: str, backend: str) -> None:

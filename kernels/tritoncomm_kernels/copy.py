@@ -5,7 +5,7 @@ Copies see integers of the widest access that both sides allow and never the dty
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -13,13 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncomm_kernels.address import (
-    BY_VALUE,
-    TABLE_RANKS,
-    _copy_kernel,
-    _copy_split_kernel,
-    _copy_table_kernel,
-)
+from tritoncomm_kernels.address import BY_VALUE, TABLE_RANKS, _copy_kernel, _copy_split_kernel, _copy_table_kernel
 from tritoncomm_kernels.config import Config, config_for
 from tritoncomm_kernels.geometry import Geometry, Ints, geometry_of
 from tritoncomm_kernels.launch import TRITON_TYPE, Launch, check_place, device_key, fits
@@ -171,15 +165,15 @@ def _plan(
         shards = _equal_shards(geo, scaling, longest, block_cols // vec)
     else:
         shards = _given_shards(geo.outer, starts, block_cols // vec)
-    numbers, grid = (*_walk(geo, scaling), *shards.numbers), -(-geo.outer // tile.block_rows) * shards.tiles
+    kernel, tiles, inner, own, table = shards
+    numbers, grid = (*_walk(geo, scaling), *inner), -(-geo.outer // tile.block_rows) * tiles
     fits(name, (*numbers, grid, _in_units(scaling, geo.row)[0]))
-    constants = shards.constants | dict(
+    constants = own | dict(
         VEC=vec, OUTER_DIMS=len(geo.dims), STRIDED=geo.stride_element != 1, UNPACK=name == "unpack",
         WIDE=None if wide is None else TRITON_TYPE[wide], HAS_SCALE=scaled, ACCUMULATE=accumulates,
         BLOCK_ROWS=tile.block_rows, BLOCK_COLS=block_cols,
     )  # fmt: skip
-    launch = Launch(shards.kernel, device, grid, types, numbers, constants, tile.num_warps, shards.table)
-    return launch, moved, wide
+    return Launch(kernel, device, grid, types, numbers, constants, tile.num_warps, table), moved, wide
 
 
 def _tile(name: str, unit: int, geo: Geometry, cols_bytes: int, device: int) -> Config:
@@ -222,30 +216,16 @@ def _walk(geo: Geometry, scaling: tuple[int, int]) -> Ints:
     return (*_in_units(scaling, *strides, 0, 0)[:3], *sizes, inside)
 
 
-@dataclass(frozen=True)
-class _Shards:
-    """How the tiles of a row are shared among the ranks.
-
-    Attributes:
-        kernel: that walks them.
-        tiles: of a row.
-        numbers: integers that it takes besides those of ``_walk``.
-        constants: compile-time arguments of its own.
-        table: what it reads on the device.
-    """
-
-    kernel: Any
-    tiles: int
-    numbers: Ints
-    constants: dict[str, Any]
-    table: Ints | None = None
+# How the tiles of a row are shared among the ranks: the kernel that walks them, tiles of a row, the integers that it
+# takes besides those of ``_walk``, compile-time arguments of its own, what it reads on the device.
+_Shards = tuple[Any, int, Ints, dict[str, Any], Ints | None]
 
 
 def _equal_shards(geo: Geometry, scaling: tuple[int, int], cols: int, step: int) -> _Shards:
     """Tiles of ``step`` units along the full row, padding on the wire included."""
     tiles = -(-cols // step)
     stride_rank, row, run = _in_units(scaling, geo.stride_rank, geo.row, geo.run)
-    return _Shards(_copy_kernel, tiles, (stride_rank, geo.outer, row, run, cols, tiles), {})
+    return _copy_kernel, tiles, (stride_rank, geo.outer, row, run, cols, tiles), {}, None
 
 
 def _given_shards(outer: int, starts: Ints, step: int) -> _Shards:
@@ -256,11 +236,11 @@ def _given_shards(outer: int, starts: Ints, step: int) -> _Shards:
     if world <= BY_VALUE:  # a rank that is not there starts where the row ends
         given, begun = (inner[1:-1] + (inner[-1],) * (BY_VALUE - world) for inner in (starts, first))
         constants = {"RANKS": BY_VALUE if world > BY_VALUE // 2 else BY_VALUE // 2}
-        return _Shards(_copy_split_kernel, tiles, (outer, row, tiles, *given, *begun), constants)
+        return _copy_split_kernel, tiles, (outer, row, tiles, *given, *begun), constants, None
     steps = -(-world // TABLE_RANKS)
     never = (2**31 - 1,) * (steps * TABLE_RANKS - world)
     table = (*first[:-1], *never, *starts)
-    return _Shards(_copy_table_kernel, tiles, (outer, tiles), {"STEPS": steps, "RANKS": TABLE_RANKS}, table)
+    return _copy_table_kernel, tiles, (outer, tiles), {"STEPS": steps, "RANKS": TABLE_RANKS}, table
 
 
 def _lengths(starts: Ints) -> Ints:

@@ -24,17 +24,8 @@ from tritoncomm_kernels.config import Crossover, crossover_of
 from tritoncomm_kernels.device_table import Table, table_on
 from tritoncomm_kernels.numerics import INTERPRETED
 
-TRITON_TYPE = {
-    torch.int8: tl.int8,
-    torch.uint8: tl.uint8,
-    torch.int16: tl.int16,
-    torch.int32: tl.int32,
-    torch.int64: tl.int64,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
+_NAMES = ("int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+TRITON_TYPE: dict[torch.dtype, Any] = {getattr(torch, name): getattr(tl, name) for name in _NAMES}
 _DIRECT_VERSIONS = ((3, 6), (3, 10))  # from, up to: the versions whose run() is known
 _LIMIT = 2**31 - 2**20  # a tile may reach past the last row and column by its own size
 
@@ -149,13 +140,12 @@ class Launch:
 
     def _launch_checked(self, first: Tensor, second: Tensor, scale: float) -> None:
         with _quiet() if INTERPRETED else torch.cuda.device(self.device):
-            tensors, kinds = [first, second], [*self.types]
+            pointers = [triton.reinterpret(x, TRITON_TYPE[t]) for x, t in zip((first, second), self.types, strict=True)]
             if self.table is not None:
                 stream = 0 if self.device < 0 else torch.cuda.current_stream(self.device).cuda_stream
-                tensors, kinds = [*tensors, self.table_for(stream)], [*kinds, torch.int32]
+                pointers.append(self.table_for(stream))
             self.kernel[(self.grid,)](
-                *(triton.reinterpret(x, TRITON_TYPE[kind]) for x, kind in zip(tensors, kinds, strict=True)),
-                *(scale, *self.arguments),
+                *(*pointers, scale, *self.arguments),
                 **self.constants,
                 num_warps=self.num_warps,
                 enable_fp_fusion=False,

@@ -111,22 +111,21 @@ def _checked(
 def _shards(rows: Tensor, wire: Tensor, sizes: tuple[int, ...] | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Blocks of the wire, shaped as the rows are, and the shard of the rows each holds; one pair for an even split."""
     lead, row = rows.shape[:-1], rows.shape[-1]
-    if sizes is None:
+    if sizes is not None:
+        outer = rows.numel() // row if row else 0
+        parts = wire.split([outer * size for size in sizes])
+        blocks = [part.view(*lead, size) for part, size in zip(parts, sizes, strict=True)]
+    else:
         world, _, run = wire.shape
-        blocks = wire.view(world, *lead, run) if wire.is_contiguous() else wire.unflatten(1, lead or (1,))
+        if wire.is_contiguous():
+            blocks = wire.view(world, *lead, run)
+        else:
+            blocks = wire.unflatten(1, lead) if lead else wire.squeeze(1)
         if world * run == row:
-            shards = rows.unflatten(-1, (world, run)).movedim(-2, 0)
-            yield blocks.view(shards.shape) if not lead else blocks, shards
+            yield blocks, rows.unflatten(-1, (world, run)).movedim(-2, 0)
             return
-        for w in range(world):
-            start = min(w * run, row)
-            yield blocks[w].view(*lead, run), rows[..., start : min(start + run, row)]
-        return
-    outer, start = rows.numel() // row if row else 0, 0
-    for size in sizes:
-        block = wire[outer * start : outer * (start + size)].view(*lead, size)
-        yield block, rows[..., start : start + size]
-        start += size
+        sizes = tuple(max(min(run, row - w * run), 0) for w in range(world))
+    yield from zip(blocks, rows.split(sizes, -1), strict=True)
 
 
 def _put(target: Tensor, source: Tensor, scale: float | None, wide: torch.dtype | None, add: bool = False) -> None:

@@ -59,13 +59,13 @@ def test_a_budget_that_judging_would_use_up_ends_with_a_table(
     monkeypatch: pytest.MonkeyPatch, judge: list[tuple[str, int, int]]
 ) -> None:
     clock = [0.0]
-    one_batch = search.Batch.judge
+    one_batch = search.judge
 
-    def slow(batch: search.Batch) -> list[dict[str, Any]]:
+    def slow(*batch: Any) -> list[dict[str, Any]]:
         clock[0] += 3.0
-        return one_batch(batch)
+        return one_batch(*batch)
 
-    monkeypatch.setattr(search.Batch, "judge", slow)
+    monkeypatch.setattr(search, "judge", slow)
     request = Request(ops=["pack"], shapes=["64x1024"], budget=30)
     first = Gpu(clock=clock)
     outcome = tuner.measure(request, first, clock=lambda: clock[0])
@@ -112,34 +112,34 @@ def test_several_cores_find_the_same(
     said: list[tuple[str, int, int]] = []
     saved: list[int] = []
     todo = [batch for op in OPS for batch in search.batches(op, 8, "sm_90")]
-    done.update(zip(todo[2].keys, todo[2].judge(), strict=True))
+    done.update(zip(todo[2].keys, todo[2].work(), strict=True))
     judge.clear()
-    state = search.judge_all(todo, done, lambda: saved.append(len(done)), follow=lambda *a: said.append(a))
+    state = search.search(todo, done, lambda: saved.append(len(done)), follow=lambda *a: said.append(a), parallel=True)
     assert state == search.COMPLETE
     assert set(done) == {key for batch in todo for key in batch.keys}
     assert len(judge) == len(todo) - 1, "what is there already is not judged again"
     assert max(finished for _, finished, _ in said) == len(done)
     assert saved[-1] == len(done)
-    assert done == {key: one for batch in todo for key, one in zip(batch.keys, batch.judge(), strict=True)}
+    assert done == {key: one for batch in todo for key, one in zip(batch.keys, batch.work(), strict=True)}
 
 
 def test_a_batch_that_does_not_end_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, judge: list[tuple[str, int, int]]
 ) -> None:
     in_threads(monkeypatch)
-    hang, one_batch = threading.Event(), search.Batch.judge
+    hang, one_batch = threading.Event(), search.judge
     monkeypatch.setattr(
-        search.Batch, "judge", lambda batch: one_batch(batch) if batch.op == "pack" else hang.wait(20) and []
+        search, "judge", lambda op, *batch: one_batch(op, *batch) if op == "pack" else hang.wait(20) and []
     )
     todo = [batch for op in OPS for batch in search.batches(op, 8, "sm_90")]
     done: dict[str, Any] = {}
     started = time.monotonic()
     try:
-        assert search.judge_all(todo, done, lambda: None, budget=0.3) == search.OUT_OF_TIME
+        assert search.search(todo, done, lambda: None, end=started + 0.3, parallel=True) == search.OUT_OF_TIME
         assert time.monotonic() - started < 10
     finally:
         hang.set()
-    assert set(done) == {key for batch in todo if batch.op == "pack" for key in batch.keys}
+    assert set(done) == {key for batch in todo if batch.group.startswith("pack") for key in batch.keys}
 
 
 class Broken(ThreadPoolExecutor):
@@ -157,7 +157,7 @@ def test_without_workers_this_process_goes_on(
     in_threads(monkeypatch, Broken)
     todo, done = [batch for op in OPS for batch in search.batches(op, 8, "sm_90")], {}
     before = signal.getsignal(signal.SIGINT)
-    assert search.judge_all(todo, done, lambda: None) == search.COMPLETE
+    assert search.search(todo, done, lambda: None, parallel=True) == search.COMPLETE
     assert len(judge) == len(todo)
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -170,13 +170,13 @@ def test_ctrl_c_keeps_what_is_judged(monkeypatch: pytest.MonkeyPatch, judge: lis
         if several:
             in_threads(monkeypatch)
         todo, done = [batch for op in OPS for batch in search.batches(op, 8, "sm_90")], {}
-        assert search.judge_all(todo, done, lambda: None, follow=press) == search.INTERRUPTED
+        assert search.search(todo, done, lambda: None, follow=press, parallel=True) == search.INTERRUPTED
         assert 0 < len(done) < sum(len(batch.keys) for batch in todo)
 
 
 def test_results_have_the_fields_that_going_on_asks_for(judge: list[tuple[str, int, int]]) -> None:
     (batch, *_) = search.batches("pack", 16, "sm_90")
-    assert all(results._has(one, results._JUDGED) for one in batch.judge())
+    assert all(results._has(one, results._JUDGED) for one in batch.work())
     assert {field.name for field in fields(static.Verdict)} < set(results._JUDGED)
 
 
@@ -199,10 +199,10 @@ def test_real_processes_find_what_this_one_finds(monkeypatch: pytest.MonkeyPatch
     alone: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    assert search.judge_all(todo, alone, lambda: None) == search.COMPLETE
+    assert search.search(todo, alone, lambda: None, parallel=True) == search.COMPLETE
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(search, "_WORTH_A_WORKER", 2)
-    assert search.judge_all(todo, shared, lambda: None) == search.COMPLETE
+    assert search.search(todo, shared, lambda: None, parallel=True) == search.COMPLETE
     assert shared == alone
 
 

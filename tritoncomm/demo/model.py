@@ -4,8 +4,6 @@ Activations are ``[sequence/world, batch, hidden]``. Attention exchanges the seq
 gathers the sequence, splits its hidden layer over the ranks and reduce-scatters the sequence again.
 """
 
-from typing import cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,9 +11,15 @@ from torch import Tensor, nn
 from tritoncomm import mappings
 from tritoncomm.demo.settings import Settings
 
-__all__ = ["Transformer"]
+__all__ = ["VOCABULARY", "Block", "Transformer", "causal_attention"]
 
 VOCABULARY = 256
+
+
+def causal_attention(qkv: Tensor) -> Tensor:
+    """``[sequence, batch, heads, (q, k, v), head_dim] -> [sequence, batch, heads*head_dim]``."""
+    q, k, v = (part.permute(1, 2, 0, 3) for part in qkv.unbind(3))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
 
 
 class Attention(nn.Module):
@@ -33,9 +37,7 @@ class Attention(nn.Module):
         local, batch, hidden = x.shape
         qkv = mappings.all_to_all_sp2hp(self.qkv(x))  # [sequence*batch, 3*hidden/world]
         qkv = qkv.view(-1, batch, qkv.shape[-1] // (3 * self.head_dim), 3, self.head_dim)
-        q, k, v = (part.permute(1, 2, 0, 3) for part in qkv.unbind(3))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3)
-        mixed = mappings.all_to_all_hp2sp(mixed.flatten(2))  # [sequence/world*batch, hidden]
+        mixed = mappings.all_to_all_hp2sp(causal_attention(qkv))  # [sequence/world*batch, hidden]
         return self.out(mixed.view(local, batch, hidden))
 
 
@@ -60,11 +62,10 @@ class ParallelMLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm attention and MLP."""
 
-    def __init__(self, settings: Settings, rank: int) -> None:
+    def __init__(self, hidden: int, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(settings.hidden), nn.LayerNorm(settings.hidden)
-        self.attention = Attention(settings.hidden, settings.heads)
-        self.mlp = ParallelMLP(settings.hidden, rank, settings.tensor)
+        self.norm_1, self.norm_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.attention, self.mlp = attention, mlp
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm_1(x))
@@ -83,24 +84,26 @@ class Transformer(nn.Module):
     def __init__(self, settings: Settings, rank: int, stage: int = 0) -> None:
         super().__init__()
         torch.manual_seed(settings.seed)
-        self.settings, self.rank = settings, rank
-        tokens = nn.Embedding(VOCABULARY, settings.hidden)
-        positions = nn.Embedding(settings.sequence, settings.hidden)
-        blocks = [Block(settings, rank) for _ in range(settings.layers)]
-        norm, head = nn.LayerNorm(settings.hidden), nn.Linear(settings.hidden, VOCABULARY)
+        self.settings, self.rank, hidden = settings, rank, settings.hidden
+        tokens, positions = nn.Embedding(VOCABULARY, hidden), nn.Embedding(settings.sequence, hidden)
+        blocks = [
+            Block(hidden, Attention(hidden, settings.heads), ParallelMLP(hidden, rank, settings.tensor))
+            for _ in range(settings.layers)
+        ]
+        norm, head = nn.LayerNorm(hidden), nn.Linear(hidden, VOCABULARY)
         if stage == 0:
             self.tokens, self.positions = tokens, positions
         count = settings.layers // (settings.pipeline * settings.virtual)
         starts = [(c * settings.pipeline + stage) * count for c in range(settings.virtual)]
-        self.chunks = nn.ModuleList(nn.ModuleList(blocks[start : start + count]) for start in starts)
+        self.chunks = nn.ModuleList(nn.Sequential(*blocks[start : start + count]) for start in starts)
         if stage == settings.pipeline - 1:
             self.norm, self.head = norm, head
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy of the global batch ``[sequence, batch]``, the same on every rank."""
         x = self.embed(inputs)
-        for chunk in range(len(self.chunks)):
-            x = self.transform(x, chunk)
+        for chunk in self.chunks:
+            x = chunk(x)
         return self.loss(x, targets, targets.numel())
 
     def _sequence_shard(self) -> slice:
@@ -115,15 +118,12 @@ class Transformer(nn.Module):
 
     def transform(self, x: Tensor, chunk: int) -> Tensor:
         """One chunk's blocks."""
-        for block in cast(nn.ModuleList, self.chunks[chunk]):
-            x = block(x)
-        return x
+        return self.chunks[chunk](x)
 
     def loss(self, x: Tensor, targets: Tensor, count: int) -> Tensor:
         """Sum of the cross-entropies over ``count``."""
-        logits = self.head(self.norm(x)).flatten(0, 1)
-        wide = logits if logits.dtype is torch.float64 else logits.float()
-        total = F.cross_entropy(wide, targets[self._sequence_shard()].flatten(), reduction="sum")
+        logits = self.head(self.norm(x)).flatten(0, 1).to(self.settings.loss_dtype)
+        total = F.cross_entropy(logits, targets[self._sequence_shard()].flatten(), reduction="sum")
         return mappings.reduce_from_tensor_model_parallel_region(total / count)
 
     def replicated(self) -> list[nn.Parameter]:

@@ -35,16 +35,10 @@ class Pipeline:
         settings = self._model.settings
         parts = (inputs.chunk(settings.microbatches, 1), targets.chunk(settings.microbatches, 1))
         work = [self._chunk(c, *parts, targets.numel()) for c in range(settings.virtual)]
-        if settings.virtual == 1:
-            losses = one_forward_one_backward(work[0], settings.microbatches, self._communicator, self._shape)
-        else:
-            losses = interleaved(work, settings.microbatches, self._communicator, self._shape)
-        total = torch.stack(losses).sum() if losses else torch.zeros((), dtype=self._loss_dtype(), device=self._device)
+        arguments = settings.microbatches, self._communicator, self._shape
+        losses = interleaved(work, *arguments) if len(work) > 1 else one_forward_one_backward(work[0], *arguments)
+        total = torch.stack(losses).sum() if losses else torch.zeros((), dtype=settings.loss_dtype, device=self._device)
         return collective.all_reduce(total, ParallelMode.PIPELINE)  # zero everywhere but on the last stage
-
-    def _loss_dtype(self) -> torch.dtype:
-        dtype = self._model.settings.torch_dtype
-        return dtype if dtype is torch.float64 else torch.float32
 
     def _chunk(
         self, chunk: int, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...], count: int

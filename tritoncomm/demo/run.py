@@ -5,7 +5,6 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from multiprocessing.connection import wait
 from typing import Any
 
 import torch.multiprocessing as multiprocessing
@@ -112,7 +111,7 @@ def _collect(queue: Any, processes: Processes, timeout: float, follow: Follow) -
             continue
         last_message = time.monotonic()
         if kind == "failed":
-            wait([process.sentinel for process in processes.values()], timeout=0.5)
+            time.sleep(0.5)  # the fork server may report a killed process after its peers' failures
             killed = [f"{why}\n" for why, code in _ended(processes) if code < 0]  # what peers report then is a symptom
             raise DemoError(f"{''.join(killed)}{_name(role, rank)} failed:\n{value}")
         if kind == "done":

@@ -85,6 +85,11 @@ class Settings:
         """Element type of parameters and activations."""
         return getattr(torch, self.dtype)
 
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """Element type of the loss."""
+        return torch.float64 if self.dtype == "float64" else torch.float32
+
     def on_gpu(self) -> bool:
         """Whether the tensors live on a GPU."""
         return self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())

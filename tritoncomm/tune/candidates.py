@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from tritoncomm_kernels.config import Config, default_candidate, tile_for
 from tritoncomm_kernels.tables import OPS, UNITS
 
-__all__ = ["Candidate", "candidates", "default", "groups", "reachable"]
+__all__ = ["Candidate", "candidates", "default", "groups"]
 
 _WARPS = (4, 8)
 _SEGMENTS = (256, 512, 1024, 2048, 4096)
@@ -38,13 +38,6 @@ class Candidate:
         return tile_for(op, unit, outer, cols_bytes, *asdict(self).values())
 
 
-def reachable(op: str, unit: int, candidate: Candidate) -> list[Config]:
-    """Every tile that tensors of any size get from a candidate, the largest tiles first."""
-    sizes = [2**n for n in range(21)]
-    tiles = {candidate.config(op, unit, outer, cols) for outer in sizes for cols in sizes if cols >= unit}
-    return sorted(tiles, key=lambda tile: (-tile.block_rows * tile.block_cols, tile.block_rows))
-
-
 def default(op: str, unit: int, lanes: int = 32) -> Candidate:
     """What ``config_for`` takes without a table, for warps of ``lanes`` threads."""
     return Candidate(*default_candidate(op, unit, lanes))
@@ -69,6 +62,6 @@ def candidates(op: str, unit: int, lanes: int = 32) -> list[Candidate]:
     return [first, *sorted(tiles - {first})]
 
 
-def groups(ops: tuple[str, ...] = OPS) -> list[tuple[str, int]]:
+def groups() -> list[tuple[str, int]]:
     """Operation and unit of every entry that a table can have."""
-    return [(op, unit) for op in ops for unit in sorted(UNITS, reverse=True) if op != "reduce" or unit <= 8]
+    return [(op, unit) for op in OPS for unit in sorted(UNITS, reverse=True) if op != "reduce" or unit <= 8]

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ class Case:
     row: int
     world: int
     dtype: torch.dtype
-    note: str = ""
+    note: str = field(default="", compare=False)
 
     @property
     def label(self) -> str:
@@ -114,9 +115,9 @@ def read_model(name: str) -> Model:
     if unknown or missing:
         what = f"no field {', '.join(missing)}" if missing else f"unknown field {', '.join(unknown)}"
         raise ValueError(f"model {name}: {what} (the fields are {', '.join(known)})")
-    for field, value in content.items():
-        if type(value) is not int or value < (1 if known[field] else 0):
-            raise ValueError(f"model {name}: {field} must be a positive integer, not {value!r}")
+    for size, value in content.items():
+        if type(value) is not int or value < (1 if known[size] else 0):
+            raise ValueError(f"model {name}: {size} must be a positive integer, not {value!r}")
     return Model(**content)
 
 
@@ -146,9 +147,9 @@ def from_model(
         raise ValueError(f"tokens must be positive, not {tokens}")
     if world < 2:
         raise ValueError(f"--tensor-parallel must be 2 or more, not {world}")
-    for field, size in sizes.items():
+    for what, size in sizes.items():
         if size % world:
-            raise ValueError(f"{field} {size} does not divide over {world} tensor-parallel ranks")
+            raise ValueError(f"{what} {size} does not divide over {world} tensor-parallel ranks")
     local = tokens // world
     widths = {
         "hidden": (tokens, model.hidden),
@@ -165,7 +166,7 @@ def from_model(
         for what, (outer, row) in widths.items()
     ]
     cases.append(Case("reduce", 1, local * model.hidden, world, dtype, f"{name} residual stream".strip()))
-    return _distinct(case for case in cases if case.op in ops)
+    return list(dict.fromkeys(case for case in cases if case.op in ops))
 
 
 def from_shapes(
@@ -176,17 +177,14 @@ def from_shapes(
     Raises:
         ValueError: no ranks, or more than an operation takes.
     """
-    for op in ops:
-        for world in worlds:
-            if not 1 <= world <= _MAX_RANKS[op]:
-                raise ValueError(f"world {world} is not in 1..{_MAX_RANKS[op]}, the ranks that {op} takes")
-    return _distinct(
-        Case(op, 1 if op == "reduce" else math.prod(shape[:-1]), _row(op, shape), world, dtype)
-        for op in ops
-        for shape in shapes
-        for world in worlds
-        for dtype in dtypes
-    )
+    for op, world in product(ops, worlds):
+        if not 1 <= world <= _MAX_RANKS[op]:
+            raise ValueError(f"world {world} is not in 1..{_MAX_RANKS[op]}, the ranks that {op} takes")
+    cases = []
+    for op, shape, world, dtype in product(ops, shapes, worlds, dtypes):
+        row = math.prod(shape) if op == "reduce" else shape[-1]
+        cases.append(Case(op, math.prod(shape) // row, row, world, dtype))
+    return list(dict.fromkeys(cases))
 
 
 def sweep(ops: Iterable[str] = OPS) -> list[Case]:
@@ -220,12 +218,3 @@ def can_sum(dtype: torch.dtype) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _row(op: str, shape: tuple[int, ...]) -> int:
-    return math.prod(shape) if op == "reduce" else shape[-1]
-
-
-def _distinct(cases: Iterable[Case]) -> list[Case]:
-    """The first of each label."""
-    return list({case.label: case for case in reversed(list(cases))}.values())[::-1]

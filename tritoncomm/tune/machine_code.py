@@ -1,6 +1,6 @@
 """Cross-compiles kernels without a GPU and counts what is in the machine code."""
 
-import importlib.util
+import importlib
 import re
 import struct
 import subprocess
@@ -9,17 +9,17 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import triton
-import tritoncomm_kernels
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-__all__ = ["CAN_READ", "TARGETS", "Build", "Code", "build", "build_all", "compiled_kernels"]
+__all__ = ["CAN_READ", "TARGETS", "Build", "Code", "build_all", "compiled_kernels"]
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -76,33 +76,18 @@ class Code:
 @lru_cache(maxsize=1)
 def compiled_kernels() -> dict[str, ModuleType]:
     """The kernel modules once more, not interpreted whatever TRITON_INTERPRET is, by their short names."""
-    folder = Path(tritoncomm_kernels.__path__[0])
-    modules: dict[str, ModuleType] = {}
     shadowed = {name: sys.modules[name] for name in list(sys.modules) if name.startswith("tritoncomm_kernels")}
     try:
         for name in shadowed:
             del sys.modules[name]
         with knobs.runtime.scope():
             knobs.runtime.interpret = False
-            spec = importlib.util.spec_from_file_location(
-                "tritoncomm_kernels", folder / "__init__.py", submodule_search_locations=[str(folder)]
-            )
-            assert spec is not None
-            assert spec.loader is not None
-            package = importlib.util.module_from_spec(spec)
-            sys.modules["tritoncomm_kernels"] = package
-            spec.loader.exec_module(package)
-        modules = {name.rpartition(".")[2]: sys.modules[name] for name in sys.modules if "tritoncomm_kernels." in name}
+            importlib.import_module("tritoncomm_kernels")
+        return {name.rpartition(".")[2]: sys.modules[name] for name in sys.modules if "tritoncomm_kernels." in name}
     finally:
         for name in [name for name in sys.modules if name.startswith("tritoncomm_kernels")]:
             del sys.modules[name]
         sys.modules.update(shadowed)
-    return modules
-
-
-def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], target: str, warps: int = 4) -> Code:
-    """Compile one kernel and read its machine code; see ``build_all``."""
-    return build_all([Build(kernel, types, constants, warps)], target)[0]
 
 
 def build_all(builds: Sequence[Build], target: str) -> list[Code]:
@@ -138,18 +123,17 @@ def _nvidia(cubins: Sequence[bytes], architecture: str) -> list[Code]:
         for cubin in cubins:
             (Path(folder) / "cubin").write_bytes(cubin)
             usage = _run("cuobjdump", "--dump-resource-usage", f"{folder}/cubin")
-            usages.append(re.search(r"REG:(\d+) STACK:(\d+)", usage))
+            usages += re.findall(r"REG:(\d+) STACK:(\d+)", usage)
         raw.write_bytes(b"".join(texts))
         listing = _run("nvdisasm", "-ndf", "-b", architecture, str(raw))
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", listing)
     operations = [(int(address, 16), operation) for address, operation in lines]
     codes, start = [], 0
-    for text, usage in zip(texts, usages, strict=True):
-        assert usage is not None
+    for text, (registers, stack) in zip(texts, usages, strict=True):
         mine = [name for address, name in operations if start <= address < start + len(text) and name != "NOP"]
         assert mine
         local = sum(operation.startswith(("LDL", "STL")) for operation in mine)
-        codes.append(_code(mine, ("LDG", "STG"), _nvidia_width, int(usage[1]), int(usage[2]) + local, len(mine)))
+        codes.append(_code(mine, ("LDG", "STG"), _nvidia_width, int(registers), int(stack) + local, len(mine)))
         start += len(text)
     return codes
 
@@ -180,13 +164,10 @@ def _nvidia_width(operation: str) -> int:
 def _amd(text: str) -> Code:
     body = text.partition(".section")[0]
     every = re.findall(r"^\t([a-z]\w+)", body, flags=re.MULTILINE)
-    operations = [operation for operation in every if re.match(r"(global|buffer|flat)_(load|store)_", operation)]
-    registers, spills = (re.search(rf"\.{key}:\s*(\d+)", text) for key in ("vgpr_count", "vgpr_spill_count"))
-    assert registers is not None
-    assert spills is not None
-    short = [re.sub(r"^\w+?_(load|store)", r"\1", operation) for operation in operations]
+    memory = re.findall(r"^\t(?:global|buffer|flat)_((?:load|store)_\w+)", body, flags=re.MULTILINE)
+    registers, spills = (int(re.findall(rf"\.{key}:\s*(\d+)", text)[0]) for key in ("vgpr_count", "vgpr_spill_count"))
     count = len([operation for operation in every if operation not in ("s_nop", "s_code_end")])
-    return _code(short, ("load", "store"), _amd_width, int(registers[1]), int(spills[1]), count)
+    return _code(memory, ("load", "store"), _amd_width, registers, spills, count)
 
 
 def _amd_width(operation: str) -> int:
@@ -199,12 +180,9 @@ def _amd_width(operation: str) -> int:
 def _code(
     operations: list[str], names: tuple[str, str], width: Any, registers: int, spills: int, instructions: int
 ) -> Code:
-    memory = [operation for operation in operations if operation.startswith(names)]
-    kinds = [operation.startswith(names[0]) for operation in memory]
-    loads = [width(operation) for operation, is_load in zip(memory, kinds, strict=True) if is_load]
-    stores = [width(operation) for operation, is_load in zip(memory, kinds, strict=True) if not is_load]
-    first_store = kinds.index(False) if False in kinds else len(kinds)
-    return Code(loads, stores, sum(kinds[:first_store]), registers, spills, instructions)
+    loads, stores = ([width(one) for one in operations if one.startswith(name)] for name in names)
+    memory = (one.startswith(names[0]) for one in operations if one.startswith(names))
+    return Code(loads, stores, sum(takewhile(bool, memory)), registers, spills, instructions)
 
 
 def _run(tool: str, *arguments: str) -> str:

@@ -6,9 +6,10 @@ the paths is host time as a caller sees it: calls back to back, with their alloc
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import tritoncomm_kernels as kernels
@@ -20,7 +21,7 @@ from tritoncomm.tune.candidates import Candidate
 from tritoncomm.tune.cases import Case
 from tritoncomm.tune.machine_code import TARGETS
 
-__all__ = ["Bench", "DeviceBench", "open_gpu", "target_of"]
+__all__ = ["Bench", "open_gpu", "target_of"]
 
 _FLUSH_BYTES = 2**28  # more than any L2 cache holds
 _REPEATS = 25
@@ -28,39 +29,11 @@ _CALLS = 20
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-class Bench(Protocol):
-    """A device as a search uses it."""
-
-    device_name: str
-    sm_count: int
-    target: str | None
-    lanes: int
-
-    def check(self, case: Case, candidate: Candidate) -> str:
-        """The error in a candidate's output, empty if there is none."""
-        ...
-
-    def time(self, case: Case, candidate: Candidate) -> float:
-        """Microseconds of one launch."""
-        ...
-
-    def paths(self, case: Case) -> tuple[float, float]:
-        """Microseconds of a call on torch's path and on triton's."""
-        ...
-
-
 @dataclass
-class _Prepared:
-    case: Case
-    source: Tensor
-    target: Tensor
-    want: Tensor
+class Bench:
+    """A torch device as a search uses it.
 
-
-class DeviceBench:
-    """A ``Bench`` on a torch device.
-
-    Args:
+    Attributes:
         device: where the tensors are.
         device_name: the key of its tables, with ``sm_count``.
         target: key of ``TARGETS``, None if it is none of them.
@@ -68,76 +41,69 @@ class DeviceBench:
         synchronize: waits for the device.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        device_name: str,
-        sm_count: int,
-        target: str | None,
-        stopwatch: Callable[[Callable[[], Any]], float],
-        synchronize: Callable[[], Any],
-    ) -> None:
-        self.device, self.device_name, self.sm_count, self.target = device, device_name, sm_count, target
-        self.lanes = TARGETS[target].warp_size if target else 32
-        self._stopwatch, self._synchronize = stopwatch, synchronize
-        self._prepared: _Prepared | None = None
+    device: torch.device
+    device_name: str
+    sm_count: int
+    target: str | None
+    stopwatch: Callable[[Callable[[], Any]], float]
+    synchronize: Callable[[], Any]
+    _prepared: tuple[Case, Tensor, Tensor, Tensor] | None = field(init=False, default=None)
+
+    @property
+    def lanes(self) -> int:
+        """Threads of a warp."""
+        return TARGETS[self.target].warp_size if self.target else 32
 
     def check(self, case: Case, candidate: Candidate) -> str:
-        """Compare bits with ``reference`` on a target filled with ones bits before."""
-        ready = self._prepare(case)
-        _bits(ready.target).fill_(-1)
-        self._launch(ready, candidate)()
-        wrong = int((_bits(ready.target) != _bits(ready.want)).sum())
-        return f"{wrong} of {ready.want.numel()} elements differ from plain torch" if wrong else ""
+        """What differs from ``reference`` in a candidate's output, bit by bit; empty if nothing does."""
+        _, target, expected = self._prepare(case)
+        _bits(target).fill_(-1)  # the last candidate's output is still there
+        self._launch(case, candidate)()
+        wrong = int((_bits(target) != _bits(expected)).sum())
+        return f"{wrong} of {expected.numel()} elements differ from plain torch" if wrong else ""
 
     def time(self, case: Case, candidate: Candidate) -> float:
-        """The stopwatch around one launch, after warming up."""
-        return self._stopwatch(self._launch(self._prepare(case), candidate))
+        """Microseconds of one launch, after warming up."""
+        return self.stopwatch(self._launch(case, candidate))
 
     def paths(self, case: Case) -> tuple[float, float]:
-        """Median over rounds of calls back to back; both paths in every round, for the same disturbances."""
-        ready = self._prepare(case)
-        shape = (case.outer, case.row)
+        """Microseconds of a call on torch's path and on triton's: median over rounds of calls back to back.
 
-        def call() -> Any:
-            if case.op == "pack":
-                return ops.pack(ready.source, 1, case.world)
-            if case.op == "unpack":
-                return ops.unpack(ready.source, shape, 1, case.world)
-            return ops.reduce(ready.source)
-
+        Every round has both paths, for the same disturbances.
+        """
+        arguments = {"pack": (1, case.world), "unpack": ((case.outer, case.row), 1, case.world), "reduce": ()}
+        call = partial(getattr(ops, case.op), self._prepare(case)[0], *arguments[case.op])
         times: dict[str, list[float]] = {"torch": [], "triton": []}
         for round_ in range(8):
             for path, samples in times.items():
                 with ops.path(path):
-                    self._synchronize()
+                    self.synchronize()
                     started = time.perf_counter()
                     for _ in range(_CALLS):
                         call()
-                    self._synchronize()
+                    self.synchronize()
                 if round_:
                     samples.append((time.perf_counter() - started) / _CALLS * 1e6)
         return median(times["torch"]), median(times["triton"])
 
-    def _launch(self, ready: _Prepared, candidate: Candidate) -> Callable[[], Any]:
-        case = ready.case
-        launch = getattr(kernels, case.op)
-        cols = case.world * case.run * case.dtype.itemsize
-        outer, cols = (1, case.row * case.dtype.itemsize) if case.op == "reduce" else (case.outer, cols)
-        config = candidate.config(case.op, case.unit, outer, cols)
-        return lambda: launch(ready.source, ready.target, config=config)
+    def _launch(self, case: Case, candidate: Candidate) -> Callable[[], Any]:
+        source, target, _ = self._prepare(case)
+        cols = case.row if case.op == "reduce" else case.world * case.run
+        config = candidate.config(case.op, case.unit, case.outer, cols * case.dtype.itemsize)
+        return partial(getattr(kernels, case.op), source, target, config=config)
 
-    def _prepare(self, case: Case) -> _Prepared:
-        """Tensors of a case; those of the last one are kept."""
-        if self._prepared is None or self._prepared.case != case:
-            self._prepared = None
-            source = self._random((case.outer, case.row) if case.op == "pack" else self._wire(case), case)
-            shape = {"pack": self._wire(case), "unpack": (case.outer, case.row), "reduce": (case.row,)}[case.op]
-            target = torch.empty(shape, dtype=case.dtype, device=self.device)
-            want = torch.empty_like(target)
-            getattr(reference, case.op)(source, want)
-            self._prepared = _Prepared(case, source, target, want)
-        return self._prepared
+    def _prepare(self, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+        """Source, target and expected target of a case; those of the last one are kept."""
+        if self._prepared is None or self._prepared[0] != case:
+            self._prepared = None  # frees the memory first
+            rows, wire = (case.outer, case.row), (case.world, case.outer, case.run)
+            shapes = {"pack": (rows, wire), "unpack": (wire, rows), "reduce": ((case.world, case.row), (case.row,))}
+            source = self._random(shapes[case.op][0], case)
+            target = torch.empty(shapes[case.op][1], dtype=case.dtype, device=self.device)
+            expected = torch.empty_like(target)
+            getattr(reference, case.op)(source, expected)
+            self._prepared = case, source, target, expected
+        return self._prepared[1:]
 
     def _random(self, shape: tuple[int, ...], case: Case) -> Tensor:
         """Any bits for copies; small integers for sums."""
@@ -147,12 +113,8 @@ class DeviceBench:
         numbers = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8, device=self.device)
         return numbers.view(case.dtype) if case.dtype is not torch.bool else (numbers & 1).view(torch.bool)
 
-    @staticmethod
-    def _wire(case: Case) -> tuple[int, ...]:
-        return (case.world, case.row) if case.op == "reduce" else (case.world, case.outer, case.run)
 
-
-def open_gpu() -> DeviceBench | None:
+def open_gpu() -> Bench | None:
     """The current GPU, None where there is none."""
     if not torch.cuda.is_available():
         return None
@@ -171,10 +133,8 @@ def open_gpu() -> DeviceBench | None:
         torch.cuda.synchronize(device)
         return median(start.elapsed_time(end) * 1e3 for start, end in events)
 
-    def synchronize() -> None:
-        torch.cuda.synchronize(device)
-
-    return DeviceBench(device, gpu.name, gpu.multi_processor_count, target_of(gpu), stopwatch, synchronize)
+    synchronize = partial(torch.cuda.synchronize, device)
+    return Bench(device, gpu.name, gpu.multi_processor_count, target_of(gpu), stopwatch, synchronize)
 
 
 def target_of(properties: Any) -> str | None:

@@ -1,15 +1,15 @@
 """Results of a search: the tasks that make them, the table they give, and the file that keeps them."""
 
 import json
-import math
 import os
 import reprlib
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from statistics import geometric_mean
+from typing import Any, get_type_hints
 
 import torch
 import triton
@@ -19,6 +19,7 @@ from tritoncomm.tune.candidates import Candidate, default
 from tritoncomm.tune.cases import Case
 from tritoncomm.tune.measure import Bench
 from tritoncomm.tune.search import Task
+from tritoncomm.tune.static import Verdict
 
 __all__ = [
     "configs",
@@ -39,11 +40,8 @@ _SIZES = [2**n for n in range(12, 27)]
 _ROW_BYTES = {16: 4096, 8: 8 * 200, 4: 8 * 100, 2: 8 * 1026, 1: 8 * 513}
 _DTYPES = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16, 1: torch.int8}
 # Fields of one result: a static verdict, a time, a wrong output, the times of both paths.
-_CANDIDATE = {"op": str, "unit": int, "tile_bytes": int, "segment_bytes": int, "num_warps": int}
-_JUDGED = _CANDIDATE | {
-    "pruned": str, "cost": float, "instructions_per_16_bytes": float, "registers": int, "spills": int, "widths": list,
-    "loads_in_flight": int, "bytes_in_flight": int,
-}  # fmt: skip
+_CANDIDATE = {"op": str, "unit": int} | get_type_hints(Candidate)
+_JUDGED = _CANDIDATE | get_type_hints(Verdict)
 _TIMED = _CANDIDATE | {"case": str, "us": float}
 _WRONG = _CANDIDATE | {"case": str, "wrong": str}
 _PATHS = {"op": str, "unit": int, "bytes": int, "torch_us": float, "triton_us": float}
@@ -92,32 +90,40 @@ def configs(results: Mapping[str, Mapping[str, Any]], lanes: int = 32) -> dict[s
     what it had finished. The default stays where nothing is at least 1 percent faster, and where the default was not
     measured there is no entry; a candidate that was wrong once is out.
     """
-    groups: dict[tuple[str, int], dict[str, dict[Candidate, float | None]]] = {}
+    return _table(results, "case", lambda op, unit, timed: _winner(timed, default(op, unit, lanes)))
+
+
+def _table(
+    results: Mapping[str, Mapping[str, Any]], field: str, entry: Callable[[str, int, list[Mapping[str, Any]]], Any]
+) -> dict[str, dict[str, Any]]:
+    """``{op: {unit: entry of the results that have the field}}``, without the entries that are None."""
+    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     for one in results.values():
-        if "case" in one:
-            candidate = Candidate(one["tile_bytes"], one["segment_bytes"], one["num_warps"])
-            groups.setdefault((one["op"], one["unit"]), {}).setdefault(one["case"], {})[candidate] = one.get("us")
-    table: dict[str, dict[str, dict[str, int]]] = {}
-    for (op, unit), cases in sorted(groups.items()):
-        winner = _winner(list(cases.values()), default(op, unit, lanes))
-        if winner is not None:
-            table.setdefault(op, {})[str(unit)] = asdict(winner)
+        if field in one:
+            groups.setdefault((one["op"], one["unit"]), []).append(one)
+    table: dict[str, dict[str, Any]] = {}
+    for (op, unit), group in sorted(groups.items()):
+        value = entry(op, unit, group)
+        if value is not None:
+            table.setdefault(op, {})[str(unit)] = value
     return table
 
 
-def _winner(cases: Sequence[Mapping[Candidate, float | None]], builtin: Candidate) -> Candidate | None:
+def _winner(timed: Sequence[Mapping[str, Any]], builtin: Candidate) -> dict[str, int] | None:
+    by_case: dict[str, dict[Candidate, float | None]] = {}
+    for one in timed:
+        candidate = Candidate(one["tile_bytes"], one["segment_bytes"], one["num_warps"])
+        by_case.setdefault(one["case"], {})[candidate] = one.get("us")
+    cases = list(by_case.values())
     largest = max(map(len, cases))
     counted = [case for case in cases if len(case) == largest]
     excluded = {candidate for case in cases for candidate, us in case.items() if us is None}
     everywhere = set.intersection(*(set(case) for case in counted)) - excluded
-    means = {
-        candidate: math.exp(sum(math.log(case[candidate] or 1e-3) for case in counted) / len(counted))
-        for candidate in everywhere
-    }
+    means = {one: geometric_mean(case[one] or 1e-3 for case in counted) for one in everywhere}
     if builtin not in means:
         return None
     best = min(means, key=lambda candidate: (means[candidate], candidate))
-    return best if means[best] < _BETTER * means[builtin] else builtin
+    return asdict(best if means[best] < _BETTER * means[builtin] else builtin)
 
 
 def crossovers(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
@@ -125,24 +131,14 @@ def crossovers(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
 
     Twice the largest size where it always was; nothing where sizes are missing.
     """
-    groups: dict[tuple[str, int], list[tuple[int, float, float]]] = {}
-    for one in results.values():
-        if "torch_us" in one:
-            row = (one["bytes"], one["torch_us"], one["triton_us"])
-            groups.setdefault((one["op"], one["unit"]), []).append(row)
-    table: dict[str, dict[str, int]] = {}
-    for (op, unit), rows in sorted(groups.items()):
-        if len(rows) == len(_SIZES):
-            table.setdefault(op, {})[str(unit)] = _crossover(sorted(rows))
-    return table
+    return _table(results, "torch_us", lambda _op, _unit, rows: _crossover(rows) if len(rows) == len(_SIZES) else None)
 
 
-def _crossover(rows: Sequence[tuple[int, float, float]]) -> int:
-    slower = [size for size, torch_us, triton_us in rows if triton_us > _NO_SLOWER * torch_us]
+def _crossover(rows: Sequence[Mapping[str, Any]]) -> int:
+    slower = [row["bytes"] for row in rows if row["triton_us"] > _NO_SLOWER * row["torch_us"]]
     if not slower:
         return 0
-    larger = [size for size, _, _ in rows if size > slower[-1]]
-    return larger[0] if larger else 2 * slower[-1]
+    return min((row["bytes"] for row in rows if row["bytes"] > max(slower)), default=2 * max(slower))
 
 
 def wrong(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -210,7 +206,7 @@ def _difference(content: Any, key: dict[str, Any]) -> str:
     return ""
 
 
-def _has(one: Any, fields: Mapping[str, type]) -> bool:
+def _has(one: Any, fields: Mapping[str, Any]) -> bool:
     """Whether one result has these fields and no others, of these types; times are finite and positive."""
     if not isinstance(one, dict) or one.keys() != fields.keys():
         return False
@@ -219,12 +215,14 @@ def _has(one: Any, fields: Mapping[str, type]) -> bool:
     )
 
 
-def _is_one(kind: type, value: Any) -> bool:
+def _is_one(kind: Any, value: Any) -> bool:
     if kind is float:
         return type(value) in (int, float) and 0 <= value < 1e12
     if kind is int:
         return type(value) is int and 0 <= value < 2**62
-    return type(value) is kind and (kind is not list or all(type(item) is int for item in value))
+    if kind is str:
+        return type(value) is str
+    return type(value) is list and all(type(item) is int for item in value)
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -1,14 +1,16 @@
 """The loop of every search, in this process or on several cores: results are kept whatever ends it, and reused."""
 
+import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -16,7 +18,7 @@ from tritoncomm.tune import static
 from tritoncomm.tune.candidates import Candidate, candidates
 from tritoncomm.tune.machine_code import TARGETS
 
-__all__ = ["COMPLETE", "INTERRUPTED", "OUT_OF_TIME", "Batch", "Follow", "Task", "batches", "judge_all", "search"]
+__all__ = ["COMPLETE", "INTERRUPTED", "OUT_OF_TIME", "Follow", "Task", "batches", "judge", "search"]
 
 COMPLETE = "complete"
 OUT_OF_TIME = "out of time"
@@ -49,9 +51,10 @@ def search(
     done: dict[str, Any],
     save: Callable[[], None],
     *,
-    budget: float | None = None,
+    end: float = math.inf,
     follow: Follow | None = None,
     clock: Callable[[], float] = time.monotonic,
+    parallel: bool = False,
 ) -> str:
     """Do the tasks whose results are not in ``done`` yet, in order, and put the results there.
 
@@ -59,133 +62,74 @@ def search(
         tasks: in this order.
         done: results by key, of an earlier run too; added to task by task.
         save: writes ``done``; called every two seconds and at the end, also after Ctrl-C.
-        budget: seconds after which no further task starts; None for no limit.
+        end: reading of the clock from which on no further task starts.
         follow: called with the group, the keys done and the keys in total after each task.
         clock: seconds from any start.
+        parallel: in processes of their own where there is work for several cores. Threads would not help with
+            compilation, half of which is Python.
 
     Returns:
         ``complete``, ``out of time`` or ``interrupted``.
     """
-    total, started = sum(len(task.keys) for task in tasks), clock()
-    finished, saved, state = 0, started, COMPLETE
+    missing = [task for task in tasks if not done.keys() >= set(task.keys)]
+    workers = min(len(os.sched_getaffinity(0)), len(missing) // _WORTH_A_WORKER, _MAX_WORKERS) if parallel else 1
+    total, left = (sum(len(task.keys) for task in some) for some in (tasks, missing))
+    saved = clock()
+    finished = _in_processes(missing, workers) if workers > 1 else ([(task, task.work())] for task in missing)
     try:
-        for task in tasks:
-            if not done.keys() >= set(task.keys):
-                if budget is not None and clock() - started >= budget:
-                    state = OUT_OF_TIME
-                    break
-                done.update(zip(task.keys, task.work(), strict=True))
-            finished += len(task.keys)
-            if follow is not None:
-                follow(task.group, finished, total)
-            if clock() - saved >= _SAVE_EVERY_S:
-                save()
-                saved = clock()
+        with closing(finished):
+            while left:
+                if clock() >= end:
+                    return OUT_OF_TIME
+                for task, results in next(finished):
+                    done.update(zip(task.keys, results, strict=True))
+                    left -= len(task.keys)
+                    if follow is not None:
+                        follow(task.group, total - left, total)
+                if clock() - saved >= _SAVE_EVERY_S:
+                    save()
+                    saved = clock()
+    except BrokenProcessPool:  # a worker was killed, or cannot import the main program: this process goes on
+        return search(tasks, done, save, end=end, follow=follow, clock=clock)
     except KeyboardInterrupt:
-        state = INTERRUPTED
+        return INTERRUPTED
     finally:
         save()
-    return state
+    return COMPLETE
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Candidates of one operation and unit that are judged together."""
-
-    op: str
-    unit: int
-    tried: tuple[Candidate, ...]
-    target: str
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Names of the results."""
-        return tuple(f"{self.op} {self.unit} {one.label}" for one in self.tried)
-
-    @property
-    def group(self) -> str:
-        """What a progress bar calls it."""
-        return f"{self.op}, {self.unit} bytes"
-
-    def judge(self) -> list[dict[str, Any]]:
-        """One result per key, of values that JSON can hold."""
-        verdicts = static.judge(self.op, self.unit, self.tried, self.target)
-        name = {"op": self.op, "unit": self.unit}
-        return [name | asdict(one) | asdict(verdict) for one, verdict in zip(self.tried, verdicts, strict=True)]
-
-
-def batches(op: str, unit: int, target: str) -> list[Batch]:
-    """All candidates of one operation and unit, the built-in rule's first."""
-    tried = candidates(op, unit, TARGETS[target].warp_size)
-    return [Batch(op, unit, tuple(tried[i : i + _CANDIDATES]), target) for i in range(0, len(tried), _CANDIDATES)]
-
-
-def judge_all(
-    todo: Sequence[Batch],
-    done: dict[str, Any],
-    save: Callable[[], None],
-    *,
-    budget: float | None = None,
-    follow: Follow | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> str:
-    """Judge the batches whose results are not in ``done`` yet and put the results there; see ``search``.
-
-    Where there is work for several cores it is done in processes of their own: half of a compilation is Python.
-
-    Returns:
-        ``complete``, ``out of time`` or ``interrupted``.
-    """
-    started = clock()
-    missing = [batch for batch in todo if not done.keys() >= set(batch.keys)]
-    workers = min(len(os.sched_getaffinity(0)), len(missing) // _WORTH_A_WORKER, _MAX_WORKERS)
-    if workers > 1:
-        try:
-            return _in_processes(workers, todo, done, save, budget, follow, clock)
-        except BrokenProcessPool:  # a worker was killed, or cannot import the main program: this process goes on
-            budget = None if budget is None else budget - (clock() - started)
-    tasks = [Task(batch.group, batch.keys, batch.judge) for batch in todo]
-    return search(tasks, done, save, budget=budget, follow=follow, clock=clock)
-
-
-def _in_processes(
-    workers: int,
-    todo: Sequence[Batch],
-    done: dict[str, Any],
-    save: Callable[[], None],
-    budget: float | None,
-    follow: Follow | None,
-    clock: Callable[[], float],
-) -> str:
-    started = saved = clock()
-    known = len(done)
-    pool, state = ProcessPoolExecutor(workers, get_context("spawn")), COMPLETE
+def _in_processes(tasks: Sequence[Task], workers: int) -> Generator[list[tuple[Task, Sequence[Any]]], None, None]:
+    """Tasks that have finished since the last step, with their results; a step takes half a second at most."""
+    pool = ProcessPoolExecutor(workers, get_context("spawn"))
     try:
         with _no_interrupts():
-            open_batches: dict[Future[Any], Batch] = {
-                pool.submit(Batch.judge, batch): batch for batch in todo if not done.keys() >= set(batch.keys)
-            }
-        total = sum(len(batch.keys) for batch in todo)
-        while open_batches:
-            left = _POLL_S if budget is None else min(_POLL_S, budget - (clock() - started))
-            if left <= 0:
-                state = OUT_OF_TIME
-                break
-            for future in wait(open_batches, left, FIRST_COMPLETED).done:
-                batch = open_batches.pop(future)
-                done.update(zip(batch.keys, future.result(), strict=True))
-                if follow is not None:
-                    rest = sum(len(one.keys) for one in open_batches.values())
-                    follow(batch.group, total - rest, total)
-            if clock() - saved >= _SAVE_EVERY_S and len(done) > known:
-                save()
-                saved, known = clock(), len(done)
-    except KeyboardInterrupt:
-        state = INTERRUPTED
+            running = {pool.submit(task.work): task for task in tasks}
+        while running:
+            ready = wait(running, _POLL_S, FIRST_COMPLETED).done
+            yield [(running.pop(future), future.result()) for future in ready]
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # a batch that runs ends within a second or two
-        save()
-    return state
+        pool.shutdown(wait=False, cancel_futures=True)  # a task that runs ends within a second or two
+
+
+def batches(op: str, unit: int, target: str) -> list[Task]:
+    """Tasks that judge all candidates of one operation and unit, a few at a time, the built-in rule's first."""
+    tried = candidates(op, unit, TARGETS[target].warp_size)
+    batched = [tried[i : i + _CANDIDATES] for i in range(0, len(tried), _CANDIDATES)]
+    return [
+        Task(
+            f"{op}, {unit} bytes",
+            tuple(f"{op} {unit} {one.label}" for one in batch),
+            partial(judge, op, unit, batch, target),
+        )
+        for batch in batched
+    ]
+
+
+def judge(op: str, unit: int, tried: Sequence[Candidate], target: str) -> list[dict[str, Any]]:
+    """``static.judge`` as results of a search: one per candidate, of values that JSON can hold."""
+    verdicts = static.judge(op, unit, tried, target)
+    name = {"op": op, "unit": unit}
+    return [name | asdict(one) | asdict(verdict) for one, verdict in zip(tried, verdicts, strict=True)]
 
 
 @contextmanager

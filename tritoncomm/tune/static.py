@@ -9,7 +9,7 @@ one target. It is no time: caches, partial tiles and the memory system, which de
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import triton.language as tl
@@ -18,16 +18,16 @@ from tritoncomm_kernels.config import Config
 from tritoncomm.tune.candidates import Candidate, candidates
 from tritoncomm.tune.machine_code import TARGETS, Build, Code, build_all, compiled_kernels
 
-__all__ = ["COST", "Check", "Verdict", "audit", "checks", "fault", "judge", "rank", "resident"]
+__all__ = ["COST", "Check", "Verdict", "checks", "fault", "judge", "rank", "resident"]
 
 COST = "instructions per 16 bytes x max(1, 65536 / bytes of loads in flight per multiprocessor)"
 _IN_FLIGHT = 65536
 _ELEMENT = {16: ("i64", 2), 8: ("i64", 1), 4: ("i32", 1), 2: ("i16", 1), 1: ("i8", 1)}
 _SUMMED = {8: "fp64", 4: "fp32", 2: "bf16", 1: "i8"}
 _SIZE = {"i64": 8, "i32": 4, "i16": 2, "i8": 1, "fp32": 4, "bf16": 2}
-# Of one multiprocessor: threads, registers, the granule in which threads get registers, programs.
-_NVIDIA = {"threads": 2048, "registers": 65536, "granule": 8, "programs": 32}
-_AMD = {"threads": 2048, "registers": 4 * 512 * 64, "granule": 8, "programs": 32}
+# Of one multiprocessor: threads, the granule in which threads get registers, programs, registers.
+_THREADS, _GRANULE, _PROGRAMS = 2048, 8, 32
+_REGISTERS = {"cuda": 65536, "hip": 4 * 512 * 64}
 
 
 @dataclass(frozen=True)
@@ -143,33 +143,6 @@ def judge(op: str, unit: int, tried: Sequence[Candidate], target: str) -> list[V
     return verdicts
 
 
-def audit(tiles: Sequence[tuple[str, int, Config]], target: str) -> list[str]:
-    """Faults in the machine code of tiles, in words.
-
-    Args:
-        tiles: operation, unit and tile.
-        target: a key of ``TARGETS``.
-
-    The width of accesses counts where a tile has a whole unit for every thread; tiles of smaller tensors have not.
-    """
-    mine = [(unit, tile, check) for op, unit, tile in tiles for check in checks(op, unit, tile)]
-    codes = build_all([check.build for _, _, check in mine], target)
-    faults = []
-    for (unit, tile, check), code in zip(mine, codes, strict=True):
-        threads = tile.num_warps * TARGETS[target].warp_size
-        full = tile.block_rows * tile.block_cols >= threads * _bytes_needed(check)
-        reason = fault(code, check if full else replace(check, width=0))
-        if reason:
-            faults.append(f"{target}, unit {unit}, {tile.block_rows} x {tile.block_cols} B: {reason}")
-    return faults
-
-
-def _bytes_needed(check: Check) -> int:
-    """Bytes of a tile per thread from which every access can have its width: of the smaller of two element types."""
-    sizes = [_SIZE.get(kind.removeprefix("*"), 8) for name, kind in check.build.types.items() if name.endswith("_ptr")]
-    return check.width * max(sizes[:2]) // min(sizes[:2])
-
-
 def _verdict(code: Code, warps: int, pruned: str, target: str) -> Verdict:
     per_16 = code.instructions * 16 / max(sum(code.loads), sum(code.stores), 1)
     in_flight = resident(code.registers, warps, target) * sum(code.loads[: code.loads_first])
@@ -188,11 +161,9 @@ def _verdict(code: Code, warps: int, pruned: str, target: str) -> Verdict:
 
 def resident(registers: int, warps: int, target: str) -> int:
     """Threads of a kernel that one multiprocessor holds at a time."""
-    limits, lanes = (_AMD if TARGETS[target].backend == "hip" else _NVIDIA), TARGETS[target].warp_size
-    threads = warps * lanes
-    each = -(-max(registers, 1) // limits["granule"]) * limits["granule"]
-    programs = min(limits["threads"] // threads, limits["registers"] // (each * threads), limits["programs"])
-    return programs * threads
+    threads = warps * TARGETS[target].warp_size
+    each = -(-max(registers, 1) // _GRANULE) * _GRANULE
+    return min(_THREADS // threads, _REGISTERS[TARGETS[target].backend] // (each * threads), _PROGRAMS) * threads
 
 
 def rank(op: str, unit: int, verdicts: dict[str, Verdict], target: str) -> list[Candidate]:

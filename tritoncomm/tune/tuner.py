@@ -1,5 +1,6 @@
 """`tritoncomm tune` without its terminal: arguments to cases, cases to a search, results to a file."""
 
+import math
 import os
 import time
 import warnings
@@ -17,7 +18,7 @@ from tritoncomm.tune.candidates import Candidate, candidates, groups
 from tritoncomm.tune.cases import Case
 from tritoncomm.tune.machine_code import CAN_READ, TARGETS
 from tritoncomm.tune.measure import Bench
-from tritoncomm.tune.search import INTERRUPTED, Batch, Follow, Task, batches, judge_all, search
+from tritoncomm.tune.search import INTERRUPTED, Follow, Task, batches, search
 
 __all__ = ["Outcome", "Request", "cases_of", "measure", "rank_static"]
 
@@ -123,8 +124,6 @@ def rank_static(request: Request, target: str, follow: Follow | None = None) -> 
     if target not in TARGETS:
         raise ValueError(f"--target {target!r} is none of {', '.join(TARGETS)}")
     chosen = _groups_of(cases_of(request))
-    if not (request.shapes or request.model):
-        chosen = groups(tuple(request.ops) or OPS)
     content, outcome = _begin(request.out, f"{target}.json", results.static_key(target) | {"cost": static.COST})
     todo = [batch for op, unit in chosen for batch in batches(op, unit, target)]
 
@@ -132,7 +131,8 @@ def rank_static(request: Request, target: str, follow: Follow | None = None) -> 
         content["ranking"] = _ranking(content["results"], target)
         _finish(outcome, todo)
 
-    outcome.state = judge_all(todo, content["results"], save, budget=request.budget, follow=follow)
+    end = time.monotonic() + _budget(request)
+    outcome.state = search(todo, content["results"], save, end=end, follow=follow, parallel=True)
     return outcome
 
 
@@ -155,11 +155,11 @@ def measure(
     chosen = _groups_of(todo_cases)
     path = request.out or results.user_path(*device)
     content, outcome = _begin(path, tables.table_name(*device), results.measured_key(*device))
-    started, judged = clock(), content.setdefault("judged", {})
+    started, budget, judged = clock(), _budget(request), content.setdefault("judged", {})
     if bench.target is not None and CAN_READ[TARGETS[bench.target].backend]:
         todo = [batch for op, unit in chosen for batch in batches(op, unit, bench.target)]
-        limit = None if request.budget is None else request.budget * _JUDGING
-        outcome.state = judge_all(todo, judged, lambda: None, budget=limit, follow=follow, clock=clock)
+        end = started + budget * _JUDGING
+        outcome.state = search(todo, judged, lambda: None, end=end, follow=follow, clock=clock, parallel=True)
         if outcome.state == INTERRUPTED:
             _finish(outcome, todo)
             return outcome
@@ -171,10 +171,13 @@ def measure(
         content["crossover_bytes"] = results.crossovers(content["results"])
         _finish(outcome, todo)
 
-    budget = None if request.budget is None else request.budget - (clock() - started)
-    outcome.state = search(todo, content["results"], save, budget=budget, follow=follow, clock=clock)
+    outcome.state = search(todo, content["results"], save, end=started + budget, follow=follow, clock=clock)
     outcome.wrong = results.wrong(content["results"])
     return outcome
+
+
+def _budget(request: Request) -> float:
+    return math.inf if request.budget is None else request.budget
 
 
 def _groups_of(every: Sequence[Case]) -> list[tuple[str, int]]:
@@ -198,7 +201,7 @@ def _begin(path: Path | None, name: str, key: Mapping[str, Any]) -> tuple[dict[s
     return content, Outcome("", content, path, [str(one.message) for one in caught])
 
 
-def _finish(outcome: Outcome, todo: Sequence[Task | Batch]) -> None:
+def _finish(outcome: Outcome, todo: Sequence[Task]) -> None:
     done = outcome.content["results"]
     outcome.left = sum(key not in done for task in todo for key in task.keys)
     outcome.content["complete"] = outcome.left == 0
