@@ -142,7 +142,7 @@ class _Site:
         """``result``, where the last dim may be sharded unevenly: ``features`` is its global size."""
         if self.local_output or not self.is_last(x) or not self.sizes(features):
             return self.result(x)
-        shape = (*x.shape[:-1], features)
+        shape = torch.Size((*x.shape[:-1], features))
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(x, self.mesh, (self.output,), run_check=False, shape=shape, stride=stride)
 
@@ -170,9 +170,9 @@ class _Site:
             x = mappings.all_to_all_dims(x, self.output.dim, -1, self.group, gather_sizes=self.sizes(features))
         return self.result_of(x, features)
 
-    def summed(self, param: Any) -> Tensor | None:
+    def summed(self, param: Any) -> Tensor:
         """A replicated parameter that works on a shard of the tokens. Backward: all-reduce of its gradient."""
-        return None if param is None else mappings.copy_to_tensor_model_parallel_region(param.to_local(), self.group)
+        return mappings.copy_to_tensor_model_parallel_region(param.to_local(), self.group)
 
 
 class ColwiseLinear(nn.Linear):
@@ -203,13 +203,11 @@ class RowwiseLinear(nn.Linear):
         out = F.linear(x, weight)
         sizes = site.sizes(self.out_features) if site.is_last(out) else None
         shard = mappings.reduce_scatter_dim(out, site.output.dim, site.group, sizes=sizes)
-        if self.bias is None:
-            return site.result_of(shard, self.out_features)
-        if site.is_last(out):
-            return site.result_of(
-                shard + mappings.split_dim(self._local_bias(), 0, site.group, sizes=sizes), self.out_features
-            )
-        return site.result(shard + site.summed(self.bias))
+        if self.bias is not None and site.is_last(out):
+            shard = shard + mappings.split_dim(self._local_bias(), 0, site.group, sizes=sizes)
+        elif self.bias is not None:
+            shard = shard + site.summed(self.bias)
+        return site.result_of(shard, self.out_features)
 
     def _local_bias(self) -> Tensor:
         return self.bias.to_local()  # pyright: ignore[reportAttributeAccessIssue]
@@ -253,7 +251,8 @@ class SequenceLayerNorm(nn.LayerNorm):
     def forward(self, input: Any) -> Any:
         site = self.site
         x = site.shard(input)
-        weight, bias = site.summed(self.weight), site.summed(self.bias)
+        weight = None if self.weight is None else site.summed(self.weight)
+        bias = None if self.bias is None else site.summed(self.bias)
         return site.result(F.layer_norm(x, self.normalized_shape, weight, bias, self.eps))
 
 
@@ -263,7 +262,8 @@ class SequenceRMSNorm(nn.RMSNorm):
     def forward(self, x: Any) -> Any:
         site = self.site
         x = site.shard(x)
-        return site.result(F.rms_norm(x, self.normalized_shape, site.summed(self.weight), self.eps))
+        weight = None if self.weight is None else site.summed(self.weight)
+        return site.result(F.rms_norm(x, self.normalized_shape, weight, self.eps))
 
 
 def _base(module: nn.Module) -> type[nn.Module]:

@@ -22,7 +22,7 @@ from tritoncomm import p2p, record
 from tritoncomm.core import ops
 from tritoncomm.errors import GroupError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.p2p import P2PCommunicator, header, is_single_shape, message
-from tritoncomm.p2p.hop import Incoming
+from tritoncomm.p2p.message import Incoming
 from tritoncomm.p2p.neighbours import Neighbours
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "bool", "complex64", "float8_e4m3fn")

@@ -6,9 +6,7 @@ moves take ``_exchange_messages``. Everything that is sent is posted before anyt
 progress independently, so that a rank never waits for a neighbour that waits for it.
 """
 
-import math
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,14 +18,12 @@ from tritoncomm.core.backend import special
 from tritoncomm.core.ops import path_for
 from tritoncomm.errors import ArgumentError, MismatchError
 from tritoncomm.p2p import header, message
-from tritoncomm.p2p.message import Message, Spec, as_shapes, describe, is_one_shape, spec_of
+from tritoncomm.p2p.message import Incoming, Message
 from tritoncomm.p2p.neighbours import Neighbours
 from tritoncomm.p2p.transport import Posted, keep_alive, post, post_and_wait, post_one
 
-__all__ = ["Hop", "Incoming", "check", "checking", "exchange"]
+__all__ = ["Hop", "check", "checking", "exchange"]
 
-_MAX_REFUSED = 1 << 30  # bytes of a mismatching message that is still received, so that the group stays usable
-_MAX_BYTES = 1 << 48  # of any message; more than a device can address
 _check = variables.CHECK
 
 Result = tuple[Any, Any, Any]
@@ -183,85 +179,6 @@ def _tensors(x: Any, name: str) -> list[Tensor]:
         if not isinstance(each, Tensor):
             raise ArgumentError(f"{name}: expected a tensor or a list of tensors, not {type(each).__name__}")
     return tensors
-
-
-@dataclass(slots=True)
-class Incoming:
-    """What a receiver expects from one neighbour.
-
-    Attributes:
-        specs: shapes and dtypes, or None where only the header has them.
-        dtype: of every tensor, where only the header has the shapes.
-        count: number of tensors.
-        is_single: whether the caller gets a tensor and not a list.
-        out: a buffer to receive a single tensor into.
-    """
-
-    specs: tuple[Spec, ...] | None
-    dtype: torch.dtype | None = None
-    count: int = 1
-    is_single: bool = True
-    out: Tensor | None = None
-
-    @classmethod
-    def of(cls, expected: Any, dtype: torch.dtype | None, variable: bool, name: str) -> "Incoming":
-        """From an argument of ``exchange``."""
-        if isinstance(expected, Tensor):
-            return cls((spec_of(expected),), expected.dtype, out=expected)
-        is_single = is_one_shape(expected)
-        if variable:
-            return cls(None, dtype, 1 if is_single else len(expected), is_single)
-        assert dtype is not None
-        shapes = as_shapes(expected, name)
-        return cls(tuple([(shape, dtype) for shape in shapes]), dtype, len(shapes), is_single)
-
-    def problem(self, neighbours: Neighbours, name: str, key: str, specs: tuple[Spec, ...]) -> str | None:
-        """Why ``specs`` are not what is expected, with both sides' shapes and dtypes; None where they match."""
-        if self.specs is not None:
-            if specs == self.specs:
-                return None
-            expected = describe(self.specs)
-        else:
-            if len(specs) == self.count and all(dtype is self.dtype for _, dtype in specs):
-                return None
-            count = "one tensor" if self.count == 1 else f"{self.count} tensors"
-            expected = f"{count} of {str(self.dtype).removeprefix('torch.')}"
-        return f"{name}: {neighbours} expects {expected}, but rank {neighbours.peer(key)} sent {describe(specs)}"
-
-    def allocate(self, specs: tuple[Spec, ...], device: torch.device) -> Message:
-        """Memory for tensors of ``specs``, in the thread, the stream and the grad mode of the caller."""
-        buffers = message.allocate(specs, device, self.out)
-        for x in buffers.tensors if self.out is None else ():
-            if x.dtype.is_floating_point or x.dtype.is_complex:
-                x.requires_grad_()
-        return buffers
-
-    def allocate_from_header(
-        self, neighbours: Neighbours, name: str, key: str, specs: tuple[Spec, ...], device: torch.device
-    ) -> tuple[Message, str | None]:
-        """Memory for the tensors that a header announces, and why they have to be refused once received.
-
-        Raises:
-            MismatchError: they are refused unreceived, because they are larger than what is expected, or than can be
-                allocated. The group is unusable from then on.
-        """
-        problem, size, limit = self.problem(neighbours, name, key, specs), _bytes(specs), _MAX_BYTES
-        if problem:
-            limit = max(_MAX_REFUSED, _bytes(self.specs or ()))
-        if size > limit:
-            problem = problem or f"{name}: rank {neighbours.peer(key)} announces {describe(specs)} to {neighbours}"
-            raise MismatchError(f"{problem}; {size} bytes are not received, and the group is unusable from now on")
-        try:
-            return message.allocate(specs, device) if problem else self.allocate(specs, device), problem
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            text = f"{name}: {neighbours} has no memory for {describe(specs)}, {size} bytes: {error}"
-            raise MismatchError(text) from error
-
-
-def _bytes(specs: tuple[Spec, ...]) -> int:
-    return sum([math.prod(shape) * dtype.itemsize for shape, dtype in specs])
 
 
 class Hop:
