@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     ["tritoncomm_kernels"],
     ["errors"],
-    ["record", "variables", "launchers", "sizes", "parsing"],
+    ["cost", "record", "variables", "launchers", "sizes", "parsing"],
     ["core"],
     ["meshes", "groups"],
     ["collective", "mappings", "agreement", "runtime"],

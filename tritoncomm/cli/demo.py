@@ -101,7 +101,9 @@ def show(outcome: Outcome, console: Console) -> None:
     rows = table(title, (*names, "calls", "MB\ncopied", "MB\nsent", "% of\ntime"), names)
     for (name, path), count in sorted(outcome.counters.items(), key=lambda item: -item[1].seconds):
         share = f"{100 * count.seconds / outcome.seconds:.1f}"
-        rows.add_row(name, path, str(count.calls), f"{count.packed / 1e6:.2f}", f"{count.wire / 1e6:.2f}", share)
+        rows.add_row(
+            name, path, str(count.calls), f"{count.bytes_copied / 1e6:.2f}", f"{count.bytes_sent / 1e6:.2f}", share
+        )
     console.print(rows)
     largest, step = outcome.largest_difference()
     line = f"largest relative difference to the single-process losses: {largest:.1e} at step {step}"

@@ -11,9 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 from tritoncomm_kernels import tables
 
+from tritoncomm import cost
 from tritoncomm.cli._console import refusing, say, table, terminal
-from tritoncomm.explain import OPS, Explanation, cost, explain
-from tritoncomm.explain.steps import Movement
+from tritoncomm.explain import OPS, Explanation, explain
+from tritoncomm.explain.steps import Movement, Step
 from tritoncomm.parsing import counted, dtype_name, parse_dtype, parse_ints
 
 __all__ = ["EPILOG", "plan"]
@@ -108,7 +109,8 @@ def _rates(
 def _as_json(explanation: Explanation) -> dict[str, Any]:
     def direction(one: Movement) -> dict[str, Any]:
         local, collective = one.seconds
-        totals = {"path": one.path, "passes": one.passes, "packed": one.packed, "wire": one.wire}
+        steps = [asdict(step) | _traffic(step) for step in one.steps]
+        totals = {"steps": steps, "path": one.path, "passes": one.passes, **_traffic(one)}
         return asdict(one) | totals | {"predicted_seconds": {"local": local, "collective": collective}}
 
     return {
@@ -122,6 +124,11 @@ def _as_json(explanation: Explanation) -> dict[str, Any]:
         "assumed": asdict(explanation.rates),
         "projection": [asdict(share) | {"share": share.share} for share in explanation.projection],
     }
+
+
+def _traffic(one: Step | Movement) -> dict[str, int]:
+    """The bytes, also by the names that they had first."""
+    return {name: getattr(one, name) for name in ("bytes_copied", "bytes_sent", "packed", "wire")}
 
 
 def _show(explanation: Explanation, console: Console) -> None:
@@ -157,18 +164,18 @@ def _unit(largest: int) -> tuple[int, str, int]:
 
 
 def _direction_table(direction: str, one: Movement) -> Table:
-    size, unit, digits = _unit(max(one.packed, one.wire))
+    size, unit, digits = _unit(max(one.bytes_copied, one.bytes_sent))
     names = ("step", "path", "what")
     headings = (*names, f"{unit}\ncopied", f"{unit}\nsent", "predicted\nus")
     rows = table(f"{direction}: {list(one.shape)} -> {list(one.result)}", headings, names)
 
-    def add(name: str, path: str, what: str, packed: int, wire: int, seconds: float) -> None:
-        amounts = (f"{amount / size:.{digits}f}" for amount in (packed, wire))
+    def add(name: str, path: str, what: str, bytes_copied: int, bytes_sent: int, seconds: float) -> None:
+        amounts = (f"{amount / size:.{digits}f}" for amount in (bytes_copied, bytes_sent))
         rows.add_row(name, path, escape(what), *amounts, f"{seconds * 1e6:.1f}")
 
     for step in one.steps:
-        add(step.name, step.path, step.what, step.packed, step.wire, step.seconds)
+        add(step.name, step.path, step.what, step.bytes_copied, step.bytes_sent, step.seconds)
     rows.add_section()
     passes = f"{one.passes} pass{'' if one.passes == 1 else 'es'} over memory"
-    add("all", one.path, passes, one.packed, one.wire, sum(one.seconds))
+    add("all", one.path, passes, one.bytes_copied, one.bytes_sent, sum(one.seconds))
     return rows

@@ -10,15 +10,16 @@ from dataclasses import dataclass, replace
 import torch
 from tritoncomm_kernels import tables
 
+from tritoncomm import cost
 from tritoncomm.core.plan import Ints
+from tritoncomm.cost import DEFAULTS, Rates
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.explain import collectives as do
 from tritoncomm.explain.collectives import Move
-from tritoncomm.explain.cost import DEFAULTS, Rates
 from tritoncomm.explain.steps import Call, Movement
 from tritoncomm.parsing import dtype_name
 
-__all__ = ["OPS", "Explanation", "Share", "explain"]
+__all__ = ["OPS", "Explanation", "Share", "cost", "explain"]
 
 PROJECTED = (2, 4, 8, 16, 32, 64)
 _MOST_RANKS, _MOST_BYTES = 2**20, 2**62

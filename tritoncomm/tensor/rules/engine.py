@@ -16,10 +16,9 @@ from torch.distributed import ProcessGroup as TorchGroup
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tritoncomm import mappings
-from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.mappings.general import wants_grad
 from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
-from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec
+from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec, bounds_by_label, uneven_sizes
 from tritoncomm.tensor.layout import is_colo, plain, shape_of, wrap
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.redistribute import Transition, redistribute
@@ -63,13 +62,10 @@ class Sharding:
 
     def shard(self, label: Any) -> tuple[int, int]:
         """(start, size) of this rank's shard of a label; the full range if it is not sharded."""
-        rank, bounds = self.rank, (0, self.sizes[label])
-        for each, count in reversed(self.parts):
-            rank, index = divmod(rank, count)
+        for each, start, size in bounds_by_label(self.sizes, self.parts, self.rank):
             if each == label:
-                sizes = chunk_sizes(self.sizes[label], count)
-                bounds = sum(sizes[:index]), sizes[index]
-        return bounds
+                return start, size
+        return 0, self.sizes[label]
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +255,7 @@ def local_operand(each: Operand, parts: Parts, pg: ProcessGroup) -> Tensor:
         shape = tuple(shape_of(each.tensor))
         if parts and len(current) == 1:
             ((dim, count),) = current
-            sizes = None if shape[dim] % count == 0 else chunk_sizes(shape[dim], count)
-            return mappings.all_gather_dim(local, dim, group, sizes=sizes)
+            return mappings.all_gather_dim(local, dim, group, sizes=uneven_sizes(shape[dim], count))
         local = redistribute(local, Transition(shape, current, ()), group)
     return mappings.copy_to_tensor_model_parallel_region(local, group) if parts and wants_grad(local) else local
 
@@ -275,8 +270,7 @@ def _reduce_outputs(outputs: list[Any], call: Call, sharding: Sharding, pg: Proc
         outputs = summed if call.after is None else [call.after(x) for x in summed]
     else:
         dim, world = call.scatter % outputs[0].dim(), pg.tp_world_size()
-        size = outputs[0].shape[dim]
-        sizes = None if size % world == 0 else chunk_sizes(size, world)
+        sizes = uneven_sizes(outputs[0].shape[dim], world)
         outputs = [mappings.reduce_scatter_dim(x, dim, group, sizes=sizes) for x in outputs]
         parts = ((call.results[0][dim], world),)
     if call.finish is not None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tritoncomm.core import eager
 from tritoncomm.errors import MismatchError
-from tritoncomm.tensor.distspec import shard_bounds
+from tritoncomm.tensor.distspec import shard_of
 from tritoncomm.tensor.layout import is_colo, plain, shape_of
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
@@ -135,10 +135,8 @@ def initialise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     with seeded(agreed_seed(pg, target), target.device):
         func(*tree_map(substitute, tuple(args)), **tree_map(substitute, kwargs))
     if target.partitions:
-        for dim, start, size in shard_bounds(shape, target.partitions, pg.tp_local_rank()):
-            full = full.narrow(dim, start, size)
         with torch.no_grad():
-            plain(target).copy_(full)
+            plain(target).copy_(shard_of(full, target.partitions, pg.tp_local_rank()))
     return target
 
 
