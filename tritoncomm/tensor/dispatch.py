@@ -42,6 +42,7 @@ __all__ = ["run"]
 
 _ACCESSORS = ("__get__", "__set__", "__delete__")
 _COMPLEX_PARTS = ("real", "imag")
+_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}  # which torch's own argument parser takes, too
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 _warned: set[str] = set()
@@ -96,7 +97,10 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _describe(describe: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The rule's description of the call; None if the rule does not accept these arguments."""
+    """The rule's description of the call; None if the rule does not accept these arguments, as none does ``out=``."""
+    if kwargs.get("out") is not None:
+        return None
+    kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items() if name != "out"}
     try:
         return describe(*args, **kwargs)
     except TypeError:

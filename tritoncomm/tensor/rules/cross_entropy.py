@@ -1,6 +1,7 @@
 """Softmax, log-softmax and cross entropy, including a sharded class dim."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from tritoncomm.tensor.layout import shape_of
 from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
-from tritoncomm.tensor.rules.reductions import max_over_ranks, sum_over_ranks
+from tritoncomm.tensor.rules.reductions import extremum_over_ranks, sum_over_ranks
 from tritoncomm.tensor.rules.table import rule
 from tritoncomm.tensor.vocab_parallel import cross_entropy_rows
 
@@ -51,14 +52,9 @@ def _softmax_like(input: Tensor, dim: int | None, dtype: torch.dtype | None, log
     def run(sharding: Sharding, x: Tensor) -> Tensor:
         if not sharding.has(dim):
             return local(x, dim, dtype=dtype)
-        assert sharding.group is not None
         target = dtype or x.dtype
         wide = x.to(torch.float64 if target is torch.float64 else torch.float32)
-        if x.shape[dim]:
-            row_max = wide.detach().amax(dim, keepdim=True)
-        else:
-            row_max = wide.new_full([1 if d == dim else s for d, s in enumerate(x.shape)], -math.inf)
-        shifted = wide - max_over_ranks(row_max, sharding.group)
+        shifted = wide - extremum_over_ranks(wide, (dim,), sharding.group)
         exps = shifted.exp()
         sum_exp = sum_over_ranks(exps.sum(dim, keepdim=True), sharding.group, shared=True)
         return (shifted - sum_exp.log() if log else exps / sum_exp).to(target)
@@ -89,17 +85,11 @@ def _cross_entropy(
     if weight is not None:
         operands.append(Operand(weight, ("c",)))
 
+    local = partial(F.cross_entropy, ignore_index=ignore_index, label_smoothing=label_smoothing)
+
     def run(sharding: Sharding, logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         if not sharding.parts:
-            return F.cross_entropy(
-                logits,
-                targets,
-                weights,
-                ignore_index=ignore_index,
-                reduction=reduction,
-                label_smoothing=label_smoothing,
-            )
-        assert sharding.group is not None
+            return local(logits, targets, weights, reduction=reduction)
         if sharding.has("c"):
             loss, counted = cross_entropy_rows(
                 logits.movedim(classes, -1), targets.movedim(classes, -1) if soft else targets, weights,
@@ -108,9 +98,7 @@ def _cross_entropy(
             if reduction == "none":
                 return loss
             return loss.sum() if reduction == "sum" else loss.sum() / counted
-        loss = F.cross_entropy(
-            logits, targets, weights, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
-        )
+        loss = local(logits, targets, weights, reduction="none")
         if reduction == "none":
             return loss
         total = sum_over_ranks(loss.sum(), sharding.group)

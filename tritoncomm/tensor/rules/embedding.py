@@ -34,7 +34,6 @@ def _embedding(
     def run(sharding: Sharding, tokens: Tensor, table: Tensor) -> Tensor:
         if not sharding.has("v"):
             return F.embedding(tokens, table, padding, scale_grad_by_freq=scale_grad_by_freq)
-        assert sharding.group is not None
         start, size = sharding.shard("v")
         _check_ids(tokens, rows)
         is_local = (tokens >= start) & (tokens < start + size)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritoncomm.errors import ShapeError
 from tritoncomm.tensor.layout import shape_of, shares_storage
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, broadcast_labels
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []
@@ -90,29 +90,13 @@ def _target(given: Sequence[Any], names: dict[str, Any]) -> tuple[int, ...] | No
     return shape_of(given[0]) if given and isinstance(given[0], Tensor) else _sizes(given)
 
 
-def groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Group the dims of two shapes so that groups have equal numbers of elements.
+def _dims_by_size_before(shape: Sequence[int]) -> dict[int, int]:
+    """The dims of more than one element by the number of elements of all dims before them.
 
-    Example:
-        (2, 3, 4) as (6, 2, 2) is [([0, 1], [0]), ([2], [1, 2])].
+    A dim of one shape and a dim of another with the same key are the first of their merged or split dims: (2, 3, 4) has
+    ``{1: 0, 2: 1, 6: 2}`` and (6, 2, 2) has ``{1: 0, 6: 1, 12: 2}``, so dim 0 becomes dim 0, and dim 2 becomes dim 1.
     """
-    result = []
-    i = j = 0
-    while i < len(old) or j < len(new):
-        left, right = [i] if i < len(old) else [], [j] if j < len(new) else []
-        left_size, right_size = old[i] if left else 1, new[j] if right else 1
-        i, j = i + len(left), j + len(right)
-        while left_size != right_size:
-            if left_size < right_size:
-                left.append(i)
-                left_size *= old[i]
-                i += 1
-            else:
-                right.append(j)
-                right_size *= new[j]
-                j += 1
-        result.append((left, right))
-    return result
+    return {math.prod(shape[:dim]): dim for dim, size in enumerate(shape) if size > 1}
 
 
 def _viewed(input: Tensor, target: Sequence[int], copies: bool = False) -> Call:
@@ -124,13 +108,9 @@ def _viewed(input: Tensor, target: Sequence[int], copies: bool = False) -> Call:
     if math.prod(sizes) != math.prod(shape):
         raise ShapeError(f"view: {list(shape)} has another number of elements than {list(target)}")
     labels = tuple(range(len(shape)))
-    result: list[int | None] = [None] * len(sizes)
-    new_dims: dict[int, int] = {}
-    for left, right in groups(shape, sizes) if math.prod(shape) else []:
-        old = next((dim for dim in left if shape[dim] > 1), None)
-        new = next((dim for dim in right if sizes[dim] > 1), None)
-        if old is not None and new is not None:
-            result[new], new_dims[old] = old, new
+    old_starts, new_starts = _dims_by_size_before(shape), _dims_by_size_before(sizes)
+    new_dims = {dim: new_starts[key] for key, dim in old_starts.items() if key in new_starts and math.prod(shape)}
+    old_dims = {new: old for old, new in new_dims.items()}
 
     def legal(label: Any, count: int, _: Any) -> bool:
         if label not in new_dims:
@@ -152,7 +132,9 @@ def _viewed(input: Tensor, target: Sequence[int], copies: bool = False) -> Call:
         return made
 
     out = {old: sizes[new] for old, new in new_dims.items()}
-    return Call([Operand(input, labels)], [tuple(result)], run, legal=legal, result_sizes=out)
+    return Call(
+        [Operand(input, labels)], [tuple(map(old_dims.get, range(len(sizes))))], run, legal=legal, result_sizes=out
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -237,15 +219,11 @@ def _expand(input: Tensor, *given: Any, **names: Any) -> Call | None:
     shape, sizes = shape_of(input), list(requested)
     for dim in range(-len(shape), 0):
         sizes[dim] = shape[dim] if sizes[dim] == -1 else sizes[dim]
-    labels = tuple(dim if shape[dim] == sizes[dim] else None for dim in range(-len(shape), 0))
+    labels = broadcast_labels(shape, sizes)
     result = (*[None] * (len(sizes) - len(shape)), *labels)
 
     def run(sharding: Sharding, x: Tensor) -> Tensor:
-        return x.expand(
-            [
-                sharding.shard(label)[1] if sharding.has(label) else size
-                for label, size in zip(result, sizes, strict=True)
-            ]
-        )
+        local = [sharding.shard(d)[1] if sharding.has(d) else size for d, size in zip(result, sizes, strict=True)]
+        return x.expand(local)
 
     return Call([Operand(input, labels)], [result], run)
