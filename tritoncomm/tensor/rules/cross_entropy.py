@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 
 @rule(
-    F.softmax, torch.softmax, Tensor.softmax, named="softmax", accepts="any sharding, the softmax dim included",
+    F.softmax, "softmax", accepts="any sharding, the softmax dim included",
     collectives="softmax dim: all-gather of maxima, all-reduce of sums and of their gradients",
 )  # fmt: skip
 def _softmax(
@@ -27,10 +27,7 @@ def _softmax(
     return _softmax_like(input, dim, dtype if dtype is not None else _as_dtype(_stacklevel), False)
 
 
-@rule(
-    F.log_softmax, torch.log_softmax, Tensor.log_softmax, named="log_softmax",
-    accepts="any sharding, the softmax dim included", collectives="as softmax",
-)  # fmt: skip
+@rule(F.log_softmax, "log_softmax", accepts="any sharding, the softmax dim included", collectives="as softmax")
 def _log_softmax(
     input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Call | None:

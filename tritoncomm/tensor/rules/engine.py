@@ -36,6 +36,7 @@ __all__ = [
     "execute",
     "is_legal",
     "local_operand",
+    "replicated",
     "spec_of",
 ]
 
@@ -282,6 +283,11 @@ def local_operand(each: Operand, parts: Parts, pg: ProcessGroup) -> Tensor:
             return mappings.all_gather_dim(local, dim, group, sizes=uneven_sizes(shape[dim], count))
         local = redistribute(local, Transition(shape, current, ()), group)
     return mappings.copy_to_tensor_model_parallel_region(local, group) if parts and wants_grad(local) else local
+
+
+def replicated(x: Tensor, pg: ProcessGroup) -> Tensor:
+    """The global tensor as a plain tensor without gradient."""
+    return local_operand(Operand(x, (None,) * len(shape_of(x))), (), pg).detach()
 
 
 def _reduce_outputs(outputs: list[Any], call: Call, sharding: Sharding, pg: ProcessGroup) -> tuple[list[Any], Parts]:

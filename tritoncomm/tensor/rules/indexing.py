@@ -1,5 +1,6 @@
 """Concatenation, splitting and indexing along dims that are not sharded."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +10,11 @@ from torch import Tensor
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor.box import box_of
 from tritoncomm.tensor.layout import is_colo, plain, shape_of, shares_storage
-from tritoncomm.tensor.rules.engine import Call, Operand, is_legal, local_operand
+from tritoncomm.tensor.rules.engine import Call, Operand, is_legal, local_operand, replicated
 from tritoncomm.tensor.rules.table import rule
 from tritoncomm.tensor.snapshot import refuse_graph, write_shard
 
-__all__ = ["set_item"]
+__all__ = ["set_item", "without_leading_ones"]
 
 _OTHER = "any sharding of another dim"
 
@@ -63,18 +64,18 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Call | None:
     return Call(operands, [(*labels[:dim], None, *labels[dim:])], lambda _, *shards: torch.stack(shards, dim))
 
 
-@rule(torch.split, Tensor.split, named="split", accepts=_OTHER)
+@rule("split", accepts=_OTHER)
 def _split(tensor: Tensor, split_size_or_sections: Any = None, dim: int = 0, **names: Any) -> Call | None:
     sizes = names.get("split_size", split_size_or_sections)
     return _along(tensor, dim, lambda x, d: torch.split(x, sizes, d), results=None)
 
 
-@rule(torch.chunk, Tensor.chunk, named="chunk", accepts=_OTHER)
+@rule("chunk", accepts=_OTHER)
 def _chunk(input: Tensor, chunks: int, dim: int = 0) -> Call | None:
     return _along(input, dim, lambda x, d: torch.chunk(x, chunks, d), results=None)
 
 
-@rule(torch.unbind, Tensor.unbind, named="unbind", accepts=_OTHER)
+@rule("unbind", accepts=_OTHER)
 def _unbind(input: Tensor, dim: int = 0) -> Call | None:
     return _along(input, dim, torch.unbind, results=None, drops=True)
 
@@ -152,6 +153,12 @@ def set_item(target: Any, index: Any, value: Any) -> None:
         target[tuple(given) if isinstance(given, list) else given] = local
 
 
+def without_leading_ones(value: Tensor, ndim: int) -> Tensor:
+    """A value that is assigned to ``ndim`` dims: torch drops leading dims of size 1 in excess."""
+    shape, extra = shape_of(value), max(len(shape_of(value)) - ndim, 0)
+    return value.reshape(shape[extra:]) if extra and math.prod(shape[:extra]) == 1 else value
+
+
 def _selected(target: Any, index: Any) -> Tensor:
     """``target[index]`` of a meta tensor of the global shape."""
     base = torch.empty(target.global_shape, device="meta")
@@ -170,11 +177,7 @@ def _set_part(target: Any, index: Any, value: Any) -> None:
     refuse_graph("__setitem__", (target, value))
     shape, pg = target.global_shape, target.process_group
     if isinstance(value, Tensor):
-        source = local_operand(Operand(value, (None,) * len(shape_of(value))), (), pg).detach()
-        extra = max(source.dim() - selected.dim(), 0)
-        if source.shape[:extra].numel() == 1:  # torch drops leading dims of size 1
-            source = source.reshape(source.shape[extra:])
-        source = source.broadcast_to(selected.shape)
+        source = without_leading_ones(replicated(value, pg), selected.dim()).broadcast_to(selected.shape)
     else:  # a number out of range of the dtype raises on every rank
         source = torch.full((), value, dtype=target.dtype, device=target.device).expand(selected.shape)
 
@@ -185,17 +188,17 @@ def _set_part(target: Any, index: Any, value: Any) -> None:
     write_shard("__setitem__", memory, shape, target.partitions, pg, box_of(shape, selected), write)
 
 
-@rule(torch.narrow, Tensor.narrow, named="narrow", accepts=_OTHER)
+@rule("narrow", accepts=_OTHER)
 def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Call | None:
     return _along(input, dim, lambda x, d: x.narrow(d, start, length))
 
 
-@rule(torch.select, Tensor.select, named="select", accepts=_OTHER)
+@rule("select", accepts=_OTHER)
 def _select(input: Tensor, dim: int, index: int) -> Call | None:
     return _along(input, dim, lambda x, d: x.select(d, index), drops=True)
 
 
-@rule(torch.index_select, Tensor.index_select, named="index_select", accepts=_OTHER)
+@rule("index_select", accepts=_OTHER)
 def _index_select(input: Tensor, dim: int, index: Tensor) -> Call | None:
     if not shape_of(input):
         return None

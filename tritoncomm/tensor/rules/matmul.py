@@ -28,7 +28,7 @@ def _product(a: Tensor, b: Tensor) -> tuple[Labels, Labels, Labels] | None:
 
 
 @rule(
-    torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.mv, Tensor.mv,
+    "matmul", Tensor.__matmul__, "mm", "bmm", "mv",
     named="matmul, @, mm, bmm, mv",
     accepts="Shard of a batch dim, of the rows of the first, the columns of the second, or the contracted dim of both",
     result="same sharding; contracted dim: partial, all-reduced", collectives=_COLLECTIVES,
@@ -44,10 +44,10 @@ def _matmul(input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None =
     return Call([Operand(input, left), Operand(other, right)], [result], lambda _, a, b: torch.matmul(a, b))
 
 
-@rule(
-    Tensor.__rmatmul__, named="@ with a plain tensor on the left", accepts="as matmul", result="as matmul",
-    collectives=_COLLECTIVES,
-)  # fmt: skip
+_REVERSED = "@ with a plain tensor on the left"
+
+
+@rule(Tensor.__rmatmul__, named=_REVERSED, accepts="as matmul", result="as matmul", collectives=_COLLECTIVES)
 def _rmatmul(input: Tensor, other: Tensor) -> Call | None:
     return _matmul(other, input)
 
@@ -108,7 +108,7 @@ def by_weight(call: Call, weight: Tensor, index: int) -> Call:
 
 
 @rule(
-    torch.addmm, Tensor.addmm,
+    "addmm",
     accepts="as linear, for beta * input + alpha * (mat1 @ mat2)", result="as linear", collectives="as linear",
 )  # fmt: skip
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Call:

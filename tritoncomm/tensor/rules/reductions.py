@@ -72,16 +72,13 @@ def _any_sharded(sharding: Sharding, dims: Sequence[int]) -> bool:
 _MAX, _MIN = dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
 
-@rule(
-    torch.sum, Tensor.sum, named="sum", result="same sharding; summed dim: partial, all-reduced",
-    collectives="summed dim: all-reduce",
-)  # fmt: skip
+@rule("sum", result="same sharding; summed dim: partial, all-reduced", collectives="summed dim: all-reduce")
 def _sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Call:
     dims = _dims_of(dim, input)
     return _reduce(input, dims, keepdim, lambda _, x: x.sum(dims, keepdim, dtype=dtype), own=False)
 
 
-@rule(torch.mean, Tensor.mean, named="mean", result="as sum", collectives="as sum")
+@rule("mean", result="as sum", collectives="as sum")
 def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Call | None:
     shape, dims = shape_of(input), _dims_of(dim, input)
     if not shape or not (dtype or input.dtype).is_floating_point:
@@ -102,12 +99,12 @@ def _logical(input: Tensor, dim: Any, keepdim: bool, local: Any, op: Any) -> Cal
     return _reduce(input, dims, keepdim, run)
 
 
-@rule(torch.all, Tensor.all, named="all", result="as sum", collectives="reduced dim: all-reduce")
+@rule("all", result="as sum", collectives="reduced dim: all-reduce")
 def _all(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call:
     return _logical(input, dim, keepdim, torch.all, _MIN)
 
 
-@rule(torch.any, Tensor.any, named="any", result="as sum", collectives="reduced dim: all-reduce")
+@rule("any", result="as sum", collectives="reduced dim: all-reduce")
 def _any(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call:
     return _logical(input, dim, keepdim, torch.any, _MAX)
 
@@ -141,7 +138,7 @@ def _on_all_ranks(input: Any, other: Any, local: Callable[[Tensor, Tensor], bool
 
 
 @rule(
-    torch.equal, Tensor.equal,
+    "equal",
     accepts="any sharding; a plain tensor of the local shape is a shard, any other is replicated",
     result="a bool, the same on every rank", collectives="all-reduce of one number",
 )  # fmt: skip
@@ -149,21 +146,21 @@ def _equal(input: Tensor, other: Tensor) -> Call | None:
     return _on_all_ranks(input, other, torch.equal, False)
 
 
-@rule(torch.allclose, Tensor.allclose, accepts="as equal", result="as equal", collectives="as equal")
+@rule("allclose", accepts="as equal", result="as equal", collectives="as equal")
 def _allclose(
     input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
 ) -> Call | None:
     return _on_all_ranks(input, other, partial(torch.allclose, rtol=rtol, atol=atol, equal_nan=equal_nan), True)
 
 
-@rule(torch.count_nonzero, Tensor.count_nonzero, named="count_nonzero", result="as sum", collectives="as sum")
+@rule("count_nonzero", result="as sum", collectives="as sum")
 def _count(input: Tensor, dim: Any = None) -> Call:
     dims = _dims_of(dim, input)
     return _reduce(input, dims, False, lambda _, x: torch.count_nonzero(x, dims), own=False)
 
 
 @rule(
-    torch.norm, Tensor.norm, torch.linalg.vector_norm, named="norm, linalg.vector_norm", result="as sum",
+    "norm", torch.linalg.vector_norm, named="norm, linalg.vector_norm", result="as sum",
     collectives="reduced dim: all-gather of the local norms",
 )  # fmt: skip
 def _norm(
@@ -285,14 +282,11 @@ def _add_rules(smallest: bool) -> None:
     ties = "reduced dim: all-gather of the local maxima; backward: all-reduce of the number of ties"
     indices = "reduced dim: all-gather of the local maxima and indices"
 
-    def both(name: str) -> tuple[Any, Any]:
-        return getattr(torch, name), getattr(Tensor, name)
-
-    @rule(*both(f"a{m}"), named=f"a{m}", result="as sum", collectives="as amax" if smallest else ties)
+    @rule(f"a{m}", result="as sum", collectives="as amax" if smallest else ties)
     def describe_values(input: Tensor, dim: Any = (), keepdim: bool = False) -> Call | None:
         return _compare(input, dim, keepdim, smallest)
 
-    @rule(*both(m), named=m, result="as sum", collectives="as max" if smallest else indices)
+    @rule(m, result="as sum", collectives="as max" if smallest else indices)
     def describe(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call | None:
         if dim is None:
             return _compare(input, None, False, smallest)
@@ -300,7 +294,7 @@ def _add_rules(smallest: bool) -> None:
 
     accepts = "any sharding; without dim: 1-D only"  # with several dims, ties would need the global order
 
-    @rule(*both(f"arg{m}"), named=f"arg{m}", accepts=accepts, result="as sum", collectives="as max")
+    @rule(f"arg{m}", accepts=accepts, result="as sum", collectives="as max")
     def describe_index(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call | None:
         if dim is None:
             return _min_max(input, 0, False, smallest, "index") if len(shape_of(input)) == 1 else None

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -14,6 +14,12 @@ from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, broadcast_la
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []
+
+_renumbered = partial(rule, result="same sharding, dim renumbered")
+_reshaped = partial(
+    _renumbered,
+    accepts="Shard(d) of a dim that keeps its size, or is the first of its merged or split dims and divides",
+)
 
 
 def _getter(name: str) -> Any:
@@ -33,37 +39,31 @@ def _swapped(input: Tensor, first: int, second: int) -> Call:
     return _ordered(input, order)
 
 
-@rule(
-    torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes, torch.swapdims, Tensor.swapdims,
-    result="same sharding, dim renumbered",
-)  # fmt: skip
+@_renumbered("transpose", "swapaxes", "swapdims")
 def _transpose(input: Tensor, dim0: int | None = None, dim1: int | None = None, **names: Any) -> Call | None:
     first = dim0 if dim0 is not None else names.get("axis0")
     second = dim1 if dim1 is not None else names.get("axis1")
     return None if not isinstance(first, int) or not isinstance(second, int) else _swapped(input, first, second)
 
 
-@rule(torch.t, Tensor.t, _getter("T"), named="t, .T", result="same sharding, dim renumbered")
+@_renumbered("t", _getter("T"), named="t, .T")
 def _t(input: Tensor, *_: Any) -> Call:
     return _ordered(input, tuple(reversed(range(len(shape_of(input))))))
 
 
-@rule(
-    torch.adjoint, Tensor.adjoint, _getter("mT"), _getter("mH"), _getter("H"), named="adjoint, .mT, .mH, .H",
-    result="same sharding, dim renumbered",
-)  # fmt: skip
+@_renumbered("adjoint", _getter("mT"), _getter("mH"), _getter("H"), named="adjoint, .mT, .mH, .H")
 def _adjoint(input: Tensor, *_: Any) -> Call | None:
     return None if input.is_complex() or len(shape_of(input)) < 2 else _swapped(input, -2, -1)
 
 
-@rule(torch.permute, Tensor.permute, result="same sharding, dim renumbered")
+@_renumbered("permute")
 def _permute(input: Tensor, *dims: Any, **names: Any) -> Call:
     order = names.get("dims", dims)
     order = order[0] if len(order) == 1 and not isinstance(order[0], int) else order
     return _ordered(input, [dim % len(shape_of(input)) for dim in order])
 
 
-@rule(torch.movedim, Tensor.movedim, torch.moveaxis, Tensor.moveaxis, result="same sharding, dim renumbered")
+@_renumbered("movedim", "moveaxis")
 def _movedim(input: Tensor, source: Any, destination: Any) -> Call:
     count = len(shape_of(input))
     sources = [dim % count for dim in ((source,) if isinstance(source, int) else source)]
@@ -71,9 +71,6 @@ def _movedim(input: Tensor, source: Any, destination: Any) -> Call:
     rest = iter(dim for dim in range(count) if dim not in sources)
     placed = dict(zip(targets, sources, strict=True))
     return _ordered(input, [placed[dim] if dim in placed else next(rest) for dim in range(count)])
-
-
-_ACCEPTS = "Shard(d) of a dim that keeps its size, or is the first of its merged or split dims and divides"
 
 
 def _sizes(given: Sequence[Any]) -> tuple[int, ...] | None:
@@ -99,8 +96,10 @@ def _dims_by_size_before(shape: Sequence[int]) -> dict[int, int]:
     return {math.prod(shape[:dim]): dim for dim, size in enumerate(shape) if size > 1}
 
 
-def _viewed(input: Tensor, target: Sequence[int], copies: bool = False) -> Call:
+def _viewed(input: Tensor, target: Sequence[int] | None, copies: bool = False) -> Call | None:
     """``input`` in the global shape ``target``, which may have one -1; ``copies``: copy if torch's view would fail."""
+    if target is None:
+        return None
     shape, sizes = shape_of(input), list(target)
     if -1 in sizes:
         rest = -math.prod(sizes)
@@ -163,26 +162,24 @@ def _hides_copy(
     return False
 
 
-@rule(Tensor.view, Tensor.view_as, accepts=_ACCEPTS, result="same sharding, dim renumbered")
+@_reshaped("view", "view_as")
 def _view(input: Tensor, *given: Any, **names: Any) -> Call | None:
-    sizes = _target(given, names)
-    return None if sizes is None else _viewed(input, sizes)
+    return _viewed(input, _target(given, names))
 
 
-@rule(torch.reshape, Tensor.reshape, Tensor.reshape_as, accepts=_ACCEPTS, result="same sharding, dim renumbered")
+@_reshaped("reshape", "reshape_as")
 def _reshape(input: Tensor, *given: Any, **names: Any) -> Call | None:
-    sizes = _target(given, names)
-    return None if sizes is None else _viewed(input, sizes, copies=True)
+    return _viewed(input, _target(given, names), copies=True)
 
 
-@rule(torch.flatten, Tensor.flatten, named="flatten", accepts=_ACCEPTS, result="same sharding, dim renumbered")
-def _flatten(input: Tensor, start_dim: int = 0, end_dim: int = -1) -> Call:
+@_reshaped("flatten")
+def _flatten(input: Tensor, start_dim: int = 0, end_dim: int = -1) -> Call | None:
     shape = shape_of(input) or (1,)
     start, end = start_dim % len(shape), end_dim % len(shape)
     return _viewed(input, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]), copies=True)
 
 
-@rule(torch.unflatten, Tensor.unflatten, named="unflatten", accepts=_ACCEPTS, result="same sharding, dim renumbered")
+@_reshaped("unflatten")
 def _unflatten(input: Tensor, dim: int, sizes: Any) -> Call | None:
     shape, given = shape_of(input), _sizes((sizes,))
     if given is None:
@@ -193,24 +190,21 @@ def _unflatten(input: Tensor, dim: int, sizes: Any) -> Call | None:
     return _viewed(input, (*shape[:dim], *parts, *shape[dim + 1 :]))
 
 
-@rule(torch.squeeze, Tensor.squeeze, named="squeeze", result="same sharding, dim renumbered")
-def _squeeze(input: Tensor, dim: Any = None) -> Call:
+@_renumbered("squeeze")
+def _squeeze(input: Tensor, dim: Any = None) -> Call | None:
     shape = shape_of(input)
     dims = range(len(shape)) if dim is None else [d % len(shape) for d in ((dim,) if isinstance(dim, int) else dim)]
     return _viewed(input, [size for d, size in enumerate(shape) if not (size == 1 and d in dims)])
 
 
-@rule(torch.unsqueeze, Tensor.unsqueeze, named="unsqueeze", result="same sharding, dim renumbered")
-def _unsqueeze(input: Tensor, dim: int) -> Call:
+@_renumbered("unsqueeze")
+def _unsqueeze(input: Tensor, dim: int) -> Call | None:
     shape = shape_of(input)
     dim %= len(shape) + 1
     return _viewed(input, (*shape[:dim], 1, *shape[dim:]))
 
 
-@rule(
-    Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to, named="expand, expand_as, broadcast_to",
-    accepts="any sharding of a dim that is not expanded", result="same sharding, dim renumbered",
-)  # fmt: skip
+@_renumbered("expand", "expand_as", "broadcast_to", accepts="any sharding of a dim that is not expanded")
 def _expand(input: Tensor, *given: Any, **names: Any) -> Call | None:
     given = (names["size"],) if "size" in names else given
     requested = shape_of(given[0]) if len(given) == 1 and isinstance(given[0], Tensor) else _sizes(given)
