@@ -65,9 +65,8 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Call | None:
 
 
 @rule("split", accepts=_OTHER)
-def _split(tensor: Tensor, split_size_or_sections: Any = None, dim: int = 0, **names: Any) -> Call | None:
-    sizes = names.get("split_size", split_size_or_sections)
-    return _along(tensor, dim, lambda x, d: torch.split(x, sizes, d), results=None)
+def _split(tensor: Tensor, split_size_or_sections: Any, dim: int = 0) -> Call | None:
+    return _along(tensor, dim, lambda x, d: torch.split(x, split_size_or_sections, d), results=None)
 
 
 @rule("chunk", accepts=_OTHER)

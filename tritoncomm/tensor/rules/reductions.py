@@ -164,12 +164,10 @@ def _count(input: Tensor, dim: Any = None) -> Call:
     collectives="reduced dim: all-gather of the local norms",
 )  # fmt: skip
 def _norm(
-    input: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, out: Any = None,
-    dtype: torch.dtype | None = None, ord: Any = None,
-) -> Call | None:  # fmt: skip
-    power = p if ord is None else ord
-    power = 2 if power in (None, "fro") else power
-    if out is not None or isinstance(power, str) or not shape_of(input) or not input.is_floating_point() or power == 0:
+    input: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
+) -> Call | None:
+    power = 2 if p in (None, "fro") else p
+    if isinstance(power, str) or not shape_of(input) or not input.is_floating_point() or power == 0:
         return None
     power, dims = float(power), _dims_of(dim, input)
 

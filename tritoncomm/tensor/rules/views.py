@@ -40,10 +40,8 @@ def _swapped(input: Tensor, first: int, second: int) -> Call:
 
 
 @_renumbered("transpose", "swapaxes", "swapdims")
-def _transpose(input: Tensor, dim0: int | None = None, dim1: int | None = None, **names: Any) -> Call | None:
-    first = dim0 if dim0 is not None else names.get("axis0")
-    second = dim1 if dim1 is not None else names.get("axis1")
-    return None if not isinstance(first, int) or not isinstance(second, int) else _swapped(input, first, second)
+def _transpose(input: Tensor, dim0: int, dim1: int) -> Call:
+    return _swapped(input, dim0, dim1)
 
 
 @_renumbered("t", _getter("T"), named="t, .T")
