@@ -19,7 +19,11 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     ["tritoncomm_kernels"],
     ["errors"],
+<<<<<<< HEAD
     ["record", "variables", "launchers", "parsing"],
+=======
+    ["cost", "record", "variables", "launchers", "sizes", "parsing"],
+>>>>>>> tensor
     ["core"],
     ["groups"],
     ["collective", "mappings", "agreement", "runtime"],

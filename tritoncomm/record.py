@@ -6,32 +6,41 @@ it is warmed up and captured, and not when it is replayed.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import attrgetter, sub
 from time import perf_counter
 from typing import Any
 
 import torch
 
-__all__ = ["Count", "add", "counters", "now", "recording", "reset", "span", "timing", "total"]
+__all__ = ["Count", "Traffic", "add", "counters", "now", "recording", "reset", "span", "timing", "total"]
 
 now: Callable[[], float] = float
 """Start timestamp for ``add``, or 0.0 (what ``float()`` gives) while timing is off."""
 
 
+class Traffic:
+    """The names that the two quantities had first, for what has ``bytes_copied`` and ``bytes_sent``."""
+
+    __slots__ = ()
+    packed = property(attrgetter("bytes_copied"), doc="The same as ``bytes_copied``.")
+    wire = property(attrgetter("bytes_sent"), doc="The same as ``bytes_sent``.")
+
+
 @dataclass(slots=True)
-class Count:
+class Count(Traffic):
     """One line of the record.
 
     Attributes:
         calls: how often it ran.
-        packed: bytes read plus bytes written by local passes (pack, unpack, reduce, strided copies).
-        wire: bytes this rank had to send, by the formula of a bandwidth-optimal algorithm.
+        bytes_copied: bytes read plus bytes written by local passes (pack, unpack, reduce, strided copies).
+        bytes_sent: bytes this rank had to send, by the formula of a bandwidth-optimal algorithm.
         seconds: host time inside the calls, in seconds, while ``timing(True)``; a GPU may still be working afterwards.
     """
 
     calls: int = 0
-    packed: int = 0
-    wire: int = 0
+    bytes_copied: int = 0
+    bytes_sent: int = 0
     seconds: float = 0.0
 
 
@@ -52,7 +61,7 @@ def span(name: str) -> Any:
     return torch.ops.profiler._record_function_enter_new(f"tritoncomm::{name}", None)
 
 
-def add(name: str, path: str, packed: int, wire: int, started: float, calls: int = 1) -> None:
+def add(name: str, path: str, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
     """Count one call of ``name`` that took ``path`` and began at ``now()`` value ``started``.
 
     Under torch.compile a call is several ops: the collective counts it (path ``compiled``), pack and unpack count their
@@ -63,9 +72,9 @@ def add(name: str, path: str, packed: int, wire: int, started: float, calls: int
     except KeyError:
         count = _counts[name, path] = Count()
     count.calls += calls
-    if packed:
-        count.packed += packed
-    count.wire += wire
+    if bytes_copied:
+        count.bytes_copied += bytes_copied
+    count.bytes_sent += bytes_sent
     if started:
         count.seconds += perf_counter() - started
 
@@ -76,18 +85,13 @@ def counters() -> dict[tuple[str, str], Count]:
     The path is view, torch or triton; compiled for a collective inside ``torch.compile``, where pack and unpack add
     their bytes under torch or triton; cpu or device for the header of a message.
     """
-    return {key: Count(c.calls, c.packed, c.wire, c.seconds) for key, c in _counts.items()}
+    return {key: Count(*astuple(count)) for key, count in _counts.items()}
 
 
 def total(name: str) -> Count:
     """The counts of ``name`` over all paths."""
-    counts = [c for (n, _), c in _counts.items() if n == name]
-    return Count(
-        sum(c.calls for c in counts),
-        sum(c.packed for c in counts),
-        sum(c.wire for c in counts),
-        sum(c.seconds for c in counts),
-    )
+    rows = [astuple(count) for (each, _), count in _counts.items() if each == name]
+    return Count(*map(sum, zip(*rows, strict=True)))
 
 
 def reset() -> None:
@@ -106,6 +110,4 @@ def recording() -> Iterator[dict[tuple[str, str], Count]]:
         for key, now in counters().items():
             was = before.get(key, Count())
             if now != was:
-                inside[key] = Count(
-                    now.calls - was.calls, now.packed - was.packed, now.wire - was.wire, now.seconds - was.seconds
-                )
+                inside[key] = Count(*map(sub, astuple(now), astuple(was)))

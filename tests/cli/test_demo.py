@@ -168,7 +168,7 @@ def test_a_picture_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
 
 def outcome(ranks: int = 2) -> Outcome:
     """A run that was never made, with names and figures of the longest kind."""
-    count = SimpleNamespace(calls=12345, packed=123456789012, wire=98765432109, seconds=1.0)
+    count = SimpleNamespace(calls=12345, bytes_copied=123456789012, bytes_sent=98765432109, seconds=1.0)
     names = ("reduce_scatter_to_sequence_parallel_region.backward", "send_forward_backward_recv_forward_backward")
     counters = {(name, "triton"): count for name in names}
     return Outcome(Settings(ranks=ranks, steps=1), [2.0, 1.0], [2.0, 1.0], 2.0, counters)

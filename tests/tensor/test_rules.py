@@ -95,3 +95,51 @@ def run_comparisons(group: TorchGroup) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_equal_and_allclose(pool: Pool, world: int) -> None:
     pool.run(run_comparisons, world=world)
+
+
+OTHER_NAMES = {
+    "max": lambda x: torch.max(x, axis=1).values,
+    "amax": lambda x: x.amax(1, keepdims=True),
+    "argmin": lambda x: torch.argmin(x, axis=1),
+    "sum": lambda x: torch.sum(x, axis=1, keepdims=True, out=None),
+    "mean": lambda x: x.mean(axis=1),
+    "any": lambda x: torch.any(x > 0, axis=1),
+    "cat": lambda x: torch.cat([x, x], axis=1),
+    "norm": lambda x: torch.linalg.vector_norm(x, ord=1, dim=1),
+    "torch.norm": lambda x: torch.norm(x, p="fro", dim=1, out=None),
+    "swapaxes": lambda x: x.swapaxes(axis0=1, axis1=0),
+    "split": lambda x: x.split(split_size=3, dim=1)[1],
+    "narrow": lambda x: x.narrow(-1, 1, 2),
+    "unbind": lambda x: x.unbind(-1)[2],
+    "select": lambda x: x.select(-1, 3),
+}  # fmt: skip
+
+
+def run_other_names(group: TorchGroup, name: str) -> None:
+    pg, rank, world = ranks_of(group), group.rank(), group.size()
+    full = made((8, 4), torch.float64, 0)
+    spec, result = ShardSpec([0], [world]), OTHER_NAMES[name](full)
+    y = OTHER_NAMES[name](ColoTensor(shard_of(full, spec, rank), ColoTensorSpec(pg, spec)))
+    dim = 1 if name == "swapaxes" else 0
+    assert y.partitions == ((dim, world),)
+    assert torch.equal(plain(y), shard_of(result, ShardSpec([dim], [world]), rank))
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_arguments_by_other_names_keep_the_sharding(pool: Pool, name: str) -> None:
+    pool.run(run_other_names, name, world=2)
+
+
+def run_refused_dims(group: TorchGroup) -> None:
+    pg, world = ranks_of(group), group.size()
+    x = ColoTensor(torch.ones(2, 4), ColoTensorSpec(pg, ShardSpec([0], [world])))
+    number = ColoTensor(torch.tensor(2.0), ColoTensorSpec(pg))
+    for call in (torch.unbind, lambda x: x.narrow(0, 0, 1), lambda x: x.select(0, 0), lambda x: x.split(1)):
+        with pytest.raises((RuntimeError, IndexError)):
+            call(number)
+    with pytest.raises(ValueError, match="do not broadcast"):
+        torch.matmul(x.reshape(1, 2 * world, 4).expand(2, -1, -1), torch.ones(3, 4, 1))
+
+
+def test_dims_that_do_not_exist_or_broadcast(pool: Pool) -> None:
+    pool.run(run_refused_dims, world=2)

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup as TorchGroup
 
 from tritoncomm import record
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+from tritoncomm.explain import explain
 from tritoncomm.tensor import (
     ColoParameter,
     ColoParamOpHook,
@@ -38,7 +39,7 @@ from tritoncomm.tensor import (
     named_params_with_colotensor,
 )
 from tritoncomm.tensor.dispatch import _warned
-from tritoncomm.tensor.distspec import _DistSpec, shard_bounds
+from tritoncomm.tensor.distspec import _DistSpec, shard_bounds, uneven_sizes
 from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.op_wrapper import _COLOSSAL_OPS, colo_op_impl
 from tritoncomm.tensor.redistribution_plan import redistribute_plan
@@ -82,8 +83,8 @@ def run_transitions(group: TorchGroup, shape: tuple[int, ...], dtype: str) -> No
         assert tuple(y.size()) == tuple(y.size_global()) == shape
         assert y.numel_global() == full.numel()
         assert tuple(y.size_local()) == tuple(y.shape)
-        result = (sum(c.packed for c in counted.values()), sum(c.wire for c in counted.values()))
-        assert result == (sum(s.copied for s in plan.steps), plan.wire), (shape, old, new, str(plan), counted)
+        result = (sum(c.bytes_copied for c in counted.values()), sum(c.bytes_sent for c in counted.values()))
+        assert result == (plan.bytes_copied, plan.bytes_sent), (shape, old, new, str(plan), counted)
         taken = {path for (_, path), c in counted.items() if c.packed}
         assert taken <= {s.path for s in plan.steps}, (old, new, counted)
         if full.is_floating_point():
@@ -102,6 +103,43 @@ def test_every_transition(pool: Pool, world: int | tuple[int, ...], dtype: str) 
 def test_transitions_at_eight_ranks(pool: Pool) -> None:
     for shape in ((8, 16), (9, 7)):
         pool.run(run_transitions, shape, "float32", world=8)
+
+
+def run_predictions(group: TorchGroup) -> None:
+    pg, world = ranks_of(group), group.size()
+    gathered, shards = ReplicaSpec(), [ShardSpec([dim], [world]) for dim in range(3)]
+    for shape in ((4 * world, 8, world), (1, 4 * world, 2 * world), (world + 1, 2 * world - 1, 3)):
+        for old, new in [*itertools.permutations(range(3), 2), (0, None), (1, None), (2, None)]:
+            x = sharded(values(shape), shards[old], pg)
+            plan = redistribute_plan(x, gathered if new is None else shards[new])
+            sizes = uneven_sizes(shape[old], world)
+            op, dims, given = "all_gather", (old,), {"sizes": sizes}
+            if new is not None:
+                op, dims, given = "all_to_all_dims", (new, old), {"sizes": uneven_sizes(shape[new], world)}
+                given["out_sizes"] = sizes
+            explained = explain(
+                op, plain(x).shape, world, x.dtype, dims, "cpu", rank=pg.tp_local_rank(), **given
+            ).forward  # fmt: skip
+            case = (shape, old, new, str(plan), explained)
+            assert (plan.bytes_copied, plan.bytes_sent) == (explained.bytes_copied, explained.bytes_sent), case
+            assert plan.seconds == pytest.approx(sum(explained.seconds), rel=1e-12), case
+
+
+def test_a_redistribution_is_predicted_like_the_mapping_that_it_is(pool: Pool) -> None:
+    pool.run(run_predictions, world=2)
+    pool.run(run_predictions, world=4)
+
+
+def run_given_rates(group: TorchGroup) -> None:
+    pg, world = ranks_of(group), group.size()
+    x = sharded(values((8, 8)), ShardSpec([1], [world]), pg)  # 256 bytes
+    (step,) = redistribute_plan(x, ReplicaSpec(), latency=3.0, bandwidth=4.0, copy_bandwidth=2.0).steps
+    assert step.seconds == 2 * 256 / 2 + 3.0 * (world - 1) + 256 / world * (world - 1) / 4
+
+
+def test_a_redistribution_is_predicted_by_the_given_rates(pool: Pool) -> None:
+    pool.run(run_given_rates, world=2)
+    pool.run(run_given_rates, world=4)
 
 
 def run_second_derivative(group: TorchGroup) -> None:

@@ -12,13 +12,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["refuse", "refusing", "say", "table", "terminal", "unwrapped"]
+__all__ = ["paragraphs", "refuse", "refusing", "say", "table", "terminal", "unwrapped"]
 
 
 def terminal(stderr: bool = False) -> Console:
     """Standard output or standard error; 110 columns where that is no terminal and COLUMNS is not set."""
     width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 110
     return Console(width=width, highlight=False, stderr=stderr)
+
+
+def paragraphs(*lines: str) -> str:
+    """An epilog of one paragraph per line."""
+    return "\n\n".join(lines)
 
 
 def say(console: Console, line: str, style: str | None = None) -> None:

@@ -1,7 +1,7 @@
 """The command `tritoncomm bench`: arguments, tables, exit codes."""
 
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,21 +10,19 @@ import typer
 from rich.console import Console
 
 from tritoncomm.cli import pictures, suite
-from tritoncomm.cli._console import refusing, terminal
+from tritoncomm.cli._console import paragraphs, refusing, say, terminal
 
 __all__ = ["EPILOG", "bench"]
 
-EPILOG = "\n\n".join(
-    (
-        "Examples:",
-        "tritoncomm bench --list",
-        "tritoncomm bench p2p",
-        "tritoncomm bench mappings --only all_to_all --rounds 20",
-        "tritoncomm bench mappings --plot --out figures",
-        "tritoncomm bench --check   (before a commit)",
-        "Exits with 0; with 1 when a part fails, or when --check finds a target missed or a ratio worse; with 2 for "
-        "invalid arguments, or without a checkout.",
-    )
+EPILOG = paragraphs(
+    "Examples:",
+    "tritoncomm bench --list",
+    "tritoncomm bench p2p",
+    "tritoncomm bench mappings --only all_to_all --rounds 20",
+    "tritoncomm bench mappings --plot --out figures",
+    "tritoncomm bench --check   (before a commit)",
+    "Exits with 0; with 1 when a part fails, or when --check finds a target missed or a ratio worse; with 2 for "
+    "invalid arguments, or without a checkout.",
 )
 
 
@@ -48,7 +46,7 @@ def bench(
         if listing:
             here = _runnable()
             for name in suite.parts():
-                console.print(f"{name}{'' if name in here else '   (needs a GPU)'}", markup=False)
+                say(console, f"{name}{'' if name in here else '   (needs a GPU)'}")
             raise typer.Exit(0)
         if plot:
             pictures.check()
@@ -60,16 +58,12 @@ def bench(
         outcomes = []
         for name in [part] if part else _runnable():
             console.print(f"{name}: microseconds of ours at p20, ratio of p20 to each peer and half its spread")
-            outcomes.append(suite.run(name, folder, rounds, only, _line_printer(console)))
+            outcomes.append(suite.run(name, folder, rounds, only, partial(say, console)))
         results = suite.rows(folder, [one.part for one in outcomes])
         for name, rows in results.items() if plot else ():
             for picture in pictures.draw(name, rows, folder):
-                console.print(f"drawn: {picture}", markup=False, soft_wrap=True)
+                say(console, f"drawn: {picture}")
         raise typer.Exit(_judged(outcomes, check, console))
-
-
-def _line_printer(console: Console) -> Callable[[str], None]:
-    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _runnable() -> list[str]:
@@ -82,11 +76,11 @@ def _judged(outcomes: list[suite.Outcome], check: bool, console: Console) -> int
     idle = [one for one in outcomes if one.status == 2]
     for one in outcomes:
         for line in one.missed:
-            console.print(f"missed, {one.part}: {line}", style="yellow", markup=False, soft_wrap=True)
+            say(console, f"missed, {one.part}: {line}", "yellow")
         if one in idle:
-            console.print(f"{one.part}: {one.last}", style="dim", markup=False, soft_wrap=True)
+            say(console, f"{one.part}: {one.last}", "dim")
         elif one.status not in (0, 1) or (one.status and not one.missed):
-            console.print(f"{one.part} did not run: {one.last}", style="red", markup=False, soft_wrap=True)
+            say(console, f"{one.part} did not run: {one.last}", "red")
             status = 1
         elif one.status and check:
             status = 1

@@ -1,7 +1,6 @@
 """The command `tritoncomm demo`: arguments, progress, a table of what each mapping costs, a picture of the losses."""
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tritoncomm.cli import pictures
 from tritoncomm.cli._console import refuse, say, table, terminal
 from tritoncomm.demo import DemoError, Outcome, Settings, run
 from tritoncomm.parsing import counted, dtype_name, parse_dtype
@@ -101,7 +101,9 @@ def show(outcome: Outcome, console: Console) -> None:
     rows = table(title, (*names, "calls", "MB\ncopied", "MB\nsent", "% of\ntime"), names)
     for (name, path), count in sorted(outcome.counters.items(), key=lambda item: -item[1].seconds):
         share = f"{100 * count.seconds / outcome.seconds:.1f}"
-        rows.add_row(name, path, str(count.calls), f"{count.packed / 1e6:.2f}", f"{count.wire / 1e6:.2f}", share)
+        rows.add_row(
+            name, path, str(count.calls), f"{count.bytes_copied / 1e6:.2f}", f"{count.bytes_sent / 1e6:.2f}", share
+        )
     console.print(rows)
     largest, step = outcome.largest_difference()
     line = f"largest relative difference to the single-process losses: {largest:.1e} at step {step}"
@@ -123,8 +125,7 @@ def check_plot(path: Path) -> None:
     Raises:
         ValueError: matplotlib is missing, the ending is none of .png and .svg, or no file can be written there.
     """
-    if find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'tritoncomm[plot]'")
+    pictures.check()
     if path.suffix.lower() not in _PICTURES:
         raise ValueError(f"--plot {path}: the name must end in {' or '.join(_PICTURES)}")
     folder = path.absolute().parent

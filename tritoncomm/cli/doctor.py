@@ -8,21 +8,19 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tritoncomm.cli._console import table, terminal
+from tritoncomm.cli._console import paragraphs, table, terminal
 from tritoncomm.doctor import Finding, examine
 from tritoncomm.parsing import counted
 
 __all__ = ["EPILOG", "doctor"]
 
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]problem[/]"}
-EPILOG = "\n\n".join(
-    (
-        "Examples:",
-        "tritoncomm doctor   (on a machine that will train, with the variables of the job set)",
-        "tritoncomm doctor --json   (for a job's log)",
-        "tritoncomm doctor --no-self-test",
-        "Exits with 0 when all is well (no GPU is a note), 1 for a problem, 2 for invalid arguments.",
-    )
+EPILOG = paragraphs(
+    "Examples:",
+    "tritoncomm doctor   (on a machine that will train, with the variables of the job set)",
+    "tritoncomm doctor --json   (for a job's log)",
+    "tritoncomm doctor --no-self-test",
+    "Exits with 0 when all is well (no GPU is a note), 1 for a problem, 2 for invalid arguments.",
 )
 
 

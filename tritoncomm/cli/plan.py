@@ -11,25 +11,28 @@ from rich.markup import escape
 from rich.table import Table
 from tritoncomm_kernels import tables
 
-from tritoncomm.cli._console import refusing, say, table, terminal
-from tritoncomm.explain import OPS, Explanation, cost, explain
-from tritoncomm.explain.steps import Movement
+from tritoncomm import cost
+from tritoncomm.cli._console import paragraphs, refusing, say, table, terminal
+from tritoncomm.explain import OPS, Explanation, explain
+from tritoncomm.explain.steps import Movement, Step
 from tritoncomm.parsing import counted, dtype_name, parse_dtype, parse_ints
 
 __all__ = ["EPILOG", "plan"]
 
 _MIN_FIGURE, _MAX_FIGURE = 1e-9, 1e9
-EPILOG = "\n\n".join(
-    (
-        "Examples:",
-        "tritoncomm plan sp2hp --shape 4096,2,8192 --world 8",
-        "tritoncomm plan sp2hp --shape 4096,2,8192 --world 8 --device 'NVIDIA H200'   (its tuned table)",
-        "tritoncomm plan all_to_all --shape 2,1024,32,128 --dim 2,1 --world 4   (Ulysses)",
-        "   ... --strides 12582912,12288,128,1   (the same of one third of a fused qkv)",
-        "tritoncomm plan all_to_all --shape 8,512 --world 2 --sizes 3,5 --out-sizes 3,1   (split sizes)",
-        "Mappings, by the short name or the full one: " + ", ".join(f"{short} ({name})" for short, name in OPS.items()),
-        "Exits with 0, or with 2 for invalid arguments or when such a call would be refused.",
-    )
+_RATE = (1e9, _MIN_FIGURE, f"more than 0, {_MIN_FIGURE:g} at least")
+# Unit, minimum and its words of the figures that an option gives.
+_FIGURES = {"latency": (1e-6, 0.0, "0 or more"), "node": (1, 1, "1 or more")}
+_FIGURES |= dict.fromkeys(("link", "network", "memory"), _RATE)
+EPILOG = paragraphs(
+    "Examples:",
+    "tritoncomm plan sp2hp --shape 4096,2,8192 --world 8",
+    "tritoncomm plan sp2hp --shape 4096,2,8192 --world 8 --device 'NVIDIA H200'   (its tuned table)",
+    "tritoncomm plan all_to_all --shape 2,1024,32,128 --dim 2,1 --world 4   (Ulysses)",
+    "   ... --strides 12582912,12288,128,1   (the same of one third of a fused qkv)",
+    "tritoncomm plan all_to_all --shape 8,512 --world 2 --sizes 3,5 --out-sizes 3,1   (split sizes)",
+    "Mappings, by the short name or the full one: " + ", ".join(f"{short} ({name})" for short, name in OPS.items()),
+    "Exits with 0, or with 2 for invalid arguments or when such a call would be refused.",
 )
 
 
@@ -61,7 +64,8 @@ def plan(
     """
     console = terminal()
     with refusing():
-        rates = _rates("cpu" if device == "cpu" else "cuda", latency, link, network, memory, node)
+        figures = {"latency": latency, "link": link, "network": network, "memory": memory, "node": node}
+        rates = _rates("cpu" if device == "cpu" else "cuda", figures)
         multiprocessors = 0
         if device == "cuda" and torch.cuda.is_available():
             gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -80,35 +84,24 @@ def plan(
             say(console, f"no tuned table for {device!r}: built-in tiles and no crossover")
 
 
-def _rates(
-    kind: str,
-    latency: float | None,
-    link: float | None,
-    network: float | None,
-    memory: float | None,
-    node: int | None,
-) -> cost.Rates:
-    scaled = {"latency": (latency, 1e-6), "link": (link, 1e9), "network": (network, 1e9), "memory": (memory, 1e9)}
+def _rates(kind: str, figures: dict[str, float | None]) -> cost.Rates:
+    """The assumed figures of this kind of device, but for those that were given."""
     given: dict[str, Any] = {}
-    for name, (value, unit) in scaled.items():
+    for name, value in figures.items():
+        unit, minimum, words = _FIGURES[name]
         if value is None:
             continue
-        minimum = 0.0 if name == "latency" else _MIN_FIGURE
         if not minimum <= value <= _MAX_FIGURE:  # NaN neither
-            words = "0 or more" if name == "latency" else f"more than 0, {_MIN_FIGURE:g} at least"
             raise ValueError(f"--{name} must be {words}, and {_MAX_FIGURE:g} at most")
         given[name] = value * unit
-    if node is not None:
-        if not 1 <= node <= _MAX_FIGURE:
-            raise ValueError(f"--node must be 1 or more, and {_MAX_FIGURE:g} at most")
-        given["node"] = node
     return replace(cost.DEFAULTS[kind], **given)
 
 
 def _as_json(explanation: Explanation) -> dict[str, Any]:
     def direction(one: Movement) -> dict[str, Any]:
         local, collective = one.seconds
-        totals = {"path": one.path, "passes": one.passes, "packed": one.packed, "wire": one.wire}
+        steps = [asdict(step) | _traffic(step) for step in one.steps]
+        totals = {"steps": steps, "path": one.path, "passes": one.passes, **_traffic(one)}
         return asdict(one) | totals | {"predicted_seconds": {"local": local, "collective": collective}}
 
     return {
@@ -122,6 +115,11 @@ def _as_json(explanation: Explanation) -> dict[str, Any]:
         "assumed": asdict(explanation.rates),
         "projection": [asdict(share) | {"share": share.share} for share in explanation.projection],
     }
+
+
+def _traffic(one: Step | Movement) -> dict[str, int]:
+    """The bytes, also by the names that they had first."""
+    return {name: getattr(one, name) for name in ("bytes_copied", "bytes_sent", "packed", "wire")}
 
 
 def _show(explanation: Explanation, console: Console) -> None:
@@ -157,18 +155,18 @@ def _unit(largest: int) -> tuple[int, str, int]:
 
 
 def _direction_table(direction: str, one: Movement) -> Table:
-    size, unit, digits = _unit(max(one.packed, one.wire))
+    size, unit, digits = _unit(max(one.bytes_copied, one.bytes_sent))
     names = ("step", "path", "what")
     headings = (*names, f"{unit}\ncopied", f"{unit}\nsent", "predicted\nus")
     rows = table(f"{direction}: {list(one.shape)} -> {list(one.result)}", headings, names)
 
-    def add(name: str, path: str, what: str, packed: int, wire: int, seconds: float) -> None:
-        amounts = (f"{amount / size:.{digits}f}" for amount in (packed, wire))
+    def add(name: str, path: str, what: str, bytes_copied: int, bytes_sent: int, seconds: float) -> None:
+        amounts = (f"{amount / size:.{digits}f}" for amount in (bytes_copied, bytes_sent))
         rows.add_row(name, path, escape(what), *amounts, f"{seconds * 1e6:.1f}")
 
     for step in one.steps:
-        add(step.name, step.path, step.what, step.packed, step.wire, step.seconds)
+        add(step.name, step.path, step.what, step.bytes_copied, step.bytes_sent, step.seconds)
     rows.add_section()
     passes = f"{one.passes} pass{'' if one.passes == 1 else 'es'} over memory"
-    add("all", one.path, passes, one.packed, one.wire, sum(one.seconds))
+    add("all", one.path, passes, one.bytes_copied, one.bytes_sent, sum(one.seconds))
     return rows

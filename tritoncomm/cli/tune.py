@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -119,38 +120,23 @@ def progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 def case_rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """The cases as JSON holds them."""
     return [
-        {
-            "op": case.op,
-            "outer": case.outer,
-            "row": case.row,
-            "world": case.world,
-            "dtype": dtype_name(case.dtype),
-            "unit": case.unit,
-            "bytes": case.nbytes,
-            "candidates": len(candidates(case.op, case.unit)),
-            "note": case.note,
-        }
+        asdict(case)
+        | {"dtype": dtype_name(case.dtype), "unit": case.unit, "bytes": case.nbytes}
+        | {"candidates": len(candidates(case.op, case.unit))}
         for case in cases
     ]
 
 
 def show_cases(cases: Sequence[Case], console: Console, model: str | None = None) -> None:
     """Print what would be tuned; the name of a model only once."""
-    names, name = ("op", "dtype", "from"), Path(model or "").stem
-    rows = table(
-        f"cases of {name}" if name else "cases",
-        ("op", "rows x row", "world", "dtype", "unit", "MiB", "tiles", "from"),
-        names,
-    )
+    name = Path(model or "").stem
+    headings = ("op", "rows x row", "world", "dtype", "unit", "MiB", "tiles", "from")
+    rows = table(f"cases of {name}" if name else "cases", headings, ("op", "dtype", "from"))
     for one in case_rows(cases):
-        numbers = (f"{one['outer']} x {one['row']}", str(one["world"]), one["dtype"], str(one["unit"]))
-        rows.add_row(
-            one["op"],
-            *numbers,
-            f"{one['bytes'] / 2**20:.1f}",
-            str(one["candidates"]),
-            one["note"].removeprefix(f"{name} "),
-        )
+        one |= {"size": f"{one['outer']} x {one['row']}", "MiB": f"{one['bytes'] / 2**20:.1f}"}
+        one["note"] = one["note"].removeprefix(f"{name} ")
+        shown = ("op", "size", "world", "dtype", "unit", "MiB", "candidates", "note")
+        rows.add_row(*(str(one[key]) for key in shown))
     console.print(rows)
     say(console, f"models: {', '.join(MODELS)}, or a JSON file")
 

@@ -10,15 +10,16 @@ from dataclasses import dataclass, replace
 import torch
 from tritoncomm_kernels import tables
 
+from tritoncomm import cost
 from tritoncomm.core.plan import Ints
+from tritoncomm.cost import DEFAULTS, Rates
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.explain import collectives as do
 from tritoncomm.explain.collectives import Move
-from tritoncomm.explain.cost import DEFAULTS, Rates
 from tritoncomm.explain.steps import Call, Movement
 from tritoncomm.parsing import dtype_name
 
-__all__ = ["OPS", "Explanation", "Share", "explain"]
+__all__ = ["OPS", "Explanation", "Share", "cost", "explain"]
 
 PROJECTED = (2, 4, 8, 16, 32, 64)
 _MOST_RANKS, _MOST_BYTES = 2**20, 2**62
@@ -67,20 +68,15 @@ class Explanation:
 _TABLE: dict[str, tuple[str, Ints | int, Move, Move]] = {
     "sp2hp": ("all_to_all_sp2hp", (), do.to_hidden, do.to_sequence),
     "hp2sp": ("all_to_all_hp2sp", (), do.to_sequence, do.to_hidden),
-    "all_to_all": ("all_to_all", (), do.rows, do.rows_back),
-    "all_to_all_dims": ("all_to_all_dims", 2, do.all_to_all, do.swapped),
+    "all_to_all": ("all_to_all", (), do.rows, do.rows),
+    "all_to_all_dims": ("all_to_all_dims", 2, do.all_to_all, do.all_to_all),
     "all_gather": ("all_gather_dim", 1, do.all_gather, do.reduce_scatter),
     "reduce_scatter": ("reduce_scatter_dim", 1, do.reduce_scatter, do.all_gather),
     "split": ("split_dim", 1, do.split, do.all_gather),
     "ag_last": ("all_gather_last_dim_from_tensor_parallel_region", (-1,), do.all_gather, do.reduce_scatter),
     "rs_last": ("reduce_scatter_last_dim_to_tensor_parallel_region", (-1,), do.reduce_scatter, do.all_gather),
     "gather_sp": ("gather_from_sequence_parallel_region", (0,), do.all_gather, do.reduce_scatter),
-    "reduce_scatter_sp": (
-        "reduce_scatter_to_sequence_parallel_region",
-        (0,),
-        do.reduce_scatter,
-        do.all_gather,
-    ),
+    "reduce_scatter_sp": ("reduce_scatter_to_sequence_parallel_region", (0,), do.reduce_scatter, do.all_gather),
     "scatter_sp": ("scatter_to_sequence_parallel_region", (0,), do.split, do.all_gather),
     "gather_tp": ("gather_from_tensor_model_parallel_region", (-1,), do.all_gather, do.split),
     "scatter_tp": ("scatter_to_tensor_model_parallel_region", (-1,), do.split, do.all_gather),
@@ -129,9 +125,10 @@ def explain(
         UnsupportedError: a reduction of a dtype that the backend cannot reduce.
     """
     short, dims = _named(op, tuple(dims))
+    shape = tuple(shape)
     if world < 1 or not shape or min(shape) < 0:
         raise ShapeError(f"plan: shape {list(shape)} over {world} ranks: sizes of 0 or more, one rank or more")
-    _check_extent(tuple(shape), max(world, *PROJECTED), dtype, out_sizes or (), stride or ())
+    _check_extent(shape, max(world, *PROJECTED), dtype, out_sizes or (), stride or ())
     _check_device(device, sm_count)
     kind = "cpu" if device == "cpu" else "cuda"
     name = None if device in ("cpu", "cuda") else device
@@ -139,10 +136,10 @@ def explain(
         dims, world, dtype, kind, name, rates or DEFAULTS[kind], held, sm_count, rank,
         *(None if given is None else tuple(given) for given in (sizes, out_sizes, stride)),
     )  # fmt: skip
-    _check(short, tuple(shape), call)
-    forward, backward, why = _both(short, tuple(shape), call)
+    _check(short, shape, call)
+    forward, backward, why = _both(short, shape, call)
     others = PROJECTED if call.sizes is None and call.out_sizes is None else ()  # sizes are those of one world
-    shares = tuple(_share(short, tuple(shape), replace(call, world=other, rank=0)) for other in others)
+    shares = tuple(_share(short, shape, replace(call, world=other, rank=0)) for other in others)
     return Explanation(OPS[short], world, dtype, device, call.rates, forward, backward, why, shares)
 
 
@@ -209,15 +206,22 @@ def _check(short: str, shape: Ints, call: Call) -> None:
 def _both(short: str, shape: Ints, call: Call) -> tuple[Movement, Movement | None, str]:
     """Forward, backward, and why there is no backward."""
     name, _, forth, back = _TABLE[short]
-    steps, result = ([], shape) if call.world == 1 else forth(shape, call.dims, call)
-    forward = Movement(name, shape, result, tuple(steps))
+    forward = _movement(name, forth, shape, call)
     if not (call.dtype.is_floating_point or call.dtype.is_complex):
         return forward, None, f"{dtype_name(call.dtype)} has no gradients"
+    adjoint = replace(call, stride=None)
+    if short in _EXCHANGES:
+        adjoint = replace(adjoint, dims=call.dims[::-1], sizes=call.out_sizes, out_sizes=call.sizes)
     try:
-        returned, _ = ([], shape) if call.world == 1 else back(result, call.dims, replace(call, stride=None))
+        backward = _movement(f"{name}.backward", back, forward.result, adjoint)
     except UnsupportedError as error:
         return forward, None, str(error)
-    return forward, Movement(f"{name}.backward", result, shape, tuple(returned)), ""
+    return forward, replace(backward, result=shape), ""
+
+
+def _movement(name: str, move: Move, shape: Ints, call: Call) -> Movement:
+    steps, result = ([], shape) if call.world == 1 else move(shape, call.dims, call)
+    return Movement(name, shape, result, tuple(steps))
 
 
 def _share(short: str, shape: Ints, call: Call) -> Share:

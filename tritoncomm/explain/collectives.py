@@ -17,9 +17,7 @@ __all__ = [
     "identity",
     "reduce_scatter",
     "rows",
-    "rows_back",
     "split",
-    "swapped",
     "to_hidden",
     "to_sequence",
 ]
@@ -134,17 +132,3 @@ def to_sequence(shape: Ints, dims: Ints, call: Call) -> Steps:
         steps, result = all_to_all(flat, (0, 1), replace(call, stride=None))
         return [flattened, *steps], result
     return all_to_all(flat, (0, 1), replace(call, stride=stride))
-
-
-def swapped(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """``all_to_all`` with dims and sizes swapped."""
-    return all_to_all(shape, dims[::-1], _swapped(call))
-
-
-def rows_back(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """``rows`` with the sizes swapped."""
-    return rows(shape, dims, _swapped(call))
-
-
-def _swapped(call: Call) -> Call:
-    return replace(call, sizes=call.out_sizes, out_sizes=call.sizes)

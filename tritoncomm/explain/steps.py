@@ -7,26 +7,27 @@ import torch
 from torch.distributed import ReduceOp
 from tritoncomm_kernels.config import config_for, crossover_of, origin_of
 
+from tritoncomm import record
 from tritoncomm.core import backend, ops
 from tritoncomm.core.address_map import AddressMap, rows_layout, unit_bytes, wire_layout
 from tritoncomm.core.plan import Ints
+from tritoncomm.cost import Rates, collective_seconds, pass_seconds
 from tritoncomm.errors import UnsupportedError
-from tritoncomm.explain.cost import Rates, collective_seconds, pass_seconds
 from tritoncomm.parsing import dtype_name
 
 __all__ = ["Call", "Movement", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Step(record.Traffic):
     """One thing that happens to the tensor.
 
     Attributes:
         name: pack, unpack, copy, split, view, or the collective.
         path: view, torch or triton; ``backend`` for the collective.
         what: the shapes, in words.
-        packed: bytes read plus written by a local pass.
-        wire: bytes that this rank sends.
+        bytes_copied: bytes read plus written by a local pass.
+        bytes_sent: bytes that this rank sends.
         seconds: predicted.
         tile: the kernel's tile, empty without a kernel.
         origin: where the tile came from.
@@ -35,15 +36,15 @@ class Step:
     name: str
     path: str
     what: str
-    packed: int
-    wire: int
+    bytes_copied: int
+    bytes_sent: int
     seconds: float
     tile: str = ""
     origin: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Movement:
+class Movement(record.Traffic):
     """All steps of one direction; ``shape`` becomes ``result`` on every rank."""
 
     name: str
@@ -54,24 +55,24 @@ class Movement:
     @property
     def path(self) -> str:
         """As `record` counts it: that of the first pack or unpack that moves something, else of any local step."""
-        moving = [step for step in self.steps if step.packed]
+        moving = [step for step in self.steps if step.bytes_copied]
         first = [step for step in moving if step.name in ("pack", "unpack")] + moving
         return first[0].path if first else "view"
 
     @property
     def passes(self) -> int:
         """Local passes over memory."""
-        return sum(step.packed > 0 for step in self.steps)
+        return sum(step.bytes_copied > 0 for step in self.steps)
 
     @property
-    def packed(self) -> int:
+    def bytes_copied(self) -> int:
         """Bytes read plus written by local passes."""
-        return sum(step.packed for step in self.steps)
+        return sum(step.bytes_copied for step in self.steps)
 
     @property
-    def wire(self) -> int:
+    def bytes_sent(self) -> int:
         """Bytes that this rank sends."""
-        return sum(step.wire for step in self.steps)
+        return sum(step.bytes_sent for step in self.steps)
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -139,10 +140,10 @@ class Call:
         """A pass that reads and writes ``copied`` bytes; a view if none."""
         return Step(name, path if copied else "view", what, copied, 0, pass_seconds(copied, self.rates), tile, origin)
 
-    def collective(self, name: str, what: str, wire: int, received: int = 0) -> Step:
-        """A collective in which this rank sends ``wire`` bytes; the larger of that and ``received`` takes the time."""
-        seconds = collective_seconds(name, max(wire, received), self.world, self.rates)
-        return Step(name, "backend", what, 0, wire, seconds)
+    def collective(self, name: str, what: str, bytes_sent: int, bytes_received: int = 0) -> Step:
+        """A collective, which this rank enters with that many bytes."""
+        seconds = collective_seconds(name, bytes_sent, self.world, self.rates, bytes_received)
+        return Step(name, "backend", what, 0, bytes_sent, seconds)
 
     def flat(self, shape: Ints) -> list[Step]:
         """The copy that makes the input contiguous; nothing where it is."""

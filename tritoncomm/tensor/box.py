@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 __all__ = ["Box", "box_of"]
@@ -66,7 +67,7 @@ def box_of(shape: Sequence[int], view: Tensor, offset: int = 0) -> Box | None:
     """
     if not view.numel():
         return None
-    strides, remainder = _contiguous(shape), int(view.storage_offset()) - offset
+    strides, remainder = torch.empty(shape, device="meta").stride(), int(view.storage_offset()) - offset
     starts: list[int] = []
     for stride in strides:
         start, remainder = divmod(remainder, stride)
@@ -81,14 +82,6 @@ def box_of(shape: Sequence[int], view: Tensor, offset: int = 0) -> Box | None:
             ranges[dim] = (starts[dim], count, stride // strides[dim])
         dims.append(dim)
     return Box(tuple(ranges), tuple(dims))
-
-
-def _contiguous(shape: Sequence[int]) -> list[int]:
-    strides, stride = [], 1
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= size
-    return strides[::-1]
 
 
 def _base_dim(

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from tritoncomm.tensor.distspec import shard_bounds
+from tritoncomm.tensor.distspec import shard_box
 from tritoncomm.tensor.layout import plain
 
 __all__ = ["chunks", "shard_at", "write_items"]
@@ -15,13 +15,11 @@ __all__ = ["chunks", "shard_at", "write_items"]
 
 def chunks(tensor: Any) -> list[ChunkStorageMetadata]:
     """Offsets and sizes of this rank's shard in the global tensor; empty for an empty shard."""
-    sizes, offsets = plain(tensor).shape, [0] * plain(tensor).dim()
-    if tensor.partitions:
-        for dim, start, _ in shard_bounds(tensor.global_shape, tensor.partitions, tensor.process_group.tp_local_rank()):
-            offsets[dim] = start
-        if not sizes.numel():
-            return []
-    return [ChunkStorageMetadata(torch.Size(offsets), sizes)]
+    sizes, parts = plain(tensor).shape, tensor.partitions
+    if parts and not sizes.numel():
+        return []
+    box = shard_box(tensor.global_shape, parts, tensor.process_group.tp_local_rank() if parts else 0)
+    return [ChunkStorageMetadata(torch.Size([start for start, _ in box]), sizes)]
 
 
 def write_items(tensor: Any, fqn: str) -> list[WriteItem]:

@@ -6,12 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncomm.tensor import layout
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.const import TensorType
 from tritoncomm.tensor.elementwise import QUERIES
 from tritoncomm.tensor.param_op_hook import ColoParamOpHookManager, params_in
-from tritoncomm.tensor.snapshot import refuse_sharing
 from tritoncomm.tensor.tensor_spec import ColoTensorSpec
 
 __all__ = ["ColoParameter"]
@@ -34,12 +32,7 @@ class ColoParameter(ColoTensor, torch.nn.Parameter):
     def __new__(
         cls, data: Tensor | None = None, requires_grad: bool = True, spec: ColoTensorSpec | None = None
     ) -> "ColoParameter":
-        data = torch.empty(0) if data is None else data
-        refuse_sharing(cls.__name__, data)
-        data = layout.plain(data) if isinstance(data, ColoTensor) else data
-        made: ColoParameter = torch.Tensor._make_subclass(cls, data, requires_grad)
-        made._set_up(spec)
-        made._type = TensorType.MODEL
+        made = cls._make(data, requires_grad, spec)
         made.shared_param_modules = []
         return made
 

@@ -58,17 +58,21 @@ class ColoTensor(torch.Tensor):
     def __new__(
         cls, data: Tensor | None, spec: ColoTensorSpec | None, global_shape: Sequence[int] | None = None
     ) -> "ColoTensor":
-        data = torch.empty(0) if data is None else data
-        refuse_sharing(cls.__name__, data)
-        made: ColoTensor = torch.Tensor._make_subclass(cls, data, data.requires_grad)
-        return made._set_up(spec, global_shape)
+        return cls._make(data, data is not None and data.requires_grad, spec, global_shape)
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
+    @classmethod
+    def _make(
+        cls, data: Tensor | None, requires_grad: bool, spec: ColoTensorSpec | None, shape: Sequence[int] | None = None
+    ) -> Any:
+        data = torch.empty(0) if data is None else data
+        refuse_sharing(cls.__name__, data)
+        return torch.Tensor._make_subclass(cls, layout.plain(data), requires_grad)._set_up(spec, shape)
+
     def _set_up(self, spec: ColoTensorSpec | None, global_shape: Sequence[int] | None = None) -> "ColoTensor":
-        self.has_initialized = spec is not None
-        self._type = TensorType.NONMODEL
+        self.has_initialized, self._type = spec is not None, self._kind
         spec = ColoTensorSpec(ProcessGroup()) if spec is None else spec
         return self._set_layout(spec.pg, spec.dist_attr, spec.compute_attr, global_shape)
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.mappings.general import checked_dim, wants_grad
-from tritoncomm.tensor.device_mesh import FlattenDeviceMesh
 from tritoncomm.tensor.group_registry import Members
 from tritoncomm.tensor.mesh_collectives import MeshCollective, run_collective
 from tritoncomm.tensor.sharding_spec import ShardingSpec
@@ -108,9 +107,7 @@ class CommSpec:
             raise ShapeError(f"CommSpec: dims {list(self.gather_dim)} do not match axes {list(axes)}")
         self.logical_process_axes = list(axes)
         self.device_mesh = mesh.merged((0, 1))
-        self.device_meshes = getattr(mesh, "flatten_device_meshes", None) or FlattenDeviceMesh(
-            mesh.logical_mesh_id, mesh.mesh_shape, mesh.mesh_alpha, mesh.mesh_beta, need_flatten=False
-        )
+        self.device_meshes = mesh.over_all_ranks()
 
     def get_comm_cost(self) -> dict[str, float]:
         """Costs ``forward``, ``backward`` and ``total`` under the mesh's alpha-beta model.
@@ -171,13 +168,8 @@ class CommSpec:
             dims = [checked_dim(x, dim, name) for dim in self.gather_dim]
             first, second = self.logical_process_axes
             axes_by_dim = ((first,), (second,)) if first != second else ((1 - first, first),)
-            return MeshCollective(
-                kind,
-                members,
-                name,
-                mixed=tuple(zip(dims, axes_by_dim, strict=True)),
-                mesh=self.sharding_spec.device_mesh,
-            )
+            mixed = tuple(zip(dims, axes_by_dim, strict=True))
+            return MeshCollective(kind, members, name, mixed=mixed, mesh=self.sharding_spec.device_mesh)
         if self.gather_dim is None or self.shard_dim is None:
             raise ArgumentError(f"{name}: gather_dim is {self.gather_dim}, shard_dim is {self.shard_dim}")
         gather_dim, shard_dim = checked_dim(x, self.gather_dim, name), checked_dim(x, self.shard_dim, name)

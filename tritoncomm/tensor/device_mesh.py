@@ -246,9 +246,12 @@ class DeviceMesh:
         if len(self.mesh_shape) > 1:
             self.flatten_device_mesh = self.flatten()
             self._merged[tuple(range(len(self.mesh_shape)))] = self.flatten_device_mesh
-            self.flatten_device_meshes = FlattenDeviceMesh(
-                self._logical_mesh_id, self.mesh_shape, self.mesh_alpha, self.mesh_beta, need_flatten=False
-            )
+            self.flatten_device_meshes = self.over_all_ranks()
+
+    def over_all_ranks(self) -> "FlattenDeviceMesh":
+        """The mesh for all-gathers over all ranks at once."""
+        ids, shape = self._logical_mesh_id, self.mesh_shape
+        return FlattenDeviceMesh(ids, shape, self.mesh_alpha, self.mesh_beta, need_flatten=False)
 
 
 class FlattenDeviceMesh(DeviceMesh):

@@ -21,20 +21,11 @@ from tritoncomm.tensor.distspec import ReplicaSpec
 from tritoncomm.tensor.elementwise import ELEMENTWISE, KEEPS_LAYOUT, MAKES_NEW, QUERIES, RESHAPES_IN_PLACE, writes
 from tritoncomm.tensor.layout import is_colo, plain, wrap
 from tritoncomm.tensor.op_wrapper import colo_op_impl, implementation
+from tritoncomm.tensor.rules import random_ops
 from tritoncomm.tensor.rules.engine import execute
 from tritoncomm.tensor.rules.foreach import on_lists
 from tritoncomm.tensor.rules.indexing import set_item
 from tritoncomm.tensor.rules.pointwise import elementwise, keep
-from tritoncomm.tensor.rules.random_ops import (
-    INITIALISERS,
-    RANDOM_ELEMENTWISE,
-    RANDOM_ON_REPLICAS,
-    SAMPLERS,
-    agreed_seed,
-    initialise,
-    random_elementwise,
-    seeded,
-)
 from tritoncomm.tensor.rules.table import RULES
 from tritoncomm.tensor.snapshot import of_gathered, refuse_sharing
 
@@ -42,6 +33,11 @@ __all__ = ["run"]
 
 _ACCESSORS = ("__get__", "__set__", "__delete__")
 _COMPLEX_PARTS = ("real", "imag")
+_OTHER_NAMES = {
+    "axis": "dim", "keepdims": "keepdim", "axis0": "dim0", "axis1": "dim1", "split_size": "split_size_or_sections",
+    "ord": "p",
+}  # fmt: skip
+"""Names of arguments that torch takes as well, in numpy's fashion or in one form of an operator."""
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 _warned: set[str] = set()
@@ -69,8 +65,8 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
         if name == "__set__":
             _check_assignment(func, *args)
         return _run_local(func, args, kwargs)
-    if func in INITIALISERS or name in SAMPLERS:
-        return initialise(func, args, kwargs)
+    if func in random_ops.INITIALISERS or name in random_ops.SAMPLERS:
+        return random_ops.initialise(func, args, kwargs)
     if name in KEEPS_LAYOUT:
         return keep(func, args, kwargs, next(_colo_tensors(args, kwargs)))
     if name in MAKES_NEW:
@@ -82,8 +78,8 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
         return on_lists(func, name, args, kwargs)
     if name == "__setitem__":
         return set_item(*args)
-    if name in RANDOM_ELEMENTWISE:
-        return random_elementwise(func, args, kwargs)
+    if name in random_ops.RANDOM_ELEMENTWISE:
+        return random_ops.random_elementwise(func, args, kwargs)
     if isinstance(func, OpOverload | OpOverloadPacket):
         _refuse_reshaping(name.partition(".")[0])
         return _run_local(func, args, kwargs)  # below autograd, called by dispatch modes on local tensors
@@ -96,7 +92,10 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _describe(describe: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The rule's description of the call; None if the rule does not accept these arguments."""
+    """The rule's description of the call; None if the rule does not accept these arguments, as none does ``out=``."""
+    if kwargs.get("out") is not None:
+        return None
+    kwargs = {_OTHER_NAMES.get(name, name): value for name, value in kwargs.items() if name != "out"}
     try:
         return describe(*args, **kwargs)
     except TypeError:
@@ -173,8 +172,8 @@ def _on_replicas(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
     if outs:
         kwargs = {**kwargs, "out": tree_map(resizable, kwargs["out"])}
     args, kwargs = tree_map(gather, tuple(args)), tree_map(gather, kwargs)
-    if name in RANDOM_ON_REPLICAS and pg.tp_world_size() > 1:
-        with seeded(agreed_seed(pg, tensors[0]), tensors[0].device):
+    if name in random_ops.RANDOM_ON_REPLICAS and pg.tp_world_size() > 1:
+        with random_ops.seeded(random_ops.agreed_seed(pg, tensors[0]), tensors[0].device):
             result = func(*args, **kwargs)
     else:
         result = func(*args, **kwargs)

@@ -1,9 +1,11 @@
 """Placements: replicated, or sharded along dims."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
+
+from torch import Tensor
 
 from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.errors import ShapeError
@@ -14,10 +16,14 @@ __all__ = [
     "ReplicaSpec",
     "ShardSpec",
     "_DistSpec",
+    "bounds_by_label",
     "global_shape_of",
     "local_shape",
     "partitions",
     "shard_bounds",
+    "shard_box",
+    "shard_of",
+    "uneven_sizes",
 ]
 
 Parts = tuple[tuple[int, int], ...]
@@ -101,24 +107,46 @@ def _partitions(dims: tuple[int, ...], counts: tuple[int, ...], ndim: int) -> Pa
     return tuple((dim, count) for dim, count in result.items() if count > 1)
 
 
-@lru_cache(maxsize=4096)
-def shard_bounds(shape: tuple[int, ...], parts: Parts, rank: int) -> tuple[tuple[int, int, int], ...]:
-    """(dim, start, size) of a rank's shard along every sharded dim; ranks are assigned row-major."""
+def bounds_by_label(
+    sizes: Mapping[Any, int] | Sequence[int], parts: Sequence[tuple[Any, int]], rank: int
+) -> tuple[tuple[Any, int, int], ...]:
+    """(label, start, size) of a rank's shard along every sharded label; ranks are assigned row-major."""
     bounds = []
-    for dim, count in reversed(parts):
+    for label, count in reversed(parts):
         rank, index = divmod(rank, count)
-        sizes = chunk_sizes(shape[dim], count)
-        bounds.append((dim, sum(sizes[:index]), sizes[index]))
+        chunks = chunk_sizes(sizes[label], count)
+        bounds.append((label, sum(chunks[:index]), chunks[index]))
     return tuple(bounds[::-1])
+
+
+shard_bounds = lru_cache(maxsize=4096)(bounds_by_label)
+"""The same by dim, for a shape; cached."""
+
+
+@lru_cache(maxsize=4096)
+def shard_box(shape: tuple[int, ...], parts: Parts, rank: int) -> tuple[tuple[int, int], ...]:
+    """(start, size) of a rank's shard along every dim."""
+    bounds = {dim: (start, size) for dim, start, size in shard_bounds(shape, parts, rank)}
+    return tuple(bounds.get(dim, (0, size)) for dim, size in enumerate(shape))
+
+
+def shard_of(x: Tensor, parts: Parts, rank: int) -> Tensor:
+    """A rank's shard of the global tensor ``x``, as a view."""
+    for dim, start, size in shard_bounds(x.shape, parts, rank):
+        x = x.narrow(dim, start, size)
+    return x
 
 
 @lru_cache(maxsize=4096)
 def local_shape(shape: tuple[int, ...], parts: Parts, rank: int) -> tuple[int, ...]:
     """Shape of a rank's shard."""
-    result = list(shape)
-    for dim, _, size in shard_bounds(shape, parts, rank):
-        result[dim] = size
-    return tuple(result)
+    return tuple(size for _, size in shard_box(shape, parts, rank))
+
+
+@lru_cache(maxsize=4096)
+def uneven_sizes(size: int, count: int) -> tuple[int, ...] | None:
+    """Sizes of the shards of a dim that does not divide; None for one that does, whose collectives need no sizes."""
+    return None if size % count == 0 else chunk_sizes(size, count)
 
 
 def global_shape_of(local: Sequence[int], parts: Parts) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor import optimizers
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.device_mesh import DeviceMesh
-from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec, partitions, shard_bounds
+from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec, shard_box
 from tritoncomm.tensor.layout import plain, wrap
 from tritoncomm.tensor.process_group import ProcessGroup
 
@@ -40,7 +40,7 @@ def from_dtensor(tensor: DTensor) -> ColoTensor:
     return wrap(tensor.to_local(), pg, spec, shape)
 
 
-def _spec_of(shape: Sequence[int], mesh: tuple[int, ...], placements: Sequence[Any]) -> _DistSpec:
+def _spec_of(shape: tuple[int, ...], mesh: tuple[int, ...], placements: Sequence[Any]) -> _DistSpec:
     """The layout of a DTensor of that shape."""
     parts: dict[int, int] = {}
     replicated = False
@@ -58,13 +58,9 @@ def _spec_of(shape: Sequence[int], mesh: tuple[int, ...], placements: Sequence[A
         raise UnsupportedError(f"{prefix} shards along some axes only; redistribute first")
     counts = tuple((dim, count) for dim, count in parts.items() if count > 1)
     for rank, coordinate in enumerate(itertools.product(*map(range, mesh))):
-        dtensor_box, shard_box = _dtensor_box(shape, mesh, placements, coordinate), [(0, size) for size in shape]
-        for dim, start, size in shard_bounds(shape, counts, rank):
-            shard_box[dim] = (start, size)
-        sizes, expected = ([size for _, size in box] for box in (dtensor_box, shard_box))
-        if sizes != expected or (
-            dtensor_box != shard_box and math.prod(sizes)
-        ):  # the start of an empty shard is arbitrary
+        theirs, ours = _dtensor_box(shape, mesh, placements, coordinate), list(shard_box(shape, counts, rank))
+        sizes, expected = ([size for _, size in box] for box in (theirs, ours))
+        if sizes != expected or (theirs != ours and math.prod(sizes)):  # the start of an empty shard is arbitrary
             raise UnsupportedError(
                 f"{prefix} gives {list(shape)} shards that no ShardSpec describes; redistribute first"
             )
@@ -90,7 +86,7 @@ def to_dtensor(tensor: ColoTensor) -> DTensor:
     Missing process groups of a mesh of several axes are made as by ``ProcessGroup``.
     """
     shape = torch.Size(tensor.size_global())
-    parts = dict(partitions(tensor.dist_spec, len(shape)))
+    parts = dict(tensor.partitions)
     mesh = _mesh(tensor.process_group, tuple(parts.values()), tensor.device.type)
     placements: list[Any] = [Shard(dim) for dim in parts] or [Replicate()]
     stride = tuple(torch.empty(shape, device="meta").stride())

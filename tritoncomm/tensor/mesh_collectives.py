@@ -16,21 +16,12 @@ from tritoncomm.errors import ShapeError
 from tritoncomm.mappings.general import wants_grad
 from tritoncomm.tensor.device_mesh import DeviceMesh
 from tritoncomm.tensor.group_registry import Members
+from tritoncomm.tensor.layout import shares_storage
 from tritoncomm.tensor.redistribute import unchanged
 
 __all__ = ["MeshCollective", "run_collective"]
 
 Axes = tuple[int, ...]
-
-_ADJOINTS = {
-    "all_gather": "split",
-    "split": "all_gather",
-    "all_to_all": "all_to_all",
-    "all_reduce": "identity",
-    "identity": "all_reduce",
-    "mix_gather": "mix_split",
-    "mix_split": "mix_gather",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +29,7 @@ class MeshCollective:
     """One collective over a group.
 
     Attributes:
-        kind: a key of ``_RUN``.
+        kind: a key of ``_KINDS``.
         members: the group.
         name: for errors and counters.
         shard_dim: dim that is split.
@@ -59,23 +50,21 @@ class MeshCollective:
 
     def adjoint(self) -> "MeshCollective":
         """The collective of the gradients."""
-        name = f"{self.name.removesuffix('.backward')}.backward"
-        return replace(
-            self,
-            kind=_ADJOINTS[self.kind],
-            shard_dim=self.gather_dim,
-            gather_dim=self.shard_dim,
-            name=name,
-            backward=True,
-        )
+        kind, name = _KINDS[self.kind][1], f"{self.name.removesuffix('.backward')}.backward"
+        dims = {"shard_dim": self.gather_dim, "gather_dim": self.shard_dim}
+        return replace(self, kind=kind, name=name, backward=True, **dims)
 
 
 def run_collective(x: Tensor, collective: MeshCollective) -> Tensor:
     """Run the collective on the local tensor; differentiable any number of times."""
     if wants_grad(x):
         return _Differentiable.apply(x, collective)
-    result = _RUN[collective.kind](x, collective)
+    result = _run(x, collective)
     return unchanged(x) if result is x else result
+
+
+def _run(x: Tensor, collective: MeshCollective) -> Tensor:
+    return _KINDS[collective.kind][0](x, collective)
 
 
 @direct
@@ -85,7 +74,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, collective: MeshCollective) -> Tensor:
         ctx.collective = collective
-        return _RUN[collective.kind](x, collective)
+        return _run(x, collective)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -122,17 +111,15 @@ def _split(x: Tensor, collective: MeshCollective) -> Tensor:
     dim, members = collective.shard_dim, collective.members
     ordered = _reorder_blocks(x, dim, _inverse(members.order))
     shard = eager.split(ordered, dim, members.group, None, collective.name)
-    shared = shard is not x and shard.untyped_storage()._cdata == x.untyped_storage()._cdata
+    shared = shard is not x and shares_storage(shard, x)
     return shard.clone() if collective.backward and shared else shard
 
 
 def _all_to_all(x: Tensor, collective: MeshCollective) -> Tensor:
     shard_dim, gather_dim, members = collective.shard_dim, collective.gather_dim, collective.members
     sent = _reorder_blocks(x, shard_dim, _inverse(members.order))
-    result = _reorder_blocks(
-        eager.all_to_all(sent, shard_dim, gather_dim, members.group, collective.name), gather_dim, members.order
-    )
-    return _own_memory(result, x, collective)
+    received = eager.all_to_all(sent, shard_dim, gather_dim, members.group, collective.name)
+    return _own_memory(_reorder_blocks(received, gather_dim, members.order), x, collective)
 
 
 def _all_reduce(x: Tensor, collective: MeshCollective) -> Tensor:
@@ -179,12 +166,13 @@ def _mix_split(x: Tensor, collective: MeshCollective) -> Tensor:
     return shard.clone(memory_format=torch.contiguous_format)
 
 
-_RUN = {
-    "all_gather": _all_gather,
-    "split": _split,
-    "all_to_all": _all_to_all,
-    "all_reduce": _all_reduce,
-    "identity": _identity,
-    "mix_gather": _mix_gather,
-    "mix_split": _mix_split,
+# The function of a kind, and its adjoint.
+_KINDS = {
+    "all_gather": (_all_gather, "split"),
+    "split": (_split, "all_gather"),
+    "all_to_all": (_all_to_all, "all_to_all"),
+    "all_reduce": (_all_reduce, "identity"),
+    "identity": (_identity, "all_reduce"),
+    "mix_gather": (_mix_gather, "mix_split"),
+    "mix_split": (_mix_split, "mix_gather"),
 }

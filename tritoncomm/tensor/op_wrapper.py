@@ -1,6 +1,5 @@
 """Registry of operator overrides for ColoTensors."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +19,7 @@ def colo_op_impl(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
 
     def register(impl: Callable[..., Any]) -> Callable[..., Any]:
         _COLOSSAL_OPS[func] = impl
-
-        @functools.wraps(impl)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return impl(*args, **kwargs)
-
-        return wrapper
+        return impl
 
     return register
 

@@ -9,12 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tritoncomm.mappings.general import wants_grad
+from tritoncomm.tensor.layout import is_colo, wrap
 from tritoncomm.tensor.snapshot import is_view
 
 __all__ = ["ColoParamOpHook", "ColoParamOpHookManager", "params_in"]
 
 Hooks = tuple["ColoParamOpHook", ...]
+Callbacks = Sequence[Callable[[list[Tensor]], None]]
 
 
 class ColoParamOpHook(ABC):
@@ -70,7 +74,7 @@ class ColoParamOpHookManager:
         for hook in hooks:
             hook.pre_forward(params)
         if in_graph:
-            args, kwargs = _through_identity(_After, params, hooks, (args, kwargs))
+            args, kwargs = _through_identity([hook.post_backward for hook in hooks], params, (args, kwargs))
         _inside.operator = True
         try:
             result = call(args, kwargs)
@@ -78,7 +82,7 @@ class ColoParamOpHookManager:
             _inside.operator = False
         for hook in hooks:
             hook.post_forward(params)
-        return _through_identity(_Before, params, hooks, result) if in_graph else result
+        return _through_identity([hook.pre_backward for hook in hooks], params, result) if in_graph else result
 
 
 class _Inside(threading.local):
@@ -91,78 +95,42 @@ _inside = _Inside()
 
 
 class _Identity(Function):
-    """Identity; the backward calls hooks and passes the gradients on."""
+    """Forward: the identity. Backward: callbacks, and the gradients unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, params: list[Tensor], hooks: Hooks, *tensors: Tensor) -> Any:
-        ctx.params, ctx.hooks = params, hooks
+    def forward(ctx: Any, callbacks: Callbacks, params: list[Tensor], *tensors: Tensor) -> Any:
+        ctx.callbacks, ctx.params = callbacks, params
         return tuple(x.view_as(x) for x in tensors)
 
-
-class _After(_Identity):
-    """Backward: ``post_backward``."""
-
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        for hook in ctx.hooks:
-            hook.post_backward(ctx.params)
+        for callback in ctx.callbacks:
+            callback(ctx.params)
         return None, None, *grads
 
 
-class _Before(_Identity):
-    """Backward: ``pre_backward``."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        for hook in ctx.hooks:
-            hook.pre_backward(ctx.params)
-        return None, None, *grads
-
-
-def _through_identity(kind: Any, params: list[Tensor], hooks: Hooks, tree: Any) -> Any:
+def _through_identity(callbacks: Callbacks, params: list[Tensor], tree: Any) -> Any:
     """``tree`` with every tensor that requires grad passed through the identity; classes and layouts are kept."""
-    graph_tensors: list[Tensor] = []
-
-    def collect(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-            graph_tensors.append(x)
-        return x
-
-    _map(collect, tree)
-    if not graph_tensors:
+    leaves, spec = tree_flatten(tree)
+    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and wants_grad(x)]
+    if not at:
         return tree
     with torch._C.DisableTorchFunctionSubclass():
-        outputs = iter(kind.apply(params, hooks, *graph_tensors))
+        outputs: Any = _Identity.apply(callbacks, params, *(leaves[i] for i in at))
+    for i, x in zip(at, outputs, strict=True):
+        leaves[i] = _wrap_like(x, leaves[i])
+    return tree_unflatten(leaves, spec)
 
-    def substitute(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-            return wrap_like(next(outputs), x)
+
+def _wrap_like(x: Tensor, like: Tensor) -> Tensor:
+    """``x`` with the layout of ``like``, if that is a ColoTensor, and what else it carries."""
+    if not is_colo(like):
         return x
-
-    return _map(substitute, tree)
-
-
-def _map(function: Callable[[Any], Any], tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _map(function, value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_map(function, x) for x in tree))
-    if isinstance(tree, list | tuple):
-        return type(tree)(_map(function, x) for x in tree)
-    return function(tree)
-
-
-def wrap_like(x: Tensor, like: Tensor) -> Tensor:
-    """``x`` with the class and attributes of ``like``, if that is a ColoTensor."""
-    # Imported here because that module imports this one.
-    from tritoncomm.tensor.colo_tensor import ColoTensor
-
-    if not isinstance(like, ColoTensor):
-        return x
-    with torch._C.DisableTorchFunctionSubclass():
-        made = x.as_subclass(type(like) if is_view(like) else ColoTensor)
-    for name, value in vars(like).items():
-        setattr(made, name, value)
+    made = wrap(x, like.process_group, like.dist_spec, like.global_shape)
+    if is_view(like):
+        with torch._C.DisableTorchFunctionSubclass():
+            made = made.as_subclass(type(like))
+    vars(made).update(vars(like))
     return made
 
 

@@ -88,8 +88,7 @@ class ProcessGroup:
                 "of tensor-parallel ranks in row-major order"
             )
         for index in axes:
-            group = mesh.get_group(index)
-            adopt(group)
+            adopt(mesh.get_group(index))
         return cls(ranks=members, tp_degree=tp, dp_degree=dp)
 
     @classmethod

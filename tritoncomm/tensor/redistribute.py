@@ -25,9 +25,9 @@ from torch.distributed import ProcessGroup
 from tritoncomm import record
 from tritoncomm.core import eager, ops
 from tritoncomm.core.function import direct, without_graph
-from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.errors import CommError, PeerError, ShapeError
-from tritoncomm.tensor.distspec import Parts, local_shape, shard_bounds
+from tritoncomm.tensor.distspec import Parts, local_shape, shard_box, shard_of, uneven_sizes
+from tritoncomm.tensor.layout import plain
 
 __all__ = ["Transition", "check_partitions", "redistribute", "steps", "unchanged"]
 
@@ -81,16 +81,10 @@ def redistribute(x: Tensor, transition: Transition, group: ProcessGroup) -> Tens
     """Redistribute the local tensor ``x`` by the case table; ``unchanged(x)`` if the layouts are equal."""
     if not steps(transition.old, transition.new):
         return unchanged(x)
-    x = x if type(x) is Tensor else _plain(x)
+    x = x if type(x) is Tensor else plain(x)
     if x.requires_grad and torch.is_grad_enabled():
         return _Redistribute.apply(x, transition, group)
     return _run(x, transition, group, "redistribute")
-
-
-def _plain(x: Tensor) -> Tensor:
-    """The local tensor as a plain tensor, so that operators on it are not dispatched to rules."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return x.as_subclass(Tensor)
 
 
 @direct
@@ -104,7 +98,7 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        grad_output, back = _plain(grad_output), ctx.transition.reversed()
+        grad_output, back = plain(grad_output), ctx.transition.reversed()
         if grad_output.requires_grad:
             return _Redistribute.apply(grad_output, back, ctx.group), None, None
         return _run(grad_output, back, ctx.group, "redistribute.backward"), None, None
@@ -129,9 +123,7 @@ def _run(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> T
 def _split(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> Tensor:
     """This rank's shard of a replica; never a view of it."""
     started = record.now()
-    shard = x
-    for dim, start, size in shard_bounds(transition.shape, transition.new, group.rank()):
-        shard = shard.narrow(dim, start, size)
+    shard = shard_of(x, transition.new, group.rank())
     if shard.is_contiguous() or not shard.numel():
         record.add(name, "torch", 2 * shard.nbytes, 0, started)
         return shard.clone(memory_format=torch.contiguous_format)
@@ -146,28 +138,24 @@ def _all_gather(x: Tensor, transition: Transition, group: ProcessGroup, name: st
     shape, parts, world = transition.shape, transition.old, group.size()
     if len(parts) == 1:
         ((dim, count),) = parts
-        sizes = None if shape[dim] % count == 0 else chunk_sizes(shape[dim], count)
-        return eager.all_gather(x, dim, group, sizes, name)
+        return eager.all_gather(x, dim, group, uneven_sizes(shape[dim], count), name)
     shapes = [local_shape(shape, parts, rank) for rank in range(world)]
     counts = tuple(math.prod(each) for each in shapes)
     wire = eager.all_gather(x.reshape(-1), 0, group, None if len(set(counts)) == 1 else counts, name)
     started = record.now()
     out = x.new_empty(shape)
     for rank, block in enumerate(wire.split(counts)):
-        target = out
-        for dim, start, size in shard_bounds(shape, parts, rank):
-            target = target.narrow(dim, start, size)
-        target.copy_(block.view(shapes[rank]))
+        shard_of(out, parts, rank).copy_(block.view(shapes[rank]))
     record.add(name, "torch", 2 * out.nbytes, 0, started, calls=0)
     return out
 
 
 def _all_to_all(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> Tensor:
     """Split the new dims, concatenate along the old ones."""
-    (old, world), (new, _) = transition.old[0], transition.new[0]
+    shape, (old, world), (new, _) = transition.shape, transition.old[0], transition.new[0]
     if len(transition.old) > 1 or len(transition.new) > 1:
         return _all_to_all_blocks(x, transition, group, name)
-    scatter_sizes, gather_sizes = _uneven(transition.shape, new, world), _uneven(transition.shape, old, world)
+    scatter_sizes, gather_sizes = uneven_sizes(shape[new], world), uneven_sizes(shape[old], world)
     return eager.all_to_all(x, new, old, group, name, scatter_sizes=scatter_sizes, gather_sizes=gather_sizes)
 
 
@@ -224,18 +212,11 @@ class Blocks:
 @lru_cache(maxsize=4096)
 def blocks(transition: Transition, rank: int, world: int) -> Blocks:
     """The intersections of a rank's old shard with all ranks' new shards."""
-    own = _box(transition.shape, transition.old, rank)
+    own = shard_box(transition.shape, transition.old, rank)
     shape = tuple(size for _, size in own)
-    boxes = tuple(_common(own, _box(transition.shape, transition.new, w)) for w in range(world))
+    boxes = tuple(_common(own, shard_box(transition.shape, transition.new, w)) for w in range(world))
     counts = tuple(math.prod(size for _, size in box) for box in boxes)
     return Blocks(shape, boxes, counts, _in_order(shape, boxes, counts))
-
-
-def _box(shape: tuple[int, ...], parts: Parts, rank: int) -> Box:
-    box = [(0, size) for size in shape]
-    for dim, start, size in shard_bounds(shape, parts, rank):
-        box[dim] = (start, size)
-    return tuple(box)
 
 
 def _common(own: Box, other: Box) -> Box:
@@ -266,11 +247,6 @@ def _narrow(x: Tensor, box: Box) -> Tensor:
         if size != x.shape[dim]:
             x = x.narrow(dim, start, size)
     return x
-
-
-@lru_cache(maxsize=4096)
-def _uneven(shape: tuple[int, ...], dim: int, world: int) -> tuple[int, ...] | None:
-    return None if shape[dim] % world == 0 else chunk_sizes(shape[dim], world)
 
 
 _STEPS = {"split": _split, "all_gather": _all_gather, "all_to_all": _all_to_all}

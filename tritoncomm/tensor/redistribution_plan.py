@@ -2,27 +2,27 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from tritoncomm.core import ops
+from tritoncomm import record
+from tritoncomm.core import ops, plan
+from tritoncomm.cost import DEFAULTS, Rates, collective_seconds, pass_seconds
 from tritoncomm.errors import ArgumentError
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.dist_spec_mgr import transition_between
-from tritoncomm.tensor.distspec import ReplicaSpec, _DistSpec, local_shape, shard_bounds
+from tritoncomm.tensor.distspec import ReplicaSpec, _DistSpec, local_shape, uneven_sizes
 from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.redistribute import Transition, blocks, steps
 
 __all__ = ["RedistributionPlan", "Step", "redistribute_plan"]
 
-_LATENCY, _BANDWIDTH, _COPY = 10e-6, 300e9, 2e12  # seconds; bytes per second over the wire, and through memory
-
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Step(record.Traffic):
     """One step of a redistribution.
 
     Attributes:
@@ -30,8 +30,8 @@ class Step:
         before: passes over memory before the collective.
         after: passes over memory after it.
         path: of the passes: view (none), torch or triton.
-        wire: bytes this rank sends.
-        copied: bytes read plus written by the passes.
+        bytes_sent: bytes this rank sends.
+        bytes_copied: bytes read plus written by the passes.
         seconds: predicted time with the latency and bandwidths given to ``redistribute_plan``.
     """
 
@@ -39,13 +39,13 @@ class Step:
     before: int
     after: int
     path: str
-    wire: int
-    copied: int
+    bytes_sent: int
+    bytes_copied: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class RedistributionPlan:
+class RedistributionPlan(record.Traffic):
     """The steps from one layout to another; prints as a table."""
 
     steps: tuple[Step, ...]
@@ -56,9 +56,14 @@ class RedistributionPlan:
         return sum(step.before + step.after for step in self.steps)
 
     @property
-    def wire(self) -> int:
+    def bytes_sent(self) -> int:
         """Bytes this rank sends."""
-        return sum(step.wire for step in self.steps)
+        return sum(step.bytes_sent for step in self.steps)
+
+    @property
+    def bytes_copied(self) -> int:
+        """Bytes read plus written by the passes."""
+        return sum(step.bytes_copied for step in self.steps)
 
     @property
     def seconds(self) -> float:
@@ -69,8 +74,8 @@ class RedistributionPlan:
         lines = [f"{'step':<12}{'path':<8}{'passes':>8}{'MB copied':>12}{'MB sent':>10}{'us':>10}"]
         for s in self.steps:
             lines.append(
-                f"{s.name:<12}{s.path:<8}{f'{s.before} + {s.after}':>8}{s.copied / 1e6:>12.3f}{s.wire / 1e6:>10.3f}"
-                f"{s.seconds * 1e6:>10.1f}"
+                f"{s.name:<12}{s.path:<8}{f'{s.before} + {s.after}':>8}{s.bytes_copied / 1e6:>12.3f}"
+                f"{s.bytes_sent / 1e6:>10.3f}{s.seconds * 1e6:>10.1f}"
             )
         return "\n".join(lines) if self.steps else "nothing to redistribute"
 
@@ -82,9 +87,9 @@ def redistribute_plan(
     *,
     shape: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float32,
-    latency: float = _LATENCY,
-    bandwidth: float = _BANDWIDTH,
-    copy_bandwidth: float = _COPY,
+    latency: float | None = None,
+    bandwidth: float | None = None,
+    copy_bandwidth: float | None = None,
 ) -> RedistributionPlan:
     """The steps that ``redistribute(target, pg)`` would run.
 
@@ -94,8 +99,8 @@ def redistribute_plan(
         pg: the target process group; that of the tensor by default.
         shape: global shape, for a layout.
         dtype: of the tensor, for a layout.
-        latency: minimum seconds of a collective.
-        bandwidth: bytes per second a rank sends.
+        latency: seconds per step of a collective; this and the others by default as in ``cost.DEFAULTS``.
+        bandwidth: bytes per second a rank sends, inside a node and to other nodes.
         copy_bandwidth: bytes per second, read plus written, of a pass over memory.
 
     Raises:
@@ -117,7 +122,9 @@ def redistribute_plan(
     else:
         transitions = [(transition_between(shape, old, ReplicaSpec(), source_pg), source_pg)]
         transitions.append((transition_between(shape, ReplicaSpec(), target, target_pg), target_pg))
-    rates = (latency, bandwidth, copy_bandwidth)
+    figures = {"latency": latency, "link": bandwidth, "network": bandwidth, "memory": copy_bandwidth}
+    given = {name: value for name, value in figures.items() if value is not None}
+    rates = replace(DEFAULTS["cuda" if x.is_cuda else "cpu"], **given)
     planned = [
         _step(name, transition, group, x, rates)
         for transition, group in transitions
@@ -126,40 +133,40 @@ def redistribute_plan(
     return RedistributionPlan(tuple(planned))
 
 
-def _step(name: str, transition: Transition, pg: ProcessGroup, x: Tensor, rates: tuple[float, float, float]) -> Step:
-    """The passes and bytes of one step, as ``redistribute`` runs it."""
+def _step(name: str, transition: Transition, pg: ProcessGroup, x: Tensor, rates: Rates) -> Step:
+    """One step, with the passes that ``redistribute`` makes and the plan of the collective that it calls."""
     shape, old, new = transition.shape, transition.old, transition.new
-    old_dims, new_dims = ([dim for dim, _ in parts] for parts in (old, new))
-    world, rank, item = pg.tp_world_size(), pg.tp_local_rank(), x.element_size()
-    local = local_shape(shape, old, rank) if old else shape
-    old_bytes, path = math.prod(local) * item, ops.path_for(x)
+    world, rank, item, path = pg.tp_world_size(), pg.tp_local_rank(), x.element_size(), ops.path_for(x)
+    local, result = local_shape(shape, old, rank), local_shape(shape, new, rank)
+    before, after, planned = False, True, plan.CollectivePlan(result, 0, 0)
     if name == "split":
-        new_bytes = math.prod(local_shape(shape, new, rank)) * item
-        before, after, wire, copied = 0, 1, 0, 2 * new_bytes
-        if all(_leads(shape, dim) for dim in new_dims):
-            path = "torch"
-    elif name == "all_gather":
-        after = int(len(old) > 1 or not _leads(shape, old_dims[0]))
-        before, wire, copied = 0, old_bytes * (world - 1), 2 * math.prod(shape) * item * after
-        if len(old) > 1:
-            path = "torch"
-    elif len(old) > 1 or len(new) > 1:
-        sent, received = blocks(transition, rank, world), blocks(transition.reversed(), rank, world)
-        before, after, path = int(not sent.in_order), int(not received.in_order), "torch"
-        new_bytes = math.prod(received.shape) * item
-        wire, copied = old_bytes - sent.counts[rank] * item, 2 * (old_bytes * before + new_bytes * after)
+        path = "torch" if all(_leads(shape, dim) for dim, _ in new) else path
+    elif max(len(old), len(new)) > 1:  # blocks are copied by torch to and from a flat wire
+        path, count = "torch", (math.prod(local),)
+        if name == "all_gather":
+            counts = tuple(math.prod(local_shape(shape, old, w)) for w in range(world))
+            planned = plan.all_gather(count, item, 0, world, rank, counts)
+        else:
+            sent, received = blocks(transition, rank, world), blocks(transition.reversed(), rank, world)
+            before, after = not sent.in_order, not received.in_order
+            planned = plan.all_to_all_single(count, item, world, rank, received.counts, sent.counts)
     else:
-        (dim,) = new_dims
-        ((_, _, size),) = shard_bounds(shape, new, rank)
-        result = local_shape(shape, new, rank)
-        new_bytes = math.prod(result) * item
-        before, after = int(not _leads(local, dim)), int(not _leads(result, old_dims[0]))
-        wire, copied = old_bytes - old_bytes // max(shape[dim], 1) * size, 2 * (old_bytes * before + new_bytes * after)
-    if not before + after:
-        path = "view"
-    latency, bandwidth, copy_bandwidth = rates
-    seconds = copied / copy_bandwidth + (latency + wire / bandwidth if name != "split" else 0.0)
-    return Step(name, before, after, path, wire, copied, seconds)
+        old_dim = old[0][0]
+        sizes = uneven_sizes(shape[old_dim], world)
+        if name == "all_gather":
+            planned = plan.all_gather(local, item, old_dim, world, rank, sizes)
+        else:
+            new_dim = new[0][0]
+            before, new_sizes = not _leads(local, new_dim), uneven_sizes(shape[new_dim], world)
+            planned = plan.all_to_all(local, item, new_dim, old_dim, world, rank, new_sizes, sizes)
+        after = not planned.in_order
+    copied = 2 * item * (math.prod(local) * before + math.prod(result) * after)
+    seconds = pass_seconds(copied, rates)
+    if name != "split":
+        kind = name.replace("_", "-")
+        seconds += collective_seconds(kind, planned.bytes_sent, world, rates, planned.bytes_received)
+    path = path if before or after else "view"
+    return Step(name, int(before), int(after), path, planned.bytes_sent, copied, seconds)
 
 
 def _leads(shape: Sequence[int], dim: int) -> bool:

@@ -15,10 +15,11 @@ from tritoncomm.tensor.box import Slices
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.distspec import _DistSpec, partitions
 from tritoncomm.tensor.elementwise import ELEMENTWISE, KEEPS_LAYOUT, QUERIES, RESHAPES_IN_PLACE, writes
-from tritoncomm.tensor.layout import is_colo, plain, shape_of, shares_storage
+from tritoncomm.tensor.layout import is_colo, plain, shares_storage
 from tritoncomm.tensor.op_wrapper import implementation
 from tritoncomm.tensor.process_group import ProcessGroup
-from tritoncomm.tensor.rules.engine import Operand, local_operand
+from tritoncomm.tensor.rules.engine import replicated
+from tritoncomm.tensor.rules.indexing import without_leading_ones
 from tritoncomm.tensor.rules.random_ops import INITIALISERS, SAMPLERS
 from tritoncomm.tensor.snapshot import (
     Snapshot,
@@ -163,7 +164,7 @@ def _operand(x: Any, target: Any) -> Any:
     """An operand of a write as a plain global tensor that does not share memory with ``target``."""
     if x is target or not is_colo(x):
         return x
-    values = local_operand(Operand(x, (None,) * len(shape_of(x))), (), x.process_group).detach()
+    values = replicated(x, x.process_group)
     return values.clone() if shares_storage(values, target) else values
 
 
@@ -172,12 +173,10 @@ def _set_item(target: Any, index: Any, value: Any) -> None:
     part = target[index]
     if not is_view(part):
         raise UnsupportedError(f"{index!r} has no rule for writing into a view of a sharded dim; clone() it first")
-    if not isinstance(value, Tensor):
+    if isinstance(value, Tensor):
+        part.copy_(without_leading_ones(value, part.dim()))
+    else:
         part.fill_(value)
-        return
-    shape, extra = shape_of(value), max(len(shape_of(value)) - part.dim(), 0)
-    drop = torch.Size(shape[:extra]).numel() == 1  # torch drops leading dims of size 1
-    part.copy_(value.reshape(shape[extra:]) if extra and drop else value)
 
 
 @register_view

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tritoncomm.tensor.colo_tensor import ColoTensor
-from tritoncomm.tensor.distspec import partitions, shard_bounds
+from tritoncomm.tensor.distspec import shard_of
 from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.simulators import (
     all_gather_simulator,
@@ -91,9 +91,5 @@ def load_full_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
                 continue
             if tuple(source.shape) != tuple(target.size_global()):
                 raise ValueError(f"{name} is {list(target.size_global())}, the state dict has {list(source.shape)}")
-            parts = partitions(target.dist_spec, source.dim())
-            for dim, start, size in (
-                shard_bounds(source.shape, parts, target.process_group.tp_local_rank()) if parts else ()
-            ):
-                source = source.narrow(dim, start, size)
-            plain(target).copy_(source)
+            parts, pg = target.partitions, target.process_group
+            plain(target).copy_(shard_of(source, parts, pg.tp_local_rank()) if parts else source)

@@ -103,7 +103,7 @@ def _class_targets(
         raise IndexError(f"cross_entropy: a target is out of bounds for {classes} classes")
     is_local = valid & (target >= start) & (target < start + size)
     target_col = (target - start).masked_fill(~is_local, -1)
-    weights = valid.to(wide)
+    weights = counted = valid.to(wide)
     weights_sum: Any = float(classes)
     if weight is not None:
         own = weight.to(wide)[target_col.clamp(min=0)] * is_local if size else torch.zeros_like(weights)
@@ -114,14 +114,10 @@ def _class_targets(
     total_weight, smoothing_weights = target_weight, None
     if smoothing:
         spread = smoothing / classes
-        total_weight = target_weight + valid.to(wide) * spread * weights_sum
-        smoothing_weights = (
-            torch.full((size,), spread, dtype=wide, device=target.device)
-            if weight is None
-            else weight.to(wide) * spread
-        )
-    counts = valid.to(wide) if weight is None else weights
-    return _RowTargets(target_col, target_weight, total_weight, smoothing_weights, counts, valid, None)
+        total_weight = target_weight + counted * spread * weights_sum
+        class_weights = counted.new_ones(size) if weight is None else weight.to(wide)
+        smoothing_weights = class_weights * spread
+    return _RowTargets(target_col, target_weight, total_weight, smoothing_weights, weights, valid, None)
 
 
 def _soft_targets(

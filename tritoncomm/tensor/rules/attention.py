@@ -1,5 +1,6 @@
 """Scaled dot-product attention."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch.nn.functional as F
@@ -7,8 +8,8 @@ from torch import Tensor
 
 from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.tensor.layout import is_colo, shape_of
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
-from tritoncomm.tensor.rules.random_ops import agreed_seed, rank_seed, seeded
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, broadcast_labels
+from tritoncomm.tensor.rules.random_ops import agreed_seed, seeded_shard
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []
@@ -45,19 +46,13 @@ def _attention(
         Operand(value, (*batch, "s", "v")),
     ]
     if attn_mask is not None:
-        shape = shape_of(attn_mask)
-        names = (*batch, "l", "s")[count + 2 - len(shape) :]
-        score_shape = (*shapes[0][:-1], shapes[1][-2])[count + 2 - len(shape) :]
-        operands.append(
-            Operand(attn_mask, tuple(n if a == b else None for n, a, b in zip(names, shape, score_shape, strict=True)))
-        )
+        score_shape = (*shapes[0][:-1], shapes[1][-2])
+        operands.append(Operand(attn_mask, broadcast_labels(shape_of(attn_mask), score_shape, (*batch, "l", "s"))))
     pg = next(each.tensor.process_group for each in operands if is_colo(each.tensor))
     seed = agreed_seed(pg, query) if dropout_p else 0
 
     def run(sharding: Sharding, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        if not dropout_p:
-            return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-        with seeded(rank_seed(seed, sharding.rank) if sharding.parts else seed, q.device):
+        with seeded_shard(seed, sharding, q.device) if dropout_p else nullcontext():
             return F.scaled_dot_product_attention(
                 q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )

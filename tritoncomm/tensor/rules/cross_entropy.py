@@ -1,6 +1,7 @@
 """Softmax, log-softmax and cross entropy, including a sharded class dim."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from tritoncomm.tensor.layout import shape_of
 from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
-from tritoncomm.tensor.rules.reductions import max_over_ranks, sum_over_ranks
+from tritoncomm.tensor.rules.reductions import extremum_over_ranks, sum_over_ranks
 from tritoncomm.tensor.rules.table import rule
 from tritoncomm.tensor.vocab_parallel import cross_entropy_rows
 
@@ -17,7 +18,7 @@ __all__: list[str] = []
 
 
 @rule(
-    F.softmax, torch.softmax, Tensor.softmax, named="softmax", accepts="any sharding, the softmax dim included",
+    F.softmax, "softmax", accepts="any sharding, the softmax dim included",
     collectives="softmax dim: all-gather of maxima, all-reduce of sums and of their gradients",
 )  # fmt: skip
 def _softmax(
@@ -26,10 +27,7 @@ def _softmax(
     return _softmax_like(input, dim, dtype if dtype is not None else _as_dtype(_stacklevel), False)
 
 
-@rule(
-    F.log_softmax, torch.log_softmax, Tensor.log_softmax, named="log_softmax",
-    accepts="any sharding, the softmax dim included", collectives="as softmax",
-)  # fmt: skip
+@rule(F.log_softmax, "log_softmax", accepts="any sharding, the softmax dim included", collectives="as softmax")
 def _log_softmax(
     input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Call | None:
@@ -51,14 +49,9 @@ def _softmax_like(input: Tensor, dim: int | None, dtype: torch.dtype | None, log
     def run(sharding: Sharding, x: Tensor) -> Tensor:
         if not sharding.has(dim):
             return local(x, dim, dtype=dtype)
-        assert sharding.group is not None
         target = dtype or x.dtype
         wide = x.to(torch.float64 if target is torch.float64 else torch.float32)
-        if x.shape[dim]:
-            row_max = wide.detach().amax(dim, keepdim=True)
-        else:
-            row_max = wide.new_full([1 if d == dim else s for d, s in enumerate(x.shape)], -math.inf)
-        shifted = wide - max_over_ranks(row_max, sharding.group)
+        shifted = wide - extremum_over_ranks(wide, (dim,), sharding.group)
         exps = shifted.exp()
         sum_exp = sum_over_ranks(exps.sum(dim, keepdim=True), sharding.group, shared=True)
         return (shifted - sum_exp.log() if log else exps / sum_exp).to(target)
@@ -89,17 +82,11 @@ def _cross_entropy(
     if weight is not None:
         operands.append(Operand(weight, ("c",)))
 
+    local = partial(F.cross_entropy, ignore_index=ignore_index, label_smoothing=label_smoothing)
+
     def run(sharding: Sharding, logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         if not sharding.parts:
-            return F.cross_entropy(
-                logits,
-                targets,
-                weights,
-                ignore_index=ignore_index,
-                reduction=reduction,
-                label_smoothing=label_smoothing,
-            )
-        assert sharding.group is not None
+            return local(logits, targets, weights, reduction=reduction)
         if sharding.has("c"):
             loss, counted = cross_entropy_rows(
                 logits.movedim(classes, -1), targets.movedim(classes, -1) if soft else targets, weights,
@@ -108,9 +95,7 @@ def _cross_entropy(
             if reduction == "none":
                 return loss
             return loss.sum() if reduction == "sum" else loss.sum() / counted
-        loss = F.cross_entropy(
-            logits, targets, weights, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
-        )
+        loss = local(logits, targets, weights, reduction="none")
         if reduction == "none":
             return loss
         total = sum_over_ranks(loss.sum(), sharding.group)

@@ -34,22 +34,19 @@ def _embedding(
     def run(sharding: Sharding, tokens: Tensor, table: Tensor) -> Tensor:
         if not sharding.has("v"):
             return F.embedding(tokens, table, padding, scale_grad_by_freq=scale_grad_by_freq)
-        assert sharding.group is not None
         start, size = sharding.shard("v")
         _check_ids(tokens, rows)
         is_local = (tokens >= start) & (tokens < start + size)
         local_padding = None if padding is None or not start <= padding < start + size else padding - start
         local_ids = (tokens - start).masked_fill(~is_local, 0)
-        if not size:
-            vectors = table.sum(0).expand(*tokens.shape, -1)  # empty shard; keeps the autograd graph
+        if size:
+            vectors = F.embedding(local_ids, table, local_padding)
         else:
-            vectors = F.embedding(local_ids, table, local_padding, scale_grad_by_freq=scale_grad_by_freq)
+            vectors = table.sum(0).expand(*tokens.shape, -1)  # empty shard; keeps the autograd graph
         elsewhere = ~is_local.unsqueeze(-1)
         return mappings.reduce_from_tensor_model_parallel_region(vectors.masked_fill(elsewhere, 0), sharding.group)
 
-    replicated = frozenset(ids) if scale_grad_by_freq else frozenset()
-    if scale_grad_by_freq:  # masked ids would be counted
-        replicated |= {"v"}
+    replicated = frozenset([*ids, "v"] if scale_grad_by_freq else [])  # masked ids would be counted
     operands = [Operand(input, ids), Operand(weight, ("v", "h"))]
     return by_weight(Call(operands, [(*ids, "h")], run, replicated, frozenset({"v"})), weight, 1)
 

@@ -16,10 +16,10 @@ from torch.distributed import ProcessGroup as TorchGroup
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tritoncomm import mappings
-from tritoncomm.core.plan import chunk_sizes
+from tritoncomm.errors import ShapeError
 from tritoncomm.mappings.general import wants_grad
 from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
-from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec
+from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec, bounds_by_label, uneven_sizes
 from tritoncomm.tensor.layout import is_colo, plain, shape_of, wrap
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.redistribute import Transition, redistribute
@@ -30,10 +30,13 @@ __all__ = [
     "Operand",
     "Parts",
     "Sharding",
+    "broadcast_labels",
+    "broadcast_shapes",
     "choose",
     "execute",
     "is_legal",
     "local_operand",
+    "replicated",
     "spec_of",
 ]
 
@@ -48,14 +51,22 @@ class Sharding:
     Attributes:
         parts: (label, number of shards), ranks assigned row-major; empty if nothing is sharded.
         sizes: global size of every label.
-        rank: of this process in ``group``.
-        group: the tensor-parallel group; None if nothing is sharded.
+        pg: the process group of the operands.
     """
 
     parts: Parts
     sizes: dict[Any, int]
-    rank: int
-    group: TorchGroup | None
+    pg: ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in ``group``."""
+        return self.pg.tp_local_rank()
+
+    @property
+    def group(self) -> TorchGroup:
+        """The tensor-parallel group."""
+        return self.pg.tp_process_group()
 
     def has(self, label: Any) -> bool:
         """Whether the label is sharded."""
@@ -63,13 +74,10 @@ class Sharding:
 
     def shard(self, label: Any) -> tuple[int, int]:
         """(start, size) of this rank's shard of a label; the full range if it is not sharded."""
-        rank, bounds = self.rank, (0, self.sizes[label])
-        for each, count in reversed(self.parts):
-            rank, index = divmod(rank, count)
-            if each == label:
-                sizes = chunk_sizes(self.sizes[label], count)
-                bounds = sum(sizes[:index]), sizes[index]
-        return bounds
+        if not self.has(label):
+            return 0, self.sizes[label]
+        bounds = bounds_by_label(self.sizes, self.parts, self.rank)
+        return next((start, size) for each, start, size in bounds if each == label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +135,27 @@ class Call:
     gathered: Sequence[tuple[Any, Tensor]] = ()
 
 
+def broadcast_shapes(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The shape to which all of them are broadcast.
+
+    Raises:
+        ShapeError: there is none.
+    """
+    sizes = [1] * max(map(len, shapes), default=0)
+    for shape in shapes:
+        for dim in range(-len(shape), 0):
+            if shape[dim] != 1 and sizes[dim] not in (1, shape[dim]):
+                raise ShapeError(f"shapes {' and '.join(str(list(s)) for s in shapes)} do not broadcast")
+            sizes[dim] = sizes[dim] if shape[dim] == 1 else shape[dim]
+    return tuple(sizes)
+
+
+def broadcast_labels(shape: Sequence[int], sizes: Sequence[int], names: Sequence[Any] | None = None) -> Labels:
+    """Labels of an operand that is broadcast to ``sizes``: the dims from the last one, -1, or their names."""
+    dims = range(-len(shape), 0)
+    return tuple((dim if names is None else names[dim]) if shape[dim] == sizes[dim] else None for dim in dims)
+
+
 def execute(call: Call) -> Any:
     """Run the call; tensors of the result are ColoTensors."""
     operands = (*call.operands, *call.late)
@@ -141,9 +170,7 @@ def execute(call: Call) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         chosen = choose(call, pg)
         parts = chosen or ()
-        sharding = Sharding(
-            parts, call.sizes, pg.tp_local_rank() if parts else 0, pg.tp_process_group() if parts else None
-        )
+        sharding = Sharding(parts, call.sizes, pg)
         shards = [local_operand(each, parts, pg) for each in call.operands]
         if parts and parts[0][0] not in call.results[0] and parts[0][0] not in call.own:
             early = [] if call.finish is not None else [local_operand(each, (), pg) for each in call.late]
@@ -183,11 +210,9 @@ def choose(call: Call, pg: ProcessGroup) -> Parts | None:
                 candidates.append(parts)
     if not candidates:
         return None if sharded else ()
-    return (
-        candidates[0]
-        if len(candidates) == 1
-        else min(candidates, key=lambda parts: _bytes_moved(call, parts, pg.tp_world_size()))
-    )
+    if len(candidates) == 1:
+        return candidates[0]
+    return min(candidates, key=lambda parts: _bytes_moved(call, parts, pg.tp_world_size()))
 
 
 def _partitions(each: Operand) -> Parts:
@@ -223,7 +248,7 @@ def _bytes_moved(call: Call, parts: Parts, world: int) -> float:
     for each in call.operands:
         x = each.tensor
         size, graded = math.prod(shape_of(each.tensor)) * x.element_size(), wants_grad(x)
-        current = x.partitions if is_colo(x) else ()
+        current = _partitions(each)
         if labels[0] in each.labels:
             same = current == tuple((each.labels.index(label), count) for label, count in parts)
             total += 0 if same else (size * graded if not current else size / world * (1 + graded))
@@ -243,26 +268,26 @@ def local_operand(each: Operand, parts: Parts, pg: ProcessGroup) -> Tensor:
     x = each.tensor
     if each.is_local:
         return x
-    if not is_colo(x):
-        current, local = (), x
-    else:
-        if x.process_group is not pg and x.process_group != pg:
-            x = x.redistribute(ReplicaSpec(), pg)
-        current, local = x.partitions, plain(x)
+    if is_colo(x) and x.process_group is not pg and x.process_group != pg:
+        x = x.redistribute(ReplicaSpec(), pg)
+    current, local = (x.partitions, plain(x)) if is_colo(x) else ((), x)
     target = tuple((each.labels.index(label), count) for label, count in parts if label in each.labels)
     if target == current and (target or not parts):
         return local
-    group = pg.tp_process_group()
+    group, shape = pg.tp_process_group(), shape_of(each.tensor)
     if target:
-        return redistribute(local, Transition(tuple(shape_of(each.tensor)), current, target), group)
+        return redistribute(local, Transition(shape, current, target), group)
     if current:
-        shape = tuple(shape_of(each.tensor))
         if parts and len(current) == 1:
             ((dim, count),) = current
-            sizes = None if shape[dim] % count == 0 else chunk_sizes(shape[dim], count)
-            return mappings.all_gather_dim(local, dim, group, sizes=sizes)
+            return mappings.all_gather_dim(local, dim, group, sizes=uneven_sizes(shape[dim], count))
         local = redistribute(local, Transition(shape, current, ()), group)
     return mappings.copy_to_tensor_model_parallel_region(local, group) if parts and wants_grad(local) else local
+
+
+def replicated(x: Tensor, pg: ProcessGroup) -> Tensor:
+    """The global tensor as a plain tensor without gradient."""
+    return local_operand(Operand(x, (None,) * len(shape_of(x))), (), pg).detach()
 
 
 def _reduce_outputs(outputs: list[Any], call: Call, sharding: Sharding, pg: ProcessGroup) -> tuple[list[Any], Parts]:
@@ -275,8 +300,7 @@ def _reduce_outputs(outputs: list[Any], call: Call, sharding: Sharding, pg: Proc
         outputs = summed if call.after is None else [call.after(x) for x in summed]
     else:
         dim, world = call.scatter % outputs[0].dim(), pg.tp_world_size()
-        size = outputs[0].shape[dim]
-        sizes = None if size % world == 0 else chunk_sizes(size, world)
+        sizes = uneven_sizes(outputs[0].shape[dim], world)
         outputs = [mappings.reduce_scatter_dim(x, dim, group, sizes=sizes) for x in outputs]
         parts = ((call.results[0][dim], world),)
     if call.finish is not None:

@@ -1,5 +1,6 @@
 """Concatenation, splitting and indexing along dims that are not sharded."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +10,11 @@ from torch import Tensor
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor.box import box_of
 from tritoncomm.tensor.layout import is_colo, plain, shape_of, shares_storage
-from tritoncomm.tensor.rules.engine import Call, Operand, is_legal, local_operand
+from tritoncomm.tensor.rules.engine import Call, Operand, is_legal, local_operand, replicated
 from tritoncomm.tensor.rules.table import rule
 from tritoncomm.tensor.snapshot import refuse_graph, write_shard
 
-__all__ = ["set_item"]
+__all__ = ["set_item", "without_leading_ones"]
 
 _OTHER = "any sharding of another dim"
 
@@ -22,11 +23,30 @@ def _labels_except(x: Tensor, dim: int) -> tuple[Any, ...]:
     return tuple(None if d == dim else d for d in range(len(shape_of(x))))
 
 
+def _along(input: Tensor, dim: int, local: Any, results: int | None = 1, drops: bool = False) -> Call | None:
+    """``local(x, dim)`` along a dim that must not be sharded.
+
+    Args:
+        input: the operand.
+        dim: the dim.
+        local: returns the results.
+        results: their number; None if ``local`` decides, which is then run on a meta tensor of the dim.
+        drops: whether the results do not have the dim.
+    """
+    if not shape_of(input):
+        return None
+    dim %= len(shape_of(input))
+    labels = _labels_except(input, dim)
+    if results is None:
+        results = len(local(torch.empty(shape_of(input)[dim], device="meta"), 0))
+    left = tuple(d for d in labels if d is not None) if drops else labels
+    return Call([Operand(input, labels)], [left] * results, lambda _, x: local(x, dim))
+
+
 @rule(torch.cat, torch.concat, torch.concatenate, named="cat", accepts=_OTHER)
-def _cat(tensors: Sequence[Tensor], dim: Any = 0, *, axis: Any = None, out: Any = None) -> Call | None:
-    dim = dim if axis is None else axis
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Call | None:
     count = len(shape_of(tensors[0]))
-    if out is not None or not count or any(len(shape_of(x)) != count for x in tensors):
+    if not count or any(len(shape_of(x)) != count for x in tensors):
         return None
     dim %= count
     labels = _labels_except(tensors[0], dim)
@@ -34,9 +54,9 @@ def _cat(tensors: Sequence[Tensor], dim: Any = 0, *, axis: Any = None, out: Any 
 
 
 @rule(torch.stack, named="stack", result="same sharding, dim renumbered")
-def _stack(tensors: Sequence[Tensor], dim: int = 0, *, out: Any = None) -> Call | None:
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Call | None:
     count = len(shape_of(tensors[0]))
-    if out is not None or any(shape_of(x) != shape_of(tensors[0]) for x in tensors):
+    if any(shape_of(x) != shape_of(tensors[0]) for x in tensors):
         return None
     dim %= count + 1
     labels = tuple(range(count))
@@ -44,35 +64,19 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0, *, out: Any = None) -> Call 
     return Call(operands, [(*labels[:dim], None, *labels[dim:])], lambda _, *shards: torch.stack(shards, dim))
 
 
-def _split_into(input: Tensor, dim: int, function: Any) -> Call | None:
-    """``function`` splits a tensor along one dim into several."""
-    if not shape_of(input):
-        return None
-    dim %= len(shape_of(input))
-    labels = _labels_except(input, dim)
-    many = len(function(torch.empty(shape_of(input)[dim], device="meta"), 0))
-    return Call([Operand(input, labels)], [labels] * many, lambda _, x: function(x, dim))
+@rule("split", accepts=_OTHER)
+def _split(tensor: Tensor, split_size_or_sections: Any, dim: int = 0) -> Call | None:
+    return _along(tensor, dim, lambda x, d: torch.split(x, split_size_or_sections, d), results=None)
 
 
-@rule(torch.split, Tensor.split, named="split", accepts=_OTHER)
-def _split(tensor: Tensor, split_size_or_sections: Any = None, dim: int = 0, **names: Any) -> Call | None:
-    sizes = names.get("split_size", split_size_or_sections)
-    return _split_into(tensor, dim, lambda x, d: torch.split(x, sizes, d))
-
-
-@rule(torch.chunk, Tensor.chunk, named="chunk", accepts=_OTHER)
+@rule("chunk", accepts=_OTHER)
 def _chunk(input: Tensor, chunks: int, dim: int = 0) -> Call | None:
-    return _split_into(input, dim, lambda x, d: torch.chunk(x, chunks, d))
+    return _along(input, dim, lambda x, d: torch.chunk(x, chunks, d), results=None)
 
 
-@rule(torch.unbind, Tensor.unbind, named="unbind", accepts=_OTHER)
+@rule("unbind", accepts=_OTHER)
 def _unbind(input: Tensor, dim: int = 0) -> Call | None:
-    if not shape_of(input):
-        return None
-    dim %= len(shape_of(input))
-    labels = _labels_except(input, dim)
-    left = tuple(d for d in labels if d is not None)
-    return Call([Operand(input, labels)], [left] * shape_of(input)[dim], lambda _, x: torch.unbind(x, dim))
+    return _along(input, dim, torch.unbind, results=None, drops=True)
 
 
 def _parse_index(index: Any, count: int) -> tuple[list[Any], tuple[Any, ...], tuple[Any, ...]] | None:
@@ -131,24 +135,27 @@ def set_item(target: Any, index: Any, value: Any) -> None:
         if target.partitions:
             _set_part(target, index, value)
             return
-        given, labels, result = index, (), ()
-    else:
-        given, labels, result = parsed[0], parsed[1], parsed[2]
+        parsed = index, (), ()
+    given, labels, result = parsed
     parts = tuple((labels[dim], count) for dim, count in target.partitions)
     operands = []
     if isinstance(value, Tensor):
         shape = shape_of(value)
         aligned = result[len(result) - len(shape) :] if len(shape) <= len(result) else (None,) * len(shape)
-        labels_of_value = [
-            label if label is not None and size != 1 else None for label, size in zip(aligned, shape, strict=True)
-        ]
-        operands = [Operand(value, tuple(labels_of_value))]
+        labelled = tuple(None if size == 1 else label for label, size in zip(aligned, shape, strict=True))
+        operands = [Operand(value, labelled)]
     if not is_legal(Call(operands, [], set_item), parts):
         _set_part(target, tuple(given), value)
         return
     with torch._C.DisableTorchFunctionSubclass():
         local = local_operand(operands[0], parts, target.process_group) if operands else value
         target[tuple(given) if isinstance(given, list) else given] = local
+
+
+def without_leading_ones(value: Tensor, ndim: int) -> Tensor:
+    """A value that is assigned to ``ndim`` dims: torch drops leading dims of size 1 in excess."""
+    shape, extra = shape_of(value), max(len(shape_of(value)) - ndim, 0)
+    return value.reshape(shape[extra:]) if extra and math.prod(shape[:extra]) == 1 else value
 
 
 def _selected(target: Any, index: Any) -> Tensor:
@@ -169,11 +176,7 @@ def _set_part(target: Any, index: Any, value: Any) -> None:
     refuse_graph("__setitem__", (target, value))
     shape, pg = target.global_shape, target.process_group
     if isinstance(value, Tensor):
-        source = local_operand(Operand(value, (None,) * len(shape_of(value))), (), pg).detach()
-        extra = max(source.dim() - selected.dim(), 0)
-        if source.shape[:extra].numel() == 1:  # torch drops leading dims of size 1
-            source = source.reshape(source.shape[extra:])
-        source = source.broadcast_to(selected.shape)
+        source = without_leading_ones(replicated(value, pg), selected.dim()).broadcast_to(selected.shape)
     else:  # a number out of range of the dtype raises on every rank
         source = torch.full((), value, dtype=target.dtype, device=target.device).expand(selected.shape)
 
@@ -184,24 +187,19 @@ def _set_part(target: Any, index: Any, value: Any) -> None:
     write_shard("__setitem__", memory, shape, target.partitions, pg, box_of(shape, selected), write)
 
 
-@rule(torch.narrow, Tensor.narrow, named="narrow", accepts=_OTHER)
-def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Call:
-    dim %= len(shape_of(input))
-    labels = _labels_except(input, dim)
-    return Call([Operand(input, labels)], [labels], lambda _, x: x.narrow(dim, start, length))
+@rule("narrow", accepts=_OTHER)
+def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Call | None:
+    return _along(input, dim, lambda x, d: x.narrow(d, start, length))
 
 
-@rule(torch.select, Tensor.select, named="select", accepts=_OTHER)
-def _select(input: Tensor, dim: int, index: int) -> Call:
-    dim %= len(shape_of(input))
-    labels = _labels_except(input, dim)
-    left = tuple(d for d in labels if d is not None)
-    return Call([Operand(input, labels)], [left], lambda _, x: x.select(dim, index))
+@rule("select", accepts=_OTHER)
+def _select(input: Tensor, dim: int, index: int) -> Call | None:
+    return _along(input, dim, lambda x, d: x.select(d, index), drops=True)
 
 
-@rule(torch.index_select, Tensor.index_select, named="index_select", accepts=_OTHER)
-def _index_select(input: Tensor, dim: int, index: Tensor, *, out: Any = None) -> Call | None:
-    if out is not None or not shape_of(input):
+@rule("index_select", accepts=_OTHER)
+def _index_select(input: Tensor, dim: int, index: Tensor) -> Call | None:
+    if not shape_of(input):
         return None
     dim %= len(shape_of(input))
     labels = _labels_except(input, dim)

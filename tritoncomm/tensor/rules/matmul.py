@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritoncomm.tensor.layout import is_colo, shape_of
-from tritoncomm.tensor.rules.engine import Call, Labels, Operand, Sharding
+from tritoncomm.tensor.rules.engine import Call, Labels, Operand, Sharding, broadcast_labels, broadcast_shapes
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []
@@ -20,32 +20,22 @@ def _product(a: Tensor, b: Tensor) -> tuple[Labels, Labels, Labels] | None:
     shape_a, shape_b = (shape_of(x) for x in (a, b))
     if not shape_a or not shape_b:
         return None
-    batch_a, batch_b = shape_a[:-2], shape_b[:-2]
-    count = max(len(batch_a), len(batch_b))
-    sizes = [1] * count
-    for batch in (batch_a, batch_b):
-        for dim in range(-len(batch), 0):
-            if batch[dim] != 1:
-                sizes[dim] = batch[dim]
-    labels = [
-        tuple(dim if batch[dim] == sizes[dim] else None for dim in range(-len(batch), 0))
-        for batch in (batch_a, batch_b)
-    ]
-    left: Labels = (*labels[0], "m", "k") if len(shape_a) > 1 else ("k",)
-    right: Labels = (*labels[1], "k", "n") if len(shape_b) > 1 else ("k",)
-    result = (*range(-count, 0), *(("m",) if len(shape_a) > 1 else ()), *(("n",) if len(shape_b) > 1 else ()))
+    sizes = broadcast_shapes([shape_a[:-2], shape_b[:-2]])
+    left: Labels = (*broadcast_labels(shape_a[:-2], sizes), "m", "k") if len(shape_a) > 1 else ("k",)
+    right: Labels = (*broadcast_labels(shape_b[:-2], sizes), "k", "n") if len(shape_b) > 1 else ("k",)
+    result = (*range(-len(sizes), 0), *(("m",) if len(shape_a) > 1 else ()), *(("n",) if len(shape_b) > 1 else ()))
     return left, right, result
 
 
 @rule(
-    torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.mv, Tensor.mv,
+    "matmul", Tensor.__matmul__, "mm", "bmm", "mv",
     named="matmul, @, mm, bmm, mv",
     accepts="Shard of a batch dim, of the rows of the first, the columns of the second, or the contracted dim of both",
     result="same sharding; contracted dim: partial, all-reduced", collectives=_COLLECTIVES,
 )  # fmt: skip
-def _matmul(input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None = None, **rest: Any) -> Call | None:
+def _matmul(input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None = None) -> Call | None:
     other = mat2 if other is None else other
-    if rest or other is None:
+    if other is None:
         return None
     labels = _product(input, other)
     if labels is None:
@@ -54,10 +44,10 @@ def _matmul(input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None =
     return Call([Operand(input, left), Operand(other, right)], [result], lambda _, a, b: torch.matmul(a, b))
 
 
-@rule(
-    Tensor.__rmatmul__, named="@ with a plain tensor on the left", accepts="as matmul", result="as matmul",
-    collectives=_COLLECTIVES,
-)  # fmt: skip
+_REVERSED = "@ with a plain tensor on the left"
+
+
+@rule(Tensor.__rmatmul__, named=_REVERSED, accepts="as matmul", result="as matmul", collectives=_COLLECTIVES)
 def _rmatmul(input: Tensor, other: Tensor) -> Call | None:
     return _matmul(other, input)
 
@@ -118,18 +108,11 @@ def by_weight(call: Call, weight: Tensor, index: int) -> Call:
 
 
 @rule(
-    torch.addmm, Tensor.addmm,
+    "addmm",
     accepts="as linear, for beta * input + alpha * (mat1 @ mat2)", result="as linear", collectives="as linear",
 )  # fmt: skip
-def _addmm(
-    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, out: Any = None
-) -> Call | None:
-    if out is not None:
-        return None
-    shape = shape_of(input)
-    expected = (shape_of(mat1)[0], shape_of(mat2)[1])
-    padded = (1, 1, *shape)[-2:]
-    labels = tuple(name if size == full else None for name, size, full in zip("mn", padded, expected, strict=True))
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Call:
+    labels = broadcast_labels(shape_of(input), (shape_of(mat1)[0], shape_of(mat2)[1]), "mn")
 
     def run(_: Sharding, a: Tensor, b: Tensor, *bias: Tensor) -> Tensor:
         return torch.addmm(bias[0], a, b, beta=beta, alpha=alpha) if bias else a @ b
@@ -139,5 +122,5 @@ def _addmm(
         return scaled if beta == 0 else scaled + (bias if beta == 1 else bias * beta)
 
     operands = [Operand(mat1, ("m", "k")), Operand(mat2, ("k", "n"))]
-    late = [Operand(input, labels[2 - len(shape) :])]
+    late = [Operand(input, labels)]
     return by_weight(Call(operands, [("m", "n")], run, late=late, finish=finish), mat2, 1)

@@ -1,6 +1,6 @@
 """Normalizations."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,26 +17,25 @@ _ACCEPTS = "input Shard(d) of a dim that is not normalized; weight and bias repl
 _COLLECTIVES = "all-reduce of the gradients of weight and bias"
 
 
-def _labels(input: Tensor, normalized_shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    count = len(shape_of(input))
-    normalized = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    return tuple(range(count)), tuple(range(count - len(normalized), count))
-
-
-def _optional(tensors: Sequence[Tensor | None], labels: tuple[int, ...]) -> list[Operand]:
-    return [Operand(x, labels) for x in tensors if x is not None]
-
-
-def _normalize(function: Any, input: Tensor, shape: Any, tensors: tuple[Any, ...], eps: Any) -> Call:
-    labels, normalized = _labels(input, shape)
-    given = [x is not None for x in tensors]
+def _affine(
+    input: Tensor, tensors: Sequence[Tensor | None], dims: Sequence[int], replicated: Sequence[int],
+    local: Callable[..., Tensor],
+) -> Call:  # fmt: skip
+    """``local(input, *tensors)``, where the tensors, or None, have these dims of the input."""
+    labels = tuple(range(len(shape_of(input))))
+    given = [Operand(x, tuple(dims)) for x in tensors if x is not None]
 
     def run(_: Sharding, x: Tensor, *rest: Tensor) -> Tensor:
         remaining = iter(rest)
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        return function(x, sizes, *(next(remaining) if present else None for present in given), eps)
+        return local(x, *(None if each is None else next(remaining) for each in tensors))
 
-    return Call([Operand(input, labels), *_optional(tensors, normalized)], [labels], run, frozenset(normalized))
+    return Call([Operand(input, labels), *given], [labels], run, frozenset(replicated))
+
+
+def _normalize(function: Any, input: Tensor, shape: Any, tensors: Sequence[Tensor | None], eps: Any) -> Call:
+    sizes, count = (shape,) if isinstance(shape, int) else tuple(shape), len(shape_of(input))
+    dims = range(count - len(sizes), count)
+    return _affine(input, tensors, dims, dims, lambda x, *rest: function(x, sizes, *rest, eps))
 
 
 @rule(F.layer_norm, torch.layer_norm, accepts=_ACCEPTS, collectives=_COLLECTIVES)
@@ -62,13 +61,8 @@ def _batch_norm(
     input: Tensor, running_mean: Any, running_var: Any, weight: Tensor | None = None, bias: Tensor | None = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Call:  # fmt: skip
-    labels = tuple(range(len(shape_of(input))))
-    given = [x is not None for x in (weight, bias)]
-
-    def run(_: Sharding, x: Tensor, *rest: Tensor) -> Tensor:
-        remaining = iter(rest)
-        scale, shift = (next(remaining) if present else None for present in given)
+    def local(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
         return F.batch_norm(x, running_mean, running_var, scale, shift, training, momentum, eps)
 
-    replicated = frozenset(labels) if training or running_mean is None else frozenset({1})
-    return Call([Operand(input, labels), *_optional((weight, bias), (1,))], [labels], run, replicated)
+    replicated = range(len(shape_of(input))) if training or running_mean is None else (1,)
+    return _affine(input, (weight, bias), (1,), replicated, local)

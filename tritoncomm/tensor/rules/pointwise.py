@@ -8,12 +8,21 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tritoncomm.core.plan import chunk_sizes
-from tritoncomm.errors import ShapeError, UnsupportedError
+from tritoncomm.errors import UnsupportedError
 from tritoncomm.mappings.general import wants_grad
 from tritoncomm.tensor.distspec import ReplicaSpec
 from tritoncomm.tensor.elementwise import writes
 from tritoncomm.tensor.layout import is_colo, shape_of, wrap
-from tritoncomm.tensor.rules.engine import Call, Operand, Parts, execute, is_legal, local_operand
+from tritoncomm.tensor.rules.engine import (
+    Call,
+    Operand,
+    Parts,
+    broadcast_labels,
+    broadcast_shapes,
+    execute,
+    is_legal,
+    local_operand,
+)
 from tritoncomm.tensor.rules.table import ROWS, Row
 
 __all__ = ["broadcast_operands", "elementwise", "keep"]
@@ -57,7 +66,7 @@ def _refuse_resizing(name: str, out: Any, tensors: list[Any]) -> None:
     """Refuse an ``out=`` that torch would resize."""
     shapes, _ = _shapes(tensors)
     position = next(i for i, x in enumerate(tensors) if x is out)
-    result = _broadcast([*shapes[:position], *shapes[position + 1 :]])
+    result = broadcast_shapes([*shapes[:position], *shapes[position + 1 :]])
     if result != out.global_shape:
         raise UnsupportedError(f"{name}: out= of shape {list(out.global_shape)} cannot be resized to {list(result)}")
 
@@ -101,26 +110,12 @@ def _shapes(tensors: list[Any]) -> tuple[list[tuple[int, ...]], list[bool]]:
     return shapes, are_local
 
 
-def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    ndim = max(map(len, shapes), default=0)
-    sizes = [1] * ndim
-    for shape in shapes:
-        for dim in range(-len(shape), 0):
-            if shape[dim] != 1 and sizes[dim] not in (1, shape[dim]):
-                raise ShapeError(f"shapes {' and '.join(str(list(s)) for s in shapes)} do not broadcast")
-            sizes[dim] = sizes[dim] if shape[dim] == 1 else shape[dim]
-    return tuple(sizes)
-
-
 def broadcast_operands(tensors: list[Any]) -> tuple[list[Operand], tuple[int, ...]]:
     """The tensors as operands labelled from the last dim, and the broadcast shape."""
     shapes, are_local = _shapes(tensors)
-    sizes = _broadcast(shapes)
-    operands = []
-    for x, shape, is_local in zip(tensors, shapes, are_local, strict=True):
-        labels = tuple(dim if shape[dim] == sizes[dim] else None for dim in range(-len(shape), 0))
-        operands.append(Operand(x, labels, is_local))
-    return operands, sizes
+    sizes = broadcast_shapes(shapes)
+    described = zip(tensors, shapes, are_local, strict=True)
+    return [Operand(x, broadcast_labels(shape, sizes), is_local) for x, shape, is_local in described], sizes
 
 
 def _is_local(x: Tensor, sharded: Any) -> bool:

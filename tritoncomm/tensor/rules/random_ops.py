@@ -6,7 +6,7 @@ checkpointing restores, so the ranks of a tensor-parallel group need the same se
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tritoncomm.core import eager
 from tritoncomm.errors import MismatchError
-from tritoncomm.tensor.distspec import shard_bounds
+from tritoncomm.tensor.distspec import shard_of
 from tritoncomm.tensor.layout import is_colo, plain, shape_of
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
@@ -32,6 +32,7 @@ __all__ = [
     "initialise",
     "random_elementwise",
     "seeded",
+    "seeded_shard",
 ]
 
 _ELEMENTS = """
@@ -107,9 +108,9 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         generator.set_state(state)
 
 
-def rank_seed(seed: int, rank: int) -> int:
-    """The seed of a rank's shard."""
-    return (seed + (rank + 1) * _GOLDEN) % 2**63
+def seeded_shard(seed: int, sharding: Sharding, device: torch.device) -> AbstractContextManager[None]:
+    """``seeded`` by a seed of this rank's own if something is sharded."""
+    return seeded((seed + (sharding.rank + 1) * _GOLDEN) % 2**63 if sharding.parts else seed, device)
 
 
 def random_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -118,8 +119,7 @@ def random_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: di
     if x.process_group.tp_world_size() == 1:
         return keep(func, args, kwargs, x)
     pg = x.process_group
-    seed = agreed_seed(pg, x)
-    with seeded(rank_seed(seed, pg.tp_local_rank()) if x.partitions else seed, x.device):
+    with seeded_shard(agreed_seed(pg, x), Sharding(x.partitions, {}, pg), x.device):
         return keep(func, args, kwargs, x)
 
 
@@ -135,10 +135,8 @@ def initialise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     with seeded(agreed_seed(pg, target), target.device):
         func(*tree_map(substitute, tuple(args)), **tree_map(substitute, kwargs))
     if target.partitions:
-        for dim, start, size in shard_bounds(shape, target.partitions, pg.tp_local_rank()):
-            full = full.narrow(dim, start, size)
         with torch.no_grad():
-            plain(target).copy_(full)
+            plain(target).copy_(shard_of(full, target.partitions, pg.tp_local_rank()))
     return target
 
 
@@ -151,7 +149,7 @@ def _channels(input: Tensor, p: float = 0.5, training: bool = True, inplace: boo
     seed = agreed_seed(pg, input)
 
     def run(sharding: Sharding, x: Tensor) -> Tensor:
-        with seeded(rank_seed(seed, sharding.rank) if sharding.parts else seed, x.device):
+        with seeded_shard(seed, sharding, x.device):
             return F.dropout1d(x.flatten(2), p, True).view(x.shape)
 
     labels = tuple(range(count))

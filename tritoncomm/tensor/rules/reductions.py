@@ -18,7 +18,7 @@ from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
 from tritoncomm.tensor.rules.pointwise import broadcast_operands
 from tritoncomm.tensor.rules.table import rule
 
-__all__ = ["MinMax", "dims_of", "max_over_ranks", "reduction_identity", "result_labels", "sum_call", "sum_over_ranks"]
+__all__ = ["extremum_over_ranks", "sum_over_ranks"]
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup, shared: bool = False) -> Tensor:
@@ -27,98 +27,86 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup, shared: bool = False) -> Tens
     return mappings.copy_to_tensor_model_parallel_region(total, group) if shared else total
 
 
-def max_over_ranks(x: Tensor, group: ProcessGroup, smallest: bool = False) -> Tensor:
-    """Element-wise maximum (or minimum) of the ranks' tensors; NaN wins. No gradient."""
-    values = eager.all_gather(x.detach().unsqueeze(0), 0, group, None, "amin" if smallest else "amax")
-    return values.amin(0) if smallest else values.amax(0)
+def extremum_over_ranks(x: Tensor, dims: tuple[int, ...], group: ProcessGroup, smallest: bool = False) -> Tensor:
+    """Maximum (or minimum) over dims of a tensor that is sharded along them, which are kept; NaN wins. No gradient."""
+    local, x = torch.amin if smallest else torch.amax, x.detach()
+    if x.numel():
+        extremum = local(x, dims, True)
+    else:
+        extremum = x.new_full([1 if d in dims else s for d, s in enumerate(x.shape)], _identity(x.dtype, smallest))
+    values = eager.all_gather(extremum.unsqueeze(0), 0, group, None, "amin" if smallest else "amax")
+    return local(values, 0)
 
 
-def reduction_identity(dtype: torch.dtype, smallest: bool) -> float | int | bool:
-    """The result for an empty shard: the smallest (largest) value of the dtype."""
+def _identity(dtype: torch.dtype, smallest: bool) -> float | int | bool:
+    """The maximum (or minimum) of no elements: the least (greatest) value of the dtype."""
     if dtype is torch.bool:
-        return not smallest
+        return smallest
     if dtype.is_floating_point:
-        return -math.inf if smallest else math.inf
-    return torch.iinfo(dtype).min if smallest else torch.iinfo(dtype).max
+        return math.inf if smallest else -math.inf
+    return torch.iinfo(dtype).max if smallest else torch.iinfo(dtype).min
 
 
-def dims_of(dim: Any, count: int) -> tuple[int, ...]:
+def _dims_of(dim: Any, input: Tensor) -> tuple[int, ...]:
     """Reduced dims counted from the front; all by default."""
+    count = len(shape_of(input))
     if dim is None or dim == () or dim == []:
         return tuple(range(count))
     return tuple(d % count for d in ((dim,) if isinstance(dim, int) else dim))
 
 
-def result_labels(count: int, dims: Sequence[int], keepdim: bool) -> tuple[Any, ...]:
-    """Labels of the result of a reduction."""
-    if keepdim:
-        return tuple(None if d in dims else d for d in range(count))
-    return tuple(d for d in range(count) if d not in dims)
+def _reduce(
+    input: Tensor, dims: Sequence[int], keepdim: bool, run: Callable[[Sharding, Tensor], Any], own: bool = True,
+    results: int = 1,
+) -> Call:  # fmt: skip
+    """A reduction over dims; without ``own`` partial results are all-reduced."""
+    labels = tuple(range(len(shape_of(input))))
+    left = tuple(None if d in dims else d for d in labels if keepdim or d not in dims)
+    return Call([Operand(input, labels)], [left] * results, run, own=frozenset(dims) if own else frozenset())
 
 
-def sum_call(input: Tensor, dim: Any, keepdim: bool, local: Callable[[Tensor], Tensor]) -> Call:
-    """A reduction that is all-reduced if a reduced dim is sharded."""
-    count = len(shape_of(input))
-    left = result_labels(count, dims_of(dim, count), keepdim)
-    return Call([Operand(input, tuple(range(count)))], [left], lambda _, x: local(x))
+def _any_sharded(sharding: Sharding, dims: Sequence[int]) -> bool:
+    return any(sharding.has(dim) for dim in dims)
 
 
 _MAX, _MIN = dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
 
-@rule(
-    torch.sum, Tensor.sum, named="sum", result="same sharding; summed dim: partial, all-reduced",
-    collectives="summed dim: all-reduce",
-)  # fmt: skip
-def _sum(
-    input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Any = None,
-    out: Any = None,
-) -> Call | None:  # fmt: skip
-    dim = axis if dim is None else dim
-    if out is not None:
-        return None
-    count = len(shape_of(input))
-    dims = dims_of(dim, count)
-    return sum_call(input, dim, keepdim, lambda x: x.sum(dims, keepdim, dtype=dtype) if count else x.sum(dtype=dtype))
+@rule("sum", result="same sharding; summed dim: partial, all-reduced", collectives="summed dim: all-reduce")
+def _sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Call:
+    dims = _dims_of(dim, input)
+    return _reduce(input, dims, keepdim, lambda _, x: x.sum(dims, keepdim, dtype=dtype), own=False)
 
 
-@rule(torch.mean, Tensor.mean, named="mean", result="as sum", collectives="as sum")
-def _mean(
-    input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Any = None,
-    out: Any = None,
-) -> Call | None:  # fmt: skip
-    dim = axis if dim is None else dim
-    shape = shape_of(input)
-    if out is not None or not shape or not (dtype or input.dtype).is_floating_point:
+@rule("mean", result="as sum", collectives="as sum")
+def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Call | None:
+    shape, dims = shape_of(input), _dims_of(dim, input)
+    if not shape or not (dtype or input.dtype).is_floating_point:
         return None
-    dims = dims_of(dim, len(shape))
     size = math.prod(shape[d] for d in dims)
-    return sum_call(input, dim, keepdim, lambda x: x.sum(dims, keepdim, dtype=dtype) / size)
+    return _reduce(input, dims, keepdim, lambda _, x: x.sum(dims, keepdim, dtype=dtype) / size, own=False)
 
 
-def _logical(input: Tensor, dim: Any, keepdim: bool, local: Any, op: Any) -> Call | None:
-    count = len(shape_of(input))
-    dims = dims_of(dim, count)
+def _logical(input: Tensor, dim: Any, keepdim: bool, local: Any, op: Any) -> Call:
+    dims = _dims_of(dim, input)
 
     def run(sharding: Sharding, x: Tensor) -> Tensor:
-        result = local(x, dims, keepdim) if count else local(x)
-        if not any(sharding.has(d) for d in dims):
+        result = local(x, dims, keepdim)
+        if not _any_sharded(sharding, dims):
             return result
-        assert sharding.group is not None
         return eager.all_reduce(result.to(torch.uint8), sharding.group, "any", op).to(result.dtype)
 
-    left = result_labels(count, dims, keepdim)
-    return Call([Operand(input, tuple(range(count)))], [left], run, own=frozenset(dims))
+    return _reduce(input, dims, keepdim, run)
 
 
-@rule(torch.all, Tensor.all, named="all", result="as sum", collectives="reduced dim: all-reduce")
-def _all(input: Tensor, dim: Any = None, keepdim: bool = False, *, out: Any = None) -> Call | None:
-    return None if out is not None else _logical(input, dim, keepdim, torch.all, _MIN)
+@rule("all", result="as sum", collectives="reduced dim: all-reduce")
+def _all(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call:
+    return _logical(input, dim, keepdim, torch.all, _MIN)
 
 
-@rule(torch.any, Tensor.any, named="any", result="as sum", collectives="reduced dim: all-reduce")
-def _any(input: Tensor, dim: Any = None, keepdim: bool = False, *, out: Any = None) -> Call | None:
-    return None if out is not None else _logical(input, dim, keepdim, torch.any, _MAX)
+@rule("any", result="as sum", collectives="reduced dim: all-reduce")
+def _any(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call:
+    return _logical(input, dim, keepdim, torch.any, _MAX)
 
 
 def _on_all_ranks(input: Any, other: Any, local: Callable[[Tensor, Tensor], bool], broadcasts: bool) -> Call | None:
@@ -141,7 +129,7 @@ def _on_all_ranks(input: Any, other: Any, local: Callable[[Tensor, Tensor], bool
 
     def run(sharding: Sharding, *shards: Tensor) -> bool:
         holds = comparable and local(*shards)
-        if sharding.group is None:
+        if not sharding.parts:
             return holds
         result = torch.tensor([holds], dtype=torch.uint8, device=shards[0].device)
         return bool(eager.all_reduce(result, sharding.group, "equal", _MIN))
@@ -150,7 +138,7 @@ def _on_all_ranks(input: Any, other: Any, local: Callable[[Tensor, Tensor], bool
 
 
 @rule(
-    torch.equal, Tensor.equal,
+    "equal",
     accepts="any sharding; a plain tensor of the local shape is a shard, any other is replicated",
     result="a bool, the same on every rank", collectives="all-reduce of one number",
 )  # fmt: skip
@@ -158,83 +146,67 @@ def _equal(input: Tensor, other: Tensor) -> Call | None:
     return _on_all_ranks(input, other, torch.equal, False)
 
 
-@rule(torch.allclose, Tensor.allclose, accepts="as equal", result="as equal", collectives="as equal")
+@rule("allclose", accepts="as equal", result="as equal", collectives="as equal")
 def _allclose(
     input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
 ) -> Call | None:
     return _on_all_ranks(input, other, partial(torch.allclose, rtol=rtol, atol=atol, equal_nan=equal_nan), True)
 
 
-@rule(torch.count_nonzero, Tensor.count_nonzero, named="count_nonzero", result="as sum", collectives="as sum")
+@rule("count_nonzero", result="as sum", collectives="as sum")
 def _count(input: Tensor, dim: Any = None) -> Call:
-    dims = dims_of(dim, len(shape_of(input)))
-    return sum_call(input, dim, False, lambda x: torch.count_nonzero(x, dims) if x.dim() else torch.count_nonzero(x))
+    dims = _dims_of(dim, input)
+    return _reduce(input, dims, False, lambda _, x: torch.count_nonzero(x, dims), own=False)
 
 
 @rule(
-    torch.norm, Tensor.norm, torch.linalg.vector_norm, named="norm, linalg.vector_norm", result="as sum",
+    "norm", torch.linalg.vector_norm, named="norm, linalg.vector_norm", result="as sum",
     collectives="reduced dim: all-gather of the local norms",
 )  # fmt: skip
 def _norm(
-    input: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, out: Any = None,
-    dtype: torch.dtype | None = None, ord: Any = None,
-) -> Call | None:  # fmt: skip
-    power = p if ord is None else ord
-    power = 2 if power in (None, "fro") else power
-    shape = shape_of(input)
-    if out is not None or isinstance(power, str) or not shape or not input.is_floating_point() or power == 0:
+    input: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
+) -> Call | None:
+    power = 2 if p in (None, "fro") else p
+    if isinstance(power, str) or not shape_of(input) or not input.is_floating_point() or power == 0:
         return None
-    power, dims = float(power), dims_of(dim, len(shape))
+    power, dims = float(power), _dims_of(dim, input)
 
     def run(sharding: Sharding, x: Tensor) -> Tensor:
-        if not any(sharding.has(d) for d in dims):
+        if not _any_sharded(sharding, dims):
             return torch.linalg.vector_norm(x, power, dims, keepdim, dtype=dtype)
-        assert sharding.group is not None
         x = x if dtype is None else x.to(dtype)
         if math.isinf(power):
-            return MinMax.apply(x.abs(), dims, keepdim, power < 0, sharding.group)
+            return _MinMax.apply(x.abs(), dims, keepdim, power < 0, sharding.group)
         wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
         part = torch.linalg.vector_norm(wide, power, dims, keepdim)
         # The norm of the vector of local norms is the global norm; gradients flow through the own element.
         result = mappings.all_gather_dim(part.unsqueeze(0), 0, sharding.group, tensor_parallel_output_grad=False)
         return torch.linalg.vector_norm(result, power, 0).to(x.dtype)
 
-    left = result_labels(len(shape), dims, keepdim)
-    return Call([Operand(input, tuple(range(len(shape))))], [left], run, own=frozenset(dims))
+    return _reduce(input, dims, keepdim, run)
 
 
 def _compare(input: Tensor, dim: Any, keepdim: bool, smallest: bool) -> Call | None:
     """amax and amin; ties share the gradient equally."""
-    count = len(shape_of(input))
-    dims = dims_of(dim, count)
+    shape, dims = shape_of(input), _dims_of(dim, input)
     local = torch.amin if smallest else torch.amax
 
     def run(sharding: Sharding, x: Tensor) -> Tensor:
-        if not any(sharding.has(d) for d in dims):
+        if not _any_sharded(sharding, dims):
             return local(x, dims, keepdim)
-        assert sharding.group is not None
-        return MinMax.apply(x, dims, keepdim, smallest, sharding.group)
+        return _MinMax.apply(x, dims, keepdim, smallest, sharding.group)
 
-    if not count or not all(shape_of(input)[d] for d in dims):
-        return None
-    left = result_labels(count, dims, keepdim)
-    return Call([Operand(input, tuple(range(count)))], [left], run, own=frozenset(dims))
+    return _reduce(input, dims, keepdim, run) if shape and all(shape[d] for d in dims) else None
 
 
-class MinMax(torch.autograd.Function):
+class _MinMax(torch.autograd.Function):
     """Forward: the maximum (minimum) over all ranks. Backward: shared equally by ties."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dims: tuple[int, ...], keepdim: bool, smallest: bool, group: ProcessGroup
     ) -> Tensor:
-        if x.numel():
-            local = (torch.amin if smallest else torch.amax)(x, dims, True)
-        else:
-            local = x.new_full(
-                [1 if d in dims else s for d, s in enumerate(x.shape)], reduction_identity(x.dtype, not smallest)
-            )
-        extremum = max_over_ranks(local, group, smallest)
+        extremum = extremum_over_ranks(x, dims, group, smallest)
         ctx.save_for_backward(x, extremum)
         ctx.dims, ctx.group = dims, group
         return extremum if keepdim else extremum.squeeze(dims)
@@ -288,11 +260,9 @@ def _min_max(input: Tensor, dim: Any, keepdim: bool, smallest: bool, which: str)
 
     def run(sharding: Sharding, x: Tensor) -> Any:
         if sharding.has(dim):
-            assert sharding.group is not None
             start, _ = sharding.shard(dim)
-            value, index = _MinMaxWithIndex.apply(
-                x, dim, local, reduction_identity(x.dtype, not smallest), start, sharding.group
-            )
+            identity = _identity(x.dtype, smallest)
+            value, index = _MinMaxWithIndex.apply(x, dim, local, identity, start, sharding.group)
             value, index = (value.unsqueeze(dim), index.unsqueeze(dim)) if keepdim else (value, index)
         else:
             value, index = local(x, dim, keepdim)
@@ -301,9 +271,7 @@ def _min_max(input: Tensor, dim: Any, keepdim: bool, smallest: bool, which: str)
         kind = torch.return_types.min if smallest else torch.return_types.max
         return kind((value, index))
 
-    left = result_labels(len(shape), (dim,), keepdim)
-    operands = [Operand(input, tuple(range(len(shape))))]
-    return Call(operands, [left] * (1 if which == "index" else 2), run, own=frozenset({dim}))
+    return _reduce(input, (dim,), keepdim, run, results=1 if which == "index" else 2)
 
 
 def _add_rules(smallest: bool) -> None:
@@ -312,25 +280,20 @@ def _add_rules(smallest: bool) -> None:
     ties = "reduced dim: all-gather of the local maxima; backward: all-reduce of the number of ties"
     indices = "reduced dim: all-gather of the local maxima and indices"
 
-    def both(name: str) -> tuple[Any, Any]:
-        return getattr(torch, name), getattr(Tensor, name)
+    @rule(f"a{m}", result="as sum", collectives="as amax" if smallest else ties)
+    def describe_values(input: Tensor, dim: Any = (), keepdim: bool = False) -> Call | None:
+        return _compare(input, dim, keepdim, smallest)
 
-    @rule(*both(f"a{m}"), named=f"a{m}", result="as sum", collectives="as amax" if smallest else ties)
-    def describe_values(input: Tensor, dim: Any = (), keepdim: bool = False, *, out: Any = None) -> Call | None:
-        return None if out is not None else _compare(input, dim, keepdim, smallest)
-
-    @rule(*both(m), named=m, result="as sum", collectives="as max" if smallest else indices)
-    def describe(input: Tensor, dim: Any = None, keepdim: bool = False, *, out: Any = None) -> Call | None:
-        if out is not None:
-            return None
-        return (
-            _compare(input, None, False, smallest) if dim is None else _min_max(input, dim, keepdim, smallest, "both")
-        )
+    @rule(m, result="as sum", collectives="as max" if smallest else indices)
+    def describe(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call | None:
+        if dim is None:
+            return _compare(input, None, False, smallest)
+        return _min_max(input, dim, keepdim, smallest, "both")
 
     accepts = "any sharding; without dim: 1-D only"  # with several dims, ties would need the global order
 
-    @rule(*both(f"arg{m}"), named=f"arg{m}", accepts=accepts, result="as sum", collectives="as max")
-    def describe_index(input: Tensor, dim: Any = None, keepdim: bool = False, *, out: Any = None) -> Call | None:
+    @rule(f"arg{m}", accepts=accepts, result="as sum", collectives="as max")
+    def describe_index(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call | None:
         if dim is None:
             return _min_max(input, 0, False, smallest, "index") if len(shape_of(input)) == 1 else None
         return _min_max(input, dim, keepdim, smallest, "index")

@@ -4,6 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from tritoncomm.tensor.rules.engine import Call
 
 __all__ = ["ROWS", "RULES", "Row", "markdown", "rule"]
@@ -45,12 +48,21 @@ def rule(
     collectives: str = "none",
     named: str = "",
 ) -> Callable[[Describe], Describe]:
-    """Decorator: the function describes a call from its arguments; None runs it on replicas."""
+    """Decorator: the function describes a call from its arguments; None runs it on replicas.
+
+    Args:
+        functions: what is called; a name stands for the function of torch and the method of tensors.
+        accepts: as in the documentation.
+        result: the same.
+        collectives: the same.
+        named: the operators in the documentation; their names by default.
+    """
 
     def add(describe: Describe) -> Describe:
-        names = named or ", ".join(dict.fromkeys(_name(function) for function in functions))
-        ROWS.append(Row(names, accepts, result, collectives, describe.__module__.rpartition(".")[2]))
-        for function in functions:
+        names = dict.fromkeys(each if isinstance(each, str) else each.__name__ for each in functions)
+        module = describe.__module__.rpartition(".")[2]
+        ROWS.append(Row(named or ", ".join(names), accepts, result, collectives, module))
+        for function in (function for each in functions for function in _called(each)):
             assert function not in RULES, function
             RULES[function] = describe
         return describe
@@ -58,8 +70,10 @@ def rule(
     return add
 
 
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", str(function))
+def _called(function: Any) -> list[Any]:
+    if not isinstance(function, str):
+        return [function]
+    return [getattr(owner, function) for owner in (torch, Tensor) if hasattr(owner, function)]
 
 
 def markdown() -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -10,10 +10,16 @@ from torch import Tensor
 
 from tritoncomm.errors import ShapeError
 from tritoncomm.tensor.layout import shape_of, shares_storage
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, broadcast_labels
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []
+
+_renumbered = partial(rule, result="same sharding, dim renumbered")
+_reshaped = partial(
+    _renumbered,
+    accepts="Shard(d) of a dim that keeps its size, or is the first of its merged or split dims and divides",
+)
 
 
 def _getter(name: str) -> Any:
@@ -33,37 +39,29 @@ def _swapped(input: Tensor, first: int, second: int) -> Call:
     return _ordered(input, order)
 
 
-@rule(
-    torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes, torch.swapdims, Tensor.swapdims,
-    result="same sharding, dim renumbered",
-)  # fmt: skip
-def _transpose(input: Tensor, dim0: int | None = None, dim1: int | None = None, **names: Any) -> Call | None:
-    first = dim0 if dim0 is not None else names.get("axis0")
-    second = dim1 if dim1 is not None else names.get("axis1")
-    return None if not isinstance(first, int) or not isinstance(second, int) else _swapped(input, first, second)
+@_renumbered("transpose", "swapaxes", "swapdims")
+def _transpose(input: Tensor, dim0: int, dim1: int) -> Call:
+    return _swapped(input, dim0, dim1)
 
 
-@rule(torch.t, Tensor.t, _getter("T"), named="t, .T", result="same sharding, dim renumbered")
+@_renumbered("t", _getter("T"), named="t, .T")
 def _t(input: Tensor, *_: Any) -> Call:
     return _ordered(input, tuple(reversed(range(len(shape_of(input))))))
 
 
-@rule(
-    torch.adjoint, Tensor.adjoint, _getter("mT"), _getter("mH"), _getter("H"), named="adjoint, .mT, .mH, .H",
-    result="same sharding, dim renumbered",
-)  # fmt: skip
+@_renumbered("adjoint", _getter("mT"), _getter("mH"), _getter("H"), named="adjoint, .mT, .mH, .H")
 def _adjoint(input: Tensor, *_: Any) -> Call | None:
     return None if input.is_complex() or len(shape_of(input)) < 2 else _swapped(input, -2, -1)
 
 
-@rule(torch.permute, Tensor.permute, result="same sharding, dim renumbered")
+@_renumbered("permute")
 def _permute(input: Tensor, *dims: Any, **names: Any) -> Call:
     order = names.get("dims", dims)
     order = order[0] if len(order) == 1 and not isinstance(order[0], int) else order
     return _ordered(input, [dim % len(shape_of(input)) for dim in order])
 
 
-@rule(torch.movedim, Tensor.movedim, torch.moveaxis, Tensor.moveaxis, result="same sharding, dim renumbered")
+@_renumbered("movedim", "moveaxis")
 def _movedim(input: Tensor, source: Any, destination: Any) -> Call:
     count = len(shape_of(input))
     sources = [dim % count for dim in ((source,) if isinstance(source, int) else source)]
@@ -71,9 +69,6 @@ def _movedim(input: Tensor, source: Any, destination: Any) -> Call:
     rest = iter(dim for dim in range(count) if dim not in sources)
     placed = dict(zip(targets, sources, strict=True))
     return _ordered(input, [placed[dim] if dim in placed else next(rest) for dim in range(count)])
-
-
-_ACCEPTS = "Shard(d) of a dim that keeps its size, or is the first of its merged or split dims and divides"
 
 
 def _sizes(given: Sequence[Any]) -> tuple[int, ...] | None:
@@ -90,33 +85,19 @@ def _target(given: Sequence[Any], names: dict[str, Any]) -> tuple[int, ...] | No
     return shape_of(given[0]) if given and isinstance(given[0], Tensor) else _sizes(given)
 
 
-def groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Group the dims of two shapes so that groups have equal numbers of elements.
+def _dims_by_size_before(shape: Sequence[int]) -> dict[int, int]:
+    """The dims of more than one element by the number of elements of all dims before them.
 
-    Example:
-        (2, 3, 4) as (6, 2, 2) is [([0, 1], [0]), ([2], [1, 2])].
+    A dim of one shape and a dim of another with the same key are the first of their merged or split dims: (2, 3, 4) has
+    ``{1: 0, 2: 1, 6: 2}`` and (6, 2, 2) has ``{1: 0, 6: 1, 12: 2}``, so dim 0 becomes dim 0, and dim 2 becomes dim 1.
     """
-    result = []
-    i = j = 0
-    while i < len(old) or j < len(new):
-        left, right = [i] if i < len(old) else [], [j] if j < len(new) else []
-        left_size, right_size = old[i] if left else 1, new[j] if right else 1
-        i, j = i + len(left), j + len(right)
-        while left_size != right_size:
-            if left_size < right_size:
-                left.append(i)
-                left_size *= old[i]
-                i += 1
-            else:
-                right.append(j)
-                right_size *= new[j]
-                j += 1
-        result.append((left, right))
-    return result
+    return {math.prod(shape[:dim]): dim for dim, size in enumerate(shape) if size > 1}
 
 
-def _viewed(input: Tensor, target: Sequence[int], copies: bool = False) -> Call:
+def _viewed(input: Tensor, target: Sequence[int] | None, copies: bool = False) -> Call | None:
     """``input`` in the global shape ``target``, which may have one -1; ``copies``: copy if torch's view would fail."""
+    if target is None:
+        return None
     shape, sizes = shape_of(input), list(target)
     if -1 in sizes:
         rest = -math.prod(sizes)
@@ -124,13 +105,9 @@ def _viewed(input: Tensor, target: Sequence[int], copies: bool = False) -> Call:
     if math.prod(sizes) != math.prod(shape):
         raise ShapeError(f"view: {list(shape)} has another number of elements than {list(target)}")
     labels = tuple(range(len(shape)))
-    result: list[int | None] = [None] * len(sizes)
-    new_dims: dict[int, int] = {}
-    for left, right in groups(shape, sizes) if math.prod(shape) else []:
-        old = next((dim for dim in left if shape[dim] > 1), None)
-        new = next((dim for dim in right if sizes[dim] > 1), None)
-        if old is not None and new is not None:
-            result[new], new_dims[old] = old, new
+    old_starts, new_starts = _dims_by_size_before(shape), _dims_by_size_before(sizes)
+    new_dims = {dim: new_starts[key] for key, dim in old_starts.items() if key in new_starts and math.prod(shape)}
+    old_dims = {new: old for old, new in new_dims.items()}
 
     def legal(label: Any, count: int, _: Any) -> bool:
         if label not in new_dims:
@@ -152,7 +129,9 @@ def _viewed(input: Tensor, target: Sequence[int], copies: bool = False) -> Call:
         return made
 
     out = {old: sizes[new] for old, new in new_dims.items()}
-    return Call([Operand(input, labels)], [tuple(result)], run, legal=legal, result_sizes=out)
+    return Call(
+        [Operand(input, labels)], [tuple(map(old_dims.get, range(len(sizes))))], run, legal=legal, result_sizes=out
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -181,26 +160,24 @@ def _hides_copy(
     return False
 
 
-@rule(Tensor.view, Tensor.view_as, accepts=_ACCEPTS, result="same sharding, dim renumbered")
+@_reshaped("view", "view_as")
 def _view(input: Tensor, *given: Any, **names: Any) -> Call | None:
-    sizes = _target(given, names)
-    return None if sizes is None else _viewed(input, sizes)
+    return _viewed(input, _target(given, names))
 
 
-@rule(torch.reshape, Tensor.reshape, Tensor.reshape_as, accepts=_ACCEPTS, result="same sharding, dim renumbered")
+@_reshaped("reshape", "reshape_as")
 def _reshape(input: Tensor, *given: Any, **names: Any) -> Call | None:
-    sizes = _target(given, names)
-    return None if sizes is None else _viewed(input, sizes, copies=True)
+    return _viewed(input, _target(given, names), copies=True)
 
 
-@rule(torch.flatten, Tensor.flatten, named="flatten", accepts=_ACCEPTS, result="same sharding, dim renumbered")
-def _flatten(input: Tensor, start_dim: int = 0, end_dim: int = -1) -> Call:
+@_reshaped("flatten")
+def _flatten(input: Tensor, start_dim: int = 0, end_dim: int = -1) -> Call | None:
     shape = shape_of(input) or (1,)
     start, end = start_dim % len(shape), end_dim % len(shape)
     return _viewed(input, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]), copies=True)
 
 
-@rule(torch.unflatten, Tensor.unflatten, named="unflatten", accepts=_ACCEPTS, result="same sharding, dim renumbered")
+@_reshaped("unflatten")
 def _unflatten(input: Tensor, dim: int, sizes: Any) -> Call | None:
     shape, given = shape_of(input), _sizes((sizes,))
     if given is None:
@@ -211,24 +188,21 @@ def _unflatten(input: Tensor, dim: int, sizes: Any) -> Call | None:
     return _viewed(input, (*shape[:dim], *parts, *shape[dim + 1 :]))
 
 
-@rule(torch.squeeze, Tensor.squeeze, named="squeeze", result="same sharding, dim renumbered")
-def _squeeze(input: Tensor, dim: Any = None) -> Call:
+@_renumbered("squeeze")
+def _squeeze(input: Tensor, dim: Any = None) -> Call | None:
     shape = shape_of(input)
     dims = range(len(shape)) if dim is None else [d % len(shape) for d in ((dim,) if isinstance(dim, int) else dim)]
     return _viewed(input, [size for d, size in enumerate(shape) if not (size == 1 and d in dims)])
 
 
-@rule(torch.unsqueeze, Tensor.unsqueeze, named="unsqueeze", result="same sharding, dim renumbered")
-def _unsqueeze(input: Tensor, dim: int) -> Call:
+@_renumbered("unsqueeze")
+def _unsqueeze(input: Tensor, dim: int) -> Call | None:
     shape = shape_of(input)
     dim %= len(shape) + 1
     return _viewed(input, (*shape[:dim], 1, *shape[dim:]))
 
 
-@rule(
-    Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to, named="expand, expand_as, broadcast_to",
-    accepts="any sharding of a dim that is not expanded", result="same sharding, dim renumbered",
-)  # fmt: skip
+@_renumbered("expand", "expand_as", "broadcast_to", accepts="any sharding of a dim that is not expanded")
 def _expand(input: Tensor, *given: Any, **names: Any) -> Call | None:
     given = (names["size"],) if "size" in names else given
     requested = shape_of(given[0]) if len(given) == 1 and isinstance(given[0], Tensor) else _sizes(given)
@@ -237,15 +211,11 @@ def _expand(input: Tensor, *given: Any, **names: Any) -> Call | None:
     shape, sizes = shape_of(input), list(requested)
     for dim in range(-len(shape), 0):
         sizes[dim] = shape[dim] if sizes[dim] == -1 else sizes[dim]
-    labels = tuple(dim if shape[dim] == sizes[dim] else None for dim in range(-len(shape), 0))
+    labels = broadcast_labels(shape, sizes)
     result = (*[None] * (len(sizes) - len(shape)), *labels)
 
     def run(sharding: Sharding, x: Tensor) -> Tensor:
-        return x.expand(
-            [
-                sharding.shard(label)[1] if sharding.has(label) else size
-                for label, size in zip(result, sizes, strict=True)
-            ]
-        )
+        local = [sharding.shard(d)[1] if sharding.has(d) else size for d, size in zip(result, sizes, strict=True)]
+        return x.expand(local)
 
     return Call([Operand(input, labels)], [result], run)

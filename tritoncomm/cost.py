@@ -41,27 +41,29 @@ DEFAULTS = {
 _STEPS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 
 
-def pass_seconds(copied: int, rates: Rates) -> float:
-    """Seconds of a local pass that reads and writes ``copied`` bytes in all."""
-    return copied / rates.memory
+def pass_seconds(bytes_copied: int, rates: Rates) -> float:
+    """Seconds of a local pass that reads and writes ``bytes_copied`` bytes in all."""
+    return bytes_copied / rates.memory
 
 
-def collective_seconds(kind: str, wire: int, world: int, rates: Rates) -> float:
-    """Seconds of a collective in which every rank sends ``wire`` bytes.
+def collective_seconds(kind: str, bytes_sent: int, world: int, rates: Rates, bytes_received: int = 0) -> float:
+    """Seconds of a collective; the larger of what a rank sends and receives takes the time.
 
     Args:
         kind: ``all-gather``, ``reduce-scatter``, ``all-reduce`` or ``all-to-all``.
-        wire: bytes that each rank sends, to all others together.
+        bytes_sent: what each rank sends, to all others together.
         world: number of ranks; ranks of a node are neighbours.
         rates: the machine.
+        bytes_received: what arrives from all others together.
 
     Example:
         7 GB all-gathered over 8 ranks with ``link`` 350e9 and no latency take 0.02 s.
     """
     if world == 1:
         return 0.0
+    busiest = max(bytes_sent, bytes_received)
     if kind == "all-to-all":
-        outside = wire * max(world - rates.node, 0) // (world - 1)
-        return rates.latency + max((wire - outside) / rates.link, outside / rates.network)
+        outside = busiest * max(world - rates.node, 0) // (world - 1)
+        return rates.latency + max((busiest - outside) / rates.link, outside / rates.network)
     bandwidth = rates.link if world <= rates.node else min(rates.link, rates.node * rates.network)
-    return _STEPS[kind] * (world - 1) * rates.latency + wire / bandwidth
+    return _STEPS[kind] * (world - 1) * rates.latency + busiest / bandwidth
