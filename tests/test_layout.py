@@ -19,11 +19,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     ["tritoncomm_kernels"],
     ["errors"],
-<<<<<<< HEAD
     ["record", "variables", "launchers", "parsing"],
-=======
-    ["cost", "record", "variables", "launchers", "sizes", "parsing"],
->>>>>>> tensor
     ["core"],
     ["groups"],
     ["collective", "mappings", "agreement", "runtime"],
@@ -34,8 +30,8 @@ LAYERS = [
     ["cli", "__main__"],
 ]
 CORE = [
-    "plan", "address_map", "copies", "ops", "fused", "function", "inplace", "validation", "backend", "handle", "cached",
-    "compiled", "uneven", "eager", "__init__",
+    "cost", "plan", "address_map", "copies", "ops", "fused", "function", "inplace", "validation", "backend", "handle",
+    "cached", "compiled", "uneven", "eager", "__init__",
 ]  # fmt: skip
 MAPPINGS = ["general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}

@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 from tritoncomm_kernels import tables
 
-from tritoncomm import cost
 from tritoncomm.cli._console import paragraphs, refusing, say, table, terminal
+from tritoncomm.core import cost
 from tritoncomm.explain import OPS, Explanation, explain
 from tritoncomm.explain.steps import Movement, Step
 from tritoncomm.parsing import counted, dtype_name, parse_dtype, parse_ints

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from tritoncomm_kernels import tables
 
-from tritoncomm import cost
+from tritoncomm.core import cost
+from tritoncomm.core.cost import DEFAULTS, Rates
 from tritoncomm.core.plan import Ints
-from tritoncomm.cost import DEFAULTS, Rates
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.explain import collectives as do
 from tritoncomm.explain.collectives import Move

@@ -10,8 +10,8 @@ from tritoncomm_kernels.config import config_for, crossover_of, origin_of
 from tritoncomm import record
 from tritoncomm.core import backend, ops
 from tritoncomm.core.address_map import AddressMap, rows_layout, unit_bytes, wire_layout
+from tritoncomm.core.cost import Rates, collective_seconds, pass_seconds
 from tritoncomm.core.plan import Ints
-from tritoncomm.cost import Rates, collective_seconds, pass_seconds
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.parsing import dtype_name
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tritoncomm import record
 from tritoncomm.core import ops, plan
-from tritoncomm.cost import DEFAULTS, Rates, collective_seconds, pass_seconds
+from tritoncomm.core.cost import DEFAULTS, Rates, collective_seconds, pass_seconds
 from tritoncomm.errors import ArgumentError
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.dist_spec_mgr import transition_between
@@ -42,6 +42,11 @@ class Step(record.Traffic):
     bytes_sent: int
     bytes_copied: int
     seconds: float
+
+    @property
+    def copied(self) -> int:
+        """``bytes_copied``."""
+        return self.bytes_copied
 
 
 @dataclass(frozen=True, slots=True)
