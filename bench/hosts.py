@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["MEGATRON", "cpu_device", "missing_megatron", "no_op_group", "peer", "real_ranks", "run_backward"]
+__all__ = ["MEGATRON", "cpu_device", "helpers", "missing_megatron", "no_op_group", "peer", "real_ranks", "run_backward"]
 
 MEGATRON = "pip install --no-deps megatron-core==0.16.1"
 
@@ -60,16 +60,19 @@ def no_op_group(world: int, rank: int = 0) -> Iterator[ProcessGroup]:
         dist.destroy_process_group()
 
 
-@contextmanager
-def real_ranks() -> Iterator[Any]:
-    """Gloo ranks in processes of their own, for ``pool.run(function, *args, world=...)``."""
+def helpers(module: str) -> Any:
+    """A module of the tests' helpers; ranks import this folder's modules by their names too."""
     here = Path(__file__).resolve().parent
     for folder in (here, here.parent / "tests" / "helpers"):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
-    from pool import Pool
+    return importlib.import_module(module)
 
-    pool = Pool()
+
+@contextmanager
+def real_ranks() -> Iterator[Any]:
+    """Gloo ranks in processes of their own, for ``pool.run(function, *args, world=...)``."""
+    pool = helpers("pool").Pool()
     try:
         yield pool
     finally:
