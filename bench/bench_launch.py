@@ -111,7 +111,6 @@ def measure(case: str, timed: dict[str, Calls], clock: Clock) -> Iterator[Row]:
 
 PART = Part(
     name="launch",
-    about="The host's part of a kernel launch, without a GPU.",
     unit="microseconds per call, the driver's left out",
     cases=CASES,
     measure=measure,

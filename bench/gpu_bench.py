@@ -317,8 +317,6 @@ def missed(row: Row) -> list[str]:
 
 PART = Part(
     name="gpu_bench",
-    about="The kernels against the copy roof of one GPU.",
-    unit="microseconds per call",
     cases=("host", *cases()),
     measure=measure,
     rounds=50,

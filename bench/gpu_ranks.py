@@ -96,8 +96,6 @@ def measure(case: Case, device: Device, clock: Clock) -> Iterator[Row]:
 
 PART = Part(
     name="gpu_ranks",
-    about="The local part of mappings on one GPU.",
-    unit="microseconds per call",
     cases=CASES,
     measure=measure,
     rounds=50,

@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["MEGATRON", "cpu_device", "helpers", "missing_megatron", "no_op_group", "peer", "real_ranks", "run_backward"]
+from bench.harness import Part
+
+__all__ = ["MEGATRON", "cpu_device", "helpers", "megatron_part", "no_op_group", "peer", "real_ranks", "run_backward"]
 
 MEGATRON = "pip install --no-deps megatron-core==0.16.1"
 
@@ -35,6 +38,10 @@ def missing_megatron() -> str:
     except ImportError:
         return f"megatron-core is not installed: {MEGATRON}"
     return ""
+
+
+# A part against megatron-core.
+megatron_part = partial(Part, peer="megatron", missing=missing_megatron, packages=("megatron-core",))
 
 
 @contextmanager
