@@ -58,11 +58,12 @@ bench: $(READY) $(PEERS)
 bench-against: $(READY) $(PEERS)
 	$(PY) -m bench.against $(BASE)
 
-# The compiled kernels without a GPU: launched by Triton, run as PTX on the CPU.
+# The compiled kernels without a GPU: launched by Triton, run as PTX on the CPU. SM=sm80 or sm100 for another GPU.
+SM ?= sm90
 fake-gpu-test: $(READY)
-	$(PY) -m bench.fake_gpu.check
+	$(PY) -m pytest --device $(SM) tests/fake_gpu/on_stub.py tests/kernels tests/gpu/test_ranks.py -q
 
-# All that needs a GPU, of most worth first, within 25 minutes: the limits below add up to 24:40.
+# All that needs a GPU, of most worth first, within 25 minutes: the limits below add up to 24:41.
 gpu: $(READY)
 	-$(MAKE) gpu-test
 	-$(MAKE) gpu-ranks
@@ -71,10 +72,11 @@ gpu: $(READY)
 	$(MAKE) gpu-bench
 
 gpu-test: $(READY)
-	timeout 375 $(PY) bench/gpu_test.py
+	timeout 376 $(PY) tests/helpers/gpu_run.py test
 
 gpu-ranks: $(READY)
-	timeout 180 $(PY) bench/gpu_ranks.py
+	status=0; timeout 125 $(PY) tests/helpers/gpu_run.py ranks || status=$$?; \
+	timeout 55 $(PY) bench/gpu_ranks.py || status=$$?; exit $$status
 
 gpu-bench: $(READY)
 	timeout 265 $(PY) bench/gpu_bench.py

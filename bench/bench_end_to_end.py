@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from bench.cost import Counts, least, more_than, over_ranks
-from bench.harness import Clock, Part, Row, Samples
-from bench.hosts import cpu_device, missing_megatron, peer, real_ranks, run_backward
+from bench.harness import Clock, Row, Samples
+from bench.hosts import cpu_device, megatron_part, peer, real_ranks, run_backward
 from bench.timing import quiet_host
 from tritoncomm import mappings
 
@@ -137,17 +137,13 @@ def missed(row: Row) -> list[str]:
     return more_than(row["row"], *(row["counted"][provider] for provider in PROVIDERS), "Megatron")
 
 
-PART = Part(
+PART = megatron_part(
     name="end_to_end",
-    about="Mappings forward and backward on real ranks, against megatron-core's.",
     unit="microseconds per call, forward and backward, Gloo over loopback; passes and peak memory in inputs",
     cases=CASES,
     measure=measure,
     host=real_ranks,
     rounds=ROUNDS,
-    peer="megatron",
-    missing=missing_megatron,
-    packages=("megatron-core",),
     targets=missed,
 )
 

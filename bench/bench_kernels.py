@@ -16,15 +16,18 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from bench.cost import Cost
+from bench.formulations import compiled
 from bench.harness import Clock, Part, Row
 from tritoncomm.core import ops
 
 MIB = 2**20
+Step = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,7 @@ CASES = [
 ]
 
 
-def compiled(function: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """``function`` of ``x`` through torch.compile, at its first call; nothing where there is no C++ compiler."""
-    if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
-        return {}
-    torch.compiler.reset()  # every shape for itself: a graph for any size would be slower
-    made = torch.compile(function, dynamic=False)
-    return {"compiled": lambda: made(x)}
+HAS_COMPILER = any(shutil.which(name) for name in ("g++", "clang++", "c++"))
 
 
 def split_into(x: Tensor, run: int, wire: Tensor) -> Tensor:
@@ -75,29 +72,25 @@ def calls(case: Case) -> dict[str, Callable[[], Tensor]]:
     world, run = case.world, case.run_bytes // case.dtype.itemsize
     outer = case.nbytes // (case.run_bytes * world)
     source, target = torch.empty(case.nbytes, dtype=torch.int8), torch.empty(case.nbytes, dtype=torch.int8)
-    if case.op == "pack":
-        x = torch.randn(outer, world * run).to(case.dtype)
-
-        def moved(x: Tensor) -> Tensor:
-            return x.unflatten(1, (world, run)).movedim(1, 0).contiguous()
-
-        return {
-            "ours": lambda: ops.pack(x, 1, world)[0],
-            "split + cat": lambda: torch.cat(torch.split(x, run, 1), 0),
-            "movedim": lambda: moved(x),
-            **compiled(moved, x),
-            "FSDP2's op": lambda: split_into(x, run, x.new_empty(world, outer, run)),
-            "roof": lambda: target.copy_(source),
-        }
-    wire = torch.randn(world, outer, run).to(case.dtype)
-    return {
-        "ours": lambda: ops.unpack(wire, (outer, world * run), 1, world)[0],
-        "split + cat": lambda: torch.cat(wire.unbind(0), -1),
-        "movedim": lambda: wire.movedim(0, 1).flatten(1),
-        **compiled(lambda wire: wire.movedim(0, 1).flatten(1), wire),
-        "FSDP2's op": lambda: torch._chunk_cat(wire.unbind(0), 0, outer),  # type: ignore
-        "roof": lambda: target.copy_(source),
+    x = torch.randn((outer, world * run) if case.op == "pack" else (world, outer, run)).to(case.dtype)
+    pack: dict[str, Step] = {
+        "ours": lambda x: ops.pack(x, 1, world)[0],
+        "split + cat": lambda x: torch.cat(torch.split(x, run, 1), 0),
+        "movedim": lambda x: x.unflatten(1, (world, run)).movedim(1, 0).contiguous(),
+        "FSDP2's op": lambda x: split_into(x, run, x.new_empty(world, outer, run)),
     }
+    unpack: dict[str, Step] = {
+        "ours": lambda wire: ops.unpack(wire, (outer, world * run), 1, world)[0],
+        "split + cat": lambda wire: torch.cat(wire.unbind(0), -1),
+        "movedim": lambda wire: wire.movedim(0, 1).flatten(1),
+        "FSDP2's op": lambda wire: torch._chunk_cat(wire.unbind(0), 0, outer),  # type: ignore
+    }
+    steps = pack if case.op == "pack" else unpack
+    timed = {name: partial(step, x) for name, step in steps.items()}
+    last = timed.pop("FSDP2's op")
+    if HAS_COMPILER:
+        timed["compiled"] = compiled(steps["movedim"], False, x)
+    return {**timed, "FSDP2's op": last, "roof": lambda: target.copy_(source)}
 
 
 def measure(case: Case, host: None, clock: Clock) -> Iterator[Row]:
@@ -121,7 +114,6 @@ def missed(row: Row) -> list[str]:
 
 PART = Part(
     name="kernels",
-    about="pack and unpack on the CPU against torch's own formulations.",
     unit="microseconds per step",
     cases=CASES,
     measure=measure,

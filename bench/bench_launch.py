@@ -20,6 +20,7 @@ from torch import Tensor
 from tritoncomm_kernels.launch import Launch
 
 from bench.harness import Clock, Part, Row
+from bench.hosts import helpers
 from tritoncomm.core import ops
 
 INNER = 100
@@ -99,9 +100,7 @@ def calls() -> tuple[Calls, ...]:
 @contextmanager
 def host() -> Iterator[dict[str, Calls]]:
     """The stub driver's device as the current one; the calls of every case."""
-    from bench.fake_gpu.device import Device
-
-    with Device().current(runs=False):
+    with helpers("fake_gpu.device").Device().current(runs=False):
         yield dict(zip(CASES, calls(), strict=True))
 
 
@@ -112,7 +111,6 @@ def measure(case: str, timed: dict[str, Calls], clock: Clock) -> Iterator[Row]:
 
 PART = Part(
     name="launch",
-    about="The host's part of a kernel launch, without a GPU.",
     unit="microseconds per call, the driver's left out",
     cases=CASES,
     measure=measure,

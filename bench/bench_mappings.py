@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from bench.harness import Clock, Part, Row
-from bench.hosts import cpu_device, missing_megatron, no_op_group, peer, run_backward
+from bench.harness import Clock, Row
+from bench.hosts import cpu_device, megatron_part, no_op_group, peer, run_backward
 from tritoncomm import mappings
 
 WORLD = 4
@@ -45,50 +45,30 @@ class Case:
         return f"{self.name} {list(self.shape)}{f' {self.note}' if self.note else ''}"
 
 
+X, FLAT = (8, 2, 16), (8, 16)
+COPY_TO, REDUCE_FROM = "copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region"
+GATHER_SP, REDUCE_SCATTER_SP = "gather_from_sequence_parallel_region", "reduce_scatter_to_sequence_parallel_region"
+EXCHANGED = {"output_split_sizes_": [2, 1, 4, 3], "input_split_sizes": [1, 2, 3, 2]}
 # The fake group gathers shards of one size only, so the sizes of a gather are equal here.
 CASES = [
-    Case("copy_to_tensor_model_parallel_region", (8, 16), (8, 16), note="held gradient", limit=WORST + COPY),
-    Case("copy_to_tensor_model_parallel_region", (8, 16), (8, 16), note="fresh gradient", fresh=True),
-    Case("reduce_from_tensor_model_parallel_region", (8, 16), (8, 16), note="held input", limit=WORST + COPY),
-    Case("reduce_from_tensor_model_parallel_region", (8, 16), (8, 16), note="temporary input", temporary=True),
-    Case("scatter_to_tensor_model_parallel_region", (8, 2, 16), (8, 2, 4)),
-    Case("gather_from_tensor_model_parallel_region", (8, 2, 16), (8, 2, 64)),
-    Case("scatter_to_sequence_parallel_region", (8, 2, 16), (2, 2, 16)),
-    Case("gather_from_sequence_parallel_region", (8, 2, 16), (32, 2, 16)),
-    Case(
-        "gather_from_sequence_parallel_region",
-        (8, 2, 16),
-        (32, 2, 16),
-        {"tensor_parallel_output_grad": False},
-        "replicated gradient",
-    ),
-    Case(
-        "gather_from_sequence_parallel_region",
-        (8, 2, 16),
-        (32, 2, 16),
-        {"output_split_sizes": [8] * WORLD},
-        "sizes",
-    ),
-    Case("reduce_scatter_to_sequence_parallel_region", (8, 2, 16), (2, 2, 16)),
-    Case(
-        "reduce_scatter_to_sequence_parallel_region",
-        (8, 2, 16),
-        (2, 2, 16),
-        {"input_split_sizes": [2] * WORLD},
-        "sizes",
-    ),
-    Case("all_gather_last_dim_from_tensor_parallel_region", (8, 16), (8, 64)),
-    Case("reduce_scatter_last_dim_to_tensor_parallel_region", (8, 16), (8, 4)),
-    Case("all_to_all", (8, 16), (8, 16)),
-    Case(
-        "all_to_all",
-        (8, 16),
-        (10, 16),
-        {"output_split_sizes_": [2, 1, 4, 3], "input_split_sizes": [1, 2, 3, 2]},
-        "split sizes",
-    ),
-    Case("all_to_all_sp2hp", (8, 16), (32, 4)),
-    Case("all_to_all_hp2sp", (8, 16), (2, 64)),
+    Case(COPY_TO, FLAT, FLAT, note="held gradient", limit=WORST + COPY),
+    Case(COPY_TO, FLAT, FLAT, note="fresh gradient", fresh=True),
+    Case(REDUCE_FROM, FLAT, FLAT, note="held input", limit=WORST + COPY),
+    Case(REDUCE_FROM, FLAT, FLAT, note="temporary input", temporary=True),
+    Case("scatter_to_tensor_model_parallel_region", X, (8, 2, 4)),
+    Case("gather_from_tensor_model_parallel_region", X, (8, 2, 64)),
+    Case("scatter_to_sequence_parallel_region", X, (2, 2, 16)),
+    Case(GATHER_SP, X, (32, 2, 16)),
+    Case(GATHER_SP, X, (32, 2, 16), {"tensor_parallel_output_grad": False}, "replicated gradient"),
+    Case(GATHER_SP, X, (32, 2, 16), {"output_split_sizes": [8] * WORLD}, "sizes"),
+    Case(REDUCE_SCATTER_SP, X, (2, 2, 16)),
+    Case(REDUCE_SCATTER_SP, X, (2, 2, 16), {"input_split_sizes": [2] * WORLD}, "sizes"),
+    Case("all_gather_last_dim_from_tensor_parallel_region", FLAT, (8, 64)),
+    Case("reduce_scatter_last_dim_to_tensor_parallel_region", FLAT, (8, 4)),
+    Case("all_to_all", FLAT, FLAT),
+    Case("all_to_all", FLAT, (10, 16), EXCHANGED, "split sizes"),
+    Case("all_to_all_sp2hp", FLAT, (32, 4)),
+    Case("all_to_all_hp2sp", FLAT, (2, 64)),
 ]
 
 
@@ -114,17 +94,14 @@ def calls(module: Any, case: Case, group: ProcessGroup) -> dict[str, Callable[[]
     return dict(zip(MODES, (call(plain), forward, both), strict=True))
 
 
-def assert_agree(case: Case, ours: dict[str, Callable[[], Any]], theirs: dict[str, Callable[[], Any]]) -> None:
+def assert_agree(case: Case, *providers: dict[str, Callable[[], Any]]) -> None:
     """Shapes, dtypes and gradients of both; the fake group moves no data, so values are left to the tests."""
-    for mode in MODES[:2]:
-        for result in (ours[mode](), theirs[mode]()):
-            assert tuple(result.shape) == case.local_out, (case.label, mode, result.shape)
-            assert result.dtype is torch.float32
-            assert result.requires_grad is (mode == MODES[1])
-    for gradients in (ours[MODES[2]](), theirs[MODES[2]]()):
-        (gradient,) = gradients
-        assert tuple(gradient.shape) == case.shape, (case.label, gradient.shape)
-        assert gradient.dtype is torch.float32
+    for timed in providers:
+        (gradient,) = timed[MODES[2]]()
+        results = [(timed[mode](), case.local_out, mode == MODES[1]) for mode in MODES[:2]]
+        for x, shape, wants_grad in (*results, (gradient, case.shape, False)):
+            assert tuple(x.shape) == shape, (case.label, x.shape)
+            assert (x.dtype, x.requires_grad) == (torch.float32, wants_grad), case.label
 
 
 @contextmanager
@@ -142,17 +119,12 @@ def measure(case: Case, group: ProcessGroup, clock: Clock) -> Iterator[Row]:
         yield clock.time(f"{case.label}, {mode}", pair, INNER, mode=mode, limit=case.limit)
 
 
-PART = Part(
+PART = megatron_part(
     name="host_cost",
-    about="Host cost of every mapping against megatron-core's.",
-    unit="microseconds per call",
     cases=CASES,
     measure=measure,
     host=host,
     rounds=200,
-    peer="megatron",
-    missing=missing_megatron,
-    packages=("megatron-core",),
     means={"forward": (MODES[:2], MEAN), "forward + backward": (MODES[2:], MEAN)},
 )
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,8 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 from bench.cost import Cost
-from bench.harness import Clock, Part, Row
-from bench.hosts import cpu_device, missing_megatron, no_op_group, peer
+from bench.harness import Clock, Row
+from bench.hosts import cpu_device, megatron_part, no_op_group, peer
 from tritoncomm import groups, p2p, record
 from tritoncomm.groups import Group, ParallelMode
 from tritoncomm.p2p import header
@@ -34,6 +35,14 @@ SHAPE = (8, 2, 16)
 INNER = 30
 WORST = 1.05  # of Megatron's time
 PASSES = {"one": 0, "strided": 1, "eight": 1}
+# To whom a method sends, and from whom it receives.
+SIDES = {
+    "send_forward": (("next",), ()),
+    "recv_forward": ((), ("prev",)),
+    "send_forward_recv_forward": (("next",), ("prev",)),
+    "send_forward_backward_recv_forward_backward": (("next", "prev"), ("prev", "next")),
+    "send_forward_recv_backward": (("next",), ("next",)),
+}
 
 
 @dataclass(frozen=True)
@@ -61,32 +70,22 @@ class Case:
 
     @property
     def sends(self) -> tuple[str, ...]:
-        return {"recv_forward": (), "send_forward_backward_recv_forward_backward": ("next", "prev")}.get(
-            self.method, ("next",)
-        )
+        return SIDES[self.method][0]
 
     @property
     def receives(self) -> tuple[str, ...]:
-        return {
-            "send_forward": (),
-            "send_forward_recv_backward": ("next",),
-            "send_forward_backward_recv_forward_backward": ("prev", "next"),
-        }.get(self.method, ("prev",))
+        return SIDES[self.method][1]
 
-
-METHODS = (
-    "send_forward",
-    "recv_forward",
-    "send_forward_recv_forward",
-    "send_forward_backward_recv_forward_backward",
-)
+    @property
+    def count(self) -> int:
+        return 8 if self.tensors == "eight" else 1
 
 
 def cases() -> Iterator[Case]:
     for batched, stages in ((True, False), (False, False), (True, True)):
         for tensors in ("one", "strided", "eight"):
             yield Case("send_forward_recv_backward", tensors, batched, stages=stages)
-        for method in METHODS:
+        for method in list(SIDES)[:4]:
             yield Case(method, "one", batched, stages=stages)
     for tensors in ("one", "strided", "eight"):
         yield Case("send_forward_recv_backward", tensors, varies=True)
@@ -126,7 +125,10 @@ class Host:
         def synchronize(device: Any = None) -> None:
             self.synchronisations += 1
 
-        with _patched(ProcessGroup, "send", counted), _patched(torch.cuda, "synchronize", synchronize):
+        with (
+            mock.patch.object(ProcessGroup, "send", counted),
+            mock.patch.object(torch.cuda, "synchronize", synchronize),
+        ):
             yield
 
     @contextmanager
@@ -135,8 +137,7 @@ class Host:
         if not case.varies:
             yield
             return
-        count = 8 if case.tensors == "eight" else 1
-        words = header.encode(header.describe_tensors([torch.empty(SHAPE)] * count))
+        words = header.encode(header.describe_tensors([torch.empty(SHAPE)] * case.count))
         arrives = {len(part): part for part in (words[: header.WORDS], words[header.WORDS :], torch.tensor(SHAPE))}
         recv = ProcessGroup.recv
 
@@ -146,18 +147,8 @@ class Host:
                 x.copy_(arrives[x.numel()])
             return recv(group, tensors, *args)
 
-        with _patched(ProcessGroup, "recv", filled):
+        with mock.patch.object(ProcessGroup, "recv", filled):
             yield
-
-
-@contextmanager
-def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = owner.__dict__[name]  # as it is stored: what getattr gives cannot be put back
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _settings(case: Case) -> SimpleNamespace:
@@ -177,7 +168,7 @@ def inputs(case: Case) -> list[Tensor]:
     """What goes to one neighbour, as it leaves a layer."""
     if case.tensors == "strided":
         return [torch.randn(*SHAPE[:-1], 2 * SHAPE[-1], requires_grad=True)[..., : SHAPE[-1]]]
-    return [torch.randn(SHAPE, requires_grad=True) * 1.0 for _ in range(8 if case.tensors == "eight" else 1)]
+    return [torch.randn(SHAPE, requires_grad=True) * 1.0 for _ in range(case.count)]
 
 
 def through(communicator: Any, case: Case, tensors: list[Tensor], contiguous: bool) -> Callable[[], Any]:
@@ -190,28 +181,22 @@ def through(communicator: Any, case: Case, tensors: list[Tensor], contiguous: bo
             return [x.contiguous() for x in tensors] if contiguous else tensors
         return first.contiguous() if contiguous else first
 
-    if case.method == "send_forward_recv_backward":
-        return lambda: method(given(), shapes, False)
-    if case.method == "send_forward":
-        return lambda: method(given(), False)
-    if case.method == "recv_forward":
-        return lambda: method(shapes if many else SHAPE, False)
-    if case.method == "send_forward_recv_forward":
-        return lambda: method(given(), recv_prev=True, tensor_shape=SHAPE)
-    return lambda: method(given(), given(), recv_prev=True, recv_next=True, tensor_shape=SHAPE)
+    return {
+        "send_forward_recv_backward": lambda: method(given(), shapes, False),
+        "send_forward": lambda: method(given(), False),
+        "recv_forward": lambda: method(shapes if many else SHAPE, False),
+        "send_forward_recv_forward": lambda: method(given(), recv_prev=True, tensor_shape=SHAPE),
+        "send_forward_backward_recv_forward_backward": lambda: method(
+            given(), given(), recv_prev=True, recv_next=True, tensor_shape=SHAPE
+        ),
+    }[case.method]
 
 
 def through_stages(case: Case, tensors: list[Tensor]) -> Callable[[], Any]:
-    """A hop of a stage function."""
-    function, many = getattr(p2p, case.method), len(tensors) > 1
-    x, shape = (tensors, [SHAPE] * len(tensors)) if many else (tensors[0], SHAPE)
-    arguments = {
-        "send_forward": (x,),
-        "recv_forward": (shape,),
-        "send_forward_recv_backward": (x, shape),
-        "send_forward_recv_forward": (x, shape),
-        "send_forward_backward_recv_forward_backward": (x, x, shape, shape),
-    }[case.method]
+    """A hop of a stage function: what it sends, and the shapes of what it receives."""
+    function = getattr(p2p, case.method)
+    x, shape = (tensors, [SHAPE] * len(tensors)) if len(tensors) > 1 else (tensors[0], SHAPE)
+    arguments = (x,) * len(case.sends) + (shape,) * len(case.receives)
     return lambda: function(*arguments)
 
 
@@ -257,7 +242,7 @@ def calls(case: Case, host: Host) -> dict[str, Callable[[], Any]]:
 
 def assert_agree(case: Case, hops: dict[str, Callable[[], Any]]) -> None:
     """What is received has the same form; the fake group moves no data, so values are left to the tests."""
-    expected = len(case.receives) * (8 if case.tensors == "eight" else 1)
+    expected = len(case.receives) * case.count
     for provider, call in hops.items():
         received = [x for x in tree_leaves(call()) if x is not None]
         assert len(received) == expected, (case.label, provider)
@@ -304,17 +289,13 @@ def missed(row: Row) -> list[str]:
     return result
 
 
-PART = Part(
+PART = megatron_part(
     name="p2p",
-    about="One hop between two pipeline stages against megatron-core's.",
     unit="microseconds per hop",
     cases=CASES,
     measure=measure,
     host=Host,
     rounds=150,
-    peer="megatron",
-    missing=missing_megatron,
-    packages=("megatron-core",),
     targets=missed,
 )
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 from torch.distributed.tensor import Replicate, Shard
 
-from bench.cost import WORLD, WORST, Cost, Counts, dtensor_host, local, min_of, more_than, over_ranks
-from bench.harness import Clock, Part, Row
+from bench.cost import PROVIDERS, WORLD, WORST, Cost, Counts, dtensor_part, local, min_of, more_than, over_ranks
+from bench.harness import Clock, Row
 from bench.hosts import run_backward
 from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup, ReplicaSpec, ShardSpec
 from tritoncomm.tensor.dispatch import plain
@@ -29,7 +29,6 @@ from tritoncomm.tensor.distspec import _DistSpec
 INNER, REPEATS = 10, 5
 MODES = ("forward", "forward, with grad", "forward + backward")
 WAYS = ("forward", "backward")
-PROVIDERS = ("ours", "dtensor")
 
 
 @dataclass(frozen=True)
@@ -140,15 +139,11 @@ def missed(row: Row) -> list[str]:
     return [line for way in WAYS for line in more_than(f"{row['row']}, {way}", ours[way], theirs[way], "DTensor")]
 
 
-PART = Part(
+PART = dtensor_part(
     name="redistribution",
-    about="Redistribution against DTensor's on the same ranks.",
     unit="microseconds per redistribution; passes and peak memory in even shards of the tensor",
     cases=CASES,
     measure=measure,
-    host=dtensor_host,
-    rounds=30,
-    peer="dtensor",
     targets=missed,
 )
 

@@ -25,13 +25,12 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
-from bench.cost import WORLD, WORST, Counts, dtensor_host, least, local, more_than, over_ranks
-from bench.harness import Clock, Part, Row
+from bench.cost import PROVIDERS, WORLD, WORST, Counts, dtensor_part, least, local, more_than, over_ranks
+from bench.harness import Clock, Row
 from bench.hosts import run_backward
 from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup, ShardSpec, shard_parameters
 
 INNER = 5
-PROVIDERS = ("ours", "dtensor")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}  # of the largest value; DTensor rounds log-softmax to bfloat16
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 IGNORED = -100
@@ -211,15 +210,11 @@ def missed(row: Row) -> list[str]:
     return result
 
 
-PART = Part(
+PART = dtensor_part(
     name="tensor",
-    about="Steps of tensor-parallel training against DTensor's.",
     unit="microseconds per step; passes and peak memory in inputs of a rank",
     cases=CASES,
     measure=measure,
-    host=dtensor_host,
-    rounds=30,
-    peer="dtensor",
     targets=missed,
 )
 

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,15 +13,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bench.harness import Part
 from bench.hosts import no_op_group, real_ranks
 from tritoncomm.tensor import ProcessGroup
 from tritoncomm.tensor.dispatch import plain
 
-__all__ = ["WORLD", "WORST", "Cost", "Counts", "dtensor_host", "least", "local", "min_of", "more_than", "over_ranks"]
+__all__ = [
+    "PROVIDERS", "WORLD", "WORST", "Cost", "Counts", "dtensor_part", "least", "local", "min_of", "more_than",
+    "over_ranks",
+]  # fmt: skip
 
 Counts = tuple[int, int, int]  # messages, bytes read and written, peak bytes
 
 WORLD = 4
+PROVIDERS = ("ours", "dtensor")
 REPEATS = 5
 WORST = 1.05  # of DTensor's time
 MESSAGES = ("c10d", "_c10d_functional", "_dtensor")  # where the collectives are
@@ -153,3 +159,7 @@ def dtensor_host() -> Iterator[tuple[Any, ProcessGroup]]:
     """Four real ranks to count on, and this process as a rank of a no-op group to time in."""
     with no_op_group(WORLD), real_ranks() as pool:
         yield pool, ProcessGroup(tp_degree=WORLD)
+
+
+# A part against DTensor.
+dtensor_part = partial(Part, host=dtensor_host, rounds=30, peer="dtensor")

@@ -1,16 +1,25 @@
-"""Clocks of a GPU, or of the host in a dry run, and where the results of a device go."""
+"""Parts that run on a GPU: its clocks, or the host's in a dry run, and the command."""
 
+import argparse
+import faulthandler
 import os
+import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
-__all__ = ["Call", "Device", "destination"]
+from bench.harness import Part, Run
+
+__all__ = ["GRACE_S", "Call", "Device", "gpu_main"]
 
 Call = Callable[[], Any]
+GRACE_S = 20  # for a case that began in time
 
 
 class Device:
@@ -57,6 +66,38 @@ class Device:
         """A contiguous copy that reads and writes ``moved`` bytes in all."""
         source, target = (torch.empty(moved // 2, dtype=torch.int8, device=self.device) for _ in range(2))
         return lambda: target.copy_(source)
+
+
+def gpu_main(part: Part, around: AbstractContextManager[Any] | None = None) -> int:
+    """The command of a part that gets a ``Device``: 0 also where a target is missed, 1 where a case failed.
+
+    ``--dry`` runs it on the CPU; 2 without a CUDA device. Whatever ends the process, every row has been printed, and
+    beyond its budget it ends with the stack of every thread.
+    """
+    parser = part.parser()
+    parser.add_argument("--dry", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not options.dry and not torch.cuda.is_available():
+        print(f"{part.name}: no CUDA device here; nothing was measured")
+        return 2
+    if options.dry and os.environ.get("TRITON_INTERPRET") != "1":
+        print(f"{part.name}: --dry needs TRITON_INTERPRET=1")
+        return 2
+    torch.manual_seed(0)
+    if not options.dry:
+        sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+        faulthandler.dump_traceback_later(part.budget_s + GRACE_S, exit=True)
+    device = Device(options.dry)
+    part = replace(part, host=lambda: nullcontext(device))
+    path = None if options.dry else options.json or destination(device, part.name)
+    print(f"{device.name}, torch {torch.__version__}, triton {triton.__version__}")
+    run = Run(part, 2 if options.dry else options.rounds, options.only, path, {"device": device.name})
+    with around or nullcontext():
+        run.measure()
+    status = run.finish()
+    if options.dry:
+        print("dry run: nothing written")
+    return int(bool(run.failed)) if status == 1 else status  # a target that was missed is reported, and no error
 
 
 def destination(device: Device, part: str) -> Path:

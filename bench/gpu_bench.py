@@ -13,13 +13,10 @@ the CPU with TRITON_INTERPRET=1 and tiny sizes; its times mean nothing and are n
 results differ, 2 without a CUDA device.
 """
 
-import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,10 +27,9 @@ import tritoncomm_kernels as kernels
 from torch import Tensor
 from tritoncomm_kernels import cross_entropy, reference
 
-from bench.checks import limit_run
-from bench.device import Call, Device, destination
+from bench.device import Call, Device, gpu_main
 from bench.formulations import PEERS, compiled, exp_scatter, logsumexp_gather
-from bench.harness import Clock, Part, Row, Run
+from bench.harness import Clock, Part, Row
 from bench.report import GPU_HOST
 from bench.timing import figures, quantile
 from tritoncomm.core import ops
@@ -321,8 +317,6 @@ def missed(row: Row) -> list[str]:
 
 PART = Part(
     name="gpu_bench",
-    about="The kernels against the copy roof of one GPU.",
-    unit="microseconds per call",
     cases=("host", *cases()),
     measure=measure,
     rounds=50,
@@ -330,33 +324,5 @@ PART = Part(
     targets=missed,
     budget_s=240,
 )
-GRACE_S = 20  # for a case that began in time
-
-
-def main() -> int:
-    parser = PART.parser()
-    parser.add_argument("--dry", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if not options.dry and not torch.cuda.is_available():
-        print("gpu_bench: no CUDA device here; nothing was measured")
-        return 2
-    if options.dry and os.environ.get("TRITON_INTERPRET") != "1":
-        print("gpu_bench: --dry needs TRITON_INTERPRET=1")
-        return 2
-    torch.manual_seed(0)
-    if not options.dry:
-        limit_run(PART.budget_s + GRACE_S)
-    device = Device(options.dry)
-    part = replace(PART, host=lambda: nullcontext(device))
-    path = None if options.dry else options.json or destination(device, PART.name)
-    print(f"{device.name}, torch {torch.__version__}, triton {triton.__version__}")
-    run = Run(part, 2 if options.dry else options.rounds, options.only, path, {"device": device.name})
-    run.measure()
-    status = run.finish()
-    if options.dry:
-        print("dry run: nothing written")
-    return int(bool(run.failed)) if status == 1 else status  # a target that was missed is reported, and no error
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(gpu_main(PART))

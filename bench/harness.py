@@ -7,6 +7,7 @@ as many rounds, pooled with the first, before it counts.
 
 import argparse
 import math
+import sys
 import time
 import traceback
 import warnings
@@ -34,10 +35,9 @@ class Part:
 
     Attributes:
         name: of the results file.
-        about: what the part measures, for ``--help``.
-        unit: of the times.
         cases: labels, or objects that have a ``label``.
-        measure: the rows of a case, given what ``host`` provides and the clock.
+        measure: the rows of a case, given what ``host`` provides and the clock; its module's docstring is the help.
+        unit: of the times.
         host: what holds while cases are measured.
         rounds: samples of every provider, by default.
         peer: the provider that limits and means refer to; empty for the fastest, None for no means.
@@ -49,10 +49,9 @@ class Part:
     """
 
     name: str
-    about: str
-    unit: str
     cases: Sequence[Any]
     measure: Callable[[Any, Any, "Clock"], Iterable[Row]]
+    unit: str = "microseconds per call"
     host: Callable[[], AbstractContextManager[Any]] = nullcontext
     rounds: int = 100
     peer: str | None = ""
@@ -93,8 +92,9 @@ class Part:
                 rows = list(self.measure(case, host, clock))
                 for row in rows:
                     benchmark.extra_info.update({f"{row['row']}, of {peer}": one for peer, one in row["ratio"].items()})
-                if clock.calls:
-                    benchmark.pedantic(clock.calls[-1], rounds=20, iterations=clock.inner, warmup_rounds=1)
+                if clock.timed:
+                    call, inner = clock.timed[-1]
+                    benchmark.pedantic(call, rounds=20, iterations=inner, warmup_rounds=1)
                 else:
                     benchmark.pedantic(lambda: list(self.measure(case, host, clock)), rounds=1)
             assert not [line for row in rows for line in self.missed(row)]
@@ -102,7 +102,8 @@ class Part:
         return test_case
 
     def parser(self) -> argparse.ArgumentParser:
-        parser = argparse.ArgumentParser(description=self.about)
+        about = (sys.modules[self.measure.__module__].__doc__ or "").partition("\n")[0]
+        parser = argparse.ArgumentParser(description=about)
         parser.add_argument("--json", metavar="PATH", help="also write the rows there, with versions")
         parser.add_argument("--rounds", type=int, default=self.rounds)
         parser.add_argument("--only", default="", help="only cases whose label contains this")
@@ -174,18 +175,11 @@ class Clock:
 class Benchmarked(Clock):
     """A clock that remembers our calls, so that pytest-benchmark can repeat one."""
 
-    calls: list[Callable[[], Any]] = field(default_factory=list)
-    repeats: list[int] = field(default_factory=list)
+    timed: list[tuple[Callable[[], Any], int]] = field(default_factory=list)  # and the calls in a sample
 
     def time(self, row: str, calls: Mapping[str, Callable[[], Any]], inner: int, **more: Any) -> Row:
-        self.calls.append(calls["ours"])
-        self.repeats.append(inner)
+        self.timed.append((calls["ours"], inner))
         return super().time(row, calls, inner, **more)
-
-    @property
-    def inner(self) -> int:
-        """Calls in a sample."""
-        return self.repeats[-1]
 
 
 @dataclass

@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["MEGATRON", "cpu_device", "missing_megatron", "no_op_group", "peer", "real_ranks", "run_backward"]
+from bench.harness import Part
+
+__all__ = ["MEGATRON", "cpu_device", "helpers", "megatron_part", "no_op_group", "peer", "real_ranks", "run_backward"]
 
 MEGATRON = "pip install --no-deps megatron-core==0.16.1"
 
@@ -35,6 +38,10 @@ def missing_megatron() -> str:
     except ImportError:
         return f"megatron-core is not installed: {MEGATRON}"
     return ""
+
+
+# A part against megatron-core.
+megatron_part = partial(Part, peer="megatron", missing=missing_megatron, packages=("megatron-core",))
 
 
 @contextmanager
@@ -60,16 +67,19 @@ def no_op_group(world: int, rank: int = 0) -> Iterator[ProcessGroup]:
         dist.destroy_process_group()
 
 
-@contextmanager
-def real_ranks() -> Iterator[Any]:
-    """Gloo ranks in processes of their own, for ``pool.run(function, *args, world=...)``."""
+def helpers(module: str) -> Any:
+    """A module of the tests' helpers; ranks import this folder's modules by their names too."""
     here = Path(__file__).resolve().parent
     for folder in (here, here.parent / "tests" / "helpers"):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
-    from pool import Pool
+    return importlib.import_module(module)
 
-    pool = Pool()
+
+@contextmanager
+def real_ranks() -> Iterator[Any]:
+    """Gloo ranks in processes of their own, for ``pool.run(function, *args, world=...)``."""
+    pool = helpers("pool").Pool()
     try:
         yield pool
     finally:

@@ -4,7 +4,7 @@ import argparse
 import ast
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,42 +105,50 @@ def _gpu(files: dict[str, dict[str, Any]]) -> list[str]:
     return ["\n".join(lines) + "\n"]
 
 
-def _worst(devices: dict[str, list[dict[str, Any]]], op: str) -> str:
-    told = []
-    for device, rows in devices.items():
-        held = [row for row in rows if row.get("target") is not None and row["case"]["op"] == op]
-        if held:
-            worst = min(held, key=lambda row: row["share_of_roof"] / row["target"])
-            missed = ", missed" if worst["share_of_roof"] < worst["target"] else ""
-            told.append(f"{device}: {worst['share_of_roof']:.2f} ({worst['row']}){missed}")
-    return "; ".join(told) or NOT_MEASURED
+Rows = list[dict[str, Any]]
 
 
-def _against(devices: dict[str, list[dict[str, Any]]], peer: str) -> str:
+def _by_device(devices: dict[str, Rows], line: Callable[[Rows], str]) -> str:
+    """One entry for every device that has a row of the kind."""
+    lines = {device: line(rows) for device, rows in devices.items()}
+    return "; ".join(f"{device}: {text}" for device, text in lines.items() if text) or NOT_MEASURED
+
+
+def _worst(devices: dict[str, Rows], op: str) -> str:
+    def line(rows: Rows) -> str:
+        kept = [row for row in rows if row.get("target") is not None and row["case"]["op"] == op]
+        if not kept:
+            return ""
+        worst = min(kept, key=lambda row: row["share_of_roof"] / row["target"])
+        missed = ", missed" if worst["share_of_roof"] < worst["target"] else ""
+        return f"{worst['share_of_roof']:.2f} ({worst['row']}){missed}"
+
+    return _by_device(devices, line)
+
+
+def _against(devices: dict[str, Rows], peer: str) -> str:
     """The row that misses its target most, or is nearest to missing it, as ours over the peer's time."""
 
     def over(row: dict[str, Any]) -> float:
         ratio = row["ratio"][peer]
         return max(ratio, min(ratio * GPU_FASTER, GPU_NEAR / row["share_of_roof"]))
 
-    told = []
-    for device, rows in devices.items():
-        held = [row for row in rows if peer in row["ratio"] and row.get("case", {}).get("op") in ("pack", "unpack")]
-        if held:
-            worst = max(held, key=over)
-            missed = ", missed" if over(worst) > 1 else ""
-            told.append(f"{device}: {worst['ratio'][peer]:.2f} of its time ({worst['row']}){missed}")
-    return "; ".join(told) or NOT_MEASURED
+    def line(rows: Rows) -> str:
+        kept = [row for row in rows if peer in row["ratio"] and row.get("case", {}).get("op") in ("pack", "unpack")]
+        if not kept:
+            return ""
+        worst = max(kept, key=over)
+        return f"{worst['ratio'][peer]:.2f} of its time ({worst['row']}){', missed' * (over(worst) > 1)}"
+
+    return _by_device(devices, line)
 
 
-def _host(devices: dict[str, list[dict[str, Any]]], what: str) -> str:
-    told = []
-    for device, rows in devices.items():
-        for row in rows:
-            if row["row"] == f"host, {what}":
-                ours = row["us"]["ours"]["p20"]
-                told.append(f"{device}: {ours:.1f} us{', missed' * (ours > GPU_HOST[what])}")
-    return "; ".join(told) or NOT_MEASURED
+def _host(devices: dict[str, Rows], what: str) -> str:
+    def line(rows: Rows) -> str:
+        times = [row["us"]["ours"]["p20"] for row in rows if row["row"] == f"host, {what}"]
+        return "; ".join(f"{us:.1f} us{', missed' * (us > GPU_HOST[what])}" for us in times)
+
+    return _by_device(devices, line)
 
 
 def _section(name: str, content: dict[str, Any]) -> str:

@@ -1,13 +1,48 @@
-"""The pool of ranks, and the interpreter for kernels where there is no GPU."""
+"""What tests run on, and the pool of ranks."""
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from pool import Pool
+
+if TYPE_CHECKING:
+    from devices import Device
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    names = ("cpu", "cuda", "sm80", "sm90", "sm100")
+    text = "the CPU with interpreted kernels, a GPU, or a stub CUDA driver; other than cpu, tests of the device only"
+    parser.addoption("--device", choices=names, default="cpu", help=text)
+    parser.addoption("--small", action="store_true", help="small cases on any device")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The kernels of a process are either interpreted or compiled, and Triton decides when it is imported.
+    if config.getoption("device") == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    else:
+        os.environ["TRITON_INTERPRET"] = "0"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("device") != "cpu":
+        items[:] = [item for item in items if "device" in getattr(item, "fixturenames", ())]
+
+
+@pytest.fixture(scope="session")
+def made_device(request: pytest.FixtureRequest) -> "Device":
+    from devices import make_device  # imports Triton
+
+    return make_device(request.config.getoption("device"), request.config.getoption("small"))
+
+
+@pytest.fixture
+def device(made_device: "Device") -> Iterator["Device"]:
+    """What this run tests on: ``at`` is for tensors, ``pick(small, large)`` for the size of cases."""
+    with made_device.current():
+        yield made_device
 
 
 @pytest.fixture(scope="session")

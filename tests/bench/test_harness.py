@@ -34,7 +34,7 @@ class Host:
     def __exit__(self, *_: object) -> None: ...
 
 
-PART = Part("part", "About it.", "microseconds", ("first", "second"), measure, rounds=4, peer="peer")
+PART = Part("part", ("first", "second"), measure, "microseconds", rounds=4, peer="peer")
 
 
 @pytest.fixture

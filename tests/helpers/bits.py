@@ -6,13 +6,15 @@ from torch import Tensor
 __all__ = ["bits", "random_bits"]
 
 
-def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+def random_bits(
+    shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu"
+) -> Tensor:
     """Any bits: NaN with payload, -0, Inf, denormals."""
-    made = torch.Generator().manual_seed(seed)
+    made = torch.Generator(device).manual_seed(seed)
     count = int(torch.Size(shape).numel())
     if dtype is torch.bool:
-        return torch.randint(0, 2, (count,), generator=made).bool().view(shape)
-    data = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=made)
+        return torch.randint(0, 2, (count,), generator=made, device=device).bool().view(shape)
+    data = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=made, device=device)
     return data.view(dtype).view(shape)
 
 

@@ -1,4 +1,4 @@
-"""Eight Gloo ranks, started once, that run many functions: ``pool.run(function, *args, world=2)``."""
+"""Ranks in processes, eight of Gloo by default, that run many functions: ``pool.run(function, *args, world=2)``."""
 
 import importlib
 import multiprocessing
@@ -9,12 +9,13 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 __all__ = ["RANK_LISTS", "Pool", "WorkerError", "strict_warnings"]
 
@@ -39,9 +40,20 @@ def strict_warnings() -> None:
 
 
 class Pool:
-    """Processes with the process groups of ``RANK_LISTS``; rebuilt after a rank died or hung."""
+    """Processes with the process groups of ``RANK_LISTS``; rebuilt after a rank died or hung.
 
-    def __init__(self) -> None:
+    Args:
+        size: number of ranks.
+        backend: of the process groups.
+        env: environment variables of the ranks.
+        gpus: how many GPUs the ranks take turns on; with any, kernels are compiled and warnings are no errors.
+    """
+
+    def __init__(
+        self, size: int = WORLD, backend: str = "gloo", env: Mapping[str, str] | None = None, gpus: int = 0
+    ) -> None:
+        self._size, self._backend, self._gpus = size, backend, gpus
+        self._env = {"TRITON_INTERPRET": "0" if gpus else "1", **(env or {})}
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._stores: list[str] = []
         self.started = 0
@@ -51,8 +63,8 @@ class Pool:
     ) -> list[Any]:
         """Call ``function(group, *args)`` on the first ``world`` ranks, or on these; results in rank order."""
         ranks = tuple(range(world)) if isinstance(world, int) else tuple(world)
-        if ranks not in RANK_LISTS:
-            raise ValueError(f"no group over {ranks}; there are {RANK_LISTS}")
+        if ranks not in RANK_LISTS or max(ranks) >= self._size:
+            raise ValueError(f"no group over {ranks} of {self._size} ranks; there are {RANK_LISTS}")
         self._start()
         module = function.__module__
         if module == "__main__":
@@ -79,24 +91,18 @@ class Pool:
         self.started += 1
         context: Any = multiprocessing.get_context("forkserver")  # torch is imported once, not eight times
         context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
-        before = os.environ.get("TRITON_INTERPRET")
-        os.environ["TRITON_INTERPRET"] = "1"  # the child reads it before it imports anything
-        try:
-            handle, store = tempfile.mkstemp(prefix="tritoncomm-pool-")
-            os.close(handle)
-            for rank in range(WORLD):
+        handle, store = tempfile.mkstemp(prefix="tritoncomm-pool-")
+        os.close(handle)
+        with mock.patch.dict(os.environ, self._env):  # of the server, which may import the main module first
+            for rank in range(self._size):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_work, args=(rank, theirs, store, list(sys.path)), daemon=True)
+                arguments = (rank, theirs, store, list(sys.path), self._size, self._backend, self._env, self._gpus)
+                process = context.Process(target=_work, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
                 self._workers.append((process, ours))
-        finally:
-            if before is None:
-                del os.environ["TRITON_INTERPRET"]
-            else:
-                os.environ["TRITON_INTERPRET"] = before
         try:
-            self._collect(range(WORLD), "start", START_SECONDS)
+            self._collect(range(self._size), "start", START_SECONDS)
         finally:
             self._stores.append(store)
 
@@ -130,17 +136,35 @@ class Pool:
         return [results[rank] for rank in ranks]
 
 
-def _work(rank: int, connection: Connection, store: str, path: list[str]) -> None:
+def _work(
+    rank: int,
+    connection: Connection,
+    store: str,
+    path: list[str],
+    size: int,
+    backend: str,
+    env: dict[str, str],
+    gpus: int,
+) -> None:
     sys.path[:] = path
+    os.environ.update(env)  # the server may be another pool's
     strict_warnings()
+    if gpus:
+        warnings.simplefilter("ignore")
     try:
         import torch
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        rendezvous = dist.FileStore(store, WORLD)
-        dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=WORLD, timeout=COLLECTIVE)
-        groups = {ranks: dist.new_group(list(ranks), timeout=COLLECTIVE) for ranks in RANK_LISTS}
+        bound = {}
+        if gpus:
+            torch.cuda.set_device(rank % gpus)
+            bound = {"device_id": torch.device("cuda", rank % gpus)} if backend == "nccl" else {}
+        options = {"rank": rank, "world_size": size, "timeout": COLLECTIVE, **bound}
+        dist.init_process_group(backend, store=dist.FileStore(store, size), **options)
+        lists = () if gpus else RANK_LISTS
+        groups = {ranks: dist.new_group(list(ranks), timeout=COLLECTIVE) for ranks in lists if max(ranks) < size}
+        groups.setdefault(tuple(range(size)), dist.group.WORLD)
     except BaseException:
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
         return

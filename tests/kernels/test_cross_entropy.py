@@ -1,10 +1,11 @@
-"""The kernels of the vocabulary-parallel cross entropy, in the interpreter, against plain torch in fp64."""
+"""The kernels of the vocabulary-parallel cross entropy against plain torch in fp64."""
 
 import inspect
 import math
 
 import pytest
 import torch
+from devices import Device
 from operator_cases import run_case
 from pool import Pool
 from torch.distributed import ProcessGroup as TorchGroup
@@ -15,15 +16,18 @@ from tritoncomm.core import ops
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SHAPES = [(1, 1), (3, 5), (1, 16), (2, 130), (2, 64)]  # in the interpreter every row and block of 64 is a program
+LARGE = [(1, 1), (7, 5), (64, 129), (33, 16384), (8, 38016), (4, 128_256)]
 
 
-def case(shape: tuple[int, int], dtype: torch.dtype, strided: bool) -> dict[str, torch.Tensor]:
+def case(
+    shape: tuple[int, int], dtype: torch.dtype, strided: bool, device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
     rows, cols = shape
     generator = torch.Generator().manual_seed(rows * 1000 + cols)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     logits = (torch.randn(rows, cols + 3 * strided, generator=generator, dtype=torch.float64) * 4).to(dtype)[:, :cols]
     target_col = torch.randint(-1, cols, (rows,), generator=generator)
-    return {
+    inputs = {
         "logits": logits,
         "target_col": target_col,
         "target_weight": torch.rand(rows, generator=generator).to(wide) * (target_col >= 0),
@@ -31,6 +35,9 @@ def case(shape: tuple[int, int], dtype: torch.dtype, strided: bool) -> dict[str,
         "row_weight": torch.rand(rows, generator=generator).to(wide),
         "upstream": torch.randn(rows, generator=generator).to(wide),
     }
+    pitch = cols + 3 * strided
+    padded = torch.empty(rows, pitch, dtype=dtype, device=device)[:, :cols].copy_(logits)
+    return {name: value.to(device) for name, value in inputs.items()} | {"logits": padded}
 
 
 def near(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -41,24 +48,24 @@ def near(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("smooth", [False, True], ids=["plain", "smooth"])
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_statistics_and_gradient(shape: tuple[int, int], strided: bool, smooth: bool, dtype: torch.dtype) -> None:
-    x = case(shape, dtype, strided)
-    wide = {name: value if name == "target_col" else value.double() for name, value in x.items()}
-    names = ("logits", "target_col", "target_weight", "smoothing_weights")
-    first, exact = ([one[name] if smooth or name != names[3] else None for name in names] for one in (x, wide))
-    numbers = torch.full((2, shape[0]), math.nan, dtype=x["target_weight"].dtype)
-    expected = torch.full((2, shape[0]), math.nan, dtype=torch.float64)
-    moved = cross_entropy.statistics(*first, numbers)
-    assert moved == reference.statistics(*first, torch.empty_like(numbers))
-    reference.statistics(*exact, expected)
-    near(numbers, expected, numbers.dtype)
-    out, expected_out = torch.full(shape, math.nan, dtype=dtype), torch.full(shape, math.nan, dtype=torch.float64)
-    lse = expected[0].to(numbers.dtype)
-    moved = cross_entropy.gradient(*first, x["row_weight"], lse, x["upstream"], out)
-    assert moved == reference.gradient(*first, x["row_weight"], lse, x["upstream"], torch.empty_like(out))
-    reference.gradient(*exact, wide["row_weight"], expected[0], wide["upstream"], expected_out)
-    near(out, expected_out, dtype)
+def test_statistics_and_gradient(device: Device, strided: bool, smooth: bool, dtype: torch.dtype) -> None:
+    for shape in device.pick(SHAPES, LARGE):
+        x = case(shape, dtype, strided, device.at)
+        wide = {name: value if name == "target_col" else value.double() for name, value in x.items()}
+        names = ("logits", "target_col", "target_weight", "smoothing_weights")
+        first, exact = ([one[name] if smooth or name != names[3] else None for name in names] for one in (x, wide))
+        numbers = x["target_weight"].new_full((2, shape[0]), math.nan)
+        expected = numbers.double()
+        moved = cross_entropy.statistics(*first, numbers)
+        assert moved == reference.statistics(*first, torch.empty_like(numbers))
+        reference.statistics(*exact, expected)
+        near(numbers, expected, numbers.dtype)
+        out = torch.full(shape, math.nan, dtype=dtype, device=device.at)
+        expected_out, lse = out.double(), expected[0].to(numbers.dtype)
+        moved = cross_entropy.gradient(*first, x["row_weight"], lse, x["upstream"], out)
+        assert moved == reference.gradient(*first, x["row_weight"], lse, x["upstream"], torch.empty_like(out))
+        reference.gradient(*exact, wide["row_weight"], expected[0], wide["upstream"], expected_out)
+        near(out, expected_out, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -12,6 +12,7 @@ from mapping_cases import (
     FORMS,
     LAYOUTS,
     MAPPINGS,
+    check_mapping,
     cut,
     fits,
     held,
@@ -30,7 +31,6 @@ from tritoncomm.core import ops
 
 COPIES = ["float32", "bfloat16", "float16", "float64", "int64", "bool", "float8_e4m3fn", "complex64", "int16", "uint16"]
 SUMS = ["float32", "bfloat16", "float16", "float64", "int64", "complex64"]
-GRADS = ["float32", "bfloat16", "float16", "float64", "complex64"]
 
 
 HELPERS: dict[str, tuple[Any, str]] = {
@@ -55,39 +55,6 @@ CLASSES: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "_ReduceScatterToTensorParallelRegion": ((), "sum, split last", "join last"),
 }
 SHAPES = [(16,), (8, 16), (8, 3, 16), (8, 2, 3, 8), (8, 1, 2, 1, 8), (1, 8), (0, 8)]
-SHARES_STORAGE = {"copy", "scatter_sp"}
-MAY_SHARE = {"scatter_tp", *SHARES_STORAGE}
-
-
-def check_mapping(group: ProcessGroup, name: str, shape: tuple[int, ...], dtype: str, layout: str, path: str) -> None:
-    """Forward, and backward where the dtype has gradients."""
-    call, forward, backward = MAPPINGS[name]
-    what = (name, shape, dtype, layout, path, group.size())
-    rank = group.rank()
-    parts = held(group, shape, dtype, False, 0)
-    x = laid_out(parts[rank], layout)
-    wanted = FORMS[forward](parts, rank)
-    with ops.path(path):
-        before = x.clone()
-        out = call(x, group)
-        same(out, wanted, what)
-        same(x, before, what)
-        if group.size() > 1 and name not in MAY_SHARE:
-            assert out._base is None, what
-            assert out.is_contiguous(), what
-        if dtype not in GRADS:
-            return
-        # autograd wants the layout of a non-leaf here: the leaf is made contiguous and then laid out
-        leaf = laid_out(parts[rank], layout).requires_grad_()
-        out = call(leaf, group)
-        same(out.detach(), wanted, what)
-        grads = held(group, tuple(wanted.shape), dtype, False, 100)
-        mine = laid_out(grads[rank], layout)
-        kept = mine.clone()
-        out.backward(mine)
-        assert leaf.grad is not None
-        same(leaf.grad, FORMS[backward](grads, rank).reshape(shape), ("backward", *what))
-        same(mine, kept, ("the caller's gradient", *what))
 
 
 def run_mappings(group: ProcessGroup, name: str, dtypes: list[str], shapes: list[tuple[int, ...]], path: str) -> int:

@@ -20,13 +20,12 @@ from unittest import mock
 import numpy as np
 import torch
 import triton
+from fake_gpu.program import Program, parse
+from fake_gpu.threads import Buffer, run
 from torch import Tensor
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 from triton.compiler import CompiledKernel
 from tritoncomm_kernels import cross_entropy, device_table, launch
-
-from bench.fake_gpu.program import Program, parse
-from bench.fake_gpu.threads import Buffer, run
 
 __all__ = ["Device"]
 

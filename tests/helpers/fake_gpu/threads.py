@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-
-from bench.fake_gpu.arithmetic import BITS, OPERATIONS, SIGNED, UNSIGNED, Array, constant
-from bench.fake_gpu.program import Instruction, Program, PtxError
+from fake_gpu.arithmetic import BITS, OPERATIONS, SIGNED, UNSIGNED, Array, constant
+from fake_gpu.program import Instruction, Program, PtxError
 
 __all__ = ["Buffer", "run"]
 

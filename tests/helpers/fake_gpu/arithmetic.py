@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-
-from bench.fake_gpu.program import PtxError
+from fake_gpu.program import PtxError
 
 __all__ = ["BITS", "OPERATIONS", "SIGNED", "UNSIGNED", "Array", "constant"]
 

@@ -1,0 +1,135 @@
+"""What `make gpu-bench` and `make gpu-ranks` time, on the CPU, so that the first run on a GPU is not the first run."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gpu_run
+import pytest
+import torch
+
+from bench import gpu_bench, gpu_ranks, guard, report, timing
+from bench.device import GRACE_S, Device, gpu_main
+from bench.formulations import PEERS
+from bench.gpu_bench import Case
+from bench.harness import Clock
+from tritoncomm.core import ops
+
+ROOT = Path(__file__).parents[2]
+
+
+def one_of_each() -> Iterator[Case]:
+    """The first case of every operation, of every cast, and with and without a compiled peer."""
+    seen = set()
+    for case in gpu_bench.cases():
+        kind = (case.op, case.out_dtype, case.is_compiled)
+        if kind not in seen:
+            seen.add(kind)
+            yield gpu_bench.shrunk(case)
+
+
+def peers_of(case: Case) -> set[str]:
+    if case.op in PEERS:
+        return {*PEERS[case.op], *(["compiled"] if case.is_compiled else [])}
+    named = {"reduce": {"sum"}, "statistics": {"logsumexp + gather"}, "gradient": {"exp + scatter"}}
+    return named[case.op] | ({"compiled"} if case.op in gpu_bench.ENTROPY else set())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", list(one_of_each()), ids=lambda case: case.label.replace(" ", "-"))
+def test_every_peer_of_a_row_agrees(case: Case) -> None:
+    prepared = gpu_bench.prepare(case, Device(dry=True))
+    assert not prepared.wrong
+    assert set(prepared.calls) == {"ours", *peers_of(case)}
+
+
+def run_bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], only: str) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["gpu_bench.py", "--dry", "--only", only])
+    return gpu_main(gpu_bench.PART), capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_peer_that_differs_or_fails_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only = "copy-in 64 MiB run 65536"
+    status, said = run_bench(monkeypatch, capsys, only)
+    assert (status, "of split + cat" in said, "0 failed" in said) == (0, True, True)
+    assert "1 rows" in said
+
+    def refuses(*_: Any) -> None:
+        raise RuntimeError("not for this size")
+
+    for wrong, code, told in (
+        (lambda params, world, dtype: torch.stack(params).to(dtype), 1, "split + cat: other bits"),
+        (refuses, 0, "split + cat left out: RuntimeError: ['not for this size']"),
+    ):
+        monkeypatch.setitem(PEERS["copy-in"], "split + cat", wrong)
+        status, said = run_bench(monkeypatch, capsys, only)
+        (line,) = (line for line in said.splitlines() if line.startswith("copy-in 0") and "roof" in line)
+        assert "of split + cat" not in line
+        assert "of FSDP2's op" in line
+        assert (status, told in said) == (code, True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_kernel_that_differs_fails_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_bench.kernels, "unpack", lambda wire, rows: rows.zero_().nbytes)
+    status, said = run_bench(monkeypatch, capsys, "copy-out 64 MiB run 65536")
+    assert status == 1
+    assert "agree(result, want)" in said
+    assert "0 rows" in said
+
+
+def local_parts(only: str = "") -> list[dict[str, Any]]:
+    with ops.path("triton"):
+        cases = [case for case in gpu_ranks.CASES if only in case.label]
+        return [row for case in cases for row in gpu_ranks.measure(case, Device(dry=True), Clock(gpu_ranks.PART, 1))]
+
+
+def test_local_parts_are_timed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = local_parts()
+    assert len(rows) == len(gpu_ranks.CASES) == 12
+    assert capsys.readouterr().out.count("projection: ") == len(rows)
+    content = gpu_ranks.PART.content(rows)
+    assert not guard.compare(content, content)
+    timing.write_json(tmp_path / "nvidia-x" / "gpu_ranks.json", content)
+    page = report.page(tmp_path).split("## nvidia-x/gpu_ranks")[1]
+    assert f"{gpu_ranks.SHARE}: ours / " in page
+    assert page.count(", local part |") == len(rows)
+
+
+def test_what_is_timed_is_compared_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PEERS["pack"], gpu_ranks.PEER, lambda rows, *_: rows)
+    for case in ("sp2hp world 2", "reduce_scatter_last world 2"):
+        with pytest.raises(AssertionError, match=rf"^{case}: pack and split \+ cat differ"):
+            local_parts(case)
+    assert len(local_parts("hp2sp world 2")) == 1
+
+
+def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_ranks.py"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_main(gpu_ranks.PART) == 2
+    assert "gpu_ranks: no CUDA device here" in capsys.readouterr().out
+
+
+def test_the_run_on_a_gpu_fits_its_time() -> None:
+    """The limits of `make gpu`, and the budgets inside them."""
+    makefile = (ROOT / "Makefile").read_text()
+    limits = {
+        what: int(limit)
+        for limit, what in re.findall(r"timeout (\d+) \$\(PY\) \w+/(?:\w+/)?(\w+\.py(?: \w+)?)", makefile)
+    }
+    (tune,) = re.findall(r"timeout (\d+) \$\(PY\) -m tritoncomm tune --budget (\d+)", makefile)
+    assert re.findall(r"^\t-?\$\(MAKE\) gpu-(\w+)$", makefile, re.MULTILINE) == ["test", "ranks", "bench", "bench"]
+    assert sum(limits.values()) + limits["gpu_bench.py"] + int(tune[0]) <= 25 * 60
+    assert int(tune[0]) > int(tune[1])
+    for name, budget in gpu_run.BUDGET_S.items():
+        assert limits[f"gpu_run.py {name}"] > budget + gpu_run.EACH_S / 4
+    for part in (gpu_bench.PART, gpu_ranks.PART):
+        assert limits[f"{part.name}.py"] >= part.budget_s + GRACE_S

@@ -1,0 +1,64 @@
+"""What the stub CUDA driver alone can show: the variants that are loaded, and accesses that a GPU would not forgive."""
+
+import pytest
+import torch
+import tritoncomm_kernels as kernels
+from bits import bits, random_bits
+from devices import Stub
+from fake_gpu.program import PtxError
+from kernel_cases import SPLIT_SIZES, copies
+from tritoncomm_kernels import copy, launch, reference
+
+
+def test_sizes_share_a_variant(device: Stub) -> None:
+    """Also those that Triton would specialise for."""
+    before = set(device.fake.kernels)
+    for rows, world, run in ((1, 2, 8), (16, 16, 16), (17, 3, 8), (5, 1, 24), (1, 1, 8), (64, 4, 128)):
+        x = random_bits((rows, world * run), torch.bfloat16)
+        wire, twin = (torch.empty(world, rows, run, dtype=torch.bfloat16) for _ in range(2))
+        kernels.pack(x, wire, config=kernels.Config(4, 128))
+        reference.pack(x, twin)
+        assert torch.equal(bits(wire), bits(twin))
+    assert len(set(device.fake.kernels) - before) <= 1
+
+
+@pytest.mark.parametrize(
+    ("world", "kernel"), [(1, "split"), (8, "split"), (16, "split"), (17, "table"), (130, "table")]
+)
+def test_split_sizes_go_by_value_up_to_16_ranks(device: Stub, world: int, kernel: str) -> None:
+    """Beyond that in a table, in one step for every 128; equal, empty and hot ranks."""
+    before = len(device.fake.launches)
+    for sizes in ((8,) * world, tuple(8 * (w % 3) for w in range(world - 1)) + (200,)):
+        copies(random_bits((5, sum(sizes)), torch.bfloat16), world, sizes)
+    assert {name for name, _ in device.fake.launches[before:]} == {f"_copy_{kernel}_kernel"}
+
+
+def test_ordinary_launch(device: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch for a Triton whose direct one is not known."""
+    assert launch.is_direct(0)
+    monkeypatch.setattr(launch, "_known_version", lambda: False)
+    assert not launch.is_direct(0)
+    for sizes in SPLIT_SIZES[-7:-2]:
+        copies(random_bits((3, 5, sum(sizes) + 8), torch.bfloat16).transpose(0, 1)[..., 8:], len(sizes), sizes)
+    copies(random_bits((3, 96), torch.float32), 4)
+
+
+def test_faults_are_seen(device: Stub) -> None:
+    """The plan of one call with the tensors of another."""
+    x, wire = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(4, 8, 16, dtype=torch.bfloat16)
+
+    def planned(alignment: int) -> launch.Launch:
+        layout = (x.shape, x.stride(), wire.shape, wire.stride(), None, False, False, None)
+        call = copy._plan("pack", 0, x.dtype, wire.dtype, alignment, *layout)[0]
+        assert call is not None
+        return call
+
+    shifted = torch.zeros(8 * 64 + 1, dtype=torch.bfloat16)[1:].view(8, 64)
+    planned(0)(x, wire, 1.0)
+    planned(2)(shifted, wire, 1.0)
+    with pytest.raises(PtxError, match="no multiple of"):
+        planned(0)(shifted, wire, 1.0)
+    with pytest.raises(PtxError, match="from a buffer"):
+        planned(0)(x, wire.view(-1)[:-8], 1.0)
+    with pytest.raises(PtxError, match="from a buffer"):
+        planned(0)(x.view(-1)[:-16], wire, 1.0)

@@ -1,0 +1,47 @@
+"""Process groups on the device: of this process alone, and of two."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+import torch.distributed as dist
+from pool import Pool
+from torch.distributed import ProcessGroup
+
+if TYPE_CHECKING:  # they import Triton: too early here, see the conftest.py above
+    from devices import Device
+
+
+@pytest.fixture
+def one_rank(device: "Device") -> Iterator[ProcessGroup]:
+    """A group of this process alone whose calls go through the backend."""
+    from tritoncomm.core import eager  # imports Triton
+
+    bound = {"device_id": device.at} if device.backend == "nccl" else {}
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group(device.backend, store=store, rank=0, world_size=1, **bound)
+    try:
+        assert dist.group.WORLD is not None
+        with eager.force_single_rank_collectives():
+            yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def gloo_pair(made_device: "Device", request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """Two ranks over Gloo; on the CPU, of the pool that all tests share."""
+    if made_device.at.type == "cpu":
+        yield request.getfixturevalue("pool")
+        return
+    ranks = made_device.pair("gloo")
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def nccl_pair(made_device: "Device") -> Iterator[Pool]:
+    """Two ranks over NCCL: on two GPUs, or on one from NCCL 2.30 on."""
+    ranks = made_device.pair("nccl")
+    yield ranks
+    ranks.stop()

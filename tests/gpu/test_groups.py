@@ -1,0 +1,223 @@
+"""Over process groups on the device: one rank of its backend, two processes of Gloo, two of NCCL where it can."""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bits import bits, random_bits
+from devices import Device
+from kernel_cases import COPIED, FLOATS
+from mapping_cases import BY_SIZES, MAPPINGS, check_by_sizes, check_mapping, value
+from pool import Pool
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+import tritoncomm
+from tritoncomm import collective, mappings
+from tritoncomm.core import eager
+from tritoncomm.p2p import P2PCommunicator
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+TIMEOUT = 100
+
+
+def test_initialize_and_destroy(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several times in one process: groups, a collective through each of them, and nothing left behind."""
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    x = value((8, 16), "float32", 1).to(device.at)
+    for _ in range(3):
+        mesh = tritoncomm.initialize()
+        assert mesh.device_type == device.at.type
+        with eager.force_single_rank_collectives():
+            out = mappings.gather_from_tensor_model_parallel_region(x)
+            summed = collective.all_reduce(x.clone(), tritoncomm.ParallelMode.DATA)
+            on_cpu = collective.all_reduce(torch.ones(3), dist.group.WORLD)
+        assert torch.equal(out, x)
+        assert torch.equal(summed, x)
+        assert torch.equal(on_cpu, torch.ones(3)), "a CPU tensor over the same group"
+        tritoncomm.destroy()
+        assert not dist.is_initialized()
+        assert x.new_empty(0, device=device.at.type).device == x.device, "another current device"
+
+
+def test_one_rank(device: Device, one_rank: ProcessGroup) -> None:
+    """Every mapping is the identity there, up to the shape, in both directions and in every dtype."""
+    for dtype in COPIED:
+        small = random_bits((8, 2, 16), torch.int8, 1, device.at)
+        for name, (call, forward, _) in MAPPINGS.items():
+            if "sum" in forward and not (dtype in FLOATS or dtype in (torch.int32, torch.int64)):
+                continue
+            x = small.to(dtype) if "sum" in forward else random_bits((8, 2, 16), dtype, 2, device.at)
+            out = call(x, one_rank)
+            assert torch.equal(bits(out.flatten()), bits(x.flatten())), (name, dtype)
+            if dtype in FLOATS:
+                leaf = small.to(dtype).requires_grad_()
+                result = call(leaf, one_rank)
+                gradient = random_bits(tuple(result.shape), torch.int8, 3, device.at).to(dtype)
+                result.backward(gradient)
+                assert leaf.grad is not None, (name, dtype)
+                assert torch.equal(leaf.grad.flatten(), gradient.flatten()), (name, dtype, "backward")
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_handles_on_a_side_stream(device: Device, one_rank: ProcessGroup, name: str) -> None:
+    """The inputs are overwritten right after the call has been waited for."""
+    dims = () if name == "all_reduce" else (1,)
+    for n in device.pick((64,), (64, 4096, 1_000_000)):
+        x = random_bits((2, n), torch.int8, n, device.at).float()
+        expected = x.clone()
+        with device.side_stream():
+            out, handle = getattr(collective, name)(x, *dims, one_rank, async_op=True)
+            assert tuple(out.shape) == (2, n), "before wait()"
+            kept = handle.wait().clone()
+            x.fill_(-1)
+        assert torch.equal(kept, expected), n
+
+
+def run_mappings(group: ProcessGroup, device: Device) -> None:
+    for dtype in device.pick(("float32",), ("bfloat16", "float32", "float64")):
+        for name in MAPPINGS:
+            check_mapping(group, name, (8, 2, 16), dtype, "contiguous", "triton", device.at)
+        for name in BY_SIZES:
+            check_by_sizes(group, name, dtype, "triton", device.at)
+
+
+def run_p2p(group: ProcessGroup, device: Device) -> None:
+    """An activation goes to the second stage and its gradient comes back; one tensor, strided ones, several.
+
+    CUDA tensors over Gloo go through the host.
+    """
+    for batched, varying in ((True, True), (True, False), (False, True), (False, False)):
+        config = SimpleNamespace(
+            pipeline_dtype=torch.float32,
+            batch_p2p_comm=batched,
+            variable_seq_lengths=varying,
+            pipeline_device=device.at,
+        )
+        stage, what = P2PCommunicator(group, config), (batched, varying)
+        for turn in range(3):
+            run_turn(stage, group.rank(), turn, device, (*what, turn))
+        many = [value((3, n), "float32", n).to(device.at) for n in (1, 5, 16)]
+        if group.rank() == 0:
+            stage.send_forward(many, False)
+        else:
+            received = stage.recv_forward([tuple(x.shape) for x in many], False)
+            for x, sent in zip(received, many, strict=True):
+                assert_is(x, sent, what)
+
+
+def run_turn(stage: P2PCommunicator, rank: int, turn: int, device: Device, what: Any) -> None:
+    shape = torch.Size((6, 2, 8))
+    act, grad = (value(tuple(shape), "float32", turn + n).to(device.at) for n in (1, 5))
+    if turn == 1:
+        act, grad = act.transpose(0, 1).contiguous().transpose(0, 1), grad.flip(0)
+    if rank == 0:
+        leaf = act.clone().requires_grad_()
+        back = stage.send_forward_recv_backward(leaf * 2, shape, False)
+        assert_is(back, grad, what)
+        (leaf * 2).backward(back)
+        assert_is(leaf.grad, grad * 2, what)
+    else:
+        x = stage.recv_forward(shape, False)
+        assert_is(x, act * 2, what)
+        assert x.requires_grad, what
+        stage.send_backward(grad, False)
+
+
+def assert_is(x: Tensor | None, expected: Tensor, what: Any) -> None:
+    assert x is not None, what
+    assert x.device == expected.device, what
+    assert torch.equal(x.detach(), expected), what
+
+
+class Exchange(nn.Module):
+    """Linears and a norm around all-to-alls; ``uneven`` ones go by split sizes."""
+
+    def __init__(self, group: ProcessGroup, uneven: bool) -> None:
+        super().__init__()
+        self.group, self.uneven = group, uneven
+        self.norm, self.first, self.last = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(self.norm(x))
+        if self.uneven:
+            back = mappings.all_to_all_dims(hidden, 1, 0, self.group, scatter_sizes=(11, 5)).relu()
+            return x + self.last(mappings.all_to_all_dims(back, 0, 1, self.group, gather_sizes=(11, 5)))
+        back = mappings.all_to_all_sp2hp(hidden, self.group).relu()
+        return x + self.last(mappings.all_to_all_hp2sp(back, self.group))
+
+
+def run_compiled(group: ProcessGroup, device: Device) -> None:
+    """Forward and backward through the compiler against eager, at two lengths."""
+    for uneven in (False, True):
+        torch.manual_seed(group.rank())
+        layer = Exchange(group, uneven).to(device.at)
+        compiled = torch.compile(layer, fullgraph=True, **device.compiled[0])
+        for tokens in (8, 12):
+            x = torch.randn(tokens, 16, device=device.at)
+            results = []
+            for function in (layer, compiled):
+                leaf = x.clone().requires_grad_()
+                out = function(leaf)
+                results.append((out.detach(), *torch.autograd.grad(out.sin().sum(), [leaf, *layer.parameters()])))
+            for a, b in zip(*results, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_mappings_of_two_processes(device: Device, gloo_pair: Pool) -> None:
+    gloo_pair.run(run_mappings, device, timeout=TIMEOUT)
+
+
+def test_p2p_of_two_processes(device: Device, gloo_pair: Pool) -> None:
+    gloo_pair.run(run_p2p, device, timeout=TIMEOUT)
+
+
+@pytest.mark.slow
+def test_compile_of_two_processes(device: Device, gloo_pair: Pool) -> None:
+    gloo_pair.run(run_compiled, device, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize("function", [run_mappings, run_p2p, run_compiled])
+def test_two_processes_over_nccl(device: Device, nccl_pair: Pool, function: Any) -> None:
+    nccl_pair.run(function, device, timeout=TIMEOUT)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize(
+    ("name", "dim"), [("gather_from_sequence_parallel_region", 0), ("gather_from_tensor_model_parallel_region", 1)]
+)
+def test_cuda_graphs(device: Device, name: str, dim: int) -> None:
+    """``mode="reduce-overhead"`` around mappings of a no-op group: none is skipped, and replays are right.
+
+    The fake group's all-gather concatenates this rank's own tensor with itself.
+    """
+    from torch._dynamo.utils import counters
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        norm, group = nn.LayerNorm(16).to(device.at), dist.group.WORLD
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = torch.compile(partial(gathered, name, norm, group), fullgraph=True, **device.compiled[1])
+        for turn in range(5):
+            x = torch.randn(8, 16, device=device.at)
+            leaf = x.clone().requires_grad_()
+            device.begin_step()
+            out = compiled(leaf)
+            torch.testing.assert_close(out, torch.cat([norm(x).relu()] * 2, dim).detach(), rtol=1e-4, atol=1e-5)
+            out.sum().backward()
+            assert leaf.grad is not None, turn
+            assert leaf.grad.isfinite().all(), turn
+        assert not counters["inductor"]["cudagraph_skips"]
+    finally:
+        dist.destroy_process_group()
+
+
+def gathered(name: str, norm: nn.Module, group: Any, x: Tensor) -> Tensor:
+    return getattr(mappings, name)(norm(x), group=group).relu()

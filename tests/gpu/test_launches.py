@@ -1,0 +1,139 @@
+"""How kernels are launched: under capture, on other streams, with hooks, beyond 2**31 accesses."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import tritoncomm_kernels as kernels
+from bits import bits, random_bits
+from devices import Device
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from triton import knobs
+
+from tritoncomm import mappings
+from tritoncomm.core import ops
+
+SIZES = (16, 0, 5, 40, 3, 32)
+MANY = (5,) * 18 + (6,)  # more than a launch takes by value
+
+
+def summed(x: Tensor) -> Tensor:
+    out = torch.empty(96, dtype=torch.int32, device=x.device)
+    kernels.reduce(x.to(torch.int32), out)
+    return out
+
+
+# Every kind of local step on a ``[8, 96]`` tensor of 2-byte integers.
+LOCAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "pack": lambda x: ops.pack(x, 1, 4)[0],
+    "pack-slice": lambda x: ops.pack(x[:, 16:80], 1, 4)[0],
+    "pack-ragged": lambda x: ops.pack(x, 1, 5)[0],
+    "pack-sizes": lambda x: ops.pack(x, 1, len(SIZES), SIZES)[0],
+    "pack-many-sizes": lambda x: ops.pack(x, 1, len(MANY), MANY)[0],
+    "unpack": lambda x: ops.unpack(x.view(4, 2, 96), (2, 384), 1, 4)[0],
+    "unpack-sizes": lambda x: ops.unpack(x.view(-1), (8, 96), 1, len(SIZES), SIZES)[0],
+    "unpack-many-sizes": lambda x: ops.unpack(x.view(-1), (8, 96), 1, len(MANY), MANY)[0],
+    "reduce": summed,
+}
+# Mappings through the backend, of one rank.
+ONE_RANK: dict[str, Callable[[Tensor, ProcessGroup], Tensor]] = {
+    "gather_sp": lambda x, g: mappings.gather_from_sequence_parallel_region(x, group=g),
+    "reduce_from": lambda x, g: mappings.reduce_from_tensor_model_parallel_region(x.float(), g),
+    "rs_last": lambda x, g: mappings.reduce_scatter_last_dim_to_tensor_parallel_region(x.float(), g),
+    "sp2hp": lambda x, g: mappings.all_to_all_sp2hp(x.float(), g),
+    "all_to_all-sizes": lambda x, g: mappings.all_to_all(g, x.float(), [8], [8]),
+    "all_to_all_dims-sizes": lambda x, g: mappings.all_to_all_dims(x.float(), 1, 0, g, scatter_sizes=(96,)),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_kernels() -> Iterator[None]:
+    with ops.path("triton"):
+        yield
+
+
+def inputs(device: Device) -> tuple[Tensor, Tensor]:
+    first, second = (random_bits((8, 96), torch.int16, seed, device.at) for seed in (1, 2))
+    return first, second
+
+
+def replayed(device: Device, call: Callable[[Tensor], Tensor]) -> None:
+    """A captured call, replayed with new values in the same memory, gives what the call gives."""
+    x, fresh = inputs(device)
+    expected = call(fresh)
+    out, replay = device.captured(call, x)
+    x.copy_(fresh)
+    for turn in range(2):
+        out = replay(out)
+        assert torch.equal(out, expected), turn
+        out.zero_()
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_capture(device: Device, name: str) -> None:
+    replayed(device, LOCAL[name])
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_capture_of_mappings(device: Device, one_rank: ProcessGroup, name: str) -> None:
+    replayed(device, lambda x: ONE_RANK[name](x, one_rank))
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_streams(device: Device, name: str) -> None:
+    """Kernels run in the order of the current stream, tables of sizes included; behind a kernel that takes long."""
+    x, fresh = inputs(device)
+    expected = LOCAL[name](fresh)
+    with device.side_stream():
+        device.busy()
+        x.copy_(fresh)
+        out = LOCAL[name](x)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("world", [3, 24])
+def test_sizes_on_two_streams(device: Device, world: int) -> None:
+    """Sizes met first on a stream that is busy, and again at once on one that is idle."""
+    sizes = tuple(1 + n % 3 for n in range(world - 1))
+    sizes += (96 - sum(sizes),)
+    x, _ = inputs(device)
+    expected = torch.cat([part.flatten() for part in x.split(sizes, 1)])
+    side = device.side_stream()
+    device.busy()
+    first = ops.pack(x, 1, world, sizes)[0]
+    with side:
+        second = ops.pack(x, 1, world, sizes)[0]
+    assert torch.equal(second.view(-1), expected)
+    assert torch.equal(first.view(-1), expected)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_hooks(device: Device, name: str) -> None:
+    """With a launch hook, as profilers set it, every launch is seen and gives the same bits; after it, too."""
+    seen: list[object] = []
+    (x, _), hook = inputs(device), knobs.runtime.launch_enter_hook
+    expected = LOCAL[name](x)
+    hook.add(seen.append)
+    try:
+        assert torch.equal(LOCAL[name](x), expected)
+        count = len(seen)
+        assert count >= device.pick(0, 1), "the hook saw no launch"
+    finally:
+        hook.remove(seen.append)
+    assert torch.equal(LOCAL[name](x), expected)
+    assert len(seen) == count
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(torch.bfloat16, (524288, 8194)), (torch.int8, (262144, 16386))], ids=["bfloat16", "int8"]
+)
+def test_accesses_beyond_32_bits(device: Device, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """More than 2**31 accesses, because rows that are odd in length leave 2 or 1 bytes to each."""
+    device.require(40)
+    rows, cols = shape = device.pick((8, 34), shape)
+    x = random_bits(shape, dtype, 0, device.at)
+    wire = ops.pack(x, 1, 2)[0].view(2, rows, cols // 2)
+    for rank, shard in enumerate(x.chunk(2, 1)):
+        assert torch.equal(bits(wire[rank]), bits(shard)), rank
+    assert torch.equal(bits(ops.unpack(wire, shape, 1, 2)[0]), bits(x))

@@ -1,0 +1,167 @@
+"""What tests run on: the CPU with interpreted kernels, a GPU, or compiled kernels on a stub CUDA driver."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from pool import Pool
+from threaded import launches_take_turns
+from torch import Tensor
+
+__all__ = ["Device", "make_device"]
+
+STUBS = {"sm80": (8, 0), "sm90": (9, 0), "sm100": (10, 0)}
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+SLEEP = 200_000_000  # cycles, about a tenth of a second
+T = TypeVar("T")
+Call = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Device:
+    """The CPU, with kernels in Triton's interpreter: work is done at once, and what a GPU orders needs no order.
+
+    Attributes:
+        at: where tensors are.
+        is_large: cases have the size and number that a GPU is worth.
+        backend: of process groups.
+        path: the code path on which the kernels run.
+        compiled: how ``torch.compile`` compiles, and how it captures CUDA graphs.
+    """
+
+    at: torch.device = CPU
+    is_large: bool = False
+    backend: str = "gloo"
+    path: str = "triton"
+    compiled: tuple[dict[str, str], dict[str, str]] = ({"backend": "aot_eager"}, {"backend": "aot_eager"})
+
+    def pick(self, small: T, large: T) -> T:
+        return large if self.is_large else small
+
+    def current(self) -> AbstractContextManager[Any]:
+        """What holds during a test."""
+        return nullcontext()
+
+    def threads(self) -> AbstractContextManager[Any]:
+        """What holds while threads launch kernels."""
+        return launches_take_turns()
+
+    def require(self, gib: int) -> None:
+        """Skip a large case where the free memory does not suffice."""
+
+    def busy(self) -> None:
+        """Keep the current stream busy for a while."""
+
+    def side_stream(self) -> AbstractContextManager[Any]:
+        """Another stream, behind what the current one has so far; work inside goes to it, and is over afterwards."""
+        return nullcontext()
+
+    def captured(self, call: Call, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """The result of a call that is captured as a graph, and what replays it into that result."""
+        return call(x), lambda _: call(x)
+
+    def begin_step(self) -> None:
+        """Outputs of CUDA graphs may be overwritten from here on."""
+
+    def pair(self, backend: str) -> Pool:
+        """Two ranks in processes of their own."""
+        pytest.skip(f"{backend} needs a GPU")
+
+
+@dataclass(frozen=True)
+class Cuda(Device):
+    """The first GPU."""
+
+    at: torch.device = GPU
+    is_large: bool = True
+    backend: str = "nccl"
+    compiled: tuple[dict[str, str], dict[str, str]] = ({"backend": "inductor"}, {"mode": "reduce-overhead"})
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        torch.cuda.set_device(self.at)
+        yield
+        torch.cuda.synchronize()  # an error of a kernel belongs to the test that launched it
+        torch.cuda.empty_cache()
+
+    def threads(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def require(self, gib: int) -> None:
+        free = torch.cuda.mem_get_info()[0]
+        if free < gib * 2**30:
+            pytest.skip(f"needs {gib} GiB of free memory, there are {free / 2**30:.0f}")
+
+    def busy(self) -> None:
+        torch.cuda._sleep(SLEEP)
+
+    def side_stream(self) -> AbstractContextManager[Any]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+
+        @contextmanager
+        def work() -> Iterator[None]:
+            with torch.cuda.stream(side):
+                yield
+            side.synchronize()
+
+        return work()
+
+    def captured(self, call: Call, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        with self.side_stream():
+            call(x)  # compiles, and copies tables of sizes to the device
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog looks at events meanwhile
+            out = call(x)
+
+        def replay(out: Tensor) -> Tensor:
+            graph.replay()
+            torch.cuda.synchronize()
+            return out
+
+        return out, replay
+
+    def begin_step(self) -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+
+    def pair(self, backend: str) -> Pool:
+        env = {}
+        if backend == "nccl" and torch.cuda.device_count() < 2:
+            version = torch.cuda.nccl.version()
+            if version < (2, 30):
+                pytest.skip(f"needs two GPUs, or NCCL 2.30 for two ranks on one; this is {version}")
+            env = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2"}
+        return Pool(2, backend, env, gpus=torch.cuda.device_count() if backend == "nccl" else 1)
+
+
+@dataclass(frozen=True)
+class Stub(Device):
+    """A GPU that Triton compiles and launches for, while the PTX of its kernels runs on the CPU."""
+
+    path: str = "auto"
+    fake: Any = None
+
+    def current(self) -> AbstractContextManager[Any]:
+        return self.fake.current()
+
+    def require(self, gib: int) -> None:
+        if self.is_large and gib > 4:
+            pytest.skip(f"{gib} GiB are too much for the CPU")
+
+    def threads(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+def make_device(name: str, small: bool) -> Device:
+    """The device of that name; with ``small`` a GPU gets the small cases too."""
+    if name == "cpu":
+        return Device()
+    if name == "cuda":
+        return Cuda(is_large=not small)
+    from fake_gpu.device import Device as FakeGpu  # it compiles a driver: not where kernels are interpreted
+
+    return Stub(is_large=not small, fake=FakeGpu(STUBS[name]))

@@ -1,0 +1,97 @@
+"""Calls of the kernels against their torch twins, in memory that shows what they touch besides."""
+
+import itertools
+import math
+
+import torch
+import tritoncomm_kernels as kernels
+from bits import bits
+from torch import Tensor
+from tritoncomm_kernels import reference
+
+__all__ = ["COPIED", "FLOATS", "SPLIT_SIZES", "assert_same_numbers", "canaries_live", "copies", "guarded", "name_of"]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+COPIED = (
+    *FLOATS,
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+SPLIT_SIZES = [
+    *((3, 5, 1), (0, 9, 0), (8, 0, 8), (16, 16), (7,), (1,) * 8, (2, 0, 3) * 3, (0, 8) * 8),
+    *((5, *(0,) * 9, 8, *(3, 0, 16) * 4), (0,) * 140 + (40,), (8,) * 17, (0,) * 16 + (24,), (9,) + (0,) * 299),
+    *((3, 0, 5, 8), (16, 32, 0, 48), (0, 0, 7), (96,), (64, 1, 31), (1000, 24, 4096, 0, 8)),
+    *(tuple(range(33)), (1,) * 64),
+]
+GUARD = 64  # elements
+POISON = {torch.bool: 1}
+
+
+def name_of(value: object) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value).rpartition(".")[2]
+
+
+def memory(nbytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Bytes of one pattern."""
+    return torch.full((nbytes,), POISON.get(dtype, 0x7F), dtype=torch.uint8, device=device)
+
+
+def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """A poisoned tensor of ``shape`` inside a buffer with 16 canary bytes at either end."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = memory(size + 32, dtype, torch.device(device))
+    return raw[16 : 16 + size].view(dtype).view(shape), raw
+
+
+def canaries_live(raw: Tensor) -> bool:
+    return bool((raw[:16] == raw[0]).all() and (raw[-16:] == raw[0]).all() and raw[0] in (1, 0x7F))
+
+
+def assert_same_numbers(a: Tensor, b: Tensor) -> None:
+    """The same bits, where one NaN is as good as another."""
+    assert a.dtype is b.dtype
+    assert torch.equal(a.isnan(), b.isnan())
+    assert torch.equal(bits(a.masked_fill(a.isnan(), 0)), bits(b.masked_fill(b.isnan(), 0)))
+
+
+def by_index(rows: Tensor, world: int) -> Tensor:
+    """The definition: one element at a time."""
+    outer, row = rows.shape
+    run = -(-row // world)
+    wire = torch.zeros(world, outer, run, dtype=rows.dtype)
+    for w, o, k in itertools.product(range(world), range(outer), range(run)):
+        if w * run + k < row:
+            wire[w, o, k] = rows[o, w * run + k]
+    return wire
+
+
+def copies(rows: Tensor, world: int, sizes: tuple[int, ...] | None = None, gap: int = 0) -> None:
+    """pack of rows into a wire with ``gap`` between the ranks, and unpack into rows of the same strides.
+
+    Kernels and twins write into memory of one pattern, which has to be equal afterwards, surroundings included.
+    """
+    row, dtype, itemsize = rows.shape[-1], rows.dtype, rows.dtype.itemsize
+    outer, run = rows.numel() // row, -(-row // world)
+    cells = outer * row if sizes is not None else world * outer * run + (world - 1) * gap
+    results = []
+    for module in (kernels, reference):
+        packed = memory((cells + 2 * GUARD) * itemsize, dtype, rows.device)
+        wire = packed.view(dtype)[GUARD : GUARD + cells]
+        if sizes is None:
+            wire = wire.as_strided((world, outer, run), (outer * run + gap, run, 1))
+        bytes_packed = module.pack(rows, wire, sizes=sizes)
+        unpacked = memory(rows.untyped_storage().nbytes(), dtype, rows.device)
+        back = unpacked.view(dtype).as_strided(rows.shape, rows.stride(), rows.storage_offset())
+        bytes_unpacked = module.unpack(wire, back, sizes=sizes)
+        assert torch.equal(bits(back), bits(rows)), module
+        if sizes is not None:
+            expected = torch.cat([part.flatten() for part in rows.reshape(outer, row).split(list(sizes), 1)])
+            assert torch.equal(bits(wire), bits(expected)), module
+        elif rows.numel() <= 64:
+            assert torch.equal(bits(wire.cpu()), bits(by_index(rows.reshape(outer, row).cpu(), world))), module
+        results.append((packed, unpacked, bytes_packed, bytes_unpacked))
+    (packed, unpacked, *counts), (packed_twin, unpacked_twin, *counts_twin) = results
+    assert torch.equal(packed, packed_twin)
+    assert torch.equal(unpacked, unpacked_twin)
+    assert counts == counts_twin
+    assert sizes is not None or counts[0] == (rows.numel() + world * outer * run) * itemsize
