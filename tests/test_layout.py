@@ -24,6 +24,7 @@ LAYERS = [
     ["meshes", "groups"],
     ["collective", "mappings", "agreement", "runtime"],
     ["p2p", "tensor"],
+    ["integrations"],
     ["explain", "tune", "selftest", "doctor"],
     ["__init__"],
     ["demo"],
@@ -35,7 +36,8 @@ CORE = [
 ]  # fmt: skip
 MAPPINGS = ["general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}
-INSIDE = {"core": CORE, "mappings": MAPPINGS}
+INTEGRATIONS = ["rebinding", "megatron_functions", "megatron", "__init__"]
+INSIDE = {"core": CORE, "mappings": MAPPINGS, "integrations": INTEGRATIONS}
 ENTRIES = 25
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",

@@ -1,0 +1,3 @@
+"""tritoncomm under other frameworks. Every module names one framework, and imports it at its first call only."""
+
+__all__: list[str] = []
