@@ -23,7 +23,6 @@ from bench.hosts import missing_megatron, no_op_group
 from bench.timing import quiet_host
 
 WORLD, TOKENS = 2, 16
-WARM = 3
 CONTROL = 0.03  # of Megatron's time, between it and itself
 
 
@@ -95,16 +94,17 @@ def _linear_pair(config: Any) -> Callable[[], Any]:
 
 
 def _alternate(step: Callable[[], Any], rounds: int, inner: int) -> Samples:
-    """Microseconds of thread CPU time per step; every provider has ``WARM`` steps before it is timed."""
+    """Microseconds of thread CPU time per step; every provider is warmed up before it is timed."""
     from tritoncomm.integrations import megatron  # after Megatron's own imports, with their warnings off
 
     samples: Samples = {"ours": [], "megatron": [], "control": []}
     order = list(samples)
     for _ in range(rounds):
         for provider in order:
-            if provider == "ours":
-                megatron.patch()
-            for _ in range(WARM):
+            megatron.patch()
+            if provider != "ours":
+                megatron.unpatch()
+            for _ in range(2 * inner):  # names have been rebound: Python's caches of them are cold
                 step()
             started = time.thread_time()
             for _ in range(inner):

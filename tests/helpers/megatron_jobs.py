@@ -250,7 +250,7 @@ class Linear:
 def linear_layers(store: str) -> dict[str, list[str]]:
     """Every linear case with and without ours: which differ in bits, in messages, or copy more."""
     rank = int(os.environ["RANK"])
-    wrong: dict[str, list[str]] = {"bits": [], "messages": [], "copied": [], "second derivatives": []}
+    wrong: dict[str, list[str]] = {"bits": [], "messages": [], "copied": []}
     with join(rank, 2, store), on_cpu(), groups(tensor_model_parallel_size=2) as state:
         layers, group = core("tensor_parallel.layers"), state.get_tensor_model_parallel_group()
         for case, grad in itertools.product(Linear.cases(), (True, False)):
@@ -269,6 +269,7 @@ def linear_layers(store: str) -> dict[str, list[str]]:
             if copied > their_copies.copied and not refused:
                 wrong["copied"].append(f"{label}: {their_copies.copied} -> {copied}")
         with megatron.patched():
+            wrong["reductions"] = _reductions(group)
             wrong["second derivatives"] = [
                 str(sequence) for sequence in (False, True) if not _second_derivatives_agree(layers, group, sequence)
             ]
@@ -334,3 +335,39 @@ def compile_linear(store: str, backend: str) -> list[str]:
 def quick(folder: str) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """One case and all linear layers in one job, because Megatron takes seconds to import."""
     return compare("tensor-2-sequence", f"{folder}/compare", steps=5), linear_layers(f"{folder}/linear")
+
+
+def _reductions(group: Any) -> list[str]:
+    """What `reduce_from_tensor_model_parallel_region` overwrites under the patch; cases that are not as expected."""
+    reduce = core("tensor_parallel.mappings").reduce_from_tensor_model_parallel_region
+    leaf, plain = torch.full((4, 3), 2.0, requires_grad=True), torch.full((4, 3), 2.0)
+    saved = torch.full((4, 3), 2.0)
+    inputs: dict[str, tuple[Any, bool]] = {
+        "result": (leaf * 1.0, True),
+        "without grad": (plain.clone(), True),
+        "strided result": ((leaf * 1.0).t().contiguous().t(), False),
+        "leaf": (leaf, False),
+        "view of a leaf": (leaf.view(12), False),
+        "view of a result": ((leaf * 1.0).view(12), False),
+        "numpy": (torch.from_numpy(plain.numpy().copy()), False),
+    }
+    wrong = []
+    for label, (x, overwritten) in inputs.items():
+        y = reduce(x, group=group)
+        if bool((x == 4.0).all()) != overwritten or not bool((y == 4.0).all()):
+            wrong.append(label)
+        if y.requires_grad != x.requires_grad:
+            wrong.append(f"{label}: requires_grad")
+    with torch.no_grad():
+        y = reduce(leaf, group=group)
+        if bool((leaf == 4.0).any()) or y.requires_grad:
+            wrong.append("leaf without grad mode")
+    for label, out in (("saved by its producer", torch.sigmoid(leaf)), ("saved by another", saved)):
+        other = leaf * saved
+        try:
+            (reduce(out, group=group).sum() + other.sum()).backward()
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                continue
+        wrong.append(label)
+    return wrong

@@ -103,7 +103,7 @@ def test_a_gpt_trains_to_the_same_bits(quick_results: list[Any]) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("what", ["bits", "messages", "copied", "second derivatives"])
+@pytest.mark.parametrize("what", ["bits", "messages", "copied", "reductions", "second derivatives"])
 def test_linear_layers(quick_results: list[Any], what: str) -> None:
     assert [wrong[what] for _, wrong in quick_results] == [[], []]
 

@@ -1,3 +1,3 @@
-"""tritoncomm under other frameworks. Every module names one framework, and imports it at its first call only."""
+"""tritoncomm under the names and signatures of other frameworks."""
 
 __all__: list[str] = []

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from tritoncomm import mappings
 from tritoncomm.errors import ArgumentError, UnsupportedError
@@ -273,7 +273,7 @@ def _callables(theirs: Any, ours: Any) -> Iterator[tuple[str, Any, Any]]:
                     )
                 yield f"{theirs.__name__}.{name}", method, getattr(ours, name)
     else:
-        forward: Any = vars(theirs)["forward"].__func__
+        forward = cast(Any, theirs).forward
         yield f"{theirs.__name__}.apply", forward, getattr(ours, "forward", None) or ours.apply
 
 
