@@ -282,7 +282,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _second_derivatives_agree(layers: Any, group: Any, sequence: bool) -> bool:
-    """Gradients of ``sum(g ** 2)``, g the gradient of ``sum(y ** 3)`` by x, against one process."""
+    """Gradients of the squared gradients of ``sum(y ** 3)`` by x and weight, against one process."""
     world, rank = group.size(), group.rank()
     generator = torch.Generator().manual_seed(3)
     full_x = torch.randn(4, 3, 8, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -299,8 +299,8 @@ def _second_derivatives_agree(layers: Any, group: Any, sequence: bool) -> bool:
 
 
 def _squared_gradient(linear: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    (g,) = torch.autograd.grad((linear(x, weight) ** 3).sum(), x, create_graph=True)
-    return torch.autograd.grad((g**2).sum(), (x, weight))
+    gradients = torch.autograd.grad((linear(x, weight) ** 3).sum(), (x, weight), create_graph=True)
+    return torch.autograd.grad((gradients[0] ** 2).sum() + (gradients[1] ** 2).sum(), (x, weight))
 
 
 def compile_linear(store: str, backend: str) -> list[str]:

@@ -349,6 +349,14 @@ def test_fewer_arguments_are_fine(theirs: SimpleNamespace, monkeypatch: pytest.M
     assert theirs.mappings.all_to_all is mappings.all_to_all
 
 
+def test_a_missing_name_is_refused(theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(theirs.layers, "LinearWithFrozenWeight")
+    before = _bindings()
+    with pytest.raises(UnsupportedError, match=r"layers\.LinearWithFrozenWeight is missing"):
+        megatron.patch()
+    assert _bindings() == before
+
+
 def test_a_changed_class_is_refused(theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     class Communicator(theirs.p2p_communication.P2PCommunicator):
         def recv_forward(self, tensor_shapes: Any, is_first_stage: bool, timeout: float) -> Any: ...

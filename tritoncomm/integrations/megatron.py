@@ -211,8 +211,8 @@ def _swaps(cross_entropy: bool) -> tuple[list[tuple[Any, Any]], list[str]]:
     """(Megatron's, ours) of everything that is replaced, and a line for each mapping without a counterpart."""
     theirs, layers, state = _core("tensor_parallel.mappings"), _core("tensor_parallel.layers"), _core("parallel_state")
     swaps = [(getattr(theirs, name), _ours(name)) for name in mappings.__all__ if hasattr(theirs, name)]
-    swaps.append((_core("pipeline_parallel.p2p_communication").P2PCommunicator, P2PCommunicator))
-    originals = tuple(getattr(layers, name) for name in _LINEAR)
+    swaps.append((_named(_core("pipeline_parallel.p2p_communication"), "P2PCommunicator"), P2PCommunicator))
+    originals = tuple(_named(layers, name) for name in _LINEAR)
     resolve_group = _core("utils").get_tensor_model_parallel_group_if_none
     linear = megatron_functions.linear_functions(*originals, resolve_group, state.get_global_memory_buffer)
     swaps += zip(originals, linear, strict=True)
@@ -221,15 +221,24 @@ def _swaps(cross_entropy: bool) -> tuple[list[tuple[Any, Any]], list[str]]:
         group = state.get_tensor_model_parallel_group
         swaps.append((function, megatron_functions.cross_entropy_function(function, group)))
     known = {id(original) for original, _ in swaps}
-    defined = [
-        (name, value) for name, value in vars(theirs).items() if inspect.isroutine(value) or inspect.isclass(value)
-    ]
     unknown = [
         f"{theirs.__name__}.{name}: tritoncomm has no counterpart"
-        for name, value in defined
+        for name, value in vars(theirs).items()
+        if inspect.isfunction(value) or inspect.isclass(value)
         if value.__module__ == theirs.__name__ and id(value) not in known
     ]
     return swaps, unknown
+
+
+def _named(module: Any, name: str) -> Any:
+    """What Megatron's ``module`` calls ``name``.
+
+    Raises:
+        UnsupportedError: this version does not have it.
+    """
+    if not hasattr(module, name):
+        raise UnsupportedError(f"{module.__name__}.{name} is missing; this version of megatron-core is not supported")
+    return getattr(module, name)
 
 
 def _ours(name: str) -> Any:
@@ -244,14 +253,10 @@ def _check_signature(theirs: Any, ours: Any) -> None:
     """
     for name, expected, offered in _callables(theirs, ours):
         wanted, given = _parameters(expected), _parameters(offered)
-        same = [(p.name, p.kind, p.default) for p in wanted] == [
-            (p.name, p.kind, p.default) for p in given[: len(wanted)]
-        ]
-        if not same or any(p.default is p.empty for p in given[len(wanted) :]):
+        shared, more = given[: len(wanted)], given[len(wanted) :]
+        if wanted != shared or any(p.default is p.empty for p in more):
             signatures = f"({', '.join(map(str, wanted))}), ours takes ({', '.join(map(str, given))})"
-            raise UnsupportedError(
-                f"{theirs.__module__}.{name} takes {signatures}: this megatron-core is not supported"
-            )
+            raise UnsupportedError(f"{theirs.__module__}.{name} takes {signatures}; this version is not supported")
 
 
 def _parameters(function: Any) -> list[inspect.Parameter]:
@@ -267,11 +272,10 @@ def _callables(theirs: Any, ours: Any) -> Iterator[tuple[str, Any, Any]]:
     elif ours is P2PCommunicator:
         for name, method in vars(theirs).items():
             if inspect.isroutine(method):
+                label = f"{theirs.__name__}.{name}"
                 if not hasattr(ours, name):
-                    raise UnsupportedError(
-                        f"{theirs.__module__}.{theirs.__name__}.{name}: tritoncomm has no such method"
-                    )
-                yield f"{theirs.__name__}.{name}", method, getattr(ours, name)
+                    raise UnsupportedError(f"{theirs.__module__}.{label}: tritoncomm has no such method")
+                yield label, method, getattr(ours, name)
     else:
         forward = cast(Any, theirs).forward
         yield f"{theirs.__name__}.apply", forward, getattr(ours, "forward", None) or ours.apply
