@@ -24,6 +24,8 @@ LAYERS = [
     ["groups"],
     ["collective", "mappings", "agreement", "runtime"],
     ["p2p", "tensor", "parallel"],
+    ["ulysses"],
+    ["integrations"],
     ["explain", "tune", "selftest", "doctor"],
     ["__init__"],
     ["demo"],
@@ -35,7 +37,8 @@ CORE = [
 ]  # fmt: skip
 MAPPINGS = ["general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}
-INSIDE = {"core": CORE, "mappings": MAPPINGS}
+INTEGRATIONS = ["rebinding", "megatron_functions", "megatron", "deepspeed", "yunchang", "transformers", "__init__"]
+INSIDE = {"core": CORE, "mappings": MAPPINGS, "integrations": INTEGRATIONS}
 ENTRIES = 25
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
