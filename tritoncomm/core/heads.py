@@ -375,8 +375,8 @@ def to_sequence(
     wire, copied = _pack(tensors, plan)
     received = _sent(wire, plan, group)
     del wire
-    results = _unpack_heads(received, plan, layout, outs)
-    record.add(name, "torch", copied + received.nbytes + sum(x.nbytes for x in results), plan.bytes_sent, started)
+    results, unpacked = _unpack_heads(received, plan, layout, outs)
+    record.add(name, "torch", copied + unpacked, plan.bytes_sent, started)
     return results
 
 
@@ -398,13 +398,17 @@ def _one(x: Tensor, scatter_dim: int, gather_dim: int, layout: Layout, group: Pr
     )
 
 
-def _unpack_heads(received: Tensor, plan: _Plan, layout: Layout, outs: Sequence[Tensor] | None) -> Sequence[Tensor]:
-    """Every tensor out of the blocks that arrived, summed over the ranks that share a head."""
+def _unpack_heads(
+    received: Tensor, plan: _Plan, layout: Layout, outs: Sequence[Tensor] | None
+) -> tuple[Sequence[Tensor], int]:
+    """Every tensor out of the blocks that arrived, summed over the ranks that share a head; the bytes copied."""
+    copied = received.nbytes
     if outs is None and len(plan.unpack) == len(plan.shapes):  # one run: every result is one strided read
-        return [
+        results: Sequence[Tensor] = [
             _unpacked(received, copy, shape, layout.shares[copy.index])
             for copy, shape in zip(plan.unpack, plan.shapes, strict=True)
         ]
+        return results, copied + sum(x.nbytes for x in results)
     results = outs if outs is not None else [received.new_empty(shape) for shape in plan.shapes]
     shared: dict[tuple[int, int], list[Tensor]] = {}
     for copy in plan.unpack:
@@ -414,14 +418,18 @@ def _unpack_heads(received: Tensor, plan: _Plan, layout: Layout, outs: Sequence[
         else:
             _view(results[copy.index], copy).copy_(blocks)
     for (index, head), parts in shared.items():
-        torch.sum(torch.cat(parts), 0, out=results[index].narrow(HEAD_DIM, head, 1))
-    return results
+        blocks, target = parts[0], results[index].narrow(HEAD_DIM, head, 1)
+        if len(parts) > 1:  # summed at once, so that low precision rounds once
+            blocks = torch.cat(parts)
+            copied += 2 * blocks.nbytes
+        torch.sum(blocks, 0, dtype=received.dtype, out=target)
+    return results, copied + sum(x.nbytes for x in results)
 
 
 def _unpacked(received: Tensor, copy: _Copy, shape: Ints, share: HeadShare) -> Tensor:
     """A tensor whose heads lie at one stride in the blocks of all ranks, or are summed over them."""
     if share.replicated:
-        return _wire_view(received, copy).sum(0)
+        return _wire_view(received, copy).sum(0, dtype=received.dtype)
     (count, *tokens, heads, head_dim), (block, *steps) = copy.size, copy.wire_stride
     size, stride = (*tokens, count, heads, head_dim), (*steps[:2], block, *steps[2:])
     rows = received.as_strided(size, stride, copy.wire_start).clone(memory_format=torch.contiguous_format)
