@@ -92,7 +92,8 @@ class Case:
 
     @property
     def label(self) -> str:
-        return f"{self.kind}, world {self.world}, heads {self.heads[0]}/{self.heads[1]}, [{self.batch}, {self.seq}, {self.head_dim}], {self.order}"
+        heads, shape = "/".join(map(str, self.heads)), [self.batch, self.seq, self.head_dim]
+        return f"{self.kind}, world {self.world}, heads {heads}, {shape}, {self.order}"
 
     def local(self, heads: int) -> Tensor:
         """A local tensor with all heads."""
@@ -159,9 +160,7 @@ def yunchang_calls(name: str, x: Tensor, dims: tuple[int, int], group: ProcessGr
     calls = {}
     for provider, module in (("ours", our_yunchang), ("yunchang", imported("yunchang.comm.all_to_all"))):
         apply = getattr(module, name).apply
-        calls[provider] = both(
-            lambda apply=apply: apply(group, apply(group, x, *dims), *dims[::-1]), gradient, (x,)
-        )
+        calls[provider] = both(lambda apply=apply: apply(group, apply(group, x, *dims), *dims[::-1]), gradient, (x,))
     return calls
 
 

@@ -32,7 +32,7 @@ LAYERS = [
 ]
 CORE = [
     "plan", "address_map", "copies", "ops", "fused", "function", "inplace", "validation", "backend", "handle", "cached",
-    "compiled", "uneven", "eager", "heads", "__init__",
+    "compiled", "uneven", "eager", "head_plan", "heads", "__init__",
 ]  # fmt: skip
 MAPPINGS = ["general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tritoncomm
 from tritoncomm.core import heads
-from tritoncomm.core.heads import HeadShare, Layout, split_heads
+from tritoncomm.core.head_plan import HeadShare, Layout, split_heads
 from tritoncomm.ulysses import UlyssesAttention, exchange_for, to_heads, to_sequence
 
 HEADS = [(8, 8), (8, 4), (8, 2), (8, 1), (6, 6), (6, 3), (5, 5), (12, 6), (14, 7), (12, 3), (6, 2)]
@@ -140,14 +140,21 @@ def adjoint(group: ProcessGroup) -> None:
     world, rank = group.size(), group.rank()
     for heads_ in HEADS:
         for seq_dim in (0, 1):
-            shapes = [(2, 3, n, d) if seq_dim else (3, 2, n, d) for n, d in zip((*heads_, heads_[1]), (4, 4, 2))]
+            shapes = [
+                (2, 3, n, d) if seq_dim else (3, 2, n, d) for n, d in zip((*heads_, heads_[1]), (4, 4, 2), strict=True)
+            ]
             made = torch.Generator().manual_seed(7 + rank)
             xs = [torch.randint(-4, 5, shape, generator=made).double() for shape in shapes]
             exchange = exchange_for(*xs, group, seq_dim, None, "test")
             there = heads.to_heads(xs, exchange.qkv, group, "test")
             ys = [torch.randint(-4, 5, x.shape, generator=made).double() for x in there]
             back = heads.to_sequence(ys, exchange.qkv, group, "test")
-            sums = torch.stack([sum((a * b).sum() for a, b in zip(there, ys)), sum((a * b).sum() for a, b in zip(xs, back))])
+            sums = torch.stack(
+                [
+                    sum((a * b).sum() for a, b in zip(there, ys, strict=True)),
+                    sum((a * b).sum() for a, b in zip(xs, back, strict=True)),
+                ]
+            )
             torch.distributed.all_reduce(sums, group=group)
             assert sums[0] == sums[1], (heads_, seq_dim, sums)
             assert sums[0] != 0
@@ -168,18 +175,23 @@ def bits_and_bytes(group: ProcessGroup) -> None:
         for sizes in ((3,) * world, (2, 4, 1, 3)[:world]):
             q, kv = split_heads(*heads_, world)
             layout = Layout(1, (q, kv, kv), sizes)
-            full = [torch.randint(-(2**31), 2**31, (2, sum(sizes), n, 3), generator=torch.Generator().manual_seed(n + i))
-                    .int() for i, n in enumerate((heads_[0], heads_[1], heads_[1]))]  # fmt: skip
+            made = torch.Generator().manual_seed(2)
+            shapes = [(2, sum(sizes), n, 3) for n in (heads_[0], heads_[1], heads_[1])]
+            full = [torch.randint(-(2**31), 2**31, shape, generator=made).int() for shape in shapes]
             xs = [shard(x, sizes, rank) for x in full]
             with tritoncomm.recording() as record, Counted() as counted:
                 there = heads.to_heads(xs, layout, group, "to heads")
-            own = [x.narrow(2, share.starts[rank], share.sizes[rank]) for x, share in zip(full, layout.shares)]
+            own = [
+                x.narrow(2, share.starts[rank], share.sizes[rank]) for x, share in zip(full, layout.shares, strict=True)
+            ]
             for one, wanted in zip(there, own, strict=True):
                 assert torch.equal(one, wanted), (heads_, sizes)
             (count,) = record.values()
             assert (count.calls, count.packed) == (1, counted.copied), (heads_, sizes)
-            sent = sum(xs[i][:, :, : share.sizes[w]].nbytes for i, share in enumerate(layout.shares) for w in range(world)
-                       if w != rank)  # fmt: skip
+            others = [w for w in range(world) if w != rank]
+            sent = sum(
+                x[:, :, : share.sizes[w]].nbytes for x, share in zip(xs, layout.shares, strict=True) for w in others
+            )
             assert count.wire == sent
             dense = [x.contiguous() for x in there]
             with tritoncomm.recording() as record, Counted() as counted:

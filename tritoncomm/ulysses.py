@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509): attention over sequence shards of any head counts.
+"""Ulysses sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509): attention over sequence shards.
 
 Every rank holds a shard of the sequence with all heads; inside attention it holds the full sequence with its share of
 the heads. q, k and v travel in one all-to-all, the result in another; backward likewise.
@@ -16,14 +16,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tritoncomm.core import eager, heads
 from tritoncomm.core.function import direct, without_graph
-from tritoncomm.core.heads import HeadShare, Layout
+from tritoncomm.core.head_plan import HEAD_DIM, HeadShare, Layout, split_heads
 from tritoncomm.core.plan import Ints, check_split_sizes, located, normalize_sizes
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve
 
 __all__ = ["Exchange", "UlyssesAttention", "exchange_for", "to_heads", "to_sequence"]
-
-HEADS = 2
 
 
 class Exchange(NamedTuple):
@@ -59,7 +57,7 @@ def plan_exchange(
     check_split_sizes((sum(sizes),), 0, world, sizes)
     if sizes[rank] != query[seq_dim]:
         raise ShapeError(f"sequence sizes {list(sizes)}: this rank holds {query[seq_dim]} positions")
-    q, kv = heads.split_heads(query[HEADS], key[HEADS], world)
+    q, kv = split_heads(query[HEAD_DIM], key[HEAD_DIM], world)
     return Exchange(Layout(seq_dim, (q, kv, kv), sizes), Layout(seq_dim, (q,), sizes), (name, f"{name}.backward"))
 
 
@@ -123,15 +121,15 @@ class _FusedToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layout: Layout, group: ProcessGroup, names: tuple[str, str], qkv: Tensor) -> Any:
         ctx.layout, ctx.group, ctx.names, ctx.shape = layout, group, names, qkv.shape
-        return tuple(heads.to_heads(qkv.unbind(HEADS), layout, group, names[0]))
+        return tuple(heads.to_heads(qkv.unbind(HEAD_DIM), layout, group, names[0]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         args = ctx.layout, ctx.group, (ctx.names[1], ctx.names[1])
         if any(grad.requires_grad for grad in grads):
-            return None, None, None, torch.stack(_ToSequence.apply(*args, *grads), HEADS)
+            return None, None, None, torch.stack(_ToSequence.apply(*args, *grads), HEAD_DIM)
         fused = grads[0].new_empty(ctx.shape)
-        heads.to_sequence(grads, *args[:2], ctx.names[1], fused.unbind(HEADS))
+        heads.to_sequence(grads, *args[:2], ctx.names[1], fused.unbind(HEAD_DIM))
         return None, None, None, fused
 
 
@@ -149,7 +147,9 @@ class _Flat(torch.autograd.Function):
         return _Flat.apply(grad.contiguous(), *ctx.args), None, None, None, None
 
 
-def to_heads(tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, names: tuple[str, str]) -> Sequence[Tensor]:
+def to_heads(
+    tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, names: tuple[str, str]
+) -> Sequence[Tensor]:
     """Forward: all-to-all to the heads of this rank. Backward: all-to-all to its positions, shared heads summed.
 
     The results are disjoint slices of one buffer, contiguous in heads and head_dim.
@@ -204,7 +204,7 @@ def _traced_to_heads(
 
 
 def _heads_of(x: Tensor, share: HeadShare, w: int) -> Tensor:
-    return x.narrow(HEADS, share.starts[w], share.sizes[w])
+    return x.narrow(HEAD_DIM, share.starts[w], share.sizes[w])
 
 
 def _traced_to_sequence(out: Tensor, layout: Layout, group: ProcessGroup, names: tuple[str, str]) -> Tensor:
@@ -218,7 +218,7 @@ def _traced_to_sequence(out: Tensor, layout: Layout, group: ProcessGroup, names:
     received = _Flat.apply(torch.cat(blocks), by_heads, by_positions, group, names)
     lead = (batch, size) if layout.seq_dim else (size, batch)
     parts = [part.view(*lead, n, head_dim) for part, n in zip(received.split(by_heads), share.sizes, strict=True)]
-    return torch.cat(parts, HEADS)
+    return torch.cat(parts, HEAD_DIM)
 
 
 class UlyssesAttention(nn.Module):
@@ -226,14 +226,14 @@ class UlyssesAttention(nn.Module):
 
     Forward: one all-to-all of q, k and v, attention, one all-to-all of the result. Backward: the same, reversed.
 
-    ``attention`` is ``torch.nn.functional.scaled_dot_product_attention`` (or a ``functools.partial`` of it), called with
-    ``[b, h, S, d]``, or any callable, called with tensors in ``layout`` (as ``flash_attn_func`` takes ``[b, S, h, d]``)
-    and returning one in ``layout``. Keyword arguments of ``forward`` are passed on to it. The tensors it gets are
-    slices of one buffer, contiguous in the last two dims.
+    ``attention`` is ``torch.nn.functional.scaled_dot_product_attention`` (or a ``functools.partial`` of it), called
+    with ``[b, h, S, d]``, or any callable, called with tensors in ``layout`` (as ``flash_attn_func`` takes
+    ``[b, S, h, d]``) and returning one in ``layout``. Keyword arguments of ``forward`` are passed on to it. The tensors
+    it gets are slices of one buffer, contiguous in the last two dims.
 
     Query heads are split over the ranks together with their kv heads, evenly where that is possible and otherwise one
-    more for the first ranks. With fewer kv heads than ranks a kv head goes to every rank that needs it, and its gradient
-    is the sum over them. A dropout inside ``attention`` draws per rank.
+    more for the first ranks. With fewer kv heads than ranks a kv head goes to every rank that needs it, and its
+    gradient is the sum over them. A dropout inside ``attention`` draws per rank.
 
     Args:
         group: the ranks that hold the sequence; the tensor group by default.
@@ -277,8 +277,8 @@ class UlyssesAttention(nn.Module):
             key: ``[b, s, kv_heads, head_dim]``; the number of query heads is a multiple of ``kv_heads``.
             value: ``[b, s, kv_heads, any]``.
             sequence_sizes: positions of every rank, when they differ.
-            kwargs: for ``attention``: ``is_causal``, ``dropout_p``, ``scale``, ... An ``attn_mask`` is one of the global
-                sequence, the same for all heads.
+            kwargs: for ``attention``: ``is_causal``, ``dropout_p``, ``scale``, ... An ``attn_mask`` is one of the
+                global sequence, the same for all heads.
 
         Shape: ``[b, s, heads, head_dim of value]``.
 
@@ -287,16 +287,17 @@ class UlyssesAttention(nn.Module):
             UnsupportedError: a mask of local positions or of single heads.
         """
         name = "UlyssesAttention"
-        group, fused = resolve(self.group, name), key is None
+        group, packed = resolve(self.group, name), query if key is None else None
         tensors = _checked(query, key, value, name)
         sizes = None if sequence_sizes is None else normalize_sizes(sequence_sizes, name)
-        exchange = exchange_for(*tensors, group, self.layout.index("s"), sizes, name)
+        query, key, value = tensors
+        exchange = exchange_for(query, key, value, group, self.layout.index("s"), sizes, name)
         if kwargs.get("attn_mask") is not None:
             _check_mask(kwargs["attn_mask"], sum(exchange.qkv.seq_sizes), name)
-        if group.size() == 1 or eager.is_single_rank(group, name):
+        if group.size() == 1:
             return self._attend(tensors, kwargs)
-        if fused and query.requires_grad and torch.is_grad_enabled() and not is_compiling():
-            local = _FusedToHeads.apply(exchange.qkv, group, exchange.names, query)
+        if packed is not None and packed.requires_grad and torch.is_grad_enabled() and not is_compiling():
+            local = _FusedToHeads.apply(exchange.qkv, group, exchange.names, packed)
         else:
             local = to_heads(tensors, exchange.qkv, group, exchange.names)
         return to_sequence(self._attend(local, kwargs), exchange.out, group, exchange.names)
@@ -309,7 +310,7 @@ class UlyssesAttention(nn.Module):
             if not isinstance(out, Tensor):
                 raise ArgumentError(f"UlyssesAttention: attention must return a tensor, not {type(out).__name__}")
             return out
-        if query.shape[HEADS] != key.shape[HEADS]:
+        if query.shape[HEAD_DIM] != key.shape[HEAD_DIM]:
             kwargs.setdefault("enable_gqa", True)
         if self.layout == "bshd":
             out = self.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **kwargs)
@@ -318,14 +319,14 @@ class UlyssesAttention(nn.Module):
         return self.attention(query, key, value, **kwargs).permute(2, 0, 1, 3)
 
 
-def _checked(query: Tensor, key: Tensor | None, value: Tensor | None, name: str) -> Sequence[Tensor]:
+def _checked(query: Tensor, key: Tensor | None, value: Tensor | None, name: str) -> tuple[Tensor, ...]:
     """q, k and v."""
     if key is None and value is None and isinstance(query, Tensor):
-        if query.dim() != 5 or query.shape[HEADS] != 3:
+        if query.dim() != 5 or query.shape[HEAD_DIM] != 3:
             raise ShapeError(
                 f"{name}: without key and value, query holds all three in dim 2, not shape {list(query.shape)}"
             )
-        return query.unbind(HEADS)
+        return query.unbind(HEAD_DIM)
     for x in (query, key, value):
         if not isinstance(x, Tensor):
             raise ArgumentError(f"{name}: query, key and value must be tensors, not {type(x).__name__}")

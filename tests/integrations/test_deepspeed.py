@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import tritoncomm
-from tritoncomm.core.heads import split_heads
+from tritoncomm.core.head_plan import split_heads
 from tritoncomm.integrations.deepspeed import DistributedAttention, _SeqAllToAll
 
 HEADS = [(8, 8), (8, 4), (8, 2), (6, 6), (6, 3), (5, 5), (12, 6), (14, 7), (8, 1)]
@@ -197,8 +197,8 @@ def beside_deepspeed(store: str, rank: int, world: int) -> list[str]:
             tensors = [shard(x, group, batch_dim) for x in inputs(world, batch_dim, heads)]
             dims = 2, 1 - batch_dim
             try:
-                wanted = trained(theirs.DistributedAttention(attention(batch_dim), group, *dims), tensors[:3], tensors[3],
-                                 batch_dim)  # fmt: skip
+                layer = theirs.DistributedAttention(attention(batch_dim), group, *dims)
+                wanted = trained(layer, tensors[:3], tensors[3], batch_dim)
             except AssertionError:
                 refused.append(f"{heads} {batch_dim}")
                 continue

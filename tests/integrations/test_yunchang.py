@@ -30,7 +30,7 @@ def made(shape: tuple[int, ...], rank: int) -> Tensor:
 
 
 def exchanged(group: ProcessGroup, use_world: bool = False) -> None:
-    """Rank r has chunk r of the scattered dim of every rank, concatenated; the gradient goes back where it came from."""
+    """Rank r has chunk r of the scattered dim of every rank, concatenated; the gradient returns where it came from."""
     world, rank = group.size(), group.rank()
     for function, shape, (scatter, gather) in CASES:
         if shape[scatter] % world:

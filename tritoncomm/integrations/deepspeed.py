@@ -14,15 +14,13 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from tritoncomm import ulysses
-from tritoncomm.core.heads import HeadShare, Layout, split_heads
+from tritoncomm.core.head_plan import HEAD_DIM, HeadShare, Layout, split_heads
 from tritoncomm.core.plan import Ints, located, split_evenly
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.mappings import all_to_all_dims
 from tritoncomm.ulysses import Exchange
 
 __all__ = ["DistributedAttention", "_SeqAllToAll"]
-
-HEADS = 2
 
 
 class DistributedAttention(nn.Module):
@@ -31,8 +29,8 @@ class DistributedAttention(nn.Module):
     Forward: one all-to-all of q, k and v, ``local_attention``, one all-to-all of its result. Backward: reversed.
 
     Args:
-        local_attention: called with q, k, v ``[b, S, h, d]`` (``[S, b, h, d]`` with the batch in dim 1) and what follows
-            ``rotary_pos_emb`` in ``forward``; returns ``[b, S, h, d]`` or ``[b, S, h*d]``.
+        local_attention: called with q, k, v ``[b, S, h, d]`` (``[S, b, h, d]`` with the batch in dim 1) and what
+            follows ``rotary_pos_emb`` in ``forward``; returns ``[b, S, h, d]`` or ``[b, S, h*d]``.
         sequence_process_group: the ranks that hold the sequence.
         scatter_idx: the dim of heads, 2.
         gather_idx: 0 or 1; the dim of the sequence follows from ``batch_dim_idx`` of each call, as in DeepSpeed.
@@ -59,7 +57,7 @@ class DistributedAttention(nn.Module):
         super().__init__()
         name = "DistributedAttention"
         _refuse_overlap(name, "sp_stream", sp_stream)
-        if scatter_idx != HEADS or gather_idx not in (0, 1):
+        if scatter_idx != HEAD_DIM or gather_idx not in (0, 1):
             raise UnsupportedError(
                 f"{name}: scatter_idx {scatter_idx} and gather_idx {gather_idx} are not heads (2) and sequence (0, 1)"
             )
@@ -99,7 +97,9 @@ class DistributedAttention(nn.Module):
         if group.size() == 1:
             return out
         if out.dim() == 3:
-            return ulysses.to_sequence(out.unflatten(2, (query.shape[HEADS], -1)), exchange.out, group, exchange.names).flatten(2)
+            return ulysses.to_sequence(
+                out.unflatten(2, (query.shape[HEAD_DIM], -1)), exchange.out, group, exchange.names
+            ).flatten(2)
         return ulysses.to_sequence(out, exchange.out, group, exchange.names)
 
     def _exchange(self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int, name: str) -> Exchange:
@@ -107,11 +107,13 @@ class DistributedAttention(nn.Module):
         _check_batch_dim(batch_dim_idx, name)
         exchange = ulysses.exchange_for(query, key, value, self.spg, 1 - batch_dim_idx, None, name)
         kv_heads = self.num_kv_heads
-        if kv_heads is None or kv_heads == key.shape[HEADS]:
+        if kv_heads is None or kv_heads == key.shape[HEAD_DIM]:
             return exchange
-        if key.shape[HEADS] % kv_heads:
-            raise ShapeError(f"{name}: {key.shape[HEADS]} heads of the key are no multiple of num_kv_heads {kv_heads}")
-        return _followed(exchange, query.shape[HEADS], key.shape[HEADS], kv_heads)
+        if key.shape[HEAD_DIM] % kv_heads:
+            raise ShapeError(
+                f"{name}: {key.shape[HEAD_DIM]} heads of the key are no multiple of num_kv_heads {kv_heads}"
+            )
+        return _followed(exchange, query.shape[HEAD_DIM], key.shape[HEAD_DIM], kv_heads)
 
 
 @lru_cache(maxsize=256)
@@ -128,7 +130,7 @@ def _followed(exchange: Exchange, q_heads: int, k_heads: int, kv_heads: int) -> 
 class _SeqAllToAll:
     """One all-to-all between sequence and heads; ``scatter_idx`` below 2 means the sequence, wherever that is.
 
-    Forward: ``[b, s, h, d] -> [b, s*world, h/world, d]`` with ``scatter_idx`` 2, the reverse below. Backward: the other.
+    Forward: ``[b, s, h, d] -> [b, s*world, h/world, d]`` with ``scatter_idx`` 2, else the reverse. Backward: the other.
     """
 
     @staticmethod
@@ -153,11 +155,11 @@ class _SeqAllToAll:
         name = "_SeqAllToAll"
         _refuse_overlap(name, "handle", handle)
         _check_batch_dim(batch_dim_idx, name)
-        seq_dim, world, to_heads = 1 - batch_dim_idx, group.size(), scatter_idx >= HEADS
+        seq_dim, world, to_heads = 1 - batch_dim_idx, group.size(), scatter_idx >= HEAD_DIM
         if num_kv_heads is None and to_heads:
-            num_kv_heads = input.shape[HEADS]
+            num_kv_heads = input.shape[HEAD_DIM]
         if num_kv_heads is None or num_kv_heads % world == 0:
-            dims = (HEADS, seq_dim) if to_heads else (seq_dim, HEADS)
+            dims = (HEAD_DIM, seq_dim) if to_heads else (seq_dim, HEAD_DIM)
             return all_to_all_dims(input, *dims, group)
         return _uneven(input, to_heads, seq_dim, num_kv_heads, group, name)
 
@@ -183,21 +185,21 @@ def _uneven_layout(
 ) -> tuple[Layout, Ints | None]:
     """The layout of one tensor, and its heads and head_dim where they are one dim."""
     if kv_heads < world:
-        raise ShapeError(f"{kv_heads} key/value heads are fewer than the ranks, and one tensor does not say whose it is")
+        raise ShapeError(
+            f"{kv_heads} key/value heads are fewer than the ranks, and one tensor does not say whose it is"
+        )
     groups = split_heads(kv_heads, kv_heads, world)[0]
     if to_heads:
-        if shape[HEADS] % kv_heads:
-            raise ShapeError(f"{shape[HEADS]} heads are no multiple of {kv_heads} key/value heads")
-        per, positions, columns = shape[HEADS] // kv_heads, shape[seq_dim], None
+        if shape[HEAD_DIM] % kv_heads:
+            raise ShapeError(f"{shape[HEAD_DIM]} heads are no multiple of {kv_heads} key/value heads")
+        per, positions, columns = shape[HEAD_DIM] // kv_heads, shape[seq_dim], None
     else:
         own, positions = groups.sizes[rank], split_evenly(shape, seq_dim, world)
-        if shape[HEADS] % own:
-            raise ShapeError(f"dim 2 of size {shape[HEADS]} is no multiple of this rank's {own} key/value heads")
-        columns = (own, shape[HEADS] // own) if len(shape) == 3 else None
-        per = 1 if columns else shape[HEADS] // own
-    share = HeadShare(
-        tuple([per * n for n in groups.starts]), tuple([per * n for n in groups.sizes]), per * kv_heads
-    )
+        if shape[HEAD_DIM] % own:
+            raise ShapeError(f"dim 2 of size {shape[HEAD_DIM]} is no multiple of this rank's {own} key/value heads")
+        columns = (own, shape[HEAD_DIM] // own) if len(shape) == 3 else None
+        per = 1 if columns else shape[HEAD_DIM] // own
+    share = HeadShare(tuple([per * n for n in groups.starts]), tuple([per * n for n in groups.sizes]), per * kv_heads)
     return Layout(seq_dim, (share,), (positions,) * world), columns
 
 

@@ -4,6 +4,7 @@
 computes the logits and the loss of its positions, the gradients add up over the group.
 """
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
@@ -45,7 +46,7 @@ def register(group: ProcessGroup | None = None, *, attention: str = "sdpa", name
     if name in attentions:
         raise ArgumentError(f"register: {name!r} is registered already; unregister() it or pass another name")
     group = resolve(group, "register")
-    inner_mask = masks[attention] if attention in masks else None
+    inner_mask = masks.get(attention)
     added = _Implementation(group, name, attention, attentions[attention], inner_mask)
     type(attentions).register(name, added.attend)
     type(masks).register(name, added.make_mask)
@@ -69,10 +70,8 @@ def unregister(name: str | None = None) -> None:
 
 def _registries() -> tuple[Any, Any]:
     """transformers' attention functions, and the functions that make their masks."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # an optional dependency
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # an optional dependency
-
-    return ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+    attentions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    return attentions, importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
 
 
 class _Local:
@@ -185,16 +184,16 @@ def shard_batch(
 
     Args:
         batch: ``input_ids`` ``[b, S]`` and, where they exist, ``labels`` or ``shift_labels``, ``position_ids``,
-            ``attention_mask`` ``[b, S]`` and ``num_items_in_batch``. Position ids that start again are packed sequences,
-            unless there is an attention mask.
+            ``attention_mask`` ``[b, S]`` and ``num_items_in_batch``. Position ids that start again are packed
+            sequences, unless there is an attention mask.
         group: the ranks; the tensor group by default.
         pad_token_id: the token at padded positions.
 
     Returns:
-        ``input_ids`` and global ``position_ids`` ``[b, s]``. With labels: ``shift_labels`` ``[b, s]``, the label of each
-        position's successor; ``labels``, which makes the model compute its loss; ``num_items_in_batch``, the labels of
-        all ranks: the losses of the ranks add up to the mean over the batch. ``attention_mask`` as it was, or, for
-        packed sequences, ``[b, 1, S, S]``: masks are of all positions, because attention is.
+        ``input_ids`` and global ``position_ids`` ``[b, s]``. With labels: ``shift_labels`` ``[b, s]``, the label of
+        each position's successor; ``labels``, which makes the model compute its loss; ``num_items_in_batch``, the
+        labels of all ranks: the losses of the ranks add up to the mean over the batch. ``attention_mask`` as it was,
+        or, for packed sequences, ``[b, 1, S, S]``: masks are of all positions, because attention is.
 
     Raises:
         ArgumentError: an entry that cannot be sharded.
@@ -211,7 +210,7 @@ def shard_batch(
         return F.pad(x, (0, more), value=value)[:, start:end].contiguous()
 
     positions, mask = _positions(batch, ids.shape[1] + more), batch.get("attention_mask")
-    out = {"input_ids": shard(ids, pad_token_id), "position_ids": positions[:, start:end].contiguous()}
+    out: dict[str, Any] = {"input_ids": shard(ids, pad_token_id), "position_ids": positions[:, start:end].contiguous()}
     if mask is not None:
         out["attention_mask"] = F.pad(mask, (0, more))
     elif batch.get("position_ids") is not None:
@@ -247,7 +246,7 @@ def _positions(batch: Mapping[str, Any], length: int) -> Tensor:
 
 
 def _packed_mask(positions: Tensor) -> Tensor | None:
-    """``[b, 1, S, S]``, true where a position attends to another: the same sequence, not later. None without packing."""
+    """``[b, 1, S, S]``, true where a position attends to another of its sequence; None without packing."""
     starts = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
     if not starts.any():
         return None

@@ -41,7 +41,9 @@ class SeqAllToAll5D:
         return _exchange("SeqAllToAll5D", 5, group, input, scatter_idx, gather_idx, use_sync)
 
 
-def _exchange(name: str, ndim: int, group: Any, x: Tensor, scatter_dim: int, gather_dim: int, synchronize: bool) -> Tensor:
+def _exchange(
+    name: str, ndim: int, group: Any, x: Tensor, scatter_dim: int, gather_dim: int, synchronize: bool
+) -> Tensor:
     """Either class; heads are in the last dim but one.
 
     Raises:
