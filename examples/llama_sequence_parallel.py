@@ -1,4 +1,6 @@
-"""A Llama of transformers on sequence shards: torchrun --nproc-per-node 2 examples/llama_sequence_parallel.py
+"""A Llama of transformers on sequence shards.
+
+    torchrun --nproc-per-node 2 examples/llama_sequence_parallel.py
 
 The model is small and random; with ``from_pretrained(..., attn_implementation=name)`` nothing else changes.
 """
@@ -11,10 +13,14 @@ import tritoncomm
 from tritoncomm.integrations.transformers import register, shard_batch, unregister
 
 STEPS = 4
-CONFIG = LlamaConfig(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
-    vocab_size=128, max_position_embeddings=256,
-)  # fmt: skip
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
@@ -27,7 +33,7 @@ def batch_of(step: int) -> dict[str, torch.Tensor]:
 
 def train(group: dist.ProcessGroup, device: torch.device) -> list[float]:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(CONFIG).to(device)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(device)
     model.set_attn_implementation(register(group))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []

@@ -1,6 +1,8 @@
-"""A transformer layer on sequence shards trains as on one process: torchrun --nproc-per-node 2 examples/ulysses_attention.py
+"""A transformer layer on sequence shards trains as on one process.
 
-Every rank holds a quarter, half, ... of the positions with all heads; only attention needs the others.
+    torchrun --nproc-per-node 2 examples/ulysses_attention.py
+
+Every rank holds some of the positions with all heads; only attention needs the others.
 """
 
 import torch
