@@ -265,11 +265,12 @@ def variants(group: ProcessGroup) -> None:
 
     heads_of = split_heads(6, 6, world)[0].sizes[rank]
     wide = v.detach().repeat(1, 1, 1, 2).requires_grad_()
+    assert torch.equal(UlyssesAttention(group, attention=own)(q, k, v, factor=2.0), 2 * v)
     out = UlyssesAttention(group, attention=own)(q, k, wide, factor=2.0)
     assert torch.equal(out, 2 * wide)
     out.backward(torch.ones_like(out))
     assert torch.equal(wide.grad, torch.full_like(wide, 2.0))  # pyright: ignore[reportArgumentType]
-    assert seen == [[(2, 4 * world, heads_of, d) for d in (8, 8, 16)]]
+    assert seen == [[(2, 4 * world, heads_of, d) for d in (8, 8, last)] for last in (8, 16)]
     scaled = UlyssesAttention(group, attention=partial(F.scaled_dot_product_attention, scale=0.5))
     assert torch.equal(scaled(q, k, v, is_causal=True), shard(attended(*full, scale=0.5), sizes, rank))
     mask = torch.rand(2, 1, 4 * world, 4 * world, generator=torch.Generator().manual_seed(3)) > 0.4
