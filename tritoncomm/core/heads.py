@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.distributed import ProcessGroup
 
 from tritoncomm import record
@@ -75,6 +76,7 @@ def to_heads(tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, nam
         return [_one(tensors[0], HEAD_DIM, layout.seq_dim, layout, group, name)]
     started = record.now()
     _checked(tensors, name)
+    _range = record.span(name) if profiler._is_profiler_enabled else None
     plan = _planned(heads_plan, tensors, layout, group, name)
     wire, copied = _pack(tensors, plan)
     received = _sent(wire, plan, group)
@@ -110,6 +112,7 @@ def to_sequence(
         return [_one(tensors[0], layout.seq_dim, HEAD_DIM, layout, group, name)]
     started = record.now()
     _checked(tensors, name)
+    _range = record.span(name) if profiler._is_profiler_enabled else None
     out_strides = () if outs is None else tuple([x.stride() for x in outs])
     plan = _planned(sequence_plan, tensors, layout, group, name, out_strides)
     wire, copied = _pack(tensors, plan)
