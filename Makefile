@@ -47,6 +47,7 @@ docs: $(READY)
 	PYTHONPATH=.:kernels $(if $(PYTHON),$(PYTHON),$(PY)) docs/operators.py
 	$(PY) bench/report.py --write
 	$(PY) -m bench.audit --write
+	$(PY) docs/draw.py
 
 check: $(READY)
 	$(PY) -m ruff check --no-cache .

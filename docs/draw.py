@@ -1,6 +1,13 @@
-"""Draws docs/address_map.svg: `python docs/draw.py`."""
+"""Draws docs/address_map.svg, and docs/host_time.svg of the committed figures: `make docs`.
 
+Both have a background of their own, so that they can be read on dark pages.
+"""
+
+import json
+import math
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
 
 COLORS = ("#4e79a7", "#f28e2b", "#59a14f")
 CELL = 34
@@ -34,11 +41,40 @@ def draw(outer: int = 2, row: int = 8, world: int = 3) -> str:
     parts.append(
         note(20, 256, "wire[w, o, k] = rows[o, w*run + k] where w*run + k &lt; row; grey is padding, only on the wire")
     )
-    body = "\n".join(parts)
+    return picture(680, 272, parts)
+
+
+def picture(width: int, height: int, parts: list[str]) -> str:
+    body = "\n".join([f'<rect width="{width}" height="{height}" fill="white"/>', *parts])
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="680" height="272" font-family="sans-serif">\n{body}\n</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'
+        f"\n{body}\n</svg>\n"
     )
+
+
+def draw_host_time() -> str:
+    """A bar for every mapping: host time of forward + backward, as a share of Megatron-LM's in the same run."""
+    content = json.loads((ROOT / "bench" / "results" / "cpu" / "host_cost.json").read_text())
+    rows = [row for row in content["rows"] if row["mode"] == "forward + backward"]
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        ratios.setdefault(row["row"].split(" ")[0], []).append(row["ratio"]["megatron"])
+    left, scale, step, top = 370, 280, 22, 62
+    bottom = top + step * len(ratios)
+    parts = [note(20, 26, "Host time of a mapping, forward + backward, as a share of Megatron-LM's", 14)]
+    parts.append(note(20, 44, "CPU, small tensors, no-op process group; mean over the cases of each", 12))
+    for i, (name, each) in enumerate(sorted(ratios.items(), key=lambda item: math.prod(item[1]) ** (1 / len(item[1])))):
+        ratio, y = math.prod(each) ** (1 / len(each)), top + step * i
+        parts.append(note(20, y + 12, name, 12))
+        parts.append(f'<rect x="{left}" y="{y}" width="{ratio * scale:.0f}" height="15" fill="{COLORS[0]}"/>')
+        end = left + round(ratio * scale) - 6
+        parts.append(f'<text x="{end}" y="{y + 12}" text-anchor="end" font-size="12" fill="white">{ratio:.2f}</text>')
+    line = left + scale
+    parts.append(f'<line x1="{line}" y1="{top - 6}" x2="{line}" y2="{bottom}" stroke="#333" stroke-dasharray="4 3"/>')
+    parts.append(note(line - 40, bottom + 16, "Megatron-LM", 12))
+    return picture(760, bottom + 30, parts)
 
 
 if __name__ == "__main__":
     Path(__file__).with_name("address_map.svg").write_text(draw())
+    Path(__file__).with_name("host_time.svg").write_text(draw_host_time())
