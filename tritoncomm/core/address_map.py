@@ -124,18 +124,14 @@ def unit_bytes(shape: Ints, stride: Ints | None, dim: int, world: int, sizes: In
 
     Without strides the tensor is contiguous.
     """
-    layout_map = AddressMap.along(shape, dim, world, sizes)
-    layout = (
-        rows_layout(shape, stride, dim)
-        if stride is not None
-        else ((layout_map.outer, layout_map.row), (layout_map.row, 1))
-    )
+    split = AddressMap.along(shape, dim, world, sizes)
+    layout = ((split.outer, split.row), (split.row, 1)) if stride is None else rows_layout(shape, stride, dim)
     if layout is None:  # as rows of any length where the wire is the tensor in its own order
-        any_rows = layout_map.outer == 1 and (layout_map.even or sizes is not None)
+        any_rows = split.outer == 1 and (split.even or sizes is not None)
         return unit_bytes(shape, stride, -1, 1, None, itemsize) if any_rows else math.gcd(16, itemsize)
     size, step = layout
     if size[-1] > 1 and step[-1] != 1:
         return math.gcd(16, itemsize)
-    blocks = layout_map.lengths or (layout_map.run, layout_map.outer * layout_map.run if world > 1 else 0)
+    blocks = split.lengths or (split.run, split.outer * split.run if world > 1 else 0)
     strides = [pitch for rows, pitch in zip(size[:-1], step[:-1], strict=True) if rows > 1]
-    return math.gcd(16, *(itemsize * n for n in (layout_map.row, *blocks, *strides)))
+    return math.gcd(16, *(itemsize * n for n in (split.row, *blocks, *strides)))

@@ -243,14 +243,11 @@ def recv_header(neighbours: Neighbours, name: str, key: str) -> Contents:
     words = torch.empty(WORDS, dtype=torch.int64, device="cpu")
     post_one(direction, name, words).wait()
     values = words.tolist()
-    try:
-        if (more := length(values) - WORDS) > 0:
-            rest = torch.empty(more, dtype=torch.int64, device="cpu")
-            post_one(direction, name, rest).wait()
-            values += rest.tolist()
-        return decode(values)
-    except MismatchError as error:
-        raise _unreadable(neighbours, name, key, error) from None
+    if (more := _parse(neighbours, name, key, length, values) - WORDS) > 0:
+        rest = torch.empty(more, dtype=torch.int64, device="cpu")
+        post_one(direction, name, rest).wait()
+        values += rest.tolist()
+    return _parse(neighbours, name, key, decode, values)
 
 
 def _encode_for(neighbours: Neighbours, name: str, key: str, contents: Contents) -> Tensor:
@@ -264,11 +261,8 @@ def _parse(neighbours: Neighbours, name: str, key: str, parse: Callable[[list[in
     try:
         return parse(words)
     except MismatchError as error:
-        raise _unreadable(neighbours, name, key, error) from None
-
-
-def _unreadable(neighbours: Neighbours, name: str, key: str, error: MismatchError) -> MismatchError:
-    return MismatchError(f"{name}: {neighbours} cannot read the header from rank {neighbours.peer(key)}: {error}")
+        text = f"{name}: {neighbours} cannot read the header from rank {neighbours.peer(key)}: {error}"
+        raise MismatchError(text) from None
 
 
 def _post_on_device(neighbours: Neighbours, name: str, tensors: dict[str, Tensor]) -> dict[str, Posted]:
