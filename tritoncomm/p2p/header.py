@@ -342,23 +342,13 @@ def _cpu_neighbours(neighbours: Neighbours, device: torch.device) -> Neighbours 
 
 def _find_cpu_neighbours(neighbours: Neighbours) -> Neighbours | None:
     own, outside = neighbours.group(), neighbours.outside and neighbours.outside()
-    if own is None:
-        return None
-    group, outer = _cpu_group(own), outside and _cpu_group(outside)
+    group, outer = own and _cpu_group(own), outside and _cpu_group(outside)
     if group is None or (outside is not None and outer is None):
         return None
     return Neighbours.of(group, neighbours.prev, neighbours.next, outer)
 
 
-def _carries_cpu(group: ProcessGroup) -> bool:
-    return any(kind.type == "cpu" for kind in group._device_types)
-
-
 def _cpu_group(group: ProcessGroup) -> ProcessGroup | None:
     """The group of the same ranks that carries CPU tensors."""
-    if _carries_cpu(group):
-        return group
-    for entry in groups.groups.values():
-        if entry.group is group and _carries_cpu(entry.cpu_group):
-            return entry.cpu_group
-    return None
+    twins = [entry.cpu_group for entry in groups.groups.values() if entry.group is group]
+    return next((each for each in (group, *twins) if torch.device("cpu") in each._device_types), None)

@@ -14,22 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from tritoncomm.core.backend import cuda_backend, default_device
 from tritoncomm.errors import GroupError
 
-__all__ = ["Direction", "Endpoint", "Neighbours", "cuda_backend", "posting_order"]
+__all__ = ["Direction", "Endpoint", "Neighbours", "posting_order"]
 
 _KEYS = ("send_prev", "recv_prev", "send_next", "recv_next")
 _TWO_STAGES = ("send_next", "recv_prev", "send_prev", "recv_next")
-_CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 
 Queue = deque[Any]
-
-
-def cuda_backend(group: ProcessGroup) -> str:
-    """Name of the backend that carries CUDA tensors in ``group``, empty where none does."""
-    if all(kind.type != "cuda" for kind in group._device_types):
-        return ""
-    return group._get_backend(_CUDA).name().lower()
 
 
 class _Shared(NamedTuple):
@@ -181,9 +174,7 @@ class Neighbours:
 
     def default_device(self) -> torch.device:
         """The current GPU where the group carries CUDA tensors over NCCL, else the CPU."""
-        if self.backend in ("", "gloo") or not torch.cuda.is_available():
-            return _CPU
-        return torch.device("cuda", torch.cuda.current_device())
+        return default_device(self.backend)
 
     def __str__(self) -> str:
         return f"stage {self.stage} of {self.stages} (rank {self.rank})"

@@ -113,12 +113,9 @@ def initialise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     target = next(x for x in tree_leaves((args, kwargs)) if is_colo(x))
     pg, shape = target.process_group, target.global_shape
     full = torch.empty(shape, dtype=target.dtype, device=target.device) if target.partitions else plain(target).detach()
-
-    def substitute(x: Any) -> Any:
-        return full if x is target else x
-
+    args, kwargs = tree_map(lambda x: full if x is target else x, (tuple(args), kwargs))
     with seeded(agreed_seed(pg, target), target.device):
-        func(*tree_map(substitute, tuple(args)), **tree_map(substitute, kwargs))
+        func(*args, **kwargs)
     if target.partitions:
         with torch.no_grad():
             plain(target).copy_(shard_of(full, target.partitions, pg.tp_local_rank()))
