@@ -87,7 +87,7 @@ def test_losses_and_gradients_are_those_of_one_process(
 def through_the_host() -> Iterator[list[Tensor]]:
     """Send as Gloo sends CUDA tensors, through host memory on both sides; yields those copies."""
     copies: list[Tensor] = []
-    direction, on_host = neighbours._Builder._direction, transport._on_host
+    direction, on_host = neighbours.Neighbours._direction, transport._on_host
 
     def recorded(x: Tensor, is_send: bool) -> Tensor:
         copies.append(on_host(x, is_send))
@@ -98,7 +98,7 @@ def through_the_host() -> Iterator[list[Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(neighbours, "_shared", WeakKeyDictionary())  # no neighbours from before
         patch.setattr(
-            neighbours._Builder, "_direction", lambda *args: direction(*args)._replace(modes=("host", "host"))
+            neighbours.Neighbours, "_direction", lambda *args: direction(*args)._replace(modes=("host", "host"))
         )
         patch.setattr(transport, "_on_host", recorded)
         yield copies

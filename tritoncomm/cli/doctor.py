@@ -1,6 +1,7 @@
 """The command `tritoncomm doctor`: arguments, table, exit codes."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Annotated
 
@@ -30,16 +31,14 @@ def doctor(
 ) -> None:
     """Look at torch, Triton, backends, GPUs, links, tuned table and variables; let two ranks exchange known values."""
     console = terminal()
-    if as_json:
+    with nullcontext() if as_json else console.status("examining this machine"):
         findings = list(examine(self_test))
-        ok = all(finding.level != "problem" for finding in findings)
-        print(json.dumps({"ok": ok, "findings": [asdict(finding) for finding in findings]}, indent=1))
-        raise typer.Exit(0 if ok else 1)
-    with console.status("examining this machine"):
-        findings = list(examine(self_test))
-    console.print(_findings_table(findings))
     problems = sum(finding.level == "problem" for finding in findings)
-    console.print(counted(problems, "problem") if problems else "all well")
+    if as_json:
+        print(json.dumps({"ok": not problems, "findings": [asdict(finding) for finding in findings]}, indent=1))
+    else:
+        console.print(_findings_table(findings))
+        console.print(counted(problems, "problem") if problems else "all well")
     raise typer.Exit(1 if problems else 0)
 
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from tritoncomm_kernels.geometry import coalesce
+
 from tritoncomm.core.plan import Ints, check_split_sizes, normalize_dim
 
 __all__ = ["AddressMap", "gathered_layout", "rows_layout", "unit_bytes", "wire_layout"]
@@ -76,17 +78,8 @@ def wire_layout(shape: Ints, stride: Ints, dim: int, world: int) -> tuple[bool, 
         return False, None
     shard = shape[dim] // world
     layout = (world, *shape[:dim], shard, *shape[dim + 1 :]), (shard * stride[dim], *stride)
-    return math.prod(shape[:dim]) == 1 and stride == _contiguous(shape, stride), layout
-
-
-def _contiguous(shape: Ints, stride: Ints) -> Ints:
-    """The strides of a contiguous tensor; dims of size 1, and empty tensors, keep theirs."""
-    expected, step = list(stride), 1
-    for i in range(len(shape) - 1, -1, -1):
-        if shape[i] != 1 and 0 not in shape:
-            expected[i] = step
-        step *= shape[i]
-    return tuple(expected)
+    rows = rows_layout(shape, stride, dim)
+    return rows is not None and math.prod(rows[0][:-1]) == 1 and rows[1][-1] == 1, layout
 
 
 @lru_cache(maxsize=8192)
@@ -119,11 +112,10 @@ def rows_layout(shape: Ints, stride: Ints, dim: int) -> tuple[Ints, Ints] | None
     if 0 in shape:
         outer, row = math.prod(shape[:dim]), math.prod(shape[dim:])
         return (outer, row), (max(row, 1), 1)
-    outer, row = _merged(shape[:dim], stride[:dim]), _merged(shape[dim:], stride[dim:])
-    if len(outer) > 3 or len(row) > 1:
+    outer, row = coalesce(shape[:dim], stride[:dim]), coalesce(shape[dim:], stride[dim:])
+    if len(outer[0]) > 3 or len(row[0]) > 1:
         return None
-    dims = (outer or [(1, 0)]) + (row or [(1, 1)])
-    return tuple(size for size, _ in dims), tuple(step for _, step in dims)
+    return outer[0] + row[0], outer[1] + (row[1] if row[0] != (1,) else (1,))
 
 
 @lru_cache(maxsize=8192)
@@ -132,31 +124,14 @@ def unit_bytes(shape: Ints, stride: Ints | None, dim: int, world: int, sizes: In
 
     Without strides the tensor is contiguous.
     """
-    layout_map = AddressMap.along(shape, dim, world, sizes)
-    layout = (
-        rows_layout(shape, stride, dim)
-        if stride is not None
-        else ((layout_map.outer, layout_map.row), (layout_map.row, 1))
-    )
+    split = AddressMap.along(shape, dim, world, sizes)
+    layout = ((split.outer, split.row), (split.row, 1)) if stride is None else rows_layout(shape, stride, dim)
     if layout is None:  # as rows of any length where the wire is the tensor in its own order
-        any_rows = layout_map.outer == 1 and (layout_map.even or sizes is not None)
+        any_rows = split.outer == 1 and (split.even or sizes is not None)
         return unit_bytes(shape, stride, -1, 1, None, itemsize) if any_rows else math.gcd(16, itemsize)
     size, step = layout
     if size[-1] > 1 and step[-1] != 1:
         return math.gcd(16, itemsize)
-    blocks = layout_map.lengths or (layout_map.run, layout_map.outer * layout_map.run if world > 1 else 0)
+    blocks = split.lengths or (split.run, split.outer * split.run if world > 1 else 0)
     strides = [pitch for rows, pitch in zip(size[:-1], step[:-1], strict=True) if rows > 1]
-    return math.gcd(16, *(itemsize * n for n in (layout_map.row, *blocks, *strides)))
-
-
-def _merged(shape: Ints, stride: Ints) -> list[tuple[int, int]]:
-    """Neighbouring dims that one stride can walk become one dim; dims of size 1 go away."""
-    merged: list[tuple[int, int]] = []
-    for size, step in zip(shape, stride, strict=True):
-        if size == 1:
-            continue
-        if merged and merged[-1][1] == size * step:
-            merged[-1] = (merged[-1][0] * size, step)
-        else:
-            merged.append((size, step))
-    return merged
+    return math.gcd(16, *(itemsize * n for n in (split.row, *blocks, *strides)))

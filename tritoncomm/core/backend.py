@@ -22,6 +22,8 @@ __all__ = [
     "broadcast",
     "carrier",
     "check_op",
+    "cuda_backend",
+    "default_device",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_list",
@@ -211,6 +213,20 @@ def check_op(op: Any, x: Tensor, group: ProcessGroup, name: str) -> None:
 def backend_name(group: ProcessGroup, x: Tensor) -> str:
     """Name of the backend that carries tensors of ``x``'s device in ``group``."""
     return group._get_backend(x.device).name().lower()
+
+
+def cuda_backend(group: ProcessGroup) -> str:
+    """Name of the backend that carries CUDA tensors in ``group``, empty where none does."""
+    if all(kind.type != "cuda" for kind in group._device_types):
+        return ""
+    return group._get_backend(torch.device("cuda")).name().lower()
+
+
+def default_device(cuda: str) -> torch.device:
+    """The current GPU where ``cuda``, the backend of CUDA tensors, is neither Gloo nor missing; else the CPU."""
+    if cuda in ("", "gloo") or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def refused(op: Any, dtype: torch.dtype, backend: str) -> str:

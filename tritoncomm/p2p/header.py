@@ -243,14 +243,11 @@ def recv_header(neighbours: Neighbours, name: str, key: str) -> Contents:
     words = torch.empty(WORDS, dtype=torch.int64, device="cpu")
     post_one(direction, name, words).wait()
     values = words.tolist()
-    try:
-        if (more := length(values) - WORDS) > 0:
-            rest = torch.empty(more, dtype=torch.int64, device="cpu")
-            post_one(direction, name, rest).wait()
-            values += rest.tolist()
-        return decode(values)
-    except MismatchError as error:
-        raise _unreadable(neighbours, name, key, error) from None
+    if (more := _parse(neighbours, name, key, length, values) - WORDS) > 0:
+        rest = torch.empty(more, dtype=torch.int64, device="cpu")
+        post_one(direction, name, rest).wait()
+        values += rest.tolist()
+    return _parse(neighbours, name, key, decode, values)
 
 
 def _encode_for(neighbours: Neighbours, name: str, key: str, contents: Contents) -> Tensor:
@@ -264,11 +261,8 @@ def _parse(neighbours: Neighbours, name: str, key: str, parse: Callable[[list[in
     try:
         return parse(words)
     except MismatchError as error:
-        raise _unreadable(neighbours, name, key, error) from None
-
-
-def _unreadable(neighbours: Neighbours, name: str, key: str, error: MismatchError) -> MismatchError:
-    return MismatchError(f"{name}: {neighbours} cannot read the header from rank {neighbours.peer(key)}: {error}")
+        text = f"{name}: {neighbours} cannot read the header from rank {neighbours.peer(key)}: {error}"
+        raise MismatchError(text) from None
 
 
 def _post_on_device(neighbours: Neighbours, name: str, tensors: dict[str, Tensor]) -> dict[str, Posted]:
@@ -348,23 +342,13 @@ def _cpu_neighbours(neighbours: Neighbours, device: torch.device) -> Neighbours 
 
 def _find_cpu_neighbours(neighbours: Neighbours) -> Neighbours | None:
     own, outside = neighbours.group(), neighbours.outside and neighbours.outside()
-    if own is None:
-        return None
-    group, outer = _cpu_group(own), outside and _cpu_group(outside)
+    group, outer = own and _cpu_group(own), outside and _cpu_group(outside)
     if group is None or (outside is not None and outer is None):
         return None
     return Neighbours.of(group, neighbours.prev, neighbours.next, outer)
 
 
-def _carries_cpu(group: ProcessGroup) -> bool:
-    return any(kind.type == "cpu" for kind in group._device_types)
-
-
 def _cpu_group(group: ProcessGroup) -> ProcessGroup | None:
     """The group of the same ranks that carries CPU tensors."""
-    if _carries_cpu(group):
-        return group
-    for entry in groups.groups.values():
-        if entry.group is group and _carries_cpu(entry.cpu_group):
-            return entry.cpu_group
-    return None
+    twins = [entry.cpu_group for entry in groups.groups.values() if entry.group is group]
+    return next((each for each in (group, *twins) if torch.device("cpu") in each._device_types), None)

@@ -7,6 +7,7 @@ progress independently, so that a rank never waits for a neighbour that waits fo
 """
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -181,6 +182,7 @@ def _tensors(x: Any, name: str) -> list[Tensor]:
     return tensors
 
 
+@dataclass(slots=True, eq=False)
 class Hop:
     """A p2p step in flight.
 
@@ -191,13 +193,10 @@ class Hop:
         problems: by key, why a receiver has to refuse a message; raised once it has been received.
     """
 
-    __slots__ = ("headers", "posted", "problems", "received")
-
-    def __init__(self) -> None:
-        self.posted: dict[str, Posted] = {}
-        self.headers: list[Posted] = []
-        self.received: dict[str, list[Tensor]] = {}
-        self.problems: dict[str, str] = {}
+    posted: dict[str, Posted] = field(default_factory=dict)
+    headers: list[Posted] = field(default_factory=list)
+    received: dict[str, list[Tensor]] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
 
     def wait(self) -> None:
         """Wait for every transfer."""
@@ -242,11 +241,8 @@ def _exchange_messages(
     messages: dict[str, Message] = {}
     for key, tensors in sends.items():
         each = messages[key] = message.pack(tensors)
-        path, copied, sent = (
-            path if each.path == "view" else each.path,
-            copied + each.bytes_copied,
-            sent + each.wire.nbytes,
-        )
+        path = path if each.path == "view" else each.path
+        copied, sent = copied + each.bytes_copied, sent + each.wire.nbytes
     if neighbours.is_single_rank:
         _copy_to_self(hop, neighbours, name, sends, receives)
     elif variable or _check.value:

@@ -202,11 +202,7 @@ def allocate(specs: Sequence[Spec], device: torch.device | str, out: Tensor | No
 
 @lru_cache(maxsize=4096)
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    return torch.empty(shape, device="meta").stride()
 
 
 @dataclass(slots=True)

@@ -8,32 +8,24 @@ its two ranks.
 
 import weakref
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from tritoncomm.core.backend import cuda_backend, default_device
 from tritoncomm.errors import GroupError
 
-__all__ = ["Direction", "Endpoint", "Neighbours", "cuda_backend", "posting_order"]
+__all__ = ["Direction", "Endpoint", "Neighbours", "posting_order"]
 
 _KEYS = ("send_prev", "recv_prev", "send_next", "recv_next")
 _TWO_STAGES = ("send_next", "recv_prev", "send_prev", "recv_next")
-_CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 
 Queue = deque[Any]
 
 
-def cuda_backend(group: ProcessGroup) -> str:
-    """Name of the backend that carries CUDA tensors in ``group``, empty where none does."""
-    if all(kind.type != "cuda" for kind in group._device_types):
-        return ""
-    return group._get_backend(_CUDA).name().lower()
-
-
-class _Shared:
+class _Shared(NamedTuple):
     """State per process group.
 
     Attributes:
@@ -42,12 +34,9 @@ class _Shared:
         neighbours: those looked up so far, by (prev, next, outside).
     """
 
-    __slots__ = ("backend", "neighbours", "queues")
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self.backend = cuda_backend(group)
-        self.queues: dict[int, Queue] = {}
-        self.neighbours: dict[Any, Neighbours] = {}
+    backend: str
+    queues: dict[int, Queue]
+    neighbours: "dict[Any, Neighbours]"
 
 
 # No value holds a strong reference to a group, or a destroyed group would keep its descriptors and threads.
@@ -57,7 +46,7 @@ _shared: weakref.WeakKeyDictionary[ProcessGroup, _Shared] = weakref.WeakKeyDicti
 def _shared_by(group: ProcessGroup) -> _Shared:
     shared = _shared.get(group)
     if shared is None:
-        shared = _shared[group] = _Shared(group)
+        shared = _shared[group] = _Shared(cuda_backend(group), {}, {})
     return shared
 
 
@@ -114,9 +103,8 @@ class Direction(NamedTuple):
     end: Endpoint
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Neighbours:
-    """A stage and its neighbours. The groups are referenced weakly: callers keep them alive.
+    """A stage and its neighbours, unchanged once made. The groups are referenced weakly: callers keep them alive.
 
     Attributes:
         group: the process group of the stages.
@@ -133,18 +121,31 @@ class Neighbours:
         directions: those of ``singles`` and of ``batch``, by key.
     """
 
-    group: "weakref.ref[ProcessGroup]"
-    outside: "weakref.ref[ProcessGroup] | None"
-    prev: int
-    next: int
-    rank: int
-    stage: int
-    stages: int
-    is_single_rank: bool
-    backend: str
-    batch: tuple[Direction, ...]
-    singles: tuple[Direction, ...]
-    directions: tuple[dict[str, Direction], dict[str, Direction]]
+    def __init__(self, group: ProcessGroup, prev: int | None, next: int | None, outside: ProcessGroup | None) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        self.group, self.outside = weakref.ref(group), None if outside is None else weakref.ref(outside)
+        self.stage, self.stages, self.rank = group.rank(), len(ranks), ranks[group.rank()]
+        self.prev: int = ranks[self.stage - 1] if prev is None else prev
+        self.next: int = ranks[(self.stage + 1) % len(ranks)] if next is None else next
+        self.is_single_rank = self.prev == self.next == self.rank
+        self.backend = _shared_by(group).backend
+        peers = {rank: self._peer(rank, ranks, group, outside) for rank in (self.prev, self.next)}
+        keys = _TWO_STAGES if self.prev == self.next else _KEYS
+        order = {key: self._order(key, peers[self.peer(key)]) for key in keys}
+        ordered = sorted(keys, key=order.__getitem__)
+        batched = [key for key in keys if peers[self.peer(key)].is_adjacent]
+        batched += [key for key in ordered if not peers[self.peer(key)].is_adjacent]
+        self.batch = tuple(self._direction(key, peers[self.peer(key)]) for key in batched)
+        # Two stages use the default group for what the odd one of them sends.
+        other = None if len(ranks) != 2 or "ucc" in dist.get_backend(group) else dist.group.WORLD
+        singles = []
+        for key in ordered:
+            peer = peers[self.peer(key)]
+            if other is not None and order[key][1] == 1:
+                peer = peer._replace(group=other, group_peer=dist.get_group_rank(other, peer.rank))
+            singles.append(self._direction(key, peer._replace(is_adjacent=False)))
+        self.singles = tuple(singles)
+        self.directions = ({each.key: each for each in self.singles}, {each.key: each for each in self.batch})
 
     @classmethod
     def of(
@@ -164,7 +165,7 @@ class Neighbours:
         shared, key = _shared_by(group), (prev, next, None if outside is None else weakref.ref(outside))
         neighbours = shared.neighbours.get(key)
         if neighbours is None:
-            neighbours = shared.neighbours[key] = _Builder(group, prev, next, outside).build()
+            neighbours = shared.neighbours[key] = cls(group, prev, next, outside)
         return neighbours
 
     def peer(self, key: str) -> int:
@@ -173,84 +174,31 @@ class Neighbours:
 
     def default_device(self) -> torch.device:
         """The current GPU where the group carries CUDA tensors over NCCL, else the CPU."""
-        if self.backend in ("", "gloo") or not torch.cuda.is_available():
-            return _CPU
-        return torch.device("cuda", torch.cuda.current_device())
+        return default_device(self.backend)
 
     def __str__(self) -> str:
-        return _stage_name(self.stage, self.stages, self.rank)
+        return f"stage {self.stage} of {self.stages} (rank {self.rank})"
 
-
-def _stage_name(stage: int, stages: int, rank: int) -> str:
-    return f"stage {stage} of {stages} (rank {rank})"
-
-
-class _Builder:
-    """Works out the directions of a stage."""
-
-    def __init__(self, group: ProcessGroup, prev: int | None, next: int | None, outside: ProcessGroup | None) -> None:
-        self.group, self.outside, self.stage = group, outside, group.rank()
-        self.ranks = ranks = dist.get_process_group_ranks(group)
-        self.prev = ranks[self.stage - 1] if prev is None else prev
-        self.next = ranks[(self.stage + 1) % len(ranks)] if next is None else next
-        self.name = _stage_name(self.stage, len(ranks), ranks[self.stage])
+    def _peer(self, rank: int, ranks: list[int], group: ProcessGroup, outside: ProcessGroup | None) -> "_Peer":
+        if rank in ranks:
+            group_peer = ranks.index(rank)
+            is_adjacent = (group_peer - self.stage) % len(ranks) in (0, 1, len(ranks) - 1)
+            return _Peer(rank, group_peer, group, True, is_adjacent)
         outer = [] if outside is None else dist.get_process_group_ranks(outside)
-        for rank in (self.prev, self.next):
-            if rank not in ranks and rank not in outer:
-                raise GroupError(f"rank {rank} is not in the group of ranks {outer or ranks}")
-
-    def build(self) -> Neighbours:
-        prev, next = self._peer(self.prev), self._peer(self.next)
-        peers = {"send_prev": prev, "recv_prev": prev, "send_next": next, "recv_next": next}
-        keys = _TWO_STAGES if self.prev == self.next else _KEYS
-        order = {key: self._order(key, peers[key]) for key in keys}
-        ordered = sorted(keys, key=order.__getitem__)
-        batch = [self._direction(key, peers[key]) for key in keys if peers[key].is_adjacent]
-        batch += [self._direction(key, peers[key]) for key in ordered if not peers[key].is_adjacent]
-        singles, other = [], self._other_group()
-        for key in ordered:
-            peer = peers[key]
-            if other is not None and order[key][1] == 1:  # sent by the odd one of two stages
-                peer = peer._replace(group=other, group_peer=dist.get_group_rank(other, peer.rank))
-            singles.append(self._direction(key, peer._replace(is_adjacent=False)))
-        rank = self.ranks[self.stage]
-        return Neighbours(
-            group=weakref.ref(self.group),
-            outside=None if self.outside is None else weakref.ref(self.outside),
-            prev=self.prev,
-            next=self.next,
-            rank=rank,
-            stage=self.stage,
-            stages=len(self.ranks),
-            is_single_rank=self.prev == self.next == rank,
-            backend=_shared_by(self.group).backend,
-            batch=tuple(batch),
-            singles=tuple(singles),
-            directions=({each.key: each for each in singles}, {each.key: each for each in batch}),
-        )
-
-    def _peer(self, rank: int) -> "_Peer":
-        if rank in self.ranks:
-            group_peer = self.ranks.index(rank)
-            is_adjacent = (group_peer - self.stage) % len(self.ranks) in (0, 1, len(self.ranks) - 1)
-            return _Peer(rank, group_peer, self.group, True, is_adjacent)
-        assert self.outside is not None
-        return _Peer(rank, dist.get_group_rank(self.outside, rank), self.outside, False, False)
+        if outside is None or rank not in outer:
+            raise GroupError(f"rank {rank} is not in the group of ranks {outer or ranks}")
+        return _Peer(rank, dist.get_group_rank(outside, rank), outside, False, False)
 
     def _order(self, key: str, peer: "_Peer") -> tuple[bool, int, int, int]:
-        own, other = (self.stage, peer.group_peer) if peer.in_ring else (self.ranks[self.stage], peer.rank)
+        own, other = (self.stage, peer.group_peer) if peer.in_ring else (self.rank, peer.rank)
         source, target = (own, other) if key.startswith("send") else (other, own)
         return posting_order(key, source, target, peer.in_ring)
-
-    def _other_group(self) -> ProcessGroup | None:
-        """The group that two stages use for every other single call."""
-        return None if len(self.ranks) != 2 or "ucc" in dist.get_backend(self.group) else dist.group.WORLD
 
     def _direction(self, key: str, peer: "_Peer") -> Direction:
         shared, is_send = _shared_by(peer.group), key.startswith("send")
         queue = weakref.ref(shared.queues.setdefault(peer.group_peer, deque())) if is_send else None
         modes = ("direct", "host" if shared.backend == "gloo" else "batched" if peer.is_adjacent else "direct")
-        end = Endpoint(self.name, is_send, peer.rank, queue)
+        end = Endpoint(str(self), is_send, peer.rank, queue)
         return Direction(key, is_send, peer.group_peer, weakref.ref(peer.group), modes, end)
 
 

@@ -41,16 +41,10 @@ __all__ = [
 ]
 
 Tensors = Tensor | Sequence[Tensor]
+Transfer = tuple[Tensors | None, Any, bool]
+_NOTHING: Transfer = (None, None, False)
 
 _warned: set[tuple[int, ...]] = set()
-
-
-def _first() -> bool:
-    return groups.is_pipeline_first_stage()
-
-
-def _last() -> bool:
-    return groups.is_pipeline_last_stage()
 
 
 def _neighbours(prev_rank: int | None, next_rank: int | None) -> Neighbours:
@@ -67,9 +61,8 @@ def _neighbours(prev_rank: int | None, next_rank: int | None) -> Neighbours:
 
 def _exchange(
     name: str,
-    sends: tuple[Tensors | None, Tensors | None],
-    shapes: tuple[Any, Any],
-    receives: tuple[bool, bool],
+    activation: Transfer,
+    gradient: Transfer,
     prev_rank: int | None,
     next_rank: int | None,
     dtype: torch.dtype,
@@ -78,22 +71,23 @@ def _exchange(
 ) -> tuple[Any, Any]:
     """Shared by the functions below: (from the previous stage, from the next stage).
 
-    ``sends``, ``shapes`` and ``receives`` are pairs: of the activation, which goes to the next stage, and of the
-    gradient, which goes to the previous one.
+    ``activation`` is what goes to the next stage, the shape of what the previous one sends, and whether that is
+    received; ``gradient`` is the same in the other direction.
     """
     neighbours = _neighbours(prev_rank, next_rank)
-    before, after = shapes[0] if receives[0] else None, shapes[1] if receives[1] else None
-    if (receives[0] and before is None) or (receives[1] and after is None):
+    (output, input_shape, recv_prev), (grad, grad_shape, recv_next) = activation, gradient
+    before, after = input_shape if recv_prev else None, grad_shape if recv_next else None
+    if (recv_prev and before is None) or (recv_next and after is None):
         raise ArgumentError(f"{name}: the shape of what is received must be given")
     if not split:
-        return exchange(neighbours, name, *sends, before, after, dtype, device)[:2]
-    sent = next((x[0] for x in map(_listed, sends) if x), None)
+        return exchange(neighbours, name, output, grad, before, after, dtype, device)[:2]
+    sent = next((x[0] for x in map(_listed, (output, grad)) if x), None)
     if device is None:
         device = sent.device if isinstance(sent, Tensor) else neighbours.default_device()
     first = None if before is None else _Sharded(before, dtype, device, name)
     second = None if after is None else _Sharded(after, dtype, device, name)
     from_prev, from_next = first and first.buffers, second and second.buffers
-    shards = _shard(sends[0], name), _shard(sends[1], name)
+    shards = _shard(output, name), _shard(grad, name)
     x, grad, _ = exchange(neighbours, name, *shards, from_prev, from_next, dtype, device)
     return first and first.gather(x), second and second.gather(grad)
 
@@ -173,10 +167,10 @@ def recv_forward(
     device: torch.device | str | None = None,
 ) -> Any:
     """Receive the input from the previous stage; None on the first stage."""
-    if _first():
+    if groups.is_pipeline_first_stage():
         return None
     options = prev_rank, None, dtype, scatter_gather_tensors, device
-    return _exchange("recv_forward", (None, None), (input_tensor_shape, None), (True, False), *options)[0]
+    return _exchange("recv_forward", (None, input_tensor_shape, True), _NOTHING, *options)[0]
 
 
 def recv_backward(
@@ -187,24 +181,24 @@ def recv_backward(
     device: torch.device | str | None = None,
 ) -> Any:
     """Receive the gradient of the output from the next stage; None on the last stage."""
-    if _last():
+    if groups.is_pipeline_last_stage():
         return None
     options = None, next_rank, dtype, scatter_gather_tensors, device
-    return _exchange("recv_backward", (None, None), (None, output_grad_shape), (False, True), *options)[1]
+    return _exchange("recv_backward", _NOTHING, (None, output_grad_shape, True), *options)[1]
 
 
 def send_forward(output_tensor: Any, next_rank: int | None = None, scatter_gather_tensors: bool = False) -> None:
     """Send the output to the next stage; nothing on the last stage."""
-    if not _last():
+    if not groups.is_pipeline_last_stage():
         options = None, next_rank, torch.float32, scatter_gather_tensors, None
-        _exchange("send_forward", (output_tensor, None), (None, None), (False, False), *options)
+        _exchange("send_forward", (output_tensor, None, False), _NOTHING, *options)
 
 
 def send_backward(input_tensor_grad: Any, prev_rank: int | None = None, scatter_gather_tensors: bool = False) -> None:
     """Send the gradient of the input to the previous stage; nothing on the first stage."""
-    if not _first():
+    if not groups.is_pipeline_first_stage():
         options = prev_rank, None, torch.float32, scatter_gather_tensors, None
-        _exchange("send_backward", (None, input_tensor_grad), (None, None), (False, False), *options)
+        _exchange("send_backward", _NOTHING, (input_tensor_grad, None, False), *options)
 
 
 def send_forward_recv_backward(
@@ -217,11 +211,11 @@ def send_forward_recv_backward(
     device: torch.device | str | None = None,
 ) -> Any:
     """Send the output to the next stage and receive its gradient; None, and nothing sent, on the last stage."""
-    if _last():
+    if groups.is_pipeline_last_stage():
         return None
     options = None, next_rank, dtype, scatter_gather_tensors, device
     return _exchange(
-        "send_forward_recv_backward", (output_tensor, None), (None, output_grad_shape), (False, recv_next), *options
+        "send_forward_recv_backward", (output_tensor, None, False), (None, output_grad_shape, recv_next), *options
     )[1]
 
 
@@ -235,15 +229,11 @@ def send_backward_recv_forward(
     device: torch.device | str | None = None,
 ) -> Any:
     """Send a gradient to the previous stage and receive the next input; None, and nothing sent, on the first stage."""
-    if _first():
+    if groups.is_pipeline_first_stage():
         return None
     options = prev_rank, None, dtype, scatter_gather_tensors, device
     return _exchange(
-        "send_backward_recv_forward",
-        (None, input_tensor_grad),
-        (input_tensor_shape, None),
-        (recv_prev, False),
-        *options,
+        "send_backward_recv_forward", (None, input_tensor_shape, recv_prev), (input_tensor_grad, None, False), *options
     )[0]
 
 
@@ -259,9 +249,7 @@ def send_forward_recv_forward(
 ) -> Any:
     """Send an output to the next stage and receive an input from the previous one, round the ring at its ends."""
     options = prev_rank, next_rank, dtype, scatter_gather_tensors, device
-    return _exchange(
-        "send_forward_recv_forward", (output_tensor, None), (input_tensor_shape, None), (recv_prev, False), *options
-    )[0]
+    return _exchange("send_forward_recv_forward", (output_tensor, input_tensor_shape, recv_prev), _NOTHING, *options)[0]
 
 
 def send_backward_recv_backward(
@@ -277,11 +265,7 @@ def send_backward_recv_backward(
     """Send a gradient to the previous stage and receive one from the next stage, round the ring at its ends."""
     options = prev_rank, next_rank, dtype, scatter_gather_tensors, device
     return _exchange(
-        "send_backward_recv_backward",
-        (None, input_tensor_grad),
-        (None, output_grad_shape),
-        (False, recv_next),
-        *options,
+        "send_backward_recv_backward", _NOTHING, (input_tensor_grad, output_grad_shape, recv_next), *options
     )[1]
 
 
@@ -302,8 +286,7 @@ def send_forward_backward_recv_forward_backward(
     options = prev_rank, next_rank, dtype, scatter_gather_tensors, device
     return _exchange(
         "send_forward_backward_recv_forward_backward",
-        (output_tensor, input_tensor_grad),
-        (input_tensor_shape, output_grad_shape),
-        (recv_prev, recv_next),
+        (output_tensor, input_tensor_shape, recv_prev),
+        (input_tensor_grad, output_grad_shape, recv_next),
         *options,
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm.core import eager
+from tritoncomm.core.backend import cuda_backend, default_device
 from tritoncomm.errors import GroupError, ShapeError
 from tritoncomm.tensor.device_mesh import DeviceMesh
 
@@ -61,14 +62,8 @@ def measure_mesh(mesh: DeviceMesh, *, small: int = 256, large: int = 1 << 20, re
 
 
 def _device(group: ProcessGroup) -> torch.device:
-    """The current GPU if the group has a CUDA backend other than Gloo, otherwise the CPU.
-
-    Decided per device, because a group may have one backend for each (``cpu:gloo,cuda:nccl``).
-    """
-    if not torch.cuda.is_available() or all(kind.type != "cuda" for kind in group._device_types):
-        return torch.device("cpu")
-    device = torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if group._get_backend(device).name().lower() == "gloo" else device
+    """Decided per device, because a group may have one backend for each (``cpu:gloo,cuda:nccl``)."""
+    return default_device(cuda_backend(group))
 
 
 def _microseconds(group: ProcessGroup, size: int, repeats: int) -> float:

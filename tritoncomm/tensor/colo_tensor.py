@@ -180,13 +180,11 @@ class ColoTensor(torch.Tensor):
 
     def _redistributed(self, dist_spec: _DistSpec, pg: ProcessGroup) -> Tensor:
         """The local tensor under another layout, as a plain tensor."""
-        local = layout.plain(self)
+        local, spec, shape = layout.plain(self), self.dist_spec, self.global_shape
         if pg is not self.process_group and pg != self.process_group:
-            replica = DistSpecManager.handle_trans_spec(
-                local, self.dist_spec, ReplicaSpec(), self.process_group, self.global_shape
-            )
-            return DistSpecManager.handle_trans_spec(replica, ReplicaSpec(), dist_spec, pg, self.global_shape)
-        return DistSpecManager.handle_trans_spec(local, self.dist_spec, dist_spec, pg, self.global_shape)
+            local = DistSpecManager.handle_trans_spec(local, spec, ReplicaSpec(), self.process_group, shape)
+            spec = ReplicaSpec()
+        return DistSpecManager.handle_trans_spec(local, spec, dist_spec, pg, shape)
 
     def redistribute(self, dist_spec: _DistSpec, pg: ProcessGroup | None = None) -> "ColoTensor":
         """A new tensor with another layout, and over another process group if one is given; differentiable.

@@ -27,14 +27,7 @@ class CollectiveCommPattern(enum.Enum):
 
 
 _Pattern = CollectiveCommPattern
-_KINDS = {
-    _Pattern.GATHER_FWD_SPLIT_BWD: "all_gather",
-    _Pattern.ALL2ALL_FWD_ALL2ALL_BWD: "all_to_all",
-    _Pattern.SPLIT_FWD_GATHER_BWD: "split",
-    _Pattern.ALLREDUCE_FWD_IDENTITY_BWD: "all_reduce",
-    _Pattern.IDENTITY_FWD_ALLREDUCE_BWD: "identity",
-    _Pattern.MIXGATHER_FWD_SPLIT_BWD: "mix_gather",
-}
+_KINDS = {pattern: pattern.value.partition("_fwd_")[0] for pattern in _Pattern}  # keys of `mesh_collectives`
 
 
 class CommSpec:
@@ -119,11 +112,11 @@ class CommSpec:
         """
         size, mesh = math.prod(self.sharding_spec.get_sharded_shape_per_device()), self.device_mesh
         kind = _KINDS[self.comm_pattern]
-        if kind == "mix_gather":
+        if kind == "mixgather":
             forward, backward = self.device_meshes.mix_gather_cost(size), self.shard_cost
-        elif kind == "all_to_all":
+        elif kind == "all2all":
             forward = backward = mesh.all_to_all_cost(size, self._axis())
-        elif kind in ("all_gather", "split"):
+        elif kind in ("gather", "split"):
             forward, backward = mesh.all_gather_cost(size, self._axis()), self.shard_cost
         else:
             forward, backward = mesh.all_reduce_cost(size, self._axis()), 0
@@ -164,7 +157,7 @@ class CommSpec:
         kind, name = _KINDS[self.comm_pattern], self.comm_pattern.value
         if kind in ("all_reduce", "identity"):
             return MeshCollective(kind, members, name)
-        if kind == "mix_gather":
+        if kind == "mixgather":
             dims = [checked_dim(x, dim, name) for dim in self.gather_dim]
             first, second = self.logical_process_axes
             axes_by_dim = ((first,), (second,)) if first != second else ((1 - first, first),)
@@ -173,7 +166,7 @@ class CommSpec:
         if self.gather_dim is None or self.shard_dim is None:
             raise ArgumentError(f"{name}: gather_dim is {self.gather_dim}, shard_dim is {self.shard_dim}")
         gather_dim, shard_dim = checked_dim(x, self.gather_dim, name), checked_dim(x, self.shard_dim, name)
-        if kind != "all_to_all" and gather_dim != shard_dim and wants_grad(x):
+        if kind != "all2all" and gather_dim != shard_dim and wants_grad(x):
             raise ShapeError(
                 f"{name}: gather_dim {gather_dim} and shard_dim {shard_dim} differ, so the pattern has no adjoint"
             )

@@ -166,11 +166,8 @@ def _on_replicas(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
         gathered.append((x, plain(x.redistribute(ReplicaSpec()))))
         return gathered[-1][1]
 
-    def resizable(x: Any) -> Any:
-        return outs[id(x)][1] if id(x) in outs else x
-
     if outs:
-        kwargs = {**kwargs, "out": tree_map(resizable, kwargs["out"])}
+        kwargs = {**kwargs, "out": tree_map(lambda x: outs.get(id(x), (x, x))[1], kwargs["out"])}
     args, kwargs = tree_map(gather, tuple(args)), tree_map(gather, kwargs)
     if name in random_ops.RANDOM_ON_REPLICAS and pg.tp_world_size() > 1:
         with random_ops.seeded(random_ops.agreed_seed(pg, tensors[0]), tensors[0].device):

@@ -56,10 +56,8 @@ class _DistSpec:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        fields = [
-            f"{name}={value}" for name, value in sorted(vars(self).items(), key=lambda item: item[0] == "placement")
-        ]
-        return f"DistSpec({', '.join(fields)})"
+        fields = sorted(vars(self).items(), key=lambda item: item[0] == "placement")
+        return f"DistSpec({', '.join(f'{name}={value}' for name, value in fields)})"
 
 
 def ReplicaSpec() -> _DistSpec:

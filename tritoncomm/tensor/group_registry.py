@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from tritoncomm import groups
 from tritoncomm.errors import GroupError
 
-__all__ = ["Line", "Members", "adopt", "existing", "find", "groups_along", "lookup", "make_groups"]
+__all__ = ["Line", "Members", "adopt", "find", "group_over", "groups_along", "lookup", "make_groups"]
 
 _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 _times: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -62,7 +62,8 @@ def make_groups(lists: Sequence[tuple[int, ...]], rank: int, backend: str | None
         backend: that of the default group by default.
     """
     backend = dist.get_backend() if backend is None else backend
-    if _creation_is_collective():
+    # ``new_group`` involves the full job where it splits groups off a bound default group, or ends in a barrier.
+    if c10d._get_default_group().bound_device_id is not None or c10d._is_barrier_after_init() == 1:
         _make_collectively(lists, rank, backend)
         return
     for ranks in lists:
@@ -95,16 +96,12 @@ def find(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     return group
 
 
-def existing(ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
-    """The group over these ranks, after ``make_groups``."""
+def group_over(ranks: tuple[int, ...], rank: int, backend: str | None = None) -> dist.ProcessGroup:
+    """The group over these ranks, which exists by now; that of a single rank is made here."""
+    make_groups([ranks], rank, backend)
     group = lookup(dist.get_backend() if backend is None else backend, ranks)
     assert group is not None, ranks
     return group
-
-
-def _creation_is_collective() -> bool:
-    """Whether ``new_group`` involves the full job: groups split off a bound default group, or a barrier after it."""
-    return c10d._get_default_group().bound_device_id is not None or c10d._is_barrier_after_init() == 1
 
 
 def _by_members(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
@@ -172,16 +169,10 @@ def groups_along(ids: Tensor, given: Sequence[dist.ProcessGroup]) -> tuple[dict[
         for ranks in lines:
             group: Any = dist.GroupMember.NON_GROUP_MEMBER
             if me in ranks:
-                group = given[axis] if given else _group_over(tuple(sorted(ranks)), me)
+                group = given[axis] if given else group_over(tuple(sorted(ranks)), me)
                 ranks_in_group = dist.get_process_group_ranks(group)
                 members[axis] = Members(
                     group, None if ranks_in_group == ranks else tuple(map(ranks_in_group.index, ranks))
                 )
             lines_by_axis[axis].append((ranks, group))
     return lines_by_axis, members
-
-
-def _group_over(ranks: tuple[int, ...], me: int) -> dist.ProcessGroup:
-    """The group of these ranks, which exists by now; that of a single rank is made here."""
-    make_groups([ranks], me)
-    return existing(ranks)

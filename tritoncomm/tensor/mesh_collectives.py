@@ -168,11 +168,11 @@ def _mix_split(x: Tensor, collective: MeshCollective) -> Tensor:
 
 # The function of a kind, and its adjoint.
 _KINDS = {
-    "all_gather": (_all_gather, "split"),
-    "split": (_split, "all_gather"),
-    "all_to_all": (_all_to_all, "all_to_all"),
+    "gather": (_all_gather, "split"),
+    "split": (_split, "gather"),
+    "all2all": (_all_to_all, "all2all"),
     "all_reduce": (_all_reduce, "identity"),
     "identity": (_identity, "all_reduce"),
-    "mix_gather": (_mix_gather, "mix_split"),
-    "mix_split": (_mix_split, "mix_gather"),
+    "mixgather": (_mix_gather, "mixsplit"),
+    "mixsplit": (_mix_split, "mixgather"),
 }

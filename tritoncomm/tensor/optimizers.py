@@ -43,20 +43,28 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     Raises:
         UnsupportedError: an optimizer that is not element-wise would step a shard.
     """
-    verdict = _verdict(type(optimizer))
+    kind = type(optimizer)
+    verdict = _verdict(kind)
     if verdict is None:
         return
     shards = [p for group in optimizer.param_groups for p in group["params"] if is_colo(p) and p.partitions]
     if not shards:
         return
-    name, shapes = type(optimizer).__name__, ", ".join(str(list(p.global_shape)) for p in shards[:3])
+    name, shapes = kind.__name__, ", ".join(str(list(p.global_shape)) for p in shards[:3])
     what = f"{len(shards)} sharded parameters ({shapes}{', ...' if len(shards) > 3 else ''})"
     if verdict:
         raise UnsupportedError(
             f"{name}.step: {name} {verdict}, and would treat each rank's shard as a full parameter; it has {what}. "
             "Use an element-wise optimizer for them (AdamW, SGD), or keep them replicated"
         )
-    _warn(type(optimizer), what)
+    if kind not in _warned:
+        _warned.add(kind)
+        warnings.warn(
+            f"{name} is not known to be element-wise, and steps {what}: a norm, mean or factorization of a full "
+            "parameter would be that of each rank's shard. The result is correct only if the update of every element "
+            "depends on that element alone",
+            stacklevel=3,
+        )
 
 
 @cache
@@ -71,15 +79,3 @@ def _verdict(kind: type[Optimizer]) -> str | None:
     if kind.__module__.startswith("torch.distributed.optim") and kind.__name__ in _WRAPPERS:
         return None
     return None if inspect.unwrap(kind.step) in _ELEMENTWISE else ""
-
-
-def _warn(kind: type[Optimizer], what: str) -> None:
-    if kind in _warned:
-        return
-    _warned.add(kind)
-    warnings.warn(
-        f"{kind.__name__} is not known to be element-wise, and steps {what}: a norm, mean or factorization of a "
-        "full parameter would be that of each rank's shard. The result is correct only if the update of every element "
-        "depends on that element alone",
-        stacklevel=4,
-    )

@@ -151,32 +151,27 @@ class _Search:
         added = [axes for count in range(1, len(free) + 1) for axes in itertools.permutations(free, count)]
         for dim, axes in enumerate(layout):
             for more in added:
-                if self._divides(dim, (*axes, *more)):
-                    yield (
-                        _with(layout, {dim: (*axes, *more)}),
-                        _comm_spec_kwargs(_Pattern.SPLIT_FWD_GATHER_BWD, dim, dim, more),
-                    )
+                grown = (*axes, *more)
+                if self._divides(dim, grown):
+                    yield _with(layout, {dim: grown}), _arguments(_Pattern.SPLIT_FWD_GATHER_BWD, dim, dim, more)
             for count in range(len(axes)):
                 left_axes, moved_axes = axes[:count], axes[count:]
-                yield (
-                    _with(layout, {dim: left_axes}),
-                    _comm_spec_kwargs(_Pattern.GATHER_FWD_SPLIT_BWD, dim, dim, moved_axes),
-                )
+                yield _with(layout, {dim: left_axes}), _arguments(_Pattern.GATHER_FWD_SPLIT_BWD, dim, dim, moved_axes)
                 for other, present in enumerate(layout):
                     if other != dim and self._divides(other, (*present, *moved_axes)):
                         after = _with(layout, {dim: left_axes, other: (*present, *moved_axes)})
-                        yield after, _comm_spec_kwargs(_Pattern.ALL2ALL_FWD_ALL2ALL_BWD, dim, other, moved_axes)
+                        yield after, _arguments(_Pattern.ALL2ALL_FWD_ALL2ALL_BWD, dim, other, moved_axes)
         sharded = [(dim, list(axes)) for dim, axes in enumerate(layout) if axes]
         if len(self.mesh.mesh_shape) == 2 and not free:
             gather_dim, axes = mix_gather_simulator(sharded[0], sharded[1] if len(sharded) > 1 else (-1, []))
-            kwargs = _comm_spec_kwargs(_Pattern.MIXGATHER_FWD_SPLIT_BWD, gather_dim, None, axes)
+            kwargs = _arguments(_Pattern.MIXGATHER_FWD_SPLIT_BWD, gather_dim, None, axes)
             yield ((),) * len(layout), kwargs
 
     def _divides(self, dim: int, axes: Axes) -> bool:
         return self.shape[dim] % math.prod(self.mesh.mesh_shape[axis] for axis in axes) == 0
 
 
-def _comm_spec_kwargs(
+def _arguments(
     pattern: CollectiveCommPattern, gather_dim: Any, shard_dim: int | None, axes: Sequence[int]
 ) -> CommKwargs:
     """Arguments of ``CommSpec``."""

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from tritoncomm.errors import GroupError
 from tritoncomm.groups import check_ascending, check_mesh
-from tritoncomm.tensor.group_registry import adopt, existing, find, lookup, make_groups
+from tritoncomm.tensor.group_registry import adopt, find, group_over, lookup, make_groups
 
 __all__ = ["ProcessGroup"]
 
@@ -101,8 +101,7 @@ class ProcessGroup:
         check_mesh(mesh, "over_device_mesh")
         check_ascending(mesh.mesh.flatten(), "over_device_mesh", f"{mesh}, in row-major order,")
         members = tuple(mesh.mesh.flatten().tolist())
-        backend = dist.get_backend()
-        if find(backend, members) is None and len(members) > 1:
+        if find(dist.get_backend(), members) is None and len(members) > 1:
             make = f"ProcessGroup(ranks={list(members)}, tp_degree={len(members)})"
             raise GroupError(f"over_device_mesh: no process group over {mesh}; have its ranks call {make} first")
         return cls(ranks=list(members), tp_degree=len(members))
@@ -187,8 +186,7 @@ class ProcessGroup:
         ranks, backend = self._require_member(ranks), dist.get_backend() if backend is None else backend
         group = lookup(backend, ranks)
         if group is None and len(ranks) == 1:
-            make_groups([ranks], self._rank, backend)
-            return existing(ranks, backend)
+            return group_over(ranks, self._rank, backend)
         if group is None:
             raise GroupError(f"no process group over {list(ranks)} exists here; make one with ProcessGroup(...) first")
         return group
@@ -229,12 +227,10 @@ def _axis(mesh: TorchMesh, axis: str | int | None, default: int) -> int:
 
 
 def _degrees(size: int, tp: int | None, dp: int | None) -> tuple[int, int]:
-    """(tp, dp) with ``tp * dp == size``."""
-    if not tp and not dp:
-        return 1, size
+    """(tp, dp) with ``tp * dp == size``; tp is 1 when neither is given."""
     if not tp or not dp:
         given = tp or dp or 1
         assert size % given == 0, f"a degree of {given} does not divide {size} ranks"
-        return (given, size // given) if tp else (size // given, given)
+        return (size // given, given) if dp else (given, size // given)
     assert tp * dp == size, f"tp {tp} * dp {dp} is not {size}, the number of ranks"
     return tp, dp

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,10 +45,11 @@ class Step(record.Traffic):
     bytes_copied: int
     seconds: float
 
-    @property
-    def copied(self) -> int:
-        """``bytes_copied``."""
-        return self.bytes_copied
+    copied = property(attrgetter("bytes_copied"), doc="``bytes_copied``.")
+
+
+def _sum(name: str, doc: str) -> Any:
+    return property(lambda plan: sum(getattr(step, name) for step in plan.steps), doc=doc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +63,9 @@ class RedistributionPlan(record.Traffic):
         """Passes over memory outside the collectives."""
         return sum(step.before + step.after for step in self.steps)
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes this rank sends."""
-        return sum(step.bytes_sent for step in self.steps)
-
-    @property
-    def bytes_copied(self) -> int:
-        """Bytes read plus written by the passes."""
-        return sum(step.bytes_copied for step in self.steps)
-
-    @property
-    def seconds(self) -> float:
-        """Predicted time."""
-        return sum(step.seconds for step in self.steps)
+    bytes_sent = _sum("bytes_sent", "Bytes this rank sends.")
+    bytes_copied = _sum("bytes_copied", "Bytes read plus written by the passes.")
+    seconds = _sum("seconds", "Predicted time.")
 
     def __str__(self) -> str:
         lines = [f"{'step':<12}{'path':<8}{'passes':>8}{'MB copied':>12}{'MB sent':>10}{'us':>10}"]

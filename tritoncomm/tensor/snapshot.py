@@ -102,15 +102,13 @@ def of_gathered(result: Any, gathered: Sequence[tuple[Any, Tensor]], func: Calla
         gathered: pairs of a sharded ColoTensor and its gathered copy, which was passed to ``func``.
         func: the operator.
     """
-    if _is_array(result):
-        return _read_only(result)
     shared = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
     sources = [
         (copy, Snapshot(base, plain(base).detach(), base.partitions, int(copy.storage_offset()), copy.is_contiguous()))
         for base, copy in gathered
         if any(shares_storage(x, copy) for x in shared)
     ]
-    return track(result, sources, func) if sources else result
+    return track(result, sources, func) if sources or _is_array(result) else result
 
 
 def track(result: Any, sources: Sources, func: Callable[..., Any]) -> Any:
@@ -125,19 +123,14 @@ def track(result: Any, sources: Sources, func: Callable[..., Any]) -> Any:
         return x
 
     if _is_array(result):
-        return _read_only(result)
+        if not result.flags.owndata:
+            result.setflags(write=False)  # writes to an array over a gathered copy would not reach the shard
+        return result
     return tracked(result) if isinstance(result, Tensor) else tree_map(tracked, result)
 
 
 def _is_array(x: Any) -> bool:
     return type(x).__module__ == "numpy" and hasattr(x, "setflags")
-
-
-def _read_only(array: Any) -> Any:
-    """Make an array over a gathered copy read-only, because writes would not reach the shard."""
-    if not array.flags.owndata:
-        array.setflags(write=False)
-    return array
 
 
 def _as_view(x: Tensor, snapshot: Snapshot) -> Any:

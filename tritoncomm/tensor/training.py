@@ -116,7 +116,7 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite and ``error_if_nonfinite``.
     """
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    pairs = [(p, _plain_grad(p)) for p in tensors if p.grad is not None]
+    pairs = [(p, (plain(p.grad) if is_colo(p.grad) else p.grad).detach()) for p in tensors if p.grad is not None]
     if not pairs:
         return torch.tensor(0.0)
     device, power = pairs[0][1].device, float(norm_type)
@@ -142,11 +142,6 @@ def clip_grad_norm_(
     for grad in (grad for _, grad in pairs):
         grad.mul_(factor.to(grad.dtype))
     return total
-
-
-def _plain_grad(p: Tensor) -> Tensor:
-    assert p.grad is not None
-    return plain(p.grad).detach() if is_colo(p.grad) else p.grad.detach()
 
 
 def _power_sum(grads: list[Tensor], power: float, device: torch.device) -> Tensor:

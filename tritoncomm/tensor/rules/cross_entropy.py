@@ -24,23 +24,19 @@ __all__: list[str] = []
 def _softmax(
     input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Call | None:
-    return _softmax_like(input, dim, dtype if dtype is not None else _as_dtype(_stacklevel), False)
+    return _softmax_like(input, dim, _stacklevel if dtype is None else dtype, False)
 
 
 @rule(F.log_softmax, "log_softmax", accepts="any sharding, the softmax dim included", collectives="as softmax")
 def _log_softmax(
     input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Call | None:
-    return _softmax_like(input, dim, dtype if dtype is not None else _as_dtype(_stacklevel), True)
+    return _softmax_like(input, dim, _stacklevel if dtype is None else dtype, True)
 
 
-def _as_dtype(third: Any) -> torch.dtype | None:
-    """``torch.softmax(x, dim, dtype)`` has the dtype where ``F.softmax`` has a stack level."""
-    return third if isinstance(third, torch.dtype) else None
-
-
-def _softmax_like(input: Tensor, dim: int | None, dtype: torch.dtype | None, log: bool) -> Call | None:
-    count = len(shape_of(input))
+def _softmax_like(input: Tensor, dim: int | None, given: Any, log: bool) -> Call | None:
+    """``given``: the dtype, or the stack level that ``F.softmax`` has where ``torch.softmax(x, dim, dtype)`` has it."""
+    count, dtype = len(shape_of(input)), given if isinstance(given, torch.dtype) else None
     if dim is None or not count:
         return None
     dim %= count

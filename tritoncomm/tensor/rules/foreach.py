@@ -9,21 +9,16 @@ from torch import Tensor
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor.elementwise import ELEMENTWISE
 from tritoncomm.tensor.layout import is_colo, wrap
-from tritoncomm.tensor.rules.table import ROWS, Row
+from tritoncomm.tensor.rules.table import rule
 
 __all__ = ["on_lists"]
 
-ROWS.append(
-    Row(
-        "torch._foreach_*, torch._fused_* (optimizers)",
-        "any sharding, the same at the same index of every list; plain tensors are local shards",
-        "same sharding",
-        "none; norms: as norm",
-        "foreach",
-    )
+
+@rule(
+    named="torch._foreach_*, torch._fused_* (optimizers)",
+    accepts="any sharding, the same at the same index of every list; plain tensors are local shards",
+    collectives="none; norms: as norm",
 )
-
-
 def on_lists(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operator on lists of tensors.
 

@@ -179,12 +179,8 @@ def _set_part(target: Any, index: Any, value: Any) -> None:
         source = without_leading_ones(replicated(value, pg), selected.dim()).broadcast_to(selected.shape)
     else:  # a number out of range of the dtype raises on every rank
         source = torch.full((), value, dtype=target.dtype, device=target.device).expand(selected.shape)
-
-    def write(region: Tensor, slices: tuple[slice, ...]) -> None:
-        region.copy_(source[slices])
-
-    memory = plain(target).detach()
-    write_shard("__setitem__", memory, shape, target.partitions, pg, box_of(shape, selected), write)
+    memory, box = plain(target).detach(), box_of(shape, selected)
+    write_shard("__setitem__", memory, shape, target.partitions, pg, box, lambda x, at: x.copy_(source[at]))
 
 
 @rule("narrow", accepts=_OTHER)

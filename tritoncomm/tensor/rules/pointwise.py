@@ -23,21 +23,18 @@ from tritoncomm.tensor.rules.engine import (
     is_legal,
     local_operand,
 )
-from tritoncomm.tensor.rules.table import ROWS, Row
+from tritoncomm.tensor.rules.table import rule
 
 __all__ = ["broadcast_operands", "elementwise", "keep"]
 
-ROWS.append(
-    Row(
-        "element-wise, in place too",
-        "any sharding of the broadcast shape; a plain tensor of the local shape is a shard, any other is replicated",
-        "same sharding; in place: that of the tensor that is written",
-        "gradient of a replica: all-gather, or all-reduce if it is broadcast along the sharded dim",
-        "pointwise",
-    )
+
+@rule(
+    named="element-wise, in place too",
+    accepts="any sharding of the broadcast shape; a plain tensor of the local shape is a shard, any other is "
+    "replicated",
+    result="same sharding; in place: that of the tensor that is written",
+    collectives="gradient of a replica: all-gather, or all-reduce if it is broadcast along the sharded dim",
 )
-
-
 def elementwise(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an element-wise operator on local tensors."""
     leaves, tree = tree_flatten((tuple(args), kwargs))

@@ -21,7 +21,7 @@ from tritoncomm.tensor.layout import is_colo, plain, shape_of
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
 from tritoncomm.tensor.rules.pointwise import keep
-from tritoncomm.tensor.rules.table import ROWS, Row, rule
+from tritoncomm.tensor.rules.table import rule
 
 __all__ = [
     "INITIALISERS",
@@ -51,23 +51,6 @@ INITIALISERS: frozenset[Any] = frozenset(
     getattr(nn.init, name) for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")
 )
 """``torch.nn.init``: depend on the global shape."""
-
-ROWS += [
-    Row(
-        "dropout, bernoulli, rand_like, ...",
-        "any sharding",
-        "same sharding; replicas stay equal, shards are independent",
-        "none",
-        "random_ops",
-    ),
-    Row(
-        "torch.nn.init.*, normal_, uniform_, ...",
-        "any sharding",
-        "in place: the same values for every layout",
-        "none",
-        "random_ops",
-    ),
-]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _calls: dict[tuple[int, ...], int] = {}
@@ -113,6 +96,7 @@ def seeded_shard(seed: int, sharding: Sharding, device: torch.device) -> Abstrac
     return seeded((seed + (sharding.rank + 1) * _GOLDEN) % 2**63 if sharding.parts else seed, device)
 
 
+@rule(named="dropout, bernoulli, rand_like, ...", result="same sharding; replicas stay equal, shards are independent")
 def random_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An element-wise random operator on its first argument."""
     x = next(x for x in tree_leaves((args, kwargs)) if is_colo(x))
@@ -123,17 +107,15 @@ def random_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: di
         return keep(func, args, kwargs, x)
 
 
+@rule(named="torch.nn.init.*, normal_, uniform_, ...", result="in place: the same values for every layout")
 def initialise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Draw the global tensor on every rank and keep the shard: the values do not depend on the layout."""
     target = next(x for x in tree_leaves((args, kwargs)) if is_colo(x))
     pg, shape = target.process_group, target.global_shape
     full = torch.empty(shape, dtype=target.dtype, device=target.device) if target.partitions else plain(target).detach()
-
-    def substitute(x: Any) -> Any:
-        return full if x is target else x
-
+    args, kwargs = tree_map(lambda x: full if x is target else x, (tuple(args), kwargs))
     with seeded(agreed_seed(pg, target), target.device):
-        func(*tree_map(substitute, tuple(args)), **tree_map(substitute, kwargs))
+        func(*args, **kwargs)
     if target.partitions:
         with torch.no_grad():
             plain(target).copy_(shard_of(full, target.partitions, pg.tp_local_rank()))

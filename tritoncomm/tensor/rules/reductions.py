@@ -56,17 +56,17 @@ def _dims_of(dim: Any, input: Tensor) -> tuple[int, ...]:
 
 
 def _reduce(
-    input: Tensor, dims: Sequence[int], keepdim: bool, run: Callable[[Sharding, Tensor], Any], own: bool = True,
-    results: int = 1,
+    input: Tensor, dims: Sequence[int], keepdim: bool, local: Callable[[Tensor], Any],
+    across: Callable[[Sharding, Tensor], Any] | None = None, results: int = 1,
 ) -> Call:  # fmt: skip
-    """A reduction over dims; without ``own`` partial results are all-reduced."""
+    """A reduction by ``local``, or by ``across`` if a dim is sharded; without it partial results are all-reduced."""
     labels = tuple(range(len(shape_of(input))))
     left = tuple(None if d in dims else d for d in labels if keepdim or d not in dims)
-    return Call([Operand(input, labels)], [left] * results, run, own=frozenset(dims) if own else frozenset())
 
+    def run(sharding: Sharding, x: Tensor) -> Any:
+        return local(x) if across is None or not any(map(sharding.has, dims)) else across(sharding, x)
 
-def _any_sharded(sharding: Sharding, dims: Sequence[int]) -> bool:
-    return any(sharding.has(dim) for dim in dims)
+    return Call([Operand(input, labels)], [left] * results, run, own=frozenset(dims if across is not None else ()))
 
 
 _MAX, _MIN = dist.ReduceOp.MAX, dist.ReduceOp.MIN
@@ -75,7 +75,7 @@ _MAX, _MIN = dist.ReduceOp.MAX, dist.ReduceOp.MIN
 @rule("sum", result="same sharding; summed dim: partial, all-reduced", collectives="summed dim: all-reduce")
 def _sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Call:
     dims = _dims_of(dim, input)
-    return _reduce(input, dims, keepdim, lambda _, x: x.sum(dims, keepdim, dtype=dtype), own=False)
+    return _reduce(input, dims, keepdim, lambda x: x.sum(dims, keepdim, dtype=dtype))
 
 
 @rule("mean", result="as sum", collectives="as sum")
@@ -84,19 +84,17 @@ def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch
     if not shape or not (dtype or input.dtype).is_floating_point:
         return None
     size = math.prod(shape[d] for d in dims)
-    return _reduce(input, dims, keepdim, lambda _, x: x.sum(dims, keepdim, dtype=dtype) / size, own=False)
+    return _reduce(input, dims, keepdim, lambda x: x.sum(dims, keepdim, dtype=dtype) / size)
 
 
 def _logical(input: Tensor, dim: Any, keepdim: bool, local: Any, op: Any) -> Call:
     dims = _dims_of(dim, input)
 
-    def run(sharding: Sharding, x: Tensor) -> Tensor:
+    def across(sharding: Sharding, x: Tensor) -> Tensor:
         result = local(x, dims, keepdim)
-        if not _any_sharded(sharding, dims):
-            return result
         return eager.all_reduce(result.to(torch.uint8), sharding.group, "any", op).to(result.dtype)
 
-    return _reduce(input, dims, keepdim, run)
+    return _reduce(input, dims, keepdim, lambda x: local(x, dims, keepdim), across)
 
 
 @rule("all", result="as sum", collectives="reduced dim: all-reduce")
@@ -156,7 +154,7 @@ def _allclose(
 @rule("count_nonzero", result="as sum", collectives="as sum")
 def _count(input: Tensor, dim: Any = None) -> Call:
     dims = _dims_of(dim, input)
-    return _reduce(input, dims, False, lambda _, x: torch.count_nonzero(x, dims), own=False)
+    return _reduce(input, dims, False, lambda x: torch.count_nonzero(x, dims))
 
 
 @rule(
@@ -171,9 +169,7 @@ def _norm(
         return None
     power, dims = float(power), _dims_of(dim, input)
 
-    def run(sharding: Sharding, x: Tensor) -> Tensor:
-        if not _any_sharded(sharding, dims):
-            return torch.linalg.vector_norm(x, power, dims, keepdim, dtype=dtype)
+    def across(sharding: Sharding, x: Tensor) -> Tensor:
         x = x if dtype is None else x.to(dtype)
         if math.isinf(power):
             return _MinMax.apply(x.abs(), dims, keepdim, power < 0, sharding.group)
@@ -183,20 +179,17 @@ def _norm(
         result = mappings.all_gather_dim(part.unsqueeze(0), 0, sharding.group, tensor_parallel_output_grad=False)
         return torch.linalg.vector_norm(result, power, 0).to(x.dtype)
 
-    return _reduce(input, dims, keepdim, run)
+    local = partial(torch.linalg.vector_norm, ord=power, dim=dims, keepdim=keepdim, dtype=dtype)
+    return _reduce(input, dims, keepdim, local, across)
 
 
 def _compare(input: Tensor, dim: Any, keepdim: bool, smallest: bool) -> Call | None:
     """amax and amin; ties share the gradient equally."""
     shape, dims = shape_of(input), _dims_of(dim, input)
-    local = torch.amin if smallest else torch.amax
-
-    def run(sharding: Sharding, x: Tensor) -> Tensor:
-        if not _any_sharded(sharding, dims):
-            return local(x, dims, keepdim)
-        return _MinMax.apply(x, dims, keepdim, smallest, sharding.group)
-
-    return _reduce(input, dims, keepdim, run) if shape and all(shape[d] for d in dims) else None
+    if not shape or not all(shape[d] for d in dims):
+        return None
+    local = partial(torch.amin if smallest else torch.amax, dim=dims, keepdim=keepdim)
+    return _reduce(input, dims, keepdim, local, lambda s, x: _MinMax.apply(x, dims, keepdim, smallest, s.group))
 
 
 class _MinMax(torch.autograd.Function):
@@ -250,28 +243,25 @@ class _MinMaxWithIndex(torch.autograd.Function):
         return out, None, None, None, None, None
 
 
-def _min_max(input: Tensor, dim: Any, keepdim: bool, smallest: bool, which: str) -> Call | None:
-    """max and min along one dim; ``which``: both, or the index only."""
+def _min_max(input: Tensor, dim: Any, keepdim: bool, smallest: bool, index_only: bool) -> Call | None:
+    """max and min along one dim."""
     shape = shape_of(input)
     if not isinstance(dim, int) or isinstance(dim, bool) or not shape or 0 in shape:
         return None
     dim %= len(shape)
     local = torch.min if smallest else torch.max
+    kind = torch.return_types.min if smallest else torch.return_types.max
 
-    def run(sharding: Sharding, x: Tensor) -> Any:
-        if sharding.has(dim):
-            start, _ = sharding.shard(dim)
-            identity = _identity(x.dtype, smallest)
-            value, index = _MinMaxWithIndex.apply(x, dim, local, identity, start, sharding.group)
-            value, index = (value.unsqueeze(dim), index.unsqueeze(dim)) if keepdim else (value, index)
-        else:
-            value, index = local(x, dim, keepdim)
-        if which == "index":
-            return index
-        kind = torch.return_types.min if smallest else torch.return_types.max
-        return kind((value, index))
+    def across(sharding: Sharding, x: Tensor) -> Any:
+        start, _ = sharding.shard(dim)
+        pair: Any = _MinMaxWithIndex.apply(x, dim, local, _identity(x.dtype, smallest), start, sharding.group)
+        pair = [each.unsqueeze(dim) for each in pair] if keepdim else pair
+        return pair[1] if index_only else kind(pair)
 
-    return _reduce(input, (dim,), keepdim, run, results=1 if which == "index" else 2)
+    def alone(x: Tensor) -> Any:
+        return local(x, dim, keepdim)[1] if index_only else local(x, dim, keepdim)
+
+    return _reduce(input, (dim,), keepdim, alone, across, results=1 if index_only else 2)
 
 
 def _add_rules(smallest: bool) -> None:
@@ -288,15 +278,15 @@ def _add_rules(smallest: bool) -> None:
     def describe(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call | None:
         if dim is None:
             return _compare(input, None, False, smallest)
-        return _min_max(input, dim, keepdim, smallest, "both")
+        return _min_max(input, dim, keepdim, smallest, False)
 
     accepts = "any sharding; without dim: 1-D only"  # with several dims, ties would need the global order
 
     @rule(f"arg{m}", accepts=accepts, result="as sum", collectives="as max")
     def describe_index(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call | None:
         if dim is None:
-            return _min_max(input, 0, False, smallest, "index") if len(shape_of(input)) == 1 else None
-        return _min_max(input, dim, keepdim, smallest, "index")
+            return _min_max(input, 0, False, smallest, True) if len(shape_of(input)) == 1 else None
+        return _min_max(input, dim, keepdim, smallest, True)
 
 
 _add_rules(False)

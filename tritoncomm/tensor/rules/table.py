@@ -30,7 +30,7 @@ class Row:
     accepts: str
     result: str
     collectives: str
-    module: str = ""
+    module: str
 
 
 _ORDER = (
@@ -49,6 +49,8 @@ def rule(
     named: str = "",
 ) -> Callable[[Describe], Describe]:
     """Decorator: the function describes a call from its arguments; None runs it on replicas.
+
+    Without ``functions`` it only adds the row: `dispatch` calls the decorated function itself.
 
     Args:
         functions: what is called; a name stands for the function of torch and the method of tensors.
