@@ -2,9 +2,21 @@
 
 from pathlib import Path
 
-from tritoncomm.tensor.rules.table import markdown
+from tritoncomm.tensor.rules.table import ROWS
 
+ORDER = (
+    "pointwise", "matmul", "embedding", "normalization", "reductions", "views", "indexing", "attention",
+    "cross_entropy", "random_ops", "foreach",
+)  # fmt: skip
 BEGIN, END = "<!-- operators -->\n", "<!-- end -->"
+
+
+def markdown() -> str:
+    """The rows as a Markdown table."""
+    rows = sorted(ROWS, key=lambda row: ORDER.index(row.module))
+    lines = ["| operator | layouts it accepts | result | collectives |", "|---|---|---|---|"]
+    lines += [f"| {row.operators} | {row.accepts} | {row.result} | {row.collectives} |" for row in rows]
+    return "\n".join(lines)
 
 
 def filled(text: str) -> str:

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
+from single_rank import force_single_rank_collectives
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tritoncomm import ArgumentError, CommError, GroupError, ShapeError, UnsupportedError
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
-from tritoncomm.core import eager
 from tritoncomm.tensor import group_registry
 
 T = torch.ones
@@ -311,7 +311,7 @@ def run_without_a_registry() -> None:
     backend = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=5))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    with eager.force_single_rank_collectives():
+    with force_single_rank_collectives():
         assert m.reduce_from_tensor_model_parallel_region(torch.ones(3), group).tolist() == [1.0] * 3
 
 

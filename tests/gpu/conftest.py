@@ -15,14 +15,14 @@ if TYPE_CHECKING:  # they import Triton: too early here, see the conftest.py abo
 @pytest.fixture
 def one_rank(device: "Device") -> Iterator[ProcessGroup]:
     """A group of this process alone whose calls go through the backend."""
-    from tritoncomm.core import eager  # imports Triton
+    from single_rank import force_single_rank_collectives  # imports Triton
 
     bound = {"device_id": device.at} if device.backend == "nccl" else {}
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     dist.init_process_group(device.backend, store=store, rank=0, world_size=1, **bound)
     try:
         assert dist.group.WORLD is not None
-        with eager.force_single_rank_collectives():
+        with force_single_rank_collectives():
             yield dist.group.WORLD
     finally:
         dist.destroy_process_group()

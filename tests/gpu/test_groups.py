@@ -12,12 +12,12 @@ from devices import Device
 from kernel_cases import COPIED, FLOATS
 from mapping_cases import BY_SIZES, MAPPINGS, check_by_sizes, check_mapping, value
 from pool import Pool
+from single_rank import force_single_rank_collectives
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import tritoncomm
 from tritoncomm import collective, mappings
-from tritoncomm.core import eager
 from tritoncomm.p2p import P2PCommunicator
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -32,7 +32,7 @@ def test_initialize_and_destroy(device: Device, monkeypatch: pytest.MonkeyPatch)
     for _ in range(3):
         mesh = tritoncomm.initialize()
         assert mesh.device_type == device.at.type
-        with eager.force_single_rank_collectives():
+        with force_single_rank_collectives():
             out = mappings.gather_from_tensor_model_parallel_region(x)
             summed = collective.all_reduce(x.clone(), tritoncomm.ParallelMode.DATA)
             on_cpu = collective.all_reduce(torch.ones(3), dist.group.WORLD)

@@ -5,8 +5,6 @@ function that a caller knows; errors and counters use it. Every call of Python c
 the host decides, so what depends on shapes only is looked up in ``cached``, and the even forms are written out here.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,25 +26,13 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "all_to_all_single",
-    "force_single_rank_collectives",
     "is_single_rank",
     "reduce_scatter",
     "split",
 ]
 
-_single_rank_returns_early = True
+_single_rank_returns_early = True  # tests of a backend on one device send a group of one rank through it
 _SUM = ReduceOp.SUM
-
-
-@contextmanager
-def force_single_rank_collectives() -> Iterator[None]:
-    """Send a group of one rank through the backend as well (for tests of a backend on one device)."""
-    global _single_rank_returns_early
-    before, _single_rank_returns_early = _single_rank_returns_early, False
-    try:
-        yield
-    finally:
-        _single_rank_returns_early = before
 
 
 def is_single_rank(group: ProcessGroup, name: str) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tritoncomm.tensor.rules.engine import Call
 
-__all__ = ["ROWS", "RULES", "Row", "markdown", "rule"]
+__all__ = ["ROWS", "RULES", "Row", "rule"]
 
 Describe = Callable[..., Call | None]
 
@@ -23,7 +23,7 @@ class Row:
         accepts: supported layouts; others are gathered first.
         result: layout of the result.
         collectives: forward and backward.
-        module: of the rule, which sets the order.
+        module: of the rule.
     """
 
     operators: str
@@ -33,10 +33,6 @@ class Row:
     module: str
 
 
-_ORDER = (
-    "pointwise", "matmul", "embedding", "normalization", "reductions", "views", "indexing", "attention",
-    "cross_entropy", "random_ops", "foreach",
-)  # fmt: skip
 ROWS: list[Row] = []
 RULES: dict[Any, Describe] = {}
 
@@ -76,11 +72,3 @@ def _called(function: Any) -> list[Any]:
     if not isinstance(function, str):
         return [function]
     return [getattr(owner, function) for owner in (torch, Tensor) if hasattr(owner, function)]
-
-
-def markdown() -> str:
-    """The rows as a Markdown table, for docs/tensor.md."""
-    rows = sorted(ROWS, key=lambda row: _ORDER.index(row.module))
-    lines = ["| operator | layouts it accepts | result | collectives |", "|---|---|---|---|"]
-    lines += [f"| {row.operators} | {row.accepts} | {row.result} | {row.collectives} |" for row in rows]
-    return "\n".join(lines)
