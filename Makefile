@@ -7,6 +7,7 @@ WORKERS ?= -n 2 --dist loadfile
 # Triton 3.6's interpreter of kernels breaks with a newer numpy.
 oldest := torch==2.11.0 triton==3.6.0 'numpy<2.4'
 newest := torch
+peers := deepspeed==0.19.8 yunchang==0.6.4 transformers==5.23.0 accelerate==1.15.0
 
 ifdef PYTHON
 PY := PYTHONPATH=.:kernels $(PYTHON)
@@ -34,6 +35,7 @@ test-oldest test-newest: test-%:
 	$(BOOTSTRAP) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet $(PIP_ARGS) -e '.[cli,plot,test,bench]' $($*)
 	.venv-$*/bin/python -m pip install --quiet --no-deps megatron-core==0.16.1
+	.venv-$*/bin/python -m pip install --quiet $(PIP_ARGS) $($*) $(peers)
 	.venv-$*/bin/python -m pytest -m "not slow" -q $(WORKERS)
 
 # Random programs of tensor operators on shards, against plain torch.
@@ -86,9 +88,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[cli,plot,test,bench,dev]'
 	@touch $@
 
-# What benchmarks and peer checks compare with.
+# What benchmarks and the tests of the integrations compare with.
 $(VENV)/.peers: $(VENV)/.ready
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps megatron-core==0.16.1
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps megatron-core==0.16.1
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt $(peers)
 	@touch $@
 
 clean:

@@ -23,8 +23,7 @@ LAYERS = [
     ["core"],
     ["groups"],
     ["collective", "mappings", "agreement", "runtime"],
-    ["p2p", "tensor", "parallel"],
-    ["ulysses"],
+    ["p2p", "tensor", "parallel", "ulysses"],
     ["integrations"],
     ["explain", "tune", "selftest", "doctor"],
     ["__init__"],
@@ -33,7 +32,7 @@ LAYERS = [
 ]
 CORE = [
     "cost", "plan", "address_map", "copies", "ops", "fused", "function", "inplace", "validation", "backend", "handle",
-    "cached", "compiled", "uneven", "eager", "__init__",
+    "cached", "compiled", "uneven", "eager", "head_plan", "heads", "__init__",
 ]  # fmt: skip
 MAPPINGS = ["general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}

@@ -1,0 +1,437 @@
+"""UlyssesAttention on sequence shards is attention on one process: any heads, any sequences, one message each way."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from pool import Pool
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import tritoncomm
+from tritoncomm.core import heads
+from tritoncomm.core.head_plan import HeadShare, Layout, split_heads
+from tritoncomm.ulysses import UlyssesAttention, exchange_for, to_heads, to_sequence
+
+HEADS = [(8, 8), (8, 4), (8, 2), (8, 1), (6, 6), (6, 3), (5, 5), (12, 6), (14, 7), (12, 3), (6, 2)]
+COPIES = {"cat", "copy_", "clone", "sum"}
+NAMES = "test", "test.backward"
+
+
+class Counted(TorchDispatchMode):
+    """Collectives, and bytes that copies and sums read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages = self.copied = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        self.messages += func.namespace == "c10d"
+        if name in COPIES:
+            read = sum(x.nbytes for x in args[0]) if name == "cat" else args[name == "copy_"].nbytes
+            self.copied += read + out.nbytes
+        return out
+
+
+def inputs(batch: int, length: int, q_heads: int, kv_heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Global q, k, v and a gradient of the result, the same on every rank; batch first."""
+    made = torch.Generator().manual_seed(length)
+    shapes = [(batch, length, n, 8) for n in (q_heads, kv_heads, kv_heads, q_heads)]
+    return [torch.randn(shape, generator=made).to(dtype) for shape in shapes]
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+    """Causal attention of one process, batch first."""
+    kwargs = {"is_causal": "attn_mask" not in kwargs, "enable_gqa": q.shape[2] != k.shape[2], **kwargs}
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **kwargs).transpose(1, 2)
+
+
+def shard(x: Tensor, sizes: Sequence[int], rank: int, layout: str = "bshd") -> Tensor:
+    """This rank's positions of a global tensor, contiguous."""
+    x = x.split(list(sizes), 1)[rank]
+    return (x.transpose(0, 1) if layout == "sbhd" else x).contiguous()
+
+
+def close(found: Tensor | None, wanted: Tensor | None, what: object, relative: float = 1e-6) -> None:
+    assert found is not None, what
+    assert wanted is not None, what
+    assert found.shape == wanted.shape, what
+    if wanted.numel():
+        error = (found - wanted).abs().max().item()
+        assert error <= relative * max(1.0, wanted.abs().max().item()), (what, error)
+
+
+def compare(group: ProcessGroup, heads_: tuple[int, int], sizes: Sequence[int], layout: str, batch: int) -> None:
+    """Values have the bits of one process, gradients are within 1e-6; four messages, forward and backward."""
+    rank, what = group.rank(), (heads_, tuple(sizes), layout, batch)
+    *full, gradient = inputs(batch, sum(sizes), *heads_)
+    local = [shard(x, sizes, rank, layout).requires_grad_() for x in full]
+    full = [x.requires_grad_() for x in full]
+    wanted = attended(*full)
+    wanted.backward(gradient)
+    attention = UlyssesAttention(group, layout=layout)  # pyright: ignore[reportArgumentType]
+    uneven = sizes if len(set(sizes)) > 1 else None
+    with Counted() as counted:
+        out = attention(*local, is_causal=True, sequence_sizes=uneven)
+    assert counted.messages == (2 if group.size() > 1 else 0), what
+    assert torch.equal(out, shard(wanted, sizes, rank, layout)), what
+    with Counted() as counted:
+        out.backward(shard(gradient, sizes, rank, layout))
+    assert counted.messages == (2 if group.size() > 1 else 0), what
+    for x, one in zip(local, full, strict=True):
+        assert one.grad is not None
+        close(x.grad, shard(one.grad, sizes, rank, layout), what)
+
+
+def all_heads(group: ProcessGroup, layout: str, batches: Sequence[int]) -> None:
+    for heads_ in HEADS:
+        for batch in batches:
+            compare(group, heads_, [4] * group.size(), layout, batch)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_is_attention_of_one_process(pool: Pool, world: int, layout: str) -> None:
+    pool.run(all_heads, layout, (2,), world=world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_batches(pool: Pool, world: int, layout: str) -> None:
+    pool.run(all_heads, layout, (1, 2, 3), world=world)
+
+
+def uneven_sequences(group: ProcessGroup, layout: str) -> None:
+    for sizes in ((5, 3), (7, 1)) if group.size() == 2 else ((5, 3, 3, 1), (3, 3, 1, 2), (2, 0, 3, 1)):
+        for heads_ in ((8, 4), (8, 1), (5, 5)):
+            compare(group, heads_, sizes, layout, 2)
+    compare(group, (6, 2), sizes, layout, 1)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_uneven_sequences(pool: Pool, world: int, layout: str) -> None:
+    pool.run(uneven_sequences, layout, world=world)
+
+
+def eight_ranks(group: ProcessGroup) -> None:
+    for heads_ in ((8, 1), (8, 2), (12, 3), (24, 6), (9, 9), (21, 7)):
+        compare(group, heads_, [2] * 8, "bshd", 2)
+
+
+@pytest.mark.slow
+def test_eight_ranks(pool: Pool) -> None:
+    pool.run(eight_ranks, world=8)
+
+
+def adjoint(group: ProcessGroup) -> None:
+    """<to_heads(x), y> summed over ranks is <x, to_sequence(y)>, exactly: shared heads are copied, and summed."""
+    world, rank = group.size(), group.rank()
+    for heads_ in HEADS:
+        for seq_dim in (0, 1):
+            shapes = [
+                (2, 3, n, d) if seq_dim else (3, 2, n, d) for n, d in zip((*heads_, heads_[1]), (4, 4, 2), strict=True)
+            ]
+            made = torch.Generator().manual_seed(7 + rank)
+            xs = [torch.randint(-4, 5, shape, generator=made).double() for shape in shapes]
+            exchange = exchange_for(*xs, group, seq_dim, None, "test")
+            there = heads.to_heads(xs, exchange.qkv, group, "test")
+            ys = [torch.randint(-4, 5, x.shape, generator=made).double() for x in there]
+            back = heads.to_sequence(ys, exchange.qkv, group, "test")
+            sums = torch.stack(
+                [
+                    sum((a * b).sum() for a, b in zip(there, ys, strict=True)),
+                    sum((a * b).sum() for a, b in zip(xs, back, strict=True)),
+                ]
+            )
+            torch.distributed.all_reduce(sums, group=group)
+            assert sums[0] == sums[1], (heads_, seq_dim, sums)
+            assert sums[0] != 0
+            for x in (*there, *back):
+                assert x._base is None
+    assert world > 1
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_backward_is_the_adjoint(pool: Pool, world: int) -> None:
+    pool.run(adjoint, world=world)
+
+
+def bits_and_bytes(group: ProcessGroup) -> None:
+    """Copies keep every bit, also where a path is forced; counters say what was copied and sent."""
+    world, rank = group.size(), group.rank()
+    for heads_ in ((8, 4), (8, 1), (5, 5), (12, 3)):
+        for sizes in ((3,) * world, (2, 4, 1, 3)[:world]):
+            q, kv = split_heads(*heads_, world)
+            layout = Layout(1, (q, kv, kv), sizes)
+            made = torch.Generator().manual_seed(2)
+            shapes = [(2, sum(sizes), n, 3) for n in (heads_[0], heads_[1], heads_[1])]
+            full = [torch.randint(-(2**31), 2**31, shape, generator=made).int() for shape in shapes]
+            xs = [shard(x, sizes, rank) for x in full]
+            with tritoncomm.recording() as record, Counted() as counted:
+                there = heads.to_heads(xs, layout, group, "to heads")
+            own = [
+                x.narrow(2, share.starts[rank], share.sizes[rank]) for x, share in zip(full, layout.shares, strict=True)
+            ]
+            for one, wanted in zip(there, own, strict=True):
+                assert torch.equal(one, wanted), (heads_, sizes)
+            (count,) = record.values()
+            assert (count.calls, count.packed) == (1, counted.copied), (heads_, sizes)
+            others = [w for w in range(world) if w != rank]
+            sent = sum(
+                x[:, :, : share.sizes[w]].nbytes for x, share in zip(xs, layout.shares, strict=True) for w in others
+            )
+            assert count.wire == sent
+            dense = [x.contiguous() for x in there]
+            with tritoncomm.recording() as record, Counted() as counted:
+                back = heads.to_sequence(dense, layout, group, "to sequence")
+            (count,) = record.values()
+            assert count.packed == counted.copied, (heads_, sizes)
+            assert torch.equal(back[0], xs[0])
+            if not kv.replicated:
+                assert torch.equal(back[2], xs[2])
+            if heads_ != (5, 5):
+                continue
+            one = Layout(1, (q,), sizes)
+            results = []
+            for path in ("torch", "triton"):
+                with tritoncomm.path(path):
+                    there = heads.to_heads(xs[:1], one, group, "one")[0]
+                    results.append((there, heads.to_sequence([there], one, group, "one")[0]))
+            assert torch.equal(results[0][0], own[0])
+            assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), (heads_, sizes)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_bits_and_counters(pool: Pool, world: int) -> None:
+    pool.run(bits_and_bytes, world=world)
+
+
+def variants(group: ProcessGroup) -> None:
+    """Fused qkv, strided inputs, expanded gradients, bf16, no_grad, other head_dims of v, callables of every kind."""
+    world, rank = group.size(), group.rank()
+    sizes, attention = [4] * world, UlyssesAttention(group)
+    *full, gradient = inputs(2, 4 * world, 6, 6)
+    q, k, v = (shard(x, sizes, rank) for x in full)
+    wanted, gradient = shard(attended(*full), sizes, rank), shard(gradient, sizes, rank)
+    for layout in ("bshd", "sbhd"):
+        fused = torch.stack((q, k, v), 2)
+        fused = (fused.transpose(0, 1) if layout == "sbhd" else fused).requires_grad_()
+        swap = (lambda x: x.transpose(0, 1)) if layout == "sbhd" else (lambda x: x)
+        with Counted() as counted:
+            out = UlyssesAttention(group, layout=layout)(fused, is_causal=True)  # pyright: ignore[reportArgumentType]
+            out.backward(swap(gradient))
+        assert counted.messages == 4
+        assert torch.equal(swap(out), wanted)
+        separate = [x.clone().requires_grad_() for x in (q, k, v)]
+        attention(*separate, is_causal=True).backward(gradient)
+        assert fused.grad is not None
+        for i, x in enumerate(separate):
+            assert torch.equal(swap(fused.grad.select(2, i)), x.grad)
+    for strided in (
+        lambda x: x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0),
+        lambda x: torch.cat((x, x), 3)[..., 8:],
+        lambda x: torch.stack((x, x), 4)[..., 1],
+    ):
+        assert torch.equal(attention(*map(strided, (q, k, v)), is_causal=True), wanted)
+    out = attention(*(x.requires_grad_() for x in (q, k, v)), is_causal=True)
+    out.sum().backward()  # a gradient with stride 0
+    close(q.grad, torch.autograd.grad(attention(q, k, v, is_causal=True), q, torch.ones_like(out))[0], "stride 0")
+    with torch.no_grad():
+        assert not attention(q, k, v, is_causal=True).requires_grad
+    with torch.inference_mode():
+        assert torch.equal(attention(q, k, v, is_causal=True), wanted)
+    low = [x.bfloat16() for x in full]
+    assert torch.equal(
+        attention(*(shard(x, sizes, rank) for x in low), is_causal=True), shard(attended(*low), sizes, rank)
+    )
+    seen = []
+
+    def own(q: Tensor, k: Tensor, v: Tensor, factor: float) -> Tensor:
+        seen.append([tuple(x.shape) for x in (q, k, v)])
+        q += 0.0  # slices of one buffer, but tensors of their own
+        return v * factor
+
+    heads_of = split_heads(6, 6, world)[0].sizes[rank]
+    wide = v.detach().repeat(1, 1, 1, 2).requires_grad_()
+    assert torch.equal(UlyssesAttention(group, attention=own)(q, k, v, factor=2.0), 2 * v)
+    out = UlyssesAttention(group, attention=own)(q, k, wide, factor=2.0)
+    assert torch.equal(out, 2 * wide)
+    out.backward(torch.ones_like(out))
+    assert torch.equal(wide.grad, torch.full_like(wide, 2.0))  # pyright: ignore[reportArgumentType]
+    assert seen == [[(2, 4 * world, heads_of, d) for d in (8, 8, last)] for last in (8, 16)]
+    scaled = UlyssesAttention(group, attention=partial(F.scaled_dot_product_attention, scale=0.5))
+    assert torch.equal(scaled(q, k, v, is_causal=True), shard(attended(*full, scale=0.5), sizes, rank))
+    mask = torch.rand(2, 1, 4 * world, 4 * world, generator=torch.Generator().manual_seed(3)) > 0.4
+    mask |= torch.eye(4 * world).bool()
+    for each in (mask, mask[0, 0]):
+        close(attention(q, k, v, attn_mask=each), shard(attended(*full, attn_mask=each), sizes, rank), "mask")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_variants(pool: Pool, world: int) -> None:
+    pool.run(variants, world=world)
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention in operators that can be differentiated twice; batch first, kv heads repeated."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[3])
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+
+
+class Block(torch.nn.Module):
+    """Two uses of one attention with projections around, as in a model."""
+
+    def __init__(self, attention: Callable[..., Tensor], q_heads: int, kv_heads: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads, self.attention = (q_heads, kv_heads, kv_heads), attention
+        self.norm = torch.nn.LayerNorm(16)
+        self.project = torch.nn.Linear(16, 8 * sum(self.heads))
+        self.out = torch.nn.Linear(8 * q_heads, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            parts = self.project(self.norm(x)).split([8 * n for n in self.heads], -1)
+            q, k, v = (part.unflatten(-1, (n, 8)) for part, n in zip(parts, self.heads, strict=True))
+            x = x + self.out(self.attention(q, k, v).flatten(2))
+        return x
+
+
+def in_a_model(group: ProcessGroup, how: str, q_heads: int, kv_heads: int) -> None:
+    world, rank = group.size(), group.rank()
+    x = torch.randn(2, 4 * world, 16, generator=torch.Generator().manual_seed(5))
+    one = Block(plain_attention, q_heads, kv_heads)
+    many = Block(UlyssesAttention(group, attention=plain_attention), q_heads, kv_heads)
+    full, local = x.clone().requires_grad_(), shard(x, [4] * world, rank).requires_grad_()
+    call: Callable[..., Tensor] = many
+    if how.startswith("checkpoint"):
+        call = partial(checkpoint, many, use_reentrant=how.endswith("reentrant"))
+    elif how in ("aot_eager", "inductor"):
+        torch._dynamo.reset()
+        call = torch.compile(many, fullgraph=True, backend=how)  # pyright: ignore[reportAssignmentType]
+    with tritoncomm.recording() as record:
+        got, wanted = call(local), one(full)
+        close(got, shard(wanted, [4] * world, rank), how, 2e-6)
+        if how == "twice":
+            for run, leaf in ((many, local), (one, full)):
+                (gradient,) = torch.autograd.grad(run(leaf).square().sum(), leaf, create_graph=True)
+                gradient.square().sum().backward()
+        else:
+            got.square().sum().backward()
+            wanted.square().sum().backward()
+    assert local.grad is not None
+    assert full.grad is not None
+    close(local.grad, shard(full.grad, [4] * world, rank), how, 2e-5 if how == "twice" else 2e-6)
+    for p, other in zip(many.parameters(), one.parameters(), strict=True):
+        total = p.grad.clone()  # pyright: ignore[reportOptionalMemberAccess]
+        torch.distributed.all_reduce(total, group=group)
+        close(total, other.grad, how, 2e-5 if how == "twice" else 2e-6)
+    calls = {name: sum(c.calls for (n, _), c in record.items() if n == name) for name, _ in record}
+    if how != "twice":
+        forward = 8 if how.startswith("checkpoint") else 4
+        assert calls == {"UlyssesAttention": forward, "UlyssesAttention.backward": 4}, how
+
+
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(8, 4), (6, 3), (8, 1)])
+@pytest.mark.parametrize("how", ["plain", "twice", "checkpoint", "checkpoint reentrant"])
+def test_in_a_model(pool: Pool, how: str, q_heads: int, kv_heads: int) -> None:
+    pool.run(in_a_model, how, q_heads, kv_heads, world=2)
+    pool.run(in_a_model, how, q_heads, kv_heads, world=4)
+
+
+@pytest.mark.parametrize(
+    ("backend", "q_heads", "kv_heads"),
+    [
+        ("aot_eager", 8, 4),
+        pytest.param("aot_eager", 5, 5, marks=pytest.mark.slow),
+        pytest.param("aot_eager", 8, 1, marks=pytest.mark.slow),
+        pytest.param("inductor", 8, 4, marks=pytest.mark.slow),
+        pytest.param("inductor", 5, 5, marks=pytest.mark.slow),
+        pytest.param("inductor", 8, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_compiles_as_one_graph(pool: Pool, backend: str, q_heads: int, kv_heads: int) -> None:
+    pool.run(in_a_model, backend, q_heads, kv_heads, world=2, timeout=110)
+
+
+def refusals(group: ProcessGroup) -> None:
+    """Every bad call is refused before anything is sent, and the group stays usable."""
+    x, attention = torch.zeros(2, 4, 8, 4), UlyssesAttention(group)
+    length = 4 * group.size()
+    cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (tritoncomm.ShapeError, "8 query heads are no multiple of 3", lambda: attention(x, x[:, :, :3], x[:, :, :3])),
+        (tritoncomm.ShapeError, "1 query heads are fewer", lambda: attention(*[x[:, :, :1]] * 3)),
+        (tritoncomm.ShapeError, "four dims", lambda: attention(x[0], x[0], x[0])),
+        (tritoncomm.ShapeError, "same batch", lambda: attention(x, x[:, :2], x[:, :2])),
+        (tritoncomm.ShapeError, "k and v the same heads", lambda: attention(x, x, x[:, :, :4])),
+        (tritoncomm.ShapeError, "holds all three in dim 2", lambda: attention(x)),
+        (tritoncomm.ShapeError, "this rank holds 4", lambda: attention(x, x, x, sequence_sizes=[3] * group.size())),
+        (tritoncomm.ShapeError, "split sizes", lambda: attention(x, x, x, sequence_sizes=[4])),
+        (tritoncomm.ArgumentError, "not NoneType", lambda: attention(x, x)),
+        (tritoncomm.ArgumentError, "one dtype", lambda: attention(x, x, x.double())),
+        (tritoncomm.UnsupportedError, "local positions", lambda: attention(x, x, x, attn_mask=torch.zeros(4, 4))),
+        (tritoncomm.UnsupportedError, "between heads",
+         lambda: attention(x, x, x, attn_mask=torch.zeros(2, 8, length, length))),
+        (tritoncomm.ArgumentError, "attn_mask must be", lambda: attention(x, x, x, attn_mask=True)),
+        (tritoncomm.ArgumentError, "layout must be", lambda: UlyssesAttention(group, layout="bhsd")),  # pyright: ignore
+    ]  # fmt: skip
+    for error, text, call in cases:
+        with pytest.raises(error, match=text):
+            call()
+    with pytest.raises(tritoncomm.ArgumentError, match="must return a tensor"):
+        UlyssesAttention(group, attention=lambda q, k, v: (q, None))(x, x, x)  # pyright: ignore[reportArgumentType]
+    assert attention(x, x, x).shape == x.shape
+
+
+def test_refusals(pool: Pool) -> None:
+    pool.run(refusals, world=2)
+
+
+def differentiable(group: ProcessGroup) -> None:
+    """The exchanges alone, without a module."""
+    x = torch.randn(2, 3, 4, 5, requires_grad=True)
+    exchange = exchange_for(x, x, x, group, 1, None, "test")
+    (there,) = to_heads((x,), exchange.out, group, NAMES)
+    back = to_sequence(there * 3, exchange.out, group, NAMES)
+    back.backward(torch.ones_like(back))
+    assert torch.equal(back, 3 * x)
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))  # pyright: ignore[reportArgumentType]
+
+
+def test_exchanges_alone(pool: Pool) -> None:
+    pool.run(differentiable, world=2)
+
+
+@given(world=st.integers(1, 12), kv_heads=st.integers(1, 12), per=st.integers(1, 6))
+def test_every_query_head_meets_its_kv_head(world: int, kv_heads: int, per: int) -> None:
+    if per * kv_heads < world:
+        with pytest.raises(tritoncomm.ShapeError):
+            split_heads(per * kv_heads, kv_heads, world)
+        return
+    q, kv = split_heads(per * kv_heads, kv_heads, world)
+    taken = []
+    for w in range(world):
+        local = range(q.starts[w], q.starts[w] + q.sizes[w])
+        taken += local
+        groups = q.sizes[w] // kv.sizes[w]
+        assert q.sizes[w] == groups * kv.sizes[w] > 0
+        assert [head // per for head in local] == [kv.starts[w] + i // groups for i in range(len(local))]
+    assert taken == list(range(per * kv_heads))
+    if kv_heads % world == 0:
+        assert len(set(q.sizes)) == 1
+    assert max(kv.sizes) - min(kv.sizes) <= 1
+    assert kv.replicated == (kv_heads < world)
+    assert isinstance(q, HeadShare)

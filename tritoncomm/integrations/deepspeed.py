@@ -1,0 +1,224 @@
+"""DeepSpeed's ``DistributedAttention`` and ``_SeqAllToAll`` (``deepspeed.sequence.layer``), without importing it.
+
+q, k and v travel in one all-to-all where DeepSpeed sends three. Overlap on a stream of its own (``sp_stream``) is not
+supported.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.distributed import ProcessGroup
+
+from tritoncomm import ulysses
+from tritoncomm.core.head_plan import HEAD_DIM, HeadShare, Layout, split_heads
+from tritoncomm.core.plan import Ints, located, split_evenly
+from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+from tritoncomm.mappings import all_to_all_dims
+from tritoncomm.ulysses import Exchange
+
+__all__ = ["DistributedAttention", "_SeqAllToAll"]
+
+
+class DistributedAttention(nn.Module):
+    """Ulysses attention around ``local_attention``, which gets all positions of this rank's heads.
+
+    Forward: one all-to-all of q, k and v, ``local_attention``, one all-to-all of its result. Backward: reversed.
+
+    Args:
+        local_attention: called with q, k, v ``[b, S, h, d]`` (``[S, b, h, d]`` with the batch in dim 1) and what
+            follows ``rotary_pos_emb`` in ``forward``; returns ``[b, S, h, d]`` or ``[b, S, h*d]``.
+        sequence_process_group: the ranks that hold the sequence.
+        scatter_idx: the dim of heads, 2.
+        gather_idx: 0 or 1; the dim of the sequence follows from ``batch_dim_idx`` of each call, as in DeepSpeed.
+        sp_stream: not supported.
+        num_kv_heads: key/value heads that the split follows, those of the key tensor by default.
+        contiguous: hand q, k and v over as contiguous tensors, at the price of a copy; otherwise they are slices of one
+            buffer, of which ``.view`` cannot merge the batch with the heads.
+
+    Raises:
+        UnsupportedError: ``sp_stream``, or dims that are not those of sequence and heads.
+    """
+
+    def __init__(
+        self,
+        local_attention: Callable[..., Tensor],
+        sequence_process_group: ProcessGroup,
+        scatter_idx: int = 2,
+        gather_idx: int = 0,
+        sp_stream: Any = None,
+        num_kv_heads: int | None = None,
+        *,
+        contiguous: bool = False,
+    ) -> None:
+        super().__init__()
+        name = "DistributedAttention"
+        _refuse_overlap(name, "sp_stream", sp_stream)
+        if scatter_idx != HEAD_DIM or gather_idx not in (0, 1):
+            raise UnsupportedError(
+                f"{name}: scatter_idx {scatter_idx} and gather_idx {gather_idx} are not heads (2) and sequence (0, 1)"
+            )
+        self.local_attn, self.spg, self.num_kv_heads = local_attention, sequence_process_group, num_kv_heads
+        self.scatter_idx, self.gather_idx, self.contiguous = scatter_idx, gather_idx, contiguous
+        self.sp_overlap_comm, self.overlap_handles, self.sp_stream = False, None, None
+
+    def layer_sync(self, layer: Any) -> None:
+        """Nothing: there is no second stream to wait for."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch_dim_idx: int,
+        rotary_pos_emb: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attention of local ``[b, s, heads, d]``, or sequence first with ``batch_dim_idx`` 1.
+
+        ``rotary_pos_emb`` is (cos, sin), each ``[b or 1, S, 1, rotary_dim]``, applied to all positions of q and k.
+        """
+        name, group = "DistributedAttention", self.spg
+        exchange = self._exchange(query, key, value, batch_dim_idx, name)
+        local = query, key, value
+        if group.size() > 1:
+            local = ulysses.to_heads(local, exchange.qkv, group, exchange.names)
+        if self.contiguous:
+            local = [x.contiguous() for x in local]
+        query, key, value = local
+        if rotary_pos_emb is not None:
+            cos, sin = (part.permute(1, 0, 2, 3) for part in rotary_pos_emb)
+            query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+        out = self.local_attn(query, key, value, *args, **kwargs)
+        if group.size() == 1:
+            return out
+        if out.dim() == 3:
+            return ulysses.to_sequence(
+                out.unflatten(2, (query.shape[HEAD_DIM], -1)), exchange.out, group, exchange.names
+            ).flatten(2)
+        return ulysses.to_sequence(out, exchange.out, group, exchange.names)
+
+    def _exchange(self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int, name: str) -> Exchange:
+        """The plan of this call; with ``num_kv_heads`` of its own, the split follows that and not the key tensor."""
+        _check_batch_dim(batch_dim_idx, name)
+        exchange = ulysses.exchange_for(query, key, value, self.spg, 1 - batch_dim_idx, None, name)
+        kv_heads = self.num_kv_heads
+        if kv_heads is None or kv_heads == key.shape[HEAD_DIM]:
+            return exchange
+        if key.shape[HEAD_DIM] % kv_heads:
+            raise ShapeError(
+                f"{name}: {key.shape[HEAD_DIM]} heads of the key are no multiple of num_kv_heads {kv_heads}"
+            )
+        return _followed(exchange, query.shape[HEAD_DIM], key.shape[HEAD_DIM], kv_heads)
+
+
+@lru_cache(maxsize=256)
+def _followed(exchange: Exchange, q_heads: int, k_heads: int, kv_heads: int) -> Exchange:
+    """The exchange with heads split as ``kv_heads`` groups are."""
+    sizes = exchange.qkv.seq_sizes
+    q, groups = split_heads(q_heads, kv_heads, len(sizes))
+    per = k_heads // kv_heads
+    k = HeadShare(tuple([per * n for n in groups.starts]), tuple([per * n for n in groups.sizes]), k_heads)
+    seq_dim = exchange.qkv.seq_dim
+    return Exchange(Layout(seq_dim, (q, k, k), sizes), Layout(seq_dim, (q,), sizes), exchange.names)
+
+
+class _SeqAllToAll:
+    """One all-to-all between sequence and heads; ``scatter_idx`` below 2 means the sequence, wherever that is.
+
+    Forward: ``[b, s, h, d] -> [b, s*world, h/world, d]`` with ``scatter_idx`` 2, else the reverse. Backward: the other.
+    """
+
+    @staticmethod
+    def apply(
+        group: ProcessGroup,
+        input: Tensor,
+        scatter_idx: int,
+        gather_idx: int,
+        batch_dim_idx: int,
+        stream: Any = None,
+        handle: Any = None,
+        type: str | None = None,
+        is_fwd: bool = True,
+        num_kv_heads: int | None = None,
+    ) -> Tensor:
+        """The exchange of one tensor; ``num_kv_heads`` says how heads that do not divide are split.
+
+        Raises:
+            UnsupportedError: a ``handle``, DeepSpeed's sign for overlap on a stream of its own.
+            ShapeError: a sequence or heads that cannot be split.
+        """
+        name = "_SeqAllToAll"
+        _refuse_overlap(name, "handle", handle)
+        _check_batch_dim(batch_dim_idx, name)
+        seq_dim, world, to_heads = 1 - batch_dim_idx, group.size(), scatter_idx >= HEAD_DIM
+        if num_kv_heads is None and to_heads:
+            num_kv_heads = input.shape[HEAD_DIM]
+        if num_kv_heads is None or num_kv_heads % world == 0:
+            dims = (HEAD_DIM, seq_dim) if to_heads else (seq_dim, HEAD_DIM)
+            return all_to_all_dims(input, *dims, group)
+        return _uneven(input, to_heads, seq_dim, num_kv_heads, group, name)
+
+
+def _uneven(x: Tensor, to_heads: bool, seq_dim: int, kv_heads: int, group: ProcessGroup, name: str) -> Tensor:
+    """The exchange of heads whose kv groups do not divide over the ranks."""
+    plan = _uneven_layout.__wrapped__ if is_compiling() else _uneven_layout
+    try:
+        layout, columns = plan(x.shape, to_heads, seq_dim, kv_heads, group.size(), group.rank())
+    except ShapeError as error:
+        raise located(error, x.shape, name, group) from None
+    names = name, f"{name}.backward"
+    if to_heads:
+        return ulysses.to_heads((x,), layout, group, names)[0]
+    if columns is not None:
+        return ulysses.to_sequence(x.unflatten(2, columns), layout, group, names).flatten(2)
+    return ulysses.to_sequence(x, layout, group, names)
+
+
+@lru_cache(maxsize=1024)
+def _uneven_layout(
+    shape: Ints, to_heads: bool, seq_dim: int, kv_heads: int, world: int, rank: int
+) -> tuple[Layout, Ints | None]:
+    """The layout of one tensor, and its heads and head_dim where they are one dim."""
+    if kv_heads < world:
+        raise ShapeError(
+            f"{kv_heads} key/value heads are fewer than the ranks, and one tensor does not say whose it is"
+        )
+    groups = split_heads(kv_heads, kv_heads, world)[0]
+    if to_heads:
+        if shape[HEAD_DIM] % kv_heads:
+            raise ShapeError(f"{shape[HEAD_DIM]} heads are no multiple of {kv_heads} key/value heads")
+        per, positions, columns = shape[HEAD_DIM] // kv_heads, shape[seq_dim], None
+    else:
+        own, positions = groups.sizes[rank], split_evenly(shape, seq_dim, world)
+        if shape[HEAD_DIM] % own:
+            raise ShapeError(f"dim 2 of size {shape[HEAD_DIM]} is no multiple of this rank's {own} key/value heads")
+        columns = (own, shape[HEAD_DIM] // own) if len(shape) == 3 else None
+        per = 1 if columns else shape[HEAD_DIM] // own
+    share = HeadShare(tuple([per * n for n in groups.starts]), tuple([per * n for n in groups.sizes]), per * kv_heads)
+    return Layout(seq_dim, (share,), (positions,) * world), columns
+
+
+def _refuse_overlap(name: str, argument: str, value: Any) -> None:
+    if value is not None:
+        raise UnsupportedError(
+            f"{name}: {argument} (overlap of the exchange with the projections) is not supported; pass None"
+        )
+
+
+def _check_batch_dim(batch_dim_idx: int, name: str) -> None:
+    if batch_dim_idx not in (0, 1):
+        raise ArgumentError(f"{name}: batch_dim_idx must be 0 or 1, not {batch_dim_idx!r}")
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``x * cos + rotate(x) * sin`` of the first ``cos.shape[-1]`` columns; rotate swaps the halves, negating one."""
+    width = cos.shape[-1]
+    rotary, rest = x[..., :width], x[..., width:]
+    first, second = rotary.chunk(2, -1)
+    rotary = rotary * cos + torch.cat((-second, first), -1) * sin
+    return torch.cat((rotary, rest), -1) if rest.shape[-1] else rotary

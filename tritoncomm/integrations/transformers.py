@@ -1,0 +1,255 @@
+"""Ulysses sequence parallelism for Hugging Face transformers: an attention implementation, and a shard of every batch.
+
+``name = register(group)``, ``model.set_attn_implementation(name)``, ``model(**shard_batch(batch, group))``: each rank
+computes the logits and the loss of its positions, the gradients add up over the group.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.distributed import ProcessGroup
+
+from tritoncomm import ulysses
+from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+from tritoncomm.groups import resolve
+
+__all__ = ["register", "shard_batch", "unregister"]
+
+IGNORED = -100
+_SHARDED = ("input_ids", "position_ids", "attention_mask", "labels", "shift_labels")
+_names: set[str] = set()
+
+
+def register(group: ProcessGroup | None = None, *, attention: str = "sdpa", name: str = "tritoncomm_ulysses") -> str:
+    """Add an attention implementation that exchanges sequence for heads around ``attention``; returns ``name``.
+
+    Args:
+        group: the ranks that hold the sequence; the tensor group by default.
+        attention: the implementation that attends to all positions, under its name in transformers.
+        name: for ``model.set_attn_implementation`` or ``attn_implementation=``.
+
+    Raises:
+        ArgumentError: ``attention`` is not registered, or ``name`` is taken.
+        UnsupportedError: ``eager``, which every model defines for itself.
+    """
+    attentions, masks = _registries()
+    if attention == "eager":
+        raise UnsupportedError("register: attention 'eager' is a function of each model; use 'sdpa'")
+    if attention not in attentions:
+        raise ArgumentError(f"register: transformers has no attention {attention!r}, only {sorted(attentions)}")
+    if name in attentions:
+        raise ArgumentError(f"register: {name!r} is registered already; unregister() it or pass another name")
+    group = resolve(group, "register")
+    inner_mask = masks.get(attention)
+    added = _Implementation(group, name, attention, attentions[attention], inner_mask)
+    type(attentions).register(name, added.attend)
+    type(masks).register(name, added.make_mask)
+    _names.add(name)
+    return name
+
+
+def unregister(name: str | None = None) -> None:
+    """Take back what ``register`` added under ``name``, or everything. A model that still has the name cannot run.
+
+    Raises:
+        ArgumentError: ``register`` did not add ``name``.
+    """
+    if name is not None and name not in _names:
+        raise ArgumentError(f"unregister: {name!r} is not registered here, only {sorted(_names)}")
+    for registry in _registries() if _names else ():
+        for each in _names if name is None else (name,):
+            registry._global_mapping.pop(each, None)  # `register` is a classmethod without an inverse
+    _names.difference_update(_names.copy() if name is None else (name,))
+
+
+def _registries() -> tuple[Any, Any]:
+    """transformers' attention functions, and the functions that make their masks."""
+    attentions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    return attentions, importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
+
+
+class _Local:
+    """An attention module as ``attention`` has to see it: with this rank's heads, and under its own name."""
+
+    def __init__(self, module: Any, groups: int, attention: str) -> None:
+        self._module, self.num_key_value_groups, self._attention = module, groups, attention
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return _Config(value, self._attention) if name == "config" else value
+
+
+class _Config:
+    """A model's config with another attention implementation."""
+
+    def __init__(self, config: Any, attention: str) -> None:
+        self._config, self._attn_implementation = config, attention
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+class _Implementation:
+    """What ``register`` adds: an attention function, and the function that makes its masks."""
+
+    def __init__(self, group: ProcessGroup, name: str, attention: str, inner: Callable[..., Any], mask: Any) -> None:
+        self.group, self.name, self.attention, self.inner, self.inner_mask = group, name, attention, inner, mask
+        self.made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """q, k, v ``[b, heads, s, d]`` of this rank's positions in, ``[b, s, heads, d]`` of them out."""
+        group, groups = self.group, getattr(module, "num_key_value_groups", 1)
+        self._check(query, key, attention_mask, kwargs)
+        tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        exchange = ulysses.exchange_for(*tensors, group, 1, None, self.name)
+        if group.size() > 1:
+            kwargs.pop("position_ids", None)  # local ones; an implementation would take them for those of all positions
+            local = ulysses.to_heads(tensors, exchange.qkv, group, exchange.names)
+            query, key, value = (x.transpose(1, 2) for x in local)
+        of_rank = query.shape[1] // key.shape[1]
+        if self.attention != "sdpa" or of_rank != groups:
+            module = _Local(module, of_rank, self.attention)
+        out = self.inner(module, query, key, value, attention_mask, **kwargs)[0]
+        if group.size() > 1:
+            out = ulysses.to_sequence(out, exchange.out, group, exchange.names)
+        return out, None
+
+    def _check(self, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
+        for argument in ("s_aux", "position_bias", "cache"):
+            if kwargs.get(argument) is not None:
+                raise UnsupportedError(f"{self.name}: {argument} is not supported")
+        local, positions = query.shape[2], query.shape[2] * self.group.size()
+        if key.shape[2] != local:
+            raise UnsupportedError(
+                f"{self.name}: {local} queries of {key.shape[2]} keys: a key/value cache is not supported"
+            )
+        if not isinstance(mask, Tensor):  # none, or a block mask that `make_mask` has made
+            return
+        if mask.dim() == 4 and "flash" in self.attention:
+            raise UnsupportedError(f"{self.name}: {self.attention} takes no 4-D mask: packed sequences need 'sdpa'")
+        if mask.shape[-1] != positions or (mask.dim() == 4 and tuple(mask.shape[1:3]) != (1, positions)):
+            raise ShapeError(
+                f"{self.name}: attention mask {list(mask.shape)} is not one of all {positions} positions, the same for "
+                "all heads; shard_batch makes one"
+            )
+        window = kwargs.get("sliding_window")
+        if window is not None and window < positions and not is_compiling() and self.made.get(id(mask)) is not mask:
+            raise UnsupportedError(f"{self.name}: a 4-D mask of the caller (packed sequences) has no sliding window")
+
+    def make_mask(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: Any = 0,
+        kv_offset: int = 0,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The mask of all positions, by the mask function of ``attention``; lengths and offsets are local ones."""
+        positions = q_length * self.group.size()
+        if attention_mask is not None and attention_mask.shape[-1] != positions:
+            raise ShapeError(
+                f"{self.name}: attention_mask {list(attention_mask.shape)} is not one of all {positions} positions; "
+                "shard_batch leaves it so"
+            )
+        causal_with_more = not kwargs.get("allow_is_causal_skip", True) and "allow_is_bidirectional_skip" not in kwargs
+        if self.group.size() > 1 and (causal_with_more or kwargs.get("use_vmap")):
+            raise UnsupportedError(
+                f"{self.name}: a mask made of local positions (position_ids that start again in a shard, overlays) is "
+                "not supported; shard_batch makes the mask of packed sequences"
+            )
+        if self.inner_mask is None:
+            return attention_mask
+        mask = self.inner_mask(batch_size, positions, positions, 0, 0, attention_mask=attention_mask, **kwargs)
+        if isinstance(mask, Tensor) and not is_compiling():
+            self.made[id(mask)] = mask
+        return mask
+
+
+def shard_batch(
+    batch: Mapping[str, Any], group: ProcessGroup | None = None, *, pad_token_id: int = 0
+) -> dict[str, Any]:
+    """This rank's shard of a batch that every rank has in full, as keyword arguments of a causal language model.
+
+    The sequence is padded at its end to a multiple of the ranks; in a causal model no earlier token sees the padding.
+
+    Args:
+        batch: ``input_ids`` ``[b, S]`` and, where they exist, ``labels`` or ``shift_labels``, ``position_ids``,
+            ``attention_mask`` ``[b, S]`` and ``num_items_in_batch``. Position ids that start again are packed
+            sequences, unless there is an attention mask.
+        group: the ranks; the tensor group by default.
+        pad_token_id: the token at padded positions.
+
+    Returns:
+        ``input_ids`` and global ``position_ids`` ``[b, s]``. With labels: ``shift_labels`` ``[b, s]``, the label of
+        each position's successor; ``labels``, which makes the model compute its loss; ``num_items_in_batch``, the
+        labels of all ranks: the losses of the ranks add up to the mean over the batch. ``attention_mask`` as it was,
+        or, for packed sequences, ``[b, 1, S, S]``: masks are of all positions, because attention is.
+
+    Raises:
+        ArgumentError: an entry that cannot be sharded.
+        ShapeError: an entry of another shape than ``input_ids``.
+    """
+    name = "shard_batch"
+    group = resolve(group, name)
+    _check_batch(batch, name)
+    ids = batch["input_ids"]
+    more = -ids.shape[1] % group.size()
+    start, end = (rank * (ids.shape[1] + more) // group.size() for rank in (group.rank(), group.rank() + 1))
+
+    def shard(x: Tensor, value: int) -> Tensor:
+        return F.pad(x, (0, more), value=value)[:, start:end].contiguous()
+
+    positions, mask = _positions(batch, ids.shape[1] + more), batch.get("attention_mask")
+    out: dict[str, Any] = {"input_ids": shard(ids, pad_token_id), "position_ids": positions[:, start:end].contiguous()}
+    if mask is not None:
+        out["attention_mask"] = F.pad(mask, (0, more))
+    elif batch.get("position_ids") is not None:
+        out["attention_mask"] = _packed_mask(positions)
+    labels = batch.get("shift_labels")
+    if labels is None and batch.get("labels") is not None:
+        labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
+    if labels is not None:
+        out["shift_labels"] = out["labels"] = shard(labels, IGNORED)
+        items = batch.get("num_items_in_batch")
+        out["num_items_in_batch"] = (labels != IGNORED).sum() if items is None else items
+    return out
+
+
+def _check_batch(batch: Mapping[str, Any], name: str) -> None:
+    if not isinstance(batch.get("input_ids"), Tensor) or batch["input_ids"].dim() != 2:
+        raise ArgumentError(f"{name}: a batch needs input_ids, a tensor [batch, sequence]")
+    shape = tuple(batch["input_ids"].shape)
+    for key, value in batch.items():
+        if key not in _SHARDED and key != "num_items_in_batch":
+            raise ArgumentError(f"{name}: {key!r} is not supported, only {', '.join(_SHARDED)} and num_items_in_batch")
+        if key in _SHARDED and value is not None and tuple(value.shape) != shape:
+            raise ShapeError(f"{name}: {key} {list(value.shape)} needs the shape of input_ids, {list(shape)}")
+
+
+def _positions(batch: Mapping[str, Any], length: int) -> Tensor:
+    """Global position ids; padding goes on counting, so that it starts no sequence."""
+    ids, given = batch["input_ids"], batch.get("position_ids")
+    if given is None:
+        return torch.arange(length, device=ids.device).expand(ids.shape[0], length)
+    more = torch.arange(1, length - ids.shape[1] + 1, device=given.device, dtype=given.dtype)
+    return torch.cat([given, given[:, -1:] + more], 1)
+
+
+def _packed_mask(positions: Tensor) -> Tensor | None:
+    """``[b, 1, S, S]``, true where a position attends to another of its sequence; None without packing."""
+    starts = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
+    if not starts.any():
+        return None
+    sequence = starts.cumsum(1)
+    same = sequence[:, None, :, None] == sequence[:, None, None, :]
+    return same.tril()

@@ -1,0 +1,348 @@
+"""Ulysses sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509): attention over sequence shards.
+
+Every rank holds a shard of the sequence with all heads; inside attention it holds the full sequence with its share of
+the heads. q, k and v travel in one all-to-all, the result in another; backward likewise.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.distributed import ProcessGroup
+from torch.nn.functional import scaled_dot_product_attention
+
+from tritoncomm.core import eager, heads
+from tritoncomm.core.function import direct, without_graph
+from tritoncomm.core.head_plan import HEAD_DIM, HeadShare, Layout, split_heads
+from tritoncomm.core.plan import Ints, check_split_sizes, located, normalize_sizes
+from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+from tritoncomm.groups import resolve
+
+__all__ = ["Exchange", "UlyssesAttention", "exchange_for", "to_heads", "to_sequence"]
+
+
+class Exchange(NamedTuple):
+    """How q, k and v, and the result of attention, are exchanged; ``plan_exchange`` makes it.
+
+    Attributes:
+        qkv: of queries, keys and values.
+        out: of the result.
+        names: of the calls that are counted: forward and backward.
+    """
+
+    qkv: Layout
+    out: Layout
+    names: tuple[str, str]
+
+
+def plan_exchange(
+    query: Ints, key: Ints, value: Ints, world: int, rank: int, seq_dim: int, seq_sizes: Ints | None, name: str
+) -> Exchange:
+    """The exchange for local shapes ``[b, s, heads, head_dim]``, or sequence first with ``seq_dim`` 0.
+
+    Raises:
+        ShapeError: the shapes are not those of one attention, or the heads cannot be split over the ranks.
+    """
+    if any(len(shape) != 4 for shape in (query, key, value)):
+        raise ShapeError("q, k and v need four dims")
+    if query[:2] != key[:2] or key[:3] != value[:3] or query[3] != key[3]:
+        raise ShapeError(
+            f"q {list(query)}, k {list(key)} and v {list(value)} need the same batch, local sequence and head_dim, "
+            "and k and v the same heads"
+        )
+    sizes = (query[seq_dim],) * world if seq_sizes is None else seq_sizes
+    check_split_sizes((sum(sizes),), 0, world, sizes)
+    if sizes[rank] != query[seq_dim]:
+        raise ShapeError(f"sequence sizes {list(sizes)}: this rank holds {query[seq_dim]} positions")
+    q, kv = split_heads(query[HEAD_DIM], key[HEAD_DIM], world)
+    return Exchange(Layout(seq_dim, (q, kv, kv), sizes), Layout(seq_dim, (q,), sizes), (name, f"{name}.backward"))
+
+
+_cached_plan = lru_cache(maxsize=1024)(plan_exchange)
+
+
+def exchange_for(
+    query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, seq_dim: int, seq_sizes: Ints | None, name: str
+) -> Exchange:
+    """``plan_exchange`` for local tensors, looked up; made anew under torch.compile, which traces through a cache.
+
+    Raises:
+        ShapeError: as ``plan_exchange``, with the function, the ranks and the shape of the queries.
+    """
+    plan = plan_exchange if is_compiling() else _cached_plan
+    shapes = query.shape, key.shape, value.shape
+    try:
+        return plan(*shapes, group.size(), group.rank(), seq_dim, seq_sizes, name)
+    except ShapeError as error:
+        raise located(error, query.shape, name, group) from None
+
+
+@direct
+class _ToHeads(torch.autograd.Function):
+    """Forward: one all-to-all to the heads of this rank. Backward: one all-to-all to its positions, the adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, group: ProcessGroup, names: tuple[str, str], *tensors: Tensor) -> Any:
+        ctx.layout, ctx.group, ctx.names = layout, group, names
+        return tuple(heads.to_heads(tensors, layout, group, names[0]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        args = ctx.layout, ctx.group, (ctx.names[1], ctx.names[1])
+        if any(grad.requires_grad for grad in grads):
+            return None, None, None, *_ToSequence.apply(*args, *grads)
+        return None, None, None, *heads.to_sequence(grads, *args[:2], ctx.names[1])
+
+
+@direct
+class _ToSequence(torch.autograd.Function):
+    """Forward: one all-to-all to the positions of this rank. Backward: one all-to-all to its heads, the adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, group: ProcessGroup, names: tuple[str, str], *tensors: Tensor) -> Any:
+        ctx.layout, ctx.group, ctx.names = layout, group, names
+        return tuple(heads.to_sequence(tensors, layout, group, names[0]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        args = ctx.layout, ctx.group, (ctx.names[1], ctx.names[1])
+        if any(grad.requires_grad for grad in grads):
+            return None, None, None, *_ToHeads.apply(*args, *grads)
+        return None, None, None, *heads.to_heads(grads, *args[:2], ctx.names[1])
+
+
+@direct
+class _FusedToHeads(torch.autograd.Function):
+    """``_ToHeads`` of one tensor ``[.., 3, heads, head_dim]``; backward writes into slices of one gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, group: ProcessGroup, names: tuple[str, str], qkv: Tensor) -> Any:
+        ctx.layout, ctx.group, ctx.names, ctx.shape = layout, group, names, qkv.shape
+        return tuple(heads.to_heads(qkv.unbind(HEAD_DIM), layout, group, names[0]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        args = ctx.layout, ctx.group, (ctx.names[1], ctx.names[1])
+        if any(grad.requires_grad for grad in grads):
+            return None, None, None, torch.stack(_ToSequence.apply(*args, *grads), HEAD_DIM)
+        fused = grads[0].new_empty(ctx.shape)
+        heads.to_sequence(grads, *args[:2], ctx.names[1], fused.unbind(HEAD_DIM))
+        return None, None, None, fused
+
+
+@direct
+class _Flat(torch.autograd.Function):
+    """All-to-all of a flat tensor by numbers of elements; backward: the numbers swapped. For torch.compile."""
+
+    @staticmethod
+    def forward(ctx: Any, wire: Tensor, recv: Ints, send: Ints, group: ProcessGroup, names: tuple[str, str]) -> Tensor:
+        ctx.args = send, recv, group, (names[1], names[1])
+        return eager.all_to_all_single(wire, group, recv, send, names[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Flat.apply(grad.contiguous(), *ctx.args), None, None, None, None
+
+
+def to_heads(
+    tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, names: tuple[str, str]
+) -> Sequence[Tensor]:
+    """Forward: all-to-all to the heads of this rank. Backward: all-to-all to its positions, shared heads summed.
+
+    The results are disjoint slices of one buffer, contiguous in heads and head_dim.
+
+    Shape: ``[b, s, H, d] -> [b, S, h, d]`` for every tensor, in one message each way.
+    """
+    if is_compiling():
+        return _traced_to_heads(tensors, layout, group, names)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return _ToHeads.apply(layout, group, names, *tensors)
+    return heads.to_heads([without_graph(x) for x in tensors], layout, group, names[0])
+
+
+def to_sequence(out: Tensor, layout: Layout, group: ProcessGroup, names: tuple[str, str]) -> Tensor:
+    """Forward: all-to-all to the positions of this rank. Backward: all-to-all to its heads.
+
+    Shape: ``[b, S, h, d] -> [b, s, H, d]``.
+    """
+    if is_compiling():
+        return _traced_to_sequence(out, layout, group, names)
+    if torch.is_grad_enabled() and out.requires_grad:
+        return _ToSequence.apply(layout, group, names, out)[0]
+    return heads.to_sequence((without_graph(out),), layout, group, names[0])[0]
+
+
+def _counts(layout: Layout, batch: int, width: int, rank: int, widths: Sequence[int]) -> tuple[Ints, Ints]:
+    """Elements of every rank's block: by heads (of this rank's positions), and by positions (of this rank's heads)."""
+    by_heads = tuple([batch * layout.seq_sizes[rank] * each for each in widths])
+    return by_heads, tuple([batch * size * width for size in layout.seq_sizes])
+
+
+def _traced_to_heads(
+    tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, names: tuple[str, str]
+) -> Sequence[Tensor]:
+    """``to_heads`` in plain operators around one functional collective, which autograd and inductor see through."""
+    rank, world, batch = group.rank(), group.size(), tensors[0].shape[1 - layout.seq_dim]
+    dims = [x.shape[3] for x in tensors]
+    widths = [sum(s.sizes[w] * d for s, d in zip(layout.shares, dims, strict=True)) for w in range(world)]
+    by_heads, by_positions = _counts(layout, batch, widths[rank], rank, widths)
+    blocks = [
+        torch.cat([_heads_of(x, s, w).flatten(2) for x, s in zip(tensors, layout.shares, strict=True)], 2).reshape(-1)
+        for w in range(world)
+    ]
+    received = _Flat.apply(torch.cat(blocks), by_positions, by_heads, group, names)
+    parts = [
+        part.view((batch, size, -1) if layout.seq_dim else (size, batch, -1))
+        for part, size in zip(received.split(by_positions), layout.seq_sizes, strict=True)
+    ]
+    sizes = [share.sizes[rank] for share in layout.shares]
+    columns = torch.cat(parts, layout.seq_dim).split([n * d for n, d in zip(sizes, dims, strict=True)], 2)
+    return [x.unflatten(2, (n, d)) for x, n, d in zip(columns, sizes, dims, strict=True)]
+
+
+def _heads_of(x: Tensor, share: HeadShare, w: int) -> Tensor:
+    return x.narrow(HEAD_DIM, share.starts[w], share.sizes[w])
+
+
+def _traced_to_sequence(out: Tensor, layout: Layout, group: ProcessGroup, names: tuple[str, str]) -> Tensor:
+    """``to_sequence`` in plain operators around one functional collective."""
+    rank, (share,), head_dim = group.rank(), layout.shares, out.shape[3]
+    batch, size = out.shape[1 - layout.seq_dim], layout.seq_sizes[rank]
+    by_heads, by_positions = _counts(
+        layout, batch, share.sizes[rank] * head_dim, rank, [n * head_dim for n in share.sizes]
+    )
+    blocks = [part.reshape(-1) for part in out.split(layout.seq_sizes, layout.seq_dim)]
+    received = _Flat.apply(torch.cat(blocks), by_heads, by_positions, group, names)
+    lead = (batch, size) if layout.seq_dim else (size, batch)
+    parts = [part.view(*lead, n, head_dim) for part, n in zip(received.split(by_heads), share.sizes, strict=True)]
+    return torch.cat(parts, HEAD_DIM)
+
+
+class UlyssesAttention(nn.Module):
+    """Attention over sequence shards: all heads of this rank's positions in and out, its heads of all positions inside.
+
+    Forward: one all-to-all of q, k and v, attention, one all-to-all of the result. Backward: the same, reversed.
+
+    ``attention`` is ``torch.nn.functional.scaled_dot_product_attention`` (or a ``functools.partial`` of it), called
+    with ``[b, h, S, d]``, or any callable, called with tensors in ``layout`` (as ``flash_attn_func`` takes
+    ``[b, S, h, d]``) and returning one in ``layout``. Keyword arguments of ``forward`` are passed on to it. The tensors
+    it gets are slices of one buffer, contiguous in the last two dims.
+
+    Query heads are split over the ranks together with their kv heads, evenly where that is possible and otherwise one
+    more for the first ranks. With fewer kv heads than ranks a kv head goes to every rank that needs it, and its
+    gradient is the sum over them. A dropout inside ``attention`` draws per rank.
+
+    Args:
+        group: the ranks that hold the sequence; the tensor group by default.
+        attention: the callable.
+        layout: of q, k, v and the result: ``"bshd"`` is ``[batch, sequence, heads, head_dim]``, ``"sbhd"`` has the
+            sequence first.
+
+    Source: DeepSpeed-Ulysses, arXiv 2309.14509.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None = None,
+        *,
+        attention: Callable[..., Tensor] = scaled_dot_product_attention,
+        layout: Literal["bshd", "sbhd"] = "bshd",
+    ) -> None:
+        super().__init__()
+        if layout not in ("bshd", "sbhd"):
+            raise ArgumentError(f"UlyssesAttention: layout must be 'bshd' or 'sbhd', not {layout!r}")
+        self.group, self.attention, self.layout = group, attention, layout
+        self._is_sdpa = getattr(attention, "func", attention) is scaled_dot_product_attention
+
+    def extra_repr(self) -> str:
+        """The layout."""
+        return f"layout={self.layout!r}"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        sequence_sizes: Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attention of this rank's positions to those of all ranks.
+
+        Args:
+            query: ``[b, s, heads, head_dim]``, any strides; or q, k and v in one tensor ``[b, s, 3, heads, head_dim]``.
+            key: ``[b, s, kv_heads, head_dim]``; the number of query heads is a multiple of ``kv_heads``.
+            value: ``[b, s, kv_heads, any]``.
+            sequence_sizes: positions of every rank, when they differ.
+            kwargs: for ``attention``: ``is_causal``, ``dropout_p``, ``scale``, ... An ``attn_mask`` is one of the
+                global sequence, the same for all heads.
+
+        Shape: ``[b, s, heads, head_dim of value]``.
+
+        Raises:
+            ShapeError: the shapes do not fit each other or the ranks; before anything is sent.
+            UnsupportedError: a mask of local positions or of single heads.
+        """
+        name = "UlyssesAttention"
+        group, packed = resolve(self.group, name), query if key is None else None
+        tensors = _checked(query, key, value, name)
+        sizes = None if sequence_sizes is None else normalize_sizes(sequence_sizes, name)
+        query, key, value = tensors
+        exchange = exchange_for(query, key, value, group, self.layout.index("s"), sizes, name)
+        if kwargs.get("attn_mask") is not None:
+            _check_mask(kwargs["attn_mask"], sum(exchange.qkv.seq_sizes), name)
+        if group.size() == 1:
+            return self._attend(tensors, kwargs)
+        if packed is not None and packed.requires_grad and torch.is_grad_enabled() and not is_compiling():
+            local = _FusedToHeads.apply(exchange.qkv, group, exchange.names, packed)
+        else:
+            local = to_heads(tensors, exchange.qkv, group, exchange.names)
+        return to_sequence(self._attend(local, kwargs), exchange.out, group, exchange.names)
+
+    def _attend(self, tensors: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
+        """``attention`` in the layout that it takes."""
+        query, key, value = tensors
+        if not self._is_sdpa:
+            out = self.attention(query, key, value, **kwargs)
+            if not isinstance(out, Tensor):
+                raise ArgumentError(f"UlyssesAttention: attention must return a tensor, not {type(out).__name__}")
+            return out
+        if query.shape[HEAD_DIM] != key.shape[HEAD_DIM]:
+            kwargs.setdefault("enable_gqa", True)
+        if self.layout == "bshd":
+            out = self.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **kwargs)
+            return out.transpose(1, 2)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return self.attention(query, key, value, **kwargs).permute(2, 0, 1, 3)
+
+
+def _checked(query: Tensor, key: Tensor | None, value: Tensor | None, name: str) -> tuple[Tensor, ...]:
+    """q, k and v."""
+    if key is None and value is None and isinstance(query, Tensor):
+        if query.dim() != 5 or query.shape[HEAD_DIM] != 3:
+            raise ShapeError(
+                f"{name}: without key and value, query holds all three in dim 2, not shape {list(query.shape)}"
+            )
+        return query.unbind(HEAD_DIM)
+    for x in (query, key, value):
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"{name}: query, key and value must be tensors, not {type(x).__name__}")
+    return query, key, value  # pyright: ignore[reportReturnType]
+
+
+def _check_mask(mask: Any, positions: int, name: str) -> None:
+    """A mask has to be one that every rank can apply to its heads."""
+    if not isinstance(mask, Tensor) or mask.dim() < 2:
+        raise ArgumentError(f"{name}: attn_mask must be a tensor [..., positions, positions], not {mask!r:.60}")
+    if any(size not in (1, positions) for size in mask.shape[-2:]):
+        raise UnsupportedError(
+            f"{name}: attn_mask {list(mask.shape)} is not one of the global sequence of {positions} positions; "
+            "a mask of local positions is not supported"
+        )
+    if mask.dim() > 2 and mask.shape[-3] != 1:
+        raise UnsupportedError(
+            f"{name}: attn_mask {list(mask.shape)} differs between heads (dim -3), which is not supported"
+        )
