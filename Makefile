@@ -1,4 +1,5 @@
 # Every target sets up .venv on first use. `make TARGET PYTHON=python3` uses that interpreter and installs nothing.
+.DEFAULT_GOAL := help
 BOOTSTRAP ?= python3
 PIP_ARGS ?=
 VENV := .venv
@@ -18,20 +19,24 @@ READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 endif
 
-.PHONY: demo test test-all test-oldest test-newest programs docs check bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
+.PHONY: help demo test test-all test-oldest test-newest programs docs check bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
 
-demo: $(READY)
+help:  ## lists the targets
+	@sed -n 's/^\([a-z][a-z -]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r names text; do \
+	    printf '%-24s %s\n' "$$names" "$$text"; done
+
+demo: $(READY)  ## trains a small transformer on two ranks
 	$(PY) -m tritoncomm demo
 
-test: $(READY) $(PEERS)
+test: $(READY) $(PEERS)  ## runs the tests, without the slow ones
 	$(PY) -m pytest -m "not slow" -q $(WORKERS)
 
-test-all: $(READY) $(PEERS)
+test-all: $(READY) $(PEERS)  ## runs all tests
 	$(PY) -m pytest -q
 
 # The oldest versions that are supported, and the newest that there are, each in an environment of its own; torch brings
 # several GB of CUDA libraries. BOOTSTRAP=python3.13 chooses the Python.
-test-oldest test-newest: test-%:
+test-oldest test-newest: test-%:  ## runs the tests with other versions
 	$(BOOTSTRAP) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet $(PIP_ARGS) -e '.[cli,plot,test,bench]' $($*)
 	.venv-$*/bin/python -m pip install --quiet --no-deps megatron-core==0.16.1
@@ -39,49 +44,49 @@ test-oldest test-newest: test-%:
 	.venv-$*/bin/python -m pytest -m "not slow" -q $(WORKERS)
 
 # Random programs of tensor operators on shards, against plain torch.
-programs: $(READY)
+programs: $(READY)  ## compares random programs on shards with plain torch
 	PYTHONPATH=.:kernels:tests/helpers $(if $(PYTHON),$(PYTHON),$(PY)) tests/helpers/programs.py 20000
 
 # The pages that are made out of code and committed figures.
-docs: $(READY)
+docs: $(READY)  ## writes the pages that are made out of code and figures
 	PYTHONPATH=.:kernels $(if $(PYTHON),$(PYTHON),$(PY)) docs/operators.py
 	$(PY) bench/report.py --write
 	$(PY) -m bench.audit --write
 	$(PY) docs/draw.py
 
-check: $(READY)
+check: $(READY)  ## runs ruff and basedpyright
 	$(PY) -m ruff check --no-cache .
 	$(PY) -m ruff format --no-cache --check .
 	$(PY) -m basedpyright
 
-bench: $(READY) $(PEERS)
+bench: $(READY) $(PEERS)  ## runs the benchmarks
 	$(PY) -m pytest bench -q --benchmark-disable-gc
 
 # This tree against another commit, measured alternately on this machine: make bench-against BASE=<commit>
-bench-against: $(READY) $(PEERS)
+bench-against: $(READY) $(PEERS)  ## measures another commit too: BASE=<commit>
 	$(PY) -m bench.against $(BASE)
 
 # The compiled kernels without a GPU: launched by Triton, run as PTX on the CPU. SM=sm80 or sm100 for another GPU.
 SM ?= sm90
-fake-gpu-test: $(READY)
+fake-gpu-test: $(READY)  ## runs compiled kernels on the CPU: SM=sm80, sm90, sm100
 	$(PY) -m pytest --device $(SM) tests/fake_gpu/on_stub.py tests/kernels tests/gpu/test_ranks.py -q
 
 # All that needs a GPU, of most worth first, within 25 minutes: the limits below add up to 24:41.
-gpu: $(READY)
+gpu: $(READY)  ## runs all that needs a GPU, in 25 minutes
 	-$(MAKE) gpu-test
 	-$(MAKE) gpu-ranks
 	-$(MAKE) gpu-bench
 	-timeout 395 $(PY) -m tritoncomm tune --budget 360
 	$(MAKE) gpu-bench
 
-gpu-test: $(READY)
+gpu-test: $(READY)  ## runs the tests of kernels and ranks on GPUs
 	timeout 376 $(PY) tests/helpers/gpu_run.py test
 
-gpu-ranks: $(READY)
+gpu-ranks: $(READY)  ## runs ranks on GPUs, and their benchmark
 	status=0; timeout 125 $(PY) tests/helpers/gpu_run.py ranks || status=$$?; \
 	timeout 55 $(PY) bench/gpu_ranks.py || status=$$?; exit $$status
 
-gpu-bench: $(READY)
+gpu-bench: $(READY)  ## runs the benchmarks of a GPU
 	timeout 265 $(PY) bench/gpu_bench.py
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -95,5 +100,5 @@ $(VENV)/.peers: $(VENV)/.ready
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt $(peers)
 	@touch $@
 
-clean:
+clean:  ## removes the environments and caches
 	rm -rf $(VENV) .venv-oldest .venv-newest .pytest_cache .ruff_cache .benchmarks

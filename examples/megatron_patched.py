@@ -8,10 +8,10 @@ CPU processes, on which Megatron runs only with the stand-ins of ``tests/helpers
 """
 
 import contextlib
+import importlib
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,34 +19,27 @@ import torch.distributed as dist
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # lets collectives start before the products they overlap
 
 VOCABULARY, LENGTH, STEPS = 64, 16, 10
+GPU, SEQUENCE_PARALLEL = torch.cuda.is_available(), "--sequence-parallel" in sys.argv
 
 
-def build(tensor_size: int) -> torch.nn.Module:
+def build() -> torch.nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
-    config = TransformerConfig(
-        num_layers=4,
-        hidden_size=32,
-        num_attention_heads=4,
-        tensor_model_parallel_size=tensor_size,
-        sequence_parallel="--sequence-parallel" in sys.argv,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-    )
+    size = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "use_cpu_initialization": True}
+    no_dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    unfused = {"bias_dropout_fusion": False, "masked_softmax_fusion": False}
+    ranks = {"tensor_model_parallel_size": dist.get_world_size(), "sequence_parallel": SEQUENCE_PARALLEL}
     torch.manual_seed(0)
+    config = TransformerConfig(**size, **ranks, **no_dropout, **unfused)
     model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=LENGTH)
     return model.to(torch.cuda.current_device())
 
 
-def train(tensor_size: int) -> list[float]:
-    model, losses = build(tensor_size), []
+def train() -> list[float]:
+    model, losses, device = build(), [], torch.cuda.current_device()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    device = torch.cuda.current_device()
     ids = torch.arange(2 * LENGTH, device=device).view(2, LENGTH) % VOCABULARY
     positions = torch.arange(LENGTH, device=device).expand(2, LENGTH)
     mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=device), 1)
@@ -62,39 +55,25 @@ def train(tensor_size: int) -> list[float]:
     return losses
 
 
-def stand_ins() -> Any:
-    """What Megatron needs on a machine without CUDA."""
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
-    from megatron_cpu import on_cpu
-
-    return on_cpu()
-
-
-def main() -> None:
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+if __name__ == "__main__":
+    from megatron.core import parallel_state, tensor_parallel
 
     from tritoncomm.integrations import megatron
 
-    gpu = torch.cuda.is_available()
-    if gpu:
+    if GPU:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if gpu else "gloo")
-    with contextlib.nullcontext() if gpu else stand_ins():
-        tensor_size = dist.get_world_size()
-        parallel_state.initialize_model_parallel(tensor_size, create_gloo_process_groups=False)
-        model_parallel_cuda_manual_seed(0)
-        own = train(tensor_size)
-        report = megatron.patch()
-        patched = train(tensor_size)
-        megatron.unpatch()
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
+    device = contextlib.nullcontext() if GPU else importlib.import_module("megatron_cpu").on_cpu()
+    dist.init_process_group("nccl" if GPU else "gloo")
+    with device:
+        parallel_state.initialize_model_parallel(dist.get_world_size(), create_gloo_process_groups=False)
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        expected = train()
+        with megatron.patched() as report:
+            patched = train()
     if dist.get_rank() == 0:
         print(report)
-        for step, (ours, theirs) in enumerate(zip(patched, own, strict=True)):
-            print(f"step {step}: {theirs:.6f} by Megatron, {ours:.6f} with tritoncomm")
-    assert patched == own
+        for step, (ours, theirs) in enumerate(zip(patched, expected, strict=True)):
+            print(f"step {step}: loss {ours:.6f} on {dist.get_world_size()} ranks, {theirs:.6f} by Megatron alone")
+    assert patched == expected
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

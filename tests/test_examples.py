@@ -1,33 +1,67 @@
-"""Every example runs under torchrun on two ranks of CPUs, and the Python of the page beside it runs as it stands."""
+"""Every example trains under torchrun on two CPU ranks, and gives the losses of the run that it compares with."""
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from pool import Pool
-from torch.distributed import ProcessGroup
+from jobs import without_launcher
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+PEERS = ("megatron", "transformers")  # packages that an example may be about; importing them takes long
+STEP = re.compile(r"step (\d+): loss ([\d.]+) on 2 ranks, ([\d.]+)")
+
+
+def peers_of(path: Path) -> list[str]:
+    """The packages that an example needs besides torch."""
+    return [name for name in PEERS if re.search(rf"^ *from {name}\b", path.read_text(), re.MULTILINE)]
+
+
+def run(path: Path, *arguments: str) -> str:
+    """The output of an example on two ranks without a GPU."""
+    missing = [name for name in peers_of(path) if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{missing[0]} is not installed")
+    paths = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
+    variables = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, str(path), *arguments],
+        env=without_launcher(os.environ) | variables,
+        capture_output=True,
+        text=True,
+        timeout=115,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def check_losses(output: str) -> None:
+    """Steps are printed once each, in order; both runs have the same losses, and they fall."""
+    steps = STEP.findall(output)
+    assert len(steps) >= 4, output
+    assert [int(step) for step, *_ in steps] == list(range(len(steps))), output
+    ours, expected = ([float(row[column]) for row in steps] for column in (1, 2))
+    assert ours == pytest.approx(expected, rel=1e-4), output
+    assert ours[-1] < ours[0], output
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * bool(peers_of(path))) for path in EXAMPLES],
+)
+def test_example_trains(path: Path) -> None:
+    check_losses(run(path))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(path: Path) -> None:
-    if "transformers" in path.read_text() and importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed")
-    variables = {key: value for key, value in os.environ.items() if key not in LAUNCHED}
-    variables |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "on 2 ranks" in done.stdout, done.stdout
+def test_megatron_trains_with_sequence_parallelism() -> None:
+    check_losses(run(ROOT / "examples" / "megatron_patched.py", "--sequence-parallel"))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -35,22 +69,18 @@ def test_example_is_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 80
 
 
-def run_page(group: ProcessGroup, blocks: list[str]) -> int:
-    """Every Python block of the page, with the names that the page assumes."""
-    torch.manual_seed(0)
-    b, s, heads, kv_heads, head_dim = 2, 4, 8, 2, 8
-    names: dict[str, Any] = {"group": group, "torch": torch, "scale": 0.5}
-    names |= {name: torch.randn(b, s, n, head_dim) for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))}
-    names["fused"] = torch.randn(b, s, 3, heads, head_dim)
-    for block in blocks:
-        exec(compile(block, "docs/ulysses.md", "exec"), names)
-    return len(blocks)
+def test_what_make_test_runs() -> None:
+    own = {path.stem for path in EXAMPLES if not peers_of(path)}
+    assert own >= {"pipeline", "shard_existing_module", "tensor_parallel_block"}
 
 
-def test_page_runs(pool: Pool) -> None:
-    page = (ROOT / "docs" / "ulysses.md").read_text()
-    blocks = [part.split("```")[0] for part in page.split("```python\n")[1:]]
-    if importlib.util.find_spec("transformers") is None:
-        blocks = [block for block in blocks if "transformers" not in block]
-    assert len(blocks) >= 3
-    assert pool.run(run_page, blocks, world=2) == [len(blocks)] * 2
+@pytest.mark.parametrize(
+    "output",
+    ["", "step 0: loss 2.0 on 2 ranks, 2.0 on one\n" * 4]
+    + ["".join(f"step {k}: loss {9 - k + bad}.0 on 2 ranks, {9 - k}.0 on one\n" for k in range(4)) for bad in (1,)]
+    + ["".join(f"step {k}: loss {k}.0 on 2 ranks, {k}.0 on one\n" for k in range(4))],
+    ids=["nothing", "one-step-again", "other-losses", "rising"],
+)
+def test_wrong_output_is_seen(output: str) -> None:
+    with pytest.raises(AssertionError):
+        check_losses(output)

@@ -193,17 +193,6 @@ def test_the_ending_chooses_the_kind_of_picture(name, start, tmp_path):
     assert content.startswith(start)
 
 
-def test_readme_example_runs(tmp_path):
-    readme = (ROOT / "README.md").read_text()
-    example = tmp_path / "example.py"
-    example.write_text(readme.split("```python\n")[1].split("```")[0])
-    result = subprocess.run(
-        [sys.executable, example], env=checkout(), capture_output=True, text=True, timeout=100, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert "all_to_all_hp2sp.backward" in result.stdout
-
-
 def join(port: int) -> tuple[int, int]:
     """Enter the demo's job as one of its ranks; rank and size there."""
     import torch.distributed as dist

@@ -5,17 +5,22 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pool import strict_warnings
 
-__all__ = ["run_job"]
+__all__ = ["run_job", "without_launcher"]
 
 _LAUNCHERS = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_\w+|GROUP_\w+|ROLE_\w+|MASTER_\w+|TORCHELASTIC_\w+|OMPI_\w+|PMI\w*_\w+|MPI_\w+|SLURM_\w+"
     r"|PBS_\w+|LSB_\w+|JOB_ID|TRITONCOMM_\w+"
 )
+
+
+def without_launcher(variables: Mapping[str, str]) -> dict[str, str]:
+    """An environment without the variables of launchers, schedulers and this library."""
+    return {name: value for name, value in variables.items() if not _LAUNCHERS.fullmatch(name)}
 
 
 def run_job(
@@ -47,7 +52,7 @@ def _rank(
 ) -> None:
     sys.path[:] = path
     strict_warnings()
-    for name in [name for name in os.environ if _LAUNCHERS.fullmatch(name)]:
+    for name in os.environ.keys() - without_launcher(os.environ).keys():
         del os.environ[name]
     os.environ.update(variables)
     try:
