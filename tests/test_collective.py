@@ -309,6 +309,7 @@ class ForeignMode(enum.Enum):
 def run_modes(group: ProcessGroup) -> None:
     import tritoncomm as tc
 
+    tc.destroy()  # what an earlier test of these ranks may have left
     tc.initialize(tensor=2)  # over the default group of eight, which is left alone
     try:
         for mode in (tc.ParallelMode.TENSOR, ForeignMode.TENSOR):
