@@ -173,6 +173,7 @@ def slow_pack(x: Tensor, *args: Any, **kwargs: Any) -> Any:
 _pack = ops.pack
 
 
+@pytest.mark.slow  # it measures, which two files at a time make impossible
 @pytest.mark.filterwarnings("ignore")
 def test_a_second_copy_is_seen(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(4):  # on a busy machine the spread hides a copy, or something else looks like one

@@ -43,6 +43,7 @@ def run(tmp_path: Path, seconds: float = 60, each: float = 3) -> list[dict[str, 
     return seen[-1]
 
 
+@pytest.mark.slow
 def test_a_crash_or_a_hang_ends_one_test_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     results = {result["test"].rpartition("::")[2]: result for result in run(tmp_path)}
