@@ -25,7 +25,7 @@ LAYERS = [
     ["collective", "mappings", "agreement", "runtime"],
     ["p2p", "tensor", "parallel", "ulysses"],
     ["integrations"],
-    ["explain", "tune", "selftest", "doctor"],
+    ["explain", "tune", "doctor"],
     ["__init__"],
     ["demo"],
     ["cli", "__main__"],

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from tritoncomm import cli, doctor, selftest
+from tritoncomm import cli, doctor
 from tritoncomm.cli import demo, pictures, suite
+from tritoncomm.doctor import selftest
 from tritoncomm.explain import OPS, explain
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,8 @@ import torch.cuda.nccl
 import torch.distributed as dist
 from tritoncomm_kernels import tables
 
-from tritoncomm import launchers, selftest, variables
+from tritoncomm import launchers, variables
+from tritoncomm.doctor import selftest
 from tritoncomm.errors import GroupError
 
 __all__ = ["Finding", "examine"]

@@ -1,6 +1,6 @@
 """Two ranks in processes of their own exchange known values: ``all_to_all_sp2hp`` forward and backward, exact.
 
-``python -m tritoncomm.selftest RANK FILE BACKEND`` is one of the ranks; `run` starts both.
+`run` starts both ranks.
 """
 
 import os
@@ -19,9 +19,10 @@ from torch._C._distributed_c10d import FileStore
 from tritoncomm import launchers
 from tritoncomm.mappings import all_to_all_sp2hp
 
-__all__ = ["run"]
+__all__ = ["run", "run_rank"]
 
 WORLD, ROWS, HIDDEN = 2, 3, 8
+_START = "import sys; from tritoncomm.doctor import selftest; selftest.run_rank(int(sys.argv[1]), *sys.argv[2:])"
 
 
 def run(backend: str, seconds: float = 60.0, without: Sequence[str] = ()) -> str:
@@ -42,7 +43,7 @@ def run(backend: str, seconds: float = 60.0, without: Sequence[str] = ()) -> str
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank, log in enumerate(logs):
-                command = [sys.executable, "-m", "tritoncomm.selftest", str(rank), f"{folder}/store", backend]
+                command = [sys.executable, "-c", _START, str(rank), f"{folder}/store", backend]
                 with log.open("wb") as output:
                     ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
             codes: list[int | None] = [None]
@@ -87,7 +88,7 @@ def _exchange(rank: int, device: torch.device) -> None:
             raise SystemExit(f"all_to_all_sp2hp gave wrong {what}: {result.tolist()}, not {expected.tolist()}")
 
 
-def _rank(rank: int, store: str, backend: str) -> None:
+def run_rank(rank: int, store: str, backend: str) -> None:
     """One rank, from start to end."""
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
@@ -97,7 +98,3 @@ def _rank(rank: int, store: str, backend: str) -> None:
     _exchange(rank, device)
     dist.destroy_process_group()
     print("exact")
-
-
-if __name__ == "__main__":
-    _rank(int(sys.argv[1]), sys.argv[2], sys.argv[3])
