@@ -31,8 +31,8 @@ LAYERS = [
     ["cli", "__main__"],
 ]
 CORE = [
-    "cost", "plan", "address_map", "copies", "ops", "fused", "function", "inplace", "validation", "backend", "handle",
-    "cached", "compiled", "uneven", "eager", "head_plan", "heads", "__init__",
+    "cost", "plan", "address_map", "copies", "ops", "segments", "fused", "function", "inplace", "validation", "backend",
+    "handle", "cached", "compiled", "uneven", "eager", "head_plan", "heads", "__init__",
 ]  # fmt: skip
 MAPPINGS = ["general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}

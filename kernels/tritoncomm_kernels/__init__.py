@@ -6,10 +6,14 @@ from tritoncomm_kernels.copy import pack, unpack
 from tritoncomm_kernels.cross_entropy import gradient, statistics
 from tritoncomm_kernels.launch import TooLargeError
 from tritoncomm_kernels.reduce import MAX_PARTS, reduce
+from tritoncomm_kernels.segments import PADDING, Segment, Segments
 
 __all__ = [
     "MAX_PARTS",
+    "PADDING",
     "Config",
+    "Segment",
+    "Segments",
     "TooLargeError",
     "config_for",
     "cross_entropy",
