@@ -28,6 +28,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_list",
     "refused",
+    "send_and_receive",
     "special",
 ]
 
@@ -138,6 +139,18 @@ def all_to_all(
     if work is not None:  # a backend that synchronised by itself returns none
         work.wait()
     return None
+
+
+def send_and_receive(
+    sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], group: ProcessGroup
+) -> "_Works":
+    """One message to or from each of these ranks of the group, all in one batch; ranks without one do not call.
+
+    For an exchange between two sets of ranks that have none in common. Neighbouring stages use ``p2p.transport``.
+    """
+    calls = [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
+    calls += [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sends]
+    return _Works(dist.batch_isend_irecv(calls) if calls else [])
 
 
 class _Works:
