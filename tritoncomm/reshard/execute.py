@@ -19,23 +19,25 @@ from tritoncomm.reshard.builder import transfers
 from tritoncomm.reshard.plan import Bucket, Item, Side, Transfers
 from tritoncomm.reshard.tables import Strides, Table, local_pairs, strides_of, table_of
 
-__all__ = ["Exchange", "apply", "check_cast"]
+__all__ = ["Exchange", "apply", "check_dtypes"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TABLES = 8
 
 
-def check_cast(item: Item, name: str) -> None:
-    """Refuse casts that the copy kernels do not make.
+def check_dtypes(item: Item, grad: str, name: str) -> None:
+    """Refuse arithmetic that the copy kernels do not have.
 
     Raises:
-        UnsupportedError: a cast of anything but fp16, bf16, fp32 and fp64.
+        UnsupportedError: a cast, or a gradient to be summed, of anything but fp16, bf16, fp32 and fp64.
     """
     if item.dtype != item.result and not {item.dtype, item.result} <= set(_FLOATS):
         raise UnsupportedError(
             f"{name}: {item.name} cannot be cast from {item.dtype} to {item.result} on the way: only fp16, bf16, fp32 "
             "and fp64 are"
         )
+    if item.has_grad and grad == "partial" and item.dtype not in _FLOATS:
+        raise UnsupportedError(f"{name}: gradients of {item.name} cannot be summed as {item.dtype}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import check_kind
 from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
 from tritoncomm.groups import GroupLike
-from tritoncomm.reshard.execute import Exchange, apply, check_cast
+from tritoncomm.reshard.execute import Exchange, apply, check_dtypes
 from tritoncomm.reshard.plan import Item, check, digest
 from tritoncomm.reshard.report import text_of
 from tritoncomm.reshard.specs import Wrap, local_of, named, source_of, target_of
@@ -73,8 +73,8 @@ def reshard(
         MismatchError: another rank has other arguments, or refused its own. Nothing was sent.
         UnsupportedError: partial placements, or a cast of other dtypes.
     """
-    call = _Call(tensors, source, target, group, dtype, out, "reshard")
-    plan = ReshardPlan(call, call.exchange(bucket_bytes, grad))
+    call = _Call(tensors, source, target, group, dtype, grad, out, "reshard")
+    plan = ReshardPlan(call, call.exchange(bucket_bytes))
     if out is not None:
         plan.run(call.locals, call.outs)
         return out
@@ -104,18 +104,20 @@ def reshard_plan(
     Raises:
         As ``reshard``.
     """
-    call = _Call(tensors, source, target, group, dtype, None, "reshard_plan", ranks, rank)
-    return ReshardPlan(call, call.exchange(bucket_bytes, grad))
+    call = _Call(tensors, source, target, group, dtype, grad, None, "reshard_plan", ranks, rank)
+    plan = ReshardPlan(call, call.exchange(bucket_bytes))
+    call.locals.clear()  # a plan keeps no tensors
+    return plan
 
 
 class _Call:
     """The arguments of one call: items of the plan, local tensors, and how results are wrapped."""
 
     def __init__(
-        self, tensors: Any, source: Any, target: Any, group: Any, dtype: Any, out: Any, name: str,
+        self, tensors: Any, source: Any, target: Any, group: Any, dtype: Any, grad: str, out: Any, name: str,
         ranks: Sequence[int] | None = None, rank: int = 0,
     ) -> None:  # fmt: skip
-        self.name = name
+        self.name, self.grad = name, grad
         self.error: CommError | None = None
         self.group: ProcessGroup | None = None
         if ranks is None:
@@ -129,29 +131,32 @@ class _Call:
         self.outs: list[Tensor] = []
         self.wraps: list[Wrap | None] = []
         self.stays: list[bool] = []
-        self.tensors = named(tensors, name)
         try:
-            self._read(source, target, dtype, out)
+            self._read(named(tensors, name), source, target, dtype, out)
         except CommError as error:
             self.error = error
 
-    def _read(self, source: Any, target: Any, dtype: Any, out: Any) -> None:
+    def _read(self, tensors: dict[str, Any], source: Any, target: Any, dtype: Any, out: Any) -> None:
+        if self.grad not in ("replicated", "partial"):
+            raise ArgumentError(f"{self.name}: grad must be replicated or partial, not {self.grad!r}")
         outs = {} if out is None else named(out, self.name)
-        if out is not None and list(outs) != list(self.tensors):
-            raise ArgumentError(f"{self.name}: out has {list(outs)}, not {list(self.tensors)}")
-        for key, x in self.tensors.items():
+        if out is not None and list(outs) != list(tensors):
+            raise ArgumentError(f"{self.name}: out has {list(outs)}, not {list(tensors)}")
+        sources, targets, dtypes = (_by_name(each, list(tensors), self.name) for each in (source, target, dtype))
+        for key, x in tensors.items():
             is_planned = isinstance(x, torch.dtype) and self.name == "reshard_plan"
             if not isinstance(x, Tensor) and not is_planned:
                 raise ArgumentError(f"{self.name}: {key} must be a tensor, not {type(x).__name__}")
             x = torch.empty(0, dtype=x, device="meta") if isinstance(x, torch.dtype) else x
-            layout = source_of(x, _one(source, key, self.tensors), self.name, key)
-            goal, wrap = target_of(_one(target, key, self.tensors), layout.shape, self.name, key)
+            layout = source_of(x, sources[key], self.name, key)
+            goal, wrap = target_of(targets[key], layout.shape, self.name, key)
             local, into = local_of(x), local_of(outs[key]) if outs else None
             check_kind(local, self.name)
-            result = _one(dtype, key, self.tensors) or (local.dtype if into is None else into.dtype)
+            result = dtypes[key] or (local.dtype if into is None else into.dtype)
             has_grad = bool(x.requires_grad and torch.is_grad_enabled()) and out is None
             item = Item(key, layout, goal, local.dtype, result, has_grad)
-            check_cast(item, self.name)
+            check([item], self.ranks, self.name)
+            check_dtypes(item, self.grad, self.name)
             if not is_planned:
                 self.check_local(key, layout, local)
             if into is not None:
@@ -160,8 +165,9 @@ class _Call:
             self.items.append(item)
             self.locals.append(local)
             self.wraps.append(wrap)
-            self.stays.append(out is None and layout == goal and local.dtype == result)
-        check(self.items, self.ranks, self.name)
+            is_same = out is None and layout == goal and local.dtype == result
+            # Gradients of replicas that are partial have to be summed, though nothing moves forward.
+            self.stays.append(is_same and not (has_grad and self.grad == "partial"))
 
     def check_local(self, key: str, layout: Any, local: Tensor, what: str = "") -> None:
         """Check the shape of a local tensor of this rank."""
@@ -188,30 +194,27 @@ class _Call:
         if any(not step and size > 1 for step, size in zip(into.stride(), into.shape, strict=True)):
             raise ArgumentError(f"{self.name}: elements of out {key} share memory; it cannot be written into")
 
-    def exchange(self, bucket_bytes: int, grad: str) -> Exchange:
+    def exchange(self, bucket_bytes: int) -> Exchange:
         """The plan of these arguments, made and compared with that of the other ranks once."""
-        if grad not in ("replicated", "partial"):
-            self.error = self.error or ArgumentError(f"{self.name}: grad must be replicated or partial, not {grad!r}")
         items = [item for item, stays in zip(self.items, self.stays, strict=False) if not stays]
-        key = digest(items, (self.name, bucket_bytes, grad, self.ranks))
+        key = digest(items, (self.name, bucket_bytes, self.grad, self.ranks))
         if self.group is None:
             if self.error is not None:
                 raise self.error
-            return Exchange(items, self.ranks, self.position, None, bucket_bytes, grad)
+            return Exchange(items, self.ranks, self.position, None, bucket_bytes, self.grad)
         plans = _plans.setdefault(self.group, OrderedDict())
         if self.error is None and key in plans:
             plans.move_to_end(key)
             return plans[key]
         made = None
         try:
-            made = None if self.error else Exchange(items, self.ranks, self.position, self.group, bucket_bytes, grad)
+            made = (
+                None if self.error else Exchange(items, self.ranks, self.position, self.group, bucket_bytes, self.grad)
+            )
         except CommError as error:
             self.error = error
-        options = {"bucket_bytes": str(bucket_bytes), "grad": grad}
-        agree(
-            self.name, self.group, key, self.error,
-            lambda: {item.name: str(item) for item in items} | {f"option {k}": v for k, v in options.items()},
-        )  # fmt: skip
+        options = {"bucket_bytes": str(bucket_bytes), "grad": self.grad}
+        agree(self.name, self.group, key, self.error, lambda: {item.name: str(item) for item in items} | options)
         assert made is not None
         plans[key] = made
         if len(plans) > _PLANS:
@@ -235,16 +238,17 @@ def _group(group: GroupLike | None, name: str) -> ProcessGroup:
     return world
 
 
-def _one(given: Any, key: str, tensors: Mapping[str, Any]) -> Any:
-    """What is given for one tensor: by name, by position, or for all."""
-    if isinstance(given, Mapping):
-        if key not in given:
-            raise ArgumentError(f"reshard: nothing is given for {key}, but for {list(given)}")
-        return given[key]
+def _by_name(given: Any, names: Sequence[str], name: str) -> Mapping[str, Any]:
+    """What is given for each tensor: by name, by position, or for all."""
     if isinstance(given, list):
-        if len(given) != len(tensors):
-            raise ArgumentError(f"reshard: {len(given)} layouts for {len(tensors)} tensors")
-        return given[list(tensors).index(key)]
+        if len(given) != len(names):
+            raise ArgumentError(f"{name}: {len(given)} entries for {len(names)} tensors")
+        return dict(zip(names, given, strict=True))
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(names, given)
+    missing = [key for key in names if key not in given]
+    if missing:
+        raise ArgumentError(f"{name}: nothing is given for {missing}, but for {list(given)}")
     return given
 
 
