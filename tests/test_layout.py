@@ -39,7 +39,8 @@ MAPPINGS = ["general", "helpers", "exchanges", "functions", "tensor_parallel", "
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}
 INTEGRATIONS = ["rebinding", "megatron_functions", "megatron", "deepspeed", "yunchang", "transformers", "__init__"]
 RESHARD = [
-    "layout", "cells", "plan", "builder", "tables", "execute", "report", "unanimous", "specs", "resharding", "__init__",
+    "layout", "cells", "plan", "builder", "tables", "execute", "report", "unanimous", "specs", "resharding", "owned",
+    "__init__",
 ]  # fmt: skip
 INSIDE = {"core": CORE, "mappings": MAPPINGS, "reshard": RESHARD, "integrations": INTEGRATIONS}
 ENTRIES = 25
