@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from tiles import audit as audit_tiles
-from tritoncomm_kernels import Config
+from tritoncomm_kernels import Config, config_for
 
 from bench import audit
 from tritoncomm.tune.machine_code import TARGETS, Build, Code, build_all, compiled_kernels
@@ -22,7 +22,6 @@ SIZE = {"i64": 8, "i32": 4, "i16": 2, "i8": 1, "fp32": 4, "bf16": 2, "fp64": 8}
 
 def tile(name: str, unit: int, element: int, target: str) -> tuple[int, int]:
     """Rows and columns of the tile a GPU would get, in elements; AMD's waves are twice as wide."""
-    config_for = compiled_kernels()["config"].config_for
     size = config_for(name, unit, 4096, 8192).block_rows * config_for(name, unit, 4096, 8192).block_cols
     config = config_for(name, unit, 4096, 8192, tile_bytes=size * TARGETS[target].warp_size // 32)
     return config.block_rows, config.block_cols // element
@@ -119,8 +118,8 @@ def test_accumulate(target: str) -> None:
 @on_targets
 @pytest.mark.parametrize("parts", [2, 8, 64])
 def test_reduce(target: str, parts: int) -> None:
-    module = compiled_kernels()["reduce"]
-    cols = compiled_kernels()["config"].config_for("reduce", 2, 1, 2**20).block_cols
+    module = compiled_kernels()["reduction"]
+    cols = config_for("reduce", 2, 1, 2**20).block_cols
     unrolled = parts <= 16
     constants = {
         "VEC": 8, "PARTS": parts if unrolled else 8, "REST": 0 if unrolled else 8, "WIDE": tl.float32,
