@@ -28,7 +28,7 @@ from tritoncomm.debug.descriptor import Descriptor, describe, difference
 from tritoncomm.debug.flight import Call, located
 from tritoncomm.errors import MismatchError, PeerError, UnsupportedError
 
-__all__ = ["Blocked", "Exchange", "check_call", "compare"]
+__all__ = ["Blocked", "Exchange", "blocked_table", "check_call", "circle_of", "compare", "exchange", "timeout_of"]
 
 _ROOT = "tritoncomm/check"
 _AGREED = b"agreed"
@@ -57,12 +57,14 @@ class Exchange:
         store: a client of its own, so that no other thread waits for it.
         rank: global.
         prefix: of all keys.
+        counts: transfers so far by channel, of check mode of p2p steps.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
         self.store, self.rank = store.clone(), rank
         # Ranks that destroy and make their default group again over the same store do not read the keys of before.
         self.prefix = f"{_ROOT}/{self.store.add(f'{_ROOT}/rounds/{rank}', 1)}"
+        self.counts: dict[str, int] = {}
         self._inside: set[int] = set()  # threads
         self._has_threads = False
 
@@ -87,7 +89,13 @@ class Exchange:
             return None
 
     def wait(
-        self, ready: Callable[[], Any], timeout: float, mine: Blocked, stuck: Callable[[], Any], late: Callable[[], Any]
+        self,
+        ready: Callable[[], Any],
+        timeout: float,
+        mine: Blocked,
+        stuck: Callable[[], Any],
+        late: Callable[[], Any],
+        in_helper: bool = False,
     ) -> Any:
         """Poll ``ready`` until it returns something.
 
@@ -97,11 +105,13 @@ class Exchange:
             mine: published after a while.
             stuck: asked now and then, after a while; what it returns ends the wait.
             late: called after the timeout.
+            in_helper: called in a thread that makes no calls of its own.
         """
         begun = now = time.monotonic()
         pause, look, published, thread = 5e-5, begun + _PATIENCE, False, threading.get_ident()
-        self._inside.add(thread)
-        self._has_threads = self._has_threads or len(self._inside) > 1
+        if not in_helper:
+            self._inside.add(thread)
+            self._has_threads = self._has_threads or len(self._inside) > 1
         key = f"{self.prefix}/blocked/{self.rank}"
         try:
             while (value := ready()) is None:
@@ -143,13 +153,20 @@ class _Member:
 
     def __init__(self, group: ProcessGroup, name: str) -> None:
         self.name, self.ranks, self.rank = name, dist.get_process_group_ranks(group), group.rank()
-        backend = group._get_backend(next(iter(group._device_types), torch.device("cpu")))
-        self.sends = backend.name().lower() != "fake"
-        limit = getattr(getattr(backend, "options", None), "_timeout", None) or default_pg_timeout
-        self.timeout = limit.total_seconds()
+        self.sends, self.timeout = _backend_of(group).name().lower() != "fake", timeout_of(group)
         self.count, self.digest = 0, 0
         self.verdicts: list[str] = []
         self.window: list[tuple[Descriptor, Any]] = []
+
+
+def _backend_of(group: ProcessGroup) -> Any:
+    return group._get_backend(next(iter(group._device_types), torch.device("cpu")))
+
+
+def timeout_of(group: ProcessGroup) -> float:
+    """Seconds until the group's own transfers give up."""
+    limit = getattr(getattr(_backend_of(group), "options", None), "_timeout", None) or default_pg_timeout
+    return limit.total_seconds()
 
 
 _members: "weakref.WeakKeyDictionary[ProcessGroup, _Member]" = weakref.WeakKeyDictionary()
@@ -244,10 +261,10 @@ def _agree(
         return made
 
     def stuck() -> bytes | None:
-        circle = _circle(over, mine)
+        circle = circle_of(over, mine)
         if circle is None:
             return None
-        text = _blocked_table(circle)
+        text = blocked_table(circle)
         for each in circle.values():
             store.compare_set(f"{each.base}/verdict", "", text)
         return decide(text)
@@ -293,7 +310,7 @@ def _missing(over: Exchange, each: Blocked) -> list[int]:
     return [rank for place, rank in enumerate(each.ranks) if not over.store.check([f"{each.base}/{place}"])]
 
 
-def _circle(over: Exchange, mine: Blocked) -> dict[int, Blocked] | None:
+def circle_of(over: Exchange, mine: Blocked) -> dict[int, Blocked] | None:
     """The blocked calls of ranks that wait for each other in a circle that this rank waits for; None if there is none.
 
     A rank waits for another as long as its call has neither that rank's key nor a verdict. A blocked rank makes no
@@ -318,7 +335,8 @@ def _circle(over: Exchange, mine: Blocked) -> dict[int, Blocked] | None:
     return None
 
 
-def _blocked_table(circle: dict[int, Blocked]) -> str:
+def blocked_table(circle: dict[int, Blocked]) -> str:
+    """Who waits for whom, in words."""
     table = _table({rank: f"{each.words}{_with(each)}" for rank, each in circle.items()})
     return f"ranks {sorted(circle)} wait for each other in different calls:\n{table}"
 

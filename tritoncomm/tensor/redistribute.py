@@ -123,7 +123,9 @@ def _run(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> T
 
 def _split(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> Tensor:
     """This rank's shard of a replica; never a view of it."""
-    started = record.now()
+    started, _range = record.now(), None
+    if record.switch._is_profiler_enabled:
+        _range = record.begin(name, "split", group, x, (transition.new, None))
     shard = shard_of(x, transition.new, group.rank())
     if shard.is_contiguous() or not shard.numel():
         record.add(name, "torch", 2 * shard.nbytes, 0, started)
