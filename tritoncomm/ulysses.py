@@ -19,7 +19,7 @@ from tritoncomm.core.function import direct, without_graph
 from tritoncomm.core.head_plan import HEAD_DIM, HeadShare, Layout, split_heads
 from tritoncomm.core.plan import Ints, check_split_sizes, located, normalize_sizes
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
-from tritoncomm.groups import resolve
+from tritoncomm.groups import GroupLike, resolve
 
 __all__ = ["Exchange", "UlyssesAttention", "exchange_for", "to_heads", "to_sequence"]
 
@@ -236,7 +236,7 @@ class UlyssesAttention(nn.Module):
     gradient is the sum over them. A dropout inside ``attention`` draws per rank.
 
     Args:
-        group: the ranks that hold the sequence; the tensor group by default.
+        group: the ranks that hold the sequence (see ``groups.as_group``); the tensor group by default.
         attention: the callable.
         layout: of q, k, v and the result: ``"bshd"`` is ``[batch, sequence, heads, head_dim]``, ``"sbhd"`` has the
             sequence first.
@@ -246,7 +246,7 @@ class UlyssesAttention(nn.Module):
 
     def __init__(
         self,
-        group: ProcessGroup | None = None,
+        group: GroupLike | None = None,
         *,
         attention: Callable[..., Tensor] = scaled_dot_product_attention,
         layout: Literal["bshd", "sbhd"] = "bshd",
