@@ -144,7 +144,6 @@ def unquiet(row: Row) -> list[str]:
 
 PART = Part(
     name="megatron_step",
-    about="Host time of a training step of megatron-core's GPT with ours against its own.",
     unit="microseconds of thread CPU time per step",
     cases=CASES,
     measure=measure,
