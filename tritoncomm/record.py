@@ -9,11 +9,15 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from operator import attrgetter, sub
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-__all__ = ["Count", "Traffic", "add", "counters", "now", "recording", "reset", "span", "timing", "total"]
+__all__ = ["CopyPath", "Count", "Traffic", "add", "counters", "now", "recording", "reset", "span", "timing", "total"]
+
+CopyPath = Literal["view", "torch", "triton"]
+"""How a local pass ran: not at all because its result is a view, in torch, or in a kernel."""
+_Path = CopyPath | Literal["compiled", "cpu", "device"]
 
 now: Callable[[], float] = float
 """Start timestamp for ``add``, or 0.0 (what ``float()`` gives) while timing is off."""
@@ -44,7 +48,7 @@ class Count(Traffic):
     seconds: float = 0.0
 
 
-_counts: dict[tuple[str, str], Count] = {}
+_counts: dict[tuple[str, _Path], Count] = {}
 
 
 def timing(on: bool) -> None:
@@ -61,7 +65,7 @@ def span(name: str) -> Any:
     return torch.ops.profiler._record_function_enter_new(f"tritoncomm::{name}", None)
 
 
-def add(name: str, path: str, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
+def add(name: str, path: _Path, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
     """Count one call of ``name`` that took ``path`` and began at ``now()`` value ``started``.
 
     Under torch.compile a call is several ops: the collective counts it (path ``compiled``), pack and unpack count their

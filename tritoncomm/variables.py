@@ -12,13 +12,14 @@ An empty variable is one that is not set. ``0``, ``false``, ``no`` and ``off`` s
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar, get_args
 
 from tritoncomm_kernels import config, tables
 
-__all__ = ["CHECK", "PATH", "PATHS", "Setting", "effective", "is_on", "read"]
+__all__ = ["CHECK", "PATH", "PATHS", "PathChoice", "Setting", "effective", "is_on", "read"]
 
-PATHS = ("auto", "torch", "triton")
+PathChoice = Literal["auto", "torch", "triton"]
+PATHS: tuple[PathChoice, ...] = get_args(PathChoice)
 _T = TypeVar("_T")
 
 
