@@ -63,7 +63,7 @@ def run_pages(store: str, pages: list[tuple[str, str]]) -> list[str]:
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     problems = []
     for name, text in pages:
-        names: dict[str, Any] = {"__name__": "page", "torch": torch, "tritoncomm": tritoncomm}
+        names: dict[str, Any] = {"__name__": "page"}  # a page imports what it uses
         torch.manual_seed(0)
         problem = next((f"not run: {problem}" for problem in problems if problem), "")
         for line, code in [] if problem else blocks(text):

@@ -197,6 +197,7 @@ def test_the_audit_sees_a_bad_tile() -> None:
 # Static runs through the command
 
 
+@pytest.mark.slow
 def test_static_runs_are_the_same_byte_for_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled in another process without the interpreter, and in this one with it; each compiles anew."""
     arguments = ("--static", "--target", "gfx942", "--op", "pack", "--shape", "4x200", "--dtype", "int64", "--json")

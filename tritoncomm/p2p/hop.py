@@ -135,22 +135,27 @@ def _exchange_plain(
             x, path, copied = packed.wire, packed.path, copied + packed.bytes_copied
         tensors[key] = x
         sent += x.nbytes
-    received: list[Any] = []
-    for key, expected in (("recv_prev", from_prev), ("recv_next", from_next)):
-        if expected is None:
-            received.append(None)
-            continue
-        shape = _plain_shape(expected)
-        if shape is None or dtype is None or dtype in special:
+    before = after = None
+    if from_prev is not None or from_next is not None:
+        if dtype is None or dtype in special:
             return None
         if device is None:
             device = next(iter(tensors.values())).device if tensors else neighbours.default_device()
-        try:
-            x = torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
-        except (RuntimeError, TypeError):
-            return None  # Incoming names what is wrong with a shape
-        tensors[key] = x
-        received.append(x if shape is expected else [x])
+        received: list[Any] = []
+        for key, expected in (("recv_prev", from_prev), ("recv_next", from_next)):
+            if expected is None:
+                received.append(None)
+                continue
+            shape = _plain_shape(expected)
+            if shape is None:
+                return None
+            try:
+                x = torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
+            except (RuntimeError, TypeError):
+                return None  # Incoming names what is wrong with a shape
+            tensors[key] = x
+            received.append(x if shape is expected else [x])
+        before, after = received
     handles: Any = None
     if not wait:
         handles = post(neighbours, name, tensors, batched)
@@ -160,16 +165,17 @@ def _exchange_plain(
     else:
         handles = {}
     record.add(name, path, copied, sent, started)
-    return received[0], received[1], handles
+    return before, after, handles
 
 
 def _plain_shape(expected: Any) -> Any:
     """The shape, alone or in a list, of one non-empty tensor that is not 0-dim; None for other expectations."""
-    shape = expected
-    if type(expected) is list and len(expected) == 1 and not isinstance(expected[0], int):
-        shape = expected[0]
-    is_shape = isinstance(shape, tuple | list) and shape and isinstance(shape[0], int) and 0 not in shape
-    return shape if is_shape else None
+    is_list = type(expected) is list and len(expected) == 1 and not isinstance(expected[0], int)
+    shape = expected[0] if is_list else expected
+    kind = type(shape)
+    if kind is not torch.Size and kind is not tuple and kind is not list:
+        return None
+    return shape if shape and isinstance(shape[0], int) and 0 not in shape else None
 
 
 def _tensors(x: Any, name: str) -> list[Tensor]:
