@@ -9,6 +9,7 @@ from tritoncomm.core.address_map import AddressMap
 from tritoncomm.core.ops import pack, pack_into
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError
+from tritoncomm.record import CopyPath
 
 __all__ = ["pack_many"]
 
@@ -20,7 +21,7 @@ def pack_many(
     *,
     dtype: torch.dtype | None = None,
     scale: float | None = None,
-) -> tuple[Tensor, list[tuple[int, Ints]], str, int]:
+) -> tuple[Tensor, list[tuple[int, Ints]], CopyPath, int]:
     """Pack several tensors into one wire whose rank stride is the sum of their shards: one pass over each.
 
     Returns:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from tritoncomm.core.backend import carrier
 from tritoncomm.errors import GroupError, MismatchError, ShapeError, UnsupportedError
@@ -265,7 +264,7 @@ def _batched_p2p_ops(
     tensor_recv_prev: Tensor | None,
     tensor_send_next: Tensor | None,
     tensor_recv_next: Tensor | None,
-    group: ProcessGroup,
+    group: GroupLike,
     prev_pipeline_rank: int,
     next_pipeline_rank: int,
 ) -> list[Any]:
@@ -273,7 +272,7 @@ def _batched_p2p_ops(
 
     Where both neighbours are one rank the activations (send_next, recv_prev) go first.
     """
-    neighbours = Neighbours.of(group, prev_pipeline_rank, next_pipeline_rank)
+    neighbours = Neighbours.of(as_group(group, "_batched_p2p_ops"), prev_pipeline_rank, next_pipeline_rank)
     sends = {"send_prev": tensor_send_prev, "send_next": tensor_send_next}
     wires = _wires(sends, {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next})
     return list(post(neighbours, "_batched_p2p_ops", wires, True).values())
@@ -285,7 +284,7 @@ def _p2p_ops(
     tensor_recv_prev: Tensor | None,
     tensor_send_next: Tensor | None,
     tensor_recv_next: Tensor | None,
-    group: ProcessGroup,
+    group: GroupLike,
     prev_pipeline_rank: int,
     next_pipeline_rank: int,
 ) -> dict[str, Any]:
@@ -293,7 +292,7 @@ def _p2p_ops(
 
     Even stages send before they receive, odd stages receive first.
     """
-    neighbours = Neighbours.of(group, prev_pipeline_rank, next_pipeline_rank)
+    neighbours = Neighbours.of(as_group(group, "_p2p_ops"), prev_pipeline_rank, next_pipeline_rank)
     sends = {"send_prev": tensor_send_prev, "send_next": tensor_send_next}
     wires = _wires(sends, {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next})
     return dict(post(neighbours, "_p2p_ops", wires, False))

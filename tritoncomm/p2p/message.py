@@ -20,6 +20,7 @@ from tritoncomm.core.backend import carrier
 from tritoncomm.core.cached import resolved
 from tritoncomm.errors import ArgumentError, MismatchError, ShapeError
 from tritoncomm.p2p.neighbours import Neighbours
+from tritoncomm.record import CopyPath
 
 __all__ = [
     "Incoming",
@@ -119,7 +120,7 @@ class Message:
 
     wire: Tensor
     tensors: list[Tensor]
-    path: str = "view"
+    path: CopyPath = "view"
     bytes_copied: int = 0
 
 
