@@ -6,6 +6,7 @@ from tritoncomm_kernels.copy import pack, unpack
 from tritoncomm_kernels.cross_entropy import gradient, statistics
 from tritoncomm_kernels.launch import TooLargeError
 from tritoncomm_kernels.reduce import MAX_PARTS, reduce
+from tritoncomm_kernels.segment_copy import gather_segments, scatter_segments
 from tritoncomm_kernels.segments import PADDING, Segment, Segments
 
 __all__ = [
@@ -17,10 +18,12 @@ __all__ = [
     "TooLargeError",
     "config_for",
     "cross_entropy",
+    "gather_segments",
     "gradient",
     "pack",
     "reduce",
     "reference",
+    "scatter_segments",
     "statistics",
     "unpack",
 ]
