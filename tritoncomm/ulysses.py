@@ -227,8 +227,8 @@ class UlyssesAttention(nn.Module):
     gradient is the sum over them. A dropout inside ``attention`` draws per rank.
 
     Args:
-        group: the ranks that hold the sequence (see ``groups.as_group``); the tensor group by default, unless there is a
-            context axis.
+        group: the ranks that hold the sequence (see ``groups.as_group``); the tensor group by default, unless there is
+            a context axis.
         attention: the callable.
         layout: of q, k, v and the result: ``"bshd"`` is ``[batch, sequence, heads, head_dim]``, ``"sbhd"`` has the
             sequence first.
