@@ -19,7 +19,7 @@ from tritoncomm.core.function import direct, without_graph
 from tritoncomm.core.head_plan import HEAD_DIM, HeadShare, Layout, split_heads
 from tritoncomm.core.plan import Ints, check_split_sizes, located, normalize_sizes
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
-from tritoncomm.groups import GroupLike, resolve
+from tritoncomm.groups import GroupLike, resolve_sequence
 
 __all__ = ["Exchange", "UlyssesAttention", "exchange_for", "to_heads", "to_sequence"]
 
@@ -227,7 +227,8 @@ class UlyssesAttention(nn.Module):
     gradient is the sum over them. A dropout inside ``attention`` draws per rank.
 
     Args:
-        group: the ranks that hold the sequence (see ``groups.as_group``); the tensor group by default.
+        group: the ranks that hold the sequence (see ``groups.as_group``); the tensor group by default, unless there is
+            a context axis.
         attention: the callable.
         layout: of q, k, v and the result: ``"bshd"`` is ``[batch, sequence, heads, head_dim]``, ``"sbhd"`` has the
             sequence first.
@@ -278,7 +279,7 @@ class UlyssesAttention(nn.Module):
             UnsupportedError: a mask of local positions or of single heads.
         """
         name = "UlyssesAttention"
-        group, packed = resolve(self.group, name), query if key is None else None
+        group, packed = resolve_sequence(self.group, name), query if key is None else None
         tensors = _checked(query, key, value, name)
         sizes = None if sequence_sizes is None else normalize_sizes(sequence_sizes, name)
         query, key, value = tensors

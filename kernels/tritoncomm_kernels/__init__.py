@@ -10,32 +10,41 @@ from typing import TYPE_CHECKING, Any
 from tritoncomm_kernels import reference
 from tritoncomm_kernels.config import Config, config_for
 from tritoncomm_kernels.geometry import MAX_PARTS, TooLargeError
+from tritoncomm_kernels.segments import PADDING, Segment, Segments
 
 if TYPE_CHECKING:
     from tritoncomm_kernels.copy import pack, plain_copy, unpack
     from tritoncomm_kernels.cross_entropy import gradient, statistics
     from tritoncomm_kernels.reduction import reduce
+    from tritoncomm_kernels.segment_copy import gather_segments, scatter_segments
 
 __all__ = [
     "MAX_PARTS",
+    "PADDING",
     "Config",
+    "Segment",
+    "Segments",
     "TooLargeError",
     "config_for",
+    "gather_segments",
     "gradient",
     "pack",
     "plain_copy",
     "reduce",
     "reference",
+    "scatter_segments",
     "statistics",
     "unpack",
 ]
 
 # Functions whose modules import Triton, by the module. None is named as a module is, which would take its name.
 _LAZY = {
+    "gather_segments": "segment_copy",
     "gradient": "cross_entropy",
     "pack": "copy",
     "plain_copy": "copy",
     "reduce": "reduction",
+    "scatter_segments": "segment_copy",
     "statistics": "cross_entropy",
     "unpack": "copy",
 }

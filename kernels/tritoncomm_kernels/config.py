@@ -18,7 +18,7 @@ _NARROW_TILES = {
 }  # fmt: skip
 _WARPS = 4
 _REDUCE_ELEMENTS = 2048
-_LANES = 64 if torch.version.hip else 32  # of a warp: AMD's tile is twice as large for as many loads in flight
+LANES = 64 if torch.version.hip else 32  # of a warp: AMD's tile is twice as large for as many loads in flight
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def tile_for(
     return Config(block_rows, max(min(tile_bytes // block_rows, cols, longest), unit_bytes), num_warps)
 
 
-def default_candidate(op: str, unit_bytes: int, lanes: int = _LANES) -> tuple[int, int, int]:
+def default_candidate(op: str, unit_bytes: int, lanes: int = LANES) -> tuple[int, int, int]:
     """``tile_bytes``, ``segment_bytes`` and ``num_warps`` where no table applies, for warps of ``lanes``."""
     if op == "reduce":  # 16 bytes for every thread at least, and no more parts in registers than fit
         return max(min(_REDUCE_ELEMENTS * unit_bytes, _TILE), 16 * lanes * _WARPS), _SEGMENT, _WARPS

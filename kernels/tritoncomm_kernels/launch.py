@@ -21,7 +21,7 @@ from torch import Tensor
 from triton import knobs
 
 from tritoncomm_kernels.config import Config, config_for, device_key, tile_for
-from tritoncomm_kernels.device_table import Table, table_on
+from tritoncomm_kernels.device_table import Table, table_of
 from tritoncomm_kernels.geometry import TooLargeError
 from tritoncomm_kernels.numerics import INTERPRETED
 
@@ -60,8 +60,8 @@ class Launch:
     """Everything about a call but its pointers and its scale.
 
     Attributes:
-        kernel: the ``triton.jit`` function: ``(first_ptr, second_ptr, scale, *arguments, *constants)``, with a
-            ``table_ptr`` after the first two if there is a table.
+        kernel: the ``triton.jit`` function: ``(first_ptr, second_ptr, scale, *more, *arguments, *constants)``, with a
+            ``table_ptr`` after the first two if there is a table, and ``more`` as every call gives them.
         device: device index, -1 for CPU tensors in the interpreter.
         grid: number of programs.
         types: element types the kernel sees behind the two pointers.
@@ -78,7 +78,7 @@ class Launch:
     arguments: tuple[int, ...]
     constants: dict[str, Any]
     num_warps: int
-    table: tuple[int, ...] | None = None
+    table: tuple[int, ...] | Tensor | None = None
     tail: tuple[Any, ...] = field(init=False)
     variants: dict[type, Variant | None] = field(init=False, default_factory=dict)
     resident: "Table | None" = field(init=False, default=None)
@@ -86,24 +86,24 @@ class Launch:
     def __post_init__(self) -> None:
         self.tail = (*self.arguments, *self.constants.values())
 
-    def __call__(self, first: Tensor, second: Tensor, scale: float) -> None:
+    def __call__(self, first: Tensor, second: Tensor, scale: float, *more: int) -> None:
         """Launch on the current stream of the tensors' device."""
         if not is_direct(self.device):
-            self._launch_checked(first, second, scale)
+            self._launch_checked(first, second, scale, more)
             return
         kind = scale.__class__
         if kind not in self.variants:
-            self.variants[kind] = self._find_variant(scale)
+            self.variants[kind] = self._find_variant(scale, more)
         variant = self.variants[kind]
         if variant is None:
-            self._launch_checked(first, second, scale)
+            self._launch_checked(first, second, scale, more)
             return
         stream = _current_stream(self.device)  # pyright: ignore[reportOptionalCall]
         if self.table is None:
-            arguments = (first.data_ptr(), second.data_ptr(), scale, *self.tail)
+            arguments = (first.data_ptr(), second.data_ptr(), scale, *more, *self.tail)
         else:
             table_ptr = self.table_for(stream).data_ptr()
-            arguments = (first.data_ptr(), second.data_ptr(), table_ptr, scale, *self.tail)
+            arguments = (first.data_ptr(), second.data_ptr(), table_ptr, scale, *more, *self.tail)
         if variant.packed:
             variant.run(self.grid, 1, 1, stream, *variant.fixed, arguments)
         else:
@@ -113,20 +113,21 @@ class Launch:
         """The table, for the current stream of the current device."""
         assert self.table is not None
         if self.resident is None:
-            self.resident = table_on(self.table, self.device)
+            self.resident = table_of(self.table, self.device)
         return self.resident.on(stream)
 
-    def _find_variant(self, scale: float) -> Variant | None:
+    def _find_variant(self, scale: float, more: tuple[int, ...]) -> Variant | None:
         key = (self.device, self.kernel, self.types, scale.__class__, self.num_warps, *self.constants.items())
         if key not in _variants:
-            _variants[key] = self._compile(scale)
+            _variants[key] = self._compile(scale, more)
         return _variants[key]
 
-    def _compile(self, scale: float) -> Variant | None:
+    def _compile(self, scale: float, more: tuple[int, ...]) -> Variant | None:
         """Compile for the current device without launching; the values of the integers do not matter."""
         sample = 2**40 if isinstance(scale, int) else scale  # so that an integer is taken for the 64 bits it has
+        table = () if self.table is None else (getattr(self.table, "dtype", torch.int32),)
         compiled = self.kernel.warmup(
-            *(*self.types, *((torch.int32,) if self.table else ()), sample, *self.arguments),
+            *(*self.types, *table, sample, *more, *self.arguments),
             grid=(1,),
             num_warps=self.num_warps,
             enable_fp_fusion=False,
@@ -136,14 +137,14 @@ class Launch:
             compiled = compiled.result()
         return _entry(compiled)
 
-    def _launch_checked(self, first: Tensor, second: Tensor, scale: float) -> None:
+    def _launch_checked(self, first: Tensor, second: Tensor, scale: float, more: tuple[int, ...]) -> None:
         with _quiet() if INTERPRETED else torch.cuda.device(self.device):
             pointers = [triton.reinterpret(x, TRITON_TYPE[t]) for x, t in zip((first, second), self.types, strict=True)]
             if self.table is not None:
                 stream = 0 if self.device < 0 else torch.cuda.current_stream(self.device).cuda_stream
                 pointers.append(self.table_for(stream))
             self.kernel[(self.grid,)](
-                *(*pointers, scale, *self.arguments),
+                *(*pointers, scale, *more, *self.arguments),
                 **self.constants,
                 num_warps=self.num_warps,
                 enable_fp_fusion=False,

@@ -56,7 +56,8 @@ def pack_blocks(wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Ints
             block.copy_(shard)
         else:
             wide = torch.promote_types(torch.promote_types(x.dtype, wire.dtype), torch.float32)
-            block.copy_(shard.to(wide).mul_(scale))
+            value = shard.to(wide) * scale  # not in place: shard may be of that type already, and is the caller's
+            block.copy_(value.float() if wide is torch.float64 and wire.itemsize == 2 else value)
     return x.nbytes + wire.nbytes
 
 

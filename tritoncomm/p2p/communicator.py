@@ -6,13 +6,14 @@ mismatch that a header shows is an error. ``batch_p2p_sync`` is accepted and has
 when data is ready.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritoncomm.core.backend import carrier
-from tritoncomm.errors import GroupError, MismatchError, ShapeError, UnsupportedError
+from tritoncomm.errors import ArgumentError, GroupError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.groups import GroupLike, as_group
 from tritoncomm.p2p import message
 from tritoncomm.p2p.header import describe_tensors, exchange_headers
@@ -51,6 +52,8 @@ class P2PCommunicator:
     def __init__(self, pp_group: GroupLike, config: Any) -> None:
         if pp_group is None:
             raise GroupError(f"P2PCommunicator: pp_group must be a process group with this rank, not {pp_group!r}")
+        if isinstance(config, Mapping):
+            raise ArgumentError("P2PCommunicator: config must have attributes; of a dict SimpleNamespace(**config)")
         self.pp_group, self.config = as_group(pp_group, "P2PCommunicator"), config
         self._neighbours = Neighbours.of(self.pp_group)
         self._default_device: torch.device | None = None
