@@ -20,6 +20,7 @@ from tritoncomm import ArgumentError, GroupError, ParallelMode, groups, mappings
 from tritoncomm.runtime import read_sizes
 
 M = ParallelMode
+SIZES = read_sizes(1, 1, None, 1, 1, None, None, None)
 
 
 def test_the_contracts_examples() -> None:
@@ -307,7 +308,7 @@ def test_the_gpu_of_a_rank(
     monkeypatch.setattr(torch, "__version__", version)
     if variable is not None:
         monkeypatch.setenv("LOCAL_RANK", variable)
-    runtime._start(None, None)
+    runtime._start(None, None, SIZES)
     assert gpus.current == after
     device = gpus.started.get("device_id")
     assert device == (torch.device("cuda", bound) if bound is not None and version[:4] == "2.15" else None)
@@ -316,14 +317,14 @@ def test_the_gpu_of_a_rank(
 def test_without_gpus_nothing_is_divided_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = Gpus(monkeypatch, 0)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    runtime._start("cpu:gloo,cuda:nccl", None)
+    runtime._start("cpu:gloo,cuda:nccl", None, SIZES)
     assert gpus.current == 0
     assert "device_id" not in gpus.started
     monkeypatch.setenv("LOCAL_RANK", "one")
     Gpus(monkeypatch, 2)
     monkeypatch.setenv("LOCAL_RANK", "one")
     with pytest.raises(GroupError, match="LOCAL_RANK is 'one', not a number"):
-        runtime._start(None, None)
+        runtime._start(None, None, SIZES)
 
 
 def run_bound_device(group: ProcessGroup) -> None:
