@@ -71,6 +71,16 @@ def test_modes_by_value() -> None:
     assert values["PARALLEL_3D_INPUT_X_WEIGHT"] == "3d_input_x_weight"
 
 
+BAD_SIZES: list[tuple[dict[str, Any], str]] = [
+    ({"tensor": 3}, r"pipeline 1 \* context 1 \* tensor 3 does not divide the 8 ranks of this job: start as many"),
+    ({"tensor": 16}, "tensor 16 does not divide the 8 ranks"),
+    ({"tensor": 2, "data": 3}, r"data 3 \* pipeline 1 \* context 1 \* tensor 2 is not the 8 ranks of this job"),
+    ({"tensor": 0}, "tensor must be 1 or more, not 0"),
+    ({"data": -1}, "data must be 1 or more, not -1"),
+    ({"expert": 3}, "expert 3 does not divide data 8"),
+]
+
+
 def run_sizes(group: ProcessGroup) -> None:
     import tritoncomm as tc
 
@@ -116,9 +126,9 @@ def run_sizes(group: ProcessGroup) -> None:
     tc.destroy()
     with pytest.raises(GroupError, match="not initialized"):
         tc.device_mesh()
-    for bad in ({"tensor": 3}, {"tensor": 2, "data": 3}, {"tensor": 16}, {"expert": 3}, {"tensor": 0}):
-        with pytest.raises(GroupError):
-            tc.initialize(**bad)  # pyright: ignore[reportArgumentType]
+    for bad, words in BAD_SIZES:
+        with pytest.raises(GroupError, match=words):
+            tc.initialize(**bad)
     assert not groups.is_initialized(M.GLOBAL)
 
 
@@ -241,6 +251,14 @@ def test_arguments_of_a_wrong_type_are_named(arguments: dict[str, Any], words: s
     with pytest.raises(ArgumentError, match=re.escape(words)):
         runtime.initialize(**arguments)
     assert not dist.is_initialized(), "refused before anything is started"
+
+
+def test_sizes_are_compared_with_the_launchers_ranks_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(GroupError, match="tensor 3 does not divide the 4 ranks"):
+        runtime.initialize(tensor=3, timeout=1)
+    assert not dist.is_initialized()
 
 
 def test_integers_of_other_libraries_are_sizes() -> None:
@@ -392,10 +410,12 @@ def run_kinds_of_groups(group: ProcessGroup) -> None:
         mappings.all_gather_dim(x, 0, (mesh, "pp"))
     with pytest.raises(GroupError, match="no dim 2"):
         mappings.all_gather_dim(x, 0, (mesh, 2))
-    with pytest.raises(GroupError, match="no process group of the name 'dp'"):
+    with pytest.raises(GroupError, match=r"no process group of the name 'dp' with this rank; a dim of a mesh is"):
         collective.all_gather(x, 0, "dp")
     with pytest.raises(GroupError, match="not a member"):
         mappings.all_gather_dim(x, 0, dist.GroupMember.NON_GROUP_MEMBER)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"pass tritoncomm.groups.get_group\(ParallelMode.DATA\)"):
+        mappings.all_gather_dim(x, 0, M.DATA)  # type: ignore[arg-type]
     for wrong in ([0, 1], (0, 1), 3, object()):
         with pytest.raises(ArgumentError, match="a DeviceMesh of one dim, "):
             mappings.all_gather_dim(x, 0, wrong)  # type: ignore[arg-type]

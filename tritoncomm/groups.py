@@ -144,8 +144,8 @@ def is_initialized(parallel_mode: Any = ParallelMode.GLOBAL) -> bool:
 def _entry(parallel_mode: Any) -> Group:
     mode = as_mode(parallel_mode)
     if mode not in groups:
-        made = ", ".join(m.name for m in groups) or "nothing: call tritoncomm.initialize() first"
-        raise GroupError(f"there is no process group for {mode.name}; initialized is {made}")
+        made = f"there are {', '.join(m.name for m in groups)}" if groups else "call tritoncomm.initialize() first"
+        raise GroupError(f"there is no process group for {mode.name}; {made}")
     return groups[mode]
 
 
@@ -274,9 +274,12 @@ def as_group(group: Any, name: str) -> ProcessGroup:
         try:
             return _group_of_name(group)
         except (RuntimeError, ValueError):
-            raise GroupError(f"{name}: there is no process group of the name {group!r} with this rank") from None
+            hint = "; a dim of a mesh is mesh['tensor'] or (mesh, 'tensor')"
+            raise GroupError(f"{name}: there is no process group of the name {group!r} with this rank{hint}") from None
     mesh, dim = group if isinstance(group, tuple) and len(group) == 2 else (group, None)
     if not isinstance(mesh, DeviceMesh):
+        if isinstance(group, ParallelMode):
+            raise ArgumentError(f"{name}: {group} is no group; pass tritoncomm.groups.get_group({group})")
         kinds = "a process group, a DeviceMesh of one dim, (mesh, dim) or the name of a group"
         raise ArgumentError(f"{name}: group must be {kinds}, not {type(group).__name__}")
     return _group_of_mesh(mesh, dim, name)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from tritoncomm_kernels import launch, tables
+from tritoncomm_kernels import config, tables
 
 __all__ = ["CHECK", "PATH", "PATHS", "Setting", "effective", "is_on", "read"]
 
@@ -75,7 +75,7 @@ def read() -> None:
     if tables.variable() != _table:
         _table = tables.variable()
         tables.chosen.cache_clear()
-        launch.crossover.cache_clear()
+        config.crossover.cache_clear()
 
 
 def effective() -> dict[str, str]:

@@ -20,21 +20,19 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from tritoncomm_kernels.config import Crossover, crossover_of
+from tritoncomm_kernels.config import Config, config_for, device_key, tile_for
 from tritoncomm_kernels.device_table import Table, table_of
+from tritoncomm_kernels.geometry import TooLargeError
 from tritoncomm_kernels.numerics import INTERPRETED
 
 _NAMES = ("int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 TRITON_TYPE: dict[torch.dtype, Any] = {getattr(torch, name): getattr(tl, name) for name in _NAMES}
 _DIRECT_VERSIONS = ((3, 6), (3, 10))  # from, up to: the versions whose run() is known
+_INTERPRETED_TILE = 128 * 1024
 _LIMIT = 2**31 - 2**20  # a tile may reach past the last row and column by its own size
 
 _current_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-
-
-class TooLargeError(ValueError):
-    """More units than the kernels' 32-bit integers can count; plain torch has no such limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,19 +196,11 @@ def _version() -> tuple[int, ...]:
     return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
-@lru_cache(maxsize=64)
-def device_key(device: int) -> dict[str, Any]:
-    """What ``config_for`` takes to find the tuned tables of a device; nothing for CPU tensors."""
-    if device < 0:
-        return {}
-    properties = torch.cuda.get_device_properties(device)
-    return {"device_name": properties.name, "sm_count": properties.multi_processor_count}
-
-
-@lru_cache(maxsize=64)
-def crossover(op: str, device: int) -> Crossover | None:
-    """Bytes below which torch is faster for ``op`` on a GPU, by its tuned tables; None without any."""
-    return crossover_of(op, **device_key(device))
+def tile_on(device: int, op: str, unit_bytes: int, outer: int, cols_bytes: int) -> Config:
+    """``config_for`` on a device; larger in the interpreter, where a program costs milliseconds whatever its size."""
+    if INTERPRETED:
+        return tile_for(op, unit_bytes, outer, cols_bytes, _INTERPRETED_TILE, _INTERPRETED_TILE, Config.num_warps)
+    return config_for(op, unit_bytes, outer, cols_bytes, **device_key(device))
 
 
 def check_place(name: str, first: Tensor, second: Tensor) -> None:

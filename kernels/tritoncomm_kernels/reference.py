@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from tritoncomm_kernels.config import Config
-from tritoncomm_kernels.geometry import geometry_of
-from tritoncomm_kernels.numerics import checked_scale, wide_type
-from tritoncomm_kernels.reduce import check_parts
+from tritoncomm_kernels.dtypes import checked_scale, wide_type
+from tritoncomm_kernels.geometry import check_parts, geometry_of
 from tritoncomm_kernels.segments import PADDING, Segments, checked_segments, layouts_of
 
 __all__ = ["gather_segments", "gradient", "pack", "reduce", "scatter_segments", "statistics", "unpack"]

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tritoncomm_kernels.dtypes import wide_type
 from tritoncomm_kernels.geometry import Ints, coalesce
-from tritoncomm_kernels.numerics import wide_type
 
 __all__ = ["PADDING", "CheckedSegments", "Layout", "Segment", "Segments", "checked_segments", "layouts_of"]
 
@@ -203,8 +203,8 @@ def _check_targets(name: str, segments: Segments) -> None:
         mine.sort(key=lambda segment: segment.offset)
         if all(_end(a) <= b.offset for a, b in pairwise(mine)):
             continue
-        starts = torch.cat([s.offset + s.stride * torch.arange(s.rows) for s in mine])
-        lengths = torch.cat([torch.full((s.rows,), s.row) for s in mine])
+        starts = torch.cat([s.offset + s.stride * torch.arange(s.rows, device="cpu") for s in mine])
+        lengths = torch.cat([torch.full((s.rows,), s.row, device="cpu") for s in mine])
         starts, order = starts.sort()
         if bool((starts[:-1] + lengths[order][:-1] > starts[1:]).any()):
             raise ValueError(f"{name}: segments of tensor {tensor} overlap and cannot be written")

@@ -8,18 +8,21 @@ import torch
 import triton
 import triton.language as tl
 from tiles import audit as audit_tiles
-from tritoncomm_kernels import Config
+from tritoncomm_kernels import Config, config_for
 
 from bench import audit
 from tritoncomm.tune.machine_code import TARGETS, Build, Code, build_all, compiled_kernels
 
 ELEMENT = {16: ("i64", 2), 8: ("i64", 1), 4: ("i32", 1), 2: ("i16", 1), 1: ("i8", 1)}
+# One of each vendor by default: another target of the same vendor repeats most of what a compilation can get wrong.
+on_targets = pytest.mark.parametrize(
+    "target", [each if each in ("sm_90", "gfx942") else pytest.param(each, marks=pytest.mark.slow) for each in TARGETS]
+)
 SIZE = {"i64": 8, "i32": 4, "i16": 2, "i8": 1, "fp32": 4, "bf16": 2, "fp64": 8}
 
 
 def tile(name: str, unit: int, element: int, target: str) -> tuple[int, int]:
     """Rows and columns of the tile a GPU would get, in elements; AMD's waves are twice as wide."""
-    config_for = compiled_kernels()["config"].config_for
     size = config_for(name, unit, 4096, 8192).block_rows * config_for(name, unit, 4096, 8192).block_cols
     config = config_for(name, unit, 4096, 8192, tile_bytes=size * TARGETS[target].warp_size // 32)
     return config.block_rows, config.block_cols // element
@@ -56,7 +59,7 @@ def check(code: Code, unit: int) -> None:
     assert code.registers <= (64 if unit >= 4 else 128)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@on_targets
 @pytest.mark.parametrize("name", ["pack", "unpack"])
 def test_copies_use_the_full_unit(name: str, target: str) -> None:
     """16 is the aligned case and 8 x odd elements of 2 bytes; 8, 4, 2, 1 what less aligned bytes leave."""
@@ -67,7 +70,7 @@ def test_copies_use_the_full_unit(name: str, target: str) -> None:
         assert code.loads_first == len(code.loads) >= 4, unit
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@on_targets
 @pytest.mark.parametrize("name", ["pack", "unpack"])
 @pytest.mark.parametrize("kind", ["two-outer-dims", "three-outer-dims", "split", "table"])
 def test_other_layouts_keep_16_bytes(name: str, target: str, kind: str) -> None:
@@ -79,13 +82,13 @@ def test_other_layouts_keep_16_bytes(name: str, target: str, kind: str) -> None:
     assert code.loads_first == len(code.loads)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@on_targets
 def test_element_strides_do_not_spill(target: str) -> None:
     code = copy("pack", target, 2, STRIDED=True)
     check(code, 2)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@on_targets
 @pytest.mark.parametrize(
     ("types", "vec", "scaled", "loads", "stores"),
     [
@@ -105,7 +108,7 @@ def test_casts_and_scales(target: str, types: tuple[str, str], vec: int, scaled:
     assert set(code.stores) == {stores}
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@on_targets
 def test_accumulate(target: str) -> None:
     code = _address("unpack", target, ("fp32", "fp32"), 4, 16, WIDE=tl.float32, ACCUMULATE=True)
     check(code, 16)
@@ -113,11 +116,11 @@ def test_accumulate(target: str) -> None:
     assert len(code.loads) == 2 * len(code.stores)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@on_targets
 @pytest.mark.parametrize("parts", [2, 8, 64])
 def test_reduce(target: str, parts: int) -> None:
-    module = compiled_kernels()["reduce"]
-    cols = compiled_kernels()["config"].config_for("reduce", 2, 1, 2**20).block_cols
+    module = compiled_kernels()["reduction"]
+    cols = config_for("reduce", 2, 1, 2**20).block_cols
     unrolled = parts <= 16
     constants = {
         "VEC": 8, "PARTS": parts if unrolled else 8, "REST": 0 if unrolled else 8, "WIDE": tl.float32,
@@ -215,7 +218,7 @@ def cross_entropy_builds(dtype: str, smoothed: bool) -> list[Build]:
     ]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@on_targets
 def test_cross_entropy(target: str) -> None:
     """All element types at once: starting the disassembler is what takes time."""
     kinds = [(dtype, smoothed) for dtype in ("bf16", "fp32", "fp64") for smoothed in (False, True)]
@@ -270,4 +273,5 @@ def test_segments(name: str, target: str) -> None:
         widths = {16, 8, 4, 2, 1} if kind == "narrow-rows" else {16, 8, 4, 2} if kind == "narrow" else {16}
         assert set(code.stores) == widths, kind
         per_unit = code.instructions * 16 / sum(code.stores)
-        assert per_unit <= most * (1.2 if target == "gfx942" else 1), (kind, per_unit)
+        more = 1 if target != "gfx942" else 1.6 if "cast" in kind else 1.2  # which rounds to bf16 in software
+        assert per_unit <= most * more, (kind, per_unit)

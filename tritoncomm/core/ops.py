@@ -9,7 +9,7 @@ import tritoncomm_kernels as kernels
 from torch import Tensor
 from torch.autograd import profiler
 from tritoncomm_kernels import TooLargeError, reference
-from tritoncomm_kernels.launch import crossover
+from tritoncomm_kernels.config import crossover
 
 from tritoncomm import record, variables
 from tritoncomm.core.address_map import AddressMap, gathered_layout, rows_layout, unit_bytes, wire_layout

@@ -89,38 +89,32 @@ class P2PCommunicator:
     def _exchange(
         self, name: str, to_next: Any, to_prev: Any, recv_prev: bool, recv_next: bool, shapes: Any, wait: bool = True
     ) -> tuple[Any, Any, Any]:
-        """``_exchange_untimed`` under Megatron's timer, if there is one."""
-        timers = getattr(self.config, "timers", None)
-        if timers is None:
-            return self._exchange_untimed(name, to_next, to_prev, recv_prev, recv_next, shapes, wait)
-        timers(_TIMERS[name], log_level=2).start()
-        try:
-            return self._exchange_untimed(name, to_next, to_prev, recv_prev, recv_next, shapes, wait)
-        finally:
-            timers(_TIMERS[name]).stop()
-
-    def _exchange_untimed(
-        self, name: str, to_next: Any, to_prev: Any, recv_prev: bool, recv_next: bool, shapes: Any, wait: bool
-    ) -> tuple[Any, Any, Any]:
         """Up to four transfers as the configuration says; ``shapes`` (one, or a list) are those of either side."""
         config = self.config
-        batched = getattr(config, "batch_p2p_comm", True)
-        if getattr(config, "use_ring_exchange_p2p", False):
-            raise UnsupportedError(f"{name}: use_ring_exchange_p2p needs a patched torch; leave it off")
-        if batched and not wait:
-            raise AssertionError(f"{name}: overlap_p2p_comm needs batch_p2p_comm=False")
-        variable = getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)
-        dtype = device = None
-        if recv_prev or recv_next:
-            dtype = getattr(config, "pipeline_dtype", None)
-            if dtype is None or shapes is None:
-                raise _missing("recv_prev" if recv_prev else "recv_next", dtype)
-            if to_next is None and to_prev is None:
-                device = self._device()
-        before, after = shapes if recv_prev else None, shapes if recv_next else None
-        return exchange(
-            self._neighbours, name, to_next, to_prev, before, after, dtype, device, batched, variable, wait
-        )  # fmt: skip
+        timers = getattr(config, "timers", None)
+        if timers is not None and name in _TIMERS:
+            timers(_TIMERS[name], log_level=2).start()
+        try:
+            batched = getattr(config, "batch_p2p_comm", True)
+            if getattr(config, "use_ring_exchange_p2p", False):
+                raise UnsupportedError(f"{name}: use_ring_exchange_p2p needs a patched torch; leave it off")
+            if batched and not wait:
+                raise AssertionError(f"{name}: overlap_p2p_comm needs batch_p2p_comm=False")
+            variable = getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)
+            dtype = device = before = after = None
+            if recv_prev or recv_next:
+                dtype = getattr(config, "pipeline_dtype", None)
+                if dtype is None or shapes is None:
+                    raise _missing("recv_prev" if recv_prev else "recv_next", dtype)
+                if to_next is None and to_prev is None:
+                    device = self._device()
+                before, after = shapes if recv_prev else None, shapes if recv_next else None
+            return exchange(
+                self._neighbours, name, to_next, to_prev, before, after, dtype, device, batched, variable, wait
+            )  # fmt: skip
+        finally:
+            if timers is not None and name in _TIMERS:
+                timers(_TIMERS[name]).stop()
 
     def _communicate(
         self,
@@ -137,7 +131,7 @@ class P2PCommunicator:
         The handles are None once waited for. Where nothing was posted, and without ``wait_on_reqs``, they are a dict
         (``batch_p2p_comm`` off) or an empty list.
         """
-        before, after, handles = self._exchange_untimed(
+        before, after, handles = self._exchange(
             "_communicate", tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs
         )
         if handles is None or not getattr(self.config, "batch_p2p_comm", True):

@@ -135,22 +135,27 @@ def _exchange_plain(
             x, path, copied = packed.wire, packed.path, copied + packed.bytes_copied
         tensors[key] = x
         sent += x.nbytes
-    received: list[Any] = []
-    for key, expected in (("recv_prev", from_prev), ("recv_next", from_next)):
-        if expected is None:
-            received.append(None)
-            continue
-        shape = _plain_shape(expected)
-        if shape is None or dtype is None or dtype in special:
+    before = after = None
+    if from_prev is not None or from_next is not None:
+        if dtype is None or dtype in special:
             return None
         if device is None:
             device = next(iter(tensors.values())).device if tensors else neighbours.default_device()
-        try:
-            x = torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
-        except (RuntimeError, TypeError):
-            return None  # Incoming names what is wrong with a shape
-        tensors[key] = x
-        received.append(x if shape is expected else [x])
+        received: list[Any] = []
+        for key, expected in (("recv_prev", from_prev), ("recv_next", from_next)):
+            if expected is None:
+                received.append(None)
+                continue
+            shape = _plain_shape(expected)
+            if shape is None:
+                return None
+            try:
+                x = torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
+            except (RuntimeError, TypeError):
+                return None  # Incoming names what is wrong with a shape
+            tensors[key] = x
+            received.append(x if shape is expected else [x])
+        before, after = received
     handles: Any = None
     if not wait:
         handles = post(neighbours, name, tensors, batched)
@@ -160,16 +165,17 @@ def _exchange_plain(
     else:
         handles = {}
     record.add(name, path, copied, sent, started)
-    return received[0], received[1], handles
+    return before, after, handles
 
 
 def _plain_shape(expected: Any) -> Any:
     """The shape, alone or in a list, of one non-empty tensor that is not 0-dim; None for other expectations."""
-    shape = expected
-    if type(expected) is list and len(expected) == 1 and not isinstance(expected[0], int):
-        shape = expected[0]
-    is_shape = isinstance(shape, tuple | list) and shape and isinstance(shape[0], int) and 0 not in shape
-    return shape if is_shape else None
+    is_list = type(expected) is list and len(expected) == 1 and not isinstance(expected[0], int)
+    shape = expected[0] if is_list else expected
+    kind = type(shape)
+    if kind is not torch.Size and kind is not tuple and kind is not list:
+        return None
+    return shape if shape and isinstance(shape[0], int) and 0 not in shape else None
 
 
 def _tensors(x: Any, name: str) -> list[Tensor]:
@@ -238,19 +244,19 @@ def _exchange_messages(
     """``exchange`` with one message per neighbour, and a header where shapes vary or are checked."""
     started, hop = record.now(), Hop()
     path, copied, sent = "view", 0, 0
-    messages: dict[str, Message] = {}
-    for key, tensors in sends.items():
-        each = messages[key] = message.pack(tensors)
-        path = path if each.path == "view" else each.path
-        copied, sent = copied + each.bytes_copied, sent + each.wire.nbytes
     if neighbours.is_single_rank:
-        _copy_to_self(hop, neighbours, name, sends, receives)
-    elif variable or _check.value:
-        _post_with_headers(hop, neighbours, name, sends, messages, receives, device, batched)
+        path, copied = "torch", _copy_to_self(hop, neighbours, name, sends, receives)
     else:
-        buffers = {key: each.allocate(each.specs, device) for key, each in receives.items() if each.specs}
-        hop.received = {key: each.tensors for key, each in buffers.items()}
-        _post(hop, neighbours, name, messages | buffers, batched)
+        messages = {key: message.pack(tensors) for key, tensors in sends.items()}
+        for each in messages.values():
+            path = path if each.path == "view" else each.path
+            copied, sent = copied + each.bytes_copied, sent + each.wire.nbytes
+        if variable or _check.value:
+            _post_with_headers(hop, neighbours, name, sends, messages, receives, device, batched)
+        else:
+            buffers = {key: each.allocate(each.specs, device) for key, each in receives.items() if each.specs}
+            hop.received = {key: each.tensors for key, each in buffers.items()}
+            _post(hop, neighbours, name, messages | buffers, batched)
     handles: Any = None if hop.posted else {}
     if wait:
         hop.wait()
@@ -272,8 +278,9 @@ def _post(hop: Hop, neighbours: Neighbours, name: str, messages: dict[str, Messa
 
 def _copy_to_self(
     hop: Hop, neighbours: Neighbours, name: str, sends: dict[str, list[Tensor]], receives: dict[str, Incoming]
-) -> None:
-    """A ring of one stage: what is sent to the next stage is received from the previous one."""
+) -> int:
+    """A ring of one stage: what goes to the next stage comes from the previous one; the bytes read plus written."""
+    copied = 0
     for source, target in (("send_next", "recv_prev"), ("send_prev", "recv_next")):
         if (source in sends) != (target in receives):
             raise ArgumentError(f"{name}: the only stage of a pipeline has to receive just what it sends")
@@ -285,6 +292,8 @@ def _copy_to_self(
             hop.received[target] = incoming.allocate(specs, tensors[0].device).tensors
             for buffer, x in zip(hop.received[target], tensors, strict=True):
                 buffer.detach().copy_(x.detach())
+                copied += 2 * x.nbytes
+    return copied
 
 
 def _post_with_headers(
