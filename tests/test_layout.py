@@ -22,7 +22,7 @@ LAYERS = [
     ["record", "variables", "launchers", "parsing"],
     ["core"],
     ["groups"],
-    ["collective", "mappings", "agreement", "runtime"],
+    ["collective", "mappings", "debug", "runtime"],
     ["p2p", "tensor", "parallel", "ulysses"],
     ["integrations"],
     ["explain", "tune", "doctor"],
@@ -37,7 +37,8 @@ CORE = [
 MAPPINGS = ["general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}
 INTEGRATIONS = ["rebinding", "megatron_functions", "megatron", "deepspeed", "yunchang", "transformers", "__init__"]
-INSIDE = {"core": CORE, "mappings": MAPPINGS, "integrations": INTEGRATIONS}
+DEBUG = ["agreement", "descriptor", "flight", "check", "hops", "signals", "trace", "__init__"]
+INSIDE = {"core": CORE, "mappings": MAPPINGS, "integrations": INTEGRATIONS, "debug": DEBUG}
 ENTRIES = 25
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",

@@ -42,6 +42,7 @@ __all__ = [
     "is_pipeline_last_stage",
     "rank_lists",
     "resolve",
+    "resolve_sequence",
     "set_virtual_pipeline_parallel_rank",
     "set_virtual_pipeline_parallel_size",
 ]
@@ -249,6 +250,21 @@ def resolve(group: GroupLike | None, name: str) -> ProcessGroup:
     if megatron is not None and megatron.model_parallel_is_initialized():
         return megatron.get_tensor_model_parallel_group()
     raise GroupError(f"{name}: group is None and no tensor group exists; call tritoncomm.initialize() or pass one")
+
+
+def resolve_sequence(group: GroupLike | None, name: str) -> ProcessGroup:
+    """``resolve`` for ranks that hold one sequence: no default where these may be those of the context axis.
+
+    Raises:
+        ArgumentError: no kind of group.
+        GroupError: as ``resolve``, or none is given and ``initialize()`` made a context axis of several ranks.
+    """
+    if group is None and ParallelMode.CONTEXT in groups and len(groups[ParallelMode.CONTEXT].ranks) > 1:
+        raise GroupError(
+            f"{name}: group is None, which is the tensor group, and there is a context axis; pass the ranks that hold "
+            "the sequence: tritoncomm.groups.get_group(ParallelMode.CONTEXT), or that of ParallelMode.TENSOR"
+        )
+    return resolve(group, name)
 
 
 def as_group(group: Any, name: str) -> ProcessGroup:

@@ -14,7 +14,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from tritoncomm import agreement, groups, launchers, variables
+from tritoncomm import groups, launchers, variables
+from tritoncomm.debug import agreement
 from tritoncomm.errors import ArgumentError, GroupError
 from tritoncomm.groups import Group, ParallelMode
 
@@ -43,6 +44,7 @@ def initialize(
     config: Mapping[str, Any] | None = None,
     backend: str | None = None,
     timeout: timedelta | float | None = None,
+    check: bool | str | None = None,
 ) -> DeviceMesh:
     """Start torch.distributed if need be and make the process groups of every parallel mode.
 
@@ -67,6 +69,8 @@ def initialize(
         config: ColossalAI's ``dict(parallel=dict(pipeline=..., tensor=dict(size=..., mode=...)))``; instead of sizes.
         backend: of a process group made here; Gloo for CPU tensors and NCCL for CUDA tensors by default.
         timeout: of a process group made here, a timedelta or seconds.
+        check: check mode: every call is compared between its ranks before it starts (True), a digest every N calls
+            (``"hash:N"``), or nothing (False); by default what TRITONCOMM_CHECK says. The same on all ranks.
 
     Returns:
         The device mesh with axes data, pipeline, context, tensor (the given one when ``mesh`` was passed).
@@ -81,6 +85,8 @@ def initialize(
         raise GroupError("tritoncomm is already initialized; call tritoncomm.destroy() first")
     sizes = read_sizes(tensor, pipeline, data, context, expert, virtual_pipeline, mesh, config)
     variables.read()
+    if check is not None:
+        variables.set_check(check)
     _start(backend, timeout, sizes)
     try:
         if mesh is None:

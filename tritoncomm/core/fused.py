@@ -14,6 +14,7 @@ from tritoncomm.core.ops import pack, pack_into, path_for
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.segments import MOST_SEGMENTS, block_segments, gather
 from tritoncomm.errors import ArgumentError
+from tritoncomm.record import CopyPath
 
 __all__ = ["pack_many"]
 
@@ -25,7 +26,7 @@ def pack_many(
     *,
     dtype: torch.dtype | None = None,
     scale: float | None = None,
-) -> tuple[Tensor, list[tuple[int, Ints]], str, int]:
+) -> tuple[Tensor, list[tuple[int, Ints]], CopyPath, int]:
     """Pack several tensors into one wire whose rank stride is the sum of their shards: one pass over each.
 
     One launch on a GPU, and one for every other dtype that is cast.

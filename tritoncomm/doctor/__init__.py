@@ -25,9 +25,9 @@ __all__ = ["Finding", "examine"]
 
 NEEDED = {"torch": (2, 11), "triton": (3, 6)}
 VARIABLES = (
-    "TRITONCOMM_PATH", "TRITONCOMM_TABLE", "TRITONCOMM_CHECK", "TRITON_INTERPRET", "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE",
-    "NCCL_DEBUG", "TORCH_DIST_USE_NCCL2", "TORCH_DISTRIBUTED_DEBUG",
+    "TRITONCOMM_PATH", "TRITONCOMM_TABLE", "TRITONCOMM_CHECK", "TRITONCOMM_FLIGHT", "TRITON_INTERPRET",
+    "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE",
+    "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_DEBUG", "TORCH_DIST_USE_NCCL2", "TORCH_DISTRIBUTED_DEBUG",
 )  # fmt: skip
 _NO_NETWORK = re.compile(r"rank \d: (tritoncomm\.errors\.|(ModuleNotFound|Import|Attribute|Name)Error|\w+ gave wrong)")
 
@@ -201,7 +201,7 @@ def _judged(name: str, value: str) -> tuple[str, str]:
         case "TRITONCOMM_PATH" if value != "auto":
             return "note", "forces one path"
         case "TRITONCOMM_CHECK" if variables.is_on(value):
-            return "note", "a header before every message, for debugging; set it on all ranks or none"
+            return "note", "ranks compare their calls, for debugging; set it on all ranks or none"
         case "TRITON_INTERPRET" if value == "1" and gpu:
             return "problem", "kernels run in Python, thousands of times slower: unset it"
         case "TRITON_INTERPRET":

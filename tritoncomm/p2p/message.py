@@ -21,6 +21,7 @@ from tritoncomm.core.cached import resolved
 from tritoncomm.core.segments import full_tensors, gather
 from tritoncomm.errors import ArgumentError, MismatchError, ShapeError
 from tritoncomm.p2p.neighbours import Neighbours
+from tritoncomm.record import CopyPath
 
 __all__ = [
     "Incoming",
@@ -120,7 +121,7 @@ class Message:
 
     wire: Tensor
     tensors: list[Tensor]
-    path: str = "view"
+    path: CopyPath = "view"
     bytes_copied: int = 0
 
 
