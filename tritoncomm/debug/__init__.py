@@ -4,6 +4,7 @@ Importing it turns on what the variables TRITONCOMM_CHECK and TRITONCOMM_FLIGHT 
 """
 
 from tritoncomm import record, variables
+from tritoncomm.debug import signals
 from tritoncomm.debug.check import check_call
 from tritoncomm.debug.flight import dump, flight
 
@@ -18,6 +19,8 @@ def _update() -> None:
     flight.before = check_call if checks else None
     flight.keep(max(calls, _CHECKED_CALLS) if checks else calls)
     record.observe(flight if calls or checks else None)
+    if calls:
+        signals.install()
 
 
 for _setting in (variables.CHECK, variables.HASH, variables.FLIGHT):
