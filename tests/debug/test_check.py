@@ -38,7 +38,7 @@ def _synchronised(group: ProcessGroup) -> None:
     over, ranks = exchange.exchange(), dist.get_process_group_ranks(group)
     for channel in (f"{group.group_name}/{a}-{b}" for a in ranks for b in ranks):
         over.counts[channel] = (over.counts.get(channel, 0) // 1000 + 1) * 1000
-    member = check._members.setdefault(group, check._Member(group, group.group_name, over))
+    member = check._members.setdefault(group, check._Member(group, group.group_name))
     member.count, member.window = (member.count // 1000 + 1) * 1000, []
     dist.barrier(group)
 

@@ -13,7 +13,7 @@ __all__ = ["EPILOG", "trace"]
 
 EPILOG = paragraphs(
     "Examples:",
-    "TRITONCOMM_FLIGHT=/logs torchrun ... train.py   (every rank writes its record where a call fails)",
+    "torchrun ... train.py   (with TRITONCOMM_FLIGHT=/logs every rank writes its record where a call fails)",
     "tritoncomm trace /logs",
     "tritoncomm trace tritoncomm-flight-*.json --out job.json   (open it at ui.perfetto.dev)",
     "Exits with 0, and with 2 for files that are no records.",

@@ -30,7 +30,8 @@ class _Member:
     """One group as this rank checks it.
 
     Attributes:
-        over: whose store its keys are in.
+        store: the default one when it was made.
+        over: what its keys are exchanged over; None where nothing is sent.
         name: of the group.
         ranks: global ranks, in group order.
         rank: in the group.
@@ -42,12 +43,13 @@ class _Member:
         window: in hash mode, the calls since the last comparison.
     """
 
-    __slots__ = ("count", "digest", "name", "over", "rank", "ranks", "sends", "timeout", "verdicts", "window")
+    __slots__ = ("count", "digest", "name", "over", "rank", "ranks", "sends", "store", "timeout", "verdicts", "window")
 
-    def __init__(self, group: ProcessGroup, name: str, over: Exchange) -> None:
-        self.over = over
+    def __init__(self, group: ProcessGroup, name: str) -> None:
+        self.store = distributed_c10d._get_default_store()
         self.name, self.ranks, self.rank = name, dist.get_process_group_ranks(group), group.rank()
         self.sends, self.timeout = _backend_of(group).name().lower() != "fake", timeout_of(group)
+        self.over: Any = exchange() if self.sends else None
         self.count, self.digest = 0, 0
         self.verdicts: list[str] = []
         self.window: list[tuple[Descriptor, Any]] = []
@@ -66,16 +68,16 @@ def timeout_of(group: ProcessGroup) -> float:
 _members: "weakref.WeakKeyDictionary[ProcessGroup, _Member]" = weakref.WeakKeyDictionary()
 
 
-def _member_of(group: Any, call: Call, over: Exchange) -> _Member:
+def _member_of(group: Any, call: Call) -> _Member:
     """This rank's state of a group, made at its first checked call."""
     member = _members.get(group)
-    if member is None or member.over is not over:
+    if member is None or (dist.is_initialized() and member.store is not distributed_c10d._get_default_store()):
         if not dist.is_initialized() or group not in getattr(distributed_c10d, "_pg_group_ranks", (group,)):
             raise UnsupportedError(
                 f"{call.name}: check mode compares over the store of torch's default process group; the group "
                 f"{call.group!r} was made without it"
             )
-        member = _members[group] = _Member(group, call.group, over)
+        member = _members[group] = _Member(group, call.group)
     return member
 
 
@@ -93,15 +95,14 @@ def check_call(call: Call, group: Any, x: Any) -> None:
     first = x[0] if isinstance(x, list | tuple) else x
     if first.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(f"{call.name}: check mode cannot compare calls that a CUDA graph replays; turn it off")
-    over = exchange()
-    member = _member_of(group, call, over)
+    member = _member_of(group, call)
     if not member.sends:
         return
     mine = describe(
         call.name, call.kind, call.shape, call.dtype, call.arguments, len(member.ranks), member.rank, first.device.type
     )
     try:
-        problem = compare(over, member, mine, call) if variables.CHECK.value else _fold(over, member, mine, call)
+        problem = (compare if variables.CHECK.value else _fold)(member.over, member, mine, call)
     except dist.DistNetworkError as error:
         raise PeerError(f"{call.name}: the store of the job is gone, and with it its first process: {error}") from error
     if problem:
