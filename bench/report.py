@@ -178,7 +178,7 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     heads = ["row", *(f"{provider}, us" for provider in providers), *(f"ours / {peer}" for peer in peers)]
     heads += ["limit"] * limited + ["share of the roof", "target"] * shared
     heads += [f"{label}: {' / '.join(providers)}" for label in counted]
-    yield f"| {' | '.join(heads)} |"
+    yield f"| {' | '.join(heads)} |".replace("[", r"\[")  # `fn[grid](...)` would be a link
     yield "|---|" + "---:|" * (len(heads) - 1)
     for row in rows:
         cells = [row["row"]]

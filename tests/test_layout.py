@@ -31,8 +31,8 @@ LAYERS = [
     ["cli", "__main__"],
 ]
 CORE = [
-    "cost", "plan", "address_map", "copies", "ops", "fused", "function", "inplace", "validation", "backend", "handle",
-    "cached", "compiled", "uneven", "eager", "head_plan", "heads", "__init__",
+    "cost", "plan", "address_map", "copies", "ops", "segments", "fused", "function", "inplace", "validation", "backend",
+    "handle", "cached", "compiled", "uneven", "eager", "head_plan", "heads", "__init__",
 ]  # fmt: skip
 MAPPINGS = ["general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}
@@ -271,7 +271,7 @@ def test_all_is_explicit_and_documented(name: str) -> None:
 def test_every_launcher_has_a_twin() -> None:
     from tritoncomm_kernels import reference
 
-    for name in ("pack", "unpack", "reduce"):
+    for name in ("pack", "unpack", "reduce", "gather_segments", "scatter_segments"):
         ours, twin = getattr(tritoncomm_kernels, name), getattr(reference, name)
         assert inspect.signature(ours) == inspect.signature(twin), name
     for name in reference.__all__:

@@ -10,12 +10,13 @@ from dataclasses import astuple, dataclass
 from operator import attrgetter, sub
 from time import perf_counter
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.autograd import profiler
 
 __all__ = [
+    "CopyPath",
     "Count",
     "Traffic",
     "add",
@@ -31,6 +32,10 @@ __all__ = [
     "timing",
     "total",
 ]
+
+CopyPath = Literal["view", "torch", "triton"]
+"""How a local pass ran: not at all because its result is a view, in torch, or in a kernel."""
+_Path = CopyPath | Literal["compiled", "cpu", "device"]
 
 now: Callable[[], float] = float
 """Start timestamp for ``add``, or 0.0 (what ``float()`` gives) while timing is off."""
@@ -84,7 +89,7 @@ class Count(Traffic):
     seconds: float = 0.0
 
 
-_counts: dict[tuple[str, str], Count] = {}
+_counts: dict[tuple[str, _Path], Count] = {}
 
 
 def timing(on: bool) -> None:
@@ -130,7 +135,7 @@ def failed(name: str, error: BaseException) -> None:
         _observer.failed(name, error)
 
 
-def _add(name: str, path: str, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
+def _add(name: str, path: _Path, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
     """Count one call of ``name`` that took ``path`` and began at ``now()`` value ``started``.
 
     Under torch.compile a call is several ops: the collective counts it (path ``compiled``), pack and unpack count their
@@ -148,7 +153,7 @@ def _add(name: str, path: str, bytes_copied: int, bytes_sent: int, started: floa
         count.seconds += perf_counter() - started
 
 
-def _add_observed(name: str, path: str, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
+def _add_observed(name: str, path: _Path, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
     _add(name, path, bytes_copied, bytes_sent, started, calls)
     if _observer is not None:
         _observer.end(name, path, bytes_copied, bytes_sent, calls)

@@ -13,13 +13,26 @@ An empty variable is one that is not set. ``0``, ``false``, ``no`` and ``off`` s
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar, get_args
 
-from tritoncomm_kernels import launch, tables
+from tritoncomm_kernels import config, tables
 
-__all__ = ["CHECK", "FLIGHT", "HASH", "PATH", "PATHS", "Setting", "effective", "is_on", "read", "set_check"]
+__all__ = [
+    "CHECK",
+    "FLIGHT",
+    "HASH",
+    "PATH",
+    "PATHS",
+    "PathChoice",
+    "Setting",
+    "effective",
+    "is_on",
+    "read",
+    "set_check",
+]
 
-PATHS = ("auto", "torch", "triton")
+PathChoice = Literal["auto", "torch", "triton"]
+PATHS: tuple[PathChoice, ...] = get_args(PathChoice)
 HASH_EVERY, FLIGHT_CALLS = 1000, 4096
 _T = TypeVar("_T")
 
@@ -113,7 +126,7 @@ def read() -> None:
     if tables.variable() != _table:
         _table = tables.variable()
         tables.chosen.cache_clear()
-        launch.crossover.cache_clear()
+        config.crossover.cache_clear()
 
 
 def set_check(check: bool | str) -> None:

@@ -1,4 +1,4 @@
-"""The kernels in plain torch: what they are compared with; pack, unpack and reduce are the path of CPU tensors too."""
+"""The kernels in plain torch: what they are compared with, and but for cross entropy the path of CPU tensors too."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from tritoncomm_kernels.config import Config
-from tritoncomm_kernels.geometry import geometry_of
-from tritoncomm_kernels.numerics import checked_scale, wide_type
-from tritoncomm_kernels.reduce import check_parts
+from tritoncomm_kernels.dtypes import checked_scale, wide_type
+from tritoncomm_kernels.geometry import check_parts, geometry_of
+from tritoncomm_kernels.segments import PADDING, Segments, checked_segments, layouts_of
 
-__all__ = ["gradient", "pack", "reduce", "statistics", "unpack"]
+__all__ = ["gather_segments", "gradient", "pack", "reduce", "scatter_segments", "statistics", "unpack"]
 
 
 def pack(
@@ -63,6 +63,45 @@ def reduce(wire: Tensor, out: Tensor, scale: float | None = None, *, config: Con
         total *= checked_scale("reduce", scale, wide)
     out.copy_(_narrowed(total, out.dtype))
     return wire.nbytes + out.nbytes
+
+
+def gather_segments(tensors: Sequence[Tensor], wire: Tensor, segments: Segments, *, scale: float | None = None) -> int:
+    """Rows of several tensors into a wire, zeros where it is padding; see ``tritoncomm_kernels.gather_segments``."""
+    layouts = layouts_of((wire, *tensors))
+    checked = checked_segments("gather_segments", segments, layouts[1:], layouts[0], scale is not None)
+    if not segments.segments:
+        return 0
+    with torch.no_grad():
+        zeros, copies, casts = _segment_views(tensors, wire, segments, checked.wides)
+        if zeros:
+            torch._foreach_zero_(zeros)  # pyright: ignore[reportPrivateImportUsage]
+        if copies:
+            _copy_all([(block, rows) for rows, block in copies])
+        for rows, block, wide in casts:
+            _put(block, rows, scale, wide)
+    return checked.copied
+
+
+def scatter_segments(
+    wire: Tensor,
+    tensors: Sequence[Tensor],
+    segments: Segments,
+    *,
+    scale: float | None = None,
+    accumulate: bool = False,
+) -> int:
+    """A wire back into rows of several tensors; see ``tritoncomm_kernels.scatter_segments``."""
+    layouts = layouts_of((wire, *tensors))
+    checked = checked_segments("scatter_segments", segments, layouts[1:], layouts[0], scale is not None, accumulate)
+    if not segments.segments:
+        return 0
+    with torch.no_grad():
+        _, copies, casts = _segment_views(tensors, wire, segments, checked.wides)
+        if copies:
+            _copy_all(copies)
+        for rows, block, wide in casts:
+            _put(rows, block, scale, wide, accumulate)
+    return checked.copied
 
 
 def statistics(
@@ -126,6 +165,50 @@ def _shards(rows: Tensor, wire: Tensor, sizes: tuple[int, ...] | None) -> Iterat
             return
         sizes = tuple(max(min(run, row - w * run), 0) for w in range(world))
     yield from zip(blocks, rows.split(sizes, -1), strict=True)
+
+
+def _segment_views(
+    tensors: Sequence[Tensor], wire: Tensor, segments: Segments, wides: Sequence[torch.dtype | None]
+) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor, torch.dtype]]]:
+    """Padding of the wire; pairs of rows and wire to be copied; those that take arithmetic, and its type."""
+    start, dtypes = int(wire.storage_offset()) * wire.itemsize, segments.dtypes
+    flat = wire.view(-1).view(torch.uint8)
+    typed = {dtype: _typed(flat, dtype) for dtype in {*dtypes, torch.uint8}}
+    offsets = [x.storage_offset() for x in tensors]
+    zeros, copies, casts = [], [], []
+    for index, offset, count, row, stride, at in segments.segments:
+        if index == PADDING:
+            zeros.append(flat[at : at + count * row])
+            continue
+        dtype, wide = dtypes[index], wides[index]
+        size, steps = ((count * row,), (1,)) if count == 1 or stride == row else ((count, row), (stride, 1))
+        rows = tensors[index].as_strided(size, steps, offsets[index] + offset)
+        place, rest = divmod(start + at, dtype.itemsize)
+        if not rest:
+            block = typed[dtype].as_strided(size, (row, 1) if len(size) == 2 else (1,), place)
+        elif wide is None:  # elements that start between two addresses of their kind: bytes
+            rows, block = rows.view(torch.uint8), flat[at : at + count * row * dtype.itemsize]
+            block = block.view(rows.shape)
+        else:
+            raise ValueError(f"segments: {dtype} cannot be cast at byte {at} of the wire, which is not aligned to it")
+        if wide is None:
+            copies.append((rows, block))
+        else:
+            casts.append((rows, block, wide))
+    return zeros, copies, casts
+
+
+def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second of every pair into the first, in one call."""
+    targets, sources = ([pair[side] for pair in pairs] for side in (0, 1))
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _typed(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bytes as elements, as many as there are from the first aligned one on."""
+    first = -flat.storage_offset() % dtype.itemsize
+    count = max(flat.numel() - first, 0) // dtype.itemsize
+    return flat[first : first + count * dtype.itemsize].view(dtype)
 
 
 def _put(target: Tensor, source: Tensor, scale: float | None, wide: torch.dtype | None, add: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,14 @@ from tritoncomm.debug.flight import Call
 T = torch.ones
 RECEIVERS = ("shape", "dtype", "count")  # of hops that the receiver alone refuses
 CASES = {"collectives": COLLECTIVES, "mappings": MAPPINGS, "hops": HOPS}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pool]:
+    """Ranks of their own: transfers without another end stay posted, and would meet those of later tests."""
+    ranks = Pool(2)
+    yield ranks
+    ranks.stop()
 
 
 def text_of(call: Callable[[], Any]) -> str:
@@ -60,8 +68,8 @@ def run_cases(group: ProcessGroup, kind: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["collectives", "mappings", "hops", "layouts"])
-def test_each_disagreement_is_named_on_both_ranks(pool: Pool, kind: str) -> None:
-    ranks = pool.run(run_cases, kind)
+def test_each_disagreement_is_named_on_both_ranks(pair: Pool, kind: str) -> None:
+    ranks = pair.run(run_cases, kind)
     for name in ranks[1]:
         for texts in [each for each in ranks if name in each]:
             same = "ranks 0-1:" in texts[name]  # of calls that are the same, and do not fit together
@@ -115,8 +123,8 @@ def run_many(group: ProcessGroup) -> list[int]:
     return keys
 
 
-def test_the_store_does_not_grow(pool: Pool) -> None:
-    for before, after in pool.run(run_many):
+def test_the_store_does_not_grow(pair: Pool) -> None:
+    for before, after in pair.run(run_many):
         assert after <= before + 2
 
 
@@ -156,8 +164,8 @@ def run_late(group: ProcessGroup) -> tuple[str, float]:
     return text, time.monotonic() - started
 
 
-def test_a_rank_that_does_not_come_is_named_within_the_timeout(pool: Pool) -> None:
-    (text, seconds), (late, _) = pool.run(run_late)
+def test_a_rank_that_does_not_come_is_named_within_the_timeout(pair: Pool) -> None:
+    (text, seconds), (late, _) = pair.run(run_late)
     assert seconds < 5
     assert re.search(r"rank 1 did not come to call \d+002 of group", text)
     assert "rank 1: no call" in text
@@ -183,8 +191,8 @@ def run_hash(group: ProcessGroup, place: int) -> str:
         variables.HASH.assign(0)
 
 
-def test_digests_name_the_first_difference(pool: Pool) -> None:
-    for text in pool.run(run_hash, 3):
+def test_digests_name_the_first_difference(pair: Pool) -> None:
+    for text in pair.run(run_hash, 3):
         assert re.search(r"call \d+024 of group", text), text
         assert "rank 0: all_reduce(float32 [4], op=SUM) at" in text
         assert "rank 1: all_reduce(float32 [2, 2], op=SUM) at" in text
@@ -197,8 +205,8 @@ def run_compiled(group: ProcessGroup) -> str:
     return str(caught.value)
 
 
-def test_compiled_calls_are_refused_by_name(pool: Pool) -> None:
-    for text in pool.run(run_compiled):
+def test_compiled_calls_are_refused_by_name(pair: Pool) -> None:
+    for text in pair.run(run_compiled):
         assert "all_gather_dim: check mode" in text
 
 

@@ -31,7 +31,7 @@ def all_gather_uneven(
     wire = out.view(-1) if plan.in_order else x.new_empty(out.numel())
     work = backend.all_gather_list(list(wire.split(plan.recv_counts)), x.view(-1), group, name, asynchronous)
 
-    def finish() -> tuple[str, int]:
+    def finish() -> tuple[record.CopyPath, int]:
         return ("view", 0) if plan.in_order else ops.unpack(wire, plan.shape, dim, world, sizes, out=out)[1:]
 
     if asynchronous:

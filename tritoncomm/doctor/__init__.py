@@ -64,6 +64,8 @@ def examine(self_test: bool = True) -> Iterator[Finding]:
     judged = [_variable(name) for name in VARIABLES if name in os.environ]
     yield from judged
     for name in sorted(os.environ):
+        if name == "TORCH_NCCL_ASYNC_ERROR_HANDLING" and "TORCHELASTIC_RUN_ID" in os.environ:
+            continue  # torchrun sets it
         if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_")) and name not in VARIABLES:
             yield Finding(name, os.environ[name], "note", "unset it unless you know why it is there")
         if name.startswith("TRITONCOMM_") and name not in VARIABLES:

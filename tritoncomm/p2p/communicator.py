@@ -6,14 +6,14 @@ mismatch that a header shows is an error. ``batch_p2p_sync`` is accepted and has
 when data is ready.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from tritoncomm.core.backend import carrier
-from tritoncomm.errors import GroupError, MismatchError, ShapeError, UnsupportedError
+from tritoncomm.errors import ArgumentError, GroupError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.groups import GroupLike, as_group
 from tritoncomm.p2p import message
 from tritoncomm.p2p.header import describe_tensors, exchange_headers
@@ -52,6 +52,8 @@ class P2PCommunicator:
     def __init__(self, pp_group: GroupLike, config: Any) -> None:
         if pp_group is None:
             raise GroupError(f"P2PCommunicator: pp_group must be a process group with this rank, not {pp_group!r}")
+        if isinstance(config, Mapping):
+            raise ArgumentError("P2PCommunicator: config must have attributes; of a dict SimpleNamespace(**config)")
         self.pp_group, self.config = as_group(pp_group, "P2PCommunicator"), config
         self._neighbours = Neighbours.of(self.pp_group)
         self._default_device: torch.device | None = None
@@ -265,7 +267,7 @@ def _batched_p2p_ops(
     tensor_recv_prev: Tensor | None,
     tensor_send_next: Tensor | None,
     tensor_recv_next: Tensor | None,
-    group: ProcessGroup,
+    group: GroupLike,
     prev_pipeline_rank: int,
     next_pipeline_rank: int,
 ) -> list[Any]:
@@ -273,7 +275,7 @@ def _batched_p2p_ops(
 
     Where both neighbours are one rank the activations (send_next, recv_prev) go first.
     """
-    neighbours = Neighbours.of(group, prev_pipeline_rank, next_pipeline_rank)
+    neighbours = Neighbours.of(as_group(group, "_batched_p2p_ops"), prev_pipeline_rank, next_pipeline_rank)
     sends = {"send_prev": tensor_send_prev, "send_next": tensor_send_next}
     wires = _wires(sends, {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next})
     return list(post(neighbours, "_batched_p2p_ops", wires, True).values())
@@ -285,7 +287,7 @@ def _p2p_ops(
     tensor_recv_prev: Tensor | None,
     tensor_send_next: Tensor | None,
     tensor_recv_next: Tensor | None,
-    group: ProcessGroup,
+    group: GroupLike,
     prev_pipeline_rank: int,
     next_pipeline_rank: int,
 ) -> dict[str, Any]:
@@ -293,7 +295,7 @@ def _p2p_ops(
 
     Even stages send before they receive, odd stages receive first.
     """
-    neighbours = Neighbours.of(group, prev_pipeline_rank, next_pipeline_rank)
+    neighbours = Neighbours.of(as_group(group, "_p2p_ops"), prev_pipeline_rank, next_pipeline_rank)
     sends = {"send_prev": tensor_send_prev, "send_next": tensor_send_next}
     wires = _wires(sends, {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next})
     return dict(post(neighbours, "_p2p_ops", wires, False))

@@ -287,19 +287,19 @@ def _exchange_messages(
     """``exchange`` with one message per neighbour, and a header where shapes vary or are checked."""
     started, hop = record.now(), Hop()
     path, copied, sent = "view", 0, 0
-    messages: dict[str, Message] = {}
-    for key, tensors in sends.items():
-        each = messages[key] = message.pack(tensors)
-        path = path if each.path == "view" else each.path
-        copied, sent = copied + each.bytes_copied, sent + each.wire.nbytes
     if neighbours.is_single_rank:
-        _copy_to_self(hop, neighbours, name, sends, receives)
-    elif variable or _check.value:
-        _post_with_headers(hop, neighbours, name, sends, messages, receives, device, batched)
+        path, copied = "torch", _copy_to_self(hop, neighbours, name, sends, receives)
     else:
-        buffers = {key: each.allocate(each.specs, device) for key, each in receives.items() if each.specs}
-        hop.received = {key: each.tensors for key, each in buffers.items()}
-        _post(hop, neighbours, name, messages | buffers, batched)
+        messages = {key: message.pack(tensors) for key, tensors in sends.items()}
+        for each in messages.values():
+            path = path if each.path == "view" else each.path
+            copied, sent = copied + each.bytes_copied, sent + each.wire.nbytes
+        if variable or _check.value:
+            _post_with_headers(hop, neighbours, name, sends, messages, receives, device, batched)
+        else:
+            buffers = {key: each.allocate(each.specs, device) for key, each in receives.items() if each.specs}
+            hop.received = {key: each.tensors for key, each in buffers.items()}
+            _post(hop, neighbours, name, messages | buffers, batched)
     handles: Any = None if hop.posted else {}
     if wait:
         hop.wait()
@@ -321,8 +321,9 @@ def _post(hop: Hop, neighbours: Neighbours, name: str, messages: dict[str, Messa
 
 def _copy_to_self(
     hop: Hop, neighbours: Neighbours, name: str, sends: dict[str, list[Tensor]], receives: dict[str, Incoming]
-) -> None:
-    """A ring of one stage: what is sent to the next stage is received from the previous one."""
+) -> int:
+    """A ring of one stage: what goes to the next stage comes from the previous one; the bytes read plus written."""
+    copied = 0
     for source, target in (("send_next", "recv_prev"), ("send_prev", "recv_next")):
         if (source in sends) != (target in receives):
             raise ArgumentError(f"{name}: the only stage of a pipeline has to receive just what it sends")
@@ -334,6 +335,8 @@ def _copy_to_self(
             hop.received[target] = incoming.allocate(specs, tensors[0].device).tensors
             for buffer, x in zip(hop.received[target], tensors, strict=True):
                 buffer.detach().copy_(x.detach())
+                copied += 2 * x.nbytes
+    return copied
 
 
 def _post_with_headers(

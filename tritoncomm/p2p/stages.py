@@ -99,7 +99,7 @@ def _listed(x: Tensors | None) -> list[Any]:
 def _shard_size(shape: tuple[int, ...], name: str) -> int:
     """Elements of one tensor rank's shard; 0 where the full tensor is sent."""
     world, size = groups.get_world_size(ParallelMode.TENSOR), math.prod(shape)
-    if world == 1 or size == 0:
+    if world == 1:
         return 0
     if size % world == 0:
         return size // world

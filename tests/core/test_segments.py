@@ -1,0 +1,67 @@
+"""Blocks of tensors as segments, gathered and scattered on the path that is chosen."""
+
+import random
+
+import pytest
+import torch
+from bits import bits, random_bits
+from torch import Tensor
+from tritoncomm_kernels import Segment, Segments
+
+from tritoncomm import ShapeError
+from tritoncomm.core import ops
+from tritoncomm.core import segments as core
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(0, 2),
+    "columns": lambda x: x[..., 1:],
+    "rows": lambda x: x[:, 1:],
+    "strided": lambda x: x[:, :, ::2],
+    "expanded": lambda x: x[:, :1].expand(-1, 3, -1),
+    "flat": lambda x: x.view(-1),
+    "scalar": lambda x: x[0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks(layout: str, path: str) -> None:
+    x: Tensor = LAYOUTS[layout](random_bits((4, 5, 6), torch.bfloat16))
+    dice = random.Random(0)
+    for _ in range(20 if path == "torch" else 5):
+        start = [dice.randint(0, size) for size in x.shape]
+        extent = [dice.randint(0, size - at) for size, at in zip(x.shape, start, strict=True)]
+        block = x[tuple(slice(at, at + n) for at, n in zip(start, extent, strict=True))]
+        rows = core.block_segments(0, x.shape, x.stride(), start, extent, 2, 3)
+        table = Segments(rows, [x.dtype])
+        assert table.wire_bytes == (3 + block.nbytes if block.numel() else 0)
+        wire = torch.full((3 + block.nbytes,), 90, dtype=torch.uint8)
+        with ops.path(path):
+            assert core.gather([x], wire, table) == (path, 2 * block.nbytes)
+        assert torch.equal(wire[3:], bits(torch.cat([block.reshape(-1)])))
+        assert (wire[:3] == 90).all()
+        if layout != "expanded":
+            back = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).fill_(7)
+            expected = back.clone()
+            expected[tuple(slice(at, at + n) for at, n in zip(start, extent, strict=True))] = block
+            with ops.path(path):
+                assert core.scatter(wire, [back], table) == (path, 2 * block.nbytes)
+            assert torch.equal(bits(back), bits(expected))
+
+
+def test_neighbouring_dims_are_coalesced() -> None:
+    assert core.block_segments(3, (6, 10), (10, 1), (2, 3), (2, 5), 4, 0) == [Segment(3, 23, 2, 5, 10, 0)]
+    assert core.block_segments(0, (4, 5, 6), (30, 6, 1), (1, 0, 0), (2, 5, 6), 4, 8) == [Segment(0, 30, 1, 60, 0, 8)]
+    assert core.block_segments(0, (4, 5, 6), (30, 6, 1), (0, 1, 0), (4, 2, 6), 2, 0) == [Segment(0, 6, 4, 12, 30, 0)]
+    assert core.block_segments(0, (2, 5, 6), (30, 6, 1), (0, 1, 2), (2, 2, 3), 2, 0) == [
+        Segment(0, 8, 2, 3, 6, 0),
+        Segment(0, 38, 2, 3, 6, 12),
+    ]
+    assert core.block_segments(0, (6, 4), (1, 6), (0, 0), (6, 4), 2, 0)[1] == Segment(0, 1, 4, 1, 6, 8)
+
+
+@pytest.mark.parametrize(("start", "extent"), [((0, 0), (3, 5)), ((0, -1), (1, 1)), ((2, 0), (1, 1)), ((0,), (1,))])
+def test_blocks_outside_are_refused(start: tuple[int, ...], extent: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeError, match="not inside"):
+        core.block_segments(0, (2, 4), (4, 1), start, extent, 4, 0)

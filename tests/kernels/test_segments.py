@@ -1,0 +1,313 @@
+"""Many segments between several tensors and one wire, against the definition one element at a time."""
+
+import copy
+import pickle
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import tritoncomm_kernels as kernels
+from bits import bits, random_bits
+from devices import Device
+from kernel_cases import assert_same_numbers, canaries_live, guarded
+from torch import Tensor
+from tritoncomm_kernels import PADDING, Segment, Segments, device_table, reference, segment_copy, segment_tiles
+from tritoncomm_kernels.segments import layouts_of
+
+MODULES = [kernels, reference]
+COPIED = (torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex128, torch.float8_e4m3fn)
+
+
+def drawn(seed: int, dtypes: tuple[torch.dtype, ...], aligned: bool, device: Any = "cpu") -> tuple[list[Tensor], Any]:
+    """Tensors with gaps in them and a table: empty segments, touching ones, gaps and odd bytes, padding in between."""
+    dice = random.Random(seed)
+    shapes = [(dice.randint(1, 9), dice.randint(1, 70), dice.randint(0, 5)) for _ in dtypes]
+    tensors = [
+        random_bits((rows, row + gap), dtype, seed + i, device)[:, :row]
+        for i, (dtype, (rows, row, gap)) in enumerate(zip(dtypes, shapes, strict=True))
+    ]
+    blocks = []
+    for i, (rows, row, _) in enumerate(shapes):
+        edges = sorted({0, rows, *(dice.randint(0, rows) for _ in range(2))})
+        column = dice.randint(0, row)
+        for first, last in pairwise(edges):
+            stride = tensors[i].stride(0)
+            blocks.append((i, first * stride, last - first, column, stride))
+            blocks.append((i, first * stride + column, last - first, row - column, stride))
+    blocks += [(PADDING, 0, dice.randint(0, 3), dice.randint(0, 20), 0) for _ in range(3)]
+    dice.shuffle(blocks)
+    table, at = [], 0
+    for i, offset, rows, row, stride in blocks:
+        size = 1 if i == PADDING else dtypes[i].itemsize
+        step = size if aligned else 1
+        at = -(-(at + dice.choice((0, 0, 1, 16))) // step) * step
+        table.append((i, offset, rows, row, stride, at))
+        at += rows * row * size
+    return tensors, table
+
+
+def by_index(tensors: list[Tensor], wire: Tensor, table: Any, into: bool) -> None:
+    """The definition, one element at a time, in bytes."""
+    for i, offset, rows, row, stride, at in table:
+        if i == PADDING:
+            if into:
+                wire[at : at + rows * row] = 0
+            continue
+        size = tensors[i].element_size()
+        memory = tensors[i].as_strided((offset + (rows - 1) * stride + row,), (1,)) if rows and row else tensors[i]
+        for r in range(rows):
+            for k in range(row):
+                first = at + (r * row + k) * size
+                element = memory[offset + r * stride + k : offset + r * stride + k + 1]
+                if into:
+                    wire[first : first + size] = element.view(torch.uint8)
+                else:
+                    element.view(torch.uint8)[:] = wire[first : first + size]
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("seed", range(6))
+def test_copies_of_any_bits(device: Device, module: Any, seed: int) -> None:
+    tensors, table = drawn(seed, COPIED, seed % 2 == 0, device.at)
+    segments = Segments(table, COPIED)
+    wire, raw = guarded((segments.wire_bytes,), torch.uint8, device.at)
+    expected = wire.clone()
+    by_index(tensors, expected, table, into=True)
+    copied = module.gather_segments(tensors, wire, segments)
+    assert torch.equal(wire, expected)
+    assert canaries_live(raw)
+    padding = sum(s.rows * s.row for s in segments.segments if s.tensor == PADDING)
+    assert copied == 2 * segments.nbytes - padding
+    wire = random_bits((segments.wire_bytes,), torch.uint8, seed, device.at)
+    targets, twins = (
+        [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device.at) for x in tensors] for _ in range(2)
+    )
+    for x in (*targets, *twins):
+        x.untyped_storage().fill_(0x7F)
+    by_index(twins, wire, table, into=False)
+    assert module.scatter_segments(wire, targets, segments) == 2 * (segments.nbytes - padding)
+    for x, twin in zip(targets, twins, strict=True):
+        assert torch.equal(bits(x), bits(twin))
+
+
+CASTS = [
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16),
+    (torch.float64, torch.bfloat16),
+    (torch.float32, torch.float32),
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_casts_scales_and_sums(device: Device, module: Any, scale: float | None) -> None:
+    kinds, carried = zip(*CASTS, strict=True)
+    made = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(9, 72, generator=made).to(device.at, dtype) for dtype in kinds]
+    blocks = [(0, 9, 0, 72), (0, 8, 0, 24), (1, 3, 1, 5), (2, 2, 40, 32), (8, 1, 3, 60)]
+    ends = [1, 3, 8, 8 * 72, 8 * 24 * 8]
+    table, at = [], 0
+    for (top, rows, left, row), end in zip(blocks, ends, strict=True):
+        for i, dtype in enumerate(carried):
+            table.append((i, top * 72 + left, rows, row, 72, at))
+            at = -(-(at + rows * row * dtype.itemsize) // 8) * 8 + end % 2 * 8
+    table = [one for n, one in enumerate(table) if n // len(CASTS) != 0] if scale else table[: len(CASTS)]
+    segments = Segments(table, carried)
+    wire = torch.zeros(segments.wire_bytes, dtype=torch.uint8, device=device.at)
+    module.gather_segments(tensors, wire, segments, scale=scale)
+    for (i, offset, rows, row, stride, _), (start, end) in zip(segments.segments, segments.spans, strict=True):
+        value = tensors[i].as_strided((rows, row), (stride, 1), offset)
+        value = value.to(wide(i)) * (1.0 if scale is None else scale)
+        assert_same_numbers(wire[start:end].view(carried[i]).view(rows, row), rounded(value, carried[i]))
+    if scale is not None:  # whose rows overlap in the tensors
+        table = [one for n, one in enumerate(table) if n // len(CASTS) in (1, 2)]
+        segments = Segments(table, carried)
+    totals = [x.clone() for x in tensors]
+    module.scatter_segments(wire, totals, segments, scale=scale, accumulate=True)
+    for (i, offset, rows, row, stride, _), (start, end) in zip(segments.segments, segments.spans, strict=True):
+        value = wire[start:end].view(carried[i]).view(rows, row).to(wide(i)) * (1.0 if scale is None else scale)
+        value = tensors[i].as_strided((rows, row), (stride, 1), offset).to(wide(i)) + value
+        assert_same_numbers(totals[i].as_strided((rows, row), (stride, 1), offset), rounded(value, kinds[i]))
+
+
+def wide(i: int) -> torch.dtype:
+    return torch.float64 if torch.float64 in CASTS[i] else torch.float32
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x.float() if dtype.itemsize == 2 else x).to(dtype)
+
+
+def test_tables_are_values() -> None:
+    rows = [(0, 1, 2, 3, 8, 0), (1, 0, 0, 5, 5, 7), (PADDING, 0, 1, 4, 0, 24)]
+    table = Segments(rows, [torch.float32, torch.int8])
+    assert table == Segments(list(rows), (torch.float32, torch.int8))
+    assert hash(table) == hash(Segments(rows, (torch.float32, torch.int8)))
+    assert table != Segments(rows, (torch.int32, torch.int8))
+    assert table.segments == (Segment(0, 1, 2, 3, 8, 0), Segment(PADDING, 0, 1, 4, 0, 24)), "empty ones are dropped"
+    assert (table.wire_bytes, table.nbytes, table.spans) == (28, 28, ((0, 24), (24, 28)))
+    for other in (pickle.loads(pickle.dumps(table)), copy.deepcopy(table)):
+        assert other == table
+        assert hash(other) == hash(table)
+    assert (Segments([], []).wire_bytes, Segments([], []).nbytes) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(2, 0, 1, 1, 1, 0)],
+        [(-2, 0, 1, 1, 1, 0)],
+        [(0, -1, 1, 1, 1, 0)],
+        [(0, 0, 1, 1, 1, -4)],
+        [(0, 0, 1, 4, 4, 0), (1, 0, 1, 1, 1, 15)],
+        [(0, 0, 1, 4, 4, 0), (PADDING, 0, 1, 1, 1, 3)],
+    ],
+)
+def test_bad_tables_are_refused(rows: Any) -> None:
+    with pytest.raises(ValueError, match="segment"):
+        Segments(rows, [torch.float32, torch.float32])
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_bad_calls_are_refused(module: Any) -> None:
+    x, wire = torch.randn(4, 8), torch.empty(128, dtype=torch.uint8)
+    one = Segments([(0, 0, 4, 8, 8, 0)], [torch.float32])
+    gather, scatter = module.gather_segments, module.scatter_segments
+    bad = [
+        (ValueError, "too short", lambda: gather([x], wire[1:], one)),
+        (ValueError, "ends beyond", lambda: gather([x[:, 1:]], wire, Segments([(0, 1, 4, 8, 8, 0)], one.dtypes))),
+        (ValueError, "ends beyond", lambda: scatter(wire, [torch.empty(0)], one)),
+        (ValueError, "2 tensors", lambda: gather([x, x], wire, one)),
+        (ValueError, "contiguous", lambda: gather([x], torch.empty(256, dtype=torch.uint8)[::2], one)),
+        (ValueError, "meta", lambda: gather([x.to("meta")], wire, one)),
+        (ValueError, "lazy", lambda: gather([torch.empty(4, 8, dtype=torch.complex64).conj().imag], wire, one)),
+        (ValueError, "overlap", lambda: scatter(wire, [x], Segments([(0, 0, 4, 3, 2, 0)], one.dtypes))),
+        (ValueError, "overlap", lambda: scatter(wire, [x], two)),
+        (TypeError, "cast", lambda: gather([x.int()], wire, one)),
+        (TypeError, "scale", lambda: gather([x.int()], wire, Segments(one.segments, [torch.int32]), scale=2.0)),
+        (TypeError, "sum", lambda: scatter(wire, [x > 0], Segments(one.segments, [torch.bool]), accumulate=True)),
+        (ValueError, "aligned", lambda: gather([x.double()], wire, Segments([(0, 0, 1, 8, 8, 2)], one.dtypes))),
+    ]
+    two = Segments([(0, 0, 3, 3, 8, 0), (0, 10, 1, 3, 8, 64)], one.dtypes)
+    for kind, text, call in bad:
+        with pytest.raises(kind, match=text):
+            call()
+    gather([x], wire, two)  # read twice
+    scatter(wire, [x], Segments([(0, 0, 3, 3, 8, 0), (0, 3, 3, 5, 8, 36)], one.dtypes))  # interleaved
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_to_copy(module: Any) -> None:
+    empty = Segments([(0, 0, 0, 4, 4, 0), (0, 0, 4, 0, 4, 0)], [torch.float32])
+    assert module.gather_segments([torch.empty(0)], torch.empty(0), empty) == 0
+    assert module.scatter_segments(torch.empty(0), [torch.empty(0, 3)], empty) == 0
+    assert module.gather_segments([], torch.empty(3), Segments([], [])) == 0
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_parameters_and_wires_of_other_dtypes(module: Any) -> None:
+    """Autograd records nothing, and a wire that starts at an odd byte of its memory serves as well."""
+    x = torch.nn.Parameter(torch.randn(4, 4))
+    table = Segments([(0, 4, 2, 4, 4, 1)], [torch.float32])
+    wire = torch.zeros(64, dtype=torch.int8)[3:]
+    module.gather_segments([x], wire, table)
+    assert torch.equal(wire[1:33].view(torch.uint8), bits(x.detach()[1:3]).view(-1))
+    module.scatter_segments(wire.zero_(), [x], table)
+    assert not x[1:3].any()
+    assert x.is_leaf
+    assert x[:1].all()
+
+
+def same_on_kernel_and_twin(tensors: list[Tensor], segments: Segments) -> None:
+    """Both directions, bit for bit, surroundings included."""
+    results = []
+    for module in (kernels, reference):
+        wire = torch.full((segments.wire_bytes + 7,), 0x7F, dtype=torch.uint8, device=tensors[0].device)
+        targets = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensors]
+        for x in targets:
+            x.untyped_storage().fill_(0x7F)
+        copied = module.gather_segments(tensors, wire, segments), module.scatter_segments(wire, targets, segments)
+        results.append((copied, [wire, *(torch.as_tensor(x.untyped_storage(), dtype=torch.uint8) for x in targets)]))
+    (copied, memory), (twin_copied, twin_memory) = results
+    assert copied == twin_copied
+    for one, twin in zip(memory, twin_memory, strict=True):
+        assert torch.equal(one, twin)
+
+
+def test_addresses_of_many_tensors(device: Device) -> None:
+    """Beyond 16 tensors a list on the device, up to 16 arguments of the kernel."""
+    for count in (15, 16, 17, 40):
+        tensors = [random_bits((3, 5 + i), torch.bfloat16, i, device.at) for i in range(count)]
+        rows = [(i, 1, 3, 4, 5 + i, 24 * i) for i in range(count)]
+        same_on_kernel_and_twin(tensors, Segments(rows, [torch.bfloat16] * count))
+
+
+@pytest.mark.parametrize("shift", [0, 1, 8])
+def test_segments_of_many_programs(device: Device, shift: int) -> None:
+    """Long ones, long rows, rows of one element and tiny ones, so that records begin in the middle of rows."""
+    x = random_bits((80_000 + shift,), torch.int8, 0, device.at)[shift:]
+    y = random_bits((70, 1000), torch.bfloat16, 1, device.at)
+    z = random_bits((40, 33), torch.float32, 2, device.at)
+    rows = [(0, 3, 1, 77_000, 77_000, 48), (1, 7, 70, 980, 1000, 80_000), (2, 0, 40, 31, 33, 300_000)]
+    rows += [(2, 31, 40, 1, 33, 310_000), (2, 32, 20, 1, 33, 311_000)]
+    rows += [(0, 77_100 + 9 * i, 1, i % 8, 8, 320_000 + 11 * i) for i in range(100)]
+    rows += [(1, 1000 * i, 1, 5, 5, 330_000 + 10 * i) for i in range(70)]
+    same_on_kernel_and_twin([x, y, z], Segments(rows, [torch.int8, torch.bfloat16, torch.float32]))
+
+
+def work(rows: list[tuple[int, ...]]) -> segment_tiles.Work:
+    return segment_tiles.divide(torch.tensor(rows), (1, 1), torch.zeros(8, dtype=torch.int64), 0, 132)
+
+
+def test_programs_have_as_many_bytes() -> None:
+    """Within 10 percent of the mean for 5,000 segments of 64 bytes to 32 MiB, and as many small ones each."""
+    dice, rows, at = random.Random(0), [], 0
+    for _ in range(5000):
+        size = int(64 * 2 ** dice.uniform(0, 19))
+        rows.append((dice.randrange(8), 16 * dice.randrange(1000), 1, size, size, at))
+        at += -(-size // 16) * 16
+    done = work(rows)
+    shares = done.shares.double()
+    assert shares.sum() == sum(row[3] for row in rows)
+    assert ((shares - shares.mean()).abs() <= 0.1 * shares.mean()).all()
+    counts = torch.diff(done.table[: done.programs + 1])
+    assert int(counts.max()) <= 8
+    tiny = work([(0, 64 * i, 1, 64, 64, 64 * i) for i in range(5000)])
+    counts = torch.diff(tiny.table[: tiny.programs + 1])
+    assert (int(counts.min()), int(counts.max())) == (15, 16)
+
+
+def test_a_table_is_one_launch_and_casts_are_others() -> None:
+    kinds = (torch.int8, torch.bfloat16, torch.float32, torch.complex64)
+    tensors = [torch.zeros(64, dtype=dtype) for dtype in kinds]
+    layouts = layouts_of((torch.zeros(8192, dtype=torch.uint8), *tensors))
+    rows = [(i, 0, 1, 64, 64, 1024 * i + i) for i in range(4)] + [(PADDING, 0, 1, 5, 0, 4096)]
+    for dtypes, names in (
+        (kinds, ["None"]),
+        ((torch.int8, torch.float32, torch.float32, torch.complex64), ["None", "fp32"]),
+    ):
+        table = Segments([(*row[:5], row[5] // 8 * 8) for row in rows], dtypes)
+        launches = segment_copy._plan("gather_segments", table, layouts, None, 0, False, False)[0]
+        assert [str(launch.constants["WIDE"]) for launch, _ in launches] == names
+
+
+def test_addresses_are_copied_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[int]] = []
+
+    class Noted(device_table.Table):
+        def __init__(self, content: Tensor, device: int) -> None:
+            made.append(content.tolist())
+            super().__init__(content, device)
+
+    monkeypatch.setattr(device_table, "Table", Noted)
+    device_table.addresses_on.cache_clear()
+    first, second = [[torch.zeros(4) for _ in range(17)] for _ in range(2)]
+    table, wire = Segments([(i, 0, 1, 4, 4, 16 * i) for i in range(17)], [torch.float32] * 17), torch.zeros(68)
+    for tensors in (first, first, second, first):
+        kernels.gather_segments(tensors, wire, table)
+    device_table.addresses_on.cache_clear()
+    lists = [content for content in made if len(content) == 17]
+    assert lists == [[x.data_ptr() for x in tensors] for tensors in (first, second)]

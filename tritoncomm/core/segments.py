@@ -1,0 +1,134 @@
+"""Many blocks of several tensors and one flat wire, in one call: the path it takes, and tables of blocks."""
+
+import itertools
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import tritoncomm_kernels as kernels
+from torch import Tensor
+from torch.autograd import profiler
+from tritoncomm_kernels import Segment, Segments, reference
+from tritoncomm_kernels.geometry import coalesce
+
+from tritoncomm import record
+from tritoncomm.core.ops import path_for
+from tritoncomm.core.plan import Ints
+from tritoncomm.errors import ShapeError
+
+__all__ = ["MOST_SEGMENTS", "block_segments", "full_tensors", "gather", "scatter"]
+
+MOST_SEGMENTS = 8192  # of a table that is made for a layout instead of a launch for every tensor
+
+
+def gather(
+    tensors: Sequence[Tensor], wire: Tensor, segments: Segments, *, scale: float | None = None
+) -> tuple[str, int]:
+    """Copy the table's segments from the tensors into the wire; see ``tritoncomm_kernels.Segments``.
+
+    Args:
+        tensors: those of the table, in its order, any shapes and strides.
+        wire: contiguous, of any dtype, at least ``segments.wire_bytes`` long. Bytes of no segment stay as they are.
+        segments: the table; plans are cached by it.
+        scale: factor applied before the one rounding, of floating point tensors only.
+
+    Returns:
+        The path (torch or triton) and the bytes read plus written.
+
+    Raises:
+        ValueError: the table does not fit the tensors or the wire.
+        RuntimeError: on a GPU, a table or other addresses of more than 16 tensors for the first time in a capture.
+        TypeError: a cast or scale of a dtype that has no arithmetic here.
+
+    Traffic: reads and writes every segment once; one launch on a GPU, and one for every other pair of dtypes.
+    """
+    _range = record.span("gather") if profiler._is_profiler_enabled else None
+    if path_for(wire, "segments") == "triton":
+        return "triton", kernels.gather_segments(tensors, wire, segments, scale=scale)
+    return "torch", reference.gather_segments(tensors, wire, segments, scale=scale)
+
+
+def scatter(
+    wire: Tensor,
+    tensors: Sequence[Tensor],
+    segments: Segments,
+    *,
+    scale: float | None = None,
+    accumulate: bool = False,
+) -> tuple[str, int]:
+    """The inverse of ``gather``: copy the table's segments from the wire into the tensors, or add them.
+
+    Arguments, result and traffic as there; adding reads the segments of the tensors, too.
+    """
+    _range = record.span("scatter") if profiler._is_profiler_enabled else None
+    if path_for(wire, "segments") == "triton":
+        return "triton", kernels.scatter_segments(wire, tensors, segments, scale=scale, accumulate=accumulate)
+    return "torch", reference.scatter_segments(wire, tensors, segments, scale=scale, accumulate=accumulate)
+
+
+def block_segments(
+    tensor: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    start: Sequence[int],
+    extent: Sequence[int],
+    itemsize: int,
+    wire: int,
+) -> list[Segment]:
+    """The rows of a table for one n-d block of a tensor, contiguous from byte ``wire`` of the wire on.
+
+    Neighbouring dims that one stride can walk are coalesced; what remains beyond two dims is one segment for each
+    index of the outer ones.
+
+    Args:
+        tensor: index of the tensor in the table.
+        shape, stride: of the tensor, in elements.
+        start, extent: first index and number of indices of the block, for every dim.
+        itemsize: bytes of an element in the wire.
+        wire: byte offset of the block in the wire.
+
+    Returns:
+        The segments, in the block's own order (last dim fastest); none for an empty block.
+
+    Raises:
+        ShapeError: the block is not inside the tensor.
+
+    Example:
+        Rows 2 to 4 and columns 3 to 8 of a contiguous ``[6, 10]`` are ``Segment(tensor, 23, 2, 5, 10, wire)``.
+    """
+    if len({len(shape), len(stride), len(start), len(extent)}) > 1 or any(
+        at < 0 or count < 0 or at + count > size for size, at, count in zip(shape, start, extent, strict=True)
+    ):
+        raise ShapeError(f"block: {list(extent)} elements from {list(start)} on are not inside a tensor {list(shape)}")
+    if 0 in extent:
+        return []
+    first = sum(at * step for at, step in zip(start, stride, strict=True))
+    sizes, steps = coalesce(extent, stride)
+    if steps[-1] != 1:  # no dim is contiguous: rows of one element
+        sizes, steps = (*sizes, 1), (*steps, 1)
+    *outer, rows, row = (1, *sizes)
+    *outer_steps, step, _ = (0, *steps)
+    length = rows * row * itemsize
+    walks = [range(0, n * by, by) if by else (0,) * n for n, by in zip(outer, outer_steps, strict=True)]
+    places = enumerate(itertools.product(*walks))
+    return [Segment(tensor, first + sum(at), rows, row, step, wire + i * length) for i, at in places]
+
+
+@lru_cache(maxsize=1024)
+def full_tensors(
+    layouts: tuple[tuple[Ints, Ints, torch.dtype], ...], starts: Ints, dtypes: tuple[torch.dtype, ...] | None = None
+) -> Segments | None:
+    """The table of full tensors, each contiguous in the wire; None where there would be too many segments.
+
+    Args:
+        layouts: shape, stride and dtype of every tensor.
+        starts: byte offset of each in the wire.
+        dtypes: of their elements in the wire; their own by default.
+    """
+    rows: list[Segment] = []
+    carried = dtypes or tuple(dtype for _, _, dtype in layouts)
+    for i, ((shape, stride, _), start, dtype) in enumerate(zip(layouts, starts, carried, strict=True)):
+        rows += block_segments(i, shape, stride, (0,) * len(shape), shape, dtype.itemsize, start)
+        if len(rows) > MOST_SEGMENTS:
+            return None
+    return Segments(rows, carried)
