@@ -155,7 +155,7 @@ class Flight:
         count = self.counts[group_name] = self.counts.get(group_name, 0) + 1
         self._number += 1
         if type(x) is list or type(x) is tuple:
-            shape, dtype = [each.shape for each in x], x[0].dtype if x else None
+            shape, dtype = [getattr(each, "shape", None) for each in x], getattr(x[0], "dtype", None) if x else None
         else:
             shape, dtype = (None, None) if x is None else (x.shape, x.dtype)
         thread = threading.get_ident()
