@@ -30,7 +30,6 @@ class _Member:
     """One group as this rank checks it.
 
     Attributes:
-        store: the default one when it was made.
         over: what its keys are exchanged over; None where nothing is sent.
         name: of the group.
         ranks: global ranks, in group order.
@@ -43,10 +42,9 @@ class _Member:
         window: in hash mode, the calls since the last comparison.
     """
 
-    __slots__ = ("count", "digest", "name", "over", "rank", "ranks", "sends", "store", "timeout", "verdicts", "window")
+    __slots__ = ("count", "digest", "name", "over", "rank", "ranks", "sends", "timeout", "verdicts", "window")
 
     def __init__(self, group: ProcessGroup, name: str) -> None:
-        self.store = distributed_c10d._get_default_store()
         self.name, self.ranks, self.rank = name, dist.get_process_group_ranks(group), group.rank()
         self.sends, self.timeout = _backend_of(group).name().lower() != "fake", timeout_of(group)
         self.over: Any = exchange() if self.sends else None
@@ -71,7 +69,7 @@ _members: "weakref.WeakKeyDictionary[ProcessGroup, _Member]" = weakref.WeakKeyDi
 def _member_of(group: Any, call: Call) -> _Member:
     """This rank's state of a group, made at its first checked call."""
     member = _members.get(group)
-    if member is None or (dist.is_initialized() and member.store is not distributed_c10d._get_default_store()):
+    if member is None:
         if not dist.is_initialized() or group not in getattr(distributed_c10d, "_pg_group_ranks", (group,)):
             raise UnsupportedError(
                 f"{call.name}: check mode compares over the store of torch's default process group; the group "
