@@ -90,14 +90,21 @@ def check_call(call: Call, group: Any, x: Any) -> None:
     """
     if call.kind == "hop":
         return
-    first = x[0] if isinstance(x, list | tuple) else x
-    if first.is_cuda and torch.cuda.is_current_stream_capturing():
+    first = next(iter(x), None) if isinstance(x, list | tuple) else x
+    if first is not None and first.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(f"{call.name}: check mode cannot compare calls that a CUDA graph replays; turn it off")
     member = _member_of(group, call)
     if not member.sends:
         return
     mine = describe(
-        call.name, call.kind, call.shape, call.dtype, call.arguments, len(member.ranks), member.rank, first.device.type
+        call.name,
+        call.kind,
+        call.shape,
+        call.dtype,
+        call.arguments,
+        len(member.ranks),
+        member.rank,
+        "" if first is None else first.device.type,
     )
     try:
         problem = (compare if variables.CHECK.value else _fold)(member.over, member, mine, call)
