@@ -156,9 +156,10 @@ def table_of(words: dict[int, str]) -> str:
     return "\n".join(lines)
 
 
-def _missing(over: Exchange, each: Blocked) -> list[int]:
-    """Ranks of a call that have not come to it."""
-    return [rank for place, rank in enumerate(each.ranks) if not over.store.check([f"{each.base}/{place}"])]
+def _missing(over: Exchange, own: int, each: Blocked) -> list[int]:
+    """The other ranks of the call that rank ``own`` is blocked in, that have not come to it."""
+    others = [(place, rank) for place, rank in enumerate(each.ranks) if rank != own]
+    return [rank for place, rank in others if not over.store.check([f"{each.base}/{place}"])]
 
 
 def _circle(over: Exchange, mine: Blocked) -> dict[int, Blocked] | None:
@@ -167,7 +168,7 @@ def _circle(over: Exchange, mine: Blocked) -> dict[int, Blocked] | None:
     A rank waits for another as long as its call has neither that rank's key nor a verdict. A blocked rank makes no
     other call, so a circle stays one.
     """
-    path, left, seen = {over.rank: mine}, [(over.rank, iter(_missing(over, mine)))], {over.rank}
+    path, left, seen = {over.rank: mine}, [(over.rank, iter(_missing(over, over.rank, mine)))], {over.rank}
     while left:
         rank, missing = left[-1]
         other = next(missing, None)
@@ -182,7 +183,7 @@ def _circle(over: Exchange, mine: Blocked) -> dict[int, Blocked] | None:
             each = over.blocked(other)
             if each is not None and over.get(f"{each.base}/verdict") is None:
                 path[other] = each
-                left.append((other, iter(_missing(over, each))))
+                left.append((other, iter(_missing(over, other, each))))
     return None
 
 
