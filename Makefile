@@ -13,13 +13,15 @@ peers := deepspeed==0.19.8 yunchang==0.6.4 transformers==5.23.0 accelerate==1.15
 ifdef PYTHON
 PY := PYTHONPATH=.:kernels $(PYTHON)
 READY :=
+SITE :=
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
+SITE := $(VENV)/.site
 endif
 
-.PHONY: help demo test test-all test-oldest test-newest programs docs check bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
+.PHONY: help demo test test-all test-oldest test-newest programs docs docs-site check faults bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
 
 help:  ## lists the targets
 	@sed -n 's/^\([a-z][a-z -]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r names text; do \
@@ -47,12 +49,20 @@ test-oldest test-newest: test-%:  ## runs the tests with other versions
 programs: $(READY)  ## compares random programs on shards with plain torch
 	PYTHONPATH=.:kernels:tests/helpers $(if $(PYTHON),$(PYTHON),$(PY)) tests/helpers/programs.py 20000
 
+faults: $(READY)  ## kills, stops and delays ranks in every kind of call
+	$(PY) -m pytest tests/debug/test_faults.py tests/p2p/test_faults.py -q
+
 # The pages that are made out of code and committed figures.
 docs: $(READY)  ## writes the pages that are made out of code and figures
 	PYTHONPATH=.:kernels $(if $(PYTHON),$(PYTHON),$(PY)) docs/operators.py
 	$(PY) bench/report.py --write
 	$(PY) -m bench.audit --write
 	$(PY) docs/draw.py
+	$(PY) -m docs.mapping_pictures
+
+# A link that leads nowhere, a page outside the navigation and a documented argument that does not exist are errors.
+docs-site: $(SITE)  ## builds the site of the documentation in site/
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 check: $(READY)  ## runs ruff and basedpyright
 	$(PY) -m ruff check --no-cache .
@@ -100,5 +110,9 @@ $(VENV)/.peers: $(VENV)/.ready
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt $(peers)
 	@touch $@
 
+$(VENV)/.site: $(VENV)/.ready
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[site]'
+	@touch $@
+
 clean:  ## removes the environments and caches
-	rm -rf $(VENV) .venv-oldest .venv-newest .pytest_cache .ruff_cache .benchmarks
+	rm -rf $(VENV) .venv-oldest .venv-newest site .pytest_cache .ruff_cache .benchmarks

@@ -208,7 +208,7 @@ def _launch(case: Case) -> Any:
     modules = compiled_kernels()
     if case.op == "reduce":
         ends = (case.shape, case.stride, case.shape[1:], (1,))
-        return modules["reduce"]._plan(-1, *case.dtypes, case.alignment, *ends, False, None)[0]
+        return modules["reduction"]._plan(-1, *case.dtypes, case.alignment, *ends, False, None)[0]
     layout = rows_layout(case.shape, case.stride, -1)
     assert layout is not None
     row, outer = case.shape[-1], math.prod(case.shape[:-1])

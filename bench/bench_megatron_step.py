@@ -2,7 +2,7 @@
 
 Four layers of hidden size 32 on 16 tokens, tensor parallel over a no-op process group of two ranks: a step is all host
 work, and everything but the collectives is Megatron's. Rounds alternate, and Megatron is also timed against itself: a
-control that is off by more than ``CONTROL`` means that the machine was not quiet. Thread CPU time.
+control that is off by more than ``CONTROL`` means that the machine was not quiet. Thread CPU time; ratios of medians.
 ``python bench/bench_megatron_step.py`` prints the table; ``--json PATH`` writes it with versions.
 """
 
@@ -144,7 +144,6 @@ def unquiet(row: Row) -> list[str]:
 
 PART = Part(
     name="megatron_step",
-    about="Host time of a training step of megatron-core's GPT with ours against its own.",
     unit="microseconds of thread CPU time per step",
     cases=CASES,
     measure=measure,

@@ -307,7 +307,6 @@ def targets(row: Row) -> list[str]:
 
 PART = Part(
     name="ulysses",
-    about="Host cost of the Ulysses exchange against DeepSpeed's, yunchang's and ALST's.",
     unit="microseconds per call",
     cases=CASES,
     measure=measure,

@@ -4,7 +4,8 @@ Run as ``make gpu-bench``. The roof is a contiguous ``dst.copy_(src)`` that read
 the same rounds. Times are CUDA events around one call with the L2 cache flushed before it.
 "statistics" and "gradient" are the two kernels of the cross entropy over a sharded vocabulary; a run is a row of the
 logits, and torch's formulations compute in float32 as they do. "copy-in" packs several tensors of equal size into one
-wire and "copy-out" unpacks it, as FSDP2 does around its collectives: ours with a launch for each, FSDP2's ops with one.
+wire and "copy-out" unpacks it, as FSDP2 does around its collectives: ours and FSDP2's ops in one launch; "launch each"
+is our kernel for a single tensor, one after the other, "foreach" is ``_foreach_copy_`` of all shards.
 "split + cat" is what Megatron-LM does, and DTensor where it gathers or reduce-scatters; "movedim" is DTensor's
 exchange, "compiled" the same by torch.compile (in some sweeps; compiling is not timed); "chunk + contiguous" is
 ColossalAI's way to pack. Rows that begin with "host" are the host's time to enqueue one small call, by the host's
@@ -25,7 +26,7 @@ import triton
 import triton.language as tl
 import tritoncomm_kernels as kernels
 from torch import Tensor
-from tritoncomm_kernels import cross_entropy, reference
+from tritoncomm_kernels import Segments, cross_entropy, reference
 
 from bench.device import Call, Device, gpu_main
 from bench.formulations import PEERS, compiled, exp_scatter, logsumexp_gather
@@ -179,27 +180,58 @@ def prepare_copy(case: Case, device: Device) -> Prepared:
     if case.op == "copy-in":
         given = [row.clone() for row in source]
     result: Any = [torch.empty_like(row) for row in target] if case.op == "copy-out" else target
-    prepared = Prepared({"ours": ours(case.op, given, result)}, 0)
+    table = segments(outer, world, run, out_dtype if packs else case.dtype)
+    prepared = Prepared({"ours": ours(case.op, given, result, table)}, 0)
     prepared.moved = prepared.calls["ours"]()
     agree(result, want)
     peers: dict[str, Call] = {name: partial(peer, given, world, out_dtype) for name, peer in PEERS[case.op].items()}
     if case.is_compiled:
         peers["compiled"] = compiled(PEERS[case.op]["movedim"], device.dry, given, world, out_dtype)
+    if case.op in ("copy-in", "copy-out"):
+        peers |= {name: partial(again, result, call) for name, call in one_by_one(case.op, given, result).items()}
     prepared.add(case, peers, lambda got: agree(got, want))
     return prepared
 
 
-def ours(op: str, source: Any, target: Any) -> Call:
-    """Our kernel on these tensors: one launch, or one for each of several tensors; says the bytes it moves."""
+def segments(outer: int, world: int, run: int, dtype: torch.dtype) -> Segments:
+    """``outer`` tensors of ``world`` shards each, and a wire of that dtype in rank order."""
+    size = run * dtype.itemsize
+    return Segments(
+        [(i, w * run, 1, run, run, (w * outer + i) * size) for w in range(world) for i in range(outer)], [dtype] * outer
+    )
+
+
+def ours(op: str, source: Any, target: Any, table: Segments) -> Call:
+    """Our kernel on these tensors, one launch; says the bytes it moves."""
     if op == "pack":
         return lambda: kernels.pack(source, target)
     if op == "unpack":
         return lambda: kernels.unpack(source, target)
     if op == "copy-in":
-        pairs = [(param[None], target[:, i : i + 1]) for i, param in enumerate(source)]
-        return lambda: sum(kernels.pack(param, block) for param, block in pairs)
-    pairs = [(source[:, i : i + 1], param[None]) for i, param in enumerate(target)]
-    return lambda: sum(kernels.unpack(block, param) for block, param in pairs)
+        return lambda: kernels.gather_segments(source, target, table)
+    return lambda: kernels.scatter_segments(source, target, table)
+
+
+def one_by_one(op: str, source: Any, target: Any) -> dict[str, Call]:
+    """The same tensors with a launch of our kernel for each, and by ``_foreach_copy_``."""
+    packs = op == "copy-in"
+    many, wire = (source, target) if packs else (target, source)
+    blocks = [wire[:, i : i + 1] for i in range(len(many))]
+    shards = [param.view(len(wire), -1) for param in many]
+    lists = ([block[:, 0] for block in blocks], shards)[:: 1 if packs else -1]
+    if packs:
+        pairs = [(param[None], block) for param, block in zip(many, blocks, strict=True)]
+        call: Call = lambda: [kernels.pack(param, block) for param, block in pairs]  # noqa: E731
+    else:
+        pairs = [(block, param[None]) for param, block in zip(many, blocks, strict=True)]
+        call = lambda: [kernels.unpack(block, param) for block, param in pairs]  # noqa: E731
+    return {"launch each": call, "foreach": lambda: torch._foreach_copy_(*lists)}  # type: ignore
+
+
+def again(target: Any, call: Call) -> Any:
+    """Call, and hand over what was written."""
+    call()
+    return target
 
 
 def prepare_reduce(case: Case, device: torch.device) -> Prepared:

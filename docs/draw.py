@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-COLORS = ("#4e79a7", "#f28e2b", "#59a14f")
+COLORS = ("#4e79a7", "#b85c00", "#3f7f38")  # dark enough for white digits
 CELL = 34
 
 

@@ -23,7 +23,11 @@ from jobs import run_job, without_launcher
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_RUN: dict[str, int] = {}
-PEERS = ("megatron", "transformers")
+# Other frameworks that blocks import, by what installs them (as `make test` does).
+PEERS = {
+    "megatron": "pip install --no-deps megatron-core==0.16.1",
+    "transformers": "pip install transformers==5.23.0 accelerate==1.15.0",
+}
 BLOCK = re.compile(r"^<!-- setup:\n(?P<setup>.*?)^-->\n+|^(?:<!-- not run: (?P<reason>.+) -->\n+)?"
                    r"^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)  # fmt: skip
 
@@ -59,7 +63,7 @@ def run_pages(store: str, pages: list[tuple[str, str]]) -> list[str]:
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     problems = []
     for name, text in pages:
-        names: dict[str, Any] = {"__name__": "page", "torch": torch, "tritoncomm": tritoncomm}
+        names: dict[str, Any] = {"__name__": "page"}  # a page imports what it uses
         torch.manual_seed(0)
         problem = next((f"not run: {problem}" for problem in problems if problem), "")
         for line, code in [] if problem else blocks(text):
@@ -84,9 +88,33 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     return {name: {answer[k] for answer in answers} for k, (name, _) in enumerate(pages)}
 
 
-@pytest.mark.parametrize("name", [path.name for path in PAGES])
-def test_blocks_of_a_page_run(name: str, problems: dict[str, set[str]]) -> None:
-    assert problems[name] == {""}
+def left_out(path: Path) -> str:
+    """Which blocks of a page did not run for want of a framework, and how to install it; empty where all ran."""
+    lines = [
+        f"{path.name}:{line} needs {name}: {PEERS[name]}"
+        for line, code in blocks(path.read_text())
+        for name in missing(code)
+    ]
+    return "; ".join(lines)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_blocks_of_a_page_run(path: Path, problems: dict[str, set[str]]) -> None:
+    assert problems[path.name] == {""}
+    if reason := left_out(path):
+        pytest.skip(f"other blocks of the page passed; {reason}")
+
+
+def test_blocks_without_their_framework_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nimport torch\n```\n\n```python\nfrom transformers import pipeline\n```\n")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert left_out(page) == "page.md:5 needs transformers: pip install transformers==5.23.0 accelerate==1.15.0"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert left_out(page) == ""
+    makefile = (ROOT / "Makefile").read_text()
+    for command in PEERS.values():
+        assert all(package in makefile for package in re.findall(r"\S+==\S+", command))
 
 
 def scripts() -> list[Any]:

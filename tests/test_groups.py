@@ -1,12 +1,14 @@
 """Rank lists, initialize() and destroy(), from sizes, a mesh and a config; the GPU of a rank."""
 
 import enum
+import inspect
 import math
 import os
 import re
 import subprocess
 import sys
-from types import ModuleType
+from functools import lru_cache
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,30 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
-from tritoncomm import ArgumentError, GroupError, ParallelMode, groups, mappings, runtime
+from tritoncomm import (
+    ArgumentError,
+    GroupError,
+    ParallelMode,
+    collective,
+    groups,
+    mappings,
+    p2p,
+    parallel,
+    runtime,
+    ulysses,
+)
+from tritoncomm.p2p import P2PCommunicator
 from tritoncomm.runtime import read_sizes
+from tritoncomm.ulysses import UlyssesAttention
 
 M = ParallelMode
+MODULES = {"collective": collective, "mappings": mappings, "p2p": p2p, "parallel": parallel, "ulysses": ulysses}
+SIZES = read_sizes(1, 1, None, 1, 1, None, None, None)
 
 
 def test_the_contracts_examples() -> None:
@@ -71,6 +91,16 @@ def test_modes_by_value() -> None:
     assert values["PARALLEL_3D_INPUT_X_WEIGHT"] == "3d_input_x_weight"
 
 
+BAD_SIZES: list[tuple[dict[str, Any], str]] = [
+    ({"tensor": 3}, r"pipeline 1 \* context 1 \* tensor 3 does not divide the 8 ranks of this job: start as many"),
+    ({"tensor": 16}, "tensor 16 does not divide the 8 ranks"),
+    ({"tensor": 2, "data": 3}, r"data 3 \* pipeline 1 \* context 1 \* tensor 2 is not the 8 ranks of this job"),
+    ({"tensor": 0}, "tensor must be 1 or more, not 0"),
+    ({"data": -1}, "data must be 1 or more, not -1"),
+    ({"expert": 3}, "expert 3 does not divide data 8"),
+]
+
+
 def run_sizes(group: ProcessGroup) -> None:
     import tritoncomm as tc
 
@@ -116,9 +146,9 @@ def run_sizes(group: ProcessGroup) -> None:
     tc.destroy()
     with pytest.raises(GroupError, match="not initialized"):
         tc.device_mesh()
-    for bad in ({"tensor": 3}, {"tensor": 2, "data": 3}, {"tensor": 16}, {"expert": 3}, {"tensor": 0}):
-        with pytest.raises(GroupError):
-            tc.initialize(**bad)  # pyright: ignore[reportArgumentType]
+    for bad, words in BAD_SIZES:
+        with pytest.raises(GroupError, match=words):
+            tc.initialize(**bad)
     assert not groups.is_initialized(M.GLOBAL)
 
 
@@ -127,8 +157,6 @@ def test_sizes_twice_and_virtual_stages(pool: Pool) -> None:
 
 
 def run_meshes(group: ProcessGroup) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
     import tritoncomm as tc
 
     rank = dist.get_rank()
@@ -243,6 +271,14 @@ def test_arguments_of_a_wrong_type_are_named(arguments: dict[str, Any], words: s
     assert not dist.is_initialized(), "refused before anything is started"
 
 
+def test_sizes_are_compared_with_the_launchers_ranks_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(GroupError, match="tensor 3 does not divide the 4 ranks"):
+        runtime.initialize(tensor=3, timeout=1)
+    assert not dist.is_initialized()
+
+
 def test_integers_of_other_libraries_are_sizes() -> None:
     config = {"parallel": {"tensor": np.int64(2)}, "fp16": {}, "data": "a dataset"}
     assert read_sizes(1, 1, None, np.int32(4), 1, None, None, config).of_world(16) == (2, 1, 4, 2)
@@ -289,7 +325,7 @@ def test_the_gpu_of_a_rank(
     monkeypatch.setattr(torch, "__version__", version)
     if variable is not None:
         monkeypatch.setenv("LOCAL_RANK", variable)
-    runtime._start(None, None)
+    runtime._start(None, None, SIZES)
     assert gpus.current == after
     device = gpus.started.get("device_id")
     assert device == (torch.device("cuda", bound) if bound is not None and version[:4] == "2.15" else None)
@@ -298,14 +334,14 @@ def test_the_gpu_of_a_rank(
 def test_without_gpus_nothing_is_divided_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = Gpus(monkeypatch, 0)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    runtime._start("cpu:gloo,cuda:nccl", None)
+    runtime._start("cpu:gloo,cuda:nccl", None, SIZES)
     assert gpus.current == 0
     assert "device_id" not in gpus.started
     monkeypatch.setenv("LOCAL_RANK", "one")
     Gpus(monkeypatch, 2)
     monkeypatch.setenv("LOCAL_RANK", "one")
     with pytest.raises(GroupError, match="LOCAL_RANK is 'one', not a number"):
-        runtime._start(None, None)
+        runtime._start(None, None, SIZES)
 
 
 def run_bound_device(group: ProcessGroup) -> None:
@@ -361,11 +397,6 @@ def test_no_group_finds_megatrons(pool: Pool) -> None:
 
 
 def run_kinds_of_groups(group: ProcessGroup) -> None:
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-    from tritoncomm import collective
-    from tritoncomm.p2p import P2PCommunicator
-
     me = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     unnamed = DeviceMesh("cpu", torch.arange(8).view(2, 4))
@@ -392,10 +423,12 @@ def run_kinds_of_groups(group: ProcessGroup) -> None:
         mappings.all_gather_dim(x, 0, (mesh, "pp"))
     with pytest.raises(GroupError, match="no dim 2"):
         mappings.all_gather_dim(x, 0, (mesh, 2))
-    with pytest.raises(GroupError, match="no process group of the name 'dp'"):
+    with pytest.raises(GroupError, match=r"no process group of the name 'dp' with this rank; a dim of a mesh is"):
         collective.all_gather(x, 0, "dp")
     with pytest.raises(GroupError, match="not a member"):
         mappings.all_gather_dim(x, 0, dist.GroupMember.NON_GROUP_MEMBER)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"pass tritoncomm.groups.get_group\(ParallelMode.DATA\)"):
+        mappings.all_gather_dim(x, 0, M.DATA)  # type: ignore[arg-type]
     for wrong in ([0, 1], (0, 1), 3, object()):
         with pytest.raises(ArgumentError, match="a DeviceMesh of one dim, "):
             mappings.all_gather_dim(x, 0, wrong)  # type: ignore[arg-type]
@@ -419,3 +452,111 @@ def run_kinds_of_groups(group: ProcessGroup) -> None:
 
 def test_what_stands_for_a_group(pool: Pool) -> None:
     pool.run(run_kinds_of_groups, world=8)
+
+
+@lru_cache(maxsize=1)
+def shared_mesh() -> DeviceMesh:
+    """Of all ranks of the pool, made once for all tests."""
+    return init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+
+
+def _pass_on(group: Any, x: Tensor) -> Tensor:
+    communicator = P2PCommunicator(group, SimpleNamespace(pipeline_dtype=x.dtype))
+    return communicator.send_forward_recv_forward(x, True, x.shape)
+
+
+def _post(post: Any, group: Any, x: Tensor) -> Tensor:
+    me, out = dist.get_rank(), torch.empty_like(x)
+    first = me // 4 * 4
+    handles = post(
+        tensor_send_prev=None, tensor_recv_prev=out, tensor_send_next=x, tensor_recv_next=None, group=group,
+        prev_pipeline_rank=first + (me - 1) % 4, next_pipeline_rank=first + (me + 1) % 4,
+    )  # fmt: skip
+    for handle in handles.values() if isinstance(handles, dict) else handles:
+        handle.wait()
+    return out
+
+
+def _attend(group: Any, x: Tensor) -> Tensor:
+    return UlyssesAttention(group)(*[x.view(1, 16, 4, 1)] * 3)
+
+
+def _parallelize(group: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    linear = parallelize_module(torch.nn.Linear(4, 8), group, parallel.ColwiseParallel())
+    return linear(x.detach())
+
+
+# Calls of every public function that takes a group, with a tensor [16, 4]; None where the defaults of the rest do.
+TAKE_GROUPS: dict[str, Any] = {
+    "collective.all_gather": lambda group, x: collective.all_gather(x, 1, group),
+    "collective.all_reduce": None,
+    "collective.all_to_all": None,
+    "collective.broadcast": lambda group, x: collective.broadcast(x, dist.get_rank() // 4 * 4, group),
+    "collective.reduce": lambda group, x: collective.reduce(x, dist.get_rank() // 4 * 4, group).mul_(
+        dist.get_rank() % 4 == 0
+    ),
+    "collective.reduce_scatter": lambda group, x: collective.reduce_scatter(x, 1, group),
+    "collective.split_reduce_scatter": lambda group, x: collective.split_reduce_scatter(x, 0, group),
+    **dict.fromkeys([
+        f"mappings.{name}" for name in mappings.__all__ if inspect.isfunction(getattr(mappings, name))
+    ]),
+    "mappings.all_gather_dim": lambda group, x: mappings.all_gather_dim(x, 1, group),
+    "mappings.all_to_all": lambda group, x: mappings.all_to_all(group, x),
+    "mappings.all_to_all_dims": lambda group, x: mappings.all_to_all_dims(x, 0, 1, group),
+    "mappings.reduce_scatter_dim": lambda group, x: mappings.reduce_scatter_dim(x, 0, group),
+    "mappings.split_dim": lambda group, x: mappings.split_dim(x, 0, group),
+    "p2p.P2PCommunicator": _pass_on,
+    "p2p._batched_p2p_ops": lambda group, x: _post(p2p._batched_p2p_ops, group, x),
+    "p2p._p2p_ops": lambda group, x: _post(p2p._p2p_ops, group, x),
+    "ulysses.UlyssesAttention": _attend,
+    "parallel.ColwiseParallel": _parallelize,
+}  # fmt: skip
+
+
+def run_with_each_kind(group: ProcessGroup, name: str) -> None:
+    mesh = shared_mesh()
+    package, _, function = name.partition(".")
+    keyword = "parallel_mode" if package == "collective" else "group"
+    call = TAKE_GROUPS[name] or (lambda group, x: getattr(MODULES[package], function)(x, **{keyword: group}))
+    x = torch.arange(64.0).view(16, 4) + 64 * dist.get_rank()
+    tensor = mesh.get_group("tp")
+    kinds = (mesh["tp"], (mesh, "tp"), (mesh, 1), tensor.group_name)
+    if package == "parallel":  # parallelize_module is torch's and takes a mesh
+        expected, kinds = torch.nn.functional.linear(x, *_linear_of_rank(mesh["tp"])), (mesh["tp"],)
+    else:
+        expected = call(tensor, x.clone())
+    for kind in kinds:
+        assert torch.equal(call(kind, x.clone()), expected), kind
+
+
+def _linear_of_rank(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """Weight and bias of this rank of the linear in ``_parallelize``."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(4, 8)
+    return linear.weight.detach().chunk(4)[mesh.get_local_rank()], linear.bias.detach().chunk(4)[mesh.get_local_rank()]
+
+
+@pytest.mark.parametrize("name", TAKE_GROUPS)
+def test_every_function_takes_every_kind_of_group(pool: Pool, name: str) -> None:
+    pool.run(run_with_each_kind, name, world=8)
+
+
+def test_no_function_that_takes_a_group_is_left_out() -> None:
+    public = {
+        f"{package}.{name}"
+        for package, module in MODULES.items()
+        for name in module.__all__
+        if {"group", "parallel_mode", "pp_group"} & _parameters(getattr(module, name))
+    }
+    inner = {"ulysses.exchange_for", "ulysses.to_heads", "ulysses.to_sequence"}  # between modules: a process group
+    assert public - inner | {"parallel.ColwiseParallel"} == set(TAKE_GROUPS)
+
+
+def _parameters(value: Any) -> set[str]:
+    """Of a function or a class of ours; autograd functions take just what Megatron's take, a process group."""
+    is_ours = inspect.isroutine(value) or (inspect.isclass(value) and not issubclass(value, torch.autograd.Function))
+    try:
+        return set(inspect.signature(value).parameters) if is_ours else set()
+    except ValueError:  # an enum of torch's
+        return set()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import run_job
+from torch.distributed import TCPStore
 
 from tritoncomm import GroupError, launchers
 
@@ -76,6 +77,16 @@ def test_two_processes_form_the_jobs_of_every_launcher() -> None:
     local = ["1", "1", "1", "1", "0"]
     assert first == [(0, 2, [0.0, 1.0], "0")] * 5 + [(0, 1, [0.0], None)]
     assert second == [(1, 2, [0.0, 1.0], one) for one in local] + [(0, 1, [0.0], None)]
+
+
+def test_a_job_of_torchrun_starts_again_after_destroy() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's: it outlives the groups
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    job = [agent | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    first, second = run_job(join_in_turn, [{"PLACE": "0"}, {"PLACE": "1"}], [job] * 4)
+    assert first == [(0, 2, [0.0, 1.0], "0")] * 4
+    assert second == [(1, 2, [0.0, 1.0], "1")] * 4
 
 
 @pytest.mark.parametrize(

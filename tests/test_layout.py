@@ -22,7 +22,7 @@ LAYERS = [
     ["record", "variables", "launchers", "parsing"],
     ["core"],
     ["groups"],
-    ["collective", "mappings", "agreement", "runtime"],
+    ["collective", "mappings", "debug", "runtime"],
     ["reshard"],
     ["p2p", "tensor", "parallel", "ulysses"],
     ["integrations"],
@@ -38,11 +38,12 @@ CORE = [
 MAPPINGS = ["general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}
 INTEGRATIONS = ["rebinding", "megatron_functions", "megatron", "deepspeed", "yunchang", "transformers", "__init__"]
+DEBUG = ["agreement", "descriptor", "flight", "exchange", "check", "hops", "signals", "trace", "__init__"]
 RESHARD = [
     "layout", "cells", "plan", "builder", "tables", "execute", "report", "unanimous", "specs", "resharding", "owned",
     "__init__",
 ]  # fmt: skip
-INSIDE = {"core": CORE, "mappings": MAPPINGS, "reshard": RESHARD, "integrations": INTEGRATIONS}
+INSIDE = {"core": CORE, "mappings": MAPPINGS, "reshard": RESHARD, "integrations": INTEGRATIONS, "debug": DEBUG}
 ENTRIES = 25
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
@@ -275,7 +276,7 @@ def test_all_is_explicit_and_documented(name: str) -> None:
 def test_every_launcher_has_a_twin() -> None:
     from tritoncomm_kernels import reference
 
-    for name in ("pack", "unpack", "reduce"):
+    for name in ("pack", "unpack", "reduce", "gather_segments", "scatter_segments"):
         ours, twin = getattr(tritoncomm_kernels, name), getattr(reference, name)
         assert inspect.signature(ours) == inspect.signature(twin), name
     for name in reference.__all__:

@@ -176,6 +176,11 @@ def run_others(group: ProcessGroup) -> None:
         column(DTensor.from_local(x, alone, (Replicate(),), run_check=False))
     with pytest.raises(ArgumentError, match="has to be reduced first"):
         column(DTensor.from_local(x, mesh, (Partial(),), run_check=False))
+    with pytest.raises(ArgumentError, match="this ColwiseLinear is sharded already; apply one plan once"):
+        theirs.parallelize_module(column, mesh, parallel.ColwiseParallel())
+    square = DeviceMesh("cpu", torch.arange(2).view(1, 2), mesh_dim_names=("dp", "tp"), _init_backend=False)
+    with pytest.raises(GroupError, match=r"a mesh of 2 dims is not one group; pass mesh\['dp'\] or mesh\['tp'\]"):
+        theirs.parallelize_module(nn.Linear(8, 4), square, parallel.ColwiseParallel())
     turned = DeviceMesh("cpu", torch.tensor([1, 0]), _init_backend=False)
     with pytest.raises(GroupError, match="ascend"):
         theirs.parallelize_module(nn.Linear(8, 4), turned, parallel.ColwiseParallel(), src_data_rank=None)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tritoncomm
+from tritoncomm import ParallelMode, groups
 from tritoncomm.core import heads
 from tritoncomm.core.head_plan import HeadShare, Layout, split_heads
 from tritoncomm.ulysses import UlyssesAttention, exchange_for, to_heads, to_sequence
@@ -398,6 +399,18 @@ def refusals(group: ProcessGroup) -> None:
 
 def test_refusals(pool: Pool) -> None:
     pool.run(refusals, world=2)
+
+
+def test_no_group_is_no_tensor_group_where_a_context_axis_may_be_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = object()
+    tensor, context = groups.Group(group, group, (0,)), groups.Group(group, group, (0, 1))
+    modes = {ParallelMode.TENSOR: tensor, ParallelMode.CONTEXT: context}
+    monkeypatch.setattr(groups, "groups", modes)
+    x = torch.zeros(2, 4, 8, 4)
+    with pytest.raises(tritoncomm.GroupError, match="which is the tensor group, and there is a context axis; pass"):
+        UlyssesAttention()(x, x, x)
+    modes[ParallelMode.CONTEXT] = tensor
+    assert groups.resolve_sequence(None, "test") is group
 
 
 def differentiable(group: ProcessGroup) -> None:

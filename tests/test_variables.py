@@ -2,19 +2,18 @@
 
 import ast
 import itertools
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from jobs import run_job
+from torch.autograd import profiler
 from tritoncomm_kernels import tables
 
 import tritoncomm
-from tritoncomm import ArgumentError, variables
+from tritoncomm import ArgumentError, record, variables
 from tritoncomm.core import ops
+from tritoncomm.debug import signals
 
 ROOT = Path(__file__).parents[1]
 OFF = ("", " ", "0", "false", "False", "no", "NO", "off", "Off")
@@ -22,7 +21,7 @@ OFF = ("", " ", "0", "false", "False", "no", "NO", "off", "Off")
 
 @pytest.fixture(autouse=True)
 def _read_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("TRITONCOMM_PATH", "TRITONCOMM_CHECK", "TRITONCOMM_TABLE"):
+    for name in ("TRITONCOMM_PATH", "TRITONCOMM_CHECK", "TRITONCOMM_TABLE", "TRITONCOMM_FLIGHT"):
         monkeypatch.delenv(name, raising=False)
     yield
     monkeypatch.undo()
@@ -45,7 +44,7 @@ def test_off_is_off_for_all_variables(monkeypatch: pytest.MonkeyPatch, text: str
 
 def test_every_combination_reads_as_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     paths = {"": "auto", "off": "auto", "auto": "auto", "torch": "torch", "triton": "triton"}
-    checks = {"": "off", "no": "off", "1": "on", "true": "on", "yes": "on"}
+    checks = {"": "off", "no": "off", "1": "on", "true": "on", "hash": "hash:1000", "HASH:5": "hash:5"}
     named = {"": "", "none": "none", "FALSE": "none", "/t.json": "/t.json"}
     for path, check, table in itertools.product(paths, checks, named):
         for name, value in (("PATH", path), ("CHECK", check), ("TABLE", table)):
@@ -67,6 +66,35 @@ def test_initialize_reads_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ops.forced_path(), tritoncomm.p2p.hop.checking()) == ("triton", True)
     with pytest.warns(RuntimeWarning, match="No such file"):
         tables.chosen("Some GPU", 1)
+
+
+@pytest.mark.parametrize(("check", "value"), [(True, "on"), ("hash:7", "hash:7"), (False, "off"), (None, "hash:1000")])
+def test_initialize_turns_check_mode_on_and_off(
+    monkeypatch: pytest.MonkeyPatch, check: bool | str | None, value: str
+) -> None:
+    monkeypatch.setenv("TRITONCOMM_CHECK", "hash")
+    try:
+        tritoncomm.initialize(check=check)
+        assert variables.effective()["TRITONCOMM_CHECK"] == value
+        assert (record.switch is profiler) is (value == "off")
+    finally:
+        tritoncomm.destroy()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", (0, "")), ("off", (0, "")), ("1", (4096, "")), ("yes", (4096, "")), ("250", (250, "")),
+        ("/logs", (4096, "/logs")), ("250:/logs", (250, "/logs")),
+    ],
+)  # fmt: skip
+def test_the_record_has_a_number_of_calls_and_a_folder(
+    monkeypatch: pytest.MonkeyPatch, text: str, value: tuple[int, str]
+) -> None:
+    monkeypatch.setenv("TRITONCOMM_FLIGHT", text)
+    monkeypatch.setattr(signals, "install", lambda: None)
+    variables.FLIGHT.read()
+    assert variables.FLIGHT.value == value
 
 
 def test_a_block_goes_before_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,30 +121,18 @@ def test_an_unknown_path_is_refused_at_its_first_use(monkeypatch: pytest.MonkeyP
 def test_each_variable_is_named_in_one_module_and_in_the_doctor() -> None:
     named: dict[str, list[str]] = {}
     for path in sorted([*(ROOT / "tritoncomm").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]):
+        module = path.parent.name if path.stem == "__init__" else path.stem
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and str(node.value).startswith("TRITONCOMM_"):
-                named.setdefault(str(node.value).split()[0], []).append(path.stem)
+                named.setdefault(str(node.value).split()[0], []).append(module)
     del named["TRITONCOMM_"]  # doctor's look for names that mean nothing
-    assert {name: sorted({*stems} - {"doctor"}) for name, stems in named.items()} == {
-        "TRITONCOMM_PATH": ["variables"], "TRITONCOMM_CHECK": ["variables"], "TRITONCOMM_TABLE": ["tables"]
+    assert {name: sorted({*stems} - {"doctor", "__init__"}) for name, stems in named.items()} == {
+        "TRITONCOMM_PATH": ["variables"], "TRITONCOMM_CHECK": ["variables"], "TRITONCOMM_TABLE": ["tables"],
+        "TRITONCOMM_FLIGHT": ["variables"],
     }  # fmt: skip
 
 
-def load_lazily() -> list[Any]:
-    import tritoncomm
-
-    early = sorted({"tritoncomm.p2p", "tritoncomm.tensor"} & set(sys.modules))
-    names = {"p2p", "tensor", "ops"} <= set(dir(tritoncomm))
-    used = [tritoncomm.p2p.P2PCommunicator, tritoncomm.tensor.ColoTensor, tritoncomm.core.ops.pack]
-    try:
-        tritoncomm.nothing  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
-    except AttributeError as error:
-        return [early, names, len(used), str(error)]
-    return []
-
-
-def test_packages_are_there_after_the_import_and_loaded_at_their_first_use() -> None:
-    assert run_job(load_lazily, [{}]) == [[[], True, 3, "module 'tritoncomm' has no attribute 'nothing'"]]
+def test_errors_of_the_library_are_public() -> None:
     for error in ("PeerError", "MismatchError"):
         assert issubclass(getattr(tritoncomm, error), tritoncomm.CommError)
         assert error in tritoncomm.__all__

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from tritoncomm import collective, mappings
 from tritoncomm.core import ops
 from tritoncomm.core.ops import path
+from tritoncomm.debug import dump
 from tritoncomm.errors import (
     ArgumentError,
     CommError,
@@ -35,6 +36,7 @@ __all__ = [
     "counters",
     "destroy",
     "device_mesh",
+    "dump",
     "initialize",
     "mappings",
     "ops",

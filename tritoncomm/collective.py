@@ -131,6 +131,7 @@ def _rooted(name: str, tensor: Tensor, root: int, parallel_mode: Any, op: Any, a
     started = record.now()
     if eager.is_single_rank(group, name):
         return (tensor, None) if async_op else tensor
+    _range = record.begin(name, name, group, tensor, (root, op)) if record.switch._is_profiler_enabled else None
     check_input(tensor, name)
     ranks = dist.get_process_group_ranks(group)
     if root not in ranks:
@@ -139,9 +140,9 @@ def _rooted(name: str, tensor: Tensor, root: int, parallel_mode: Any, op: Any, a
     copied = 0 if out is tensor else 2 * tensor.nbytes
     if name == "reduce":
         backend.check_op(op, out, group, name)
-        work = backend.reduce(out, root, op, group, async_op)
+        work = backend.reduce(out, root, op, group, name, async_op)
     else:
-        work = backend.broadcast(out, root, group, async_op)
+        work = backend.broadcast(out, root, group, name, async_op)
     is_sender = (group.rank() == root) is (name == "broadcast")
     record.add(name, "torch" if copied else "view", copied, out.nbytes if is_sender else 0, started)
     return (out, Handle(work, out, None)) if async_op else out
@@ -204,6 +205,9 @@ def split_reduce_scatter(
         raise ArgumentError(f"{name}: {len(many)} tensors but {len(axes)} dims")
     group = _checked(many[0], parallel_mode, name)
     started, world, rank = record.now(), group.size(), group.rank()
+    _range = None
+    if record.switch._is_profiler_enabled and not eager.is_single_rank(group, name):
+        _range = record.begin(name, name, group, many, (tuple(axes), dtype, scale))
     for x, dim in zip(many, axes, strict=True):
         _checked(x, group, name, dim)
         check_input(x, name)
@@ -212,7 +216,7 @@ def split_reduce_scatter(
     if not eager.is_single_rank(group, name):
         backend.check_op(ReduceOp.SUM, wire, group, name)
         summed = wire.new_empty(wire.shape[1:])
-        backend.reduce_scatter(backend.carrier(summed), backend.carrier(wire.view(-1)), ReduceOp.SUM, group)
+        backend.reduce_scatter(backend.carrier(summed), backend.carrier(wire.view(-1)), ReduceOp.SUM, group, name)
     record.add(name, path, copied, wire.nbytes * (world - 1) // world, started)
     summed = summed.view(-1)
     results = [_own(summed, x, dim, shard, world, rank) for x, dim, shard in zip(many, axes, shards, strict=True)]

@@ -32,8 +32,8 @@ class UnsupportedError(CommError, ValueError):
 
 
 class PeerError(CommError, RuntimeError):
-    """A transfer failed: the other side is gone, or did not come in time."""
+    """A transfer or a collective failed: another rank is gone, or did not come in time."""
 
 
 class MismatchError(CommError, ValueError):
-    """A sender's tensors are not those its receiver expects."""
+    """Ranks make calls that do not belong together: a sender and its receiver, or the ranks of a collective."""

@@ -42,6 +42,7 @@ __all__ = [
     "is_pipeline_last_stage",
     "rank_lists",
     "resolve",
+    "resolve_sequence",
     "set_virtual_pipeline_parallel_rank",
     "set_virtual_pipeline_parallel_size",
 ]
@@ -144,8 +145,8 @@ def is_initialized(parallel_mode: Any = ParallelMode.GLOBAL) -> bool:
 def _entry(parallel_mode: Any) -> Group:
     mode = as_mode(parallel_mode)
     if mode not in groups:
-        made = ", ".join(m.name for m in groups) or "nothing: call tritoncomm.initialize() first"
-        raise GroupError(f"there is no process group for {mode.name}; initialized is {made}")
+        made = f"there are {', '.join(m.name for m in groups)}" if groups else "call tritoncomm.initialize() first"
+        raise GroupError(f"there is no process group for {mode.name}; {made}")
     return groups[mode]
 
 
@@ -251,6 +252,21 @@ def resolve(group: GroupLike | None, name: str) -> ProcessGroup:
     raise GroupError(f"{name}: group is None and no tensor group exists; call tritoncomm.initialize() or pass one")
 
 
+def resolve_sequence(group: GroupLike | None, name: str) -> ProcessGroup:
+    """``resolve`` for ranks that hold one sequence: no default where these may be those of the context axis.
+
+    Raises:
+        ArgumentError: no kind of group.
+        GroupError: as ``resolve``, or none is given and ``initialize()`` made a context axis of several ranks.
+    """
+    if group is None and ParallelMode.CONTEXT in groups and len(groups[ParallelMode.CONTEXT].ranks) > 1:
+        raise GroupError(
+            f"{name}: group is None, which is the tensor group, and there is a context axis; pass the ranks that hold "
+            "the sequence: tritoncomm.groups.get_group(ParallelMode.CONTEXT), or that of ParallelMode.TENSOR"
+        )
+    return resolve(group, name)
+
+
 def as_group(group: Any, name: str) -> ProcessGroup:
     """The process group that any kind of group stands for.
 
@@ -274,9 +290,12 @@ def as_group(group: Any, name: str) -> ProcessGroup:
         try:
             return _group_of_name(group)
         except (RuntimeError, ValueError):
-            raise GroupError(f"{name}: there is no process group of the name {group!r} with this rank") from None
+            hint = "; a dim of a mesh is mesh['tensor'] or (mesh, 'tensor')"
+            raise GroupError(f"{name}: there is no process group of the name {group!r} with this rank{hint}") from None
     mesh, dim = group if isinstance(group, tuple) and len(group) == 2 else (group, None)
     if not isinstance(mesh, DeviceMesh):
+        if isinstance(group, ParallelMode):
+            raise ArgumentError(f"{name}: {group} is no group; pass tritoncomm.groups.get_group({group})")
         kinds = "a process group, a DeviceMesh of one dim, (mesh, dim) or the name of a group"
         raise ArgumentError(f"{name}: group must be {kinds}, not {type(group).__name__}")
     return _group_of_mesh(mesh, dim, name)

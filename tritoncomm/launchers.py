@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tritoncomm.errors import GroupError
 
-__all__ = ["Launch", "first_host", "forget", "is_first", "local_rank", "rendezvous", "started_by"]
+__all__ = ["Launch", "first_host", "forget", "is_first", "local_rank", "rendezvous", "started_by", "world_size"]
 
 _PORTS = range(20000, 32000)  # below what Linux hands out to connections
 _FORGOTTEN = re.compile(
@@ -96,6 +96,15 @@ def local_rank(env: Mapping[str, str]) -> int | None:
         GroupError: it is no number of 0 or more.
     """
     return _integer(env, "LOCAL_RANK") if "LOCAL_RANK" in env else None
+
+
+def world_size(env: Mapping[str, str]) -> int | None:
+    """WORLD_SIZE, None where it is not set.
+
+    Raises:
+        GroupError: it is no number of 0 or more.
+    """
+    return _integer(env, "WORLD_SIZE") if "WORLD_SIZE" in env else None
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:

@@ -43,6 +43,7 @@ class ColwiseParallel(style.ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check(module, device_mesh)
         known = {nn.Linear: (ColwiseLinear, 0), nn.Embedding: (ColwiseEmbedding, 1)}
         if not _is_known(module, known, self.input_layouts, self.output_layouts):
             return super()._apply(module, device_mesh)
@@ -64,6 +65,7 @@ class RowwiseParallel(style.RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check(module, device_mesh)
         known = {nn.Linear: (RowwiseLinear, 1), nn.Embedding: (RowwiseEmbedding, 0)}
         is_known = _is_known(module, known, self.input_layouts, self.output_layouts)
         if isinstance(module, nn.Embedding):  # a rank without rows could look nothing up
@@ -90,6 +92,7 @@ class SequenceParallel(style.SequenceParallel):
         super().__init__(sequence_dim=sequence_dim, use_local_output=use_local_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check(module, device_mesh)
         known = {nn.LayerNorm: (SequenceLayerNorm, 0), nn.RMSNorm: (SequenceRMSNorm, 0)}
         (layout,) = self.sequence_sharding
         if not _is_known(module, known, (layout,), (layout,)):
@@ -272,6 +275,13 @@ def _base(module: nn.Module) -> type[nn.Module]:
         return nn.Module
     kinds = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
     return next((kind for kind in kinds if type(module).forward is kind.forward), nn.Module)
+
+
+def _check(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise for a module that is sharded already, and for a mesh that is not one group."""
+    as_group(mesh, "parallelize_module")
+    if "site" in module.__dict__:
+        raise ArgumentError(f"parallelize_module: this {type(module).__name__} is sharded already; apply one plan once")
 
 
 def _is_known(module: nn.Module, known: Any, *layouts: Any) -> bool:

@@ -9,14 +9,59 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from operator import attrgetter, sub
 from time import perf_counter
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal, Protocol
 
 import torch
+from torch.autograd import profiler
 
-__all__ = ["Count", "Traffic", "add", "counters", "now", "recording", "reset", "span", "timing", "total"]
+__all__ = [
+    "CopyPath",
+    "Count",
+    "Traffic",
+    "add",
+    "begin",
+    "counters",
+    "failed",
+    "now",
+    "observe",
+    "recording",
+    "reset",
+    "span",
+    "switch",
+    "timing",
+    "total",
+]
+
+CopyPath = Literal["view", "torch", "triton"]
+"""How a local pass ran: not at all because its result is a view, in torch, or in a kernel."""
+_Path = CopyPath | Literal["compiled", "cpu", "device"]
 
 now: Callable[[], float] = float
 """Start timestamp for ``add``, or 0.0 (what ``float()`` gives) while timing is off."""
+
+switch: Any = profiler
+"""Collectives call ``begin`` where its ``_is_profiler_enabled`` is set: torch's own flag of its profiler, or, while an
+observer is on, a constant. One check serves both, so an observer that is off costs nothing."""
+
+
+class Observer(Protocol):
+    """What is called at the start, the end and the failure of every call; see ``tritoncomm.debug.flight``."""
+
+    def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...]) -> None:
+        """``name`` starts; may raise, and then nothing is sent."""
+        ...
+
+    def end(self, name: str, path: str, bytes_copied: int, bytes_sent: int, calls: int) -> None:
+        """``add`` was called."""
+        ...
+
+    def failed(self, name: str, error: BaseException) -> None:
+        """``name`` raises ``error``, because the backend or another rank failed."""
+        ...
+
+
+_observer: Observer | None = None
 
 
 class Traffic:
@@ -44,7 +89,7 @@ class Count(Traffic):
     seconds: float = 0.0
 
 
-_counts: dict[tuple[str, str], Count] = {}
+_counts: dict[tuple[str, _Path], Count] = {}
 
 
 def timing(on: bool) -> None:
@@ -61,7 +106,36 @@ def span(name: str) -> Any:
     return torch.ops.profiler._record_function_enter_new(f"tritoncomm::{name}", None)
 
 
-def add(name: str, path: str, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
+def observe(observer: Observer | None) -> None:
+    """Report every call to ``observer`` from now on; None ends that."""
+    global _observer, switch, add
+    _observer = observer
+    switch = profiler if observer is None else SimpleNamespace(_is_profiler_enabled=True)
+    add = _add if observer is None else _add_observed
+
+
+def begin(name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = ()) -> Any:
+    """A call starts: report it to the observer, and open its ``span`` while a profiler is on.
+
+    Args:
+        name: the function that a caller knows.
+        kind: the collective, a key of ``tritoncomm.debug.descriptor.KINDS``.
+        group: its process group.
+        x: the tensor, or a sequence of tensors.
+        arguments: those of the kind, in its order.
+    """
+    if _observer is not None:
+        _observer.begin(name, kind, group, x, arguments)
+    return span(name) if profiler._is_profiler_enabled else None
+
+
+def failed(name: str, error: BaseException) -> None:
+    """Report that ``name`` raises ``error``."""
+    if _observer is not None:
+        _observer.failed(name, error)
+
+
+def _add(name: str, path: _Path, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
     """Count one call of ``name`` that took ``path`` and began at ``now()`` value ``started``.
 
     Under torch.compile a call is several ops: the collective counts it (path ``compiled``), pack and unpack count their
@@ -77,6 +151,15 @@ def add(name: str, path: str, bytes_copied: int, bytes_sent: int, started: float
     count.bytes_sent += bytes_sent
     if started:
         count.seconds += perf_counter() - started
+
+
+def _add_observed(name: str, path: _Path, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
+    _add(name, path, bytes_copied, bytes_sent, started, calls)
+    if _observer is not None:
+        _observer.end(name, path, bytes_copied, bytes_sent, calls)
+
+
+add = _add
 
 
 def counters() -> dict[tuple[str, str], Count]:

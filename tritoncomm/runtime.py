@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
-from tritoncomm import agreement, groups, launchers, variables
+from tritoncomm import groups, launchers, variables
+from tritoncomm.debug import agreement
 from tritoncomm.errors import ArgumentError, GroupError
 from tritoncomm.groups import Group, ParallelMode
 
@@ -27,7 +29,7 @@ _AXES = {
     "tensor": ("tensor", "tp", "model"),
 }
 _KEYS = {"pipeline": ("size",), "tensor": ("size", "mode")}
-_state: dict[str, Any] = {"mesh": None, "owns_world": False, "owned": []}
+_state: dict[str, Any] = {"mesh": None, "owns_world": False, "owned": [], "starts": 0}
 
 
 def initialize(
@@ -42,6 +44,7 @@ def initialize(
     config: Mapping[str, Any] | None = None,
     backend: str | None = None,
     timeout: timedelta | float | None = None,
+    check: bool | str | None = None,
 ) -> DeviceMesh:
     """Start torch.distributed if need be and make the process groups of every parallel mode.
 
@@ -66,6 +69,8 @@ def initialize(
         config: ColossalAI's ``dict(parallel=dict(pipeline=..., tensor=dict(size=..., mode=...)))``; instead of sizes.
         backend: of a process group made here; Gloo for CPU tensors and NCCL for CUDA tensors by default.
         timeout: of a process group made here, a timedelta or seconds.
+        check: check mode: every call is compared between its ranks before it starts (True), a digest every N calls
+            (``"hash:N"``), or nothing (False); by default what TRITONCOMM_CHECK says. The same on all ranks.
 
     Returns:
         The device mesh with axes data, pipeline, context, tensor (the given one when ``mesh`` was passed).
@@ -80,7 +85,9 @@ def initialize(
         raise GroupError("tritoncomm is already initialized; call tritoncomm.destroy() first")
     sizes = read_sizes(tensor, pipeline, data, context, expert, virtual_pipeline, mesh, config)
     variables.read()
-    _start(backend, timeout)
+    if check is not None:
+        variables.set_check(check)
+    _start(backend, timeout, sizes)
     try:
         if mesh is None:
             shape = sizes.of_world(dist.get_world_size())
@@ -113,14 +120,17 @@ def device_mesh() -> DeviceMesh:
     return _state["mesh"]
 
 
-def _start(backend: str | None, timeout: timedelta | float | None) -> None:
-    """Start torch.distributed, where the program has not."""
+def _start(backend: str | None, timeout: timedelta | float | None, sizes: "Sizes") -> None:
+    """Start torch.distributed, where the program has not, and where ``sizes`` fit the number of ranks."""
     limit = _as_timedelta(timeout)
     if not isinstance(backend, str | None):
         raise ArgumentError(f"backend must be a name, not {backend!r} ({type(backend).__name__})")
     if dist.is_initialized():
         return
     os.environ.update(launchers.rendezvous(os.environ))
+    world = launchers.world_size(os.environ) if "RANK" in os.environ else 1
+    if world is not None:
+        sizes.of_world(world)
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     options: dict[str, Any] = {"timeout": limit}
@@ -129,6 +139,11 @@ def _start(backend: str | None, timeout: timedelta | float | None) -> None:
         options["device_id"] = device  # "nccl" binds to a GPU there: to that of LOCAL_RANK, whatever the program chose
     if "RANK" not in os.environ:
         options |= {"store": HashStore(), "rank": 0, "world_size": 1}
+    elif _state["starts"] and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun's store outlives the groups: what an earlier start left there would be taken for this one's.
+        store, rank, world = next(rendezvous("env://"))
+        options |= {"store": PrefixStore(f"tritoncomm/{_state['starts']}", store), "rank": rank, "world_size": world}
+    _state["starts"] += 1
     dist.init_process_group(backend, **options)
     _state["owns_world"] = True
 
@@ -258,15 +273,20 @@ class Sizes:
         """Data, pipeline, context and tensor size for ``world`` ranks.
 
         Raises:
-            GroupError: they do not multiply to ``world``, or ``expert`` does not divide the data size.
+            GroupError: one is less than 1, they do not multiply to ``world``, or ``expert`` does not divide the data
+                size.
         """
+        for name in ("tensor", "pipeline", "context", "data"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise GroupError(f"{name} must be 1 or more, not {size}")
         model = self.tensor * self.pipeline * self.context
-        data = self.data if self.data is not None else world // max(model, 1)
-        if min(self.tensor, self.pipeline, self.context) < 1 or data * model != world:
-            raise GroupError(
-                f"data {data} * pipeline {self.pipeline} * context {self.context} * tensor {self.tensor} is not "
-                f"{world}, the number of ranks"
-            )
+        data = world // model if self.data is None else self.data
+        if data * model != world:
+            sizes = f"pipeline {self.pipeline} * context {self.context} * tensor {self.tensor}"
+            problem = f"{sizes} does not divide" if self.data is None else f"data {data} * {sizes} is not"
+            ranks = "1 rank" if world == 1 else f"{world} ranks"
+            raise GroupError(f"{problem} the {ranks} of this job: start as many as the sizes need, or change the sizes")
         if self.expert < 1 or data % self.expert:
             raise GroupError(f"expert {self.expert} does not divide data {data}")
         return data, self.pipeline, self.context, self.tensor

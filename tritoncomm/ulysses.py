@@ -19,9 +19,11 @@ from tritoncomm.core.function import direct, without_graph
 from tritoncomm.core.head_plan import HEAD_DIM, HeadShare, Layout, split_heads
 from tritoncomm.core.plan import Ints, check_split_sizes, located, normalize_sizes
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
-from tritoncomm.groups import resolve
+from tritoncomm.groups import GroupLike, resolve_sequence
 
 __all__ = ["Exchange", "UlyssesAttention", "exchange_for", "to_heads", "to_sequence"]
+
+_TO_HEADS, _TO_SEQUENCE = (heads.to_heads, heads.to_sequence), (heads.to_sequence, heads.to_heads)
 
 
 class Exchange(NamedTuple):
@@ -81,42 +83,31 @@ def exchange_for(
 
 
 @direct
-class _ToHeads(torch.autograd.Function):
-    """Forward: one all-to-all to the heads of this rank. Backward: one all-to-all to its positions, the adjoint."""
+class _Exchanged(torch.autograd.Function):
+    """Forward: one all-to-all, to the heads of this rank or to its positions. Backward: the other, its adjoint.
+
+    ``forward_call`` and ``backward_call`` are ``heads.to_heads`` and ``heads.to_sequence``, in either order.
+    """
 
     @staticmethod
-    def forward(ctx: Any, layout: Layout, group: ProcessGroup, names: tuple[str, str], *tensors: Tensor) -> Any:
-        ctx.layout, ctx.group, ctx.names = layout, group, names
-        return tuple(heads.to_heads(tensors, layout, group, names[0]))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        args = ctx.layout, ctx.group, (ctx.names[1], ctx.names[1])
-        if any(grad.requires_grad for grad in grads):
-            return None, None, None, *_ToSequence.apply(*args, *grads)
-        return None, None, None, *heads.to_sequence(grads, *args[:2], ctx.names[1])
-
-
-@direct
-class _ToSequence(torch.autograd.Function):
-    """Forward: one all-to-all to the positions of this rank. Backward: one all-to-all to its heads, the adjoint."""
-
-    @staticmethod
-    def forward(ctx: Any, layout: Layout, group: ProcessGroup, names: tuple[str, str], *tensors: Tensor) -> Any:
-        ctx.layout, ctx.group, ctx.names = layout, group, names
-        return tuple(heads.to_sequence(tensors, layout, group, names[0]))
+    def forward(
+        ctx: Any, forward_call: Any, backward_call: Any, layout: Layout, group: ProcessGroup, names: tuple[str, str],
+        *tensors: Tensor,
+    ) -> Any:  # fmt: skip
+        ctx.adjoint = backward_call, forward_call, layout, group, (names[1], names[1])
+        return tuple(forward_call(tensors, layout, group, names[0]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        args = ctx.layout, ctx.group, (ctx.names[1], ctx.names[1])
+        call, _, layout, group, names = ctx.adjoint
         if any(grad.requires_grad for grad in grads):
-            return None, None, None, *_ToHeads.apply(*args, *grads)
-        return None, None, None, *heads.to_heads(grads, *args[:2], ctx.names[1])
+            return None, None, None, None, None, *_Exchanged.apply(*ctx.adjoint, *grads)
+        return None, None, None, None, None, *call(grads, layout, group, names[0])
 
 
 @direct
 class _FusedToHeads(torch.autograd.Function):
-    """``_ToHeads`` of one tensor ``[.., 3, heads, head_dim]``; backward writes into slices of one gradient."""
+    """``_Exchanged`` to heads of one tensor ``[.., 3, heads, head_dim]``; backward fills slices of one gradient."""
 
     @staticmethod
     def forward(ctx: Any, layout: Layout, group: ProcessGroup, names: tuple[str, str], qkv: Tensor) -> Any:
@@ -127,7 +118,7 @@ class _FusedToHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         args = ctx.layout, ctx.group, (ctx.names[1], ctx.names[1])
         if any(grad.requires_grad for grad in grads):
-            return None, None, None, torch.stack(_ToSequence.apply(*args, *grads), HEAD_DIM)
+            return None, None, None, torch.stack(_Exchanged.apply(*_TO_SEQUENCE, *args, *grads), HEAD_DIM)
         fused = grads[0].new_empty(ctx.shape)
         heads.to_sequence(grads, *args[:2], ctx.names[1], fused.unbind(HEAD_DIM))
         return None, None, None, fused
@@ -159,7 +150,7 @@ def to_heads(
     if is_compiling():
         return _traced_to_heads(tensors, layout, group, names)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return _ToHeads.apply(layout, group, names, *tensors)
+        return _Exchanged.apply(*_TO_HEADS, layout, group, names, *tensors)
     return heads.to_heads([without_graph(x) for x in tensors], layout, group, names[0])
 
 
@@ -171,7 +162,7 @@ def to_sequence(out: Tensor, layout: Layout, group: ProcessGroup, names: tuple[s
     if is_compiling():
         return _traced_to_sequence(out, layout, group, names)
     if torch.is_grad_enabled() and out.requires_grad:
-        return _ToSequence.apply(layout, group, names, out)[0]
+        return _Exchanged.apply(*_TO_SEQUENCE, layout, group, names, out)[0]
     return heads.to_sequence((without_graph(out),), layout, group, names[0])[0]
 
 
@@ -236,7 +227,8 @@ class UlyssesAttention(nn.Module):
     gradient is the sum over them. A dropout inside ``attention`` draws per rank.
 
     Args:
-        group: the ranks that hold the sequence; the tensor group by default.
+        group: the ranks that hold the sequence (see ``groups.as_group``); the tensor group by default, unless there is
+            a context axis.
         attention: the callable.
         layout: of q, k, v and the result: ``"bshd"`` is ``[batch, sequence, heads, head_dim]``, ``"sbhd"`` has the
             sequence first.
@@ -246,7 +238,7 @@ class UlyssesAttention(nn.Module):
 
     def __init__(
         self,
-        group: ProcessGroup | None = None,
+        group: GroupLike | None = None,
         *,
         attention: Callable[..., Tensor] = scaled_dot_product_attention,
         layout: Literal["bshd", "sbhd"] = "bshd",
@@ -287,7 +279,7 @@ class UlyssesAttention(nn.Module):
             UnsupportedError: a mask of local positions or of single heads.
         """
         name = "UlyssesAttention"
-        group, packed = resolve(self.group, name), query if key is None else None
+        group, packed = resolve_sequence(self.group, name), query if key is None else None
         tensors = _checked(query, key, value, name)
         sizes = None if sequence_sizes is None else normalize_sizes(sequence_sizes, name)
         query, key, value = tensors

@@ -3,7 +3,8 @@
 | variable | values | what it sets |
 |---|---|---|
 | TRITONCOMM_PATH | ``auto``, ``torch``, ``triton`` | the path of every pack and unpack |
-| TRITONCOMM_CHECK | a switch | a header before every message, compared with what its receiver expects |
+| TRITONCOMM_CHECK | a switch, ``hash``, ``hash:N`` | ranks compare every call, or a digest every N calls |
+| TRITONCOMM_FLIGHT | a switch, a number, a folder | keep the last calls of this rank; dumps go to the folder |
 | TRITONCOMM_TABLE | a file, a folder, ``none`` | the tuned tables that apply (read by ``tritoncomm_kernels.tables``) |
 
 An empty variable is one that is not set. ``0``, ``false``, ``no`` and ``off`` switch off, in any case of the letters.
@@ -12,13 +13,27 @@ An empty variable is one that is not set. ``0``, ``false``, ``no`` and ``off`` s
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar, get_args
 
-from tritoncomm_kernels import launch, tables
+from tritoncomm_kernels import config, tables
 
-__all__ = ["CHECK", "PATH", "PATHS", "Setting", "effective", "is_on", "read"]
+__all__ = [
+    "CHECK",
+    "FLIGHT",
+    "HASH",
+    "PATH",
+    "PATHS",
+    "PathChoice",
+    "Setting",
+    "effective",
+    "is_on",
+    "read",
+    "set_check",
+]
 
-PATHS = ("auto", "torch", "triton")
+PathChoice = Literal["auto", "torch", "triton"]
+PATHS: tuple[PathChoice, ...] = get_args(PathChoice)
+HASH_EVERY, FLIGHT_CALLS = 1000, 4096
 _T = TypeVar("_T")
 
 
@@ -32,52 +47,96 @@ def _path(text: str) -> str:
     return text if is_on(text) else "auto"
 
 
+def _checks_every_call(text: str) -> bool:
+    return is_on(text) and not _hash_interval(text)
+
+
+def _hash_interval(text: str) -> int:
+    """Calls between two comparisons of digests; 0 where digests are off."""
+    name, _, interval = text.strip().lower().partition(":")
+    if name != "hash":
+        return 0
+    return int(interval) if interval.isdigit() and int(interval) else HASH_EVERY
+
+
+def _flight(text: str) -> tuple[int, str]:
+    """Calls that are kept, 0 for none, and the folder of the dumps: ``1``, ``10000``, ``/logs`` or ``10000:/logs``."""
+    if not is_on(text):
+        return 0, ""
+    number, _, folder = text.strip().partition(":")
+    if not number.isdigit():
+        return FLIGHT_CALLS, "" if number.lower() in ("on", "yes", "true") else text.strip()
+    return (int(number) if int(number) > 1 else FLIGHT_CALLS), folder
+
+
 class Setting(Generic[_T]):
     """The value of a variable, or of the ``with`` block that overrides it.
 
     Attributes:
         value: the current value; read directly on hot paths.
+        listeners: called after the value was set.
     """
 
-    __slots__ = ("_blocks", "_default", "_parse", "name", "value")
+    __slots__ = ("_blocks", "_default", "_parse", "listeners", "name", "value")
 
     def __init__(self, name: str, parse: Callable[[str], _T]) -> None:
         self.name, self._parse, self._blocks = name, parse, 0
+        self.listeners: list[Callable[[], None]] = []
         self.value = self._default = parse(os.environ.get(name, ""))
 
     def read(self) -> None:
         """Take the variable's value of now. Inside a block it counts when the outermost one ends."""
-        self._default = self._parse(os.environ.get(self.name, ""))
+        self.assign(self._parse(os.environ.get(self.name, "")))
+
+    def assign(self, value: _T) -> None:
+        """Let ``value`` count until the variable is read again; inside a block, when the outermost one ends."""
+        self._default = value
         if not self._blocks:
-            self.value = self._default
+            self._set(value)
+
+    def _set(self, value: _T) -> None:
+        self.value = value
+        for listener in self.listeners:
+            listener()
 
     @contextmanager
     def override(self, value: _T) -> Iterator[None]:
         """Let ``value`` count inside the block, in every thread of the process."""
-        before, self.value, self._blocks = self.value, value, self._blocks + 1
+        before, self._blocks = self.value, self._blocks + 1
+        self._set(value)
         try:
             yield
         finally:
             self._blocks -= 1
-            self.value = before if self._blocks else self._default
+            self._set(before if self._blocks else self._default)
 
 
 PATH = Setting("TRITONCOMM_PATH", _path)
-CHECK = Setting("TRITONCOMM_CHECK", is_on)
+CHECK = Setting("TRITONCOMM_CHECK", _checks_every_call)
+HASH = Setting(CHECK.name, _hash_interval)
+FLIGHT = Setting("TRITONCOMM_FLIGHT", _flight)
 _table = tables.variable()
 
 
 def read() -> None:
     """Read all variables again. Kinds of GPU calls that were made before keep the tiles of the table they used."""
     global _table
-    PATH.read()
-    CHECK.read()
+    for setting in (PATH, CHECK, HASH, FLIGHT):
+        setting.read()
     if tables.variable() != _table:
         _table = tables.variable()
         tables.chosen.cache_clear()
-        launch.crossover.cache_clear()
+        config.crossover.cache_clear()
+
+
+def set_check(check: bool | str) -> None:
+    """What ``initialize(check=...)`` takes: True, False, or a value of TRITONCOMM_CHECK."""
+    text = check if isinstance(check, str) else "1" if check else ""
+    CHECK.assign(_checks_every_call(text))
+    HASH.assign(_hash_interval(text))
 
 
 def effective() -> dict[str, str]:
-    """The effective value of every variable: ranks with equal values behave identically, whatever the spelling."""
-    return {PATH.name: PATH.value, CHECK.name: "on" if CHECK.value else "off", tables.VARIABLE: tables.variable()}
+    """The effective value of every variable that ranks have to agree on, whatever the spelling."""
+    check = "on" if CHECK.value else f"hash:{HASH.value}" if HASH.value else "off"
+    return {PATH.name: PATH.value, CHECK.name: check, tables.VARIABLE: tables.variable()}

@@ -1,12 +1,22 @@
-"""Triton kernels for the memory work around collectives, and the same functions in plain torch."""
+"""Triton kernels for the memory work around collectives, and the same functions in plain torch.
 
-from tritoncomm_kernels import cross_entropy, reference
+Nothing here imports Triton before the first kernel is asked for: its import takes longer than that of all the rest, and
+where only torch's path is taken it is never needed.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tritoncomm_kernels import reference
 from tritoncomm_kernels.config import Config, config_for
-from tritoncomm_kernels.copy import pack, unpack
-from tritoncomm_kernels.cross_entropy import gradient, statistics
-from tritoncomm_kernels.launch import TooLargeError
-from tritoncomm_kernels.reduce import MAX_PARTS, reduce
+from tritoncomm_kernels.geometry import MAX_PARTS, TooLargeError
 from tritoncomm_kernels.segments import PADDING, Segment, Segments
+
+if TYPE_CHECKING:
+    from tritoncomm_kernels.copy import pack, plain_copy, unpack
+    from tritoncomm_kernels.cross_entropy import gradient, statistics
+    from tritoncomm_kernels.reduction import reduce
+    from tritoncomm_kernels.segment_copy import gather_segments, scatter_segments
 
 __all__ = [
     "MAX_PARTS",
@@ -16,11 +26,37 @@ __all__ = [
     "Segments",
     "TooLargeError",
     "config_for",
-    "cross_entropy",
+    "gather_segments",
     "gradient",
     "pack",
+    "plain_copy",
     "reduce",
     "reference",
+    "scatter_segments",
     "statistics",
     "unpack",
 ]
+
+# Functions whose modules import Triton, by the module. None is named as a module is, which would take its name.
+_LAZY = {
+    "gather_segments": "segment_copy",
+    "gradient": "cross_entropy",
+    "pack": "copy",
+    "plain_copy": "copy",
+    "reduce": "reduction",
+    "scatter_segments": "segment_copy",
+    "statistics": "cross_entropy",
+    "unpack": "copy",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'tritoncomm_kernels' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"tritoncomm_kernels.{_LAZY[name]}"), name)
+    globals()[name] = value  # from now on an attribute as any other: a warm call does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

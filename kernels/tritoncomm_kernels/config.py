@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 
 from tritoncomm_kernels import tables
-from tritoncomm_kernels.numerics import INTERPRETED
 
 _TILE, _SEGMENT = 8192, 512
 # Tile and segment where accesses are narrow: bound by instructions, so that more of them share each row's address; but
@@ -15,10 +16,9 @@ _NARROW_TILES = {
     ("pack", 4): (8192, 1024), ("pack", 2): (8192, 1024), ("pack", 1): (4096, 512),
     ("unpack", 4): (8192, 1024), ("unpack", 2): (4096, 1024), ("unpack", 1): (2048, 512),
 }  # fmt: skip
-_INTERPRETED_TILE = 128 * 1024
 _WARPS = 4
 _REDUCE_ELEMENTS = 2048
-_LANES = 64 if torch.version.hip else 32  # of a warp: AMD's tile is twice as large for as many loads in flight
+LANES = 64 if torch.version.hip else 32  # of a warp: AMD's tile is twice as large for as many loads in flight
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,7 @@ def config_for(
         unit_bytes: bytes per access; for ``reduce`` the bytes of one element.
         outer: number of rows.
         cols_bytes: bytes of a row, padding on the wire included.
-        tile_bytes: size of the tile, by default 8 KiB, down to 2 KiB for units of 2 bytes and 1 (fewer registers),
-            and 128 KiB in the interpreter, where a program costs milliseconds whatever its size.
+        tile_bytes: size of the tile, by default 8 KiB, down to 2 KiB for units of 2 bytes and 1 (fewer registers).
         device_name: name of the GPU whose tuned tables count; none by default.
         sm_count: its multiprocessors, 0 if unknown.
 
@@ -59,8 +58,8 @@ def config_for(
     """
     tuned = _tuned(device_name, sm_count, op, unit_bytes)[0]
     tile, segment, warps = default_candidate(op, unit_bytes)
-    tile = tile_bytes or tuned.get("tile_bytes", _INTERPRETED_TILE if INTERPRETED else tile)
-    segment = tile if INTERPRETED and tile_bytes is None else tuned.get("segment_bytes", segment)
+    tile = tile_bytes or tuned.get("tile_bytes", tile)
+    segment = tuned.get("segment_bytes", segment)
     return tile_for(op, unit_bytes, outer, cols_bytes, tile, segment, tuned.get("num_warps", warps))
 
 
@@ -83,7 +82,7 @@ def tile_for(
     return Config(block_rows, max(min(tile_bytes // block_rows, cols, longest), unit_bytes), num_warps)
 
 
-def default_candidate(op: str, unit_bytes: int, lanes: int = _LANES) -> tuple[int, int, int]:
+def default_candidate(op: str, unit_bytes: int, lanes: int = LANES) -> tuple[int, int, int]:
     """``tile_bytes``, ``segment_bytes`` and ``num_warps`` where no table applies, for warps of ``lanes``."""
     if op == "reduce":  # 16 bytes for every thread at least, and no more parts in registers than fit
         return max(min(_REDUCE_ELEMENTS * unit_bytes, _TILE), 16 * lanes * _WARPS), _SEGMENT, _WARPS
@@ -120,6 +119,21 @@ def crossover_of(op: str, device_name: str | None = None, sm_count: int = 0) -> 
         return None
     by_unit = {unit: sizes.get(unit, max(sizes.values())) for unit in tables.UNITS}
     return Crossover(min(by_unit.values()), max(by_unit.values()), by_unit)
+
+
+@lru_cache(maxsize=64)
+def device_key(device: int) -> dict[str, Any]:
+    """What ``config_for`` takes to find the tuned tables of a device; nothing for CPU tensors."""
+    if device < 0:
+        return {}
+    properties = torch.cuda.get_device_properties(device)
+    return {"device_name": properties.name, "sm_count": properties.multi_processor_count}
+
+
+@lru_cache(maxsize=64)
+def crossover(op: str, device: int) -> Crossover | None:
+    """Bytes below which torch is faster for ``op`` on a GPU, by its tuned tables; None without any."""
+    return crossover_of(op, **device_key(device))
 
 
 def _tuned(device_name: str | None, sm_count: int, op: str, unit_bytes: int) -> tuple[dict[str, int], str]:

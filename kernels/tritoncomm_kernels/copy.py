@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from tritoncomm_kernels.address import BY_VALUE, TABLE_RANKS, _copy_kernel, _copy_split_kernel, _copy_table_kernel
-from tritoncomm_kernels.config import Config, config_for
+from tritoncomm_kernels.config import Config
+from tritoncomm_kernels.dtypes import checked_scale, scale_argument, wide_type
 from tritoncomm_kernels.geometry import Geometry, Ints, geometry_of
-from tritoncomm_kernels.launch import TRITON_TYPE, Launch, check_place, device_key, fits
-from tritoncomm_kernels.numerics import checked_scale, scale_argument, wide_type
+from tritoncomm_kernels.launch import TRITON_TYPE, Launch, check_place, fits, tile_on
+from tritoncomm_kernels.numerics import INTERPRETED
 
 __all__ = ["pack", "plain_copy", "unpack"]
 
@@ -98,8 +99,11 @@ def plain_copy(
 
     Returns:
         The launch, to be called with rows, wire and 1.0 on tensors of exactly this kind, None when there is nothing to
-        copy; the bytes read plus written. Neither tensor may be a lazy conjugate or negative view.
+        copy; the bytes read plus written. None and 0 for CPU tensors without the interpreter, which ``pack`` refuses.
+        Neither tensor may be a lazy conjugate or negative view.
     """
+    if device < 0 and not INTERPRETED:
+        return None, 0
     outer, run = math.prod(shape[:-1]), shape[-1] // world
     wire = (world, outer, run), (outer * run, run, 1)
     return _plan(name, device, dtype, dtype, alignment, shape, stride, *wire, None, False, False, None)[:2]
@@ -178,7 +182,7 @@ def _plan(
 
 def _tile(name: str, unit: int, geo: Geometry, cols_bytes: int, device: int) -> Config:
     """The configured tile, with half the rows where a thread has many addresses and those take registers to find."""
-    tile = config_for(name, unit, geo.outer, cols_bytes, **device_key(device))
+    tile = tile_on(device, name, unit, geo.outer, cols_bytes)
     if unit <= 2 and (geo.starts is not None or geo.stride_element != 1):
         return replace(tile, block_rows=max(tile.block_rows // 2, 1))
     return tile

@@ -129,7 +129,10 @@ def gradient(
     Rows whose ``row_weight`` is 0 get 0.
 
     Args:
-        logits, target_col, target_weight, smoothing_weights: as for ``statistics``.
+        logits: as for ``statistics``.
+        target_col: as for ``statistics``.
+        target_weight: as for ``statistics``.
+        smoothing_weights: as for ``statistics``.
         row_weight: ``[rows]`` sum of the weights of a row, the factor of its softmax.
         lse: ``[rows]`` log-sum-exp over all ranks.
         upstream: ``[rows]`` gradients of the rows' losses.

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["Table", "table_on"]
+__all__ = ["Table", "addresses_on", "table_of", "table_on"]
 
 
 class Table:
@@ -19,15 +19,16 @@ class Table:
         source: the pinned copy, which has to live until it was read.
     """
 
-    def __init__(self, content: tuple[int, ...], device: int) -> None:
-        self.source = self.tensor = torch.tensor(content, dtype=torch.int32)
+    def __init__(self, content: Tensor, device: int) -> None:
+        self.source = self.tensor = content
         self._device, self._streams = device, set[int]()
         if device < 0:
             return
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "split sizes of so many ranks need a table on the device, which cannot be copied there "
-                "while a CUDA graph is captured: call once with the same tensors and sizes before the capture"
+                "split sizes of so many ranks, segments, and addresses of so many tensors need a table on the device, "
+                "which cannot be copied there while a CUDA graph is captured: call once with the same tensors and "
+                "sizes before the capture"
             )
         self.source = self.tensor.pin_memory()
         self.tensor = self.source.to(torch.device("cuda", device), non_blocking=True)
@@ -60,4 +61,15 @@ _in_graphs: set[Table] = set()
 @lru_cache(maxsize=1024)
 def table_on(content: tuple[int, ...], device: int) -> Table:
     """One table per content and device."""
-    return Table(content, device)
+    return Table(torch.tensor(content, dtype=torch.int32, device="cpu"), device)
+
+
+def table_of(content: Tensor | tuple[int, ...], device: int) -> Table:
+    """The table of a tuple, or one of its own for a tensor."""
+    return Table(content, device) if isinstance(content, Tensor) else table_on(content, device)
+
+
+@lru_cache(maxsize=64)
+def addresses_on(addresses: tuple[int, ...], device: int) -> Table:
+    """Addresses of tensors on their device: copied there when they change, not while they are the same."""
+    return Table(torch.tensor(addresses, dtype=torch.int64, device="cpu"), device)

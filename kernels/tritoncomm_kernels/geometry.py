@@ -7,6 +7,11 @@ from functools import lru_cache
 from itertools import accumulate
 
 Ints = tuple[int, ...]
+MAX_PARTS = 64
+
+
+class TooLargeError(ValueError):
+    """More units than the kernels' 32-bit integers can count; plain torch has no such limit."""
 
 
 @dataclass(frozen=True)
@@ -99,3 +104,13 @@ def coalesce(shape: Sequence[int], stride: Sequence[int]) -> tuple[Ints, Ints]:
             merged.append((size, step))
     merged = merged or [(1, 0)]
     return tuple(size for size, _ in merged), tuple(step for _, step in merged)
+
+
+def check_parts(shape: Ints, stride: Ints, out_shape: Ints, out_stride: Ints) -> None:
+    """Raise ValueError unless the shapes are ``[world, n]`` and ``[n]`` with contiguous parts."""
+    if len(shape) != 2 or not 1 <= shape[0] <= MAX_PARTS or tuple(out_shape) != (shape[1],):
+        raise ValueError(f"reduce: wire {tuple(shape)} is no [1..{MAX_PARTS}, n] for out {tuple(out_shape)}")
+    if shape[1] > 1 and (stride[1] != 1 or out_stride[0] != 1):
+        raise ValueError(
+            f"reduce: the parts of wire and out must be contiguous, not strided by {stride} and {out_stride}"
+        )

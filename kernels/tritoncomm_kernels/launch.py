@@ -20,21 +20,19 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from tritoncomm_kernels.config import Crossover, crossover_of
-from tritoncomm_kernels.device_table import Table, table_on
+from tritoncomm_kernels.config import Config, config_for, device_key, tile_for
+from tritoncomm_kernels.device_table import Table, table_of
+from tritoncomm_kernels.geometry import TooLargeError
 from tritoncomm_kernels.numerics import INTERPRETED
 
 _NAMES = ("int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 TRITON_TYPE: dict[torch.dtype, Any] = {getattr(torch, name): getattr(tl, name) for name in _NAMES}
 _DIRECT_VERSIONS = ((3, 6), (3, 10))  # from, up to: the versions whose run() is known
+_INTERPRETED_TILE = 128 * 1024
 _LIMIT = 2**31 - 2**20  # a tile may reach past the last row and column by its own size
 
 _current_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-
-
-class TooLargeError(ValueError):
-    """More units than the kernels' 32-bit integers can count; plain torch has no such limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +60,8 @@ class Launch:
     """Everything about a call but its pointers and its scale.
 
     Attributes:
-        kernel: the ``triton.jit`` function: ``(first_ptr, second_ptr, scale, *arguments, *constants)``, with a
-            ``table_ptr`` after the first two if there is a table.
+        kernel: the ``triton.jit`` function: ``(first_ptr, second_ptr, scale, *more, *arguments, *constants)``, with a
+            ``table_ptr`` after the first two if there is a table, and ``more`` as every call gives them.
         device: device index, -1 for CPU tensors in the interpreter.
         grid: number of programs.
         types: element types the kernel sees behind the two pointers.
@@ -80,7 +78,7 @@ class Launch:
     arguments: tuple[int, ...]
     constants: dict[str, Any]
     num_warps: int
-    table: tuple[int, ...] | None = None
+    table: tuple[int, ...] | Tensor | None = None
     tail: tuple[Any, ...] = field(init=False)
     variants: dict[type, Variant | None] = field(init=False, default_factory=dict)
     resident: "Table | None" = field(init=False, default=None)
@@ -88,24 +86,24 @@ class Launch:
     def __post_init__(self) -> None:
         self.tail = (*self.arguments, *self.constants.values())
 
-    def __call__(self, first: Tensor, second: Tensor, scale: float) -> None:
+    def __call__(self, first: Tensor, second: Tensor, scale: float, *more: int) -> None:
         """Launch on the current stream of the tensors' device."""
         if not is_direct(self.device):
-            self._launch_checked(first, second, scale)
+            self._launch_checked(first, second, scale, more)
             return
         kind = scale.__class__
         if kind not in self.variants:
-            self.variants[kind] = self._find_variant(scale)
+            self.variants[kind] = self._find_variant(scale, more)
         variant = self.variants[kind]
         if variant is None:
-            self._launch_checked(first, second, scale)
+            self._launch_checked(first, second, scale, more)
             return
         stream = _current_stream(self.device)  # pyright: ignore[reportOptionalCall]
         if self.table is None:
-            arguments = (first.data_ptr(), second.data_ptr(), scale, *self.tail)
+            arguments = (first.data_ptr(), second.data_ptr(), scale, *more, *self.tail)
         else:
             table_ptr = self.table_for(stream).data_ptr()
-            arguments = (first.data_ptr(), second.data_ptr(), table_ptr, scale, *self.tail)
+            arguments = (first.data_ptr(), second.data_ptr(), table_ptr, scale, *more, *self.tail)
         if variant.packed:
             variant.run(self.grid, 1, 1, stream, *variant.fixed, arguments)
         else:
@@ -115,20 +113,21 @@ class Launch:
         """The table, for the current stream of the current device."""
         assert self.table is not None
         if self.resident is None:
-            self.resident = table_on(self.table, self.device)
+            self.resident = table_of(self.table, self.device)
         return self.resident.on(stream)
 
-    def _find_variant(self, scale: float) -> Variant | None:
+    def _find_variant(self, scale: float, more: tuple[int, ...]) -> Variant | None:
         key = (self.device, self.kernel, self.types, scale.__class__, self.num_warps, *self.constants.items())
         if key not in _variants:
-            _variants[key] = self._compile(scale)
+            _variants[key] = self._compile(scale, more)
         return _variants[key]
 
-    def _compile(self, scale: float) -> Variant | None:
+    def _compile(self, scale: float, more: tuple[int, ...]) -> Variant | None:
         """Compile for the current device without launching; the values of the integers do not matter."""
         sample = 2**40 if isinstance(scale, int) else scale  # so that an integer is taken for the 64 bits it has
+        table = () if self.table is None else (getattr(self.table, "dtype", torch.int32),)
         compiled = self.kernel.warmup(
-            *(*self.types, *((torch.int32,) if self.table else ()), sample, *self.arguments),
+            *(*self.types, *table, sample, *more, *self.arguments),
             grid=(1,),
             num_warps=self.num_warps,
             enable_fp_fusion=False,
@@ -138,14 +137,14 @@ class Launch:
             compiled = compiled.result()
         return _entry(compiled)
 
-    def _launch_checked(self, first: Tensor, second: Tensor, scale: float) -> None:
+    def _launch_checked(self, first: Tensor, second: Tensor, scale: float, more: tuple[int, ...]) -> None:
         with _quiet() if INTERPRETED else torch.cuda.device(self.device):
             pointers = [triton.reinterpret(x, TRITON_TYPE[t]) for x, t in zip((first, second), self.types, strict=True)]
             if self.table is not None:
                 stream = 0 if self.device < 0 else torch.cuda.current_stream(self.device).cuda_stream
                 pointers.append(self.table_for(stream))
             self.kernel[(self.grid,)](
-                *(*pointers, scale, *self.arguments),
+                *(*pointers, scale, *more, *self.arguments),
                 **self.constants,
                 num_warps=self.num_warps,
                 enable_fp_fusion=False,
@@ -197,19 +196,11 @@ def _version() -> tuple[int, ...]:
     return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
-@lru_cache(maxsize=64)
-def device_key(device: int) -> dict[str, Any]:
-    """What ``config_for`` takes to find the tuned tables of a device; nothing for CPU tensors."""
-    if device < 0:
-        return {}
-    properties = torch.cuda.get_device_properties(device)
-    return {"device_name": properties.name, "sm_count": properties.multi_processor_count}
-
-
-@lru_cache(maxsize=64)
-def crossover(op: str, device: int) -> Crossover | None:
-    """Bytes below which torch is faster for ``op`` on a GPU, by its tuned tables; None without any."""
-    return crossover_of(op, **device_key(device))
+def tile_on(device: int, op: str, unit_bytes: int, outer: int, cols_bytes: int) -> Config:
+    """``config_for`` on a device; larger in the interpreter, where a program costs milliseconds whatever its size."""
+    if INTERPRETED:
+        return tile_for(op, unit_bytes, outer, cols_bytes, _INTERPRETED_TILE, _INTERPRETED_TILE, Config.num_warps)
+    return config_for(op, unit_bytes, outer, cols_bytes, **device_key(device))
 
 
 def check_place(name: str, first: Tensor, second: Tensor) -> None:

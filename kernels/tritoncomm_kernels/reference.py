@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from tritoncomm_kernels.config import Config
-from tritoncomm_kernels.geometry import geometry_of
-from tritoncomm_kernels.numerics import checked_scale, wide_type
-from tritoncomm_kernels.reduce import check_parts
-from tritoncomm_kernels.segments import PADDING, Segments, checked_segments
+from tritoncomm_kernels.dtypes import checked_scale, wide_type
+from tritoncomm_kernels.geometry import check_parts, geometry_of
+from tritoncomm_kernels.segments import PADDING, Segments, checked_segments, layouts_of
 
-__all__ = ["gradient", "pack", "reduce", "statistics", "unpack"]
+__all__ = ["gather_segments", "gradient", "pack", "reduce", "scatter_segments", "statistics", "unpack"]
 
 
 def pack(
@@ -68,7 +67,8 @@ def reduce(wire: Tensor, out: Tensor, scale: float | None = None, *, config: Con
 
 def gather_segments(tensors: Sequence[Tensor], wire: Tensor, segments: Segments, *, scale: float | None = None) -> int:
     """Rows of several tensors into a wire, zeros where it is padding; see ``tritoncomm_kernels.gather_segments``."""
-    checked = checked_segments("gather_segments", tensors, wire, segments, scale is not None)
+    layouts = layouts_of((wire, *tensors))
+    checked = checked_segments("gather_segments", segments, layouts[1:], layouts[0], scale is not None)
     if not segments.segments:
         return 0
     with torch.no_grad():
@@ -91,7 +91,8 @@ def scatter_segments(
     accumulate: bool = False,
 ) -> int:
     """A wire back into rows of several tensors; see ``tritoncomm_kernels.scatter_segments``."""
-    checked = checked_segments("scatter_segments", tensors, wire, segments, scale is not None, accumulate)
+    layouts = layouts_of((wire, *tensors))
+    checked = checked_segments("scatter_segments", segments, layouts[1:], layouts[0], scale is not None, accumulate)
     if not segments.segments:
         return 0
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """Tables of segments: which rows of which tensors lie where in a flat wire, checked once."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -9,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritoncomm_kernels.geometry import Ints
-from tritoncomm_kernels.numerics import wide_type
+from tritoncomm_kernels.dtypes import wide_type
+from tritoncomm_kernels.geometry import Ints, coalesce
 
-__all__ = ["PADDING", "CheckedSegments", "Segment", "Segments", "checked_segments"]
+__all__ = ["PADDING", "CheckedSegments", "Layout", "Segment", "Segments", "checked_segments", "layouts_of"]
+
+Layout = tuple[torch.dtype, Ints, Ints, int, bool]  # dtype, shape, stride, device, not what is in memory
 
 PADDING = -1  # index of no tensor: bytes of the wire that a gather sets to zero and a scatter leaves out
 
@@ -110,11 +113,19 @@ class CheckedSegments:
     copied: int
 
 
+def layouts_of(tensors: Sequence[Tensor]) -> tuple[Layout, ...]:
+    """What a plan depends on, of every tensor."""
+    return tuple(
+        [(x.dtype, x.shape, x.stride(), x.get_device(), x.is_neg() or x.is_conj() or x.is_meta) for x in tensors]
+    )
+
+
+@lru_cache(maxsize=1024)
 def checked_segments(
     name: str,
-    tensors: Sequence[Tensor],
-    wire: Tensor,
     segments: Segments,
+    layouts: tuple[Layout, ...],
+    wire: Layout,
     scaled: bool,
     accumulates: bool = False,
 ) -> CheckedSegments:
@@ -125,31 +136,14 @@ def checked_segments(
             contiguous, two devices, a lazy conjugate or negative view, rows that overlap where they are written.
         TypeError: a cast, scale or sum of a dtype that has no arithmetic here.
     """
-    if not wire.is_contiguous():
-        raise ValueError(f"{name}: the wire must be contiguous, not {tuple(wire.shape)} by {wire.stride()}")
-    if any(x.is_conj() or x.is_neg() for x in tensors) or wire.is_conj() or wire.is_neg():
-        raise ValueError(f"{name}: a lazy conjugate or negative view must be resolved first")
-    device = wire.device
-    if any(x.device != device for x in tensors):
-        raise ValueError(f"{name}: tensors are not all on {device}, where the wire is")
-    layouts = tuple([(x.dtype, x.shape, x.stride()) for x in tensors])
-    return _checked(name, segments, layouts, wire.nbytes, scaled, accumulates)
-
-
-@lru_cache(maxsize=1024)
-def _checked(
-    name: str,
-    segments: Segments,
-    layouts: tuple[tuple[torch.dtype, Ints, Ints], ...],
-    wire_bytes: int,
-    scaled: bool,
-    accumulates: bool,
-) -> CheckedSegments:
+    _check_wire_layout(name, wire, segments)
+    if any(lazy for *_, lazy in (wire, *layouts)):
+        raise ValueError(f"{name}: a lazy conjugate or negative view must be resolved first, a meta tensor has no bits")
+    if len({device for *_, device, _ in (wire, *layouts)}) > 1:
+        raise ValueError(f"{name}: the tensors and the wire are not all on one device")
     if len(layouts) != len(segments.dtypes):
         raise ValueError(f"{name}: {len(layouts)} tensors for a table of {len(segments.dtypes)}")
-    if wire_bytes < segments.wire_bytes:
-        raise ValueError(f"{name}: a wire of {wire_bytes} bytes is too short for {segments.wire_bytes}")
-    limits = [_extent(shape, stride) for _, shape, stride in layouts]
+    limits = [_extent(shape, stride) for _, shape, stride, _, _ in layouts]
     for segment in segments.segments:
         if segment.tensor != PADDING and _end(segment) > limits[segment.tensor]:
             raise ValueError(f"{name}: {segment} ends beyond the {limits[segment.tensor]} elements of its tensor")
@@ -162,11 +156,20 @@ def _checked(
             counts[segment.tensor] += segment.rows * segment.row
     wides: list[torch.dtype | None] = []
     copied = 0 if scatters else sum(s.rows * s.row for s in segments.segments if s.tensor == PADDING)
-    for (dtype, _, _), carried, count in zip(layouts, segments.dtypes, counts, strict=True):
+    for (dtype, *_), carried, count in zip(layouts, segments.dtypes, counts, strict=True):
         ends = (carried, dtype) if scatters else (dtype, carried)
         wides.append(wide_type(name, *ends, scaled, accumulates) if count else None)
         copied += count * (carried.itemsize + dtype.itemsize * (2 if accumulates else 1))
     return CheckedSegments(tuple(wides), copied)
+
+
+def _check_wire_layout(name: str, wire: Layout, segments: Segments) -> None:
+    dtype, shape, stride, _, _ = wire
+    if 0 not in shape and coalesce(shape, stride)[1] not in ((1,), (0,)):
+        raise ValueError(f"{name}: the wire must be contiguous, not {tuple(shape)} by {stride}")
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < segments.wire_bytes:
+        raise ValueError(f"{name}: a wire of {nbytes} bytes is too short for {segments.wire_bytes}")
 
 
 def _extent(shape: Ints, stride: Ints) -> int:
@@ -200,8 +203,8 @@ def _check_targets(name: str, segments: Segments) -> None:
         mine.sort(key=lambda segment: segment.offset)
         if all(_end(a) <= b.offset for a, b in pairwise(mine)):
             continue
-        starts = torch.cat([s.offset + s.stride * torch.arange(s.rows) for s in mine])
-        lengths = torch.cat([torch.full((s.rows,), s.row) for s in mine])
+        starts = torch.cat([s.offset + s.stride * torch.arange(s.rows, device="cpu") for s in mine])
+        lengths = torch.cat([torch.full((s.rows,), s.row, device="cpu") for s in mine])
         starts, order = starts.sort()
         if bool((starts[:-1] + lengths[order][:-1] > starts[1:]).any()):
             raise ValueError(f"{name}: segments of tensor {tensor} overlap and cannot be written")

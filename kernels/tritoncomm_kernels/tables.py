@@ -16,8 +16,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
-import triton
-
 __all__ = [
     "FORMAT",
     "OFF",
@@ -43,7 +41,7 @@ OPS = ("pack", "unpack", "reduce")
 UNITS = (1, 2, 4, 8, 16)
 VARIABLE = "TRITONCOMM_TABLE"
 OFF = ("0", "false", "no", "off")
-_SOURCES = ("address.py", "numerics.py", "reduce.py")  # what the machine code is made from
+_SOURCES = ("address.py", "numerics.py", "reduction.py")  # what the machine code is made from
 _BOUNDS = {"tile_bytes": (64, 2**17), "segment_bytes": (64, 2**16), "num_warps": (1, 16)}
 _PER_THREAD = 512  # bytes of a tile; twice what `tune` tries, and what still compiles in a second
 _FILE_BYTES = 2**25  # a search of everything writes about 1 MiB
@@ -165,6 +163,8 @@ def misfit(table: Table, device_name: str, sm_count: int, *, exact: bool = True)
         return f"for {table.device} with {table.sm_count} SMs, not {device_name} with {sm_count}"
     if table.source != source_hash():
         return "measured with other kernels than these; `tritoncomm tune` makes a new one"
+    import triton  # whose import takes as long as all of ours: only where a table is for this device
+
     if exact and table.triton != triton.__version__:
         return f"measured with Triton {table.triton}, not {triton.__version__}; `tritoncomm tune` makes a new one"
     return ""

@@ -32,7 +32,8 @@ def one_of_each() -> Iterator[Case]:
 
 def peers_of(case: Case) -> set[str]:
     if case.op in PEERS:
-        return {*PEERS[case.op], *(["compiled"] if case.is_compiled else [])}
+        several = {"launch each", "foreach"} if case.op in ("copy-in", "copy-out") else set()
+        return several.union(PEERS[case.op], ["compiled"] if case.is_compiled else [])
     named = {"reduce": {"sum"}, "statistics": {"logsumexp + gather"}, "gradient": {"exp + scatter"}}
     return named[case.op] | ({"compiled"} if case.op in gpu_bench.ENTROPY else set())
 
@@ -78,7 +79,10 @@ def test_a_peer_that_differs_or_fails_is_reported(
 def test_a_kernel_that_differs_fails_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_bench.kernels, "unpack", lambda wire, rows: rows.zero_().nbytes)
+    def zeros(wire: torch.Tensor, rows: list[torch.Tensor], table: Any) -> int:
+        return sum(row.zero_().nbytes for row in rows)
+
+    monkeypatch.setattr(gpu_bench.kernels, "scatter_segments", zeros)
     status, said = run_bench(monkeypatch, capsys, "copy-out 64 MiB run 65536")
     assert status == 1
     assert "agree(result, want)" in said

@@ -1,5 +1,6 @@
 """A part as a command: rows as they are measured, targets, a second measurement, an interrupted run, exit statuses."""
 
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -130,3 +131,12 @@ def test_counts_are_shown_by_provider() -> None:
         "passes": {"peer": 1},
     }
     assert harness.counts(row, ("ours", "peer")) == {"in (x, y)": "1, 2 / -", "passes": "- / 1"}
+
+
+@pytest.mark.parametrize("path", sorted(Path(harness.__file__).parent.glob("bench_*.py")), ids=lambda path: path.stem)
+def test_every_part_can_be_imported(path: Path) -> None:
+    """What only `make bench` imports would otherwise break unseen."""
+    module = importlib.import_module(f"bench.{path.stem}")
+    assert module.__doc__
+    assert module.PART.name
+    assert callable(module.test_case)

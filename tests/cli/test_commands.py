@@ -435,6 +435,15 @@ def test_doctor_reads_variables(monkeypatch: pytest.MonkeyPatch, name: str, valu
     assert bool(one.advice) is (level != "ok")
 
 
+def test_doctor_does_not_ask_to_unset_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun = {"TORCHELASTIC_RUN_ID": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_BLOCKING_WAIT": "1"}
+    noted = found(monkeypatch, **torchrun)
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in noted
+    assert noted["TORCH_NCCL_BLOCKING_WAIT"].level == "note"
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert found(monkeypatch)["TORCH_NCCL_ASYNC_ERROR_HANDLING"].level == "note"
+
+
 def test_doctor_reads_the_table_that_a_variable_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "gpu-x-8.json"
 

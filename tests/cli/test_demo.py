@@ -92,8 +92,12 @@ def test_losses_are_those_of_one_process(dtype, ranks):
 
 @pytest.mark.parametrize(
     "layout",
-    [{"ranks": 2, "pipeline": 2, "virtual": 2}, {"ranks": 4, "pipeline": 2, "virtual": 1}],
-    ids=["stages-of-two-chunks", "stages-of-two-tensor-ranks"],
+    [
+        pytest.param({"ranks": 2, "pipeline": 2, "virtual": 2}, id="stages-of-two-chunks"),
+        pytest.param(
+            {"ranks": 4, "pipeline": 2, "virtual": 1}, id="stages-of-two-tensor-ranks", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_losses_of_a_pipeline_are_those_of_one_process(layout):
     outcome = run(Settings(**(SMALL | {"layers": 4, "batch": 4}), **layout))
@@ -103,7 +107,7 @@ def test_losses_of_a_pipeline_are_those_of_one_process(layout):
     assert outcome.counters[hop, "view"].wire > 0
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (4, "float64")])
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), pytest.param(4, "float64", marks=pytest.mark.slow)])
 def test_losses_of_the_tensor_layer_are_those_of_plain_torch(ranks, dtype):
     outcome = run(Settings(ranks=ranks, dtype=dtype, tensor_layer=True, **SMALL))
     assert len(outcome.losses) == SMALL["steps"]

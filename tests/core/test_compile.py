@@ -121,7 +121,7 @@ def test_compiled_is_eager(pool: Pool, backend: str, world: int) -> None:
     check(pool.run(run_compiled, backend, world=world))
 
 
-@on_backends
+@pytest.mark.parametrize(("backend", "world"), [("aot_eager", 2), pytest.param("aot_eager", 4, marks=pytest.mark.slow)])
 def test_split_sizes_compile(pool: Pool, backend: str, world: int) -> None:
     for calls in pool.run(run_compiled, backend, "uneven_layer", world=world):
         assert calls.get("all_to_all") == 2 * (CALLS - 1), calls

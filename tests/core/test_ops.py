@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from tritoncomm_kernels import launch
+from tritoncomm_kernels.launch import Launch
 
 from tritoncomm.core import fused, ops
 from tritoncomm.core.address_map import rows_layout
@@ -210,6 +211,52 @@ def test_pack_many(path: str) -> None:
         last = third.split(list(chunk_sizes(9, 4)), 1)[w]
         assert torch.equal(wire[w, 14:].view(2, 3)[:, : last.shape[1]], last)
         assert not wire[w, 14:].view(2, 3)[:, last.shape[1] :].any()
+
+
+def test_pack_many_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many gradients, whatever their layouts and shards; the same wire, counts and shards as one after the other."""
+    launches, call, empty = [], Launch.__call__, Tensor.new_empty
+    monkeypatch.setattr(Tensor, "new_empty", lambda x, *given, **more: empty(x, *given, **more).fill_(math.nan))
+    monkeypatch.setattr(Launch, "__call__", lambda self, *given: [launches.append(self), call(self, *given)][1])
+    made = torch.Generator().manual_seed(0)
+    shapes = [((5, 8), 1), ((16,), 0), ((2, 9), 1), ((3, 2, 5), 1), ((7, 4), 0), ((1, 1), 0), ((0, 4), 1)] * 3
+    tensors = [torch.randn(shape, generator=made, dtype=torch.float64) for shape, _ in shapes]
+    tensors[3] = torch.randn(5, 2, 3, generator=made, dtype=torch.float64).permute(2, 1, 0)
+    dims = [dim for _, dim in shapes]
+    for dtype, scale, count in ((None, None, 1), (torch.float32, 0.25, 2)):
+        with ops.path("torch"):
+            expected = fused.pack_many(tensors, dims, 4, dtype=dtype, scale=scale)
+        launches.clear()
+        with ops.path("triton"):
+            wire, shards, path, copied = fused.pack_many(tensors, dims, 4, dtype=dtype, scale=scale)
+        assert len(launches) == count
+        assert (shards, path, copied) == (expected[1], "triton", expected[3])
+        assert_same_bits(wire, expected[0])
+
+
+def test_pack_many_of_many_short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are all padded are not listed one by one."""
+    monkeypatch.setattr(fused, "MOST_SEGMENTS", 20)
+    fused._table.cache_clear()
+    tensors = [torch.randn(30, 3), torch.randn(8)]
+    with ops.path("torch"):
+        expected = fused.pack_many(tensors, [1, 0], 2)
+    with ops.path("triton"):
+        wire, shards, path, copied = fused.pack_many(tensors, [1, 0], 2)
+    fused._table.cache_clear()
+    assert (shards, path, copied) == (expected[1], "triton", expected[3])
+    assert_same_bits(wire, expected[0])
+
+
+@pytest.mark.parametrize(("source", "target"), [(torch.float32, torch.bfloat16), (torch.float64, torch.bfloat16)])
+def test_a_layout_no_kernel_reads_is_scaled_and_stays(source: torch.dtype, target: torch.dtype) -> None:
+    x = (torch.rand(5, 4, 3, dtype=source) + 1).permute(2, 1, 0)
+    kept = x.clone()
+    assert rows_layout(x.shape, x.stride(), 1) is None
+    wire = ops.pack(x, 1, 2, dtype=target, scale=0.3)[0]
+    assert torch.equal(x, kept)
+    expected = (kept * 0.3).float().to(target)
+    assert_same_bits(wire.view(2, 3, 2, 5), torch.stack(expected.chunk(2, 1)))
 
 
 def test_pack_many_dtypes() -> None:

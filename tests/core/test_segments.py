@@ -9,6 +9,7 @@ from torch import Tensor
 from tritoncomm_kernels import Segment, Segments
 
 from tritoncomm import ShapeError
+from tritoncomm.core import ops
 from tritoncomm.core import segments as core
 
 LAYOUTS = {
@@ -23,11 +24,12 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("path", ["torch", "triton"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_blocks(layout: str) -> None:
+def test_blocks(layout: str, path: str) -> None:
     x: Tensor = LAYOUTS[layout](random_bits((4, 5, 6), torch.bfloat16))
     dice = random.Random(0)
-    for _ in range(20):
+    for _ in range(20 if path == "torch" else 5):
         start = [dice.randint(0, size) for size in x.shape]
         extent = [dice.randint(0, size - at) for size, at in zip(x.shape, start, strict=True)]
         block = x[tuple(slice(at, at + n) for at, n in zip(start, extent, strict=True))]
@@ -35,14 +37,16 @@ def test_blocks(layout: str) -> None:
         table = Segments(rows, [x.dtype])
         assert table.wire_bytes == (3 + block.nbytes if block.numel() else 0)
         wire = torch.full((3 + block.nbytes,), 90, dtype=torch.uint8)
-        assert core.gather([x], wire, table) == ("torch", 2 * block.nbytes)
+        with ops.path(path):
+            assert core.gather([x], wire, table) == (path, 2 * block.nbytes)
         assert torch.equal(wire[3:], bits(torch.cat([block.reshape(-1)])))
         assert (wire[:3] == 90).all()
         if layout != "expanded":
             back = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).fill_(7)
             expected = back.clone()
             expected[tuple(slice(at, at + n) for at, n in zip(start, extent, strict=True))] = block
-            assert core.scatter(wire, [back], table) == ("torch", 2 * block.nbytes)
+            with ops.path(path):
+                assert core.scatter(wire, [back], table) == (path, 2 * block.nbytes)
             assert torch.equal(bits(back), bits(expected))
 
 

@@ -33,6 +33,9 @@ def test_split_sizes_go_by_value_up_to_16_ranks(device: Stub, world: int, kernel
     assert {name for name, _ in device.fake.launches[before:]} == {f"_copy_{kernel}_kernel"}
 
 
+BOTH = (kernels.gather_segments, reference.gather_segments)
+
+
 def test_ordinary_launch(device: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch for a Triton whose direct one is not known."""
     assert launch.is_direct(0)
@@ -62,3 +65,24 @@ def test_faults_are_seen(device: Stub) -> None:
         planned(0)(x, wire.view(-1)[:-8], 1.0)
     with pytest.raises(PtxError, match="from a buffer"):
         planned(0)(x.view(-1)[:-16], wire, 1.0)
+
+
+def test_segments_are_one_launch_whatever_their_dtypes(device: Stub) -> None:
+    """Of 20 tensors, aligned and not, with rows, tails and padding; a cast is a second launch, not a second pass."""
+    dtypes = (torch.bfloat16, torch.float32, torch.int8, torch.complex64) * 5
+    tensors = [random_bits((6, 40 + i), dtype, i) for i, dtype in enumerate(dtypes)]
+    tensors[4] = torch.randn(6, 44).to(torch.bfloat16)  # which is cast
+    rows, at = [(-1, 0, 1, 13, 0, 0)], 13
+    for i, dtype in enumerate(dtypes):
+        rows.append((i, i % 3, 5, 37, 40 + i, at))
+        at += 5 * 37 * dtype.itemsize + i % 4
+    wires = [torch.full((at,), 7, dtype=torch.uint8) for _ in range(2)]
+    for carried, launches in ((dtypes, 1), ((torch.bfloat16, *dtypes[1:4], torch.float32, *dtypes[5:]), 2)):
+        if launches == 2:
+            rows = [(*row[:5], -(-row[5] // 4) * 12) for row in rows]
+            wires = [torch.full((3 * at + 12,), 7, dtype=torch.uint8) for _ in range(2)]
+        table, before = kernels.Segments(rows, carried), len(device.fake.launches)
+        copied = [f(tensors, wire, table) for f, wire in zip(BOTH, wires, strict=True)]
+        assert len(device.fake.launches) == before + launches
+        assert copied[0] == copied[1]
+        assert torch.equal(*wires)

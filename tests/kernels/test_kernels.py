@@ -14,7 +14,7 @@ from kernel_cases import COPIED, FLOATS, SPLIT_SIZES, assert_same_numbers, canar
 from torch import Tensor
 from triton.runtime import interpreter
 from tritoncomm_kernels import reference
-from tritoncomm_kernels.reduce import _plan as _reduce_plan
+from tritoncomm_kernels.reduction import _plan as _reduce_plan
 
 from tritoncomm.tune.machine_code import compiled_kernels
 

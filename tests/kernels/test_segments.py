@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import tritoncomm_kernels as kernels
 from bits import bits, random_bits
+from devices import Device
 from kernel_cases import assert_same_numbers, canaries_live, guarded
 from torch import Tensor
-from tritoncomm_kernels import PADDING, Segment, Segments, reference
+from tritoncomm_kernels import PADDING, Segment, Segments, device_table, reference, segment_copy, segment_tiles
+from tritoncomm_kernels.segments import layouts_of
 
-MODULES = [reference]
+MODULES = [kernels, reference]
 COPIED = (torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex128, torch.float8_e4m3fn)
 
 
@@ -66,10 +69,10 @@ def by_index(tensors: list[Tensor], wire: Tensor, table: Any, into: bool) -> Non
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("seed", range(6))
-def test_copies_of_any_bits(module: Any, seed: int) -> None:
-    tensors, table = drawn(seed, COPIED, aligned=seed % 2 == 0)
+def test_copies_of_any_bits(device: Device, module: Any, seed: int) -> None:
+    tensors, table = drawn(seed, COPIED, seed % 2 == 0, device.at)
     segments = Segments(table, COPIED)
-    wire, raw = guarded((segments.wire_bytes,), torch.uint8)
+    wire, raw = guarded((segments.wire_bytes,), torch.uint8, device.at)
     expected = wire.clone()
     by_index(tensors, expected, table, into=True)
     copied = module.gather_segments(tensors, wire, segments)
@@ -77,8 +80,10 @@ def test_copies_of_any_bits(module: Any, seed: int) -> None:
     assert canaries_live(raw)
     padding = sum(s.rows * s.row for s in segments.segments if s.tensor == PADDING)
     assert copied == 2 * segments.nbytes - padding
-    wire = random_bits((segments.wire_bytes,), torch.uint8, seed)
-    targets, twins = ([torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in tensors] for _ in range(2))
+    wire = random_bits((segments.wire_bytes,), torch.uint8, seed, device.at)
+    targets, twins = (
+        [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device.at) for x in tensors] for _ in range(2)
+    )
     for x in (*targets, *twins):
         x.untyped_storage().fill_(0x7F)
     by_index(twins, wire, table, into=False)
@@ -87,32 +92,71 @@ def test_copies_of_any_bits(module: Any, seed: int) -> None:
         assert torch.equal(bits(x), bits(twin))
 
 
+CASTS = [
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16),
+    (torch.float64, torch.bfloat16),
+    (torch.float32, torch.float32),
+]
+
+
 @pytest.mark.parametrize("module", MODULES)
-def test_casts_scales_and_sums(module: Any) -> None:
-    kinds = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float32)
-    carried = (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.float32)
-    tensors, table = drawn(3, kinds, aligned=True)
-    tensors = [torch.randn(x.shape).to(x.dtype) for x in tensors]
-    table = [(i, o, r, k, tensors[i].stride(0) if i >= 0 else 0, 0) for i, o, r, k, _, _ in table]
-    table = [(i, 0 if i < 0 else o, r, k, s, 128 * n * 8) for n, (i, o, r, k, s, _) in enumerate(table) if i >= 0]
-    table = [one for one in table if one[1] + (one[2] - 1) * one[4] + one[3] <= tensors[one[0]].numel()]
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_casts_scales_and_sums(device: Device, module: Any, scale: float | None) -> None:
+    kinds, carried = zip(*CASTS, strict=True)
+    made = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(9, 72, generator=made).to(device.at, dtype) for dtype in kinds]
+    blocks = [(0, 9, 0, 72), (0, 8, 0, 24), (1, 3, 1, 5), (2, 2, 40, 32), (8, 1, 3, 60)]
+    ends = [1, 3, 8, 8 * 72, 8 * 24 * 8]
+    table, at = [], 0
+    for (top, rows, left, row), end in zip(blocks, ends, strict=True):
+        for i, dtype in enumerate(carried):
+            table.append((i, top * 72 + left, rows, row, 72, at))
+            at = -(-(at + rows * row * dtype.itemsize) // 8) * 8 + end % 2 * 8
+    table = [one for n, one in enumerate(table) if n // len(CASTS) != 0] if scale else table[: len(CASTS)]
     segments = Segments(table, carried)
-    for scale in (None, 0.3):
-        wire = torch.zeros(segments.wire_bytes, dtype=torch.uint8)
-        module.gather_segments(tensors, wire, segments, scale=scale)
-        for (i, offset, rows, row, stride, _), (start, end) in zip(segments.segments, segments.spans, strict=True):
-            wide = torch.float64 if torch.float64 in (kinds[i], carried[i]) else torch.float32
-            value = tensors[i].as_strided((rows, row), (stride, 1), offset).to(wide) * (scale or 1.0)
-            value = value.float() if carried[i].itemsize == 2 else value
-            assert_same_numbers(wire[start:end].view(carried[i]).view(rows, row), value.to(carried[i]))
+    wire = torch.zeros(segments.wire_bytes, dtype=torch.uint8, device=device.at)
+    module.gather_segments(tensors, wire, segments, scale=scale)
+    for (i, offset, rows, row, stride, _), (start, end) in zip(segments.segments, segments.spans, strict=True):
+        value = tensors[i].as_strided((rows, row), (stride, 1), offset)
+        value = value.to(wide(i)) * (1.0 if scale is None else scale)
+        assert_same_numbers(wire[start:end].view(carried[i]).view(rows, row), rounded(value, carried[i]))
+    if scale is not None:  # whose rows overlap in the tensors
+        table = [one for n, one in enumerate(table) if n // len(CASTS) in (1, 2)]
+        segments = Segments(table, carried)
+    totals = [x.clone() for x in tensors]
+    module.scatter_segments(wire, totals, segments, scale=scale, accumulate=True)
+    for (i, offset, rows, row, stride, _), (start, end) in zip(segments.segments, segments.spans, strict=True):
+        value = wire[start:end].view(carried[i]).view(rows, row).to(wide(i)) * (1.0 if scale is None else scale)
+        value = tensors[i].as_strided((rows, row), (stride, 1), offset).to(wide(i)) + value
+        assert_same_numbers(totals[i].as_strided((rows, row), (stride, 1), offset), rounded(value, kinds[i]))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int64], ids=str)
+def test_sums_of_integers(device: Device, dtype: torch.dtype) -> None:
+    """In their own type, in wide units and narrow ones, with rows and without."""
+    tensors = [random_bits((9, 48), dtype, i, device.at) for i in range(2)]
+    size = dtype.itemsize
+    rows = [(0, 0, 1, 33, 33, 0), (1, 0, 9, 16, 48, 64 * size), (1, 17, 9, 5, 48, 240 * size)]
+    table, results = Segments(rows, [dtype, dtype]), []
+    wire = random_bits((table.wire_bytes,), torch.uint8, 5, device.at)
+    for module in (kernels, reference):
         totals = [x.clone() for x in tensors]
-        module.scatter_segments(wire, totals, segments, scale=scale, accumulate=True)
-        for (i, offset, rows, row, stride, _), (start, end) in zip(segments.segments, segments.spans, strict=True):
-            wide = torch.float64 if torch.float64 in (kinds[i], carried[i]) else torch.float32
-            value = wire[start:end].view(carried[i]).view(rows, row).to(wide) * (scale or 1.0)
-            value = tensors[i].as_strided((rows, row), (stride, 1), offset).to(wide) + value
-            value = value.float() if kinds[i].itemsize == 2 else value
-            assert_same_numbers(totals[i].as_strided((rows, row), (stride, 1), offset), value.to(kinds[i]))
+        copied = module.scatter_segments(wire, totals, table, accumulate=True)
+        assert copied == 3 * table.nbytes
+        results.append(totals)
+    for one, twin, before in zip(*results, tensors, strict=True):
+        assert torch.equal(one, twin)
+        assert not torch.equal(one, before)
+
+
+def wide(i: int) -> torch.dtype:
+    return torch.float64 if torch.float64 in CASTS[i] else torch.float32
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x.float() if dtype.itemsize == 2 else x).to(dtype)
 
 
 def test_tables_are_values() -> None:
@@ -156,7 +200,7 @@ def test_bad_calls_are_refused(module: Any) -> None:
         (ValueError, "ends beyond", lambda: scatter(wire, [torch.empty(0)], one)),
         (ValueError, "2 tensors", lambda: gather([x, x], wire, one)),
         (ValueError, "contiguous", lambda: gather([x], torch.empty(256, dtype=torch.uint8)[::2], one)),
-        (ValueError, "on cpu", lambda: gather([x.to("meta")], wire, one)),
+        (ValueError, "meta", lambda: gather([x.to("meta")], wire, one)),
         (ValueError, "lazy", lambda: gather([torch.empty(4, 8, dtype=torch.complex64).conj().imag], wire, one)),
         (ValueError, "overlap", lambda: scatter(wire, [x], Segments([(0, 0, 4, 3, 2, 0)], one.dtypes))),
         (ValueError, "overlap", lambda: scatter(wire, [x], two)),
@@ -193,3 +237,126 @@ def test_parameters_and_wires_of_other_dtypes(module: Any) -> None:
     assert not x[1:3].any()
     assert x.is_leaf
     assert x[:1].all()
+
+
+def same_on_kernel_and_twin(tensors: list[Tensor], segments: Segments) -> None:
+    """Both directions, bit for bit, surroundings included."""
+    results = []
+    for module in (kernels, reference):
+        wire = torch.full((segments.wire_bytes + 7,), 0x7F, dtype=torch.uint8, device=tensors[0].device)
+        targets = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensors]
+        for x in targets:
+            x.untyped_storage().fill_(0x7F)
+        copied = module.gather_segments(tensors, wire, segments), module.scatter_segments(wire, targets, segments)
+        memory = [torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage()) for x in targets]
+        results.append((copied, [wire, *memory]))
+    (copied, memory), (twin_copied, twin_memory) = results
+    assert copied == twin_copied
+    for one, twin in zip(memory, twin_memory, strict=True):
+        assert torch.equal(one, twin)
+
+
+def test_addresses_of_many_tensors(device: Device) -> None:
+    """Beyond 16 tensors a list on the device, up to 16 arguments of the kernel."""
+    for count in (15, 16, 17, 40):
+        tensors = [random_bits((3, 5 + i), torch.bfloat16, i, device.at) for i in range(count)]
+        rows = [(i, 1, 3, 4, 5 + i, 24 * i) for i in range(count)]
+        same_on_kernel_and_twin(tensors, Segments(rows, [torch.bfloat16] * count))
+
+
+@pytest.mark.parametrize("shift", [0, 1, 8])
+def test_segments_of_many_programs(device: Device, shift: int) -> None:
+    """Long ones, long rows, rows of one element and tiny ones, so that records begin in the middle of rows."""
+    x = random_bits((11_000 + shift,), torch.int8, 0, device.at)[shift:]
+    y = random_bits((70, 1000), torch.bfloat16, 1, device.at)
+    z = random_bits((40, 33), torch.float32, 2, device.at)
+    rows = [(0, 3, 1, 9_000, 9_000, 48), (1, 7, 70, 980, 1000, 80_000), (2, 0, 40, 31, 33, 300_000)]
+    rows += [(2, 31, 40, 1, 33, 310_000), (2, 32, 20, 1, 33, 311_000)]
+    rows += [(0, 9_100 + 9 * i, 1, i % 8, 8, 320_000 + 11 * i) for i in range(100)]
+    rows += [(1, 1000 * i, 1, 5, 5, 330_000 + 10 * i) for i in range(70)]
+    same_on_kernel_and_twin([x, y, z], Segments(rows, [torch.int8, torch.bfloat16, torch.float32]))
+
+
+def work(rows: list[tuple[int, ...]], multiprocessors: int = 132) -> segment_tiles.Work:
+    return segment_tiles.divide(torch.tensor(rows), None, torch.zeros(8, dtype=torch.int64), 0, multiprocessors)
+
+
+def test_programs_have_as_many_bytes() -> None:
+    """Within 10 percent of the mean for 5,000 segments of 64 bytes to 32 MiB, and as many small ones each."""
+    dice, rows, at = random.Random(0), [], 0
+    for _ in range(5000):
+        size = int(64 * 2 ** dice.uniform(0, 19))
+        rows.append((dice.randrange(8), 16 * dice.randrange(1000), 1, size, size, at))
+        at += -(-size // 16) * 16
+    done = work(rows)
+    shares = done.shares.double()
+    assert shares.sum() == sum(row[3] for row in rows)
+    assert ((shares - shares.mean()).abs() <= 0.1 * shares.mean()).all()
+    counts = torch.diff(done.table[: done.programs + 1])
+    assert int(counts.max()) <= 8
+    tiny = work([(0, 64 * i, 1, 64, 64, 64 * i) for i in range(5000)])
+    counts = torch.diff(tiny.table[: tiny.programs + 1])
+    assert (int(counts.min()), int(counts.max())) == (15, 16)
+    two = [(i, 0, 1, 2**20, 2**20, i * 2**20) for i in range(2)]
+    mixed = work([*two, *((2, 64 * i, 1, 64, 64, 2**21 + 64 * i) for i in range(32))], 4)
+    assert mixed.programs == 65
+    assert int(mixed.shares.max() - mixed.shares.min()) <= 256
+    assert int(torch.diff(mixed.table[:66]).max()) <= 3
+
+
+def test_what_is_not_aligned_is_parted() -> None:
+    """Into units of 16 bytes and what is before and behind them, but not where one block of narrow units has it all."""
+
+    def units(rows: list[tuple[int, ...]]) -> list[tuple[int, int]]:
+        done = work(rows, 1)
+        records = done.table[done.programs + 1 :].view(-1, 4)
+        return sorted((16 >> int(code) % 8, int(size) % 2**32) for size, code in records[:, 2:])
+
+    assert units([(0, 0, 1, 1001, 1001, 0)]) == [(1, 1001)]
+    assert units([(0, 6, 1, 6000, 6000, 22)]) == [(2, 3), (2, 5), (16, 374)]
+    assert units([(0, 6, 1, 6000, 6000, 20)]) == [(2, 3000)]
+    assert units([(0, 4, 5, 12, 24, 8)]) == [(4, 15)]
+    assert units([(0, 4, 1, 2**13, 2**13, 4)]) == [(4, 1), (4, 3), (16, 511)]
+
+
+def test_a_table_is_one_launch_and_casts_are_others() -> None:
+    kinds = (torch.int8, torch.bfloat16, torch.float32, torch.complex64)
+    tensors = [torch.zeros(64, dtype=dtype) for dtype in kinds]
+    layouts = layouts_of((torch.zeros(8192, dtype=torch.uint8), *tensors))
+    rows = [(i, 0, 1, 64, 64, 1024 * i + i) for i in range(4)] + [(PADDING, 0, 1, 5, 0, 4096)]
+    for dtypes, names in (
+        (kinds, ["None"]),
+        ((torch.int8, torch.float32, torch.float32, torch.complex64), ["None", "fp32"]),
+    ):
+        table = Segments([(*row[:5], row[5] // 8 * 8) for row in rows], dtypes)
+        launches = segment_copy._plan("gather_segments", table, layouts, None, 0, False, False)[0]
+        assert [str(launch.constants["WIDE"]) for launch, _ in launches] == names
+
+
+def test_addresses_are_copied_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[int]] = []
+
+    class Noted(device_table.Table):
+        def __init__(self, content: Tensor, device: int) -> None:
+            made.append(content.tolist())
+            super().__init__(content, device)
+
+    monkeypatch.setattr(device_table, "Table", Noted)
+    device_table.addresses_on.cache_clear()
+    first, second = [[torch.zeros(4) for _ in range(17)] for _ in range(2)]
+    table, wire = Segments([(i, 0, 1, 4, 4, 16 * i) for i in range(17)], [torch.float32] * 17), torch.zeros(68)
+    for tensors in (first, first, second, first):
+        kernels.gather_segments(tensors, wire, table)
+    device_table.addresses_on.cache_clear()
+    lists = [content for content in made if len(content) == 17]
+    assert lists == [[x.data_ptr() for x in tensors] for tensors in (first, second)]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_default_device_does_not_matter(module: Any) -> None:
+    x, wire = torch.arange(24.0).view(4, 6), torch.zeros(12)
+    table = Segments([(0, 1, 4, 2, 6, 0), (0, 3, 4, 1, 6, 32)], [torch.float32])
+    with torch.device("meta"):
+        module.gather_segments([x], wire, table)
+        module.scatter_segments(wire, [x], table)
+    assert wire.tolist() == [1, 2, 7, 8, 13, 14, 19, 20, 3, 9, 15, 21]

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import p2p, record
 from tritoncomm.core import ops
-from tritoncomm.errors import GroupError, MismatchError, ShapeError, UnsupportedError
+from tritoncomm.errors import ArgumentError, GroupError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.p2p import P2PCommunicator, header, is_single_shape, message
 from tritoncomm.p2p.message import Incoming
 from tritoncomm.p2p.neighbours import Neighbours
@@ -109,6 +109,8 @@ def run_refusals(group: ProcessGroup) -> None:
         c.send_forward_recv_forward("x", True, [2])  # type: ignore[arg-type]
     with pytest.raises(GroupError, match="pp_group"):
         P2PCommunicator(None, SimpleNamespace())  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="config must have attributes; of a dict"):
+        P2PCommunicator(group, {"pipeline_dtype": torch.float32})
     with pytest.raises(GroupError, match="rank 77"):
         Neighbours.of(group, prev=77)
     same(c.send_forward_recv_forward(x, True, [2]), x, "the group still works")

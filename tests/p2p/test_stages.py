@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import groups, p2p
-from tritoncomm.errors import ArgumentError, GroupError
+from tritoncomm.errors import ArgumentError, GroupError, MismatchError
 from tritoncomm.groups import Group, ParallelMode
 from tritoncomm.p2p import stages as stage_functions
 
@@ -94,6 +94,11 @@ def run_ring(group: ProcessGroup) -> None:
         else:
             with pytest.raises(ArgumentError, match="receive just what it sends"):
                 p2p.send_forward_recv_forward(out, shape, recv_prev=False)
+            with pytest.raises(MismatchError, match=r"expects \[9\] float32, but rank \d sent"):
+                p2p.send_forward_recv_forward(out, (9,))
+        lazy = torch.view_as_complex(torch.tensor([[3.0, 5.0]])).conj().imag  # contiguous, with a negative bit
+        assert (lazy.is_neg(), lazy.is_contiguous()) == (True, True)
+        same(p2p.send_forward_recv_forward(lazy, (1,)), torch.tensor([-5.0]), "one lazy element")
         several = [made(stage, shape), strided(made(stage, (3, 5))), made(stage, (7,), sign=3)]
         acts, grads = p2p.send_forward_backward_recv_forward_backward(
             several, several[:2], [shape, (3, 5), [7]], (shape, [3, 5])

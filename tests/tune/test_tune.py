@@ -19,7 +19,7 @@ import triton
 import tritoncomm_kernels as kernels
 from fake_bench import DEVICE, FakeBench
 from tiles import audit, reachable
-from tritoncomm_kernels import launch, tables
+from tritoncomm_kernels import config, launch, tables
 from tritoncomm_kernels.config import config_for, crossover_of, origin_of
 from typer.testing import CliRunner
 
@@ -29,7 +29,7 @@ from tritoncomm.core import ops
 from tritoncomm.tune import cases, measure, results, search, static, tuner
 from tritoncomm.tune.candidates import Candidate, candidates, default, groups
 from tritoncomm.tune.cases import Case
-from tritoncomm.tune.machine_code import TARGETS, compiled_kernels
+from tritoncomm.tune.machine_code import TARGETS
 from tritoncomm.tune.tuner import Request
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 def forget() -> None:
     tables.chosen.cache_clear()
-    launch.crossover.cache_clear()
+    config.crossover.cache_clear()
 
 
 def tune(*arguments: str) -> Any:
@@ -102,16 +102,15 @@ def test_the_default_is_a_candidate_and_comes_first(op: str, unit: int, lanes: i
     assert tried[0] == default(op, unit, lanes)
     assert len(set(tried)) == len(tried) >= 8
     if lanes == 32:
-        assert str(tried[0].config(op, unit)) == str(compiled_kernels()["config"].config_for(op, unit, 2**20, 2**20))
+        assert str(tried[0].config(op, unit)) == str(config_for(op, unit, 2**20, 2**20))
 
 
 def test_tiles_of_any_tensor_are_among_the_reachable_ones() -> None:
-    config = compiled_kernels()["config"].config_for
     for op, unit in groups():
         found = {str(tile) for tile in reachable(op, unit, default(op, unit))}
         for outer in (1, 2, 3, 5, 17, 100, 4096, 10**6):
             for cols in (1, 3, 16, 100, 513, 4096, 5000, 10**7):
-                assert str(config(op, unit, outer, cols * unit)) in found
+                assert str(config_for(op, unit, outer, cols * unit)) in found
 
 
 @pytest.mark.parametrize(
@@ -198,6 +197,7 @@ def test_the_audit_sees_a_bad_tile() -> None:
 # Static runs through the command
 
 
+@pytest.mark.slow
 def test_static_runs_are_the_same_byte_for_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled in another process without the interpreter, and in this one with it; each compiles anew."""
     arguments = ("--static", "--target", "gfx942", "--op", "pack", "--shape", "4x200", "--dtype", "int64", "--json")
@@ -259,7 +259,7 @@ CASE = Request(ops=["pack"], shapes=["64x1024"])
 
 
 def test_a_search_writes_the_table_that_config_for_reads() -> None:
-    assert tuned() == (8192, 4) or launch.INTERPRETED
+    assert tuned() == (8192, 4)
     forget()
     outcome = tuner.measure(CASE, FakeBench())
     assert outcome.state == search.COMPLETE
@@ -608,7 +608,7 @@ def crossovers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device whose crossovers are 1000, 2000, ... bytes; unit 4 was not measured."""
     sizes = {"16": 1000, "8": 2000, "2": 10**5, "1": 10**6}
     put(reader(crossover_bytes={"pack": sizes, "unpack": sizes, "reduce": {"2": 3000, "4": 1000}}))
-    monkeypatch.setattr(launch, "device_key", lambda device: {"device_name": DEVICE[0], "sm_count": DEVICE[1]})
+    monkeypatch.setattr(config, "device_key", lambda device: {"device_name": DEVICE[0], "sm_count": DEVICE[1]})
 
 
 @pytest.mark.parametrize(
@@ -673,7 +673,7 @@ def test_no_unit_is_worked_out_where_all_agree(crossovers: None, monkeypatch: py
 def test_cpu_tensors_ask_for_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "crossover", None)
     assert ops.path_for(torch.ones(1)) == "torch"
-    assert launch.device_key(-1) == {}
+    assert config.device_key(-1) == {}
 
 
 # Arguments and models

@@ -31,7 +31,7 @@ _FIGURES |= dict.fromkeys(("link", "network", "memory"), _RATE)
 EPILOG = paragraphs(
     "Examples:",
     "tritoncomm plan sp2hp --shape 4096,2,8192 --world 8",
-    "tritoncomm plan sp2hp --shape 4096,2,8192 --world 8 --device 'NVIDIA H200'   (its tuned table)",
+    "tritoncomm plan sp2hp --shape 4096,2,8192 --world 8 --device 'NVIDIA H200'   (where it has a tuned table)",
     "tritoncomm plan all_to_all --shape 2,1024,32,128 --dim 2,1 --world 4   (Ulysses)",
     "   ... --strides 12582912,12288,128,1   (the same of one third of a fused qkv)",
     "tritoncomm plan all_to_all --shape 8,512 --world 2 --sizes 3,5 --out-sizes 3,1   (split sizes)",

@@ -1,17 +1,20 @@
 """The only caller of torch.distributed collectives: direct process-group calls, one shim over the torch versions.
 
 Tensors are contiguous and in wire order here; nothing is copied. `dist.*` wrappers cost 2 to 3 us more per call.
+``name`` is the function that a caller knows: a collective that fails raises ``PeerError`` with it and the ranks.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup, ReduceOp, distributed_c10d
 
-from tritoncomm.errors import UnsupportedError
+from tritoncomm import record
+from tritoncomm.errors import CommError, PeerError, UnsupportedError
 
 __all__ = [
     "Work",
@@ -34,6 +37,7 @@ __all__ = [
 
 Work = Any
 
+_ranks: dict[ProcessGroup, Any] = getattr(distributed_c10d, "_pg_group_ranks", {})
 _new_names = hasattr(ProcessGroup, "all_gather_single")
 _float8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith(("float8_", "float4_")))
 _integers = (torch.int16, torch.uint16, torch.uint32, torch.uint64)  # which neither Gloo nor NCCL knows
@@ -69,52 +73,93 @@ _sums = {
 _sum_scatter_options, _sum_options = _sums.values()
 
 
-def _end(work: Work) -> None:
-    """Blocking calls end here; a backend that synchronised by itself returns no work."""
-    if work is not None:
+def _fail(error: RuntimeError, what: str, ranks: Any, name: str) -> NoReturn:
+    """Raise ``PeerError`` for an error of the backend, and report it to the observer; other errors stay as they are."""
+    if isinstance(error, CommError | NotImplementedError | torch.OutOfMemoryError):
+        raise error
+    rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
+    failure = PeerError(f"{name}: the {what} over ranks {list(ranks or ())} failed{rank}: {error}")
+    record.failed(name, failure)
+    raise failure from error
+
+
+class _Pending:
+    """A collective in flight. It keeps the ranks of its group, and not the group."""
+
+    __slots__ = ("_name", "_ranks", "_what", "_work")
+
+    def __init__(self, work: Work, what: str, group: ProcessGroup, name: str) -> None:
+        self._work, self._what, self._ranks, self._name = work, what, _ranks.get(group), name
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            _fail(error, self._what, self._ranks, self._name)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+def _run(start: Callable[[], Work], what: str, group: ProcessGroup, name: str, asynchronous: bool) -> Work:
+    """Start a collective and wait for it, or return what can be waited for; the hot ones below are written out."""
+    try:
+        work = start()
+        if work is None:  # of a backend that synchronised by itself
+            return None
+        if asynchronous:
+            return _Pending(work, what, group, name)
         work.wait()
+    except RuntimeError as error:
+        _fail(error, what, _ranks.get(group), name)
 
 
-def all_gather(out: Tensor, x: Tensor, group: ProcessGroup, asynchronous: bool = False) -> Work:
+def all_gather(out: Tensor, x: Tensor, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
     """``out = concat over ranks of x``, out has world times the elements of x."""
     if x.dtype in special:
         out, x = carrier(out), carrier(x)
     options = _gather_options[asynchronous]
-    if _new_names:
-        work = group.all_gather_single(out, x, options)  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        work = group._allgather_base(out, x, options)
-    if asynchronous:
-        return work
-    if work is not None:  # a backend that synchronised by itself returns none
+    try:
+        if _new_names:
+            work = group.all_gather_single(out, x, options)  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            work = group._allgather_base(out, x, options)
+        if work is None:  # of a backend that synchronised by itself
+            return None
+        if asynchronous:
+            return _Pending(work, "all-gather", group, name)
         work.wait()
-    return None
+    except RuntimeError as error:
+        _fail(error, "all-gather", _ranks.get(group), name)
 
 
-def reduce_scatter(out: Tensor, x: Tensor, op: Any, group: ProcessGroup, asynchronous: bool = False) -> Work:
+def reduce_scatter(out: Tensor, x: Tensor, op: Any, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
     """``out = op over ranks of x[rank]``; x is in rank order with world times the elements of out."""
     options = _sum_scatter_options[asynchronous]
     if op is not _SUM:
         options = _options(dist.ReduceScatterOptions, asynchronous, op)
-    if _new_names:
-        work = group.reduce_scatter_single(out, x, options)  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        work = group._reduce_scatter_base(out, x, options)
-    if asynchronous:
-        return work
-    if work is not None:  # a backend that synchronised by itself returns none
+    try:
+        if _new_names:
+            work = group.reduce_scatter_single(out, x, options)  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            work = group._reduce_scatter_base(out, x, options)
+        if work is None:
+            return None
+        if asynchronous:
+            return _Pending(work, "reduce-scatter", group, name)
         work.wait()
-    return None
+    except RuntimeError as error:
+        _fail(error, "reduce-scatter", _ranks.get(group), name)
 
 
 def reduce_scatter_list(
-    out: Tensor, parts: list[Tensor], op: Any, group: ProcessGroup, asynchronous: bool = False
+    out: Tensor, parts: list[Tensor], op: Any, group: ProcessGroup, name: str, asynchronous: bool = False
 ) -> Work:
     """``reduce_scatter`` with uneven split sizes."""
     if out.dtype in special:
         out, parts = carrier(out), [carrier(part) for part in parts]
-    work = group.reduce_scatter([out], [parts], _options(dist.ReduceScatterOptions, asynchronous, op))
-    return work if asynchronous else _end(work)
+    options = _options(dist.ReduceScatterOptions, asynchronous, op)
+    return _run(lambda: group.reduce_scatter([out], [parts], options), "reduce-scatter", group, name, asynchronous)
 
 
 def all_to_all(
@@ -123,6 +168,7 @@ def all_to_all(
     out_rows: tuple[int, ...],
     in_rows: tuple[int, ...],
     group: ProcessGroup,
+    name: str,
     asynchronous: bool = False,
 ) -> Work:
     """Chunk w of x goes to rank w: equal chunks (no rows given), or that many rows of dim 0."""
@@ -130,27 +176,30 @@ def all_to_all(
         out, x = carrier(out), carrier(x)
     options = _exchange_options[asynchronous]
     rows = (list(out_rows), list(in_rows)) if out_rows else ([], [])
-    if _new_names:
-        work = group.all_to_all_single(out, x, *rows, options)  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        work = group.alltoall_base(out, x, *rows, options)
-    if asynchronous:
-        return work
-    if work is not None:  # a backend that synchronised by itself returns none
+    try:
+        if _new_names:
+            work = group.all_to_all_single(out, x, *rows, options)  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            work = group.alltoall_base(out, x, *rows, options)
+        if work is None:
+            return None
+        if asynchronous:
+            return _Pending(work, "all-to-all", group, name)
         work.wait()
-    return None
+    except RuntimeError as error:
+        _fail(error, "all-to-all", _ranks.get(group), name)
 
 
 def send_and_receive(
-    sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], group: ProcessGroup
-) -> "_Works":
+    sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], group: ProcessGroup, name: str
+) -> Work:
     """One message to or from each of these ranks of the group, all in one batch; ranks without one do not call.
 
     For an exchange between two sets of ranks that have none in common. Neighbouring stages use ``p2p.transport``.
     """
     calls = [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
     calls += [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sends]
-    return _Works(dist.batch_isend_irecv(calls) if calls else [])
+    return _run(lambda: _Works(dist.batch_isend_irecv(calls) if calls else []), "exchange", group, name, True)
 
 
 class _Works:
@@ -167,43 +216,47 @@ class _Works:
         return all(work.is_completed() for work in self._works)
 
 
-def all_gather_list(parts: list[Tensor], x: Tensor, group: ProcessGroup, asynchronous: bool = False) -> Work:
+def all_gather_list(parts: list[Tensor], x: Tensor, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
     """``parts[w] = x of rank w``, of uneven sizes: one group of broadcasts, by NCCL itself or here on Gloo."""
     if x.dtype in special:
         parts, x = [carrier(part) for part in parts], carrier(x)
     if backend_name(group, x) != "gloo":
-        work = group.allgather([parts], [x], _gather_options[asynchronous])
-        return work if asynchronous else _end(work)
-    parts[group.rank()].copy_(x)
-    works = [broadcast(part, w, group, True) for w, part in enumerate(parts) if part.numel()]
-    return _Works(works) if asynchronous else _end(_Works(works))
+        options = _gather_options[asynchronous]
+        return _run(lambda: group.allgather([parts], [x], options), "all-gather", group, name, asynchronous)
+
+    def broadcasts() -> _Works:
+        parts[group.rank()].copy_(x)
+        return _Works([broadcast(part, w, group, name, True) for w, part in enumerate(parts) if part.numel()])
+
+    return _run(broadcasts, "all-gather", group, name, asynchronous)
 
 
-def all_reduce(x: Tensor, op: Any, group: ProcessGroup, asynchronous: bool = False) -> Work:
+def all_reduce(x: Tensor, op: Any, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
     """In place; the dtype is one the backend adds up (see ``carrier``)."""
     options = _sum_options[asynchronous] if op is _SUM else _options(dist.AllreduceOptions, asynchronous, op)
-    work = group.allreduce([x], options)
-    if asynchronous:
-        return work
-    if work is not None:  # a backend that synchronised by itself returns none
+    try:
+        work = group.allreduce([x], options)
+        if work is None:
+            return None
+        if asynchronous:
+            return _Pending(work, "all-reduce", group, name)
         work.wait()
-    return None
+    except RuntimeError as error:
+        _fail(error, "all-reduce", _ranks.get(group), name)
 
 
-def broadcast(x: Tensor, src: int, group: ProcessGroup, asynchronous: bool = False) -> Work:
+def broadcast(x: Tensor, src: int, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
     """In place; ``src`` is the rank inside the group."""
     options = _options(dist.BroadcastOptions, asynchronous)
     options.rootRank, options.rootTensor = src, 0
-    work = group.broadcast([carrier(x)], options)
-    return work if asynchronous else _end(work)
+    return _run(lambda: group.broadcast([carrier(x)], options), "broadcast", group, name, asynchronous)
 
 
-def reduce(x: Tensor, dst: int, op: Any, group: ProcessGroup, asynchronous: bool = False) -> Work:
+def reduce(x: Tensor, dst: int, op: Any, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
     """In place; ``dst`` is the rank inside the group, elsewhere x is scratch afterwards."""
     options = _options(dist.ReduceOptions, asynchronous, op)
     options.rootRank = dst
-    work = group.reduce([carrier(x)], options)
-    return work if asynchronous else _end(work)
+    return _run(lambda: group.reduce([carrier(x)], options), "reduce", group, name, asynchronous)
 
 
 _bitwise = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)

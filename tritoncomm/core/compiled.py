@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tritoncomm import record
+from tritoncomm import record, variables
 from tritoncomm.core import ops, plan
 from tritoncomm.core.plan import CollectivePlan, Ints
-from tritoncomm.errors import CommError
+from tritoncomm.errors import CommError, UnsupportedError
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "reduce_scatter", "split"]
 
@@ -89,6 +89,17 @@ def _result(x: Tensor) -> Tensor:
     return x.view(x.shape)
 
 
+def _world(group: ProcessGroup, name: str) -> int:
+    """Number of ranks.
+
+    Raises:
+        UnsupportedError: in check mode, which compares calls on the host.
+    """
+    if variables.CHECK.value or variables.HASH.value:
+        raise UnsupportedError(f"{name}: check mode (TRITONCOMM_CHECK) does not compare compiled calls; turn one off")
+    return group.size()
+
+
 def _plan(function: Any, x: Tensor, group: ProcessGroup, name: str, *args: Any) -> CollectivePlan:
     """What a function of ``plan`` returns for this rank; errors name the caller's function."""
     try:
@@ -110,7 +121,7 @@ def _all_to_all(
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
     """Concatenate the ranks' tensors along ``dim``."""
-    world = group.size()
+    world = _world(group, name)
     if world == 1:
         return x
     planned = _plan(plan.all_gather, x, group, name, dim, world, group.rank(), sizes)
@@ -141,7 +152,7 @@ def _packed(x: Tensor, dim: int, world: int, sizes: Ints | None, name: str) -> T
 
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
     """Sum over the ranks and keep this rank's shard of ``dim``."""
-    world = group.size()
+    world = _world(group, name)
     if world == 1:
         return x
     planned = _plan(plan.reduce_scatter, x, group, name, dim, world, group.rank(), sizes)
@@ -156,7 +167,7 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None,
 
 def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
     """This rank's shard of ``dim``; plain torch, which inductor fuses with what follows."""
-    if group.size() == 1:
+    if _world(group, name) == 1:
         return x
     try:
         start, size = plan.split(x.shape, dim, group.size(), group.rank(), sizes)
@@ -167,7 +178,7 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
 
 def all_reduce(x: Tensor, group: ProcessGroup, name: str) -> Tensor:
     """Sum over the ranks, never in place: inductor reuses the buffer where it can."""
-    world = group.size()
+    world = _world(group, name)
     if world == 1:
         return x
     pending = _c10d.all_reduce(x.contiguous(), "sum", group.group_name)
@@ -178,7 +189,7 @@ def all_to_all_single(
     x: Tensor, group: ProcessGroup, out_sizes: Ints | None, in_sizes: Ints | None, name: str
 ) -> Tensor:
     """All-to-all along dim 0, always by split sizes: the functional collective has no even form."""
-    world = group.size()
+    world = _world(group, name)
     if world == 1:
         return x
     planned = _plan(plan.all_to_all_single, x, group, name, world, group.rank(), out_sizes, in_sizes)
@@ -202,7 +213,7 @@ def all_to_all(
     gather_sizes: Ints | None = None,
 ) -> Tensor:
     """Split ``scatter_dim`` over the ranks and concatenate ``gather_dim`` from them."""
-    world = group.size()
+    world = _world(group, name)
     if world == 1:
         return x if shape is None else x.reshape(shape)
     sizes = scatter_sizes, gather_sizes

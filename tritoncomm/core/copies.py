@@ -5,16 +5,19 @@ The strided ones are torch's, for layouts that no kernel reads.
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
+import tritoncomm_kernels as kernels
 from torch import Tensor
-from tritoncomm_kernels import copy as kernels_copy
-from tritoncomm_kernels.launch import Launch, TooLargeError
-from tritoncomm_kernels.numerics import INTERPRETED
+from tritoncomm_kernels import TooLargeError
 
 from tritoncomm.core.address_map import AddressMap, rows_layout
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, UnsupportedError
+
+if TYPE_CHECKING:
+    from tritoncomm_kernels.launch import Launch
 
 __all__ = ["pack_blocks", "plain_copy", "unpack_blocks"]
 
@@ -34,12 +37,12 @@ def plain_copy(name: str, x: Tensor, wire: Tensor, shape: Ints, stride: Ints, di
 @lru_cache(maxsize=8192)
 def _prepared(
     name: str, device: int, dtype: torch.dtype, alignment: int, shape: Ints, stride: Ints, dim: int, world: int
-) -> tuple[Launch | None, int]:
+) -> "tuple[Launch | None, int]":
     layout = rows_layout(shape, stride, dim)
-    if layout is None or 0 in shape or (device < 0 and not INTERPRETED):
+    if layout is None or 0 in shape:
         return None, 0
     try:
-        return kernels_copy.plain_copy(name, device, dtype, alignment, *layout, world)
+        return kernels.plain_copy(name, device, dtype, alignment, *layout, world)
     except TooLargeError:
         return None, 0
 
@@ -53,7 +56,8 @@ def pack_blocks(wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Ints
             block.copy_(shard)
         else:
             wide = torch.promote_types(torch.promote_types(x.dtype, wire.dtype), torch.float32)
-            block.copy_(shard.to(wide).mul_(scale))
+            value = shard.to(wide) * scale  # not in place: shard may be of that type already, and is the caller's
+            block.copy_(value.float() if wide is torch.float64 and wire.itemsize == 2 else value)
     return x.nbytes + wire.nbytes
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup, ReduceOp
 
@@ -50,8 +49,8 @@ def all_gather(
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
+    _range = record.begin(name, "all_gather", group, x, (dim, sizes)) if record.switch._is_profiler_enabled else None
     check_input(x, name)
-    _range = record.span(name) if profiler._is_profiler_enabled else None
     if sizes is not None and x.dim() and not all_equal(sizes, world, x.shape[dim]):
         return all_gather_uneven(x, dim, group, sizes, name, asynchronous, started)
     try:
@@ -62,7 +61,7 @@ def all_gather(
     if asynchronous or not plan.in_order:
         return _all_gather_staged(x, dim, group, name, asynchronous, plan, copied, started)
     out = x.new_empty(plan.shape)
-    backend.all_gather(out if plan.stacked is None else out.view(plan.stacked), x, group)
+    backend.all_gather(out if plan.stacked is None else out.view(plan.stacked), x, group, name)
     record.add(name, "torch" if copied else "view", copied, plan.bytes_sent, started)
     return out
 
@@ -84,7 +83,7 @@ def _all_gather_staged(
         wire = out if plan.stacked is None else out.view(plan.stacked)
     else:
         wire = x.new_empty(plan.stacked or plan.shape)
-    work = backend.all_gather(wire, x, group, asynchronous)
+    work = backend.all_gather(wire, x, group, name, asynchronous)
     if out is not None:
         path = "view" if plan.in_order else ops.path_for(out, "unpack", dim, world)
         record.add(name, path, copied, plan.bytes_sent, started)
@@ -110,8 +109,10 @@ def reduce_scatter(
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
+    _range = None
+    if record.switch._is_profiler_enabled:
+        _range = record.begin(name, "reduce_scatter", group, x, (dim, sizes, op))
     check_input(x, name)
-    _range = record.span(name) if profiler._is_profiler_enabled else None
     if op is not _SUM:
         backend.check_op(op, x, group, name)
     if sizes is not None and x.dim() and not all_equal(sizes, world, x.shape[dim] // world):
@@ -129,12 +130,12 @@ def reduce_scatter(
     if plan.needs_cast:
         backend.check_op(op, x, group, name)
         work = backend.reduce_scatter(
-            backend.carrier(out.view(-1)), backend.carrier(wire.view(-1)), op, group, asynchronous
+            backend.carrier(out.view(-1)), backend.carrier(wire.view(-1)), op, group, name, asynchronous
         )
     elif plan.stacked is None:
-        work = backend.reduce_scatter(out, wire, op, group, asynchronous)
+        work = backend.reduce_scatter(out, wire, op, group, name, asynchronous)
     else:  # Gloo wants the ranks in dim 0
-        work = backend.reduce_scatter(out.view(-1), wire.view(-1), op, group, asynchronous)
+        work = backend.reduce_scatter(out.view(-1), wire.view(-1), op, group, name, asynchronous)
     record.add(name, path, copied, plan.bytes_sent, started)
     return (out, Handle(work, out, None, wire)) if asynchronous else out
 
@@ -146,8 +147,8 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1 and _single_rank_returns_early:
         return x
+    _range = record.begin(name, "split", group, x, (dim, sizes)) if record.switch._is_profiler_enabled else None
     check_input(x, name)
-    _range = record.span(name) if profiler._is_profiler_enabled else None
     try:
         start, size = cached.split(x.shape, dim, world, group.rank(), sizes)
     except ShapeError as error:
@@ -175,8 +176,8 @@ def all_reduce(
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
+    _range = record.begin(name, "all_reduce", group, x, (op,)) if record.switch._is_profiler_enabled else None
     check_input(x, name)
-    _range = record.span(name) if profiler._is_profiler_enabled else None
     special = x.dtype in backend.special
     if special or op is not _SUM:
         backend.check_op(op, x, group, name)
@@ -188,7 +189,7 @@ def all_reduce(
         out, path, copied = x, "view", 0
     else:  # a clone without arguments is a microsecond faster
         out, path, copied = x.clone(), "torch", 2 * size
-    work = backend.all_reduce(backend.carrier(out) if special else out, op, group, asynchronous)
+    work = backend.all_reduce(backend.carrier(out) if special else out, op, group, name, asynchronous)
     record.add(name, path, copied, all_reduce_bytes(size, world), started)
     return (out, Handle(work, out, None)) if asynchronous else out
 
@@ -207,8 +208,10 @@ def all_to_all_single(
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
+    _range = None
+    if record.switch._is_profiler_enabled:
+        _range = record.begin(name, "all_to_all_single", group, x, (out_sizes, in_sizes))
     check_input(x, name)
-    _range = record.span(name) if profiler._is_profiler_enabled else None
     try:
         plan, same_shape, may_be_lazy = cached.all_to_all_single(
             x.shape, x.dtype, world, group.rank(), out_sizes, in_sizes
@@ -217,7 +220,7 @@ def all_to_all_single(
         raise located(error, x.shape, name, group) from None
     x, copied = cached.contiguous(x, may_be_lazy)
     out = torch.empty_like(x) if same_shape else x.new_empty(plan.shape)
-    work = backend.all_to_all(out, x, plan.recv_sizes, plan.send_sizes, group, asynchronous)
+    work = backend.all_to_all(out, x, plan.recv_sizes, plan.send_sizes, group, name, asynchronous)
     record.add(name, "torch" if copied else "view", copied, plan.bytes_sent, started)
     return (out, Handle(work, out, None, x)) if asynchronous else out
 
@@ -242,8 +245,10 @@ def all_to_all(
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1 and _single_rank_returns_early:
         return x if shape is None else x.reshape(shape)
+    _range = None
+    if record.switch._is_profiler_enabled:
+        _range = record.begin(name, "all_to_all", group, x, (scatter_dim, gather_dim, scatter_sizes, gather_sizes))
     check_input(x, name)
-    _range = record.span(name) if profiler._is_profiler_enabled else None
     if scatter_sizes is not None or gather_sizes is not None:
         return all_to_all_uneven(x, scatter_dim, gather_dim, group, name, scatter_sizes, gather_sizes, started)
     try:
@@ -255,9 +260,9 @@ def all_to_all(
     wire, path, copied = ops.pack(x, scatter_dim, world)
     received = torch.empty_like(wire)
     if wire.shape[0] % world:  # dims of size 1 in front; torch 2.15 wants to split dim 0
-        work = backend.all_to_all(received.view(-1), wire.view(-1), (), (), group, asynchronous)
+        work = backend.all_to_all(received.view(-1), wire.view(-1), (), (), group, name, asynchronous)
     else:
-        work = backend.all_to_all(received, wire, (), (), group, asynchronous)
+        work = backend.all_to_all(received, wire, (), (), group, name, asynchronous)
     if work is not None:
         work.wait()
     del wire  # what was sent is not needed while what arrived is unpacked

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 from torch.distributed import ProcessGroup
 
 from tritoncomm import record
@@ -56,14 +55,14 @@ def _pack(tensors: Sequence[Tensor], plan: ExchangePlan) -> tuple[Tensor, int]:
     return wire, 2 * wire.nbytes
 
 
-def _sent(wire: Tensor, plan: ExchangePlan, group: ProcessGroup) -> Tensor:
+def _sent(wire: Tensor, plan: ExchangePlan, group: ProcessGroup, name: str) -> Tensor:
     """What arrives in exchange for the wire: of its shape where all blocks are equal, else flat."""
     if not plan.send_counts and wire.shape[0] % group.size() == 0:
         received = torch.empty_like(wire)
-        backend.all_to_all(received, wire, (), (), group)
+        backend.all_to_all(received, wire, (), (), group, name)
         return received
     received = wire.new_empty(plan.elements[1])
-    backend.all_to_all(received, wire.view(-1), plan.recv_counts, plan.send_counts, group)
+    backend.all_to_all(received, wire.view(-1), plan.recv_counts, plan.send_counts, group, name)
     return received
 
 
@@ -75,11 +74,13 @@ def to_heads(tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, nam
     if layout.plain and (layout.even or ops.path_for(tensors[0]) == "triton"):
         return [_one(tensors[0], HEAD_DIM, layout.seq_dim, layout, group, name)]
     started = record.now()
+    _range = None
+    if record.switch._is_profiler_enabled:
+        _range = record.begin(name, "to_heads", group, tensors, (layout,))
     _checked(tensors, name)
-    _range = record.span(name) if profiler._is_profiler_enabled else None
     plan = _planned(heads_plan, tensors, layout, group, name)
     wire, copied = _pack(tensors, plan)
-    received = _sent(wire, plan, group)
+    received = _sent(wire, plan, group, name)
     path = "torch" if copied else "view"
     del wire  # what was sent is not needed while what arrived is unpacked
     if not plan.unpack:
@@ -111,12 +112,14 @@ def to_sequence(
     if layout.plain and outs is None and (layout.even or ops.path_for(tensors[0]) == "triton"):
         return [_one(tensors[0], layout.seq_dim, HEAD_DIM, layout, group, name)]
     started = record.now()
+    _range = None
+    if record.switch._is_profiler_enabled:
+        _range = record.begin(name, "to_sequence", group, tensors, (layout,))
     _checked(tensors, name)
-    _range = record.span(name) if profiler._is_profiler_enabled else None
     out_strides = () if outs is None else tuple([x.stride() for x in outs])
     plan = _planned(sequence_plan, tensors, layout, group, name, out_strides)
     wire, copied = _pack(tensors, plan)
-    received = _sent(wire, plan, group)
+    received = _sent(wire, plan, group, name)
     del wire
     results, unpacked = _unpack_heads(received, plan, layout, outs)
     record.add(name, "torch", copied + unpacked, plan.bytes_sent, started)

@@ -9,13 +9,15 @@ import tritoncomm_kernels as kernels
 from torch import Tensor
 from torch.autograd import profiler
 from tritoncomm_kernels import TooLargeError, reference
-from tritoncomm_kernels.launch import crossover
+from tritoncomm_kernels.config import crossover
 
 from tritoncomm import record, variables
 from tritoncomm.core.address_map import AddressMap, gathered_layout, rows_layout, unit_bytes, wire_layout
 from tritoncomm.core.copies import pack_blocks, plain_copy, unpack_blocks
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, UnsupportedError
+from tritoncomm.record import CopyPath
+from tritoncomm.variables import PathChoice
 
 __all__ = ["forced_path", "pack", "pack_into", "path", "path_for", "reduce", "unpack"]
 
@@ -23,7 +25,7 @@ _CAT_ROW, _CAT_BYTES = 2048, 1 << 15  # bytes of a row at most and of a wire at 
 _forced = variables.PATH
 
 
-def path(name: str) -> AbstractContextManager[None]:
+def path(name: PathChoice) -> AbstractContextManager[None]:
     """Force ``torch`` or ``triton`` for every pack and unpack of this process, or give the choice back to ``auto``.
 
     Process-wide and not per thread, because autograd runs the backward of GPU tensors in threads of its own.
@@ -35,7 +37,7 @@ def path(name: str) -> AbstractContextManager[None]:
 
 def path_for(
     x: Tensor, op: str = "pack", dim: int = -1, world: int = 1, sizes: Ints | None = None, shape: Ints | None = None
-) -> str:
+) -> CopyPath:
     """The path ``op`` on ``x`` takes, unless one is forced: ``torch`` for CPU tensors, ``triton`` on GPUs.
 
     On a GPU with a tuned table, tensors below its crossover take ``torch`` too: that of the unit in which a kernel
@@ -44,10 +46,10 @@ def path_for(
     """
     if _forced.value == "auto":
         return _path_on_gpu(x, op, dim, world, sizes, shape) if x.is_cuda else "torch"
-    return forced_path()
+    return "torch" if forced_path() == "torch" else "triton"
 
 
-def forced_path() -> str:
+def forced_path() -> PathChoice:
     """What ``path`` or ``TRITONCOMM_PATH`` say.
 
     Raises:
@@ -58,7 +60,7 @@ def forced_path() -> str:
     return _forced.value
 
 
-def _path_on_gpu(x: Tensor, op: str, dim: int, world: int, sizes: Ints | None, shape: Ints | None) -> str:
+def _path_on_gpu(x: Tensor, op: str, dim: int, world: int, sizes: Ints | None, shape: Ints | None) -> CopyPath:
     limits = crossover(op, x.get_device())
     if limits is None or (nbytes := x.nbytes) >= limits.most:
         return "triton"
@@ -80,7 +82,7 @@ def pack(
     dtype: torch.dtype | None = None,
     scale: float | None = None,
     out: Tensor | None = None,
-) -> tuple[Tensor, str, int]:
+) -> tuple[Tensor, CopyPath, int]:
     """Put ``x`` into rank order: ``wire[w] = chunk w of x along dim``, one pass over memory or none.
 
     Args:
@@ -132,7 +134,7 @@ def _wire_shape(plan: AddressMap, x: Tensor, dim: int, sizes: Ints | None) -> In
 
 def pack_into(
     wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Ints | None, scale: float | None
-) -> tuple[str, int]:
+) -> tuple[CopyPath, int]:
     """``pack`` into a wire of the plan's shape; the path and the bytes read plus written."""
     taken, layout = path_for(x, "pack", dim, plan.world, sizes), rows_layout(x.shape, x.stride(), dim)
     if layout is None and plan.outer == 1 and (plan.even or sizes is not None) and wire.is_contiguous():
@@ -162,7 +164,7 @@ def unpack(
     scale: float | None = None,
     out: Tensor | None = None,
     accumulate: bool = False,
-) -> tuple[Tensor, str, int]:
+) -> tuple[Tensor, CopyPath, int]:
     """The inverse of ``pack``: concatenate the ranks' shards along ``dim``, one pass over memory.
 
     Args:
@@ -211,7 +213,7 @@ def _gathered(wire: Tensor, shape: Ints, dim: int, layout: tuple[Ints, Ints, Int
 
 def _unpack_into(
     out: Tensor, wire: Tensor, plan: AddressMap, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
-) -> tuple[str, int]:
+) -> tuple[CopyPath, int]:
     taken, layout = path_for(out, "unpack", dim, plan.world, sizes), rows_layout(out.shape, out.stride(), dim)
     if layout is None:
         _refuse_triton("unpack", out, dim)
@@ -241,7 +243,7 @@ def _leave_to_torch(error: TooLargeError) -> None:
 
 def reduce(
     wire: Tensor, *, dtype: torch.dtype | None = None, scale: float | None = None, out: Tensor | None = None
-) -> tuple[Tensor, str, int]:
+) -> tuple[Tensor, CopyPath, int]:
     """Sum the ranks' parts in rank order: ``out = (wire[0] + wire[1] + ...) * scale``, fp32 sum, one rounding.
 
     Args:

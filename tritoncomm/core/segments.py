@@ -2,21 +2,28 @@
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 
+import torch
+import tritoncomm_kernels as kernels
 from torch import Tensor
 from torch.autograd import profiler
 from tritoncomm_kernels import Segment, Segments, reference
 from tritoncomm_kernels.geometry import coalesce
 
 from tritoncomm import record
+from tritoncomm.core.ops import path_for
+from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ShapeError
 
-__all__ = ["block_segments", "gather", "scatter"]
+__all__ = ["MOST_SEGMENTS", "block_segments", "full_tensors", "gather", "scatter"]
+
+MOST_SEGMENTS = 8192  # of a table that is made for a layout instead of a launch for every tensor
 
 
 def gather(
     tensors: Sequence[Tensor], wire: Tensor, segments: Segments, *, scale: float | None = None
-) -> tuple[str, int]:
+) -> tuple[record.CopyPath, int]:
     """Copy the table's segments from the tensors into the wire; see ``tritoncomm_kernels.Segments``.
 
     Args:
@@ -28,9 +35,16 @@ def gather(
     Returns:
         The path (torch or triton) and the bytes read plus written.
 
-    Traffic: reads and writes every segment once.
+    Raises:
+        ValueError: the table does not fit the tensors or the wire.
+        RuntimeError: on a GPU, a table or other addresses of more than 16 tensors for the first time in a capture.
+        TypeError: a cast or scale of a dtype that has no arithmetic here.
+
+    Traffic: reads and writes every segment once; one launch on a GPU, and one for every other pair of dtypes.
     """
     _range = record.span("gather") if profiler._is_profiler_enabled else None
+    if path_for(wire, "segments") == "triton":
+        return "triton", kernels.gather_segments(tensors, wire, segments, scale=scale)
     return "torch", reference.gather_segments(tensors, wire, segments, scale=scale)
 
 
@@ -41,12 +55,14 @@ def scatter(
     *,
     scale: float | None = None,
     accumulate: bool = False,
-) -> tuple[str, int]:
+) -> tuple[record.CopyPath, int]:
     """The inverse of ``gather``: copy the table's segments from the wire into the tensors, or add them.
 
     Arguments, result and traffic as there; adding reads the segments of the tensors, too.
     """
     _range = record.span("scatter") if profiler._is_profiler_enabled else None
+    if path_for(wire, "segments") == "triton":
+        return "triton", kernels.scatter_segments(wire, tensors, segments, scale=scale, accumulate=accumulate)
     return "torch", reference.scatter_segments(wire, tensors, segments, scale=scale, accumulate=accumulate)
 
 
@@ -96,3 +112,23 @@ def block_segments(
     walks = [range(0, n * by, by) if by else (0,) * n for n, by in zip(outer, outer_steps, strict=True)]
     places = enumerate(itertools.product(*walks))
     return [Segment(tensor, first + sum(at), rows, row, step, wire + i * length) for i, at in places]
+
+
+@lru_cache(maxsize=1024)
+def full_tensors(
+    layouts: tuple[tuple[Ints, Ints, torch.dtype], ...], starts: Ints, dtypes: tuple[torch.dtype, ...] | None = None
+) -> Segments | None:
+    """The table of full tensors, each contiguous in the wire; None where there would be too many segments.
+
+    Args:
+        layouts: shape, stride and dtype of every tensor.
+        starts: byte offset of each in the wire.
+        dtypes: of their elements in the wire; their own by default.
+    """
+    rows: list[Segment] = []
+    carried = dtypes or tuple(dtype for _, _, dtype in layouts)
+    for i, ((shape, stride, _), start, dtype) in enumerate(zip(layouts, starts, carried, strict=True)):
+        rows += block_segments(i, shape, stride, (0,) * len(shape), shape, dtype.itemsize, start)
+        if len(rows) > MOST_SEGMENTS:
+            return None
+    return Segments(rows, carried)

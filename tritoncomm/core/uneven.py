@@ -29,9 +29,9 @@ def all_gather_uneven(
     x, copied = cached.contiguous(x)
     out = x.new_empty(plan.shape)
     wire = out.view(-1) if plan.in_order else x.new_empty(out.numel())
-    work = backend.all_gather_list(list(wire.split(plan.recv_counts)), x.view(-1), group, asynchronous)
+    work = backend.all_gather_list(list(wire.split(plan.recv_counts)), x.view(-1), group, name, asynchronous)
 
-    def finish() -> tuple[str, int]:
+    def finish() -> tuple[record.CopyPath, int]:
         return ("view", 0) if plan.in_order else ops.unpack(wire, plan.shape, dim, world, sizes, out=out)[1:]
 
     if asynchronous:
@@ -51,7 +51,7 @@ def reduce_scatter_uneven(
     backend.check_op(op, x, group, name)
     wire, path, copied = ops.pack(cached.resolved(x), dim, group.size(), sizes)
     out = x.new_empty(plan.shape)
-    work = backend.reduce_scatter_list(out.view(-1), list(wire.split(plan.send_counts)), op, group, asynchronous)
+    work = backend.reduce_scatter_list(out.view(-1), list(wire.split(plan.send_counts)), op, group, name, asynchronous)
     record.add(name, path, copied, plan.bytes_sent, started)
     return (out, Handle(work, out, None, wire)) if asynchronous else out
 
@@ -71,7 +71,7 @@ def all_to_all_uneven(
     plan = _plan(cached.uneven_all_to_all, x, group, name, dims, scatter_sizes, gather_sizes)
     wire, path, copied = ops.pack(cached.resolved(x), scatter_dim, world, plan.send_sizes)
     received = x.new_empty(plan.shape)
-    backend.all_to_all(received.view(-1), wire.view(-1), plan.recv_counts, plan.send_counts, group)
+    backend.all_to_all(received.view(-1), wire.view(-1), plan.recv_counts, plan.send_counts, group, name)
     del wire  # what was sent is not needed while what arrived is unpacked
     if plan.in_order:
         record.add(name, path, copied, plan.bytes_sent, started)

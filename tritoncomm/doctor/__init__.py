@@ -25,9 +25,9 @@ __all__ = ["Finding", "examine"]
 
 NEEDED = {"torch": (2, 11), "triton": (3, 6)}
 VARIABLES = (
-    "TRITONCOMM_PATH", "TRITONCOMM_TABLE", "TRITONCOMM_CHECK", "TRITON_INTERPRET", "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE",
-    "NCCL_DEBUG", "TORCH_DIST_USE_NCCL2", "TORCH_DISTRIBUTED_DEBUG",
+    "TRITONCOMM_PATH", "TRITONCOMM_TABLE", "TRITONCOMM_CHECK", "TRITONCOMM_FLIGHT", "TRITON_INTERPRET",
+    "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE",
+    "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_DEBUG", "TORCH_DIST_USE_NCCL2", "TORCH_DISTRIBUTED_DEBUG",
 )  # fmt: skip
 _NO_NETWORK = re.compile(r"rank \d: (tritoncomm\.errors\.|(ModuleNotFound|Import|Attribute|Name)Error|\w+ gave wrong)")
 
@@ -64,6 +64,8 @@ def examine(self_test: bool = True) -> Iterator[Finding]:
     judged = [_variable(name) for name in VARIABLES if name in os.environ]
     yield from judged
     for name in sorted(os.environ):
+        if name == "TORCH_NCCL_ASYNC_ERROR_HANDLING" and "TORCHELASTIC_RUN_ID" in os.environ:
+            continue  # torchrun sets it
         if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_")) and name not in VARIABLES:
             yield Finding(name, os.environ[name], "note", "unset it unless you know why it is there")
         if name.startswith("TRITONCOMM_") and name not in VARIABLES:
@@ -199,7 +201,7 @@ def _judged(name: str, value: str) -> tuple[str, str]:
         case "TRITONCOMM_PATH" if value != "auto":
             return "note", "forces one path"
         case "TRITONCOMM_CHECK" if variables.is_on(value):
-            return "note", "a header before every message, for debugging; set it on all ranks or none"
+            return "note", "ranks compare their calls, for debugging; set it on all ranks or none"
         case "TRITON_INTERPRET" if value == "1" and gpu:
             return "problem", "kernels run in Python, thousands of times slower: unset it"
         case "TRITON_INTERPRET":

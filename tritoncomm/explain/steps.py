@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.distributed import ReduceOp
@@ -34,7 +35,7 @@ class Step(record.Traffic):
     """
 
     name: str
-    path: str
+    path: record.CopyPath | Literal["backend"]
     what: str
     bytes_copied: int
     bytes_sent: int
@@ -53,7 +54,7 @@ class Movement(record.Traffic):
     steps: tuple[Step, ...]
 
     @property
-    def path(self) -> str:
+    def path(self) -> record.CopyPath | Literal["backend"]:
         """As `record` counts it: that of the first pack or unpack that moves something, else of any local step."""
         moving = [step for step in self.steps if step.bytes_copied]
         first = [step for step in moving if step.name in ("pack", "unpack")] + moving
@@ -123,10 +124,10 @@ class Call:
             return torch.empty(shape, device="meta")
         return torch.empty_strided(shape, self.stride, device="meta")
 
-    def path(self, op: str, nbytes: int, unit: int) -> str:
+    def path(self, op: str, nbytes: int, unit: int) -> record.CopyPath:
         """The path of a pack or unpack of so many bytes in that unit, as `ops` chooses it."""
-        if ops.forced_path() != "auto":
-            return ops.forced_path()
+        if (forced := ops.forced_path()) != "auto":
+            return forced
         limits = crossover_of(op, self.device_name, self.sm_count)
         return "torch" if self.kind == "cpu" or (limits and nbytes < limits.by_unit[unit]) else "triton"
 
@@ -136,7 +137,9 @@ class Call:
         if problem := backend.refused(ReduceOp.SUM, self.dtype, name):
             raise UnsupportedError(f"plan: {name} cannot reduce {dtype_name(self.dtype)}: {problem}")
 
-    def local(self, name: str, what: str, copied: int, path: str = "torch", tile: str = "", origin: str = "") -> Step:
+    def local(
+        self, name: str, what: str, copied: int, path: record.CopyPath = "torch", tile: str = "", origin: str = ""
+    ) -> Step:
         """A pass that reads and writes ``copied`` bytes; a view if none."""
         return Step(name, path if copied else "view", what, copied, 0, pass_seconds(copied, self.rates), tile, origin)
 

@@ -46,13 +46,14 @@ def _all_gather(
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1:
         return x, None, x
+    _range = record.begin(name, "all_gather", group, x, (0, None)) if record.switch._is_profiler_enabled else None
     try:
         plan = cached.all_gather(x.shape, x.dtype, 0, world)
     except ShapeError as error:
         raise located(error, x.shape, name, group) from None
     x, copied = cached.contiguous(x, plan.may_be_lazy)
     out = buffers().get_tensor(plan.shape, x.dtype, "mpu")
-    work = backend.all_gather(out, x, group, asynchronous)
+    work = backend.all_gather(out, x, group, name, asynchronous)
     record.add(name, "torch" if copied else "view", copied, plan.bytes_sent, started)
     return out, work, x
 
@@ -62,7 +63,8 @@ def _reduce(x: Tensor, group: ProcessGroup, name: str) -> backend.Work:
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1:
         return None
-    work = backend.all_reduce(x, _SUM, group, True)
+    _range = record.begin(name, "all_reduce", group, x, (_SUM,)) if record.switch._is_profiler_enabled else None
+    work = backend.all_reduce(x, _SUM, group, name, True)
     record.add(name, "view", 0, all_reduce_bytes(x.nbytes, world), started)
     return work
 
@@ -72,9 +74,12 @@ def _reduce_scatter(x: Tensor, group: ProcessGroup, name: str) -> tuple[Tensor, 
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1:
         return x, None
+    _range = None
+    if record.switch._is_profiler_enabled:
+        _range = record.begin(name, "reduce_scatter", group, x, (0, None, _SUM))
     plan = cached.reduce_scatter(x.shape, x.dtype, 0, world)
     out = x.new_empty(plan.shape)
-    work = backend.reduce_scatter(out, x, _SUM, group, True)
+    work = backend.reduce_scatter(out, x, _SUM, group, name, True)
     record.add(name, "view", 0, plan.bytes_sent, started)
     return out, work
 

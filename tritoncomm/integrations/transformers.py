@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import ulysses
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
-from tritoncomm.groups import resolve
+from tritoncomm.groups import resolve_sequence
 
 __all__ = ["register", "shard_batch", "unregister"]
 
@@ -30,7 +30,7 @@ def register(group: ProcessGroup | None = None, *, attention: str = "sdpa", name
     """Add an attention implementation that exchanges sequence for heads around ``attention``; returns ``name``.
 
     Args:
-        group: the ranks that hold the sequence; the tensor group by default.
+        group: the ranks that hold the sequence; the tensor group by default, unless there is a context axis.
         attention: the implementation that attends to all positions, under its name in transformers.
         name: for ``model.set_attn_implementation`` or ``attn_implementation=``.
 
@@ -45,7 +45,7 @@ def register(group: ProcessGroup | None = None, *, attention: str = "sdpa", name
         raise ArgumentError(f"register: transformers has no attention {attention!r}, only {sorted(attentions)}")
     if name in attentions:
         raise ArgumentError(f"register: {name!r} is registered already; unregister() it or pass another name")
-    group = resolve(group, "register")
+    group = resolve_sequence(group, "register")
     inner_mask = masks.get(attention)
     added = _Implementation(group, name, attention, attentions[attention], inner_mask)
     type(attentions).register(name, added.attend)
@@ -129,7 +129,8 @@ class _Implementation:
         local, positions = query.shape[2], query.shape[2] * self.group.size()
         if key.shape[2] != local:
             raise UnsupportedError(
-                f"{self.name}: {local} queries of {key.shape[2]} keys: a key/value cache is not supported"
+                f"{self.name}: {local} queries of {key.shape[2]} keys: a key/value cache is not supported; "
+                "pass use_cache=False, and generate with set_attn_implementation('sdpa')"
             )
         if not isinstance(mask, Tensor):  # none, or a block mask that `make_mask` has made
             return
@@ -186,7 +187,7 @@ def shard_batch(
         batch: ``input_ids`` ``[b, S]`` and, where they exist, ``labels`` or ``shift_labels``, ``position_ids``,
             ``attention_mask`` ``[b, S]`` and ``num_items_in_batch``. Position ids that start again are packed
             sequences, unless there is an attention mask.
-        group: the ranks; the tensor group by default.
+        group: the ranks; the tensor group by default, unless there is a context axis.
         pad_token_id: the token at padded positions.
 
     Returns:
@@ -200,7 +201,7 @@ def shard_batch(
         ShapeError: an entry of another shape than ``input_ids``.
     """
     name = "shard_batch"
-    group = resolve(group, name)
+    group = resolve_sequence(group, name)
     _check_batch(batch, name)
     ids = batch["input_ids"]
     more = -ids.shape[1] % group.size()

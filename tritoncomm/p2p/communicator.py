@@ -6,14 +6,14 @@ mismatch that a header shows is an error. ``batch_p2p_sync`` is accepted and has
 when data is ready.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from tritoncomm.core.backend import carrier
-from tritoncomm.errors import GroupError, MismatchError, ShapeError, UnsupportedError
+from tritoncomm.errors import ArgumentError, GroupError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.groups import GroupLike, as_group
 from tritoncomm.p2p import message
 from tritoncomm.p2p.header import describe_tensors, exchange_headers
@@ -52,6 +52,8 @@ class P2PCommunicator:
     def __init__(self, pp_group: GroupLike, config: Any) -> None:
         if pp_group is None:
             raise GroupError(f"P2PCommunicator: pp_group must be a process group with this rank, not {pp_group!r}")
+        if isinstance(config, Mapping):
+            raise ArgumentError("P2PCommunicator: config must have attributes; of a dict SimpleNamespace(**config)")
         self.pp_group, self.config = as_group(pp_group, "P2PCommunicator"), config
         self._neighbours = Neighbours.of(self.pp_group)
         self._default_device: torch.device | None = None
@@ -89,38 +91,32 @@ class P2PCommunicator:
     def _exchange(
         self, name: str, to_next: Any, to_prev: Any, recv_prev: bool, recv_next: bool, shapes: Any, wait: bool = True
     ) -> tuple[Any, Any, Any]:
-        """``_exchange_untimed`` under Megatron's timer, if there is one."""
-        timers = getattr(self.config, "timers", None)
-        if timers is None:
-            return self._exchange_untimed(name, to_next, to_prev, recv_prev, recv_next, shapes, wait)
-        timers(_TIMERS[name], log_level=2).start()
-        try:
-            return self._exchange_untimed(name, to_next, to_prev, recv_prev, recv_next, shapes, wait)
-        finally:
-            timers(_TIMERS[name]).stop()
-
-    def _exchange_untimed(
-        self, name: str, to_next: Any, to_prev: Any, recv_prev: bool, recv_next: bool, shapes: Any, wait: bool
-    ) -> tuple[Any, Any, Any]:
         """Up to four transfers as the configuration says; ``shapes`` (one, or a list) are those of either side."""
         config = self.config
-        batched = getattr(config, "batch_p2p_comm", True)
-        if getattr(config, "use_ring_exchange_p2p", False):
-            raise UnsupportedError(f"{name}: use_ring_exchange_p2p needs a patched torch; leave it off")
-        if batched and not wait:
-            raise AssertionError(f"{name}: overlap_p2p_comm needs batch_p2p_comm=False")
-        variable = getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)
-        dtype = device = None
-        if recv_prev or recv_next:
-            dtype = getattr(config, "pipeline_dtype", None)
-            if dtype is None or shapes is None:
-                raise _missing("recv_prev" if recv_prev else "recv_next", dtype)
-            if to_next is None and to_prev is None:
-                device = self._device()
-        before, after = shapes if recv_prev else None, shapes if recv_next else None
-        return exchange(
-            self._neighbours, name, to_next, to_prev, before, after, dtype, device, batched, variable, wait
-        )  # fmt: skip
+        timers = getattr(config, "timers", None)
+        if timers is not None and name in _TIMERS:
+            timers(_TIMERS[name], log_level=2).start()
+        try:
+            batched = getattr(config, "batch_p2p_comm", True)
+            if getattr(config, "use_ring_exchange_p2p", False):
+                raise UnsupportedError(f"{name}: use_ring_exchange_p2p needs a patched torch; leave it off")
+            if batched and not wait:
+                raise AssertionError(f"{name}: overlap_p2p_comm needs batch_p2p_comm=False")
+            variable = getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)
+            dtype = device = before = after = None
+            if recv_prev or recv_next:
+                dtype = getattr(config, "pipeline_dtype", None)
+                if dtype is None or shapes is None:
+                    raise _missing("recv_prev" if recv_prev else "recv_next", dtype)
+                if to_next is None and to_prev is None:
+                    device = self._device()
+                before, after = shapes if recv_prev else None, shapes if recv_next else None
+            return exchange(
+                self._neighbours, name, to_next, to_prev, before, after, dtype, device, batched, variable, wait
+            )  # fmt: skip
+        finally:
+            if timers is not None and name in _TIMERS:
+                timers(_TIMERS[name]).stop()
 
     def _communicate(
         self,
@@ -137,7 +133,7 @@ class P2PCommunicator:
         The handles are None once waited for. Where nothing was posted, and without ``wait_on_reqs``, they are a dict
         (``batch_p2p_comm`` off) or an empty list.
         """
-        before, after, handles = self._exchange_untimed(
+        before, after, handles = self._exchange(
             "_communicate", tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs
         )
         if handles is None or not getattr(self.config, "batch_p2p_comm", True):
@@ -271,7 +267,7 @@ def _batched_p2p_ops(
     tensor_recv_prev: Tensor | None,
     tensor_send_next: Tensor | None,
     tensor_recv_next: Tensor | None,
-    group: ProcessGroup,
+    group: GroupLike,
     prev_pipeline_rank: int,
     next_pipeline_rank: int,
 ) -> list[Any]:
@@ -279,7 +275,7 @@ def _batched_p2p_ops(
 
     Where both neighbours are one rank the activations (send_next, recv_prev) go first.
     """
-    neighbours = Neighbours.of(group, prev_pipeline_rank, next_pipeline_rank)
+    neighbours = Neighbours.of(as_group(group, "_batched_p2p_ops"), prev_pipeline_rank, next_pipeline_rank)
     sends = {"send_prev": tensor_send_prev, "send_next": tensor_send_next}
     wires = _wires(sends, {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next})
     return list(post(neighbours, "_batched_p2p_ops", wires, True).values())
@@ -291,7 +287,7 @@ def _p2p_ops(
     tensor_recv_prev: Tensor | None,
     tensor_send_next: Tensor | None,
     tensor_recv_next: Tensor | None,
-    group: ProcessGroup,
+    group: GroupLike,
     prev_pipeline_rank: int,
     next_pipeline_rank: int,
 ) -> dict[str, Any]:
@@ -299,7 +295,7 @@ def _p2p_ops(
 
     Even stages send before they receive, odd stages receive first.
     """
-    neighbours = Neighbours.of(group, prev_pipeline_rank, next_pipeline_rank)
+    neighbours = Neighbours.of(as_group(group, "_p2p_ops"), prev_pipeline_rank, next_pipeline_rank)
     sends = {"send_prev": tensor_send_prev, "send_next": tensor_send_next}
     wires = _wires(sends, {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next})
     return dict(post(neighbours, "_p2p_ops", wires, False))

@@ -192,6 +192,7 @@ def exchange_headers(
     device: torch.device,
     posted: list[Posted],
     on_sent: Callable[[str], None] | None = None,
+    before_recv: Callable[[str, bool], None] = lambda key, in_helper: None,
 ) -> Iterator[tuple[str, Contents]]:
     """Send headers and yield the received ones in the order of arrival; nothing is sent before the first ``next()``.
 
@@ -203,12 +204,13 @@ def exchange_headers(
         device: of the messages. Headers use CPU tensors where a group carries them, else tensors on this device.
         posted: takes the headers sent, to be waited for after the messages.
         on_sent: called after each header is posted, where headers are CPU tensors.
+        before_recv: called before a header is received, once those to send are posted; with True in a helper thread.
     """
     shares_peer = neighbours.prev == neighbours.next
     link = _cpu_neighbours(neighbours, device)
     if link is None:
         for keys in _ACTIVATION_FIRST if shares_peer else _ALL:
-            yield from _exchange_on_device(neighbours, name, keys, sends, receives, device, posted)
+            yield from _exchange_on_device(neighbours, name, keys, sends, receives, device, posted, before_recv)
         return
     for direction in link.batch:
         key = direction.key
@@ -217,9 +219,10 @@ def exchange_headers(
             if on_sent is not None:
                 on_sent(key)
     if len(receives) == 2 and not shares_peer:
-        yield from _recv_both(link, name, receives)
+        yield from _recv_both(link, name, receives, before_recv)
         return
     for key in receives:
+        before_recv(key, False)
         yield key, recv_header(link, name, key)
 
 
@@ -280,6 +283,7 @@ def _exchange_on_device(
     receives: Sequence[str],
     device: torch.device,
     posted: list[Posted],
+    before_recv: Callable[[str, bool], None],
 ) -> Iterator[tuple[str, Contents]]:
     """No group carries CPU tensors: both directions in one batch, and one stream wait per header received."""
     words = {key: _encode_for(neighbours, name, key, sends[key]).to(device) for key in keys if key in sends}
@@ -288,6 +292,7 @@ def _exchange_on_device(
     rest = {key: x[WORDS:] for key, x in words.items() if len(x) > WORDS}
     values: dict[str, list[int]] = {}
     for key, buffer in buffers.items():
+        before_recv(key, False)
         first[key].wait()
         values[key] = buffer.tolist()
     for key in buffers:
@@ -302,12 +307,15 @@ def _exchange_on_device(
         yield key, _parse(neighbours, name, key, decode, values[key])
 
 
-def _recv_both(neighbours: Neighbours, name: str, keys: Sequence[str]) -> Iterator[tuple[str, Contents]]:
+def _recv_both(
+    neighbours: Neighbours, name: str, keys: Sequence[str], before_recv: Callable[[str, bool], None]
+) -> Iterator[tuple[str, Contents]]:
     """``recv_header`` from two neighbours at the same time."""
     arrived: SimpleQueue[tuple[str, Contents | BaseException]] = SimpleQueue()
 
     def receive(key: str) -> None:
         try:
+            before_recv(key, True)
             arrived.put((key, recv_header(neighbours, name, key)))
         except BaseException as error:
             arrived.put((key, error))  # raised again below, in the caller's thread

@@ -6,21 +6,23 @@ moves take ``_exchange_messages``. Everything that is sent is posted before anyt
 progress independently, so that a rank never waits for a neighbour that waits for it.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 
 from tritoncomm import record, variables
 from tritoncomm.core.backend import special
 from tritoncomm.core.ops import path_for
-from tritoncomm.errors import ArgumentError, MismatchError
+from tritoncomm.debug.hops import CheckedHop
+from tritoncomm.errors import ArgumentError, MismatchError, PeerError
 from tritoncomm.p2p import header, message
 from tritoncomm.p2p.message import Incoming, Message
 from tritoncomm.p2p.neighbours import Neighbours
+from tritoncomm.p2p.report import begin, contents_of
 from tritoncomm.p2p.transport import Posted, keep_alive, post, post_and_wait, post_one
 
 __all__ = ["Hop", "check", "checking", "exchange"]
@@ -78,7 +80,9 @@ def exchange(
         PeerError: a neighbour died, or did not post its side within the group's timeout.
         MismatchError: a neighbour sent something else than was expected.
     """
-    _range = record.span(name) if profiler._is_profiler_enabled else None
+    _range = None
+    if record.switch._is_profiler_enabled:
+        _range = begin(neighbours, name, to_next, to_prev, from_prev, from_next)
     if not (variable or _check.value or neighbours.is_single_rank):
         result = _exchange_plain(
             neighbours, name, to_next, to_prev, from_prev, from_next, dtype, device, batched, wait
@@ -135,22 +139,27 @@ def _exchange_plain(
             x, path, copied = packed.wire, packed.path, copied + packed.bytes_copied
         tensors[key] = x
         sent += x.nbytes
-    received: list[Any] = []
-    for key, expected in (("recv_prev", from_prev), ("recv_next", from_next)):
-        if expected is None:
-            received.append(None)
-            continue
-        shape = _plain_shape(expected)
-        if shape is None or dtype is None or dtype in special:
+    before = after = None
+    if from_prev is not None or from_next is not None:
+        if dtype is None or dtype in special:
             return None
         if device is None:
             device = next(iter(tensors.values())).device if tensors else neighbours.default_device()
-        try:
-            x = torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
-        except (RuntimeError, TypeError):
-            return None  # Incoming names what is wrong with a shape
-        tensors[key] = x
-        received.append(x if shape is expected else [x])
+        received: list[Any] = []
+        for key, expected in (("recv_prev", from_prev), ("recv_next", from_next)):
+            if expected is None:
+                received.append(None)
+                continue
+            shape = _plain_shape(expected)
+            if shape is None:
+                return None
+            try:
+                x = torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
+            except (RuntimeError, TypeError):
+                return None  # Incoming names what is wrong with a shape
+            tensors[key] = x
+            received.append(x if shape is expected else [x])
+        before, after = received
     handles: Any = None
     if not wait:
         handles = post(neighbours, name, tensors, batched)
@@ -160,16 +169,17 @@ def _exchange_plain(
     else:
         handles = {}
     record.add(name, path, copied, sent, started)
-    return received[0], received[1], handles
+    return before, after, handles
 
 
 def _plain_shape(expected: Any) -> Any:
     """The shape, alone or in a list, of one non-empty tensor that is not 0-dim; None for other expectations."""
-    shape = expected
-    if type(expected) is list and len(expected) == 1 and not isinstance(expected[0], int):
-        shape = expected[0]
-    is_shape = isinstance(shape, tuple | list) and shape and isinstance(shape[0], int) and 0 not in shape
-    return shape if is_shape else None
+    is_list = type(expected) is list and len(expected) == 1 and not isinstance(expected[0], int)
+    shape = expected[0] if is_list else expected
+    kind = type(shape)
+    if kind is not torch.Size and kind is not tuple and kind is not list:
+        return None
+    return shape if shape and isinstance(shape[0], int) and 0 not in shape else None
 
 
 def _tensors(x: Any, name: str) -> list[Tensor]:
@@ -190,21 +200,56 @@ class Hop:
         posted: the transfers by key.
         headers: the headers sent.
         received: the tensors by key, defined once waited for.
-        problems: by key, why a receiver has to refuse a message; raised once it has been received.
+        problems: by key, why a message is refused; raised once it has been transferred.
+        checked: in check mode, the comparison with the other ends.
     """
 
     posted: dict[str, Posted] = field(default_factory=dict)
     headers: list[Posted] = field(default_factory=list)
     received: dict[str, list[Tensor]] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
+    checked: CheckedHop | None = None
+
+    def meet(self, key: str, in_helper: bool = False) -> None:
+        """In check mode: see whether the other end of a transfer comes, before it is waited for."""
+        if self.checked is not None:
+            self.checked.meet(key, in_helper)
+
+    def compare(self, key: str) -> None:
+        """In check mode: compare a transfer with what its other end did, and note what is wrong."""
+        if self.checked is not None and (problem := self.checked.problem(key)):
+            self.problems[key] = f"{self.problems[key]}; {problem}" if key in self.problems else problem
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """In check mode: an error of a transfer says what its other end does instead, where that is known."""
+        try:
+            yield
+        except PeerError as error:
+            explained = error if self.checked is None else self.checked.explained(error)
+            if explained is error:
+                raise
+            raise explained from error
 
     def wait(self) -> None:
         """Wait for every transfer."""
+        if self.checked is None:
+            self._wait()
+            return
+        sends = [key for key in ("send_next", "send_prev") if key in self.posted]
+        with self.explaining():
+            self._wait()
+        for key in sends:
+            self.compare(key)
+        if self.problems:
+            raise MismatchError("; ".join(self.problems.values()))
+
+    def _wait(self) -> None:
         for posted in self.posted.values():
             posted.wait()
         for posted in self.headers:
             posted.wait()
-        if self.problems:
+        if self.problems and self.checked is None:
             raise MismatchError("; ".join(self.problems.values()))
 
 
@@ -217,7 +262,11 @@ class _Handle:
         self._hop, self._key = hop, key
 
     def wait(self) -> None:
-        self._hop.posted[self._key].wait()
+        is_checked_send = self._hop.checked is not None and self._key.startswith("send")
+        with self._hop.explaining() if is_checked_send else nullcontext():
+            self._hop.posted[self._key].wait()
+        if is_checked_send:
+            self._hop.compare(self._key)
         if self._key in self._hop.problems:
             raise MismatchError(self._hop.problems[self._key])
 
@@ -238,19 +287,19 @@ def _exchange_messages(
     """``exchange`` with one message per neighbour, and a header where shapes vary or are checked."""
     started, hop = record.now(), Hop()
     path, copied, sent = "view", 0, 0
-    messages: dict[str, Message] = {}
-    for key, tensors in sends.items():
-        each = messages[key] = message.pack(tensors)
-        path = path if each.path == "view" else each.path
-        copied, sent = copied + each.bytes_copied, sent + each.wire.nbytes
     if neighbours.is_single_rank:
-        _copy_to_self(hop, neighbours, name, sends, receives)
-    elif variable or _check.value:
-        _post_with_headers(hop, neighbours, name, sends, messages, receives, device, batched)
+        path, copied = "torch", _copy_to_self(hop, neighbours, name, sends, receives)
     else:
-        buffers = {key: each.allocate(each.specs, device) for key, each in receives.items() if each.specs}
-        hop.received = {key: each.tensors for key, each in buffers.items()}
-        _post(hop, neighbours, name, messages | buffers, batched)
+        messages = {key: message.pack(tensors) for key, tensors in sends.items()}
+        for each in messages.values():
+            path = path if each.path == "view" else each.path
+            copied, sent = copied + each.bytes_copied, sent + each.wire.nbytes
+        if variable or _check.value:
+            _post_with_headers(hop, neighbours, name, sends, messages, receives, device, batched)
+        else:
+            buffers = {key: each.allocate(each.specs, device) for key, each in receives.items() if each.specs}
+            hop.received = {key: each.tensors for key, each in buffers.items()}
+            _post(hop, neighbours, name, messages | buffers, batched)
     handles: Any = None if hop.posted else {}
     if wait:
         hop.wait()
@@ -272,8 +321,9 @@ def _post(hop: Hop, neighbours: Neighbours, name: str, messages: dict[str, Messa
 
 def _copy_to_self(
     hop: Hop, neighbours: Neighbours, name: str, sends: dict[str, list[Tensor]], receives: dict[str, Incoming]
-) -> None:
-    """A ring of one stage: what is sent to the next stage is received from the previous one."""
+) -> int:
+    """A ring of one stage: what goes to the next stage comes from the previous one; the bytes read plus written."""
+    copied = 0
     for source, target in (("send_next", "recv_prev"), ("send_prev", "recv_next")):
         if (source in sends) != (target in receives):
             raise ArgumentError(f"{name}: the only stage of a pipeline has to receive just what it sends")
@@ -285,6 +335,8 @@ def _copy_to_self(
             hop.received[target] = incoming.allocate(specs, tensors[0].device).tensors
             for buffer, x in zip(hop.received[target], tensors, strict=True):
                 buffer.detach().copy_(x.detach())
+                copied += 2 * x.nbytes
+    return copied
 
 
 def _post_with_headers(
@@ -305,12 +357,22 @@ def _post_with_headers(
             hop.posted[key] = post_one(directions[key], name, each.wire)
 
     contents = {key: header.describe_tensors(tensors) for key, tensors in sends.items()}
-    for key, announced in header.exchange_headers(
-        neighbours, name, contents, tuple(receives), device, hop.headers, start
-    ):
+    if _check.value:
+        hop.checked = CheckedHop(neighbours, name, contents_of(contents, receives))
+        for key in sends:
+            hop.meet(key)
+    announcements = header.exchange_headers(
+        neighbours, name, contents, tuple(receives), device, hop.headers, start, hop.meet
+    )
+    while True:
+        with hop.explaining():
+            key, announced = next(announcements, ("", None))
+        if announced is None:
+            break
         buffers, problem = receives[key].allocate_from_header(neighbours, name, key, announced.specs, device)
         if problem:
             hop.problems[key] = problem
+        hop.compare(key)
         hop.received[key], messages[key] = buffers.tensors, buffers
         start(key)
     if messages:

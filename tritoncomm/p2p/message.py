@@ -18,8 +18,10 @@ from torch._utils import _flatten_dense_tensors
 from tritoncomm.core import ops
 from tritoncomm.core.backend import carrier
 from tritoncomm.core.cached import resolved
+from tritoncomm.core.segments import full_tensors, gather
 from tritoncomm.errors import ArgumentError, MismatchError, ShapeError
 from tritoncomm.p2p.neighbours import Neighbours
+from tritoncomm.record import CopyPath
 
 __all__ = [
     "Incoming",
@@ -119,7 +121,7 @@ class Message:
 
     wire: Tensor
     tensors: list[Tensor]
-    path: str = "view"
+    path: CopyPath = "view"
     bytes_copied: int = 0
 
 
@@ -163,6 +165,9 @@ def pack(tensors: Sequence[Tensor]) -> Message:
     if on_torch:
         torch._foreach_copy_(slots, tensors)  # pyright: ignore[reportPrivateImportUsage]
         return Message(wire, slots, "torch", 2 * sum([x.nbytes for x in tensors]))
+    table = full_tensors(tuple([(x.shape, x.stride(), x.dtype) for x in tensors]), starts)
+    if table is not None and table.segments:
+        return Message(wire, slots, *gather(tensors, wire, table))
     message = Message(wire, slots)
     for x, slot in zip(tensors, slots, strict=True):
         if x.numel():

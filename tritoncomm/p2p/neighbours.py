@@ -172,6 +172,11 @@ class Neighbours:
         """Global rank at the other end of ``send_prev``, ``recv_next``, ..."""
         return self.prev if key.endswith("prev") else self.next
 
+    def channel(self, key: str) -> str:
+        """Name of the group over which ``key`` is exchanged, the same at both ends: a peer of another ring has none."""
+        group = self.group()
+        return group.group_name if group is not None and self.peer(key) in dist.get_process_group_ranks(group) else "-"
+
     def default_device(self) -> torch.device:
         """The current GPU where the group carries CUDA tensors over NCCL, else the CPU."""
         return default_device(self.backend)

@@ -89,7 +89,7 @@ def _exchange(
     from_prev, from_next = first and first.buffers, second and second.buffers
     shards = _shard(output, name), _shard(grad, name)
     x, grad, _ = exchange(neighbours, name, *shards, from_prev, from_next, dtype, device)
-    return first and first.gather(x), second and second.gather(grad)
+    return first and first.gather(x, name), second and second.gather(grad, name)
 
 
 def _listed(x: Tensors | None) -> list[Any]:
@@ -99,7 +99,7 @@ def _listed(x: Tensors | None) -> list[Any]:
 def _shard_size(shape: tuple[int, ...], name: str) -> int:
     """Elements of one tensor rank's shard; 0 where the full tensor is sent."""
     world, size = groups.get_world_size(ParallelMode.TENSOR), math.prod(shape)
-    if world == 1 or size == 0:
+    if world == 1:
         return 0
     if size % world == 0:
         return size // world
@@ -148,13 +148,13 @@ class _Sharded:
             (full,), (size,) = self.full, self.sizes
             self.buffers = shapes[0] if full is None else _own_shard(full.view(-1), size)
 
-    def gather(self, received: Any) -> Any:
+    def gather(self, received: Any, name: str) -> Any:
         """The full tensors, all-gathered over the tensor group."""
         tensors = [received] if self.is_single else received
         for i, full in enumerate(self.full):
             if full is not None:
-                group = groups.group_for(ParallelMode.TENSOR, full, "p2p")
-                backend.all_gather(full.view(-1), tensors[i].detach(), group)
+                group = groups.group_for(ParallelMode.TENSOR, full, name)
+                backend.all_gather(full.view(-1), tensors[i].detach(), group, name)
                 tensors[i] = full.requires_grad_(full.is_floating_point() or full.is_complex())
         return tensors[0] if self.is_single else tensors
 

@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 from torch.distributed import ProcessGroup
 
 from tritoncomm import record
 from tritoncomm.core import backend, segments
 from tritoncomm.core.function import direct
 from tritoncomm.core.plan import Ints
-from tritoncomm.errors import ArgumentError, PeerError, UnsupportedError
+from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.reshard.builder import transfers
-from tritoncomm.reshard.plan import Bucket, Item, Side, Transfers
+from tritoncomm.reshard.plan import Bucket, Item, Side, Transfers, digest
 from tritoncomm.reshard.tables import Strides, Table, local_pairs, strides_of, table_of
 
 __all__ = ["Exchange", "apply", "check_dtypes"]
@@ -85,6 +84,11 @@ class Exchange:
         self._steps: dict[Any, list[_Step]] = {}
 
     @cached_property
+    def _digest(self) -> str:
+        """What the ranks have to agree on."""
+        return digest(self.items, (self.bucket_bytes, self.grad, self.sums, self.transfers.ranks)).hex()
+
+    @cached_property
     def adjoint(self) -> "Exchange":
         """The exchange of the gradients, of those tensors that have one."""
         plan = self.transfers
@@ -110,7 +114,9 @@ class Exchange:
             name: the function, for errors and counters.
         """
         started = record.now()
-        _range = record.span(name) if profiler._is_profiler_enabled else None
+        _range = None
+        if record.switch._is_profiler_enabled and self.group is not None:
+            _range = record.begin(name, "reshard", self.group, list(tensors), (self._digest,))
         sources = [_readable(x) for x in tensors]
         copied = sum(
             2 * x.nbytes for x, source in zip(tensors, sources, strict=True) if x.data_ptr() != source.data_ptr()
@@ -122,7 +128,7 @@ class Exchange:
                 f"{name}: out shares memory with the tensors, which needs a single bucket: bucket_bytes of at least "
                 f"{int(max(self.transfers.sent.max(), self.transfers.received.max()))}"
             )
-        path = "view"
+        path: record.CopyPath = "view"
         for step in self._steps_for(strides_of(sources), strides_of(targets)):
             path = self._bucket(step, sources, targets, in_place, name) or path
         if results is not None:
@@ -183,9 +189,10 @@ class Exchange:
 
     def _bucket(
         self, step: _Step, sources: Sequence[Tensor], targets: Sequence[Tensor], in_place: bool, name: str
-    ) -> str:
-        """Pack, exchange, unpack; the path that the passes took."""
-        path, wire, bucket = "", None, step.bucket
+    ) -> record.CopyPath | None:
+        """Pack, exchange, unpack; the path that the passes took, None where there was none."""
+        path: record.CopyPath | None = None
+        wire, bucket = None, step.bucket
         if step.send is not None:
             used, table = step.send
             wire = sources[used[0]].new_empty(bucket.send.nbytes, dtype=torch.uint8)
@@ -202,7 +209,7 @@ class Exchange:
             for block, target in local:
                 target.copy_(block)
         if work is not None:
-            _wait(work, name, self.transfers.ranks)
+            work.wait()
         del wire  # what was sent is not needed while what arrived is unpacked
         for place, (first, table) in enumerate(step.receive):
             if self.sums and place == self.transfers.position:
@@ -212,40 +219,22 @@ class Exchange:
                 assert received is not None
                 used, rows = table
                 path, _ = segments.scatter(received[first:], [targets[i] for i in used], rows, accumulate=self.sums)
-        return path or ("torch" if local else "")
+        return path or ("torch" if local else None)
 
     def _exchange(self, bucket: Bucket, wire: Tensor | None, like: Tensor, name: str) -> tuple[Tensor, Any]:
         """Start one all-to-all-v, or a batch of messages between disjoint sets of ranks."""
         assert self.group is not None, "a plan without a group is only looked at"
         received = like.new_empty(bucket.recv.nbytes, dtype=torch.uint8)
         wire = received.new_empty(0) if wire is None else wire
-        try:
-            if self.transfers.is_disjoint:
-                sends, receives = _messages(wire, bucket.send.counts), _messages(received, bucket.recv.counts)
-                return received, backend.send_and_receive(sends, receives, self.group)
-            counts = bucket.recv.counts, bucket.send.counts
-            return received, backend.all_to_all(received, wire, *counts, self.group, True)
-        except RuntimeError as error:
-            raise _failed(error, name, self.transfers.ranks) from error
+        if self.transfers.is_disjoint:
+            sends, receives = _messages(wire, bucket.send.counts), _messages(received, bucket.recv.counts)
+            return received, backend.send_and_receive(sends, receives, self.group, name)
+        counts = bucket.recv.counts, bucket.send.counts
+        return received, backend.all_to_all(received, wire, *counts, self.group, name, True)
 
 
 def _messages(wire: Tensor, counts: Ints) -> list[tuple[int, Tensor]]:
     return [(peer, part) for peer, part in enumerate(wire.split(counts)) if part.numel()]
-
-
-def _wait(work: Any, name: str, ranks: Ints) -> None:
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise _failed(error, name, ranks) from error
-
-
-def _failed(error: RuntimeError, name: str, ranks: Ints) -> Exception:
-    if isinstance(error, torch.OutOfMemoryError):
-        return error
-    return PeerError(
-        f"{name}: the exchange over ranks {list(ranks)} failed: {error}. All of these ranks have to call it"
-    )
 
 
 def _is_readable(x: Tensor) -> bool:

@@ -39,29 +39,29 @@ def agree(
         return
     halves = [int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:])]
     mine = [int(error is not None), *([0, 0] if error is not None else halves)]
-    theirs = _gathered(torch.tensor(mine, device="cpu"), group)
+    theirs = _gathered(torch.tensor(mine, device="cpu"), group, name)
     if all(each == [0, *halves] for each in theirs):
         return
-    texts = _texts(group, {"error": str(error)} if error is not None else {"plan": describe()})
+    texts = _texts(group, name, {"error": str(error)} if error is not None else {"plan": describe()})
     if error is not None:
         raise error
     raise MismatchError(f"{name}: {_difference(texts, rank)}")
 
 
-def _gathered(x: Tensor, group: ProcessGroup) -> list[list[int]]:
+def _gathered(x: Tensor, group: ProcessGroup, name: str) -> list[list[int]]:
     """The tensor of every rank, as lists."""
     device = backend.default_device(backend.cuda_backend(group))
     out = torch.empty(group.size() * x.numel(), dtype=x.dtype, device=device)
-    backend.all_gather(out, x.to(device), group)
+    backend.all_gather(out, x.to(device), group, name)
     return out.view(group.size(), -1).tolist()
 
 
-def _texts(group: ProcessGroup, mine: dict[str, object]) -> list[dict[str, object]]:
+def _texts(group: ProcessGroup, name: str, mine: dict[str, object]) -> list[dict[str, object]]:
     """A text of every rank; they may differ in length."""
     text = json.dumps(mine).encode()
-    longest = max(length for (length,) in _gathered(torch.tensor([len(text)], device="cpu"), group))
+    longest = max(length for (length,) in _gathered(torch.tensor([len(text)], device="cpu"), group, name))
     padded = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8, device="cpu")
-    return [json.loads(bytes(row)) for row in _gathered(padded, group)]
+    return [json.loads(bytes(row)) for row in _gathered(padded, group, name)]
 
 
 def _difference(texts: list[dict[str, object]], rank: int) -> str:

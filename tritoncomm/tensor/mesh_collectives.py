@@ -152,7 +152,9 @@ def _mix_gather(x: Tensor, collective: MeshCollective) -> Tensor:
 def _mix_split(x: Tensor, collective: MeshCollective) -> Tensor:
     """Split every dim that ``_mix_gather`` gathers; its adjoint."""
     assert collective.mesh is not None
-    started, sizes = record.now(), collective.mesh.mesh_shape
+    started, sizes, _range = record.now(), collective.mesh.mesh_shape, None
+    if record.switch._is_profiler_enabled:
+        _range = record.begin(collective.name, "split", collective.members.group, x, (collective.mixed, None))
     at = collective.mesh.global_rank_to_logical_rank(dist.get_rank())
     shard = x
     for dim, axes in collective.mixed:

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm import record
 from tritoncomm.core import eager, ops
 from tritoncomm.core.function import direct, without_graph
-from tritoncomm.errors import CommError, PeerError, ShapeError
+from tritoncomm.errors import PeerError, ShapeError
 from tritoncomm.tensor.distspec import Parts, local_shape, shard_box, shard_of, uneven_sizes
 from tritoncomm.tensor.layout import plain
 
@@ -109,20 +109,23 @@ def _run(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> T
         try:
             x = _STEPS[step](x, transition, group, name)
         except RuntimeError as error:
-            if step == "split" or isinstance(error, CommError | torch.OutOfMemoryError):
+            if not isinstance(error, PeerError):
                 raise
             ranks = dist.get_process_group_ranks(group)
+            cause = error.__cause__ or error
             raise PeerError(
-                f"{name}: the {step} of {list(transition.shape)} over ranks {ranks} failed: {error}. All of these "
+                f"{name}: the {step} of {list(transition.shape)} over ranks {ranks} failed: {cause}. All of these "
                 "ranks have to call it. That includes every operator that gathers a shard: numpy(), tolist(), "
                 "iteration, those without a rule; a rank that calls one alone waits for the others"
-            ) from error
+            ) from cause
     return x
 
 
 def _split(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> Tensor:
     """This rank's shard of a replica; never a view of it."""
-    started = record.now()
+    started, _range = record.now(), None
+    if record.switch._is_profiler_enabled:
+        _range = record.begin(name, "split", group, x, (transition.new, None))
     shard = shard_of(x, transition.new, group.rank())
     if shard.is_contiguous() or not shard.numel():
         record.add(name, "torch", 2 * shard.nbytes, 0, started)

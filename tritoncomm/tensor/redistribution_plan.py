@@ -42,7 +42,7 @@ class Step(record.Traffic):
     name: str
     before: int
     after: int
-    path: str
+    path: record.CopyPath
     bytes_sent: int
     bytes_copied: int
     seconds: float

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import tritoncomm_kernels as kernels
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from tritoncomm_kernels import cross_entropy as softmax
 
 from tritoncomm import record
 from tritoncomm.core import eager, ops
@@ -142,7 +142,7 @@ class _Rows(torch.autograd.Function):
         stats = torch.empty(2, len(rows), dtype=wide, device=rows.device)  # local log-sum-exp, weights times logits
         path = ops.path_for(rows, "reduce") if targets.soft_weights is None and rows.stride(-1) == 1 else "torch"
         if path == "triton":
-            bytes_copied = softmax.statistics(
+            bytes_copied = kernels.statistics(
                 rows, targets.target_col, targets.target_weight, targets.smoothing_weights, stats
             )
         else:
@@ -166,7 +166,7 @@ class _Rows(torch.autograd.Function):
         grad_rows = grad.to(lse.dtype).contiguous()
         bytes_copied = rows.nbytes + out.nbytes
         if ctx.path == "triton":
-            bytes_copied = softmax.gradient(
+            bytes_copied = kernels.gradient(
                 rows,
                 targets.target_col,
                 targets.target_weight,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from tritoncomm_kernels import tables
-from tritoncomm_kernels.numerics import wide_type
+from tritoncomm_kernels.dtypes import wide_type
 from tritoncomm_kernels.tables import OPS
 
 from tritoncomm.core.address_map import AddressMap

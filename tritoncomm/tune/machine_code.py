@@ -1,6 +1,7 @@
 """Cross-compiles kernels without a GPU and counts what is in the machine code."""
 
 import importlib
+import pkgutil
 import re
 import struct
 import subprocess
@@ -82,7 +83,9 @@ def compiled_kernels() -> dict[str, ModuleType]:
             del sys.modules[name]
         with knobs.runtime.scope():
             knobs.runtime.interpret = False
-            importlib.import_module("tritoncomm_kernels")
+            package = importlib.import_module("tritoncomm_kernels")
+            for module in pkgutil.iter_modules(package.__path__, "tritoncomm_kernels."):
+                importlib.import_module(module.name)
         return {name.rpartition(".")[2]: sys.modules[name] for name in sys.modules if "tritoncomm_kernels." in name}
     finally:
         for name in [name for name in sys.modules if name.startswith("tritoncomm_kernels")]:

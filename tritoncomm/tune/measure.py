@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tritoncomm_kernels as kernels
@@ -73,7 +73,7 @@ class Bench:
         """
         arguments = {"pack": (1, case.world), "unpack": ((case.outer, case.row), 1, case.world), "reduce": ()}
         call = partial(getattr(ops, case.op), self._prepare(case)[0], *arguments[case.op])
-        times: dict[str, list[float]] = {"torch": [], "triton": []}
+        times: dict[Literal["torch", "triton"], list[float]] = {"torch": [], "triton": []}
         for round_ in range(8):
             for path, samples in times.items():
                 with ops.path(path):

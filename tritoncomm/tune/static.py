@@ -80,7 +80,7 @@ def checks(op: str, unit: int, config: Config) -> list[Check]:
     """
     kernels = compiled_kernels()
     if op == "reduce":
-        kernel = kernels["reduce"]._reduce_kernel
+        kernel = kernels["reduction"]._reduce_kernel
         return [
             Check("reduce", _sum(kernel, unit, 8, config), 16, 128),
             Check("reduce of 16 parts", _sum(kernel, unit, 16, config), 16, 512),

@@ -9,7 +9,7 @@ import ctypes
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import lru_cache, partialmethod
 from pathlib import Path
@@ -25,7 +25,7 @@ from fake_gpu.threads import Buffer, run
 from torch import Tensor
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 from triton.compiler import CompiledKernel
-from tritoncomm_kernels import cross_entropy, device_table, launch
+from tritoncomm_kernels import cross_entropy, device_table, launch, segment_copy
 
 __all__ = ["Device"]
 
@@ -78,6 +78,7 @@ class Device:
                 patches += [
                     mock.patch.multiple(launch.Launch, __call__=self._watched(launch.Launch.__call__, _of_direct)),
                     mock.patch.multiple(cross_entropy, launched=ordinary),
+                    mock.patch.multiple(segment_copy, _run=self._addressed(segment_copy._run)),
                 ]
             for patch in patches:
                 stack.enter_context(patch)
@@ -93,7 +94,8 @@ class Device:
         """Note the tensors of a launch, the only memory its kernel may touch; raise what went wrong in the kernel."""
 
         def run_watched(*arguments: Any, **options: Any) -> Any:
-            self._thread.tensors = [x for x in tensors_of(*arguments) if isinstance(x, Tensor) and x.numel()]
+            tensors = (*tensors_of(*arguments), *getattr(self._thread, "addressed", ()))
+            self._thread.tensors = [x for x in tensors if isinstance(x, Tensor) and x.numel()]
             self._thread.error = None
             result = call(*arguments, **options)
             if self._thread.error is not None:
@@ -101,6 +103,18 @@ class Device:
             return result
 
         return run_watched
+
+    def _addressed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Note the tensors of a call whose kernels get their addresses as integers."""
+
+        def run_addressed(name: str, tensors: Sequence[Tensor], *arguments: Any) -> Any:
+            self._thread.addressed = tensors
+            try:
+                return call(name, tensors, *arguments)
+            finally:
+                del self._thread.addressed
+
+        return run_addressed
 
     def _launched(self, grid: int, block: int, shared: int, stream: int, function: int, params: Any) -> None:
         try:
@@ -163,11 +177,11 @@ _LOAD = CompiledKernel._init_handles
 class _Table(device_table.Table):
     """In memory that the GPU shares with the host: there is nothing to copy, and nothing to wait for."""
 
-    def __init__(self, content: tuple[int, ...], device: int) -> None:
+    def __init__(self, content: Tensor, device: int) -> None:
         super().__init__(content, -1)
 
 
-def _of_direct(call: launch.Launch, first: Tensor, second: Tensor, scale: float) -> tuple[Any, ...]:
+def _of_direct(call: launch.Launch, first: Tensor, second: Tensor, scale: float, *more: int) -> tuple[Any, ...]:
     return first, second, None if call.table is None else call.table_for(0)
 
 

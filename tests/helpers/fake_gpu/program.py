@@ -28,6 +28,7 @@ class Program:
         params: ``(type, name)`` of every parameter, in order.
         instructions: the body.
         labels: index of the instruction that follows a label.
+        targets: labels of a table that an instruction jumps by.
         threads: of a block.
     """
 
@@ -35,6 +36,7 @@ class Program:
     instructions: tuple[Instruction, ...]
     labels: Mapping[str, int]
     threads: int
+    targets: Mapping[str, tuple[str, ...]]
 
 
 def parse(text: str) -> Program:
@@ -50,6 +52,9 @@ def parse(text: str) -> Program:
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     body = text[head.end() : text.rindex("ret;") + 4]
+    tables = re.compile(r"([$\w]+):\s*\.branchtargets\s([^;]*);")
+    targets = {match[1]: tuple(re.findall(r"[$\w]+", match[2])) for match in tables.finditer(body)}
+    body = tables.sub("", body)
     for line in body.splitlines():
         for part in line.split(";"):
             statement = part.strip().lstrip("{} ")
@@ -58,7 +63,7 @@ def parse(text: str) -> Program:
                 labels[label[1]] = len(instructions)
             elif statement and not statement.startswith((".", "{", "}")):
                 instructions.append(_instruction(statement))
-    return Program(params, tuple(instructions), labels, int(threads[1]))
+    return Program(params, tuple(instructions), labels, int(threads[1]), targets)
 
 
 def _instruction(statement: str) -> Instruction:

@@ -86,6 +86,12 @@ class _Run:
                 if name.startswith("bra"):
                     at[active] = here + 1
                     at[guarded] = self.program.labels[instruction.operands[0]]
+                elif name == "brx.idx":
+                    places = np.array(
+                        [self.program.labels[one] for one in self.program.targets[instruction.operands[1]]]
+                    )
+                    at[active] = here + 1
+                    at[guarded] = places[self.read(instruction.operands[0], "u32")[guarded]]
                 elif name in ("ret", "exit"):
                     at[active] = here + 1
                     at[guarded] = end

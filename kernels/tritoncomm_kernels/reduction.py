@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritoncomm_kernels.config import Config, config_for
-from tritoncomm_kernels.geometry import Ints
-from tritoncomm_kernels.launch import TRITON_TYPE, Launch, check_place, device_key, fits
-from tritoncomm_kernels.numerics import checked_scale, multiply, narrow, scale_argument, wide_type, widen
+from tritoncomm_kernels.config import Config
+from tritoncomm_kernels.dtypes import checked_scale, scale_argument, wide_type
+from tritoncomm_kernels.geometry import Ints, check_parts
+from tritoncomm_kernels.launch import TRITON_TYPE, Launch, check_place, fits, tile_on
+from tritoncomm_kernels.numerics import multiply, narrow, widen
 
-__all__ = ["MAX_PARTS", "reduce"]
+__all__ = ["reduce"]
 
-MAX_PARTS = 64
 _UNROLLED = 16
 _CHUNK = 8
 _NAMES = ["scale", "stride_rank", "units", "rest", "parts"]
@@ -106,16 +106,6 @@ def reduce(wire: Tensor, out: Tensor, scale: float | None = None, *, config: Con
     return moved
 
 
-def check_parts(shape: Ints, stride: Ints, out_shape: Ints, out_stride: Ints) -> None:
-    """Raise ValueError unless the shapes are ``[world, n]`` and ``[n]`` with contiguous parts."""
-    if len(shape) != 2 or not 1 <= shape[0] <= MAX_PARTS or tuple(out_shape) != (shape[1],):
-        raise ValueError(f"reduce: wire {tuple(shape)} is no [1..{MAX_PARTS}, n] for out {tuple(out_shape)}")
-    if shape[1] > 1 and (stride[1] != 1 or out_stride[0] != 1):
-        raise ValueError(
-            f"reduce: the parts of wire and out must be contiguous, not strided by {stride} and {out_stride}"
-        )
-
-
 @lru_cache(maxsize=4096)
 def _plan(
     device: int,
@@ -140,7 +130,7 @@ def _plan(
     aligned = math.gcd(alignment or 16, 16)
     step = stride[0] if parts > 1 else 0
     vec = math.gcd(step, 16 // small if aligned == 16 else max(aligned // large, 1))
-    tile = config or config_for("reduce", small, 1, length * small, **device_key(device))
+    tile = config or tile_on(device, "reduce", small, 1, length * small)
     block = max(tile.block_cols // small, vec)
     units, rest = divmod(length, vec)
     numbers = (step // vec, units, rest, parts)

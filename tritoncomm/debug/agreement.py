@@ -16,7 +16,7 @@ from tritoncomm_kernels import tables
 
 from tritoncomm import variables
 
-__all__ = ["check", "compare", "difference", "settings"]
+__all__ = ["check", "compare", "difference", "named_ranks", "settings"]
 
 _KEY = "tritoncomm/agreement"
 _SHOWN = 6
@@ -90,11 +90,11 @@ def _by_value(name: str, settings: Sequence[Mapping[str, str]], ranks: Sequence[
 
 def _line(name: str, settings: Sequence[Mapping[str, str]], ranks: Sequence[int], where: str = "") -> str:
     groups = _by_value(name, settings, ranks)
-    values = ", ".join(f"{value or 'unset'} on {_ranks(group)}" for value, group in groups.items())
+    values = ", ".join(f"{value or 'unset'} on {named_ranks(group)}" for value, group in groups.items())
     return f"{name}{where} is {values}" if len(groups) > 1 else ""
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def named_ranks(ranks: Sequence[int]) -> str:
     """``ranks 0-3, 7``, the first few runs."""
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0])]
     words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:_SHOWN]]

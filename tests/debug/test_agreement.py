@@ -13,7 +13,7 @@ from jobs import run_job
 from torch.distributed import FileStore, HashStore
 from tritoncomm_kernels import tables
 
-from tritoncomm import agreement
+from tritoncomm.debug import agreement
 
 ALIKE = {
     "device": "X, 8 SMs", "tuned tables": "abcd", "TRITONCOMM_PATH": "auto", "TRITONCOMM_TABLE": "/t.json",

@@ -1,0 +1,47 @@
+"""What mkdocs.yml cannot say: pages from the top of the repository, and that the site needs no network."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+__all__ = ["PAGES", "fetched", "on_files", "on_page_markdown", "on_post_page", "relinked"]
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+
+
+def relinked(text: str, at_top: bool = False) -> str:
+    """A page with its links as the site has them: there, the pages of the top folder stand beside those of docs/."""
+    for source, page in PAGES.items():
+        start = "" if at_top else "../"
+        text = re.sub(rf"\]\({re.escape(start + source)}(?=[)#])", f"]({page}", text)
+    return text.replace("](docs/", "](") if at_top else text
+
+
+def fetched(html: str) -> list[str]:
+    """What a browser would fetch from other hosts to show a page."""
+    tags = re.findall(r"<(?:link|script|img|iframe|source)\b[^>]*>", html)
+    return [tag for tag in tags if re.search(r"""\b(?:src|href)=["']?(?:https?:)?//""", tag)]
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """Add the pages of the top folder."""
+    from mkdocs.structure.files import File  # tests use the functions above without mkdocs
+
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, content=relinked((ROOT / source).read_text(), at_top=True)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """Make the links of every page those of the site."""
+    return relinked(markdown)
+
+
+def on_post_page(output: str, *, page: Any, config: Any) -> str:
+    """Refuse a page that other hosts have a part in."""
+    from mkdocs.exceptions import PluginError  # tests use the functions above without mkdocs
+
+    if others := fetched(output):
+        raise PluginError(f"{page.file.src_uri} would be fetched in part from other hosts: {', '.join(others)}")
+    return output

@@ -1,0 +1,103 @@
+"""The kernel of gather_segments and scatter_segments: a list of copies in device memory, as many for every program.
+
+A record is four int64: the byte offset from the tensor's address, ``byte offset in the wire | skip << 48``,
+``units | magic << 32`` and ``gap << 32 | tensor << 4 | padding << 3 | kind``, where kind 0 has the widest units. Unit i
+of a record is at unit i of the wire and at unit ``i + (i + skip) // row * gap`` of the tensor, where the division is
+``(i + skip) * magic >> 31``. Addresses of tensors are arguments, or in a list on the device.
+"""
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+# pyright: reportArgumentType=false
+
+import triton
+import triton.language as tl
+
+from tritoncomm_kernels.numerics import multiply, narrow, widen
+
+__all__ = ["BY_VALUE", "_segments_kernel"]
+
+BY_VALUE = 16  # tensors whose addresses are arguments of the kernel; those of more are in a list
+
+_ADDRESSES = [f"tensor_{i}" for i in range(BY_VALUE)]
+
+
+@triton.jit
+def _walk(
+    rows_at, wire_at, units, skip, magic, gap, readable, scale, ROWS: tl.constexpr, WIRE: tl.constexpr,
+    VEC: tl.constexpr, BLOCK: tl.constexpr, STRIDED: tl.constexpr, SCATTER: tl.constexpr, PADDED: tl.constexpr,
+    WIDE: tl.constexpr, HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """One record in blocks of BLOCK units of VEC elements; with more than one its addresses are multiples of 16."""
+    rows_ptr, wire_ptr = rows_at.to(tl.pointer_type(ROWS)), wire_at.to(tl.pointer_type(WIRE))
+    if VEC > 1:
+        rows_ptr, wire_ptr = tl.multiple_of(rows_ptr, 16), tl.multiple_of(wire_ptr, 16)
+    lane, element = tl.arange(0, BLOCK)[:, None], tl.arange(0, VEC)[None, :]
+    for block in range((units + BLOCK - 1) // BLOCK):
+        i = block * BLOCK + lane
+        mask, offset = i < units, i.to(tl.int64)
+        if STRIDED:
+            r = ((i + skip).to(tl.uint32).to(tl.uint64) * magic.to(tl.uint32).to(tl.uint64)) >> 31
+            offset += r.to(tl.int32).to(tl.int64) * gap
+        in_rows, in_wire = rows_ptr + (offset * VEC + element), wire_ptr + (i * VEC + element)
+        if SCATTER:
+            x = tl.load(in_wire, mask=mask)
+        elif PADDED:
+            x = tl.load(in_rows, mask=i < readable, other=0)
+        else:
+            x = tl.load(in_rows, mask=mask)
+        if WIDE is not None:
+            x = widen(x, WIDE)
+            if HAS_SCALE:
+                x = multiply(x, scale, WIDE)
+            if ACCUMULATE:
+                x = widen(tl.load(in_rows, mask=mask), WIDE) + x
+            x = narrow(x, ROWS if SCATTER else WIRE)
+        if SCATTER:
+            tl.store(in_rows, x, mask=mask)
+        else:
+            tl.store(in_wire, x, mask=mask)
+
+
+@triton.jit(do_not_specialize=["scale", *_ADDRESSES])
+def _segments_kernel(
+    wire_ptr, list_ptr, table_ptr, scale,
+    tensor_0: tl.int64, tensor_1: tl.int64, tensor_2: tl.int64, tensor_3: tl.int64, tensor_4: tl.int64,
+    tensor_5: tl.int64, tensor_6: tl.int64, tensor_7: tl.int64, tensor_8: tl.int64, tensor_9: tl.int64,
+    tensor_10: tl.int64, tensor_11: tl.int64, tensor_12: tl.int64, tensor_13: tl.int64, tensor_14: tl.int64,
+    tensor_15: tl.int64,
+    LISTED: tl.constexpr, WIDTHS: tl.constexpr, STRIDED: tl.constexpr, SCATTER: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, WIRE: tl.constexpr, WIDE: tl.constexpr, HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr,
+    VEC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy the records of this program, from number ``table_ptr[program]`` up to the first one of the next program.
+
+    Kind w of a record moves units of ``VEC[w]`` elements, ``BLOCK[w]`` at a time, from elements ``ROWS[w]`` of a
+    tensor to ``WIRE[w]``, or back; the WIDTHS widest kinds occur.
+    """
+    addresses = (
+        tensor_0, tensor_1, tensor_2, tensor_3, tensor_4, tensor_5, tensor_6, tensor_7, tensor_8, tensor_9, tensor_10,
+        tensor_11, tensor_12, tensor_13, tensor_14, tensor_15,
+    )  # fmt: skip
+    program = tl.program_id(0)
+    first = tl.load(table_ptr + program)
+    count = (tl.load(table_ptr + program + 1) - first).to(tl.int32)
+    record_ptr = table_ptr + tl.num_programs(0) + 1 + first * 4
+    for _ in range(count):
+        rows_at, place = tl.load(record_ptr), tl.load(record_ptr + 1)
+        sizes, kind = tl.load(record_ptr + 2), tl.load(record_ptr + 3)
+        record_ptr += 4
+        wire_at, skip = wire_ptr.to(tl.int64) + (place & 0xFFFFFFFFFFFF), (place >> 48).to(tl.int32)
+        units, magic, gap, code = sizes.to(tl.int32), (sizes >> 32).to(tl.int32), kind >> 32, kind.to(tl.int32)
+        readable, tensor = tl.where((code & 8) != 0, 0, units), (code >> 4) & 0xFFFFFFF
+        if LISTED:
+            rows_at += tl.load(list_ptr + tensor)
+        else:
+            address = tensor_0
+            for t in tl.static_range(1, 16):
+                address = tl.where(tensor == t, addresses[t], address)
+            rows_at += address
+        for w in tl.static_range(WIDTHS):
+            if WIDTHS == 1 or (code & 7) == w:
+                _walk(
+                    rows_at, wire_at, units, skip, magic, gap, readable, scale, ROWS[w], WIRE[w], VEC[w], BLOCK[w],
+                    STRIDED, SCATTER, PADDED, WIDE, HAS_SCALE, ACCUMULATE,
+                )  # fmt: skip

@@ -1,0 +1,285 @@
+"""The documentation's site: navigation, API pages, pictures of the mappings, quoted messages; mkdocs builds it."""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import tritoncomm_kernels
+from mapping_cases import FORMS, MAPPINGS
+from pool import Pool
+from torch import Tensor
+
+import tritoncomm
+from docs import draw, mapping_pictures, site_hooks
+from docs.mapping_pictures import CASES, Matrix, Trace
+from tritoncomm import mappings
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+API = sorted((DOCS / "api").glob("*.md"))
+NAVIGATION = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    pages = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")] + list(site_hooks.PAGES.values())
+    assert sorted(NAVIGATION) == sorted(pages)
+
+
+def test_links_between_pages_become_those_of_the_site() -> None:
+    text = "[a](../README.md) [b](../CONTRIBUTING.md#rules) [c](design.md) `](docs/x.md)`"
+    assert site_hooks.relinked(text) == "[a](index.md) [b](contributing.md#rules) [c](design.md) `](docs/x.md)`"
+    text = "[a](docs/design.md) ![b](docs/host_time.svg) [c](CONTRIBUTING.md)"
+    assert site_hooks.relinked(text, at_top=True) == "[a](design.md) ![b](host_time.svg) [c](contributing.md)"
+
+
+def test_what_comes_from_other_hosts_is_seen() -> None:
+    near = '<a href="https://x.org">x</a><link rel=stylesheet href="../a.css"><img src="data:image/png;base64,//x">'
+    far = ['<script src="https://x.org/a.js">', '<link href=//x.org/a.css rel="stylesheet">']
+    assert site_hooks.fetched(near + "".join(far)) == far
+
+
+# API pages
+
+
+def directives(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Every object that mkdocstrings is asked for, and the members that are listed under it."""
+    for block in re.split(r"^::: ", path.read_text(), flags=re.MULTILINE)[1:]:
+        listed = re.search(r"members:(?: \[(.+)\]|((?:\n +- \w+)+))", block)
+        names = re.findall(r"\w+", (listed[1] or listed[2])) if listed else []
+        yield block.split()[0], names
+
+
+def test_every_public_module_has_its_page() -> None:
+    described = {name for path in API for name, _ in directives(path)}
+    folder = ROOT / "tritoncomm" / "integrations"
+    integrations = {path.stem for path in folder.glob("*.py")} - {"__init__", "rebinding", "megatron_functions"}
+    modules = {name for name in tritoncomm.__all__ if inspect.ismodule(getattr(tritoncomm, name))} - {"ops"}
+    modules |= {"core.ops", "groups", "launchers", "parallel", "ulysses", "p2p.schedules", "mappings.helpers"}
+    modules |= {f"integrations.{name}" for name in integrations}
+    assert described == {f"tritoncomm.{name}" for name in modules} | {"tritoncomm", "tritoncomm_kernels"}
+
+
+@pytest.mark.parametrize("path", API, ids=lambda path: path.name)
+def test_every_public_name_is_on_its_page(path: Path) -> None:
+    text = path.read_text()
+    for name, listed in directives(path):
+        module = importlib.import_module(name)
+        assert [each for each in listed if not hasattr(module, each)] == []
+        public = {each for each in module.__all__ if not inspect.ismodule(getattr(module, each))}
+        missing = public - set(listed) if listed else set()
+        helpers = set(importlib.import_module("tritoncomm.mappings.helpers").__all__)
+        assert {each for each in missing if f"`{each}`" not in text} - helpers == set(), name
+
+
+def _public(package: ModuleType) -> Iterator[tuple[str, Any]]:
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if module.name.split(".")[1] not in ("cli", "__main__"):  # typer and rich may be missing
+            loaded = importlib.import_module(module.name)
+            for name, value in vars(loaded).items():
+                if getattr(value, "__module__", "") == module.name and (inspect.isclass(value) or callable(value)):
+                    yield f"{module.name}.{name}", value
+                    if inspect.isclass(value):
+                        members = [(n, m) for n, m in vars(value).items() if inspect.isfunction(m)]
+                        yield from ((f"{module.name}.{name}.{n}", m) for n, m in members)
+
+
+def undocumented(value: Any) -> set[str]:
+    """Names under ``Args:`` that a function, or a class when it is called, does not take."""
+    section = re.search(r"^( *)Args:\n((?:\1 +.*\n|\n)+)", (inspect.getdoc(value) or "") + "\n", re.MULTILINE)
+    if not section:
+        return set()
+    named = set(re.findall(rf"^{section[1]}    \*{{0,2}}(\w+):", section[2], re.MULTILINE))
+    taken = inspect.signature(value).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        return set()
+    return named - set(taken)
+
+
+def test_documented_arguments_exist() -> None:
+    """mkdocstrings compares too, but it reads sources only: not ``__new__``, and no base class of torch's."""
+    wrong = {}
+    for name, value in [*_public(tritoncomm), *_public(tritoncomm_kernels)]:
+        if names := undocumented(value):
+            wrong[name] = names
+    assert wrong == {}
+
+
+def test_an_argument_that_does_not_exist_is_seen() -> None:
+    def f(a: int) -> None:
+        """One line.
+
+        Args:
+            a: right.
+            b: wrong.
+        """
+
+    assert undocumented(f) == {"b"}
+
+
+# Pictures
+
+
+@pytest.fixture(scope="module")
+def traces(pool: Pool) -> list[dict[str, Trace]]:
+    """What the mappings do, by rank."""
+    return pool.run(mapping_pictures.run, world=2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_picture_is_what_the_mapping_does(name: str, traces: list[dict[str, Trace]]) -> None:
+    path = DOCS / "pictures" / f"{name}.svg"
+    drawn = mapping_pictures.draw(name, [each[name] for each in traces])
+    assert path.read_text() == drawn, "run `make docs`"
+
+
+def test_the_address_map_is_as_it_is_drawn() -> None:
+    assert (DOCS / "address_map.svg").read_text() == draw.draw(), "run `make docs`"
+
+
+def test_every_picture_is_shown() -> None:
+    shown = re.findall(r"\]\(pictures/(\w+)\.svg\)", (DOCS / "concepts.md").read_text())
+    assert sorted(shown) == sorted(CASES) == sorted(path.stem for path in (DOCS / "pictures").iterdir())
+    public = {name for name in mappings.__all__ if not name.startswith("_")}
+    assert public == {name.removesuffix("_split") for name in CASES}
+
+
+def read(svg: str, name: str) -> Matrix:
+    """The matrix of a picture, from where its boxes are, what they say and how they are filled."""
+    (group,) = re.findall(rf'<g class="cell" id="{name}">\n(.*?)\n</g>', svg, re.DOTALL)
+    box = r'<g transform="translate\((\d+) (\d+)\)"><use href="#from(\d+)"/><text x="\S+" y="\d+">(\d\d)</text></g>'
+    boxes = sorted((int(y), int(x), label, tuple(map(int, ranks))) for x, y, ranks, label in re.findall(box, group))
+    assert len(boxes) == group.count("<use ")
+    rows: dict[int, list[Any]] = {}
+    for y, _, label, ranks in boxes:
+        rows.setdefault(y, []).append((label, ranks))
+    return list(rows.values())
+
+
+SHORT = {
+    "copy_to_tensor_model_parallel_region": "copy", "reduce_from_tensor_model_parallel_region": "reduce_from",
+    "scatter_to_tensor_model_parallel_region": "scatter_tp", "gather_from_tensor_model_parallel_region": "gather_tp",
+    "scatter_to_sequence_parallel_region": "scatter_sp", "gather_from_sequence_parallel_region": "gather_sp",
+    "gather_from_sequence_parallel_region_split": "gather_sp-replicated-grad",
+    "reduce_scatter_to_sequence_parallel_region": "reduce_scatter_sp",
+    "all_gather_last_dim_from_tensor_parallel_region": "ag_last",
+    "reduce_scatter_last_dim_to_tensor_parallel_region": "rs_last",
+    "all_to_all_sp2hp": "sp2hp", "all_to_all_hp2sp": "hp2sp",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_picture_shows_the_closed_form(name: str) -> None:
+    """Read from the picture alone: the boxes of the output follow from those of the input, gradients likewise."""
+    svg = (DOCS / "pictures" / f"{name}.svg").read_text()
+    _, forward, backward = MAPPINGS[SHORT[name]]
+    for form, source, result in ((forward, "input", "output"), (backward, "output_grad", "input_grad")):
+        parts = [_numbers(read(svg, f"{source}-{rank}")) for rank in range(2)]
+        for rank in range(2):
+            expected = FORMS[form](parts, rank)
+            assert torch.equal(_numbers(read(svg, f"{result}-{rank}")), expected), (result, rank)
+
+
+def _numbers(matrix: Matrix) -> Tensor:
+    """A number for each place and rank, sums for two ranks: not those that the pictures are made with."""
+    return torch.tensor([[sum((int(place) + 1) * 1000**rank for rank in ranks) for place, ranks in row]
+                         for row in matrix])  # fmt: skip
+
+
+def test_a_sum_of_different_places_is_no_cell() -> None:
+    assert mapping_pictures.cell(6 + 600) == ("11", (0, 1))
+    with pytest.raises(ValueError):
+        mapping_pictures.cell(6 + 700)
+
+
+def test_another_mapping_gives_another_picture(traces: list[dict[str, Trace]]) -> None:
+    other = mapping_pictures.draw("all_to_all_sp2hp", [each["all_to_all_hp2sp"] for each in traces])
+    assert other != (DOCS / "pictures" / "all_to_all_sp2hp.svg").read_text()
+    assert read(other, "input-0") == traces[0]["all_to_all_hp2sp"].input
+
+
+# Messages
+
+
+def strings(path: Path) -> Iterator[str]:
+    """Every text of a source but docstrings, with a zero byte for each value that is put in."""
+    tree = ast.parse(path.read_text())
+    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    inner |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
+            yield node.value
+
+
+SOURCES = [path for folder in ("tritoncomm", "kernels") for path in sorted((ROOT / folder).rglob("*.py"))]
+TEXTS = [text for path in SOURCES for text in strings(path)]
+
+
+def quoted() -> list[str]:
+    """The messages of the library on the page: the first column of every table under ``message``."""
+    page = (DOCS / "troubleshooting.md").read_text().partition("\n## Messages of others")[0]
+    tables = re.findall(r"^\| message \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE)
+    return [re.match(r"\| `([^`]+)` \|", line)[1] for table in tables for line in table.splitlines()]
+
+
+def is_message(quote: str) -> bool:
+    """Whether one text of the sources has the fixed parts of a quote, and a value where the quote has dots."""
+    parts = [re.escape(part) for part in quote.split("...")]
+    return any(re.search(r"[^\n]*?\0[^\n]*?".join(parts), text) for text in TEXTS)
+
+
+def test_messages_are_quoted() -> None:
+    assert len(quoted()) > 80
+    assert all(len(max(quote.split("..."), key=len)) >= 8 for quote in quoted())
+
+
+@pytest.mark.parametrize("quote", quoted())
+def test_a_quoted_message_exists(quote: str) -> None:
+    assert is_message(quote)
+
+
+def test_a_message_that_is_not_raised_is_seen() -> None:
+    assert is_message("dim ... of size ... does not divide over ... ranks")
+    assert not is_message("dim ... of size ... does not divide by ... ranks")
+    assert not is_message("dim ... does not divide over ... ... ... ranks")
+    assert not is_message("What the library raises; every error is also the built-in kind")  # a docstring
+
+
+def test_every_error_is_explained() -> None:
+    page = (DOCS / "troubleshooting.md").read_text()
+    errors = importlib.import_module("tritoncomm.errors")
+    for name in set(errors.__all__) - {"CommError"}:
+        builtin = getattr(errors, name).__mro__[2].__name__
+        assert f"| `{name}` | `{builtin}` |" in page, name
+
+
+# The build
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not importlib.util.find_spec("mkdocstrings"), reason="the extra `site` is not installed")
+def test_the_site_builds(tmp_path: Path) -> None:
+    """Strict: links, anchors, navigation and docstrings; no page is fetched from other hosts."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    for path in API:
+        page = (tmp_path / "site" / path.relative_to(DOCS).with_suffix(".html")).read_text()
+        for name, listed in directives(path):
+            module = importlib.import_module(name)
+            for each in listed or module.__all__:
+                if not inspect.ismodule(getattr(module, each)):
+                    assert f'id="{name}.{each}"' in page, f"{name}.{each}"

@@ -1,0 +1,226 @@
+"""Check mode: before a call its ranks compare what they are about to do, and all raise where they differ.
+
+Per call every member of the group sets one key in the job's store, the first of them compares and sets the verdict,
+which is set once and which everyone reads. Keys are deleted when they were read, so the store does not grow.
+"""
+
+import json
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from tritoncomm import record, variables
+from tritoncomm.debug.agreement import named_ranks
+from tritoncomm.debug.descriptor import Descriptor, describe, difference
+from tritoncomm.debug.exchange import Blocked, Exchange, exchange, fail_circle, in_words, table_of
+from tritoncomm.debug.flight import Call, located
+from tritoncomm.errors import MismatchError, PeerError, UnsupportedError
+
+__all__ = ["check_call", "compare"]
+
+_AGREED = b"agreed"
+
+
+class _Member:
+    """One group as this rank checks it.
+
+    Attributes:
+        over: what its keys are exchanged over; None where nothing is sent.
+        name: of the group.
+        ranks: global ranks, in group order.
+        rank: in the group.
+        timeout: seconds until the group's own collectives give up.
+        sends: whether its backend sends anything; torch's fake process group does not.
+        count: checked calls so far.
+        verdicts: keys that are deleted once all ranks have come to a later call.
+        digest: in hash mode, of all calls so far.
+        window: in hash mode, the calls since the last comparison.
+    """
+
+    __slots__ = ("count", "digest", "name", "over", "rank", "ranks", "sends", "timeout", "verdicts", "window")
+
+    def __init__(self, group: ProcessGroup, name: str) -> None:
+        self.name, self.ranks, self.rank = name, dist.get_process_group_ranks(group), group.rank()
+        self.sends, self.timeout = _backend_of(group).name().lower() != "fake", timeout_of(group)
+        self.over: Any = exchange() if self.sends else None
+        self.count, self.digest = 0, 0
+        self.verdicts: list[str] = []
+        self.window: list[tuple[Descriptor, Any]] = []
+
+
+def _backend_of(group: ProcessGroup) -> Any:
+    return group._get_backend(next(iter(group._device_types), torch.device("cpu")))
+
+
+def timeout_of(group: ProcessGroup) -> float:
+    """Seconds until the group's own transfers give up."""
+    limit = getattr(getattr(_backend_of(group), "options", None), "_timeout", None) or default_pg_timeout
+    return limit.total_seconds()
+
+
+_members: "weakref.WeakKeyDictionary[ProcessGroup, _Member]" = weakref.WeakKeyDictionary()
+
+
+def _member_of(group: Any, call: Call) -> _Member:
+    """This rank's state of a group, made at its first checked call."""
+    member = _members.get(group)
+    if member is None:
+        if not dist.is_initialized() or group not in getattr(distributed_c10d, "_pg_group_ranks", (group,)):
+            raise UnsupportedError(
+                f"{call.name}: check mode compares over the store of torch's default process group; the group "
+                f"{call.group!r} was made without it"
+            )
+        member = _members[group] = _Member(group, call.group)
+    return member
+
+
+def check_call(call: Call, group: Any, x: Any) -> None:
+    """Compare a call with those of the other ranks of its group before it starts.
+
+    Raises:
+        MismatchError: on every rank that the difference concerns, with a table of who called what.
+        PeerError: the process that holds the job's store is gone.
+        UnsupportedError: the call is captured in a CUDA graph, whose replays could not be compared, or torch does not
+            know the group.
+    """
+    if call.kind == "hop":
+        return
+    first = next(iter(x), None) if isinstance(x, list | tuple) else x
+    if first is not None and first.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(f"{call.name}: check mode cannot compare calls that a CUDA graph replays; turn it off")
+    member = _member_of(group, call)
+    if not member.sends:
+        return
+    mine = describe(
+        call.name,
+        call.kind,
+        call.shape,
+        call.dtype,
+        call.arguments,
+        len(member.ranks),
+        member.rank,
+        "" if first is None else first.device.type,
+    )
+    try:
+        problem = (compare if variables.CHECK.value else _fold)(member.over, member, mine, call)
+    except dist.DistNetworkError as error:
+        raise PeerError(f"{call.name}: the store of the job is gone, and with it its first process: {error}") from error
+    if problem:
+        failure = MismatchError(f"{call.name}: {problem}")
+        record.failed(call.name, failure)
+        raise failure
+
+
+def _where(site: Any) -> str:
+    file, line = located(site)
+    return f"{file}:{line}" if file else "an unknown line"
+
+
+def compare(over: Exchange, member: _Member, mine: Descriptor, call: Call) -> str:
+    """Compare ``mine`` with the descriptors of the group's other ranks; what differs, the same text on all of them."""
+    member.count += 1
+    words = f"{mine.text} at {_where(call.site)}"
+    content = json.dumps([mine.fields, words, mine.sends, mine.receives])
+    return _agree(over, member, "", content, words, lambda rows: _judge(rows, member))
+
+
+def _agree(
+    over: Exchange, member: _Member, suffix: str, content: str, words: str, judge: Callable[[list[Any]], str]
+) -> str:
+    """Publish ``content``; the first rank judges what all ranks have published, and every rank returns its verdict."""
+    store, base = over.store, f"{over.prefix}/{member.name}/{member.count}{suffix}"
+    verdict, own, mine = f"{base}/verdict", f"{base}/{member.rank}", Blocked(base, member.ranks, words)
+    keys = [f"{base}/{place}" for place in range(len(member.ranks))]
+    store.set(own, content)
+
+    def decide(text: str) -> bytes:
+        """Set the verdict, unless another rank was faster; the one that holds."""
+        return store.compare_set(verdict, "", text or _AGREED.decode())
+
+    def ready() -> bytes | None:
+        if member.rank or not store.check(keys):
+            return over.get(verdict)
+        made = decide(judge([json.loads(each) for each in store.multi_get(keys)]))
+        while member.verdicts:  # all ranks are here, so all have read those of before
+            store.delete_key(member.verdicts.pop())
+        return made
+
+    def stuck() -> bytes | None:
+        return fail_circle(over, mine)
+
+    def late() -> bytes:
+        return decide(_late_table(over, base, member))
+
+    try:
+        made = over.wait(ready, member.timeout, mine, stuck, late)
+    finally:
+        store.delete_key(own)
+        if not member.rank:
+            member.verdicts.append(verdict)
+    return "" if made == _AGREED else made.decode()
+
+
+def _judge(rows: Sequence[Any], member: _Member) -> str:
+    """What differs between the descriptors of all ranks of the group; nothing if they fit together."""
+    descriptors = [Descriptor(fields, words, 0, tuple(sends), tuple(got)) for fields, words, sends, got in rows]
+    differ = difference(descriptors)
+    if not differ:
+        return ""
+    table = table_of({rank: each.text for rank, each in zip(member.ranks, descriptors, strict=True)})
+    return (
+        f"ranks {member.ranks} differ in {', '.join(differ)} in call {member.count} of their group {member.name!r}:"
+        f"\n{table}"
+    )
+
+
+def _late_table(over: Exchange, base: str, member: _Member) -> str:
+    """Who came, who did not, and what those do instead."""
+    words: dict[int, str] = {}
+    absent = []
+    for place, rank in enumerate(member.ranks):
+        content = over.get(f"{base}/{place}")
+        if content is not None:
+            words[rank] = json.loads(content)[1]
+            continue
+        absent.append(rank)
+        each = over.blocked(rank)
+        words[rank] = f"no call; blocked in {each.words}{in_words(each)}" if each else "no call"
+    which = f"call {member.count} of group {member.name!r} of ranks {member.ranks}"
+    return f"{named_ranks(absent)} did not come to {which} within {member.timeout:g} s:\n{table_of(words)}"
+
+
+_MULTIPLIER, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+
+def _fold(over: Exchange, member: _Member, mine: Descriptor, call: Call) -> str:
+    """Hash mode: fold the call into the group's digest, and compare that every N calls; the first difference."""
+    member.count += 1
+    member.digest = (member.digest * _MULTIPLIER + mine.digest) & _MASK
+    member.window.append((mine, call.site))
+    if len(member.window) < variables.HASH.value:
+        return ""
+    window, member.window = member.window, []
+    words = f"{mine.text} at {_where(call.site)}"
+    content = json.dumps([f"{member.digest:016x}", words])
+    problem = _agree(over, member, "", content, words, lambda rows: "digest" * (len({row[0] for row in rows}) > 1))
+    if problem != "digest":
+        return problem
+    lines = [[each.digest, f"{each.text} at {_where(site)}"] for each, site in window]
+    first = member.count - len(window) + 1
+    return _agree(
+        over, member, "/window", json.dumps([lines, words]), words, lambda rows: _first_difference(rows, member, first)
+    )
+
+
+def _first_difference(rows: Sequence[Any], member: _Member, first: int) -> str:
+    """The first call, of those since the last comparison, that is not the same on all ranks."""
+    for place, calls in enumerate(zip(*(row[0] for row in rows), strict=True)):
+        if len({digest for digest, _ in calls}) > 1:
+            table = table_of({rank: words for rank, (_, words) in zip(member.ranks, calls, strict=True)})
+            return f"call {first + place} of group {member.name!r} is the first that differs between ranks:\n{table}"
+    return f"the digests of group {member.name!r} differ, but those of its last {len(rows[0][0])} calls do not"

@@ -1,0 +1,189 @@
+"""What a call is, in words and fields that can be compared between ranks.
+
+A field holds what all ranks of a call have to have in common: of an uneven all-gather the shape without its dim, and
+the sizes. ``text`` has the call as this rank made it.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["KINDS", "Descriptor", "as_json", "describe", "difference"]
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "all_gather": ("dim", "sizes"),
+    "reduce_scatter": ("dim", "sizes", "op"),
+    "split": ("dim", "sizes"),
+    "all_reduce": ("op",),
+    "all_to_all_single": ("out_sizes", "in_sizes"),
+    "all_to_all": ("scatter_dim", "gather_dim", "scatter_sizes", "gather_sizes"),
+    "broadcast": ("root", "op"),
+    "reduce": ("root", "op"),
+    "split_reduce_scatter": ("dims", "dtype", "scale"),
+    "reshard": ("plan",),
+    "to_heads": ("layout",),
+    "to_sequence": ("layout",),
+    "hop": ("send", "receive"),
+}
+"""The names of the arguments of every kind of call."""
+
+_ANY = "*"
+
+
+class Descriptor(NamedTuple):
+    """A call of one rank.
+
+    Attributes:
+        fields: what has to be the same on all ranks, by name.
+        text: the call in words.
+        digest: of the fields, the same in every process.
+        sends: of an all-to-all by rows, the rows to every rank.
+        receives: the rows from every rank.
+    """
+
+    fields: dict[str, str]
+    text: str
+    digest: int
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
+
+
+def as_json(value: Any) -> Any:
+    """A value of a call's arguments as JSON can hold it."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [as_json(each) for each in value]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return _word(value)
+
+
+def _word(value: Any) -> str:
+    """Of an op its name, of a layout its parts."""
+    name = getattr(value, "name", None)
+    if isinstance(name, str):
+        return name
+    if hasattr(value, "seq_sizes"):
+        heads = [[share.heads, *share.sizes] for share in value.shares]
+        return f"seq_dim {value.seq_dim}, positions {list(value.seq_sizes)}, heads {heads}"
+    return str(value)
+
+
+def describe(
+    name: str, kind: str, shape: Any, dtype: Any, arguments: tuple[Any, ...], world: int, rank: int, device: str
+) -> Descriptor:
+    """The descriptor of a call as rank ``rank`` of ``world`` made it; cached."""
+    shapes = tuple(map(tuple, shape)) if type(shape) is list else shape
+    return _describe(name, kind, shapes, dtype, arguments, world, rank, device)
+
+
+@lru_cache(maxsize=8192)
+def _describe(
+    name: str, kind: str, shape: Any, dtype: Any, arguments: tuple[Any, ...], world: int, rank: int, device: str
+) -> Descriptor:
+    given = dict(zip(KINDS[kind], arguments, strict=True))
+    fields = {"function": name, "collective": kind, "device": device}
+    if dtype is not None:
+        fields["dtype"] = as_json(dtype)
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
+    if kind == "all_to_all_single":
+        sends, receives = _rows(shape, given["in_sizes"], world), _rows(shape, given["out_sizes"], world)
+        uneven = given["in_sizes"] is not None or given["out_sizes"] is not None
+        fields |= {"shape": _shape(shape, 0 if uneven else None), "sizes": "given" if uneven else "even"}
+    elif kind == "all_to_all":
+        even = given["scatter_sizes"] is None and given["gather_sizes"] is None
+        fields["shape"] = _shape(shape, None if even else given["gather_dim"])
+        fields |= {key: _dim(shape, given[key]) for key in ("scatter_dim", "gather_dim")}
+        fields |= {key: _sizes(given[key]) for key in ("scatter_sizes", "gather_sizes")}
+    elif kind == "reshard":  # of which every rank has other shards, or none
+        fields = {"function": name, "collective": kind, "plan": given["plan"]}
+    elif kind in ("to_heads", "to_sequence"):
+        dim = given["layout"].seq_dim if kind == "to_heads" else 2
+        fields["shape"] = ", ".join(_shape(each, dim) for each in shape)
+        fields["layout"] = as_json(given["layout"])
+    else:
+        fields |= _plain(kind, shape, given, world)
+    text = _in_words(name, kind, shape, dtype, given)
+    return Descriptor(fields, text, _digest(fields), sends, receives)
+
+
+def _plain(kind: str, shape: Any, given: dict[str, Any], world: int) -> dict[str, str]:
+    """Fields of the kinds with at most one dim and one list of sizes."""
+    sizes, dim = given.get("sizes"), given.get("dim")
+    differs = None
+    if sizes is not None and isinstance(dim, int) and shape and -len(shape) <= dim < len(shape):
+        own = shape[dim] if kind == "all_gather" else shape[dim] // world
+        if len(sizes) == world and all(size == own for size in sizes):
+            sizes = None  # the even collective
+        elif kind == "all_gather":
+            differs = dim
+    fields = {"shape": _shape(shape, differs)}
+    if "dim" in given:
+        fields["dim"] = _dim(shape, dim)
+    if "sizes" in given:
+        fields["sizes"] = _sizes(sizes)
+    rest = {key: value for key, value in given.items() if key not in ("dim", "sizes")}
+    return fields | {key: str(as_json(value)) for key, value in rest.items()}
+
+
+def _rows(shape: Any, sizes: Any, world: int) -> tuple[int, ...]:
+    if sizes is not None:
+        return tuple(sizes)
+    return (shape[0] // world,) * world if shape else ()
+
+
+def _dim(shape: Any, dim: Any) -> str:
+    return str(dim % len(shape) if isinstance(dim, int) and shape and -len(shape) <= dim < len(shape) else dim)
+
+
+def _sizes(sizes: Any) -> str:
+    return "even" if sizes is None else str(list(sizes))
+
+
+def _shape(shape: Any, differs: int | None = None) -> str:
+    """``[4, *]``, where the size of a dim may differ between ranks."""
+    if shape is None:
+        return "none"
+    if shape and not isinstance(shape[0], int):
+        return ", ".join(_shape(each) for each in shape)
+    sizes = [str(size) for size in shape]
+    if differs is not None and -len(sizes) <= differs < len(sizes):
+        sizes[differs] = _ANY
+    return f"[{', '.join(sizes)}]"
+
+
+def _digest(fields: Mapping[str, str]) -> int:
+    """64 bits that do not depend on the process, unlike ``hash``."""
+    return int.from_bytes(hashlib.blake2b(repr(sorted(fields.items())).encode(), digest_size=8).digest(), "big")
+
+
+def _in_words(name: str, kind: str, shape: Any, dtype: Any, given: Mapping[str, Any]) -> str:
+    parts = [] if shape is None else [f"{as_json(dtype) or ''} {_shape(shape)}".strip()]
+    parts += [f"{key}={as_json(value)}" for key, value in given.items() if value is not None]
+    return f"{name}({', '.join(parts)})"
+
+
+def difference(descriptors: Sequence[Descriptor]) -> list[str]:
+    """Names of the fields in which the calls of a group's ranks differ, in rank order; ``sizes`` that do not match."""
+    first = descriptors[0]
+    names = list(dict.fromkeys(name for each in descriptors for name in each.fields))
+    differ = [name for name in names if any(each.fields.get(name) != first.fields.get(name) for each in descriptors)]
+    if "function" in differ and "collective" in differ:
+        differ.remove("collective")
+    if not differ and first.sends and not _rows_match(descriptors):
+        differ.append("sizes")
+    return differ
+
+
+def _rows_match(descriptors: Sequence[Descriptor]) -> bool:
+    """Whether every rank expects from every other the rows that this one sends."""
+    ranks = range(len(descriptors))
+    if any(len(each.sends) != len(ranks) or len(each.receives) != len(ranks) for each in descriptors):
+        return math.prod(map(len, (each.sends for each in descriptors))) == 0  # refused by the call itself
+    return all(descriptors[a].sends[b] == descriptors[b].receives[a] for a in ranks for b in ranks)
