@@ -56,6 +56,7 @@ class Layout:
         if not kept.all():
             owner, start, size, at = owner[kept], start[kept], size[kept], at[kept]
         self.owner, self.start, self.size, self.at, self._local = owner, start, size, at, local
+        self.may_repeat = True  # whether a region may have replicas
         limit = np.array(self.shape, np.int64)
         if ((start < 0) | (size < 0) | (start + size > limit)).any():
             raise ShapeError(f"Layout: a box is not inside the tensor {list(self.shape)}")
@@ -221,6 +222,10 @@ class Distinct:
     """
 
     def __init__(self, layout: Layout) -> None:
+        if not layout.may_repeat:
+            self.start, self.size, self.region = layout.start, layout.size, np.arange(len(layout.owner))
+            self.boxes, self.replicas = self.region[:, None], np.ones_like(self.region)
+            return
         rows = np.concatenate([layout.start, layout.size], 1)
         text, width = rows.tobytes(), rows.shape[1] * 8
         members: dict[bytes, list[int]] = {}
@@ -273,6 +278,7 @@ def _on_mesh(shape: Ints, mesh: Ints, ranks: Ints, placements: tuple[Placement, 
         start[:, dim] += first
         size[:, dim] = np.minimum(first + run, length) - first
     layout = Layout(shape, ranks, np.arange(count), start, size, np.zeros_like(start), size)
+    layout.may_repeat = any(each is None and size > 1 for each, size in zip(placements, mesh, strict=True))
     layout.problem = ""  # a tiling by construction, which takes longer to check than to make
     return layout
 
