@@ -23,6 +23,7 @@ LAYERS = [
     ["core"],
     ["groups"],
     ["collective", "mappings", "debug", "runtime"],
+    ["reshard"],
     ["p2p", "tensor", "parallel", "ulysses"],
     ["integrations"],
     ["explain", "tune", "doctor"],
@@ -37,8 +38,11 @@ CORE = [
 MAPPINGS = ["general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}
 INTEGRATIONS = ["rebinding", "megatron_functions", "megatron", "deepspeed", "yunchang", "transformers", "__init__"]
-DEBUG = ["agreement", "descriptor", "flight", "check", "hops", "signals", "trace", "__init__"]
-INSIDE = {"core": CORE, "mappings": MAPPINGS, "integrations": INTEGRATIONS, "debug": DEBUG}
+DEBUG = ["agreement", "descriptor", "flight", "exchange", "check", "hops", "signals", "trace", "__init__"]
+RESHARD = [
+    "layout", "cells", "plan", "builder", "tables", "execute", "report", "unanimous", "specs", "resharding", "__init__",
+]  # fmt: skip
+INSIDE = {"core": CORE, "mappings": MAPPINGS, "reshard": RESHARD, "integrations": INTEGRATIONS, "debug": DEBUG}
 ENTRIES = 25
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",

@@ -31,6 +31,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_list",
     "refused",
+    "send_and_receive",
     "special",
 ]
 
@@ -187,6 +188,18 @@ def all_to_all(
         work.wait()
     except RuntimeError as error:
         _fail(error, "all-to-all", _ranks.get(group), name)
+
+
+def send_and_receive(
+    sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], group: ProcessGroup, name: str
+) -> Work:
+    """One message to or from each of these ranks of the group, all in one batch; ranks without one do not call.
+
+    For an exchange between two sets of ranks that have none in common. Neighbouring stages use ``p2p.transport``.
+    """
+    calls = [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
+    calls += [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sends]
+    return _run(lambda: _Works(dist.batch_isend_irecv(calls) if calls else []), "exchange", group, name, True)
 
 
 class _Works:

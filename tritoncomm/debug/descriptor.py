@@ -24,6 +24,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "broadcast": ("root", "op"),
     "reduce": ("root", "op"),
     "split_reduce_scatter": ("dims", "dtype", "scale"),
+    "reshard": ("plan",),
     "to_heads": ("layout",),
     "to_sequence": ("layout",),
     "hop": ("send", "receive"),
@@ -100,6 +101,8 @@ def _describe(
         fields["shape"] = _shape(shape, None if even else given["gather_dim"])
         fields |= {key: _dim(shape, given[key]) for key in ("scatter_dim", "gather_dim")}
         fields |= {key: _sizes(given[key]) for key in ("scatter_sizes", "gather_sizes")}
+    elif kind == "reshard":  # of which every rank has other shards, or none
+        fields = {"function": name, "collective": kind, "plan": given["plan"]}
     elif kind in ("to_heads", "to_sequence"):
         dim = given["layout"].seq_dim if kind == "to_heads" else 2
         fields["shape"] = ", ".join(_shape(each, dim) for each in shape)

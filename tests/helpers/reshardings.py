@@ -1,0 +1,157 @@
+"""Drawn layouts, their local tensors by slicing, and an exchange between ranks of one process."""
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from bits import random_bits
+from torch import Tensor
+
+from tritoncomm.reshard import Layout
+from tritoncomm.reshard.execute import Exchange
+from tritoncomm.reshard.plan import Item, check
+
+__all__ = ["DTYPES", "Recorded", "boxes_of", "drawn_items", "drawn_layout", "lacking", "local_of", "simulate", "values"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64)
+_CASTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def drawn_layout(draw: random.Random, shape: tuple[int, ...], world: int) -> Layout:
+    """On a mesh of one to three axes, uneven along a dim, or boxes of any tiling with replicas."""
+    ranks = draw.sample(range(world), draw.randint(1, world))
+    kind = draw.choice(["mesh", "mesh", "split", "boxes"]) if shape else draw.choice(["mesh", "boxes"])
+    if kind == "mesh":
+        axes = draw.choice([each for each in _meshes(world) if math.prod(each) <= len(ranks)])
+        grid = torch.tensor(ranks[: math.prod(axes)]).view(axes)
+        return Layout.on_mesh(shape, grid, [draw.choice([None, *range(-len(shape), len(shape))]) for _ in axes])
+    if kind == "split":
+        dim = draw.randrange(len(shape))
+        bounds = sorted(draw.choices(range(shape[dim] + 1), k=len(ranks) - 1))
+        sizes = [b - a for a, b in zip([0, *bounds], [*bounds, shape[dim]], strict=True)]
+        return Layout.split(shape, dim, dict(zip(ranks, sizes, strict=True)))
+    boxes: dict[int, list[Box]] = {rank: [] for rank in ranks}
+    along = draw.randrange(len(shape)) if shape else 0
+    for box in _tiling(draw, shape, along, draw.randint(1, 6)):
+        for rank in draw.sample(ranks, min(len(ranks), draw.choice([1, 1, 2, 3]))):
+            boxes[rank].append(box)
+    return Layout.of_boxes(shape, boxes)
+
+
+def _meshes(world: int) -> list[tuple[int, ...]]:
+    sizes = range(1, world + 1)
+    return (
+        [(a,) for a in sizes]
+        + [(a, b) for a in sizes for b in sizes if a * b <= world]
+        + [(a, b, c) for a in (1, 2) for b in (1, 2) for c in (2,) if a * b * c <= world]
+    )
+
+
+def _tiling(draw: random.Random, shape: tuple[int, ...], along: int, count: int) -> list[Box]:
+    """Slabs along one dim: what a rank has of them can be concatenated."""
+    if not shape:
+        return [((), ())]
+    bounds = [0, *sorted(draw.choices(range(shape[along] + 1), k=count - 1)), shape[along]]
+    slabs = []
+    for low, high in itertools.pairwise(bounds):
+        start, size = [0] * len(shape), list(shape)
+        start[along], size[along] = low, high - low
+        slabs.append((tuple(start), tuple(size)))
+    return draw.sample(slabs, len(slabs))
+
+
+def drawn_items(draw: random.Random, world: int) -> list[Item]:
+    """One to three tensors of 0 to 5 dims."""
+    items = []
+    for index in range(draw.choice([1, 1, 2, 3])):
+        shape = tuple(draw.randint(1, 6) for _ in range(draw.choice([0, 1, 2, 2, 3, 4, 5])))
+        if draw.random() < 0.05 and shape:
+            shape = (0, *shape[1:])
+        dtype = result = draw.choice(DTYPES)
+        if dtype in _CASTS and draw.random() < 0.5:
+            result = draw.choice(_CASTS)
+        source, target = drawn_layout(draw, shape, world), drawn_layout(draw, shape, world)
+        has_grad = dtype in _CASTS
+        items.append(Item(f"t{index}", source, target, dtype, result, has_grad))
+    return items
+
+
+def values(item: Item, seed: int) -> Tensor:
+    """Any bits where they are copied, else small integers, which every dtype holds and adds exactly."""
+    if item.dtype == item.result:
+        return random_bits(item.source.shape, item.dtype, seed)
+    made = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 8, item.source.shape, generator=made).to(item.dtype)
+
+
+def boxes_of(layout: Layout, rank: int) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Slices of the global tensor and of the local one."""
+    result = []
+    for owner, start, size, at in zip(
+        *(x.tolist() for x in (layout.owner, layout.start, layout.size, layout.at)), strict=True
+    ):
+        if layout.ranks[owner] == rank:
+            result.append(tuple(
+                tuple(slice(a, a + n) for a, n in zip(first, size, strict=True)) for first in (start, at)
+            ))  # fmt: skip
+    return result
+
+
+def local_of(layout: Layout, rank: int, full: Tensor) -> Tensor:
+    """The local tensor by slicing; empty on a rank that the layout does not have."""
+    shape = layout.local_shape(rank)
+    if shape is None:
+        return full.new_empty(0)
+    local = full.new_empty(shape)
+    for of_global, of_local in boxes_of(layout, rank):
+        local[of_local] = full[of_global]
+    return local
+
+
+def lacking(item: Item, rank: int) -> int:
+    """Bytes of a rank's target that it does not have, by masks."""
+    owned = torch.zeros(item.source.shape, dtype=torch.bool)
+    for of_global, _ in boxes_of(item.source, rank):
+        owned[of_global] = True
+    missing = sum(int((~owned[of_global]).sum()) for of_global, _ in boxes_of(item.target, rank))
+    return missing * item.carried.itemsize
+
+
+class Recorded(Exchange):
+    """An exchange whose wires are kept, and delivered in a second pass."""
+
+    wires: list[Tensor]
+    delivered: list[Tensor] | None = None
+
+    def _exchange(self, bucket: Any, wire: Tensor | None, like: Tensor, name: str) -> tuple[Tensor, Any]:
+        if self.delivered is not None:
+            return self.delivered.pop(0), None
+        self.wires.append(like.new_empty(0, dtype=torch.uint8) if wire is None else wire.clone())
+        return like.new_empty(bucket.recv.nbytes, dtype=torch.uint8), None
+
+
+def simulate(
+    items: Sequence[Item], tensors: Sequence[Sequence[Tensor]], bucket_bytes: int, sums: bool = False
+) -> tuple[list[list[Tensor]], list[Recorded]]:
+    """Results of every rank, and their plans; all ranks run one after the other, twice."""
+    world = len(tensors)
+    check(items, range(world), "simulate", tiles=not sums)
+    plans = [
+        Recorded(items, tuple(range(world)), rank, None, bucket_bytes, "replicated", sums) for rank in range(world)
+    ]
+    for plan, mine in zip(plans, tensors, strict=True):
+        plan.wires = []
+        plan.run(mine, None, "simulate")
+    active = [[bucket for bucket in plan.transfers.buckets if not bucket.is_quiet] for plan in plans]
+    assert len({len(each) for each in active}) == 1
+    for rank, plan in enumerate(plans):
+        plan.delivered = []
+        for place, bucket in enumerate(active[rank]):
+            parts = [sender.wires[place].split(active[w][place].send.counts)[rank] for w, sender in enumerate(plans)]
+            assert tuple(part.numel() for part in parts) == bucket.recv.counts
+            plan.delivered.append(torch.cat(parts))
+    return [list(plan.run(mine, None, "simulate")) for plan, mine in zip(plans, tensors, strict=True)], plans

@@ -1,0 +1,271 @@
+"""Resharding over real ranks: drawn layouts under autograd, named cases, refusals on every rank, counted memory."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from bits import bits, random_bits
+from pool import Pool
+from reshardings import boxes_of, drawn_items, local_of, values
+from torch import Tensor
+from torch.distributed import ProcessGroup as TorchGroup
+from torch.distributed.tensor import Partial
+from traffic import Traffic
+
+from tritoncomm import record
+from tritoncomm.errors import ArgumentError, CommError, GroupError, MismatchError, ShapeError, UnsupportedError
+from tritoncomm.reshard import Layout, reshard, reshard_plan
+from tritoncomm.reshard.plan import ALIGNMENT, Item
+
+
+def inputs(items: list[Item], fulls: list[Tensor], rank: int) -> dict[str, Tensor]:
+    return {
+        item.name: local_of(item.source, rank, x).requires_grad_(item.has_grad)
+        for item, x in zip(items, fulls, strict=True)
+    }
+
+
+def check_case(group: TorchGroup, seed: int) -> None:
+    draw, rank, world = random.Random(seed), group.rank(), group.size()
+    items = drawn_items(draw, world)
+    fulls = [values(item, seed) for item in items]
+    grad = draw.choice(["replicated", "partial"])
+    if grad == "replicated" and any("overlap" in item.target.problem for item in items):
+        grad = "partial"
+    given = inputs(items, fulls, rank)
+    sources, targets = ({i.name: getattr(i, side) for i in items} for side in ("source", "target"))
+    dtypes, limit = {item.name: item.result for item in items}, draw.choice([2**20, 64 * world])
+    results = reshard(given, sources, targets, group=group, dtype=dtypes, bucket_bytes=limit, grad=grad)
+    total = []
+    for item, x in zip(items, fulls, strict=True):
+        result = results[item.name]
+        assert torch.equal(bits(result), bits(local_of(item.target, rank, x.to(item.result)))), (seed, item)
+        if item.has_grad:
+            total.append((result.float() * 2).sum())
+    if not total:
+        return
+    torch.stack(total).sum().backward()
+    for item in items:
+        if item.has_grad:
+            counts = torch.zeros(item.source.shape)
+            for other in range(world):
+                for of_global, _ in boxes_of(item.target, other):
+                    counts[of_global] = counts[of_global] + 2 if grad == "partial" else torch.tensor(2.0)
+            expected = local_of(item.source, rank, counts.to(item.dtype))
+            assert torch.equal(given[item.name].grad, expected), (seed, item, grad)
+
+
+def run_drawn(group: TorchGroup, seeds: range) -> None:
+    for seed in seeds:
+        torch.manual_seed(seed)
+        check_case(group, seed)
+
+
+@pytest.mark.parametrize(("world", "count"), [(1, 10), (2, 20), (4, 30), (8, 20)])
+def test_drawn_layouts(pool: Pool, world: int, count: int) -> None:
+    pool.run(run_drawn, range(10_000, 10_000 + count), world=world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(20_000, 20_400, 100))
+def test_more_drawn_layouts(pool: Pool, first: int) -> None:
+    pool.run(run_drawn, range(first, first + 100), world=8, timeout=300)
+
+
+EVERY, GRID = range(4), [[0, 1], [2, 3]]
+on_mesh = Layout.on_mesh
+# What went wrong elsewhere, on four ranks: shape, dtype, source, target.
+NAMED: dict[str, tuple[tuple[int, ...], torch.dtype, Any, Any]] = {
+    "several dims sharded": ((6, 10), torch.bfloat16, (GRID, [0, 1]), (GRID, [1, 0])),
+    "tiny contributions": ((3, 2), torch.uint8, (EVERY, [0]), (EVERY, [1])),
+    "sizes that do not divide": ((7, 5, 3), torch.float32, (GRID, [0, 0]), (range(3), [1])),
+    "one dim re-sharded": ((12, 3), torch.float16, (EVERY, [0]), (range(3), [0])),
+    "overlapping ranks": ((8, 4), torch.float32, ([0, 1, 2], [0]), ([1, 2, 3], [1])),
+    "disjoint ranks": ((8, 4), torch.float32, ([0, 1], [0]), ([2, 3], [1])),
+    "a rank with nothing": ((5, 4), torch.float64, ([0, 2], [1]), ([2], [None])),
+    "replicas to shards": ((8, 4), torch.float32, (GRID, [None, 0]), (EVERY, [0])),
+    "ranks in another order": ((8, 4), torch.float32, ([3, 1, 0, 2], [0]), (EVERY, [0])),
+    "0-dim": ((), torch.float32, ([0], [None]), ([0, 1, 3], [None])),
+    "no elements": ((0, 4), torch.float32, (EVERY, [1]), (EVERY, [0])),
+    "bool": ((9,), torch.bool, (EVERY, [0]), (range(2), [0])),
+    "fp8": ((9, 3), torch.float8_e4m3fn, (EVERY, [0]), (EVERY, [1])),
+}
+
+
+def run_named(group: TorchGroup, name: str) -> None:
+    shape, dtype, before, after = NAMED[name]
+    source, target, rank = on_mesh(shape, *before), on_mesh(shape, *after), group.rank()
+    full = random_bits(shape, dtype)
+    x = local_of(source, rank, full)
+    strided = torch.stack([x, x], -1)[..., 0] if x.dim() else x  # rows that are not contiguous
+    plan = reshard_plan({"w": dtype}, {"w": source}, {"w": target}, group=group)
+    expected = local_of(target, rank, full)
+    for given in (x, strided, x):
+        for result in (plan.execute({"w": given})["w"], reshard(given, source, target, group=group)):
+            assert torch.equal(bits(result), bits(expected))
+            assert result._base is None
+    out = torch.zeros_like(expected).t() if expected.dim() == 2 else torch.zeros_like(expected)
+    out = torch.zeros_like(out).t() if expected.dim() == 2 else out  # columns are contiguous
+    assert reshard(x, source, target, group=group, out=out) is out
+    assert torch.equal(bits(out), bits(expected))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named(pool: Pool, name: str) -> None:
+    pool.run(run_named, name, world=4)
+
+
+def refused(call: Any, kind: type[CommError], *words: str) -> None:
+    with pytest.raises(kind) as caught:
+        call()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert type(caught.value) is kind
+
+
+def run_refusals(group: TorchGroup) -> None:
+    rank, every = group.rank(), range(4)
+    rows, columns = Layout.on_mesh((8, 4), every, [0]), Layout.on_mesh((8, 4), every, [1])
+    x = torch.ones(2, 4)
+
+    def go(source: Any = rows, target: Any = columns, given: Any = x, **options: Any) -> Any:
+        return lambda: reshard({"w": given}, source, target, **{"group": group, **options})
+
+    refused(go(target=Layout.on_mesh((8, 5), every, [1])), ShapeError, "w is [8, 4]", "[8, 5]")
+    # One rank's own mistake: it raises it, and the others say whose it is.
+    kind = ShapeError if rank == 2 else MismatchError
+    refused(go(given=torch.ones(3, 4) if rank == 2 else x), kind, "w is [3, 4] on rank 2", "[2, 4]")
+    holes = Layout.of_boxes((8, 4), {r: [((2 * r, 0), (1 if r == 1 else 2, 4))] for r in every})
+    refused(go(source=holes, given=x[:1] if rank == 1 else x), ShapeError, "w is no tiling", "4 of the 32")
+    lapping = Layout.of_boxes((8, 4), {r: [((2 * r - (r == 1), 0), (3 if r == 1 else 2, 4))] for r in every})
+    refused(go(source=lapping, given=torch.ones(3, 4) if rank == 1 else x), ShapeError, "overlap", "rank 0", "rank 1")
+    other = Layout.on_mesh((8, 4), every, [0 if rank == 3 else 1])
+    refused(go(target=other), MismatchError, "different plans", "w is", "on rank 3" if rank < 3 else "on rank 0")
+    refused(go(bucket_bytes=2**20 + (rank == 1)), MismatchError, "bucket_bytes", str(2**20 + 1))
+    refused(go(target=Layout.replicated((8, 4), [0, 9])), GroupError, "[9]", "target layout of w")
+    refused(go(given=torch.ones(2, 4, requires_grad=rank == 0)), MismatchError, "with gradient")
+    refused(go(dtype=torch.int32), UnsupportedError, "w cannot be cast")
+    refused(go(bucket_bytes=8), ArgumentError, "too small for w")
+    refused(go(grad="summed"), ArgumentError, "grad must be")
+    refused(go(source={"v": rows}), ArgumentError, "nothing is given for ['w']")
+    refused(go(given="w"), ArgumentError, "must be a tensor")
+    refused(go(out={"w": torch.ones(8, 2)}), ShapeError, "out w is [8, 2]")
+    with pytest.raises(UnsupportedError, match="partial"):
+        Layout.on_mesh((8, 4), every, [Partial()])
+    assert torch.equal(go()()["w"], torch.ones(8, 1))  # the group is usable
+    refused(go(source=Layout.on_mesh((8, 4), range(8), [0])), GroupError, "[4, 5, 6, 7]", "source")
+
+
+def test_refusals(pool: Pool) -> None:
+    pool.run(run_refusals, world=4)
+
+
+def run_costs(group: TorchGroup) -> None:
+    """Memory, passes, messages and bytes, counted while it runs."""
+    rank, shape, limit = group.rank(), (64, 96), 2048
+    source, target = Layout.on_mesh(shape, range(4), [0]), Layout.on_mesh(shape, [[0, 1], [2, 3]], [1, None])
+    full = torch.arange(64 * 96.0).view(shape)
+    x = local_of(source, rank, full)
+    plan = reshard_plan({"w": torch.float32}, source, target, group=group, bucket_bytes=limit)
+    plan.execute({"w": x})
+    moved = plan.transfers
+    with Traffic() as traffic, record.recording() as counts:
+        plan.execute({"w": x})
+    (count,) = (each for (name, _), each in counts.items() if name == "reshard")
+    assert (count.bytes_copied, count.bytes_sent) == (plan.bytes_copied, plan.bytes_sent)
+    assert traffic.moved == plan.bytes_copied
+    result = 64 * 48 * 4
+    assert traffic.allocated == result + moved.bytes_sent + moved.bytes_received
+    sizes = [max(bucket.send.nbytes, bucket.recv.nbytes) for bucket in moved.buckets]
+    assert max(sizes) <= limit
+    assert len(sizes) > 3
+    assert moved.launches == 2 * len(sizes)
+    lacks = result - 16 * 48 * 4
+    assert lacks <= moved.bytes_received <= lacks + (ALIGNMENT - 1) * sum(b.recv.messages for b in moved.buckets)
+    assert "extra memory" in str(plan)
+
+
+def test_costs(pool: Pool) -> None:
+    pool.run(run_costs, world=4)
+
+
+def run_in_place(group: TorchGroup) -> None:
+    rank, shape = group.rank(), (8, 8)
+    source, target = Layout.on_mesh(shape, range(2), [0]), Layout.on_mesh(shape, range(2), [1])
+    full = torch.arange(64.0).view(shape)
+    memory = local_of(source, rank, full).flatten()
+    reshard(memory.view(4, 8), source, target, group=group, out=memory.view(8, 4))
+    assert torch.equal(memory.view(8, 4), local_of(target, rank, full))
+    memory = local_of(source, rank, full).flatten()
+    refused(
+        lambda: reshard(memory.view(4, 8), source, target, group=group, out=memory.view(8, 4), bucket_bytes=32),
+        ArgumentError, "shares memory", "64",
+    )  # fmt: skip
+
+
+def test_in_place_needs_one_bucket(pool: Pool) -> None:
+    pool.run(run_in_place, world=2)
+
+
+def run_corners(group: TorchGroup) -> None:
+    rank, shape = group.rank(), (8, 4)
+    source, target = Layout.on_mesh(shape, range(2), [0]), Layout.on_mesh(shape, range(2), [1])
+    full = torch.arange(32.0).view(shape)
+    x = local_of(source, rank, full)
+    # The same layout: the tensor itself. Tied tensors: each of them moves.
+    both = reshard({"a": x, "b": x, "c": x}, source, {"a": target, "b": source, "c": target}, group=group)
+    assert both["b"] is x
+    assert both["a"].data_ptr() != both["c"].data_ptr()
+    assert torch.equal(both["a"], both["c"])
+    # Results under no_grad require none, and so do integers.
+    y = x.clone().requires_grad_()
+    with torch.no_grad():
+        assert not any(each.requires_grad for each in reshard([y, y], [source, source], [target, source], group=group))
+    mixed = reshard([y, x.long()], source, target, group=group)
+    assert [each.requires_grad for each in mixed] == [True, False]
+    # An expanded tensor; an expanded gradient; twice differentiable; a result that is not used.
+    row = torch.ones(1, 4).expand(4, 4)
+    assert torch.equal(reshard(row, source, target, group=group), torch.ones(8, 2))
+    for grad in ("replicated", "partial"):
+        z = y.detach().clone().requires_grad_()
+        used, unused = reshard([z * 2, z * 3], source, target, group=group, grad=grad)
+        (first,) = torch.autograd.grad((used**3).sum(), z, create_graph=True)
+        assert torch.equal(first, 24 * z**2)
+        (second,) = torch.autograd.grad(first.sum(), z)
+        assert torch.equal(second, 48 * z)
+        del unused
+    plan = reshard_plan(y, source, target, group=group)
+    with pytest.raises(ShapeError, match=r"\[3, 4\]"):
+        plan.execute(torch.ones(3, 4))
+    with pytest.raises(ArgumentError, match="float64"):
+        plan.execute(x.double())
+    with pytest.raises(ArgumentError, match="requires grad"):
+        reshard_plan(x, source, target, group=group).execute(y)
+    out = torch.zeros(8, 2)
+    plan.execute(x, out=out)
+    assert torch.equal(out, local_of(target, rank, full))
+
+
+def test_corners(pool: Pool) -> None:
+    pool.run(run_corners, world=2)
+
+
+def test_a_plan_without_ranks() -> None:
+    source, target = Layout.on_mesh((64, 8), range(64), [0]), Layout.on_mesh((64, 8), range(8), [1])
+    plan = reshard_plan({"w": torch.bfloat16}, source, target, ranks=range(64), rank=3)
+    assert plan.transfers.bytes_sent == 7 * 16
+    assert "64 ranks; rank 3 in 1 bucket" in str(plan)
+
+
+def test_replicas_share_the_sending() -> None:
+    """Large and small tensors in turn, from 4 replicas to 4 other ranks: nobody sends much more than its share."""
+    source = Layout.replicated((64, 64), range(4))
+    small = Layout.replicated((4,), range(4))
+    goal, little = Layout.replicated((64, 64), range(4, 7)), Layout.replicated((4,), range(4, 7))
+    tensors = {f"{k}{i}": torch.float32 for i in range(8) for k in ("weight", "bias")}
+    pick = lambda a, b: {name: a if name.startswith("w") else b for name in tensors}  # noqa: E731
+    plan = reshard_plan(tensors, pick(source, small), pick(goal, little), ranks=range(7), rank=0)
+    sent = plan.transfers.sent[:4]
+    assert int(sent.sum()) == 3 * 8 * (64 * 64 + 4) * 4
+    assert sent.max() <= 1.01 * sent.mean()
+    assert not plan.transfers.sent[4:].any()

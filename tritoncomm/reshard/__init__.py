@@ -1,0 +1,6 @@
+"""Resharding: tensors from any layout to any other, over the same, other or overlapping ranks."""
+
+from tritoncomm.reshard.layout import Layout
+from tritoncomm.reshard.resharding import ReshardPlan, reshard, reshard_plan
+
+__all__ = ["Layout", "ReshardPlan", "reshard", "reshard_plan"]

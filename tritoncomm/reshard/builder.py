@@ -1,0 +1,209 @@
+"""Planning: which blocks this rank sends, receives and keeps, and in which bucket; the same buckets on every rank."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tritoncomm.core.plan import Ints
+from tritoncomm.errors import ArgumentError
+from tritoncomm.reshard.cells import Cells, cells_between, parts_of, split_cells
+from tritoncomm.reshard.layout import Array, Layout
+from tritoncomm.reshard.plan import ALIGNMENT, Bucket, Item, Local, Side, Transfers
+
+__all__ = ["transfers"]
+
+
+def transfers(
+    items: Sequence[Item], ranks: Sequence[int], position: int, bucket_bytes: int, every_replica: bool = False
+) -> Transfers:
+    """Plan what one rank sends and receives.
+
+    Only this rank's blocks are kept. Of the others the bytes are counted, because they decide where buckets end and
+    which replica sends.
+
+    Args:
+        items: the tensors, checked by ``check``.
+        ranks: global ranks of the group.
+        position: of this rank in the group.
+        bucket_bytes: bytes at most of a bucket, on the sending and on the receiving side of any rank.
+        every_replica: each replica of the source sends, to be summed.
+
+    Raises:
+        ArgumentError: a single element for every peer is more than ``bucket_bytes``.
+    """
+    builder = _Builder(tuple(items), tuple(ranks), position, bucket_bytes)
+    for index in range(len(items)):
+        builder.add(index, every_replica)
+    return builder.finish()
+
+
+class _Builder:
+    """Goes through the tensors once, and keeps this rank's blocks and every rank's totals."""
+
+    def __init__(self, items: tuple[Item, ...], ranks: Ints, position: int, bucket_bytes: int) -> None:
+        self.items, self.ranks, self.position, self.limit = items, ranks, position, bucket_bytes
+        world = self.world = len(ranks)
+        self.dims = max((len(item.source.shape) for item in items), default=0)
+        self.index = {rank: place for place, rank in enumerate(ranks)}
+        self.places: dict[Ints, Array] = {}
+        self.loads, self.lacking, self.messages = np.zeros((3, world), np.int64)
+        self.total, self.current = np.zeros((2, 2, world), np.int64)
+        self.pairs = np.zeros((world, world), bool)
+        self.largest, self.bucket = 0, 0
+        self.quiet = [True]
+        self.flat: list[Array] = []  # bucket, tensor, sender and receiver of this rank's blocks
+        self.boxes: list[Array] = []  # start in the source, start in the target, and size
+        self.ends: tuple[set[int], set[int]] = (set(), set())
+
+    def add(self, index: int, every_replica: bool) -> None:
+        """Put one tensor into the current bucket, or into several."""
+        item = self.items[index]
+        places = (self._places(item.source, 0), self._places(item.target, 1))
+        itemsize = item.carried.itemsize
+        cells = cells_between(item.source, item.target, places, self.loads, itemsize, every_replica)
+        remote = np.nonzero(cells.sender != cells.receiver)[0]
+        parts = 1
+        if len(remote):
+            lacks = np.bincount(cells.receiver[remote], cells.volume[remote] * itemsize, self.world)
+            self.lacking += lacks.astype(np.int64)
+            parts = self._fit(index, cells, remote, itemsize, item.source.is_single and item.target.is_single)
+        self._keep(index, cells, parts)
+
+    def _places(self, layout: Layout, side: int) -> Array:
+        places = self.places.get(layout.ranks)
+        if places is None:
+            places = self.places[layout.ranks] = np.array([self.index[rank] for rank in layout.ranks], np.int64)
+        self.ends[side].update(layout.ranks)
+        return places
+
+    def _fit(self, index: int, cells: Cells, remote: Array, itemsize: int, single: bool) -> int:
+        """Start new buckets as far as needed; into how many parts the tensor is divided, one per bucket."""
+        sender, receiver, size = cells.sender[remote], cells.receiver[remote], cells.size[:, remote]
+        sides = [self._sides(sender, receiver, cells.volume[remote] * itemsize, single)]
+        parts = self._parts(index, sender, receiver, size, itemsize, sides[0])
+        if parts > 1:
+            cell, part, _, extent = split_cells(cells.start[:, remote], size, parts)
+            sides = [
+                self._sides(sender[cell[mine]], receiver[cell[mine]], extent[:, mine].prod(0) * itemsize, False)
+                for mine in (np.nonzero(part == each)[0] for each in range(parts))
+            ]
+        for place, each in enumerate(sides):
+            if place or (self.current + each).max() > self.limit:
+                self._close()
+            self.current += each
+            self.pairs[sender, receiver] = True
+            self.quiet[-1] = False
+        return parts
+
+    def _parts(self, index: int, sender: Array, receiver: Array, size: Array, itemsize: int, sides: Array) -> int:
+        """Into how many parts a tensor has to be divided for each to fit into a bucket."""
+        parts, most = 1, int(size.prod(0).max())
+        while sides.max() > self.limit:
+            if parts >= most:
+                raise ArgumentError(
+                    f"reshard: bucket_bytes {self.limit} is too small for {self.items[index].name}: one element for "
+                    f"every peer takes {int(sides.max())} bytes"
+                )
+            parts = min(most, max(parts + 1, parts * int(sides.max()) // self.limit))
+            sides = self._sides(sender, receiver, parts_of(size, parts)[1] * itemsize, False)
+        return parts
+
+    def _sides(self, sender: Array, receiver: Array, nbytes: Array, single: bool) -> Array:
+        """Aligned bytes that every rank sends and receives of one tensor."""
+        if not single:
+            pair, inverse = np.unique(sender * self.world + receiver, return_inverse=True)
+            nbytes = np.bincount(inverse, nbytes, len(pair)).astype(np.int64)
+            sender, receiver = np.divmod(pair, self.world)
+        nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return np.stack([np.bincount(each, nbytes, self.world) for each in (sender, receiver)]).astype(np.int64)
+
+    def _close(self) -> None:
+        """The current bucket is full."""
+        if self.quiet[-1]:
+            return
+        self._account()
+        self.quiet.append(True)
+
+    def _account(self) -> None:
+        self.total += self.current
+        self.messages += self.pairs.sum(1)
+        self.largest = max(self.largest, int(self.current.max(initial=0)))
+        self.current[:], self.pairs[:] = 0, False
+
+    def _keep(self, index: int, cells: Cells, parts: int) -> None:
+        """Note this rank's blocks of one tensor, in the last ``parts`` buckets."""
+        item = self.items[index]
+        mine = np.nonzero((cells.sender == self.position) | (cells.receiver == self.position))[0]
+        if not len(mine):
+            return
+        ends = cells.sender[mine], cells.receiver[mine]
+        source, target, start, size = cells.source[mine], cells.target[mine], cells.start[:, mine], cells.size[:, mine]
+        to_source = (item.source.at[source] - item.source.start[source]).T
+        to_target = (item.target.at[target] - item.target.start[target]).T
+        bucket = np.zeros(len(mine), np.int64)
+        if parts > 1:
+            cell, bucket, start, size = split_cells(start, size, parts)
+            ends = ends[0][cell], ends[1][cell]
+            to_source, to_target = to_source[:, cell], to_target[:, cell]
+        flat = np.stack([bucket + (len(self.quiet) - parts), np.full_like(bucket, index), *ends])
+        boxes = np.zeros((3, self.dims, len(bucket)), np.int64)
+        boxes[2] = 1
+        first = self.dims - len(size)
+        boxes[0, first:], boxes[1, first:], boxes[2, first:] = start + to_source, start + to_target, size
+        self.flat.append(flat)
+        self.boxes.append(boxes)
+
+    def finish(self) -> Transfers:
+        """The plan."""
+        self._account()
+        flat = np.concatenate([np.empty((4, 0), np.int64), *self.flat], 1)
+        boxes = np.concatenate([np.empty((3, self.dims, 0), np.int64), *self.boxes], 2)
+        bucket, tensor, sender, receiver = flat
+        stays = sender == receiver
+        sent = self._sides_of(boxes[0], boxes[2], bucket, tensor, receiver, ~stays & (sender == self.position))
+        received = self._sides_of(boxes[1], boxes[2], bucket, tensor, sender, ~stays & (receiver == self.position))
+        kept = np.nonzero(stays)[0]
+        kept = kept[np.argsort(bucket[kept], kind="stable")]
+        ends = np.searchsorted(bucket[kept], np.arange(len(self.quiet) + 1))
+        buckets = []
+        for place, is_quiet in enumerate(self.quiet):
+            here = kept[ends[place] : ends[place + 1]]
+            local = Local(tensor[here], boxes[0][:, here], boxes[1][:, here], boxes[2][:, here])
+            buckets.append(Bucket(sent[place], received[place], local, is_quiet))
+        is_disjoint = not self.ends[0] & self.ends[1]
+        return Transfers(
+            self.items, self.ranks, self.position, tuple(buckets), self.total[0], self.total[1], self.lacking,
+            self.messages, self.largest, is_disjoint,
+        )  # fmt: skip
+
+    def _sides_of(
+        self, start: Array, size: Array, bucket: Array, tensor: Array, peer: Array, mine: Array
+    ) -> list[Side]:
+        """This rank's messages of one side by bucket: in the order of the peers, of one peer in that of the tensors."""
+        chosen = np.nonzero(mine)[0]
+        chosen = chosen[np.lexsort((tensor[chosen], peer[chosen], bucket[chosen]))]
+        start, size, bucket, tensor, peer = (
+            start[:, chosen],
+            size[:, chosen],
+            bucket[chosen],
+            tensor[chosen],
+            peer[chosen],
+        )
+        itemsizes = np.array([item.carried.itemsize for item in self.items], np.int64)
+        nbytes = size.prod(0) * itemsizes[tensor]
+        keys = np.stack([bucket, peer, tensor])
+        is_first = np.ones(len(chosen), bool)
+        is_first[1:] = (keys[:, 1:] != keys[:, :-1]).any(0)
+        firsts, group = np.nonzero(is_first)[0], np.cumsum(is_first) - 1
+        exact = np.bincount(group, nbytes, len(firsts)).astype(np.int64)
+        aligned = -(-exact // ALIGNMENT) * ALIGNMENT
+        wire = np.cumsum(nbytes) - nbytes + (np.cumsum(aligned - exact) - (aligned - exact))[group]
+        counts = np.zeros((len(self.quiet), self.world), np.int64)
+        np.add.at(counts, (bucket[firsts], peer[firsts]), aligned)
+        base = np.cumsum(counts.sum(1)) - counts.sum(1)
+        wire -= base[bucket]
+        ends = np.searchsorted(bucket, np.arange(len(self.quiet) + 1))
+        return [
+            Side(tensor[a:b], start[:, a:b], size[:, a:b], wire[a:b], tuple(row))
+            for a, b, row in zip(ends, ends[1:], counts.tolist(), strict=False)
+        ]

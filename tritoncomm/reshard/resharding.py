@@ -1,0 +1,318 @@
+"""``reshard`` and ``reshard_plan``: tensors from one layout to another, over any ranks."""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tritoncomm import groups, record
+from tritoncomm.core.cost import DEFAULTS, Rates
+from tritoncomm.core.function import without_graph
+from tritoncomm.core.plan import Ints
+from tritoncomm.core.validation import check_kind
+from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
+from tritoncomm.groups import GroupLike
+from tritoncomm.reshard.execute import Exchange, apply, check_dtypes
+from tritoncomm.reshard.plan import Item, check, digest
+from tritoncomm.reshard.report import text_of
+from tritoncomm.reshard.specs import Wrap, local_of, named, source_of, target_of
+from tritoncomm.reshard.unanimous import agree
+
+__all__ = ["BUCKET_BYTES", "ReshardPlan", "reshard", "reshard_plan"]
+
+BUCKET_BYTES = 256 * 2**20
+Grad = Literal["replicated", "partial"]
+_PLANS = 64
+_plans: WeakKeyDictionary[ProcessGroup, "OrderedDict[Any, Exchange]"] = WeakKeyDictionary()
+
+
+def reshard(
+    tensors: Any,
+    source: Any = None,
+    target: Any = None,
+    *,
+    group: GroupLike | None = None,
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    grad: Grad = "replicated",
+    out: Any = None,
+) -> Any:
+    """Tensors in another layout, over the same, other or overlapping ranks.
+
+    Forward: every rank gets its boxes of the target from ranks that have them; what it has itself it copies. Backward:
+    the same from target to source. Per bucket one pack, one all-to-all-v (between disjoint sets of ranks one batch of
+    messages) and one unpack. A tensor whose layout and dtype stay is handed back. Every rank of the group calls, with
+    the same layouts and names in the same order.
+
+    Args:
+        tensors: one, a sequence, or a mapping by name: local tensors, DTensors or ColoTensors. A rank without a part
+            of the source passes an empty tensor of the dtype, on its device, that requires grad if the others do.
+        source: a ``Layout``, or one per tensor; None for DTensors and ColoTensors, which know theirs.
+        target: a ``Layout``, ``(mesh, placements)`` or a ``ColoTensorSpec``; or one per tensor.
+        group: has all ranks of both layouts; all ranks of the job by default.
+        dtype: of the results, or by name; fp16, bf16, fp32 and fp64 are cast on the way, at the smaller width.
+        bucket_bytes: extra memory at most on the sending and on the receiving side.
+        grad: what the gradients of the replicas of a result are: ``replicated``, equal, and count once; ``partial``,
+            and are summed in rank order.
+        out: tensors to write into, as ``tensors`` are; nothing is differentiable then. They may share memory with the
+            tensors if one bucket has room for all.
+
+    Returns:
+        As ``tensors``: local tensors for a ``Layout``, DTensors or ColoTensors for the others. On a rank without a part
+        of the target an empty tensor, through which backward has to go there.
+
+    Raises:
+        ShapeError: shapes that differ, a source that does not cover its tensor, a local tensor of another shape.
+        GroupError: a layout has ranks that are not in the group.
+        MismatchError: another rank has other arguments, or refused its own. Nothing was sent.
+        UnsupportedError: partial placements, or a cast of other dtypes.
+    """
+    call = _Call(tensors, source, target, group, dtype, grad, out, "reshard")
+    plan = ReshardPlan(call, call.exchange(bucket_bytes))
+    if out is not None:
+        plan.run(call.locals, call.outs)
+        return out
+    return call.form(tensors, plan.run(call.locals, None))
+
+
+def reshard_plan(
+    tensors: Any,
+    source: Any = None,
+    target: Any = None,
+    *,
+    group: GroupLike | None = None,
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    grad: Grad = "replicated",
+    ranks: Sequence[int] | None = None,
+    rank: int = 0,
+) -> "ReshardPlan":
+    """The plan of ``reshard``, to look at or to execute repeatedly; ranks compare it here, not when they execute it.
+
+    Args:
+        tensors: as for ``reshard``, or their dtypes.
+        source, target, group, dtype, bucket_bytes, grad: as for ``reshard``.
+        ranks: global ranks of a group that does not exist: a plan to look at, without communication.
+        rank: the global rank that such a plan is for.
+
+    Raises:
+        As ``reshard``.
+    """
+    call = _Call(tensors, source, target, group, dtype, grad, None, "reshard_plan", ranks, rank)
+    plan = ReshardPlan(call, call.exchange(bucket_bytes))
+    call.locals.clear()  # a plan keeps no tensors
+    return plan
+
+
+class _Call:
+    """The arguments of one call: items of the plan, local tensors, and how results are wrapped."""
+
+    def __init__(
+        self, tensors: Any, source: Any, target: Any, group: Any, dtype: Any, grad: str, out: Any, name: str,
+        ranks: Sequence[int] | None = None, rank: int = 0,
+    ) -> None:  # fmt: skip
+        self.name, self.grad = name, grad
+        self.error: CommError | None = None
+        self.group: ProcessGroup | None = None
+        if ranks is None:
+            self.group = _group(group, name)
+            self.ranks: Ints = tuple(dist.get_process_group_ranks(self.group))
+            self.position = self.group.rank()
+        else:
+            self.ranks, self.position = tuple(ranks), list(ranks).index(rank)
+        self.items: list[Item] = []
+        self.locals: list[Tensor] = []
+        self.outs: list[Tensor] = []
+        self.wraps: list[Wrap | None] = []
+        self.stays: list[bool] = []
+        try:
+            self._read(named(tensors, name), source, target, dtype, out)
+        except CommError as error:
+            self.error = error
+
+    def _read(self, tensors: dict[str, Any], source: Any, target: Any, dtype: Any, out: Any) -> None:
+        if self.grad not in ("replicated", "partial"):
+            raise ArgumentError(f"{self.name}: grad must be replicated or partial, not {self.grad!r}")
+        outs = {} if out is None else named(out, self.name)
+        if out is not None and list(outs) != list(tensors):
+            raise ArgumentError(f"{self.name}: out has {list(outs)}, not {list(tensors)}")
+        sources, targets, dtypes = (_by_name(each, list(tensors), self.name) for each in (source, target, dtype))
+        for key, x in tensors.items():
+            is_planned = isinstance(x, torch.dtype) and self.name == "reshard_plan"
+            if not isinstance(x, Tensor) and not is_planned:
+                raise ArgumentError(f"{self.name}: {key} must be a tensor, not {type(x).__name__}")
+            x = torch.empty(0, dtype=x, device="meta") if isinstance(x, torch.dtype) else x
+            layout = source_of(x, sources[key], self.name, key)
+            goal, wrap = target_of(targets[key], layout.shape, self.name, key)
+            local, into = local_of(x), local_of(outs[key]) if outs else None
+            check_kind(local, self.name)
+            result = dtypes[key] or (local.dtype if into is None else into.dtype)
+            has_grad = bool(x.requires_grad and torch.is_grad_enabled()) and out is None
+            item = Item(key, layout, goal, local.dtype, result, has_grad)
+            check([item], self.ranks, self.name)
+            check_dtypes(item, self.grad, self.name)
+            if not is_planned:
+                self.check_local(key, layout, local)
+            if into is not None:
+                self.check_out(key, goal, into, result)
+                self.outs.append(into)
+            self.items.append(item)
+            self.locals.append(local)
+            self.wraps.append(wrap)
+            is_same = out is None and layout == goal and local.dtype == result
+            # Gradients of replicas that are partial have to be summed, though nothing moves forward.
+            self.stays.append(is_same and not (has_grad and self.grad == "partial"))
+
+    def check_local(self, key: str, layout: Any, local: Tensor, what: str = "") -> None:
+        """Check the shape of a local tensor of this rank."""
+        rank = self.ranks[self.position]
+        expected = layout.local_shape(rank)
+        if expected is None and local.numel():
+            raise ShapeError(
+                f"{self.name}: {what}{key} is {list(local.shape)} on rank {rank}, which its layout does not have; pass "
+                "an empty tensor there"
+            )
+        if expected is not None and tuple(local.shape) != expected:
+            raise ShapeError(
+                f"{self.name}: {what}{key} is {list(local.shape)} on rank {rank}, but its layout has {list(expected)} "
+                "there"
+            )
+
+    def check_out(self, key: str, goal: Any, into: Tensor, result: torch.dtype) -> None:
+        """Check a tensor that is written into."""
+        self.check_local(key, goal, into, "out ")
+        if into.dtype != result:
+            raise ArgumentError(f"{self.name}: out {key} is {into.dtype}, not {result}")
+        if into.requires_grad and torch.is_grad_enabled():
+            raise ArgumentError(f"{self.name}: out {key} requires grad, and is written into; use torch.no_grad()")
+        if any(not step and size > 1 for step, size in zip(into.stride(), into.shape, strict=True)):
+            raise ArgumentError(f"{self.name}: elements of out {key} share memory; it cannot be written into")
+
+    def exchange(self, bucket_bytes: int) -> Exchange:
+        """The plan of these arguments, made and compared with that of the other ranks once."""
+        items = [item for item, stays in zip(self.items, self.stays, strict=False) if not stays]
+        key = digest(items, (self.name, bucket_bytes, self.grad, self.ranks))
+        if self.group is None:
+            if self.error is not None:
+                raise self.error
+            return Exchange(items, self.ranks, self.position, None, bucket_bytes, self.grad)
+        plans = _plans.setdefault(self.group, OrderedDict())
+        if self.error is None and key in plans:
+            plans.move_to_end(key)
+            return plans[key]
+        made = None
+        try:
+            made = (
+                None if self.error else Exchange(items, self.ranks, self.position, self.group, bucket_bytes, self.grad)
+            )
+        except CommError as error:
+            self.error = error
+        options = {"bucket_bytes": str(bucket_bytes), "grad": self.grad}
+        agree(self.name, self.group, key, self.error, lambda: {item.name: str(item) for item in items} | options)
+        assert made is not None
+        plans[key] = made
+        if len(plans) > _PLANS:
+            plans.popitem(last=False)
+        return made
+
+    def form(self, given: Any, results: Sequence[Tensor]) -> Any:
+        """Results in the form in which the tensors came."""
+        made = [x if wrap is None else wrap(x) for x, wrap in zip(results, self.wraps, strict=True)]
+        if isinstance(given, Tensor):
+            return made[0]
+        return dict(zip(given, made, strict=True)) if isinstance(given, Mapping) else made
+
+
+def _group(group: GroupLike | None, name: str) -> ProcessGroup:
+    if group is not None:
+        return groups.as_group(group, name)
+    world = dist.group.WORLD
+    if world is None:
+        raise GroupError(f"{name}: torch.distributed is not initialized; call tritoncomm.initialize() or pass a group")
+    return world
+
+
+def _by_name(given: Any, names: Sequence[str], name: str) -> Mapping[str, Any]:
+    """What is given for each tensor: by name, by position, or for all."""
+    if isinstance(given, list):
+        if len(given) != len(names):
+            raise ArgumentError(f"{name}: {len(given)} entries for {len(names)} tensors")
+        return dict(zip(names, given, strict=True))
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(names, given)
+    missing = [key for key in names if key not in given]
+    if missing:
+        raise ArgumentError(f"{name}: nothing is given for {missing}, but for {list(given)}")
+    return given
+
+
+class ReshardPlan(record.Traffic):
+    """A resharding that can be looked at and executed repeatedly; prints as a table.
+
+    Attributes:
+        items: what happens to every tensor, those that stay as they are included.
+        transfers: messages, buckets and bytes of this rank, and totals of all ranks; of the tensors that move.
+    """
+
+    def __init__(self, call: _Call, exchange: Exchange) -> None:
+        self._call, self._exchange, self.items = call, exchange, tuple(call.items)
+        self.transfers = exchange.transfers
+
+    bytes_sent = property(attrgetter("transfers.bytes_sent"), doc="Bytes this rank sends, alignment included.")
+    bytes_copied = property(attrgetter("transfers.bytes_copied"), doc="Bytes read plus written by this rank's passes.")
+
+    def execute(self, tensors: Any, out: Any = None) -> Any:
+        """What ``reshard`` does, without comparing plans; arguments and results as there.
+
+        Raises:
+            ShapeError: a tensor of another shape than the plan was made for.
+            ArgumentError: other tensors or dtypes, or a gradient where the plan has none.
+        """
+        call = self._call
+        given, outs = named(tensors, "reshard"), None if out is None else named(out, "reshard")
+        names = [item.name for item in self.items]
+        if list(given) != names or (outs is not None and list(outs) != names):
+            raise ArgumentError(f"reshard: the plan is for {names}, not for {list(given if outs is None else outs)}")
+        locals_ = [local_of(x) for x in given.values()]
+        for item, x in zip(self.items, locals_, strict=True):
+            call.check_local(item.name, item.source, x)
+            if x.dtype != item.dtype:
+                raise ArgumentError(f"reshard: {item.name} is {x.dtype}, but the plan is for {item.dtype}")
+            if x.requires_grad and not item.has_grad and out is None and torch.is_grad_enabled():
+                raise ArgumentError(f"reshard: {item.name} requires grad, but did not when the plan was made")
+        if outs is None:
+            return call.form(tensors, self.run(locals_, None))
+        into = [local_of(x) for x in outs.values()]
+        for item, x in zip(self.items, into, strict=True):
+            call.check_out(item.name, item.target, x, item.result)
+        self.run(locals_, into)
+        return out
+
+    def run(self, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
+        """``execute`` on checked local tensors."""
+        stays = self._call.stays
+        moving = [x for x, keeps in zip(tensors, stays, strict=True) if not keeps]
+        if out is not None:
+            for x, into, keeps in zip(tensors, out, stays, strict=True):
+                if keeps:
+                    into.detach().copy_(x.detach())
+            self._exchange.run(moving, [x for x, keeps in zip(out, stays, strict=True) if not keeps], "reshard")
+            return list(out)
+        moved = iter(apply(self._exchange, moving, "reshard"))
+        keep = torch.is_grad_enabled()
+        return [
+            (x if keep else without_graph(x)) if stays else next(moved) for x, stays in zip(tensors, stays, strict=True)
+        ]
+
+    def text(self, rates: Rates | None = None) -> str:
+        """Buckets, messages, bytes, launches, memory and predicted time, as a table."""
+        return text_of(self.transfers, DEFAULTS["cuda"] if rates is None else rates)
+
+    def __str__(self) -> str:
+        return self.text()
