@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import profiler
 from tritoncomm_kernels import tables
 
 import tritoncomm
-from tritoncomm import ArgumentError, variables
+from tritoncomm import ArgumentError, record, variables
 from tritoncomm.core import ops
+from tritoncomm.debug import signals
 
 ROOT = Path(__file__).parents[1]
 OFF = ("", " ", "0", "false", "False", "no", "NO", "off", "Off")
@@ -19,7 +21,7 @@ OFF = ("", " ", "0", "false", "False", "no", "NO", "off", "Off")
 
 @pytest.fixture(autouse=True)
 def _read_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("TRITONCOMM_PATH", "TRITONCOMM_CHECK", "TRITONCOMM_TABLE"):
+    for name in ("TRITONCOMM_PATH", "TRITONCOMM_CHECK", "TRITONCOMM_TABLE", "TRITONCOMM_FLIGHT"):
         monkeypatch.delenv(name, raising=False)
     yield
     monkeypatch.undo()
@@ -64,6 +66,35 @@ def test_initialize_reads_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ops.forced_path(), tritoncomm.p2p.hop.checking()) == ("triton", True)
     with pytest.warns(RuntimeWarning, match="No such file"):
         tables.chosen("Some GPU", 1)
+
+
+@pytest.mark.parametrize(("check", "value"), [(True, "on"), ("hash:7", "hash:7"), (False, "off"), (None, "hash:1000")])
+def test_initialize_turns_check_mode_on_and_off(
+    monkeypatch: pytest.MonkeyPatch, check: bool | str | None, value: str
+) -> None:
+    monkeypatch.setenv("TRITONCOMM_CHECK", "hash")
+    try:
+        tritoncomm.initialize(check=check)
+        assert variables.effective()["TRITONCOMM_CHECK"] == value
+        assert (record.switch is profiler) is (value == "off")
+    finally:
+        tritoncomm.destroy()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", (0, "")), ("off", (0, "")), ("1", (4096, "")), ("yes", (4096, "")), ("250", (250, "")),
+        ("/logs", (4096, "/logs")), ("250:/logs", (250, "/logs")),
+    ],
+)  # fmt: skip
+def test_the_record_has_a_number_of_calls_and_a_folder(
+    monkeypatch: pytest.MonkeyPatch, text: str, value: tuple[int, str]
+) -> None:
+    monkeypatch.setenv("TRITONCOMM_FLIGHT", text)
+    monkeypatch.setattr(signals, "install", lambda: None)
+    variables.FLIGHT.read()
+    assert variables.FLIGHT.value == value
 
 
 def test_a_block_goes_before_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

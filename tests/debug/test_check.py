@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ import tritoncomm
 from tritoncomm import MismatchError, UnsupportedError, p2p, variables
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
-from tritoncomm.debug import check
+from tritoncomm.debug import check, exchange
 from tritoncomm.debug.flight import Call
 
 T = torch.ones
+RECEIVERS = ("shape", "dtype", "count")  # of hops that the receiver alone refuses
 CASES = {"collectives": COLLECTIVES, "mappings": MAPPINGS, "hops": HOPS}
 
 
@@ -41,7 +43,7 @@ def text_of(call: Callable[[], Any]) -> str:
 def _synchronised(group: ProcessGroup) -> None:
     """The ranks go on with equal counts of calls on the group, whatever they missed."""
     dist.barrier(group)
-    over, ranks = check.exchange(), dist.get_process_group_ranks(group)
+    over, ranks = exchange.exchange(), dist.get_process_group_ranks(group)
     for channel in (f"{group.group_name}/{a}-{b}" for a in ranks for b in ranks):
         over.counts[channel] = (over.counts.get(channel, 0) // 1000 + 1) * 1000
     member = check._members.setdefault(group, check._Member(group, group.group_name))
@@ -56,16 +58,20 @@ def run_cases(group: ProcessGroup, kind: str) -> dict[str, str]:
     with p2p.check():
         for name, (call, words) in cases.items():
             _synchronised(group)
+            if kind == "hops" and not rank and name in RECEIVERS:
+                call(group, rank)
+                continue
             texts[name] = text_of(lambda call=call: call(group, rank))
             assert words in texts[name], (name, texts[name])
+    _synchronised(group)
     return texts
 
 
 @pytest.mark.parametrize("kind", ["collectives", "mappings", "hops", "layouts"])
 def test_each_disagreement_is_named_on_both_ranks(pair: Pool, kind: str) -> None:
     ranks = pair.run(run_cases, kind)
-    for name in ranks[0]:
-        for texts in ranks:
+    for name in ranks[1]:
+        for texts in [each for each in ranks if name in each]:
             same = "ranks 0-1:" in texts[name]  # of calls that are the same, and do not fit together
             assert same or ("rank 0:" in texts[name] and "rank 1:" in texts[name]), texts[name]
             assert texts[name].count("disagreements.py:") == 2 - same, texts[name]
@@ -75,7 +81,7 @@ def test_there_are_forty_kinds() -> None:
     assert len(COLLECTIVES) + len(MAPPINGS) + len(HOPS) + 4 >= 40
 
 
-def run_agreed(group: ProcessGroup) -> int:
+def run_agreed(group: ProcessGroup) -> None:
     tritoncomm.destroy()
     world, rank = group.size(), group.rank()
     with p2p.check():
@@ -88,9 +94,14 @@ def run_agreed(group: ProcessGroup) -> int:
         c.all_to_all(T(sum(range(world))), group, [rank] * world, list(range(world)))
         out, handle = c.all_gather(T(2, 2), -1, group, True)
         assert out is handle.wait()
-    exchange = check.exchange()
-    assert not any(exchange.store.check([f"{exchange.prefix}/blocked/{rank}"]) for rank in range(world))
-    return exchange.store.num_keys()
+        stages = p2p.P2PCommunicator(group, SimpleNamespace(pipeline_dtype=torch.float32))
+        first, last = stages.is_pp_first_stage, stages.is_pp_last_stage
+        for _ in range(3):
+            got = stages.recv_forward([2], first)
+            grad = stages.send_forward_recv_backward(T(2) if got is None else got, [2], last)
+            stages.send_backward(T(2) if grad is None else grad, first)
+    over = exchange.exchange()
+    assert not any(over.store.check([f"{over.prefix}/blocked/{rank}"]) for rank in range(world))
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -100,7 +111,8 @@ def test_what_agrees_passes(pool: Pool, world: int) -> None:
 
 def run_many(group: ProcessGroup) -> list[int]:
     tritoncomm.destroy()
-    store, keys = check.exchange().store, []
+    _synchronised(group)
+    store, keys = exchange.exchange().store, []
     with p2p.check():
         for calls in (5, 40):
             for _ in range(calls):
@@ -111,8 +123,8 @@ def run_many(group: ProcessGroup) -> list[int]:
     return keys
 
 
-def test_the_store_does_not_grow(pool: Pool) -> None:
-    for before, after in pool.run(run_many):
+def test_the_store_does_not_grow(pair: Pool) -> None:
+    for before, after in pair.run(run_many):
         assert after <= before + 2
 
 
@@ -152,8 +164,8 @@ def run_late(group: ProcessGroup) -> tuple[str, float]:
     return text, time.monotonic() - started
 
 
-def test_a_rank_that_does_not_come_is_named_within_the_timeout(pool: Pool) -> None:
-    (text, seconds), (late, _) = pool.run(run_late)
+def test_a_rank_that_does_not_come_is_named_within_the_timeout(pair: Pool) -> None:
+    (text, seconds), (late, _) = pair.run(run_late)
     assert seconds < 5
     assert re.search(r"rank 1 did not come to call \d+002 of group", text)
     assert "rank 1: no call" in text
@@ -179,8 +191,8 @@ def run_hash(group: ProcessGroup, place: int) -> str:
         variables.HASH.assign(0)
 
 
-def test_digests_name_the_first_difference(pool: Pool) -> None:
-    for text in pool.run(run_hash, 3):
+def test_digests_name_the_first_difference(pair: Pool) -> None:
+    for text in pair.run(run_hash, 3):
         assert re.search(r"call \d+024 of group", text), text
         assert "rank 0: all_reduce(float32 [4], op=SUM) at" in text
         assert "rank 1: all_reduce(float32 [2, 2], op=SUM) at" in text
@@ -193,8 +205,8 @@ def run_compiled(group: ProcessGroup) -> str:
     return str(caught.value)
 
 
-def test_compiled_calls_are_refused_by_name(pool: Pool) -> None:
-    for text in pool.run(run_compiled):
+def test_compiled_calls_are_refused_by_name(pair: Pool) -> None:
+    for text in pair.run(run_compiled):
         assert "all_gather_dim: check mode" in text
 
 

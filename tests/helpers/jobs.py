@@ -24,11 +24,16 @@ def without_launcher(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_job(
-    function: Callable[..., Any], ranks: Sequence[dict[str, str]], *args: Any, timeout: float = 60
+    function: Callable[..., Any],
+    ranks: Sequence[dict[str, str]],
+    *args: Any,
+    timeout: float = 60,
+    lost: Sequence[int] = (),
 ) -> list[Any]:
     """``function(*args)`` in one process per entry of ``ranks``, with these variables and no launcher's; the results.
 
-    A rank that raises gives its exception's text, one that does not answer in time None.
+    A rank that raises gives its exception's text, one that does not answer in time None; those of ``lost`` are not
+    waited for, and give None.
     """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
@@ -40,7 +45,7 @@ def run_job(
     for process in processes:
         process.start()
     try:
-        return [ours.recv() if ours.poll(timeout) else None for ours, _ in pipes]
+        return [None if rank in lost or not ours.poll(timeout) else ours.recv() for rank, (ours, _) in enumerate(pipes)]
     finally:
         for process in processes:
             process.kill()

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from tritoncomm import record
+from tritoncomm import p2p, record
 from tritoncomm.demo.plain_model import PlainTransformer
 from tritoncomm.demo.settings import Settings
 from tritoncomm.errors import ArgumentError, MismatchError, ShapeError, UnsupportedError
@@ -275,7 +275,9 @@ def run_replicas(group: TorchGroup) -> None:
     check_replicas(module)
     module(*data(0)).backward()
     nn.utils.clip_grad_norm_(module.parameters(), 0.01)  # torch's own: every rank scales by another norm
-    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    optimizer = torch.optim.SGD(module.named_parameters(), lr=0.1)
+    with p2p.check(), pytest.raises(MismatchError, match=r"SGD\.step: .*norm\.weight") if world > 1 else nullcontext():
+        optimizer.step()
     if world > 1:
         with pytest.raises(MismatchError, match=r"norm\.weight"):
             check_replicas(module)

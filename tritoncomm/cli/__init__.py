@@ -11,7 +11,7 @@ except ImportError as error:
     sys.exit(f"the command needs typer and rich ({error}): pip install 'tritoncomm[cli]'")
 
 from tritoncomm import __version__, launchers
-from tritoncomm.cli import bench, demo, doctor, plan, tune
+from tritoncomm.cli import bench, demo, doctor, plan, trace, tune
 from tritoncomm.cli._console import refuse, say, terminal, unwrapped
 from tritoncomm.errors import GroupError
 
@@ -68,6 +68,7 @@ for _command, _epilog in (
     (plan.plan, plan.EPILOG),
     (doctor.doctor, doctor.EPILOG),
     (bench.bench, bench.EPILOG),
+    (trace.trace, trace.EPILOG),
 ):
     app.command(help=unwrapped(_command.__doc__), epilog=_epilog)(_command)
 

@@ -102,8 +102,7 @@ def _describe(
         fields |= {key: _dim(shape, given[key]) for key in ("scatter_dim", "gather_dim")}
         fields |= {key: _sizes(given[key]) for key in ("scatter_sizes", "gather_sizes")}
     elif kind == "reshard":  # of which every rank has other shards, or none
-        fields.pop("dtype", None)
-        fields["plan"] = given["plan"]
+        fields = {"function": name, "collective": kind, "plan": given["plan"]}
     elif kind in ("to_heads", "to_sequence"):
         dim = given["layout"].seq_dim if kind == "to_heads" else 2
         fields["shape"] = ", ".join(_shape(each, dim) for each in shape)

@@ -21,10 +21,11 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from tritoncomm import variables
 from tritoncomm.debug.descriptor import KINDS, as_json
 
-__all__ = ["FORMAT", "Call", "Flight", "call_site", "dump", "flight", "snapshot"]
+__all__ = ["FORMAT", "Call", "Flight", "call_site", "dump", "flight", "located", "open_calls", "write_on"]
 
 FORMAT = 1
 _HERE = str(Path(__file__).parents[1]) + os.sep
+_DEBUG = str(Path(__file__).parent) + os.sep
 _TORCH = str(Path(torch.__path__[0])) + os.sep
 _names: Mapping[ProcessGroup, str] = getattr(distributed_c10d, "_pg_names", {})
 _current_node = torch._C._current_autograd_node
@@ -130,6 +131,7 @@ class Flight:
         calls: the last ones.
         before: called with every call before it starts, and its group and tensors: the comparison of check mode.
         counts: calls so far by group.
+        last: the last call of every thread.
     """
 
     def __init__(self) -> None:
@@ -137,7 +139,7 @@ class Flight:
         self.before: Callable[[Call, Any, Any], None] | None = None
         self.counts: dict[str, int] = {}
         self._number = 0
-        self._last: dict[int, Call] = {}  # by thread
+        self.last: dict[int, Call] = {}
 
     def keep(self, calls: int) -> None:
         """Keep that many calls from now on; 0 forgets everything."""
@@ -145,7 +147,7 @@ class Flight:
             self.calls = deque(self.calls, maxlen=max(calls, 1))
         if not calls:
             self.calls.clear()
-            self._last.clear()
+            self.last.clear()
 
     def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...]) -> None:
         """A call starts."""
@@ -153,21 +155,21 @@ class Flight:
         count = self.counts[group_name] = self.counts.get(group_name, 0) + 1
         self._number += 1
         if type(x) is list or type(x) is tuple:
-            shape, dtype = [each.shape for each in x], x[0].dtype if x else None
+            shape, dtype = [getattr(each, "shape", None) for each in x], getattr(x[0], "dtype", None) if x else None
         else:
             shape, dtype = (None, None) if x is None else (x.shape, x.dtype)
         thread = threading.get_ident()
         call = Call(
             self._number, count, name, kind, group_name, shape, dtype, arguments, call_site(2), thread, time.time_ns()
         )
-        self._last[thread] = call
+        self.last[thread] = call
         self.calls.append(call)
         if self.before is not None:
             self.before(call, group, x)
 
     def end(self, name: str, path: str, bytes_copied: int, bytes_sent: int, calls: int) -> None:
         """A call was counted: complete its entry."""
-        call = self._last.get(threading.get_ident())
+        call = self.last.get(threading.get_ident())
         if call is None or call.name != name or (call.end and calls):
             return
         call.end, call.path = time.time_ns(), call.path or path
@@ -176,7 +178,7 @@ class Flight:
 
     def failed(self, name: str, error: BaseException) -> None:
         """A call raises: note it, and write the record where a folder for it is set."""
-        call = self._last.get(threading.get_ident())
+        call = self.last.get(threading.get_ident())
         if call is not None and call.name == name and not call.end:
             call.error = f"{type(error).__name__}: {error}"
         write_on(f"{name}: {type(error).__name__}")
@@ -204,9 +206,30 @@ def write_on(reason: str) -> Path | None:
         return None
 
 
-def snapshot(reason: str = "") -> dict[str, Any]:
+def open_calls() -> list[Call]:
+    """The calls that are under way: not ended, and their thread is inside this package."""
+    frames = sys._current_frames()
+    return [
+        call for thread, call in list(flight.last.items())
+        if not call.end and not call.error and thread in frames and _is_inside(frames[thread])
+    ]  # fmt: skip
+
+
+def _is_inside(frame: Any) -> bool:
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if _source[file] == 2 and not file.startswith(_DEBUG):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _snapshot(reason: str) -> dict[str, Any]:
     """The record as ``dump`` writes it."""
-    calls = list(flight.calls)
+    calls, under_way = list(flight.calls), open_calls()
+    for call in calls:
+        if not call.end and not call.error and call not in under_way:
+            call.error = "raised before anything was sent"
     names = {call.group for call in calls}
     return {
         "format": FORMAT, "rank": dist.get_rank() if dist.is_initialized() else 0,
@@ -235,7 +258,7 @@ def dump(path: str | os.PathLike[str] | None = None, *, reason: str = "dump()") 
     Returns:
         The file.
     """
-    data = snapshot(reason)
+    data = _snapshot(reason)
     file = Path(path if path is not None else variables.FLIGHT.value[1] or ".")
     if file.is_dir() or path is None:
         file.mkdir(parents=True, exist_ok=True)

@@ -1,22 +1,23 @@
 """Check mode of p2p steps: both ends of a transfer compare what they are about to do.
 
-The transfers from one rank to another are counted on both sides. Each end sets a key with what it sends or expects and
-reads that of the other end: the receiver before it receives, the sender once it has posted all its transfers, so that
-no transfer is held back and what cannot deadlock without check mode does not with it. Where the two differ both raise
-after the transfer, and the group stays usable.
+The transfers from one rank to another are counted on both sides. Each end sets the keys of all its transfers, with what
+it sends or expects, and then waits a moment for those of the other ends: a sender before it posts, a receiver before it
+receives. It is a moment only, because another stage may be at work, or may come only after something that this rank is
+about to send. Where two ends differ they raise after the transfer, and the group stays usable.
 """
 
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tritoncomm.debug.check import Blocked, Exchange, blocked_table, circle_of, exchange, timeout_of
+from tritoncomm.debug.exchange import Blocked, Exchange, exchange, fail_circle, table_of
 from tritoncomm.debug.flight import call_site, located
 from tritoncomm.errors import MismatchError, PeerError
 
 __all__ = ["CheckedHop", "Content"]
 
 _PAIRS = {"send_next": "recv_prev", "send_prev": "recv_next", "recv_prev": "send_next", "recv_next": "send_prev"}
+_MOMENT = 1.0  # seconds
 _ORDER = ("send_next", "send_prev", "recv_prev", "recv_next")  # between the same two ranks, activations go first
 
 
@@ -54,10 +55,8 @@ class CheckedHop:
     def __init__(self, neighbours: Any, name: str, contents: Mapping[str, Content]) -> None:
         self._over: Exchange = exchange()
         self._name, self._stage = name, str(neighbours)
-        group = neighbours.group()
-        self._timeout = timeout_of(group)
         file, line = located(call_site(2))
-        self._waits: dict[str, tuple[Blocked, int, Content]] = {}
+        self._waits: dict[str, _Wait] = {}
         for key in _ORDER:
             if key not in contents:
                 continue
@@ -68,57 +67,65 @@ class CheckedHop:
             base = f"{self._over.prefix}/{channel}/{count}"
             words = f"{name}: {key} {contents[key].words} at {file}:{line}"
             self._over.store.set(f"{base}/{1 - is_send}", json.dumps([key, contents[key], words]))
-            self._waits[key] = Blocked(base, ends, words), int(is_send), contents[key]
+            self._waits[key] = _Wait(Blocked(base, ends, words), int(is_send), contents[key])
 
-    def problem(self, key: str, in_thread: bool = False) -> str:
-        """Wait for the other end of a transfer; why the two do not belong together, empty if they do.
+    def meet(self, key: str, in_helper: bool = False) -> None:
+        """Wait a moment for the other end of a transfer, and publish what this rank is blocked in if it does not come.
+
+        The transfer itself has the group's timeout, so the wait for a slow stage goes on there.
 
         Raises:
             MismatchError: the other end waits in another call that cannot end before this one.
-            PeerError: it did not come within the group's timeout.
         """
         if key not in self._waits:
-            return ""
-        (mine, place, own), over = self._waits.pop(key), self._over
-        theirs, verdict = f"{mine.base}/{place}", f"{mine.base}/verdict"
+            return
+        wait, over = self._waits[key], self._over
+        verdict = f"{wait.mine.base}/verdict"
 
         def ready() -> Any:
-            content = over.get(theirs)
-            if content is not None:
-                over.store.delete_key(theirs)
-                return "", json.loads(content)
-            failure = over.get(verdict)
-            return None if failure is None else (failure.decode(), None)
+            return over.get(f"{wait.mine.base}/{wait.place}") or over.get(verdict)
 
         def stuck() -> Any:
-            circle = circle_of(over, mine)
-            if circle is None:
-                return None
-            text = blocked_table(circle)
-            for each in circle.values():
-                over.store.compare_set(f"{each.base}/verdict", "", text)
-            return text, None
+            return fail_circle(over, wait.mine)
 
-        def late() -> Any:
-            each = over.blocked(mine.ranks[place])
-            return f"late blocked in {each.words}" if each else "late", None
+        seen = over.wait(ready, _MOMENT, wait.mine, stuck, lambda: None, in_helper)
+        if seen is None:
+            over.publish(wait.mine)
+        elif not seen.startswith(b"["):
+            raise MismatchError(f"{self._name}: {seen.decode()}")
 
-        failure, content = over.wait(ready, self._timeout, mine, stuck, late, in_thread)
-        if content is None:
-            raise self._failure(failure, mine, place)
-        their_key, their_content, their_words = content
-        other = Content(*their_content)
-        if their_key == _PAIRS[key] and (other.fits(own) if place else own.fits(other)):
+    def problem(self, key: str) -> str:
+        """Why the other end of a transfer that is complete does not belong to it; empty if it does."""
+        if key not in self._waits:
             return ""
-        ends = {over.rank: mine.words, mine.ranks[place]: their_words}
-        table = "\n".join(f"  rank {rank}: {words}" for rank, words in sorted(ends.items()))
-        return f"{self._name}: {self._stage} and rank {mine.ranks[place]} do not agree on a transfer:\n{table}"
+        wait, over = self._waits.pop(key), self._over
+        theirs = f"{wait.mine.base}/{wait.place}"
+        over.withdraw()
+        content = over.wait(lambda: over.get(theirs), _MOMENT, wait.mine, lambda: None, lambda: None, True)
+        if content is None:
+            return ""  # sent without check mode: the header shows it
+        over.store.delete_key(theirs)
+        their_key, their_content, their_words = json.loads(content)
+        # What does not fit is the receiver's to refuse, as its header shows; both refuse another direction.
+        if their_key == _PAIRS[key] and (wait.place or wait.content.fits(Content(*their_content))):
+            return ""
+        peer = wait.mine.ranks[wait.place]
+        table = table_of({over.rank: wait.mine.words, peer: their_words})
+        return f"{self._name}: {self._stage} and rank {peer} do not agree on a transfer:\n{table}"
 
-    def _failure(self, failure: str, mine: Blocked, place: int) -> Exception:
-        peer = mine.ranks[place]
-        if not failure.startswith("late"):
-            return MismatchError(f"{self._name}: {failure}")
-        doing = failure.removeprefix("late").strip()
-        text = f"{self._name}: {self._stage} waited {self._timeout:g} s for the other end of a transfer at rank {peer}"
-        table = f":\n  rank {self._over.rank}: {mine.words}\n  rank {peer}: {doing or 'no call'}"
-        return (MismatchError if doing else PeerError)(text + table)
+    def explained(self, error: PeerError) -> Exception:
+        """The error of a transfer, or the verdict on it that another rank made while this one was blocked in it."""
+        self._over.withdraw()
+        for wait in self._waits.values():
+            verdict = self._over.get(f"{wait.mine.base}/verdict")
+            if verdict is not None:
+                return MismatchError(f"{self._name}: {verdict.decode()}")
+        return error
+
+
+class _Wait(NamedTuple):
+    """A transfer that has not been compared yet: what is published, the place of the other end, what is expected."""
+
+    mine: Blocked
+    place: int
+    content: Content

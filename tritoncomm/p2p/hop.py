@@ -6,8 +6,8 @@ moves take ``_exchange_messages``. Everything that is sent is posted before anyt
 progress independently, so that a rank never waits for a neighbour that waits for it.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,12 @@ from torch import Tensor
 from tritoncomm import record, variables
 from tritoncomm.core.backend import special
 from tritoncomm.core.ops import path_for
-from tritoncomm.debug.hops import CheckedHop, Content
-from tritoncomm.errors import ArgumentError, MismatchError
+from tritoncomm.debug.hops import CheckedHop
+from tritoncomm.errors import ArgumentError, MismatchError, PeerError
 from tritoncomm.p2p import header, message
-from tritoncomm.p2p.message import Incoming, Message, Spec
+from tritoncomm.p2p.message import Incoming, Message
 from tritoncomm.p2p.neighbours import Neighbours
+from tritoncomm.p2p.report import begin, contents_of
 from tritoncomm.p2p.transport import Posted, keep_alive, post, post_and_wait, post_one
 
 __all__ = ["Hop", "check", "checking", "exchange"]
@@ -81,7 +82,7 @@ def exchange(
     """
     _range = None
     if record.switch._is_profiler_enabled:
-        _range = _begin(neighbours, name, to_next, to_prev, from_prev, from_next)
+        _range = begin(neighbours, name, to_next, to_prev, from_prev, from_next)
     if not (variable or _check.value or neighbours.is_single_rank):
         result = _exchange_plain(
             neighbours, name, to_next, to_prev, from_prev, from_next, dtype, device, batched, wait
@@ -181,26 +182,6 @@ def _plain_shape(expected: Any) -> Any:
     return shape if shape and isinstance(shape[0], int) and 0 not in shape else None
 
 
-def _begin(neighbours: Neighbours, name: str, to_next: Any, to_prev: Any, from_prev: Any, from_next: Any) -> Any:
-    """``record.begin`` with what goes where, in words: nothing that keeps a tensor alive."""
-    sends = {rank: x for rank, x in ((neighbours.next, to_next), (neighbours.prev, to_prev)) if x is not None}
-    receives = {rank: x for rank, x in ((neighbours.prev, from_prev), (neighbours.next, from_next)) if x is not None}
-    words = tuple(
-        ", ".join(f"{_in_words(x)} {to} rank {rank}" for rank, x in each.items())
-        for to, each in (("to", sends), ("from", receives))
-    )
-    return record.begin(name, "hop", neighbours.group(), None, words)
-
-
-def _in_words(x: Any) -> str:
-    """Tensors or shapes of any caller, before they are checked."""
-    if isinstance(x, Tensor):
-        return message.describe([message.spec_of(x)])
-    if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor):
-        return message.describe([message.spec_of(each) for each in x if isinstance(each, Tensor)])
-    return f"{list(x)}" if isinstance(x, list | tuple) else str(x)
-
-
 def _tensors(x: Any, name: str) -> list[Tensor]:
     if isinstance(x, Tensor):
         return [x]
@@ -229,20 +210,46 @@ class Hop:
     problems: dict[str, str] = field(default_factory=dict)
     checked: CheckedHop | None = None
 
-    def compare(self, key: str, in_helper: bool = False) -> None:
-        """In check mode: compare a transfer with what its other end does, and note what is wrong."""
-        if self.checked is not None and (problem := self.checked.problem(key, in_helper)):
+    def meet(self, key: str, in_helper: bool = False) -> None:
+        """In check mode: see whether the other end of a transfer comes, before it is waited for."""
+        if self.checked is not None:
+            self.checked.meet(key, in_helper)
+
+    def compare(self, key: str) -> None:
+        """In check mode: compare a transfer with what its other end did, and note what is wrong."""
+        if self.checked is not None and (problem := self.checked.problem(key)):
             self.problems[key] = f"{self.problems[key]}; {problem}" if key in self.problems else problem
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """In check mode: an error of a transfer says what its other end does instead, where that is known."""
+        try:
+            yield
+        except PeerError as error:
+            explained = error if self.checked is None else self.checked.explained(error)
+            if explained is error:
+                raise
+            raise explained from error
 
     def wait(self) -> None:
         """Wait for every transfer."""
-        for key in ("send_next", "send_prev"):
+        if self.checked is None:
+            self._wait()
+            return
+        sends = [key for key in ("send_next", "send_prev") if key in self.posted]
+        with self.explaining():
+            self._wait()
+        for key in sends:
             self.compare(key)
+        if self.problems:
+            raise MismatchError("; ".join(self.problems.values()))
+
+    def _wait(self) -> None:
         for posted in self.posted.values():
             posted.wait()
         for posted in self.headers:
             posted.wait()
-        if self.problems:
+        if self.problems and self.checked is None:
             raise MismatchError("; ".join(self.problems.values()))
 
 
@@ -255,9 +262,11 @@ class _Handle:
         self._hop, self._key = hop, key
 
     def wait(self) -> None:
-        if self._key.startswith("send"):
+        is_checked_send = self._hop.checked is not None and self._key.startswith("send")
+        with self._hop.explaining() if is_checked_send else nullcontext():
+            self._hop.posted[self._key].wait()
+        if is_checked_send:
             self._hop.compare(self._key)
-        self._hop.posted[self._key].wait()
         if self._key in self._hop.problems:
             raise MismatchError(self._hop.problems[self._key])
 
@@ -349,30 +358,22 @@ def _post_with_headers(
 
     contents = {key: header.describe_tensors(tensors) for key, tensors in sends.items()}
     if _check.value:
-        hop.checked = CheckedHop(neighbours, name, _contents(contents, receives))
-    for key, announced in header.exchange_headers(
-        neighbours, name, contents, tuple(receives), device, hop.headers, start, hop.compare
-    ):
+        hop.checked = CheckedHop(neighbours, name, contents_of(contents, receives))
+        for key in sends:
+            hop.meet(key)
+    announcements = header.exchange_headers(
+        neighbours, name, contents, tuple(receives), device, hop.headers, start, hop.meet
+    )
+    while True:
+        with hop.explaining():
+            key, announced = next(announcements, ("", None))
+        if announced is None:
+            break
         buffers, problem = receives[key].allocate_from_header(neighbours, name, key, announced.specs, device)
         if problem:
-            hop.problems[key] = "; ".join(filter(None, (problem, hop.problems.get(key))))
+            hop.problems[key] = problem
+        hop.compare(key)
         hop.received[key], messages[key] = buffers.tensors, buffers
         start(key)
     if messages:
         _post(hop, neighbours, name, messages, batched)
-
-
-def _contents(sends: dict[str, header.Contents], receives: dict[str, Incoming]) -> dict[str, Content]:
-    """What both ends of every transfer compare in check mode."""
-
-    def listed(specs: Sequence[Spec]) -> list[Any]:
-        return [[list(shape), str(dtype)] for shape, dtype in specs]
-
-    contents = {key: Content(message.describe(each.specs), listed(each.specs)) for key, each in sends.items()}
-    for key, each in receives.items():
-        if each.specs is not None:
-            contents[key] = Content(message.describe(each.specs), listed(each.specs), each.count)
-        else:
-            words = f"{each.count} of {str(each.dtype).removeprefix('torch.')}, any shapes"
-            contents[key] = Content(words, None, each.count, str(each.dtype))
-    return contents

@@ -115,7 +115,7 @@ class Exchange:
         """
         started = record.now()
         _range = None
-        if record.switch._is_profiler_enabled and self.group is not None and len(tensors):
+        if record.switch._is_profiler_enabled and self.group is not None:
             _range = record.begin(name, "reshard", self.group, list(tensors), (self._digest,))
         sources = [_readable(x) for x in tensors]
         copied = sum(

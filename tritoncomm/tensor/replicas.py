@@ -1,4 +1,4 @@
-"""Check that replicated parameters are bit-identical on all ranks."""
+"""Check that replicated parameters are bit-identical on all ranks: on demand, and in check mode after every step."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup as TorchGroup
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tritoncomm import variables
 from tritoncomm.core import eager
 from tritoncomm.errors import ArgumentError, MismatchError
 from tritoncomm.tensor.layout import is_colo, plain
@@ -49,13 +52,41 @@ def check_replicas(module: nn.Module, pg: ProcessGroup | None = None, *, data_pa
             every rank of a group with a difference; lists the parameters with their 2-norms by rank.
         ArgumentError: no parameter is a ColoTensor, and no ``pg`` is given.
     """
-    parameters = dict(module.named_parameters())
+    _check(dict(module.named_parameters()), pg, data_parallel, "check_replicas")
+
+
+def _check(parameters: dict[str, Any], pg: ProcessGroup | None, data_parallel: bool, name: str) -> None:
     comparisons = _comparisons(parameters, pg, data_parallel)
     compared = {name for each in comparisons for name in each.names}
     rows = _fingerprints({name: plain(parameters[name]).detach() for name in parameters if name in compared})
     problems = [text for each in comparisons if (text := _compare(each, parameters, rows))]
     if problems:
-        raise MismatchError("check_replicas: " + "; ".join(problems))
+        raise MismatchError(f"{name}: " + "; ".join(problems))
+
+
+def _check_after_step(optimizer: Optimizer, *args: Any) -> None:
+    """``check_replicas`` of the parameters that an optimizer has just updated, if there are ColoTensors among them."""
+    parameters = {}
+    for index, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
+        parameters |= dict(zip(names, group["params"], strict=True))
+    if any(map(is_colo, parameters.values())):
+        _check(parameters, None, True, f"{type(optimizer).__name__}.step")
+
+
+_hooks: list[Any] = []
+
+
+def _follow_check_mode() -> None:
+    """In check mode every step of an optimizer ends with a comparison."""
+    if variables.CHECK.value and not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_check_after_step))
+    elif not variables.CHECK.value and _hooks:
+        _hooks.pop().remove()
+
+
+variables.CHECK.listeners.append(_follow_check_mode)
+_follow_check_mode()
 
 
 def _comparisons(parameters: dict[str, Any], pg: ProcessGroup | None, data_parallel: bool) -> list[_Comparison]:

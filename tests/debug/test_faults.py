@@ -1,0 +1,168 @@
+"""Ranks that die, stop, raise or come late: every survivor gets an error in time that names function and ranks."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from disagreements import COLLECTIVES, HOPS, MAPPINGS
+from jobs import run_job
+
+from tritoncomm import MismatchError, PeerError, variables
+from tritoncomm import mappings as m
+from tritoncomm.p2p import P2PCommunicator
+
+START, TIMEOUT, SLACK = 20.0, 3.0, 5.0  # seconds: until processes run, of the group, and how late an error may come
+WORLD, VICTIM = 3, 1
+FAULTS, PLACES = ("kill", "stop", "raise", "delay"), ("collective", "hop", "backward")
+SHAPE = (256, 64)
+
+
+def _fault(kind: str) -> None:
+    """What happens to the victim instead of its next call."""
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "raise":
+        raise KeyError("a mistake of the program")
+    time.sleep(2 * TIMEOUT + SLACK)
+
+
+class _Faulty(torch.autograd.Function):
+    """Forward: identity. Backward: the fault."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
+        ctx.kind = kind
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        _fault(ctx.kind)
+        return grads[0], None
+
+
+def _collective(group: Any, rank: int, kind: str) -> None:
+    for step in range(100):
+        if rank == VICTIM and step == 3:
+            _fault(kind)
+        m.reduce_from_tensor_model_parallel_region(torch.ones(SHAPE), group)
+
+
+def _hop(group: Any, rank: int, kind: str) -> None:
+    stages = P2PCommunicator(group, SimpleNamespace(pipeline_dtype=torch.float32))
+    for step in range(100):
+        if rank == VICTIM and step == 3:
+            _fault(kind)
+        x = stages.recv_forward(SHAPE, rank == 0)
+        grad = stages.send_forward_recv_backward(torch.ones(SHAPE) if x is None else x, SHAPE, rank == WORLD - 1)
+        stages.send_backward(torch.ones(SHAPE) if grad is None else grad, rank == 0)
+
+
+def _backward(group: Any, rank: int, kind: str) -> None:
+    x = torch.ones(SHAPE, requires_grad=True)
+    y = m.copy_to_tensor_model_parallel_region(x, group)
+    if rank == VICTIM:
+        y = _Faulty.apply(y, kind)
+    z = m.all_gather_dim(m.copy_to_tensor_model_parallel_region(y, group), 0, group)
+    z.sum().backward()
+
+
+def broken(kind: str, place: str, check: bool) -> Any:
+    """(type, text, seconds) of the error of this rank."""
+    rank = int(os.environ["RANK"])
+    variables.CHECK.assign(check)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(os.environ["STORE"], WORLD), rank=rank, world_size=WORLD,
+        timeout=timedelta(seconds=TIMEOUT),
+    )  # fmt: skip
+    group = dist.group.WORLD
+    m.all_gather_dim(torch.ones(2), 0, group)  # connects
+    started = time.monotonic()
+    try:
+        {"collective": _collective, "hop": _hop, "backward": _backward}[place](group, rank, kind)
+    except (PeerError, MismatchError) as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return None
+
+
+def _survive(tmp_path: Path, kind: str, place: str, check: bool = False) -> None:
+    store = str(tmp_path / "store")
+    ranks = [{"RANK": str(rank), "STORE": store} for rank in range(WORLD)]
+    answers = run_job(broken, ranks, kind, place, check, timeout=TIMEOUT + SLACK + 20, lost=(VICTIM,))
+    for rank in (0, 2):
+        assert isinstance(answers[rank], tuple), (rank, answers)
+        name, text, seconds = answers[rank]
+        assert seconds < TIMEOUT + SLACK, (rank, text, seconds)
+        functions = {
+            "collective": "reduce_from_tensor_model_parallel_region: ",
+            "hop": ("recv_forward: ", "send_forward_recv_backward: ", "send_backward: "),
+            "backward": "copy_to_tensor_model_parallel_region.backward: ",
+        }[place]
+        assert text.startswith(functions), text
+        if place == "hop":
+            assert "rank 1" in text, text  # the only neighbour of either
+        else:
+            assert "ranks [0, 1, 2]" in text, text
+        if check and place != "hop":
+            assert "rank 1" in text, text
+        assert name == "PeerError" or check
+
+
+@pytest.mark.parametrize("place", ["collective", "hop"])
+def test_a_rank_that_is_killed_ends_the_job_in_time(tmp_path: Path, place: str) -> None:
+    _survive(tmp_path, "kill", place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [False, True], ids=["", "check"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", FAULTS)
+def test_survivors_get_an_error_in_time(tmp_path: Path, kind: str, place: str, check: bool) -> None:
+    _survive(tmp_path, kind, place, check)
+
+
+def _unchecked(path: list[str], kind: str, name: str, rank: int, store: str) -> None:
+    """One rank of a disagreement without check mode; how it ends does not matter."""
+    sys.path[:] = path
+    variables.CHECK.assign(False)
+    limit = timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=limit)
+    call, _ = {"collectives": COLLECTIVES, "mappings": MAPPINGS, "hops": HOPS}[kind][name]
+    try:
+        call(dist.group.WORLD, rank)
+    finally:
+        os._exit(0)
+
+
+KINDS = [
+    (kind, name) for kind, cases in (("collectives", COLLECTIVES), ("mappings", MAPPINGS), ("hops", HOPS))
+    for name in cases
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), KINDS, ids=[f"{kind}-{name}" for kind, name in KINDS])
+def test_nothing_hangs_beyond_the_timeout_without_check_mode(tmp_path: Path, kind: str, name: str) -> None:
+    context: Any = multiprocessing.get_context("forkserver")
+    arguments = [(list(sys.path), kind, name, rank, str(tmp_path / "store")) for rank in range(2)]
+    ranks = [context.Process(target=_unchecked, args=each, daemon=True) for each in arguments]
+    for each in ranks:
+        each.start()
+    end = time.monotonic() + START + TIMEOUT + SLACK
+    for each in ranks:
+        each.join(max(0.0, end - time.monotonic()))
+    hanging = [rank for rank, each in enumerate(ranks) if each.exitcode is None]
+    for each in ranks:
+        each.kill()
+        each.join()
+    assert not hanging

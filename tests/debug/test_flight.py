@@ -1,0 +1,227 @@
+"""The flight record: what it keeps, when it is written, and what the merged records of ranks say."""
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import run_job
+from pool import Pool
+from torch.distributed import ProcessGroup
+from typer.testing import CliRunner
+
+import tritoncomm
+from tritoncomm import PeerError, ShapeError, cli, record, variables
+from tritoncomm import collective as c
+from tritoncomm import mappings as m
+from tritoncomm.debug import signals, trace
+from tritoncomm.debug.flight import flight
+
+T = torch.ones
+
+
+@pytest.fixture
+def _kept() -> Iterator[None]:
+    variables.FLIGHT.assign((100, ""))
+    yield
+    variables.FLIGHT.assign((0, ""))
+
+
+def run_record(group: ProcessGroup, folder: str) -> Any:
+    tritoncomm.destroy()
+    variables.FLIGHT.assign((8, folder))
+    try:
+        first = flight._number
+        x = T(4, 4, requires_grad=True)
+        y = m.reduce_scatter_dim(x, 1, group)
+        y.sum().backward()
+        line = sys._getframe().f_lineno - 2
+        with pytest.raises(ShapeError):
+            m.reduce_scatter_dim(T(3, 3), 0, group)
+        tritoncomm.p2p.P2PCommunicator(group, _Config()).send_forward(T(3), group.rank() == 1)
+        if group.rank():
+            tritoncomm.p2p.P2PCommunicator(group, _Config()).recv_forward([3], False)
+        data = json.loads(tritoncomm.dump().read_text())
+        calls = [call for call in data["calls"] if call["number"] > first]
+        for _ in range(20):
+            c.all_reduce(T(2), group)
+        assert len(flight.calls) == 8
+        big = T(1000)
+        seen = weakref.ref(big)
+        c.all_reduce(big, group)
+        del big
+        gc.collect()
+        assert seen() is None, "the record keeps no tensor"
+    finally:
+        variables.FLIGHT.assign((0, ""))
+    assert not flight.calls
+    return calls, data, line
+
+
+class _Config:
+    pipeline_dtype = torch.float32
+
+
+def test_a_call_has_its_group_shape_path_bytes_times_and_line(pool: Pool, tmp_path: Path) -> None:
+    for rank, (calls, data, line) in enumerate(pool.run(run_record, str(tmp_path))):
+        forward, backward, refused, hop = calls
+        assert (data["rank"], data["reason"]) == (rank, "dump()")
+        assert data["groups"][forward["group"]] == [0, 1]
+        assert (forward["name"], forward["kind"]) == ("reduce_scatter_dim", "reduce_scatter")
+        assert (forward["shape"], forward["dtype"], forward["path"]) == ([4, 4], "float32", "torch")
+        assert forward["arguments"] == {"dim": 1, "sizes": None, "op": "SUM"}
+        assert (forward["bytes_copied"], forward["bytes_sent"]) == (128, 32)
+        assert 0 < forward["start"] <= forward["end"] <= backward["start"]
+        assert (backward["name"], backward["count"]) == ("all_gather_dim", forward["count"] + 1)
+        assert [forward["line"]] * 2 == [line, backward["line"]], "a backward has the line of its forward"
+        assert forward["file"] == backward["file"] == __file__
+        assert (refused["end"], refused["error"]) == (0, "raised before anything was sent")
+        assert hop["kind"] == "hop"
+        assert f"[3]{'' if rank else ' float32'} {'from' if rank else 'to'} rank {1 - rank}" in str(hop["arguments"])
+        assert hop["end"]
+    assert json.loads((tmp_path / "tritoncomm-flight-1.json").read_text())["rank"] == 1
+
+
+def test_off_costs_one_check_and_keeps_nothing() -> None:
+    assert record.switch is torch.autograd.profiler
+    assert record.add is record._add
+    assert record._observer is None
+    assert not flight.calls
+
+
+@pytest.mark.usefixtures("_kept")
+def test_the_last_calls_are_kept() -> None:
+    assert record.switch._is_profiler_enabled
+    for index in range(150):
+        record.begin("f", "all_reduce", None, T(2), (None,))
+        record.add("f", "view", 0, index, 0.0)
+    assert [call.bytes_sent for call in flight.calls] == list(range(50, 150))
+
+
+def _settled(path: Path, seconds: float = 20) -> dict[str, Any]:
+    end = time.monotonic() + seconds
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    return json.loads(path.read_text())
+
+
+def block_and_signal(folder: str) -> Any:
+    """Rank 0 waits in a collective for rank 1, which sends it a signal, and leaves without coming."""
+    rank = int(os.environ["RANK"])
+    os.environ["TRITONCOMM_FLIGHT"] = folder
+    store = dist.FileStore(f"{folder}.store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=_seconds(4))
+    signals.WATCHDOG_SECONDS = 1.0
+    variables.read()
+    c.all_reduce(T(2), dist.group.WORLD)
+    mine = Path(folder) / "tritoncomm-flight-0.json"
+    if not rank:
+        store.set("pid", str(os.getpid()))
+        started = time.monotonic()
+        with pytest.raises(PeerError) as caught:
+            m.all_gather_dim(T(2), 0, dist.group.WORLD)
+        return str(caught.value), time.monotonic() - started, json.loads(mine.read_text())
+    pid = int(store.get("pid"))
+    time.sleep(0.3)
+    os.kill(pid, signal.SIGUSR1)
+    on_signal = _settled(mine)
+    mine.unlink()
+    on_watchdog = _settled(mine)
+    tritoncomm.dump()
+    time.sleep(4)
+    return on_signal, on_watchdog
+
+
+def _seconds(count: float) -> Any:
+    from datetime import timedelta
+
+    return timedelta(seconds=count)
+
+
+def test_a_blocked_rank_writes_its_record_on_a_signal_by_the_watchdog_and_on_the_error(tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    (text, seconds, on_error), answer = run_job(block_and_signal, [{"RANK": "0"}, {"RANK": "1"}], str(folder))
+    on_signal, on_watchdog = answer
+    assert "all_gather_dim: the all-gather over ranks [0, 1] failed on rank 0" in text
+    assert seconds < 4 + 5
+    assert on_signal["reason"] == "signal SIGUSR1"
+    assert on_watchdog["reason"].startswith("watchdog: all_gather_dim is under way for ")
+    for data in (on_signal, on_watchdog):
+        assert [(call["name"], bool(call["end"]), call["error"]) for call in data["calls"]] == [
+            ("all_reduce", True, ""), ("all_gather_dim", False, "")
+        ]  # fmt: skip
+    assert on_error["reason"] == "all_gather_dim: PeerError"
+    assert on_error["calls"][-1]["error"].startswith("PeerError: all_gather_dim: the all-gather over ranks")
+    lines = trace.story(trace.read([folder]))
+    assert len(lines) == 1
+    assert lines[0].startswith("rank 0 is in all_gather_dim(float32 [2], dim=0) at ")
+    assert "which failed: PeerError" in lines[0]
+    assert lines[0].endswith("rank 1 did not come to it")
+
+
+def _call(name: str, count: int, shape: list[int], **more: Any) -> dict[str, Any]:
+    return {
+        "number": count, "count": count, "name": name, "kind": "all_reduce", "group": "g", "shape": shape,
+        "dtype": "float32", "arguments": {"op": "SUM"}, "path": "view", "bytes_copied": 0, "bytes_sent": 8,
+        "start": 1000 * count, "end": 1000 * count + 500, "file": "train.py", "line": 10 + count, "thread": 1,
+        "error": "",
+    } | more  # fmt: skip
+
+
+def _write(folder: Path, rank: int, calls: list[dict[str, Any]], world: int = 4) -> Path:
+    path = folder / f"tritoncomm-flight-{rank}.json"
+    counts = {"g": max((call["count"] for call in calls), default=0)}
+    data = {
+        "format": 1, "rank": rank, "world": world, "host": "h", "pid": 1, "time": 9000, "reason": "",
+        "groups": {"g": [0, 1, 2]}, "counts": counts, "calls": calls,
+    }  # fmt: skip
+    path.write_text(json.dumps(data))
+    return path
+
+
+def test_records_merge_into_words_and_one_trace(tmp_path: Path) -> None:
+    same = [_call("f", count, [4]) for count in (1, 2)]
+    _write(tmp_path, 0, [*same, _call("f", 3, [4]), _call("g", 4, [4], end=0)])
+    _write(tmp_path, 1, [*same[1:], _call("f", 3, [5]), _call("h", 4, [5], end=0)])
+    _write(tmp_path, 2, same)
+    out = tmp_path / "job.json"
+    result = CliRunner().invoke(cli.app, ["trace", str(tmp_path), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines() == [
+        "no record of rank 3 of 4",
+        "group 'g': call 3 is the first that differs, in shape:",
+        "  rank 0: f(float32 [4], op=SUM) at train.py:13",
+        "  rank 1: f(float32 [5], op=SUM) at train.py:13",
+        "rank 0 is in g(float32 [4], op=SUM) at train.py:14, call 4 of group 'g'; rank 2 did not come to it",
+        "rank 1 is in h(float32 [5], op=SUM) at train.py:14, call 4 of group 'g'; rank 2 did not come to it",
+        f"wrote {out}: 9 calls of 3 ranks",
+    ]
+    events = json.loads(out.read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert [(event["pid"], event["name"], event["ts"], event["dur"]) for event in slices][:4] == [
+        (0, "f", 0.0, 0.5), (0, "f", 1.0, 0.5), (0, "f", 2.0, 0.5), (0, "g", 3.0, 5.0)
+    ]  # fmt: skip
+    arrows = [(event["ph"], event["pid"]) for event in events if event.get("id") == "g/2"]
+    assert arrows == [("s", 0), ("t", 1), ("f", 2)]
+
+
+def test_records_that_agree_say_so_and_other_files_are_refused(tmp_path: Path) -> None:
+    files = [_write(tmp_path, rank, [_call("f", 1, [2])], world=3) for rank in range(3)]
+    assert trace.story(trace.read(files)) == [
+        "the records agree, and no call was under way when they were written"
+    ]  # fmt: skip
+    (tmp_path / "other.json").write_text("[]")
+    for bad, words in ((tmp_path / "other.json", "is no flight record"), (tmp_path / "none", "none")):
+        result = CliRunner().invoke(cli.app, ["trace", str(bad)])
+        assert (result.exit_code, words in result.output) == (2, True), result.output
+    result = CliRunner().invoke(cli.app, ["trace", str(files[0]), str(files[0])])
+    assert "is a second record of rank 0" in result.output

@@ -1,0 +1,205 @@
+"""Keys in the default store through which ranks compare what they do, and see who waits for whom.
+
+A store and not a process group: it has timeouts that leave it usable, it works where ranks call on different groups,
+and no group has to be made by ranks of which one may be elsewhere.
+
+A rank that waits longer than ``_PATIENCE`` publishes what it is blocked in. If ranks wait for each other in a circle,
+as where two of them call on different groups, whoever sees it first fails all calls of the circle.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from tritoncomm.debug.agreement import named_ranks
+
+__all__ = ["Blocked", "Exchange", "exchange", "fail_circle", "in_words", "table_of"]
+
+_ROOT = "tritoncomm/check"
+_PATIENCE, _LONGEST_PAUSE = 0.4, 0.02  # seconds
+_MAX_SHOWN = 40  # lines of a table
+
+
+class Blocked(NamedTuple):
+    """What a rank waits in.
+
+    Attributes:
+        base: prefix of the call's keys.
+        ranks: of the group.
+        words: the call, and where it was made.
+    """
+
+    base: str
+    ranks: list[int]
+    words: str
+
+
+class Exchange:
+    """This rank's end of the comparisons over one default store.
+
+    Attributes:
+        store: a client of its own, so that no other thread waits for it.
+        rank: global.
+        prefix: of all keys.
+        counts: transfers so far by channel, of check mode of p2p steps.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self.store, self.rank = store.clone(), rank
+        # Ranks that destroy and make their default group again over the same store do not read the keys of before.
+        self.prefix = f"{_ROOT}/{self.store.add(f'{_ROOT}/rounds/{rank}', 1)}"
+        self.counts: dict[str, int] = {}
+        self._inside: set[int] = set()  # threads
+        self._has_threads = self._published = False
+
+    def blocked(self, rank: int) -> Blocked | None:
+        """What another rank is blocked in, as far as it has published that."""
+        key = f"{self.prefix}/blocked/{rank}"
+        if not self.store.check([key]):
+            return None
+        text = self._get(key)
+        return None if text is None else Blocked(*json.loads(text))
+
+    def get(self, key: str) -> bytes | None:
+        """A value; None where there is none."""
+        return self._get(key) if self.store.check([key]) else None
+
+    def _get(self, key: str) -> bytes | None:
+        """A value that is there, unless its owner deletes it in between."""
+        self.store.set_timeout(timedelta(seconds=1))
+        try:
+            return self.store.get(key)
+        except dist.DistStoreError:
+            return None
+
+    def publish(self, mine: Blocked) -> None:
+        """Let other ranks know what this one is blocked in."""
+        self.store.set(f"{self.prefix}/blocked/{self.rank}", json.dumps(mine))
+        self._published = True
+
+    def withdraw(self) -> None:
+        """This rank is not blocked any more."""
+        if self._published:
+            self._published = False
+            self.store.delete_key(f"{self.prefix}/blocked/{self.rank}")
+
+    def wait(
+        self,
+        ready: Callable[[], Any],
+        timeout: float,
+        mine: Blocked,
+        stuck: Callable[[], Any],
+        late: Callable[[], Any],
+        in_helper: bool = False,
+    ) -> Any:
+        """Poll ``ready`` until it returns something.
+
+        Args:
+            ready: None while there is nothing.
+            timeout: seconds; then the result of ``late``.
+            mine: published after a while.
+            stuck: asked now and then, after a while; what it returns ends the wait.
+            late: called after the timeout.
+            in_helper: called in a thread that makes no calls of its own.
+        """
+        begun = now = time.monotonic()
+        pause, look, published, thread = 5e-5, begun + _PATIENCE, False, threading.get_ident()
+        if not in_helper:
+            self._inside.add(thread)
+            self._has_threads = self._has_threads or len(self._inside) > 1
+        try:
+            while (value := ready()) is None:
+                now = time.monotonic()
+                if now - begun > timeout:
+                    return late()
+                if now > look and not self._has_threads:  # another thread of this rank may make the missing call
+                    if not published:
+                        self.publish(mine)
+                        published = True
+                    elif (value := stuck()) is not None:
+                        return value
+                    look = now + min(5.0, 0.5 * (now - begun))
+                time.sleep(pause)
+                pause = min(pause * 1.5, _LONGEST_PAUSE)
+            return value
+        finally:
+            self._inside.discard(thread)
+            if published:
+                self.withdraw()
+
+
+_exchanges: "list[tuple[Any, Exchange]]" = []  # over the default store of now
+
+
+def exchange() -> Exchange:
+    """The comparisons over the default store of now."""
+    store = distributed_c10d._get_default_store()
+    if not _exchanges or _exchanges[0][0] is not store:
+        _exchanges[:] = [(store, Exchange(store, dist.get_rank()))]
+    return _exchanges[0][1]
+
+
+def table_of(words: dict[int, str]) -> str:
+    """A line for every distinct text, with the ranks that have it."""
+    by_text: dict[str, list[int]] = {}
+    for rank in sorted(words):
+        by_text.setdefault(words[rank], []).append(rank)
+    lines = [f"  {named_ranks(ranks)}: {text}" for text, ranks in list(by_text.items())[:_MAX_SHOWN]]
+    if len(by_text) > _MAX_SHOWN:
+        lines.append(f"  and {len(by_text) - _MAX_SHOWN} more")
+    return "\n".join(lines)
+
+
+def _missing(over: Exchange, own: int, each: Blocked) -> list[int]:
+    """The other ranks of the call that rank ``own`` is blocked in, that have not come to it."""
+    others = [(place, rank) for place, rank in enumerate(each.ranks) if rank != own]
+    return [rank for place, rank in others if not over.store.check([f"{each.base}/{place}"])]
+
+
+def _circle(over: Exchange, mine: Blocked) -> dict[int, Blocked] | None:
+    """The blocked calls of ranks that wait for each other in a circle that this rank waits for; None if there is none.
+
+    A rank waits for another as long as its call has neither that rank's key nor a verdict. A blocked rank makes no
+    other call, so a circle stays one.
+    """
+    path, left, seen = {over.rank: mine}, [(over.rank, iter(_missing(over, over.rank, mine)))], {over.rank}
+    while left:
+        rank, missing = left[-1]
+        other = next(missing, None)
+        if other is None:
+            left.pop()
+            del path[rank]
+        elif other in path:
+            ranks = list(path)
+            return {each: path[each] for each in ranks[ranks.index(other) :]}
+        elif other not in seen:
+            seen.add(other)
+            each = over.blocked(other)
+            if each is not None and over.get(f"{each.base}/verdict") is None:
+                path[other] = each
+                left.append((other, iter(_missing(over, other, each))))
+    return None
+
+
+def fail_circle(over: Exchange, mine: Blocked) -> bytes | None:
+    """Fail all calls of a circle that this rank waits for; the verdict on its own call, None if there is no circle."""
+    circle = _circle(over, mine)
+    if circle is None:
+        return None
+    table = table_of({rank: f"{each.words}{in_words(each)}" for rank, each in circle.items()})
+    text = f"ranks {sorted(circle)} wait for each other in different calls:\n{table}"
+    for each in circle.values():
+        over.store.compare_set(f"{each.base}/verdict", "", text)
+    return over.store.compare_set(f"{mine.base}/verdict", "", text)
+
+
+def in_words(each: Blocked) -> str:
+    """Which call of which group it is."""
+    group, count = each.base.split("/")[-2:]
+    return f", call {count} of group {group!r} of ranks {each.ranks}"
