@@ -175,10 +175,11 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     peers = [provider for provider in providers if any(provider in row["ratio"] for row in rows)]
     limited, shared = any("limit" in row for row in rows), any("share_of_roof" in row for row in rows)
     counted = list(dict.fromkeys(label for row in rows for label in counts(row, providers)))
-    heads = ["row", *(f"{provider}, us" for provider in providers), *(f"ours / {peer}" for peer in peers)]
+    shown = {name: f"`{name}`" if "[" in name else name for name in providers}  # fn[grid](...) would be a link
+    heads = ["row", *(f"{shown[name]}, us" for name in providers), *(f"ours / {shown[peer]}" for peer in peers)]
     heads += ["limit"] * limited + ["share of the roof", "target"] * shared
     heads += [f"{label}: {' / '.join(providers)}" for label in counted]
-    yield f"| {' | '.join(heads)} |".replace("[", r"\[")  # `fn[grid](...)` would be a link
+    yield f"| {' | '.join(heads)} |"
     yield "|---|" + "---:|" * (len(heads) - 1)
     for row in rows:
         cells = [row["row"]]

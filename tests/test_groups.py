@@ -39,6 +39,7 @@ from tritoncomm.ulysses import UlyssesAttention
 
 M = ParallelMode
 MODULES = {"collective": collective, "mappings": mappings, "p2p": p2p, "parallel": parallel, "ulysses": ulysses}
+SIZES = read_sizes(1, 1, None, 1, 1, None, None, None)
 
 
 def test_the_contracts_examples() -> None:
@@ -324,7 +325,7 @@ def test_the_gpu_of_a_rank(
     monkeypatch.setattr(torch, "__version__", version)
     if variable is not None:
         monkeypatch.setenv("LOCAL_RANK", variable)
-    runtime._start(None, None)
+    runtime._start(None, None, SIZES)
     assert gpus.current == after
     device = gpus.started.get("device_id")
     assert device == (torch.device("cuda", bound) if bound is not None and version[:4] == "2.15" else None)
@@ -333,14 +334,14 @@ def test_the_gpu_of_a_rank(
 def test_without_gpus_nothing_is_divided_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = Gpus(monkeypatch, 0)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    runtime._start("cpu:gloo,cuda:nccl", None)
+    runtime._start("cpu:gloo,cuda:nccl", None, SIZES)
     assert gpus.current == 0
     assert "device_id" not in gpus.started
     monkeypatch.setenv("LOCAL_RANK", "one")
     Gpus(monkeypatch, 2)
     monkeypatch.setenv("LOCAL_RANK", "one")
     with pytest.raises(GroupError, match="LOCAL_RANK is 'one', not a number"):
-        runtime._start(None, None)
+        runtime._start(None, None, SIZES)
 
 
 def run_bound_device(group: ProcessGroup) -> None:

@@ -66,7 +66,7 @@ def site(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_hatchling
 def test_the_source_distribution_has_every_source(sdist: Path) -> None:
     expected = set().union(*(files(ROOT / name) for name in SOURCES))
-    expected |= {"README.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt"}
+    expected |= {"README.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt", "mkdocs.yml"}
     assert sorted(name for name in expected if not (sdist / name).is_file()) == []
 
 

@@ -21,7 +21,7 @@ from pool import Pool
 from torch import Tensor
 
 import tritoncomm
-from docs import mapping_pictures, site_hooks
+from docs import draw, mapping_pictures, site_hooks
 from docs.mapping_pictures import CASES, Matrix, Trace
 from tritoncomm import mappings
 
@@ -141,6 +141,10 @@ def test_a_picture_is_what_the_mapping_does(name: str, traces: list[dict[str, Tr
     path = DOCS / "pictures" / f"{name}.svg"
     drawn = mapping_pictures.draw(name, [each[name] for each in traces])
     assert path.read_text() == drawn, "run `make docs`"
+
+
+def test_the_address_map_is_as_it_is_drawn() -> None:
+    assert (DOCS / "address_map.svg").read_text() == draw.draw(), "run `make docs`"
 
 
 def test_every_picture_is_shown() -> None:

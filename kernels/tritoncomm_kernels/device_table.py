@@ -61,7 +61,7 @@ _in_graphs: set[Table] = set()
 @lru_cache(maxsize=1024)
 def table_on(content: tuple[int, ...], device: int) -> Table:
     """One table per content and device."""
-    return Table(torch.tensor(content, dtype=torch.int32), device)
+    return Table(torch.tensor(content, dtype=torch.int32, device="cpu"), device)
 
 
 def table_of(content: Tensor | tuple[int, ...], device: int) -> Table:
@@ -72,4 +72,4 @@ def table_of(content: Tensor | tuple[int, ...], device: int) -> Table:
 @lru_cache(maxsize=64)
 def addresses_on(addresses: tuple[int, ...], device: int) -> Table:
     """Addresses of tensors on their device: copied there when they change, not while they are the same."""
-    return Table(torch.tensor(addresses, dtype=torch.int64), device)
+    return Table(torch.tensor(addresses, dtype=torch.int64, device="cpu"), device)

@@ -119,7 +119,6 @@ def _plan(
     """The launches of one kind of call with the type of their arithmetic, and the bytes read plus written."""
     wire, *tensors = layouts
     checked = checked_segments(name, segments, tuple(tensors), wire, scaled, accumulates)
-    aligned = torch.tensor(alignment or (0,) * len(tensors), dtype=torch.int64)
     groups: dict[Any, list[tuple[int, ...]]] = {}
     for segment in segments.segments:
         if segment.tensor != PADDING:
@@ -128,11 +127,13 @@ def _plan(
             groups.setdefault(kind, []).append(segment)
         elif name.startswith("gather"):
             groups.setdefault(None, []).append(segment)
-    ends = (aligned, wire_align, wire[3])
-    return [
-        (_launch(name, kind, torch.tensor(rows), segments, ends, scaled, accumulates), kind[2] if kind else None)
-        for kind, rows in groups.items()
-    ], checked.copied
+    with torch.device("cpu"):  # whatever the default device is just now
+        aligned = torch.tensor(alignment or (0,) * len(tensors), dtype=torch.int64)
+        ends = (aligned, wire_align, wire[3])
+        return [
+            (_launch(name, kind, torch.tensor(rows), segments, ends, scaled, accumulates), kind[2] if kind else None)
+            for kind, rows in groups.items()
+        ], checked.copied
 
 
 def _launch(
@@ -156,7 +157,7 @@ def _launch(
     """
     aligned, wire_align, device = ends
     if kind is None:
-        itemsizes, types, vec, block = (1, 1), (_BITS, _BITS), (2, 1, 1, 1, 1), BLOCKS
+        itemsizes, types, vec, block = None, (_BITS, _BITS), (2, 1, 1, 1, 1), BLOCKS
         rows = _in_bytes(rows, segments)
     else:
         itemsizes, types = (kind[0].itemsize, kind[1].itemsize), ((kind[0],) * 2, (kind[1],) * 2)
@@ -170,7 +171,7 @@ def _launch(
         LISTED=aligned.numel() > BY_VALUE, WIDTHS=work.kinds, STRIDED=work.strided, SCATTER=name.startswith("scatter"),
         PADDED=bool((rows[:, 0] == PADDING).any()), ROWS=tuple(TRITON_TYPE[dtype] for dtype in types[0]),
         WIRE=tuple(TRITON_TYPE[dtype] for dtype in types[1]), WIDE=TRITON_TYPE[kind[2]] if kind else None,
-        HAS_SCALE=scaled, ACCUMULATE=accumulates, VEC=vec, BLOCK=block,
+        HAS_SCALE=scaled and kind is not None, ACCUMULATE=accumulates and kind is not None, VEC=vec, BLOCK=block,
     )  # fmt: skip
     return Launch(
         _segments_kernel, device, work.programs, (torch.int64, torch.int64), (), constants, _WARPS, work.table

@@ -76,8 +76,15 @@ class _Records:
 
 @dataclass(frozen=True)
 class _Sides:
-    """Bytes of an element of the tensors and in the wire, and their addresses modulo 16 (of padding: the wire's)."""
+    """The tensors and the wire.
 
+    Attributes:
+        is_bits: elements are bytes to be copied; otherwise numbers of two types, or to be added.
+        rows, wire: bytes of an element.
+        rows_align, wire_align: addresses modulo 16.
+    """
+
+    is_bits: bool
     rows: int
     wire: int
     rows_align: Tensor
@@ -100,22 +107,23 @@ class _Sides:
         return torch.where(padding, in_wire, in_rows) & 15, in_wire & 15
 
 
-def divide(rows: Tensor, itemsizes: tuple[int, int], rows_align: Tensor, wire_align: int, multiprocessors: int) -> Work:
+def divide(
+    rows: Tensor, itemsizes: tuple[int, int] | None, rows_align: Tensor, wire_align: int, multiprocessors: int
+) -> Work:
     """Records of segments between tensors whose elements are all of one size and a wire.
 
-    Copies of bits come in bytes, so that tensors of any dtypes share a launch.
-
     Args:
-        rows: int64 ``[n, 6]``, segments as ``segments.Segment`` has them, none empty.
-        itemsizes: bytes of an element of the tensors and in the wire; 1 and 1 for copies.
+        rows: int64 ``[n, 6]``, segments as ``segments.Segment`` has them, none empty; in bytes if they are copied, so
+            that tensors of any dtypes share a launch.
+        itemsizes: bytes of an element of the tensors and in the wire where there is arithmetic, None for copies.
         rows_align: addresses of the tensors modulo 16.
         wire_align: address of the wire modulo 16.
         multiprocessors: of the device.
 
     Example:
-        Two segments of 1 MiB and 32 of 64 bytes are 65 programs, at most one of the 32 in each.
+        On 4 multiprocessors two segments of 1 MiB and 32 of 64 bytes are 65 programs, at most one of the 32 in each.
     """
-    sides = _Sides(*itemsizes, rows_align, wire_align)
+    sides = _Sides(itemsizes is None, *(itemsizes or (1, 1)), rows_align, wire_align)
     records = _with_units(_records(rows), sides)
     total = int(records.count.sum()) * sides.nbytes
     share = min(max(-(-total // (multiprocessors * _PROGRAMS)), _LEAST), _MOST)
@@ -124,7 +132,7 @@ def divide(rows: Tensor, itemsizes: tuple[int, int], rows_align: Tensor, wire_al
     programs = max(-(-total // share), -(-small.count.numel() // _SMALL), 1)
     of_small = _dealt(small, programs)
     bytes_small = torch.zeros(programs, dtype=torch.int64).scatter_add_(0, of_small, small.count * sides.nbytes)
-    large, of_large = _split(large, sides, (total / programs - bytes_small).clamp(min=0))
+    large, of_large = _split(large, sides, (total / programs - bytes_small.double()).clamp(min=0))
     program, order = torch.cat([of_large, of_small]).sort(stable=True)
     records = _Records.joined(large, small).pick(order)
     shares = torch.zeros(programs, dtype=torch.int64).scatter_add_(0, program, records.count * sides.nbytes)
@@ -170,7 +178,7 @@ def _unit_of_bytes(records: _Records, sides: _Sides) -> tuple[Tensor, Tensor]:
     A record that one block of narrow units has anyway is not parted for the sake of wider ones.
     """
     in_rows, in_wire = sides.addresses(records)
-    if sides.nbytes == 1:
+    if sides.is_bits:
         unit = _low_bit(in_rows - in_wire)
         narrow = _low_bit(in_rows | in_wire | records.count)
         unit = torch.where(records.count <= narrow * BLOCKS[-1], torch.minimum(narrow, unit), unit)
@@ -190,7 +198,7 @@ def _allowed(numbers: tuple[Tensor, ...], sides: _Sides) -> Tensor:
     every = numbers[0]
     for number in numbers[1:]:
         every = every | number
-    if sides.nbytes == 1:
+    if sides.is_bits:
         return _low_bit(every)
     return torch.where(every % 16 == 0, sides.widest, 1)
 
@@ -247,7 +255,7 @@ def _split(records: _Records, sides: _Sides, wanted: Tensor) -> tuple[_Records, 
 
 def _kind(unit: Tensor, sides: _Sides) -> Tensor:
     """Number of a unit, the widest first."""
-    if sides.nbytes > 1:
+    if not sides.is_bits:
         return (unit < sides.widest).to(torch.int64)
     return 4 - sum(((unit > 1 << power).to(torch.int64) for power in range(4)), torch.zeros_like(unit))
 

@@ -203,8 +203,8 @@ def _check_targets(name: str, segments: Segments) -> None:
         mine.sort(key=lambda segment: segment.offset)
         if all(_end(a) <= b.offset for a, b in pairwise(mine)):
             continue
-        starts = torch.cat([s.offset + s.stride * torch.arange(s.rows) for s in mine])
-        lengths = torch.cat([torch.full((s.rows,), s.row) for s in mine])
+        starts = torch.cat([s.offset + s.stride * torch.arange(s.rows, device="cpu") for s in mine])
+        lengths = torch.cat([torch.full((s.rows,), s.row, device="cpu") for s in mine])
         starts, order = starts.sort()
         if bool((starts[:-1] + lengths[order][:-1] > starts[1:]).any()):
             raise ValueError(f"{name}: segments of tensor {tensor} overlap and cannot be written")

@@ -1,6 +1,6 @@
 """How kernels are launched: under capture, on other streams, with hooks, beyond 2**31 accesses."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from devices import Device
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from triton import knobs
+from tritoncomm_kernels import Segments
 
 from tritoncomm import mappings
 from tritoncomm.core import ops
@@ -24,6 +25,17 @@ def summed(x: Tensor) -> Tensor:
     return out
 
 
+def gathered(tensors: Sequence[Tensor]) -> Tensor:
+    """Columns 1 to 90 of all rows of the tensors, three bytes further than they are aligned to."""
+    row, nbytes = 90, sum(x.numel() // 96 for x in tensors) * 180
+    wire, at, rows = torch.zeros(nbytes + 4, dtype=torch.uint8, device=tensors[0].device), 3, []
+    for i, x in enumerate(tensors):
+        rows.append((i, 1, x.numel() // 96, row, 96, at))
+        at += x.numel() // 96 * row * 2
+    kernels.gather_segments(tensors, wire, Segments(rows, [x.dtype for x in tensors]))
+    return wire
+
+
 # Every kind of local step on a ``[8, 96]`` tensor of 2-byte integers.
 LOCAL: dict[str, Callable[[Tensor], Tensor]] = {
     "pack": lambda x: ops.pack(x, 1, 4)[0],
@@ -35,6 +47,8 @@ LOCAL: dict[str, Callable[[Tensor], Tensor]] = {
     "unpack-sizes": lambda x: ops.unpack(x.view(-1), (8, 96), 1, len(SIZES), SIZES)[0],
     "unpack-many-sizes": lambda x: ops.unpack(x.view(-1), (8, 96), 1, len(MANY), MANY)[0],
     "reduce": summed,
+    "segments": lambda x: gathered([x]),
+    "segments-of-many": lambda x: gathered([*x[:7], *x, *x[1:]]),
 }
 # Mappings through the backend, of one rank.
 ONE_RANK: dict[str, Callable[[Tensor, ProcessGroup], Tensor]] = {

@@ -133,6 +133,24 @@ def test_casts_scales_and_sums(device: Device, module: Any, scale: float | None)
         assert_same_numbers(totals[i].as_strided((rows, row), (stride, 1), offset), rounded(value, kinds[i]))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int64], ids=str)
+def test_sums_of_integers(device: Device, dtype: torch.dtype) -> None:
+    """In their own type, in wide units and narrow ones, with rows and without."""
+    tensors = [random_bits((9, 48), dtype, i, device.at) for i in range(2)]
+    size = dtype.itemsize
+    rows = [(0, 0, 1, 33, 33, 0), (1, 0, 9, 16, 48, 64 * size), (1, 17, 9, 5, 48, 240 * size)]
+    table, results = Segments(rows, [dtype, dtype]), []
+    wire = random_bits((table.wire_bytes,), torch.uint8, 5, device.at)
+    for module in (kernels, reference):
+        totals = [x.clone() for x in tensors]
+        copied = module.scatter_segments(wire, totals, table, accumulate=True)
+        assert copied == 3 * table.nbytes
+        results.append(totals)
+    for one, twin, before in zip(*results, tensors, strict=True):
+        assert torch.equal(one, twin)
+        assert not torch.equal(one, before)
+
+
 def wide(i: int) -> torch.dtype:
     return torch.float64 if torch.float64 in CASTS[i] else torch.float32
 
@@ -230,7 +248,8 @@ def same_on_kernel_and_twin(tensors: list[Tensor], segments: Segments) -> None:
         for x in targets:
             x.untyped_storage().fill_(0x7F)
         copied = module.gather_segments(tensors, wire, segments), module.scatter_segments(wire, targets, segments)
-        results.append((copied, [wire, *(torch.as_tensor(x.untyped_storage(), dtype=torch.uint8) for x in targets)]))
+        memory = [torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage()) for x in targets]
+        results.append((copied, [wire, *memory]))
     (copied, memory), (twin_copied, twin_memory) = results
     assert copied == twin_copied
     for one, twin in zip(memory, twin_memory, strict=True):
@@ -248,18 +267,18 @@ def test_addresses_of_many_tensors(device: Device) -> None:
 @pytest.mark.parametrize("shift", [0, 1, 8])
 def test_segments_of_many_programs(device: Device, shift: int) -> None:
     """Long ones, long rows, rows of one element and tiny ones, so that records begin in the middle of rows."""
-    x = random_bits((80_000 + shift,), torch.int8, 0, device.at)[shift:]
+    x = random_bits((11_000 + shift,), torch.int8, 0, device.at)[shift:]
     y = random_bits((70, 1000), torch.bfloat16, 1, device.at)
     z = random_bits((40, 33), torch.float32, 2, device.at)
-    rows = [(0, 3, 1, 77_000, 77_000, 48), (1, 7, 70, 980, 1000, 80_000), (2, 0, 40, 31, 33, 300_000)]
+    rows = [(0, 3, 1, 9_000, 9_000, 48), (1, 7, 70, 980, 1000, 80_000), (2, 0, 40, 31, 33, 300_000)]
     rows += [(2, 31, 40, 1, 33, 310_000), (2, 32, 20, 1, 33, 311_000)]
-    rows += [(0, 77_100 + 9 * i, 1, i % 8, 8, 320_000 + 11 * i) for i in range(100)]
+    rows += [(0, 9_100 + 9 * i, 1, i % 8, 8, 320_000 + 11 * i) for i in range(100)]
     rows += [(1, 1000 * i, 1, 5, 5, 330_000 + 10 * i) for i in range(70)]
     same_on_kernel_and_twin([x, y, z], Segments(rows, [torch.int8, torch.bfloat16, torch.float32]))
 
 
-def work(rows: list[tuple[int, ...]]) -> segment_tiles.Work:
-    return segment_tiles.divide(torch.tensor(rows), (1, 1), torch.zeros(8, dtype=torch.int64), 0, 132)
+def work(rows: list[tuple[int, ...]], multiprocessors: int = 132) -> segment_tiles.Work:
+    return segment_tiles.divide(torch.tensor(rows), None, torch.zeros(8, dtype=torch.int64), 0, multiprocessors)
 
 
 def test_programs_have_as_many_bytes() -> None:
@@ -278,6 +297,26 @@ def test_programs_have_as_many_bytes() -> None:
     tiny = work([(0, 64 * i, 1, 64, 64, 64 * i) for i in range(5000)])
     counts = torch.diff(tiny.table[: tiny.programs + 1])
     assert (int(counts.min()), int(counts.max())) == (15, 16)
+    two = [(i, 0, 1, 2**20, 2**20, i * 2**20) for i in range(2)]
+    mixed = work([*two, *((2, 64 * i, 1, 64, 64, 2**21 + 64 * i) for i in range(32))], 4)
+    assert mixed.programs == 65
+    assert int(mixed.shares.max() - mixed.shares.min()) <= 256
+    assert int(torch.diff(mixed.table[:66]).max()) <= 3
+
+
+def test_what_is_not_aligned_is_parted() -> None:
+    """Into units of 16 bytes and what is before and behind them, but not where one block of narrow units has it all."""
+
+    def units(rows: list[tuple[int, ...]]) -> list[tuple[int, int]]:
+        done = work(rows, 1)
+        records = done.table[done.programs + 1 :].view(-1, 4)
+        return sorted((16 >> int(code) % 8, int(size) % 2**32) for size, code in records[:, 2:])
+
+    assert units([(0, 0, 1, 1001, 1001, 0)]) == [(1, 1001)]
+    assert units([(0, 6, 1, 6000, 6000, 22)]) == [(2, 3), (2, 5), (16, 374)]
+    assert units([(0, 6, 1, 6000, 6000, 20)]) == [(2, 3000)]
+    assert units([(0, 4, 5, 12, 24, 8)]) == [(4, 15)]
+    assert units([(0, 4, 1, 2**13, 2**13, 4)]) == [(4, 1), (4, 3), (16, 511)]
 
 
 def test_a_table_is_one_launch_and_casts_are_others() -> None:
@@ -311,3 +350,13 @@ def test_addresses_are_copied_when_they_change(monkeypatch: pytest.MonkeyPatch) 
     device_table.addresses_on.cache_clear()
     lists = [content for content in made if len(content) == 17]
     assert lists == [[x.data_ptr() for x in tensors] for tensors in (first, second)]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_default_device_does_not_matter(module: Any) -> None:
+    x, wire = torch.arange(24.0).view(4, 6), torch.zeros(12)
+    table = Segments([(0, 1, 4, 2, 6, 0), (0, 3, 4, 1, 6, 32)], [torch.float32])
+    with torch.device("meta"):
+        module.gather_segments([x], wire, table)
+        module.scatter_segments(wire, [x], table)
+    assert wire.tolist() == [1, 2, 7, 8, 13, 14, 19, 20, 3, 9, 15, 21]

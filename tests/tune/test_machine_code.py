@@ -273,4 +273,5 @@ def test_segments(name: str, target: str) -> None:
         widths = {16, 8, 4, 2, 1} if kind == "narrow-rows" else {16, 8, 4, 2} if kind == "narrow" else {16}
         assert set(code.stores) == widths, kind
         per_unit = code.instructions * 16 / sum(code.stores)
-        assert per_unit <= most * (1.2 if target == "gfx942" else 1), (kind, per_unit)
+        more = 1 if target != "gfx942" else 1.6 if "cast" in kind else 1.2  # which rounds to bf16 in software
+        assert per_unit <= most * more, (kind, per_unit)

@@ -23,7 +23,7 @@ MOST_SEGMENTS = 8192  # of a table that is made for a layout instead of a launch
 
 def gather(
     tensors: Sequence[Tensor], wire: Tensor, segments: Segments, *, scale: float | None = None
-) -> tuple[str, int]:
+) -> tuple[record.CopyPath, int]:
     """Copy the table's segments from the tensors into the wire; see ``tritoncomm_kernels.Segments``.
 
     Args:
@@ -55,7 +55,7 @@ def scatter(
     *,
     scale: float | None = None,
     accumulate: bool = False,
-) -> tuple[str, int]:
+) -> tuple[record.CopyPath, int]:
     """The inverse of ``gather``: copy the table's segments from the wire into the tensors, or add them.
 
     Arguments, result and traffic as there; adding reads the segments of the tensors, too.

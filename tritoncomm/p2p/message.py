@@ -166,7 +166,7 @@ def pack(tensors: Sequence[Tensor]) -> Message:
         torch._foreach_copy_(slots, tensors)  # pyright: ignore[reportPrivateImportUsage]
         return Message(wire, slots, "torch", 2 * sum([x.nbytes for x in tensors]))
     table = full_tensors(tuple([(x.shape, x.stride(), x.dtype) for x in tensors]), starts)
-    if table is not None:
+    if table is not None and table.segments:
         return Message(wire, slots, *gather(tensors, wire, table))
     message = Message(wire, slots)
     for x, slot in zip(tensors, slots, strict=True):

@@ -128,7 +128,7 @@ class Exchange:
                 f"{name}: out shares memory with the tensors, which needs a single bucket: bucket_bytes of at least "
                 f"{int(max(self.transfers.sent.max(), self.transfers.received.max()))}"
             )
-        path = "view"
+        path: record.CopyPath = "view"
         for step in self._steps_for(strides_of(sources), strides_of(targets)):
             path = self._bucket(step, sources, targets, in_place, name) or path
         if results is not None:
@@ -189,9 +189,10 @@ class Exchange:
 
     def _bucket(
         self, step: _Step, sources: Sequence[Tensor], targets: Sequence[Tensor], in_place: bool, name: str
-    ) -> str:
-        """Pack, exchange, unpack; the path that the passes took."""
-        path, wire, bucket = "", None, step.bucket
+    ) -> record.CopyPath | None:
+        """Pack, exchange, unpack; the path that the passes took, None where there was none."""
+        path: record.CopyPath | None = None
+        wire, bucket = None, step.bucket
         if step.send is not None:
             used, table = step.send
             wire = sources[used[0]].new_empty(bucket.send.nbytes, dtype=torch.uint8)
@@ -218,7 +219,7 @@ class Exchange:
                 assert received is not None
                 used, rows = table
                 path, _ = segments.scatter(received[first:], [targets[i] for i in used], rows, accumulate=self.sums)
-        return path or ("torch" if local else "")
+        return path or ("torch" if local else None)
 
     def _exchange(self, bucket: Bucket, wire: Tensor | None, like: Tensor, name: str) -> tuple[Tensor, Any]:
         """Start one all-to-all-v, or a batch of messages between disjoint sets of ranks."""
