@@ -21,7 +21,7 @@ from tritoncomm.record import counters, recording
 from tritoncomm.runtime import destroy, device_mesh, initialize
 
 if TYPE_CHECKING:
-    from tritoncomm import p2p, tensor
+    from tritoncomm import p2p, reshard, tensor
 
 __all__ = [
     "ArgumentError",
@@ -43,12 +43,13 @@ __all__ = [
     "p2p",
     "path",
     "recording",
+    "reshard",
     "tensor",
 ]
 
 __version__ = "0.1.0"
 
-_LAZY = ("p2p", "tensor")  # imported at their first use: together they take longer than everything else
+_LAZY = ("p2p", "reshard", "tensor")  # imported at their first use: together they take longer than everything else
 
 
 def __getattr__(name: str) -> Any:

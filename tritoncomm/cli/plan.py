@@ -11,11 +11,15 @@ from rich.markup import escape
 from rich.table import Table
 from tritoncomm_kernels import tables
 
+from tritoncomm.cli import reshard
 from tritoncomm.cli._console import paragraphs, refusing, say, table, terminal
+from tritoncomm.cli.reshard import plan_reshard
 from tritoncomm.core import cost
 from tritoncomm.explain import OPS, Explanation, explain
 from tritoncomm.explain.steps import Movement, Step
 from tritoncomm.parsing import counted, dtype_name, parse_dtype, parse_ints
+from tritoncomm.reshard import ReshardPlan
+from tritoncomm.reshard.resharding import BUCKET_BYTES
 
 __all__ = ["EPILOG", "plan"]
 
@@ -31,6 +35,7 @@ EPILOG = paragraphs(
     "tritoncomm plan all_to_all --shape 2,1024,32,128 --dim 2,1 --world 4   (Ulysses)",
     "   ... --strides 12582912,12288,128,1   (the same of one third of a fused qkv)",
     "tritoncomm plan all_to_all --shape 8,512 --world 2 --sizes 3,5 --out-sizes 3,1   (split sizes)",
+    "tritoncomm plan reshard --shape 8192,8192 --source S0*8 --target R*2,S1*4   (layouts: shards, replicas)",
     "Mappings, by the short name or the full one: " + ", ".join(f"{short} ({name})" for short, name in OPS.items()),
     "Exits with 0, or with 2 for invalid arguments or when such a call would be refused.",
 )
@@ -39,7 +44,7 @@ EPILOG = paragraphs(
 def plan(
     op: Annotated[str, typer.Argument(help="The mapping, for example sp2hp or all_gather; all are listed below.")],
     shape: Annotated[str, typer.Option(help="Input on one rank, like 4096,2,8192 or 4096x2x8192.")],
-    world: Annotated[int, typer.Option(help="Number of ranks.")],
+    world: Annotated[int, typer.Option(help="Number of ranks; reshard has those of its layouts.")] = 0,
     dtype: Annotated[
         str, typer.Option(help="Element type of the input: torch's name, or bf16, fp32, fp8_e4m3.")
     ] = "bfloat16",
@@ -47,9 +52,12 @@ def plan(
     device: Annotated[str, typer.Option(help="cuda, cpu, or the name of a GPU, for its tuned table.")] = "cuda",
     sizes: Annotated[str, typer.Option(help="Split sizes of the dim, like 3,5; all-to-all: what is sent.")] = "",
     out_sizes: Annotated[str, typer.Option(help="all-to-all: what every rank sends to this one.")] = "",
-    rank: Annotated[int, typer.Option(help="Rank to report on; matters only with --sizes.")] = 0,
+    rank: Annotated[int, typer.Option(help="Rank to report on; matters with --sizes and for reshard.")] = 0,
     strides: Annotated[str, typer.Option(help="x.stride() of an input that is not contiguous.")] = "",
     held: Annotated[bool, typer.Option("--held", help="copy, reduce: the caller keeps the tensor.")] = False,
+    source: Annotated[str, typer.Option(help="reshard: the layout before, like S0*8 or R*2,S1*4.")] = "",
+    target: Annotated[str, typer.Option(help="reshard: the layout afterwards; @8 is its first rank.")] = "",
+    bucket: Annotated[int, typer.Option(help="reshard: bytes of a bucket at most.")] = BUCKET_BYTES,
     latency: Annotated[float | None, typer.Option(help="Microseconds per step of a collective; 5, cpu 50.")] = None,
     link: Annotated[float | None, typer.Option(help="GB/s a rank sends inside a node; 350, cpu 1.")] = None,
     network: Annotated[float | None, typer.Option(help="GB/s a rank sends to other nodes; 50, cpu 1.")] = None,
@@ -66,6 +74,11 @@ def plan(
     with refusing():
         figures = {"latency": latency, "link": link, "network": network, "memory": memory, "node": node}
         rates = _rates("cpu" if device == "cpu" else "cuda", figures)
+        if op == "reshard":
+            _reshard(plan_reshard(shape, source, target, dtype, rank, bucket), rates, as_json, console)
+            return
+        if not world:
+            raise ValueError("--world is missing: the number of ranks")
         multiprocessors = 0
         if device == "cuda" and torch.cuda.is_available():
             gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -82,6 +95,13 @@ def plan(
         _show(explanation, console)
         if device not in ("cpu", "cuda") and not tables.chosen(device, multiprocessors):
             say(console, f"no tuned table for {device!r}: built-in tiles and no crossover")
+
+
+def _reshard(planned: ReshardPlan, rates: cost.Rates, as_json: bool, console: Console) -> None:
+    if as_json:
+        print(json.dumps(reshard.as_json(planned, rates), indent=1))
+    else:
+        reshard.show(planned, rates, console)
 
 
 def _rates(kind: str, figures: dict[str, float | None]) -> cost.Rates:

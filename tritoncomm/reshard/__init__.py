@@ -1,6 +1,15 @@
 """Resharding: tensors from any layout to any other, over the same, other or overlapping ranks."""
 
 from tritoncomm.reshard.layout import Layout
+from tritoncomm.reshard.owned import OwnedExchange, balanced_owners, exchange_owned
 from tritoncomm.reshard.resharding import ReshardPlan, reshard, reshard_plan
 
-__all__ = ["Layout", "ReshardPlan", "reshard", "reshard_plan"]
+__all__ = [
+    "Layout",
+    "OwnedExchange",
+    "ReshardPlan",
+    "balanced_owners",
+    "exchange_owned",
+    "reshard",
+    "reshard_plan",
+]

@@ -1,6 +1,8 @@
 """Planning: which blocks this rank sends, receives and keeps, and in which bucket; the same buckets on every rank."""
 
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 
@@ -11,6 +13,8 @@ from tritoncomm.reshard.layout import Array, Layout
 from tritoncomm.reshard.plan import ALIGNMENT, Bucket, Item, Local, Side, Transfers
 
 __all__ = ["transfers"]
+
+_OPEN = 32
 
 
 def transfers(
@@ -32,9 +36,25 @@ def transfers(
         ArgumentError: a single element for every peer is more than ``bucket_bytes``.
     """
     builder = _Builder(tuple(items), tuple(ranks), position, bucket_bytes)
-    for index in range(len(items)):
+    for index in _interleaved(items):
         builder.add(index, every_replica)
     return builder.finish()
+
+
+def _interleaved(items: Sequence[Item]) -> list[int]:
+    """The tensors in an order in which those of all sets of ranks go on at the same pace.
+
+    The layers of a pipeline stage are all on the ranks of that stage: in their own order one stage after the other would
+    send.
+    """
+    totals: dict[tuple[Ints, Ints], int] = {}
+    middles = []
+    for item in items:
+        key, nbytes = (item.source.ranks, item.target.ranks), math.prod(item.source.shape) * item.carried.itemsize
+        middles.append((key, 2 * totals.get(key, 0) + nbytes))
+        totals[key] = totals.get(key, 0) + nbytes
+    places = [Fraction(middle, max(totals[key], 1)) for key, middle in middles]
+    return sorted(range(len(items)), key=lambda index: (places[index], index))
 
 
 class _Builder:
@@ -47,10 +67,13 @@ class _Builder:
         self.index = {rank: place for place, rank in enumerate(ranks)}
         self.places: dict[Ints, Array] = {}
         self.loads, self.lacking, self.messages = np.zeros((3, world), np.int64)
-        self.total, self.current = np.zeros((2, 2, world), np.int64)
-        self.pairs = np.zeros((world, world), bool)
-        self.largest, self.bucket = 0, 0
-        self.quiet = [True]
+        self.total = np.zeros((2, world), np.int64)
+        # Buckets that still take something: number, bytes of every rank on both sides, pairs of ranks.
+        self.numbers: list[int] = []
+        self.loaded = np.zeros((_OPEN, 2, world), np.int64)
+        self.pairs = np.zeros((_OPEN, world, world), bool)
+        self.largest, self.critical = 0, 0
+        self.quiet: list[bool] = []
         self.flat: list[Array] = []  # bucket, tensor, sender and receiver of this rank's blocks
         self.boxes: list[Array] = []  # start in the source, start in the target, and size
         self.ends: tuple[set[int], set[int]] = (set(), set())
@@ -62,12 +85,12 @@ class _Builder:
         itemsize = item.carried.itemsize
         cells = cells_between(item.source, item.target, places, self.loads, itemsize, every_replica)
         remote = np.nonzero(cells.sender != cells.receiver)[0]
-        parts = 1
+        buckets = [0]
         if len(remote):
             lacks = np.bincount(cells.receiver[remote], cells.volume[remote] * itemsize, self.world)
             self.lacking += lacks.astype(np.int64)
-            parts = self._fit(index, cells, remote, itemsize, item.source.is_single and item.target.is_single)
-        self._keep(index, cells, parts)
+            buckets = self._fit(index, cells, remote, itemsize, item.source.is_single and item.target.is_single)
+        self._keep(index, cells, buckets)
 
     def _places(self, layout: Layout, side: int) -> Array:
         places = self.places.get(layout.ranks)
@@ -76,8 +99,8 @@ class _Builder:
         self.ends[side].update(layout.ranks)
         return places
 
-    def _fit(self, index: int, cells: Cells, remote: Array, itemsize: int, single: bool) -> int:
-        """Start new buckets as far as needed; into how many parts the tensor is divided, one per bucket."""
+    def _fit(self, index: int, cells: Cells, remote: Array, itemsize: int, single: bool) -> list[int]:
+        """Put one tensor into the first bucket with room, or its parts into one each; the numbers of the buckets."""
         sender, receiver, size = cells.sender[remote], cells.receiver[remote], cells.size[:, remote]
         sides = [self._sides(sender, receiver, cells.volume[remote] * itemsize, single)]
         parts = self._parts(index, sender, receiver, size, itemsize, sides[0])
@@ -87,13 +110,25 @@ class _Builder:
                 self._sides(sender[cell[mine]], receiver[cell[mine]], extent[:, mine].prod(0) * itemsize, False)
                 for mine in (np.nonzero(part == each)[0] for each in range(parts))
             ]
-        for place, each in enumerate(sides):
-            if place or (self.current + each).max() > self.limit:
-                self._close()
-            self.current += each
-            self.pairs[sender, receiver] = True
-            self.quiet[-1] = False
-        return parts
+        buckets: list[int] = []
+        for each in sides:
+            slot = self._slot(each, buckets[-1] if buckets else -1)
+            self.loaded[slot] += each
+            self.pairs[slot, sender, receiver] = True
+            buckets.append(self.numbers[slot])
+        return buckets
+
+    def _slot(self, sides: Array, after: int) -> int:
+        """The first open bucket after that number which has room, or a new one."""
+        count = len(self.numbers)
+        fits = (self.loaded[:count] + sides <= self.limit).all((1, 2)) & (np.array(self.numbers, np.int64) > after)
+        if fits.any():
+            return int(fits.argmax())
+        if count == _OPEN:
+            self._account(1)
+        self.numbers.append(len(self.quiet))
+        self.quiet.append(False)
+        return len(self.numbers) - 1
 
     def _parts(self, index: int, sender: Array, receiver: Array, size: Array, itemsize: int, sides: Array) -> int:
         """Into how many parts a tensor has to be divided for each to fit into a bucket."""
@@ -117,21 +152,20 @@ class _Builder:
         nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
         return np.stack([np.bincount(each, nbytes, self.world) for each in (sender, receiver)]).astype(np.int64)
 
-    def _close(self) -> None:
-        """The current bucket is full."""
-        if self.quiet[-1]:
-            return
-        self._account()
-        self.quiet.append(True)
+    def _account(self, count: int) -> None:
+        """Close the first open buckets and add up what they have."""
+        for slot in range(count):
+            self.total += self.loaded[slot]
+            self.messages += self.pairs[slot].sum(1)
+            self.largest = max(self.largest, int(self.loaded[slot].max()))
+            self.critical += int(self.loaded[slot].max())
+        kept = len(self.numbers) - count
+        self.loaded[:kept], self.pairs[:kept] = self.loaded[count:][:kept].copy(), self.pairs[count:][:kept].copy()
+        self.loaded[kept:], self.pairs[kept:] = 0, False
+        del self.numbers[:count]
 
-    def _account(self) -> None:
-        self.total += self.current
-        self.messages += self.pairs.sum(1)
-        self.largest = max(self.largest, int(self.current.max(initial=0)))
-        self.current[:], self.pairs[:] = 0, False
-
-    def _keep(self, index: int, cells: Cells, parts: int) -> None:
-        """Note this rank's blocks of one tensor, in the last ``parts`` buckets."""
+    def _keep(self, index: int, cells: Cells, buckets: list[int]) -> None:
+        """Note this rank's blocks of one tensor, part by part in these buckets."""
         item = self.items[index]
         mine = np.nonzero((cells.sender == self.position) | (cells.receiver == self.position))[0]
         if not len(mine):
@@ -140,13 +174,13 @@ class _Builder:
         source, target, start, size = cells.source[mine], cells.target[mine], cells.start[:, mine], cells.size[:, mine]
         to_source = (item.source.at[source] - item.source.start[source]).T
         to_target = (item.target.at[target] - item.target.start[target]).T
-        bucket = np.zeros(len(mine), np.int64)
-        if parts > 1:
-            cell, bucket, start, size = split_cells(start, size, parts)
+        part = np.zeros(len(mine), np.int64)
+        if len(buckets) > 1:
+            cell, part, start, size = split_cells(start, size, len(buckets))
             ends = ends[0][cell], ends[1][cell]
             to_source, to_target = to_source[:, cell], to_target[:, cell]
-        flat = np.stack([bucket + (len(self.quiet) - parts), np.full_like(bucket, index), *ends])
-        boxes = np.zeros((3, self.dims, len(bucket)), np.int64)
+        flat = np.stack([np.array(buckets, np.int64)[part], np.full_like(part, index), *ends])
+        boxes = np.zeros((3, self.dims, len(part)), np.int64)
         boxes[2] = 1
         first = self.dims - len(size)
         boxes[0, first:], boxes[1, first:], boxes[2, first:] = start + to_source, start + to_target, size
@@ -155,7 +189,8 @@ class _Builder:
 
     def finish(self) -> Transfers:
         """The plan."""
-        self._account()
+        self._account(len(self.numbers))
+        self.quiet = self.quiet or [True]  # blocks that stay on their ranks only
         flat = np.concatenate([np.empty((4, 0), np.int64), *self.flat], 1)
         boxes = np.concatenate([np.empty((3, self.dims, 0), np.int64), *self.boxes], 2)
         bucket, tensor, sender, receiver = flat
@@ -173,7 +208,7 @@ class _Builder:
         is_disjoint = not self.ends[0] & self.ends[1]
         return Transfers(
             self.items, self.ranks, self.position, tuple(buckets), self.total[0], self.total[1], self.lacking,
-            self.messages, self.largest, is_disjoint,
+            self.messages, self.largest, self.critical, is_disjoint,
         )  # fmt: skip
 
     def _sides_of(

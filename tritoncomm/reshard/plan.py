@@ -129,6 +129,7 @@ class Transfers(record.Traffic):
         lacking: bytes that every rank needs and does not have.
         messages: sent by every rank, all buckets together.
         largest: the most bytes that any rank sends or receives in one bucket: the extra memory on each side.
+        critical: the most bytes that any rank sends or receives in a bucket, summed over the buckets.
         is_disjoint: no rank is in a source and in a target.
     """
 
@@ -141,6 +142,7 @@ class Transfers(record.Traffic):
     lacking: Array
     messages: Array
     largest: int
+    critical: int
     is_disjoint: bool
 
     @cached_property

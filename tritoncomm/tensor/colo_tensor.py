@@ -21,6 +21,7 @@ from tritoncomm.tensor.distspec import (
 )
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.redistribute import check_partitions
+from tritoncomm.tensor.resharding import across, layout_of
 from tritoncomm.tensor.snapshot import refuse_sharing
 from tritoncomm.tensor.tensor_spec import ColoTensorSpec
 
@@ -182,6 +183,9 @@ class ColoTensor(torch.Tensor):
         """The local tensor under another layout, as a plain tensor."""
         local, spec, shape = layout.plain(self), self.dist_spec, self.global_shape
         if pg is not self.process_group and pg != self.process_group:
+            moved = across(local, spec, self.process_group, dist_spec, pg, shape)
+            if moved is not None:
+                return moved
             local = DistSpecManager.handle_trans_spec(local, spec, ReplicaSpec(), self.process_group, shape)
             spec = ReplicaSpec()
         return DistSpecManager.handle_trans_spec(local, spec, dist_spec, pg, shape)
@@ -189,10 +193,19 @@ class ColoTensor(torch.Tensor):
     def redistribute(self, dist_spec: _DistSpec, pg: ProcessGroup | None = None) -> "ColoTensor":
         """A new tensor with another layout, and over another process group if one is given; differentiable.
 
-        Forward: the collective of the case table in ``redistribute``. Backward: its adjoint. Nothing is summed.
+        Forward: the collective of the case table in ``redistribute``; from shards over one process group to shards over
+        another, one all-to-all-v. Backward: the adjoint. Nothing is summed.
         """
         pg = self.process_group if pg is None else pg
         return layout.wrap(self._redistributed(dist_spec, pg), pg, dist_spec, self.global_shape)
+
+    def reshard_layout(self) -> Any:
+        """The layout, as ``reshard`` has it."""
+        return layout_of(self.process_group, self.dist_spec, self.global_shape)
+
+    def reshard_local(self) -> Tensor:
+        """The local tensor as a plain tensor, connected to the same autograd graph."""
+        return layout.plain(self)
 
     def to_replicate_(self) -> None:
         """Redistribute to a replica, in place."""

@@ -13,12 +13,14 @@ from tritoncomm import record
 from tritoncomm.core import ops, plan
 from tritoncomm.core.cost import DEFAULTS, Rates, collective_seconds, pass_seconds
 from tritoncomm.errors import ArgumentError
+from tritoncomm.reshard import ReshardPlan
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.dist_spec_mgr import transition_between
 from tritoncomm.tensor.distspec import ReplicaSpec, _DistSpec, local_shape, uneven_sizes
 from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.redistribute import Transition, blocks, steps
+from tritoncomm.tensor.resharding import dry_run
 
 __all__ = ["RedistributionPlan", "Step", "redistribute_plan"]
 
@@ -28,7 +30,7 @@ class Step(record.Traffic):
     """One step of a redistribution.
 
     Attributes:
-        name: split, all_gather or all_to_all.
+        name: split, all_gather, all_to_all, or reshard from shards of one process group to shards of another.
         before: passes over memory before the collective.
         after: passes over memory after it.
         path: of the passes: view (none), torch or triton.
@@ -114,20 +116,33 @@ def redistribute_plan(
     assert shape is not None
     shape = tuple(shape)
     target_pg = source_pg if pg is None else pg
+    figures = {"latency": latency, "link": bandwidth, "network": bandwidth, "memory": copy_bandwidth}
+    given = {name: value for name, value in figures.items() if value is not None}
+    rates = replace(DEFAULTS["cuda" if x.is_cuda else "cpu"], **given)
+    direct = dry_run(x.dtype, old, source_pg, target, target_pg, shape) if target_pg != source_pg else None
+    if direct is not None:
+        return RedistributionPlan((_across(direct, x, rates),))
     if target_pg == source_pg:
         transitions = [(transition_between(shape, old, target, source_pg), source_pg)]
     else:
         transitions = [(transition_between(shape, old, ReplicaSpec(), source_pg), source_pg)]
         transitions.append((transition_between(shape, ReplicaSpec(), target, target_pg), target_pg))
-    figures = {"latency": latency, "link": bandwidth, "network": bandwidth, "memory": copy_bandwidth}
-    given = {name: value for name, value in figures.items() if value is not None}
-    rates = replace(DEFAULTS["cuda" if x.is_cuda else "cpu"], **given)
     planned = [
         _step(name, transition, group, x, rates)
         for transition, group in transitions
         for name in steps(transition.old, transition.new)
     ]
     return RedistributionPlan(tuple(planned))
+
+
+def _across(planned: ReshardPlan, x: Tensor, rates: Rates) -> Step:
+    """The one step between process groups."""
+    moved = planned.transfers
+    before, after = (any(len(getattr(b, side).tensor) for b in moved.buckets) for side in ("send", "recv"))
+    path = ops.path_for(x) if before or after else "view"
+    return Step(
+        "reshard", int(before), int(after), path, moved.bytes_sent, moved.bytes_copied, sum(moved.seconds(rates))
+    )
 
 
 def _step(name: str, transition: Transition, pg: ProcessGroup, x: Tensor, rates: Rates) -> Step:

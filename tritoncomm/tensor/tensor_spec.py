@@ -1,10 +1,17 @@
 """ColoTensorSpec: process group, placement and compute pattern."""
 
 from dataclasses import dataclass
+from typing import Any
 
+from torch import Tensor
+
+from tritoncomm.core.plan import Ints
+from tritoncomm.reshard import Layout
 from tritoncomm.tensor.compute_spec import ComputeSpec
 from tritoncomm.tensor.distspec import ReplicaSpec, _DistSpec
+from tritoncomm.tensor.layout import wrap
 from tritoncomm.tensor.process_group import ProcessGroup
+from tritoncomm.tensor.resharding import layout_of
 
 __all__ = ["ColoTensorSpec"]
 
@@ -31,3 +38,11 @@ class ColoTensorSpec:
         self.pg = ProcessGroup() if pg is None else pg
         self.dist_attr = ReplicaSpec() if dist_attr is _REPLICA else dist_attr
         self.compute_attr = compute_attr
+
+    def reshard_layout(self, shape: Ints) -> Layout:
+        """The layout of a tensor of this global shape, as ``reshard`` has it."""
+        return layout_of(self.pg, self.dist_attr, shape)
+
+    def reshard_wrap(self, local: Tensor, shape: Ints) -> Any:
+        """A local tensor of that layout as a ColoTensor; on other ranks as it is."""
+        return local if self.pg.tp_rank_list() is None else wrap(local, self.pg, self.dist_attr, shape)
