@@ -578,3 +578,31 @@ def test_share_of_the_roof_is_drawn_over_size(tmp_path: Path) -> None:
     (axes,) = pictures._roof("x", rows).axes
     assert [line.get_label() for line in axes.lines[:2]] == ["pack", "reduce"]
     assert list(axes.lines[0].get_xdata()) == [1, 64]
+
+
+RESHARD = ("plan", "reshard", "--shape", "8192,8192", "--source", "S0*8", "--target", "R*2,S1*4", "--rank", "3")
+
+
+def test_plan_of_a_resharding() -> None:
+    answer = json.loads(run(*RESHARD, "--json").output)
+    assert (answer["world"], answer["rank"], answer["buckets"], answer["messages"]) == (8, 3, 1, 7)
+    assert answer["bytes_sent"] == 7 * 1024 * 2048 * 2
+    assert answer["all_ranks"]["bytes_sent"] == answer["all_ranks"]["bytes_lacking"]
+    assert "56 messages" in run(*RESHARD).output
+    assert "2 buckets" in run(*RESHARD, "--bucket", str(2**24)).output
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (("--source", "S0x8"), "--source must be axes"),
+        (("--target", ""), "needs --source and --target"),
+        (("--target", "S2*8"), "no dim 2"),
+        (("--target", "S1*0"), "one rank or more"),
+        (("--rank", "9"), "--rank 9 is in neither layout"),
+    ],
+)
+def test_a_resharding_that_is_none(changed: tuple[str, str], said: str) -> None:
+    result = CliRunner().invoke(cli.app, [*RESHARD, *changed])
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())

@@ -269,3 +269,9 @@ def test_replicas_share_the_sending() -> None:
     assert int(sent.sum()) == 3 * 8 * (64 * 64 + 4) * 4
     assert sent.max() <= 1.01 * sent.mean()
     assert not plan.transfers.sent[4:].any()
+
+
+def test_a_plan_without_a_group_is_not_executed() -> None:
+    plan = reshard_plan({"w": torch.float32}, on_mesh((4, 4), [0, 1], [0]), on_mesh((4, 4), [0, 1], [1]), ranks=[0, 1])
+    with pytest.raises(GroupError, match="without a group"):
+        plan.execute({"w": torch.ones(2, 4)})

@@ -1,5 +1,6 @@
 """Carrying out a plan: pack, one collective and unpack per bucket; local blocks are copied directly. Autograd."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ from tritoncomm import record
 from tritoncomm.core import backend, segments
 from tritoncomm.core.function import direct
 from tritoncomm.core.plan import Ints
-from tritoncomm.errors import ArgumentError, UnsupportedError
+from tritoncomm.errors import ArgumentError, GroupError, UnsupportedError
 from tritoncomm.reshard.builder import transfers
 from tritoncomm.reshard.plan import Bucket, Item, Side, Transfers, digest
 from tritoncomm.reshard.tables import Strides, Table, local_pairs, strides_of, table_of
@@ -72,7 +73,8 @@ class Exchange:
         grad: str,
         sums: bool = False,
     ) -> None:
-        self.items, self.group, self.grad, self.sums = tuple(items), group, grad, sums
+        self.items, self.grad, self.sums = tuple(items), grad, sums
+        self._group = None if group is None else weakref.ref(group)  # plans are cached by their group
         self.transfers: Transfers = transfers(items, ranks, position, bucket_bytes, every_replica=sums)
         self.bucket_bytes = bucket_bytes
         self.carried = [item.carried for item in self.items]
@@ -87,6 +89,18 @@ class Exchange:
     def _digest(self) -> str:
         """What the ranks have to agree on."""
         return digest(self.items, (self.bucket_bytes, self.grad, self.sums, self.transfers.ranks)).hex()
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The group; None for a plan that is only looked at.
+
+        Raises:
+            GroupError: it was destroyed.
+        """
+        group = None if self._group is None else self._group()
+        if group is None and self._group is not None:
+            raise GroupError("reshard: the process group of this plan was destroyed")
+        return group
 
     @cached_property
     def adjoint(self) -> "Exchange":
@@ -223,14 +237,16 @@ class Exchange:
 
     def _exchange(self, bucket: Bucket, wire: Tensor | None, like: Tensor, name: str) -> tuple[Tensor, Any]:
         """Start one all-to-all-v, or a batch of messages between disjoint sets of ranks."""
-        assert self.group is not None, "a plan without a group is only looked at"
+        group = self.group
+        if group is None:
+            raise GroupError(f"{name}: this plan was made without a group, to be looked at")
         received = like.new_empty(bucket.recv.nbytes, dtype=torch.uint8)
         wire = received.new_empty(0) if wire is None else wire
         if self.transfers.is_disjoint:
             sends, receives = _messages(wire, bucket.send.counts), _messages(received, bucket.recv.counts)
-            return received, backend.send_and_receive(sends, receives, self.group, name)
+            return received, backend.send_and_receive(sends, receives, group, name)
         counts = bucket.recv.counts, bucket.send.counts
-        return received, backend.all_to_all(received, wire, *counts, self.group, name, True)
+        return received, backend.all_to_all(received, wire, *counts, group, name, True)
 
 
 def _messages(wire: Tensor, counts: Ints) -> list[tuple[int, Tensor]]:
