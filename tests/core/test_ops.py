@@ -224,7 +224,7 @@ def test_pack_many_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "new_empty", poisoned)
     monkeypatch.setattr(Launch, "__call__", lambda self, *given: [launches.append(self), call(self, *given)][1])
     made = torch.Generator().manual_seed(0)
-    shapes = [((5, 8), 1), ((16,), 0), ((2, 9), 1), ((3, 2, 5), 1), ((7, 4), 0), ((1, 1), 0), ((0, 4), 1)] * 3
+    shapes = [((5, 8), 1), ((16,), 0), ((2, 10), 1), ((3, 2, 5), 1), ((7, 4), 0), ((1, 1), 0), ((0, 4), 1)] * 3
     tensors = [torch.randn(shape, generator=made, dtype=torch.float64) for shape, _ in shapes]
     tensors[3] = torch.randn(5, 2, 3, generator=made, dtype=torch.float64).permute(2, 1, 0)
     dims = [dim for _, dim in shapes]
