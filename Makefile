@@ -21,7 +21,7 @@ PEERS := $(VENV)/.peers
 SITE := $(VENV)/.site
 endif
 
-.PHONY: help demo test test-all test-oldest test-newest programs docs docs-site check faults bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
+.PHONY: help demo test test-all test-oldest test-newest programs docs docs-site check faults soak mutations bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
 
 help:  ## lists the targets
 	@sed -n 's/^\([a-z][a-z -]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r names text; do \
@@ -51,6 +51,12 @@ programs: $(READY)  ## compares random programs on shards with plain torch
 
 faults: $(READY)  ## kills, stops and delays ranks in every kind of call
 	$(PY) -m pytest tests/debug/test_faults.py tests/p2p/test_faults.py -q
+
+soak: $(READY)  ## calls for half an hour and watches what grows
+	PYTHONPATH=.:kernels:tests/helpers $(if $(PYTHON),$(PYTHON),$(PY)) tests/helpers/soak.py
+
+mutations: $(READY)  ## makes the code wrong in many ways, each of which a test has to notice
+	$(PY) tests/helpers/mutations.py
 
 # The pages that are made out of code and committed figures.
 docs: $(READY)  ## writes the pages that are made out of code and figures

@@ -302,6 +302,11 @@ def test_a_patch_that_fails_halfway_is_undone(theirs: SimpleNamespace, monkeypat
     assert theirs.cross_entropy.vocab_parallel_cross_entropy.__module__ == megatron_functions.__name__
 
 
+def test_a_package_that_is_not_imported_is_refused(theirs: SimpleNamespace) -> None:
+    with pytest.raises(ArgumentError, match="nothing of 'trainre' is imported yet"):
+        megatron.patch(packages=["megatron", "trainre"])
+
+
 @pytest.mark.parametrize("packages", ["megatron", []])
 def test_packages_are_a_list(theirs: SimpleNamespace, packages: Any) -> None:
     with pytest.raises(ArgumentError, match="packages must be a list"):

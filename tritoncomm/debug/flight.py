@@ -160,7 +160,7 @@ class Flight:
             shape, dtype = (None, None) if x is None else (x.shape, x.dtype)
         thread = threading.get_ident()
         call = Call(
-            self._number, count, name, kind, group_name, shape, dtype, arguments, call_site(2), thread, time.time_ns()
+            self._number, count, name, kind, group_name, shape, dtype, arguments, call_site(3), thread, time.time_ns()
         )
         self.last[thread] = call
         self.calls.append(call)

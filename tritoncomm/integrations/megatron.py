@@ -127,6 +127,7 @@ def patch(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron",
         What was replaced and what was not.
 
     Raises:
+        ArgumentError: ``packages`` is not a list of names, or nothing of one of them is imported yet.
         ImportError: megatron-core is not installed.
         UnsupportedError: a function or method has other arguments than ours; nothing was replaced. This, and not the
             version number, decides whether a version works: versions that are not in ``TESTED`` only get a warning.
@@ -178,6 +179,10 @@ def patched(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron
 def _options(cross_entropy: bool, packages: Sequence[str]) -> _Options:
     if isinstance(packages, str) or not packages:
         raise ArgumentError(f"packages must be a list of top-level package names, not {packages!r}")
+    imported = {"megatron", *(module.partition(".")[0] for module in sys.modules)}
+    missing = [package for package in packages if package not in imported]
+    if missing:
+        raise ArgumentError(f"packages: nothing of {', '.join(map(repr, missing))} is imported yet; import it first")
     return _Options(bool(cross_entropy), tuple(packages))
 
 

@@ -44,8 +44,8 @@ def transfers(
 def _interleaved(items: Sequence[Item]) -> list[int]:
     """The tensors in an order in which those of all sets of ranks go on at the same pace.
 
-    The layers of a pipeline stage are all on the ranks of that stage: in their own order one stage after another would
-    send.
+    The layers of a pipeline stage are all on the ranks of that stage: in their own order one stage after the other
+    would send.
     """
     totals: dict[tuple[Ints, Ints], int] = {}
     middles = []

@@ -101,8 +101,7 @@ def reshard_plan(
         ranks: global ranks of a group that does not exist: a plan to look at, without communication.
         rank: the global rank that such a plan is for.
 
-    Raises:
-        As ``reshard``.
+    It raises what ``reshard`` raises.
     """
     call = _Call(tensors, source, target, group, dtype, grad, None, "reshard_plan", ranks, rank)
     plan = ReshardPlan(call, call.exchange(bucket_bytes))

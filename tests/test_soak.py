@@ -1,0 +1,32 @@
+"""The load test counts what ranks hold, and reports what grows."""
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import soak
+from pool import Pool
+
+
+@pytest.mark.parametrize("phase", ["mappings", "hops", "groups"])
+def test_a_phase_reports_growth(pool: Pool, phase: str) -> None:
+    growth = soak.soak(pool, phase, 2, 40)
+    limits = asdict(soak.LIMITS)
+    assert growth.keys() == limits.keys()
+    assert [name for name in ("descriptors", "threads", "groups", "beyond") if growth[name] > limits[name]] == []
+
+
+def test_growth_beyond_the_limits_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grown = asdict(soak.LIMITS) | {"descriptors": 1}
+
+    def fake(_: Any, phase: str, world: int, calls: int) -> dict[str, float]:
+        assert (world, calls) == (2, 10)
+        return grown if phase == "hops" else asdict(soak.LIMITS)
+
+    monkeypatch.setattr(soak, "soak", fake)
+    arguments = ["--calls", "10", "--ranks", "2", "--phases"]
+    assert soak.main([*arguments, "mappings"]) == 0
+    assert soak.main([*arguments, "mappings", "hops"]) == 1
+    assert "GROWS: descriptors" in capsys.readouterr().out
