@@ -39,6 +39,7 @@ LATE = "the time of the run is over"
 # What never ran on a GPU, and what everything else rests on, comes first.
 GROUPS, LAUNCHES = "tests/gpu/test_groups.py", "tests/gpu/test_launches.py"
 RANKS, KERNELS = "tests/gpu/test_ranks.py", "tests/kernels/test_kernels.py"
+SEGMENTS = "tests/kernels/test_segments.py"
 ORDER = {
     "test": (
         f"{GROUPS}::test_initialize_and_destroy",
@@ -56,10 +57,15 @@ ORDER = {
         f"{GROUPS}::test_cuda_graphs",
         f"{LAUNCHES}::test_hooks",
         f"{LAUNCHES}::test_accesses_beyond_32_bits",
+        f"{SEGMENTS}::test_copies_of_any_bits",
+        f"{SEGMENTS}::test_segments_of_many_programs",
+        f"{SEGMENTS}::test_addresses_of_many_tensors",
         f"{KERNELS}::test_reduce_sums_in_rank_order",
         f"{KERNELS}::test_reduce_casts_and_scales",
         f"{KERNELS}::test_reduce_of_odd_lengths",
         f"{KERNELS}::test_cast_scale_accumulate",
+        f"{SEGMENTS}::test_casts_scales_and_sums",
+        f"{SEGMENTS}::test_sums_of_integers",
         "tests/kernels/test_cross_entropy.py::test_statistics_and_gradient",
         f"{GROUPS}::test_handles_on_a_side_stream",
         f"{KERNELS}::test_access_widths",

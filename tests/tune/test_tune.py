@@ -589,9 +589,9 @@ def test_keys_follow_the_kernels_and_triton() -> None:
     sources = {
         path.name
         for path in (ROOT / "kernels" / "tritoncomm_kernels").glob("*.py")
-        if "@triton.jit" in path.read_text() and path.name != "cross_entropy.py"  # whose tiles no table holds
+        if "@triton.jit" in path.read_text() and path.name not in ("cross_entropy.py", "segment_kernel.py")
     }
-    assert set(tables._SOURCES) == sources, "every file with a kernel that is tuned is part of the key"
+    assert set(tables._SOURCES) == sources, "every file with a kernel whose tiles a table holds is part of the key"
 
 
 def gpu(shape: tuple[int, ...], stride: tuple[int, ...] | None = None, address: int = 512, dtype: Any = BF16) -> Any:

@@ -44,7 +44,7 @@ EPILOG = paragraphs(
 def plan(
     op: Annotated[str, typer.Argument(help="The mapping, for example sp2hp or all_gather; all are listed below.")],
     shape: Annotated[str, typer.Option(help="Input on one rank, like 4096,2,8192 or 4096x2x8192.")],
-    world: Annotated[int, typer.Option(help="Number of ranks; reshard has those of its layouts.")] = 0,
+    world: Annotated[int | None, typer.Option(help="Number of ranks; reshard has those of its layouts.")] = None,
     dtype: Annotated[
         str, typer.Option(help="Element type of the input: torch's name, or bf16, fp32, fp8_e4m3.")
     ] = "bfloat16",
@@ -77,7 +77,7 @@ def plan(
         if op == "reshard":
             _reshard(plan_reshard(shape, source, target, dtype, rank, bucket), rates, as_json, console)
             return
-        if not world:
+        if world is None:
             raise ValueError("--world is missing: the number of ranks")
         multiprocessors = 0
         if device == "cuda" and torch.cuda.is_available():
