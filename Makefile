@@ -55,7 +55,7 @@ faults: $(READY)  ## kills, stops and delays ranks in every kind of call
 soak: $(READY)  ## calls for half an hour and watches what grows
 	PYTHONPATH=.:kernels:tests/helpers $(if $(PYTHON),$(PYTHON),$(PY)) tests/helpers/soak.py
 
-mutations: $(READY)  ## makes the code wrong in many ways, each of which a test has to notice
+mutations: $(READY)  ## makes wrong lines that tests have to notice
 	$(PY) tests/helpers/mutations.py
 
 # The pages that are made out of code and committed figures.
