@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,8 +58,9 @@ class Usage:
 
     @classmethod
     def now(cls) -> "Usage":
-        """Of this process."""
+        """Of this process, once threads that are about to end have ended."""
         gc.collect()
+        time.sleep(0.5)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         caches: list[Any] = [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]
         infos = [each.cache_info() for each in caches if str(each.__module__).startswith("tritoncomm")]
