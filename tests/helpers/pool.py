@@ -176,6 +176,8 @@ def _work(
             break
         try:
             function = getattr(importlib.import_module(module), name)
+            if "tritoncomm" in sys.modules:
+                sys.modules["tritoncomm"].destroy()  # what an earlier function may have left initialized
             answer = pickle.dumps((True, function(groups[ranks], *args)))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))

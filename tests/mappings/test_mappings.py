@@ -1,6 +1,7 @@
 """Every mapping, helper and autograd class against closed forms; every rank knows what all ranks hold."""
 
 import itertools
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import mappings as m
 from tritoncomm.core import ops
+from tritoncomm.errors import GroupError
 
 COPIES = ["float32", "bfloat16", "float16", "float64", "int64", "bool", "float8_e4m3fn", "complex64", "int16", "uint16"]
 SUMS = ["float32", "bfloat16", "float16", "float64", "int64", "complex64"]
@@ -138,7 +140,11 @@ def run_classes(group: ProcessGroup) -> None:
         same(found[0], back, name)
         seen = SimpleNamespace()
         cls.forward(seen, parts[rank].clone(), group, *extra)
-        assert seen.group is group
+        if name == "_ReduceFromModelParallelRegion":  # its node does not keep the group
+            assert not hasattr(seen, "group")
+            assert seen.group_reference() is group
+        else:
+            assert seen.group is group
         names = {"_GatherFromSequenceParallelRegion": ("tensor_parallel_output_grad", "output_split_sizes",
                  "use_global_buffer"), "_ReduceScatterToSequenceParallelRegion": ("input_split_sizes",
                  "use_global_buffer")}.get(name, ())  # fmt: skip
@@ -479,3 +485,22 @@ def run_sum_tolerance(group: ProcessGroup) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_sums_of_random_data(pool: Pool, world: int) -> None:
     pool.run(run_sum_tolerance, world=world)
+
+
+def run_destroyed_group(group: ProcessGroup) -> None:
+    for held_input in (False, True):
+        made = dist.new_group(dist.get_process_group_ranks(group))
+        assert isinstance(made, ProcessGroup)
+        x = torch.ones(4, 3, requires_grad=True)
+        out = m.reduce_from_tensor_model_parallel_region(x if held_input else x * 1, made)
+        dist.destroy_process_group(made)
+        reference = weakref.ref(made)
+        del made
+        assert reference() is None  # a node that kept it could be freed, with it, by a thread of its own
+        same(torch.autograd.grad(out.sum(), x, retain_graph=True)[0], torch.ones(4, 3), held_input)
+        with pytest.raises(GroupError, match="destroyed before a second backward"):
+            torch.autograd.grad(out, x, torch.ones(4, 3, requires_grad=True), create_graph=True)
+
+
+def test_the_sum_does_not_keep_its_group(pool: Pool) -> None:
+    pool.run(run_destroyed_group, world=8)

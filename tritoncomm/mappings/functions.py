@@ -7,6 +7,7 @@ autograd class only under ``create_graph``.
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from torch.autograd import Function
@@ -16,6 +17,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm.core import eager, inplace
 from tritoncomm.core.function import direct
 from tritoncomm.core.plan import normalize_sizes
+from tritoncomm.errors import GroupError
 from tritoncomm.mappings.general import split_dim
 from tritoncomm.mappings.helpers import (
     _gather_along_first_dim,
@@ -64,7 +66,12 @@ class _CopyToModelParallelRegion(Function):
 
 @direct
 class _ReduceFromModelParallelRegion(Function):
-    """Forward: all-reduce. Backward: identity."""
+    """Forward: all-reduce. Backward: identity.
+
+    Gloo's thread may be the last to refer to a tensor that it reduced, and with it to this node. A group that ended
+    there would wait for that thread, which is itself, for ever: so the node does not keep its group.
+    TODO: delete when ProcessGroupGloo can be destroyed from its own threads (torch 2.13 cannot).
+    """
 
     @staticmethod
     def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
@@ -72,13 +79,17 @@ class _ReduceFromModelParallelRegion(Function):
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
+        ctx.group_reference = ref(group)
         return eager.all_reduce(input_, group, "reduce_from_tensor_model_parallel_region")
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
-            return _CopyToModelParallelRegion.apply(grad_output, ctx.group), None
+            group = ctx.group_reference()
+            if group is None:
+                name = "reduce_from_tensor_model_parallel_region"
+                raise GroupError(f"{name}.backward: its process group was destroyed before a second backward")
+            return _CopyToModelParallelRegion.apply(grad_output, group), None
         return grad_output, None
 
 
@@ -88,7 +99,7 @@ class _ReduceInPlace(Function):
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
+        ctx.group_reference = ref(group)
         ctx.mark_dirty(input_)
         return eager.all_reduce(input_, group, "reduce_from_tensor_model_parallel_region", in_place=True)
 

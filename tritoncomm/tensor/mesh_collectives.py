@@ -123,7 +123,9 @@ def _all_to_all(x: Tensor, collective: MeshCollective) -> Tensor:
 
 
 def _all_reduce(x: Tensor, collective: MeshCollective) -> Tensor:
-    return eager.all_reduce(x, collective.members.group, collective.name)
+    result = eager.all_reduce(x, collective.members.group, collective.name)
+    # Gloo's thread may outlive every other reference to what it reduced, and must not end the graph and its group.
+    return result if collective.backward or result is x else result.detach()
 
 
 def _identity(x: Tensor, collective: MeshCollective) -> Tensor:
