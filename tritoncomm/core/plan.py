@@ -222,7 +222,7 @@ def check_split_sizes(shape: Ints, dim: int, world: int, sizes: Ints) -> None:
 
 def all_equal(sizes: Ints, world: int, size: int) -> bool:
     """Whether explicit sizes are those of the collective of equal shards, which needs no sizes."""
-    return len(sizes) == world and all(each == size for each in sizes)
+    return sizes.count(size) == len(sizes) == world
 
 
 def _leads(shape: Ints, dim: int) -> bool:
