@@ -259,6 +259,6 @@ def normalize_sizes(sizes: Any, name: str) -> Ints | None:
             )
         sizes = sizes.tolist() if sizes.dim() == 1 else sizes
     try:
-        return tuple(size if type(size) is int else size.__index__() for size in sizes)
+        return tuple([size if type(size) is int else size.__index__() for size in sizes])
     except (TypeError, AttributeError):
         raise ArgumentError(f"{name}: split sizes must be a list of ints, not {sizes!r}") from None
