@@ -17,8 +17,8 @@ def placed(count: int, shift: int, seed: int, device: torch.device) -> list[Tens
 
 
 @pytest.mark.parametrize("count", [1, 16, 17])
-def test_other_addresses(device: Device, count: int) -> None:
-    rows = [(i, 1, 3, 12, 16 + i, 80 * i) for i in range(count)]
+def test_access_widths_of_other_addresses(device: Device, count: int) -> None:
+    rows = [(i, 0, 3, 8, 16 + i, 48 * i) for i in range(count)]
     table = Segments(rows, [torch.bfloat16] * count)
     first = placed(count, 0, 0, device.at)
     wire, twin = (torch.zeros(table.wire_bytes, dtype=torch.uint8, device=device.at) for _ in range(2))
@@ -45,12 +45,13 @@ def test_sums(device: Device) -> None:
 
 
 def test_launches_of_few_alignments_are_kept(device: Device) -> None:
-    table = Segments([(0, 0, 1, 4, 4, 0)], [torch.int8])
-    memory, wire = random_bits((64,), torch.int8, 0, device.at), torch.zeros(4, dtype=torch.int8, device=device.at)
-    call = SegmentCall("gather_segments", table, [memory[:4]], wire)
-    for start in range(40):
-        call([memory[start : start + 4]], wire)
-        assert torch.equal(wire, memory[start : start + 4])
+    table = Segments([(0, 0, 1, 4, 4, 0), (1, 0, 1, 4, 4, 4)], [torch.int8] * 2)
+    memory, wire = random_bits((64,), torch.int8, 0, device.at), torch.zeros(8, dtype=torch.int8, device=device.at)
+    call = SegmentCall("gather_segments", table, [memory[:4], memory[:4]], wire)
+    for start in range(32):
+        parts = [memory[start : start + 4], memory[start // 2 : start // 2 + 4]]
+        call(parts, wire)
+        assert torch.equal(wire, torch.cat(parts))
     assert len(call._launches) <= 16
 
 

@@ -2,6 +2,7 @@
 
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from traffic import Traffic
 
 from tritoncomm import record
 from tritoncomm.errors import ArgumentError, CommError, GroupError, MismatchError, ShapeError, UnsupportedError
-from tritoncomm.reshard import Layout, reshard, reshard_plan
+from tritoncomm.reshard import Layout, builder, reshard, reshard_plan
 from tritoncomm.reshard.plan import ALIGNMENT, Item
 
 
@@ -202,6 +203,13 @@ def run_in_place(group: TorchGroup) -> None:
     memory = local_of(source, rank, full).flatten()
     reshard(memory.view(4, 8), source, target, group=group, out=memory.view(8, 4))
     assert torch.equal(memory.view(8, 4), local_of(target, rank, full))
+    # Blocks that are copied directly, before what arrives is unpacked.
+    full, source, target = rows_to_columns(8, 12)
+    memory = local_of(source, rank, full).flatten()
+    with mock.patch.object(builder, "_SMALL", 0):
+        reshard(memory.view(4, 12), source, target, group=group, out=memory.view(8, 6))
+    assert torch.equal(memory.view(8, 6), local_of(target, rank, full))
+    full, source, target = rows_to_columns(8, 8)
     memory = local_of(source, rank, full).flatten()
     refused(
         lambda: reshard(memory.view(4, 8), source, target, group=group, out=memory.view(8, 4), bucket_bytes=32),

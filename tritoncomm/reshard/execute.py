@@ -125,6 +125,8 @@ class Exchange:
         _range = None
         if record.switch._is_profiler_enabled and self.group is not None:
             _range = record.begin(name, "reshard", self.group, list(tensors), (self._digest,))
+        if notes.pending and self.group is not None:
+            notes.withdraw(self.group)
         sources, copied = tensors, 0
         if any(x.requires_grad or x.is_conj() or x.is_neg() for x in tensors):
             sources = [x.detach().resolve_conj().resolve_neg() for x in tensors]

@@ -6,8 +6,7 @@ others exchange without it, until both time out: the notes say why.
 
 import json
 import time
-from typing import Any
-from weakref import WeakSet
+from contextlib import suppress
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -15,12 +14,13 @@ from torch.distributed import ProcessGroup
 from tritoncomm.debug.exchange import exchange
 from tritoncomm.errors import CommError, MismatchError
 
-__all__ = ["explained", "leave", "withdraw"]
+__all__ = ["explained", "leave", "pending", "withdraw"]
 
 _WAIT, _PAUSE = 1.0, 0.05  # seconds for what others leave when they fail, too
 _SHOWN = 4  # ranks of a message
 
-_left: "WeakSet[Any]" = WeakSet()
+pending: set[str] = set()
+"""Names of the groups in which this rank has left something."""
 
 
 def leave(group: ProcessGroup, what: str, plan: str) -> None:
@@ -33,15 +33,20 @@ def leave(group: ProcessGroup, what: str, plan: str) -> None:
     """
     if not _has_store(group):
         return
-    over = exchange()
-    over.store.set(_key(group, over.rank), json.dumps([what, plan]))
-    _left.add(group)
+    try:
+        over = exchange()
+        over.store.set(_key(group, over.rank), json.dumps([what, plan]))
+    except RuntimeError:  # a store that cannot be cloned, or is gone: errors then name less, and nothing else changes
+        return
+    pending.add(group.group_name)
 
 
 def withdraw(group: ProcessGroup) -> None:
     """Take back what was left, if anything."""
-    if _left and group in _left:
-        _left.discard(group)
+    if group.group_name not in pending:
+        return
+    pending.discard(group.group_name)
+    with suppress(RuntimeError):  # the store is gone, and the note with it
         over = exchange()
         over.store.delete_key(_key(group, over.rank))
 
@@ -58,7 +63,7 @@ def explained(failure: CommError, group: ProcessGroup, name: str, what: str, pla
     try:
         leave(group, what, plan)
         others = _others(group)
-    except (dist.DistError, RuntimeError):  # the store is gone, with its process
+    except RuntimeError:  # the store is gone, with its process
         return failure
     differ = {rank: text for rank, (text, theirs) in others.items() if theirs != plan}
     if not differ:

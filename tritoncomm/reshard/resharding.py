@@ -217,7 +217,8 @@ class _Call:
             assert made is not None
             return made
         plans = _plans.setdefault(self.group, OrderedDict())
-        notes.withdraw(self.group)
+        if notes.pending:
+            notes.withdraw(self.group)
         if self.is_read and key in plans:
             if self.error is not None:  # the others do not compare, and would not hear of it
                 self._announce(b"")
