@@ -143,7 +143,7 @@ def plot(outcome: Outcome, path: Path) -> None:
     """Draw both loss curves into a picture."""
     # An extra, and slow to import.
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import MaxNLocator  # of the same extra
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
