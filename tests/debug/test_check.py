@@ -213,6 +213,6 @@ def test_compiled_calls_are_refused_by_name(pair: Pool) -> None:
 
 def test_a_graph_that_is_captured_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    call = Call(1, 1, "f", "all_reduce", "g", (), None, (), None, 0, 0)
+    call = list(Call(1, "f", "all_reduce", "g", (), None, (), None, 0, 0, 0))
     with pytest.raises(UnsupportedError, match="f: check mode cannot compare calls that a CUDA graph replays"):
         check.check_call(call, None, type("OnGpu", (), {"is_cuda": True})())
