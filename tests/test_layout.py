@@ -39,7 +39,7 @@ MAPPINGS = ["general", "helpers", "exchanges", "functions", "tensor_parallel", "
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}
 INTEGRATIONS = ["rebinding", "megatron_functions", "megatron", "deepspeed", "yunchang", "transformers", "__init__"]
 DEBUG = [
-    "agreement", "descriptor", "flight", "exchange", "check", "hops", "hop_windows", "signals", "trace",
+    "agreement", "descriptor", "flight", "exchange", "check", "hops", "hop_windows", "replicas", "signals", "trace",
     "__init__",
 ]  # fmt: skip
 RESHARD = [

@@ -8,8 +8,9 @@ from tritoncomm.debug import signals
 from tritoncomm.debug.check import check_call, fold_call
 from tritoncomm.debug.flight import dump
 from tritoncomm.debug.flight import flight as _flight
+from tritoncomm.debug.replicas import check_replicas, watch_replicas
 
-__all__ = ["dump"]
+__all__ = ["check_replicas", "dump", "watch_replicas"]
 
 _CHECKED_CALLS = 1024  # kept in check mode, whose errors name them
 
