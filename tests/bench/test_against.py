@@ -52,6 +52,13 @@ def test_noise_is_no_slowdown(ratios: list[float]) -> None:
     assert not first.is_worse
 
 
+def test_a_small_slowdown_in_every_pair_is_seen() -> None:
+    first, _ = compare_part("p", BASE, HERE, runner({BASE: 0.5, HERE: 0.52}, []), pairs=3)
+    assert first.is_worse, "1.04 each time"
+    first, _ = compare_part("p", BASE, HERE, runner({BASE: 0.5, HERE: 0.505}, []), pairs=3)
+    assert not first.is_worse
+
+
 def test_many_worse_rows_are_measured_again_with_their_part() -> None:
     log = []
 

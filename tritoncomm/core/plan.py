@@ -222,7 +222,7 @@ def check_split_sizes(shape: Ints, dim: int, world: int, sizes: Ints) -> None:
 
 def all_equal(sizes: Ints, world: int, size: int) -> bool:
     """Whether explicit sizes are those of the collective of equal shards, which needs no sizes."""
-    return len(sizes) == world and all(each == size for each in sizes)
+    return sizes.count(size) == len(sizes) == world
 
 
 def _leads(shape: Ints, dim: int) -> bool:
@@ -259,6 +259,6 @@ def normalize_sizes(sizes: Any, name: str) -> Ints | None:
             )
         sizes = sizes.tolist() if sizes.dim() == 1 else sizes
     try:
-        return tuple(size if type(size) is int else size.__index__() for size in sizes)
+        return tuple([size if type(size) is int else size.__index__() for size in sizes])
     except (TypeError, AttributeError):
         raise ArgumentError(f"{name}: split sizes must be a list of ints, not {sizes!r}") from None

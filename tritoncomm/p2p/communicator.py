@@ -196,6 +196,11 @@ class P2PCommunicator:
 
     def _pair(self, name: str, with_next: bool, sent: Any, shapes: Any, is_edge: bool) -> Any:
         """Send to and receive from one neighbour; the form of what is sent decides the form of the result."""
+        if not is_edge and isinstance(sent, Tensor) and len(shapes) > 0:
+            shape = shapes if len(shapes) != 1 or type(shapes[0]) is int else shapes[0]
+            if isinstance(shape, tuple | list) and shape and type(shape[0]) is int:  # one tensor of one shape
+                to_next, to_prev = (sent, None) if with_next else (None, sent)
+                return self._exchange(name, to_next, to_prev, not with_next, with_next, shape)[with_next]
         is_list = isinstance(sent, list | tuple)
         expected = [shapes] if len(shapes) == 0 or is_single_shape(shapes) else list(shapes)
         count = len(sent) if is_list else 1

@@ -6,10 +6,9 @@ moves take ``_exchange_messages``. Everything that is sent is posted before anyt
 progress independently, so that a rank never waits for a neighbour that waits for it.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from tritoncomm.p2p.transport import Posted, keep_alive, post, post_and_wait, po
 __all__ = ["Hop", "check", "checking", "exchange"]
 
 _check, _hash = variables.CHECK, variables.HASH
+_SHAPES = frozenset((tuple, list, torch.Size))
 
 Result = tuple[Any, Any, Any]
 
@@ -150,21 +150,26 @@ def _exchange_plain(
             return None
         if device is None:
             device = next(iter(tensors.values())).device if tensors else neighbours.default_device()
-        received: list[Any] = []
+        with_grad = dtype.is_floating_point
         for key, expected in (("recv_prev", from_prev), ("recv_next", from_next)):
             if expected is None:
-                received.append(None)
                 continue
-            shape = _plain_shape(expected)
-            if shape is None:
+            shape = expected
+            if type(shape) is list and len(shape) == 1 and type(shape[0]) is not int:
+                shape = shape[0]
+            if type(shape) not in _SHAPES or not shape or 0 in shape:
                 return None
             try:
-                x = torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
+                x = torch.empty(shape, dtype=dtype, device=device, requires_grad=with_grad)
             except (RuntimeError, TypeError):
                 return None  # Incoming names what is wrong with a shape
             tensors[key] = x
-            received.append(x if shape is expected else [x])
-        before, after = received
+            if shape is not expected:
+                x = [x]
+            if key == "recv_prev":
+                before = x
+            else:
+                after = x
     handles: Any = None
     if not wait:
         handles = post(neighbours, name, tensors, batched)
@@ -175,16 +180,6 @@ def _exchange_plain(
         handles = {}
     record.add(name, path, copied, sent, started)
     return before, after, handles
-
-
-def _plain_shape(expected: Any) -> Any:
-    """The shape, alone or in a list, of one non-empty tensor that is not 0-dim; None for other expectations."""
-    is_list = type(expected) is list and len(expected) == 1 and not isinstance(expected[0], int)
-    shape = expected[0] if is_list else expected
-    kind = type(shape)
-    if kind is not torch.Size and kind is not tuple and kind is not list:
-        return None
-    return shape if shape and isinstance(shape[0], int) and 0 not in shape else None
 
 
 def _tensors(x: Any, name: str) -> list[Tensor]:
@@ -230,35 +225,28 @@ class Hop:
         if problem:
             self.problems[key] = f"{self.problems[key]}; {problem}" if key in self.problems else problem
 
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """In check mode: an error of a transfer says what its other end does instead, where that is known."""
-        try:
-            yield
-        except PeerError as error:
-            explained = error if self.checked is None else self.checked.explained(error)
-            if explained is error:
-                raise
-            raise explained from error
+    def explain(self, error: PeerError) -> NoReturn:
+        """Raise ``error``; in check mode with what the other end does instead, where that is known."""
+        explained = error if self.checked is None else self.checked.explained(error)
+        if explained is error:
+            raise error
+        raise explained from error
 
-    @contextmanager
-    def giving_up(self) -> Iterator[None]:
-        """In check mode: whatever ends the block, the other ends learn that their transfers will not be completed."""
-        try:
-            yield
-        except BaseException as error:
-            if self.checked is not None:
-                with suppress(DistNetworkError):  # the error that is being raised matters more
-                    self.checked.give_up(f"{type(error).__name__}: {error}")
-            raise
+    def give_up(self, error: BaseException) -> None:
+        """In check mode: the other ends learn that their transfers will not be completed because of ``error``."""
+        if self.checked is not None:
+            with suppress(DistNetworkError):  # the error that is being raised matters more
+                self.checked.give_up(f"{type(error).__name__}: {error}")
 
     def wait(self) -> None:
         """Wait for every transfer."""
         if self.checked is None:
             self._wait()
             return
-        with self.explaining():
+        try:
             self._wait()
+        except PeerError as error:
+            self.explain(error)
         for key in [each for each in self.posted if each.startswith("send")]:
             self.compare(key)
         if self.problems:
@@ -283,8 +271,12 @@ class _Handle:
 
     def wait(self) -> None:
         is_checked_send = self._hop.checked is not None and self._key.startswith("send")
-        with self._hop.explaining() if is_checked_send else nullcontext():
+        try:
             self._hop.posted[self._key].wait()
+        except PeerError as error:
+            if is_checked_send:
+                self._hop.explain(error)
+            raise
         if is_checked_send:
             self._hop.compare(self._key)
         if self._key in self._hop.problems:
@@ -315,8 +307,11 @@ def _exchange_messages(
             path = path if each.path == "view" else each.path
             copied, sent = copied + each.bytes_copied, sent + each.wire.nbytes
         if variable or _check.value:
-            with hop.giving_up():
+            try:
                 _post_with_headers(hop, neighbours, name, sends, messages, receives, device, batched)
+            except BaseException as error:
+                hop.give_up(error)
+                raise
         else:
             buffers = {key: each.allocate(each.specs, device) for key, each in receives.items() if each.specs}
             hop.received = {key: each.tensors for key, each in buffers.items()}
@@ -387,8 +382,10 @@ def _post_with_headers(
         neighbours, name, contents, tuple(receives), device, hop.headers, start, hop.meet
     )
     while True:
-        with hop.explaining():
+        try:
             key, announced = next(announcements, ("", None))
+        except PeerError as error:
+            hop.explain(error)
         if announced is None:
             break
         buffers, problem = receives[key].allocate_from_header(neighbours, name, key, announced.specs, device)

@@ -117,12 +117,12 @@ def post_and_wait(neighbours: Neighbours, name: str, tensors: dict[str, Tensor],
     Raises:
         PeerError: a peer died or did not post its transfer within the group's timeout.
     """
-    works, handles = [], []
+    works, handles, last = [], [], None
+    live: Any = None
     for direction in neighbours.batch if batched else neighbours.singles:
-        key, is_send, group_peer, group, modes, end = direction
-        if key not in tensors:
+        if (x := tensors.get(direction[0])) is None:
             continue
-        x = tensors[key]
+        _, is_send, group_peer, group, modes, end = direction
         mode = modes[x.is_cuda]
         if mode != "direct":
             if mode == "batched":  # those come first
@@ -130,7 +130,8 @@ def post_and_wait(neighbours: Neighbours, name: str, tensors: dict[str, Tensor],
                 break
             handles.append(post_one(direction, name, x))
             continue
-        live = group() or _alive(group)
+        if group is not last:
+            live, last = group() or _alive(group), group
         try:
             works.append(((live.send if is_send else live.recv)([x], group_peer, 0), end, x))
         except RuntimeError as error:
