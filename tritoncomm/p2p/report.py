@@ -23,13 +23,13 @@ Raw = tuple[Any, ...]
 class _Listed:
     """What goes to the other stages, or comes from them; words are made of it only where the record is written."""
 
-    __slots__ = ("_by_rank", "_to")
+    __slots__ = ("_neighbours", "_to", "_transfers")
 
-    def __init__(self, to: str, by_rank: list[tuple[int, Raw]]) -> None:
-        self._to, self._by_rank = to, by_rank
+    def __init__(self, neighbours: Neighbours, to: str, transfers: list[tuple[str, Raw]]) -> None:
+        self._neighbours, self._to, self._transfers = neighbours, to, transfers
 
     def __str__(self) -> str:
-        return ", ".join(f"{_in_words(raw)} {self._to} rank {rank}" for rank, raw in self._by_rank)
+        return ", ".join(f"{_in_words(raw)} {self._to} rank {self._neighbours.peer(k)}" for k, raw in self._transfers)
 
 
 def begin(
@@ -43,13 +43,18 @@ def begin(
     variable: bool,
 ) -> Any:
     """``record.begin`` with what goes where, of which nothing keeps a tensor alive; in hash mode it is compared."""
-    sends = [(key, _raw(x)) for key, x in (("send_next", to_next), ("send_prev", to_prev)) if x is not None]
-    receives = [(key, _raw(x)) for key, x in (("recv_prev", from_prev), ("recv_next", from_next)) if x is not None]
-    arguments = tuple(
-        _Listed(to, [(neighbours.peer(key), raw) for key, raw in each])
-        for to, each in (("to", sends), ("from", receives))
-    )
-    opened = record.begin(name, "hop", neighbours.group(), None, arguments)
+    sends: list[tuple[str, Raw]] = []
+    receives: list[tuple[str, Raw]] = []
+    if to_next is not None:
+        sends.append(("send_next", _raw(to_next)))
+    if to_prev is not None:
+        sends.append(("send_prev", _raw(to_prev)))
+    if from_prev is not None:
+        receives.append(("recv_prev", _raw(from_prev)))
+    if from_next is not None:
+        receives.append(("recv_next", _raw(from_next)))
+    words = _Listed(neighbours, "to", sends) if sends else "", _Listed(neighbours, "from", receives) if receives else ""
+    opened = record.begin(name, "hop", neighbours.group(), None, words)
     if variables.HASH.value and not neighbours.is_single_rank:
         transfers = [(key, (raw, dtype, variable and key.startswith("recv"))) for key, raw in sends + receives]
         fold_hop(neighbours, name, transfers, _content)
