@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.autograd import profiler
 
 from bench.hosts import no_op_group, run_backward
@@ -105,7 +105,7 @@ def _single(group: Any) -> None:
 
 def _rank(rank: int, port: int) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
+    store = TCPStore("127.0.0.1", port, 2, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     x, group = torch.ones(8, 16), dist.group.WORLD
     assert group is not None
