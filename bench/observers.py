@@ -8,19 +8,22 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.autograd import profiler
 
-from bench.hosts import no_op_group
+from bench.hosts import no_op_group, run_backward
 from tritoncomm import mappings, record, variables
-from tritoncomm.debug import check
+from tritoncomm.debug import check, exchange
+from tritoncomm.p2p import P2PCommunicator
 
 __all__ = ["main"]
 
-ROUNDS, CALLS = 60, 400
+ROUNDS, CALLS, KEPT = 60, 400, variables.FLIGHT_CALLS
 
 
 def _timed(call: Callable[[], Any], calls: int = CALLS) -> float:
@@ -28,7 +31,7 @@ def _timed(call: Callable[[], Any], calls: int = CALLS) -> float:
     started = time.perf_counter_ns()
     for _ in range(calls):
         call()
-    return (time.perf_counter_ns() - started) / calls / 1e3
+    return (time.perf_counter_ns() - started) / max(calls, 1) / 1e3
 
 
 def _flag(owner: Any) -> Callable[[], None]:
@@ -44,13 +47,16 @@ def _without() -> None:
         _range = record.span("") if profiler._is_profiler_enabled else None
 
 
-def _added(call: Callable[[], Any], on: Callable[[], Any], off: Callable[[], Any], calls: int = CALLS) -> str:
-    """What ``on`` adds to a call, measured in turns."""
+def _added(
+    call: Callable[[], Any], on: Callable[[], Any], off: Callable[[], Any], calls: int = CALLS, warm: int = 0
+) -> str:
+    """What ``on`` adds to a call, measured in turns after ``warm`` calls: median, and 20 % and 80 % quantiles."""
     added, base = [], []
     for _ in range(ROUNDS):
         off()
         before = _timed(call, calls)
         on()
+        _timed(call, warm)
         added.append(_timed(call, calls) - before)
         base.append(before)
     off()
@@ -60,41 +66,64 @@ def _added(call: Callable[[], Any], on: Callable[[], Any], off: Callable[[], Any
 
 
 def _flight(on: bool) -> None:
-    variables.FLIGHT.assign((4096 if on else 0, ""))
+    variables.FLIGHT.assign((KEPT if on else 0, ""))
+
+
+def _hash(on: bool) -> None:
+    variables.HASH.assign(variables.HASH_EVERY if on else 0)
+
+
+def _backward(wants: torch.Tensor, group: Any) -> None:
+    out = mappings.all_gather_dim(wants, 0, group)
+    run_backward((out,), (out,), False, False, (wants,))
 
 
 def _single(group: Any) -> None:
     x, wants = torch.ones(8, 16), torch.ones(8, 16, requires_grad=True)
+    stages = P2PCommunicator(group, SimpleNamespace(pipeline_dtype=torch.float32))
     calls = {
         "all_gather_dim": lambda: mappings.all_gather_dim(x, 0, group),
         "all_gather_dim, with a gradient": lambda: mappings.all_gather_dim(wants, 0, group),
+        "all_gather_dim and its backward": lambda: _backward(wants, group),
+        "send_forward": lambda: stages.send_forward(x, False),
     }
     pairs = [(_timed(_without, 50), _timed(_flag(record), 50)) for _ in range(ROUNDS)]
     print(f"off: +{statistics.median(b - a for a, b in pairs):.3f} ns per call")  # microseconds of a thousand calls
     for name, call in calls.items():
-        print(f"record, {name}: {_added(call, lambda: _flight(True), lambda: _flight(False))}")
-    variables.HASH.assign(1 << 60)
+        text = _added(call, lambda: _flight(True), lambda: _flight(False), warm=KEPT)  # the record is full
+        print(f"record, {name}: {text}", flush=True)
+    _hash(True)
     calls["all_gather_dim"]()
-    check._members[group].sends = True
-    variables.HASH.assign(0)
+    member = check._members[group]  # compares what it says with itself, in a store of this process
+    member.sends, member.ranks, member.over = True, [0], exchange.Exchange(HashStore(), 0)
+    _hash(False)
+    del calls["send_forward"]  # whose comparison has another end
     for name, call in calls.items():
-        text = _added(call, lambda: variables.HASH.assign(1 << 60), lambda: variables.HASH.assign(0))
-        print(f"hash, {name}: {text}")
+        text = _added(call, lambda: _hash(True), lambda: _hash(False), variables.HASH_EVERY)
+        print(f"hash, {name}: {text}", flush=True)
 
 
 def _rank(rank: int, port: int) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
+    store = TCPStore("127.0.0.1", port, 2, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     x, group = torch.ones(8, 16), dist.group.WORLD
-    text = _added(
-        lambda: mappings.all_gather_dim(x, 0, group),
-        lambda: variables.CHECK.assign(True),
-        lambda: variables.CHECK.assign(False),
-        50,
-    )
-    if not rank:
-        print(f"full, all_gather_dim on two ranks of Gloo: {text}")
+    assert group is not None
+    stages = P2PCommunicator(group, SimpleNamespace(pipeline_dtype=torch.float32))
+
+    def step() -> None:
+        stages.recv_forward(x.shape, False) if rank else stages.send_forward(x, False)
+
+    cases: list[tuple[str, Callable[[], Any], Any]] = [
+        ("full, all_gather_dim", lambda: mappings.all_gather_dim(x, 0, group), variables.CHECK),
+        ("full, a p2p step", step, variables.CHECK),
+        ("a comparison of hash mode, of one call", lambda: mappings.all_gather_dim(x, 0, group), variables.HASH),
+        ("a comparison of hash mode, of one p2p step", step, variables.HASH),
+    ]
+    for name, call, mode in cases:
+        text = _added(call, lambda mode=mode: mode.assign(1), lambda mode=mode: mode.assign(0), 50)
+        if not rank:
+            print(f"{name}, two ranks of Gloo: {text}", flush=True)
     dist.barrier()
 
 

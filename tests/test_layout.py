@@ -38,7 +38,10 @@ CORE = [
 MAPPINGS = ["general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}
 INTEGRATIONS = ["rebinding", "megatron_functions", "megatron", "deepspeed", "yunchang", "transformers", "__init__"]
-DEBUG = ["agreement", "descriptor", "flight", "exchange", "check", "hops", "signals", "trace", "__init__"]
+DEBUG = [
+    "agreement", "descriptor", "flight", "exchange", "check", "hops", "hop_windows", "replicas", "signals", "trace",
+    "__init__",
+]  # fmt: skip
 RESHARD = [
     "layout", "cells", "plan", "builder", "tables", "steps", "notes", "execute", "report", "unanimous", "specs",
     "resharding", "owned", "__init__",

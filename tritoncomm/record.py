@@ -21,6 +21,7 @@ __all__ = [
     "Traffic",
     "add",
     "begin",
+    "count_call",
     "counters",
     "failed",
     "now",
@@ -46,14 +47,17 @@ observer is on, a constant. One check serves both, so an observer that is off co
 
 
 class Observer(Protocol):
-    """What is called at the start, the end and the failure of every call; see ``tritoncomm.debug.flight``."""
+    """What takes the places of ``begin`` and ``add``, and hears of failures; see ``tritoncomm.debug.flight``.
 
-    def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...]) -> None:
-        """``name`` starts; may raise, and then nothing is sent."""
+    The places, and not calls from there: two more calls of a function take as long as the observer itself.
+    """
+
+    def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = ()) -> Any:
+        """``name`` starts; may raise, and then nothing is sent. Returns its ``span`` while a profiler is on."""
         ...
 
-    def end(self, name: str, path: str, bytes_copied: int, bytes_sent: int, calls: int) -> None:
-        """``add`` was called."""
+    def add(self, name: str, path: Any, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
+        """``name`` has ended; calls ``count_call`` with the same arguments."""
         ...
 
     def failed(self, name: str, error: BaseException) -> None:
@@ -108,14 +112,14 @@ def span(name: str) -> Any:
 
 def observe(observer: Observer | None) -> None:
     """Report every call to ``observer`` from now on; None ends that."""
-    global _observer, switch, add
+    global _observer, switch, begin, add
     _observer = observer
     switch = profiler if observer is None else SimpleNamespace(_is_profiler_enabled=True)
-    add = _add if observer is None else _add_observed
+    begin, add = (_begin, count_call) if observer is None else (observer.begin, observer.add)
 
 
-def begin(name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = ()) -> Any:
-    """A call starts: report it to the observer, and open its ``span`` while a profiler is on.
+def _begin(name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = ()) -> Any:
+    """A call starts: open its ``span`` while a profiler is on, and report it where there is an observer.
 
     Args:
         name: the function that a caller knows.
@@ -124,9 +128,10 @@ def begin(name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] =
         x: the tensor, or a sequence of tensors.
         arguments: those of the kind, in its order.
     """
-    if _observer is not None:
-        _observer.begin(name, kind, group, x, arguments)
     return span(name) if profiler._is_profiler_enabled else None
+
+
+begin: Callable[..., Any] = _begin
 
 
 def failed(name: str, error: BaseException) -> None:
@@ -135,7 +140,7 @@ def failed(name: str, error: BaseException) -> None:
         _observer.failed(name, error)
 
 
-def _add(name: str, path: _Path, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
+def count_call(name: str, path: _Path, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
     """Count one call of ``name`` that took ``path`` and began at ``now()`` value ``started``.
 
     Under torch.compile a call is several ops: the collective counts it (path ``compiled``), pack and unpack count their
@@ -153,13 +158,8 @@ def _add(name: str, path: _Path, bytes_copied: int, bytes_sent: int, started: fl
         count.seconds += perf_counter() - started
 
 
-def _add_observed(name: str, path: _Path, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
-    _add(name, path, bytes_copied, bytes_sent, started, calls)
-    if _observer is not None:
-        _observer.end(name, path, bytes_copied, bytes_sent, calls)
-
-
-add = _add
+add: Callable[..., None] = count_call
+"""``count_call``, or what an observer does at the end of a call."""
 
 
 def counters() -> dict[tuple[str, str], Count]:

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from disagreements import COLLECTIVES, HOPS, MAPPINGS, layouts
+from disagreements import COLLECTIVES, HOPS, MAPPINGS, layouts, synchronise
 from pool import Pool
 from torch.distributed import ProcessGroup
 
 import tritoncomm
-from tritoncomm import MismatchError, UnsupportedError, p2p, variables
+from tritoncomm import ArgumentError, MismatchError, UnsupportedError, p2p, variables
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
-from tritoncomm.debug import check, exchange
+from tritoncomm.debug import check, exchange, hops
 from tritoncomm.debug.flight import Call
+from tritoncomm.p2p.neighbours import Neighbours
 
 T = torch.ones
-RECEIVERS = ("shape", "dtype", "count")  # of hops that the receiver alone refuses
 CASES = {"collectives": COLLECTIVES, "mappings": MAPPINGS, "hops": HOPS}
 
 
@@ -40,30 +40,16 @@ def text_of(call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def _synchronised(group: ProcessGroup) -> None:
-    """The ranks go on with equal counts of calls on the group, whatever they missed."""
-    dist.barrier(group)
-    over, ranks = exchange.exchange(), dist.get_process_group_ranks(group)
-    for channel in (f"{group.group_name}/{a}-{b}" for a in ranks for b in ranks):
-        over.counts[channel] = (over.counts.get(channel, 0) // 1000 + 1) * 1000
-    member = check._members.setdefault(group, check._Member(group, group.group_name))
-    member.count, member.window = (member.count // 1000 + 1) * 1000, []
-    dist.barrier(group)
-
-
 def run_cases(group: ProcessGroup, kind: str) -> dict[str, str]:
     tritoncomm.destroy()
     rank, texts = group.rank(), {}
     cases = layouts(group) if kind == "layouts" else CASES[kind]
     with p2p.check():
         for name, (call, words) in cases.items():
-            _synchronised(group)
-            if kind == "hops" and not rank and name in RECEIVERS:
-                call(group, rank)
-                continue
+            synchronise(group)
             texts[name] = text_of(lambda call=call: call(group, rank))
             assert words in texts[name], (name, texts[name])
-    _synchronised(group)
+    synchronise(group)
     return texts
 
 
@@ -81,9 +67,114 @@ def test_there_are_forty_kinds() -> None:
     assert len(COLLECTIVES) + len(MAPPINGS) + len(HOPS) + 4 >= 40
 
 
+def _stages(group: ProcessGroup) -> Any:
+    return p2p.P2PCommunicator(group, SimpleNamespace(pipeline_dtype=torch.float32))
+
+
+def _checked(group: ProcessGroup, name: str, **shapes: list[int]) -> hops.CheckedHop:
+    """A step of which nothing is transferred: where senders do not wait for their receivers, as on a GPU's stream."""
+    contents = {key: hops.Content(f"{shape}", [[shape, "float32"]]) for key, shape in shapes.items()}
+    return hops.CheckedHop(Neighbours.of(group), name, contents)
+
+
+def run_late_receiver(group: ProcessGroup) -> str:
+    """Rank 1 comes to the first transfer after rank 0 went on, so rank 0 learns of it at its next step."""
+    tritoncomm.destroy()
+    synchronise(group)
+    hops.MOMENT, moment = 0.05, hops.MOMENT
+    try:
+        if not group.rank():
+            assert not _checked(group, "first", send_next=[2, 2]).problem("send_next")
+            assert not _checked(group, "second", send_next=[4]).earlier()
+        dist.barrier(group)
+        texts = [_checked(group, "g", recv_prev=[4]).problem("recv_prev") for _ in range(2)] if group.rank() else []
+        dist.barrier(group)
+        if not group.rank():
+            later = _checked(group, "third", send_prev=[1])
+            texts = [later.earlier(), later.earlier()]
+        dist.barrier(group)
+        assert texts[1] == "", "each is named once"
+    finally:
+        hops.MOMENT = moment
+    return texts[0]
+
+
+def test_a_sender_whose_receiver_comes_late_is_named_at_its_next_step(pair: Pool) -> None:
+    sender, receiver = pair.run(run_late_receiver)
+    assert sender.startswith("in an earlier step, third: stage 0 of 2 (rank 0) and rank 1 do not agree")
+    for text in (sender, receiver):
+        assert "first: send_next [2, 2] at" in text
+        assert "g: recv_prev [4] at" in text
+
+
+def run_one_sided(group: ProcessGroup) -> str:
+    """Rank 0 fails before its hop, and calls a collective; rank 1 waits in the hop."""
+    tritoncomm.destroy()
+    synchronise(group)
+    stages, rank = _stages(group), group.rank()
+    with p2p.check():
+        if rank:
+            assert "wait for each other" in text_of(lambda: stages.recv_forward([2], False))
+            text = text_of(lambda: c.all_reduce(T(2), group))
+        else:
+            with pytest.raises(ArgumentError):
+                stages.send_forward([T(2), "no tensor"], False)
+            assert "wait for each other" in text_of(lambda: c.all_reduce(T(2), group))
+            text = text_of(lambda: stages.send_forward(T(2), False))
+        for index in range(3):
+            if rank:
+                assert torch.equal(stages.recv_forward([2], False), T(2) * index)
+            else:
+                stages.send_forward(T(2) * index, False)
+            c.all_reduce(T(2), group)
+    return text
+
+
+def test_an_error_before_a_hop_leaves_both_ends_in_step(pair: Pool) -> None:
+    sender, receiver = pair.run(run_one_sided)
+    assert sender.startswith("send_forward: ranks [0, 1] wait for each other")
+    assert "recv_forward: recv_prev [2] float32 at" in sender
+    assert sender.endswith("the step may be repeated on both")
+    assert "wait for each other" in receiver, "the collective that it missed is refused to it too"
+
+
+def run_out_of_step(group: ProcessGroup) -> list[str]:
+    """Rank 0 gives up a step of two directions of which rank 1 may have sent one."""
+    tritoncomm.destroy()
+    synchronise(group)
+    rank, key = group.rank(), "send_prev" if group.rank() else "recv_next"
+    if rank:
+        _checked(group, "f", send_prev=[2])
+    dist.barrier(group)
+    if not rank:
+        _checked(group, "g", send_next=[2], recv_next=[2]).give_up("a mistake")
+    dist.barrier(group)
+    texts = []
+    for _ in range(3):
+        step = _checked(group, "f", **{key: [2]})
+        texts.append(text_of(lambda step=step: step.meet(key)))
+    if rank:
+        refused = _checked(group, "h", recv_prev=[2])
+        assert "gave this transfer up" in text_of(lambda: refused.meet("recv_prev"))
+    dist.barrier(group)
+    other = "recv_prev" if rank else "send_next"
+    step = _checked(group, "h", **{other: [2]})
+    step.meet(other)
+    assert not step.problem(other), "the other direction is in step"
+    return texts
+
+
+def test_ends_that_may_be_a_message_apart_are_refused_and_say_what_helps(pair: Pool) -> None:
+    for texts in pair.run(run_out_of_step):
+        for text in texts:
+            assert "ranks 0 and 1 are out of step" in text
+            assert "make their process group again" in text
+            assert "a mistake" in text
+
+
 def run_agreed(group: ProcessGroup) -> None:
     tritoncomm.destroy()
-    _synchronised(group)  # other tests of these ranks end calls on one side only
+    synchronise(group)  # other tests of these ranks end calls on one side only
     world, rank = group.size(), group.rank()
     with p2p.check():
         x = T(4, 4 * world, requires_grad=True)
@@ -112,7 +203,7 @@ def test_what_agrees_passes(pool: Pool, world: int) -> None:
 
 def run_many(group: ProcessGroup) -> list[int]:
     tritoncomm.destroy()
-    _synchronised(group)
+    synchronise(group)
     store, keys = exchange.exchange().store, []
     with p2p.check():
         for calls in (5, 40):
@@ -153,7 +244,7 @@ def test_ranks_that_call_on_different_groups_are_named(tmp_path: Any) -> None:
 
 def run_late(group: ProcessGroup) -> tuple[str, float]:
     tritoncomm.destroy()
-    _synchronised(group)
+    synchronise(group)
     started = time.monotonic()
     with p2p.check():
         c.all_reduce(T(2), group)
@@ -176,7 +267,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(pair: Pool) -> No
 
 def run_hash(group: ProcessGroup, place: int) -> str:
     tritoncomm.destroy()
-    _synchronised(group)
+    synchronise(group)
     variables.HASH.assign(10)
     try:
         for _ in range(20):
@@ -199,6 +290,52 @@ def test_digests_name_the_first_difference(pair: Pool) -> None:
         assert "rank 1: all_reduce(float32 [2, 2], op=SUM) at" in text
 
 
+def test_digests_at_different_intervals_are_named() -> None:
+    member: Any = SimpleNamespace(name="g", ranks=[0, 3])
+    text = check._first_difference([([[7, "f"]] * 2, "f"), ([[7, "f"]] * 3, "f")], member, 1)
+    assert text.splitlines() == [
+        "ranks compare their digests of group 'g' at different intervals:", "  rank 0: 2 calls", "  rank 3: 3 calls"
+    ]  # fmt: skip
+
+
+def run_hash_of_hops(group: ProcessGroup, place: int) -> str:
+    tritoncomm.destroy()
+    synchronise(group)
+    stages, rank = _stages(group), group.rank()
+
+    def step(index: int) -> None:
+        shape = [2, 2] if rank and index == place else [4]  # as many bytes: nothing else notices
+        if rank:
+            stages.recv_forward(shape, False)
+            stages.send_backward(T(3), False)
+        else:
+            stages.send_forward(T(4), False)
+            stages.recv_backward([3], False)
+
+    variables.HASH.assign(4)
+    try:
+        for index in range(11):
+            step(index)
+        if rank:
+            text = text_of(lambda: stages.recv_forward([4], False))
+            stages.send_backward(T(3), False)
+        else:
+            text = text_of(lambda: stages.send_forward(T(4), False))
+            assert torch.equal(stages.recv_backward([3], False), T(3)), "every transfer was made"
+        for index in range(place + 1, place + 9):
+            step(index)
+        return text
+    finally:
+        variables.HASH.assign(0)
+
+
+def test_digests_of_hops_are_compared_by_both_ends(pair: Pool) -> None:
+    for text in pair.run(run_hash_of_hops, 9):
+        assert "transfer 10 from rank 0 to rank 1 is the first that differs between its ends" in text
+        assert "rank 0: send_forward: send_next [4] float32 at" in text
+        assert "rank 1: recv_forward: recv_prev [2, 2] at" in text
+
+
 def run_compiled(group: ProcessGroup) -> str:
     tritoncomm.destroy()
     with p2p.check(), pytest.raises(Exception) as caught:
@@ -213,6 +350,6 @@ def test_compiled_calls_are_refused_by_name(pair: Pool) -> None:
 
 def test_a_graph_that_is_captured_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    call = Call(1, 1, "f", "all_reduce", "g", (), None, (), None, 0, 0)
+    call = list(Call(1, "f", "all_reduce", "g", (), None, (), None, 0, 0, 0))
     with pytest.raises(UnsupportedError, match="f: check mode cannot compare calls that a CUDA graph replays"):
         check.check_call(call, None, type("OnGpu", (), {"is_cuda": True})())

@@ -5,12 +5,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed import ReduceOp
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, ReduceOp
 
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
+from tritoncomm.debug import check, exchange
 
-__all__ = ["COLLECTIVES", "HOPS", "MAPPINGS", "Case", "layouts"]
+__all__ = ["COLLECTIVES", "HOPS", "MAPPINGS", "Case", "layouts", "synchronise"]
 
 T = torch.ones
 Case = tuple[Callable[[Any, int], Any], str]
@@ -178,3 +180,14 @@ def layouts(process_group: Any) -> dict[str, Case]:
         "all_to_all-dims": (move((rows, columns), (columns, rows), 2, 4), "differ in"),
         "split-dim": (move(((), ()), (rows, columns), 4, 4), "differ in dim"),
     }
+
+
+def synchronise(group: ProcessGroup) -> None:
+    """The ranks go on with equal counts of calls on the group, whatever they missed in check mode; all of them call."""
+    dist.barrier(group)
+    over, ranks = exchange.exchange(), dist.get_process_group_ranks(group)
+    for channel in (f"{group.group_name}/{a}-{b}" for a in ranks for b in ranks):
+        over.counts[channel] = (over.counts.get(channel, 0) // 1000 + 1) * 1000
+    member = check._members.setdefault(group, check._Member(group, group.group_name))
+    member.count, member.window = (member.count // 1000 + 1) * 1000, []
+    dist.barrier(group)

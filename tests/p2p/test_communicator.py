@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from communicators import MODES, communicator, run_methods, same
+from disagreements import synchronise
 from pool import Pool
 from stage_cases import SHAPES, bits, made, strided
 from torch.distributed import ProcessGroup
@@ -398,6 +399,7 @@ def run_strange_headers(group: ProcessGroup) -> list[str]:
         seen.append(str(caught.value))
         with pytest.raises(MismatchError, match=r"_communicate_shapes: .* expects one tensor, but rank 0 sent nothing"):
             c._communicate_shapes(None, None, True, False)
+    synchronise(group)
     return seen
 
 

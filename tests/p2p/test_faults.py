@@ -268,7 +268,7 @@ def test_handles_outlive_their_group(lived: dict[int, Any]) -> None:
 
 
 def disagree(rank: int) -> Any:
-    """Six hops in check mode: five with something wrong, each refused by its receiver only; the last is right."""
+    """Six hops in check mode: five with something wrong, each refused by both of its ends; the last is right."""
     c = communicator()
     x = torch.ones(4, 3)
     wrong: list[tuple[Any, Any]] = [
@@ -281,11 +281,8 @@ def disagree(rank: int) -> Any:
     texts = []
     with p2p.check():
         for sent, shape in wrong:
-            if rank == 0:
-                c.send_forward(sent, False)
-                continue
             with pytest.raises(MismatchError) as caught:
-                c.recv_forward(shape, False)
+                c.recv_forward(shape, False) if rank else c.send_forward(sent, False)
             texts.append(str(caught.value))
         if rank == 0:
             c.send_forward(x, False)
@@ -294,16 +291,22 @@ def disagree(rank: int) -> Any:
     return texts
 
 
-def test_a_wrong_sender_is_refused_by_its_receiver() -> None:
-    texts = world_of(2, disagree)[1]
-    assert len(texts) == 5
-    for words, message in zip(
-        ["[4, 3] bfloat16", "[3, 4] float32", "[4, 3, 1] float32", "[4, 3] float32, [4, 3] float32", "[4, 3] float32"],
-        texts,
-        strict=True,
-    ):
-        assert "recv_forward: stage 1 of 2 (rank 1) expects [4, 3] float32" in message
-        assert f"but rank 0 sent {words}" in message
+def test_a_wrong_transfer_is_refused_by_both_ends() -> None:
+    ranks = world_of(2, disagree)
+    sent = [
+        "[4, 3] bfloat16",
+        "[3, 4] float32",
+        "[4, 3, 1] float32",
+        "[4, 3] float32, [4, 3] float32",
+        "[4, 3] float32",
+    ]
+    for words, sender, receiver in zip(sent, ranks[0], ranks[1], strict=True):
+        assert "recv_forward: stage 1 of 2 (rank 1) expects [4, 3] float32" in receiver
+        assert f"but rank 0 sent {words}" in receiver
+        assert "send_forward: stage 0 of 2 (rank 0) and rank 1 do not agree on a transfer" in sender
+        for message in (sender, receiver):
+            assert f"rank 0: send_forward: send_next {words} at" in message
+            assert "rank 1: recv_forward: recv_prev [4, 3] float32" in message
 
 
 def wrong_dtype_of_varying_length(rank: int) -> Any:

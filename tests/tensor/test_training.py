@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tritoncomm import p2p, record
+from tritoncomm.debug import replicas
 from tritoncomm.errors import ArgumentError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.tensor import (
     ColoParameter,
@@ -40,7 +41,6 @@ from tritoncomm.tensor import (
     check_replicas,
     clip_grad_norm_,
     optimizers,
-    replicas,
     shard_parameters,
     sharded_optimizer_state,
 )

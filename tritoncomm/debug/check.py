@@ -4,8 +4,10 @@ Per call every member of the group sets one key in the job's store, the first of
 which is set once and which everyone reads. Keys are deleted when they were read, so the store does not grow.
 """
 
+import hashlib
 import json
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +20,13 @@ from tritoncomm import record, variables
 from tritoncomm.debug.agreement import named_ranks
 from tritoncomm.debug.descriptor import Descriptor, describe, difference
 from tritoncomm.debug.exchange import Blocked, Exchange, exchange, fail_circle, in_words, table_of
-from tritoncomm.debug.flight import Call, located
+from tritoncomm.debug.flight import Call, Entry, located
 from tritoncomm.errors import MismatchError, PeerError, UnsupportedError
 
-__all__ = ["check_call", "compare"]
+__all__ = ["check_call", "compare", "fold_call"]
 
 _AGREED = b"agreed"
+_NAME, _KIND, _GROUP = map(Call._fields.index, ("name", "kind", "group"))
 
 
 class _Member:
@@ -38,19 +41,20 @@ class _Member:
         sends: whether its backend sends anything; torch's fake process group does not.
         count: checked calls so far.
         verdicts: keys that are deleted once all ranks have come to a later call.
-        digest: in hash mode, of all calls so far.
-        window: in hash mode, the calls since the last comparison.
+        window: in hash mode, the calls since the last comparison, and their devices.
+        group: itself, referenced weakly.
     """
 
-    __slots__ = ("count", "digest", "name", "over", "rank", "ranks", "sends", "timeout", "verdicts", "window")
+    __slots__ = ("count", "group", "name", "over", "rank", "ranks", "sends", "timeout", "verdicts", "window")
 
     def __init__(self, group: ProcessGroup, name: str) -> None:
         self.name, self.ranks, self.rank = name, dist.get_process_group_ranks(group), group.rank()
+        self.group = weakref.ref(group)
         self.sends, self.timeout = _backend_of(group).name().lower() != "fake", timeout_of(group)
         self.over: Any = exchange() if self.sends else None
-        self.count, self.digest = 0, 0
+        self.count = 0
         self.verdicts: list[str] = []
-        self.window: list[tuple[Descriptor, Any]] = []
+        self.window: list[tuple[Entry, Any]] = []
 
 
 def _backend_of(group: ProcessGroup) -> Any:
@@ -64,6 +68,7 @@ def timeout_of(group: ProcessGroup) -> float:
 
 
 _members: "weakref.WeakKeyDictionary[ProcessGroup, _Member]" = weakref.WeakKeyDictionary()
+_by_name: dict[str, _Member] = {}  # in hash mode: a weak key takes as long as all else that it does for a call
 
 
 def _member_of(group: Any, call: Call) -> _Member:
@@ -79,7 +84,7 @@ def _member_of(group: Any, call: Call) -> _Member:
     return member
 
 
-def check_call(call: Call, group: Any, x: Any) -> None:
+def check_call(entry: Entry, group: Any, x: Any) -> None:
     """Compare a call with those of the other ranks of its group before it starts.
 
     Raises:
@@ -88,15 +93,63 @@ def check_call(call: Call, group: Any, x: Any) -> None:
         UnsupportedError: the call is captured in a CUDA graph, whose replays could not be compared, or torch does not
             know the group.
     """
+    call = Call._make(entry)
     if call.kind == "hop":
         return
+    first = _first(call.name, x)
+    member = _member_of(group, call)
+    if member.sends:
+        mine = _described(call, member, None if first is None else first.device)
+        _raise_if(member, call.name, lambda: compare(member.over, member, mine, call))
+
+
+def fold_call(entry: Entry, group: Any, x: Any) -> None:
+    """Hash mode: note the call, and every N calls of the group compare their digests; what it raises is the same.
+
+    All that can be is left to that comparison: descriptors are made there.
+    """
+    member = _by_name.get(entry[_GROUP])
+    if member is None or member.group() is not group:
+        call = Call._make(entry)
+        if call.kind == "hop":
+            return
+        member = _by_name[call.group] = _member_of(group, call)
+    if not member.sends or entry[_KIND] == "hop":
+        return
+    try:
+        device = x.device
+        if x.is_cuda:
+            _first(entry[_NAME], x)
+    except AttributeError:
+        device = getattr(_first(entry[_NAME], x), "device", None)
+    member.count += 1
+    member.window.append((entry, device))
+    if len(member.window) >= variables.HASH.value:
+        _raise_if(member, entry[_NAME], lambda: _compare_window(member.over, member))
+
+
+def _first(name: str, x: Any) -> Any:
+    """The tensor, or the first of several; refuses one whose stream is captured."""
     first = next(iter(x), None) if isinstance(x, list | tuple) else x
     if first is not None and first.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError(f"{call.name}: check mode cannot compare calls that a CUDA graph replays; turn it off")
-    member = _member_of(group, call)
-    if not member.sends:
-        return
-    mine = describe(
+        raise UnsupportedError(f"{name}: check mode cannot compare calls that a CUDA graph replays; turn it off")
+    return first
+
+
+def _raise_if(member: _Member, name: str, problem: Callable[[], str]) -> None:
+    """Raise what a comparison says, if it does."""
+    try:
+        text = problem()
+    except dist.DistNetworkError as error:
+        raise PeerError(f"{name}: the store of the job is gone, and with it its first process: {error}") from error
+    if text:
+        failure = MismatchError(f"{name}: {text}")
+        record.failed(name, failure)
+        raise failure
+
+
+def _described(call: Call, member: _Member, device: Any) -> Descriptor:
+    return describe(
         call.name,
         call.kind,
         call.shape,
@@ -104,16 +157,8 @@ def check_call(call: Call, group: Any, x: Any) -> None:
         call.arguments,
         len(member.ranks),
         member.rank,
-        "" if first is None else first.device.type,
+        "" if device is None else device.type,
     )
-    try:
-        problem = (compare if variables.CHECK.value else _fold)(member.over, member, mine, call)
-    except dist.DistNetworkError as error:
-        raise PeerError(f"{call.name}: the store of the job is gone, and with it its first process: {error}") from error
-    if problem:
-        failure = MismatchError(f"{call.name}: {problem}")
-        record.failed(call.name, failure)
-        raise failure
 
 
 def _where(site: Any) -> str:
@@ -194,23 +239,20 @@ def _late_table(over: Exchange, base: str, member: _Member) -> str:
     return f"{named_ranks(absent)} did not come to {which} within {member.timeout:g} s:\n{table_of(words)}"
 
 
-_MULTIPLIER, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
-
-
-def _fold(over: Exchange, member: _Member, mine: Descriptor, call: Call) -> str:
-    """Hash mode: fold the call into the group's digest, and compare that every N calls; the first difference."""
-    member.count += 1
-    member.digest = (member.digest * _MULTIPLIER + mine.digest) & _MASK
-    member.window.append((mine, call.site))
-    if len(member.window) < variables.HASH.value:
-        return ""
+def _compare_window(over: Exchange, member: _Member) -> str:
+    """Compare one digest of all calls since the last comparison; the first that differs."""
     window, member.window = member.window, []
-    words = f"{mine.text} at {_where(call.site)}"
-    content = json.dumps([f"{member.digest:016x}", words])
+    calls = [(Call._make(entry), device) for entry, device in window]
+    descriptors = [_described(call, member, device) for call, device in calls]
+    digest = hashlib.blake2b(array("Q", [each.digest for each in descriptors]).tobytes(), digest_size=16).hexdigest()
+    words = f"{descriptors[-1].text} at {_where(calls[-1][0].site)}"
+    content = json.dumps([digest, words])
     problem = _agree(over, member, "", content, words, lambda rows: "digest" * (len({row[0] for row in rows}) > 1))
     if problem != "digest":
         return problem
-    lines = [[each.digest, f"{each.text} at {_where(site)}"] for each, site in window]
+    lines = [
+        [each.digest, f"{each.text} at {_where(call.site)}"] for each, (call, _) in zip(descriptors, calls, strict=True)
+    ]
     first = member.count - len(window) + 1
     return _agree(
         over, member, "/window", json.dumps([lines, words]), words, lambda rows: _first_difference(rows, member, first)
@@ -219,8 +261,9 @@ def _fold(over: Exchange, member: _Member, mine: Descriptor, call: Call) -> str:
 
 def _first_difference(rows: Sequence[Any], member: _Member, first: int) -> str:
     """The first call, of those since the last comparison, that is not the same on all ranks."""
-    for place, calls in enumerate(zip(*(row[0] for row in rows), strict=True)):
+    for place, calls in enumerate(zip(*(row[0] for row in rows), strict=False)):
         if len({digest for digest, _ in calls}) > 1:
             table = table_of({rank: words for rank, (_, words) in zip(member.ranks, calls, strict=True)})
             return f"call {first + place} of group {member.name!r} is the first that differs between ranks:\n{table}"
-    return f"the digests of group {member.name!r} differ, but those of its last {len(rows[0][0])} calls do not"
+    lengths = table_of({rank: f"{len(row[0])} calls" for rank, row in zip(member.ranks, rows, strict=True)})
+    return f"ranks compare their digests of group {member.name!r} at different intervals:\n{lengths}"

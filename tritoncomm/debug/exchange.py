@@ -10,6 +10,7 @@ as where two of them call on different groups, whoever sees it first fails all c
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -48,6 +49,7 @@ class Exchange:
         rank: global.
         prefix: of all keys.
         counts: transfers so far by channel, of check mode of p2p steps.
+        unmet: by channel, transfers that this rank has sent and whose receivers had not come when it went on.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
@@ -55,6 +57,7 @@ class Exchange:
         # Ranks that destroy and make their default group again over the same store do not read the keys of before.
         self.prefix = f"{_ROOT}/{self.store.add(f'{_ROOT}/rounds/{rank}', 1)}"
         self.counts: dict[str, int] = {}
+        self.unmet: dict[str, deque[Any]] = {}
         self._inside: set[int] = set()  # threads
         self._has_threads = self._published = False
 

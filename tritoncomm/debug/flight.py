@@ -12,16 +12,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from tritoncomm import variables
+from tritoncomm import record, variables
 from tritoncomm.debug.descriptor import KINDS, as_json
 
-__all__ = ["FORMAT", "Call", "Flight", "call_site", "dump", "flight", "located", "open_calls", "write_on"]
+__all__ = ["FORMAT", "Call", "Entry", "Flight", "call_site", "dump", "flight", "located", "open_calls", "write_on"]
 
 FORMAT = 1
 _HERE = str(Path(__file__).parents[1]) + os.sep
@@ -29,15 +30,14 @@ _DEBUG = str(Path(__file__).parent) + os.sep
 _TORCH = str(Path(torch.__path__[0])) + os.sep
 _names: Mapping[ProcessGroup, str] = getattr(distributed_c10d, "_pg_names", {})
 _current_node = torch._C._current_autograd_node
-_frame = sys._getframe
+_frame, _thread, _time = sys._getframe, threading.get_ident, time.time_ns
 _SITE = "_tritoncomm_site"
 
 
-class Call:
-    """One call of a collective or a p2p step.
+class Call(NamedTuple):
+    """One call of a collective or a p2p step, as its entry in the record has it when this is made of it.
 
     Attributes:
-        number: of this call on this rank.
         count: of this call on its group; the calls of one group with equal counts belong together.
         name: the function that was called.
         kind: a key of ``descriptor.KINDS``.
@@ -45,7 +45,8 @@ class Call:
         shape: of the tensor, or a list of the tensors' shapes.
         dtype: of the (first) tensor.
         arguments: those of the kind.
-        site: where the program called, ``(code, offset)``; in a backward, where it called the forward.
+        code: of the function in which the program called; in a backward, in which it called the forward.
+        offset: of that call in the code.
         thread: identifier of the calling thread.
         start: nanoseconds since the epoch.
         end: the same, 0 while the call runs; of an asynchronous call, and on a GPU, when it had been issued.
@@ -55,31 +56,47 @@ class Call:
         error: why it failed.
     """
 
-    __slots__ = (
-        "arguments", "bytes_copied", "bytes_sent", "count", "dtype", "end", "error", "group", "kind", "name", "number",
-        "path", "shape", "site", "start", "thread",
-    )  # fmt: skip
+    count: int
+    name: str
+    kind: str
+    group: str
+    shape: Any
+    dtype: Any
+    arguments: tuple[Any, ...]
+    code: Any
+    offset: int
+    thread: int
+    start: int
+    end: int = 0
+    path: str = ""
+    bytes_copied: int = 0
+    bytes_sent: int = 0
+    error: str = ""
 
-    def __init__(
-        self, number: int, count: int, name: str, kind: str, group: str, shape: Any, dtype: Any, arguments: Any,
-        site: Any, thread: int, start: int,
-    ) -> None:  # fmt: skip
-        self.number, self.count, self.name, self.kind, self.group = number, count, name, kind, group
-        self.shape, self.dtype, self.arguments, self.site = shape, dtype, arguments, site
-        self.thread, self.start, self.end, self.path, self.error = thread, start, 0, "", ""
-        self.bytes_copied = self.bytes_sent = 0
+    @property
+    def site(self) -> Any:
+        """As ``call_site`` returns it."""
+        return None if self.code is None else (self.code, self.offset)
 
-    def as_json(self) -> dict[str, Any]:
-        """The attributes by name."""
+    def as_json(self, number: int) -> dict[str, Any]:
+        """The attributes by name, and the number of this call on this rank."""
         file, line = located(self.site)
         names = KINDS.get(self.kind, ())
         return {
-            "number": self.number, "count": self.count, "name": self.name, "kind": self.kind, "group": self.group,
+            "number": number, "count": self.count, "name": self.name, "kind": self.kind, "group": self.group,
             "shape": as_json(self.shape), "dtype": as_json(self.dtype),
             "arguments": {name: as_json(value) for name, value in zip(names, self.arguments, strict=False)},
             "path": self.path, "bytes_copied": self.bytes_copied, "bytes_sent": self.bytes_sent, "start": self.start,
             "end": self.end, "file": file, "line": line, "thread": self.thread, "error": self.error,
         }  # fmt: skip
+
+
+# An entry of the record is a list in the order of ``Call``: of what can be completed later, it is the cheapest to make.
+# It holds as little as possible, because that of the call that it displaces has to come back into the cache.
+Entry = list[Any]
+_NAME, _END, _PATH, _COPIED, _SENT, _ERROR = map(
+    Call._fields.index, ("name", "end", "path", "bytes_copied", "bytes_sent", "error")
+)
 
 
 def located(site: Any) -> tuple[str, int]:
@@ -91,16 +108,15 @@ def located(site: Any) -> tuple[str, int]:
     return code.co_filename, line or code.co_firstlineno
 
 
-class _Sources(dict[str, int]):
-    """By file: 2 for this package's, 1 for torch's, 0 for the program's."""
-
-    def __missing__(self, file: str) -> int:
-        kind = 2 if file.startswith(_HERE) else 1 if file.startswith((_TORCH, "<frozen")) else 0
-        self[file] = kind
-        return kind
+_PROGRAM, _ANY_TORCH, _OURS = range(3)
+_sources: dict[str, int] = {}  # whose a file is
 
 
-_source = _Sources()
+def _source_of(file: str) -> int:
+    """Whose a file is that ``_sources`` has not yet."""
+    kind = _OURS if file.startswith(_HERE) else _ANY_TORCH if file.startswith((_TORCH, "<frozen")) else _PROGRAM
+    _sources[file] = kind
+    return kind
 
 
 def call_site(depth: int = 1) -> Any:
@@ -111,15 +127,24 @@ def call_site(depth: int = 1) -> Any:
     node = _current_node()
     if node is not None and (site := getattr(node, _SITE, None)) is not None:
         return site
-    frame, ctx = _frame(depth + 1), None
-    while (kind := _source[frame.f_code.co_filename]) or frame.f_code.co_name == "<genexpr>":
-        if kind == 2 and frame.f_code.co_name == "forward":
-            ctx = frame.f_locals.get("ctx", ctx)
-        if frame.f_back is None:
+    frame, forward = _frame(depth + 1), None
+    while True:
+        code = frame.f_code
+        try:
+            source = _sources[code.co_filename]
+        except KeyError:
+            source = _source_of(code.co_filename)
+        if source == _OURS:
+            if code.co_name == "forward":
+                forward = frame
+        elif source == _PROGRAM and code.co_name != "<genexpr>":
             break
-        frame = frame.f_back
-    site = frame.f_code, frame.f_lasti
-    if ctx is not None:
+        if (caller := frame.f_back) is None:
+            break
+        frame = caller
+    site = code, frame.f_lasti
+    # Reading the locals of a frame takes as long as walking over two, so it is done for forwards only.
+    if forward is not None and (ctx := forward.f_locals.get("ctx")) is not None:
         setattr(ctx, _SITE, site)
     return site
 
@@ -128,63 +153,83 @@ class Flight:
     """The calls of this rank; the observer of ``record`` while it is on.
 
     Attributes:
-        calls: the last ones.
+        entries: of the last calls, oldest first.
         before: called with every call before it starts, and its group and tensors: the comparison of check mode.
         counts: calls so far by group.
-        last: the last call of every thread.
+        last: the entry of the last call of every thread.
     """
 
     def __init__(self) -> None:
-        self.calls: deque[Call] = deque(maxlen=1)
-        self.before: Callable[[Call, Any, Any], None] | None = None
+        self.entries: deque[Entry] = deque(maxlen=1)
+        self.before: Callable[[Entry, Any, Any], None] | None = None
         self.counts: dict[str, int] = {}
-        self._number = 0
-        self.last: dict[int, Call] = {}
+        self.last: dict[int, Entry] = {}
+
+    @property
+    def calls(self) -> list[Call]:
+        """The last calls, as they are now."""
+        return list(map(Call._make, list(self.entries)))
 
     def keep(self, calls: int) -> None:
         """Keep that many calls from now on; 0 forgets everything."""
-        if calls != self.calls.maxlen:
-            self.calls = deque(self.calls, maxlen=max(calls, 1))
+        if calls != self.entries.maxlen:
+            self.entries = deque(self.entries, maxlen=max(calls, 1))
         if not calls:
-            self.calls.clear()
+            self.entries.clear()
             self.last.clear()
 
-    def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...]) -> None:
-        """A call starts."""
-        group_name = _names.get(group) or _name_of(group)
-        count = self.counts[group_name] = self.counts.get(group_name, 0) + 1
-        self._number += 1
-        if type(x) is list or type(x) is tuple:
-            shape, dtype = [getattr(each, "shape", None) for each in x], getattr(x[0], "dtype", None) if x else None
-        else:
-            shape, dtype = (None, None) if x is None else (x.shape, x.dtype)
-        thread = threading.get_ident()
-        call = Call(
-            self._number, count, name, kind, group_name, shape, dtype, arguments, call_site(3), thread, time.time_ns()
-        )
-        self.last[thread] = call
-        self.calls.append(call)
+    def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = ()) -> Any:
+        """``record.begin`` while this is on: every line is on the hot path, so all that can be is left to the dump."""
+        try:
+            group_name = _names[group]
+        except (KeyError, TypeError):
+            group_name = _name_of(group)
+        try:
+            self.counts[group_name] = count = self.counts[group_name] + 1
+        except KeyError:
+            self.counts[group_name] = count = 1
+        try:
+            shape, dtype = x.shape, x.dtype
+        except AttributeError:
+            shape, dtype = _several(x)
+        thread = _thread()
+        code, offset = call_site(2)
+        self.last[thread] = entry = [
+            count, name, kind, group_name, shape, dtype, arguments, code, offset, thread, _time(), 0, "", 0, 0, "",
+        ]  # fmt: skip
+        self.entries.append(entry)
         if self.before is not None:
-            self.before(call, group, x)
+            self.before(entry, group, x)
+        return record.span(name) if profiler._is_profiler_enabled else None
 
-    def end(self, name: str, path: str, bytes_copied: int, bytes_sent: int, calls: int) -> None:
-        """A call was counted: complete its entry."""
-        call = self.last.get(threading.get_ident())
-        if call is None or call.name != name or (call.end and calls):
-            return
-        call.end, call.path = time.time_ns(), call.path or path
-        call.bytes_copied += bytes_copied
-        call.bytes_sent += bytes_sent
+    def add(self, name: str, path: Any, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
+        """``record.add`` while this is on: complete the entry of the call, and count it."""
+        entry = self.last.get(_thread())
+        if entry is not None and entry[_NAME] == name:
+            if not entry[_END]:
+                entry[_END], entry[_PATH], entry[_COPIED], entry[_SENT] = _time(), path, bytes_copied, bytes_sent
+            elif not calls:
+                entry[_END] = _time()
+                entry[_COPIED] += bytes_copied
+                entry[_SENT] += bytes_sent
+        record.count_call(name, path, bytes_copied, bytes_sent, started, calls)
 
     def failed(self, name: str, error: BaseException) -> None:
         """A call raises: note it, and write the record where a folder for it is set."""
-        call = self.last.get(threading.get_ident())
-        if call is not None and call.name == name and not call.end:
-            call.error = f"{type(error).__name__}: {error}"
+        entry = self.last.get(_thread())
+        if entry is not None and entry[_NAME] == name and not entry[_END]:
+            entry[_ERROR] = f"{type(error).__name__}: {error}"
         write_on(f"{name}: {type(error).__name__}")
 
 
 flight = Flight()
+
+
+def _several(x: Any) -> tuple[Any, Any]:
+    """Shapes, and the dtype of the first, of several tensors, or of what the call itself is about to refuse."""
+    if not isinstance(x, list | tuple):
+        return None, None
+    return [getattr(each, "shape", None) for each in x], getattr(x[0], "dtype", None) if x else None
 
 
 def _name_of(group: Any) -> str:
@@ -208,17 +253,21 @@ def write_on(reason: str) -> Path | None:
 
 def open_calls() -> list[Call]:
     """The calls that are under way: not ended, and their thread is inside this package."""
+    return list(map(Call._make, _open_entries()))
+
+
+def _open_entries() -> list[Entry]:
     frames = sys._current_frames()
     return [
-        call for thread, call in list(flight.last.items())
-        if not call.end and not call.error and thread in frames and _is_inside(frames[thread])
+        entry for thread, entry in list(flight.last.items())
+        if not entry[_END] and not entry[_ERROR] and thread in frames and _is_inside(frames[thread])
     ]  # fmt: skip
 
 
 def _is_inside(frame: Any) -> bool:
     while frame is not None:
         file = frame.f_code.co_filename
-        if _source[file] == 2 and not file.startswith(_DEBUG):
+        if _source_of(file) == _OURS and not file.startswith(_DEBUG):
             return True
         frame = frame.f_back
     return False
@@ -226,16 +275,19 @@ def _is_inside(frame: Any) -> bool:
 
 def _snapshot(reason: str) -> dict[str, Any]:
     """The record as ``dump`` writes it."""
-    calls, under_way = list(flight.calls), open_calls()
-    for call in calls:
-        if not call.end and not call.error and call not in under_way:
-            call.error = "raised before anything was sent"
+    # Entries first: one whose call ends only after this is complete, and is not taken for one that was refused.
+    entries, counts = list(flight.entries), dict(flight.counts)
+    under_way = set(map(id, _open_entries()))
+    for entry in entries:
+        if not entry[_END] and not entry[_ERROR] and id(entry) not in under_way:
+            entry[_ERROR] = "raised before anything was sent"
+    calls, first = list(map(Call._make, entries)), sum(counts.values()) - len(entries) + 1
     names = {call.group for call in calls}
     return {
         "format": FORMAT, "rank": dist.get_rank() if dist.is_initialized() else 0,
         "world": dist.get_world_size() if dist.is_initialized() else 1, "host": os.uname().nodename,
         "pid": os.getpid(), "time": time.time_ns(), "reason": reason, "groups": _ranks(names),
-        "counts": dict(flight.counts), "calls": [call.as_json() for call in calls],
+        "counts": counts, "calls": [call.as_json(number) for number, call in enumerate(calls, first)],
     }  # fmt: skip
 
 

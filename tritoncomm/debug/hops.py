@@ -3,21 +3,36 @@
 The transfers from one rank to another are counted on both sides. Each end sets the keys of all its transfers, with what
 it sends or expects, and then waits a moment for those of the other ends: a sender before it posts, a receiver before it
 receives. It is a moment only, because another stage may be at work, or may come only after something that this rank is
-about to send. Where two ends differ they raise after the transfer, and the group stays usable.
+about to send. Where two ends differ both raise after the transfer, and the group stays usable; a sender whose receiver
+comes after that moment raises at the end of its next step.
+
+An end that fails before its transfer is complete gives it up: it sets the transfer's verdict, by which the other end is
+refused once, when it comes to that transfer, and from then on both count the same again. Where the other end may have
+sent already, all later transfers of the two are refused, as each would receive what the one before it sent.
 """
 
 import json
+from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from tritoncomm.debug.exchange import Blocked, Exchange, exchange, fail_circle, table_of
 from tritoncomm.debug.flight import call_site, located
 from tritoncomm.errors import MismatchError, PeerError
 
-__all__ = ["CheckedHop", "Content"]
+__all__ = ["MOMENT", "PAIRS", "CheckedHop", "Content"]
 
-_PAIRS = {"send_next": "recv_prev", "send_prev": "recv_next", "recv_prev": "send_next", "recv_next": "send_prev"}
-_MOMENT = 1.0  # seconds
+PAIRS = {"send_next": "recv_prev", "send_prev": "recv_next", "recv_prev": "send_next", "recv_next": "send_prev"}
+MOMENT = 1.0  # seconds
+_MAX_UNMET = 1024  # per channel
+_REMEDY = "Each end is refused this transfer once, then both count the same again: the step may be repeated on both"
+_CLOSED = (
+    " are out of step since a step that one of them gave up when the other may have sent its part: make their process "
+    "group again, as by destroy() and initialize(). It was given up because of"
+)
 _ORDER = ("send_next", "send_prev", "recv_prev", "recv_next")  # between the same two ranks, activations go first
 
 
@@ -64,10 +79,10 @@ class CheckedHop:
             ends = [self._over.rank, peer] if is_send else [peer, self._over.rank]
             channel = f"{neighbours.channel(key)}/{ends[0]}-{ends[1]}"
             count = self._over.counts[channel] = self._over.counts.get(channel, 0) + 1
-            base = f"{self._over.prefix}/{channel}/{count}"
+            base, following = (f"{self._over.prefix}/{channel}/{each}" for each in (count, count + 1))
             words = f"{name}: {key} {contents[key].words} at {file}:{line}"
             self._over.store.set(f"{base}/{1 - is_send}", json.dumps([key, contents[key], words]))
-            self._waits[key] = _Wait(Blocked(base, ends, words), int(is_send), contents[key])
+            self._waits[key] = _Wait(Blocked(base, ends, words), int(is_send), contents[key], key, following)
 
     def meet(self, key: str, in_helper: bool = False) -> None:
         """Wait a moment for the other end of a transfer, and publish what this rank is blocked in if it does not come.
@@ -75,7 +90,8 @@ class CheckedHop:
         The transfer itself has the group's timeout, so the wait for a slow stage goes on there.
 
         Raises:
-            MismatchError: the other end waits in another call that cannot end before this one.
+            MismatchError: the other end waits in another call that cannot end before this one, or has given this
+                transfer up.
         """
         if key not in self._waits:
             return
@@ -83,31 +99,64 @@ class CheckedHop:
         verdict = f"{wait.mine.base}/verdict"
 
         def ready() -> Any:
-            return over.get(f"{wait.mine.base}/{wait.place}") or over.get(verdict)
+            return over.get(verdict) or over.get(wait.theirs)
 
         def stuck() -> Any:
             return fail_circle(over, wait.mine)
 
-        seen = over.wait(ready, _MOMENT, wait.mine, stuck, lambda: None, in_helper)
+        seen = over.wait(ready, MOMENT, wait.mine, stuck, lambda: None, in_helper)
         if seen is None:
             over.publish(wait.mine)
         elif not seen.startswith(b"["):
-            raise MismatchError(f"{self._name}: {seen.decode()}")
+            text = seen.decode()
+            self.give_up(text)
+            raise MismatchError(f"{self._name}: {_with_remedy(text)}")
+
+    def give_up(self, why: str) -> None:
+        """No transfer of this step that is not complete will be: let the other ends know, once each."""
+        over = self._over
+        over.withdraw()
+        while self._waits:  # a helper thread may be at it too
+            _, wait = self._waits.popitem()
+            peer = wait.mine.ranks[wait.place]
+            text = _with_remedy(f"rank {over.rank} gave this transfer up, its {wait.mine.words}: {why}")
+            made = over.store.compare_set(f"{wait.mine.base}/verdict", "", text).decode()
+            # Whoever makes the verdict knows whether the other end had come by then; one that is refused has not sent.
+            may_be_sent = made == text and over.get(wait.theirs) is not None
+            if _CLOSED in made or may_be_sent:
+                words = made if _CLOSED in made else _CLOSED.join((f"ranks {over.rank} and {peer}", f":\n{why}"))
+                over.store.compare_set(f"{wait.following}/verdict", "", words)
 
     def problem(self, key: str) -> str:
         """Why the other end of a transfer that is complete does not belong to it; empty if it does."""
         if key not in self._waits:
             return ""
         wait, over = self._waits.pop(key), self._over
-        theirs = f"{wait.mine.base}/{wait.place}"
         over.withdraw()
-        content = over.wait(lambda: over.get(theirs), _MOMENT, wait.mine, lambda: None, lambda: None, True)
-        if content is None:
-            return ""  # sent without check mode: the header shows it
-        over.store.delete_key(theirs)
-        their_key, their_content, their_words = json.loads(content)
-        # What does not fit is the receiver's to refuse, as its header shows; both refuse another direction.
-        if their_key == _PAIRS[key] and (wait.place or wait.content.fits(Content(*their_content))):
+        ready = partial(over.get, wait.theirs)
+        content = over.wait(ready, MOMENT, wait.mine, lambda: None, lambda: None, True)
+        if content is not None:
+            return self._difference(wait, content)
+        if wait.place:  # a receiver that is late, or, as its header shows, sends without check mode
+            over.unmet.setdefault(wait.mine.base.rpartition("/")[0], deque(maxlen=_MAX_UNMET)).append(wait)
+        return ""
+
+    def earlier(self) -> str:
+        """Why receivers that have come since do not belong to what earlier steps sent them; empty if they do."""
+        texts = []
+        for waits in self._over.unmet.values():
+            while waits and (content := self._over.get(waits[0].theirs)) is not None:
+                if text := self._difference(waits.popleft(), content):
+                    texts.append(f"in an earlier step, {text}")
+        return "; ".join(texts)
+
+    def _difference(self, wait: "_Wait", content: bytes) -> str:
+        over = self._over
+        over.store.delete_key(wait.theirs)
+        their_key, listed, their_words = json.loads(content)
+        theirs = Content(*listed)
+        fits = theirs.fits(wait.content) if wait.place else wait.content.fits(theirs)
+        if their_key == PAIRS[wait.key] and fits:
             return ""
         peer = wait.mine.ranks[wait.place]
         table = table_of({over.rank: wait.mine.words, peer: their_words})
@@ -115,17 +164,37 @@ class CheckedHop:
 
     def explained(self, error: PeerError) -> Exception:
         """The error of a transfer, or the verdict on it that another rank made while this one was blocked in it."""
-        self._over.withdraw()
-        for wait in self._waits.values():
-            verdict = self._over.get(f"{wait.mine.base}/verdict")
-            if verdict is not None:
-                return MismatchError(f"{self._name}: {verdict.decode()}")
-        return error
+        try:
+            verdicts = [self._over.get(f"{wait.mine.base}/verdict") for wait in self._waits.values()]
+            text = next((each.decode() for each in verdicts if each is not None), "")
+            self.give_up(text or str(error))
+        except dist.DistNetworkError:  # the store is gone too, and the error of the transfer is the earlier one
+            return error
+        return MismatchError(f"{self._name}: {_with_remedy(text)}") if text else error
+
+
+def _with_remedy(text: str) -> str:
+    return text if _REMEDY in text or _CLOSED in text else f"{text}\n{_REMEDY}"
 
 
 class _Wait(NamedTuple):
-    """A transfer that has not been compared yet: what is published, the place of the other end, what is expected."""
+    """A transfer that has not been compared yet.
+
+    Attributes:
+        mine: what is published.
+        place: of the other end: 1 if this one sends.
+        content: what this end sends or expects.
+        key: send_next, recv_prev, ...
+        following: prefix of the keys of the next transfer between the two.
+    """
 
     mine: Blocked
     place: int
     content: Content
+    key: str
+    following: str
+
+    @property
+    def theirs(self) -> str:
+        """Key of the other end's part."""
+        return f"{self.mine.base}/{self.place}"

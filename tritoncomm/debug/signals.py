@@ -71,8 +71,8 @@ def _watch() -> None:
         now = time.time_ns()
         for call in open_calls():
             seconds = (now - call.start) / 1e9
-            if seconds > WATCHDOG_SECONDS and call.number > reported:
-                reported = call.number
+            if seconds > WATCHDOG_SECONDS and call.start > reported:
+                reported = call.start
                 path = write_on(f"watchdog: {call.name} is under way for {seconds:.0f} s")
                 if path is not None:
                     count = f"call {call.count} of group {call.group!r}"

@@ -6,16 +6,18 @@ moves take ``_exchange_messages``. Everything that is sent is posted before anyt
 progress independently, so that a rank never waits for a neighbour that waits for it.
 """
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed import DistNetworkError
 
 from tritoncomm import record, variables
 from tritoncomm.core.backend import special
 from tritoncomm.core.ops import path_for
+from tritoncomm.debug.hop_windows import compare_hops
 from tritoncomm.debug.hops import CheckedHop
 from tritoncomm.errors import ArgumentError, MismatchError, PeerError
 from tritoncomm.p2p import header, message
@@ -26,7 +28,7 @@ from tritoncomm.p2p.transport import Posted, keep_alive, post, post_and_wait, po
 
 __all__ = ["Hop", "check", "checking", "exchange"]
 
-_check = variables.CHECK
+_check, _hash = variables.CHECK, variables.HASH
 _SHAPES = frozenset((tuple, list, torch.Size))
 
 Result = tuple[Any, Any, Any]
@@ -82,24 +84,27 @@ def exchange(
     """
     _range = None
     if record.switch._is_profiler_enabled:
-        _range = begin(neighbours, name, to_next, to_prev, from_prev, from_next)
+        _range = begin(neighbours, name, to_next, to_prev, from_prev, from_next, dtype, variable)
+    result = None
     if not (variable or _check.value or neighbours.is_single_rank):
         result = _exchange_plain(
             neighbours, name, to_next, to_prev, from_prev, from_next, dtype, device, batched, wait
         )  # fmt: skip
-        if result is not None:
-            return result
-    sends: dict[str, list[Tensor]] = {}
-    receives: dict[str, Incoming] = {}
-    for key, x in (("send_next", to_next), ("send_prev", to_prev)):
-        if x is not None and (tensors := _tensors(x, name)):
-            sends[key] = tensors
-            device = tensors[0].device if device is None else device
-    for key, x in (("recv_prev", from_prev), ("recv_next", from_next)):
-        if x is not None:
-            receives[key] = Incoming.of(x, dtype, variable, name)
-    device = neighbours.default_device() if device is None else torch.device(device)
-    return _exchange_messages(neighbours, name, sends, receives, device, batched, variable, wait)
+    if result is None:
+        sends: dict[str, list[Tensor]] = {}
+        receives: dict[str, Incoming] = {}
+        for key, x in (("send_next", to_next), ("send_prev", to_prev)):
+            if x is not None and (tensors := _tensors(x, name)):
+                sends[key] = tensors
+                device = tensors[0].device if device is None else device
+        for key, x in (("recv_prev", from_prev), ("recv_next", from_next)):
+            if x is not None:
+                receives[key] = Incoming.of(x, dtype, variable, name)
+        device = neighbours.default_device() if device is None else torch.device(device)
+        result = _exchange_messages(neighbours, name, sends, receives, device, batched, variable, wait)
+    if _hash.value:
+        compare_hops(neighbours, name)
+    return result
 
 
 def _exchange_plain(
@@ -212,7 +217,12 @@ class Hop:
 
     def compare(self, key: str) -> None:
         """In check mode: compare a transfer with what its other end did, and note what is wrong."""
-        if self.checked is not None and (problem := self.checked.problem(key)):
+        if self.checked is not None:
+            self.note(key, self.checked.problem(key))
+
+    def note(self, key: str, problem: str | None) -> None:
+        """A transfer has a problem, where there is a text."""
+        if problem:
             self.problems[key] = f"{self.problems[key]}; {problem}" if key in self.problems else problem
 
     def explain(self, error: PeerError) -> NoReturn:
@@ -222,17 +232,22 @@ class Hop:
             raise error
         raise explained from error
 
+    def give_up(self, error: BaseException) -> None:
+        """In check mode: the other ends learn that their transfers will not be completed because of ``error``."""
+        if self.checked is not None:
+            with suppress(DistNetworkError):  # the error that is being raised matters more
+                self.checked.give_up(f"{type(error).__name__}: {error}")
+
     def wait(self) -> None:
         """Wait for every transfer."""
         if self.checked is None:
             self._wait()
             return
-        sends = [key for key in ("send_next", "send_prev") if key in self.posted]
         try:
             self._wait()
         except PeerError as error:
             self.explain(error)
-        for key in sends:
+        for key in [each for each in self.posted if each.startswith("send")]:
             self.compare(key)
         if self.problems:
             raise MismatchError("; ".join(self.problems.values()))
@@ -292,7 +307,11 @@ def _exchange_messages(
             path = path if each.path == "view" else each.path
             copied, sent = copied + each.bytes_copied, sent + each.wire.nbytes
         if variable or _check.value:
-            _post_with_headers(hop, neighbours, name, sends, messages, receives, device, batched)
+            try:
+                _post_with_headers(hop, neighbours, name, sends, messages, receives, device, batched)
+            except BaseException as error:
+                hop.give_up(error)
+                raise
         else:
             buffers = {key: each.allocate(each.specs, device) for key, each in receives.items() if each.specs}
             hop.received = {key: each.tensors for key, each in buffers.items()}
@@ -356,6 +375,7 @@ def _post_with_headers(
     contents = {key: header.describe_tensors(tensors) for key, tensors in sends.items()}
     if _check.value:
         hop.checked = CheckedHop(neighbours, name, contents_of(contents, receives))
+        hop.note(next(iter((*sends, *receives)), ""), hop.checked.earlier())
         for key in sends:
             hop.meet(key)
     announcements = header.exchange_headers(
@@ -369,8 +389,7 @@ def _post_with_headers(
         if announced is None:
             break
         buffers, problem = receives[key].allocate_from_header(neighbours, name, key, announced.specs, device)
-        if problem:
-            hop.problems[key] = problem
+        hop.note(key, problem)
         hop.compare(key)
         hop.received[key], messages[key] = buffers.tensors, buffers
         start(key)

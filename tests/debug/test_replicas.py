@@ -1,0 +1,110 @@
+"""Replicas of plain parameters: compared on demand, and in check mode after the optimizer's steps that update them."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from torch import nn
+from torch.distributed import ProcessGroup
+
+import tritoncomm
+from tritoncomm import ArgumentError, MismatchError, debug, p2p
+from tritoncomm.debug import replicas
+
+
+def _model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, bias=False))
+
+
+def run_watched(group: ProcessGroup) -> list[str]:
+    tritoncomm.destroy()
+    model, rank, texts = _model(), group.rank(), []
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.5)
+    other = torch.optim.SGD(model[1].parameters(), lr=0.5)
+    debug.watch_replicas(model.named_parameters(), group)
+    torch.stack([p.sum() for p in model.parameters()]).sum().backward()
+    try:
+        with p2p.check():
+            optimizer.step()
+            model[1].weight.grad.mul_(1 + rank)
+            optimizer.step()  # does not have the weight that is about to differ
+            with pytest.raises(MismatchError) as caught:
+                other.step()
+            texts.append(str(caught.value))
+            optimizer.step()
+        other.step()  # outside of check mode nothing is compared
+        debug.check_replicas(model[0].parameters(), group)
+        with pytest.raises(MismatchError) as caught:
+            debug.check_replicas(dict(model.named_parameters()), group)
+        texts.append(str(caught.value))
+        seen = weakref.ref(model[1].weight)
+        del model, optimizer, other, caught
+        gc.collect()
+        assert seen() is None, "what is watched is not kept alive"
+        with p2p.check():
+            torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0).step()
+        assert not replicas._watched, "and forgotten when it is gone"
+    finally:
+        replicas._watched.clear()
+    return texts
+
+
+def test_watched_parameters_are_compared_after_the_steps_that_update_them(pool: Pool) -> None:
+    for after_step, on_demand in pool.run(run_watched, world=2):
+        assert after_step.startswith("SGD.step: 1 of 1 parameters differ over ranks [0, 1]: 1.weight (norm ")
+        assert on_demand.startswith("check_replicas: 1 of 3 parameters differ over ranks [0, 1]: 1.weight (norm ")
+        for text in (after_step, on_demand):
+            assert "on ranks [0], norm " in text
+            assert "on ranks [1]" in text
+
+
+def run_others(group: ProcessGroup) -> str:
+    """Names that differ; tensors of all kinds that do not; nothing to compare."""
+    tritoncomm.destroy()
+    debug.check_replicas([], group)
+    x = torch.arange(12, dtype=torch.float64).view(3, 4)
+    same: list[Any] = [x.t(), x[:, 1], x[:0], x.sum(), x.bfloat16(), x.bool(), x.to(torch.complex64), x > 3]
+    debug.check_replicas(same, group)
+    with pytest.raises(MismatchError) as caught:
+        debug.check_replicas({f"of rank {group.rank()}": x}, group)
+    return str(caught.value)
+
+
+def test_views_dtypes_and_sizes_are_compared_and_names_have_to_be_the_same(pool: Pool) -> None:
+    for text in pool.run(run_others, world=2):
+        assert "parameters of different names, shapes or dtypes" in text
+
+
+def run_alone(group: ProcessGroup) -> None:
+    tritoncomm.destroy()
+    debug.watch_replicas(_model().parameters(), group)
+    debug.check_replicas(_model().parameters(), group)
+    replicas._watched.clear()
+
+
+def test_one_rank_has_nothing_to_compare(pool: Pool) -> None:
+    pool.run(run_alone, world=1)
+
+
+class _Wrapped(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        (nn.Linear(1, 1), r"expected module.named_parameters\(\), not Linear"),
+        (torch.ones(2), "expected a list of tensors, not Tensor"),
+        ([("a", torch.ones(1)), ("a", torch.ones(1))], "two parameters have one name"),
+        ([torch.ones(1).as_subclass(_Wrapped)], "parameter 0 must be a plain tensor, not _Wrapped"),
+        ([1.0], "parameter 0 must be a plain tensor, not float"),
+    ],
+)
+def test_what_is_no_plain_parameter_is_refused(parameters: Any, words: str) -> None:
+    for call in (debug.check_replicas, debug.watch_replicas):
+        with pytest.raises(ArgumentError, match=words):
+            call(parameters)

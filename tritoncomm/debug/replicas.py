@@ -1,0 +1,242 @@
+"""Check that replicated parameters are bit-identical on all ranks: on demand, and in check mode after every step."""
+
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tritoncomm import variables
+from tritoncomm.core import eager
+from tritoncomm.core.validation import world_of
+from tritoncomm.errors import ArgumentError, MismatchError
+from tritoncomm.groups import GroupLike, resolve
+
+__all__ = ["Comparison", "after_steps", "check_replicas", "compare_all", "watch_replicas"]
+
+_CHUNK = 1 << 20
+_MULTIPLIERS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)  # the odd multipliers of SplitMix64 as signed integers
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MAX_NAMED = 10
+
+Parameters = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]
+
+
+class Comparison(NamedTuple):
+    """Parameters that have to be equal across a group.
+
+    Attributes:
+        what: which ranks these are, with a space behind it, for errors.
+        ranks: global ranks of the group.
+        group: that carries the comparison.
+        names: of the parameters.
+    """
+
+    what: str
+    ranks: list[int]
+    group: ProcessGroup
+    names: list[str]
+
+
+class _Watched(NamedTuple):
+    """Parameters that are compared after every step, none of which is kept alive, as their group is not."""
+
+    group: "weakref.ref[ProcessGroup]"
+    parameters: "list[tuple[str, weakref.ref[Tensor]]]"
+
+
+_watched: list[_Watched] = []
+
+
+def check_replicas(parameters: Parameters, group: GroupLike | None = None) -> None:
+    """Compare tensors that have to be equal on all ranks of a group, bit for bit; nothing is changed.
+
+    All ranks of the group call, with as many tensors in the same order. ``tensor.check_replicas`` is for modules with
+    ColoTensors, and knows their groups.
+
+    Reads every tensor once. Sends two all-gathers, of 16 bytes and of 16 bytes a tensor.
+
+    Args:
+        parameters: tensors, or named ones, as ``module.named_parameters()`` or a dict has them.
+        group: whose ranks have the same; the tensor-parallel group by default.
+
+    Raises:
+        MismatchError: tensors, or their names, shapes or dtypes differ; on every rank, with their 2-norms by rank.
+        ArgumentError: something else than plain tensors, whose layout is not known here.
+    """
+    named, group = _named(parameters, "check_replicas"), resolve(group, "check_replicas")
+    _compare_over(group, named, "check_replicas")
+
+
+def watch_replicas(parameters: Parameters, group: GroupLike | None = None) -> None:
+    """In check mode, compare tensors that have to be equal on all ranks of a group after every optimizer's step.
+
+    A step compares those of them that its optimizer has. All ranks of the group watch the same, in the same order, and
+    step together. It may be called with check mode on or off. Neither the tensors nor the group are kept alive.
+
+    Args:
+        parameters: as of ``check_replicas``.
+        group: whose ranks have the same; the tensor-parallel group by default.
+
+    Raises:
+        ArgumentError: something else than plain tensors, whose layout is not known here.
+
+    Example:
+        ``watch_replicas(model.named_parameters(), data_group)`` of a model that is trained data-parallel.
+    """
+    named, group = _named(parameters, "watch_replicas"), resolve(group, "watch_replicas")
+    _watched.append(_Watched(weakref.ref(group), [(name, weakref.ref(x)) for name, x in named.items()]))
+
+
+def _named(parameters: Any, name: str) -> dict[str, Tensor]:
+    if isinstance(parameters, nn.Module | Tensor):
+        what = "module.named_parameters()" if isinstance(parameters, nn.Module) else "a list of tensors"
+        raise ArgumentError(f"{name}: expected {what}, not {type(parameters).__name__}")
+    listed: list[Any] = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
+    named: dict[str, Any] = dict(
+        each if isinstance(each, tuple) else (f"parameter {i}", each) for i, each in enumerate(listed)
+    )
+    if len(named) < len(listed):
+        raise ArgumentError(f"{name}: two parameters have one name")
+    for key, x in named.items():
+        if type(x) not in (Tensor, nn.Parameter):
+            raise ArgumentError(f"{name}: {key} must be a plain tensor, not {type(x).__name__}")
+    return named
+
+
+def _compare_over(group: ProcessGroup, named: dict[str, Tensor], name: str) -> None:
+    if world_of(group, name) > 1 and named:
+        ranks = dist.get_process_group_ranks(group)
+        compare_all([Comparison("", ranks, group, list(named))], named, named, name)
+
+
+def _check_watched(optimizer: Optimizer) -> None:
+    """Compare what an optimizer has just updated, of what is watched."""
+    updated = {id(x) for group in optimizer.param_groups for x in group["params"]}
+    for each in list(_watched):
+        group = each.group()
+        alive = {name: x for name, ref in each.parameters if (x := ref()) is not None}
+        if group is None or not alive:
+            _watched.remove(each)
+            continue
+        named = {name: x for name, x in alive.items() if id(x) in updated}
+        _compare_over(group, named, f"{type(optimizer).__name__}.step")
+
+
+def compare_all(
+    comparisons: Sequence[Comparison], parameters: Mapping[str, Any], local: Mapping[str, Tensor], name: str
+) -> None:
+    """Run comparisons, in the same order on all ranks.
+
+    Args:
+        comparisons: by group.
+        parameters: by name, for their shapes and dtypes.
+        local: the memory of those that are compared.
+        name: the function that was called, for errors.
+
+    Raises:
+        MismatchError: parameters differ; raised after all groups have compared.
+    """
+    rows = _fingerprints({key: x.detach() for key, x in local.items()})
+    problems = [text for each in comparisons if (text := _compare(each, parameters, rows))]
+    if problems:
+        raise MismatchError(f"{name}: " + "; ".join(problems))
+
+
+_checks: list[Callable[[Optimizer], None]] = []
+_hooks: list[Any] = []
+
+
+def after_steps(check: Callable[[Optimizer], None]) -> None:
+    """In check mode every step of an optimizer ends with ``check`` from now on."""
+    _checks.append(check)
+
+
+def _check_after_step(optimizer: Optimizer, *args: Any) -> None:
+    for check in _checks:
+        check(optimizer)
+
+
+def _follow_check_mode() -> None:
+    if variables.CHECK.value and not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_check_after_step))
+    elif not variables.CHECK.value and _hooks:
+        _hooks.pop().remove()
+
+
+after_steps(_check_watched)
+variables.CHECK.listeners.append(_follow_check_mode)
+_follow_check_mode()
+
+
+def _compare(each: Comparison, parameters: Mapping[str, Any], rows: dict[str, Tensor]) -> str:
+    """A description of the differences over a group; empty if there are none."""
+    over = f"over {each.what}ranks {each.ranks}"
+    signature = [(name, tuple(parameters[name].shape), str(parameters[name].dtype)) for name in each.names]
+    table = torch.stack([rows[name].to(rows[each.names[0]].device) for name in each.names])
+    header = hashlib.sha256(repr(signature).encode()).digest()
+    mine = table.new_tensor([[int.from_bytes(header[at : at + 8], "big", signed=True) for at in (0, 8)]])
+    headers = eager.all_gather(mine, 0, each.group, None, "check_replicas")
+    if bool((headers != mine).any()):
+        return f"{over} the modules have parameters of different names, shapes or dtypes"
+    gathered = eager.all_gather(table.unsqueeze(0), 0, each.group, None, "check_replicas").cpu()
+    differ = (gathered[..., 0] != gathered[0, :, 0]).any(0).nonzero().flatten().tolist()
+    if not differ:
+        return ""
+    shown = [f"{each.names[at]} ({_by_rank(gathered[:, at], each.ranks)})" for at in differ[:_MAX_NAMED]]
+    more = f" and {len(differ) - _MAX_NAMED} more" if len(differ) > _MAX_NAMED else ""
+    return f"{len(differ)} of {len(each.names)} parameters differ {over}: {', '.join(shown)}{more}"
+
+
+def _by_rank(column: Tensor, ranks: Sequence[int]) -> str:
+    """The 2-norm of every distinct value, and the ranks that have it."""
+    norms = column[:, 1].contiguous().view(torch.float64).tolist()
+    by_digest: dict[int, list[int]] = {}
+    for position, digest in enumerate(column[:, 0].tolist()):
+        by_digest.setdefault(digest, []).append(position)
+    return ", ".join(
+        f"norm {norms[positions[0]]:.9g} on ranks {[ranks[position] for position in positions]}"
+        for positions in by_digest.values()
+    )
+
+
+def _fingerprints(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By name ``[digest, bits of the 2-norm]``, int64, on the tensor's device."""
+    weights = {device: _weights(device) for device in {x.device for x in tensors.values()}}
+    return {name: _fingerprint(x, weights[x.device]) for name, x in tensors.items()}
+
+
+def _weights(device: torch.device) -> Tensor:
+    """A pseudo-random number for each position of a chunk."""
+    return _mixed(torch.arange(_CHUNK, dtype=torch.int64, device=device))
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A bijective 64-bit mix (SplitMix64), in place."""
+    for shift, odd in ((32, _MULTIPLIERS[0]), (29, _MULTIPLIERS[1])):
+        x.mul_(odd).bitwise_xor_(
+            (x >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+        )  # clears the sign bits of torch's arithmetic shift
+    return x.mul_(_MULTIPLIERS[0])
+
+
+def _fingerprint(x: Tensor, weights: Tensor) -> Tensor:
+    """The sum modulo 2**64 of the elements' bits, each mixed with its position; and the 2-norm.
+
+    Mixing is bijective, so a change of one element is always detected; others are missed with a probability of about
+    2**-64. The integer sum is independent of order, hence of device and number of threads.
+    """
+    x = x.resolve_conj().resolve_neg().reshape(-1)
+    x = torch.view_as_real(x).reshape(-1) if x.is_complex() else x
+    digest, squares = weights.new_zeros(()), torch.zeros((), dtype=torch.float64, device=x.device)
+    for part in x.split(len(weights)):
+        bits = part.view(_BITS[x.element_size()]).to(torch.int64) + weights[: len(part)]
+        digest = digest * _MULTIPLIERS[1] + _mixed(bits).sum()
+        squares += part.to(torch.float64).square().sum()
+    return torch.stack([digest, squares.sqrt().view(torch.int64)])
