@@ -17,6 +17,7 @@ from torch import Tensor
 from tritoncomm import record, variables
 from tritoncomm.core.backend import special
 from tritoncomm.core.ops import path_for
+from tritoncomm.core.validation import check_data
 from tritoncomm.debug.hops import CheckedHop
 from tritoncomm.errors import ArgumentError, MismatchError, PeerError
 from tritoncomm.p2p import header, message
@@ -82,6 +83,9 @@ def exchange(
     """
     _range = None
     if record.switch._is_profiler_enabled:
+        for x in (to_next, to_prev):
+            if x is not None:
+                _tensors(x, name)  # their shapes are about to be read
         _range = begin(neighbours, name, to_next, to_prev, from_prev, from_next)
     if not (variable or _check.value or neighbours.is_single_rank):
         result = _exchange_plain(
@@ -127,6 +131,8 @@ def _exchange_plain(
             if type(x) is not list or len(x) != 1 or not isinstance(x[0], Tensor):
                 return None
             x = x[0]
+        if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or x.is_meta:
+            check_data(x, name)
         if x.dtype in special or x.numel() < 2:
             return None  # one element may carry a lazy negative bit
         if x.is_contiguous():
@@ -183,12 +189,14 @@ def _plain_shape(expected: Any) -> Any:
 
 
 def _tensors(x: Any, name: str) -> list[Tensor]:
-    if isinstance(x, Tensor):
-        return [x]
-    tensors = list(x)
+    if not isinstance(x, Tensor | list | tuple):
+        raise ArgumentError(f"{name}: expected a tensor or a list of tensors, not {type(x).__name__}")
+    tensors = [x] if isinstance(x, Tensor) else list(x)
     for each in tensors:
         if not isinstance(each, Tensor):
             raise ArgumentError(f"{name}: expected a tensor or a list of tensors, not {type(each).__name__}")
+        if type(each) is not Tensor or each.layout is not torch.strided or each.is_nested or each.is_meta:
+            check_data(each, name)
     return tensors
 
 
