@@ -21,7 +21,7 @@ PEERS := $(VENV)/.peers
 SITE := $(VENV)/.site
 endif
 
-.PHONY: help demo test test-all test-oldest test-newest programs docs docs-site check faults soak mutations bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
+.PHONY: help demo test test-all test-oldest test-newest programs docs docs-site check faults soak fuzz mutations bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
 
 help:  ## lists the targets
 	@sed -n 's/^\([a-z][a-z -]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r names text; do \
@@ -54,6 +54,10 @@ faults: $(READY)  ## kills, stops and delays ranks in every kind of call
 
 soak: $(READY)  ## calls for half an hour and watches what grows
 	PYTHONPATH=.:kernels:tests/helpers $(if $(PYTHON),$(PYTHON),$(PY)) tests/helpers/soak.py
+
+# ARGS="--domains calls --seed 7 --cases 700" runs one round of one domain again.
+fuzz: $(READY)  ## feeds 100,000 drawn inputs to all that takes input
+	PYTHONPATH=.:kernels:tests/helpers $(if $(PYTHON),$(PYTHON),$(PY)) tests/helpers/fuzz.py $(ARGS)
 
 mutations: $(READY)  ## makes wrong lines that tests have to notice
 	$(PY) tests/helpers/mutations.py

@@ -158,6 +158,36 @@ def test_no_such_dim(pool: Pool) -> None:
     pool.run(run_no_dim, world=2)
 
 
+def run_odd_dims(group: ProcessGroup) -> None:
+    x = T(4, 4)
+    calls = (
+        lambda dim: m.all_gather_dim(x, dim, group),
+        lambda dim: m.reduce_scatter_dim(x, dim, group),
+        lambda dim: m.split_dim(x, dim, group),
+        lambda dim: m.all_to_all_dims(x, 0, dim, group),
+        lambda dim: c.all_gather(x, dim, group),
+        lambda dim: c.reduce_scatter(x, dim, group),
+        lambda dim: c.split_reduce_scatter(x, dim, group),
+        lambda dim: c.split_reduce_scatter([x], [dim], group),
+    )
+    for call in calls:
+        for dim in (None, "0", 0.0, b"x", 1j, {}):
+            with pytest.raises(ArgumentError, match=r"dim must be an int|dims") as caught:
+                call(dim)
+            assert isinstance(caught.value, TypeError)
+    assert torch.equal(c.split_reduce_scatter([x, x], [True, True], group)[1], c.reduce_scatter(x, 1, group))
+    for call in (c.broadcast, c.reduce):
+        for root in (77, "0", None, [0]):
+            with pytest.raises(GroupError, match="is not in the group"):
+                call(T(2), root, group)
+    still_works(group)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_dims_and_roots_of_other_types(pool: Pool, world: int) -> None:
+    pool.run(run_odd_dims, world=world)
+
+
 def run_types(group: ProcessGroup) -> None:
     x = torch.ones(4, 4)
     for name, call in CALLS.items():
@@ -245,6 +275,13 @@ def run_kinds_of_tensors(group: ProcessGroup) -> None:
                 continue  # nothing is sent, and the gradient may well be dense
             with pytest.raises(ArgumentError, match=remedy):
                 call(x, group)
+    nested = _quietly(lambda: torch.nested.nested_tensor([dense, dense]))
+    for name, call in CALLS.items():
+        if name != "copy":
+            with pytest.raises(ArgumentError, match="nested"):
+                call(nested, group)
+    with pytest.raises(UnsupportedError, match="do not carry such tensors"):
+        m.reduce_from_tensor_model_parallel_region(dense.short().to("meta"), group)
     with pytest.raises(ArgumentError, match="to_dense"):
         c.split_reduce_scatter([dense, dense.to_sparse()], 0, group)
     still_works(group)

@@ -28,6 +28,15 @@ def _read_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     variables.read()
 
 
+@pytest.mark.parametrize("text", ["²", "9" * 5000, "10" * 12])
+def test_numbers_that_no_counter_reaches_are_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("TRITONCOMM_CHECK", f"hash:{text}")
+    monkeypatch.setenv("TRITONCOMM_FLIGHT", f"{text}:/logs")
+    variables.read()
+    assert variables.HASH.value == variables.HASH_EVERY
+    assert variables.FLIGHT.value[0] == variables.FLIGHT_CALLS
+
+
 @pytest.mark.parametrize("text", OFF)
 def test_off_is_off_for_all_variables(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     for name in ("TRITONCOMM_PATH", "TRITONCOMM_CHECK", "TRITONCOMM_TABLE"):

@@ -19,8 +19,8 @@ from tritoncomm.core.function import without_graph
 from tritoncomm.core.fused import pack_many
 from tritoncomm.core.handle import Handle
 from tritoncomm.core.plan import chunk_sizes, normalize_sizes
-from tritoncomm.core.validation import check_input
-from tritoncomm.errors import ArgumentError, GroupError, ShapeError
+from tritoncomm.core.validation import check_input, checked_dim
+from tritoncomm.errors import ArgumentError, GroupError
 from tritoncomm.groups import group_for
 
 __all__ = [
@@ -36,14 +36,11 @@ __all__ = [
 ]
 
 
-def _checked(tensor: Any, parallel_mode: Any, name: str, dim: int | None = None) -> dist.ProcessGroup:
-    """The group that moves ``tensor``, a tensor that has ``dim``."""
+def _checked(tensor: Any, parallel_mode: Any, name: str) -> dist.ProcessGroup:
+    """The group that moves ``tensor``, which is one."""
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"{name}: expected a tensor, not {type(tensor).__name__}")
-    group = group_for(parallel_mode, tensor, name)
-    if dim is not None and not -tensor.dim() <= dim < tensor.dim():
-        raise ShapeError(f"{name}: dim {dim} is out of range for shape {tuple(tensor.shape)}")
-    return group
+    return group_for(parallel_mode, tensor, name)
 
 
 def all_gather(
@@ -63,7 +60,8 @@ def all_gather(
 
     Shape: ``[..., n, ...] -> [..., n*world, ...]``, or ``[..., sum(sizes), ...]``.
     """
-    group = _checked(tensor, parallel_mode, "all_gather", dim)
+    group = _checked(tensor, parallel_mode, "all_gather")
+    dim = checked_dim(tensor, dim, "all_gather")
     per_rank = normalize_sizes(sizes, "all_gather")
     return eager.all_gather(without_graph(tensor), dim, group, per_rank, "all_gather", async_op)
 
@@ -92,7 +90,8 @@ def reduce_scatter(
 
     Shape: ``[..., n, ...] -> [..., n/world, ...]``, or ``[..., sizes[rank], ...]``.
     """
-    group = _checked(tensor, parallel_mode, "reduce_scatter", dim)
+    group = _checked(tensor, parallel_mode, "reduce_scatter")
+    dim = checked_dim(tensor, dim, "reduce_scatter")
     per_rank = normalize_sizes(sizes, "reduce_scatter")
     return eager.reduce_scatter(without_graph(tensor), dim, group, per_rank, "reduce_scatter", op, async_op)
 
@@ -128,14 +127,14 @@ def reduce(tensor: Tensor, dst: int, parallel_mode: Any, op: Any = ReduceOp.SUM,
 def _rooted(name: str, tensor: Tensor, root: int, parallel_mode: Any, op: Any, async_op: bool) -> Any:
     """``reduce`` into global rank ``root``, or ``broadcast`` from it, which takes no op."""
     group = _checked(tensor, parallel_mode, name)
-    started = record.now()
-    if eager.is_single_rank(group, name):
+    started, is_single = record.now(), eager.is_single_rank(group, name)
+    ranks = dist.get_process_group_ranks(group)
+    if root not in ranks:
+        raise GroupError(f"{name}: global rank {root!r} is not in the group {ranks}")
+    if is_single:
         return (tensor, None) if async_op else tensor
     _range = record.begin(name, name, group, tensor, (root, op)) if record.switch._is_profiler_enabled else None
     check_input(tensor, name)
-    ranks = dist.get_process_group_ranks(group)
-    if root not in ranks:
-        raise GroupError(f"{name}: global rank {root} is not in the group {ranks}")
     out, root = tensor.contiguous(), ranks.index(root)
     copied = 0 if out is tensor else 2 * tensor.nbytes
     if name == "reduce":
@@ -200,17 +199,17 @@ def split_reduce_scatter(
     if not many:
         return []
     many = [without_graph(x) if isinstance(x, Tensor) else x for x in many]
-    axes = [dims] * len(many) if isinstance(dims, int) else list(dims)
+    axes = list(dims) if isinstance(dims, list | tuple) else [dims] * len(many)
     if len(axes) != len(many):
         raise ArgumentError(f"{name}: {len(many)} tensors but {len(axes)} dims")
-    group = _checked(many[0], parallel_mode, name)
+    for x in many:
+        group = _checked(x, parallel_mode, name)
+        check_input(x, name)
+    axes = [checked_dim(x, dim, name) for x, dim in zip(many, axes, strict=True)]
     started, world, rank = record.now(), group.size(), group.rank()
     _range = None
     if record.switch._is_profiler_enabled and not eager.is_single_rank(group, name):
         _range = record.begin(name, name, group, many, (tuple(axes), dtype, scale))
-    for x, dim in zip(many, axes, strict=True):
-        _checked(x, group, name, dim)
-        check_input(x, name)
     wire, shards, path, copied = pack_many(many, axes, world, dtype=dtype, scale=scale)
     summed = wire
     if not eager.is_single_rank(group, name):

@@ -56,7 +56,12 @@ def _hash_interval(text: str) -> int:
     name, _, interval = text.strip().lower().partition(":")
     if name != "hash":
         return 0
-    return int(interval) if interval.isdigit() and int(interval) else HASH_EVERY
+    return _count(interval) or HASH_EVERY
+
+
+def _count(text: str) -> int:
+    """A number of calls; 0 for a text that is none, or that no counter reaches."""
+    return int(text) if text.isdecimal() and len(text) < 19 else 0
 
 
 def _flight(text: str) -> tuple[int, str]:
@@ -64,9 +69,9 @@ def _flight(text: str) -> tuple[int, str]:
     if not is_on(text):
         return 0, ""
     number, _, folder = text.strip().partition(":")
-    if not number.isdigit():
+    if not number.isdecimal():
         return FLIGHT_CALLS, "" if number.lower() in ("on", "yes", "true") else text.strip()
-    return (int(number) if int(number) > 1 else FLIGHT_CALLS), folder
+    return (_count(number) if _count(number) > 1 else FLIGHT_CALLS), folder
 
 
 class Setting(Generic[_T]):

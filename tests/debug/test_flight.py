@@ -226,3 +226,41 @@ def test_records_that_agree_say_so_and_other_files_are_refused(tmp_path: Path) -
         assert (result.exit_code, words in result.output) == (2, True), result.output
     result = CliRunner().invoke(cli.app, ["trace", str(files[0]), str(files[0])])
     assert "is a second record of rank 0" in result.output
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data: data.pop("groups"), "groups is missing"),
+        (lambda data: data.update(world=10**12), "world is 1000000000000"),
+        (lambda data: data.update(rank=None), "rank is None"),
+        (lambda data: data.update(calls=[3]), r"calls is \[3\]"),
+        (lambda data: data["calls"][0].pop("kind"), r"calls\[0\].kind is missing"),
+        (lambda data: data["calls"][0].update(start=10**400), r"calls\[0\].start is 1000"),
+        (lambda data: data["calls"][0].update(arguments=[]), r"calls\[0\].arguments is \[\]"),
+    ],
+)
+def test_a_damaged_record_is_refused_by_name(tmp_path: Path, change: Any, words: str) -> None:
+    call = {
+        "name": "all_gather_dim", "kind": "all_gather", "group": "0", "count": 1, "shape": [4], "dtype": "float32",
+        "arguments": {"dim": 0}, "path": "view", "bytes_copied": 0, "bytes_sent": 0, "start": 1, "end": 2, "thread": 1,
+        "file": "train.py", "line": 3, "error": "",
+    }  # fmt: skip
+    data: Any = {
+        "format": trace.FORMAT, "rank": 0, "world": 1, "host": "node", "pid": 1, "time": 3, "groups": {"0": [0]},
+        "counts": {"0": 1}, "calls": [call],
+    }  # fmt: skip
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(data))
+    assert trace.story(trace.read([path]))
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(tritoncomm.ArgumentError, match=words):
+        trace.read([path])
+
+
+def test_a_deep_record_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(tritoncomm.ArgumentError, match="nested too deeply"):
+        trace.read([path])

@@ -20,7 +20,7 @@ from redistributions import chunked, layouts, ranks_of
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup as TorchGroup
 
-from tritoncomm.errors import GroupError, PeerError, ShapeError
+from tritoncomm.errors import ArgumentError, CommError, GroupError, PeerError, ShapeError
 from tritoncomm.tensor import (
     ColoParameter,
     ColoTensor,
@@ -485,3 +485,32 @@ def run_never_stale(group: TorchGroup) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_spec_is_never_stale(pool: Pool, world: int) -> None:
     pool.run(run_never_stale, world=world)
+
+
+def run_damaged_files(group: TorchGroup) -> None:
+    """What ``torch.load`` rebuilds from a file that nobody vouches for is a tensor, or an error by name."""
+    x = ColoTensor(torch.ones(2, 4), ColoTensorSpec(ranks_of(group), ShardSpec([0], [2])), (4, 4))
+    function, (name, data, flag, state) = x.__reduce_ex__(2)
+    assert torch.equal(plain(function(name, data, flag, state)), plain(x))
+    for at, odd in ((0, "Other"), (0, []), (1, 3), (2, 1), (3, ()), (3, None)):
+        with pytest.raises(ArgumentError, match="damaged"):
+            function(*((name, data, flag, state)[:at]), odd, *((name, data, flag, state)[at + 1 :]))
+    empty = _DistSpec.__new__(_DistSpec)
+    for at, odd in ((0, 3), (1, None), (1, empty), (2, 1.5), (3, ("4", 4)), (3, 7), (4, 1)):
+        with pytest.raises(ArgumentError, match="damaged"):
+            function(name, data, flag, (*state[:at], odd, *state[at + 1 :]))
+    for shape in ((4, 5), (-1, 4), (8, 4), ()):
+        with pytest.raises(CommError):
+            function(name, data, flag, (*state[:3], shape, state[4]))
+    with pytest.raises(ArgumentError, match="requires grad"):
+        function(name, data.long(), True, state)
+    for odd in (None, {}, {"ranks": 3}, {"ranks": [0], "tp": 2, "dp": 1, "cpu": False}, {"ranks": [0], "tp": "1"}):
+        with pytest.raises(ArgumentError, match="damaged"):
+            ProcessGroup.__new__(ProcessGroup).__setstate__(odd)
+    for odd in (None, "0", 1.5, [0]):
+        with pytest.raises(ArgumentError, match="must be integers"):
+            ShardSpec([odd], [2])  # pyright: ignore[reportArgumentType]
+
+
+def test_damaged_files(pool: Pool) -> None:
+    pool.run(run_damaged_files, world=2)

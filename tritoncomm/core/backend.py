@@ -65,6 +65,7 @@ def _options(kind: Any, asynchronous: bool, op: Any = None) -> Any:
 
 _gather_options = tuple(_options(AllgatherOptions, flag) for flag in (False, True))
 _exchange_options = tuple(_options(dist.AllToAllOptions, flag) for flag in (False, True))
+_NOT_CARRIED = "No backend type associated with device type", "Could not run 'c10d::"
 _SUM = ReduceOp.SUM
 _sums = {
     kind: tuple(_options(kind, flag, _SUM) for flag in (False, True))
@@ -74,7 +75,12 @@ _sum_scatter_options, _sum_options = _sums.values()
 
 
 def _fail(error: RuntimeError, what: str, ranks: Any, name: str) -> NoReturn:
-    """Raise ``PeerError`` for an error of the backend, and report it to the observer; other errors stay as they are."""
+    """Raise ``PeerError`` for an error of the backend, and report it to the observer; other errors stay as they are.
+
+    A tensor that the group does not carry (meta, quantized) is the caller's mistake: ``UnsupportedError``.
+    """
+    if any(words in str(error) for words in _NOT_CARRIED):
+        raise UnsupportedError(f"{name}: ranks {list(ranks or ())} do not carry such tensors: {error}") from error
     if isinstance(error, CommError | NotImplementedError | torch.OutOfMemoryError):
         raise error
     rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
@@ -270,7 +276,10 @@ def check_op(op: Any, x: Tensor, group: ProcessGroup, name: str) -> None:
     """
     if op == ReduceOp.SUM and x.dtype not in _raw:
         return
-    backend = backend_name(group, x)
+    try:
+        backend = backend_name(group, x)
+    except RuntimeError as error:
+        _fail(error, "reduction", _ranks.get(group), name)
     problem = refused(op, x.dtype, backend)
     if problem:
         raise UnsupportedError(f"{name}: {backend} cannot reduce {x.dtype} with {op}: {problem}")

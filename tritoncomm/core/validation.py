@@ -11,9 +11,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from tritoncomm.errors import ArgumentError, GroupError, UnsupportedError
+from tritoncomm.errors import ArgumentError, GroupError, ShapeError, UnsupportedError
 
-__all__ = ["check_input", "check_kind", "members", "refuse_forward_ad", "world_of"]
+__all__ = ["check_data", "check_input", "check_kind", "checked_dim", "members", "refuse_forward_ad", "world_of"]
 
 _strided = torch.strided
 members: dict[ProcessGroup, Any] = getattr(distributed_c10d, "_pg_group_ranks", {})
@@ -29,8 +29,25 @@ def check_input(x: Tensor, name: str) -> None:
     """
     if forward_ad._current_level >= 0:
         refuse_forward_ad(x, name)
-    if type(x) is not Tensor or x.layout is not _strided:
+    if type(x) is not Tensor or x.layout is not _strided or x.is_nested:
         check_kind(x, name)
+
+
+def checked_dim(x: Tensor, dim: int, name: str) -> int:
+    """``dim`` counted from the front.
+
+    Raises:
+        ArgumentError: not an integer.
+        ShapeError: ``x`` has no such dim.
+    """
+    if type(dim) is not int:
+        try:
+            dim = int(dim.__index__())
+        except (AttributeError, TypeError):
+            raise ArgumentError(f"{name}: a dim must be an int, not {dim!r}") from None
+    if not -x.dim() <= dim < x.dim():
+        raise ShapeError(f"{name}: dim {dim} is out of range for shape {tuple(x.shape)}")
+    return dim % x.dim()
 
 
 def world_of(group: ProcessGroup, name: str) -> int:
@@ -64,12 +81,28 @@ def refuse_forward_ad(x: Tensor, name: str) -> None:
         raise UnsupportedError(f"{name}: forward-mode AD (dual tensors, torch.func.jvp) has no rule for collectives")
 
 
+def check_data(x: Tensor, name: str) -> None:
+    """``check_kind``, and that there is data: a peer waits for it.
+
+    Raises:
+        ArgumentError: a meta or fake tensor, or what ``check_kind`` refuses.
+    """
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # whoever has a FakeTensor has imported it
+    if x.is_meta or (fakes is not None and isinstance(x, fakes.FakeTensor)):
+        raise ArgumentError(f"{name}: a {'meta' if x.is_meta else 'fake'} tensor has no data to send")
+    check_kind(x, name)
+
+
 def check_kind(x: Tensor, name: str) -> None:
     """Refuse what is not one strided block of this rank's memory.
 
     Raises:
-        ArgumentError: a sparse tensor or a DTensor.
+        ArgumentError: a sparse or nested tensor, or a DTensor.
     """
+    if x.is_nested:
+        raise ArgumentError(
+            f"{name}: expected a strided tensor, not a nested one; pass its .values() or a padded tensor"
+        )
     if x.layout is not _strided:
         raise ArgumentError(f"{name}: expected a strided tensor, not one of layout {x.layout}; call .to_dense()")
     distributed = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has imported it

@@ -5,7 +5,8 @@ The n-th calls of a group belong together. Nothing but the files is read, so the
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,40 @@ __all__ = ["Record", "perfetto", "read", "story"]
 _COMPARED = ("name", "kind", "shape", "dtype", "arguments")
 _OWN = {"all_to_all_single": ("shape", "arguments"), "hop": ("name", "shape", "arguments")}  # may differ between ranks
 _MAX_LINES = 20
+_MAX_RANKS, _MAX_INT = 1 << 20, 1 << 63
+
+
+def _is_int(value: Any, low: int = 0, high: int = _MAX_INT) -> bool:
+    return type(value) is int and low <= value < high
+
+
+def _is_rank(value: Any) -> bool:
+    return _is_int(value, 0, _MAX_RANKS)
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _is_ranks(value: Any) -> bool:
+    return type(value) is list and all(map(_is_rank, value))
+
+
+def _is_mapping(value: Any, has: Callable[[Any], bool] = lambda _: True) -> bool:
+    return type(value) is dict and all(map(has, value.values()))
+
+
+# What of a record is read, and whether a value is one that a rank writes: a file may hold anything.
+_RECORD: dict[str, Callable[[Any], bool]] = {
+    "rank": _is_rank, "world": _is_rank, "host": _is_text, "pid": _is_int, "time": _is_int,
+    "groups": lambda value: _is_mapping(value, _is_ranks), "counts": lambda value: _is_mapping(value, _is_int),
+    "calls": lambda value: type(value) is list and all(map(_is_mapping, value)),
+}  # fmt: skip
+_CALL: dict[str, Callable[[Any], bool]] = {
+    "name": _is_text, "kind": _is_text, "group": _is_text, "file": _is_text, "path": _is_text, "error": _is_text,
+    "count": _is_int, "line": _is_int, "start": _is_int, "end": _is_int, "thread": _is_int, "bytes_copied": _is_int,
+    "bytes_sent": _is_int, "arguments": _is_mapping, "shape": lambda _: True, "dtype": lambda _: True,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,22 +86,43 @@ def read(files: Iterable[str | os.PathLike[str]]) -> list[Record]:
         paths += sorted(each.glob("tritoncomm-flight-*.json")) if each.is_dir() else [each]
     records: dict[int, Record] = {}
     for path in paths:
-        try:
-            data = json.loads(path.read_text())
-            if data["format"] != FORMAT:
-                raise ArgumentError(f"{path} has format {data['format']}, this version reads {FORMAT}")
-            calls = {(call["group"], call["count"]): call for call in data["calls"]}
-            rank = data["rank"]
-        except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, ArgumentError):
-                raise
-            raise ArgumentError(f"{path} is no flight record: {type(error).__name__}: {error}") from None
+        data = _content(path)
+        rank, calls = data["rank"], {(call["group"], call["count"]): call for call in data["calls"]}
         if rank in records:
             raise ArgumentError(f"{path} is a second record of rank {rank}")
         records[rank] = Record(rank, data, calls)
     if not records:
         raise ArgumentError("there are no flight records in the given files")
     return [records[rank] for rank in sorted(records)]
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """The record in a file.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    try:
+        data = json.loads(path.read_text())
+    except RecursionError:
+        raise ArgumentError(f"{path} is no flight record: it is nested too deeply") from None
+    except ValueError as error:
+        raise ArgumentError(f"{path} is no flight record: {type(error).__name__}: {error}") from None
+    if type(data) is not dict or "format" not in data:
+        raise ArgumentError(f"{path} is no flight record: it has no format")
+    if data["format"] != FORMAT:
+        raise ArgumentError(f"{path} has format {reprlib.repr(data['format'])}, this version reads {FORMAT}")
+    _check_fields(path, "", data, _RECORD)
+    for i, call in enumerate(data["calls"]):
+        _check_fields(path, f"calls[{i}].", call, _CALL)
+    return data
+
+
+def _check_fields(path: Path, place: str, values: dict[str, Any], fields: dict[str, Callable[[Any], bool]]) -> None:
+    for name, is_right in fields.items():
+        if name not in values or not is_right(values[name]):
+            shown = reprlib.repr(values[name]) if name in values else "missing"
+            raise ArgumentError(f"{path} is no flight record: {place}{name} is {shown}")
 
 
 def perfetto(records: Sequence[Record]) -> dict[str, Any]:
@@ -126,10 +182,9 @@ def _first_difference(group: str, records: Sequence[Record]) -> list[str]:
     """The first call of a group, of those that all of its records still hold, that ranks made differently."""
     holders = [each for each in records if any(name == group for name, _ in each.calls)]
     oldest = max(min(count for name, count in each.calls if name == group) for each in holders)
-    newest = max(count for each in holders for name, count in each.calls if name == group)
-    for count in range(oldest, newest + 1):
+    for count in sorted({count for each in holders for name, count in each.calls if name == group and count >= oldest}):
         calls = {each.rank: each.calls[group, count] for each in holders if (group, count) in each.calls}
-        if not calls or all(call["kind"] == "hop" for call in calls.values()):
+        if all(call["kind"] == "hop" for call in calls.values()):
             continue
         if differ := _differ(list(calls.values())):
             head = f"group {group!r}: call {count} is the first that differs, in {', '.join(differ)}:"

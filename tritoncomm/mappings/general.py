@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 from tritoncomm.core import eager
 from tritoncomm.core.function import direct, wants_grad, without_graph
 from tritoncomm.core.plan import Ints, normalize_sizes
-from tritoncomm.core.validation import refuse_forward_ad
-from tritoncomm.errors import ArgumentError, ShapeError
+from tritoncomm.core.validation import checked_dim, refuse_forward_ad
+from tritoncomm.errors import ArgumentError
 from tritoncomm.groups import GroupLike, resolve
 
 __all__ = ["all_gather_dim", "all_to_all_dims", "reduce_scatter_dim", "split_dim"]
@@ -31,13 +31,6 @@ def checked(input_: Any, group: GroupLike | None, name: str) -> ProcessGroup:
     if not isinstance(input_, Tensor):
         raise ArgumentError(f"{name}: input_ must be a tensor, not {type(input_).__name__}")
     return resolve(group, name)
-
-
-def checked_dim(input_: Tensor, dim: int, name: str) -> int:
-    """``dim`` counted from the front."""
-    if not -input_.dim() <= dim < input_.dim():
-        raise ShapeError(f"{name}: dim {dim} is out of range for shape {tuple(input_.shape)}")
-    return dim % input_.dim()
 
 
 @direct

@@ -259,6 +259,8 @@ def all_to_all_hp2sp(input_: Tensor, group: GroupLike | None = None, use_nccl_st
 
 def _checked_hidden(input_: Tensor, group: GroupLike | None, name: str) -> ProcessGroup:
     group = checked(input_, group, name)
+    if input_.is_nested:
+        check_kind(input_, name)  # it has no shape to look at
     if input_.dim() == 0:
         raise ShapeError(f"{name}: a 0-dim tensor has no hidden dim")
     world = len(members[group]) if group in members else world_of(group, name)

@@ -6,27 +6,27 @@ moves take ``_exchange_messages``. Everything that is sent is posted before anyt
 progress independently, so that a rank never waits for a neighbour that waits for it.
 """
 
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import DistNetworkError
 
 from tritoncomm import record, variables
 from tritoncomm.core.backend import special
 from tritoncomm.core.ops import path_for
+from tritoncomm.core.validation import check_data
 from tritoncomm.debug.hop_windows import compare_hops
 from tritoncomm.debug.hops import CheckedHop
 from tritoncomm.errors import ArgumentError, MismatchError, PeerError
 from tritoncomm.p2p import header, message
+from tritoncomm.p2p.in_flight import Handle, Hop
 from tritoncomm.p2p.message import Incoming, Message
 from tritoncomm.p2p.neighbours import Neighbours
 from tritoncomm.p2p.report import begin, contents_of
-from tritoncomm.p2p.transport import Posted, keep_alive, post, post_and_wait, post_one
+from tritoncomm.p2p.transport import keep_alive, post, post_and_wait, post_one
 
-__all__ = ["Hop", "check", "checking", "exchange"]
+__all__ = ["check", "checking", "exchange"]
 
 _check, _hash = variables.CHECK, variables.HASH
 _SHAPES = frozenset((tuple, list, torch.Size))
@@ -84,12 +84,17 @@ def exchange(
     """
     _range = None
     if record.switch._is_profiler_enabled:
+        _refuse(name, to_next, to_prev)
         _range = begin(neighbours, name, to_next, to_prev, from_prev, from_next, dtype, variable)
     result = None
     if not (variable or _check.value or neighbours.is_single_rank):
-        result = _exchange_plain(
-            neighbours, name, to_next, to_prev, from_prev, from_next, dtype, device, batched, wait
-        )  # fmt: skip
+        try:
+            result = _exchange_plain(
+                neighbours, name, to_next, to_prev, from_prev, from_next, dtype, device, batched, wait
+            )  # fmt: skip
+        except RuntimeError:  # looked at only now: each property of a tensor takes 50 ns
+            _refuse(name, to_next, to_prev)
+            raise
     if result is None:
         sends: dict[str, list[Tensor]] = {}
         receives: dict[str, Incoming] = {}
@@ -132,6 +137,8 @@ def _exchange_plain(
             if type(x) is not list or len(x) != 1 or not isinstance(x[0], Tensor):
                 return None
             x = x[0]
+        if type(x) is not Tensor:
+            check_data(x, name)
         if x.dtype in special or x.numel() < 2:
             return None  # one element may carry a lazy negative bit
         if x.is_contiguous():
@@ -182,108 +189,21 @@ def _exchange_plain(
     return before, after, handles
 
 
+def _refuse(name: str, *sent: Any) -> None:
+    """Name what cannot be sent."""
+    for x in sent:
+        _tensors(() if x is None else x, name)
+
+
 def _tensors(x: Any, name: str) -> list[Tensor]:
-    if isinstance(x, Tensor):
-        return [x]
-    tensors = list(x)
+    if not isinstance(x, Tensor | list | tuple):
+        raise ArgumentError(f"{name}: expected a tensor or a list of tensors, not {type(x).__name__}")
+    tensors = [x] if isinstance(x, Tensor) else list(x)
     for each in tensors:
         if not isinstance(each, Tensor):
             raise ArgumentError(f"{name}: expected a tensor or a list of tensors, not {type(each).__name__}")
+        check_data(each, name)
     return tensors
-
-
-@dataclass(slots=True, eq=False)
-class Hop:
-    """A p2p step in flight.
-
-    Attributes:
-        posted: the transfers by key.
-        headers: the headers sent.
-        received: the tensors by key, defined once waited for.
-        problems: by key, why a message is refused; raised once it has been transferred.
-        checked: in check mode, the comparison with the other ends.
-    """
-
-    posted: dict[str, Posted] = field(default_factory=dict)
-    headers: list[Posted] = field(default_factory=list)
-    received: dict[str, list[Tensor]] = field(default_factory=dict)
-    problems: dict[str, str] = field(default_factory=dict)
-    checked: CheckedHop | None = None
-
-    def meet(self, key: str, in_helper: bool = False) -> None:
-        """In check mode: see whether the other end of a transfer comes, before it is waited for."""
-        if self.checked is not None:
-            self.checked.meet(key, in_helper)
-
-    def compare(self, key: str) -> None:
-        """In check mode: compare a transfer with what its other end did, and note what is wrong."""
-        if self.checked is not None:
-            self.note(key, self.checked.problem(key))
-
-    def note(self, key: str, problem: str | None) -> None:
-        """A transfer has a problem, where there is a text."""
-        if problem:
-            self.problems[key] = f"{self.problems[key]}; {problem}" if key in self.problems else problem
-
-    def explain(self, error: PeerError) -> NoReturn:
-        """Raise ``error``; in check mode with what the other end does instead, where that is known."""
-        explained = error if self.checked is None else self.checked.explained(error)
-        if explained is error:
-            raise error
-        raise explained from error
-
-    def give_up(self, error: BaseException) -> None:
-        """In check mode: the other ends learn that their transfers will not be completed because of ``error``."""
-        if self.checked is not None:
-            with suppress(DistNetworkError):  # the error that is being raised matters more
-                self.checked.give_up(f"{type(error).__name__}: {error}")
-
-    def wait(self) -> None:
-        """Wait for every transfer."""
-        if self.checked is None:
-            self._wait()
-            return
-        try:
-            self._wait()
-        except PeerError as error:
-            self.explain(error)
-        for key in [each for each in self.posted if each.startswith("send")]:
-            self.compare(key)
-        if self.problems:
-            raise MismatchError("; ".join(self.problems.values()))
-
-    def _wait(self) -> None:
-        for posted in self.posted.values():
-            posted.wait()
-        for posted in self.headers:
-            posted.wait()
-        if self.problems and self.checked is None:
-            raise MismatchError("; ".join(self.problems.values()))
-
-
-class _Handle:
-    """One transfer of a hop; ``wait()`` raises its mismatch."""
-
-    __slots__ = ("_hop", "_key")
-
-    def __init__(self, hop: Hop, key: str) -> None:
-        self._hop, self._key = hop, key
-
-    def wait(self) -> None:
-        is_checked_send = self._hop.checked is not None and self._key.startswith("send")
-        try:
-            self._hop.posted[self._key].wait()
-        except PeerError as error:
-            if is_checked_send:
-                self._hop.explain(error)
-            raise
-        if is_checked_send:
-            self._hop.compare(self._key)
-        if self._key in self._hop.problems:
-            raise MismatchError(self._hop.problems[self._key])
-
-    def is_completed(self) -> bool:
-        return self._hop.posted[self._key].is_completed()
 
 
 def _exchange_messages(
@@ -321,7 +241,7 @@ def _exchange_messages(
         hop.wait()
     else:
         keep_alive((*hop.headers, *hop.posted.values()))
-        handles = {key: _Handle(hop, key) for key in hop.posted}
+        handles = {key: Handle(hop, key) for key in hop.posted}
     record.add(name, path, copied, sent, started)
     received: dict[str, Any] = {}
     for key, incoming in receives.items():

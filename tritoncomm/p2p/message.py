@@ -235,6 +235,8 @@ class Incoming:
             return cls((spec_of(expected),), expected.dtype, out=expected)
         is_single = is_one_shape(expected)
         if variable:
+            if not isinstance(expected, list | tuple):
+                raise ArgumentError(f"{name}: expected a shape or a list of shapes, not {expected!r}")
             return cls(None, dtype, 1 if is_single else len(expected), is_single)
         assert dtype is not None
         shapes = as_shapes(expected, name)

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from tritoncomm.core.validation import checked_dim
 from tritoncomm.errors import ArgumentError, ShapeError
-from tritoncomm.mappings.general import checked_dim, wants_grad
+from tritoncomm.mappings.general import wants_grad
 from tritoncomm.tensor.group_registry import Members
 from tritoncomm.tensor.mesh_collectives import MeshCollective, run_collective
 from tritoncomm.tensor.sharding_spec import ShardingSpec

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tritoncomm.core.plan import chunk_sizes
-from tritoncomm.errors import ShapeError
+from tritoncomm.errors import ArgumentError, ShapeError
 
 __all__ = [
     "DistPlacementPattern",
@@ -17,6 +17,7 @@ __all__ = [
     "ShardSpec",
     "_DistSpec",
     "bounds_by_label",
+    "check_spec",
     "global_shape_of",
     "local_shape",
     "partitions",
@@ -72,14 +73,23 @@ def ShardSpec(dims: list[int], num_partitions: list[int]) -> _DistSpec:
 
     Raises:
         AssertionError: not two lists of the same length.
+        ArgumentError: a dim or a number of partitions that is not an integer.
         ShapeError: a dim twice, or fewer than one partition.
     """
     assert isinstance(dims, list), "dims must be a list"
     assert isinstance(num_partitions, list), "num_partitions must be a list"
     assert len(dims) == len(num_partitions), f"{len(dims)} dims, but {len(num_partitions)} partitions"
+    dims, num_partitions = _integers(dims), _integers(num_partitions)
     if len(set(dims)) != len(dims) or any(parts < 1 for parts in num_partitions):
         raise ShapeError(f"ShardSpec: dims {dims} with partitions {num_partitions} is not a valid sharding")
     return _DistSpec(DistPlacementPattern.SHARD, dims=tuple(dims), num_partitions=tuple(num_partitions))
+
+
+def _integers(values: list[int]) -> list[int]:
+    try:
+        return [value if type(value) is int else int(value.__index__()) for value in values]
+    except (AttributeError, TypeError):
+        raise ArgumentError(f"ShardSpec: dims and partitions must be integers, not {values!r}") from None
 
 
 def partitions(spec: _DistSpec, ndim: int) -> Parts:
@@ -91,6 +101,23 @@ def partitions(spec: _DistSpec, ndim: int) -> Parts:
     if spec.placement is DistPlacementPattern.REPLICATE:
         return ()
     return _partitions(tuple(spec.dims), tuple(spec.num_partitions), ndim)
+
+
+def check_spec(spec: Any, ndim: int) -> Parts:
+    """``partitions`` of a spec that comes out of a file.
+
+    Raises:
+        ArgumentError: it is none.
+        ShapeError: it does not fit a tensor of so many dims.
+    """
+    placement = getattr(spec, "placement", None)
+    if placement is DistPlacementPattern.SHARD:
+        dims, counts = getattr(spec, "dims", None), getattr(spec, "num_partitions", None)
+        if isinstance(dims, tuple) and isinstance(counts, tuple) and len(dims) == len(counts):
+            return partitions(ShardSpec([*dims], [*counts]), ndim)
+    elif placement is DistPlacementPattern.REPLICATE:
+        return ()
+    raise ArgumentError(f"a damaged file: this is no placement of a tensor: {spec!r}")
 
 
 @lru_cache(maxsize=4096)

@@ -1,11 +1,13 @@
 """Tensor- and data-parallel process groups of ColoTensors."""
 
+import math
+import reprlib
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from tritoncomm.errors import GroupError
+from tritoncomm.errors import ArgumentError, GroupError
 from tritoncomm.groups import check_ascending, check_mesh
 from tritoncomm.tensor.group_registry import adopt, find, group_over, lookup, make_groups
 
@@ -205,7 +207,12 @@ class ProcessGroup:
         return {"ranks": list(self._ranks), "tp": self._tp, "dp": self._dp, "cpu": self._cpu}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        ranks = state["ranks"]
+        ranks = state.get("ranks", ()) if isinstance(state, dict) else ()
+        if ranks is not None:
+            degrees = [state.get(name) for name in ("tp", "dp")] if ranks else [0]
+            is_list = type(ranks) is list and all(type(rank) is int for rank in (*ranks, *degrees))
+            if not is_list or math.prod(degrees) != len(ranks) or type(state.get("cpu")) is not bool:
+                raise ArgumentError(f"ProcessGroup: a damaged file: this is no layout of ranks: {reprlib.repr(state)}")
         self.is_init = dist.is_initialized() and ranks is not None
         if ranks is not None and self.is_init:
             self._set_layout(tuple(ranks), state["tp"], state["dp"])
