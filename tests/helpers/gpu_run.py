@@ -66,6 +66,7 @@ ORDER = {
         f"{KERNELS}::test_cast_scale_accumulate",
         f"{SEGMENTS}::test_casts_scales_and_sums",
         f"{SEGMENTS}::test_sums_of_integers",
+        f"{SEGMENTS}::test_rows_that_segments_share_are_added_up",
         "tests/kernels/test_cross_entropy.py::test_statistics_and_gradient",
         f"{GROUPS}::test_handles_on_a_side_stream",
         f"{KERNELS}::test_access_widths",

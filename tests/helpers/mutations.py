@@ -151,7 +151,11 @@ MUTATIONS = (
     ),
     Mutation(
         "a segment of rows is read as contiguous", "kernels/tritoncomm_kernels/segment_kernel.py",
-        "offset += r.to(tl.int32).to(tl.int64) * gap", "offset += 0 * gap", "tests/kernels/test_segments.py",
+        "offset += r * gap", "offset += 0 * gap", "tests/kernels/test_segments.py",
+    ),
+    Mutation(
+        "a part of a sum is left out", "kernels/tritoncomm_kernels/segment_kernel.py",
+        "for _ in range(parts):", "for _ in range(parts - 1):", "tests/kernels/test_segments.py",
     ),
     Mutation(
         "check mode agrees to everything", "tritoncomm/debug/check.py",
