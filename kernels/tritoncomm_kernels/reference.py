@@ -7,10 +7,20 @@ from torch import Tensor
 
 from tritoncomm_kernels.config import Config
 from tritoncomm_kernels.dtypes import checked_scale, wide_type
-from tritoncomm_kernels.geometry import check_parts, geometry_of
+from tritoncomm_kernels.geometry import check_parts, geometry_of, indexed_rows, rows_layout_of
 from tritoncomm_kernels.segments import PADDING, CheckedSegments, Segments, checked_segments, layouts_of
 
-__all__ = ["gather_segments", "gradient", "pack", "reduce", "scatter_segments", "statistics", "unpack"]
+__all__ = [
+    "gather_rows",
+    "gather_segments",
+    "gradient",
+    "pack",
+    "reduce",
+    "scatter_rows",
+    "scatter_segments",
+    "statistics",
+    "unpack",
+]
 
 
 def pack(
@@ -105,6 +115,44 @@ def scatter_segments(
                 total += block
             _put(rows, total, scale, wide, accumulate)
     return checked.copied
+
+
+def gather_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
+    """``out[i] = x[index[i]]``, zeros where there is no such row; see ``tritoncomm_kernels.gather_rows``."""
+    rows = indexed_rows("gather_rows", rows_layout_of(x), rows_layout_of(index), rows_layout_of(out))
+    if not rows.moved:
+        return 0
+    with torch.no_grad():
+        if not rows.limit:
+            out.zero_()
+            return rows.moved
+        x, out, is_row = _as_integers(x), _as_integers(out), (index >= 0) & (index < rows.limit)
+        if not x.is_cuda and bool(is_row.all()):
+            torch.index_select(x, 0, index, out=out)
+        else:
+            out.copy_(x.index_select(0, torch.where(is_row, index, 0)))
+            out.masked_fill_((~is_row).view(-1, *(1 for _ in out.shape[1:])), 0)
+    return rows.moved
+
+
+def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
+    """``out[index[i]] = x[i]``, left out where there is no such row; see ``tritoncomm_kernels.scatter_rows``."""
+    rows = indexed_rows("scatter_rows", rows_layout_of(x), rows_layout_of(index), rows_layout_of(out))
+    if not rows.moved:
+        return 0
+    with torch.no_grad():
+        is_row = (index >= 0) & (index < rows.limit)
+        x, out, index = _as_integers(x), _as_integers(out), index.long()
+        if x.is_cuda or not bool(is_row.all()):
+            x, index = x[is_row], index[is_row]
+        out.index_copy_(0, index, x)
+    return rows.moved
+
+
+def _as_integers(x: Tensor) -> Tensor:
+    """The bits of elements of 1 to 8 bytes, which every operator of torch copies."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.view(kinds[x.itemsize]) if x.itemsize in kinds else x
 
 
 def statistics(

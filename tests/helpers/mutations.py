@@ -158,6 +158,10 @@ MUTATIONS = (
         "for _ in range(parts):", "for _ in range(parts - 1):", "tests/kernels/test_segments.py",
     ),
     Mutation(
+        "an index that is no row is followed", "kernels/tritoncomm_kernels/row_copy.py",
+        "is_row = (at >= 0) & (at < limit)", "is_row = (at >= 0) & (at <= limit)", "tests/kernels/test_rows.py",
+    ),
+    Mutation(
         "check mode agrees to everything", "tritoncomm/debug/check.py",
         "    if not differ:\n", "    if differ or not differ:\n", "tests/debug/test_check.py",
     ),

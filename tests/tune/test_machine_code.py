@@ -292,3 +292,27 @@ def test_sums_of_segments(kind: str, target: str) -> None:
     check(code, 16)
     assert set(code.stores) == {16}
     assert code.instructions * 16 / sum(code.stores) <= 110 * (1.6 if target == "gfx942" else 1), code.instructions
+
+
+@on_targets
+@pytest.mark.parametrize("index", ["i64", "i32"])
+def test_rows_by_index(index: str, target: str) -> None:
+    """The full unit on both sides, 75 instructions per 16 bytes at most."""
+    kernel = compiled_kernels()["row_copy"]._rows_kernel
+    kinds = [(name, unit) for name in ("pack", "unpack") for unit in (16, 4, 1)]
+    builds = []
+    for name, unit in kinds:
+        element, vec = ELEMENT[unit]
+        rows, cols = tile(name, unit, unit // vec, target)
+        constants = {
+            "INDEX": tl.int64 if index == "i64" else tl.int32, "SCATTER": name == "unpack", "VEC": vec,
+            "BLOCK_ROWS": rows, "BLOCK_COLS": cols,
+        }  # fmt: skip
+        pointers = {"far_ptr": f"*{element}", "near_ptr": f"*{element}", "scale": "fp32", "index_at": "i64"}
+        builds.append(Build(kernel, pointers, constants))
+    for (name, unit), code in zip(kinds, build_all(builds, target), strict=True):
+        check(code, unit)
+        assert set(code.stores) == {unit}, (name, unit)
+        assert code.loads.count(unit) >= len(code.stores), (name, unit)
+        if unit == 16:
+            assert code.instructions * 16 / sum(code.stores) <= 75, (name, code.instructions)
