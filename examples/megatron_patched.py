@@ -28,11 +28,10 @@ def build() -> torch.nn.Module:
     from megatron.core.transformer import TransformerConfig
 
     size = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "use_cpu_initialization": True}
-    no_dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    unfused = {"bias_dropout_fusion": False, "masked_softmax_fusion": False}
+    plain = {"hidden_dropout": 0, "attention_dropout": 0, "bias_dropout_fusion": False, "masked_softmax_fusion": False}
     ranks = {"tensor_model_parallel_size": dist.get_world_size(), "sequence_parallel": SEQUENCE_PARALLEL}
     torch.manual_seed(0)
-    config = TransformerConfig(**size, **ranks, **no_dropout, **unfused)
+    config = TransformerConfig(**size, **ranks, **plain)
     model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=LENGTH)
     return model.to(torch.cuda.current_device())
 
@@ -56,6 +55,7 @@ def train() -> list[float]:
 
 
 if __name__ == "__main__":
+    assert "RANK" in os.environ, f"started without torchrun:\n\n{__doc__}"
     from megatron.core import parallel_state, tensor_parallel
 
     from tritoncomm.integrations import megatron

@@ -5,7 +5,6 @@
 Activations go to the next stage, gradients back to the previous one, micro-batch by micro-batch.
 """
 
-import os
 from types import SimpleNamespace
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 import tritoncomm
 from tritoncomm.p2p import P2PCommunicator, schedules
 
-HIDDEN, BATCH, MICROBATCHES, STEPS = 32, 4, 6, 5
+STAGES, HIDDEN, BATCH, MICROBATCHES, STEPS = 2, 32, 4, 6, 5
 
 
 def stages(count: int, device: torch.device) -> list[nn.Module]:
@@ -59,7 +58,7 @@ def train_model(model: nn.Module, x: Tensor, target: Tensor) -> list[float]:
 
 
 if __name__ == "__main__":
-    mesh = tritoncomm.initialize(pipeline=int(os.environ["WORLD_SIZE"]))  # NCCL and the GPU of this rank, or Gloo
+    mesh = tritoncomm.initialize(pipeline=STAGES, data=1)  # NCCL and the GPU of this rank, or Gloo
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     communicator = P2PCommunicator(mesh["pipeline"], SimpleNamespace(pipeline_dtype=torch.float32))
     x, target = torch.randn(2, MICROBATCHES, BATCH, HIDDEN, generator=torch.Generator().manual_seed(1)).to(device)

@@ -6,7 +6,6 @@ The module is not edited. Its parameters become DTensors; activations stay plain
 """
 
 import copy
-import os
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import tritoncomm
 from tritoncomm.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-VOCABULARY, WIDTH, HIDDEN, STEPS = 64, 32, 128, 5
+RANKS, VOCABULARY, WIDTH, HIDDEN, STEPS = 2, 64, 32, 128, 5
 
 
 class Model(nn.Module):
@@ -60,7 +59,7 @@ def local_numel(parameter: Tensor) -> int:
 
 
 if __name__ == "__main__":
-    mesh = tritoncomm.initialize(tensor=int(os.environ["WORLD_SIZE"]))["tensor"]  # NCCL on GPUs, else Gloo
+    mesh = tritoncomm.initialize(tensor=RANKS, data=1)["tensor"]  # NCCL on GPUs, else Gloo
     torch.manual_seed(0)
     plain = Model().to(mesh.device_type)
     sharded = parallelize_module(copy.deepcopy(plain), mesh, PLAN)

@@ -23,6 +23,7 @@ from jobs import run_job, without_launcher
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_RUN: dict[str, int] = {}
+SETUPS = {"integrations_megatron.md": 1}  # silences Megatron's warnings; the page runs without it
 # Other frameworks that blocks import, by what installs them (as `make test` does).
 PEERS = {
     "megatron": "pip install --no-deps megatron-core==0.16.1",
@@ -146,6 +147,16 @@ def test_every_block_is_seen() -> None:
         assert len(codes) == len(re.findall(r"```\s*py", text, re.IGNORECASE)), path.name
         assert sum(match["reason"] is not None for match in codes) == NOT_RUN.get(path.name, 0), path.name
         assert text.count("<!-- setup:") == sum(match["setup"] is not None for match in BLOCK.finditer(text))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_page_is_a_script(path: Path) -> None:
+    """What readers see runs without what they do not see, and ends the groups that it makes."""
+    text = path.read_text()
+    hidden = [match["setup"] for match in BLOCK.finditer(text) if match["setup"] is not None]
+    assert len(hidden) == SETUPS.get(path.name, 0)
+    codes = "".join(match["code"] or "" for match in BLOCK.finditer(text))
+    assert "tritoncomm.initialize(" not in codes or "tritoncomm.destroy()" in codes.partition("initialize(")[2]
 
 
 def test_a_block_that_fails_is_seen(tmp_path: Path) -> None:

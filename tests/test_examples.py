@@ -69,6 +69,13 @@ def test_example_is_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 80
 
 
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_names_its_command_and_starts_under_every_launcher(path: Path) -> None:
+    text = path.read_text()
+    assert f"\n    torchrun --nproc-per-node 2 examples/{path.name}" in text.split('"""')[1]
+    assert "WORLD_SIZE" not in text, "srun and mpirun do not set it before initialize()"
+
+
 def test_what_make_test_runs() -> None:
     own = {path.stem for path in EXAMPLES if not peers_of(path)}
     assert own >= {"pipeline", "shard_existing_module", "tensor_parallel_block"}

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import lru_cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -277,6 +278,14 @@ def test_sizes_are_compared_with_the_launchers_ranks_before_anything_starts(monk
     with pytest.raises(GroupError, match="tensor 3 does not divide the 4 ranks"):
         runtime.initialize(tensor=3, timeout=1)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("sizes", "need"), [({"tensor": 2}, 2), ({"pipeline": 2, "tensor": 4, "data": 3}, 24)])
+def test_a_script_without_a_launcher_is_answered_with_one(sizes: dict[str, int], need: int) -> None:
+    with pytest.raises(GroupError, match=rf"the 1 rank of this job.* `torchrun --nproc-per-node {need} SCRIPT.py`"):
+        replace(SIZES, **sizes).of_world(1)
+    with pytest.raises(GroupError, match="start as many as the sizes need, or change the sizes"):
+        replace(SIZES, **sizes).of_world(5)
 
 
 def test_integers_of_other_libraries_are_sizes() -> None:

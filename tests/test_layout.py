@@ -40,8 +40,8 @@ ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for n
 INTEGRATIONS = ["rebinding", "megatron_functions", "megatron", "deepspeed", "yunchang", "transformers", "__init__"]
 DEBUG = ["agreement", "descriptor", "flight", "exchange", "check", "hops", "signals", "trace", "__init__"]
 RESHARD = [
-    "layout", "cells", "plan", "builder", "tables", "execute", "report", "unanimous", "specs", "resharding", "owned",
-    "__init__",
+    "layout", "cells", "plan", "builder", "tables", "steps", "notes", "execute", "report", "unanimous", "specs",
+    "resharding", "owned", "__init__",
 ]  # fmt: skip
 INSIDE = {"core": CORE, "mappings": MAPPINGS, "reshard": RESHARD, "integrations": INTEGRATIONS, "debug": DEBUG}
 ENTRIES = 25

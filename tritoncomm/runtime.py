@@ -285,8 +285,13 @@ class Sizes:
         if data * model != world:
             sizes = f"pipeline {self.pipeline} * context {self.context} * tensor {self.tensor}"
             problem = f"{sizes} does not divide" if self.data is None else f"data {data} * {sizes} is not"
-            ranks = "1 rank" if world == 1 else f"{world} ranks"
-            raise GroupError(f"{problem} the {ranks} of this job: start as many as the sizes need, or change the sizes")
+            ranks, command = f"{world} ranks", ""
+            if world == 1:  # most often a script without a launcher
+                need = model * (self.data or 1)
+                ranks, command = "1 rank", f", for example with `torchrun --nproc-per-node {need} SCRIPT.py`"
+            raise GroupError(
+                f"{problem} the {ranks} of this job: start as many as the sizes need{command}, or change the sizes"
+            )
         if self.expert < 1 or data % self.expert:
             raise GroupError(f"expert {self.expert} does not divide data {data}")
         return data, self.pipeline, self.context, self.tensor

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tritoncomm_kernels.cross_entropy import gradient, statistics
     from tritoncomm_kernels.reduction import reduce
     from tritoncomm_kernels.row_copy import gather_rows, scatter_rows
+    from tritoncomm_kernels.segment_call import SegmentCall
     from tritoncomm_kernels.segment_copy import gather_segments, scatter_segments
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "PADDING",
     "Config",
     "Segment",
+    "SegmentCall",
     "Segments",
     "TooLargeError",
     "config_for",
@@ -40,8 +42,9 @@ __all__ = [
     "unpack",
 ]
 
-# Functions whose modules import Triton, by the module. None is named as a module is, which would take its name.
+# What is in modules that import Triton, by the module. None is named as a module is, which would take its name.
 _LAZY = {
+    "SegmentCall": "segment_call",
     "gather_rows": "row_copy",
     "gather_segments": "segment_copy",
     "gradient": "cross_entropy",

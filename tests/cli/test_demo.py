@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch.multiprocessing as multiprocessing
 from jobs import run_job
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from tritoncomm import cli
@@ -159,6 +160,7 @@ def test_bad_arguments_are_explained_before_anything_trains(arguments, words, mo
     result = CliRunner().invoke(cli.app, ["demo", *arguments])
     assert result.exit_code == 2
     assert words in result.output
+    assert len(result.output.splitlines()) == 1, "an error and no progress bars"
 
 
 def test_a_picture_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
@@ -195,6 +197,15 @@ def test_the_ending_chooses_the_kind_of_picture(name, start, tmp_path):
     demo_command.plot(outcome(ranks=1), tmp_path / name)
     content = (tmp_path / name).read_bytes()
     assert content.startswith(start)
+
+
+def test_the_picture_counts_in_full_steps(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    demo_command.plot(outcome(), tmp_path / "loss.png")
+    (axes,) = drawn[0].axes
+    axes.set_xlim(0, 19)  # ticks at 2.5, 7.5, ... without a rule
+    assert [tick for tick in axes.get_xticks() if tick % 1] == []
 
 
 def join(port: int) -> tuple[int, int]:

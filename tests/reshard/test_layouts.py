@@ -42,7 +42,9 @@ def check_costs(items: list[Item], plans: list[Recorded], bucket_bytes: int, wor
             assert max(bucket.send.nbytes, bucket.recv.nbytes) <= moved.largest <= bucket_bytes
             assert max(bucket.send.messages, bucket.recv.messages) <= world - 1
             assert bucket.send.counts[rank] == bucket.recv.counts[rank] == 0
-        assert moved.launches <= 2 * len(moved.buckets)
+        casts = {(item.dtype, item.result) for item in items if item.dtype is not item.result}
+        assert moved.launches <= (2 + len(casts)) * len(moved.buckets)
+        assert moved.own_bytes <= bucket_bytes
         assert [int(other.transfers.sent[rank]) for other in plans] == [moved.bytes_sent] * world
 
 

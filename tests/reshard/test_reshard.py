@@ -2,6 +2,7 @@
 
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from traffic import Traffic
 
 from tritoncomm import record
 from tritoncomm.errors import ArgumentError, CommError, GroupError, MismatchError, ShapeError, UnsupportedError
-from tritoncomm.reshard import Layout, reshard, reshard_plan
+from tritoncomm.reshard import Layout, builder, reshard, reshard_plan
 from tritoncomm.reshard.plan import ALIGNMENT, Item
 
 
@@ -175,7 +176,8 @@ def run_costs(group: TorchGroup) -> None:
     assert (count.bytes_copied, count.bytes_sent) == (plan.bytes_copied, plan.bytes_sent)
     assert traffic.moved == plan.bytes_copied
     result = 64 * 48 * 4
-    assert traffic.allocated == result + moved.bytes_sent + moved.bytes_received
+    staged = sum(bucket.own_bytes for bucket in moved.buckets)
+    assert traffic.allocated == result + moved.bytes_sent + moved.bytes_received + staged
     sizes = [max(bucket.send.nbytes, bucket.recv.nbytes) for bucket in moved.buckets]
     assert max(sizes) <= limit
     assert len(sizes) > 3
@@ -189,13 +191,25 @@ def test_costs(pool: Pool) -> None:
     pool.run(run_costs, world=4)
 
 
+def rows_to_columns(rows: int, columns: int) -> tuple[Tensor, Layout, Layout]:
+    """A tensor of different values, and its shards of dim 0 and of dim 1 on two ranks."""
+    shape = rows, columns
+    full = torch.arange(float(rows * columns)).view(shape)
+    return full, Layout.on_mesh(shape, range(2), [0]), Layout.on_mesh(shape, range(2), [1])
+
+
 def run_in_place(group: TorchGroup) -> None:
-    rank, shape = group.rank(), (8, 8)
-    source, target = Layout.on_mesh(shape, range(2), [0]), Layout.on_mesh(shape, range(2), [1])
-    full = torch.arange(64.0).view(shape)
+    rank, (full, source, target) = group.rank(), rows_to_columns(8, 8)
     memory = local_of(source, rank, full).flatten()
     reshard(memory.view(4, 8), source, target, group=group, out=memory.view(8, 4))
     assert torch.equal(memory.view(8, 4), local_of(target, rank, full))
+    # Blocks that are copied directly, before what arrives is unpacked.
+    full, source, target = rows_to_columns(8, 12)
+    memory = local_of(source, rank, full).flatten()
+    with mock.patch.object(builder, "_SMALL", 0):
+        reshard(memory.view(4, 12), source, target, group=group, out=memory.view(8, 6))
+    assert torch.equal(memory.view(8, 6), local_of(target, rank, full))
+    full, source, target = rows_to_columns(8, 8)
     memory = local_of(source, rank, full).flatten()
     refused(
         lambda: reshard(memory.view(4, 8), source, target, group=group, out=memory.view(8, 4), bucket_bytes=32),
@@ -208,9 +222,7 @@ def test_in_place_needs_one_bucket(pool: Pool) -> None:
 
 
 def run_corners(group: TorchGroup) -> None:
-    rank, shape = group.rank(), (8, 4)
-    source, target = Layout.on_mesh(shape, range(2), [0]), Layout.on_mesh(shape, range(2), [1])
-    full = torch.arange(32.0).view(shape)
+    rank, (full, source, target) = group.rank(), rows_to_columns(8, 4)
     x = local_of(source, rank, full)
     # The same layout: the tensor itself. Tied tensors: each of them moves.
     both = reshard({"a": x, "b": x, "c": x}, source, {"a": target, "b": source, "c": target}, group=group)

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tritoncomm.cli import pictures
 from tritoncomm.cli._console import refuse, say, table, terminal
-from tritoncomm.demo import DemoError, Outcome, Settings, run
+from tritoncomm.demo import DemoError, Outcome, Settings, check_text, run
 from tritoncomm.parsing import counted, dtype_name, parse_dtype
 
 __all__ = ["check_plot", "demo", "plot", "show", "train_with_progress"]
@@ -54,9 +54,11 @@ def demo(
         )
         if picture is not None:
             check_plot(picture)
+        check_text(settings)  # an error comes instead of the bars, not below them
         outcome = train_with_progress(settings, console)
         if picture is not None:
             plot(outcome, picture)
+            say(console, f"drawn: {picture}")
     except (ValueError, OSError, DemoError) as error:
         raise refuse(error, 1 if isinstance(error, DemoError) else 2) from None
     show(outcome, console)
@@ -141,12 +143,14 @@ def plot(outcome: Outcome, path: Path) -> None:
     """Draw both loss curves into a picture."""
     # An extra, and slow to import.
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator  # of the same extra
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(outcome.reference, linewidth=4, alpha=0.4, label="single process")
     axes.plot(outcome.losses, linewidth=1.2, color="black", label=counted(outcome.settings.ranks, "rank"))
     axes.set(xlabel="step", ylabel="cross-entropy per byte (nats)", title="The same training on one and several ranks")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no half step
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120, format=path.suffix[1:].lower())

@@ -35,7 +35,7 @@ EPILOG = paragraphs(
     "tritoncomm plan all_to_all --shape 2,1024,32,128 --dim 2,1 --world 4   (Ulysses)",
     "   ... --strides 12582912,12288,128,1   (the same of one third of a fused qkv)",
     "tritoncomm plan all_to_all --shape 8,512 --world 2 --sizes 3,5 --out-sizes 3,1   (split sizes)",
-    "tritoncomm plan reshard --shape 8192,8192 --source S0*8 --target R*2,S1*4   (layouts: shards, replicas)",
+    "tritoncomm plan reshard --shape 8192,8192 --source 'S0*8' --target 'R*2,S1*4'   (layouts: shards, replicas)",
     "Mappings, by the short name or the full one: " + ", ".join(f"{short} ({name})" for short, name in OPS.items()),
     "Exits with 0, or with 2 for invalid arguments or when such a call would be refused.",
 )

@@ -48,7 +48,7 @@ def plan_reshard(shape: str, source: str, target: str, dtype: str, rank: int, bu
     """
     sizes, kind = parse_ints(shape, "--shape", 0), parse_dtype(dtype)
     if not source or not target:
-        raise ValueError("reshard needs --source and --target, like --source S0*8 --target R*2,S1*4")
+        raise ValueError("reshard needs --source and --target, like --source 'S0*8' --target 'R*2,S1*4'")
     layouts = parse_layout(source, sizes, "--source"), parse_layout(target, sizes, "--target")
     ranks = sorted({*layouts[0].ranks, *layouts[1].ranks})
     if rank not in ranks:

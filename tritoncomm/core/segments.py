@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import tritoncomm_kernels as kernels
@@ -16,7 +17,7 @@ from tritoncomm.core.ops import path_for
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ShapeError
 
-__all__ = ["MOST_SEGMENTS", "block_segments", "full_tensors", "gather", "scatter", "strided_segments"]
+__all__ = ["MOST_SEGMENTS", "Prepared", "block_segments", "full_tensors", "gather", "scatter", "strided_segments"]
 
 MOST_SEGMENTS = 8192  # of a table that is made for a layout instead of a launch for every tensor
 
@@ -68,6 +69,37 @@ def scatter(
             wire, tensors, segments, scale=scale, accumulate=accumulate, sums=sums
         )
     return "torch", reference.scatter_segments(wire, tensors, segments, scale=scale, accumulate=accumulate, sums=sums)
+
+
+class Prepared:
+    """``gather`` or ``scatter`` of one table for tensors whose dtypes, shapes, strides and device stay the same.
+
+    The caller vouches for that: a call looks at addresses only. Traffic as there.
+
+    Args:
+        segments: the table.
+        gathers: whether the tensors are read, and the wire written.
+        accumulate: add to what is in the tensors; of a scatter.
+    """
+
+    __slots__ = ("_call", "accumulate", "gathers", "segments")
+
+    def __init__(self, segments: Segments, gathers: bool, accumulate: bool = False) -> None:
+        self.segments, self.gathers, self.accumulate = segments, gathers, accumulate
+        self._call: Any = None
+
+    def __call__(self, tensors: Sequence[Tensor], wire: Tensor) -> record.CopyPath:
+        """Copy; the path taken. Arguments and errors as those of ``gather`` and ``scatter``."""
+        if path_for(wire, "segments") != "triton":
+            if self.gathers:
+                return gather(tensors, wire, self.segments)[0]
+            return scatter(wire, tensors, self.segments, accumulate=self.accumulate)[0]
+        _range = record.span("gather" if self.gathers else "scatter") if profiler._is_profiler_enabled else None
+        if self._call is None:
+            name = "gather_segments" if self.gathers else "scatter_segments"
+            self._call = kernels.SegmentCall(name, self.segments, tensors, wire, self.accumulate)
+        self._call(tensors, wire)
+        return "triton"
 
 
 def block_segments(

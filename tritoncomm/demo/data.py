@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tritoncomm.demo.settings import Settings
 
-__all__ = ["batches", "read_text"]
+__all__ = ["batches", "check_text", "read_text"]
 
 
 def read_text(path: str | None) -> bytes:
@@ -19,6 +19,16 @@ def read_text(path: str | None) -> bytes:
     from pydoc_data.topics import topics
 
     return "\n".join(topics[key] for key in sorted(topics)).encode()
+
+
+def check_text(settings: Settings) -> None:
+    """Refuse a text that cannot be trained on, before anything starts.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is too short.
+    """
+    next(batches(settings))
 
 
 def batches(settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.multiprocessing as multiprocessing
 
-from tritoncomm.demo.data import batches
+from tritoncomm.demo.data import check_text
 from tritoncomm.demo.settings import Settings
 from tritoncomm.demo.train import rank_main
 from tritoncomm.record import Count
@@ -64,7 +64,7 @@ def run(settings: Settings, follow: Follow | None = None, prepare: Callable[[], 
         OSError: the text cannot be read.
         DemoError: a process failed or nothing happened for ``settings.timeout`` seconds.
     """
-    next(batches(settings))  # a bad text shows here, before anything is spawned
+    check_text(settings)
     context: Any = multiprocessing.get_context("forkserver")  # imports torch once; with spawn every process does
     context.set_forkserver_preload(["torch", "torch.distributed"])
     queue, port = context.Queue(), _free_port()

@@ -3,18 +3,20 @@
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError
-from tritoncomm.reshard.cells import Cells, cells_between, parts_of, split_cells
+from tritoncomm.reshard.cells import Cells, Ends, cells_between, parts_of, split_cells
 from tritoncomm.reshard.layout import Array, Layout
 from tritoncomm.reshard.plan import ALIGNMENT, Bucket, Item, Local, Side, Transfers
 
 __all__ = ["transfers"]
 
 _OPEN = 32
+_SMALL = 4 * 2**20  # bytes of a block that stays and goes through the staging memory
 
 
 def transfers(
@@ -38,7 +40,7 @@ def transfers(
     builder = _Builder(tuple(items), tuple(ranks), position, bucket_bytes)
     for index in _interleaved(items):
         builder.add(index, every_replica)
-    return builder.finish()
+    return builder.finish(every_replica)
 
 
 def _interleaved(items: Sequence[Item]) -> list[int]:
@@ -70,8 +72,10 @@ class _Builder:
         self.total = np.zeros((2, world), np.int64)
         # Buckets that still take something: number, bytes of every rank on both sides, pairs of ranks.
         self.numbers: list[int] = []
+        self.marked: list[set[Ends]] = []  # whose pairs are in a bucket
+        self.known: dict[Any, tuple[Ends, Array]] = {}
         self.loaded = np.zeros((_OPEN, 2, world), np.int64)
-        self.pairs = np.zeros((_OPEN, world, world), bool)
+        self.pairs = np.zeros((_OPEN, world * world), bool)
         self.largest, self.critical = 0, 0
         self.quiet: list[bool] = []
         self.flat: list[Array] = []  # bucket, tensor, sender and receiver of this rank's blocks
@@ -83,13 +87,10 @@ class _Builder:
         item = self.items[index]
         places = (self._places(item.source, 0), self._places(item.target, 1))
         itemsize = item.carried.itemsize
-        cells = cells_between(item.source, item.target, places, self.loads, itemsize, every_replica)
-        remote = np.nonzero(cells.sender != cells.receiver)[0]
+        cells = cells_between(item.source, item.target, places, self.loads, itemsize, self.known, every_replica)
         buckets = [0]
-        if len(remote):
-            lacks = np.bincount(cells.receiver[remote], cells.volume[remote] * itemsize, self.world)
-            self.lacking += lacks.astype(np.int64)
-            buckets = self._fit(index, cells, remote, itemsize, item.source.is_single and item.target.is_single)
+        if len(cells.ends.remote):
+            buckets = self._fit(index, cells, itemsize, item.source.is_single and item.target.is_single)
         self._keep(index, cells, buckets)
 
     def _places(self, layout: Layout, side: int) -> Array:
@@ -99,13 +100,23 @@ class _Builder:
         self.ends[side].update(layout.ranks)
         return places
 
-    def _fit(self, index: int, cells: Cells, remote: Array, itemsize: int, single: bool) -> list[int]:
+    def _fit(self, index: int, cells: Cells, itemsize: int, single: bool) -> list[int]:
         """Put one tensor into the first bucket with room, or its parts into one each; the numbers of the buckets."""
-        sender, receiver, size = cells.sender[remote], cells.receiver[remote], cells.size[:, remote]
-        sides = [self._sides(sender, receiver, cells.volume[remote] * itemsize, single)]
-        parts = self._parts(index, sender, receiver, size, itemsize, sides[0])
-        if parts > 1:
-            cell, part, _, extent = split_cells(cells.start[:, remote], size, parts)
+        ends = cells.ends
+        nbytes = cells.grid.volume * itemsize
+        nbytes *= ends.is_remote
+        lacking = _totals(ends.receiver, nbytes, self.world)
+        self.lacking += lacking
+        if single and not (nbytes & (ALIGNMENT - 1)).any():
+            sides = [np.stack([_totals(ends.sender, nbytes, self.world), lacking])]
+        else:
+            sides = [self._sides(ends.sender, ends.receiver, nbytes, single)]
+        if sides[0].max() > self.limit:
+            remote = ends.remote
+            sender, receiver = ends.sender[remote], ends.receiver[remote]
+            start, size = cells.grid.boxes(remote)
+            parts = self._parts(index, sender, receiver, size, itemsize, sides[0])
+            cell, part, _, extent = split_cells(start, size, parts)
             sides = [
                 self._sides(sender[cell[mine]], receiver[cell[mine]], extent[:, mine].prod(0) * itemsize, False)
                 for mine in (np.nonzero(part == each)[0] for each in range(parts))
@@ -114,7 +125,9 @@ class _Builder:
         for each in sides:
             slot = self._slot(each, buckets[-1] if buckets else -1)
             self.loaded[slot] += each
-            self.pairs[slot, sender, receiver] = True
+            if ends not in self.marked[slot]:
+                self.marked[slot].add(ends)
+                self.pairs[slot, ends.pairs(self.world)] = True
             buckets.append(self.numbers[slot])
         return buckets
 
@@ -127,6 +140,7 @@ class _Builder:
         if count == _OPEN:
             self._account(1)
         self.numbers.append(len(self.quiet))
+        self.marked.append(set())
         self.quiet.append(False)
         return len(self.numbers) - 1
 
@@ -147,31 +161,32 @@ class _Builder:
         """Aligned bytes that every rank sends and receives of one tensor."""
         if not single:
             pair, inverse = np.unique(sender * self.world + receiver, return_inverse=True)
-            nbytes = np.bincount(inverse, nbytes, len(pair)).astype(np.int64)
+            nbytes = _totals(inverse, nbytes, len(pair))
             sender, receiver = np.divmod(pair, self.world)
-        nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return np.stack([np.bincount(each, nbytes, self.world) for each in (sender, receiver)]).astype(np.int64)
+        nbytes = nbytes + (ALIGNMENT - 1) & -ALIGNMENT
+        return np.stack([_totals(each, nbytes, self.world) for each in (sender, receiver)])
 
     def _account(self, count: int) -> None:
         """Close the first open buckets and add up what they have."""
         for slot in range(count):
             self.total += self.loaded[slot]
-            self.messages += self.pairs[slot].sum(1)
+            self.messages += self.pairs[slot].reshape(self.world, -1).sum(1)
             self.largest = max(self.largest, int(self.loaded[slot].max()))
             self.critical += int(self.loaded[slot].max())
         kept = len(self.numbers) - count
         self.loaded[:kept], self.pairs[:kept] = self.loaded[count:][:kept].copy(), self.pairs[count:][:kept].copy()
         self.loaded[kept:], self.pairs[kept:] = 0, False
-        del self.numbers[:count]
+        del self.numbers[:count], self.marked[:count]
 
     def _keep(self, index: int, cells: Cells, buckets: list[int]) -> None:
         """Note this rank's blocks of one tensor, part by part in these buckets."""
         item = self.items[index]
-        mine = np.nonzero((cells.sender == self.position) | (cells.receiver == self.position))[0]
+        mine = cells.ends.of_rank(self.position)
         if not len(mine):
             return
-        ends = cells.sender[mine], cells.receiver[mine]
-        source, target, start, size = cells.source[mine], cells.target[mine], cells.start[:, mine], cells.size[:, mine]
+        ends = cells.ends.sender[mine], cells.ends.receiver[mine]
+        source, target = cells.source[mine], cells.target[mine]
+        start, size = cells.grid.boxes(mine)
         to_source = (item.source.at[source] - item.source.start[source]).T
         to_target = (item.target.at[target] - item.target.start[target]).T
         part = np.zeros(len(mine), np.int64)
@@ -187,7 +202,7 @@ class _Builder:
         self.flat.append(flat)
         self.boxes.append(boxes)
 
-    def finish(self) -> Transfers:
+    def finish(self, sums: bool) -> Transfers:
         """The plan."""
         self._account(len(self.numbers))
         self.quiet = self.quiet or [True]  # blocks that stay on their ranks only
@@ -203,13 +218,34 @@ class _Builder:
         buckets = []
         for place, is_quiet in enumerate(self.quiet):
             here = kept[ends[place] : ends[place + 1]]
-            local = Local(tensor[here], boxes[0][:, here], boxes[1][:, here], boxes[2][:, here])
-            buckets.append(Bucket(sent[place], received[place], local, is_quiet))
+            local = Local(tensor[here], boxes[0][:, here], boxes[1][:, here], boxes[2][:, here], np.empty(0, np.int64))
+            own, rest, own_bytes = self._staged(local, (not sent[place].nbytes) + (not received[place].nbytes))
+            buckets.append(Bucket(sent[place], received[place], own, own_bytes, rest, is_quiet))
         is_disjoint = not self.ends[0] & self.ends[1]
         return Transfers(
             self.items, self.ranks, self.position, tuple(buckets), self.total[0], self.total[1], self.lacking,
-            self.messages, self.largest, self.critical, is_disjoint,
+            self.messages, self.largest, self.critical, is_disjoint, sums,
         )  # fmt: skip
+
+    def _staged(self, local: Local, launches: int) -> tuple[Local, Local, int]:
+        """Blocks that go through the staging memory, those that are copied directly, and the bytes of the former.
+
+        A small block takes less time to be copied twice than a copy of its own takes to be launched.
+
+        Args:
+            local: all blocks of a bucket that stay.
+            launches: how many of a pack and an unpack there would not be without them.
+        """
+        itemsizes = np.array([item.carried.itemsize for item in self.items], np.int64)
+        nbytes = -(-local.elements * itemsizes[local.tensor] // ALIGNMENT) * ALIGNMENT
+        chosen = np.nonzero(nbytes <= _SMALL)[0]
+        chosen = chosen[np.cumsum(nbytes[chosen]) <= self.limit]
+        if len(chosen) <= launches:
+            chosen = chosen[:0]
+        ends = np.cumsum(nbytes[chosen])
+        rest = np.setdiff1d(np.arange(len(nbytes)), chosen)
+        total = int(ends[-1]) if len(ends) else 0
+        return local.pick(chosen, ends - nbytes[chosen]), local.pick(rest, local.wire), total
 
     def _sides_of(
         self, start: Array, size: Array, bucket: Array, tensor: Array, peer: Array, mine: Array
@@ -242,3 +278,8 @@ class _Builder:
             Side(tensor[a:b], start[:, a:b], size[:, a:b], wire[a:b], tuple(row))
             for a, b, row in zip(ends, ends[1:], counts.tolist(), strict=False)
         ]
+
+
+def _totals(index: Array, nbytes: Array, count: int) -> Array:
+    """Sums by index; a double holds every number of bytes exactly."""
+    return np.bincount(index, nbytes, count).astype(np.int64)

@@ -1,13 +1,52 @@
 """The intersections of two layouts, and which rank sends each. Boxes are columns here: ``[dims, boxes]``."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tritoncomm.reshard.layout import Array, Layout
 
-__all__ = ["Cells", "cells_between", "parts_of", "split_cells"]
+__all__ = ["Cells", "Ends", "cells_between", "layers_of", "parts_of", "split_cells"]
+
+
+class Ends:
+    """Which rank sends every cell and which one gets it; tensors of layouts over the same ranks share one.
+
+    Attributes:
+        sender, receiver: positions in the group.
+    """
+
+    def __init__(self, sender: Array, receiver: Array) -> None:
+        self.sender, self.receiver = sender, receiver
+
+    @cached_property
+    def is_remote(self) -> NDArray[np.bool_]:
+        """Whether a cell goes to another rank."""
+        return self.sender != self.receiver
+
+    @cached_property
+    def remote(self) -> Array:
+        """Indices of those."""
+        return np.nonzero(self.is_remote)[0]
+
+    def pairs(self, world: int) -> Array:
+        """The pair of ranks of every remote cell, as a number."""
+        return self._cached("pairs", lambda: self.sender[self.remote] * world + self.receiver[self.remote])
+
+    def of_rank(self, position: int) -> Array:
+        """Indices of the cells that a rank sends, gets or keeps."""
+        return self._cached("of_rank", lambda: np.nonzero((self.sender == position) | (self.receiver == position))[0])
+
+    def _cached(self, name: str, make: Callable[[], Array]) -> Array:
+        """For one group and rank, which all tensors of a plan have in common."""
+        made = self.__dict__.get(f"_{name}")
+        if made is None:
+            made = self.__dict__[f"_{name}"] = make()
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,21 +54,44 @@ class Cells:
     """Boxes of one tensor that go from a rank to a rank, in the order in which both sides enumerate them.
 
     Attributes:
-        sender: position in the group, of every cell.
-        receiver: position in the group.
+        ends: the ranks of every cell.
         source: box of the source layout.
         target: box of the target layout.
-        start, size: in the index space, ``[dims, cells]``.
-        volume: elements.
+        grid: where the cells are.
     """
 
-    sender: Array
-    receiver: Array
+    ends: Ends
     source: Array
     target: Array
-    start: Array
-    size: Array
+    grid: "Intersections"
+
+
+@dataclass(frozen=True, slots=True)
+class Intersections:
+    """The parts that boxes of two layouts have in common.
+
+    Attributes:
+        region: box (or region without its replicas) of the source, of every cell.
+        into: box of the target.
+        volume: elements.
+        low, size: first index and extent for every dim, by box of the source and of the target; an axis of one where
+            the layout does not shard the dim.
+    """
+
+    region: Array
+    into: Array
     volume: Array
+    low: tuple[Array, ...]
+    size: tuple[Array, ...]
+
+    def boxes(self, index: Array) -> tuple[Array, Array]:
+        """Start and size of some cells in the index space, ``[dims, cells]``."""
+        region, into = self.region[index], self.into[index]
+        start, size = np.empty((2, len(self.low), len(index)), np.int64)
+        for dim, (low, extent) in enumerate(zip(self.low, self.size, strict=True)):
+            at = region if low.shape[0] > 1 else 0, into if low.shape[1] > 1 else 0
+            start[dim], size[dim] = low[at], extent[at]
+        return start, size
 
 
 def cells_between(
@@ -38,6 +100,7 @@ def cells_between(
     places: tuple[Array, Array],
     loads: Array,
     itemsize: int,
+    known: dict[Any, tuple[Ends, Array]],
     every_replica: bool = False,
 ) -> Cells:
     """What has to move so that every rank of ``target`` has its boxes.
@@ -50,37 +113,59 @@ def cells_between(
         places: positions in the group of the ranks of both layouts.
         loads: bytes that every position of the group has to send as one of several replicas so far; updated.
         itemsize: bytes of an element.
+        known: the ranks of cells, kept from tensor to tensor of a plan.
         every_replica: each replica sends what it has, to be summed.
     """
     source_places = places[0][source.owner]
-    region, into, start, size, volume = _intersections(source, target, not every_replica)
-    receiver = places[1][target.owner][into]
-    if every_replica:
-        return Cells(source_places[region], receiver, region, into, start, size, volume)
+    grid = _intersections(source, target, not every_replica)
+    region, into = grid.region, grid.into
     boxes = source.distinct.boxes
-    if boxes.shape[1] <= 1:
-        box = boxes.reshape(-1)[region]
-        return Cells(source_places[box], receiver, box, into, start, size, volume)
+    if every_replica or boxes.shape[1] <= 1:
+        # Shards of meshes over the same ranks that all meet have the same ranks for every tensor.
+        every = len(source.owner) * len(target.owner) == len(region) and source.axes and target.axes
+        key = source.ranks, target.ranks
+        if every and key in known:
+            return Cells(known[key][0], known[key][1], into, grid)
+        box = region if every_replica else boxes.reshape(-1)[region]
+        ends = Ends(source_places[box], places[1][target.owner][into])
+        if every:
+            known[key] = ends, box
+        return Cells(ends, box, into, grid)
+    receiver = places[1][target.owner][into]
     holders = np.where(boxes < 0, -1, source_places[boxes])
-    choice = _choose(region, receiver, volume * itemsize, holders, source.distinct.replicas, loads)
-    return Cells(holders[region, choice], receiver, boxes[region, choice], into, start, size, volume)
+    choice = _choose(region, receiver, grid.volume * itemsize, holders, source.distinct.replicas, loads)
+    return Cells(Ends(holders[region, choice], receiver), boxes[region, choice], into, grid)
 
 
 @lru_cache(maxsize=256)
-def _intersections(source: Layout, target: Layout, is_distinct: bool) -> tuple[Array, Array, Array, Array, Array]:
-    """Region (or box) of the source, box of the target, start, size and volume of every intersection."""
+def _intersections(source: Layout, target: Layout, is_distinct: bool) -> Intersections:
     owned = source.distinct if is_distinct else source
-    ends, target_ends = owned.start + owned.size, target.start + target.size
-    low = [np.maximum.outer(owned.start[:, dim], target.start[:, dim]) for dim in range(len(source.shape))]
-    size = [np.minimum.outer(ends[:, dim], target_ends[:, dim]) - first for dim, first in enumerate(low)]
-    overlaps = np.ones((len(owned.start), len(target.start)), bool)
-    for extent in size:
-        overlaps &= extent > 0
-    region, into = np.nonzero(overlaps)
-    start, extent = np.empty((2, len(low), len(region)), np.int64)
-    for dim in range(len(low)):
-        start[dim], extent[dim] = low[dim][overlaps], size[dim][overlaps]
-    return region, into, start, extent, extent.prod(0)
+    shape = len(owned.start), len(target.start)
+    overlaps, volume = np.ones(shape, bool), np.ones(shape, np.int64)
+    lows, sizes = [], []
+    for dim, (a, b) in enumerate(zip(source.sharded, target.sharded, strict=True)):
+        rows, columns = slice(None if a else 1), slice(None if b else 1)
+        first, other = owned.start[rows, dim, None], target.start[None, columns, dim]
+        low = np.maximum(first, other)
+        size = np.minimum(first + owned.size[rows, dim, None], other + target.size[None, columns, dim]) - low
+        overlaps &= size > 0
+        volume *= size
+        lows.append(low)
+        sizes.append(size)
+    if overlaps.all():  # as between shards of two dims
+        region, into = _every_pair(*shape)
+        volume = volume.reshape(-1)
+    else:
+        region, into = np.nonzero(overlaps)
+        volume = volume[overlaps]
+    return Intersections(region, into, volume, tuple(lows), tuple(sizes))
+
+
+@lru_cache(maxsize=16)
+def _every_pair(regions: int, boxes: int) -> tuple[Array, Array]:
+    """Indices of both, the second one fastest."""
+    region, into = (each.flatten() for each in np.indices((regions, boxes), np.int64))
+    return region, into
 
 
 def _choose(region: Array, receiver: Array, nbytes: Array, holders: Array, replicas: Array, loads: Array) -> Array:
@@ -134,3 +219,24 @@ def split_cells(start: Array, size: Array, parts: int) -> tuple[Array, Array, Ar
         first, last = digit * length // along, (digit + 1) * length // along
         low[dim], extent[dim] = start[dim, box] + first, last - first
     return box, part, low, extent
+
+
+def layers_of(tensor: Array, start: Array, size: Array, may_overlap: Sequence[bool]) -> Array:
+    """A number for every block, so that blocks with the same number do not overlap; 0 as far as possible.
+
+    Args:
+        tensor: index of every block's tensor.
+        start, size: of the blocks, ``[dims, blocks]``.
+        may_overlap: for every tensor, whether its blocks may.
+    """
+    layer = np.zeros_like(tensor)
+    for index in np.unique(tensor).tolist():
+        if not may_overlap[index]:
+            continue
+        mine = np.nonzero(tensor == index)[0]
+        low, high = start[:, mine], start[:, mine] + size[:, mine]
+        meets: Any = ((low[:, :, None] < high[:, None]) & (low[:, None] < high[:, :, None])).all(0)
+        for place in range(1, len(mine)):
+            earlier = mine[:place][meets[place, :place]]
+            layer[mine[place]] = layer[earlier].max(initial=-1) + 1
+    return layer

@@ -1,8 +1,7 @@
-"""Carrying out a plan: pack, one collective and unpack per bucket; local blocks are copied directly. Autograd."""
+"""Carrying out a plan, bucket by bucket, and its autograd."""
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,18 +10,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import record
-from tritoncomm.core import backend, segments
+from tritoncomm.core import backend
 from tritoncomm.core.function import direct
 from tritoncomm.core.plan import Ints
-from tritoncomm.errors import ArgumentError, GroupError, UnsupportedError
+from tritoncomm.errors import ArgumentError, CommError, GroupError, PeerError, UnsupportedError
+from tritoncomm.reshard import notes
 from tritoncomm.reshard.builder import transfers
-from tritoncomm.reshard.plan import Bucket, Item, Side, Transfers, digest
-from tritoncomm.reshard.tables import Strides, Table, local_pairs, strides_of, table_of
+from tritoncomm.reshard.plan import Bucket, Item, Transfers, digest
+from tritoncomm.reshard.steps import Step, steps_of
 
 __all__ = ["Exchange", "apply", "check_dtypes"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TABLES = 8
+_SHOWN = 4  # names of a message
 
 
 def check_dtypes(item: Item, grad: str, name: str) -> None:
@@ -38,16 +39,6 @@ def check_dtypes(item: Item, grad: str, name: str) -> None:
         )
     if item.has_grad and grad == "partial" and item.dtype not in _FLOATS:
         raise UnsupportedError(f"{name}: gradients of {item.name} cannot be summed as {item.dtype}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One bucket for tensors of certain strides; see ``Bucket``."""
-
-    bucket: Bucket
-    send: Table | None
-    receive: tuple[tuple[int, Table | None], ...]  # and the byte of the wire from which on the table counts
-    local: list[Any]
 
 
 class Exchange:
@@ -82,8 +73,11 @@ class Exchange:
         self.source_shapes = [item.source.local_shape(rank) for item in self.items]
         shapes = (item.target.local_shape(rank) for item in self.items)
         self.shapes = [(0,) if shape is None else shape for shape in shapes]
-        self._covers = [not item.source.problem for item in self.items]
-        self._steps: dict[Any, list[_Step]] = {}
+        self._makes = [
+            (shape, self.transfers.arrives(item), not sums and not item.source.problem)
+            for item, shape in zip(self.items, self.shapes, strict=True)
+        ]
+        self._steps: dict[Any, tuple[list[int], list[Step]]] = {}
 
     @cached_property
     def _digest(self) -> str:
@@ -131,122 +125,101 @@ class Exchange:
         _range = None
         if record.switch._is_profiler_enabled and self.group is not None:
             _range = record.begin(name, "reshard", self.group, list(tensors), (self._digest,))
-        sources = [_readable(x) for x in tensors]
-        copied = sum(
-            2 * x.nbytes for x, source in zip(tensors, sources, strict=True) if x.data_ptr() != source.data_ptr()
-        )
-        targets = self._targets(sources, results)
-        in_place = results is not None and _share_memory(sources, targets)
-        if in_place and sum(not bucket.is_quiet for bucket in self.transfers.buckets) > 1:
-            raise ArgumentError(
-                f"{name}: out shares memory with the tensors, which needs a single bucket: bucket_bytes of at least "
-                f"{int(max(self.transfers.sent.max(), self.transfers.received.max()))}"
-            )
+        if notes.pending and self.group is not None:
+            notes.withdraw(self.group)
+        sources, copied = tensors, 0
+        if any(x.requires_grad or x.is_conj() or x.is_neg() for x in tensors):
+            sources = [x.detach().resolve_conj().resolve_neg() for x in tensors]
+            pairs = zip(tensors, sources, strict=True)
+            copied = sum(2 * x.nbytes for x, source in pairs if x.data_ptr() != source.data_ptr())
+        targets = self._made(sources) if results is None else self._into(results)
+        in_place = results is not None and self._is_in_place(sources, targets, name)
+        after = None if results is None else tuple([(x.stride(), x.get_device()) for x in targets])
+        key = tuple([(x.stride(), x.get_device()) for x in sources]), after, in_place
+        uneven, steps = self._steps.get(key) or self._steps_for(key, sources, targets)
+        if uneven:
+            sources = list(sources)
+            for i in uneven:
+                sources[i] = sources[i].contiguous()
+                copied += 2 * sources[i].nbytes
         path: record.CopyPath = "view"
-        for step in self._steps_for(strides_of(sources), strides_of(targets)):
-            path = self._bucket(step, sources, targets, in_place, name) or path
+        try:
+            for step in steps:
+                taken = step.run(sources, targets, self._exchange, name)
+                path = path if taken == "view" else taken
+        except PeerError as failure:
+            raise self._explained(failure, name) from failure
         if results is not None:
             for x, target in zip(results, targets, strict=True):
                 if x is not target:
                     x.copy_(target)
                     copied += 2 * x.nbytes
         elif self.sums:
-            targets = [
-                x if x.dtype == item.result else x.to(item.result) for x, item in zip(targets, self.items, strict=True)
-            ]
+            for i, item in enumerate(self.items):
+                if targets[i].dtype is not item.result:
+                    copied += targets[i].nbytes
+                    targets[i] = targets[i].to(item.result)
+                    copied += targets[i].nbytes
         record.add(name, path, copied + self.transfers.bytes_copied, self.transfers.bytes_sent, started)
         return targets
 
-    def _targets(self, sources: Sequence[Tensor], results: Sequence[Tensor] | None) -> list[Tensor]:
-        """Contiguous memory for the results, or theirs where rows can be written into it."""
-        if results is not None:
-            return [
-                x.detach() if _is_readable(x) else x.new_empty(x.shape) for x in (each.detach() for each in results)
-            ]
-        if self.sums:
-            return [
-                x.new_zeros(shape, dtype=torch.float64 if item.result is torch.float64 else torch.float32)
-                for x, shape, item in zip(sources, self.shapes, self.items, strict=True)
-            ]
+    def _explained(self, failure: PeerError, name: str) -> CommError:
+        """Why an exchange failed, if another rank has said so."""
+        group, names = self.group, [item.name for item in self.items]
+        if group is None:
+            return failure
+        shown = f"{names[:_SHOWN]}" + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+        return notes.explained(failure, group, name, f"executes its plan of {shown}", self._digest)
+
+    def _made(self, sources: Sequence[Tensor]) -> list[Tensor]:
+        """Contiguous memory for the results; zeros where something may not be written, or is added."""
         return [
-            x.new_empty(shape, dtype=item.result) if covers else x.new_zeros(shape, dtype=item.result)
-            for x, shape, item, covers in zip(sources, self.shapes, self.items, self._covers, strict=True)
+            x.new_empty(shape, dtype=dtype) if covers else x.new_zeros(shape, dtype=dtype)
+            for x, (shape, dtype, covers) in zip(sources, self._makes, strict=True)
         ]
 
-    def _steps_for(self, before: Strides, after: Strides) -> list[_Step]:
-        """The tables of all buckets, made for these strides once."""
-        steps = self._steps.get((before, after))
-        if steps is None:
-            while len(self._steps) >= _TABLES:
-                self._steps.pop(next(iter(self._steps)))
-            steps = [
-                _Step(
-                    bucket, table_of(bucket.send, before, self.carried), self._receives(bucket.recv, after),
-                    local_pairs(bucket.local, (before, after)),
-                )
-                for bucket in self.transfers.buckets
-            ]  # fmt: skip
-            self._steps[before, after] = steps
-        return steps
+    def _into(self, results: Sequence[Tensor]) -> list[Tensor]:
+        """The results, or contiguous memory where rows cannot be written into them."""
+        results = [x.detach() for x in results]
+        return [x if _is_readable(x) else x.new_empty(x.shape) for x in results]
 
-    def _receives(self, side: Side, strides: Strides) -> tuple[tuple[int, Table | None], ...]:
-        """One table; to add up, one for every sender, whose blocks may overlap with those of others."""
-        if not self.sums:
-            return ((0, table_of(side, strides, self.carried)),)
-        tables: list[tuple[int, Table | None]] = []
-        first = 0
-        for count in side.counts:
-            chosen = (side.wire >= first) & (side.wire < first + count)
-            tables.append((first, table_of(side, strides, self.carried, chosen)))
-            first += count
-        return tuple(tables)
+    def _is_in_place(self, sources: Sequence[Tensor], targets: Sequence[Tensor], name: str) -> bool:
+        """Whether results share memory with the tensors.
 
-    def _bucket(
-        self, step: _Step, sources: Sequence[Tensor], targets: Sequence[Tensor], in_place: bool, name: str
-    ) -> record.CopyPath | None:
-        """Pack, exchange, unpack; the path that the passes took, None where there was none."""
-        path: record.CopyPath | None = None
-        wire, bucket = None, step.bucket
-        if step.send is not None:
-            used, table = step.send
-            wire = sources[used[0]].new_empty(bucket.send.nbytes, dtype=torch.uint8)
-            path, _ = segments.gather([sources[i] for i in used], wire, table)
-        local = [
-            (_view(sources[i], at[0], at[1], at[2]), _view(targets[i], at[0], at[3], at[4])) for i, at in step.local
-        ]
-        if in_place:
-            local = [(block.clone(), target) for block, target in local]
-        received, work = None, None
-        if not bucket.is_quiet:
-            received, work = self._exchange(bucket, wire, (sources or targets)[0], name)
-        if not self.sums:
-            for block, target in local:
-                target.copy_(block)
-        if work is not None:
-            work.wait()
-        del wire  # what was sent is not needed while what arrived is unpacked
-        for place, (first, table) in enumerate(step.receive):
-            if self.sums and place == self.transfers.position:
-                for block, target in local:
-                    target.add_(block)
-            if table is not None:
-                assert received is not None
-                used, rows = table
-                path, _ = segments.scatter(received[first:], [targets[i] for i in used], rows, accumulate=self.sums)
-        return path or ("torch" if local else None)
+        Raises:
+            ArgumentError: they do, and there are several buckets.
+        """
+        known = {x.untyped_storage().data_ptr() for x in sources if x.numel() and _is_readable(x)}
+        if all(x.untyped_storage().data_ptr() not in known for x in targets if x.numel()):
+            return False
+        if sum(not bucket.is_quiet for bucket in self.transfers.buckets) > 1:
+            raise ArgumentError(
+                f"{name}: out shares memory with the tensors, which needs a single bucket: bucket_bytes of at least "
+                f"{int(max(self.transfers.sent.max(), self.transfers.received.max()))}"
+            )
+        return True
 
-    def _exchange(self, bucket: Bucket, wire: Tensor | None, like: Tensor, name: str) -> tuple[Tensor, Any]:
-        """Start one all-to-all-v, or a batch of messages between disjoint sets of ranks."""
+    def _steps_for(
+        self, key: Any, sources: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> tuple[list[int], list[Step]]:
+        """Tensors whose rows are not contiguous, and all buckets, prepared for these strides once."""
+        while len(self._steps) >= _TABLES:
+            self._steps.pop(next(iter(self._steps)))
+        uneven = [i for i, x in enumerate(sources) if not _is_readable(x)]
+        before = tuple(x.contiguous().stride() if i in uneven else x.stride() for i, x in enumerate(sources))
+        after = tuple(x.stride() for x in targets)
+        self._steps[key] = uneven, steps_of(self.transfers, before, after, key[-1])
+        return self._steps[key]
+
+    def _exchange(self, bucket: Bucket, wire: Tensor, received: Tensor, name: str, asynchronous: bool) -> Any:
+        """Start one all-to-all-v, or a batch of messages between disjoint sets of ranks; None when it is over."""
         group = self.group
         if group is None:
             raise GroupError(f"{name}: this plan was made without a group, to be looked at")
-        received = like.new_empty(bucket.recv.nbytes, dtype=torch.uint8)
-        wire = received.new_empty(0) if wire is None else wire
         if self.transfers.is_disjoint:
             sends, receives = _messages(wire, bucket.send.counts), _messages(received, bucket.recv.counts)
-            return received, backend.send_and_receive(sends, receives, group, name)
-        counts = bucket.recv.counts, bucket.send.counts
-        return received, backend.all_to_all(received, wire, *counts, group, name, True)
+            return backend.send_and_receive(sends, receives, group, name)
+        return backend.all_to_all(received, wire, bucket.recv.counts, bucket.send.counts, group, name, asynchronous)
 
 
 def _messages(wire: Tensor, counts: Ints) -> list[tuple[int, Tensor]]:
@@ -256,21 +229,6 @@ def _messages(wire: Tensor, counts: Ints) -> list[tuple[int, Tensor]]:
 def _is_readable(x: Tensor) -> bool:
     """Whether rows of ``x`` are contiguous, so that tables describe it well."""
     return x.dim() == 0 or x.shape[-1] <= 1 or x.stride(-1) == 1
-
-
-def _readable(x: Tensor) -> Tensor:
-    """The memory of ``x`` without autograd and lazy views; a contiguous copy if its rows are not contiguous."""
-    x = x.detach().resolve_conj().resolve_neg()
-    return x if _is_readable(x) else x.contiguous()
-
-
-def _share_memory(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
-    known = {x.untyped_storage().data_ptr() for x in sources if x.numel()}
-    return any(x.untyped_storage().data_ptr() in known for x in targets if x.numel())
-
-
-def _view(x: Tensor, size: Ints, stride: Ints, offset: Ints) -> Tensor:
-    return x.as_strided(size, stride, int(x.storage_offset()) + offset[0])
 
 
 def apply(exchange: Exchange, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:

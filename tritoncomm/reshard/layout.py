@@ -56,7 +56,9 @@ class Layout:
         if not kept.all():
             owner, start, size, at = owner[kept], start[kept], size[kept], at[kept]
         self.owner, self.start, self.size, self.at, self._local = owner, start, size, at, local
+        self.sharded: tuple[bool, ...] = (True,) * len(self.shape)  # where False, all boxes have the dim's full extent
         self.may_repeat = True  # whether a region may have replicas
+        self.axes: tuple[Ints, Ints] | None = None  # a mesh and its sharding axes, if no box is empty
         limit = np.array(self.shape, np.int64)
         if ((start < 0) | (size < 0) | (start + size > limit)).any():
             raise ShapeError(f"Layout: a box is not inside the tensor {list(self.shape)}")
@@ -155,11 +157,8 @@ class Layout:
 
     def local_shape(self, rank: int) -> Ints | None:
         """Shape of a rank's local tensor; None if the layout has none there."""
-        return self._local_shapes.get(rank)
-
-    @cached_property
-    def _local_shapes(self) -> dict[int, Ints]:
-        return dict(zip(self.ranks, map(tuple, self._local.tolist()), strict=True))
+        place = _places(self.ranks).get(rank)
+        return None if place is None else tuple(self._local[place].tolist())
 
     @cached_property
     def is_single(self) -> bool:
@@ -226,21 +225,41 @@ class Distinct:
             self.start, self.size, self.region = layout.start, layout.size, np.arange(len(layout.owner))
             self.boxes, self.replicas = self.region[:, None], np.ones_like(self.region)
             return
-        rows = np.concatenate([layout.start, layout.size], 1)
-        text, width = rows.tobytes(), rows.shape[1] * 8
-        members: dict[bytes, list[int]] = {}
-        region = []
-        for index in range(len(rows)):
-            boxes = members.setdefault(text[index * width : (index + 1) * width], [])
-            boxes.append(index)
-            region.append(len(members) - 1 if len(boxes) == 1 else int(region[boxes[0]]))
-        most = max(map(len, members.values()), default=0)
-        firsts = np.array([boxes[0] for boxes in members.values()], np.int64)
+        replicas = (
+            _replicas_of(np.concatenate([layout.start, layout.size], 1))
+            if layout.axes is None
+            else (_replicas_on_mesh(*layout.axes))
+        )
+        firsts, self.boxes, self.replicas, self.region = replicas
         self.start, self.size = layout.start[firsts], layout.size[firsts]
-        padded = [boxes + [-1] * (most - len(boxes)) for boxes in members.values()]
-        self.boxes = np.array(padded, np.int64).reshape(len(members), most)
-        self.replicas = np.array([len(boxes) for boxes in members.values()], np.int64)
-        self.region = np.array(region, np.int64)
+
+
+def _replicas_of(rows: Array) -> tuple[Array, Array, Array, Array]:
+    """Groups of equal rows: the first row of each, all of its rows (padded with -1), their number; each row's group."""
+    text, width = rows.tobytes(), rows.shape[1] * 8
+    members: dict[bytes, list[int]] = {}
+    region = []
+    for index in range(len(rows)):
+        boxes = members.setdefault(text[index * width : (index + 1) * width], [])
+        boxes.append(index)
+        region.append(len(members) - 1 if len(boxes) == 1 else int(region[boxes[0]]))
+    most = max(map(len, members.values()), default=0)
+    firsts = np.array([boxes[0] for boxes in members.values()], np.int64)
+    padded = [boxes + [-1] * (most - len(boxes)) for boxes in members.values()]
+    counts = np.array([len(boxes) for boxes in members.values()], np.int64)
+    return firsts, np.array(padded, np.int64).reshape(len(members), most), counts, np.array(region, np.int64)
+
+
+@lru_cache(maxsize=256)
+def _replicas_on_mesh(mesh: Ints, axes: Ints) -> tuple[Array, Array, Array, Array]:
+    """The same of ranks on a mesh whose sharding axes are given: boxes that are not empty differ where those do."""
+    coordinates = np.indices(mesh, np.int64).reshape(len(mesh), math.prod(mesh))
+    return _replicas_of(np.ascontiguousarray(coordinates[list(axes)].T))
+
+
+@lru_cache(maxsize=256)
+def _places(ranks: Ints) -> dict[int, int]:
+    return {rank: place for place, rank in enumerate(ranks)}
 
 
 def normalize_placements(placements: Sequence[Any], shape: Ints) -> tuple[Placement, ...]:
@@ -280,6 +299,10 @@ def _on_mesh(shape: Ints, mesh: Ints, ranks: Ints, placements: tuple[Placement, 
     layout = Layout(shape, ranks, np.arange(count), start, size, np.zeros_like(start), size)
     layout.may_repeat = any(each is None and size > 1 for each, size in zip(placements, mesh, strict=True))
     layout.problem = ""  # a tiling by construction, which takes longer to check than to make
+    split = {each[0] for each, size in zip(placements, mesh, strict=True) if each is not None and size > 1}
+    layout.sharded = tuple(dim in split for dim in range(dims))
+    if len(layout.owner) == count:
+        layout.axes = mesh, tuple(axis for axis, placement in enumerate(placements) if placement is not None)
     return layout
 
 

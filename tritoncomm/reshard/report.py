@@ -19,8 +19,8 @@ def text_of(plan: Transfers, rates: Rates) -> str:
         return f"{nbytes / scale:.{3 if scale > 1 else 0}f}"
 
     rows = [
-        (b.send.messages, b.recv.messages, b.send.nbytes, b.recv.nbytes, b.launches, len(b.local.tensor))
-        for b in plan.buckets
+        (b.send.messages, b.recv.messages, b.send.nbytes, b.recv.nbytes, launches, len(b.local.tensor))
+        for b, launches in zip(plan.buckets, plan.bucket_launches, strict=True)
     ]
     lines = [
         f"{counted(len(plan.items), 'tensor')} over {counted(len(plan.ranks), 'rank')}; rank "
@@ -38,7 +38,7 @@ def text_of(plan: Transfers, rates: Rates) -> str:
         f"all ranks: {amount(plan.sent.sum())} {unit} sent, {amount(plan.lacking.sum())} lacking, in "
         f"{counted(int(plan.messages.sum()), 'message')}",
         f"largest rank: {amount(plan.sent.max())} {unit} sent, {amount(plan.received.max())} received",
-        f"extra memory: {amount(plan.largest)} {unit} at most on each side",
+        f"extra memory: {amount(plan.largest)} {unit} at most on each side, {amount(plan.own_bytes)} for what stays",
         f"predicted, not measured: {local * 1e6:.1f} us of passes, {collective * 1e6:.1f} us of exchange",
     ]
     return "\n".join(lines)

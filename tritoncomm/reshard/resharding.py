@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -13,12 +14,14 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import groups, record
 from tritoncomm.core.cost import DEFAULTS, Rates
-from tritoncomm.core.function import without_graph
+from tritoncomm.core.function import outside_graphs, without_graph
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import check_kind
 from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
 from tritoncomm.groups import GroupLike
+from tritoncomm.reshard import notes
 from tritoncomm.reshard.execute import Exchange, apply, check_dtypes
+from tritoncomm.reshard.layout import Layout
 from tritoncomm.reshard.plan import Item, check, digest
 from tritoncomm.reshard.report import text_of
 from tritoncomm.reshard.specs import Wrap, local_of, named, source_of, target_of
@@ -32,6 +35,7 @@ _PLANS = 64
 _plans: WeakKeyDictionary[ProcessGroup, "OrderedDict[Any, Exchange]"] = WeakKeyDictionary()
 
 
+@outside_graphs
 def reshard(
     tensors: Any,
     source: Any = None,
@@ -48,7 +52,7 @@ def reshard(
     Forward: every rank gets its boxes of the target from ranks that have them; what it has itself it copies. Backward:
     the same from target to source. Per bucket one pack, one all-to-all-v (between disjoint sets of ranks one batch of
     messages) and one unpack. A tensor whose layout and dtype stay is handed back. Every rank of the group calls, with
-    the same layouts and names in the same order.
+    the same layouts and names in the same order. Under torch.compile the graph breaks here.
 
     Args:
         tensors: one, a sequence, or a mapping by name: local tensors, DTensors or ColoTensors. A rank without a part
@@ -70,7 +74,8 @@ def reshard(
     Raises:
         ShapeError: shapes that differ, a source that does not cover its tensor, a local tensor of another shape.
         GroupError: a layout has ranks that are not in the group.
-        MismatchError: another rank has other arguments, or refused its own. Nothing was sent.
+        MismatchError: another rank has other arguments, or refused its own. Nothing was sent; but where the others have
+            a plan for theirs already, they exchange without it and raise this after the group's timeout.
         UnsupportedError: partial placements, or a cast of other dtypes.
     """
     call = _Call(tensors, source, target, group, dtype, grad, out, "reshard")
@@ -125,15 +130,22 @@ class _Call:
             self.position = self.group.rank()
         else:
             self.ranks, self.position = tuple(ranks), list(ranks).index(rank)
-        self.items: list[Item] = []
+        self.rows: list[tuple[str, Layout, Layout, torch.dtype, torch.dtype, bool]] = []
         self.locals: list[Tensor] = []
         self.outs: list[Tensor] = []
         self.wraps: list[Wrap | None] = []
         self.stays: list[bool] = []
+        self.is_read = False
         try:
             self._read(named(tensors, name), source, target, dtype, out)
+            self.is_read = True
         except CommError as error:
             self.error = error
+
+    @cached_property
+    def items(self) -> list[Item]:
+        """What happens to every tensor."""
+        return [Item(*row) for row in self.rows]
 
     def _read(self, tensors: dict[str, Any], source: Any, target: Any, dtype: Any, out: Any) -> None:
         if self.grad not in ("replicated", "partial"):
@@ -142,6 +154,7 @@ class _Call:
         if out is not None and list(outs) != list(tensors):
             raise ArgumentError(f"{self.name}: out has {list(outs)}, not {list(tensors)}")
         sources, targets, dtypes = (_by_name(each, list(tensors), self.name) for each in (source, target, dtype))
+        records = out is None and torch.is_grad_enabled()
         for key, x in tensors.items():
             is_planned = isinstance(x, torch.dtype) and self.name == "reshard_plan"
             if not isinstance(x, Tensor) and not is_planned:
@@ -152,21 +165,21 @@ class _Call:
             local, into = local_of(x), local_of(outs[key]) if outs else None
             check_kind(local, self.name)
             result = dtypes[key] or (local.dtype if into is None else into.dtype)
-            has_grad = bool(x.requires_grad and torch.is_grad_enabled()) and out is None
-            item = Item(key, layout, goal, local.dtype, result, has_grad)
-            check([item], self.ranks, self.name)
-            check_dtypes(item, self.grad, self.name)
-            if not is_planned:
-                self.check_local(key, layout, local)
-            if into is not None:
-                self.check_out(key, goal, into, result)
-                self.outs.append(into)
-            self.items.append(item)
+            has_grad = records and x.requires_grad
+            self.rows.append((key, layout, goal, local.dtype, result, has_grad))
             self.locals.append(local)
             self.wraps.append(wrap)
-            is_same = out is None and layout == goal and local.dtype == result
+            is_same = out is None and local.dtype == result and layout == goal
             # Gradients of replicas that are partial have to be summed, though nothing moves forward.
             self.stays.append(is_same and not (has_grad and self.grad == "partial"))
+            try:
+                if not is_planned:
+                    self.check_local(key, layout, local)
+                if into is not None:
+                    self.check_out(key, goal, into, result)
+                    self.outs.append(into)
+            except CommError as error:  # of this rank's tensor: the plan is known all the same
+                self.error = self.error or error
 
     def check_local(self, key: str, layout: Any, local: Tensor, what: str = "") -> None:
         """Check the shape of a local tensor of this rank."""
@@ -195,30 +208,62 @@ class _Call:
 
     def exchange(self, bucket_bytes: int) -> Exchange:
         """The plan of these arguments, made and compared with that of the other ranks once."""
-        items = [item for item, stays in zip(self.items, self.stays, strict=False) if not stays]
-        key = digest(items, (self.name, bucket_bytes, self.grad, self.ranks))
+        moving = [row for row, stays in zip(self.rows, self.stays, strict=True) if not stays]
+        key = bucket_bytes, self.grad, self.name, tuple([(a, b.digest, c.digest, *more) for a, b, c, *more in moving])
         if self.group is None:
+            made = self._made(bucket_bytes)
             if self.error is not None:
                 raise self.error
-            return Exchange(items, self.ranks, self.position, None, bucket_bytes, self.grad)
+            assert made is not None
+            return made
         plans = _plans.setdefault(self.group, OrderedDict())
-        if self.error is None and key in plans:
+        if notes.pending:
+            notes.withdraw(self.group)
+        if self.is_read and key in plans:
+            if self.error is not None:  # the others do not compare, and would not hear of it
+                self._announce(b"")
+                notes.leave(self.group, f"refused its arguments: {self.error}", "refused")
+                raise self.error
             plans.move_to_end(key)
             return plans[key]
-        made = None
-        try:
-            made = (
-                None if self.error else Exchange(items, self.ranks, self.position, self.group, bucket_bytes, self.grad)
-            )
-        except CommError as error:
-            self.error = error
+        made = self._made(bucket_bytes)
+        items = [Item(*row) for row in moving]
+        state = digest(items, (self.name, bucket_bytes, self.grad, self.ranks))
+        self._announce(state)
         options = {"bucket_bytes": str(bucket_bytes), "grad": self.grad}
-        agree(self.name, self.group, key, self.error, lambda: {item.name: str(item) for item in items} | options)
+        agree(self.name, self.group, state, self.error, lambda: {item.name: str(item) for item in items} | options)
         assert made is not None
         plans[key] = made
         if len(plans) > _PLANS:
             plans.popitem(last=False)
         return made
+
+    def _made(self, bucket_bytes: int) -> Exchange | None:
+        """A new plan; None where the arguments are refused, and the error is kept."""
+        try:
+            if self.is_read:
+                check(self.items, self.ranks, self.name)
+                for item in self.items:
+                    check_dtypes(item, self.grad, self.name)
+            if self.error is None:
+                moving = [item for item, stays in zip(self.items, self.stays, strict=True) if not stays]
+                return Exchange(moving, self.ranks, self.position, self.group, bucket_bytes, self.grad)
+        except CommError as error:
+            self.error = error
+        return None
+
+    def _announce(self, state: bytes) -> None:
+        """Let check mode compare, so that ranks that have a plan learn of it, too."""
+        if not record.switch._is_profiler_enabled:
+            return
+        what = f"new {state.hex()}" if self.error is None else f"refused: {self.error}"
+        try:
+            _range = record.begin(self.name, "reshard", self.group, self.locals, (what,))
+            record.add(self.name, "view", 0, 0, record.now(), calls=0)
+        except CommError:
+            if self.error is not None:
+                raise self.error from None
+            raise
 
     def form(self, given: Any, results: Sequence[Tensor]) -> Any:
         """Results in the form in which the tensors came."""
@@ -260,12 +305,29 @@ class ReshardPlan(record.Traffic):
     """
 
     def __init__(self, call: _Call, exchange: Exchange) -> None:
-        self._call, self._exchange, self.items = call, exchange, tuple(call.items)
+        self._call, self._exchange = call, exchange
         self.transfers = exchange.transfers
+        self._all_move = not any(call.stays)
 
     bytes_sent = property(attrgetter("transfers.bytes_sent"), doc="Bytes this rank sends, alignment included.")
     bytes_copied = property(attrgetter("transfers.bytes_copied"), doc="Bytes read plus written by this rank's passes.")
 
+    @cached_property
+    def items(self) -> tuple[Item, ...]:
+        """What happens to every tensor."""
+        return tuple(self._call.items)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return [item.name for item in self.items]
+
+    @cached_property
+    def _expected(self) -> list[tuple[Ints | None, torch.dtype, bool]]:
+        """What the local tensors of this rank have to be."""
+        rank = self._call.ranks[self._call.position]
+        return [(item.source.local_shape(rank), item.dtype, item.has_grad) for item in self.items]
+
+    @outside_graphs
     def execute(self, tensors: Any, out: Any = None) -> Any:
         """What ``reshard`` does, without comparing plans; arguments and results as there.
 
@@ -275,16 +337,15 @@ class ReshardPlan(record.Traffic):
         """
         call = self._call
         given, outs = named(tensors, "reshard"), None if out is None else named(out, "reshard")
-        names = [item.name for item in self.items]
-        if list(given) != names or (outs is not None and list(outs) != names):
-            raise ArgumentError(f"reshard: the plan is for {names}, not for {list(given if outs is None else outs)}")
+        if list(given) != self._names or (outs is not None and list(outs) != self._names):
+            got = list(given if outs is None or list(given) != self._names else outs)
+            raise ArgumentError(f"reshard: the plan is for {self._names}, not for {got}")
         locals_ = [local_of(x) for x in given.values()]
-        for item, x in zip(self.items, locals_, strict=True):
-            call.check_local(item.name, item.source, x)
-            if x.dtype != item.dtype:
-                raise ArgumentError(f"reshard: {item.name} is {x.dtype}, but the plan is for {item.dtype}")
-            if x.requires_grad and not item.has_grad and out is None and torch.is_grad_enabled():
-                raise ArgumentError(f"reshard: {item.name} requires grad, but did not when the plan was made")
+        may_record = out is None and torch.is_grad_enabled()
+        for x, (shape, dtype, has_grad) in zip(locals_, self._expected, strict=True):
+            if x.shape != shape or x.dtype is not dtype or (x.requires_grad and not has_grad and may_record):
+                self._check(locals_, may_record)
+                break
         if outs is None:
             return call.form(tensors, self.run(locals_, None))
         into = [local_of(x) for x in outs.values()]
@@ -293,8 +354,22 @@ class ReshardPlan(record.Traffic):
         self.run(locals_, into)
         return out
 
+    def _check(self, tensors: Sequence[Tensor], may_record: bool) -> None:
+        """Refuse tensors that are not as the plan has them."""
+        for item, x in zip(self.items, tensors, strict=True):
+            self._call.check_local(item.name, item.source, x)
+            if x.dtype != item.dtype:
+                raise ArgumentError(f"reshard: {item.name} is {x.dtype}, but the plan is for {item.dtype}")
+            if x.requires_grad and not item.has_grad and may_record:
+                raise ArgumentError(f"reshard: {item.name} requires grad, but did not when the plan was made")
+
     def run(self, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
         """``execute`` on checked local tensors."""
+        if self._all_move:
+            if out is None:
+                return list(apply(self._exchange, tensors, "reshard"))
+            self._exchange.run(tensors, out, "reshard")
+            return list(out)
         stays = self._call.stays
         moving = [x for x, keeps in zip(tensors, stays, strict=True) if not keeps]
         if out is not None:

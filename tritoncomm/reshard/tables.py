@@ -1,44 +1,44 @@
 """Blocks of local tensors as tables for the copy kernels, and as pairs of views."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from tritoncomm_kernels import Segments
 
 from tritoncomm.reshard.layout import Array
 from tritoncomm.reshard.plan import Local, Side
 
-__all__ = ["Strides", "Table", "local_pairs", "strides_of", "table_of"]
+__all__ = ["Strides", "Table", "blocks_of", "local_pairs", "table_of"]
 
 Strides = tuple[tuple[int, ...], ...]
 Table = tuple[tuple[int, ...], Segments]
 """The tensors of a bucket, and its segments, whose indices count those."""
+Blocks = tuple[Array, Array, Array, Array]
+"""Tensor, start, size and byte offset on the wire of every block."""
 
 
-def strides_of(tensors: Sequence[Tensor]) -> Strides:
-    """Strides of all tensors, in elements: what tables are made for."""
-    return tuple([x.stride() for x in tensors])
+def blocks_of(side: Side | Local, start: Array, shift: int = 0) -> Blocks:
+    """Blocks of a side of a bucket, that many bytes further on."""
+    return side.tensor, start, side.size, side.wire + shift
 
 
-def table_of(side: Side, strides: Strides, dtypes: Sequence[torch.dtype], chosen: Any = slice(None)) -> Table | None:
-    """The segments of one side of a bucket; None if there are none.
+def table_of(parts: Sequence[Blocks], strides: Strides, dtypes: Sequence[torch.dtype]) -> Table | None:
+    """The segments of blocks; None if there are none.
 
     Args:
-        side: the blocks.
-        strides: of all tensors.
+        parts: the blocks.
+        strides: of all tensors, in elements.
         dtypes: of all tensors on the wire.
-        chosen: which blocks of the side; offsets on the wire count from the first one.
     """
-    tensor, wire = side.tensor[chosen], side.wire[chosen]
+    tensor, wire = (np.concatenate([part[i] for part in parts]) for i in (0, 3))
     if not len(tensor):
         return None
+    start, size = (np.concatenate([part[i] for part in parts], 1) for i in (1, 2))
     ids, position = np.unique(tensor, return_inverse=True)
-    steps = _padded(strides, len(side.size), ids)[position].T
+    steps = _padded(strides, len(size), ids)[position].T
     itemsize = np.array([dtypes[i].itemsize for i in ids], np.int64)[position]
-    rows = _rows(side.start[:, chosen], side.size[:, chosen], steps, wire - wire[0], itemsize)
+    rows = _rows(start, size, steps, wire, itemsize)
     rows[0] = position[rows[0]]
     used = tuple(ids.tolist())
     return used, Segments(zip(*(each.tolist() for each in rows), strict=True), [dtypes[i] for i in used])

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm.core import backend
-from tritoncomm.errors import CommError, MismatchError
+from tritoncomm.errors import CommError, MismatchError, PeerError
+from tritoncomm.reshard import notes
 
 __all__ = ["agree"]
 
@@ -30,13 +31,32 @@ def agree(
 
     Raises:
         CommError: ``error`` itself.
-        MismatchError: another rank has an error, or another plan; names the rank, the tensor and both sides.
+        MismatchError: another rank has an error, or another plan; names the rank, the tensor and both sides. Or others
+            did not compare, because they have a plan for their arguments.
+        PeerError: others did not come, and left no word why.
     """
-    world, rank = group.size(), group.rank()
-    if world == 1 or dist.get_backend(group) == "fake":
+    if group.size() == 1 or dist.get_backend(group) == "fake":
         if error is not None:
             raise error
         return
+    text = "makes a new plan" if error is None else f"refused its arguments: {error}"
+    plan = f"new {digest.hex()}" if error is None else "refused"
+    notes.leave(group, text, plan)
+    try:
+        _compare(name, group, digest, error, describe)
+    except PeerError as failure:
+        if error is not None:
+            raise error from failure
+        raise notes.explained(failure, group, name, text, plan) from failure
+    finally:
+        notes.withdraw(group)
+
+
+def _compare(
+    name: str, group: ProcessGroup, digest: bytes, error: CommError | None, describe: Callable[[], dict[str, str]]
+) -> None:
+    """One all-gather; texts where ranks differ."""
+    rank = group.rank()
     halves = [int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:])]
     mine = [int(error is not None), *([0, 0] if error is not None else halves)]
     theirs = _gathered(torch.tensor(mine, device="cpu"), group, name)

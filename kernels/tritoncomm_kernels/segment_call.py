@@ -1,0 +1,68 @@
+"""gather_segments and scatter_segments for tensors whose layouts stay the same: only their addresses are looked at."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tritoncomm_kernels.numerics import INTERPRETED
+from tritoncomm_kernels.segment_copy import _listed, _plan
+from tritoncomm_kernels.segment_kernel import BY_VALUE
+from tritoncomm_kernels.segments import Segments, layouts_of
+
+__all__ = ["SegmentCall"]
+
+_ALIGNMENTS = 16  # of the tensors that launches are kept for
+_NO_ADDRESSES = tuple((0,) * n for n in range(BY_VALUE + 1))
+
+
+class SegmentCall:
+    """One table for tensors and a wire of certain layouts, called for the addresses that they have at the time.
+
+    What the functions look up on every call is worked out here, once for every alignment: a call with 16 tensors or
+    fewer costs the host little more than the launch. The caller vouches that dtypes, shapes, strides and the device
+    are those of the first tensors.
+
+    Args:
+        name: ``gather_segments`` or ``scatter_segments``.
+        segments: the table.
+        tensors: of the table, any with these layouts.
+        wire: as every call has it.
+        accumulate: add to what is in the tensors.
+
+    It raises what the functions raise, here or at the first call.
+    """
+
+    def __init__(
+        self, name: str, segments: Segments, tensors: Sequence[Tensor], wire: Tensor, accumulate: bool = False
+    ) -> None:
+        if not wire.is_cuda and not INTERPRETED:
+            raise RuntimeError(f"{name}: {wire.device} tensors need a GPU or TRITON_INTERPRET=1")
+        self._arguments = (name, segments, layouts_of(wire, tensors))
+        self._accumulate = accumulate
+        self._launches: dict[int | tuple[int, ...], list[Any]] = {}
+
+    def __call__(self, tensors: Sequence[Tensor], wire: Tensor) -> None:
+        """Launch on the current stream.
+
+        Args:
+            tensors: those of the table, in its order.
+            wire: contiguous.
+        """
+        addresses, at, every = tuple([x.data_ptr() for x in tensors]), wire.data_ptr(), 0
+        for address in addresses:
+            every |= address
+        key = at & 15 if not every & 15 else (at & 15, *[address & 15 for address in addresses])
+        launches = self._launches.get(key)
+        if launches is None:
+            if len(self._launches) >= _ALIGNMENTS:
+                self._launches.clear()
+            alignment = None if isinstance(key, int) else key[1:]
+            launches, _ = _plan(*self._arguments, alignment, at & 15, False, self._accumulate)
+            self._launches[key] = launches
+        if len(addresses) <= BY_VALUE:
+            listed, values = wire, addresses + _NO_ADDRESSES[BY_VALUE - len(addresses)]
+        else:
+            listed, values = _listed(addresses, wire), _NO_ADDRESSES[BY_VALUE]
+        for launch, _ in launches:
+            launch(wire, listed, 1.0, *values)
