@@ -5,7 +5,9 @@ the same rounds. Times are CUDA events around one call with the L2 cache flushed
 "statistics" and "gradient" are the two kernels of the cross entropy over a sharded vocabulary; a run is a row of the
 logits, and torch's formulations compute in float32 as they do. "copy-in" packs several tensors of equal size into one
 wire and "copy-out" unpacks it, as FSDP2 does around its collectives: ours and FSDP2's ops in one launch; "launch each"
-is our kernel for a single tensor, one after the other, "foreach" is ``_foreach_copy_`` of all shards.
+is our kernel for a single tensor, one after the other, "foreach" is ``_foreach_copy_`` of all shards. "mixed-in" and
+"mixed-out" are the same of tensors of many sizes: shards of 4 KiB to 8 MiB, 1,000 in all. "gather rows" and "scatter
+rows" copy rows by an index, a permutation, as before and after a dispatch of tokens.
 "split + cat" is what Megatron-LM does, and DTensor where it gathers or reduce-scatters; "movedim" is DTensor's
 exchange, "compiled" the same by torch.compile (in some sweeps; compiling is not timed); "chunk + contiguous" is
 ColossalAI's way to pack. Rows that begin with "host" are the host's time to enqueue one small call, by the host's
@@ -19,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,8 +39,10 @@ from bench.timing import figures, quantile
 from tritoncomm.core import ops
 
 MIB = 2**20
-TARGET = {"pack": 0.95, "unpack": 0.95, "reduce": 0.90}
+TARGET = {"pack": 0.95, "unpack": 0.95, "reduce": 0.90, "mixed-in": 0.90, "mixed-out": 0.90}
+MIXED, SMALLEST, LARGEST = {"mixed-in", "mixed-out"}, 4096, 8 * MIB
 ENTROPY = {"statistics", "gradient"}
+ROWS = {"gather rows", "scatter rows"}
 COMPILED = {"run", "dtype", "cast"}  # the sweeps in which torch.compile is a peer; a compilation takes seconds
 
 
@@ -104,6 +109,11 @@ def cases() -> Iterator[Case]:
         for run in (MIB, MIB // 16):
             yield Case(op, "tensors", 64 * MIB, run, 8)
     yield Case("copy-in", "tensors", 64 * MIB, MIB, 8, torch.bfloat16, torch.float32)
+    for op in ("mixed-in", "mixed-out"):  # a run is the mean of the shards of 125 tensors
+        yield Case(op, "tensors", 125 * 8 * 1099776, 1099776, 8)
+    for op in ("gather rows", "scatter rows"):
+        for run in (256, 4096, 14336):
+            yield Case(op, "rows", 256 * MIB // run * run, run, 1)
     yield Case("pack", "cast", 64 * MIB, 1024, 8, torch.float32, torch.bfloat16)
     yield Case("unpack", "cast", 64 * MIB, 1024, 8, torch.bfloat16, torch.float32)
 
@@ -111,6 +121,8 @@ def cases() -> Iterator[Case]:
 def shrunk(case: Case) -> Case:
     """The same case, small enough for the interpreter."""
     run = min(case.run_bytes, 2048)
+    if case.op in MIXED:
+        return Case(case.op, case.sweep, 12 * run * case.world, run, case.world, case.dtype)
     if case.op in ENTROPY:
         return Case(case.op, case.sweep, 3 * run, run, case.world, case.dtype)
     if case.op == "reduce":
@@ -163,6 +175,10 @@ def agree(got: Tensor | Sequence[Tensor], want: Tensor) -> None:
 def prepare(case: Case, device: Device) -> Prepared:
     if case.op in ENTROPY:
         return prepare_entropy(case, device)
+    if case.op in MIXED:
+        return prepare_mixed(case, device.device)
+    if case.op in ROWS:
+        return prepare_rows(case, device.device)
     return prepare_reduce(case, device.device) if case.op == "reduce" else prepare_copy(case, device)
 
 
@@ -180,7 +196,7 @@ def prepare_copy(case: Case, device: Device) -> Prepared:
     if case.op == "copy-in":
         given = [row.clone() for row in source]
     result: Any = [torch.empty_like(row) for row in target] if case.op == "copy-out" else target
-    table = segments(outer, world, run, out_dtype if packs else case.dtype)
+    table = segments([run] * outer, world, out_dtype if packs else case.dtype)
     prepared = Prepared({"ours": ours(case.op, given, result, table)}, 0)
     prepared.moved = prepared.calls["ours"]()
     agree(result, want)
@@ -193,12 +209,87 @@ def prepare_copy(case: Case, device: Device) -> Prepared:
     return prepared
 
 
-def segments(outer: int, world: int, run: int, dtype: torch.dtype) -> Segments:
-    """``outer`` tensors of ``world`` shards each, and a wire of that dtype in rank order."""
-    size = run * dtype.itemsize
-    return Segments(
-        [(i, w * run, 1, run, run, (w * outer + i) * size) for w in range(world) for i in range(outer)], [dtype] * outer
+def segments(runs: Sequence[int], world: int, dtype: torch.dtype) -> Segments:
+    """Tensors of ``world`` shards of ``runs`` elements each, and a wire of that dtype in rank order."""
+    starts, size = [0, *accumulate(runs)], dtype.itemsize
+    rows = [
+        (i, w * run, 1, run, run, (w * starts[-1] + start) * size)
+        for w in range(world)
+        for i, (run, start) in enumerate(zip(runs, starts, strict=False))
+    ]
+    return Segments(rows, [dtype] * len(runs))
+
+
+def mixed_runs(nbytes: int, world: int, mean: int, itemsize: int) -> list[int]:
+    """Elements of the shards of as many tensors as have that mean, log-uniform and no power of two."""
+    count = max(1, nbytes // (mean * world))
+    small, large = (SMALLEST, LARGEST) if mean > SMALLEST else (mean // 8, mean * 4)
+    ratio = (large / small) ** (1 / max(count - 1, 1))
+    return [int(small * ratio**i) // (8 * itemsize) * 8 for i in range(count)]
+
+
+def prepare_mixed(case: Case, device: torch.device) -> Prepared:
+    """Tensors of many sizes into one wire in rank order, or out of it: in one launch, and as torch does it."""
+    world, dtype = case.world, case.dtype
+    runs = mixed_runs(case.nbytes, world, case.run_bytes, dtype.itemsize)
+    table = segments(runs, world, dtype)
+    params = [filled((world * run,), dtype, device) for run in runs]
+    shards = [param.view(world, run) for param, run in zip(params, runs, strict=True)]
+    want = torch.cat(shards, 1)
+    blocks = list(want.split(runs, 1))
+    if case.op == "mixed-in":
+        wire = torch.empty_like(want)
+        calls: dict[str, Call] = {"ours": lambda: kernels.gather_segments(params, wire, table)}
+        parts = list(wire.split(runs, 1))
+        pairs = [(x[None], part[:, None]) for x, part in zip(params, parts, strict=True)]
+        peers: dict[str, Call] = {
+            "split + cat": lambda: torch.cat(shards, 1),
+            "FSDP2's op": lambda: torch._chunk_cat(params, 0, world, out=wire),  # type: ignore
+            "launch each": lambda: again(wire, lambda: [kernels.pack(row, block) for row, block in pairs]),
+            "foreach": lambda: again(wire, lambda: torch._foreach_copy_(parts, shards)),  # type: ignore
+        }
+        result: Any = wire
+    else:
+        result = [torch.empty_like(param) for param in params]
+        outs = [x.view(world, run) for x, run in zip(result, runs, strict=True)]
+        calls = {"ours": lambda: kernels.scatter_segments(want, result, table)}
+        pairs = [(x[None], part[:, None]) for x, part in zip(result, blocks, strict=True)]
+        peers = {
+            "chunk + contiguous": lambda: [x.contiguous() for x in want.split(runs, 1)],
+            "FSDP2's op": lambda: again(result, lambda: torch.split_with_sizes_copy(want, runs, 1, out=outs)),
+            "launch each": lambda: again(result, lambda: [kernels.unpack(block, row) for row, block in pairs]),
+            "foreach": lambda: again(result, lambda: torch._foreach_copy_(outs, blocks)),  # type: ignore
+        }
+    expected = want if case.op == "mixed-in" else torch.cat(params)
+    prepared = Prepared(calls, 0)
+    prepared.moved = calls["ours"]()
+    agree(result, expected)
+    prepared.add(case, peers, lambda got: agree(got, expected))
+    return prepared
+
+
+def prepare_rows(case: Case, device: torch.device) -> Prepared:
+    """Rows of ``run_bytes`` by a permutation of them, and back."""
+    row = case.run_bytes // case.dtype.itemsize
+    x = filled((case.nbytes // case.run_bytes, row), case.dtype, device)
+    index = torch.randperm(len(x), device=device)
+    out = torch.empty_like(x)
+    gathers = case.op == "gather rows"
+    want = x.index_select(0, index) if gathers else torch.empty_like(x).index_copy_(0, index, x)
+    copy = kernels.gather_rows if gathers else kernels.scatter_rows
+    prepared = Prepared({"ours": lambda: copy(x, index, out)}, 0)
+    prepared.moved = prepared.calls["ours"]()
+    agree(out, want)
+    peers: dict[str, Call] = (
+        {
+            "index_select": lambda: torch.index_select(x, 0, index, out=out),
+            "x[index]": lambda: x[index],
+        }
+        if gathers
+        else {"index_copy_": lambda: out.index_copy_(0, index, x)}
     )
+    prepared.add(case, peers, lambda got: agree(got, want))
+    return prepared
 
 
 def ours(op: str, source: Any, target: Any, table: Segments) -> Call:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from tritoncomm_kernels import launch
 
 import tritoncomm
 from tritoncomm import ParallelMode, groups
@@ -217,6 +219,78 @@ def bits_and_bytes(group: ProcessGroup) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_bits_and_counters(pool: Pool, world: int) -> None:
     pool.run(bits_and_bytes, world=world)
+
+
+def one_launch_each_way(group: ProcessGroup) -> None:
+    """Kernels pack q, k and v in one launch and unpack them in one, with torch's bits and bytes; a slice of 8 heads."""
+    world, rank, launches = group.size(), group.rank(), []
+    called = launch.Launch.__call__
+
+    def noted(self: Any, *arguments: Any) -> None:
+        launches.append(self.kernel)
+        called(self, *arguments)
+
+    made = torch.Generator().manual_seed(rank)
+    for heads_, seq_dim, dtype, sizes in (
+        ((8, 8), 1, torch.bfloat16, (3,) * world),
+        ((5, 5), 0, torch.bfloat16, (3,) * world),
+        ((6, 2), 1, torch.bfloat16, (2, 4, 1, 3)[:world]),
+        ((8, 1), 1, torch.float32, (2, 4, 1, 3)[:world]),
+        ((12, 3), 0, torch.float64, (2, 0, 1, 3)[:world]),
+    ):
+        lead = (2, sizes[rank]) if seq_dim else (sizes[rank], 2)
+        dims = (8, 8, 24)  # of v, another
+        xs = [
+            torch.randn(*lead, n + 1, 2 * d, generator=made).to(dtype)[:, :, 1:, d:]
+            for n, d in zip((heads_[0], heads_[1], heads_[1]), dims, strict=True)
+        ]
+        layout = exchange_for(*xs, group, seq_dim, sizes, "test").qkv
+        results = []
+        for path in ("torch", "triton"):
+            launches.clear()
+            with (
+                tritoncomm.path(path),
+                mock.patch.object(launch.Launch, "__call__", noted),
+                tritoncomm.recording() as record,
+            ):
+                there = heads.to_heads(xs, layout, group, "to heads")
+                ahead = len(launches)
+                grads = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in there]
+                back = heads.to_sequence(grads, layout, group, "to sequence")
+            results.append(([*there, *back], [(count.packed, count.wire) for count in record.values()]))
+        for (copied, sent), (most, wire) in zip(results[1][1], results[0][1], strict=True):
+            assert copied <= most, "torch puts parts of shared heads side by side first"
+            assert sent == wire
+        for one, twin in zip(results[0][0], results[1][0], strict=True):
+            assert torch.equal(one, twin), (heads_, seq_dim)
+        if sizes[rank]:
+            assert results[1][1][0][0] > 0
+            assert ahead == (1 if seq_dim == 0 else 2), (heads_, launches)
+            assert len(launches) - ahead == 2, (heads_, launches)
+        assert {p for _, p in record} == {"triton"}
+    x = torch.randn(2, 3, 8, 4, 2, generator=made)
+    lazy = [torch.view_as_complex(x)[:, :, ::2].conj() for _ in range(2)]
+    exchange = Layout(1, (split_heads(4, 4, world)[0],) * 2, (3,) * world)
+    for path in ("torch", "triton"):
+        with tritoncomm.path(path):
+            there = heads.to_heads(lazy, exchange, group, "lazy")
+            back = heads.to_sequence(there, exchange, group, "lazy")
+        assert torch.equal(back[1], lazy[1])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_one_launch_each_way(pool: Pool, world: int) -> None:
+    pool.run(one_launch_each_way, world=world)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_of_shared_heads_are_in_rank_order(dtype: torch.dtype) -> None:
+    for parts in (2, 4, 5, 9):
+        blocks = torch.randn(parts, 3, 5, 1, 7).to(dtype)
+        total = blocks[0].float()
+        for block in blocks[1:]:
+            total = total + block
+        assert torch.equal(heads._summed(blocks), total.to(dtype)), parts
 
 
 def variants(group: ProcessGroup) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tritoncomm_kernels.copy import pack, plain_copy, unpack
     from tritoncomm_kernels.cross_entropy import gradient, statistics
     from tritoncomm_kernels.reduction import reduce
+    from tritoncomm_kernels.row_copy import gather_rows, scatter_rows
     from tritoncomm_kernels.segment_call import SegmentCall
     from tritoncomm_kernels.segment_copy import gather_segments, scatter_segments
 
@@ -28,12 +29,14 @@ __all__ = [
     "Segments",
     "TooLargeError",
     "config_for",
+    "gather_rows",
     "gather_segments",
     "gradient",
     "pack",
     "plain_copy",
     "reduce",
     "reference",
+    "scatter_rows",
     "scatter_segments",
     "statistics",
     "unpack",
@@ -42,11 +45,13 @@ __all__ = [
 # What is in modules that import Triton, by the module. None is named as a module is, which would take its name.
 _LAZY = {
     "SegmentCall": "segment_call",
+    "gather_rows": "row_copy",
     "gather_segments": "segment_copy",
     "gradient": "cross_entropy",
     "pack": "copy",
     "plain_copy": "copy",
     "reduce": "reduction",
+    "scatter_rows": "row_copy",
     "scatter_segments": "segment_copy",
     "statistics": "cross_entropy",
     "unpack": "copy",

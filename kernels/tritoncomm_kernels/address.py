@@ -9,7 +9,7 @@ Every integer is int32 in units of VEC elements and never specialised; products 
 import triton
 import triton.language as tl
 
-from tritoncomm_kernels.numerics import INTERPRETED, multiply, narrow, widen
+from tritoncomm_kernels.numerics import INTERPRETED, converted
 
 __all__ = ["BY_VALUE", "TABLE_RANKS", "_copy_kernel", "_copy_split_kernel", "_copy_table_kernel"]
 
@@ -80,21 +80,13 @@ def _move(
         wire_ptr = tl.max_contiguous(wire_ptr, [1, 2])
     if UNPACK:
         x = tl.load(wire_ptr, mask=in_row)
-        if WIDE is not None:
-            x = widen(x, WIDE)
-            if HAS_SCALE:
-                x = multiply(x, scale, WIDE)
-            if ACCUMULATE:
-                x = widen(tl.load(rows_ptr, mask=in_row), WIDE) + x
-            x = narrow(x, rows_ptr.dtype.element_ty)
+        x = converted(x, scale, rows_ptr, in_row, rows_ptr.dtype.element_ty, WIDE, HAS_SCALE, ACCUMULATE)
         tl.store(rows_ptr, x, mask=in_row)
     else:
         x = tl.load(rows_ptr, mask=in_row, other=0)
-        if WIDE is not None:
-            x = widen(x, WIDE)
-            if HAS_SCALE:
-                x = tl.where(in_row, multiply(x, scale, WIDE), 0)
-            x = narrow(x, wire_ptr.dtype.element_ty)
+        x = converted(x, scale, wire_ptr, in_wire, wire_ptr.dtype.element_ty, WIDE, HAS_SCALE, False)
+        if HAS_SCALE:  # also an infinite one
+            x = tl.where(in_row, x, 0)
         tl.store(wire_ptr, x, mask=in_wire)
 
 

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
+import torch
+from torch import Tensor
+
 Ints = tuple[int, ...]
+RowsLayout = tuple[torch.dtype, Ints, Ints, bool]  # dtype, shape, stride, whether a lazy bit is set
 MAX_PARTS = 64
 
 
@@ -114,3 +118,60 @@ def check_parts(shape: Ints, stride: Ints, out_shape: Ints, out_stride: Ints) ->
         raise ValueError(
             f"reduce: the parts of wire and out must be contiguous, not strided by {stride} and {out_stride}"
         )
+
+
+@dataclass(frozen=True)
+class IndexedRows:
+    """``near[i] <-> far[index[i]]``, in elements.
+
+    Attributes:
+        count: number of indices.
+        limit: number of rows of the indexed tensor.
+        row: elements of a row.
+        stride_far, stride_near: from one row to the next of the indexed tensor, and of the other.
+        itemsize: bytes of an element.
+        moved: bytes read plus written where every index is a row.
+    """
+
+    count: int
+    limit: int
+    row: int
+    stride_far: int
+    stride_near: int
+    itemsize: int
+    moved: int
+
+
+def rows_layout_of(x: Tensor) -> RowsLayout:
+    """What ``indexed_rows`` depends on, of a tensor."""
+    return x.dtype, x.shape, x.stride(), x.is_conj() or x.is_neg()
+
+
+@lru_cache(maxsize=4096)
+def indexed_rows(name: str, x: RowsLayout, index: RowsLayout, out: RowsLayout) -> IndexedRows:
+    """Check that ``gather_rows`` or ``scatter_rows`` can copy rows of ``x`` to ``out`` by this index.
+
+    Raises:
+        ValueError: the shapes do not fit, rows are not contiguous or overlap where they are written, a lazy view.
+        TypeError: two dtypes, or an index that is neither int64 nor int32.
+    """
+    (dtype, shape, stride, lazy), (out_dtype, out_shape, out_stride, out_lazy) = x, out
+    kind, index_shape, index_stride, _ = index
+    if dtype is not out_dtype or kind not in (torch.int64, torch.int32):
+        raise TypeError(f"{name}: {dtype} by {kind} to {out_dtype}: one dtype, and an index of int64 or int32")
+    if lazy or out_lazy:
+        raise ValueError(f"{name}: a lazy conjugate or negative view must be resolved first")
+    if len(index_shape) != 1 or (index_shape[0] > 1 and index_stride[0] != 1):
+        raise ValueError(f"{name}: the index must be flat and contiguous, not {tuple(index_shape)} by {index_stride}")
+    (far, near) = (x, out) if name == "gather_rows" else (out, x)
+    count, row = index_shape[0], math.prod(shape[1:])
+    if not shape or shape[1:] != out_shape[1:] or len(out_shape) != len(shape) or near[1][0] != count:
+        raise ValueError(f"{name}: {count} rows of {tuple(shape)} do not fit into {tuple(out_shape)}")
+    for each, strides in ((shape, stride), (out_shape, out_stride)):
+        if row and coalesce(each[1:], strides[1:])[1] not in ((1,), (0,)):
+            raise ValueError(f"{name}: every row must be contiguous, not {tuple(each)} by {strides}")
+    if row and out_shape[0] > 1 and out_stride[0] < row:
+        raise ValueError(f"{name}: rows {out_stride[0]} elements apart overlap in out {tuple(out_shape)}")
+    stride_far, stride_near = (layout[2][0] if layout[1][0] > 1 else row for layout in (far, near))
+    moved = count * (2 * row * dtype.itemsize + kind.itemsize) if row else 0
+    return IndexedRows(count, far[1][0], row, stride_far, stride_near, dtype.itemsize, moved)

@@ -40,3 +40,19 @@ def narrow(x, NARROW: tl.constexpr):
             bits = tl.where(x != x, bits | 0x400000, rounded)
             x = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return x.to(NARROW)
+
+
+@triton.jit
+def converted(
+    x, scale, target_ptr, mask, NARROW: tl.constexpr, WIDE: tl.constexpr, HAS_SCALE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """``x`` as elements NARROW: its bits where WIDE is None, else scaled and added to the target, rounded once."""
+    if WIDE is not None:
+        x = widen(x, WIDE)
+        if HAS_SCALE:
+            x = multiply(x, scale, WIDE)
+        if ACCUMULATE:
+            x = widen(tl.load(target_ptr, mask=mask), WIDE) + x
+        x = narrow(x, NARROW)
+    return x

@@ -7,10 +7,20 @@ from torch import Tensor
 
 from tritoncomm_kernels.config import Config
 from tritoncomm_kernels.dtypes import checked_scale, wide_type
-from tritoncomm_kernels.geometry import check_parts, geometry_of
-from tritoncomm_kernels.segments import PADDING, Segments, checked_segments, layouts_of
+from tritoncomm_kernels.geometry import check_parts, geometry_of, indexed_rows, rows_layout_of
+from tritoncomm_kernels.segments import PADDING, CheckedSegments, Segments, checked_segments, layouts_of
 
-__all__ = ["gather_segments", "gradient", "pack", "reduce", "scatter_segments", "statistics", "unpack"]
+__all__ = [
+    "gather_rows",
+    "gather_segments",
+    "gradient",
+    "pack",
+    "reduce",
+    "scatter_rows",
+    "scatter_segments",
+    "statistics",
+    "unpack",
+]
 
 
 def pack(
@@ -67,17 +77,16 @@ def reduce(wire: Tensor, out: Tensor, scale: float | None = None, *, config: Con
 
 def gather_segments(tensors: Sequence[Tensor], wire: Tensor, segments: Segments, *, scale: float | None = None) -> int:
     """Rows of several tensors into a wire, zeros where it is padding; see ``tritoncomm_kernels.gather_segments``."""
-    layouts = layouts_of((wire, *tensors))
-    checked = checked_segments("gather_segments", segments, layouts[1:], layouts[0], scale is not None)
+    checked = checked_segments("gather_segments", segments, layouts_of(wire, tensors), scale is not None)
     if not segments.segments:
         return 0
     with torch.no_grad():
-        zeros, copies, casts = _segment_views(tensors, wire, segments, checked.wides)
+        zeros, copies, casts = _segment_views(tensors, wire, segments, checked)
         if zeros:
             torch._foreach_zero_(zeros)  # pyright: ignore[reportPrivateImportUsage]
         if copies:
             _copy_all([(block, rows) for rows, block in copies])
-        for rows, block, wide in casts:
+        for rows, (block,), wide in casts:
             _put(block, rows, scale, wide)
     return checked.copied
 
@@ -89,19 +98,61 @@ def scatter_segments(
     *,
     scale: float | None = None,
     accumulate: bool = False,
+    sums: bool = False,
 ) -> int:
     """A wire back into rows of several tensors; see ``tritoncomm_kernels.scatter_segments``."""
-    layouts = layouts_of((wire, *tensors))
-    checked = checked_segments("scatter_segments", segments, layouts[1:], layouts[0], scale is not None, accumulate)
+    layouts = layouts_of(wire, tensors)
+    checked = checked_segments("scatter_segments", segments, layouts, scale is not None, accumulate, sums)
     if not segments.segments:
         return 0
     with torch.no_grad():
-        _, copies, casts = _segment_views(tensors, wire, segments, checked.wides)
+        _, copies, casts = _segment_views(tensors, wire, segments, checked)
         if copies:
             _copy_all(copies)
-        for rows, block, wide in casts:
-            _put(rows, block, scale, wide, accumulate)
+        for rows, blocks, wide in casts:
+            total = blocks[0] if len(blocks) == 1 else blocks[0].to(wide, copy=True)
+            for block in blocks[1:]:
+                total += block
+            _put(rows, total, scale, wide, accumulate)
     return checked.copied
+
+
+def gather_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
+    """``out[i] = x[index[i]]``, zeros where there is no such row; see ``tritoncomm_kernels.gather_rows``."""
+    rows = indexed_rows("gather_rows", rows_layout_of(x), rows_layout_of(index), rows_layout_of(out))
+    if not rows.moved:
+        return 0
+    with torch.no_grad():
+        if not rows.limit:
+            out.zero_()
+            return rows.moved
+        x, out, is_row = _as_integers(x), _as_integers(out), (index >= 0) & (index < rows.limit)
+        if not x.is_cuda and bool(is_row.all()):
+            torch.index_select(x, 0, index, out=out)
+        else:
+            out.copy_(x.index_select(0, torch.where(is_row, index, 0)))
+            out.masked_fill_((~is_row).view(-1, *(1 for _ in out.shape[1:])), 0)
+    return rows.moved
+
+
+def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
+    """``out[index[i]] = x[i]``, left out where there is no such row; see ``tritoncomm_kernels.scatter_rows``."""
+    rows = indexed_rows("scatter_rows", rows_layout_of(x), rows_layout_of(index), rows_layout_of(out))
+    if not rows.moved:
+        return 0
+    with torch.no_grad():
+        is_row = (index >= 0) & (index < rows.limit)
+        x, out, index = _as_integers(x), _as_integers(out), index.long()
+        if x.is_cuda or not bool(is_row.all()):
+            x, index = x[is_row], index[is_row]
+        out.index_copy_(0, index, x)
+    return rows.moved
+
+
+def _as_integers(x: Tensor) -> Tensor:
+    """The bits of elements of 1 to 8 bytes, which every operator of torch copies."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.view(kinds[x.itemsize]) if x.itemsize in kinds else x
 
 
 def statistics(
@@ -168,34 +219,45 @@ def _shards(rows: Tensor, wire: Tensor, sizes: tuple[int, ...] | None) -> Iterat
 
 
 def _segment_views(
-    tensors: Sequence[Tensor], wire: Tensor, segments: Segments, wides: Sequence[torch.dtype | None]
-) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor, torch.dtype]]]:
-    """Padding of the wire; pairs of rows and wire to be copied; those that take arithmetic, and its type."""
+    tensors: Sequence[Tensor], wire: Tensor, segments: Segments, checked: CheckedSegments
+) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[tuple[Tensor, list[Tensor], torch.dtype]]]:
+    """Padding of the wire; pairs of rows and wire to be copied; those that take arithmetic, all parts, and its type."""
     start, dtypes = int(wire.storage_offset()) * wire.itemsize, segments.dtypes
     flat = wire.view(-1).view(torch.uint8)
     typed = {dtype: _typed(flat, dtype) for dtype in {*dtypes, torch.uint8}}
     offsets = [x.storage_offset() for x in tensors]
     zeros, copies, casts = [], [], []
-    for index, offset, count, row, stride, at in segments.segments:
+    for i, (index, offset, count, row, stride, at, step) in enumerate(checked.targets):
+        size = (count * row,) if count == 1 else (count, row)
         if index == PADDING:
-            zeros.append(flat[at : at + count * row])
+            zeros.append(_block(typed[torch.uint8], size, step, start + at))
             continue
-        dtype, wide = dtypes[index], wides[index]
-        size, steps = ((count * row,), (1,)) if count == 1 or stride == row else ((count, row), (stride, 1))
-        rows = tensors[index].as_strided(size, steps, offsets[index] + offset)
-        place, rest = divmod(start + at, dtype.itemsize)
-        if not rest:
-            block = typed[dtype].as_strided(size, (row, 1) if len(size) == 2 else (1,), place)
-        elif wide is None:  # elements that start between two addresses of their kind: bytes
-            rows, block = rows.view(torch.uint8), flat[at : at + count * row * dtype.itemsize]
-            block = block.view(rows.shape)
+        dtype, wide, parts = dtypes[index], checked.wides[i], checked.parts.get(i)
+        if stride == row and not step and parts is None:
+            size = (count * row,)
+        rows = tensors[index].as_strided(size, (stride, 1) if len(size) == 2 else (1,), offsets[index] + offset)
+        blocks = [_block(typed[dtype], size, by, start + first) for first, by in parts or ((at, step),)]
+        if wide is not None:
+            if any(block is None for block in blocks):
+                raise ValueError(
+                    f"segments: {dtype} cannot be cast at byte {at} of the wire, which is not aligned to it"
+                )
+            casts.append((rows, blocks, wide))
+        elif blocks[0] is None:  # elements that start between two addresses of their kind: bytes
+            rows = rows.view(torch.uint8)
+            copies.append((rows, _block(typed[torch.uint8], rows.shape, step * dtype.itemsize, start + at)))
         else:
-            raise ValueError(f"segments: {dtype} cannot be cast at byte {at} of the wire, which is not aligned to it")
-        if wide is None:
-            copies.append((rows, block))
-        else:
-            casts.append((rows, block, wide))
+            copies.append((rows, blocks[0]))
     return zeros, copies, casts
+
+
+def _block(wire: Tensor, size: Sequence[int], step: int, at: int) -> Tensor | None:
+    """Rows of the wire from byte ``at`` of its memory on, ``step`` elements apart (0: one after the other).
+
+    None where no element starts there.
+    """
+    place, rest = divmod(at, wire.itemsize)
+    return None if rest else wire.as_strided(size, (step or size[1], 1) if len(size) == 2 else (1,), place)
 
 
 def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

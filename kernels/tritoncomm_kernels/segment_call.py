@@ -38,7 +38,7 @@ class SegmentCall:
     ) -> None:
         if not wire.is_cuda and not INTERPRETED:
             raise RuntimeError(f"{name}: {wire.device} tensors need a GPU or TRITON_INTERPRET=1")
-        self._arguments = (name, segments, layouts_of((wire, *tensors)))
+        self._arguments = (name, segments, layouts_of(wire, tensors))
         self._accumulate = accumulate
         self._launches: dict[int | tuple[int, ...], list[Any]] = {}
 

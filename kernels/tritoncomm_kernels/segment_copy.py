@@ -1,11 +1,13 @@
 """gather_segments and scatter_segments: rows of many tensors to and from one flat wire, in one launch.
 
 Copies see bytes and never dtypes, so that tensors of any dtypes share the launch; each pair of dtypes that are cast is
-a launch of its own.
+a launch of its own. Sums of one dtype are part of the copies' launch.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -17,14 +19,16 @@ from tritoncomm_kernels.dtypes import checked_scale, scale_argument
 from tritoncomm_kernels.launch import TRITON_TYPE, Launch, fits
 from tritoncomm_kernels.numerics import INTERPRETED
 from tritoncomm_kernels.segment_kernel import BY_VALUE, _segments_kernel
-from tritoncomm_kernels.segment_tiles import BLOCKS, divide
-from tritoncomm_kernels.segments import PADDING, Layout, Segments, checked_segments, layouts_of
+from tritoncomm_kernels.segment_tiles import BLOCKS, Work, divide, joined
+from tritoncomm_kernels.segments import PADDING, CheckedSegments, Layouts, Segments, checked_segments, layouts_of
 
 __all__ = ["gather_segments", "scatter_segments"]
 
 _BITS = (torch.int64, torch.int64, torch.int32, torch.int16, torch.int8)  # behind the units of 16 bytes to 1
 _WARPS = 4
-_CAST_UNITS = 8 * LANES  # of 16 bytes of the smaller type, or of one element, at a time
+_CAST_UNITS, _SUM_UNITS = 8 * LANES, 4 * LANES  # of 16 bytes of the smaller type, or of one element, at a time
+
+_Kind = tuple[torch.dtype, torch.dtype, torch.dtype] | None  # of tensors, in the wire, of the arithmetic; or copies
 
 
 def gather_segments(tensors: Sequence[Tensor], wire: Tensor, segments: Segments, *, scale: float | None = None) -> int:
@@ -54,7 +58,7 @@ def gather_segments(tensors: Sequence[Tensor], wire: Tensor, segments: Segments,
 
     Traffic: reads every segment once, writes it once.
     """
-    return _run("gather_segments", tensors, wire, segments, scale, False)
+    return _run("gather_segments", tensors, wire, segments, scale, False, False)
 
 
 def scatter_segments(
@@ -64,31 +68,46 @@ def scatter_segments(
     *,
     scale: float | None = None,
     accumulate: bool = False,
+    sums: bool = False,
 ) -> int:
     """Copy the table's rows back from the wire into the tensors, or add them to what is there.
 
     Padding is not read. Arguments, arithmetic and errors as in ``gather_segments``; here a table whose rows overlap in
-    a tensor is refused, too.
+    a tensor is refused, too, but with ``sums`` segments may have the same rows: they are added up in the order of the
+    table, with one rounding, which is the adjoint of a gather that reads rows several times.
+
+    Args:
+        wire, tensors, segments, scale: as there.
+        accumulate: add to what is in the tensors.
+        sums: add up segments that have tensor, offset, rows, row and stride in common.
 
     Returns:
         Bytes read plus bytes written.
 
-    Traffic: reads every segment once, writes it once (reads it in the tensors too when accumulating).
+    Example:
+        With ``sums`` segments ``(0, 0, 1, 2, 2, 0)`` and ``(0, 0, 1, 2, 2, 8)`` of a float32 wire ``[1, 2, 3, 4]`` are
+        ``[4, 6]``.
+
+    Traffic: reads every segment once, writes its rows once (reads them in the tensors too when accumulating).
     """
-    return _run("scatter_segments", tensors, wire, segments, scale, accumulate)
+    return _run("scatter_segments", tensors, wire, segments, scale, accumulate, sums)
 
 
 def _run(
-    name: str, tensors: Sequence[Tensor], wire: Tensor, segments: Segments, scale: float | None, accumulate: bool
+    name: str,
+    tensors: Sequence[Tensor],
+    wire: Tensor,
+    segments: Segments,
+    scale: float | None,
+    accumulate: bool,
+    sums: bool,
 ) -> int:
     if not wire.is_cuda and not INTERPRETED:
         raise RuntimeError(f"{name}: {wire.device} tensors need a GPU or TRITON_INTERPRET=1")
-    layouts, addresses = layouts_of((wire, *tensors)), tuple([x.data_ptr() for x in tensors])
-    at, every = wire.data_ptr(), 0
-    for address in addresses:
-        every |= address
+    layouts, addresses = layouts_of(wire, tensors), tuple(map(Tensor.data_ptr, tensors))
+    at, every = wire.data_ptr(), reduce(or_, addresses, 0)
     alignment = tuple([address & 15 for address in addresses]) if every & 15 else None
-    launches, copied = _plan(name, segments, layouts, alignment, at & 15, scale is not None, accumulate)
+    launches, copied = _plan(name, segments, layouts, alignment, at & 15, scale is not None, accumulate, sums)
     if len(addresses) <= BY_VALUE:
         listed, values = wire, (*addresses, *(0,) * (BY_VALUE - len(addresses)))
     else:
@@ -110,84 +129,132 @@ def _listed(addresses: tuple[int, ...], wire: Tensor) -> Tensor:
 def _plan(
     name: str,
     segments: Segments,
-    layouts: tuple[Layout, ...],
+    layouts: Layouts,
     alignment: tuple[int, ...] | None,
     wire_align: int,
     scaled: bool,
     accumulates: bool,
+    sums: bool = False,
 ) -> tuple[list[tuple[Launch, torch.dtype | None]], int]:
     """The launches of one kind of call with the type of their arithmetic, and the bytes read plus written."""
-    wire, *tensors = layouts
-    checked = checked_segments(name, segments, tuple(tensors), wire, scaled, accumulates)
-    groups: dict[Any, list[tuple[int, ...]]] = {}
-    for segment in segments.segments:
-        if segment.tensor != PADDING:
-            wide, (dtype, *_) = checked.wides[segment.tensor], tensors[segment.tensor]
-            kind = None if wide is None else (dtype, segments.dtypes[segment.tensor], wide)
-            groups.setdefault(kind, []).append(segment)
-        elif name.startswith("gather"):
-            groups.setdefault(None, []).append(segment)
+    checked = checked_segments(name, segments, layouts, scaled, accumulates, sums)
+    dtypes = layouts.dtypes[1:]
     with torch.device("cpu"):  # whatever the default device is just now
-        aligned = torch.tensor(alignment or (0,) * len(tensors), dtype=torch.int64)
-        ends = (aligned, wire_align, wire[3])
-        return [
-            (_launch(name, kind, torch.tensor(rows), segments, ends, scaled, accumulates), kind[2] if kind else None)
-            for kind, rows in groups.items()
-        ], checked.copied
+        aligned = torch.tensor(alignment or (0,) * len(dtypes), dtype=torch.int64)
+        call = _Call(name, segments, (aligned, wire_align, layouts.devices[0]), scaled, accumulates)
+        copies, added = _by_kind(call, checked, dtypes)
+        launches = []
+        for kind, rows in copies.items():
+            of_sums = kind if kind in added else next(iter(added), None) if kind is None else None
+            launches.append(_launch(call, kind, rows, of_sums, added.pop(of_sums, {})))
+        launches += [_launch(call, None, [], kind, rows) for kind, rows in added.items()]
+        return launches, checked.copied
 
 
-def _launch(
-    name: str,
-    kind: tuple[torch.dtype, torch.dtype, torch.dtype] | None,
-    rows: Tensor,
-    segments: Segments,
-    ends: tuple[Tensor, int, int],
-    scaled: bool,
-    accumulates: bool,
-) -> Launch:
-    """The launch for segments that are copied (kind None), or cast between the dtypes of a tensor and the wire.
+@dataclass(frozen=True)
+class _Call:
+    """What all launches of one kind of call have in common.
 
-    Args:
+    Attributes:
         name: of the operation.
-        kind: dtype of the tensors, in the wire, and of the arithmetic.
-        rows: the segments, ``[n, 6]``.
-        segments: their table.
+        segments: the table.
         ends: addresses modulo 16 of the tensors and of the wire; the device.
         scaled, accumulates: what is done on the way.
     """
-    aligned, wire_align, device = ends
-    if kind is None:
-        itemsizes, types, vec, block = None, (_BITS, _BITS), (2, 1, 1, 1, 1), BLOCKS
-        rows = _in_bytes(rows, segments)
-    else:
-        itemsizes, types = (kind[0].itemsize, kind[1].itemsize), ((kind[0],) * 2, (kind[1],) * 2)
-        _check_aligned(name, kind, rows, aligned, wire_align)
-        widest = 16 // min(itemsizes)
-        vec, block = (widest, 1), (_CAST_UNITS, _CAST_UNITS)
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 1
-    work = divide(rows, itemsizes, aligned, wire_align, multiprocessors)
-    fits(name, (work.programs,))
+
+    name: str
+    segments: Segments
+    ends: tuple[Tensor, int, int]
+    scaled: bool
+    accumulates: bool
+
+
+def _by_kind(
+    call: _Call, checked: CheckedSegments, dtypes: Sequence[torch.dtype]
+) -> tuple[dict[_Kind, list[Any]], dict[_Kind, dict[int, list[Any]]]]:
+    """Rows of segments by their arithmetic; those that are added up also by the number of their parts."""
+    copies: dict[_Kind, list[Any]] = {}
+    added: dict[_Kind, dict[int, list[Any]]] = {}
+    for i, (segment, wide) in enumerate(zip(checked.targets, checked.wides, strict=True)):
+        if segment.tensor == PADDING:
+            if call.name.startswith("gather"):
+                copies.setdefault(None, []).append(segment)
+            continue
+        kind = None if wide is None else (dtypes[segment.tensor], call.segments.dtypes[segment.tensor], wide)
+        parts = checked.parts.get(i)
+        if parts is None:
+            copies.setdefault(kind, []).append(segment)
+        else:
+            row = (*segment[:5], *(number for part in parts for number in part))
+            added.setdefault(kind, {}).setdefault(len(parts), []).append(row)
+    return copies, added
+
+
+def _launch(
+    call: _Call, kind: _Kind, rows: list[Any], of_sums: _Kind, added: dict[int, list[Any]]
+) -> tuple[Launch, torch.dtype | None]:
+    """One launch, and the type of its arithmetic: of segments that are copied or cast, if any, and of sums of one kind.
+
+    Args:
+        call: the call.
+        kind: of the segments that are not added up.
+        rows: those segments.
+        of_sums: kind of the sums.
+        added: segments that are added up, by the number of their parts.
+    """
+    works = [_work(call, kind, torch.tensor(rows))] if rows else []
+    accesses = _accesses(kind, _CAST_UNITS)[: works[0].kinds] if rows else []
+    first, summed = len(accesses), [_work(call, of_sums, torch.tensor(each)) for each in added.values()]
+    if summed:
+        accesses += _accesses(of_sums, _SUM_UNITS)[: max(work.kinds for work in summed)]
+        works += summed
+    table, words = joined(works, [0] * bool(rows) + [first] * len(summed))
+    programs, wide = sum(work.programs for work in works), (of_sums or kind or (None,))[-1]
+    fits(call.name, (programs,))
+    in_rows, in_wire, wides, vec, block = zip(*accesses, strict=True)
     constants = dict(
-        LISTED=aligned.numel() > BY_VALUE, WIDTHS=work.kinds, STRIDED=work.strided, SCATTER=name.startswith("scatter"),
-        PADDED=bool((rows[:, 0] == PADDING).any()), ROWS=tuple(TRITON_TYPE[dtype] for dtype in types[0]),
-        WIRE=tuple(TRITON_TYPE[dtype] for dtype in types[1]), WIDE=TRITON_TYPE[kind[2]] if kind else None,
-        HAS_SCALE=scaled and kind is not None, ACCUMULATE=accumulates and kind is not None, VEC=vec, BLOCK=block,
+        LISTED=call.ends[0].numel() > BY_VALUE, WIDTHS=len(accesses), SUMS=first, WORDS=words,
+        STRIDED=any(work.strided for work in works), SCATTER=call.name.startswith("scatter"),
+        PADDED=any(row[0] == PADDING for row in rows), ROWS=tuple(TRITON_TYPE[dtype] for dtype in in_rows),
+        WIRE=tuple(TRITON_TYPE[dtype] for dtype in in_wire),
+        WIDE=tuple(TRITON_TYPE[dtype] if dtype else None for dtype in wides),
+        HAS_SCALE=call.scaled and wide is not None, ACCUMULATE=call.accumulates and wide is not None, VEC=vec,
+        BLOCK=block,
     )  # fmt: skip
-    return Launch(
-        _segments_kernel, device, work.programs, (torch.int64, torch.int64), (), constants, _WARPS, work.table
-    )
+    types = (torch.int64, torch.int64)
+    return Launch(_segments_kernel, call.ends[2], programs, types, (), constants, _WARPS, table), wide
+
+
+def _accesses(kind: _Kind, units: int) -> list[tuple[torch.dtype, torch.dtype, torch.dtype | None, int, int]]:
+    """Of every kind of unit, the widest first: elements on both sides, the type between, how many, units at a time."""
+    if kind is None:
+        return [(bits, bits, None, 2 if i == 0 else 1, BLOCKS[i]) for i, bits in enumerate(_BITS)]
+    widest = 16 // min(kind[0].itemsize, kind[1].itemsize)
+    return [(*kind, vec, units) for vec in (widest, 1)]
+
+
+def _work(call: _Call, kind: _Kind, rows: Tensor) -> Work:
+    """The work of segments of one kind that have equally many parts, ``[n, 5 + 2*parts]``."""
+    aligned, wire_align, device = call.ends
+    if kind is None:
+        itemsizes, rows = None, _in_bytes(rows, call.segments)
+    else:
+        itemsizes = (kind[0].itemsize, kind[1].itemsize)
+        _check_aligned(call.name, kind, rows, aligned, wire_align)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 1
+    return divide(rows, itemsizes, aligned, wire_align, multiprocessors)
 
 
 def _in_bytes(rows: Tensor, segments: Segments) -> Tensor:
     """Segments of any dtypes as segments of bytes."""
     itemsizes = torch.tensor([*(dtype.itemsize for dtype in segments.dtypes), 1])[rows[:, 0]]  # the last one: padding
     scaled = rows.clone()
-    scaled[:, [1, 3, 4]] *= itemsizes.unsqueeze(1)
+    scaled[:, [1, 3, 4, 6]] *= itemsizes.unsqueeze(1)
     return scaled
 
 
 def _check_aligned(name: str, kind: tuple[torch.dtype, ...], rows: Tensor, aligned: Tensor, wire_align: int) -> None:
     """Elements that are cast are read as such, so that they must be where their type may be."""
-    wrong = (rows[:, 5] + wire_align) % kind[1].itemsize
+    wrong = (rows[:, 5::2] + wire_align) % kind[1].itemsize
     if bool(wrong.any()) or bool((aligned[rows[:, 0]] % kind[0].itemsize).any()):
         raise ValueError(f"{name}: {kind[1]} in the wire cannot be cast where bytes are not aligned to it")

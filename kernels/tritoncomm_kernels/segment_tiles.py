@@ -4,14 +4,16 @@ Made on the host, once for every table of segments and alignment of the tensors.
 so that thousands of segments take a few dozen operations.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from tritoncomm_kernels.config import LANES
 
-__all__ = ["BLOCKS", "Work", "divide"]
+__all__ = ["BLOCKS", "Work", "divide", "joined"]
 
 BLOCKS = tuple(LANES * units for units in (16, 32, 32, 32, 32))  # that a program copies at a time, of 16 bytes to 1
 _MOST, _LEAST = 32 * 1024, 8 * 1024  # bytes of a program, where there are enough for every multiprocessor
@@ -26,18 +28,25 @@ class Work:
     """What the programs of one launch do.
 
     Attributes:
-        table: int64: number of the first record of every program and of all records; then the records.
-        programs: number of programs.
+        starts: number of the first record of every program, and of all records.
+        records: int64 ``[n, words]``: see ``segment_kernel``.
+        parts: int64 ``[n, parts - 1, 2]``, of the further parts of every record.
         kinds: how many kinds of units there are, counted from the widest.
         strided: some record has rows.
-        shares: bytes of every program, on the side that has more.
+        shares: bytes of every program, of all parts.
     """
 
-    table: Tensor
-    programs: int
+    starts: Tensor
+    records: Tensor
+    parts: Tensor
     kinds: int
     strided: bool
     shares: Tensor
+
+    @property
+    def programs(self) -> int:
+        """Number of programs."""
+        return self.starts.numel() - 1
 
 
 @dataclass(frozen=True)
@@ -47,10 +56,11 @@ class _Records:
     Attributes:
         tensor: index, or ``PADDING``.
         at: where a record starts in its tensor.
-        wire: and in the wire, in bytes.
+        wire: and in the wire, in bytes: ``[n, parts]``, where more than one are added up.
         count: elements.
-        has_rows: it is not contiguous in its tensor.
+        has_rows: it is not contiguous on both sides.
         row, stride: of rows.
+        wire_stride: of rows in the wire, ``[n, parts]``.
         skip: elements of the first row that are not in the record.
         unit: elements of an access.
     """
@@ -62,6 +72,7 @@ class _Records:
     has_rows: Tensor
     row: Tensor
     stride: Tensor
+    wire_stride: Tensor
     skip: Tensor
     unit: Tensor
 
@@ -100,11 +111,11 @@ class _Sides:
         return max(self.rows, self.wire)
 
     def addresses(self, records: _Records) -> tuple[Tensor, Tensor]:
-        """Where records start, modulo 16: in the tensors and in the wire."""
+        """Where records start, modulo 16: in the tensors, and every part in the wire."""
         padding = records.tensor < 0
         in_wire = records.wire + self.wire_align
         in_rows = self.rows_align[records.tensor.clamp(min=0)] + records.at * self.rows
-        return torch.where(padding, in_wire, in_rows) & 15, in_wire & 15
+        return torch.where(padding, in_wire[:, 0], in_rows) & 15, in_wire & 15
 
 
 def divide(
@@ -113,8 +124,9 @@ def divide(
     """Records of segments between tensors whose elements are all of one size and a wire.
 
     Args:
-        rows: int64 ``[n, 6]``, segments as ``segments.Segment`` has them, none empty; in bytes if they are copied, so
-            that tensors of any dtypes share a launch.
+        rows: int64 ``[n, 5 + 2*parts]``, segments as ``segments.Segment`` has them, none empty, and the last two
+            numbers again for every further part that is added; in bytes if they are copied, so that tensors of any
+            dtypes share a launch.
         itemsizes: bytes of an element of the tensors and in the wire where there is arithmetic, None for copies.
         rows_align: addresses of the tensors modulo 16.
         wire_align: address of the wire modulo 16.
@@ -125,34 +137,70 @@ def divide(
     """
     sides = _Sides(itemsizes is None, *(itemsizes or (1, 1)), rows_align, wire_align)
     records = _with_units(_records(rows), sides)
-    total = int(records.count.sum()) * sides.nbytes
+    nbytes = sides.nbytes * (records.wire.shape[1] + 1) // 2  # of an element of every part
+    total = int(records.count.sum()) * nbytes
     share = min(max(-(-total // (multiprocessors * _PROGRAMS)), _LEAST), _MOST)
-    is_small = records.count * sides.nbytes * _SMALL < share
+    is_small = records.count * nbytes * _SMALL < share
     small, large = records.pick(is_small), records.pick(~is_small)
     programs = max(-(-total // share), -(-small.count.numel() // _SMALL), 1)
     of_small = _dealt(small, programs)
-    bytes_small = torch.zeros(programs, dtype=torch.int64).scatter_add_(0, of_small, small.count * sides.nbytes)
+    bytes_small = torch.zeros(programs, dtype=torch.int64).scatter_add_(0, of_small, small.count * nbytes)
     large, of_large = _split(large, sides, (total / programs - bytes_small.double()).clamp(min=0))
     program, order = torch.cat([of_large, of_small]).sort(stable=True)
     records = _Records.joined(large, small).pick(order)
-    shares = torch.zeros(programs, dtype=torch.int64).scatter_add_(0, program, records.count * sides.nbytes)
+    shares = torch.zeros(programs, dtype=torch.int64).scatter_add_(0, program, records.count * nbytes)
     starts = torch.searchsorted(program, torch.arange(programs + 1))
     kind = _kind(records.unit, sides)
-    table = torch.cat([starts, _words(records, sides, kind).flatten()])
-    return Work(table, programs, int(kind.max()) + 1, bool(records.has_rows.any()), shares)
+    words, parts = _words(records, sides, kind)
+    return Work(starts, words, parts, int(kind.max()) + 1, bool(records.has_rows.any()), shares)
+
+
+def joined(works: Sequence[Work], kinds: Sequence[int]) -> tuple[Tensor, int]:
+    """The table of one launch that does all the work, and the words of a record.
+
+    Args:
+        works: of every part of the launch; each has programs of its own.
+        kinds: number of each one's widest kind in the launch.
+
+    Returns:
+        int64: the first record of every program and of all records; the records; the lists of their parts. A record
+        has 4 words, one more where the wire has gaps between rows, and another where parts are added up.
+    """
+    starts, records, lists, first = [], [], [], 0
+    for work, kind in zip(works, kinds, strict=True):
+        starts.append(work.starts[:-1] + first)
+        first += len(work.records)
+        words = work.records.clone()
+        words[:, 3] += kind
+        records.append(words)
+    count = sum(len(one) for one in starts) + 1
+    has_parts = any(work.parts.numel() for work in works)
+    words = 6 if has_parts else 5 if any(bool(one[:, 4].any()) for one in records) else 4
+    at = count + first * words
+    for work, one in zip(works, records, strict=True):
+        added = work.parts.shape[1]
+        if added:
+            one[:, 5] = at + 2 * added * torch.arange(len(one)) | added << 32
+            lists.append(work.parts.flatten())
+            at += work.parts.numel()
+    table = torch.cat([*starts, torch.tensor([first]), *(one[:, :words].flatten() for one in records), *lists])
+    return table, words
 
 
 def _records(rows: Tensor) -> _Records:
-    tensor, at, count, row, stride, wire = rows.unbind(1)
-    has_rows = (count > 1) & (stride != row)
-    return _Records(tensor, at, wire, count * row, has_rows, row, stride, torch.zeros_like(at), torch.ones_like(at))
+    tensor, at, count, row, stride = rows[:, :5].unbind(1)
+    wire, wire_stride = rows[:, 5::2], rows[:, 6::2]
+    wire_stride = torch.where(wire_stride == 0, row[:, None], wire_stride)
+    has_rows = (count > 1) & ((stride != row) | (wire_stride != row[:, None]).any(1))
+    skip, unit = torch.zeros_like(at), torch.ones_like(at)
+    return _Records(tensor, at, wire, count * row, has_rows, row, stride, wire_stride, skip, unit)
 
 
 def _with_units(records: _Records, sides: _Sides) -> _Records:
     """As wide units as both addresses allow, what is before and behind them as records of their own."""
     strided = records.pick(records.has_rows)
     strided = replace(strided, unit=_unit_of_rows(strided, sides))
-    far = (strided.stride - strided.row).abs() // strided.unit >= 1 << 31
+    far = (strided.stride - strided.row).abs() // strided.unit >= 1 << 31  # in the wire gaps have 64 bits
     apart = (strided.row // strided.unit > _ROW_UNITS) | far
     flat = _Records.joined(records.pick(~records.has_rows), _row_by_row(strided.pick(apart), sides))
     unit, head = _unit_of_bytes(flat, sides)
@@ -169,7 +217,9 @@ def _with_units(records: _Records, sides: _Sides) -> _Records:
 def _unit_of_rows(records: _Records, sides: _Sides) -> Tensor:
     """Elements of a unit that every row starts with, on both sides: rows and strides have full units."""
     smaller = min(sides.rows, sides.wire)
-    return _allowed((*sides.addresses(records), records.row * smaller, records.stride * smaller), sides)
+    in_rows, in_wire = sides.addresses(records)
+    steps = (records.row * smaller, records.stride * smaller, _every_bit(records.wire_stride * smaller))
+    return _allowed((in_rows, _every_bit(in_wire), *steps), sides)
 
 
 def _unit_of_bytes(records: _Records, sides: _Sides) -> tuple[Tensor, Tensor]:
@@ -177,7 +227,8 @@ def _unit_of_bytes(records: _Records, sides: _Sides) -> tuple[Tensor, Tensor]:
 
     A record that one block of narrow units has anyway is not parted for the sake of wider ones.
     """
-    in_rows, in_wire = sides.addresses(records)
+    in_rows, in_parts = sides.addresses(records)
+    in_wire = in_parts[:, 0]
     if sides.is_bits:
         unit = _low_bit(in_rows - in_wire)
         narrow = _low_bit(in_rows | in_wire | records.count)
@@ -185,22 +236,26 @@ def _unit_of_bytes(records: _Records, sides: _Sides) -> tuple[Tensor, Tensor]:
         return unit, -in_wire % unit
     small, at = (sides.rows, in_rows) if sides.rows <= sides.wire else (sides.wire, in_wire)
     head = -at % 16 // small
-    fits = ((in_rows + head * sides.rows) | (in_wire + head * sides.wire)) % 16 == 0
+    fits = ((in_rows + head * sides.rows) | _every_bit(in_parts + head[:, None] * sides.wire)) % 16 == 0
     return torch.where(fits, sides.widest, 1), torch.where(fits, head, 0)
 
 
 def _narrow_unit(records: _Records, sides: _Sides) -> Tensor:
-    return _allowed((*sides.addresses(records), records.count * min(sides.rows, sides.wire)), sides)
+    in_rows, in_wire = sides.addresses(records)
+    return _allowed((in_rows, _every_bit(in_wire), records.count * min(sides.rows, sides.wire)), sides)
 
 
 def _allowed(numbers: tuple[Tensor, ...], sides: _Sides) -> Tensor:
     """Elements of the widest unit that divides all numbers of bytes; of casts there are two."""
-    every = numbers[0]
-    for number in numbers[1:]:
-        every = every | number
+    every = reduce(torch.bitwise_or, numbers)
     if sides.is_bits:
         return _low_bit(every)
     return torch.where(every % 16 == 0, sides.widest, 1)
+
+
+def _every_bit(parts: Tensor) -> Tensor:
+    """The bits that any part of a record has."""
+    return reduce(torch.bitwise_or, parts.unbind(1))
 
 
 def _low_bit(n: Tensor) -> Tensor:
@@ -223,8 +278,9 @@ def _part(records: _Records, sides: _Sides, first: Tensor, count: Tensor) -> _Re
     skip = torch.where(records.has_rows, first - r * records.row, 0)
     at = records.at + torch.where(records.has_rows, r * records.stride + skip, first)
     has_rows = records.has_rows & (skip + count > records.row)
-    wire = records.wire + first * sides.wire
-    return replace(records, at=at, wire=wire, count=count, has_rows=has_rows, skip=torch.where(has_rows, skip, 0))
+    r, skip, flat = r[:, None], skip[:, None], first[:, None]
+    wire = records.wire + torch.where(records.has_rows[:, None], r * records.wire_stride + skip, flat) * sides.wire
+    return replace(records, at=at, wire=wire, count=count, has_rows=has_rows, skip=torch.where(has_rows, skip[:, 0], 0))
 
 
 def _dealt(records: _Records, programs: int) -> Tensor:
@@ -260,12 +316,14 @@ def _kind(unit: Tensor, sides: _Sides) -> Tensor:
     return 4 - sum(((unit > 1 << power).to(torch.int64) for power in range(4)), torch.zeros_like(unit))
 
 
-def _words(records: _Records, sides: _Sides, kind: Tensor) -> Tensor:
-    """What the kernel reads; see ``segment_kernel``."""
+def _words(records: _Records, sides: _Sides, kind: Tensor) -> tuple[Tensor, Tensor]:
+    """What the kernel reads: the records, the list of parts of each yet to be placed; see ``segment_kernel``."""
     unit, has_rows, padding = records.unit, records.has_rows, records.tensor < 0
     row = torch.where(has_rows, records.row // unit, 1)
     magic = torch.where(has_rows, ((1 << 31) + row - 1) // row, 0)
     gap = torch.where(has_rows, (records.stride - records.row) // unit, 0)
-    place, sizes = records.wire | records.skip // unit << 48, records.count // unit | magic << 32
+    gaps = torch.where(has_rows[:, None], (records.wire_stride - records.row[:, None]) // unit[:, None], 0)
+    place, sizes = records.wire[:, 0] | records.skip // unit << 48, records.count // unit | magic << 32
     code = gap << 32 | records.tensor.clamp(min=0) << 4 | padding.to(torch.int64) << 3 | kind
-    return torch.stack([records.at * sides.rows, place, sizes, code], 1)
+    words = torch.stack([records.at * sides.rows, place, sizes, code, gaps[:, 0], torch.zeros_like(unit)], 1)
+    return words, torch.stack([records.wire[:, 1:] - records.wire[:, :1], gaps[:, 1:]], 2)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,15 +13,14 @@ from torch import Tensor
 from tritoncomm_kernels.dtypes import wide_type
 from tritoncomm_kernels.geometry import Ints, coalesce
 
-__all__ = ["PADDING", "CheckedSegments", "Layout", "Segment", "Segments", "checked_segments", "layouts_of"]
+__all__ = ["PADDING", "CheckedSegments", "Layouts", "Segment", "Segments", "checked_segments", "layouts_of"]
 
-Layout = tuple[torch.dtype, Ints, Ints, int, bool]  # dtype, shape, stride, device, not what is in memory
-
+_dtype_of, _is_meta = attrgetter("dtype"), attrgetter("is_meta")
 PADDING = -1  # index of no tensor: bytes of the wire that a gather sets to zero and a scatter leaves out
 
 
 class Segment(NamedTuple):
-    """``rows`` rows of ``row`` contiguous elements of one tensor, one after the other in the wire.
+    """``rows`` rows of ``row`` contiguous elements of one tensor, and where they are in the wire.
 
     Attributes:
         tensor: index of the tensor, or ``PADDING``.
@@ -30,6 +29,7 @@ class Segment(NamedTuple):
         row: elements of a row; of padding, bytes.
         stride: elements from one row to the next.
         wire: byte offset of the first row in the wire.
+        wire_stride: elements (of padding, bytes) from one row to the next in the wire; 0 where one follows the other.
     """
 
     tensor: int
@@ -38,16 +38,19 @@ class Segment(NamedTuple):
     row: int
     stride: int
     wire: int
+    wire_stride: int = 0
 
 
 @dataclass(frozen=True, init=False)
 class Segments:
-    """``wire[s.wire + (r*s.row + k)*itemsize] <-> tensors[s.tensor][s.offset + r*s.stride + k]`` for every segment s.
+    """``wire[s.wire + (r*step + k)*itemsize] <-> tensors[s.tensor][s.offset + r*s.stride + k]`` for every segment s.
 
-    Immutable and hashable (the hash is computed once), so that plans are cached by it: make it once and keep it.
+    ``step`` is ``s.wire_stride``, or ``s.row`` where that is 0. Immutable and hashable (the hash is computed once), so
+    that plans are cached by it: make it once and keep it.
 
     Args:
-        segments: rows ``(tensor, offset, rows, row, stride, wire)``, see ``Segment``; empty ones are dropped.
+        segments: rows ``(tensor, offset, rows, row, stride, wire[, wire_stride])``, see ``Segment``; empty ones are
+            dropped.
         dtypes: of every tensor's elements in the wire. A tensor of the same dtype is copied bit by bit, whatever its
             bits and wherever its bytes are in the wire; one of another dtype is cast, with one rounding.
 
@@ -67,8 +70,8 @@ class Segments:
         for segment in rows:
             if not PADDING <= segment.tensor < len(self.dtypes) or min(segment[1:]) < 0:
                 raise ValueError(f"segments: {segment} is no segment of {len(self.dtypes)} tensors")
-        object.__setattr__(self, "segments", tuple(s for s in rows if s.rows and s.row))
-        _check_wire(self.spans)
+        object.__setattr__(self, "segments", tuple(_canonical(s) for s in rows if s.rows and s.row))
+        _check_wire(self)
 
     def __hash__(self) -> int:
         return self._hash
@@ -83,7 +86,10 @@ class Segments:
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """First byte in the wire and the one after the last, of every segment."""
-        return tuple((s.wire, s.wire + s.rows * s.row * self.itemsize(s.tensor)) for s in self.segments)
+        return tuple(
+            (s.wire, s.wire + ((s.rows - 1) * (s.wire_stride or s.row) + s.row) * self.itemsize(s.tensor))
+            for s in self.segments
+        )
 
     @cached_property
     def wire_bytes(self) -> int:
@@ -93,11 +99,18 @@ class Segments:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the wire that belong to a segment."""
-        return sum(end - start for start, end in self.spans)
+        return sum(s.rows * s.row * self.itemsize(s.tensor) for s in self.segments)
 
     def itemsize(self, tensor: int) -> int:
         """Bytes of an element in the wire; 1 for padding."""
         return 1 if tensor == PADDING else self.dtypes[tensor].itemsize
+
+
+class Part(NamedTuple):
+    """Where in the wire one of the segments is that are added up; as in ``Segment``."""
+
+    wire: int
+    wire_stride: int
 
 
 @dataclass(frozen=True)
@@ -105,29 +118,67 @@ class CheckedSegments:
     """What one table means for tensors of certain layouts.
 
     Attributes:
-        wides: for every tensor the type that arithmetic runs in, None where bits are copied.
+        targets: the segments, of those that are added up the first one.
+        parts: all parts of those that are added up, by their place in ``targets``.
+        wides: for every target the type that arithmetic runs in, None where bits are copied.
         copied: bytes read plus bytes written.
     """
 
+    targets: tuple[Segment, ...]
+    parts: dict[int, tuple[Part, ...]]
     wides: tuple[torch.dtype | None, ...]
     copied: int
 
 
-def layouts_of(tensors: Sequence[Tensor]) -> tuple[Layout, ...]:
-    """What a plan depends on, of every tensor."""
-    return tuple(
-        [(x.dtype, x.shape, x.stride(), x.get_device(), x.is_neg() or x.is_conj() or x.is_meta) for x in tensors]
-    )
+class Layouts(NamedTuple):
+    """What a plan depends on, of the wire and of every tensor.
+
+    Attributes:
+        dtypes: of all.
+        shapes: of all; where all are contiguous, their numbers of elements.
+        strides: of all; None where all are contiguous.
+        devices: different ones, -1 for the CPU.
+        is_lazy: some tensor is not what is in its memory.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[Ints, ...] | Ints
+    strides: tuple[Ints, ...] | None
+    devices: Ints
+    is_lazy: bool
+
+    def extent(self, i: int) -> int:
+        """Elements from the data pointer of tensor ``i`` to the end of its last element."""
+        shape = self.shapes[i]
+        if self.strides is None or isinstance(shape, int):
+            return shape  # pyright: ignore[reportReturnType]
+        return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, self.strides[i], strict=True))
+
+
+def layouts_of(wire: Tensor, tensors: Sequence[Tensor]) -> Layouts:
+    """The layouts of a call: an attribute of all tensors at a time, because the host pays for every tensor."""
+    every = (wire, *tensors)
+    dtypes, devices = tuple(map(_dtype_of, every)), tuple(set(map(Tensor.get_device, every)))
+    is_lazy = any(map(Tensor.is_neg, every)) or (_has_complex(dtypes) and any(map(Tensor.is_conj, every)))
+    is_lazy = is_lazy or (-1 in devices and any(map(_is_meta, every)))
+    if all(map(Tensor.is_contiguous, every)):
+        return Layouts(dtypes, tuple(map(Tensor.numel, every)), None, devices, is_lazy)
+    return Layouts(dtypes, tuple([x.shape for x in every]), tuple([x.stride() for x in every]), devices, is_lazy)
+
+
+@lru_cache(maxsize=1024)
+def _has_complex(dtypes: tuple[torch.dtype, ...]) -> bool:
+    return any(dtype.is_complex for dtype in dtypes)
 
 
 @lru_cache(maxsize=1024)
 def checked_segments(
     name: str,
     segments: Segments,
-    layouts: tuple[Layout, ...],
-    wire: Layout,
+    layouts: Layouts,
     scaled: bool,
     accumulates: bool = False,
+    sums: bool = False,
 ) -> CheckedSegments:
     """Check that the table fits these tensors and this wire; once for every table and layout of the tensors.
 
@@ -136,75 +187,112 @@ def checked_segments(
             contiguous, two devices, a lazy conjugate or negative view, rows that overlap where they are written.
         TypeError: a cast, scale or sum of a dtype that has no arithmetic here.
     """
-    _check_wire_layout(name, wire, segments)
-    if any(lazy for *_, lazy in (wire, *layouts)):
+    _check_wire_layout(name, layouts, segments)
+    if layouts.is_lazy:
         raise ValueError(f"{name}: a lazy conjugate or negative view must be resolved first, a meta tensor has no bits")
-    if len({device for *_, device, _ in (wire, *layouts)}) > 1:
+    if len(layouts.devices) > 1:
         raise ValueError(f"{name}: the tensors and the wire are not all on one device")
-    if len(layouts) != len(segments.dtypes):
-        raise ValueError(f"{name}: {len(layouts)} tensors for a table of {len(segments.dtypes)}")
-    limits = [_extent(shape, stride) for _, shape, stride, _, _ in layouts]
+    dtypes = layouts.dtypes[1:]
+    if len(dtypes) != len(segments.dtypes):
+        raise ValueError(f"{name}: {len(dtypes)} tensors for a table of {len(segments.dtypes)}")
+    limits = [layouts.extent(i + 1) for i in range(len(dtypes))]
     for segment in segments.segments:
         if segment.tensor != PADDING and _end(segment) > limits[segment.tensor]:
             raise ValueError(f"{name}: {segment} ends beyond the {limits[segment.tensor]} elements of its tensor")
     scatters = name.startswith("scatter")
+    targets, parts = _shared(segments.segments) if sums else (segments.segments, {})
     if scatters:
-        _check_targets(name, segments)
-    counts = [0] * len(layouts)
-    for segment in segments.segments:
-        if segment.tensor != PADDING:
-            counts[segment.tensor] += segment.rows * segment.row
+        _check_targets(name, targets)
     wides: list[torch.dtype | None] = []
-    copied = 0 if scatters else sum(s.rows * s.row for s in segments.segments if s.tensor == PADDING)
-    for (dtype, *_), carried, count in zip(layouts, segments.dtypes, counts, strict=True):
+    copied = 0
+    for i, segment in enumerate(targets):
+        count = segment.rows * segment.row
+        if segment.tensor == PADDING:
+            wides.append(None)
+            copied += 0 if scatters else count
+            continue
+        carried, dtype, added = segments.dtypes[segment.tensor], dtypes[segment.tensor], len(parts.get(i, (0,)))
         ends = (carried, dtype) if scatters else (dtype, carried)
-        wides.append(wide_type(name, *ends, scaled, accumulates) if count else None)
-        copied += count * (carried.itemsize + dtype.itemsize * (2 if accumulates else 1))
-    return CheckedSegments(tuple(wides), copied)
+        wides.append(wide_type(name, *ends, scaled, accumulates or added > 1))
+        copied += count * (carried.itemsize * added + dtype.itemsize * (2 if accumulates else 1))
+    return CheckedSegments(targets, parts, tuple(wides), copied)
 
 
-def _check_wire_layout(name: str, wire: Layout, segments: Segments) -> None:
-    dtype, shape, stride, _, _ = wire
-    if 0 not in shape and coalesce(shape, stride)[1] not in ((1,), (0,)):
-        raise ValueError(f"{name}: the wire must be contiguous, not {tuple(shape)} by {stride}")
-    nbytes = math.prod(shape) * dtype.itemsize
+def _shared(segments: tuple[Segment, ...]) -> tuple[tuple[Segment, ...], dict[int, tuple[Part, ...]]]:
+    """Segments of different rows, and all parts of those that several segments have in common."""
+    parts: dict[Any, list[Segment]] = {}
+    for i, segment in enumerate(segments):
+        parts.setdefault(i if segment.tensor == PADDING else segment[:5], []).append(segment)
+    every = list(parts.values())
+    return tuple(same[0] for same in every), {
+        i: tuple(Part(*one[5:]) for one in same) for i, same in enumerate(every) if len(same) > 1
+    }
+
+
+def _check_wire_layout(name: str, layouts: Layouts, segments: Segments) -> None:
+    shape, elements = layouts.shapes[0], layouts.shapes[0]
+    if layouts.strides is not None and not isinstance(shape, int):
+        elements = math.prod(shape)
+        if elements and coalesce(shape, layouts.strides[0])[1] not in ((1,), (0,)):
+            raise ValueError(f"{name}: the wire must be contiguous, not {tuple(shape)} by {layouts.strides[0]}")
+    assert isinstance(elements, int)
+    nbytes = elements * layouts.dtypes[0].itemsize
     if nbytes < segments.wire_bytes:
         raise ValueError(f"{name}: a wire of {nbytes} bytes is too short for {segments.wire_bytes}")
-
-
-def _extent(shape: Ints, stride: Ints) -> int:
-    """Elements from the data pointer to the end of the last element."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _end(segment: Segment) -> int:
     return segment.offset + (segment.rows - 1) * segment.stride + segment.row
 
 
-def _check_wire(spans: Iterable[tuple[int, int]]) -> None:
-    end = 0
-    for start, stop in sorted(spans):
-        if start < end:
-            raise ValueError(f"segments: bytes {start} to {min(end, stop)} of the wire belong to two segments")
-        end = stop
+def _canonical(segment: Segment) -> Segment:
+    """With 0 for a wire stride that follows from the rest, so that equal tables compare equal."""
+    if segment.wire_stride and (segment.rows == 1 or segment.wire_stride == segment.row):
+        return segment._replace(wire_stride=0)
+    return segment
 
 
-def _check_targets(name: str, segments: Segments) -> None:
+def _check_wire(segments: Segments) -> None:
+    sizes = [segments.itemsize(one.tensor) for one in segments.segments]
+    shared = _overlap(
+        [
+            (one.wire, one.rows, one.row * size, (one.wire_stride or one.row) * size)
+            for one, size in zip(segments.segments, sizes, strict=True)
+        ]
+    )
+    if shared is not None:
+        raise ValueError(f"segments: bytes {shared[0]} to {shared[1]} of the wire belong to two rows")
+
+
+def _check_targets(name: str, segments: Sequence[Segment]) -> None:
     """Refuse rows that overlap in a tensor: what is written twice depends on the order, and sums would be lost."""
-    by_tensor: dict[int, list[Segment]] = {}
-    for segment in segments.segments:
-        if segment.rows > 1 and segment.stride < segment.row and segment.tensor != PADDING:
-            raise ValueError(f"{name}: the rows of {segment} overlap and cannot be written")
-        by_tensor.setdefault(segment.tensor, []).append(segment)
-    by_tensor.pop(PADDING, None)
-    for tensor, mine in by_tensor.items():
-        mine.sort(key=lambda segment: segment.offset)
-        if all(_end(a) <= b.offset for a, b in pairwise(mine)):
+    by_tensor: dict[int, list[tuple[int, int, int, int]]] = {}
+    for segment in segments:
+        if segment.tensor == PADDING:
             continue
-        starts = torch.cat([s.offset + s.stride * torch.arange(s.rows, device="cpu") for s in mine])
-        lengths = torch.cat([torch.full((s.rows,), s.row, device="cpu") for s in mine])
-        starts, order = starts.sort()
-        if bool((starts[:-1] + lengths[order][:-1] > starts[1:]).any()):
+        if segment.rows > 1 and segment.stride < segment.row:
+            raise ValueError(f"{name}: the rows of {segment} overlap and cannot be written")
+        by_tensor.setdefault(segment.tensor, []).append(segment[1:5])
+    for tensor, mine in by_tensor.items():
+        if _overlap(mine) is not None:
             raise ValueError(f"{name}: segments of tensor {tensor} overlap and cannot be written")
+
+
+def _overlap(blocks: Sequence[tuple[int, int, int, int]]) -> tuple[int, int] | None:
+    """The first range that two rows have in common; of every block start, number, length and stride of its rows."""
+    ordered = sorted(blocks)
+    ends = [start + (rows - 1) * stride + row for start, rows, row, stride in ordered]
+    if all(rows == 1 or stride >= row for _, rows, row, stride in ordered) and all(
+        end <= after[0] for end, after in zip(ends[:-1], ordered[1:], strict=True)
+    ):
+        return None
+    starts = torch.cat([start + stride * torch.arange(rows, device="cpu") for start, rows, _, stride in ordered])
+    stops = starts + torch.cat([torch.full((rows,), row, device="cpu") for _, rows, row, _ in ordered])
+    starts, order = starts.sort()
+    stops = stops[order]
+    before = stops[:-1].cummax(0).values
+    wrong = before > starts[1:]
+    if not bool(wrong.any()):
+        return None
+    i = int(wrong.nonzero()[0])
+    return int(starts[i + 1]), int(torch.minimum(before[i], stops[i + 1]))

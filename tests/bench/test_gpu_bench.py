@@ -34,7 +34,12 @@ def peers_of(case: Case) -> set[str]:
     if case.op in PEERS:
         several = {"launch each", "foreach"} if case.op in ("copy-in", "copy-out") else set()
         return several.union(PEERS[case.op], ["compiled"] if case.is_compiled else [])
-    named = {"reduce": {"sum"}, "statistics": {"logsumexp + gather"}, "gradient": {"exp + scatter"}}
+    several = {"FSDP2's op", "launch each", "foreach"}
+    named = {
+        "reduce": {"sum"}, "statistics": {"logsumexp + gather"}, "gradient": {"exp + scatter"},
+        "mixed-in": {*several, "split + cat"}, "mixed-out": {*several, "chunk + contiguous"},
+        "gather rows": {"index_select", "x[index]"}, "scatter rows": {"index_copy_"},
+    }  # fmt: skip
     return named[case.op] | ({"compiled"} if case.op in gpu_bench.ENTROPY else set())
 
 

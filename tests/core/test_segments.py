@@ -1,6 +1,7 @@
 """Blocks of tensors as segments, gathered and scattered on the path that is chosen."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,19 @@ def test_neighbouring_dims_are_coalesced() -> None:
         Segment(0, 8, 2, 3, 6, 0),
         Segment(0, 38, 2, 3, 6, 12),
     ]
-    assert core.block_segments(0, (6, 4), (1, 6), (0, 0), (6, 4), 2, 0)[1] == Segment(0, 1, 4, 1, 6, 8)
+    assert core.block_segments(0, (6, 4), (1, 6), (0, 0), (6, 4), 2, 0)[1] == Segment(0, 6, 6, 1, 1, 2, 4)
+    tokens = core.block_segments(0, (2, 100, 3, 4), (1200, 4, 400, 1), (0, 0, 0, 0), (2, 100, 3, 4), 2, 0)
+    assert len(tokens) == 6, "the longest dim is the rows of a segment"
+    assert tokens[1] == Segment(0, 400, 100, 4, 4, 8, 12)
+
+
+def test_blocks_strided_on_both_sides() -> None:
+    def rows(*block: Any) -> list[Segment]:
+        return list(core.strided_segments(1, *block))
+
+    assert rows((2, 3, 4), (12, 4, 1), 5, 2, 6, (24, 8, 1)) == [Segment(1, 5, 6, 4, 4, 6, 8)]
+    assert rows((3, 0), (1, 1), 0, 4, 0, (1, 1)) == []
+    assert rows((), (), 3, 4, 8, ()) == [Segment(1, 3, 1, 1, 0, 8)]
 
 
 @pytest.mark.parametrize(("start", "extent"), [((0, 0), (3, 5)), ((0, -1), (1, 1)), ((2, 0), (1, 1)), ((0,), (1,))])

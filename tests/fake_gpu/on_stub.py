@@ -86,3 +86,20 @@ def test_segments_are_one_launch_whatever_their_dtypes(device: Stub) -> None:
         assert len(device.fake.launches) == before + launches
         assert copied[0] == copied[1]
         assert torch.equal(*wires)
+
+
+def test_sums_are_in_the_launch_of_the_copies(device: Stub) -> None:
+    """Parts at several strides of the wire, next to bits that are copied and rows that have gaps on both sides."""
+    tensors = [random_bits((9, 48), torch.bfloat16), torch.zeros(9, 40, dtype=torch.bfloat16)]
+    rows = [(1, 0, 9, 24, 40, 4000 * part, 24 + 8 * part) for part in range(3)]
+    rows += [(1, 25, 9, 3, 40, 12_000 + 100 * part) for part in range(2)] + [(0, 8, 9, 33, 48, 13_002, 40)]
+    table, before = kernels.Segments(rows, [x.dtype for x in tensors]), len(device.fake.launches)
+    wire = torch.randn(table.wire_bytes // 2).to(torch.bfloat16)
+    results = []
+    for module in (kernels, reference):
+        targets = [x.clone() for x in tensors]
+        module.scatter_segments(wire, targets, table, sums=True)
+        results.append(targets)
+    assert len(device.fake.launches) == before + 1
+    for one, twin in zip(*results, strict=True):
+        assert torch.equal(bits(one), bits(twin))

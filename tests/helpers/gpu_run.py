@@ -39,7 +39,7 @@ LATE = "the time of the run is over"
 # What never ran on a GPU, and what everything else rests on, comes first.
 GROUPS, LAUNCHES = "tests/gpu/test_groups.py", "tests/gpu/test_launches.py"
 RANKS, KERNELS = "tests/gpu/test_ranks.py", "tests/kernels/test_kernels.py"
-SEGMENTS = "tests/kernels/test_segments.py"
+SEGMENTS, ROWS = "tests/kernels/test_segments.py", "tests/kernels/test_rows.py"
 ORDER = {
     "test": (
         f"{GROUPS}::test_initialize_and_destroy",
@@ -66,6 +66,8 @@ ORDER = {
         f"{KERNELS}::test_cast_scale_accumulate",
         f"{SEGMENTS}::test_casts_scales_and_sums",
         f"{SEGMENTS}::test_sums_of_integers",
+        f"{SEGMENTS}::test_rows_that_segments_share_are_added_up",
+        f"{ROWS}::test_rows_by_index",
         "tests/kernels/test_cross_entropy.py::test_statistics_and_gradient",
         f"{GROUPS}::test_handles_on_a_side_stream",
         f"{KERNELS}::test_access_widths",

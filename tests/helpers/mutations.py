@@ -151,7 +151,15 @@ MUTATIONS = (
     ),
     Mutation(
         "a segment of rows is read as contiguous", "kernels/tritoncomm_kernels/segment_kernel.py",
-        "offset += r.to(tl.int32).to(tl.int64) * gap", "offset += 0 * gap", "tests/kernels/test_segments.py",
+        "offset += r * gap", "offset += 0 * gap", "tests/kernels/test_segments.py",
+    ),
+    Mutation(
+        "a part of a sum is left out", "kernels/tritoncomm_kernels/segment_kernel.py",
+        "for _ in range(parts):", "for _ in range(parts - 1):", "tests/kernels/test_segments.py",
+    ),
+    Mutation(
+        "an index that is no row is followed", "kernels/tritoncomm_kernels/row_copy.py",
+        "is_row = (at >= 0) & (at < limit)", "is_row = (at >= 0) & (at <= limit)", "tests/kernels/test_rows.py",
     ),
     Mutation(
         "check mode agrees to everything", "tritoncomm/debug/check.py",

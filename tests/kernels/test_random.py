@@ -1,12 +1,15 @@
 """The kernels in the interpreter on random plans, against their torch twins."""
 
+from typing import Any
+
+import pytest
 import torch
 import tritoncomm_kernels as kernels
 from bits import bits, random_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import canaries_live, guarded
-from tritoncomm_kernels import reference
+from tritoncomm_kernels import Segments, reference
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)
@@ -53,3 +56,70 @@ def test_random_plans(data: st.DataObject) -> None:
     kernels.unpack(wire, back)
     assert torch.equal(bits(back), bits(rows))
     assert canaries_live(raw)
+
+
+STRIPS = st.lists(
+    st.tuples(st.integers(0, 40), st.lists(st.tuples(st.integers(0, 2), st.integers(0, 70)), min_size=1, max_size=3)),
+    max_size=4,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(STRIPS, st.sampled_from([1, 2, 3]), st.sampled_from([0, 1, 3, 8]), st.integers(0, 9), st.booleans())
+def test_random_segments(strips: Any, parts: int, shift: int, gap: int, is_one_dtype: bool) -> None:
+    """Strips of the wire in which rows of several tensors take turns, each strip several times; sums of one dtype."""
+    dtypes = (torch.bfloat16,) * 3 if is_one_dtype else (torch.int8, torch.bfloat16, torch.float32)
+    parts, at = parts if is_one_dtype else 1, 0 if is_one_dtype else shift
+    ends, rows = [shift] * 3, []
+    for count, items in strips:
+        step = -(-(sum(row * dtypes[i].itemsize for i, row in items) + gap) // 8) * 8
+        places = []
+        for i, row in items:
+            places.append((i, ends[i], count, row, row + gap % 3))
+            ends[i] += count * (row + gap % 3)
+        for _ in range(parts):
+            first = at
+            for i, *place, stride in places:
+                rows.append((i, *place, stride, first, step // dtypes[i].itemsize))
+                first += place[-1] * dtypes[i].itemsize
+            at += count * step
+    table = Segments(rows, dtypes)
+    tensors = [torch.randn(end + shift).to(dtype)[shift:] for end, dtype in zip(ends, dtypes, strict=True)]
+    assert_same_on_twin(tensors, table, is_one_dtype)
+
+
+def assert_same_on_twin(tensors: list[torch.Tensor], table: Segments, sums: bool) -> None:
+    results = []
+    source = torch.randn(table.wire_bytes // 2 + 8).bfloat16()
+    for module in (kernels, reference):
+        wire, raw = guarded((table.wire_bytes // 2 + 8,), torch.bfloat16)
+        wire.fill_(7)
+        targets = [x.clone() for x in tensors]
+        copied = module.gather_segments(tensors, wire, table)
+        copied += module.scatter_segments(source, targets, table, sums=sums)
+        assert canaries_live(raw)
+        results.append((copied, [bits(x) for x in (wire, *targets)]))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(one, twin) for one, twin in zip(results[0][1], results[1][1], strict=True))
+
+
+BLOCKS = st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, 40), st.integers(0, 9))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(BLOCKS, max_size=4), st.booleans())
+def test_overlaps_in_the_wire_are_refused(blocks: list[tuple[int, int, int, int]], padded: bool) -> None:
+    """Exactly where two rows have a byte in common."""
+    rows, taken = [], []
+    for i, (count, row, at, step) in enumerate(blocks):
+        tensor, size = (-1, 1) if padded and i == 0 else (0, 2)
+        rows.append((tensor, 0, count, row, row, at, step))
+        taken += [at + (r * (step or row) + k) * size + byte
+                  for r in range(count) for k in range(row) for byte in range(size)]  # fmt: skip
+    if len(set(taken)) == len(taken):
+        table = Segments(rows, [torch.bfloat16])
+        assert table.nbytes == len(taken)
+        assert table.wire_bytes == max(taken, default=-1) + 1
+    else:
+        with pytest.raises(ValueError, match="belong to two rows"):
+            Segments(rows, [torch.bfloat16])

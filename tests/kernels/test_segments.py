@@ -43,23 +43,25 @@ def drawn(seed: int, dtypes: tuple[torch.dtype, ...], aligned: bool, device: Any
         size = 1 if i == PADDING else dtypes[i].itemsize
         step = size if aligned else 1
         at = -(-(at + dice.choice((0, 0, 1, 16))) // step) * step
-        table.append((i, offset, rows, row, stride, at))
-        at += rows * row * size
+        gap = dice.choice((0, 0, 1, 8))
+        table.append((i, offset, rows, row, stride, at, row + gap if gap else 0))
+        at += max(rows * (row + gap) - gap, 0) * size
     return tensors, table
 
 
 def by_index(tensors: list[Tensor], wire: Tensor, table: Any, into: bool) -> None:
     """The definition, one element at a time, in bytes."""
-    for i, offset, rows, row, stride, at in table:
+    for i, offset, rows, row, stride, at, step in table:
         if i == PADDING:
-            if into:
-                wire[at : at + rows * row] = 0
+            for r in range(rows if into else 0):
+                first = at + r * (step or row)
+                wire[first : first + row] = 0
             continue
         size = tensors[i].element_size()
         memory = tensors[i].as_strided((offset + (rows - 1) * stride + row,), (1,)) if rows and row else tensors[i]
         for r in range(rows):
             for k in range(row):
-                first = at + (r * row + k) * size
+                first = at + (r * (step or row) + k) * size
                 element = memory[offset + r * stride + k : offset + r * stride + k + 1]
                 if into:
                     wire[first : first + size] = element.view(torch.uint8)
@@ -73,6 +75,7 @@ def test_copies_of_any_bits(device: Device, module: Any, seed: int) -> None:
     tensors, table = drawn(seed, COPIED, seed % 2 == 0, device.at)
     segments = Segments(table, COPIED)
     wire, raw = guarded((segments.wire_bytes,), torch.uint8, device.at)
+    wire.fill_(0x7F)  # gaps stay as they are
     expected = wire.clone()
     by_index(tensors, expected, table, into=True)
     copied = module.gather_segments(tensors, wire, segments)
@@ -118,7 +121,7 @@ def test_casts_scales_and_sums(device: Device, module: Any, scale: float | None)
     segments = Segments(table, carried)
     wire = torch.zeros(segments.wire_bytes, dtype=torch.uint8, device=device.at)
     module.gather_segments(tensors, wire, segments, scale=scale)
-    for (i, offset, rows, row, stride, _), (start, end) in zip(segments.segments, segments.spans, strict=True):
+    for (i, offset, rows, row, stride, *_), (start, end) in zip(segments.segments, segments.spans, strict=True):
         value = tensors[i].as_strided((rows, row), (stride, 1), offset)
         value = value.to(wide(i)) * (1.0 if scale is None else scale)
         assert_same_numbers(wire[start:end].view(carried[i]).view(rows, row), rounded(value, carried[i]))
@@ -127,7 +130,7 @@ def test_casts_scales_and_sums(device: Device, module: Any, scale: float | None)
         segments = Segments(table, carried)
     totals = [x.clone() for x in tensors]
     module.scatter_segments(wire, totals, segments, scale=scale, accumulate=True)
-    for (i, offset, rows, row, stride, _), (start, end) in zip(segments.segments, segments.spans, strict=True):
+    for (i, offset, rows, row, stride, *_), (start, end) in zip(segments.segments, segments.spans, strict=True):
         value = wire[start:end].view(carried[i]).view(rows, row).to(wide(i)) * (1.0 if scale is None else scale)
         value = tensors[i].as_strided((rows, row), (stride, 1), offset).to(wide(i)) + value
         assert_same_numbers(totals[i].as_strided((rows, row), (stride, 1), offset), rounded(value, kinds[i]))
@@ -149,6 +152,57 @@ def test_sums_of_integers(device: Device, dtype: torch.dtype) -> None:
     for one, twin, before in zip(*results, tensors, strict=True):
         assert torch.equal(one, twin)
         assert not torch.equal(one, before)
+
+
+SUMMED = [(torch.bfloat16, None), (torch.float32, 0.3), (torch.float64, None), (torch.int8, None)]
+
+
+@pytest.mark.parametrize(("dtype", "scale"), SUMMED, ids=str)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_rows_that_segments_share_are_added_up(
+    device: Device, dtype: torch.dtype, scale: float | None, accumulate: bool
+) -> None:
+    """In the order of the table, with one rounding, next to bits that are copied; parts at several strides."""
+    made, shape = torch.Generator().manual_seed(3), (6, 40)
+    tensors = [(torch.randn(shape, generator=made) * 40).to(device.at, dtype) for _ in range(2)]
+    size, row, column = dtype.itemsize, 16, 17
+    starts, steps = (16 * size, 300 * size, 601 * size), (0, 24, 40)
+    rows = [(0, 0, 6, row, 40, at, step) for at, step in zip(starts, steps, strict=True)]
+    rows += [(0, column, 6, 9, 40, (900 + 60 * part) * size) for part in range(2)]
+    rows += [(1, 0, 1, 33, 33, 1100 * size), (1, 40, 5, 40, 40, 1200 * size)]
+    rows += [(1, 33, 1, 7, 7, (1500 + 7 * part) * size) for part in range(7)]
+    table = Segments(rows, [dtype, dtype])
+    wire = (torch.randn(table.wire_bytes // size, generator=made) * 40).to(device.at, dtype)
+    results = []
+    for module in (kernels, reference):
+        totals = [x.clone() for x in tensors]
+        copied = module.scatter_segments(wire, totals, table, scale=scale, accumulate=accumulate, sums=True)
+        results.append(totals)
+        assert copied == table.nbytes + (2 if accumulate else 1) * (6 * (row + 9) + 33 + 200 + 7) * size
+    for one, twin in zip(*results, strict=True):
+        assert torch.equal(bits(one), bits(twin))
+    inner = torch.float64 if dtype is torch.float64 else dtype if dtype is torch.int8 else torch.float32
+    total = torch.zeros(6, row, dtype=inner, device=device.at)
+    for at, step in zip(starts, steps, strict=True):
+        total += wire.as_strided((6, row), (step or row, 1), at // size).to(inner)
+    total = total * (1.0 if scale is None else scale) if scale else total
+    total = tensors[0][:, :row].to(inner) + total if accumulate else total
+    assert torch.equal(results[0][0][:, :row], total.to(dtype))
+    assert torch.equal(results[0][0][:, 26:], tensors[0][:, 26:])
+
+
+def test_sums_and_copies_are_one_launch() -> None:
+    """Of one dtype; another dtype's sums are a launch of their own."""
+    tensors = [torch.zeros(64), torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int8)]
+    layouts = layouts_of(torch.zeros(4096, dtype=torch.uint8), tensors)
+    rows = [(0, 0, 1, 32, 32, 256 * part) for part in range(2)] + [(2, 0, 1, 64, 64, 1024), (0, 32, 1, 32, 32, 2048)]
+    more = [(1, 0, 1, 32, 32, 3072 + 256 * part) for part in range(3)]
+    for some, names in ((rows, [("None", "fp32")]), (rows + more, [("None", "fp32"), ("fp32",)])):
+        table = Segments(some, [x.dtype for x in tensors])
+        launches = segment_copy._plan("scatter_segments", table, layouts, None, 0, False, False, True)[0]
+        assert [tuple(map(str, launch.constants["WIDE"])) for launch, _ in launches] == names
+    with pytest.raises(ValueError, match="overlap and cannot be written"):
+        segment_copy._plan("scatter_segments", Segments(rows, table.dtypes), layouts, None, 0, False, False)
 
 
 def wide(i: int) -> torch.dtype:
@@ -182,6 +236,10 @@ def test_tables_are_values() -> None:
         [(0, 0, 1, 1, 1, -4)],
         [(0, 0, 1, 4, 4, 0), (1, 0, 1, 1, 1, 15)],
         [(0, 0, 1, 4, 4, 0), (PADDING, 0, 1, 1, 1, 3)],
+        [(0, 0, 3, 2, 2, 0, -3)],
+        [(0, 0, 3, 2, 2, 0, 1)],
+        [(0, 0, 3, 2, 2, 0, 4), (1, 0, 1, 1, 1, 20)],
+        [(0, 0, 3, 2, 2, 0, 4), (1, 0, 2, 3, 3, 8, 4)],
     ],
 )
 def test_bad_tables_are_refused(rows: Any) -> None:
@@ -207,9 +265,17 @@ def test_bad_calls_are_refused(module: Any) -> None:
         (TypeError, "cast", lambda: gather([x.int()], wire, one)),
         (TypeError, "scale", lambda: gather([x.int()], wire, Segments(one.segments, [torch.int32]), scale=2.0)),
         (TypeError, "sum", lambda: scatter(wire, [x > 0], Segments(one.segments, [torch.bool]), accumulate=True)),
+        (TypeError, "sum", lambda: scatter(wire, [x > 0], Segments(twice, [torch.bool]), sums=True)),
+        (ValueError, "overlap", lambda: scatter(wire, [x], Segments(twice, one.dtypes))),
+        (
+            ValueError,
+            "overlap",
+            lambda: scatter(wire, [x], Segments([*twice, (0, 1, 1, 3, 3, 64)], one.dtypes), sums=True),
+        ),
         (ValueError, "aligned", lambda: gather([x.double()], wire, Segments([(0, 0, 1, 8, 8, 2)], one.dtypes))),
     ]
     two = Segments([(0, 0, 3, 3, 8, 0), (0, 10, 1, 3, 8, 64)], one.dtypes)
+    twice = [(0, 0, 1, 4, 4, 0), (0, 0, 1, 4, 4, 16)]
     for kind, text, call in bad:
         with pytest.raises(kind, match=text):
             call()
@@ -278,6 +344,7 @@ def test_segments_of_many_programs(device: Device, shift: int) -> None:
 
 
 def work(rows: list[tuple[int, ...]], multiprocessors: int = 132) -> segment_tiles.Work:
+    rows = [(*row, 0) for row in rows]  # no gaps in the wire
     return segment_tiles.divide(torch.tensor(rows), None, torch.zeros(8, dtype=torch.int64), 0, multiprocessors)
 
 
@@ -292,16 +359,16 @@ def test_programs_have_as_many_bytes() -> None:
     shares = done.shares.double()
     assert shares.sum() == sum(row[3] for row in rows)
     assert ((shares - shares.mean()).abs() <= 0.1 * shares.mean()).all()
-    counts = torch.diff(done.table[: done.programs + 1])
+    counts = torch.diff(done.starts)
     assert int(counts.max()) <= 8
     tiny = work([(0, 64 * i, 1, 64, 64, 64 * i) for i in range(5000)])
-    counts = torch.diff(tiny.table[: tiny.programs + 1])
+    counts = torch.diff(tiny.starts)
     assert (int(counts.min()), int(counts.max())) == (15, 16)
     two = [(i, 0, 1, 2**20, 2**20, i * 2**20) for i in range(2)]
     mixed = work([*two, *((2, 64 * i, 1, 64, 64, 2**21 + 64 * i) for i in range(32))], 4)
     assert mixed.programs == 65
     assert int(mixed.shares.max() - mixed.shares.min()) <= 256
-    assert int(torch.diff(mixed.table[:66]).max()) <= 3
+    assert int(torch.diff(mixed.starts).max()) <= 3
 
 
 def test_what_is_not_aligned_is_parted() -> None:
@@ -309,8 +376,7 @@ def test_what_is_not_aligned_is_parted() -> None:
 
     def units(rows: list[tuple[int, ...]]) -> list[tuple[int, int]]:
         done = work(rows, 1)
-        records = done.table[done.programs + 1 :].view(-1, 4)
-        return sorted((16 >> int(code) % 8, int(size) % 2**32) for size, code in records[:, 2:])
+        return sorted((16 >> int(code) % 8, int(size) % 2**32) for size, code in done.records[:, 2:4])
 
     assert units([(0, 0, 1, 1001, 1001, 0)]) == [(1, 1001)]
     assert units([(0, 6, 1, 6000, 6000, 22)]) == [(2, 3), (2, 5), (16, 374)]
@@ -322,7 +388,7 @@ def test_what_is_not_aligned_is_parted() -> None:
 def test_a_table_is_one_launch_and_casts_are_others() -> None:
     kinds = (torch.int8, torch.bfloat16, torch.float32, torch.complex64)
     tensors = [torch.zeros(64, dtype=dtype) for dtype in kinds]
-    layouts = layouts_of((torch.zeros(8192, dtype=torch.uint8), *tensors))
+    layouts = layouts_of(torch.zeros(8192, dtype=torch.uint8), tensors)
     rows = [(i, 0, 1, 64, 64, 1024 * i + i) for i in range(4)] + [(PADDING, 0, 1, 5, 0, 4096)]
     for dtypes, names in (
         (kinds, ["None"]),
@@ -330,7 +396,7 @@ def test_a_table_is_one_launch_and_casts_are_others() -> None:
     ):
         table = Segments([(*row[:5], row[5] // 8 * 8) for row in rows], dtypes)
         launches = segment_copy._plan("gather_segments", table, layouts, None, 0, False, False)[0]
-        assert [str(launch.constants["WIDE"]) for launch, _ in launches] == names
+        assert [str(launch.constants["WIDE"][0]) for launch, _ in launches] == names
 
 
 def test_addresses_are_copied_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,9 +236,10 @@ def _segments(name: str, target: str, rows: list[tuple[int, ...]], kinds: Sequen
     """The launch of a table, as a call on aligned tensors prepares it."""
     modules = compiled_kernels()
     table = modules["segments"].Segments(rows, kinds)
-    layouts = modules["segments"].layouts_of([torch.empty(2**22) for _ in range(17 if many else 1)])
-    wire = modules["segments"].layouts_of([torch.empty(2**24, dtype=torch.uint8)])
-    launch = modules["segment_copy"]._plan(name, table, (*wire, *layouts), None, 0, False, False)[0][0][0]
+    tensors = [torch.empty(2**22) for _ in range(17 if many else 1)]
+    layouts = modules["segments"].layouts_of(torch.empty(2**24, dtype=torch.uint8), tensors)
+    sums = name == "scatter_segments"
+    launch = modules["segment_copy"]._plan(name, table, layouts, None, 0, False, False, sums)[0][0][0]
     scale = TARGETS[target].warp_size // 32
     constants = launch.constants | {"BLOCK": tuple(units * scale for units in launch.constants["BLOCK"])}
     integers = {one: "i64" for one in launch.kernel.arg_names if one.startswith("tensor_")}
@@ -257,6 +258,12 @@ TABLES = {
     "narrow-rows": ([ROWS, (0, 2**20, 9, 9, 13, 2**22 + 1)], torch.float32, False, 95),
     "cast": ([FLAT], torch.bfloat16, False, 95),
     "cast-rows": ([ROWS], torch.bfloat16, False, 110),
+    "rows-in-the-wire": ([(*ROWS[:5], 0, 1536)], torch.float32, False, 75),
+}
+SUMS = {
+    "sums": [FLAT, (*FLAT[:5], 2**22)],
+    "sums-of-rows-and-copies": [(*ROWS[:5], 2**22 * part, 1536) for part in range(2)]
+    + [(0, 2**21, 64, 512, 1024, 11 * 2**20)],
 }
 
 
@@ -275,3 +282,37 @@ def test_segments(name: str, target: str) -> None:
         per_unit = code.instructions * 16 / sum(code.stores)
         more = 1 if target != "gfx942" else 1.6 if "cast" in kind else 1.2  # which rounds to bf16 in software
         assert per_unit <= most * more, (kind, per_unit)
+
+
+@on_targets
+@pytest.mark.parametrize("kind", SUMS)
+def test_sums_of_segments(kind: str, target: str) -> None:
+    """16 bytes at a time of every part."""
+    (code,) = build_all([_segments("scatter_segments", target, SUMS[kind], [torch.float32], False)], target)
+    check(code, 16)
+    assert set(code.stores) == {16}
+    assert code.instructions * 16 / sum(code.stores) <= 110 * (1.6 if target == "gfx942" else 1), code.instructions
+
+
+@on_targets
+@pytest.mark.parametrize("index", ["i64", "i32"])
+def test_rows_by_index(index: str, target: str) -> None:
+    """The full unit on both sides, 75 instructions per 16 bytes at most."""
+    kernel = compiled_kernels()["row_copy"]._rows_kernel
+    kinds = [(name, unit) for name in ("pack", "unpack") for unit in (16, 4, 1)]
+    builds = []
+    for name, unit in kinds:
+        element, vec = ELEMENT[unit]
+        rows, cols = tile(name, unit, unit // vec, target)
+        constants = {
+            "INDEX": tl.int64 if index == "i64" else tl.int32, "SCATTER": name == "unpack", "VEC": vec,
+            "BLOCK_ROWS": rows, "BLOCK_COLS": cols,
+        }  # fmt: skip
+        pointers = {"far_ptr": f"*{element}", "near_ptr": f"*{element}", "scale": "fp32", "index_at": "i64"}
+        builds.append(Build(kernel, pointers, constants))
+    for (name, unit), code in zip(kinds, build_all(builds, target), strict=True):
+        check(code, unit)
+        assert set(code.stores) == {unit}, (name, unit)
+        assert code.loads.count(unit) >= len(code.stores), (name, unit)
+        if unit == 16:
+            assert code.instructions * 16 / sum(code.stores) <= 75, (name, code.instructions)

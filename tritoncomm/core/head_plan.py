@@ -88,8 +88,9 @@ class BlockCopy(NamedTuple):
     heads: int
 
 
-class ExchangePlan(NamedTuple):
-    """One direction of the exchange as one rank takes part in it.
+@dataclass(frozen=True, eq=False)
+class ExchangePlan:
+    """One direction of the exchange as one rank takes part in it; compared by identity, as tables are looked up by it.
 
     Attributes:
         pack: copies into the wire.

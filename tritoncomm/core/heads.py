@@ -1,23 +1,30 @@
 """The exchange of Ulysses, not differentiable: sequence shards of all heads <-> all positions of a share of the heads.
 
-Several tensors share one message; ``head_plan`` has the order of its wire.
+Several tensors share one message; ``head_plan`` has the order of its wire. Kernels pack them in one launch and unpack
+what arrives in another, with the sums of shared heads; torch copies block by block.
 """
 
+import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from tritoncomm_kernels import Segments
 
 from tritoncomm import record
-from tritoncomm.core import backend, cached, eager, ops
+from tritoncomm.core import backend, cached, eager, ops, segments
 from tritoncomm.core.head_plan import HEAD_DIM, BlockCopy, ExchangePlan, HeadShare, Layout, heads_plan, sequence_plan
 from tritoncomm.core.plan import Ints, located
 from tritoncomm.core.validation import check_input
 from tritoncomm.errors import ArgumentError, ShapeError
 
 __all__ = ["to_heads", "to_sequence"]
+
+_SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_IN_ORDER = 4  # parts that torch.sum adds up one after the other; of more it sums some first
 
 
 def _checked(tensors: Sequence[Tensor], name: str) -> None:
@@ -39,20 +46,39 @@ def _wire_view(wire: Tensor, copy: BlockCopy) -> Tensor:
     return wire.as_strided(copy.size, copy.wire_stride, copy.wire_start)
 
 
-def _pack(tensors: Sequence[Tensor], plan: ExchangePlan) -> tuple[Tensor, int]:
-    """The wire, and the bytes read plus written for it."""
+@lru_cache(maxsize=4096)
+def _table(plan: ExchangePlan, packs: bool, dtype: torch.dtype, count: int) -> Segments | None:
+    """One side of a plan as segments of ``count`` tensors; None where there would be too many."""
+    size = dtype.itemsize
+    blocks = (
+        segments.strided_segments(
+            copy.index, copy.size[1:], copy.stride[1:], copy.start + w * copy.stride[0], size,
+            (copy.wire_start + w * copy.wire_stride[0]) * size, copy.wire_stride[1:],
+        )
+        for copy in (plan.pack if packs else plan.unpack)
+        for w in range(copy.size[0])
+    )  # fmt: skip
+    rows = list(itertools.islice(itertools.chain.from_iterable(blocks), segments.MOST_SEGMENTS + 1))
+    return None if len(rows) > segments.MOST_SEGMENTS else Segments(rows, [dtype] * count)
+
+
+def _pack(tensors: Sequence[Tensor], plan: ExchangePlan, by_kernel: bool) -> tuple[Tensor, record.CopyPath, int]:
+    """The wire, the path, and the bytes read plus written for it."""
     first = tensors[0]
+    if plan.packed_shape is not None and len(tensors) == 1:
+        wire = cached.resolved(_view(first, plan.pack[0])).contiguous()
+        return (wire, "view", 0) if wire.data_ptr() == first.data_ptr() else (wire, "torch", 2 * wire.nbytes)
+    table = _table(plan, True, first.dtype, len(tensors)) if by_kernel else None
+    if table is not None:
+        wire = first.new_empty(plan.elements[0])
+        return wire, *segments.gather(tensors, wire, table)
     if plan.packed_shape is not None:
-        if len(tensors) > 1:
-            wire = torch.cat([_view(tensors[copy.index], copy) for copy in plan.pack], 3)
-            return wire, 2 * wire.nbytes
-        x = cached.resolved(first)
-        wire = _view(x, plan.pack[0]).contiguous()
-        return wire, 0 if wire.data_ptr() == x.data_ptr() else 2 * wire.nbytes
+        wire = torch.cat([_view(tensors[copy.index], copy) for copy in plan.pack], 3)
+        return wire, "torch", 2 * wire.nbytes
     wire = first.new_empty(plan.elements[0])
     for copy in plan.pack:
         _wire_view(wire, copy).copy_(_view(tensors[copy.index], copy))
-    return wire, 2 * wire.nbytes
+    return wire, "torch", 2 * wire.nbytes
 
 
 def _sent(wire: Tensor, plan: ExchangePlan, group: ProcessGroup, name: str) -> Tensor:
@@ -78,10 +104,12 @@ def to_heads(tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, nam
     if record.switch._is_profiler_enabled:
         _range = record.begin(name, "to_heads", group, tensors, (layout,))
     _checked(tensors, name)
+    by_kernel = ops.path_for(tensors[0], "segments") == "triton"
+    if by_kernel:  # before the plan, which is made for their strides
+        tensors = [cached.resolved(x) for x in tensors]
     plan = _planned(heads_plan, tensors, layout, group, name)
-    wire, copied = _pack(tensors, plan)
+    wire, path, copied = _pack(tensors, plan, by_kernel)
     received = _sent(wire, plan, group, name)
-    path = "torch" if copied else "view"
     del wire  # what was sent is not needed while what arrived is unpacked
     if not plan.unpack:
         fused = torch.ops.aten._unsafe_view(received, plan.fused)
@@ -90,9 +118,14 @@ def to_heads(tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, nam
         copied += unpacked
     else:
         fused = received.new_empty(plan.fused)
-        for copy in plan.unpack:
-            _view(fused, copy).copy_(_wire_view(received, copy))
-        path, copied = "torch", copied + 2 * fused.nbytes
+        table = _table(plan, False, fused.dtype, 1) if by_kernel else None
+        if table is not None:
+            path, unpacked = segments.scatter(received, [fused], table)
+        else:
+            for copy in plan.unpack:
+                _view(fused, copy).copy_(_wire_view(received, copy))
+            path, unpacked = "torch", 2 * fused.nbytes
+        copied += unpacked
     record.add(name, path, copied, plan.bytes_sent, started)
     if len(tensors) == 1:
         return [fused]
@@ -116,13 +149,24 @@ def to_sequence(
     if record.switch._is_profiler_enabled:
         _range = record.begin(name, "to_sequence", group, tensors, (layout,))
     _checked(tensors, name)
+    by_kernel = ops.path_for(tensors[0], "segments") == "triton"
+    if by_kernel:  # before the plan, which is made for their strides
+        tensors = [cached.resolved(x) for x in tensors]
     out_strides = () if outs is None else tuple([x.stride() for x in outs])
     plan = _planned(sequence_plan, tensors, layout, group, name, out_strides)
-    wire, copied = _pack(tensors, plan)
+    wire, path, copied = _pack(tensors, plan, by_kernel)
     received = _sent(wire, plan, group, name)
     del wire
-    results, unpacked = _unpack_heads(received, plan, layout, outs)
-    record.add(name, "torch", copied + unpacked, plan.bytes_sent, started)
+    table = None
+    if by_kernel and (received.dtype in _SUMMED or not any(share.replicated for share in layout.shares)):
+        table = _table(plan, False, received.dtype, len(tensors))
+    if table is not None:
+        results = outs if outs is not None else [received.new_empty(shape) for shape in plan.shapes]
+        path, unpacked = segments.scatter(received, results, table, sums=True)
+    else:
+        results, unpacked = _unpack_heads(received, plan, layout, outs)
+        path = "torch"
+    record.add(name, path, copied + unpacked, plan.bytes_sent, started)
     return results
 
 
@@ -170,15 +214,29 @@ def _unpack_heads(
         if len(parts) > 1:  # summed at once, so that low precision rounds once
             blocks = torch.cat(parts)
             copied += 2 * blocks.nbytes
-        torch.sum(blocks, 0, dtype=received.dtype, out=target)
+        if blocks.shape[0] > _IN_ORDER:
+            target.copy_(_summed(blocks))
+        else:
+            torch.sum(blocks, 0, dtype=received.dtype, out=target)
     return results, copied + sum(x.nbytes for x in results)
 
 
 def _unpacked(received: Tensor, copy: BlockCopy, shape: Ints, share: HeadShare) -> Tensor:
     """A tensor whose heads lie at one stride in the blocks of all ranks, or are summed over them."""
     if share.replicated:
-        return _wire_view(received, copy).sum(0, dtype=received.dtype)
+        blocks = _wire_view(received, copy)
+        return blocks.sum(0, dtype=received.dtype) if copy.size[0] <= _IN_ORDER else _summed(blocks)
     (count, *tokens, heads, head_dim), (block, *steps) = copy.size, copy.wire_stride
     size, stride = (*tokens, count, heads, head_dim), (*steps[:2], block, *steps[2:])
     rows = received.as_strided(size, stride, copy.wire_start).clone(memory_format=torch.contiguous_format)
     return torch.ops.aten._unsafe_view(rows, shape)
+
+
+def _summed(blocks: Tensor) -> Tensor:
+    """The sum over dim 0 in order, which torch.sum of many does not keep, with one rounding."""
+    if blocks.dtype not in _SUMMED:
+        return blocks.sum(0, dtype=blocks.dtype)
+    total = blocks[0].to(torch.promote_types(blocks.dtype, torch.float32), copy=True)
+    for block in blocks[1:]:
+        total += block
+    return total.to(blocks.dtype)

@@ -1,7 +1,8 @@
 """Many blocks of several tensors and one flat wire, in one call: the path it takes, and tables of blocks."""
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -10,14 +11,13 @@ import tritoncomm_kernels as kernels
 from torch import Tensor
 from torch.autograd import profiler
 from tritoncomm_kernels import Segment, Segments, reference
-from tritoncomm_kernels.geometry import coalesce
 
 from tritoncomm import record
 from tritoncomm.core.ops import path_for
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ShapeError
 
-__all__ = ["MOST_SEGMENTS", "Prepared", "block_segments", "full_tensors", "gather", "scatter"]
+__all__ = ["MOST_SEGMENTS", "Prepared", "block_segments", "full_tensors", "gather", "scatter", "strided_segments"]
 
 MOST_SEGMENTS = 8192  # of a table that is made for a layout instead of a launch for every tensor
 
@@ -56,15 +56,19 @@ def scatter(
     *,
     scale: float | None = None,
     accumulate: bool = False,
+    sums: bool = False,
 ) -> tuple[record.CopyPath, int]:
     """The inverse of ``gather``: copy the table's segments from the wire into the tensors, or add them.
 
-    Arguments, result and traffic as there; adding reads the segments of the tensors, too.
+    Arguments, result and traffic as there; adding reads the segments of the tensors, too. With ``sums`` segments of the
+    same rows are added up, in the order of the table, with one rounding.
     """
     _range = record.span("scatter") if profiler._is_profiler_enabled else None
     if path_for(wire, "segments") == "triton":
-        return "triton", kernels.scatter_segments(wire, tensors, segments, scale=scale, accumulate=accumulate)
-    return "torch", reference.scatter_segments(wire, tensors, segments, scale=scale, accumulate=accumulate)
+        return "triton", kernels.scatter_segments(
+            wire, tensors, segments, scale=scale, accumulate=accumulate, sums=sums
+        )
+    return "torch", reference.scatter_segments(wire, tensors, segments, scale=scale, accumulate=accumulate, sums=sums)
 
 
 class Prepared:
@@ -109,8 +113,7 @@ def block_segments(
 ) -> list[Segment]:
     """The rows of a table for one n-d block of a tensor, contiguous from byte ``wire`` of the wire on.
 
-    Neighbouring dims that one stride can walk are coalesced; what remains beyond two dims is one segment for each
-    index of the outer ones.
+    As few segments as ``strided_segments`` can make of it.
 
     Args:
         tensor: index of the tensor in the table.
@@ -120,7 +123,7 @@ def block_segments(
         wire: byte offset of the block in the wire.
 
     Returns:
-        The segments, in the block's own order (last dim fastest); none for an empty block.
+        The segments; none for an empty block.
 
     Raises:
         ShapeError: the block is not inside the tensor.
@@ -132,18 +135,55 @@ def block_segments(
         at < 0 or count < 0 or at + count > size for size, at, count in zip(shape, start, extent, strict=True)
     ):
         raise ShapeError(f"block: {list(extent)} elements from {list(start)} on are not inside a tensor {list(shape)}")
-    if 0 in extent:
-        return []
     first = sum(at * step for at, step in zip(start, stride, strict=True))
-    sizes, steps = coalesce(extent, stride)
-    if steps[-1] != 1:  # no dim is contiguous: rows of one element
-        sizes, steps = (*sizes, 1), (*steps, 1)
-    *outer, rows, row = (1, *sizes)
-    *outer_steps, step, _ = (0, *steps)
-    length = rows * row * itemsize
-    walks = [range(0, n * by, by) if by else (0,) * n for n, by in zip(outer, outer_steps, strict=True)]
-    places = enumerate(itertools.product(*walks))
-    return [Segment(tensor, first + sum(at), rows, row, step, wire + i * length) for i, at in places]
+    dense = [math.prod(extent[i + 1 :]) for i in range(len(extent))]
+    return list(strided_segments(tensor, extent, stride, first, itemsize, wire, dense))
+
+
+def strided_segments(
+    tensor: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    first: int,
+    itemsize: int,
+    wire: int,
+    wire_stride: Sequence[int],
+) -> Iterator[Segment]:
+    """The rows of a table for one n-d block that is strided in the tensor and in the wire.
+
+    Dims that one stride can walk on both sides are coalesced. The longest of the outer dims becomes the rows of the
+    segments, and there is one segment for each index of the others.
+
+    Args:
+        tensor: index of the tensor in the table.
+        size: of the block.
+        stride, wire_stride: of the block in the tensor and in the wire, in elements.
+        first: elements from the tensor's data pointer to the block.
+        itemsize: bytes of an element in the wire.
+        wire: byte offset of the block in the wire.
+
+    Example:
+        ``[2, 3, 4]`` by ``(12, 4, 1)`` at strides ``(24, 8, 1)`` in the wire is ``Segment(tensor, first, 6, 4, 4, wire,
+        8)``.
+    """
+    if 0 in size:
+        return
+    dims: list[tuple[int, int, int]] = []
+    for count, step, wire_step in zip(size, stride, wire_stride, strict=True):
+        if count == 1:
+            continue
+        if dims and dims[-1][1:] == (count * step, count * wire_step):
+            dims[-1] = dims[-1][0] * count, step, wire_step
+        else:
+            dims.append((count, step, wire_step))
+    row = dims.pop()[0] if dims and dims[-1][1:] == (1, 1) else 1
+    rows, step, gap = 1, 0, 0
+    if dims:
+        rows, step, gap = dims.pop(max(range(len(dims)), key=lambda i: (dims[i][0], i)))
+    for index in itertools.product(*(range(count) for count, _, _ in dims)):
+        at = first + sum(i * by for i, (_, by, _) in zip(index, dims, strict=True))
+        in_wire = wire + itemsize * sum(i * by for i, (_, _, by) in zip(index, dims, strict=True))
+        yield Segment(tensor, at, rows, row, step, in_wire, 0 if gap == row else gap)
 
 
 @lru_cache(maxsize=1024)

@@ -1,0 +1,133 @@
+"""gather_rows and scatter_rows: rows of a tensor by indices in device memory, as of a permutation of tokens."""
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+
+import math
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tritoncomm_kernels.address import _divide
+from tritoncomm_kernels.geometry import RowsLayout, indexed_rows, rows_layout_of
+from tritoncomm_kernels.launch import TRITON_TYPE, Launch, check_place, fits, tile_on
+
+__all__ = ["gather_rows", "scatter_rows"]
+
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+@triton.jit(do_not_specialize=["scale", "index_at", "limit", "stride_far", "stride_near", "count", "row", "blocks"])
+def _rows_kernel(
+    far_ptr, near_ptr, scale, index_at: tl.int64,
+    limit: tl.int64, stride_far: tl.int64, stride_near: tl.int64, count: tl.int32, row: tl.int32, blocks: tl.int32,
+    INDEX: tl.constexpr, SCATTER: tl.constexpr, VEC: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """``near[i] = far[index[i]]`` for ``count`` rows of ``row`` units, zeros where there is no such row; or back."""
+    pid = tl.program_id(0)
+    po = _divide(pid, blocks)
+    pk = pid - po * blocks
+    i = po * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    lane = tl.arange(0, BLOCK_COLS)[None, :]
+    c, element = pk * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
+    at = tl.load(index_at.to(tl.pointer_type(INDEX)) + i, mask=i < count, other=-1).to(tl.int64)
+    is_row = (at >= 0) & (at < limit)
+    mask = (i < count) & (c < row)
+    far_ptr += (tl.where(is_row, at, 0) * stride_far + c) * VEC + element
+    near_ptr += (i.to(tl.int64) * stride_near + c) * VEC + element
+    if SCATTER:
+        tl.store(far_ptr, tl.load(near_ptr, mask=mask & is_row), mask=mask & is_row)
+    else:
+        tl.store(near_ptr, tl.load(far_ptr, mask=mask & is_row, other=0), mask=mask)
+
+
+def gather_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
+    """Copy rows by index: ``out[i] = x[index[i]]``; no bit changes.
+
+    The index is read on the device: nothing waits for it. An index that is no row of ``x``, negative ones included,
+    reads nothing and gives a row of zeros: padding of a capacity, say, is index -1.
+
+    Args:
+        x: ``[n, *row]``, every row contiguous, any stride between rows.
+        index: ``[m]``, contiguous, int64 or int32, on the device of ``x``; rows may occur several times.
+        out: ``[m, *row]`` of the dtype of ``x``, every row contiguous, not in the memory of ``x``.
+
+    Returns:
+        Bytes read plus bytes written, as if every index were a row.
+
+    Raises:
+        ValueError: the shapes do not fit, rows are not contiguous or overlap where they are written, two devices, a
+            lazy conjugate or negative view.
+        TypeError: two dtypes, or an index that is neither int64 nor int32.
+        TooLargeError: 2**31 rows or units of a row, or nearly that.
+
+    Example:
+        Rows ``[[1, 2], [3, 4]]`` by ``[1, -1, 1]`` are ``[[3, 4], [0, 0], [3, 4]]``.
+
+    Traffic: reads the index and every indexed row once, writes ``out`` once.
+    """
+    return _run("gather_rows", (index,), x, out)
+
+
+def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
+    """Copy rows to their index: ``out[index[i]] = x[i]``, the inverse of ``gather_rows`` by a permutation.
+
+    An index that is no row of ``out`` is left out, and rows of ``out`` that no index names stay as they are. Where two
+    indices are equal, one of their rows remains.
+
+    Args:
+        x: ``[m, *row]``, every row contiguous, any stride between rows.
+        index: ``[m]``, contiguous, int64 or int32, on the device of ``x``.
+        out: ``[n, *row]`` of the dtype of ``x``, every row contiguous, not in the memory of ``x``.
+
+    Returns:
+        Bytes read plus bytes written, as if every index were a row.
+
+    Raises:
+        ValueError, TypeError, TooLargeError: as ``gather_rows``.
+
+    Example:
+        Rows ``[[1, 2], [3, 4]]`` by ``[2, 0]`` into zeros are ``[[3, 4], [0, 0], [1, 2]]``.
+
+    Traffic: reads the index and ``x`` once, writes every indexed row once.
+    """
+    return _run("scatter_rows", (index,), x, out)
+
+
+def _run(name: str, indices: tuple[Tensor], x: Tensor, out: Tensor) -> int:
+    (index,) = indices
+    check_place(name, x, out)
+    check_place(name, x, index)
+    layouts = rows_layout_of(x), rows_layout_of(index), rows_layout_of(out)
+    launch, moved = _plan(name, x.get_device(), (x.data_ptr() | out.data_ptr()) & 15, *layouts)
+    if launch is not None:
+        far, near = (x, out) if name == "gather_rows" else (out, x)
+        launch(far, near, 1.0, index.data_ptr())
+    return moved
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    name: str, device: int, alignment: int, x: RowsLayout, index: RowsLayout, out: RowsLayout
+) -> tuple[Launch | None, int]:
+    """The launch of one kind of call, None where there is nothing to copy, and the bytes read plus written."""
+    rows = indexed_rows(name, x, index, out)
+    if not rows.count or not rows.row:
+        return None, rows.moved
+    size, (dtype, *_) = rows.itemsize, index
+    unit = math.gcd(alignment or 16, 16, rows.row * size, rows.stride_far * size, rows.stride_near * size)
+    element = min(unit, 8)
+    tile = tile_on(-1, "unpack" if name == "scatter_rows" else "pack", unit, rows.count, rows.row * size)
+    vec, block_cols = unit // element, max(tile.block_cols, unit) // element
+    row = rows.row * size // unit
+    blocks = -(-row // (block_cols // vec))
+    grid = -(-rows.count // tile.block_rows) * blocks
+    fits(name, (rows.count, row, grid))
+    numbers = (rows.limit, rows.stride_far * size // unit, rows.stride_near * size // unit, rows.count, row, blocks)
+    constants = dict(
+        INDEX=TRITON_TYPE[dtype], SCATTER=name == "scatter_rows", VEC=vec, BLOCK_ROWS=tile.block_rows,
+        BLOCK_COLS=block_cols,
+    )  # fmt: skip
+    types = (_INTEGERS[element], _INTEGERS[element])
+    return Launch(_rows_kernel, device, grid, types, numbers, constants, tile.num_warps), rows.moved

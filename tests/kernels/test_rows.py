@@ -1,0 +1,100 @@
+"""Rows by indices in device memory, against torch's index_select and one row at a time."""
+
+from typing import Any
+
+import pytest
+import torch
+import tritoncomm_kernels as kernels
+from bits import bits, random_bits
+from devices import Device
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import canaries_live, guarded
+from tritoncomm_kernels import reference
+
+MODULES = [kernels, reference]
+SHAPES = [((9, 40), 0), ((5, 33), 3), ((7, 4, 24), 8), ((6,), 0), ((1, 8), 8), ((300, 3), 1)]
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.complex128], ids=str)
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32], ids=str)
+def test_rows_by_index(device: Device, module: Any, dtype: torch.dtype, index_dtype: torch.dtype) -> None:
+    """Every shape of rows, with gaps between them and without; indices that are no rows leave everything alone."""
+    for (count, *row), left in SHAPES:
+        wide = random_bits((count, *row[:-1], left + row[-1]) if row else (count,), dtype, 1, device.at)
+        x = wide.narrow(-1, left, row[-1]) if row and len(row) == 1 else wide
+        places = [*torch.randperm(count).tolist(), 0, count - 1]
+        wrong = [-1, count, -count, 2**31 - 1, -(2**31), *([2**40, -(2**63)] if index_dtype is torch.int64 else [])]
+        for some in (places, places[:1], [*places, *wrong], wrong):
+            index = torch.tensor(some, dtype=index_dtype, device=device.at)
+            out, raw = guarded((len(some), *x.shape[1:]), dtype, device.at)
+            copied = module.gather_rows(x, index, out)
+            assert copied == 2 * out.nbytes + index.nbytes
+            for i, at in enumerate(some):
+                expected = x[at] if 0 <= at < count else torch.zeros_like(x[0])
+                assert torch.equal(bits(out[i : i + 1]), bits(expected[None])), (i, at)
+            assert canaries_live(raw)
+        index = torch.tensor([*places[:count], *wrong], dtype=index_dtype, device=device.at)
+        source = random_bits((len(index), *x.shape[1:]), dtype, 2, device.at)
+        out, raw = guarded((count, *x.shape[1:]), dtype, device.at)
+        module.scatter_rows(source, index, out)
+        for i, at in enumerate(places[:count]):
+            assert torch.equal(bits(out[at : at + 1]), bits(source[i : i + 1]))
+        assert canaries_live(raw)
+        before = bits(out).clone()
+        module.scatter_rows(source[count:], index[count:], out)
+        assert torch.equal(bits(out), before)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 40), st.integers(0, 90), st.lists(st.integers(-3, 45), max_size=50), st.sampled_from([0, 1, 2, 8]),
+    st.sampled_from([torch.int8, torch.bfloat16, torch.float32, torch.int64]), st.booleans(),
+)  # fmt: skip
+def test_random_rows(count: int, row: int, some: list[int], gap: int, dtype: torch.dtype, is_long: bool) -> None:
+    """Kernel and twin write the same bits, surroundings included, and there and back a permutation is the identity."""
+    x = random_bits((count, row + gap), dtype)[:, gap:] if count and row else torch.empty(count, row, dtype=dtype)
+    index = torch.tensor(some, dtype=torch.int64 if is_long else torch.int32)
+    results = []
+    for module in MODULES:
+        out, raw = guarded((len(some), row), dtype)
+        assert module.gather_rows(x, index, out) == (2 * out.nbytes + index.nbytes if row else 0)
+        assert canaries_live(raw)
+        results.append(out)
+    assert torch.equal(bits(results[0]), bits(results[1]))
+    order = torch.randperm(count)
+    for module in MODULES:
+        there, back = torch.empty(count, row, dtype=dtype), torch.empty(count, row, dtype=dtype)
+        module.gather_rows(x, order, there)
+        module.scatter_rows(there, order, back)
+        assert torch.equal(bits(back), bits(x.contiguous()))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_bad_rows_are_refused(module: Any) -> None:
+    x, index, out = torch.zeros(4, 6), torch.zeros(3, dtype=torch.int64), torch.zeros(3, 6)
+    gather, scatter = module.gather_rows, module.scatter_rows
+    bad = [
+        (ValueError, "do not fit", lambda: gather(x, index, out[:2])),
+        (ValueError, "do not fit", lambda: gather(x, index, out[:, 1:])),
+        (ValueError, "do not fit", lambda: scatter(x, index, out)),
+        (ValueError, "every row", lambda: gather(torch.zeros(6, 4).t(), index, out)),
+        (ValueError, "every row", lambda: gather(x[:, :3], index, out[:, ::2])),
+        (ValueError, "overlap", lambda: gather(x, index, torch.zeros(6).expand(3, 6))),
+        (ValueError, "overlap", lambda: scatter(out, index, torch.zeros(9).as_strided((4, 6), (1, 1)))),
+        (ValueError, "flat", lambda: gather(x, torch.zeros(6, dtype=torch.int64)[::2], out)),
+        (ValueError, "flat", lambda: gather(x, index.view(3, 1), out)),
+        (ValueError, "lazy", lambda: gather(x.to(torch.complex64).conj(), index, out.to(torch.complex64))),
+        (TypeError, "one dtype", lambda: gather(x, index, out.double())),
+        (TypeError, "int64 or int32", lambda: gather(x, index.to(torch.int16), out)),
+    ]
+    for kind, text, call in bad:
+        with pytest.raises(kind, match=text):
+            call()
+    gather(torch.zeros(6).expand(4, 6), index, out)  # read several times
+    leaf = torch.nn.Parameter(torch.ones(4, 6))
+    gather(leaf, index, out)
+    scatter(out, index, leaf)
+    assert leaf.is_leaf
+    assert out.grad_fn is None
