@@ -199,11 +199,12 @@ def split_reduce_scatter(
     if not many:
         return []
     many = [without_graph(x) if isinstance(x, Tensor) else x for x in many]
-    axes = list(dims) if isinstance(dims, list | tuple) else [dims] * len(many)
+    axes: list[Any] = list(dims) if isinstance(dims, list | tuple) else [dims] * len(many)
     if len(axes) != len(many):
         raise ArgumentError(f"{name}: {len(many)} tensors but {len(axes)} dims")
+    group = _checked(many[0], parallel_mode, name)
     for x in many:
-        group = _checked(x, parallel_mode, name)
+        _checked(x, group, name)
         check_input(x, name)
     axes = [checked_dim(x, dim, name) for x, dim in zip(many, axes, strict=True)]
     started, world, rank = record.now(), group.size(), group.rank()

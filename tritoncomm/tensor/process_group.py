@@ -209,7 +209,7 @@ class ProcessGroup:
     def __setstate__(self, state: dict[str, Any]) -> None:
         ranks = state.get("ranks", ()) if isinstance(state, dict) else ()
         if ranks is not None:
-            degrees = [state.get(name) for name in ("tp", "dp")] if ranks else [0]
+            degrees: list[Any] = [state.get(name) for name in ("tp", "dp")] if ranks else [0]
             is_list = type(ranks) is list and all(type(rank) is int for rank in (*ranks, *degrees))
             if not is_list or math.prod(degrees) != len(ranks) or type(state.get("cpu")) is not bool:
                 raise ArgumentError(f"ProcessGroup: a damaged file: this is no layout of ranks: {reprlib.repr(state)}")
