@@ -40,6 +40,7 @@ LATE = "the time of the run is over"
 GROUPS, LAUNCHES = "tests/gpu/test_groups.py", "tests/gpu/test_launches.py"
 RANKS, KERNELS = "tests/gpu/test_ranks.py", "tests/kernels/test_kernels.py"
 SEGMENTS, ROWS = "tests/kernels/test_segments.py", "tests/kernels/test_rows.py"
+SEGMENT_CALL = "tests/kernels/test_segment_call.py"
 ORDER = {
     "test": (
         f"{GROUPS}::test_initialize_and_destroy",
@@ -60,6 +61,9 @@ ORDER = {
         f"{SEGMENTS}::test_copies_of_any_bits",
         f"{SEGMENTS}::test_segments_of_many_programs",
         f"{SEGMENTS}::test_addresses_of_many_tensors",
+        f"{SEGMENT_CALL}::test_access_widths_of_other_addresses",
+        f"{SEGMENT_CALL}::test_sums",
+        f"{SEGMENT_CALL}::test_launches_of_few_alignments_are_kept",
         f"{KERNELS}::test_reduce_sums_in_rank_order",
         f"{KERNELS}::test_reduce_casts_and_scales",
         f"{KERNELS}::test_reduce_of_odd_lengths",
