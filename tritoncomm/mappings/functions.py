@@ -108,6 +108,10 @@ class _ReduceInPlace(Function):
         return _ReduceFromModelParallelRegion.backward(ctx, grad_output)
 
 
+_adjoints: dict[str, Any] = {}
+"""The classes that others enter under ``create_graph``, by name; dynamo traces a dict, and no ``globals()``."""
+
+
 def _along_one_dim(
     name: str,
     doc: str,
@@ -140,7 +144,7 @@ def _along_one_dim(
 
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
-            return globals()[adjoint].apply(grad_output, ctx.group, *more), None
+            return _adjoints[adjoint].apply(grad_output, ctx.group, *more), None
         return run_adjoint(grad_output, dim, ctx.group, None, f"{mapping}.backward"), None
 
     methods: list[Any] = [symbolic, forward, backward]
@@ -256,3 +260,15 @@ class _ReduceScatterToSequenceParallelRegion(Function):
             name = "reduce_scatter_to_sequence_parallel_region.backward"
             grad = eager.all_gather(grad_output, 0, ctx.group, normalize_sizes(ctx.input_split_sizes, name), name)
         return grad, None, None, None
+
+
+_adjoints |= {
+    each.__name__: each
+    for each in (
+        _AllGatherFromTensorParallelRegion,
+        _GatherFromModelParallelRegion,
+        _GatherFromSequenceParallelRegion,
+        _ReduceScatterToTensorParallelRegion,
+        _ScatterToModelParallelRegion,
+    )
+}
