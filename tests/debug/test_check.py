@@ -1,10 +1,12 @@
 """Check mode: every kind of disagreement is named on all ranks, with the line of each caller; what agrees passes."""
 
+import gc
 import re
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from tritoncomm import collective as c
 from tritoncomm import mappings as m
 from tritoncomm.debug import check, exchange, hops
 from tritoncomm.debug.flight import Call
+from tritoncomm.p2p import header
 from tritoncomm.p2p.neighbours import Neighbours
 
 T = torch.ones
@@ -138,6 +141,33 @@ def test_an_error_before_a_hop_leaves_both_ends_in_step(pair: Pool) -> None:
     assert "wait for each other" in receiver, "the collective that it missed is refused to it too"
 
 
+def run_fails_inside(group: ProcessGroup) -> str:
+    """Rank 1 fails in its step, before rank 0 comes to it."""
+    tritoncomm.destroy()
+    synchronise(group)
+    stages, rank, text = _stages(group), group.rank(), ""
+    with p2p.check():
+        if rank:
+            failing = mock.patch.object(header, "exchange_headers", side_effect=MemoryError("no room"))
+            with failing, pytest.raises(MemoryError):
+                stages.recv_forward([2], False)
+        dist.barrier(group)
+        if rank:
+            dist.barrier(group)
+            assert torch.equal(stages.recv_forward([2], False), T(2))
+        else:
+            text = text_of(lambda: stages.send_forward(T(2), False))
+            dist.barrier(group)
+            stages.send_forward(T(2), False)
+    return text
+
+
+def test_a_step_that_fails_inside_is_refused_to_its_other_end(pair: Pool) -> None:
+    sender, _ = pair.run(run_fails_inside)
+    assert "rank 1 gave this transfer up, its recv_forward: recv_prev [2] float32 at" in sender
+    assert "MemoryError: no room" in sender
+
+
 def run_out_of_step(group: ProcessGroup) -> list[str]:
     """Rank 0 gives up a step of two directions of which rank 1 may have sent one."""
     tritoncomm.destroy()
@@ -170,6 +200,21 @@ def test_ends_that_may_be_a_message_apart_are_refused_and_say_what_helps(pair: P
             assert "ranks 0 and 1 are out of step" in text
             assert "make their process group again" in text
             assert "a mistake" in text
+
+
+def test_a_rank_that_stalls_looks_for_a_circle_before_it_goes_on() -> None:
+    store = SimpleNamespace(add=lambda *_: 1, set=lambda *_: None, delete_key=lambda *_: True)
+    store.clone = lambda: store
+    over, stalls = exchange.Exchange(store, 0), [1.2]
+
+    def ready() -> None:
+        if stalls:
+            time.sleep(stalls.pop())
+
+    mine = exchange.Blocked("g/1", [0, 1], "f")
+    assert over.wait(ready, 1.0, mine, lambda: "circle", lambda: "late") == "circle"
+    assert over.wait(ready, 1.0, mine, lambda: None, lambda: "late") == "late"
+    assert over.wait(ready, 0.1, mine, lambda: "circle", lambda: "late") == "late", "no time for a look"
 
 
 def run_agreed(group: ProcessGroup) -> None:
@@ -290,6 +335,23 @@ def test_digests_name_the_first_difference(pair: Pool) -> None:
         assert "rank 1: all_reduce(float32 [2, 2], op=SUM) at" in text
 
 
+def run_hash_on_a_group_that_goes(group: ProcessGroup) -> list[str]:
+    tritoncomm.destroy()
+    made = dist.new_group([0, 1])
+    with variables.HASH.override(1000):
+        c.all_reduce(T(2), made)
+    kept = [name for name, member in check._by_name.items() if member.group() is made]
+    assert len(kept) == 1
+    dist.destroy_process_group(made)
+    del made
+    gc.collect()
+    return [name for name in kept if name in check._by_name]
+
+
+def test_calls_of_a_group_that_is_gone_are_not_kept(pair: Pool) -> None:
+    assert pair.run(run_hash_on_a_group_that_goes) == [[], []]
+
+
 def test_digests_at_different_intervals_are_named() -> None:
     member: Any = SimpleNamespace(name="g", ranks=[0, 3])
     text = check._first_difference([([[7, "f"]] * 2, "f"), ([[7, "f"]] * 3, "f")], member, 1)
@@ -298,15 +360,18 @@ def test_digests_at_different_intervals_are_named() -> None:
     ]  # fmt: skip
 
 
-def run_hash_of_hops(group: ProcessGroup, place: int) -> str:
+def run_hash_of_hops(group: ProcessGroup, place: int, backwards: bool) -> str:
     tritoncomm.destroy()
     synchronise(group)
     stages, rank = _stages(group), group.rank()
 
     def step(index: int) -> None:
-        shape = [2, 2] if rank and index == place else [4]  # as many bytes: nothing else notices
+        differs = index == place  # as many bytes: nothing else notices
         if rank:
-            stages.recv_forward(shape, False)
+            if differs and backwards:
+                stages.recv_backward([4], False)
+            else:
+                stages.recv_forward([2, 2] if differs else [4], False)
             stages.send_backward(T(3), False)
         else:
             stages.send_forward(T(4), False)
@@ -329,11 +394,12 @@ def run_hash_of_hops(group: ProcessGroup, place: int) -> str:
         variables.HASH.assign(0)
 
 
-def test_digests_of_hops_are_compared_by_both_ends(pair: Pool) -> None:
-    for text in pair.run(run_hash_of_hops, 9):
-        assert "transfer 10 from rank 0 to rank 1 is the first that differs between its ends" in text
+@pytest.mark.parametrize("backwards", [False, True])
+def test_digests_of_hops_are_compared_by_both_ends(pair: Pool, backwards: bool) -> None:
+    for text in pair.run(run_hash_of_hops, 9, backwards):
+        assert re.search(r"transfer \d0 from rank 0 to rank 1 is the first that differs between its ends", text)
         assert "rank 0: send_forward: send_next [4] float32 at" in text
-        assert "rank 1: recv_forward: recv_prev [2, 2] at" in text
+        assert f"rank 1: {'recv_backward: recv_next [4]' if backwards else 'recv_forward: recv_prev [2, 2]'} at" in text
 
 
 def run_compiled(group: ProcessGroup) -> str:

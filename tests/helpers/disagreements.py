@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
 from tritoncomm.debug import check, exchange
+from tritoncomm.ulysses import UlyssesAttention
 
 __all__ = ["COLLECTIVES", "HOPS", "MAPPINGS", "Case", "layouts", "synchronise"]
 
@@ -123,6 +124,10 @@ MAPPINGS: dict[str, Case] = {
     ),
     "_reduce-dtype": (lambda g, r: m._reduce(T(2).int() if r else T(2), g), "differ in dtype"),
     "backward-order": (_backward, "differ in function"),
+    "attention-heads": (lambda g, r: UlyssesAttention(g)(*T(3, 1, 2, 2 + 2 * r, 4)), "differ in shape"),
+    "attention-positions": (
+        lambda g, r: UlyssesAttention(g)(*T(3, 1, 2 + r, 2, 4), sequence_sizes=[2, 2 + r]), "differ in layout"
+    ),
 }  # fmt: skip
 
 

@@ -49,12 +49,17 @@ class _Member:
 
     def __init__(self, group: ProcessGroup, name: str) -> None:
         self.name, self.ranks, self.rank = name, dist.get_process_group_ranks(group), group.rank()
-        self.group = weakref.ref(group)
+        self.group = weakref.ref(group, self._forget)
         self.sends, self.timeout = _backend_of(group).name().lower() != "fake", timeout_of(group)
         self.over: Any = exchange() if self.sends else None
         self.count = 0
         self.verdicts: list[str] = []
         self.window: list[tuple[Entry, Any]] = []
+
+    def _forget(self, _: object) -> None:
+        """The group is gone, and with it the calls that hash mode keeps of it."""
+        if _by_name.get(self.name) is self:
+            del _by_name[self.name]
 
 
 def _backend_of(group: ProcessGroup) -> Any:

@@ -113,20 +113,24 @@ class Exchange:
         """
         begun = now = time.monotonic()
         pause, look, published, thread = 5e-5, begun + _PATIENCE, False, threading.get_ident()
+        # Two ranks of a circle that both stall until the timeout, and go on without a look, would block in their calls.
+        looked = timeout < 2 * _PATIENCE
         if not in_helper:
             self._inside.add(thread)
             self._has_threads = self._has_threads or len(self._inside) > 1
         try:
             while (value := ready()) is None:
                 now = time.monotonic()
-                if now - begun > timeout:
+                if now - begun > timeout and (looked or self._has_threads):
                     return late()
                 if now > look and not self._has_threads:  # another thread of this rank may make the missing call
                     if not published:
                         self.publish(mine)
                         published = True
-                    elif (value := stuck()) is not None:
-                        return value
+                    else:
+                        looked = True
+                        if (value := stuck()) is not None:
+                            return value
                     look = now + min(5.0, 0.5 * (now - begun))
                 time.sleep(pause)
                 pause = min(pause * 1.5, _LONGEST_PAUSE)

@@ -49,9 +49,14 @@ class _End:
         self.count = 0
         self.unmet: deque[tuple[int, list[Any]]] = deque()
 
+    def is_same(self, other: "_End") -> bool:
+        """Whether both are the same end of one channel."""
+        return (self.base, self.is_send) == (other.base, other.is_send)
+
     def publish(self) -> None:
-        """Publish the transfers since the last comparison, the same ones once."""
-        calls, self.calls = self.calls, []
+        """Publish as many transfers as are compared at a time, the same ones once."""
+        every = variables.HASH.value
+        calls, self.calls = self.calls[:every], self.calls[every:]
         rows: dict[Any, int] = {}
         places = [rows.setdefault(each, len(rows)) for each in calls]
         listed = []
@@ -90,7 +95,8 @@ class _End:
         return ""
 
 
-# By the neighbours of a stage, which live as long as their group.
+# By the neighbours of a stage, which live as long as their group. In a ring of two both directions of a stage lead to
+# one rank: their transfers go over one channel, and have one end.
 _ends: "weakref.WeakKeyDictionary[Any, dict[str, _End]]" = weakref.WeakKeyDictionary()
 
 
@@ -114,7 +120,8 @@ def fold_hop(neighbours: Any, name: str, transfers: Iterable[tuple[str, Any]], c
     for key, raw in transfers:
         end = ends.get(key)
         if end is None:
-            end = ends[key] = _End(neighbours, key, content_of)
+            made = _End(neighbours, key, content_of)
+            end = ends[key] = next((each for each in ends.values() if each.is_same(made)), made)
         end.calls.append((name, key, raw, site))
 
 
@@ -125,12 +132,14 @@ def compare_hops(neighbours: Any, name: str) -> None:
         MismatchError: the two ends of a channel made different transfers; on both, as a rule.
         PeerError: the process that holds the job's store is gone.
     """
-    full = [end for end in _ends.get(neighbours, {}).values() if len(end.calls) >= variables.HASH.value]
+    ends = dict.fromkeys(_ends.get(neighbours, {}).values())
+    full = [end for end in ends if len(end.calls) >= variables.HASH.value]
     if not full:
         return
     try:
         for end in full:
-            end.publish()
+            while len(end.calls) >= variables.HASH.value:
+                end.publish()
         texts = [text for end in full if (text := end.difference())]
     except dist.DistNetworkError as error:
         raise PeerError(f"{name}: the store of the job is gone, and with it its first process: {error}") from error
