@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +16,24 @@ import torch
 import torch.distributed as dist
 from disagreements import COLLECTIVES, HOPS, MAPPINGS
 from jobs import run_job
+from leftovers import nothing_left
 
-from tritoncomm import MismatchError, PeerError, variables
+from tritoncomm import MismatchError, PeerError, debug, variables
 from tritoncomm import mappings as m
 from tritoncomm.p2p import P2PCommunicator
+from tritoncomm.reshard import Layout, reshard
+from tritoncomm.ulysses import UlyssesAttention
 
 START, TIMEOUT, SLACK = 60.0, 3.0, 5.0  # seconds: until processes run, of the group, and how late an error may come
 WORLD, VICTIM = 3, 1
-FAULTS, PLACES = ("kill", "stop", "raise", "delay"), ("collective", "hop", "backward")
+FAULTS = "kill", "stop", "raise", "delay"
 SHAPE = (256, 64)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    with nothing_left():
+        yield
 
 
 def _fault(kind: str) -> None:
@@ -77,6 +87,71 @@ def _backward(group: Any, rank: int, kind: str) -> None:
     z.sum().backward()
 
 
+def _reshard(group: Any, rank: int, kind: str, first: int = 3) -> None:
+    shape = (255, 63)
+    rows, columns = (Layout.on_mesh(shape, range(WORLD), [dim]) for dim in (0, 1))
+    for step in range(100):
+        if rank == VICTIM and step == first:
+            _fault(kind)
+        reshard({"w": torch.ones(85, 63)}, rows, columns, group=group)
+
+
+def _new_plan(group: Any, rank: int, kind: str) -> None:
+    """The victim does not come to the comparison of plans."""
+    _reshard(group, rank, kind, 0)
+
+
+def _to_others(group: Any, rank: int, kind: str) -> None:
+    """A resharding from the other ranks to the victim: one batch of messages, larger than what a socket buffers."""
+    shape = (2048, 2048)
+    senders = [each for each in range(WORLD) if each != VICTIM]
+    source, target = Layout.on_mesh(shape, senders, [0]), Layout.on_mesh(shape, [VICTIM], [None])
+    for step in range(100):
+        if rank == VICTIM and step == 3:
+            _fault(kind)
+        reshard({"w": torch.ones(source.local_shape(rank) or (0,))}, source, target, group=group)
+
+
+def _attention(group: Any, rank: int, kind: str) -> None:
+    attention = UlyssesAttention(group)
+    for step in range(100):
+        if rank == VICTIM and step == 3:
+            _fault(kind)
+        attention(*torch.ones(3, 1, 8, WORLD, 8))
+
+
+def _attention_backward(group: Any, rank: int, kind: str) -> None:
+    q, k, v = torch.ones(3, 1, 8, WORLD, 8, requires_grad=True)
+    out = UlyssesAttention(group)(q, k, v)
+    if rank == VICTIM:
+        out = _Faulty.apply(out, kind)
+    out.sum().backward()
+
+
+def _replicas(group: Any, rank: int, kind: str) -> None:
+    parameters = list(torch.nn.Linear(4, 4).requires_grad_(False).parameters())
+    for x in parameters:
+        x.fill_(1.0)
+    for step in range(100):
+        if rank == VICTIM and step == 3:
+            _fault(kind)
+        debug.check_replicas(parameters, group)
+
+
+# What is called, how errors of it begin, and the ranks that they name.
+PLACES: dict[str, tuple[Any, tuple[str, ...], str]] = {
+    "collective": (_collective, ("reduce_from_tensor_model_parallel_region: ",), "ranks [0, 1, 2]"),
+    "hop": (_hop, ("recv_forward: ", "send_forward_recv_backward: ", "send_backward: "), "rank 1"),
+    "backward": (_backward, ("copy_to_tensor_model_parallel_region.backward: ",), "ranks [0, 1, 2]"),
+    "reshard": (_reshard, ("reshard: ",), "ranks [0, 1, 2]"),
+    "new-plan": (_new_plan, ("reshard: ",), "ranks [0, 1, 2]"),
+    "to-others": (_to_others, ("reshard: ",), "ranks [0, 1, 2]"),
+    "attention": (_attention, ("UlyssesAttention: ",), "ranks [0, 1, 2]"),
+    "attention-backward": (_attention_backward, ("UlyssesAttention.backward: ",), "ranks [0, 1, 2]"),
+    "replicas": (_replicas, ("check_replicas: ",), "ranks [0, 1, 2]"),
+}
+
+
 def broken(kind: str, place: str, check: bool) -> Any:
     """(type, text, seconds) of the error of this rank."""
     rank = int(os.environ["RANK"])
@@ -89,7 +164,7 @@ def broken(kind: str, place: str, check: bool) -> Any:
     m.all_gather_dim(torch.ones(2), 0, group)  # connects
     started = time.monotonic()
     try:
-        {"collective": _collective, "hop": _hop, "backward": _backward}[place](group, rank, kind)
+        PLACES[place][0](group, rank, kind)
     except (PeerError, MismatchError) as error:
         return type(error).__name__, str(error), time.monotonic() - started
     return None
@@ -103,16 +178,9 @@ def _survive(tmp_path: Path, kind: str, place: str, check: bool = False) -> None
         assert isinstance(answers[rank], tuple), (rank, answers)
         name, text, seconds = answers[rank]
         assert seconds < TIMEOUT + SLACK, (rank, text, seconds)
-        functions = {
-            "collective": "reduce_from_tensor_model_parallel_region: ",
-            "hop": ("recv_forward: ", "send_forward_recv_backward: ", "send_backward: "),
-            "backward": "copy_to_tensor_model_parallel_region.backward: ",
-        }[place]
+        _, functions, ranks = PLACES[place]
         assert text.startswith(functions), text
-        if place == "hop":
-            assert "rank 1" in text, text  # the only neighbour of either
-        else:
-            assert "ranks [0, 1, 2]" in text, text
+        assert ranks in text, text
         if check and place != "hop":
             assert "rank 1" in text, text
         assert name == "PeerError" or check

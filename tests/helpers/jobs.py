@@ -47,9 +47,12 @@ def run_job(
     try:
         return [None if rank in lost or not ours.poll(timeout) else ours.recv() for rank, (ours, _) in enumerate(pipes)]
     finally:
-        for process in processes:
+        for process, pipe in zip(processes, pipes, strict=True):
             process.kill()
             process.join()
+            process.close()
+            for end in pipe:
+                end.close()
 
 
 def _rank(

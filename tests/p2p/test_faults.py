@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from leftovers import nothing_left
 from pool import strict_warnings
 
 import tritoncomm
@@ -26,6 +27,12 @@ TIMEOUT, HARD = 4.0, 60.0
 SLACK = TIMEOUT + 8  # seconds until a lost peer is noticed, on a busy machine
 SHAPE = (256, 256)
 ROUNDS = 6
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    with nothing_left():
+        yield
 
 
 def communicator(**settings: Any) -> p2p.P2PCommunicator:
@@ -83,6 +90,9 @@ def world_of(ranks: int, function: Callable[[int], Any]) -> dict[int, Any]:
             if process.pid is not None:
                 process.kill()
                 process.join(10)
+                process.close()
+        answers.close()
+        answers.join_thread()
         Path(store).unlink(missing_ok=True)
 
 
