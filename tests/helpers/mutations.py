@@ -173,6 +173,248 @@ MUTATIONS = (
         "a sharded tensor of too many shards is accepted", "tritoncomm/tensor/redistribute.py",
         "if parts and count != world:", "if False:", "tests/tensor/test_tensor.py tests/tensor/test_fixes.py",
     ),
+    Mutation(
+        "a block is read at its place in the full tensor", "tritoncomm/reshard/builder.py",
+        "to_source = (item.source.at[source] - item.source.start[source]).T", "to_source = (item.source.at[source]).T",
+        "tests/reshard/test_passes.py",
+    ),
+    Mutation(
+        "a block is written at the place of its box", "tritoncomm/reshard/builder.py",
+        "boxes[0, first:], boxes[1, first:], boxes[2, first:] = start + to_source, start + to_target, size",
+        "boxes[0, first:], boxes[1, first:], boxes[2, first:] = start + to_source, to_target + 0 * start, size",
+        "tests/reshard/test_passes.py",
+    ),
+    Mutation(
+        "a source that leaves elements out is accepted", "tritoncomm/reshard/layout.py",
+        "missing = math.prod(self.shape) - volume", "missing = 0 * volume", "tests/reshard/test_reshard.py",
+    ),
+    Mutation(
+        "boxes that overlap in part are accepted", "tritoncomm/reshard/layout.py",
+        "            if overlaps.any():\n", "            if not overlaps.any() and False:\n", "tests/reshard",
+    ),
+    Mutation(
+        "sender and receiver of a block are exchanged", "tritoncomm/reshard/cells.py",
+        "ends = Ends(source_places[box], places[1][target.owner][into])",
+        "ends = Ends(places[1][target.owner][into], source_places[box])", "tests/reshard/test_reshard.py",
+    ),
+    Mutation(
+        "a rank that has a block asks a replica for it", "tritoncomm/reshard/cells.py",
+        "remote = np.nonzero(~own.any(1))[0]", "remote = np.arange(len(own))", "tests/reshard/test_reshard.py",
+    ),
+    Mutation(
+        "one replica sends everything", "tritoncomm/reshard/cells.py",
+        "slots = np.minimum(replicas, requests)[region]", "slots = np.ones_like(region)",
+        "tests/reshard/test_reshard.py",
+    ),
+    Mutation(
+        "a part of a split block overlaps the next", "tritoncomm/reshard/cells.py",
+        "first, last = digit * length // along, (digit + 1) * length // along",
+        "first, last = digit * length // along, (digit + 1) * length // along + (digit + 1 < along)",
+        "tests/reshard/test_reshard.py",
+    ),
+    Mutation(
+        "a plan is known by its source alone", "tritoncomm/reshard/plan.py",
+        "            + item.target.digest\n", "", "tests/reshard",
+    ),
+    Mutation(
+        "a plan is looked up without its targets", "tritoncomm/reshard/resharding.py",
+        "(a, b.digest, c.digest, *more) for a, b, c, *more in moving",
+        "(a, b.digest, *more) for a, b, c, *more in moving", "tests/reshard",
+    ),
+    Mutation(
+        "a group without all ranks of a layout is accepted", "tritoncomm/reshard/plan.py",
+        "            if missing:\n", "            if missing and False:\n", "tests/reshard/test_reshard.py",
+    ),
+    Mutation(
+        "blocks that stay are read after they were overwritten", "tritoncomm/reshard/steps.py",
+        "for block, target in blocks] if self._in_place else blocks",
+        "for block, target in blocks] if False else blocks", "tests/reshard",
+    ),
+    Mutation(
+        "an exchange is not waited for while blocks are copied", "tritoncomm/reshard/steps.py",
+        "            work.wait()\n", "            del work\n", "tests/reshard",
+    ),
+    Mutation(
+        "gradients of replicas are sent by one of them", "tritoncomm/reshard/execute.py",
+        'sums = self.grad == "partial" and not self.sums', "sums = False", "tests/reshard/test_reshard.py",
+    ),
+    Mutation(
+        "the note of a rank that differs is not read", "tritoncomm/reshard/notes.py",
+        "for rank, (text, theirs) in others.items() if theirs != plan}",
+        "for rank, (text, theirs) in others.items() if theirs == plan and not text}",
+        "tests/reshard/test_disagreements.py",
+    ),
+    Mutation(
+        "gaps between rows of the wire are dropped", "tritoncomm/core/segments.py",
+        "0 if gap == row else gap)", "0)", "tests/core/test_segments.py",
+    ),
+    Mutation(
+        "an index of an outer dim walks by another stride", "tritoncomm/core/segments.py",
+        "at = first + sum(i * by for i, (_, by, _) in zip(index, dims, strict=True))",
+        "at = first + sum(i * by for i, (_, _, by) in zip(index, dims, strict=True))", "tests/core/test_segments.py",
+    ),
+    Mutation(
+        "a block outside of its tensor is accepted", "tritoncomm/core/segments.py",
+        " or at + count > size for", " for", "tests/core/test_segments.py",
+    ),
+    Mutation(
+        "prepared sums overwrite", "tritoncomm/core/segments.py",
+        "return scatter(wire, tensors, self.segments, accumulate=self.accumulate)[0]",
+        "return scatter(wire, tensors, self.segments)[0]", "tests/reshard",
+    ),
+    Mutation(
+        "a table's rows walk by their length", "kernels/tritoncomm_kernels/segment_tiles.py",
+        "torch.where(records.has_rows, r * records.stride + skip, first)",
+        "torch.where(records.has_rows, r * records.row + skip, first)", "tests/kernels/test_segments.py",
+    ),
+    Mutation(
+        "the row of a unit is rounded down too far", "kernels/tritoncomm_kernels/segment_tiles.py",
+        "((1 << 31) + row - 1) // row, 0)", "(1 << 31) // row, 0)", "tests/kernels/test_segments.py",
+    ),
+    Mutation(
+        "a segment beyond its tensor is accepted", "kernels/tritoncomm_kernels/segments.py",
+        "_end(segment) > limits[segment.tensor]", "segment.offset > limits[segment.tensor]",
+        "tests/kernels/test_segments.py",
+    ),
+    Mutation(
+        "segments that overlap are written", "kernels/tritoncomm_kernels/segments.py",
+        "        if _overlap(mine) is not None:\n", "        if _overlap(mine) is not None and not mine:\n",
+        "tests/kernels/test_segments.py",
+    ),
+    Mutation(
+        "a launch is kept for other alignments", "kernels/tritoncomm_kernels/segment_call.py",
+        "key = at & 15 if not every & 15 else (at & 15, *[address & 15 for address in addresses])", "key = at & 15",
+        "tests/kernels/test_segment_call.py",
+    ),
+    Mutation(
+        "check mode does not compare dtypes", "tritoncomm/debug/descriptor.py",
+        "    if dtype is not None:\n", "    if dtype is not None and not name:\n", "tests/debug/test_check.py",
+    ),
+    Mutation(
+        "check mode does not compare the layout of heads", "tritoncomm/debug/descriptor.py",
+        '        fields["layout"] = as_json(given["layout"])\n', "", "tests/debug/test_check.py tests/test_ulysses.py",
+    ),
+    Mutation(
+        "check mode does not compare the plan of a resharding", "tritoncomm/debug/descriptor.py",
+        '"collective": kind, "plan": given["plan"]}', '"collective": kind}', "tests/reshard/test_disagreements.py",
+    ),
+    Mutation(
+        "rows that are sent are not compared with those expected", "tritoncomm/debug/descriptor.py",
+        "if not differ and first.sends and not _rows_match(descriptors):",
+        "if not differ and first.sends and not descriptors:", "tests/debug/test_check.py",
+    ),
+    Mutation(
+        "check mode leaves its keys in the store", "tritoncomm/debug/check.py",
+        "        store.delete_key(own)\n", "        pass\n", "tests/debug/test_check.py",
+    ),
+    Mutation(
+        "a circle of waiting ranks is not seen", "tritoncomm/debug/exchange.py",
+        "    if circle is None:\n", "    if circle is None or circle:\n", "tests/debug/test_check.py",
+    ),
+    Mutation(
+        "check mode does not compare what a p2p step sends", "tritoncomm/debug/hops.py",
+        "if their_key == PAIRS[wait.key] and fits:", "if their_key == PAIRS[wait.key]:",
+        "tests/debug/test_check.py tests/p2p/test_faults.py",
+    ),
+    Mutation(
+        "a step that was given up leaves its channel open", "tritoncomm/debug/hops.py",
+        "may_be_sent = made == text and over.get(wait.theirs) is not None", "may_be_sent = False",
+        "tests/debug/test_check.py",
+    ),
+    Mutation(
+        "hash mode does not compare directions of p2p steps", "tritoncomm/debug/hop_windows.py",
+        "if PAIRS[sent[0]] != expected[0] or not fits:", "if not fits:", "tests/debug/test_check.py",
+    ),
+    Mutation(
+        "hash mode does not compare what p2p steps send", "tritoncomm/debug/hop_windows.py",
+        "if PAIRS[sent[0]] != expected[0] or not fits:", "if PAIRS[sent[0]] != expected[0]:",
+        "tests/debug/test_check.py",
+    ),
+    Mutation(
+        "replicas with exchanged elements are equal", "tritoncomm/debug/replicas.py",
+        ".to(torch.int64) + weights[: len(part)]", ".to(torch.int64) + weights[0]",
+        "tests/debug/test_replicas.py tests/tensor/test_training.py",
+    ),
+    Mutation(
+        "names and shapes of replicas are not compared", "tritoncomm/debug/replicas.py",
+        "if bool((headers != mine).any()):", "if bool((headers != headers).any()):", "tests/debug/test_replicas.py",
+    ),
+    Mutation(
+        "a step in flight is not waited for", "tritoncomm/p2p/in_flight.py",
+        "        for posted in self.posted.values():\n            posted.wait()",
+        "        for posted in self.posted.values():\n            posted.is_completed()", "tests/p2p",
+    ),
+    Mutation(
+        "headers in flight are not waited for", "tritoncomm/p2p/in_flight.py",
+        "        for posted in self.headers:\n            posted.wait()",
+        "        for posted in self.headers:\n            posted.is_completed()", "tests/p2p",
+    ),
+    Mutation(
+        "a handle does not wait", "tritoncomm/p2p/in_flight.py",
+        "            self._hop.posted[self._key].wait()\n", "            self._hop.posted[self._key].is_completed()\n",
+        "tests/p2p",
+    ),
+    Mutation(
+        "a handle hides what is wrong with its message", "tritoncomm/p2p/in_flight.py",
+        "        if self._key in self._hop.problems:\n", "        if self._key in self._hop.received:\n",
+        "tests/p2p tests/debug/test_check.py",
+    ),
+    Mutation(
+        "a sender does not compare", "tritoncomm/p2p/in_flight.py",
+        'if each.startswith("send")]:', 'if each.startswith("recv") and False]:',
+        "tests/p2p/test_faults.py tests/debug/test_check.py",
+    ),
+    Mutation(
+        "a failed step is not given up", "tritoncomm/p2p/in_flight.py",
+        '                self.checked.give_up(f"{type(error).__name__}: {error}")\n', "                pass\n",
+        "tests/debug/test_check.py",
+    ),
+    Mutation(
+        "backward of attention goes the same way again", "tritoncomm/ulysses.py",
+        "ctx.adjoint = backward_call, forward_call, layout", "ctx.adjoint = forward_call, backward_call, layout",
+        "tests/test_ulysses.py",
+    ),
+    Mutation(
+        "this rank's positions are not checked", "tritoncomm/ulysses.py",
+        "    if sizes[rank] != query[seq_dim]:\n", "    if sizes[rank] < 0:\n", "tests/test_ulysses.py",
+    ),
+    Mutation(
+        "a query head meets another kv head", "tritoncomm/core/head_plan.py",
+        "starts = tuple([head for head, count in enumerate(ranks) for _ in range(count)])",
+        "starts = tuple([kv_heads - 1 - head for head, count in enumerate(ranks) for _ in range(count)])",
+        "tests/test_ulysses.py",
+    ),
+    Mutation(
+        "ranks of equal heads are read at one place", "tritoncomm/core/heads.py",
+        "copy.start + w * copy.stride[0], size,", "copy.start, size,", "tests/test_ulysses.py",
+    ),
+    Mutation(
+        "counts of an exchange of heads are exchanged", "tritoncomm/core/heads.py",
+        "received, wire.view(-1), plan.recv_counts, plan.send_counts",
+        "received, wire.view(-1), plan.send_counts, plan.recv_counts", "tests/test_ulysses.py",
+    ),
+    Mutation(
+        "a shared head takes one gradient of many", "tritoncomm/core/heads.py",
+        "    for block in blocks[1:]:\n        total += block\n",
+        "    for block in blocks[1:]:\n        total += 0 * block\n", "tests/test_ulysses.py",
+    ),
+    Mutation(
+        "a flight record forgets the arguments", "tritoncomm/debug/flight.py",
+        "{name: as_json(value) for name, value in zip(names, self.arguments, strict=False)}", "{}",
+        "tests/debug/test_flight.py",
+    ),
+    Mutation(
+        "digests are not compared", "tritoncomm/debug/check.py",
+        '"digest" * (len({row[0] for row in rows}) > 1)', '"digest" * (len(rows) < 1)', "tests/debug/test_check.py",
+    ),
+    Mutation(
+        "calls of a group that is gone are kept", "tritoncomm/debug/check.py",
+        "            del _by_name[self.name]\n", "            pass\n", "tests/debug/test_check.py",
+    ),
+    Mutation(
+        "watched replicas are compared when others are updated", "tritoncomm/debug/replicas.py",
+        "if id(x) in updated}", "if x is not None}", "tests/debug/test_replicas.py",
+    ),
 )  # fmt: skip
 
 

@@ -283,6 +283,16 @@ def test_replicas_share_the_sending() -> None:
     assert not plan.transfers.sent[4:].any()
 
 
+def test_replicas_share_one_tensor_and_keep_what_they_have() -> None:
+    nbytes, full = 64 * 64 * 4, (64, 64)
+    source, target = Layout.replicated(full, range(4)), Layout.replicated(full, range(4, 7))
+    shared = reshard_plan([torch.float32], source, target, ranks=range(7), rank=0).transfers
+    assert sorted(shared.sent.tolist()) == [0, 0, 0, 0, nbytes, nbytes, nbytes]
+    source, target = Layout.replicated(full, [0, 1]), Layout.replicated(full, [1, 2])
+    kept = reshard_plan([torch.float32], source, target, ranks=range(3), rank=0).transfers
+    assert kept.received.tolist() == [0, 0, nbytes]
+
+
 def test_a_plan_without_a_group_is_not_executed() -> None:
     plan = reshard_plan({"w": torch.float32}, on_mesh((4, 4), [0, 1], [0]), on_mesh((4, 4), [0, 1], [1]), ranks=[0, 1])
     with pytest.raises(GroupError, match="without a group"):
