@@ -1,5 +1,6 @@
 """The load test counts what ranks hold, and reports what grows."""
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -8,7 +9,7 @@ import soak
 from pool import Pool
 
 
-@pytest.mark.parametrize("phase", ["mappings", "hops", "groups"])
+@pytest.mark.parametrize("phase", ["mappings", "hops", "exchanges", "groups", "observed"])
 def test_a_phase_reports_growth(pool: Pool, phase: str) -> None:
     growth = soak.soak(pool, phase, 2, 40)
     limits = asdict(soak.LIMITS)
@@ -26,6 +27,7 @@ def test_growth_beyond_the_limits_is_a_failure(
         return grown if phase == "hops" else asdict(soak.LIMITS)
 
     monkeypatch.setattr(soak, "soak", fake)
+    monkeypatch.setattr(soak, "filled", lambda world: nullcontext())
     arguments = ["--calls", "10", "--ranks", "2", "--phases"]
     assert soak.main([*arguments, "mappings"]) == 0
     assert soak.main([*arguments, "mappings", "hops"]) == 1
