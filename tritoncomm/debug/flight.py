@@ -274,6 +274,7 @@ def _open_entries(before: int) -> list[Entry]:
             under_way.append(entry)
         elif not entry[_END]:
             entry[_ERROR] = _REFUSED  # and not looked for again
+    frames.clear()  # this frame is one of them: the circle would keep those of all threads, and their groups
     return under_way
 
 
