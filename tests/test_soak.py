@@ -1,5 +1,6 @@
 """The load test counts what ranks hold, and reports what grows."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -9,12 +10,28 @@ import soak
 from pool import Pool
 
 
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pool]:
+    """Ranks of their own: two that make groups count them, and others would not."""
+    ranks = Pool(2)
+    yield ranks
+    ranks.stop()
+
+
 @pytest.mark.parametrize("phase", ["mappings", "hops", "exchanges", "groups", "observed"])
-def test_a_phase_reports_growth(pool: Pool, phase: str) -> None:
-    growth = soak.soak(pool, phase, 2, 40)
+def test_a_phase_reports_growth(pair: Pool, phase: str) -> None:
+    growth = soak.soak(pair, phase, 2, 40)
     limits = asdict(soak.LIMITS)
     assert growth.keys() == limits.keys()
     assert [name for name in ("descriptors", "threads", "groups", "beyond") if growth[name] > limits[name]] == []
+
+
+def test_caches_are_filled_by_calls_that_send_nothing(pair: Pool) -> None:
+    before = pair.run(soak.usage)[0]
+    entries = pair.run(soak.fill, 1, 40)[0]
+    after = pair.run(soak.usage)[0]
+    assert entries[-1] == after.cached > before.cached
+    assert (after.groups, after.descriptors, after.threads) == (before.groups, before.descriptors, before.threads)
 
 
 def test_growth_beyond_the_limits_is_a_failure(

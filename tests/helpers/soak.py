@@ -38,13 +38,13 @@ from tritoncomm.core import backend
 from tritoncomm.reshard import Layout, reshard
 from tritoncomm.ulysses import UlyssesAttention
 
-__all__ = ["LIMITS", "PHASES", "Usage", "fill", "main", "soak"]
+__all__ = ["LIMITS", "PHASES", "Usage", "fill", "main", "soak", "usage"]
 
 WARM_UP = 0.5  # of the calls
 THREADS, GROUPS, EPOCHS = 4, 256, 30
 CALLS = 50_000
 _OBSERVED = 64  # calls on each group: enough to fill the cache of what calls are compared by, long before half
-_BATCH, _MOST_BATCHES, _STRAGGLERS = 4000, 60, 40  # calls that fill caches, and entries that one may still add
+_BATCH, _STRAGGLERS = 4000, 40  # calls that fill caches, and the entries that so many may still add
 _heap = ctypes.CDLL(None)
 
 
@@ -156,7 +156,12 @@ def _sends_nothing(*_: Any) -> None:
     """A collective of split sizes, which torch's fake group would check."""
 
 
-def fill(group: ProcessGroup) -> list[int]:
+def usage(_: ProcessGroup) -> Usage:
+    """What this rank holds now."""
+    return Usage.now()
+
+
+def fill(group: ProcessGroup, batches: int = 60, calls: int = _BATCH) -> list[int]:
     """Fill the caches by calls over a group that sends nothing; entries after every batch of calls."""
     ranks = dist.get_process_group_ranks(group)
     made = dist.new_group(ranks, backend="fake", use_local_synchronization=True)
@@ -164,8 +169,8 @@ def fill(group: ProcessGroup) -> list[int]:
     draw, entries = random.Random(4), [0]
     uneven = dict.fromkeys(("all_gather_list", "reduce_scatter_list", "all_to_all"), _sends_nothing)
     with mock.patch.multiple(backend, **uneven):
-        for _ in range(_MOST_BATCHES):
-            for call in range(_BATCH):
+        for _ in range(batches):
+            for call in range(calls):
                 _one_mapping(draw, made)
                 if call % 8 == 0:
                     _one_exchange(draw, made)
