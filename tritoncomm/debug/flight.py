@@ -255,7 +255,7 @@ def write_on(reason: str) -> Path | None:
 def open_calls(before: int) -> list[Call]:
     """The calls that are under way since ``before`` (ns) or longer: not ended, and their thread is inside this package.
 
-    Only where such a call may exist are the threads' frames looked at: a frame that somebody holds keeps its tensors.
+    Only where such a call may exist are the threads' frames looked at: a frame that is held keeps its tensors.
     """
     return list(map(Call._make, _open_entries(before)))
 
