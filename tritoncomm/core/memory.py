@@ -20,7 +20,7 @@ Allocate = Callable[[Any, Any, torch.dtype], Tensor]
 # TODO: without the checks for None when torch promises these names; what lacks them takes the ordinary way.
 _TESTED = (2, 11), (2, 16)  # versions of torch, the last one excluded: guards that are made wrongly crash
 _version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-_fast: Any = getattr(torch._C._dynamo, "guards", None)
+_fast: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _on_cpu: Allocate | None = getattr(_fast, "_empty_strided_cpu", None)
 _on_cuda: Allocate | None = getattr(_fast, "_empty_strided_cuda", None)
 _guards: Any = getattr(_fast, "TensorGuards", None) if _TESTED[0] <= _version < _TESTED[1] else None
