@@ -32,8 +32,8 @@ LAYERS = [
     ["cli", "__main__"],
 ]
 CORE = [
-    "cost", "plan", "address_map", "copies", "ops", "segments", "fused", "function", "inplace", "validation", "backend",
-    "handle", "cached", "compiled", "uneven", "eager", "head_plan", "heads", "__init__",
+    "cost", "memory", "plan", "address_map", "copies", "ops", "segments", "fused", "function", "inplace", "validation",
+    "backend", "handle", "cached", "compiled", "uneven", "eager", "head_plan", "heads", "__init__",
 ]  # fmt: skip
 MAPPINGS = ["general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}
@@ -43,8 +43,8 @@ DEBUG = [
     "__init__",
 ]  # fmt: skip
 RESHARD = [
-    "layout", "cells", "plan", "builder", "tables", "steps", "notes", "execute", "report", "unanimous", "specs",
-    "resharding", "owned", "__init__",
+    "layout", "cells", "sums", "plan", "builder", "tables", "steps", "notes", "execute", "report", "unanimous", "specs",
+    "arguments", "resharding", "owned", "__init__",
 ]  # fmt: skip
 INSIDE = {"core": CORE, "mappings": MAPPINGS, "reshard": RESHARD, "integrations": INTEGRATIONS, "debug": DEBUG}
 ENTRIES = 25

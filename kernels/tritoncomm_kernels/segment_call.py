@@ -1,6 +1,8 @@
 """gather_segments and scatter_segments for tensors whose layouts stay the same: only their addresses are looked at."""
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +15,7 @@ from tritoncomm_kernels.segments import Segments, layouts_of
 __all__ = ["SegmentCall"]
 
 _ALIGNMENTS = 16  # of the tensors that launches are kept for
+_address_of = Tensor.data_ptr
 _NO_ADDRESSES = tuple((0,) * n for n in range(BY_VALUE + 1))
 
 
@@ -29,17 +32,24 @@ class SegmentCall:
         tensors: of the table, any with these layouts.
         wire: as every call has it.
         accumulate: add to what is in the tensors.
+        sums: add up segments of the same rows.
 
     It raises what the functions raise, here or at the first call.
     """
 
     def __init__(
-        self, name: str, segments: Segments, tensors: Sequence[Tensor], wire: Tensor, accumulate: bool = False
+        self,
+        name: str,
+        segments: Segments,
+        tensors: Sequence[Tensor],
+        wire: Tensor,
+        accumulate: bool = False,
+        sums: bool = False,
     ) -> None:
         if not wire.is_cuda and not INTERPRETED:
             raise RuntimeError(f"{name}: {wire.device} tensors need a GPU or TRITON_INTERPRET=1")
         self._arguments = (name, segments, layouts_of(wire, tensors))
-        self._accumulate = accumulate
+        self._sums = (accumulate, sums)
         self._launches: dict[int | tuple[int, ...], list[Any]] = {}
 
     def __call__(self, tensors: Sequence[Tensor], wire: Tensor) -> None:
@@ -49,20 +59,22 @@ class SegmentCall:
             tensors: those of the table, in its order.
             wire: contiguous.
         """
-        addresses, at, every = tuple([x.data_ptr() for x in tensors]), wire.data_ptr(), 0
-        for address in addresses:
-            every |= address
-        key = at & 15 if not every & 15 else (at & 15, *[address & 15 for address in addresses])
+        addresses, at = tuple(map(_address_of, tensors)), wire.data_ptr()
+        key = at & 15 if not reduce(or_, addresses, 0) & 15 else (at & 15, *[address & 15 for address in addresses])
         launches = self._launches.get(key)
         if launches is None:
-            if len(self._launches) >= _ALIGNMENTS:
-                self._launches.clear()
-            alignment = None if isinstance(key, int) else key[1:]
-            launches, _ = _plan(*self._arguments, alignment, at & 15, False, self._accumulate)
-            self._launches[key] = launches
+            launches = self._launches_for(key)
         if len(addresses) <= BY_VALUE:
             listed, values = wire, addresses + _NO_ADDRESSES[BY_VALUE - len(addresses)]
         else:
             listed, values = _listed(addresses, wire), _NO_ADDRESSES[BY_VALUE]
         for launch, _ in launches:
             launch(wire, listed, 1.0, *values)
+
+    def _launches_for(self, key: int | tuple[int, ...]) -> list[Any]:
+        """The launches for addresses modulo 16: of the wire, and of the tensors if one of theirs is not 0."""
+        if len(self._launches) >= _ALIGNMENTS:
+            self._launches.clear()
+        at, alignment = (key, None) if isinstance(key, int) else (key[0], key[1:])
+        self._launches[key], _ = _plan(*self._arguments, alignment, at, False, *self._sums)
+        return self._launches[key]

@@ -145,7 +145,9 @@ def _plan(
         copies, added = _by_kind(call, checked, dtypes)
         launches = []
         for kind, rows in copies.items():
-            of_sums = kind if kind in added else next(iter(added), None) if kind is None else None
+            of_sums = kind if kind in added else None
+            if kind is None:  # the copies take sums that no casts take
+                of_sums = next((each for each in added if each not in copies), next(iter(added), None))
             launches.append(_launch(call, kind, rows, of_sums, added.pop(of_sums, {})))
         launches += [_launch(call, None, [], kind, rows) for kind, rows in added.items()]
         return launches, checked.copied

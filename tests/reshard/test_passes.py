@@ -8,13 +8,13 @@ import pytest
 import torch
 from bits import bits
 from pool import Pool
-from reshardings import drawn_items, local_of, simulate, values
+from reshardings import Recorded, boxes_of, drawn_items, local_of, simulate, values
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 from tritoncomm_kernels.launch import Launch
 
 from tritoncomm.core import ops
-from tritoncomm.reshard import Layout, reshard, reshard_plan
+from tritoncomm.reshard import Layout, builder, reshard, reshard_plan
 from tritoncomm.reshard.plan import Item
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -26,33 +26,91 @@ def locals_of(items: list[Item], world: int, seed: int) -> list[list[Tensor]]:
     return [[local_of(item.source, rank, x) for item, x in zip(items, fulls, strict=True)] for rank in range(world)]
 
 
-def run_both(items: list[Item], world: int, seed: int, sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bits of both paths, and the launches of every rank."""
-    given, counts, before = locals_of(items, world, seed), [0], Launch.__call__
+def run_both(
+    items: list[Item], given: list[list[Tensor]], limit: int, sums: bool, monkeypatch: pytest.MonkeyPatch
+) -> list[Recorded]:
+    """Bits of both paths, and the launches of every rank; the plans."""
+    counts, before = [0], Launch.__call__
 
     def counted(self: Launch, *arguments: Any) -> None:
         counts[0] += 1
         before(self, *arguments)
 
-    expected, _ = simulate(items, given, 2**20, sums)
+    expected, _ = simulate(items, given, limit, sums)
     with ops.path("triton"), monkeypatch.context() as patch:
         patch.setattr(Launch, "__call__", counted)
-        results, plans = simulate(items, given, 2**20, sums)
+        results, plans = simulate(items, given, limit, sums)
     for mine, theirs in zip(results, expected, strict=True):
         assert all(torch.equal(bits(x), bits(y)) for x, y in zip(mine, theirs, strict=True)), items
     assert counts[0] == 2 * sum(plan.transfers.launches for plan in plans), items  # simulate runs every plan twice
+    return plans
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_kernels_copy_the_same_bits_in_the_planned_launches(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_both(drawn_items(random.Random(seed), 3), 3, seed, False, monkeypatch)
+    items = drawn_items(random.Random(seed), 3)
+    run_both(items, locals_of(items, 3, seed), 2**20, False, monkeypatch)
 
 
 def test_sums_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two replicas and a shard, to another dtype, the own part in its turn."""
     twice = Layout.on_mesh((6, 5), [[0, 1], [2, 3]], [None, 0])
     items = [Item("a", twice, Layout.on_mesh((6, 5), range(4), [1]), F32, F32), Item("b", twice, twice, BF16, F32)]
-    run_both(items, 4, 3, True, monkeypatch)
+    run_both(items, locals_of(items, 4, 3), 2**20, True, monkeypatch)
+
+
+EVERY = range(4)
+HALOS = Layout.of_boxes(
+    (12, 5), {r: [((first, 0), (size, 5))] for r, (first, size) in enumerate([(0, 5), (1, 7), (4, 7), (7, 5)])}
+)
+MIDDLE = Layout.of_boxes((12, 5), {r: [((3, 1), (6, 3))] for r in (0, 2)})
+# Source (whose blocks are added up) and target, bytes of a bucket.
+SUMS = {
+    "replicas": (Layout.replicated((12, 5), EVERY), Layout.on_mesh((12, 5), EVERY, [0]), 2**20),
+    "replicas to replicas": (Layout.replicated((12, 5), EVERY), Layout.replicated((12, 5), EVERY), 2**20),
+    "a mesh": (Layout.on_mesh((12, 5), [[0, 1], [2, 3]], [None, 1]), Layout.on_mesh((12, 5), EVERY, [0]), 2**20),
+    "in part": (HALOS, Layout.on_mesh((12, 5), EVERY, [1]), 2**20),
+    "the middle": (MIDDLE, Layout.on_mesh((12, 5), EVERY, [0]), 2**20),
+    "replicas in buckets": (Layout.replicated((12, 5), EVERY), Layout.on_mesh((12, 5), EVERY, [0]), 64),
+    "in part in buckets": (HALOS, Layout.replicated((12, 5), EVERY), 128),
+}
+
+
+def in_order(source: Layout, target: Layout, given: list[list[Tensor]], rank: int, index: int) -> Tensor:
+    """The sum in fp32, rank by rank, rounded once."""
+    total, is_first = torch.zeros(source.shape), torch.ones(source.shape, dtype=torch.bool)
+    for sender, mine in enumerate(given):
+        for of_global, of_local in boxes_of(source, sender):
+            added = total[of_global] + mine[index][of_local].float()
+            total[of_global] = torch.where(is_first[of_global], mine[index][of_local].float(), added)
+            is_first[of_global] = False
+    return local_of(target, rank, total)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_take_one_unpack(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the ranks, also large blocks that stay; one pack and one unpack of every bucket."""
+    source, target, limit = SUMS[name]
+    monkeypatch.setattr(builder, "_SMALL", 0)
+    dtype = BF16 if name == "replicas to replicas" else F32  # rounded once; where the order is seen
+    items = [Item("a", source, target, dtype, dtype), Item("b", source, target, dtype, dtype)]
+    made = torch.Generator().manual_seed(1)
+    given = [
+        [torch.randn(source.local_shape(rank) or 0, generator=made).mul(2.0**rank).to(dtype) for _ in items]
+        for rank in EVERY
+    ]
+    plans = run_both(items, given, limit, True, monkeypatch)
+    results, _ = simulate(items, given, limit, True)
+    for rank, plan in enumerate(plans):
+        assert all(count <= 2 for count in plan.transfers.bucket_launches)
+        assert any(plan.transfers.complete) == (name != "the middle")
+        if name == "in part in buckets":  # the order is that of the buckets
+            assert plan.transfers.accumulated == {0, 1}
+            continue
+        assert not plan.transfers.accumulated
+        for index, result in enumerate(results[rank]):
+            expected = in_order(source, target, given, rank, index).to(dtype)
+            assert torch.equal(bits(result), bits(expected)), (rank, index)
 
 
 def test_small_blocks_that_stay_cost_no_launches() -> None:

@@ -80,12 +80,13 @@ class Prepared:
         segments: the table.
         gathers: whether the tensors are read, and the wire written.
         accumulate: add to what is in the tensors; of a scatter.
+        sums: add up segments of the same rows; of a scatter.
     """
 
-    __slots__ = ("_call", "accumulate", "gathers", "segments")
+    __slots__ = ("_call", "accumulate", "gathers", "segments", "sums")
 
-    def __init__(self, segments: Segments, gathers: bool, accumulate: bool = False) -> None:
-        self.segments, self.gathers, self.accumulate = segments, gathers, accumulate
+    def __init__(self, segments: Segments, gathers: bool, accumulate: bool = False, sums: bool = False) -> None:
+        self.segments, self.gathers, self.accumulate, self.sums = segments, gathers, accumulate, sums
         self._call: Any = None
 
     def __call__(self, tensors: Sequence[Tensor], wire: Tensor) -> record.CopyPath:
@@ -93,11 +94,11 @@ class Prepared:
         if path_for(wire, "segments") != "triton":
             if self.gathers:
                 return gather(tensors, wire, self.segments)[0]
-            return scatter(wire, tensors, self.segments, accumulate=self.accumulate)[0]
+            return scatter(wire, tensors, self.segments, accumulate=self.accumulate, sums=self.sums)[0]
         _range = record.span("gather" if self.gathers else "scatter") if profiler._is_profiler_enabled else None
         if self._call is None:
             name = "gather_segments" if self.gathers else "scatter_segments"
-            self._call = kernels.SegmentCall(name, self.segments, tensors, wire, self.accumulate)
+            self._call = kernels.SegmentCall(name, self.segments, tensors, wire, self.accumulate, self.sums)
         self._call(tensors, wire)
         return "triton"
 

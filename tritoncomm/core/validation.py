@@ -13,7 +13,16 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from tritoncomm.errors import ArgumentError, GroupError, ShapeError, UnsupportedError
 
-__all__ = ["check_data", "check_input", "check_kind", "checked_dim", "members", "refuse_forward_ad", "world_of"]
+__all__ = [
+    "check_data",
+    "check_input",
+    "check_kind",
+    "checked_dim",
+    "members",
+    "refuse_forward_ad",
+    "refuse_transforms",
+    "world_of",
+]
 
 _strided = torch.strided
 members: dict[ProcessGroup, Any] = getattr(distributed_c10d, "_pg_group_ranks", {})
@@ -79,6 +88,20 @@ def refuse_forward_ad(x: Tensor, name: str) -> None:
     """
     if is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None:
         raise UnsupportedError(f"{name}: forward-mode AD (dual tensors, torch.func.jvp) has no rule for collectives")
+
+
+def refuse_transforms(x: Tensor, name: str, key: str) -> None:
+    """Refuse tensors that are more than their data: inside of transforms of functions, or with a tangent.
+
+    Raises:
+        UnsupportedError: an exchange would send the data alone.
+    """
+    if is_functorch_wrapped_tensor(x):
+        raise UnsupportedError(
+            f"{name}: {key} is inside a transform of torch.func (vmap, grad, jvp), which has no rule"
+        )
+    if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
+        refuse_forward_ad(x, name)
 
 
 def check_data(x: Tensor, name: str) -> None:

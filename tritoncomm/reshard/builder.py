@@ -12,6 +12,7 @@ from tritoncomm.errors import ArgumentError
 from tritoncomm.reshard.cells import Cells, Ends, cells_between, parts_of, split_cells
 from tritoncomm.reshard.layout import Array, Layout
 from tritoncomm.reshard.plan import ALIGNMENT, Bucket, Item, Local, Side, Transfers
+from tritoncomm.reshard.sums import overlaps
 
 __all__ = ["transfers"]
 
@@ -65,7 +66,7 @@ class _Builder:
     def __init__(self, items: tuple[Item, ...], ranks: Ints, position: int, bucket_bytes: int) -> None:
         self.items, self.ranks, self.position, self.limit = items, ranks, position, bucket_bytes
         world = self.world = len(ranks)
-        self.dims = max((len(item.source.shape) for item in items), default=0)
+        self.dims = max((len(item.source.shape) for item in items), default=0) or 1
         self.index = {rank: place for place, rank in enumerate(ranks)}
         self.places: dict[Ints, Array] = {}
         self.loads, self.lacking, self.messages = np.zeros((3, world), np.int64)
@@ -219,7 +220,8 @@ class _Builder:
         for place, is_quiet in enumerate(self.quiet):
             here = kept[ends[place] : ends[place + 1]]
             local = Local(tensor[here], boxes[0][:, here], boxes[1][:, here], boxes[2][:, here], np.empty(0, np.int64))
-            own, rest, own_bytes = self._staged(local, (not sent[place].nbytes) + (not received[place].nbytes))
+            launches = (not sent[place].nbytes) + (not received[place].nbytes)
+            own, rest, own_bytes = self._staged(local, launches, received[place] if sums else None)
             buckets.append(Bucket(sent[place], received[place], own, own_bytes, rest, is_quiet))
         is_disjoint = not self.ends[0] & self.ends[1]
         return Transfers(
@@ -227,14 +229,16 @@ class _Builder:
             self.messages, self.largest, self.critical, is_disjoint, sums,
         )  # fmt: skip
 
-    def _staged(self, local: Local, launches: int) -> tuple[Local, Local, int]:
+    def _staged(self, local: Local, launches: int, added: Side | None) -> tuple[Local, Local, int]:
         """Blocks that go through the staging memory, those that are copied directly, and the bytes of the former.
 
-        A small block takes less time to be copied twice than a copy of its own takes to be launched.
+        A small block takes less time to be copied twice than a copy of its own takes to be launched. One that is added
+        to others has to be there, whatever its size.
 
         Args:
             local: all blocks of a bucket that stay.
             launches: how many of a pack and an unpack there would not be without them.
+            added: what arrives, if it is added up with them.
         """
         itemsizes = np.array([item.carried.itemsize for item in self.items], np.int64)
         nbytes = -(-local.elements * itemsizes[local.tensor] // ALIGNMENT) * ALIGNMENT
@@ -242,6 +246,10 @@ class _Builder:
         chosen = chosen[np.cumsum(nbytes[chosen]) <= self.limit]
         if len(chosen) <= launches:
             chosen = chosen[:0]
+        if added is not None:
+            pairs = (local.tensor, added.tensor), (local.target, added.start), (local.size, added.size)
+            is_added = overlaps(*(np.concatenate(pair, -1) for pair in pairs))[: len(nbytes)]
+            chosen = np.union1d(chosen, np.nonzero(is_added)[0])
         ends = np.cumsum(nbytes[chosen])
         rest = np.setdiff1d(np.arange(len(nbytes)), chosen)
         total = int(ends[-1]) if len(ends) else 0

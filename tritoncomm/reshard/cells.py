@@ -1,6 +1,6 @@
 """The intersections of two layouts, and which rank sends each. Boxes are columns here: ``[dims, boxes]``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tritoncomm.reshard.layout import Array, Layout
 
-__all__ = ["Cells", "Ends", "cells_between", "layers_of", "parts_of", "split_cells"]
+__all__ = ["Cells", "Ends", "cells_between", "parts_of", "split_cells"]
 
 
 class Ends:
@@ -219,24 +219,3 @@ def split_cells(start: Array, size: Array, parts: int) -> tuple[Array, Array, Ar
         first, last = digit * length // along, (digit + 1) * length // along
         low[dim], extent[dim] = start[dim, box] + first, last - first
     return box, part, low, extent
-
-
-def layers_of(tensor: Array, start: Array, size: Array, may_overlap: Sequence[bool]) -> Array:
-    """A number for every block, so that blocks with the same number do not overlap; 0 as far as possible.
-
-    Args:
-        tensor: index of every block's tensor.
-        start, size: of the blocks, ``[dims, blocks]``.
-        may_overlap: for every tensor, whether its blocks may.
-    """
-    layer = np.zeros_like(tensor)
-    for index in np.unique(tensor).tolist():
-        if not may_overlap[index]:
-            continue
-        mine = np.nonzero(tensor == index)[0]
-        low, high = start[:, mine], start[:, mine] + size[:, mine]
-        meets: Any = ((low[:, :, None] < high[:, None]) & (low[:, None] < high[:, :, None])).all(0)
-        for place in range(1, len(mine)):
-            earlier = mine[:place][meets[place, :place]]
-            layer[mine[place]] = layer[earlier].max(initial=-1) + 1
-    return layer

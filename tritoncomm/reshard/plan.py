@@ -1,6 +1,7 @@
 """The plan of a resharding as one rank takes part in it: messages, buckets, and what they cost."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,8 +14,8 @@ from tritoncomm import record
 from tritoncomm.core.cost import Rates, collective_seconds, pass_seconds
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import GroupError, ShapeError
-from tritoncomm.reshard.cells import layers_of
 from tritoncomm.reshard.layout import Array, Layout
+from tritoncomm.reshard.sums import crosses, distinct, divided
 
 __all__ = ["ALIGNMENT", "Bucket", "Item", "Local", "Side", "Transfers", "check", "digest"]
 
@@ -117,8 +118,8 @@ class Bucket:
     """One exchange: pack, one collective, unpack.
 
     Attributes:
-        own: small blocks that stay on the rank: the pack puts them between what is sent and what arrives, and the
-            unpack takes them from there, so that they cost no launches.
+        own: small blocks that stay on the rank, and those that are added to others: the pack puts them between what is
+            sent and what arrives, and the unpack takes them from there, so that they cost no launches.
         own_bytes: of those, alignment included.
         local: larger ones, which are copied directly while the collective runs.
         is_quiet: no rank sends anything, so there is no collective.
@@ -175,74 +176,111 @@ class Transfers(record.Traffic):
 
     @cached_property
     def own_bytes(self) -> int:
-        """Most bytes of small blocks that stay on this rank and go through the staging memory of a bucket."""
+        """Most bytes of blocks that stay on this rank and go through the staging memory of a bucket."""
         return max((bucket.own_bytes for bucket in self.buckets), default=0)
 
     @cached_property
     def bytes_copied(self) -> int:
         """Bytes read plus written by this rank's passes: pack, unpack and local copies."""
         before, carried, after = self._itemsizes
-        written = 2 * after if self.sums else after  # sums read what they are added to
-        return sum(
-            int((b.send.elements * (before + carried)[b.send.tensor]).sum())
-            + int((b.recv.elements * (carried + written)[b.recv.tensor]).sum())
-            + int((b.own.elements * (before + 2 * carried + written)[b.own.tensor]).sum())
-            + int((b.local.elements * (before + written)[b.local.tensor]).sum())
-            for b in self.buckets
-        )
+        copied = 0
+        for b in self.buckets:
+            copied += int((b.send.elements * (before + carried)[b.send.tensor]).sum())
+            copied += int((b.own.elements * (before + 2 * carried)[b.own.tensor]).sum())
+            copied += int((b.recv.elements * carried[b.recv.tensor]).sum())
+            copied += int((b.local.elements * (before + after)[b.local.tensor]).sum())
+            tensor, start, size = _blocks(b)
+            if self.sums:  # what overlaps is written once
+                tensor, start, size = distinct(*divided(tensor, start, size)[1:])[:3]
+            copied += int((size.prod(0) * after[tensor]).sum())
+        return copied
 
     @cached_property
     def _itemsizes(self) -> tuple[Array, Array, Array]:
-        """Bytes of an element of every tensor: before, on the wire, and where it arrives."""
-        sizes = [(i.dtype.itemsize, i.carried.itemsize, self.arrives(i).itemsize) for i in self.items]
+        """Bytes of an element of every tensor: before, on the wire, and where it arrives, twice where it is added."""
+        sizes = [
+            (item.dtype.itemsize, item.carried.itemsize, self.arrives(i).itemsize * (1 + (i in self.accumulated)))
+            for i, item in enumerate(self.items)
+        ]
         return tuple(np.array(sizes, np.int64).reshape(-1, 3).T)
 
-    def arrives(self, item: Item) -> torch.dtype:
-        """The dtype that an item is received into: sums are fp32, of fp64 fp64."""
+    @cached_property
+    def accumulated(self) -> frozenset[int]:
+        """Tensors that have elements to which several buckets contribute: each adds to what is there."""
+        if not self.sums or len(self.buckets) < 2:
+            return frozenset()
+        tensor, start, size = self._every_block
+        counts = [len(_blocks(b)[0]) + len(b.local.tensor) for b in self.buckets]
+        return frozenset(crosses(tensor, start, size, np.repeat(np.arange(len(counts)), counts)))
+
+    @cached_property
+    def complete(self) -> tuple[bool, ...]:
+        """For every tensor, whether all elements that this rank has of it are received or copied."""
         if not self.sums:
-            return item.result
-        return torch.float64 if item.result is torch.float64 else torch.float32
+            return tuple(not item.source.problem for item in self.items)
+        tensor, _, size, _ = distinct(*divided(*self._every_block)[1:])
+        elements = np.bincount(tensor, size.prod(0), len(self.items)).astype(np.int64).tolist()
+        shapes = (item.target.local_shape(self.ranks[self.position]) for item in self.items)
+        return tuple(
+            count == (0 if shape is None else math.prod(shape)) for count, shape in zip(elements, shapes, strict=True)
+        )
+
+    @cached_property
+    def _every_block(self) -> tuple[Array, Array, Array]:
+        """Tensor, start and size of all blocks that are received or copied, bucket by bucket."""
+        every = [each for b in self.buckets for each in (_blocks(b), (b.local.tensor, b.local.target, b.local.size))]
+        tensor, start, size = (np.concatenate(each, -1) for each in zip(*every, strict=True))
+        return tensor, start, size
+
+    def arrives(self, index: int) -> torch.dtype:
+        """The dtype that a tensor is received into: fp32, of fp64 fp64, where several buckets add to it."""
+        result = self.items[index].result
+        if index not in self.accumulated:
+            return result
+        return torch.float64 if result is torch.float64 else torch.float32
 
     @cached_property
     def bucket_launches(self) -> tuple[int, ...]:
         """Packs and unpacks of every bucket: one of each for all tensors that are copied, one per pair of dtypes cast.
 
-        Sums take an unpack for every sender, and more where blocks of one sender overlap.
+        Sums of one pair are in the launch of the copies, and those of others in one each; sums that several buckets
+        contribute to are apart from the rest.
         """
-        packs = [None if item.dtype is item.carried else (item.dtype, item.carried) for item in self.items]
-        unpacks = [
-            None if self.arrives(item) is item.carried and not self.sums else (item.carried, self.arrives(item))
-            for item in self.items
-        ]
-        return tuple(self._launches(bucket, packs, unpacks) for bucket in self.buckets)
+        return tuple(self._packs(bucket) + self._unpacks(bucket) for bucket in self.buckets)
 
-    def _launches(self, bucket: Bucket, packs: list[Any], unpacks: list[Any]) -> int:
-        own, arriving = bucket.own.tensor.tolist(), bucket.recv.tensor.tolist()
-        turns = np.concatenate(self.turns(bucket)).tolist()
-        pairs = zip(turns, (*own, *arriving), strict=True)
-        return len({packs[i] for i in (*bucket.send.tensor.tolist(), *own)}) + len({(t, unpacks[i]) for t, i in pairs})
+    def _packs(self, bucket: Bucket) -> int:
+        given = [self.items[i] for i in {*bucket.send.tensor.tolist(), *bucket.own.tensor.tolist()}]
+        return len({None if item.dtype is item.carried else (item.dtype, item.carried) for item in given})
 
-    def turns(self, bucket: Bucket) -> tuple[Array, Array]:
-        """The unpack that takes a block, by number: of small blocks that stay, and of blocks that arrive.
+    def _unpacks(self, bucket: Bucket) -> int:
+        tensor, start, size = _blocks(bucket)
+        counts = np.ones_like(tensor)
+        if self.sums:
+            tensor, _, _, counts = distinct(*divided(tensor, start, size)[1:])
+        kinds: dict[tuple[bool, bool], set[Any]] = {}  # by whether it adds to what is there, and whether it adds parts
+        for i, is_sum in {*zip(tensor.tolist(), (counts > 1).tolist(), strict=True)}:
+            ends = self.items[i].carried, self.arrives(i)
+            adds = i in self.accumulated
+            is_copy = ends[0] is ends[1] and not is_sum and not adds
+            kinds.setdefault((adds, is_sum), set()).add(None if is_copy else ends)
+        launches = 0
+        for adds in (False, True):
+            others, sums = kinds.get((adds, False), set()), kinds.get((adds, True), set())
+            launches += len(others) + max(0, len(sums - others) - (None in others))
+        return launches
 
-        One takes all of them. Sums take the senders one after the other, and blocks of a sender that overlap apart.
+    def added(self, bucket: Bucket) -> tuple[Array, Array, Array]:
+        """Parts of the blocks that an unpack adds up, in the order of the senders: equal or disjoint, see ``divided``.
+
+        Returns:
+            The block of every part, counted from the small ones that stay on to those that arrive; start and size.
         """
-        own, received = bucket.own, bucket.recv
-        turns = np.zeros_like(own.tensor), np.zeros_like(received.tensor)
-        if not self.sums:
-            return turns
-        overlap = [not item.source.is_single for item in self.items]
-        turns[0][:] = layers_of(own.tensor, own.target, own.size, overlap) + self.first_turn(bucket, self.position)
+        received = bucket.recv
         senders = np.searchsorted(np.cumsum(received.counts), received.wire, side="right")
-        for sender in np.unique(senders).tolist():
-            mine = senders == sender
-            layers = layers_of(received.tensor[mine], received.start[:, mine], received.size[:, mine], overlap)
-            turns[1][mine] = layers + self.first_turn(bucket, sender)
-        return turns
-
-    def first_turn(self, bucket: Bucket, sender: int) -> int:
-        """The number of a sender's first unpack."""
-        return sender * (len(bucket.own.tensor) + len(bucket.recv.tensor) + 1)
+        order = np.argsort(np.concatenate([np.full_like(bucket.own.tensor, self.position), senders]), kind="stable")
+        tensor, start, size = _blocks(bucket)
+        block, _, start, size = divided(tensor[order], start[:, order], size[:, order])
+        return order[block], start, size
 
     @cached_property
     def launches(self) -> int:
@@ -262,6 +300,16 @@ class Transfers(record.Traffic):
             if not bucket.is_quiet
         )
         return pass_seconds(self.bytes_copied, rates), collectives
+
+
+def _blocks(bucket: Bucket) -> tuple[Array, Array, Array]:
+    """Tensor, start and size of what an unpack takes: small blocks that stay, then those that arrive."""
+    own, received = bucket.own, bucket.recv
+    return (
+        np.concatenate([own.tensor, received.tensor]),
+        np.concatenate([own.target, received.start], 1),
+        np.concatenate([own.size, received.size], 1),
+    )
 
 
 def check(items: Sequence[Item], ranks: Sequence[int], name: str, *, tiles: bool = True) -> None:

@@ -1,38 +1,30 @@
 """``reshard`` and ``reshard_plan``: tensors from one layout to another, over any ranks."""
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from tritoncomm import groups, record
+from tritoncomm import record
 from tritoncomm.core.cost import DEFAULTS, Rates
 from tritoncomm.core.function import outside_graphs, without_graph
-from tritoncomm.core.plan import Ints
-from tritoncomm.core.validation import check_kind
-from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
+from tritoncomm.core.validation import check_data, refuse_transforms
+from tritoncomm.errors import ArgumentError
 from tritoncomm.groups import GroupLike
-from tritoncomm.reshard import notes
-from tritoncomm.reshard.execute import Exchange, apply, check_dtypes
-from tritoncomm.reshard.layout import Layout
-from tritoncomm.reshard.plan import Item, check, digest
+from tritoncomm.reshard.arguments import Call
+from tritoncomm.reshard.execute import Exchange, apply
+from tritoncomm.reshard.plan import Item
 from tritoncomm.reshard.report import text_of
-from tritoncomm.reshard.specs import Wrap, local_of, named, source_of, target_of
-from tritoncomm.reshard.unanimous import agree
+from tritoncomm.reshard.specs import local_of, named
 
 __all__ = ["BUCKET_BYTES", "ReshardPlan", "reshard", "reshard_plan"]
 
 BUCKET_BYTES = 256 * 2**20
 Grad = Literal["replicated", "partial"]
-_PLANS = 64
-_plans: WeakKeyDictionary[ProcessGroup, "OrderedDict[Any, Exchange]"] = WeakKeyDictionary()
+_ALONE = ["tensor"]
 
 
 @outside_graphs
@@ -78,7 +70,7 @@ def reshard(
             a plan for theirs already, they exchange without it and raise this after the group's timeout.
         UnsupportedError: partial placements, or a cast of other dtypes.
     """
-    call = _Call(tensors, source, target, group, dtype, grad, out, "reshard")
+    call = Call(tensors, source, target, group, dtype, grad, out, "reshard")
     plan = ReshardPlan(call, call.exchange(bucket_bytes))
     if out is not None:
         plan.run(call.locals, call.outs)
@@ -108,192 +100,10 @@ def reshard_plan(
 
     It raises what ``reshard`` raises.
     """
-    call = _Call(tensors, source, target, group, dtype, grad, None, "reshard_plan", ranks, rank)
+    call = Call(tensors, source, target, group, dtype, grad, None, "reshard_plan", ranks, rank)
     plan = ReshardPlan(call, call.exchange(bucket_bytes))
     call.locals.clear()  # a plan keeps no tensors
     return plan
-
-
-class _Call:
-    """The arguments of one call: items of the plan, local tensors, and how results are wrapped."""
-
-    def __init__(
-        self, tensors: Any, source: Any, target: Any, group: Any, dtype: Any, grad: str, out: Any, name: str,
-        ranks: Sequence[int] | None = None, rank: int = 0,
-    ) -> None:  # fmt: skip
-        self.name, self.grad = name, grad
-        self.error: CommError | None = None
-        self.group: ProcessGroup | None = None
-        if ranks is None:
-            self.group = _group(group, name)
-            self.ranks: Ints = tuple(dist.get_process_group_ranks(self.group))
-            self.position = self.group.rank()
-        else:
-            self.ranks, self.position = tuple(ranks), list(ranks).index(rank)
-        self.rows: list[tuple[str, Layout, Layout, torch.dtype, torch.dtype, bool]] = []
-        self.locals: list[Tensor] = []
-        self.outs: list[Tensor] = []
-        self.wraps: list[Wrap | None] = []
-        self.stays: list[bool] = []
-        self.is_read = False
-        try:
-            self._read(named(tensors, name), source, target, dtype, out)
-            self.is_read = True
-        except CommError as error:
-            self.error = error
-
-    @cached_property
-    def items(self) -> list[Item]:
-        """What happens to every tensor."""
-        return [Item(*row) for row in self.rows]
-
-    def _read(self, tensors: dict[str, Any], source: Any, target: Any, dtype: Any, out: Any) -> None:
-        if self.grad not in ("replicated", "partial"):
-            raise ArgumentError(f"{self.name}: grad must be replicated or partial, not {self.grad!r}")
-        outs = {} if out is None else named(out, self.name)
-        if out is not None and list(outs) != list(tensors):
-            raise ArgumentError(f"{self.name}: out has {list(outs)}, not {list(tensors)}")
-        sources, targets, dtypes = (_by_name(each, list(tensors), self.name) for each in (source, target, dtype))
-        records = out is None and torch.is_grad_enabled()
-        for key, x in tensors.items():
-            is_planned = isinstance(x, torch.dtype) and self.name == "reshard_plan"
-            if not isinstance(x, Tensor) and not is_planned:
-                raise ArgumentError(f"{self.name}: {key} must be a tensor, not {type(x).__name__}")
-            x = torch.empty(0, dtype=x, device="meta") if isinstance(x, torch.dtype) else x
-            layout = source_of(x, sources[key], self.name, key)
-            goal, wrap = target_of(targets[key], layout.shape, self.name, key)
-            local, into = local_of(x), local_of(outs[key]) if outs else None
-            check_kind(local, self.name)
-            result = dtypes[key] or (local.dtype if into is None else into.dtype)
-            has_grad = records and x.requires_grad
-            self.rows.append((key, layout, goal, local.dtype, result, has_grad))
-            self.locals.append(local)
-            self.wraps.append(wrap)
-            is_same = out is None and local.dtype == result and layout == goal
-            # Gradients of replicas that are partial have to be summed, though nothing moves forward.
-            self.stays.append(is_same and not (has_grad and self.grad == "partial"))
-            try:
-                if not is_planned:
-                    self.check_local(key, layout, local)
-                if into is not None:
-                    self.check_out(key, goal, into, result)
-                    self.outs.append(into)
-            except CommError as error:  # of this rank's tensor: the plan is known all the same
-                self.error = self.error or error
-
-    def check_local(self, key: str, layout: Any, local: Tensor, what: str = "") -> None:
-        """Check the shape of a local tensor of this rank."""
-        rank = self.ranks[self.position]
-        expected = layout.local_shape(rank)
-        if expected is None and local.numel():
-            raise ShapeError(
-                f"{self.name}: {what}{key} is {list(local.shape)} on rank {rank}, which its layout does not have; pass "
-                "an empty tensor there"
-            )
-        if expected is not None and tuple(local.shape) != expected:
-            raise ShapeError(
-                f"{self.name}: {what}{key} is {list(local.shape)} on rank {rank}, but its layout has {list(expected)} "
-                "there"
-            )
-
-    def check_out(self, key: str, goal: Any, into: Tensor, result: torch.dtype) -> None:
-        """Check a tensor that is written into."""
-        self.check_local(key, goal, into, "out ")
-        if into.dtype != result:
-            raise ArgumentError(f"{self.name}: out {key} is {into.dtype}, not {result}")
-        if into.requires_grad and torch.is_grad_enabled():
-            raise ArgumentError(f"{self.name}: out {key} requires grad, and is written into; use torch.no_grad()")
-        if any(not step and size > 1 for step, size in zip(into.stride(), into.shape, strict=True)):
-            raise ArgumentError(f"{self.name}: elements of out {key} share memory; it cannot be written into")
-
-    def exchange(self, bucket_bytes: int) -> Exchange:
-        """The plan of these arguments, made and compared with that of the other ranks once."""
-        moving = [row for row, stays in zip(self.rows, self.stays, strict=True) if not stays]
-        key = bucket_bytes, self.grad, self.name, tuple([(a, b.digest, c.digest, *more) for a, b, c, *more in moving])
-        if self.group is None:
-            made = self._made(bucket_bytes)
-            if self.error is not None:
-                raise self.error
-            assert made is not None
-            return made
-        plans = _plans.setdefault(self.group, OrderedDict())
-        if notes.pending:
-            notes.withdraw(self.group)
-        if self.is_read and key in plans:
-            if self.error is not None:  # the others do not compare, and would not hear of it
-                self._announce(b"")
-                notes.leave(self.group, f"refused its arguments: {self.error}", "refused")
-                raise self.error
-            plans.move_to_end(key)
-            return plans[key]
-        made = self._made(bucket_bytes)
-        items = [Item(*row) for row in moving]
-        state = digest(items, (self.name, bucket_bytes, self.grad, self.ranks))
-        self._announce(state)
-        options = {"bucket_bytes": str(bucket_bytes), "grad": self.grad}
-        agree(self.name, self.group, state, self.error, lambda: {item.name: str(item) for item in items} | options)
-        assert made is not None
-        plans[key] = made
-        if len(plans) > _PLANS:
-            plans.popitem(last=False)
-        return made
-
-    def _made(self, bucket_bytes: int) -> Exchange | None:
-        """A new plan; None where the arguments are refused, and the error is kept."""
-        try:
-            if self.is_read:
-                check(self.items, self.ranks, self.name)
-                for item in self.items:
-                    check_dtypes(item, self.grad, self.name)
-            if self.error is None:
-                moving = [item for item, stays in zip(self.items, self.stays, strict=True) if not stays]
-                return Exchange(moving, self.ranks, self.position, self.group, bucket_bytes, self.grad)
-        except CommError as error:
-            self.error = error
-        return None
-
-    def _announce(self, state: bytes) -> None:
-        """Let check mode compare, so that ranks that have a plan learn of it, too."""
-        if not record.switch._is_profiler_enabled:
-            return
-        what = f"new {state.hex()}" if self.error is None else f"refused: {self.error}"
-        try:
-            _range = record.begin(self.name, "reshard", self.group, self.locals, (what,))
-            record.add(self.name, "view", 0, 0, record.now(), calls=0)
-        except CommError:
-            if self.error is not None:
-                raise self.error from None
-            raise
-
-    def form(self, given: Any, results: Sequence[Tensor]) -> Any:
-        """Results in the form in which the tensors came."""
-        made = [x if wrap is None else wrap(x) for x, wrap in zip(results, self.wraps, strict=True)]
-        if isinstance(given, Tensor):
-            return made[0]
-        return dict(zip(given, made, strict=True)) if isinstance(given, Mapping) else made
-
-
-def _group(group: GroupLike | None, name: str) -> ProcessGroup:
-    if group is not None:
-        return groups.as_group(group, name)
-    world = dist.group.WORLD
-    if world is None:
-        raise GroupError(f"{name}: torch.distributed is not initialized; call tritoncomm.initialize() or pass a group")
-    return world
-
-
-def _by_name(given: Any, names: Sequence[str], name: str) -> Mapping[str, Any]:
-    """What is given for each tensor: by name, by position, or for all."""
-    if isinstance(given, list):
-        if len(given) != len(names):
-            raise ArgumentError(f"{name}: {len(given)} entries for {len(names)} tensors")
-        return dict(zip(names, given, strict=True))
-    if not isinstance(given, Mapping):
-        return dict.fromkeys(names, given)
-    missing = [key for key in names if key not in given]
-    if missing:
-        raise ArgumentError(f"{name}: nothing is given for {missing}, but for {list(given)}")
-    return given
 
 
 class ReshardPlan(record.Traffic):
@@ -304,7 +114,7 @@ class ReshardPlan(record.Traffic):
         transfers: messages, buckets and bytes of this rank, and totals of all ranks; of the tensors that move.
     """
 
-    def __init__(self, call: _Call, exchange: Exchange) -> None:
+    def __init__(self, call: Call, exchange: Exchange) -> None:
         self._call, self._exchange = call, exchange
         self.transfers = exchange.transfers
         self._all_move = not any(call.stays)
@@ -321,12 +131,6 @@ class ReshardPlan(record.Traffic):
     def _names(self) -> list[str]:
         return [item.name for item in self.items]
 
-    @cached_property
-    def _expected(self) -> list[tuple[Ints | None, torch.dtype, bool]]:
-        """What the local tensors of this rank have to be."""
-        rank = self._call.ranks[self._call.position]
-        return [(item.source.local_shape(rank), item.dtype, item.has_grad) for item in self.items]
-
     @outside_graphs
     def execute(self, tensors: Any, out: Any = None) -> Any:
         """What ``reshard`` does, without comparing plans; arguments and results as there.
@@ -336,31 +140,50 @@ class ReshardPlan(record.Traffic):
             ArgumentError: other tensors or dtypes, or a gradient where the plan has none.
         """
         call = self._call
+        if out is None and self._all_move:
+            replayed = self._replayed(tensors)
+            if replayed is not None:
+                return call.form(tensors, replayed)
         given, outs = named(tensors, "reshard"), None if out is None else named(out, "reshard")
         if list(given) != self._names or (outs is not None and list(outs) != self._names):
             got = list(given if outs is None or list(given) != self._names else outs)
             raise ArgumentError(f"reshard: the plan is for {self._names}, not for {got}")
         locals_ = [local_of(x) for x in given.values()]
-        may_record = out is None and torch.is_grad_enabled()
-        for x, (shape, dtype, has_grad) in zip(locals_, self._expected, strict=True):
-            if x.shape != shape or x.dtype is not dtype or (x.requires_grad and not has_grad and may_record):
-                self._check(locals_, may_record)
-                break
+        self._check(locals_, out is None and torch.is_grad_enabled())
         if outs is None:
             return call.form(tensors, self.run(locals_, None))
         into = [local_of(x) for x in outs.values()]
         for item, x in zip(self.items, into, strict=True):
             call.check_out(item.name, item.target, x, item.result)
+        call.check_apart(into)
         self.run(locals_, into)
         return out
 
-    def _check(self, tensors: Sequence[Tensor], may_record: bool) -> None:
+    def _replayed(self, tensors: Any) -> list[Tensor] | None:
+        """The results, if the tensors are those of the plan and of the kind that it was executed with before."""
+        if tensors.__class__ is dict and list(tensors) == self._names:
+            return self._exchange.replayed([*tensors.values()], "reshard")
+        if tensors.__class__ is Tensor and self._names == _ALONE:
+            return self._exchange.replayed((tensors,), "reshard")
+        return None
+
+    def _check(self, tensors: Sequence[Any], may_record: bool) -> None:
         """Refuse tensors that are not as the plan has them."""
+        if self._all_move and all(isinstance(x, Tensor) for x in tensors):
+            is_recorded = may_record and any(
+                x.requires_grad > item.has_grad for x, item in zip(tensors, self.items, strict=True)
+            )
+            if not is_recorded and self._exchange.recognizes(tensors):
+                return
         for item, x in zip(self.items, tensors, strict=True):
+            if not isinstance(x, Tensor):
+                raise ArgumentError(f"reshard: {item.name} must be a tensor, not {type(x).__name__}")
+            check_data(x, f"reshard: {item.name}")
+            refuse_transforms(x, "reshard", item.name)
             self._call.check_local(item.name, item.source, x)
             if x.dtype != item.dtype:
                 raise ArgumentError(f"reshard: {item.name} is {x.dtype}, but the plan is for {item.dtype}")
-            if x.requires_grad and not item.has_grad and may_record:
+            if may_record and x.requires_grad and not item.has_grad:
                 raise ArgumentError(f"reshard: {item.name} requires grad, but did not when the plan was made")
 
     def run(self, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:

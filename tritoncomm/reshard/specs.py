@@ -24,12 +24,18 @@ def named(tensors: Any, name: str) -> dict[str, Any]:
     """Tensors by name: a mapping as it is, a sequence by index, one tensor alone as ``tensor``.
 
     Raises:
-        ArgumentError: none of these.
+        ArgumentError: none of these, or names that are equal as text.
     """
     if isinstance(tensors, Tensor):
         return {"tensor": tensors}
     if isinstance(tensors, Mapping):
-        return {str(key): x for key, x in tensors.items()}
+        names = {str(key): x for key, x in tensors.items()}
+        if len(names) < len(tensors):
+            texts = [str(key) for key in tensors]
+            raise ArgumentError(
+                f"{name}: several names are {sorted({key for key in texts if texts.count(key) > 1})} as text"
+            )
+        return names
     if isinstance(tensors, list | tuple):
         return {str(index): x for index, x in enumerate(tensors)}
     raise ArgumentError(f"{name}: expected a tensor, a mapping or a sequence of tensors, not {type(tensors).__name__}")

@@ -1,0 +1,256 @@
+"""Odd uses of resharding against gathering and slicing: views, empty tensors, kinds of tensors, modes, second calls."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bits import bits, random_bits
+from pool import Pool
+from reshardings import local_of
+from torch import Tensor
+from torch.distributed import ProcessGroup as TorchGroup
+from traffic import Traffic
+
+from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
+from tritoncomm.reshard import Layout, reshard, reshard_plan
+
+Case = Callable[[TorchGroup], None]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def layouts(group: TorchGroup, shape: tuple[int, ...] = (8, 12)) -> tuple[Layout, Layout]:
+    """Shards of dim 0 and of dim 1 over all ranks; of one rank, the halves of dim 1 the other way round."""
+    every, (rows, columns) = range(group.size()), shape
+    target = Layout.on_mesh(shape, every, [1])
+    if group.size() == 1:
+        half = columns // 2
+        target = Layout.of_boxes(shape, {0: [((0, half), (rows, columns - half)), ((0, 0), (rows, half))]})
+    return Layout.on_mesh(shape, every, [0]), target
+
+
+def ramp(*shape: int) -> Tensor:
+    return torch.arange(float(math.prod(shape))).view(shape)
+
+
+def same(x: Any, expected: Tensor) -> None:
+    assert x.shape == expected.shape
+    assert torch.equal(bits(x), bits(expected))
+
+
+@case
+def views_as_sources(group: TorchGroup) -> None:
+    """Columns, transposed, every other row, windows that overlap, a row for all, and a view at an odd address."""
+    rows, columns = layouts(group)
+    full, rank, plan = ramp(8, 12), group.rank(), None
+    x = local_of(rows, rank, full)
+    shifted = torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+    apart = torch.zeros(2 * x.shape[0], 24)[::2, 6:18].copy_(x)
+    plan = reshard_plan(x, rows, columns, group=group)
+    for given in (x.t().contiguous().t(), apart, shifted, x, torch.stack([x, x], 1)[:, 0], x):
+        for _ in range(3):
+            same(plan.execute(given), local_of(columns, rank, full))
+    counted = torch.arange(100.0)
+    windows = counted.as_strided(x.shape, (1, 1), 5 + rank * x.shape[0])
+    same(reshard(windows, rows, columns, group=group), local_of(columns, rank, counted.as_strided((8, 12), (1, 1), 5)))
+    same(plan.execute(torch.ones(12).expand(x.shape)), torch.ones(local_of(columns, rank, full).shape))
+
+
+@case
+def results_are_independent(group: TorchGroup) -> None:
+    """Each has memory of its own, and what is written to it is nowhere else; in calls that come again, too."""
+    rows, columns = layouts(group)
+    rank, names = group.rank(), ("a", "b", "c")
+    given = {name: local_of(rows, rank, ramp(8, 12) + 100 * i) for i, name in enumerate(names)}
+    before = {name: x.clone() for name, x in given.items()}
+    plan = reshard_plan(given, rows, columns, group=group)
+    kept = plan.execute(given)
+    for _ in range(3):
+        assert plan._exchange.recognizes([*given.values()])
+        results = plan.execute(given)
+        for i, x in enumerate(results.values()):
+            same(x, local_of(columns, rank, ramp(8, 12) + 100 * i))
+            assert (x._base, x.is_contiguous(), x.storage_offset()) == (None, True, 0)
+            assert x.untyped_storage().nbytes() == x.nbytes
+            assert (x.is_leaf, x.requires_grad, x.is_inference()) == (True, False, False)
+            x.add_(1).resize_(0)
+        assert all(torch.equal(given[name], before[name]) for name in names)
+    for i, x in enumerate(kept.values()):
+        same(x, local_of(columns, rank, ramp(8, 12) + 100 * i))
+
+
+@case
+def other_tensors_than_before(group: TorchGroup) -> None:
+    """What a call that came again would not look at is refused by name all the same, and the plan is usable."""
+    rows, columns = layouts(group)
+    x = local_of(rows, group.rank(), ramp(8, 12))
+    plan = reshard_plan({"w": x}, rows, columns, group=group)
+    for _ in range(3):
+        plan.execute({"w": x})
+    for given, kind, words in (
+        ({"w": torch.ones(3, 5)}, ShapeError, "w is [3, 5]"),
+        ({"w": x.flatten()}, ShapeError, "w is ["),
+        ({"w": x.double()}, ArgumentError, "w is torch.float64"),
+        ({"w": x.clone().requires_grad_()}, ArgumentError, "w requires grad"),
+        ({"v": x}, ArgumentError, "the plan is for ['w']"),
+        ({"w": x, "v": x}, ArgumentError, "the plan is for ['w']"),
+        ([x], ArgumentError, "the plan is for ['w']"),
+        (x, ArgumentError, "the plan is for ['w']"),
+        ({"w": 3}, ArgumentError, "w"),
+        ({"w": None}, ArgumentError, "w"),
+        ({"w": x.to_sparse()}, ArgumentError, "w"),
+        ({"w": x.to("meta")}, ArgumentError, "w"),
+        (3, ArgumentError, "int"),
+    ):
+        with pytest.raises(kind) as caught:
+            plan.execute(given)
+        assert words in str(caught.value)
+        same(plan.execute({"w": x})["w"], local_of(columns, group.rank(), ramp(8, 12)))
+
+
+@case
+def modes(group: TorchGroup) -> None:
+    """Calls that come again under other modes than the first: gradients, inference, dispatch."""
+    rows, columns = layouts(group)
+    rank, full = group.rank(), ramp(8, 12)
+    expected = local_of(columns, rank, full)
+    x = local_of(rows, rank, full).requires_grad_()
+    plan = reshard_plan(x, rows, columns, group=group)
+    for _ in range(3):
+        with torch.no_grad():
+            y = plan.execute(x)
+        assert not y.requires_grad
+        same(y, expected)
+        y = plan.execute(x)
+        same(y, expected)
+        (grad,) = torch.autograd.grad((y * 3).sum(), x)
+        same(grad, torch.full_like(x, 3))
+        with torch.inference_mode():
+            y = plan.execute(x)
+            assert y.is_inference()
+            same(plan.execute(x.detach()), expected)
+        with Traffic() as traffic:
+            same(plan.execute(x.detach()), expected)
+        assert traffic.allocated >= y.nbytes
+    held = plan.execute(torch.nn.Parameter(x.detach()))
+    held.sum().backward(retain_graph=True)
+    held.sum().backward()
+    loss = (plan.execute(x) ** 2).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@case
+def the_same_tensor_twice(group: TorchGroup) -> None:
+    rows, columns = layouts(group)
+    rank, full = group.rank(), ramp(8, 12)
+    x = local_of(rows, rank, full).requires_grad_()
+    plan = reshard_plan([x, x, x[:]], rows, columns, group=group)
+    for _ in range(3):
+        one, two, three = plan.execute([x, x, x[:]])
+        same(one, local_of(columns, rank, full))
+        assert one.data_ptr() != two.data_ptr() or not one.numel()
+        (grad,) = torch.autograd.grad((one + 2 * two + 3 * three).sum(), x)
+        same(grad, torch.full_like(x, 6))
+
+
+@case
+def nothing(group: TorchGroup) -> None:
+    """No tensors, no elements, no part of a layout."""
+    rows, columns = layouts(group, (0, 5))
+    assert reshard({}, rows, columns, group=group) == {}
+    assert reshard([], rows, columns, group=group) == []
+    plan = reshard_plan({"w": torch.float32}, rows, columns, group=group)
+    for _ in range(3):
+        shape = columns.local_shape(group.rank())
+        assert plan.execute({"w": torch.empty(rows.local_shape(group.rank()) or 0)})["w"].shape == shape
+    first = Layout.replicated((), [0])
+    everywhere = Layout.replicated((), range(group.size()))
+    for _ in range(3):
+        x = torch.tensor(7.0) if group.rank() == 0 else torch.empty(0)
+        same(reshard(x, first, everywhere, group=group), torch.tensor(7.0))
+
+
+@case
+def kinds_of_tensors(group: TorchGroup) -> None:
+    """Bits of every dtype; lazy views; what is no strided memory is refused by name."""
+    rows, columns = layouts(group)
+    rank = group.rank()
+    for dtype in (torch.bool, torch.complex64, torch.complex128, torch.float8_e5m2, torch.int16, torch.uint8):
+        full = random_bits((8, 12), dtype)
+        same(reshard(local_of(rows, rank, full), rows, columns, group=group), local_of(columns, rank, full))
+        for other in (torch.float32, torch.int64):
+            with pytest.raises(UnsupportedError, match="cannot be cast"):
+                reshard(local_of(rows, rank, full), rows, columns, group=group, dtype=other)
+    z = torch.complex(ramp(8, 12), -ramp(8, 12))
+    x = local_of(rows, rank, z)
+    same(reshard(x.conj(), rows, columns, group=group), local_of(columns, rank, z.conj().resolve_conj()))
+    same(reshard(x.conj().imag, rows, columns, group=group), local_of(columns, rank, ramp(8, 12)))
+    w = x.clone().requires_grad_()
+    y = reshard(w, rows, columns, group=group)
+    (y.real * 3 + y.imag * 2).sum().backward()
+    same(w.grad, torch.full_like(w, 3 + 2j))
+    for wrong in (x.real.to("meta"), x.real.to_sparse()):
+        with pytest.raises(CommError, match="reshard"):
+            reshard(wrong, rows, columns, group=group)
+
+
+@case
+def outputs(group: TorchGroup) -> None:
+    """Into views with gaps, into the sources; what shares elements is refused."""
+    rows, columns = layouts(group)
+    rank, full = group.rank(), ramp(8, 12)
+    x, expected = local_of(rows, rank, full), local_of(columns, rank, full)
+    plan = reshard_plan({"a": x, "b": x}, rows, columns, group=group)
+    memory = torch.full((8, 40), -1.0)
+    width = expected.shape[1]
+    out = {"a": memory[:, 1 : 1 + width], "b": memory[:, 20 : 20 + width]}
+    for _ in range(2):
+        assert plan.execute({"a": x, "b": x + 1}, out=out) is out
+        same(out["a"], expected)
+        same(out["b"], expected + 1)
+        assert (memory[:, 0] == -1).all()
+    with pytest.raises(ArgumentError, match="out b"):
+        plan.execute({"a": x, "b": x}, out={"a": expected, "b": expected})
+    with pytest.raises(ArgumentError, match="share memory"):
+        plan.execute({"a": x, "b": x}, out={"a": expected.clone(), "b": torch.ones(1, 1).expand(expected.shape)})
+    with pytest.raises(ArgumentError, match="out has"):
+        reshard({"a": x}, rows, columns, group=group, out={"b": expected})
+
+
+@case
+def options(group: TorchGroup) -> None:
+    """Buckets of any size, and what is no size; names that are equal as text; a call under vmap."""
+    rows, columns = layouts(group)
+    rank, full = group.rank(), ramp(8, 12)
+    x, expected = local_of(rows, rank, full), local_of(columns, rank, full)
+    for limit in (16 * group.size(), 100, 2**62):
+        same(reshard(x, rows, columns, group=group, bucket_bytes=limit), expected)
+    for limit in (0, -1, 1.5, "1", None):
+        with pytest.raises(ArgumentError, match="bucket_bytes"):
+            reshard(x, rows, columns, group=group, bucket_bytes=limit)  # pyright: ignore[reportArgumentType]
+    assert list(reshard({7: x, "k": x}, rows, columns, group=group)) == [7, "k"]
+    with pytest.raises(ArgumentError, match="'7'"):
+        reshard({7: x, "7": x}, rows, columns, group=group)
+    with pytest.raises(UnsupportedError, match="vmap"):
+        torch.func.vmap(lambda each: reshard(each, rows, columns, group=group))(torch.stack([x, x]))
+
+
+def run_cases(group: TorchGroup) -> None:
+    for name, function in CASES.items():
+        try:
+            function(group)
+        except Exception as error:
+            raise AssertionError(f"case {name}, {group.size()} ranks") from error
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_odd_uses(pool: Pool, world: int) -> None:
+    pool.run(run_cases, world=world)

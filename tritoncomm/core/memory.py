@@ -1,0 +1,66 @@
+"""Calls that come again with tensors of the same kind: recognised in one step, new memory without the dispatcher.
+
+Every ``new_empty`` is a walk through torch's dispatcher, and every question to a tensor is a call: with many tensors
+they take longer than all the launches. For plain tensors outside of modes, where it makes no difference, this does what
+code that inductor generates does, with the same functions of torch.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+__all__ = ["Allocate", "allocator", "part_of", "recognizer"]
+
+Allocate = Callable[[Any, Any, torch.dtype], Tensor]
+"""Makes a tensor of this shape, these strides and this dtype from memory that nothing was written to."""
+
+# TODO: without the checks for None when torch promises these names; what lacks them takes the ordinary way.
+_TESTED = (2, 11), (2, 16)  # versions of torch, the last one excluded: guards that are made wrongly crash
+_version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+_fast: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_on_cpu: Allocate | None = getattr(_fast, "_empty_strided_cpu", None)
+_on_cuda: Allocate | None = getattr(_fast, "_empty_strided_cuda", None)
+_guards: Any = getattr(_fast, "TensorGuards", None) if _TESTED[0] <= _version < _TESTED[1] else None
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_modes: Any = torch._C._len_torch_dispatch_stack
+_transformed = torch._C._are_functorch_transforms_active
+_PLAIN = (Tensor, Parameter)
+
+part_of: Callable[[Tensor, Any, Any, int], Tensor] | None = getattr(_fast, "_reinterpret_tensor", None)
+"""``x.as_strided(shape, stride, offset)`` without the dispatcher; not a view for autograd."""
+
+
+def allocator(like: Tensor) -> Allocate | None:
+    """New memory on the device of ``like``; None where only ``new_empty`` can make it.
+
+    For tensors that ``recognizer`` takes.
+    """
+    if part_of is None:
+        return None
+    device = like.device
+    if device.type == "cpu":
+        return _on_cpu
+    if device.type == "cuda" and _current_device is not None and _current_device() == device.index:
+        return _on_cuda
+    return None
+
+
+def recognizer(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """A function of as many tensors: whether they are as these, and torch is in the same modes.
+
+    That is class, dtype, device, shape, strides, lazy bits and whether they require gradients; not whether those are
+    enabled. Tensors that are given twice are not recognised.
+
+    Returns:
+        None where there is nothing to recognise: subclasses, modes of ``__torch_dispatch__``, transforms of functions.
+    """
+    if _guards is None or not tensors or _modes() or _transformed():
+        return None
+    if any(x.__class__ not in _PLAIN or x.is_meta for x in tensors) or len({id(x) for x in tensors}) < len(tensors):
+        return None
+    shapes = {"dynamic_dims_sizes": [list(x.shape) for x in tensors]}
+    strides = {"dynamic_dims_strides": [list(x.stride()) for x in tensors]}
+    return _guards(*tensors, **shapes, **strides).check

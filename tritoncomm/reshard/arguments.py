@@ -1,0 +1,239 @@
+"""The arguments of one call: read and checked, the plan for them made or looked up, results in their form."""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tritoncomm import groups, record
+from tritoncomm.core.plan import Ints
+from tritoncomm.core.validation import check_data, check_kind, refuse_transforms
+from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
+from tritoncomm.groups import GroupLike
+from tritoncomm.reshard import notes
+from tritoncomm.reshard.execute import Exchange, check_dtypes
+from tritoncomm.reshard.layout import Layout
+from tritoncomm.reshard.plan import Item, check, digest
+from tritoncomm.reshard.specs import Wrap, local_of, named, source_of, target_of
+from tritoncomm.reshard.unanimous import agree
+
+__all__ = ["Call"]
+
+_PLANS = 64
+_plans: WeakKeyDictionary[ProcessGroup, "OrderedDict[Any, Exchange]"] = WeakKeyDictionary()
+
+
+class Call:
+    """The arguments of one call: items of the plan, local tensors, and how results are wrapped."""
+
+    def __init__(
+        self, tensors: Any, source: Any, target: Any, group: Any, dtype: Any, grad: str, out: Any, name: str,
+        ranks: Sequence[int] | None = None, rank: int = 0,
+    ) -> None:  # fmt: skip
+        self.name, self.grad = name, grad
+        self.error: CommError | None = None
+        self.group: ProcessGroup | None = None
+        if ranks is None:
+            self.group = _group(group, name)
+            self.ranks: Ints = tuple(dist.get_process_group_ranks(self.group))
+            self.position = self.group.rank()
+        else:
+            self.ranks, self.position = tuple(ranks), list(ranks).index(rank)
+        self.rows: list[tuple[str, Layout, Layout, torch.dtype, torch.dtype, bool]] = []
+        self.locals: list[Tensor] = []
+        self.outs: list[Tensor] = []
+        self.wraps: list[Wrap | None] = []
+        self.stays: list[bool] = []
+        self.is_read = False
+        try:
+            self._read(named(tensors, name), source, target, dtype, out)
+            self.is_read = True
+        except CommError as error:
+            self.error = error
+
+    @cached_property
+    def items(self) -> list[Item]:
+        """What happens to every tensor."""
+        return [Item(*row) for row in self.rows]
+
+    def _read(self, tensors: dict[str, Any], source: Any, target: Any, dtype: Any, out: Any) -> None:
+        if self.grad not in ("replicated", "partial"):
+            raise ArgumentError(f"{self.name}: grad must be replicated or partial, not {self.grad!r}")
+        outs = {} if out is None else named(out, self.name)
+        if out is not None and list(outs) != list(tensors):
+            raise ArgumentError(f"{self.name}: out has {list(outs)}, not {list(tensors)}")
+        sources, targets, dtypes = (_by_name(each, list(tensors), self.name) for each in (source, target, dtype))
+        records = out is None and torch.is_grad_enabled()
+        for key, x in tensors.items():
+            is_planned = isinstance(x, torch.dtype) and self.name == "reshard_plan"
+            if not isinstance(x, Tensor) and not is_planned:
+                raise ArgumentError(f"{self.name}: {key} must be a tensor, not {type(x).__name__}")
+            x = torch.empty(0, dtype=x, device="meta") if isinstance(x, torch.dtype) else x
+            layout = source_of(x, sources[key], self.name, key)
+            goal, wrap = target_of(targets[key], layout.shape, self.name, key)
+            local, into = local_of(x), local_of(outs[key]) if outs else None
+            check_kind(local, self.name)
+            refuse_transforms(local, self.name, key)
+            result = dtypes[key] or (local.dtype if into is None else into.dtype)
+            has_grad = records and x.requires_grad
+            self.rows.append((key, layout, goal, local.dtype, result, has_grad))
+            self.locals.append(local)
+            self.wraps.append(wrap)
+            is_same = out is None and local.dtype == result and layout == goal
+            # Gradients of replicas that are partial have to be summed, though nothing moves forward.
+            self.stays.append(is_same and not (has_grad and self.grad == "partial"))
+            try:
+                if not is_planned:
+                    self.check_local(key, layout, local)
+                if self.name == "reshard":  # a plan may be made for tensors without data
+                    check_data(local, f"reshard: {key}")
+                if into is not None:
+                    self.check_out(key, goal, into, result)
+                    self.outs.append(into)
+            except CommError as error:  # of this rank's tensor: the plan is known all the same
+                self.error = self.error or error
+        try:
+            self.check_apart(self.outs)
+        except CommError as error:
+            self.error = self.error or error
+
+    def check_local(self, key: str, layout: Any, local: Tensor, what: str = "") -> None:
+        """Check the shape of a local tensor of this rank."""
+        rank = self.ranks[self.position]
+        expected = layout.local_shape(rank)
+        if expected is None and local.numel():
+            raise ShapeError(
+                f"{self.name}: {what}{key} is {list(local.shape)} on rank {rank}, which its layout does not have; pass "
+                "an empty tensor there"
+            )
+        if expected is not None and tuple(local.shape) != expected:
+            raise ShapeError(
+                f"{self.name}: {what}{key} is {list(local.shape)} on rank {rank}, but its layout has {list(expected)} "
+                "there"
+            )
+
+    def check_out(self, key: str, goal: Any, into: Tensor, result: torch.dtype) -> None:
+        """Check a tensor that is written into."""
+        self.check_local(key, goal, into, "out ")
+        if into.dtype != result:
+            raise ArgumentError(f"{self.name}: out {key} is {into.dtype}, not {result}")
+        if into.requires_grad and torch.is_grad_enabled():
+            raise ArgumentError(f"{self.name}: out {key} requires grad, and is written into; use torch.no_grad()")
+        if any(not step and size > 1 for step, size in zip(into.stride(), into.shape, strict=True)):
+            raise ArgumentError(f"{self.name}: elements of out {key} share memory; it cannot be written into")
+
+    def check_apart(self, outs: Sequence[Tensor]) -> None:
+        """Refuse tensors to write into that share elements, as far as addresses show it."""
+        spans = sorted(
+            (x.data_ptr(), x.nbytes if x.is_contiguous() else 1, key)
+            for (key, *_), x in zip(self.rows, outs, strict=False)
+            if x.numel()
+        )
+        for (at, nbytes, key), (other_at, _, other) in itertools.pairwise(spans):
+            if other_at < at + nbytes:
+                raise ArgumentError(f"{self.name}: out {key} and out {other} share memory; they cannot both be written")
+
+    def exchange(self, bucket_bytes: int) -> Exchange:
+        """The plan of these arguments, made and compared with that of the other ranks once."""
+        moving = [row for row, stays in zip(self.rows, self.stays, strict=True) if not stays]
+        key = bucket_bytes, self.grad, self.name, tuple([(a, b.digest, c.digest, *more) for a, b, c, *more in moving])
+        if self.group is None:
+            made = self._made(bucket_bytes)
+            if self.error is not None:
+                raise self.error
+            assert made is not None
+            return made
+        plans = _plans.setdefault(self.group, OrderedDict())
+        if notes.pending:
+            notes.withdraw(self.group)
+        if self.is_read and key in plans:
+            if self.error is not None:  # the others do not compare, and would not hear of it
+                self._announce(b"")
+                notes.leave(self.group, f"refused its arguments: {self.error}", "refused")
+                raise self.error
+            plans.move_to_end(key)
+            return plans[key]
+        made = self._made(bucket_bytes)
+        items = [Item(*row) for row in moving]
+        state = digest(items, (self.name, bucket_bytes, self.grad, self.ranks))
+        self._announce(state)
+        options = {"bucket_bytes": str(bucket_bytes), "grad": self.grad}
+        agree(self.name, self.group, state, self.error, lambda: {item.name: str(item) for item in items} | options)
+        assert made is not None
+        plans[key] = made
+        if len(plans) > _PLANS:
+            plans.popitem(last=False)
+        return made
+
+    def _made(self, bucket_bytes: int) -> Exchange | None:
+        """A new plan; None where the arguments are refused, and the error is kept."""
+        try:
+            if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+                raise ArgumentError(f"{self.name}: bucket_bytes must be a number of bytes, not {bucket_bytes!r}")
+            if self.is_read:
+                check(self.items, self.ranks, self.name)
+                for item in self.items:
+                    check_dtypes(item, self.grad, self.name)
+            if self.error is None:
+                moving = [item for item, stays in zip(self.items, self.stays, strict=True) if not stays]
+                return Exchange(moving, self.ranks, self.position, self.group, bucket_bytes, self.grad)
+        except CommError as error:
+            self.error = error
+        return None
+
+    def _announce(self, state: bytes) -> None:
+        """Let check mode compare, so that ranks that have a plan learn of it, too."""
+        if not record.switch._is_profiler_enabled:
+            return
+        what = f"new {state.hex()}" if self.error is None else f"refused: {self.error}"
+        try:
+            _range = record.begin(self.name, "reshard", self.group, self.locals, (what,))
+            record.add(self.name, "view", 0, 0, record.now(), calls=0)
+        except CommError:
+            if self.error is not None:
+                raise self.error from None
+            raise
+
+    def form(self, given: Any, results: Sequence[Tensor]) -> Any:
+        """Results in the form in which the tensors came."""
+        made = results
+        if self.is_wrapped:
+            made = [x if wrap is None else wrap(x) for x, wrap in zip(results, self.wraps, strict=True)]
+        if isinstance(given, Tensor):
+            return made[0]
+        return dict(zip(given, made, strict=True)) if isinstance(given, Mapping) else list(made)
+
+    @cached_property
+    def is_wrapped(self) -> bool:
+        """Whether a result is a DTensor or a ColoTensor."""
+        return any(wrap is not None for wrap in self.wraps)
+
+
+def _group(group: GroupLike | None, name: str) -> ProcessGroup:
+    if group is not None:
+        return groups.as_group(group, name)
+    world = dist.group.WORLD
+    if world is None:
+        raise GroupError(f"{name}: torch.distributed is not initialized; call tritoncomm.initialize() or pass a group")
+    return world
+
+
+def _by_name(given: Any, names: Sequence[str], name: str) -> Mapping[str, Any]:
+    """What is given for each tensor: by name, by position, or for all."""
+    if isinstance(given, list):
+        if len(given) != len(names):
+            raise ArgumentError(f"{name}: {len(given)} entries for {len(names)} tensors")
+        return dict(zip(names, given, strict=True))
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(names, given)
+    missing = [key for key in names if key not in given]
+    if missing:
+        raise ArgumentError(f"{name}: nothing is given for {missing}, but for {list(given)}")
+    return given
