@@ -7,6 +7,7 @@ it is warmed up and captured, and not when it is replayed.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from functools import wraps
 from operator import attrgetter, sub
 from time import perf_counter
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch.autograd import profiler
+from torch.compiler import is_dynamo_compiling
 
 __all__ = [
     "CopyPath",
@@ -24,6 +26,7 @@ __all__ = [
     "count_call",
     "counters",
     "failed",
+    "may_send_nothing",
     "now",
     "observe",
     "recording",
@@ -62,6 +65,10 @@ class Observer(Protocol):
 
     def failed(self, name: str, error: BaseException) -> None:
         """``name`` raises ``error``, because the backend or another rank failed."""
+        ...
+
+    def enter(self, ctx: Any) -> None:
+        """A forward that may send nothing starts; its backward will."""
         ...
 
 
@@ -114,8 +121,38 @@ def observe(observer: Observer | None) -> None:
     """Report every call to ``observer`` from now on; None ends that."""
     global _observer, switch, begin, add
     _observer = observer
+    for cls, forward in _silent:
+        _set_forward(cls, forward)
     switch = profiler if observer is None else SimpleNamespace(_is_profiler_enabled=True)
     begin, add = (_begin, count_call) if observer is None else (observer.begin, observer.add)
+
+
+_silent: list[tuple[Any, Callable[..., Any]]] = []
+
+
+def may_send_nothing(cls: Any) -> Any:
+    """Class decorator: a forward that does not ``begin``, and whose backward does.
+
+    While an observer is on the forward reports to it, so that the backward has a caller; otherwise it costs nothing.
+    """
+    _silent.append((cls, cls.forward))
+    _set_forward(*_silent[-1])
+    return cls
+
+
+def _set_forward(cls: Any, original: Callable[..., Any]) -> None:
+    observer = _observer
+    if observer is None:
+        cls.forward = staticmethod(original)
+        return
+
+    @wraps(original)
+    def forward(ctx: Any, *args: Any) -> Any:
+        if not is_dynamo_compiling():
+            observer.enter(ctx)
+        return original(ctx, *args)
+
+    cls.forward = staticmethod(forward)
 
 
 def _begin(name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = ()) -> Any:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from disagreements import COLLECTIVES, HOPS, MAPPINGS, layouts, synchronise
 from pool import Pool
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 
 import tritoncomm
 from tritoncomm import ArgumentError, MismatchError, UnsupportedError, p2p, variables
@@ -228,6 +228,7 @@ def run_agreed(group: ProcessGroup) -> None:
         sizes = list(range(1, world + 1))
         c.all_gather(T(rank + 1, 2), 0, group, sizes=sizes)
         c.all_gather(T(2, 2), 0, group, sizes=[2] * world if rank else None)  # both are the even collective
+        c.all_reduce(T(2), group, ReduceOp(ReduceOp.SUM) if rank else ReduceOp.SUM)
         c.all_to_all(T(sum(range(world))), group, [rank] * world, list(range(world)))
         out, handle = c.all_gather(T(2, 2), -1, group, True)
         assert out is handle.wait()

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -235,3 +236,41 @@ def test_nothing_hangs_beyond_the_timeout_without_check_mode(tmp_path: Path, kin
         each.kill()
         each.join()
     assert not hanging
+
+
+_ENDS = """
+import os, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from tritoncomm import MismatchError, mappings, p2p
+
+rank = int(sys.argv[1])
+store = dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=40))
+with p2p.check():
+    mappings.all_gather_dim(torch.ones(2), 0, dist.group.WORLD)
+    if rank:
+        raise KeyError("a mistake")
+    try:
+        mappings.all_gather_dim(torch.ones(2), 0, dist.group.WORLD)
+    except MismatchError as error:
+        print(error)
+"""
+
+
+def test_a_rank_that_ends_is_named_before_the_timeout(tmp_path: Path) -> None:
+    """In check mode, which waits over the store: that has no connection that closes."""
+    commands = [[sys.executable, "-c", _ENDS, str(rank), str(tmp_path / "store")] for rank in range(2)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen(command, **pipes) for command in commands]
+    try:
+        (text, errors), (_, error) = (each.communicate(timeout=35) for each in ranks)
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
+    assert "KeyError" in error
+    assert "all_gather_dim: rank 1 will not come to this call:" in text, errors
+    assert "rank 0: all_gather_dim(float32 [2], dim=0) at <string>:" in text
+    assert "rank 1: has ended with KeyError: 'a mistake'" in text

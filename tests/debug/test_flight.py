@@ -173,7 +173,7 @@ def test_a_blocked_rank_writes_its_record_on_a_signal_by_the_watchdog_and_on_the
 
 def test_the_watchdog_looks_at_no_frames_while_no_call_is_late() -> None:
     """A frame that it held would keep the tensors of the call that it watches."""
-    entries = {1: _entry(start=100, end=200), 2: _entry(start=900)}
+    entries = {1: [1, _entry(start=100, end=200)], 2: [2, _entry(start=900)]}
     with mock.patch.object(flight, "last", entries):
         with mock.patch.object(sys, "_current_frames", side_effect=AssertionError("frames were looked at")):
             assert open_calls(800) == []
@@ -246,6 +246,104 @@ def test_records_merge_into_words_and_one_trace(tmp_path: Path) -> None:
     ]  # fmt: skip
     arrows = [(event["ph"], event["pid"]) for event in events if event.get("id") == "g/2"]
     assert arrows == [("s", 0), ("t", 1), ("f", 2)]
+
+
+def _story(folder: Path) -> list[str]:
+    return trace.story(trace.read([folder]))
+
+
+def _change(path: Path, **more: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+
+
+def test_ranks_that_wait_in_one_call_share_a_line(tmp_path: Path) -> None:
+    for rank in range(3):
+        _write(tmp_path, rank, [_call("f", 1, [4]), _call("g", 2, [4], end=0)][: 1 + (rank != 1)], world=3)
+    assert _story(tmp_path) == [
+        "ranks 0, 2 are in g(float32 [4], op=SUM) at train.py:12, call 2 of group 'g'; rank 1 did not come to it"
+    ]
+
+
+def test_a_call_of_another_thread_may_be_under_way(tmp_path: Path) -> None:
+    _write(tmp_path, 0, [_call("f", 1, [4], end=0), _call("g", 2, [4])], world=1)
+    assert _story(tmp_path)[-1].startswith("rank 0 is in f(float32 [4], op=SUM) at train.py:11, call 1 of group 'g'")
+
+
+def test_records_of_several_runs_are_noticed(tmp_path: Path) -> None:
+    _write(tmp_path, 0, [_call("f", 1, [4])], world=2)
+    _change(_write(tmp_path, 1, [_call("f", 1, [4], start=10**12, end=10**12 + 1)], world=3), time=10**12 + 2)
+    _write(tmp_path, 2, [_call("f", 1, [4])], world=3)
+    assert _story(tmp_path) == [
+        "these records are not of one run: the number of ranks is 2 on rank 0, 3 on ranks 1-2",
+        "ranks 0, 2 wrote before all calls that another record has: are they of one run?",
+    ]
+
+
+def test_groups_of_one_name_and_other_ranks_are_not_compared(tmp_path: Path) -> None:
+    for rank in range(4):
+        path = _write(tmp_path, rank, [_call("f" if rank < 2 else "g", 1, [rank // 2])])
+        _change(path, groups={"g": [0, 1] if rank < 2 else [2, 3]})
+    assert _story(tmp_path) == ["the records agree, and no call was under way when they were written"]
+    _change(_write(tmp_path, 3, [_call("h", 1, [1])]), groups={})  # and its group is gone since
+    _change(_write(tmp_path, 0, [_call("f", 1, [0])]), groups={"g": [0, 1]})
+    assert _story(tmp_path)[0] == "the records agree, and no call was under way when they were written"
+    for rank in range(2):
+        (tmp_path / f"tritoncomm-flight-{rank}.json").unlink()
+    assert _story(tmp_path)[1] == "group 'g': call 1 is the first that differs, in name:"
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("reshard", [{"plan": "p"}] * 2),
+        ("to_heads", [{"layout": "l"}] * 2),
+        ("all_gather", [{"dim": 0, "sizes": [1, 2]}] * 2),
+        ("all_to_all_single", [{"out_sizes": [1, 2]}, {"out_sizes": [2, 1]}]),
+    ],
+)
+def test_ranks_may_have_other_shapes_in_uneven_calls(tmp_path: Path, kind: str, arguments: list[Any]) -> None:
+    for rank in range(2):
+        _write(tmp_path, rank, [_call("f", 1, [1 + rank], kind=kind, arguments=arguments[rank])], world=2)
+    assert _story(tmp_path) == ["the records agree, and no call was under way when they were written"]
+
+
+def test_sizes_that_are_even_are_none(tmp_path: Path) -> None:
+    for rank in range(2):
+        more = {"dim": 0, "sizes": [4, 4] if rank else None}
+        _write(tmp_path, rank, [_call("f", 1, [4], kind="all_gather", arguments=more)], world=2)
+    assert _story(tmp_path) == ["the records agree, and no call was under way when they were written"]
+
+
+def test_a_story_has_no_control_characters_and_no_endless_lines(tmp_path: Path) -> None:
+    _write(tmp_path, 0, [_call("\x1b[2Jf", 1, list(range(10_000)), end=0)], world=1)
+    (line,) = _story(tmp_path)
+    assert line.startswith("rank 0 is in \\x1b[2Jf(float32 [0, 1, 2, ")
+    assert len(line) < 500
+
+
+def test_a_record_that_was_not_written_to_its_end_is_refused(tmp_path: Path) -> None:
+    path = _write(tmp_path, 0, [_call("f", 1, [4])])
+    content = path.read_bytes()
+    for length in (0, 1, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(tritoncomm.ArgumentError, match="is no flight record: JSONDecodeError"):
+            trace.read([path])
+    path.write_bytes(b"\xff" + content)
+    with pytest.raises(tritoncomm.ArgumentError, match="is no flight record: UnicodeDecodeError"):
+        trace.read([path])
+
+
+@pytest.mark.slow
+def test_records_of_sixty_four_ranks_take_seconds(tmp_path: Path) -> None:
+    calls = [_call("f", count // 50, [4]) | {"group": f"g{count % 50}", "start": count} for count in range(50, 4146)]
+    for rank in range(64):
+        last = {"end": 0} if rank else {"name": "h", "end": 0}
+        _change(_write(tmp_path, rank, [*calls[:-1], calls[-1] | last], world=64), time=10**9)
+    started = time.monotonic()
+    result = CliRunner().invoke(cli.app, ["trace", str(tmp_path), "--out", str(tmp_path / "job.json")])
+    assert result.exit_code == 0, result.output
+    assert len(result.output.splitlines()) == 6, result.output
+    assert time.monotonic() - started < 60
 
 
 def test_records_that_agree_say_so_and_other_files_are_refused(tmp_path: Path) -> None:

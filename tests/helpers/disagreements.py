@@ -39,7 +39,7 @@ COLLECTIVES: dict[str, Case] = {
     "all_gather-dim": (lambda g, r: c.all_gather(T(2, 2), r, g), "differ in dim"),
     "all_gather-sizes": (lambda g, r: c.all_gather(T(2 + r, 2), 0, g, sizes=[2, 3] if r else [2, 2]), "sizes"),
     "all_gather-uneven": (lambda g, r: c.all_gather(T(2 + r, 2 + r), 0, g, sizes=[2, 3]), "differ in shape"),
-    "all_gather-refused": (lambda g, r: c.all_gather(T(3, 2), 0, g, sizes=[1, 2] if r else None), "differ in shape"),
+    "all_gather-refused": (lambda g, r: c.all_gather(T(3, 2), 0, g, sizes=[1, 2] if r else None), "differ in sizes"),
     "all_gather-async": (lambda g, r: c.all_gather(T(2, 2 + r), 0, g, True)[1].wait(), "differ in shape"),
     "reduce_scatter-shape": (lambda g, r: c.reduce_scatter(T(4 + 2 * r), 0, g), "differ in shape"),
     "reduce_scatter-op": (
@@ -61,6 +61,9 @@ COLLECTIVES: dict[str, Case] = {
     "all_to_all-even-and-sizes": (lambda g, r: c.all_to_all(T(4), g, *([[2, 2]] * 2 if r else [])), "sizes"),
     "split_reduce_scatter-dims": (lambda g, r: c.split_reduce_scatter([T(4, 4)] * 2, [0, r], g), "differ in dims"),
     "split_reduce_scatter-count": (lambda g, r: c.split_reduce_scatter([T(4)] * (2 + r), 0, g), "differ in shape"),
+    "split_reduce_scatter-wire": (
+        lambda g, r: c.split_reduce_scatter(T(4), 0, g, dtype=torch.float64 if r else None), "in dtype of the wire"
+    ),
     "split_reduce_scatter-scale": (lambda g, r: c.split_reduce_scatter(T(4), 0, g, scale=1.0 + r), "differ in scale"),
 }  # fmt: skip
 

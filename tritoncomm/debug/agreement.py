@@ -16,7 +16,7 @@ from tritoncomm_kernels import tables
 
 from tritoncomm import variables
 
-__all__ = ["check", "compare", "difference", "named_ranks", "settings"]
+__all__ = ["by_text", "check", "compare", "difference", "named_ranks", "settings"]
 
 _KEY = "tritoncomm/agreement"
 _SHOWN = 6
@@ -92,6 +92,14 @@ def _line(name: str, settings: Sequence[Mapping[str, str]], ranks: Sequence[int]
     groups = _by_value(name, settings, ranks)
     values = ", ".join(f"{value or 'unset'} on {named_ranks(group)}" for value, group in groups.items())
     return f"{name}{where} is {values}" if len(groups) > 1 else ""
+
+
+def by_text(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
+    """Each distinct text of a rank, and the ranks that have it."""
+    ranks: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        ranks.setdefault(texts[rank], []).append(rank)
+    return list(ranks.items())
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from tritoncomm import record, variables
 from tritoncomm.debug.agreement import named_ranks
 from tritoncomm.debug.descriptor import Descriptor, describe, difference
-from tritoncomm.debug.exchange import Blocked, Exchange, exchange, fail_circle, in_words, table_of
+from tritoncomm.debug.exchange import Blocked, Exchange, exchange, fail_circle, fail_ended, in_words, table_of
 from tritoncomm.debug.flight import Call, Entry, located
 from tritoncomm.errors import MismatchError, PeerError, UnsupportedError
 
@@ -201,7 +201,7 @@ def _agree(
         return made
 
     def stuck() -> bytes | None:
-        return fail_circle(over, mine)
+        return fail_circle(over, mine) or fail_ended(over, mine)
 
     def late() -> bytes:
         return decide(_late_table(over, base, member))

@@ -65,7 +65,7 @@ def as_json(value: Any) -> Any:
 
 def _word(value: Any) -> str:
     """Of an op its name, of a layout its parts."""
-    name = getattr(value, "name", None)
+    name = getattr(getattr(value, "op", value), "name", None)  # ReduceOp(ReduceOp.SUM) is an object of its own
     if isinstance(name, str):
         return name
     if hasattr(value, "seq_sizes"):
@@ -95,10 +95,10 @@ def _describe(
     if kind == "all_to_all_single":
         sends, receives = _rows(shape, given["in_sizes"], world), _rows(shape, given["out_sizes"], world)
         uneven = given["in_sizes"] is not None or given["out_sizes"] is not None
-        fields |= {"shape": _shape(shape, 0 if uneven else None), "sizes": "given" if uneven else "even"}
+        fits = bool(shape) and sum(sends) == shape[0]
+        fields |= {"shape": _shape(shape, 0 if uneven and fits else None), "sizes": "given" if uneven else "even"}
     elif kind == "all_to_all":
-        even = given["scatter_sizes"] is None and given["gather_sizes"] is None
-        fields["shape"] = _shape(shape, None if even else given["gather_dim"])
+        fields["shape"] = _shape(shape, _uneven_dim(shape, given["gather_dim"], given["gather_sizes"], rank))
         fields |= {key: _dim(shape, given[key]) for key in ("scatter_dim", "gather_dim")}
         fields |= {key: _sizes(given[key]) for key in ("scatter_sizes", "gather_sizes")}
     elif kind == "reshard":  # of which every rank has other shards, or none
@@ -108,12 +108,21 @@ def _describe(
         fields["shape"] = ", ".join(_shape(each, dim) for each in shape)
         fields["layout"] = as_json(given["layout"])
     else:
-        fields |= _plain(kind, shape, given, world)
+        fields |= _plain(kind, shape, given, world, rank)
     text = _in_words(name, kind, shape, dtype, given)
     return Descriptor(fields, text, _digest(fields), sends, receives)
 
 
-def _plain(kind: str, shape: Any, given: dict[str, Any], world: int) -> dict[str, str]:
+def _uneven_dim(shape: Any, dim: Any, sizes: Any, rank: int) -> Any:
+    """The dim whose size may differ between ranks, as it is this rank's; None where it may not, or is another one.
+
+    A rank that is about to refuse its own sizes differs so from the others, who would wait for it.
+    """
+    is_dim = isinstance(dim, int) and shape and -len(shape) <= dim < len(shape)
+    return dim if sizes is not None and is_dim and rank < len(sizes) and sizes[rank] == shape[dim] else None
+
+
+def _plain(kind: str, shape: Any, given: dict[str, Any], world: int, rank: int) -> dict[str, str]:
     """Fields of the kinds with at most one dim and one list of sizes."""
     sizes, dim = given.get("sizes"), given.get("dim")
     differs = None
@@ -122,14 +131,15 @@ def _plain(kind: str, shape: Any, given: dict[str, Any], world: int) -> dict[str
         if len(sizes) == world and all(size == own for size in sizes):
             sizes = None  # the even collective
         elif kind == "all_gather":
-            differs = dim
+            differs = _uneven_dim(shape, dim, sizes, rank)
     fields = {"shape": _shape(shape, differs)}
     if "dim" in given:
         fields["dim"] = _dim(shape, dim)
     if "sizes" in given:
         fields["sizes"] = _sizes(sizes)
     rest = {key: value for key, value in given.items() if key not in ("dim", "sizes")}
-    return fields | {key: str(as_json(value)) for key, value in rest.items()}
+    # An argument may have the name of the tensors' own dtype.
+    return fields | {"dtype of the wire" if key == "dtype" else key: str(as_json(rest[key])) for key in rest}
 
 
 def _rows(shape: Any, sizes: Any, world: int) -> tuple[int, ...]:

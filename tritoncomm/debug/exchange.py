@@ -7,20 +7,24 @@ A rank that waits longer than ``_PATIENCE`` publishes what it is blocked in. If 
 as where two of them call on different groups, whoever sees it first fails all calls of the circle.
 """
 
+import atexit
 import json
+import os
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tritoncomm.debug.agreement import named_ranks
+from tritoncomm.debug.agreement import by_text, named_ranks
 
-__all__ = ["Blocked", "Exchange", "exchange", "fail_circle", "in_words", "table_of"]
+__all__ = ["Blocked", "Exchange", "exchange", "fail_circle", "fail_ended", "in_words", "table_of"]
 
 _ROOT = "tritoncomm/check"
 _PATIENCE, _LONGEST_PAUSE = 0.4, 0.02  # seconds
@@ -78,7 +82,9 @@ class Exchange:
         self.store.set_timeout(timedelta(seconds=1))
         try:
             return self.store.get(key)
-        except dist.DistStoreError:
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError:  # DistStoreError, which a FileStore does not raise
             return None
 
     def publish(self, mine: Blocked) -> None:
@@ -140,8 +146,32 @@ class Exchange:
             if published:
                 self.withdraw()
 
+    def ended(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Of these ranks, those whose processes have ended, and why."""
+        words = {rank: self.get(f"{self.prefix}/ended/{rank}") for rank in ranks}
+        return {rank: text.decode() for rank, text in words.items() if text is not None}
+
 
 _exchanges: "list[tuple[Any, Exchange]]" = []  # over the default store of now
+_pid = os.getpid()
+
+
+@atexit.register
+def _leave_word() -> None:
+    """At the end of the process, for those that wait for it: a backend may see a closed connection, the store does not.
+
+    Processes that are killed leave none; they are waited for until the timeout.
+    """
+    if not _exchanges or os.getpid() != _pid:
+        return
+    over, error = _exchanges[0][1], getattr(sys, "last_value", None)
+    why = (
+        "has ended"
+        if error is None
+        else f"has ended with {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    )
+    with suppress(RuntimeError):  # the store has ended before
+        over.store.set(f"{over.prefix}/ended/{over.rank}", why)
 
 
 def exchange() -> Exchange:
@@ -154,13 +184,19 @@ def exchange() -> Exchange:
 
 def table_of(words: dict[int, str]) -> str:
     """A line for every distinct text, with the ranks that have it."""
-    by_text: dict[str, list[int]] = {}
-    for rank in sorted(words):
-        by_text.setdefault(words[rank], []).append(rank)
-    lines = [f"  {named_ranks(ranks)}: {text}" for text, ranks in list(by_text.items())[:_MAX_SHOWN]]
-    if len(by_text) > _MAX_SHOWN:
-        lines.append(f"  and {len(by_text) - _MAX_SHOWN} more")
-    return "\n".join(lines)
+    lines = [f"  {named_ranks(ranks)}: {text}" for text, ranks in by_text(words)]
+    more = [f"  and {len(lines) - _MAX_SHOWN} more"] * (len(lines) > _MAX_SHOWN)
+    return "\n".join(lines[:_MAX_SHOWN] + more)
+
+
+def fail_ended(over: Exchange, mine: Blocked) -> bytes | None:
+    """Fail the call that this rank is blocked in if one of its ranks has ended; the verdict on it, else None."""
+    ended = over.ended(rank for rank in mine.ranks if rank != over.rank)
+    if not ended:
+        return None
+    table = table_of({over.rank: f"{mine.words}{in_words(mine)}"} | ended)
+    text = f"{named_ranks(sorted(ended))} will not come to this call:\n{table}"
+    return over.store.compare_set(f"{mine.base}/verdict", "", text)
 
 
 def _missing(over: Exchange, own: int, each: Blocked) -> list[int]:
@@ -172,9 +208,21 @@ def _missing(over: Exchange, own: int, each: Blocked) -> list[int]:
 def _circle(over: Exchange, mine: Blocked) -> dict[int, Blocked] | None:
     """The blocked calls of ranks that wait for each other in a circle that this rank waits for; None if there is none.
 
-    A rank waits for another as long as its call has neither that rank's key nor a verdict. A blocked rank makes no
-    other call, so a circle stays one.
+    A blocked rank makes no other call, so a circle stays one. But ranks are looked at one after the other, and one that
+    goes on meanwhile takes keys of its call away, as if they had never come: so all have to be where they were seen.
     """
+    circle = _seen_circle(over, mine)
+    if circle is None:
+        return None
+    others = {rank: each for rank, each in circle.items() if rank != over.rank}
+    # In this order: a verdict is deleted only after its ranks have come to a later call.
+    if any(over.get(f"{each.base}/verdict") is not None for each in others.values()):
+        return None
+    return circle if all(over.blocked(rank) == each for rank, each in others.items()) else None
+
+
+def _seen_circle(over: Exchange, mine: Blocked) -> dict[int, Blocked] | None:
+    """``_circle`` as it looks: a rank waits for another if its call has neither that rank's key nor a verdict."""
     path, left, seen = {over.rank: mine}, [(over.rank, iter(_missing(over, over.rank, mine)))], {over.rank}
     while left:
         rank, missing = left[-1]

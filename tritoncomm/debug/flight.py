@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,9 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from tritoncomm import record, variables
 from tritoncomm.debug.descriptor import KINDS, as_json
 
-__all__ = ["FORMAT", "Call", "Entry", "Flight", "call_site", "dump", "flight", "located", "open_calls", "write_on"]
+__all__ = [
+    "FORMAT", "Call", "Entry", "Flight", "call_site", "dump", "flight", "located", "open_calls", "report", "write_on",
+]  # fmt: skip
 
 FORMAT = 1
 _HERE = str(Path(__file__).parents[1]) + os.sep
@@ -31,6 +34,7 @@ _TORCH = str(Path(torch.__path__[0])) + os.sep
 _names: Mapping[ProcessGroup, str] = getattr(distributed_c10d, "_pg_names", {})
 _current_node = torch._C._current_autograd_node
 _frame, _thread, _time = sys._getframe, threading.get_ident, time.time_ns
+_count_call = record.count_call
 _SITE = "_tritoncomm_site"
 
 
@@ -128,7 +132,11 @@ def call_site(depth: int = 1) -> Any:
     node = _current_node()
     if node is not None and (site := getattr(node, _SITE, None)) is not None:
         return site
-    frame, forward = _frame(depth + 1), None
+    forward = None
+    try:
+        frame = _frame(depth + 1)
+    except ValueError:  # a thread that begins with a call of this package
+        frame = _frame(depth)
     while True:
         code = frame.f_code
         try:
@@ -157,14 +165,14 @@ class Flight:
         entries: of the last calls, oldest first.
         before: called with every call before it starts, and its group and tensors: the comparison of check mode.
         counts: calls so far by group.
-        last: the entry of the last call of every thread.
+        last: by thread, its identifier and the entry of its last call.
     """
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque(maxlen=1)
         self.before: Callable[[Entry, Any, Any], None] | None = None
         self.counts: dict[str, int] = {}
-        self.last: dict[int, Entry] = {}
+        self.last: dict[int, list[Any]] = {}
 
     @property
     def calls(self) -> list[Call]:
@@ -176,8 +184,12 @@ class Flight:
         if calls != self.entries.maxlen:
             self.entries = deque(self.entries, maxlen=max(calls, 1))
         if not calls:
-            self.entries.clear()
-            self.last.clear()
+            self.forget()
+
+    def forget(self) -> None:
+        """Forget the calls so far, but for their counts."""
+        self.entries.clear()
+        self.last.clear()
 
     def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = ()) -> Any:
         """``record.begin`` while this is on: every line is on the hot path, so all that can be is left to the dump."""
@@ -193,11 +205,29 @@ class Flight:
             shape, dtype = x.shape, x.dtype
         except AttributeError:
             shape, dtype = _several(x)
+        site, code, offset = None, None, 0
+        try:  # most calls are of a mapping or a collective that the program called: two frames up, and no walk
+            outer = _frame(2).f_code
+            if _current_node() is None and outer.co_name != "forward" and _sources[outer.co_filename] == _OURS:
+                site = _frame(3)
+                code, offset = site.f_code, site.f_lasti
+                if _sources[code.co_filename] != _PROGRAM or code.co_name == "<genexpr>":
+                    site = None
+        except (KeyError, ValueError):  # a file that was not seen yet; a thread that begins here
+            site = None
+        if site is None:
+            code, offset = call_site(2)
+        del site  # a frame keeps its tensors
         thread = _thread()
-        code, offset = call_site(2)
-        self.last[thread] = entry = [
-            count, name, kind, group_name, shape, dtype, arguments, code, offset, thread, _time(), 0, "", 0, 0, "",
+        last = self.last.get(thread)
+        entry = [
+            count, name, kind, group_name, shape, dtype, arguments, code, offset, last[0] if last else thread, _time(),
+            0, "", 0, 0, "",
         ]  # fmt: skip
+        if last is None:
+            self.last[thread] = [thread, entry]
+        else:
+            last[1] = entry
         self.entries.append(entry)
         if self.before is not None:
             self.before(entry, group, x)
@@ -205,20 +235,24 @@ class Flight:
 
     def add(self, name: str, path: Any, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
         """``record.add`` while this is on: complete the entry of the call, and count it."""
-        entry = self.last.get(_thread())
-        if entry is not None and entry[_NAME] == name:
+        _count_call(name, path, bytes_copied, bytes_sent, started, calls)
+        last = self.last.get(_thread())
+        if last is not None and (entry := last[1])[_NAME] == name:
             if not entry[_END]:
                 entry[_END], entry[_PATH], entry[_COPIED], entry[_SENT] = _time(), path, bytes_copied, bytes_sent
             elif not calls:
                 entry[_END] = _time()
                 entry[_COPIED] += bytes_copied
                 entry[_SENT] += bytes_sent
-        record.count_call(name, path, bytes_copied, bytes_sent, started, calls)
+
+    def enter(self, ctx: Any) -> None:
+        """Leave the caller on the node of a forward that may send nothing, where its backward finds it."""
+        call_site()
 
     def failed(self, name: str, error: BaseException) -> None:
         """A call raises: note it, and write the record where a folder for it is set."""
-        entry = self.last.get(_thread())
-        if entry is not None and entry[_NAME] == name and not entry[_END]:
+        last = self.last.get(_thread())
+        if last is not None and (entry := last[1])[_NAME] == name and not entry[_END]:
             entry[_ERROR] = f"{type(error).__name__}: {error}"
         write_on(f"{name}: {type(error).__name__}")
 
@@ -242,14 +276,23 @@ def _name_of(group: Any) -> str:
 
 
 def write_on(reason: str) -> Path | None:
-    """``dump``, if the record is on (and not merely kept for check mode); None where it cannot be written."""
-    if not variables.FLIGHT.value[0]:
+    """``dump``, if the record is on (and not merely kept for check mode); None where it cannot be written.
+
+    A process without calls writes nothing: it may be a worker of a rank, whose record it would replace.
+    """
+    if not variables.FLIGHT.value[0] or not flight.entries:
         return None
     try:
         return dump(reason=reason)
-    except OSError as error:  # the error that is being reported matters more
-        print(f"tritoncomm: the flight record cannot be written: {error}", file=sys.stderr)
+    except Exception as error:  # what is being reported matters more, and the threads that report go on
+        report(f"the flight record cannot be written: {type(error).__name__}: {error}")
         return None
+
+
+def report(text: str) -> None:
+    """A line on standard error, if there is one."""
+    with suppress(OSError, ValueError):  # closed, or a pipe without a reader
+        print(f"tritoncomm: {text}", file=sys.stderr, flush=True)
 
 
 def open_calls(before: int) -> list[Call]:
@@ -262,7 +305,7 @@ def open_calls(before: int) -> list[Call]:
 
 def _open_entries(before: int) -> list[Entry]:
     open_ones = [
-        (thread, entry) for thread, entry in list(flight.last.items())
+        (thread, entry) for thread, entry in list(flight.last.values())
         if entry[_START] <= before and not entry[_END] and not entry[_ERROR]
     ]  # fmt: skip
     if not open_ones:
@@ -329,7 +372,12 @@ def dump(path: str | os.PathLike[str] | None = None, *, reason: str = "dump()") 
     if file.is_dir() or path is None:
         file.mkdir(parents=True, exist_ok=True)
         file /= f"tritoncomm-flight-{data['rank']}.json"
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(json.dumps(data))
-    partial.replace(file)  # a reader never sees half a file
+    partial = file.with_name(f".{file.name}.{os.getpid()}.{_thread()}")  # several threads may write at once
+    try:
+        partial.write_text(json.dumps(data))
+        partial.replace(file)  # a reader never sees half a file
+    except OSError:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
     return file

@@ -7,8 +7,9 @@ about to send. Where two ends differ both raise after the transfer, and the grou
 comes after that moment raises at the end of its next step.
 
 An end that fails before its transfer is complete gives it up: it sets the transfer's verdict, by which the other end is
-refused once, when it comes to that transfer, and from then on both count the same again. Where the other end may have
-sent already, all later transfers of the two are refused, as each would receive what the one before it sent.
+refused once, when it comes to that transfer, and from then on both count the same again. Where one of them has gone on
+to the transfer itself, or may have, all later transfers of the two are refused, as each would receive what the one
+before it sent. The verdict of a circle comes from neither end: then each end leaves word that it is refused.
 """
 
 import json
@@ -28,6 +29,7 @@ __all__ = ["MOMENT", "PAIRS", "CheckedHop", "Content"]
 PAIRS = {"send_next": "recv_prev", "send_prev": "recv_next", "recv_prev": "send_next", "recv_next": "send_prev"}
 MOMENT = 1.0  # seconds
 _MAX_UNMET = 1024  # per channel
+_GAVE_UP = "gave this transfer up"
 _REMEDY = "Each end is refused this transfer once, then both count the same again: the step may be repeated on both"
 _CLOSED = (
     " are out of step since a step that one of them gave up when the other may have sent its part: make their process "
@@ -72,6 +74,7 @@ class CheckedHop:
         self._name, self._stage = name, str(neighbours)
         file, line = located(call_site(2))
         self._waits: dict[str, _Wait] = {}
+        self._gone_on: set[str] = set()  # keys of transfers that are made now
         for key in _ORDER:
             if key not in contents:
                 continue
@@ -99,33 +102,51 @@ class CheckedHop:
         verdict = f"{wait.mine.base}/verdict"
 
         def ready() -> Any:
-            return over.get(verdict) or over.get(wait.theirs)
+            theirs = over.get(wait.theirs)  # first: an end that gives up and comes again sets this verdict before
+            return over.get(verdict) or theirs
 
         def stuck() -> Any:
             return fail_circle(over, wait.mine)
 
         seen = over.wait(ready, MOMENT, wait.mine, stuck, lambda: None, in_helper)
-        if seen is None:
-            over.publish(wait.mine)
-        elif not seen.startswith(b"["):
+        if seen is not None and not seen.startswith(b"["):
             text = seen.decode()
             self.give_up(text)
             raise MismatchError(f"{self._name}: {_with_remedy(text)}")
+        self._gone_on.add(key)
+        if seen is None:
+            over.publish(wait.mine)
 
     def give_up(self, why: str) -> None:
         """No transfer of this step that is not complete will be: let the other ends know, once each."""
         over = self._over
         over.withdraw()
         while self._waits:  # a helper thread may be at it too
-            _, wait = self._waits.popitem()
+            key, wait = self._waits.popitem()
             peer = wait.mine.ranks[wait.place]
-            text = _with_remedy(f"rank {over.rank} gave this transfer up, its {wait.mine.words}: {why}")
+            text = _with_remedy(f"rank {over.rank} {_GAVE_UP}, its {wait.mine.words}: {why}")
             made = over.store.compare_set(f"{wait.mine.base}/verdict", "", text).decode()
-            # Whoever makes the verdict knows whether the other end had come by then; one that is refused has not sent.
-            may_be_sent = made == text and over.get(wait.theirs) is not None
-            if _CLOSED in made or may_be_sent:
-                words = made if _CLOSED in made else _CLOSED.join((f"ranks {over.rank} and {peer}", f":\n{why}"))
-                over.store.compare_set(f"{wait.following}/verdict", "", words)
+            if _CLOSED not in made:
+                if not self._is_apart(wait, key in self._gone_on, made, text):
+                    continue
+                made = _CLOSED.join((f"ranks {over.rank} and {peer}", f":\n{why}"))
+            over.store.compare_set(f"{wait.following}/verdict", "", made)
+
+    def _is_apart(self, wait: "_Wait", has_gone_on: bool, verdict: str, own: str) -> bool:
+        """Whether one end may have made its part of a transfer that the other one gives up."""
+        over, is_circle = self._over, verdict != own
+        if verdict.startswith(f"rank {wait.mine.ranks[wait.place]} {_GAVE_UP}"):
+            return False  # the other end has seen to it
+        if has_gone_on:
+            return True
+        if is_circle:
+            over.store.set(f"{wait.mine.base}/refused/{1 - wait.place}", "1")
+        if over.get(wait.theirs) is None:
+            return False  # an end that comes after the verdict is refused by it
+        if not is_circle:
+            return True
+        refused = partial(over.get, f"{wait.mine.base}/refused/{wait.place}")
+        return over.wait(refused, MOMENT, wait.mine, lambda: None, lambda: None, True) is None
 
     def problem(self, key: str) -> str:
         """Why the other end of a transfer that is complete does not belong to it; empty if it does."""

@@ -2,7 +2,8 @@
 
 Python runs a signal handler between two instructions of the main thread, which never comes while that is blocked in a
 collective. The interpreter's C handler, though, writes the signal's number to a file descriptor at once
-(``signal.set_wakeup_fd``), and a thread that reads it writes the record.
+(``signal.set_wakeup_fd``), and a thread that reads it writes the record. Where the program has set another descriptor
+since, as asyncio does, the handler itself writes it.
 """
 
 import contextlib
@@ -11,10 +12,11 @@ import signal
 import sys
 import threading
 import time
-from types import TracebackType
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
-from tritoncomm.debug.flight import open_calls, write_on
+from tritoncomm.debug.flight import flight, open_calls, report, write_on
 
 __all__ = ["SIGNAL", "WATCHDOG_SECONDS", "install"]
 
@@ -23,35 +25,95 @@ WATCHDOG_SECONDS = 60.0
 """Seconds after which a call that blocks the host is reported, once, with a record."""
 
 _installed = threading.Event()
+_descriptor = -1  # that signals are written to
 
 
 def install() -> None:
     """Install all three, once per process; the signal only from the main thread. They do nothing while it is off."""
-    if not _installed.is_set() and threading.current_thread() is threading.main_thread():
-        _installed.set()
-        _install_hook()
-        _install_signal()
-        threading.Thread(target=_watch, name="tritoncomm-watchdog", daemon=True).start()
+    if _installed.is_set():
+        return
+    _installed.set()
+    _install_hooks()
+    _install_signal()
+    threading.Thread(target=_watch, name="tritoncomm-watchdog", daemon=True).start()
+    os.register_at_fork(after_in_child=_after_fork)
 
 
-def _install_hook() -> None:
-    before = sys.excepthook
+def _install_hooks() -> None:
+    """Errors that end the program, or a thread of it; what was installed before is called as well."""
+    before, before_in_threads = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
         write_on(f"uncaught {kind.__name__}: {error}")
         return before(kind, error, traceback)
 
-    sys.excepthook = hook
+    def thread_hook(args: threading.ExceptHookArgs) -> Any:
+        if args.exc_type is not SystemExit:  # which ends a thread silently
+            name = "" if args.thread is None else f" in thread {args.thread.name!r}"
+            write_on(f"uncaught {args.exc_type.__name__}{name}: {args.exc_value}")
+        return before_in_threads(args)
+
+    sys.excepthook, threading.excepthook = hook, thread_hook
 
 
 def _install_signal() -> None:
     """A program's own handler of the signal, and its own descriptor for signals, keep working."""
-    read, write = os.pipe()
-    os.set_blocking(write, False)
+    global _descriptor
+    if reason := _reason_against():
+        report(f"{SIGNAL.name} does not write the flight record: {reason}")
+        return
+    read, _descriptor = os.pipe()
+    os.set_blocking(_descriptor, False)
     if signal.getsignal(SIGNAL) is signal.SIG_DFL:
-        signal.signal(SIGNAL, lambda number, frame: None)  # the default is to end the process
-    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        signal.signal(SIGNAL, _handle)  # the default is to end the process
+    before = signal.set_wakeup_fd(_descriptor, warn_on_full_buffer=False)
     threading.Thread(target=_read, args=(read, before), name="tritoncomm-signals", daemon=True).start()
+
+
+def _reason_against() -> str:
+    """Why the signal cannot be used; empty if it can."""
+    if threading.current_thread() is not threading.main_thread():
+        return "it was turned on outside of the main thread, where Python installs no handlers"
+    handler = signal.getsignal(SIGNAL)
+    if handler is signal.SIG_IGN:
+        return "the program, or what started it, ignores the signal"
+    if handler is None or (handler is signal.SIG_DFL and _is_caught()):
+        return "it has a handler outside of Python's signal module, as faulthandler.register sets one"
+    return ""
+
+
+def _is_caught() -> bool:
+    """Whether the process has a handler of the signal, Python's or not; False where the system does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
+    return False
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    """In the main thread, after the thread that reads the descriptor; in its place where that is another one."""
+    if (now := signal.set_wakeup_fd(-1)) != -1:
+        signal.set_wakeup_fd(now, warn_on_full_buffer=now != _descriptor)
+    if now != _descriptor and not _forked:
+        write_on(f"signal {SIGNAL.name}")
+
+
+_forked = False
+
+
+def _after_fork() -> None:
+    """In a forked process, as of a data loader: its signals are not this rank's, nor are the calls of its parent.
+
+    Its threads are gone, and what it would write would take the place of its parent's record.
+    """
+    global _forked
+    _forked = True
+    flight.forget()
+    with contextlib.suppress(ValueError):  # outside of the main thread
+        now = signal.set_wakeup_fd(-1)
+        if now not in (-1, _descriptor):
+            signal.set_wakeup_fd(now)
 
 
 def _read(descriptor: int, before: int) -> None:
@@ -76,4 +138,4 @@ def _watch() -> None:
                 path = write_on(f"watchdog: {call.name} is under way for {seconds:.0f} s")
                 if path is not None:
                     count = f"call {call.count} of group {call.group!r}"
-                    print(f"tritoncomm: {call.name}, {count}, waits for {seconds:.0f} s: {path}", file=sys.stderr)
+                    report(f"{call.name}, {count}, waits for {seconds:.0f} s: {path}")

@@ -11,15 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tritoncomm.debug.agreement import named_ranks
+from tritoncomm.debug.agreement import by_text, named_ranks
 from tritoncomm.debug.flight import FORMAT
 from tritoncomm.errors import ArgumentError
 
 __all__ = ["Record", "perfetto", "read", "story"]
 
 _COMPARED = ("name", "kind", "shape", "dtype", "arguments")
-_OWN = {"all_to_all_single": ("shape", "arguments"), "hop": ("name", "shape", "arguments")}  # may differ between ranks
-_MAX_LINES = 20
+_OWN = {  # may differ between ranks
+    "all_to_all_single": ("shape", "arguments"), "hop": ("name", "shape", "arguments"), "reshard": ("shape", "dtype"),
+    "to_heads": ("shape",), "to_sequence": ("shape",),
+}  # fmt: skip
+_MAX_LINES, _MAX_TEXT = 20, 300
 _MAX_RANKS, _MAX_INT = 1 << 20, 1 << 63
 
 
@@ -63,12 +66,12 @@ class Record:
     Attributes:
         rank: global.
         data: the file's content.
-        calls: by group and count.
+        calls: by group, and there by count.
     """
 
     rank: int
     data: dict[str, Any]
-    calls: dict[tuple[str, int], dict[str, Any]]
+    calls: dict[str, dict[int, dict[str, Any]]]
 
     def ranks(self, group: str) -> list[int]:
         """Global ranks of a group, as far as this record has them."""
@@ -87,9 +90,11 @@ def read(files: Iterable[str | os.PathLike[str]]) -> list[Record]:
     records: dict[int, Record] = {}
     for path in paths:
         data = _content(path)
-        rank, calls = data["rank"], {(call["group"], call["count"]): call for call in data["calls"]}
+        rank, calls = data["rank"], {}
         if rank in records:
             raise ArgumentError(f"{path} is a second record of rank {rank}")
+        for call in data["calls"]:
+            calls.setdefault(call["group"], {})[call["count"]] = call
         records[rank] = Record(rank, data, calls)
     if not records:
         raise ArgumentError("there are no flight records in the given files")
@@ -162,66 +167,100 @@ def _words(call: dict[str, Any]) -> str:
     shape = "" if call["shape"] is None else f"{call['dtype'] or ''} {call['shape']}".strip()
     arguments = [f"{key}={value}" for key, value in call["arguments"].items() if value is not None]
     inside = ", ".join(filter(None, (shape, *arguments)))
+    if len(inside) > _MAX_TEXT:
+        inside = f"{inside[:_MAX_TEXT]}..."
     return f"{call['name']}({inside}) at {call['file']}:{call['line']}"
 
 
 def story(records: Sequence[Record]) -> list[str]:
     """In words: the ranks without a record, the first call of every group that differs, and who waits for whom."""
+    lines = _of_one_job(records)
+    for group in sorted({group for each in records for group in each.calls}):
+        lines += _first_difference(group, records)
+    waits = {each.rank: text for each in records if (text := _waits(each, records))}
+    lines += [f"{named_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} in {text}" for text, ranks in by_text(waits)]
+    lines = lines or ["the records agree, and no call was under way when they were written"]
+    return ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines]
+
+
+def _of_one_job(records: Sequence[Record]) -> list[str]:
+    """Ranks that have no record, and records that do not seem to be of one run."""
     known, lines = {each.rank for each in records}, []
+    worlds = {each.rank: str(each.data["world"]) for each in records}
+    if len(set(worlds.values())) > 1:
+        sizes = ", ".join(f"{world} on {named_ranks(ranks)}" for world, ranks in by_text(worlds))
+        lines.append(f"these records are not of one run: the number of ranks is {sizes}")
+    begun = max((min((call["start"] for call in each.data["calls"]), default=0) for each in records), default=0)
+    if early := [each.rank for each in records if each.data["calls"] and each.data["time"] < begun]:
+        lines.append(f"{named_ranks(early)} wrote before all calls that another record has: are they of one run?")
     world = max(each.data["world"] for each in records)
     if absent := [rank for rank in range(world) if rank not in known]:
         lines.append(f"no record of {named_ranks(absent)} of {world}")
-    groups = sorted({group for each in records for group, _ in each.calls})
-    for group in groups:
-        lines += _first_difference(group, records)
-    lines += [line for each in records if (line := _waits(each, records))]
-    return lines or ["the records agree, and no call was under way when they were written"]
+    return lines
 
 
 def _first_difference(group: str, records: Sequence[Record]) -> list[str]:
-    """The first call of a group, of those that all of its records still hold, that ranks made differently."""
-    holders = [each for each in records if any(name == group for name, _ in each.calls)]
-    oldest = max(min(count for name, count in each.calls if name == group) for each in holders)
-    for count in sorted({count for each in holders for name, count in each.calls if name == group and count >= oldest}):
-        calls = {each.rank: each.calls[group, count] for each in holders if (group, count) in each.calls}
-        if all(call["kind"] == "hop" for call in calls.values()):
-            continue
-        if differ := _differ(list(calls.values())):
-            head = f"group {group!r}: call {count} is the first that differs, in {', '.join(differ)}:"
-            return [head, *_by_words({rank: _words(call) for rank, call in calls.items()})]
+    """The first call of a group, of those that all of its records still hold, that ranks made differently.
+
+    Groups of other ranks may have the same name.
+    """
+    by_ranks: dict[tuple[int, ...], list[Record]] = {}
+    for each in records:
+        if group in each.calls:
+            by_ranks.setdefault(tuple(each.ranks(group)), []).append(each)
+    unknown = by_ranks.pop((), []) if len(by_ranks) == 2 else []  # destroyed since, but there is one that it was
+    for holders in by_ranks.values():
+        holders = sorted(holders + unknown, key=lambda each: each.rank)
+        oldest = max(min(each.calls[group]) for each in holders)
+        for count in sorted({count for each in holders for count in each.calls[group] if count >= oldest}):
+            calls = {each.rank: each.calls[group][count] for each in holders if count in each.calls[group]}
+            if all(call["kind"] == "hop" for call in calls.values()):
+                continue
+            if differ := _differ(list(calls.values())):
+                head = f"group {group!r}: call {count} is the first that differs, in {', '.join(differ)}:"
+                return [head, *_by_words({rank: _words(call) for rank, call in calls.items()})]
     return []
 
 
 def _differ(calls: Sequence[dict[str, Any]]) -> list[str]:
     """Attributes in which calls differ; none of what ranks may differ in, as the shapes of an uneven all-gather."""
     own = set(_OWN.get(calls[0]["kind"], ()))
-    if any(value is not None for key, value in calls[0]["arguments"].items() if key.endswith("sizes")):
+    compared = [call | {"arguments": _without_even_sizes(call["arguments"])} for call in calls]
+    if any(value is not None for key, value in compared[0]["arguments"].items() if key.endswith("sizes")):
         own.add("shape")
-    return [key for key in _COMPARED if key not in own and any(call[key] != calls[0][key] for call in calls)]
+    return [key for key in _COMPARED if key not in own and any(call[key] != compared[0][key] for call in compared)]
+
+
+def _without_even_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Split sizes that are all equal are none."""
+    even = {
+        key for key, value in arguments.items()
+        if key.endswith("sizes") and type(value) is list and all(size == value[0] for size in value)
+    }  # fmt: skip
+    return arguments | dict.fromkeys(even)
 
 
 def _by_words(words: dict[int, str]) -> list[str]:
-    by_text: dict[str, list[int]] = {}
-    for rank, text in sorted(words.items()):
-        by_text.setdefault(text, []).append(rank)
-    lines = [f"  {named_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
+    lines = [f"  {named_ranks(ranks)}: {text}" for text, ranks in by_text(words)]
     return lines[:_MAX_LINES] + [f"  and {len(lines) - _MAX_LINES} more"] * (len(lines) > _MAX_LINES)
 
 
 def _waits(record: Record, records: Sequence[Record]) -> str:
     """What a rank was in when it wrote its record, and which ranks had not come to that call."""
     calls = record.data["calls"]
-    if not calls or calls[-1]["end"]:
+    under_way = [call for call in calls if not call["end"] and not call["error"]]  # of any thread
+    if not under_way and (not calls or calls[-1]["end"]):
         return ""
-    call = calls[-1]
-    line = f"rank {record.rank} is in {_words(call)}, call {call['count']} of group {call['group']!r}"
+    call = under_way[-1] if under_way else calls[-1]
+    line = f"{_words(call)}, call {call['count']} of group {call['group']!r}"
     if call["error"]:
-        line += f", which failed: {call['error'].splitlines()[0]}"
+        line += f", which failed: {(call['error'].splitlines() or [''])[0]}"
     if call["kind"] == "hop":
         return line
-    others = [each for each in records if each.rank in record.ranks(call["group"]) and each.rank != record.rank]
+    ranks = record.ranks(call["group"])
+    others = [each for each in records if each.rank in ranks and each.rank != record.rank]
     missing = [each.rank for each in others if each.data["counts"].get(call["group"], 0) < call["count"]]
-    unknown = [rank for rank in record.ranks(call["group"]) if rank not in {each.rank for each in records}]
+    unknown = sorted(set(ranks) - {each.rank for each in records})
     if missing:
         line += f"; {named_ranks(missing)} did not come to it"
     if unknown:

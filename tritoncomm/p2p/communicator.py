@@ -12,14 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritoncomm import record, variables
 from tritoncomm.core.backend import carrier
+from tritoncomm.debug.hop_windows import compare_hops
+from tritoncomm.debug.hops import CheckedHop
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.groups import GroupLike, as_group
 from tritoncomm.p2p import message
 from tritoncomm.p2p.header import describe_tensors, exchange_headers
-from tritoncomm.p2p.hop import exchange
+from tritoncomm.p2p.hop import checking, exchange
+from tritoncomm.p2p.in_flight import Hop
 from tritoncomm.p2p.message import Shape, describe, is_single_shape
 from tritoncomm.p2p.neighbours import Neighbours
+from tritoncomm.p2p.report import begin, contents_of
 from tritoncomm.p2p.transport import Posted, post
 
 __all__ = ["P2PCommunicator", "_batched_p2p_ops", "_p2p_ops"]
@@ -281,9 +286,9 @@ def _batched_p2p_ops(
     Where both neighbours are one rank the activations (send_next, recv_prev) go first.
     """
     neighbours = Neighbours.of(as_group(group, "_batched_p2p_ops"), prev_pipeline_rank, next_pipeline_rank)
-    sends = {"send_prev": tensor_send_prev, "send_next": tensor_send_next}
-    wires = _wires(sends, {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next})
-    return list(post(neighbours, "_batched_p2p_ops", wires, True).values())
+    sends = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
+    receives = {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next}
+    return list(_posted(neighbours, "_batched_p2p_ops", sends, receives, True).values())
 
 
 def _p2p_ops(
@@ -301,9 +306,54 @@ def _p2p_ops(
     Even stages send before they receive, odd stages receive first.
     """
     neighbours = Neighbours.of(as_group(group, "_p2p_ops"), prev_pipeline_rank, next_pipeline_rank)
-    sends = {"send_prev": tensor_send_prev, "send_next": tensor_send_next}
-    wires = _wires(sends, {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next})
-    return dict(post(neighbours, "_p2p_ops", wires, False))
+    sends = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
+    receives = {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next}
+    return _posted(neighbours, "_p2p_ops", sends, receives, False)
+
+
+def _posted(
+    neighbours: Neighbours,
+    name: str,
+    sends: dict[str, Tensor | None],
+    receives: dict[str, Tensor | None],
+    batched: bool,
+) -> dict[str, Any]:
+    """Handles of the transfers by key, which are started; in check mode they are compared before.
+
+    There is no header that would have their sizes, so transfers whose ends differ are not made.
+    """
+    _range = None
+    if record.switch._is_profiler_enabled:
+        _range = begin(neighbours, name, *sends.values(), *receives.values(), None, False)
+    wires, started, problems = _wires(sends, receives), record.now(), {}
+    if checking() and not neighbours.is_single_rank:
+        problems = _compare(neighbours, name, {key: x for key, x in (sends | receives).items() if x is not None})
+        wires = {key: x for key, x in wires.items() if key not in problems}
+    handles = dict(post(neighbours, name, wires, batched))
+    record.add(name, "view", 0, sum([x.nbytes for key, x in wires.items() if key in sends]), started)
+    if problems:
+        for each in handles.values():
+            each.wait()
+        raise MismatchError("; ".join(problems.values()))
+    if variables.HASH.value:
+        compare_hops(neighbours, name)
+    return handles
+
+
+def _compare(neighbours: Neighbours, name: str, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """By key, what is wrong with a transfer; by "" with those of earlier steps."""
+    contents = {key: describe_tensors([x]) for key, x in tensors.items()}
+    hop = Hop(checked=CheckedHop(neighbours, name, contents_of(contents, {})))
+    assert hop.checked is not None
+    try:
+        for key in contents:
+            hop.meet(key)
+            hop.compare(key)
+        hop.note("", hop.checked.earlier())
+    except BaseException as error:
+        hop.give_up(error)
+        raise
+    return hop.problems
 
 
 def _wires(sends: dict[str, Tensor | None], receives: dict[str, Tensor | None]) -> dict[str, Tensor]:

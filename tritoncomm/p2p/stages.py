@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncomm import groups
+from tritoncomm import groups, record
 from tritoncomm.core import backend
 from tritoncomm.core.ops import pack
 from tritoncomm.errors import ArgumentError
@@ -153,8 +153,12 @@ class _Sharded:
         tensors = [received] if self.is_single else received
         for i, full in enumerate(self.full):
             if full is not None:
-                group = groups.group_for(ParallelMode.TENSOR, full, name)
-                backend.all_gather(full.view(-1), tensors[i].detach(), group, name)
+                group, shard = groups.group_for(ParallelMode.TENSOR, full, name), tensors[i].detach()
+                started, _range = record.now(), None
+                if record.switch._is_profiler_enabled:
+                    _range = record.begin(name, "all_gather", group, shard, (0, None))
+                backend.all_gather(full.view(-1), shard, group, name)
+                record.add(name, "view", 0, full.nbytes - shard.nbytes, started, calls=0)
                 tensors[i] = full.requires_grad_(full.is_floating_point() or full.is_complex())
         return tensors[0] if self.is_single else tensors
 

@@ -68,6 +68,7 @@ def _run(x: Tensor, collective: MeshCollective) -> Tensor:
 
 
 @direct
+@record.may_send_nothing
 class _Differentiable(torch.autograd.Function):
     """Forward: the collective. Backward: its adjoint."""
 

@@ -1,0 +1,232 @@
+"""When the flight record is written: beside handlers of the program, in threads and forks, on disks that are full."""
+
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import run_job
+
+from tritoncomm import record, variables
+from tritoncomm.debug import flight, signals
+
+NAME = "tritoncomm-flight-0.json"
+
+
+def turn_on(folder: Path) -> None:
+    """As the variable does when the package is imported, and one call."""
+    variables.FLIGHT.assign((16, str(folder)))
+    record.begin("f", "all_reduce", None, torch.ones(2), (None,))
+    record.add("f", "view", 0, 1, 0.0)
+
+
+def reason_in(folder: Path, seconds: float = 10.0) -> str:
+    """Why the record was written, which is then removed; empty if it is not within the time."""
+    end = time.monotonic() + seconds
+    while not (folder / NAME).exists():
+        if time.monotonic() > end:
+            return ""
+        time.sleep(0.01)
+    data = json.loads((folder / NAME).read_text())
+    (folder / NAME).unlink()
+    assert [call["name"] for call in data["calls"]] == ["f"]
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+    return data["reason"]
+
+
+def send() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def said(function: Callable[[], Any]) -> str:
+    """What it prints on standard error."""
+    with contextlib.redirect_stderr(io.StringIO()) as stream:
+        function()
+    return stream.getvalue()
+
+
+def handler_before(folder: Path) -> None:
+    """The program's own handler, and its own descriptor, are called as well."""
+    seen: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    turn_on(folder)
+    send()
+    assert reason_in(folder) == "signal SIGUSR1"
+    assert seen == [signal.SIGUSR1]
+    assert os.read(read, 8) == bytes([signal.SIGUSR1])
+
+
+def handler_after(folder: Path) -> None:
+    turn_on(folder)
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: (seen.append(number), before(number, frame)))
+    assert callable(before)
+    send()
+    assert reason_in(folder) == "signal SIGUSR1"
+    assert seen == [signal.SIGUSR1]
+
+
+def descriptor_after(folder: Path) -> None:
+    """As asyncio sets its own, and takes it away again."""
+    turn_on(folder)
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    for expected in (write, -1):
+        send()
+        assert reason_in(folder) == "signal SIGUSR1"
+        assert signal.set_wakeup_fd(-1) == expected
+    assert os.read(read, 8) == bytes([signal.SIGUSR1])
+
+
+def foreign_handler(folder: Path) -> None:
+    """A handler that Python does not know is left alone, and the record says that it is not written."""
+    with (folder / "traceback").open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        assert "SIGUSR1 does not write the flight record: it has a handler outside" in said(lambda: turn_on(folder))
+        send()
+    assert "foreign_handler" in (folder / "traceback").read_text()
+    assert not reason_in(folder, 0.3)
+
+
+def foreign_handler_after(folder: Path) -> None:
+    turn_on(folder)
+    with (folder / "traceback").open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, chain=True)
+        send()
+        assert reason_in(folder) == "signal SIGUSR1"
+    assert "foreign_handler_after" in (folder / "traceback").read_text()
+
+
+def ignored(folder: Path) -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    assert "SIGUSR1 does not write the flight record: the program, or what started it, ignores" in said(
+        lambda: turn_on(folder)
+    )
+    send()
+    assert not reason_in(folder, 0.3)
+
+
+def forked(folder: Path) -> None:
+    """A worker's signals and errors write nothing in its rank's place."""
+    turn_on(folder)
+    warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            send()
+            sys.excepthook(KeyError, KeyError("worker"), None)
+            time.sleep(0.3)
+            code = 0 if signal.set_wakeup_fd(-1) == -1 and not flight.flight.entries else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not reason_in(folder, 0.3)
+    send()
+    assert reason_in(folder) == "signal SIGUSR1", "and the rank still writes its own"
+
+
+def in_thread(folder: Path) -> None:
+    """Errors that end a thread, and a thread that turns the record on."""
+    text = said(lambda: run(lambda: turn_on(folder), "first"))
+    assert "SIGUSR1 does not write the flight record: it was turned on outside of the main thread" in text
+    assert "worker failed" in said(lambda: run(fail, "second"))
+    assert reason_in(folder) == "uncaught KeyError in thread 'second': 'worker failed'"
+    run(sys.exit, "third")
+    assert not reason_in(folder, 0.1)
+
+
+def run(function: Callable[[], Any], name: str) -> None:
+    thread = threading.Thread(target=function, name=name)
+    thread.start()
+    thread.join()
+
+
+def fail() -> None:
+    raise KeyError("worker failed")
+
+
+def without_a_folder(folder: Path) -> None:
+    """An error is reported in one line and never replaces the one that is being reported."""
+    (folder / "file").touch()
+    turn_on(folder / "file" / "below")
+    for _ in range(2):
+        text = said(lambda: record.failed("f", KeyError("x")))
+        assert text.startswith("tritoncomm: the flight record cannot be written: "), text
+        assert text.count("\n") == 1
+    sys.stderr.close()
+    record.failed("f", KeyError("x"))
+
+
+def full_disk(folder: Path) -> None:
+    """The record of before stays, and nothing of the one that did not fit."""
+    turn_on(folder)
+    assert flight.write_on("first") is not None
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    text = said(lambda: flight.write_on("second"))
+    assert "cannot be written: OSError: " in text
+    with pytest.raises(OSError, match="File too large"):
+        flight.dump()
+    assert reason_in(folder) == "first"
+
+
+def many_writers(folder: Path) -> None:
+    turn_on(folder)
+    failed: list[str] = []
+
+    def write(index: int) -> None:
+        for count in range(20):
+            failed.extend(["no file"] * (flight.write_on(f"{index}-{count}") is None))
+
+    threads = [threading.Thread(target=write, args=(index,)) for index in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not failed
+    assert reason_in(folder)
+
+
+def without_calls(folder: Path) -> None:
+    """A worker that imports the package has nothing to say, and says nothing in rank 0's place."""
+    variables.FLIGHT.assign((16, str(folder)))
+    send()
+    said(lambda: sys.excepthook(KeyError, KeyError("worker"), None))
+    assert not reason_in(folder, 0.3)
+
+
+CASES = {
+    each.__name__: each for each in (
+        handler_before, handler_after, descriptor_after, foreign_handler, foreign_handler_after, ignored, forked,
+        in_thread, without_a_folder, full_disk, many_writers, without_calls,
+    )
+}  # fmt: skip
+
+
+def run_case() -> str:
+    folder = Path(os.environ["FOLDER"])
+    folder.mkdir()
+    assert signals.SIGNAL == signal.SIGUSR1
+    CASES[os.environ["CASE"]](folder)
+    return "good"
+
+
+def test_each_case_in_a_process_of_its_own(tmp_path: Path) -> None:
+    answers = run_job(run_case, [{"CASE": name, "FOLDER": str(tmp_path / name)} for name in CASES])
+    assert dict(zip(CASES, answers, strict=True)) == dict.fromkeys(CASES, "good")
