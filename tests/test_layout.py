@@ -43,7 +43,7 @@ DEBUG = [
     "__init__",
 ]  # fmt: skip
 RESHARD = [
-    "layout", "cells", "plan", "builder", "tables", "steps", "notes", "execute", "report", "unanimous", "specs",
+    "arguments", "layout", "cells", "plan", "builder", "tables", "steps", "notes", "execute", "report", "unanimous", "specs",
     "resharding", "owned", "__init__",
 ]  # fmt: skip
 INSIDE = {"core": CORE, "mappings": MAPPINGS, "reshard": RESHARD, "integrations": INTEGRATIONS, "debug": DEBUG}

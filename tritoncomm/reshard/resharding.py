@@ -16,7 +16,7 @@ from tritoncomm import groups, record
 from tritoncomm.core.cost import DEFAULTS, Rates
 from tritoncomm.core.function import outside_graphs, without_graph
 from tritoncomm.core.plan import Ints
-from tritoncomm.core.validation import check_kind
+from tritoncomm.core.validation import check_data, check_kind
 from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
 from tritoncomm.groups import GroupLike
 from tritoncomm.reshard import notes
@@ -24,10 +24,10 @@ from tritoncomm.reshard.execute import Exchange, apply, check_dtypes
 from tritoncomm.reshard.layout import Layout
 from tritoncomm.reshard.plan import Item, check, digest
 from tritoncomm.reshard.report import text_of
-from tritoncomm.reshard.specs import Wrap, local_of, named, source_of, target_of
+from tritoncomm.reshard.specs import Wrap, by_name, local_of, named, source_of, target_of
 from tritoncomm.reshard.unanimous import agree
 
-__all__ = ["BUCKET_BYTES", "ReshardPlan", "reshard", "reshard_plan"]
+__all__ = ["BUCKET_BYTES", "ReshardPlan", "refuse", "reshard", "reshard_plan"]
 
 BUCKET_BYTES = 256 * 2**20
 Grad = Literal["replicated", "partial"]
@@ -114,6 +114,18 @@ def reshard_plan(
     return plan
 
 
+def refuse(error: CommError, group: ProcessGroup, name: str) -> None:
+    """Raise an error of this rank's arguments, and let the ranks that make a plan meanwhile raise, too.
+
+    Raises:
+        CommError: ``error``.
+    """
+    call = _Call({}, None, None, group, None, "replicated", None, name)
+    call.error, call.is_read = error, False
+    call.exchange(BUCKET_BYTES)
+    raise error
+
+
 class _Call:
     """The arguments of one call: items of the plan, local tensors, and how results are wrapped."""
 
@@ -129,7 +141,10 @@ class _Call:
             self.ranks: Ints = tuple(dist.get_process_group_ranks(self.group))
             self.position = self.group.rank()
         else:
-            self.ranks, self.position = tuple(ranks), list(ranks).index(rank)
+            self.ranks = tuple(ranks)
+            if rank not in self.ranks:
+                raise GroupError(f"{name}: rank {rank!r} is not among the ranks {list(self.ranks)}")
+            self.position = self.ranks.index(rank)
         self.rows: list[tuple[str, Layout, Layout, torch.dtype, torch.dtype, bool]] = []
         self.locals: list[Tensor] = []
         self.outs: list[Tensor] = []
@@ -153,7 +168,7 @@ class _Call:
         outs = {} if out is None else named(out, self.name)
         if out is not None and list(outs) != list(tensors):
             raise ArgumentError(f"{self.name}: out has {list(outs)}, not {list(tensors)}")
-        sources, targets, dtypes = (_by_name(each, list(tensors), self.name) for each in (source, target, dtype))
+        sources, targets, dtypes = (by_name(each, list(tensors), self.name) for each in (source, target, dtype))
         records = out is None and torch.is_grad_enabled()
         for key, x in tensors.items():
             is_planned = isinstance(x, torch.dtype) and self.name == "reshard_plan"
@@ -162,9 +177,13 @@ class _Call:
             x = torch.empty(0, dtype=x, device="meta") if isinstance(x, torch.dtype) else x
             layout = source_of(x, sources[key], self.name, key)
             goal, wrap = target_of(targets[key], layout.shape, self.name, key)
+            if outs and not isinstance(outs[key], Tensor):
+                raise ArgumentError(f"{self.name}: out {key} must be a tensor, not {type(outs[key]).__name__}")
             local, into = local_of(x), local_of(outs[key]) if outs else None
-            check_kind(local, self.name)
+            (check_data if self.name == "reshard" else check_kind)(local, self.name)
             result = dtypes[key] or (local.dtype if into is None else into.dtype)
+            if not isinstance(result, torch.dtype):
+                raise ArgumentError(f"{self.name}: the dtype of {key} must be a torch.dtype, not {result!r:.80}")
             has_grad = records and x.requires_grad
             self.rows.append((key, layout, goal, local.dtype, result, has_grad))
             self.locals.append(local)
@@ -208,6 +227,9 @@ class _Call:
 
     def exchange(self, bucket_bytes: int) -> Exchange:
         """The plan of these arguments, made and compared with that of the other ranks once."""
+        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            wrong = ArgumentError(f"{self.name}: bucket_bytes must be an int of 1 or more, not {bucket_bytes!r:.80}")
+            self.error, bucket_bytes = self.error or wrong, BUCKET_BYTES
         moving = [row for row, stays in zip(self.rows, self.stays, strict=True) if not stays]
         key = bucket_bytes, self.grad, self.name, tuple([(a, b.digest, c.digest, *more) for a, b, c, *more in moving])
         if self.group is None:
@@ -280,20 +302,6 @@ def _group(group: GroupLike | None, name: str) -> ProcessGroup:
     if world is None:
         raise GroupError(f"{name}: torch.distributed is not initialized; call tritoncomm.initialize() or pass a group")
     return world
-
-
-def _by_name(given: Any, names: Sequence[str], name: str) -> Mapping[str, Any]:
-    """What is given for each tensor: by name, by position, or for all."""
-    if isinstance(given, list):
-        if len(given) != len(names):
-            raise ArgumentError(f"{name}: {len(given)} entries for {len(names)} tensors")
-        return dict(zip(names, given, strict=True))
-    if not isinstance(given, Mapping):
-        return dict.fromkeys(names, given)
-    missing = [key for key in names if key not in given]
-    if missing:
-        raise ArgumentError(f"{name}: nothing is given for {missing}, but for {list(given)}")
-    return given
 
 
 class ReshardPlan(record.Traffic):

@@ -1,6 +1,6 @@
 """What describes a layout besides ``Layout``: DTensors, meshes with placements, and specs that bring their own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError
 from tritoncomm.reshard.layout import Layout
 
-__all__ = ["Wrap", "is_dtensor", "local_of", "named", "source_of", "target_of"]
+__all__ = ["Wrap", "by_name", "is_dtensor", "local_of", "named", "source_of", "target_of"]
 
 Wrap = Callable[[Tensor], Any]
 
@@ -24,15 +24,32 @@ def named(tensors: Any, name: str) -> dict[str, Any]:
     """Tensors by name: a mapping as it is, a sequence by index, one tensor alone as ``tensor``.
 
     Raises:
-        ArgumentError: none of these.
+        ArgumentError: none of these, or two keys that are the same as text.
     """
     if isinstance(tensors, Tensor):
         return {"tensor": tensors}
     if isinstance(tensors, Mapping):
-        return {str(key): x for key, x in tensors.items()}
+        result = {str(key): x for key, x in tensors.items()}
+        if len(result) < len(tensors):
+            raise ArgumentError(f"{name}: two names of {list(tensors)} are the same as text")
+        return result
     if isinstance(tensors, list | tuple):
         return {str(index): x for index, x in enumerate(tensors)}
     raise ArgumentError(f"{name}: expected a tensor, a mapping or a sequence of tensors, not {type(tensors).__name__}")
+
+
+def by_name(given: Any, names: Sequence[str], name: str) -> Mapping[str, Any]:
+    """What is given for each tensor: by name, by position, or for all."""
+    if isinstance(given, list):
+        if len(given) != len(names):
+            raise ArgumentError(f"{name}: {len(given)} entries for {len(names)} tensors")
+        return dict(zip(names, given, strict=True))
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(names, given)
+    missing = [key for key in names if key not in given]
+    if missing:
+        raise ArgumentError(f"{name}: nothing is given for {missing}, but for {list(given)}")
+    return given
 
 
 def source_of(tensor: Any, given: Any, name: str, key: str) -> Layout:
