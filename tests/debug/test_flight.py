@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tritoncomm import PeerError, ShapeError, cli, record, variables
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
 from tritoncomm.debug import signals, trace
-from tritoncomm.debug.flight import flight
+from tritoncomm.debug.flight import Call, flight, open_calls
 
 T = torch.ones
 
@@ -167,6 +168,21 @@ def test_a_blocked_rank_writes_its_record_on_a_signal_by_the_watchdog_and_on_the
     assert lines[0].startswith("rank 0 is in all_gather_dim(float32 [2], dim=0) at ")
     assert "which failed: PeerError" in lines[0]
     assert lines[0].endswith("rank 1 did not come to it")
+
+
+def test_the_watchdog_looks_at_no_frames_while_no_call_is_late() -> None:
+    """A frame that it held would keep the tensors of the call that it watches."""
+    entries = {1: _entry(start=100, end=200), 2: _entry(start=900)}
+    with mock.patch.object(flight, "last", entries):
+        with mock.patch.object(sys, "_current_frames", side_effect=AssertionError("frames were looked at")):
+            assert open_calls(800) == []
+        with mock.patch.object(sys, "_current_frames", return_value={}) as frames:
+            assert open_calls(900) == open_calls(900) == []
+        assert frames.call_count == 1, "a call that was refused is looked for once"
+
+
+def _entry(**fields: Any) -> list[Any]:
+    return list(Call(1, "f", "all_reduce", "g", (2,), torch.float32, (), None, 0, 1, 0)._replace(**fields))
 
 
 def _call(name: str, count: int, shape: list[int], **more: Any) -> dict[str, Any]:

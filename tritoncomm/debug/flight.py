@@ -94,9 +94,10 @@ class Call(NamedTuple):
 # An entry of the record is a list in the order of ``Call``: of what can be completed later, it is the cheapest to make.
 # It holds as little as possible, because that of the call that it displaces has to come back into the cache.
 Entry = list[Any]
-_NAME, _END, _PATH, _COPIED, _SENT, _ERROR = map(
-    Call._fields.index, ("name", "end", "path", "bytes_copied", "bytes_sent", "error")
+_NAME, _START, _END, _PATH, _COPIED, _SENT, _ERROR = map(
+    Call._fields.index, ("name", "start", "end", "path", "bytes_copied", "bytes_sent", "error")
 )
+_REFUSED = "raised before anything was sent"
 
 
 def located(site: Any) -> tuple[str, int]:
@@ -251,17 +252,29 @@ def write_on(reason: str) -> Path | None:
         return None
 
 
-def open_calls() -> list[Call]:
-    """The calls that are under way: not ended, and their thread is inside this package."""
-    return list(map(Call._make, _open_entries()))
+def open_calls(before: int) -> list[Call]:
+    """The calls that are under way since ``before`` (ns) or longer: not ended, and their thread is inside this package.
+
+    Only where such a call may exist are the threads' frames looked at: a frame that is held keeps its tensors.
+    """
+    return list(map(Call._make, _open_entries(before)))
 
 
-def _open_entries() -> list[Entry]:
-    frames = sys._current_frames()
-    return [
-        entry for thread, entry in list(flight.last.items())
-        if not entry[_END] and not entry[_ERROR] and thread in frames and _is_inside(frames[thread])
+def _open_entries(before: int) -> list[Entry]:
+    open_ones = [
+        (thread, entry) for thread, entry in list(flight.last.items())
+        if entry[_START] <= before and not entry[_END] and not entry[_ERROR]
     ]  # fmt: skip
+    if not open_ones:
+        return []
+    frames = sys._current_frames()
+    under_way = []
+    for thread, entry in open_ones:
+        if thread in frames and _is_inside(frames[thread]):
+            under_way.append(entry)
+        elif not entry[_END]:
+            entry[_ERROR] = _REFUSED  # and not looked for again
+    return under_way
 
 
 def _is_inside(frame: Any) -> bool:
@@ -277,10 +290,10 @@ def _snapshot(reason: str) -> dict[str, Any]:
     """The record as ``dump`` writes it."""
     # Entries first: one whose call ends only after this is complete, and is not taken for one that was refused.
     entries, counts = list(flight.entries), dict(flight.counts)
-    under_way = set(map(id, _open_entries()))
+    under_way = set(map(id, _open_entries(time.time_ns())))
     for entry in entries:
         if not entry[_END] and not entry[_ERROR] and id(entry) not in under_way:
-            entry[_ERROR] = "raised before anything was sent"
+            entry[_ERROR] = _REFUSED
     calls, first = list(map(Call._make, entries)), sum(counts.values()) - len(entries) + 1
     names = {call.group for call in calls}
     return {

@@ -69,9 +69,9 @@ def _watch() -> None:
     while True:
         time.sleep(min(1.0, WATCHDOG_SECONDS / 4))
         now = time.time_ns()
-        for call in open_calls():
+        for call in open_calls(now - int(WATCHDOG_SECONDS * 1e9)):
             seconds = (now - call.start) / 1e9
-            if seconds > WATCHDOG_SECONDS and call.start > reported:
+            if call.start > reported:
                 reported = call.start
                 path = write_on(f"watchdog: {call.name} is under way for {seconds:.0f} s")
                 if path is not None:
