@@ -43,8 +43,8 @@ DEBUG = [
     "__init__",
 ]  # fmt: skip
 RESHARD = [
-    "arguments", "layout", "cells", "plan", "builder", "tables", "steps", "notes", "execute", "report", "unanimous", "specs",
-    "resharding", "owned", "__init__",
+    "arguments", "layout", "cells", "plan", "builder", "tables", "steps", "notes", "execute", "report", "unanimous",
+    "specs", "resharding", "owned", "__init__",
 ]  # fmt: skip
 INSIDE = {"core": CORE, "mappings": MAPPINGS, "reshard": RESHARD, "integrations": INTEGRATIONS, "debug": DEBUG}
 ENTRIES = 25
