@@ -284,6 +284,9 @@ def run_kinds_of_tensors(group: ProcessGroup) -> None:
         m.reduce_from_tensor_model_parallel_region(dense.short().to("meta"), group)
     with pytest.raises(ArgumentError, match="to_dense"):
         c.split_reduce_scatter([dense, dense.to_sparse()], 0, group)
+    quantized = _quietly(lambda: torch.quantize_per_tensor(dense, 1.0, 0, torch.qint8))
+    with pytest.raises(UnsupportedError, match="dequantize"):
+        c.split_reduce_scatter([quantized, quantized], 0, group)
     still_works(group)
 
 

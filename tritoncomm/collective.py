@@ -21,7 +21,7 @@ from tritoncomm.core.fused import pack_many
 from tritoncomm.core.handle import Handle
 from tritoncomm.core.plan import chunk_sizes, normalize_sizes
 from tritoncomm.core.validation import check_input, checked_dim
-from tritoncomm.errors import ArgumentError, GroupError
+from tritoncomm.errors import ArgumentError, GroupError, UnsupportedError
 from tritoncomm.groups import group_for
 
 __all__ = [
@@ -214,6 +214,8 @@ def split_reduce_scatter(
     for x in many:
         _checked(x, group, name)
         check_input(x, name)
+        if x.is_quantized:  # which torch cannot even make a wire of
+            raise UnsupportedError(f"{name}: a quantized tensor cannot be summed; call .dequantize()")
     axes = [checked_dim(x, dim, name) for x, dim in zip(many, axes, strict=True)]
     started, world, rank = record.now(), group.size(), group.rank()
     _range = None
