@@ -673,6 +673,8 @@ def _gradient(call: Call, x: Tensor, out: Tensor, expected: list[Tensor], place:
     try:
         out.backward(laid_out(grads[place], call.layout if call.layout in ("transposed", "sliced") else "contiguous"))
     except Exception as error:
+        if named(error) and call.group not in _GOOD_GROUPS:
+            return f"refused: {error}"
         return "in backward, " + problem_of(error)
     wanted = function.backward(_replace(form, op="SUM"), grads, place).reshape(x.shape)
     if x.grad is None:

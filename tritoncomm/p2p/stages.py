@@ -22,6 +22,7 @@ from torch import Tensor
 from tritoncomm import groups
 from tritoncomm.core import backend
 from tritoncomm.core.ops import pack
+from tritoncomm.core.validation import check_data
 from tritoncomm.errors import ArgumentError
 from tritoncomm.groups import ParallelMode
 from tritoncomm.p2p.hop import exchange, real_device
@@ -121,6 +122,8 @@ def _shard(x: Tensors | None, name: str) -> Any:
     """This tensor rank's shard of each tensor to send."""
     tensors = _listed(x)
     for i, tensor in enumerate(tensors):
+        if isinstance(tensor, Tensor):
+            check_data(tensor, name)
         if isinstance(tensor, Tensor) and (size := _shard_size(tuple(tensor.shape), name)):
             full = tensor.detach()
             if not full.is_contiguous():
