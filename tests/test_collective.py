@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import UnsupportedError, record
 from tritoncomm import collective as c
+from tritoncomm import mappings as m
 from tritoncomm.core import ops
 from tritoncomm.core.plan import chunk_sizes
 
@@ -370,3 +371,76 @@ def run_requires_grad(group: ProcessGroup) -> None:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_tensor_that_requires_grad(pool: Pool, world: int) -> None:
     pool.run(run_requires_grad, world=world)
+
+
+def run_sums_of_bools(group: ProcessGroup) -> None:
+    """A sum of bools is whether any is true, in bytes that are 0 or 1."""
+    world = group.size()
+    mine = torch.arange(2 * world) % (group.rank() + 2) == 0
+    every = torch.stack([torch.arange(2 * world) % (w + 2) == 0 for w in range(world)])
+    wanted = every.any(0)
+    start = 2 * group.rank()
+    results = [
+        (m.reduce_from_tensor_model_parallel_region(mine.clone(), group), wanted),
+        (c.all_reduce(mine.clone(), group), wanted),
+        (c.reduce_scatter(mine, 0, group), wanted[start : start + 2]),
+        (c.reduce_scatter(mine, 0, group, sizes=[2 * world - (world - 1), *[1] * (world - 1)]), None),
+        (c.split_reduce_scatter(mine, 0, group), wanted[start : start + 2]),
+        (c.reduce(mine.clone(), dist.get_process_group_ranks(group)[0], group), wanted if not group.rank() else None),
+    ]
+    for x, expected in results:
+        if expected is not None:
+            same(x, expected)
+        if group.rank() == 0:
+            assert int(x.view(torch.uint8).max()) <= 1
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sums_of_bools(pool: Pool, world: int) -> None:
+    pool.run(run_sums_of_bools, world=world)
+
+
+def run_lazy_elements(group: ProcessGroup) -> None:
+    """A single element with a lazy negative bit is contiguous, and what is in its memory is not its value."""
+    rank, world = group.rank(), group.size()
+    ranks = dist.get_process_group_ranks(group)
+
+    def lazy() -> Tensor:
+        x = torch.view_as_complex(torch.tensor([[3.0, 5.0 + rank]])).conj().imag
+        assert (x.is_neg(), x.is_contiguous()) == (True, True)
+        return x
+
+    total = torch.tensor([-5.0 * world - sum(range(world))])
+    same(c.all_reduce(lazy(), group), total)
+    same(m.reduce_from_tensor_model_parallel_region(lazy(), group), total)
+    same(c.broadcast(lazy(), ranks[1], group), torch.tensor([-6.0]))
+    x = c.reduce(lazy(), ranks[0], group)
+    if rank == 0:
+        same(x, total)
+
+
+def test_lazy_elements(pool: Pool) -> None:
+    pool.run(run_lazy_elements, world=2)
+
+
+def run_tensors_with_a_graph(group: ProcessGroup) -> None:
+    """Reduced where they are, averages included; a copy of a strided one has no graph."""
+    ranks, mean = dist.get_process_group_ranks(group), (group.size() - 1) / 2
+    leaf = torch.full((2, 3), float(group.rank())).requires_grad_()
+    assert c.all_reduce(leaf, group, c.ReduceOp.AVG) is leaf
+    assert torch.equal(leaf.detach(), torch.full((2, 3), mean))
+    assert c.broadcast(leaf, ranks[0], group) is leaf
+    assert c.reduce(leaf, ranks[0], group, c.ReduceOp.AVG) is leaf
+    strided = torch.full((2, 3), float(group.rank())).t().requires_grad_()
+    for x in (
+        c.all_reduce(strided, group),
+        c.all_reduce(strided, group, c.ReduceOp.AVG),
+        c.all_reduce(strided, group, async_op=True)[1].wait(),
+        c.broadcast(strided, ranks[0], group),
+        c.reduce(strided, ranks[0], group),
+    ):
+        assert not x.requires_grad
+
+
+def test_tensors_with_a_graph(pool: Pool) -> None:
+    pool.run(run_tensors_with_a_graph, world=2)

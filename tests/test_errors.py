@@ -284,6 +284,11 @@ def run_kinds_of_tensors(group: ProcessGroup) -> None:
         m.reduce_from_tensor_model_parallel_region(dense.short().to("meta"), group)
     with pytest.raises(ArgumentError, match="to_dense"):
         c.split_reduce_scatter([dense, dense.to_sparse()], 0, group)
+    with pytest.raises(ArgumentError, match="to_dense"):
+        m.all_to_all_hp2sp(torch.ones(2, 2, 2).to_sparse(), group)
+    quantized = _quietly(lambda: torch.quantize_per_tensor(dense, 1.0, 0, torch.qint8))
+    with pytest.raises(UnsupportedError, match="dequantize"):
+        c.split_reduce_scatter([quantized, quantized], 0, group)
     still_works(group)
 
 
@@ -402,3 +407,33 @@ def test_kinds() -> None:
     assert issubclass(ArgumentError, TypeError)
     for kind in (ShapeError, GroupError, UnsupportedError, ArgumentError):
         assert issubclass(kind, CommError)
+
+
+def run_own_rows(group: ProcessGroup) -> None:
+    """Every rank sees that what it sends to itself is not what it expects from itself."""
+    x, rank = torch.ones(4, 2), group.rank()
+    received = [0, 4] if rank == 0 else [4, 0]
+    for call in (lambda: m.all_to_all(group, x, received), lambda: c.all_to_all(x, group, received)):
+        with pytest.raises(ShapeError, match="sends 2 rows to itself, but expects 0"):
+            call()
+    still_works(group)
+
+
+def test_own_rows(pool: Pool) -> None:
+    pool.run(run_own_rows, world=2)
+
+
+def run_dims_of_nested(group: ProcessGroup) -> None:
+    nested = _quietly(lambda: torch.nested.nested_tensor([torch.ones(2)]))
+    for call in (
+        lambda: m.all_gather_dim(nested, 2, group),
+        lambda: m.split_dim(nested, -9, group),
+        lambda: c.all_gather(nested, 5, group),
+    ):
+        with pytest.raises(ArgumentError, match="nested"):
+            call()
+    still_works(group)
+
+
+def test_dims_of_nested_tensors(pool: Pool) -> None:
+    pool.run(run_dims_of_nested, world=2)

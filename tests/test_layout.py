@@ -43,8 +43,8 @@ DEBUG = [
     "__init__",
 ]  # fmt: skip
 RESHARD = [
-    "layout", "cells", "sums", "plan", "builder", "tables", "steps", "notes", "execute", "report", "unanimous", "specs",
-    "arguments", "resharding", "owned", "__init__",
+    "layout_arguments", "layout", "cells", "sums", "plan", "builder", "tables", "steps", "notes", "execute", "report",
+    "unanimous", "specs", "arguments", "resharding", "owned", "__init__",
 ]  # fmt: skip
 INSIDE = {"core": CORE, "mappings": MAPPINGS, "reshard": RESHARD, "integrations": INTEGRATIONS, "debug": DEBUG}
 ENTRIES = 25

@@ -15,12 +15,13 @@ from torch.distributed import ReduceOp
 
 from tritoncomm import record
 from tritoncomm.core import backend, eager
+from tritoncomm.core.cached import resolved
 from tritoncomm.core.function import without_graph
 from tritoncomm.core.fused import pack_many
 from tritoncomm.core.handle import Handle
 from tritoncomm.core.plan import chunk_sizes, normalize_sizes
 from tritoncomm.core.validation import check_input, checked_dim
-from tritoncomm.errors import ArgumentError, GroupError
+from tritoncomm.errors import ArgumentError, GroupError, UnsupportedError
 from tritoncomm.groups import group_for
 
 __all__ = [
@@ -41,6 +42,13 @@ def _checked(tensor: Any, parallel_mode: Any, name: str) -> dist.ProcessGroup:
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"{name}: expected a tensor, not {type(tensor).__name__}")
     return group_for(parallel_mode, tensor, name)
+
+
+def _own_or_detached(tensor: Tensor) -> Tensor:
+    """The tensor itself where a collective writes into it; a copy of any other is no part of its graph."""
+    if tensor.requires_grad and (not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()):
+        return tensor.detach()
+    return tensor
 
 
 def all_gather(
@@ -103,7 +111,7 @@ def all_reduce(tensor: Tensor, parallel_mode: Any, op: Any = ReduceOp.SUM, async
         The reduced tensor (``tensor`` itself when contiguous), or ``(tensor, handle)``.
     """
     group = _checked(tensor, parallel_mode, "all_reduce")
-    return eager.all_reduce(tensor, group, "all_reduce", op, True, async_op)
+    return eager.all_reduce(_own_or_detached(tensor), group, "all_reduce", op, True, async_op)
 
 
 def broadcast(tensor: Tensor, src: int, parallel_mode: Any, async_op: bool = False) -> Any:
@@ -135,7 +143,7 @@ def _rooted(name: str, tensor: Tensor, root: int, parallel_mode: Any, op: Any, a
         return (tensor, None) if async_op else tensor
     _range = record.begin(name, name, group, tensor, (root, op)) if record.switch._is_profiler_enabled else None
     check_input(tensor, name)
-    out, root = tensor.contiguous(), ranks.index(root)
+    out, root = resolved(_own_or_detached(tensor)).contiguous(), ranks.index(root)
     copied = 0 if out is tensor else 2 * tensor.nbytes
     if name == "reduce":
         backend.check_op(op, out, group, name)
@@ -206,6 +214,8 @@ def split_reduce_scatter(
     for x in many:
         _checked(x, group, name)
         check_input(x, name)
+        if x.is_quantized:  # which torch cannot even make a wire of
+            raise UnsupportedError(f"{name}: a quantized tensor cannot be summed; call .dequantize()")
     axes = [checked_dim(x, dim, name) for x, dim in zip(many, axes, strict=True)]
     started, world, rank = record.now(), group.size(), group.rank()
     _range = None
@@ -216,7 +226,8 @@ def split_reduce_scatter(
     if not eager.is_single_rank(group, name):
         backend.check_op(ReduceOp.SUM, wire, group, name)
         summed = wire.new_empty(wire.shape[1:])
-        backend.reduce_scatter(backend.carrier(summed), backend.carrier(wire.view(-1)), ReduceOp.SUM, group, name)
+        op = backend.op_of(ReduceOp.SUM, wire.dtype)
+        backend.reduce_scatter(backend.carrier(summed), backend.carrier(wire.view(-1)), op, group, name)
     record.add(name, path, copied, wire.nbytes * (world - 1) // world, started)
     summed = summed.view(-1)
     results = [_own(summed, x, dim, shard, world, rank) for x, dim, shard in zip(many, axes, shards, strict=True)]

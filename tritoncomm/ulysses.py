@@ -18,6 +18,7 @@ from tritoncomm.core import eager, heads
 from tritoncomm.core.function import direct, without_graph
 from tritoncomm.core.head_plan import HEAD_DIM, HeadShare, Layout, split_heads
 from tritoncomm.core.plan import Ints, check_split_sizes, located, normalize_sizes
+from tritoncomm.core.validation import check_kind
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import GroupLike, resolve_sequence
 
@@ -313,6 +314,9 @@ class UlyssesAttention(nn.Module):
 
 def _checked(query: Tensor, key: Tensor | None, value: Tensor | None, name: str) -> tuple[Tensor, ...]:
     """q, k and v."""
+    for x in (query, key, value):
+        if isinstance(x, Tensor):
+            check_kind(x, name)
     if key is None and value is None and isinstance(query, Tensor):
         if query.dim() != 5 or query.shape[HEAD_DIM] != 3:
             raise ShapeError(

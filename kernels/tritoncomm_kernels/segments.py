@@ -16,6 +16,7 @@ from tritoncomm_kernels.geometry import Ints, coalesce
 __all__ = ["PADDING", "CheckedSegments", "Layouts", "Segment", "Segments", "checked_segments", "layouts_of"]
 
 _dtype_of, _is_meta = attrgetter("dtype"), attrgetter("is_meta")
+_MOST = 2**62
 PADDING = -1  # index of no tensor: bytes of the wire that a gather sets to zero and a scatter leaves out
 
 
@@ -55,7 +56,8 @@ class Segments:
             bits and wherever its bytes are in the wire; one of another dtype is cast, with one rounding.
 
     Raises:
-        ValueError: an index of no tensor, a negative number, or segments that overlap in the wire.
+        ValueError: an index of no tensor, a negative number or one beyond any memory, or segments that overlap in the
+            wire.
 
     Example:
         ``Segments([(0, 0, 2, 3, 8, 0)], [torch.float32])`` has the first 3 columns of 2 rows of 8, in 24 bytes.
@@ -286,6 +288,8 @@ def _overlap(blocks: Sequence[tuple[int, int, int, int]]) -> tuple[int, int] | N
         end <= after[0] for end, after in zip(ends[:-1], ordered[1:], strict=True)
     ):
         return None
+    if max(ends) > _MOST:
+        raise ValueError(f"segments: {max(ends)} bytes or elements are more than any memory has")
     starts = torch.cat([start + stride * torch.arange(rows, device="cpu") for start, rows, _, stride in ordered])
     stops = starts + torch.cat([torch.full((rows,), row, device="cpu") for _, rows, row, _ in ordered])
     starts, order = starts.sort()

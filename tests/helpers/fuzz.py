@@ -14,7 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import fuzz_arguments
+import fuzz_attention
 import fuzz_files
+import fuzz_reshard
+import fuzz_segments
+import fuzz_stages
 import fuzz_states
 from fuzz_calls import DTYPES, FUNCTIONS, GROUPS, KINDS, LAYOUTS, Call, Matrix, run_call, verdict
 from hypothesis import HealthCheck, Phase, Verbosity, assume, given, seed, settings
@@ -118,25 +123,6 @@ def _adding_up(draw: Any, size: int, ranks: int) -> list[int]:
     return [b - a for a, b in zip([0, *edges], [*edges, size], strict=True)]
 
 
-def _alone(check: Callable[[Any], None]) -> Callable[[Any, Any], None]:
-    """The check of a function of this process."""
-    return lambda _, case: check(case)
-
-
-DOMAINS = {
-    "calls": Domain(700, calls(), _on_ranks(run_call)),
-    "hops": Domain(150, fuzz_states.hops(WORLDS), _on_ranks(fuzz_states.run_hop)),
-    "layouts": Domain(200, fuzz_states.layouts(WORLDS, JUNK), _on_ranks(fuzz_states.run_layout)),
-    "checkpoints": Domain(100, fuzz_states.checkpoints(WORLDS), _on_ranks(fuzz_states.run_checkpoint)),
-    "files": Domain(150, fuzz_states.files(WORLDS), _on_ranks(fuzz_states.run_file)),
-    "headers": Domain(300, fuzz_files.words(), _alone(fuzz_files.check_words)),
-    "tables": Domain(150, fuzz_files.tables_of(), _alone(fuzz_files.check_table)),
-    "records": Domain(150, fuzz_files.records(), _alone(fuzz_files.check_records)),
-    "variables": Domain(100, fuzz_files.variables_of(), _alone(fuzz_files.check_variable)),
-}
-assert sum(domain.share for domain in DOMAINS.values()) == ROUND
-
-
 @contextmanager
 def _within(seconds: float) -> Iterator[None]:
     """An error in place of a hang of this process."""
@@ -151,6 +137,35 @@ def _within(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _alone(check: Callable[[Any], None]) -> Callable[[Any, Any], None]:
+    """The check of a function of this process."""
+
+    def within(_: Any, case: Any) -> None:
+        with _within(SECONDS):  # ranks have the limit of their pool, which is built anew after a hang
+            check(case)
+
+    return within
+
+
+DOMAINS = {
+    "calls": Domain(350, calls(), _on_ranks(run_call)),
+    "reshardings": Domain(200, fuzz_reshard.reshardings(WORLDS), _on_ranks(fuzz_reshard.run_resharding)),
+    "attention": Domain(150, fuzz_attention.attentions(WORLDS, JUNK), _on_ranks(fuzz_attention.run_attention)),
+    "stages": Domain(150, fuzz_stages.stage_steps(WORLDS, JUNK), _on_ranks(fuzz_stages.run_stages)),
+    "hops": Domain(150, fuzz_states.hops(WORLDS), _on_ranks(fuzz_states.run_hop)),
+    "layouts": Domain(150, fuzz_states.layouts(WORLDS, JUNK), _on_ranks(fuzz_states.run_layout)),
+    "checkpoints": Domain(100, fuzz_states.checkpoints(WORLDS), _on_ranks(fuzz_states.run_checkpoint)),
+    "files": Domain(150, fuzz_states.files(WORLDS), _on_ranks(fuzz_states.run_file)),
+    "arguments": Domain(50, fuzz_arguments.arguments_of(JUNK), _alone(fuzz_arguments.check_arguments)),
+    "segments": Domain(50, fuzz_segments.segments_of(JUNK), _alone(fuzz_segments.check_segments)),
+    "headers": Domain(200, fuzz_files.words(), _alone(fuzz_files.check_words)),
+    "tables": Domain(100, fuzz_files.tables_of(), _alone(fuzz_files.check_table)),
+    "records": Domain(100, fuzz_files.records(), _alone(fuzz_files.check_records)),
+    "variables": Domain(100, fuzz_files.variables_of(), _alone(fuzz_files.check_variable)),
+}
+assert sum(domain.share for domain in DOMAINS.values()) == ROUND
 
 
 def _peak() -> float:
@@ -180,8 +195,7 @@ def fuzz(pool: Pool, name: str, cases: int, number: int) -> int:
     @given(domain.cases)
     def check(case: Any) -> None:
         nonlocal done
-        with _within(2 * SECONDS):
-            domain.check(pool, case)
+        domain.check(pool, case)
         done += 1
 
     check()

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map
 
 import tritoncomm
-from tritoncomm import CommError, PeerError
+from tritoncomm import CommError, ParallelMode, PeerError, groups
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
 from tritoncomm.core import ops
@@ -50,7 +50,7 @@ KINDS = [
 ]  # fmt: skip
 GROUPS = [
     "group", "name", "mesh", "mesh and dim", "solo", "nested", "none", "no member", "destroyed", "unknown", "number",
-    "list", "object", "empty mesh dim",
+    "list", "object", "empty mesh dim", "mode",
 ]  # fmt: skip
 _GOOD_GROUPS = ("group", "name", "mesh", "mesh and dim", "solo", "nested")
 _TRITONCOMM = os.fspath(Path(tritoncomm.__file__).parent)
@@ -58,6 +58,10 @@ _TRITONCOMM = os.fspath(Path(tritoncomm.__file__).parent)
 
 class Invalid(Exception):
     """Arguments that describe no call."""
+
+
+class Unseen(Exception):
+    """Arguments that describe no call, which not every rank sees by its own; check mode does."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,15 @@ def reduce_split(call: Call, parts: list[Tensor], rank: int) -> Tensor:
     return split(call, [_combined(parts, call.op)] * len(parts), rank)
 
 
+def shards(call: Call, parts: list[Tensor], rank: int) -> Tensor:
+    """The sum, split as ``torch.chunk`` splits."""
+    dim, world = _dim(parts[rank], call.dims[0]), len(parts)
+    whole = _combined(parts, call.op)
+    step = -(-whole.shape[dim] // world)
+    start = min(rank * step, whole.shape[dim])
+    return whole.narrow(dim, start, min(step, whole.shape[dim] - start))
+
+
 def rows(call: Call, parts: list[Tensor], rank: int) -> Tensor:
     """An all-to-all along dim 0; ``sizes`` are (received, sent), or one matrix: of rows from a rank to another."""
     received, sent = call.sizes
@@ -172,10 +185,15 @@ def rows(call: Call, parts: list[Tensor], rank: int) -> Tensor:
     if isinstance(sent, Matrix):
         return torch.cat([x.split(sent.rows[w][:world])[rank] for w, x in enumerate(parts)])
     out, given = _sizes(received, world), _sizes(sent, world)
-    chunks = [_parts(x, 0, given, world)[rank] for x in parts]
-    if out is not None and out != [len(each) for each in chunks]:
-        raise Invalid("received")
-    return torch.cat(chunks)
+    chunks = [_parts(x, 0, given, world) for x in parts]
+    if out is None and parts[rank].shape[0] % world:
+        raise Invalid("does not divide")
+    expected = [parts[rank].shape[0] // world] * world if out is None else out
+    if expected[rank] != len(chunks[rank][rank]):
+        raise Invalid("own rows")
+    if expected != [len(each[rank]) for each in chunks]:
+        raise Unseen
+    return torch.cat([each[rank] for each in chunks])
 
 
 def rows_back(call: Call, grads: list[Tensor], rank: int) -> Tensor:
@@ -317,6 +335,14 @@ FUNCTIONS: dict[str, Function] = {
     "_gather_along_first_dim": Function(
         lambda k, x, g: m._gather_along_first_dim(x, g, k.sizes[0]), gather, FIRST, None, "gathered"
     ),
+    "_gather_along_last_dim": Function(lambda k, x, g: m._gather_along_last_dim(x, g), gather, LAST),
+    "_reduce_scatter_along_first_dim": Function(
+        lambda k, x, g: m._reduce_scatter_along_first_dim(x, g, k.sizes[0]), reduce_split, FIRST, None, "split"
+    ),
+    "_reduce_scatter_along_last_dim": Function(
+        lambda k, x, g: m._reduce_scatter_along_last_dim(x, g), reduce_split, LAST
+    ),
+    "_split_along_first_dim": Function(lambda k, x, g: m._split_along_first_dim(x, g), split, FIRST),
     "_split_along_last_dim": Function(lambda k, x, g: m._split_along_last_dim(x, g), split, LAST),
     "collective.all_gather": Function(
         lambda k, x, g: c.all_gather(x, k.dims[0], g, k.asynchronous, sizes=k.sizes[0]), gather, None, None, "gathered"
@@ -339,7 +365,7 @@ FUNCTIONS: dict[str, Function] = {
         lambda k, x, g: c.all_to_all(x, g, *k.sizes, k.asynchronous), rows, FIRST, None, "rows"
     ),
     "collective.split_reduce_scatter": Function(
-        lambda k, x, g: c.split_reduce_scatter([x, x], [k.dims[0]] * 2, g)[1], reduce_split
+        lambda k, x, g: c.split_reduce_scatter([x, x], [k.dims[0]] * 2, g)[1], shards
     ),
 }  # fmt: skip
 
@@ -466,6 +492,9 @@ def group_of(kind: str, group: ProcessGroup) -> tuple[Any, ProcessGroup]:
             _destroyed[ranks] = group_registry._by_members(ranks, "gloo")
             dist.destroy_process_group(_destroyed[ranks])
         return _destroyed[ranks], group
+    if kind == "mode":  # as initialize() registers it
+        groups.register({ParallelMode.TENSOR: groups.Group(group, group, ranks)})
+        return ParallelMode.TENSOR, group
     others = {
         "none": None, "no member": dist.GroupMember.NON_GROUP_MEMBER, "unknown": "no such group", "number": 1,
         "list": list(ranks), "object": object(),
@@ -545,7 +574,7 @@ def _expected(call: Call, held: list[Tensor], place: int) -> Tensor | None:
 def must_succeed(call: Call) -> bool:
     """Whether valid arguments may not be refused."""
     function = FUNCTIONS[call.function]
-    adds = function.form in (total, reduce_split, reduce_to_root)
+    adds = function.form in (total, reduce_split, reduce_to_root, shards)
     return (
         call.kind in ("plain", "leaf", "parameter")
         and call.group in _GOOD_GROUPS
@@ -561,11 +590,14 @@ def run_call(group: ProcessGroup, call: Call) -> str:
         ranks = dist.get_process_group_ranks(meant)
         place, world = ranks.index(dist.get_rank()), len(ranks)
         held = _held(call, ranks)
-        expected = [_expected(call, held, w) for w in range(world)]
+        try:
+            expected = [_expected(call, held, w) for w in range(world)]
+        except Unseen:
+            return "mixed"
         if len({each is None for each in expected}) > 1:
             return "mixed"
         x = tensor_of(call.kind, held[place], meant)
-        if (x is None and call.kind != "none") or (call.kind in ("fake", "meta") and call.path == "triton"):
+        if (x is None and call.kind != "none") or (call.kind in ("fake", "meta", "wrapper") and call.path == "triton"):
             return "mixed"  # torch has no such tensor, or it has no memory to launch a kernel on
     except Exception as error:
         return problem_of(error)
@@ -602,6 +634,8 @@ def _outcome(call: Call, asked: Call, x: Any, given: Any, held: list[Tensor], ex
         problem = "the input was written into"
     if problem:
         return f"problem: {problem}"
+    if call.function.startswith("collective.") and out is not x and out.requires_grad:
+        return "problem: a result with a graph"
     if call.kind in ("leaf", "parameter") and function.backward is not None and call.dtype in GRADS:
         return _gradient(call, x, out, expected, place)
     return "right"
@@ -614,6 +648,8 @@ def _differs(out: Any, wanted: Tensor) -> str:
         return "" if out.shape == wanted.shape else f"shape {tuple(out.shape)}, not {tuple(wanted.shape)}"
     if isinstance(out, _Wrapper):
         out = out.inside
+    if isinstance(out, DTensor):
+        out = out.to_local()
     if isinstance(out, ColoTensor):
         out = out.as_subclass(Tensor)
     if out.layout is not torch.strided:
@@ -637,6 +673,8 @@ def _gradient(call: Call, x: Tensor, out: Tensor, expected: list[Tensor], place:
     try:
         out.backward(laid_out(grads[place], call.layout if call.layout in ("transposed", "sliced") else "contiguous"))
     except Exception as error:
+        if named(error) and call.group not in _GOOD_GROUPS:
+            return f"refused: {error}"
         return "in backward, " + problem_of(error)
     wanted = function.backward(_replace(form, op="SUM"), grads, place).reshape(x.shape)
     if x.grad is None:

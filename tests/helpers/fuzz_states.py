@@ -257,14 +257,19 @@ def _operator(case: Layout, x: Any, full: Tensor) -> str:
     """An operator gives what torch gives, or raises where torch does."""
     operator = _OPERATORS[case.operator]
     try:
-        wanted = operator(full)
+        wanted = operator(laid_out(full, case.memory))  # torch has kernels of some dtypes for contiguous tensors only
     except Exception as error:
         try:
             operator(x)
         except (type(error), ValueError):
             return "right"
+        if isinstance(error, NotImplementedError) and not plain(x).numel():
+            return "right"  # and torch looks at the dtype where there are elements only
         return f"problem: torch raises {type(error).__name__}: {error}; a ColoTensor does not"
-    out = operator(x)
+    try:
+        out = operator(x)
+    except NotImplementedError:  # of a kernel that torch has for the contiguous tensor, or the strided one, only
+        return "mixed"
     out = plain(out.to_replicate()) if isinstance(out, ColoTensor) else out
     if case.operator in ("sum", "softmax", "matmul") and wanted.is_floating_point():
         torch.testing.assert_close(out.detach(), wanted, equal_nan=True)

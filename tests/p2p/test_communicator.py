@@ -23,6 +23,7 @@ from tritoncomm import p2p, record
 from tritoncomm.core import ops
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.p2p import P2PCommunicator, header, is_single_shape, message
+from tritoncomm.p2p.hop import exchange
 from tritoncomm.p2p.message import Incoming
 from tritoncomm.p2p.neighbours import Neighbours
 
@@ -474,3 +475,29 @@ def run_long_headers(group: ProcessGroup) -> None:
 
 def test_headers_that_need_two_messages(pool: Pool) -> None:
     pool.run(run_long_headers)
+
+
+def run_without_memory(group: ProcessGroup) -> None:
+    """Nothing to send, or no memory to receive into: on all ranks, and before anything is sent."""
+    rank, world = group.rank(), group.size()
+    x, meta = torch.full((4,), float(rank)), torch.ones(4, device="meta")
+    communicator = P2PCommunicator(group, SimpleNamespace(pipeline_dtype=torch.float32))
+    ring = communicator.send_forward_recv_forward
+    for sent in (meta, [meta], [meta, meta]):
+        with pytest.raises(ArgumentError, match="a meta tensor has no data to send"):
+            ring(sent, True, [4] if sent is meta else [[4]] * len(sent))
+    for shape in ((2**40, 2**40), (2**62,), [(4,), (2**40, 2**40)]):
+        with pytest.raises(ShapeError, match="no memory"):
+            ring(x if isinstance(shape, tuple) else [x, x], True, shape)
+    neighbours = Neighbours.of(group)
+    for device, words in (("meta", "no memory to receive into"), ("gpu9", "is no device"), (3.5, "is no device")):
+        with pytest.raises(ArgumentError, match=words):
+            exchange(neighbours, "f", x, None, (4,), None, torch.float32, device)
+    for dtype in ("float32", [torch.float32], 3):
+        with pytest.raises(ArgumentError, match=r"must be a torch\.dtype"):
+            exchange(neighbours, "f", x, None, (4,), None, dtype)
+    assert torch.equal(ring(x, True, [4]).detach(), torch.full((4,), float((rank - 1) % world)))
+
+
+def test_no_memory(pool: Pool) -> None:
+    pool.run(run_without_memory, world=2)

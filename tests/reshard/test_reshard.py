@@ -16,7 +16,7 @@ from traffic import Traffic
 
 from tritoncomm import record
 from tritoncomm.errors import ArgumentError, CommError, GroupError, MismatchError, ShapeError, UnsupportedError
-from tritoncomm.reshard import Layout, builder, reshard, reshard_plan
+from tritoncomm.reshard import Layout, OwnedExchange, builder, reshard, reshard_plan
 from tritoncomm.reshard.plan import ALIGNMENT, Item
 
 
@@ -297,3 +297,70 @@ def test_a_plan_without_a_group_is_not_executed() -> None:
     plan = reshard_plan({"w": torch.float32}, on_mesh((4, 4), [0, 1], [0]), on_mesh((4, 4), [0, 1], [1]), ranks=[0, 1])
     with pytest.raises(GroupError, match="without a group"):
         plan.execute({"w": torch.ones(2, 4)})
+
+
+WRONG: dict[str, tuple[Any, type[CommError]]] = {
+    "a mesh of floats": (lambda: on_mesh((4, 4), [0.5, 1.5], [0]), ArgumentError),
+    "a mesh of texts": (lambda: on_mesh((4, 4), ["0", "1"], [0]), ArgumentError),
+    "a mesh of no levels": (lambda: on_mesh((4, 4), 1, [0]), ArgumentError),
+    "a mesh of no ranks": (lambda: Layout.replicated((4, 4), []), ArgumentError),
+    "one element twice": (lambda: Layout.of_boxes((), {0: [((), ()), ((), ())]}), ShapeError),
+    "levels of two lengths": (lambda: on_mesh((4, 4), [[0], [1, 2]], [0, 1]), ArgumentError),
+    "a text as placement": (lambda: on_mesh((4, 4), [0, 1], ["0"]), ArgumentError),
+    "no placements": (lambda: on_mesh((4, 4), [0, 1], None), ArgumentError),  # pyright: ignore[reportArgumentType]
+    "a text as size": (lambda: on_mesh(("4", 4), [0, 1], [0]), ArgumentError),  # pyright: ignore[reportArgumentType]
+    "a negative size": (lambda: on_mesh((-4, 4), [0, 1], [0]), ShapeError),
+    "too many elements": (lambda: on_mesh((2**40, 2**40), [0, 1], [0]), ShapeError),
+    "ranks that are one": (lambda: Layout.replicated((4,), 3), ArgumentError),  # pyright: ignore[reportArgumentType]
+    "a text as dim": (lambda: Layout.split((4, 4), "0", [2, 2]), ArgumentError),  # pyright: ignore[reportArgumentType]
+    "a size of none": (lambda: Layout.split((4, 4), 0, {0: None, 1: 4}), ArgumentError),  # pyright: ignore[reportArgumentType]
+    "no sizes": (lambda: Layout.split((4, 4), 0, None), ArgumentError),  # pyright: ignore[reportArgumentType]
+    "boxes by no rank": (lambda: Layout.of_boxes((4,), {"a": []}), ArgumentError),  # pyright: ignore[reportArgumentType]
+    "a box of one part": (lambda: Layout.of_boxes((4,), {0: [((0,),)]}), ArgumentError),  # pyright: ignore[reportArgumentType]
+    "a box of floats": (lambda: Layout.of_boxes((4,), {0: [((0.5,), (1,))]}), ArgumentError),  # pyright: ignore[reportArgumentType]
+    "no boxes": (lambda: Layout.of_boxes((4,), None), ArgumentError),  # pyright: ignore[reportArgumentType]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_no_layout(name: str) -> None:
+    call, kind = WRONG[name]
+    refused(call, kind)
+
+
+def test_a_plan_for_a_rank_that_is_not_there() -> None:
+    rows = Layout.on_mesh((4, 4), [0, 1], [0])
+    for rank in (9, -1, "0"):
+        refused(
+            lambda rank=rank: reshard_plan({"w": torch.float32}, rows, rows, ranks=[0, 1], rank=rank),
+            GroupError, "is not among the ranks [0, 1]",
+        )  # fmt: skip
+    refused(lambda: reshard_plan({1: torch.int8, "1": torch.int8}, rows, rows, ranks=[0, 1]), ArgumentError, "same")
+
+
+def run_wrong_options(group: TorchGroup) -> None:
+    """Wrong on one rank: it raises what is wrong, and the other says so."""
+    world = group.size()
+    rows, columns = (Layout.on_mesh((8, 4), range(world), [dim]) for dim in (0, 1))
+    x, own = torch.ones(8 // world, 4), group.rank() == 1
+
+    def go(**options: Any) -> Any:
+        return lambda: reshard({"w": x}, rows, columns, **{"group": group, **options})
+
+    for bad in (0, -1, None, "x", 1.5, [1]):
+        refused(go(bucket_bytes=bad if own else 2**20), ArgumentError if own else MismatchError, "bucket_bytes")
+    refused(go(dtype="float32" if own else torch.float32), ArgumentError if own else MismatchError, "torch.dtype")
+    refused(go(out={"w": 3 if own else torch.ones(8, 4 // world)}), ArgumentError if own else MismatchError, "out w")
+    meta = {"w": x.to("meta") if own else x}
+    refused(lambda: reshard(meta, rows, columns, group=group), ArgumentError if own else MismatchError, "meta tensor")
+    for tensors, owners in (
+        ({"w": "a text"}, {"w": 0}), ({"w": x}, {}), ({"w": x}, {"w": "0"}), ({"w": x}, None), (3, {"w": 0}),
+    ):  # fmt: skip
+        given = (tensors, owners) if own else ({"w": x}, {"w": 0})
+        kind = ArgumentError if own else MismatchError
+        refused(lambda given=given: OwnedExchange(*given, rows, group=group), kind, "exchange_owned")
+    assert torch.equal(go()()["w"], torch.ones(8, 4 // world))
+
+
+def test_wrong_options(pool: Pool) -> None:
+    pool.run(run_wrong_options, world=2)

@@ -514,3 +514,26 @@ def run_damaged_files(group: TorchGroup) -> None:
 
 def test_damaged_files(pool: Pool) -> None:
     pool.run(run_damaged_files, world=2)
+
+
+def run_maxima_of_nothing(group: TorchGroup) -> None:
+    """A dtype without an order is refused on ranks with no elements, too: nobody waits for them."""
+    pg = ranks_of(group)
+    warnings.simplefilter("ignore")  # such operators gather
+    for dtype in (torch.float8_e5m2, torch.complex64, torch.uint16, torch.float32, torch.int16):
+        full = torch.ones(1).to(dtype)
+        x = sharded(full, ShardSpec([0], [2]), pg)
+        assert plain(x).numel() == (1 if group.rank() == 0 else 0)
+        for call in (lambda y: y.max(), lambda y: y.amin(), lambda y: y.max(0)[0], lambda y: y.argmin(0)):
+            try:
+                wanted = call(full)
+            except (NotImplementedError, RuntimeError) as error:
+                with pytest.raises(type(error)):
+                    call(x)
+            else:
+                result = call(x)
+                assert torch.equal(plain(result.to_replicate() if isinstance(result, ColoTensor) else result), wanted)
+
+
+def test_maxima_of_nothing(pool: Pool) -> None:
+    pool.run(run_maxima_of_nothing, world=2)

@@ -27,6 +27,8 @@ __all__ = [
     "check_op",
     "cuda_backend",
     "default_device",
+    "not_summed",
+    "op_of",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_list",
@@ -43,6 +45,8 @@ _float8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith((
 _integers = (torch.int16, torch.uint16, torch.uint32, torch.uint64)  # which neither Gloo nor NCCL knows
 _raw = frozenset(_float8 + _integers)
 special = _raw | {torch.complex32, torch.complex64, torch.complex128}
+not_summed = special | {torch.bool}
+"""What no backend adds up as it is: see ``carrier`` and ``op_of``."""
 
 
 def carrier(x: Tensor) -> Tensor:
@@ -53,6 +57,14 @@ def carrier(x: Tensor) -> Tensor:
     if x.dtype in _raw:
         return (x if x.itemsize == 1 else x.unsqueeze(-1)).view(torch.uint8)
     return torch.view_as_real(x) if x.is_complex() else x
+
+
+def op_of(op: Any, dtype: torch.dtype) -> Any:
+    """The op that a backend is called with: the sum of bools is their maximum, as NCCL has it.
+
+    Gloo adds the bytes, and 2 is no bool: ``torch.equal`` does not take it for ``True``, and 256 ranks add up to 0.
+    """
+    return ReduceOp.MAX if dtype is torch.bool and op == _SUM else op
 
 
 def _options(kind: Any, asynchronous: bool, op: Any = None) -> Any:
@@ -164,7 +176,7 @@ def reduce_scatter_list(
     """``reduce_scatter`` with uneven split sizes."""
     if out.dtype in special:
         out, parts = carrier(out), [carrier(part) for part in parts]
-    options = _options(dist.ReduceScatterOptions, asynchronous, op)
+    options = _options(dist.ReduceScatterOptions, asynchronous, op_of(op, out.dtype))
     return _run(lambda: group.reduce_scatter([out], [parts], options), "reduce-scatter", group, name, asynchronous)
 
 
@@ -203,6 +215,8 @@ def send_and_receive(
 
     For an exchange between two sets of ranks that have none in common. Neighbouring stages use ``p2p.transport``.
     """
+    if any(x.is_meta for _, x in (*sends, *receives)):  # which Gloo takes, and sends nothing
+        raise UnsupportedError(f"{name}: meta tensors have no data to send")
     calls = [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
     calls += [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sends]
     return _run(lambda: _Works(dist.batch_isend_irecv(calls) if calls else []), "exchange", group, name, True)
@@ -260,9 +274,10 @@ def broadcast(x: Tensor, src: int, group: ProcessGroup, name: str, asynchronous:
 
 def reduce(x: Tensor, dst: int, op: Any, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
     """In place; ``dst`` is the rank inside the group, elsewhere x is scratch afterwards."""
-    options = _options(dist.ReduceOptions, asynchronous, op)
+    options = _options(dist.ReduceOptions, asynchronous, op_of(op, x.dtype))
     options.rootRank = dst
-    return _run(lambda: group.reduce([carrier(x)], options), "reduce", group, name, asynchronous)
+    x = carrier(x).detach()  # an average is divided in place, which autograd refuses of a leaf
+    return _run(lambda: group.reduce([x], options), "reduce", group, name, asynchronous)
 
 
 _bitwise = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)

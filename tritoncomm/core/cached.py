@@ -72,7 +72,7 @@ def all_gather(shape: Ints, dtype: torch.dtype, dim: int, world: int) -> EvenPla
 def reduce_scatter(shape: Ints, dtype: torch.dtype, dim: int, world: int) -> EvenPlan:
     """``plan.reduce_scatter`` of equal shards; ``stacked`` is set where input and result do not match dim by dim."""
     planned = plan.reduce_scatter(shape, dtype.itemsize, dim, world, 0)
-    return _even(shape, dtype, planned, None if dim in (0, -len(shape)) else shape, dtype in backend.special)
+    return _even(shape, dtype, planned, None if dim in (0, -len(shape)) else shape, dtype in backend.not_summed)
 
 
 @_cached

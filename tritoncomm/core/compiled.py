@@ -89,6 +89,11 @@ def _result(x: Tensor) -> Tensor:
     return x.view(x.shape)
 
 
+def _sum_of(x: Tensor) -> str:
+    """The op of a sum, see ``backend.op_of``."""
+    return "max" if x.dtype is torch.bool else "sum"
+
+
 def _world(group: ProcessGroup, name: str) -> int:
     """Number of ranks.
 
@@ -161,7 +166,7 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None,
     ):  # no functional reduce-scatter takes split sizes
         return split(all_reduce(x, group, name), dim, group, sizes, name)
     wire = _packed(x, dim % x.dim(), world, None, name)
-    pending = _c10d.reduce_scatter_tensor(wire, "sum", world, group.group_name)
+    pending = _c10d.reduce_scatter_tensor(wire, _sum_of(x), world, group.group_name)
     return _finished(pending, name, planned.bytes_sent).view(planned.shape)
 
 
@@ -181,7 +186,7 @@ def all_reduce(x: Tensor, group: ProcessGroup, name: str) -> Tensor:
     world = _world(group, name)
     if world == 1:
         return x
-    pending = _c10d.all_reduce(x.contiguous(), "sum", group.group_name)
+    pending = _c10d.all_reduce(x.contiguous(), _sum_of(x), group.group_name)
     return _result(_finished(pending, name, plan.all_reduce_bytes(x.numel() * x.element_size(), world)))
 
 

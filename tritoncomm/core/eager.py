@@ -32,6 +32,7 @@ __all__ = [
 
 _single_rank_returns_early = True  # tests of a backend on one device send a group of one rank through it
 _SUM = ReduceOp.SUM
+_WIDEST = 8  # bytes of a real element
 
 
 def is_single_rank(group: ProcessGroup, name: str) -> bool:
@@ -130,8 +131,9 @@ def reduce_scatter(
     if plan.needs_cast:
         backend.check_op(op, x, group, name)
         work = backend.reduce_scatter(
-            backend.carrier(out.view(-1)), backend.carrier(wire.view(-1)), op, group, name, asynchronous
-        )
+            backend.carrier(out.view(-1)), backend.carrier(wire.view(-1)), backend.op_of(op, x.dtype), group, name,
+            asynchronous,
+        )  # fmt: skip
     elif plan.stacked is None:
         work = backend.reduce_scatter(out, wire, op, group, name, asynchronous)
     else:  # Gloo wants the ranks in dim 0
@@ -178,18 +180,22 @@ def all_reduce(
         return (x, None) if asynchronous else x
     _range = record.begin(name, "all_reduce", group, x, (op,)) if record.switch._is_profiler_enabled else None
     check_input(x, name)
-    special = x.dtype in backend.special
+    size, special = x.nbytes, x.dtype in backend.not_summed
     if special or op is not _SUM:
         backend.check_op(op, x, group, name)
+    if special or op is not _SUM or size <= _WIDEST:  # a single element may carry a lazy negative bit
         x, in_place = cached.resolved(x), in_place and not (x.is_conj() or x.is_neg())
-    size = x.nbytes
     if not x.is_contiguous():
         out, path, copied = x.clone(memory_format=torch.contiguous_format), "torch", 2 * size
     elif in_place:
         out, path, copied = x, "view", 0
     else:  # a clone without arguments is a microsecond faster
         out, path, copied = x.clone(), "torch", 2 * size
-    work = backend.all_reduce(backend.carrier(out) if special else out, op, group, name, asynchronous)
+    if special or op is not _SUM:  # an average is divided in place, which autograd refuses of a leaf
+        sent, op = backend.carrier(out).detach(), backend.op_of(op, out.dtype)
+        work = backend.all_reduce(sent, op, group, name, asynchronous)
+    else:
+        work = backend.all_reduce(out, op, group, name, asynchronous)
     record.add(name, path, copied, all_reduce_bytes(size, world), started)
     return (out, Handle(work, out, None)) if asynchronous else out
 
@@ -244,7 +250,10 @@ def all_to_all(
         return compiled.all_to_all(x, scatter_dim, gather_dim, group, name, shape, scatter_sizes, gather_sizes)
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1 and _single_rank_returns_early:
-        return x if shape is None else x.reshape(shape)
+        if shape is None:
+            return x
+        check_input(x, name)
+        return x.reshape(shape)
     _range = None
     if record.switch._is_profiler_enabled:
         _range = record.begin(name, "all_to_all", group, x, (scatter_dim, gather_dim, scatter_sizes, gather_sizes))

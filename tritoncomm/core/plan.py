@@ -133,7 +133,7 @@ def all_to_all_single(
     Equal sizes of this rank say nothing about those of the others, and NCCL has another call for the even exchange.
 
     Raises:
-        ShapeError: no rows, they do not divide, or sizes that do not fit.
+        ShapeError: no rows, they do not divide, or sizes that do not fit the tensor or each other.
     """
     if not shape:
         raise ShapeError("a 0-dim tensor has no rows to exchange")
@@ -143,6 +143,8 @@ def all_to_all_single(
         raise ShapeError(f"output split sizes {list(out_sizes)} need {world} entries of 0 or more")
     send = in_sizes if in_sizes is not None else (split_evenly(shape, 0, world),) * world
     recv = out_sizes if out_sizes is not None else (split_evenly(shape, 0, world),) * world
+    if send[rank] != recv[rank]:
+        raise ShapeError(f"this rank sends {send[rank]} rows to itself, but expects {recv[rank]}")
     row = math.prod(shape[1:])
     result = (sum(recv), *shape[1:])
     sent, received = (shape[0] - send[rank]) * row * itemsize, (sum(recv) - recv[rank]) * row * itemsize

@@ -1,5 +1,6 @@
 """Refuse, before the first byte is sent, tensors and groups that end in a backend's error or in a wrong result."""
 
+import operator
 import sys
 from typing import Any
 
@@ -18,6 +19,7 @@ __all__ = [
     "check_input",
     "check_kind",
     "checked_dim",
+    "checked_ints",
     "members",
     "refuse_forward_ad",
     "refuse_transforms",
@@ -25,6 +27,7 @@ __all__ = [
 ]
 
 _strided = torch.strided
+_MOST = 2**62
 members: dict[ProcessGroup, Any] = getattr(distributed_c10d, "_pg_group_ranks", {})
 """The groups that exist, in torch's own table; the length of an entry is the number of ranks, sooner than size()."""
 
@@ -46,7 +49,7 @@ def checked_dim(x: Tensor, dim: int, name: str) -> int:
     """``dim`` counted from the front.
 
     Raises:
-        ArgumentError: not an integer.
+        ArgumentError: not an integer, or a tensor that ``check_kind`` refuses.
         ShapeError: ``x`` has no such dim.
     """
     if type(dim) is not int:
@@ -55,8 +58,25 @@ def checked_dim(x: Tensor, dim: int, name: str) -> int:
         except (AttributeError, TypeError):
             raise ArgumentError(f"{name}: a dim must be an int, not {dim!r}") from None
     if not -x.dim() <= dim < x.dim():
+        check_kind(x, name)  # a nested tensor has no shape
         raise ShapeError(f"{name}: dim {dim} is out of range for shape {tuple(x.shape)}")
     return dim % x.dim()
+
+
+def checked_ints(values: Any, what: str) -> tuple[int, ...]:
+    """Integers as a tuple.
+
+    Raises:
+        ArgumentError: something else; ``what`` begins the message.
+        ShapeError: one is beyond 2**62, which no tensor has and no index array holds.
+    """
+    try:
+        result = tuple([operator.index(each) for each in values])
+    except TypeError:
+        raise ArgumentError(f"{what} must be ints, not {values!r:.80}") from None
+    if any(abs(each) > _MOST for each in result):
+        raise ShapeError(f"{what} are beyond 2**62: {values!r:.80}")
+    return result
 
 
 def world_of(group: ProcessGroup, name: str) -> int:

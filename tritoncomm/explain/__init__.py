@@ -13,6 +13,7 @@ from tritoncomm_kernels import tables
 from tritoncomm.core import cost
 from tritoncomm.core.cost import DEFAULTS, Rates
 from tritoncomm.core.plan import Ints
+from tritoncomm.core.validation import checked_ints
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.explain import collectives as do
 from tritoncomm.explain.collectives import Move
@@ -124,17 +125,23 @@ def explain(
         ShapeError: the shape does not divide, has no such dim, or is larger than any tensor.
         UnsupportedError: a reduction of a dtype that the backend cannot reduce.
     """
-    short, dims = _named(op, tuple(dims))
-    shape = tuple(shape)
+    short, dims = _named(op, checked_ints(dims, "plan: dims"))
+    shape = checked_ints(shape, "plan: a shape")
+    world, rank, sm_count = checked_ints((world, rank, sm_count), "plan: world, rank and sm_count")
+    lists = [None if given is None else checked_ints(given, "plan: sizes and strides")
+             for given in (sizes, out_sizes, stride)]  # fmt: skip
+    for value, kind in ((dtype, torch.dtype), (device, str), (rates, Rates | None)):
+        if not isinstance(value, kind):
+            raise ArgumentError(f"plan: expected {getattr(kind, '__name__', kind)}, not {value!r:.80}")
     if world < 1 or not shape or min(shape) < 0:
         raise ShapeError(f"plan: shape {list(shape)} over {world} ranks: sizes of 0 or more, one rank or more")
-    _check_extent(shape, max(world, *PROJECTED), dtype, out_sizes or (), stride or ())
+    _check_extent(shape, max(world, *PROJECTED), dtype, lists[1] or (), lists[2] or ())
     _check_device(device, sm_count)
     kind = "cpu" if device == "cpu" else "cuda"
     name = None if device in ("cpu", "cuda") else device
     call = Call(
         dims, world, dtype, kind, name, rates or DEFAULTS[kind], held, sm_count, rank,
-        *(None if given is None else tuple(given) for given in (sizes, out_sizes, stride)),
+        *lists,
     )  # fmt: skip
     _check(short, shape, call)
     forward, backward, why = _both(short, shape, call)

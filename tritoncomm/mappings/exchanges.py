@@ -12,6 +12,7 @@ from tritoncomm import record
 from tritoncomm.core import cached, eager, ops
 from tritoncomm.core.function import direct
 from tritoncomm.core.plan import Ints, normalize_sizes
+from tritoncomm.core.validation import check_kind
 from tritoncomm.mappings.general import checked
 
 __all__ = ["_AllToAll", "_HiddenToSequence", "_SequenceToHidden", "all_to_all_single", "to_hidden", "to_sequence"]
@@ -71,6 +72,7 @@ def _flattened(x: Tensor, name: str) -> Tensor:
     try:
         return x.view(flat)
     except RuntimeError:
+        check_kind(x, name)  # a sparse tensor has no such view either
         started = record.now()
         rows, path, copied = ops.pack(cached.resolved(x), 0, 1)
         record.add(name, path, copied, 0, started, calls=0)

@@ -324,7 +324,8 @@ def _posted(
     """
     _range = None
     if record.switch._is_profiler_enabled:
-        _range = begin(neighbours, name, *sends.values(), *receives.values(), None, False)
+        sent, received = (sends["send_next"], sends["send_prev"]), (receives["recv_prev"], receives["recv_next"])
+        _range = begin(neighbours, name, *sent, *received, None, False)
     wires, started, problems = _wires(sends, receives), record.now(), {}
     if checking() and not neighbours.is_single_rank:
         problems = _compare(neighbours, name, {key: x for key, x in (sends | receives).items() if x is not None})

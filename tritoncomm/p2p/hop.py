@@ -26,7 +26,7 @@ from tritoncomm.p2p.neighbours import Neighbours
 from tritoncomm.p2p.report import begin, contents_of
 from tritoncomm.p2p.transport import keep_alive, post, post_and_wait, post_one
 
-__all__ = ["check", "checking", "exchange"]
+__all__ = ["check", "checking", "exchange", "real_device"]
 
 _check, _hash = variables.CHECK, variables.HASH
 _SHAPES = frozenset((tuple, list, torch.Size))
@@ -102,10 +102,12 @@ def exchange(
             if x is not None and (tensors := _tensors(x, name)):
                 sends[key] = tensors
                 device = tensors[0].device if device is None else device
+        if not isinstance(dtype, torch.dtype | None):
+            raise ArgumentError(f"{name}: the dtype must be a torch.dtype, not {dtype!r:.80}")
         for key, x in (("recv_prev", from_prev), ("recv_next", from_next)):
             if x is not None:
                 receives[key] = Incoming.of(x, dtype, variable, name)
-        device = neighbours.default_device() if device is None else torch.device(device)
+        device = neighbours.default_device() if device is None else real_device(device, name)
         result = _exchange_messages(neighbours, name, sends, receives, device, batched, variable, wait)
     if _hash.value:
         compare_hops(neighbours, name)
@@ -137,7 +139,7 @@ def _exchange_plain(
             if type(x) is not list or len(x) != 1 or not isinstance(x[0], Tensor):
                 return None
             x = x[0]
-        if type(x) is not Tensor:
+        if type(x) is not Tensor or x.is_meta:  # which a backend takes, and sends nothing
             check_data(x, name)
         if x.dtype in special or x.numel() < 2:
             return None  # one element may carry a lazy negative bit
@@ -153,7 +155,7 @@ def _exchange_plain(
         sent += x.nbytes
     before = after = None
     if from_prev is not None or from_next is not None:
-        if dtype is None or dtype in special:
+        if type(dtype) is not torch.dtype or dtype in special:
             return None
         if device is None:
             device = next(iter(tensors.values())).device if tensors else neighbours.default_device()
@@ -170,6 +172,8 @@ def _exchange_plain(
                 x = torch.empty(shape, dtype=dtype, device=device, requires_grad=with_grad)
             except (RuntimeError, TypeError):
                 return None  # Incoming names what is wrong with a shape
+            if x.is_meta:
+                return None
             tensors[key] = x
             if shape is not expected:
                 x = [x]
@@ -187,6 +191,17 @@ def _exchange_plain(
         handles = {}
     record.add(name, path, copied, sent, started)
     return before, after, handles
+
+
+def real_device(device: torch.device | str, name: str) -> torch.device:
+    """A device that has memory to receive into."""
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"{name}: {device!r} is no device: {error}") from None
+    if device.type == "meta":
+        raise ArgumentError(f"{name}: a meta tensor has no memory to receive into")
+    return device
 
 
 def _refuse(name: str, *sent: Any) -> None:
@@ -233,7 +248,7 @@ def _exchange_messages(
                 hop.give_up(error)
                 raise
         else:
-            buffers = {key: each.allocate(each.specs, device) for key, each in receives.items() if each.specs}
+            buffers = {key: each.allocate_expected(name, device) for key, each in receives.items() if each.specs}
             hop.received = {key: each.tensors for key, each in buffers.items()}
             _post(hop, neighbours, name, messages | buffers, batched)
     handles: Any = None if hop.posted else {}

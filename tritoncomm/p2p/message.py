@@ -34,6 +34,7 @@ __all__ = [
     "describe",
     "is_one_shape",
     "is_single_shape",
+    "no_memory",
     "pack",
     "spec_of",
 ]
@@ -106,6 +107,11 @@ def describe(specs: Sequence[Spec]) -> str:
     shown = [f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in specs[:_MAX_SHOWN]]
     more = [f"and {len(specs) - _MAX_SHOWN} more"] if len(specs) > _MAX_SHOWN else []
     return ", ".join(shown + more) or "nothing"
+
+
+def no_memory(specs: Sequence[Spec], name: str, error: Exception) -> ShapeError:
+    """The error of tensors that cannot be allocated."""
+    return ShapeError(f"{name}: there is no memory for {describe(specs)}, {_bytes(specs)} bytes: {error}")
 
 
 @dataclass(slots=True)
@@ -238,7 +244,8 @@ class Incoming:
             if not isinstance(expected, list | tuple):
                 raise ArgumentError(f"{name}: expected a shape or a list of shapes, not {expected!r}")
             return cls(None, dtype, 1 if is_single else len(expected), is_single)
-        assert dtype is not None
+        if dtype is None:
+            raise ArgumentError(f"{name}: the dtype of what is received must be given")
         shapes = as_shapes(expected, name)
         return cls(tuple([(shape, dtype) for shape in shapes]), dtype, len(shapes), is_single)
 
@@ -262,6 +269,20 @@ class Incoming:
             if x.dtype.is_floating_point or x.dtype.is_complex:
                 x.requires_grad_()
         return buffers
+
+    def allocate_expected(self, name: str, device: torch.device) -> Message:
+        """Memory for what is expected.
+
+        Raises:
+            ShapeError: there is not as much; before anything is sent.
+        """
+        assert self.specs is not None
+        try:
+            return self.allocate(self.specs, device)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError) as error:  # a size beyond 64 bits is a TypeError
+            raise no_memory(self.specs, name, error) from error
 
     def allocate_from_header(
         self, neighbours: Neighbours, name: str, key: str, specs: tuple[Spec, ...], device: torch.device
@@ -287,5 +308,5 @@ class Incoming:
             raise MismatchError(text) from error
 
 
-def _bytes(specs: tuple[Spec, ...]) -> int:
+def _bytes(specs: Sequence[Spec]) -> int:
     return sum([math.prod(shape) * dtype.itemsize for shape, dtype in specs])

@@ -22,10 +22,11 @@ from torch import Tensor
 from tritoncomm import groups, record
 from tritoncomm.core import backend
 from tritoncomm.core.ops import pack
+from tritoncomm.core.validation import check_data
 from tritoncomm.errors import ArgumentError
 from tritoncomm.groups import ParallelMode
-from tritoncomm.p2p.hop import exchange
-from tritoncomm.p2p.message import as_shapes, is_one_shape
+from tritoncomm.p2p.hop import exchange, real_device
+from tritoncomm.p2p.message import as_shapes, is_one_shape, no_memory
 from tritoncomm.p2p.neighbours import Neighbours
 
 __all__ = [
@@ -93,7 +94,7 @@ def _exchange(
 
 
 def _listed(x: Tensors | None) -> list[Any]:
-    return [] if x is None else [x] if isinstance(x, Tensor) else list(x)
+    return [] if x is None else list(x) if isinstance(x, list | tuple) else [x]
 
 
 def _shard_size(shape: tuple[int, ...], name: str) -> int:
@@ -121,6 +122,8 @@ def _shard(x: Tensors | None, name: str) -> Any:
     """This tensor rank's shard of each tensor to send."""
     tensors = _listed(x)
     for i, tensor in enumerate(tensors):
+        if isinstance(tensor, Tensor):
+            check_data(tensor, name)
         if isinstance(tensor, Tensor) and (size := _shard_size(tuple(tensor.shape), name)):
             full = tensor.detach()
             if not full.is_contiguous():
@@ -139,10 +142,17 @@ class _Sharded:
     def __init__(self, shape: Any, dtype: torch.dtype, device: torch.device | str, name: str) -> None:
         self.is_single, shapes = is_one_shape(shape), as_shapes(shape, name)
         self.sizes = [_shard_size(each, name) for each in shapes]
-        self.full = [
-            torch.empty(each, dtype=dtype, device=device) if size else None
-            for each, size in zip(shapes, self.sizes, strict=True)
-        ]
+        if not isinstance(dtype, torch.dtype):
+            raise ArgumentError(f"{name}: the dtype must be a torch.dtype, not {dtype!r:.80}")
+        try:
+            self.full = [
+                torch.empty(each, dtype=dtype, device=real_device(device, name)) if size else None
+                for each, size in zip(shapes, self.sizes, strict=True)
+            ]
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError) as error:
+            raise no_memory([(each, dtype) for each in shapes], name, error) from error
         self.buffers: Any = [(size,) if size else each for each, size in zip(shapes, self.sizes, strict=True)]
         if self.is_single:
             (full,), (size,) = self.full, self.sizes

@@ -45,7 +45,10 @@ class Call:
             self.ranks: Ints = tuple(dist.get_process_group_ranks(self.group))
             self.position = self.group.rank()
         else:
-            self.ranks, self.position = tuple(ranks), list(ranks).index(rank)
+            self.ranks = tuple(ranks)
+            if rank not in self.ranks:
+                raise GroupError(f"{name}: rank {rank!r} is not among the ranks {list(self.ranks)}")
+            self.position = self.ranks.index(rank)
         self.rows: list[tuple[str, Layout, Layout, torch.dtype, torch.dtype, bool]] = []
         self.locals: list[Tensor] = []
         self.outs: list[Tensor] = []
@@ -78,10 +81,14 @@ class Call:
             x = torch.empty(0, dtype=x, device="meta") if isinstance(x, torch.dtype) else x
             layout = source_of(x, sources[key], self.name, key)
             goal, wrap = target_of(targets[key], layout.shape, self.name, key)
+            if outs and not isinstance(outs[key], Tensor):
+                raise ArgumentError(f"{self.name}: out {key} must be a tensor, not {type(outs[key]).__name__}")
             local, into = local_of(x), local_of(outs[key]) if outs else None
             check_kind(local, self.name)
             refuse_transforms(local, self.name, key)
             result = dtypes[key] or (local.dtype if into is None else into.dtype)
+            if not isinstance(result, torch.dtype):
+                raise ArgumentError(f"{self.name}: the dtype of {key} must be a torch.dtype, not {result!r:.80}")
             has_grad = records and x.requires_grad
             self.rows.append((key, layout, goal, local.dtype, result, has_grad))
             self.locals.append(local)
@@ -142,6 +149,9 @@ class Call:
 
     def exchange(self, bucket_bytes: int) -> Exchange:
         """The plan of these arguments, made and compared with that of the other ranks once."""
+        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            wrong = ArgumentError(f"{self.name}: bucket_bytes must be an int of 1 or more, not {bucket_bytes!r:.80}")
+            self.error, bucket_bytes = self.error or wrong, 1
         moving = [row for row, stays in zip(self.rows, self.stays, strict=True) if not stays]
         key = bucket_bytes, self.grad, self.name, tuple([(a, b.digest, c.digest, *more) for a, b, c, *more in moving])
         if self.group is None:
@@ -175,8 +185,6 @@ class Call:
     def _made(self, bucket_bytes: int) -> Exchange | None:
         """A new plan; None where the arguments are refused, and the error is kept."""
         try:
-            if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-                raise ArgumentError(f"{self.name}: bucket_bytes must be a number of bytes, not {bucket_bytes!r}")
             if self.is_read:
                 check(self.items, self.ranks, self.name)
                 for item in self.items:

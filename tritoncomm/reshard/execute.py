@@ -213,6 +213,10 @@ class Exchange:
                 path = path if taken == "view" else taken
         except PeerError as failure:
             raise self._explained(failure, name) from failure
+        except ValueError as failure:
+            if any(x.is_meta for x in sources):  # looked at only now, as it costs every tensor of every call
+                raise ArgumentError(f"{name}: a meta tensor has no data to send") from failure
+            raise
         return path
 
     def _explained(self, failure: PeerError, name: str) -> CommError:

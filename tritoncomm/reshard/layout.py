@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritoncomm.core.plan import Ints
+from tritoncomm.core.validation import checked_ints
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+from tritoncomm.reshard.layout_arguments import Placement, boxes_of, grid_of, listed, normalize_placements, shape_of
 
-__all__ = ["Distinct", "Layout", "Placement", "normalize_placements"]
+__all__ = ["Array", "Distinct", "Layout"]
 
 Array = NDArray[np.int64]
-Placement = tuple[int, int] | None
-"""One mesh axis: (dim, split factor) shards, None replicates; a split factor above 1 is torch's ``_StridedShard``."""
 
 
 class Layout:
@@ -82,10 +82,10 @@ class Layout:
 
         Raises:
             ShapeError: no such dim, or not one placement per axis.
+            ArgumentError: what is no shape, mesh or placement.
             UnsupportedError: a partial placement, or a strided shard other than FSDP2 over tensor parallelism.
         """
-        grid = np.asarray(getattr(mesh, "mesh", mesh), np.int64)
-        shape = tuple(int(size) for size in shape)
+        grid, shape = grid_of(mesh), shape_of(shape)
         return _on_mesh(shape, grid.shape, tuple(grid.flatten().tolist()), normalize_placements(placements, shape))
 
     @staticmethod
@@ -96,7 +96,7 @@ class Layout:
     @staticmethod
     def replicated(shape: Sequence[int], ranks: Sequence[int]) -> "Layout":
         """The full tensor on each of these ranks; of one rank: its owner."""
-        return Layout.on_mesh(shape, list(ranks), [None])
+        return Layout.on_mesh(shape, listed(ranks, "ranks"), [None])
 
     @staticmethod
     def split(shape: Sequence[int], dim: int, sizes: Mapping[int, int] | Sequence[int]) -> "Layout":
@@ -109,9 +109,13 @@ class Layout:
 
         Raises:
             ShapeError: no such dim, or the sizes do not add up to it.
+            ArgumentError: what is no shape, dim or size.
         """
-        shape = tuple(shape)
-        by_rank = dict(sizes) if isinstance(sizes, Mapping) else dict(enumerate(sizes))
+        shape, (dim,) = shape_of(shape), checked_ints((dim,), "Layout.split: the dim")
+        given = sizes if isinstance(sizes, Mapping) else dict(enumerate(listed(sizes, "sizes")))
+        by_rank = dict(
+            zip(checked_ints(given, "ranks"), checked_ints(given.values(), "Layout.split: sizes"), strict=True)
+        )
         if not -len(shape) <= dim < len(shape):
             raise ShapeError(f"Layout.split: a tensor {list(shape)} has no dim {dim}")
         dim %= len(shape)
@@ -139,12 +143,13 @@ class Layout:
 
         Raises:
             ShapeError: a box is not inside the tensor, or boxes of a rank cannot be concatenated along one dim.
+            ArgumentError: what is no shape, rank or box.
         """
-        shape = tuple(shape)
+        shape, boxes = shape_of(shape), boxes_of(boxes)
         boxes = boxes if shape else {rank: mine for rank, mine in boxes.items() if mine}
         owner, start, size, at, shapes = [], [], [], [], []
         for index, (rank, mine) in enumerate(boxes.items()):
-            if any(len(box) != 2 or {len(box[0]), len(box[1])} != {len(shape)} for box in mine):
+            if any({len(box[0]), len(box[1])} != {len(shape)} for box in mine):
                 raise ShapeError(f"Layout.of_boxes: rank {rank} needs (start, extent) over the dims of {list(shape)}")
             positions, local = _concatenated(shape, rank, mine)
             owner += [index] * len(mine)
@@ -262,24 +267,6 @@ def _places(ranks: Ints) -> dict[int, int]:
     return {rank: place for place, rank in enumerate(ranks)}
 
 
-def normalize_placements(placements: Sequence[Any], shape: Ints) -> tuple[Placement, ...]:
-    """Placements of torch's, dims and None as (dim, split factor) and None, dims counted from the front."""
-    return tuple(_placement(each, shape) for each in placements)
-
-
-def _placement(placement: Any, shape: Ints) -> Placement:
-    if placement is None or (not isinstance(placement, int) and placement.is_replicate()):
-        return None
-    if not isinstance(placement, int) and placement.is_partial():
-        raise UnsupportedError(f"Layout: {placement} is partial, and no rank has its values; reduce it first")
-    dim = placement if isinstance(placement, int) else getattr(placement, "dim", None)
-    if dim is None:
-        raise UnsupportedError(f"Layout: {placement!r} is neither a shard nor a replica")
-    if not -len(shape) <= dim < len(shape):
-        raise ShapeError(f"Layout: a tensor {list(shape)} has no dim {dim} to shard")
-    return dim % len(shape), int(getattr(placement, "split_factor", 1))
-
-
 @lru_cache(maxsize=4096)
 def _on_mesh(shape: Ints, mesh: Ints, ranks: Ints, placements: tuple[Placement, ...]) -> Layout:
     if len(placements) != len(mesh):
@@ -337,6 +324,8 @@ def _concatenated(
     (first, extent), *_ = boxes
     if len(boxes) == 1:
         return [(0,) * len(shape)], tuple(extent)
+    if not shape:
+        raise ShapeError(f"Layout.of_boxes: rank {rank} has the one element of a 0-dim tensor {len(boxes)} times")
     longer = [dim for dim in range(len(shape)) if any(each[dim] != extent[dim] for _, each in boxes)]
     along = (*longer, *(dim for dim in range(len(shape)) if any(start[dim] != first[dim] for start, _ in boxes)), 0)[0]
     if len(longer) > 1:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from tritoncomm import groups
 from tritoncomm.core.plan import Ints
-from tritoncomm.errors import ArgumentError, ShapeError
+from tritoncomm.core.validation import checked_ints
+from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
 from tritoncomm.groups import GroupLike
 from tritoncomm.reshard.layout import Layout
-from tritoncomm.reshard.resharding import BUCKET_BYTES, ReshardPlan, reshard_plan
+from tritoncomm.reshard.resharding import BUCKET_BYTES, ReshardPlan, refuse, reshard_plan
 from tritoncomm.reshard.specs import is_dtensor, named, source_of
 
 __all__ = ["OwnedExchange", "balanced_owners", "exchange_owned"]
@@ -28,13 +29,38 @@ def balanced_owners(
         shapes: global shapes by name.
         ranks: global ranks that may own.
         cost: of a shape, its elements by default.
+
+    Raises:
+        ArgumentError: what is no shape or rank, or no ranks.
     """
-    loads = dict.fromkeys(ranks, 0.0)
+    if not isinstance(shapes, Mapping):
+        raise ArgumentError(f"balanced_owners: shapes must be a mapping by name, not {shapes!r:.80}")
+    shapes = {name: checked_ints(shape, "balanced_owners: a shape") for name, shape in shapes.items()}
+    loads = dict.fromkeys(checked_ints(ranks, "balanced_owners: ranks"), 0.0)
+    if shapes and not loads:
+        raise ArgumentError("balanced_owners: there are no ranks to own anything")
     owners = {}
-    for name in sorted(shapes, key=lambda each: (-cost(tuple(shapes[each])), each)):
+    for name in sorted(shapes, key=lambda each: (-cost(shapes[each]), each)):
         owners[name] = min(loads, key=lambda rank: (loads[rank], rank))
-        loads[owners[name]] += cost(tuple(shapes[name]))
+        loads[owners[name]] += cost(shapes[name])
     return {name: owners[name] for name in shapes}
+
+
+def _layouts(tensors: Any, owners: Any, source: Any) -> tuple[dict[str, Any], dict[str, Layout], dict[str, Layout]]:
+    """The tensors by name, their layouts, and those of the full tensors on their owners."""
+    given = named(tensors, "exchange_owned")
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"exchange_owned: {name} must be a tensor, not {type(x).__name__}")
+    if not isinstance(owners, Mapping):
+        raise ArgumentError(f"exchange_owned: owners must be a mapping by name, not {type(owners).__name__}")
+    missing = [name for name in given if name not in owners]
+    if missing:
+        raise ArgumentError(f"exchange_owned: {missing} have no owner")
+    checked_ints([owners[name] for name in given], "exchange_owned: owners")
+    sources = source if isinstance(source, Mapping) else dict.fromkeys(given, source)
+    layouts = {name: source_of(x, sources.get(name), "exchange_owned", name) for name, x in given.items()}
+    return given, layouts, {name: Layout.replicated(each.shape, [owners[name]]) for name, each in layouts.items()}
 
 
 class OwnedExchange:
@@ -61,14 +87,14 @@ class OwnedExchange:
         group: GroupLike | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        given = named(tensors, "exchange_owned")
-        missing = [name for name in given if name not in owners]
-        if missing:
-            raise ArgumentError(f"exchange_owned: {missing} have no owner")
-        sources = source if isinstance(source, Mapping) else dict.fromkeys(given, source)
-        layouts = {name: source_of(x, sources.get(name), "exchange_owned", name) for name, x in given.items()}
-        full = {name: Layout.replicated(layout.shape, [owners[name]]) for name, layout in layouts.items()}
         process_group = dist.group.WORLD if group is None else groups.as_group(group, "exchange_owned")
+        if process_group is None:
+            raise GroupError("exchange_owned: torch.distributed is not initialized; call tritoncomm.initialize()")
+        try:
+            given, layouts, full = _layouts(tensors, owners, source)
+        except CommError as error:
+            refuse(error, process_group, "exchange_owned")
+            raise
         options: dict[str, Any] = {"group": process_group, "bucket_bytes": bucket_bytes}
         dtypes = {name: x.dtype for name, x in given.items()}
         home = {name: (x.device_mesh, x.placements) if is_dtensor(x) else layouts[name] for name, x in given.items()}

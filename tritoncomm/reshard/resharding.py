@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from tritoncomm import record
 from tritoncomm.core.cost import DEFAULTS, Rates
 from tritoncomm.core.function import outside_graphs, without_graph
 from tritoncomm.core.validation import check_data, refuse_transforms
-from tritoncomm.errors import ArgumentError
+from tritoncomm.errors import ArgumentError, CommError
 from tritoncomm.groups import GroupLike
 from tritoncomm.reshard.arguments import Call
 from tritoncomm.reshard.execute import Exchange, apply
@@ -20,7 +21,7 @@ from tritoncomm.reshard.plan import Item
 from tritoncomm.reshard.report import text_of
 from tritoncomm.reshard.specs import local_of, named
 
-__all__ = ["BUCKET_BYTES", "ReshardPlan", "reshard", "reshard_plan"]
+__all__ = ["BUCKET_BYTES", "ReshardPlan", "refuse", "reshard", "reshard_plan"]
 
 BUCKET_BYTES = 256 * 2**20
 Grad = Literal["replicated", "partial"]
@@ -104,6 +105,18 @@ def reshard_plan(
     plan = ReshardPlan(call, call.exchange(bucket_bytes))
     call.locals.clear()  # a plan keeps no tensors
     return plan
+
+
+def refuse(error: CommError, group: ProcessGroup, name: str) -> None:
+    """Raise an error of this rank's arguments, and let the ranks that make a plan meanwhile raise, too.
+
+    Raises:
+        CommError: ``error``.
+    """
+    call = Call({}, None, None, group, None, "replicated", None, name)
+    call.error, call.is_read = error, False
+    call.exchange(BUCKET_BYTES)
+    raise error
 
 
 class ReshardPlan(record.Traffic):

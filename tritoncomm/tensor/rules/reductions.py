@@ -20,6 +20,8 @@ from tritoncomm.tensor.rules.table import rule
 
 __all__ = ["extremum_over_ranks", "sum_over_ranks"]
 
+_UNORDERED = (torch.uint16, torch.uint32, torch.uint64)
+
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup, shared: bool = False) -> Tensor:
     """All-reduce; ``shared``: the ranks use the sum for different shards, so its gradients are all-reduced as well."""
@@ -45,6 +47,15 @@ def _identity(dtype: torch.dtype, smallest: bool) -> float | int | bool:
     if dtype.is_floating_point:
         return math.inf if smallest else -math.inf
     return torch.iinfo(dtype).max if smallest else torch.iinfo(dtype).min
+
+
+def _has_order(dtype: torch.dtype) -> bool:
+    """Whether torch compares elements of the dtype, on every device.
+
+    Others are gathered, and compared or refused by torch on all ranks: it looks at the dtype where there are several
+    elements only, so that a rank with an empty shard would wait for those that raise.
+    """
+    return dtype not in _UNORDERED and not dtype.is_complex and (dtype.itemsize > 1 or not dtype.is_floating_point)
 
 
 def _dims_of(dim: Any, input: Tensor) -> tuple[int, ...]:
@@ -167,6 +178,8 @@ def _norm(
     power = 2 if p in (None, "fro") else p
     if isinstance(power, str) or not shape_of(input) or not input.is_floating_point() or power == 0:
         return None
+    if not _has_order(input.dtype):
+        return None
     power, dims = float(power), _dims_of(dim, input)
 
     def across(sharding: Sharding, x: Tensor) -> Tensor:
@@ -186,7 +199,7 @@ def _norm(
 def _compare(input: Tensor, dim: Any, keepdim: bool, smallest: bool) -> Call | None:
     """amax and amin; ties share the gradient equally."""
     shape, dims = shape_of(input), _dims_of(dim, input)
-    if not shape or not all(shape[d] for d in dims):
+    if not shape or not all(shape[d] for d in dims) or not _has_order(input.dtype):
         return None
     local = partial(torch.amin if smallest else torch.amax, dim=dims, keepdim=keepdim)
     return _reduce(input, dims, keepdim, local, lambda s, x: _MinMax.apply(x, dims, keepdim, smallest, s.group))
@@ -246,7 +259,7 @@ class _MinMaxWithIndex(torch.autograd.Function):
 def _min_max(input: Tensor, dim: Any, keepdim: bool, smallest: bool, index_only: bool) -> Call | None:
     """max and min along one dim."""
     shape = shape_of(input)
-    if not isinstance(dim, int) or isinstance(dim, bool) or not shape or 0 in shape:
+    if not isinstance(dim, int) or isinstance(dim, bool) or not shape or 0 in shape or not _has_order(input.dtype):
         return None
     dim %= len(shape)
     local = torch.min if smallest else torch.max
