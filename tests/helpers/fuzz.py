@@ -184,7 +184,7 @@ def fuzz(pool: Pool, name: str, cases: int, number: int) -> int:
         AssertionError: a wrong answer, an error without a name, a hang, a crash or too much memory. The case is as
             small as Hypothesis could make it.
     """
-    domain, done = DOMAINS[name], 0
+    domain, done, is_known = DOMAINS[name], 0, False
     before = [_peak(), *pool.run(peak_of_rank, world=4)]
 
     @seed(number)
@@ -194,8 +194,14 @@ def fuzz(pool: Pool, name: str, cases: int, number: int) -> int:
     )  # fmt: skip
     @given(domain.cases)
     def check(case: Any) -> None:
-        nonlocal done
-        domain.check(pool, case)
+        nonlocal done, is_known
+        try:
+            domain.check(pool, case)
+        except AssertionError as error:
+            if not is_known:
+                print(f"{name}, seed {number}: made smaller now, up to {SECONDS} s a try: {case}\n{error}", flush=True)
+            is_known = True
+            raise
         done += 1
 
     check()

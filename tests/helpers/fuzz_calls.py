@@ -533,7 +533,8 @@ def _held(call: Call, ranks: Sequence[int]) -> list[Tensor]:
         if isinstance(second, Matrix) and shape:
             shape[0] = sum(second.sent(place, world))
         elif call.fits and function.sizes in ("gathered", "both") and shape:
-            sizes, dim = (first, call.dims[0]) if function.sizes == "gathered" else (second, call.dims[1])
+            dims = function.fixed or call.dims
+            sizes, dim = (first, dims[0]) if function.sizes == "gathered" else (second, dims[1])
             with suppress(Invalid):
                 per_rank = _sizes(sizes, world)
                 if per_rank is not None:
