@@ -89,7 +89,7 @@ def test_plan_tells_of_split_sizes_and_strides() -> None:
     assert (told["backward"]["result"], told["backward"]["wire"]) == ([8, 4], 1 * 16)
     assert told["projection"] == []
     assert "PROJECTION" not in run(*sent, "3,1").output
-    assert json.loads(run(*sent, "5,1", "--rank", "1", "--json").output)["forward"]["wire"] == 3 * 16
+    assert json.loads(run(*sent, "1,5", "--rank", "1", "--json").output)["forward"]["wire"] == 3 * 16
     sliced = ("plan", "sp2hp", "--shape", "4096,8192", "--world", "8", "--json", "--strides")
     assert json.loads(run(*sliced, "24576,1").output)["forward"]["packed"] == 128 * 2**20
     (copy, *_) = json.loads(run("plan", "all_to_all", *sliced[2:], "24576,1").output)["forward"]["steps"]
@@ -150,8 +150,10 @@ def test_plan_as_a_process_of_its_own() -> None:
         (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--link", "0"), "--link must be more than 0"),
         (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--link", "1e300"), "and 1e+09 at most"),
         (("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--node", "0"), "--node must be 1 or more"),
-        (("plan", "sp2hp", "--shape", f"4,{10**20}", "--world", "2"), "larger than 4 EiB"),
-        (("plan", "sp2hp", "--shape", "4,4", "--world", f"{10**30}"), "no job has more than 1048576 ranks"),
+        (("plan", "sp2hp", "--shape", f"4,{10**18}", "--world", "2"), "larger than 4 EiB"),
+        (("plan", "sp2hp", "--shape", f"4,{10**20}", "--world", "2"), "beyond 2**62"),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", f"{10**7}"), "no job has more than 1048576 ranks"),
+        (("plan", "sp2hp", "--shape", "4,4", "--world", f"{10**30}"), "beyond 2**62"),
         (
             ("plan", "sp2hp", "--shape", "4,4", "--world", "2", "--device", "H800"),
             "nothing is known of a device 'H800'",

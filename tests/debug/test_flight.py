@@ -187,7 +187,7 @@ def test_frames_that_were_looked_at_keep_nothing() -> None:
 
     def called() -> "weakref.ref[torch.Tensor]":
         x = T(1)
-        with mock.patch.object(flight, "last", {threading.get_ident(): _entry(start=1)}):
+        with mock.patch.object(flight, "last", {0: [threading.get_ident(), _entry(start=1)]}):
             assert open_calls(1) == []
         return weakref.ref(x)
 

@@ -24,7 +24,7 @@ def _sizes(tensor: Any, pipeline: Any, data: Any, world: Any) -> Any:
 
 
 def _config(pipeline: Any, tensor: Any, mode: Any, key: Any) -> Any:
-    config = {"parallel": {"pipeline": pipeline, "tensor": {"size": tensor, "mode": mode, key: 1}}}
+    config = {"parallel": {"pipeline": pipeline, "tensor": {"size": tensor, "mode": mode, f"{key}": 1}}}
     return read_sizes(1, 1, None, 1, 1, None, None, config if key != "0" else pipeline)
 
 

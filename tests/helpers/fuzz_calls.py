@@ -523,6 +523,9 @@ def problem_of(error: BaseException) -> str:
     return f"problem: {type(error).__name__}: {str(error)[:300]} ({places})"
 
 
+_MOST_ROWS = 64  # others are none that fit
+
+
 def _held(call: Call, ranks: Sequence[int]) -> list[Tensor]:
     """What each of these global ranks holds."""
     tensors, world = [], len(ranks)
@@ -537,7 +540,7 @@ def _held(call: Call, ranks: Sequence[int]) -> list[Tensor]:
             sizes, dim = (first, dims[0]) if function.sizes == "gathered" else (second, dims[1])
             with suppress(Invalid):
                 per_rank = _sizes(sizes, world)
-                if per_rank is not None:
+                if per_rank is not None and per_rank[place] <= _MOST_ROWS:
                     shape[_dim(torch.empty(shape, device="meta"), dim)] = per_rank[place]
         x = filled(shape, call.dtype, 1 + rank)
         tensors.append(_memory(x, call.layout))

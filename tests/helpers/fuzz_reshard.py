@@ -20,7 +20,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tritoncomm import p2p
-from tritoncomm.reshard import Layout, OwnedExchange, exchange_owned, reshard, reshard_plan, resharding
+from tritoncomm.reshard import Layout, OwnedExchange, arguments, exchange_owned, reshard, reshard_plan
 
 __all__ = ["Resharding", "reshardings", "run_resharding"]
 
@@ -405,7 +405,7 @@ def run_resharding(group: ProcessGroup, case: Resharding) -> str:
     if case.fault and case.fault in late:
         return "mixed"  # a plan of layouts and dtypes is right, and who executes it does not compare
     if case.fault:
-        resharding._plans.pop(group, None)  # else the others would not compare, and wait for the group's timeout
+        arguments._plans.pop(group, None)  # else the others would not compare, and wait for the group's timeout
     given, _ = group_of(case.group, group)
     try:
         made = _prepared(group, case)

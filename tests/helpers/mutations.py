@@ -217,7 +217,7 @@ MUTATIONS = (
         "            + item.target.digest\n", "", "tests/reshard",
     ),
     Mutation(
-        "a plan is looked up without its targets", "tritoncomm/reshard/resharding.py",
+        "a plan is looked up without its targets", "tritoncomm/reshard/arguments.py",
         "(a, b.digest, c.digest, *more) for a, b, c, *more in moving",
         "(a, b.digest, *more) for a, b, c, *more in moving", "tests/reshard",
     ),
@@ -227,8 +227,8 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks that stay are read after they were overwritten", "tritoncomm/reshard/steps.py",
-        "for block, target in blocks] if self._in_place else blocks",
-        "for block, target in blocks] if False else blocks", "tests/reshard",
+        "for block, target, adds in blocks] if self._in_place else blocks",
+        "for block, target, adds in blocks] if False else blocks", "tests/reshard",
     ),
     Mutation(
         "an exchange is not waited for while blocks are copied", "tritoncomm/reshard/steps.py",
@@ -259,8 +259,8 @@ MUTATIONS = (
     ),
     Mutation(
         "prepared sums overwrite", "tritoncomm/core/segments.py",
-        "return scatter(wire, tensors, self.segments, accumulate=self.accumulate)[0]",
-        "return scatter(wire, tensors, self.segments)[0]", "tests/reshard",
+        "return scatter(wire, tensors, self.segments, accumulate=self.accumulate, sums=self.sums)[0]",
+        "return scatter(wire, tensors, self.segments, sums=self.sums)[0]", "tests/reshard",
     ),
     Mutation(
         "a table's rows walk by their length", "kernels/tritoncomm_kernels/segment_tiles.py",
@@ -283,8 +283,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a launch is kept for other alignments", "kernels/tritoncomm_kernels/segment_call.py",
-        "key = at & 15 if not every & 15 else (at & 15, *[address & 15 for address in addresses])", "key = at & 15",
-        "tests/kernels/test_segment_call.py",
+        "key = at & 15 if not reduce(or_, addresses, 0) & 15 else (at & 15, *[address & 15 for address in addresses])",
+        "key = at & 15", "tests/kernels/test_segment_call.py",
     ),
     Mutation(
         "check mode does not compare dtypes", "tritoncomm/debug/descriptor.py",
@@ -309,7 +309,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a circle of waiting ranks is not seen", "tritoncomm/debug/exchange.py",
-        "    if circle is None:\n", "    if circle is None or circle:\n", "tests/debug/test_check.py",
+        "    if circle is None:\n        return None\n    others",
+        "    if circle is None or circle:\n        return None\n    others",
+        "tests/debug/test_check.py",
     ),
     Mutation(
         "check mode does not compare what a p2p step sends", "tritoncomm/debug/hops.py",
@@ -318,7 +320,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a step that was given up leaves its channel open", "tritoncomm/debug/hops.py",
-        "may_be_sent = made == text and over.get(wait.theirs) is not None", "may_be_sent = False",
+        "if not self._is_apart(wait, key in self._gone_on, made, text):", "if True:",
         "tests/debug/test_check.py",
     ),
     Mutation(

@@ -335,7 +335,7 @@ def test_a_plan_for_a_rank_that_is_not_there() -> None:
             lambda rank=rank: reshard_plan({"w": torch.float32}, rows, rows, ranks=[0, 1], rank=rank),
             GroupError, "is not among the ranks [0, 1]",
         )  # fmt: skip
-    refused(lambda: reshard_plan({1: torch.int8, "1": torch.int8}, rows, rows, ranks=[0, 1]), ArgumentError, "same")
+    refused(lambda: reshard_plan({1: torch.int8, "1": torch.int8}, rows, rows, ranks=[0, 1]), ArgumentError, "as text")
 
 
 def run_wrong_options(group: TorchGroup) -> None:

@@ -75,7 +75,7 @@ def checked_ints(values: Any, what: str) -> tuple[int, ...]:
     except TypeError:
         raise ArgumentError(f"{what} must be ints, not {values!r:.80}") from None
     if any(abs(each) > _MOST for each in result):
-        raise ShapeError(f"{what} are beyond 2**62: {values!r:.80}")
+        raise ShapeError(f"{what}: {values!r:.80} is beyond 2**62")
     return result
 
 
