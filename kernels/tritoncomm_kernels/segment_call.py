@@ -34,7 +34,8 @@ class SegmentCall:
         accumulate: add to what is in the tensors.
         sums: add up segments of the same rows.
 
-    It raises what the functions raise, here or at the first call.
+    Raises:
+        RuntimeError: neither a GPU nor Triton's interpreter; and what the functions raise, at the first call.
     """
 
     def __init__(
