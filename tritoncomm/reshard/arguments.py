@@ -86,6 +86,8 @@ class Call:
             local, into = local_of(x), local_of(outs[key]) if outs else None
             check_kind(local, self.name)
             refuse_transforms(local, self.name, key)
+            if local.is_quantized:
+                raise ArgumentError(f"{self.name}: {key} is quantized, and its scale would not move; call .int_repr()")
             result = dtypes[key] or (local.dtype if into is None else into.dtype)
             if not isinstance(result, torch.dtype):
                 raise ArgumentError(f"{self.name}: the dtype of {key} must be a torch.dtype, not {result!r:.80}")
