@@ -82,7 +82,7 @@ def attentions(draw: Any, worlds: SearchStrategy[Any], junk: SearchStrategy[Any]
         draw(st.sampled_from(["contiguous", "contiguous", "transposed", "sliced", "permuted"])),
         draw(st.sampled_from(
             ["plain"] * 8 + ["leaf"] * 8
-            + ["inference", "subclass", "meta", "fake", "sparse", "nested", "dtensor", "none", "number"]
+            + ["inference", "subclass", "meta", "sparse", "nested", "dtensor", "none", "number"]
         )),
         draw(st.sampled_from(["group"] * 10 + ["name", "mesh", "solo", "none", "no member", "unknown", "number"])),
         form,
@@ -154,7 +154,7 @@ def _attention(group: ProcessGroup, case: Attention) -> str:
     if not _fits(case, world):
         return "right" if world == 1 else f"problem: accepted, and gives {tuple(out.shape)}"
     wanted = _attend(*full, seq).split(list(case.sizes), seq)[rank]
-    if out.is_meta or case.kind == "fake":
+    if out.is_meta:
         return "right" if out.shape == wanted.shape else f"problem: shape {tuple(out.shape)}"
     if (out.shape, out.dtype) != (wanted.shape, wanted.dtype) or not torch.equal(bits(out), bits(wanted)):
         return f"problem: {out.dtype} {out.tolist()}, not {wanted.dtype} {wanted.tolist()}"

@@ -544,7 +544,7 @@ def _compared(out: Sequence[Any], made: _Prepared) -> str:
     if made.wanted is None or len(out) != len(made.wanted):
         return ""
     for x, (name, wanted) in zip(out, made.wanted.items(), strict=True):
-        local = x.to_local() if isinstance(x, DTensor) else x
+        local = x.to_local() if isinstance(x, DTensor) else getattr(x, "inside", x)  # of a wrapper
         if (local.shape, local.dtype) != (wanted.shape, wanted.dtype) or not torch.equal(bits(local), bits(wanted)):
             return f"problem: {name}: {local.dtype} {local.tolist()}, not {wanted.dtype} {wanted.tolist()}"
     return ""

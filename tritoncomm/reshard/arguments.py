@@ -24,9 +24,10 @@ from tritoncomm.reshard.plan import Item, check, digest
 from tritoncomm.reshard.specs import Wrap, local_of, named, source_of, target_of
 from tritoncomm.reshard.unanimous import agree
 
-__all__ = ["Call"]
+__all__ = ["Call", "check_memory"]
 
 _PLANS = 64
+_PLAIN = (Tensor, torch.nn.Parameter)
 _plans: WeakKeyDictionary[ProcessGroup, "OrderedDict[Any, Exchange]"] = WeakKeyDictionary()
 
 
@@ -103,6 +104,7 @@ class Call:
                     self.check_local(key, layout, local)
                 if self.name == "reshard":  # a plan may be made for tensors without data
                     check_data(local, f"reshard: {key}")
+                    check_memory(local, f"reshard: {key}")
                 if into is not None:
                     self.check_out(key, goal, into, result)
                     self.outs.append(into)
@@ -224,6 +226,21 @@ class Call:
     def is_wrapped(self) -> bool:
         """Whether a result is a DTensor or a ColoTensor."""
         return any(wrap is not None for wrap in self.wraps)
+
+
+def check_memory(x: Tensor, name: str) -> None:
+    """Refuse what has its data in another tensor, with strides and an offset that are not those of that memory.
+
+    Raises:
+        ArgumentError: a subclass without memory of its own.
+    """
+    if type(x) not in _PLAIN and x.numel() and not x.is_meta:
+        try:
+            address = x.data_ptr()
+        except RuntimeError:
+            address = 0
+        if not address:
+            raise ArgumentError(f"{name} is a {type(x).__name__} without memory of its own; pass the tensor inside it")
 
 
 def _group(group: GroupLike | None, name: str) -> ProcessGroup:

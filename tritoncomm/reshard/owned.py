@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tritoncomm import groups
 from tritoncomm.core.plan import Ints
-from tritoncomm.core.validation import checked_ints
+from tritoncomm.core.validation import check_data, checked_ints
 from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
 from tritoncomm.groups import GroupLike
 from tritoncomm.reshard.layout import Layout
 from tritoncomm.reshard.resharding import BUCKET_BYTES, ReshardPlan, refuse, reshard_plan
-from tritoncomm.reshard.specs import is_dtensor, named, source_of
+from tritoncomm.reshard.specs import is_dtensor, local_of, named, source_of
 
 __all__ = ["OwnedExchange", "balanced_owners", "exchange_owned"]
 
@@ -150,4 +150,7 @@ def exchange_owned(
 
     Makes an ``OwnedExchange`` and calls it once; a training loop keeps one. Arguments, results and errors as there.
     """
-    return OwnedExchange(tensors, owners, source, group=group, bucket_bytes=bucket_bytes)(tensors, compute)
+    made = OwnedExchange(tensors, owners, source, group=group, bucket_bytes=bucket_bytes)
+    for name, x in named(tensors, "exchange_owned").items():  # ranks with nothing to send would wait for the others
+        check_data(local_of(x), f"exchange_owned: {name}")
+    return made(tensors, compute)

@@ -15,7 +15,7 @@ from tritoncomm.core.function import outside_graphs, without_graph
 from tritoncomm.core.validation import check_data, refuse_transforms
 from tritoncomm.errors import ArgumentError, CommError
 from tritoncomm.groups import GroupLike
-from tritoncomm.reshard.arguments import Call
+from tritoncomm.reshard.arguments import Call, check_memory
 from tritoncomm.reshard.execute import Exchange, apply
 from tritoncomm.reshard.plan import Item
 from tritoncomm.reshard.report import text_of
@@ -192,6 +192,7 @@ class ReshardPlan(record.Traffic):
             if not isinstance(x, Tensor):
                 raise ArgumentError(f"reshard: {item.name} must be a tensor, not {type(x).__name__}")
             check_data(x, f"reshard: {item.name}")
+            check_memory(x, f"reshard: {item.name}")
             refuse_transforms(x, "reshard", item.name)
             self._call.check_local(item.name, item.source, x)
             if x.dtype != item.dtype:
