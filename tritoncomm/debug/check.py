@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from tritoncomm import record, variables
+from tritoncomm import variables
 from tritoncomm.debug.agreement import named_ranks
 from tritoncomm.debug.descriptor import Descriptor, describe, difference
-from tritoncomm.debug.exchange import Blocked, Exchange, exchange, fail_circle, fail_ended, in_words, table_of
+from tritoncomm.debug.exchange import Blocked, Exchange, exchange, fail_circle, fail_ended, in_words, raise_if, table_of
 from tritoncomm.debug.flight import Call, Entry, located
-from tritoncomm.errors import MismatchError, PeerError, UnsupportedError
+from tritoncomm.errors import UnsupportedError
 
 __all__ = ["check_call", "compare", "fold_call"]
 
@@ -105,7 +105,7 @@ def check_call(entry: Entry, group: Any, x: Any) -> None:
     member = _member_of(group, call)
     if member.sends:
         mine = _described(call, member, None if first is None else first.device)
-        _raise_if(member, call.name, lambda: compare(member.over, member, mine, call))
+        raise_if(call.name, lambda: compare(member.over, member, mine, call))
 
 
 def fold_call(entry: Entry, group: Any, x: Any) -> None:
@@ -130,7 +130,7 @@ def fold_call(entry: Entry, group: Any, x: Any) -> None:
     member.count += 1
     member.window.append((entry, device))
     if len(member.window) >= variables.HASH.value:
-        _raise_if(member, entry[_NAME], lambda: _compare_window(member.over, member))
+        raise_if(entry[_NAME], lambda: _compare_window(member.over, member))
 
 
 def _first(name: str, x: Any) -> Any:
@@ -139,18 +139,6 @@ def _first(name: str, x: Any) -> Any:
     if first is not None and first.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(f"{name}: check mode cannot compare calls that a CUDA graph replays; turn it off")
     return first
-
-
-def _raise_if(member: _Member, name: str, problem: Callable[[], str]) -> None:
-    """Raise what a comparison says, if it does."""
-    try:
-        text = problem()
-    except dist.DistNetworkError as error:
-        raise PeerError(f"{name}: the store of the job is gone, and with it its first process: {error}") from error
-    if text:
-        failure = MismatchError(f"{name}: {text}")
-        record.failed(name, failure)
-        raise failure
 
 
 def _described(call: Call, member: _Member, device: Any) -> Descriptor:

@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tritoncomm import record
 from tritoncomm.debug.agreement import by_text, named_ranks
+from tritoncomm.errors import MismatchError, PeerError
 
-__all__ = ["Blocked", "Exchange", "exchange", "fail_circle", "fail_ended", "in_words", "table_of"]
+__all__ = ["Blocked", "Exchange", "exchange", "fail_circle", "fail_ended", "in_words", "raise_if", "table_of"]
 
 _ROOT = "tritoncomm/check"
 _PATIENCE, _LONGEST_PAUSE = 0.4, 0.02  # seconds
@@ -180,6 +182,23 @@ def exchange() -> Exchange:
     if not _exchanges or _exchanges[0][0] is not store:
         _exchanges[:] = [(store, Exchange(store, dist.get_rank()))]
     return _exchanges[0][1]
+
+
+def raise_if(name: str, problem: Callable[[], str]) -> None:
+    """Raise what a comparison of the calls of ``name`` says, if it does, and note it in the flight record.
+
+    Raises:
+        MismatchError: the text of ``problem``.
+        PeerError: the process that holds the job's store is gone.
+    """
+    try:
+        text = problem()
+    except dist.DistNetworkError as error:
+        raise PeerError(f"{name}: the store of the job is gone, and with it its first process: {error}") from error
+    if text:
+        failure = MismatchError(f"{name}: {text}")
+        record.failed(name, failure)
+        raise failure
 
 
 def table_of(words: dict[int, str]) -> str:

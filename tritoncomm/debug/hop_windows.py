@@ -12,13 +12,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
-from tritoncomm import record, variables
-from tritoncomm.debug.exchange import Blocked, Exchange, exchange, table_of
+from tritoncomm import variables
+from tritoncomm.debug.exchange import Blocked, Exchange, exchange, raise_if, table_of
 from tritoncomm.debug.flight import call_site, located
 from tritoncomm.debug.hops import MOMENT, PAIRS, Content
-from tritoncomm.errors import MismatchError, PeerError
 
 __all__ = ["compare_hops", "fold_hop"]
 
@@ -136,14 +133,11 @@ def compare_hops(neighbours: Any, name: str) -> None:
     full = [end for end in ends if len(end.calls) >= variables.HASH.value]
     if not full:
         return
-    try:
+
+    def problem() -> str:
         for end in full:
             while len(end.calls) >= variables.HASH.value:
                 end.publish()
-        texts = [text for end in full if (text := end.difference())]
-    except dist.DistNetworkError as error:
-        raise PeerError(f"{name}: the store of the job is gone, and with it its first process: {error}") from error
-    if texts:
-        failure = MismatchError(f"{name}: {'; '.join(texts)}")
-        record.failed(name, failure)
-        raise failure
+        return "; ".join([text for end in full if (text := end.difference())])
+
+    raise_if(name, problem)
