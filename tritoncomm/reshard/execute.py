@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm import record
 from tritoncomm.core import backend
 from tritoncomm.core.function import direct
-from tritoncomm.core.memory import Allocate, allocator, recognizer
+from tritoncomm.core.memory import Allocate, allocator, contiguous_stride, recognizer
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, CommError, GroupError, PeerError, UnsupportedError
 from tritoncomm.reshard import notes
@@ -196,7 +196,7 @@ class Exchange:
     @cached_property
     def _contiguous(self) -> list[tuple[Ints, Ints, torch.dtype]]:
         """Shape, strides and dtype of new results."""
-        return [(shape, torch.empty(shape, device="meta").stride(), dtype) for shape, dtype, _ in self._makes]
+        return [(shape, contiguous_stride(shape), dtype) for shape, dtype, _ in self._makes]
 
     def _run_steps(
         self,
