@@ -124,11 +124,22 @@ def _fits(case: Attention, world: int) -> bool:
     return case.kv_heads > 0 and case.heads % case.kv_heads == 0 and case.heads >= world
 
 
+def _is_seen(case: Attention) -> bool:
+    """Whether wrong sizes are seen by all ranks: a rank knows its own, and what others have is left to check mode."""
+    if case.given == "none":
+        return len(set(case.sizes)) == 1
+    if not isinstance(case.given, list) or len(case.given) != len(case.sizes) or min(case.given, default=0) < 0:
+        return True
+    return not any(given == size for given, size in zip(case.given, case.sizes, strict=True))
+
+
 def _attention(group: ProcessGroup, case: Attention) -> str:
     given, meant = group_of(case.group, group)
     if case.group == "solo" and group.size() > 1:
         return "mixed"  # sizes are those of the larger group
     rank, world = meant.rank(), meant.size()
+    if world > 1 and not _is_seen(case):
+        return "mixed"
     seq = 0 if case.layout == "sbhd" else 1
     full = _inputs(case)
     if case.dtype in ("float8_e5m2", "bool"):
