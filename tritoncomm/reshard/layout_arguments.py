@@ -128,7 +128,7 @@ def sequence_of(shape: Any, dim: Any, kind: Any, ranks: Any, cu_seqlens: Any) ->
     shape, (dim,) = shape_of(shape), checked_ints((dim,), f"{name}: the dim")
     if not -len(shape) <= dim < len(shape):
         raise ShapeError(f"{name}: a tensor {list(shape)} has no dim {dim}")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ArgumentError(f"{name}: the kind must be one of {', '.join(KINDS)}, not {kind!r:.80}")
     members = checked_ints(listed(ranks, "ranks"), f"{name}: ranks")
     if not members:

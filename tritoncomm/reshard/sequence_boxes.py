@@ -51,8 +51,8 @@ def bounds_of(cu_seqlens: Any, name: str) -> Ints:
     if hasattr(given, "tolist"):
         try:
             given = given.tolist()
-        except (RuntimeError, TypeError):  # without data, or a subclass that hides it
-            raise ArgumentError(f"{name}: cu_seqlens has no data to read: {cu_seqlens!r:.80}") from None
+        except (RuntimeError, TypeError) as error:  # without data, or a subclass that hides it
+            raise ArgumentError(f"{name}: cu_seqlens cannot be read: {error}") from error
     bounds = checked_ints(given, f"{name}: cu_seqlens")
     if not bounds or bounds[0]:
         raise ShapeError(f"{name}: cu_seqlens starts with 0, not as {list(bounds[:4])}")

@@ -112,7 +112,7 @@ def _side(given: Any, packed: Ints | None, what: str) -> Side:
     if isinstance(given, tuple) and len(given) == 2:
         kind, bounds = given
         packed = None if bounds is None else bounds_of(bounds, f"{_NAME}: the {what}")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ArgumentError(
             f"{_NAME}: the {what} must be one of {', '.join(KINDS)}, or one with its cu_seqlens, not {given!r:.80}"
         )
