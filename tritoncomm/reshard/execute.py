@@ -297,8 +297,12 @@ class Exchange:
         while len(self._steps) >= _TABLES:
             self._steps.pop(next(iter(self._steps)))
         uneven = [i for i, x in enumerate(sources) if not _is_readable(x)]
-        before = tuple(x.contiguous().stride() if i in uneven else x.stride() for i, x in enumerate(sources))
-        after = tuple(x.stride() for x in targets)
+        items = self.transfers.items  # in the index space of the plan
+        before = tuple(
+            item.source.strides_of((x.contiguous() if i in uneven else x).stride())
+            for i, (item, x) in enumerate(zip(items, sources, strict=True))
+        )
+        after = tuple(item.target.strides_of(x.stride()) for item, x in zip(items, targets, strict=True))
         self._steps[key] = uneven, steps_of(self.transfers, before, after, key[-1])
         return self._steps[key]
 

@@ -131,6 +131,7 @@ class ReshardPlan(record.Traffic):
         self._call, self._exchange = call, exchange
         self.transfers = exchange.transfers
         self._all_move = not any(call.stays)
+        self._name = "reshard" if call.name == "reshard_plan" else call.name
 
     bytes_sent = property(attrgetter("transfers.bytes_sent"), doc="Bytes this rank sends, alignment included.")
     bytes_copied = property(attrgetter("transfers.bytes_copied"), doc="Bytes read plus written by this rank's passes.")
@@ -209,8 +210,8 @@ class ReshardPlan(record.Traffic):
         """``execute`` on checked local tensors."""
         if self._all_move:
             if out is None:
-                return list(apply(self._exchange, tensors, "reshard"))
-            self._exchange.run(tensors, out, "reshard")
+                return list(apply(self._exchange, tensors, self._name))
+            self._exchange.run(tensors, out, self._name)
             return list(out)
         stays = self._call.stays
         moving = [x for x, keeps in zip(tensors, stays, strict=True) if not keeps]
@@ -218,9 +219,9 @@ class ReshardPlan(record.Traffic):
             for x, into, keeps in zip(tensors, out, stays, strict=True):
                 if keeps:
                     into.detach().copy_(x.detach())
-            self._exchange.run(moving, [x for x, keeps in zip(out, stays, strict=True) if not keeps], "reshard")
+            self._exchange.run(moving, [x for x, keeps in zip(out, stays, strict=True) if not keeps], self._name)
             return list(out)
-        moved = iter(apply(self._exchange, moving, "reshard"))
+        moved = iter(apply(self._exchange, moving, self._name))
         keep = torch.is_grad_enabled()
         return [
             (x if keep else without_graph(x)) if stays else next(moved) for x, stays in zip(tensors, stays, strict=True)
