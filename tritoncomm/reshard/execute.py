@@ -147,9 +147,8 @@ class Exchange:
         path = self._run_steps(steps, sources, targets, name)
         if results is not None:
             for x, target in zip(results, targets, strict=True):
-                if x is not target:
-                    x.copy_(target)
-                    copied += 2 * x.nbytes
+                x.copy_(target)  # moves nothing where both are one memory, but counts as a write for autograd
+                copied += 0 if target.data_ptr() == x.data_ptr() else 2 * x.nbytes
         for i in self.transfers.accumulated:
             if targets[i].dtype is not self.items[i].result:
                 copied += targets[i].nbytes
@@ -235,9 +234,9 @@ class Exchange:
         ]
 
     def _into(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """The results, or contiguous memory where rows cannot be written into them."""
+        """The results, or contiguous memory where rows, or their bits, cannot be written into them."""
         results = [x.detach() for x in results]
-        return [x if _is_readable(x) else x.new_empty(x.shape) for x in results]
+        return [x if _is_readable(x) and not (x.is_conj() or x.is_neg()) else x.new_empty(x.shape) for x in results]
 
     def _is_in_place(self, sources: Sequence[Tensor], targets: Sequence[Tensor], name: str) -> bool:
         """Whether results share memory with the tensors.
