@@ -56,7 +56,7 @@ class _Watched(NamedTuple):
         group, tensors = self.group(), {name: x for name, ref in self.parameters if (x := ref()) is not None}
         try:
             return (group, tensors) if group is not None and tensors and world_of(group, "") else None
-        except GroupError:  # destroyed, and somebody still refers to it
+        except GroupError:  # destroyed, and still referenced
             return None
 
 

@@ -225,7 +225,8 @@ def _is_layout(state: Any) -> bool:
     """Whether a state, of any file, is one that ``__getstate__`` returns for a group with ranks."""
     if not isinstance(state, dict):
         return False
-    ranks, degrees = state.get("ranks"), [state.get(name) for name in ("tp", "dp")]
+    ranks = state.get("ranks")
+    degrees: list[Any] = [state.get(name) for name in ("tp", "dp")]
     if type(ranks) is not list or not all(type(each) is int and each >= 0 for each in (*ranks, *degrees)):
         return False
     return 0 < len({*ranks}) == len(ranks) == math.prod(degrees) and type(state.get("cpu")) is bool
