@@ -55,10 +55,11 @@ def median(call: Callable[[], Any]) -> float:
 
 
 def replay(host: Any, world: int, tensors: int, buckets: int) -> dict[str, float]:
-    """Microseconds per bucket of a plan, of a call whose plan is cached, and of the no-op group alone."""
+    """Microseconds per bucket of a plan, also into given tensors, of a cached plan, and of the no-op group alone."""
     with host, no_op_group(world) as group:
         source, target = (Layout.on_mesh((64, 64), range(world), [dim]) for dim in (0, 1))
         given = {f"w{i}": torch.ones(64 // world, 64) for i in range(tensors)}
+        out = {name: torch.empty(64, 64 // world) for name in given}
         sent = 4 * 64 // world * 64 // world * (world - 1) * tensors
         limit: dict[str, Any] = {"bucket_bytes": sent // buckets}
         plan = reshard_plan(given, source, target, **limit)
@@ -68,6 +69,7 @@ def replay(host: Any, world: int, tensors: int, buckets: int) -> dict[str, float
         assert plan.transfers.buckets[0].send.counts == counts
         return {
             "plan.execute": median(lambda: plan.execute(given)) / buckets,
+            "plan.execute(out=)": median(lambda: plan.execute(given, out=out)) / buckets,
             "reshard": median(lambda: reshard(given, source, target, **limit)) / buckets,
             "the group alone": median(lambda: backend.all_to_all(wire, wire, counts, counts, group, "reshard")),
         }
@@ -79,7 +81,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # the no-op group copies what is sent, and waits for threads that other work keeps busy
     stub = "" if missing() else "stub CUDA driver"
     for where in filter(None, ("CPU", stub)):
-        for ranks, count, parts in ((2, 1, 1), (8, 1, 1), (2, 8, 8), (8, 8, 8), (2, 32, 1)):
+        for ranks, count, parts in ((2, 1, 1), (8, 1, 1), (2, 8, 1), (2, 8, 8), (8, 8, 8), (2, 32, 1)):
             host = helpers("fake_gpu.device").Device().current(runs=False) if where == stub else nullcontext()
             figures = ", ".join(f"{name} {us:.1f}" for name, us in replay(host, ranks, count, parts).items())
             print(f"{where}, {ranks} ranks, {count} tensors in {parts} buckets, us per bucket: {figures}")

@@ -154,10 +154,10 @@ class ReshardPlan(record.Traffic):
             ArgumentError: other tensors or dtypes, or a gradient where the plan has none.
         """
         call = self._call
-        if out is None and self._all_move:
-            replayed = self._replayed(tensors)
+        if self._all_move:
+            replayed = self._replayed(tensors, out)
             if replayed is not None:
-                return call.form(tensors, replayed)
+                return call.form(tensors, replayed) if out is None else out
         given, outs = named(tensors, "reshard"), None if out is None else named(out, "reshard")
         if list(given) != self._names or (outs is not None and list(outs) != self._names):
             got = list(given if outs is None or list(given) != self._names else outs)
@@ -173,13 +173,18 @@ class ReshardPlan(record.Traffic):
         self.run(locals_, into)
         return out
 
-    def _replayed(self, tensors: Any) -> list[Tensor] | None:
+    def _replayed(self, tensors: Any, out: Any) -> Sequence[Tensor] | None:
         """The results, if the tensors are those of the plan and of the kind that it was executed with before."""
+        given, into = self._as_named(tensors), None if out is None else self._as_named(out)
+        if given is None or (into is None) is not (out is None):
+            return None
+        return self._exchange.replayed(given, "reshard", into)
+
+    def _as_named(self, tensors: Any) -> Sequence[Tensor] | None:
+        """The tensors in the order of the plan, if that is theirs."""
         if tensors.__class__ is dict and list(tensors) == self._names:
-            return self._exchange.replayed([*tensors.values()], "reshard")
-        if tensors.__class__ is Tensor and self._names == _ALONE:
-            return self._exchange.replayed((tensors,), "reshard")
-        return None
+            return [*tensors.values()]
+        return (tensors,) if tensors.__class__ is Tensor and self._names == _ALONE else None
 
     def _check(self, tensors: Sequence[Any], may_record: bool) -> None:
         """Refuse tensors that are not as the plan has them."""
