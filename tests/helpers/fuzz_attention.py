@@ -208,8 +208,11 @@ def _passed(case: Attention, tensors: list[Tensor], group: ProcessGroup) -> list
     if case.form == "four dims":
         return made[:1]
     if case.form == "other dtype":
-        return [made[0], made[1], made[2].to(torch.int8) if isinstance(made[2], Tensor) else 3]
+        other = torch.complex128 if case.dtype == "complex64" else torch.int8
+        return [made[0], made[1], made[2].to(other) if isinstance(made[2], Tensor) else 3]
     if case.form == "3-d":
+        if case.kind == "dtensor":  # which would send something itself
+            return None
         return [x[0] if isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested and x.shape[0] else 3
                 for x in made]  # fmt: skip
     return made

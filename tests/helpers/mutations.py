@@ -300,8 +300,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a launch is kept for other alignments", "kernels/tritoncomm_kernels/segment_call.py",
-        "key = at & 15 if not reduce(or_, addresses, 0) & 15 else (at & 15, *[address & 15 for address in addresses])",
-        "key = at & 15", "tests/kernels/test_segment_call.py",
+        "key = alignment if not reduce(or_, addresses, 0) & 15 else (alignment, *[each & 15 for each in addresses])",
+        "key = alignment", "tests/kernels/test_segment_call.py",
     ),
     Mutation(
         "check mode does not compare dtypes", "tritoncomm/debug/descriptor.py",

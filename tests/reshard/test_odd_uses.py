@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 from traffic import Traffic
 
+import tritoncomm
 from tritoncomm import record
 from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
 from tritoncomm.reshard import Layout, reshard, reshard_plan
@@ -292,6 +293,76 @@ def options(group: TorchGroup) -> None:
         reshard({7: x, "7": x}, rows, columns, group=group)
     with pytest.raises(UnsupportedError, match="vmap"):
         torch.func.vmap(lambda each: reshard(each, rows, columns, group=group))(torch.stack([x, x]))
+
+
+@case
+def lazy_results(group: TorchGroup) -> None:
+    """Results into conjugate and negative views: the values are theirs, and the passes are counted once."""
+    rows, columns = layouts(group)
+    rank, full = group.rank(), torch.complex(ramp(8, 12), ramp(8, 12) + 1)
+    expected = local_of(columns, rank, full)
+    into = torch.zeros_like(expected).conj()
+    assert reshard(local_of(rows, rank, full), rows, columns, group=group, out=into) is into
+    same(into.resolve_conj(), expected)
+    negative = torch.zeros_like(expected).conj().imag
+    assert negative.is_neg()
+    reshard(local_of(rows, rank, full.imag.contiguous()), rows, columns, group=group, out=negative)
+    same(negative.resolve_neg(), expected.imag.contiguous())
+    x, plain, sizes = local_of(rows, rank, full), torch.zeros_like(expected), []
+    for out in (None, plain, into):
+        with record.recording() as counts:
+            reshard(x, rows, columns, group=group, out=out)
+        sizes.append(sum(each.bytes_copied for each in counts.values()))
+    assert sizes[1:] == [sizes[0], sizes[0] + 2 * plain.nbytes]
+
+
+@case
+def results_are_seen_to_be_written(group: TorchGroup) -> None:
+    """By autograd, on every path: a graph that saved what was there before does not use what is there now."""
+    rows, columns = layouts(group)
+    x = local_of(rows, group.rank(), ramp(8, 12))
+    out, leaf = torch.ones(local_of(columns, group.rank(), ramp(8, 12)).shape), torch.ones((), requires_grad=True)
+    plan = reshard_plan(x, rows, columns, group=group)
+    for path in ("torch", "triton"):
+        with tritoncomm.path(path):
+            for _ in range(3):  # replayed from the second call on
+                y = (leaf * out).sum()
+                plan.execute(x, out=out)
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    y.backward()
+
+
+@case
+def tensors_that_stay_share_memory(group: TorchGroup) -> None:
+    """Of a plan that moves one tensor of two, the results are written over each other's sources."""
+    rows, columns = layouts(group)
+    rank = group.rank()
+    stays, moves = (local_of(rows, rank, ramp(8, 12) + 100 * i).contiguous() for i in range(2))
+    plan = reshard_plan({"a": stays, "b": moves}, rows, {"a": rows, "b": columns}, group=group)
+    expected = local_of(columns, rank, ramp(8, 12) + 100)
+    memory = moves.clone()
+    plan.execute({"a": stays, "b": memory}, out={"a": memory, "b": (into := torch.empty_like(expected))})
+    same(into, expected)
+    same(memory, stays)
+    memory = stays.clone()
+    plan.execute({"a": memory, "b": moves}, out={"a": (into := torch.empty_like(stays)), "b": memory.view_as(expected)})
+    same(into, stays)
+    same(memory.view_as(expected), expected)
+
+
+@case
+def wrong_results(group: TorchGroup) -> None:
+    """What cannot be written into is refused by name, by a plan too, and on all ranks together."""
+    rows, columns = layouts(group)
+    x, out = local_of(rows, group.rank(), ramp(8, 12)), torch.empty(local_of(columns, group.rank(), ramp(8, 12)).shape)
+    plan = reshard_plan({"w": x}, rows, columns, group=group)
+    for each in (None, out.to("meta"), out.to_sparse()):
+        with pytest.raises(ArgumentError, match=r"^reshard: out w"):
+            plan.execute({"w": x}, out={"w": each})
+        with pytest.raises(ArgumentError, match=r"^reshard: out w"):
+            reshard({"w": x}, rows, columns, group=group, out={"w": each})
+    plan.execute({"w": x}, out={"w": out})
+    same(out, local_of(columns, group.rank(), ramp(8, 12)))
 
 
 def run_cases(group: TorchGroup) -> None:

@@ -24,7 +24,7 @@ from tritoncomm.p2p import header, message
 from tritoncomm.p2p.in_flight import Handle, Hop
 from tritoncomm.p2p.message import Incoming, Message
 from tritoncomm.p2p.neighbours import Neighbours
-from tritoncomm.p2p.report import begin, contents_of
+from tritoncomm.p2p.report import begin, contents_of, fold
 from tritoncomm.p2p.transport import keep_alive, post, post_and_wait, post_one
 
 __all__ = ["check", "checking", "exchange", "real_device"]
@@ -86,7 +86,7 @@ def exchange(
     _range = None
     if record.switch._is_profiler_enabled:
         _refuse(name, to_next, to_prev)
-        _range = begin(neighbours, name, to_next, to_prev, from_prev, from_next, dtype, variable)
+        _range = begin(neighbours, name, (to_next, to_prev), (from_prev, from_next))
     result = None
     if not (variable or _check.value or neighbours.is_single_rank):
         try:
@@ -112,8 +112,14 @@ def exchange(
                 receives[key] = Incoming.of(x, dtype, variable, name)
         if device is None:
             device = neighbours.default_device()
-        result = _exchange_messages(neighbours, name, sends, receives, device, batched, variable, wait)
+        try:
+            result = _exchange_messages(neighbours, name, sends, receives, device, batched, variable, wait)
+        except MismatchError:  # of messages that both ends have transferred
+            if _hash.value:
+                fold(neighbours, name, (to_next, to_prev), (from_prev, from_next), dtype, variable)
+            raise
     if _hash.value:
+        fold(neighbours, name, (to_next, to_prev), (from_prev, from_next), dtype, variable)
         compare_hops(neighbours, name)
     return result
 
@@ -241,8 +247,10 @@ def _exchange_messages(
     """``exchange`` with one message per neighbour, and a header where shapes vary or are checked."""
     started, hop = record.now(), Hop()
     path, copied, sent = "view", 0, 0
+    # Of a list of no shapes nothing comes, not even a header: lists of no tensors are not sent.
+    expected = {key: each for key, each in receives.items() if each.count}
     if neighbours.is_single_rank:
-        path, copied = "torch", _copy_to_self(hop, neighbours, name, sends, receives)
+        path, copied = "torch", _copy_to_self(hop, neighbours, name, sends, expected)
     else:
         messages = {key: message.pack(tensors) for key, tensors in sends.items()}
         for each in messages.values():
@@ -250,12 +258,12 @@ def _exchange_messages(
             copied, sent = copied + each.bytes_copied, sent + each.wire.nbytes
         if variable or _check.value:
             try:
-                _post_with_headers(hop, neighbours, name, sends, messages, receives, device, batched)
+                _post_with_headers(hop, neighbours, name, sends, messages, expected, device, batched)
             except BaseException as error:
                 hop.give_up(error)
                 raise
         else:
-            buffers = {key: each.allocate_expected(name, device) for key, each in receives.items() if each.specs}
+            buffers = {key: each.allocate_expected(name, device) for key, each in expected.items()}
             hop.received = {key: each.tensors for key, each in buffers.items()}
             _post(hop, neighbours, name, messages | buffers, batched)
     handles: Any = None if hop.posted else {}

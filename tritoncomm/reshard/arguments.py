@@ -130,8 +130,12 @@ class Call:
                 "there"
             )
 
-    def check_out(self, key: str, goal: Any, into: Tensor, result: torch.dtype) -> None:
+    def check_out(self, key: str, goal: Any, into: Any, result: torch.dtype) -> None:
         """Check a tensor that is written into."""
+        if not isinstance(into, Tensor):
+            raise ArgumentError(f"{self.name}: out {key} must be a tensor, not {type(into).__name__}")
+        check_data(into, f"{self.name}: out {key}")
+        check_memory(into, f"{self.name}: out {key}")
         self.check_local(key, goal, into, "out ")
         if into.dtype != result:
             raise ArgumentError(f"{self.name}: out {key} is {into.dtype}, not {result}")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from tritoncomm import record
@@ -163,6 +164,7 @@ class Exchange:
                 copied += 2 * sources[i].nbytes
         path = self._run_steps(steps, sources, targets, name)
         if results is not None:
+            increment_version(results)
             for x, target in zip(results, targets, strict=True):
                 if x.data_ptr() != target.data_ptr():
                     x.copy_(target)
@@ -199,6 +201,8 @@ class Exchange:
         started, _range = record.now(), self._begin(tensors, name)
         targets = [new(*each) for each in self._contiguous] if results is None else results
         path = self._run_steps(known.steps, tensors, targets, name, new, addresses)
+        if results is not None:
+            increment_version(results)  # autograd sees no kernel's writes
         record.add(name, path, self.transfers.bytes_copied, self.transfers.bytes_sent, started)
         return targets
 
@@ -270,9 +274,9 @@ class Exchange:
         ]
 
     def _into(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """The results, or contiguous memory where rows cannot be written into them."""
+        """The results, or contiguous memory where rows, or their bits, cannot be written into them."""
         results = [x.detach() for x in results]
-        return [x if _is_readable(x) else x.new_empty(x.shape) for x in results]
+        return [x if _is_readable(x) and not (x.is_conj() or x.is_neg()) else x.new_empty(x.shape) for x in results]
 
     def _is_in_place(self, sources: Sequence[Tensor], targets: Sequence[Tensor], name: str) -> bool:
         """Whether results share memory with the tensors.

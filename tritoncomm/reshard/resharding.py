@@ -104,6 +104,7 @@ def reshard_plan(
     call = Call(tensors, source, target, group, dtype, grad, None, "reshard_plan", ranks, rank)
     plan = ReshardPlan(call, call.exchange(bucket_bytes))
     call.locals.clear()  # a plan keeps no tensors
+    call.name = "reshard"  # which it executes
     return plan
 
 
@@ -216,10 +217,12 @@ class ReshardPlan(record.Traffic):
         stays = self._call.stays
         moving = [x for x, keeps in zip(tensors, stays, strict=True) if not keeps]
         if out is not None:
-            for x, into, keeps in zip(tensors, out, stays, strict=True):
-                if keeps:
-                    into.detach().copy_(x.detach())
+            kept = [(into, x.detach()) for x, into, keeps in zip(tensors, out, stays, strict=True) if keeps]
+            if _shares_memory(out, tensors):  # what is written first may be read afterwards
+                kept = [(into, x.clone()) for into, x in kept]
             self._exchange.run(moving, [x for x, keeps in zip(out, stays, strict=True) if not keeps], self._name)
+            for into, x in kept:
+                into.detach().copy_(x)
             return list(out)
         moved = iter(apply(self._exchange, moving, self._name))
         keep = torch.is_grad_enabled()
@@ -233,3 +236,9 @@ class ReshardPlan(record.Traffic):
 
     def __str__(self) -> str:
         return self.text()
+
+
+def _shares_memory(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether a tensor of one sequence has the storage of a tensor of the other one."""
+    known = {x.untyped_storage().data_ptr() for x in others if x.numel()}
+    return any(x.untyped_storage().data_ptr() in known for x in some if x.numel())
