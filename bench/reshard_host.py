@@ -1,4 +1,4 @@
-"""Host time of resharding: planning 1,000 tensors from 64 to 64 ranks, and a bucket of a plan that is replayed.
+"""Host time of resharding: planning 1,000 tensors from 64 to 64 ranks, a bucket of a plan that is replayed, sequences.
 
 Replays run over a no-op process group with small tensors: on the CPU, where passes are torch's, and on a stub CUDA
 driver, where they are launched as on a GPU and nothing runs (that needs a C compiler, and a machine without a CUDA
@@ -8,6 +8,8 @@ shown beside it.
     PYTHONPATH=.:kernels python bench/reshard_host.py
 """
 
+import itertools
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -20,9 +22,10 @@ import torch
 from bench.bench_launch import missing
 from bench.hosts import helpers, no_op_group
 from tritoncomm.core import backend
-from tritoncomm.reshard import Layout, reshard, reshard_plan
+from tritoncomm.reshard import Layout, cells, layout, reshard, reshard_plan, sequence_layout, sequences
+from tritoncomm.reshard.sequence_boxes import KINDS
 
-__all__ = ["planning", "replay"]
+__all__ = ["packed", "planning", "replay", "sequence", "sequence_planning"]
 
 GRID = np.arange(64)
 CASES = {
@@ -31,6 +34,7 @@ CASES = {
     "S0*8,S1*8 to S1*16,R*4": ((GRID.reshape(8, 8), [0, 1]), (GRID.reshape(16, 4), [1, None])),
 }
 ROUNDS = 400
+TOKENS, UNIT = 131_072, 16
 
 
 def planning(name: str) -> float:
@@ -55,10 +59,11 @@ def median(call: Callable[[], Any]) -> float:
 
 
 def replay(host: Any, world: int, tensors: int, buckets: int) -> dict[str, float]:
-    """Microseconds per bucket of a plan, of a call whose plan is cached, and of the no-op group alone."""
+    """Microseconds per bucket of a plan, also into given tensors, of a cached plan, and of the no-op group alone."""
     with host, no_op_group(world) as group:
         source, target = (Layout.on_mesh((64, 64), range(world), [dim]) for dim in (0, 1))
         given = {f"w{i}": torch.ones(64 // world, 64) for i in range(tensors)}
+        out = {name: torch.empty(64, 64 // world) for name in given}
         sent = 4 * 64 // world * 64 // world * (world - 1) * tensors
         limit: dict[str, Any] = {"bucket_bytes": sent // buckets}
         plan = reshard_plan(given, source, target, **limit)
@@ -68,18 +73,74 @@ def replay(host: Any, world: int, tensors: int, buckets: int) -> dict[str, float
         assert plan.transfers.buckets[0].send.counts == counts
         return {
             "plan.execute": median(lambda: plan.execute(given)) / buckets,
+            "plan.execute(out=)": median(lambda: plan.execute(given, out=out)) / buckets,
             "reshard": median(lambda: reshard(given, source, target, **limit)) / buckets,
             "the group alone": median(lambda: backend.all_to_all(wire, wire, counts, counts, group, "reshard")),
         }
 
 
+def packed(count: int) -> list[int] | None:
+    """Boundaries of that many sequences of drawn lengths, multiples of 16; None for one."""
+    inner = random.Random(count).sample(range(1, TOKENS // UNIT), count - 1)
+    return [0, *sorted(UNIT * each for each in inner), TOKENS] if count > 1 else None
+
+
+def sequence_planning(kinds: Any, bounds: list[int] | None, world: int = 8) -> tuple[float, int]:
+    """Milliseconds of a plan of q ``[1, 131072, 8, 128]`` with nothing cached, tables included; its blocks."""
+    times, plan = [], None
+    for _ in range(5 if bounds is None or len(bounds) < 200 else 1):
+        for cache in (layout._sequence, sequences._pair, cells._intersections, cells._listed):
+            cache.cache_clear()
+        started = time.perf_counter()
+        source, target = (Layout.sequence((1, TOKENS, 8, 128), 1, kind, range(world), bounds) for kind in kinds)
+        plan = reshard_plan({"q": torch.bfloat16}, source, target, ranks=range(world), rank=3)
+        given, result = (torch.empty(each.local_shape(3) or 0, device="meta") for each in (source, target))
+        if plan.transfers.items:  # the same layouts have no plan
+            plan._exchange._steps_for(("measured", False), [given], [result])
+        times.append(time.perf_counter() - started)
+    assert plan is not None
+    blocks = sum(len(s.tensor) for b in plan.transfers.buckets for s in (b.send, b.recv, b.own, b.local))
+    return min(times) * 1e3, blocks
+
+
+def sequence(host: Any, world: int, kinds: Any) -> dict[str, float]:
+    """Microseconds of a call with a cached plan, of the plan alone, and of the no-op group."""
+    with host, no_op_group(world) as group:
+        x = torch.ones(1, 64, 4, 16)
+        source, target = (Layout.sequence((1, 64 * world, 4, 16), 1, kind, range(world)) for kind in kinds)
+        plan = reshard_plan(x, source, target)
+        (bucket,) = plan.transfers.buckets
+        wires = [torch.empty(side.nbytes, dtype=torch.uint8) for side in (bucket.recv, bucket.send)]
+        counts = bucket.recv.counts, bucket.send.counts
+        bounds = torch.tensor([0, 64 * world])
+        return {
+            "sequence_layout": median(lambda: sequence_layout(x, *kinds)),
+            "with cu_seqlens": median(lambda: sequence_layout(x, *kinds, cu_seqlens=bounds)),
+            "plan.execute": median(lambda: plan.execute(x)),
+            "the group alone": median(lambda: backend.all_to_all(*wires, *counts, group, "reshard")),
+        }
+
+
 if __name__ == "__main__":
+    for pair in itertools.permutations(KINDS, 2):
+        print(
+            "plan of 131,072 tokens, 8 ranks, {} to {}: {:.2f} ms, {} blocks".format(
+                *pair, *sequence_planning(pair, None)
+            )
+        )
+    for number, pair in itertools.product((16, 128, 1024), (("contiguous", "zigzag"), ("zigzag", "striped"))):
+        figures = sequence_planning(pair, packed(number))
+        print("plan of {} packed sequences, {} to {}: {:.1f} ms, {} blocks".format(number, *pair, *figures))
     for case in CASES:
         print(f"plan of 1,000 tensors, {case}: {planning(case):.2f} s")
     torch.set_num_threads(1)  # the no-op group copies what is sent, and waits for threads that other work keeps busy
     stub = "" if missing() else "stub CUDA driver"
     for where in filter(None, ("CPU", stub)):
-        for ranks, count, parts in ((2, 1, 1), (8, 1, 1), (2, 8, 8), (8, 8, 8), (2, 32, 1)):
+        for ranks, count, parts in ((2, 1, 1), (8, 1, 1), (2, 8, 1), (2, 8, 8), (8, 8, 8), (2, 32, 1)):
             host = helpers("fake_gpu.device").Device().current(runs=False) if where == stub else nullcontext()
             figures = ", ".join(f"{name} {us:.1f}" for name, us in replay(host, ranks, count, parts).items())
             print(f"{where}, {ranks} ranks, {count} tensors in {parts} buckets, us per bucket: {figures}")
+        for ranks, pair in itertools.product((2, 8), (("contiguous", "zigzag"), ("striped", "zigzag"))):
+            host = helpers("fake_gpu.device").Device().current(runs=False) if where == stub else nullcontext()
+            figures = ", ".join(f"{name} {us:.1f}" for name, us in sequence(host, ranks, pair).items())
+            print(f"{where}, {ranks} ranks, {pair[0]} to {pair[1]}, us: {figures}")

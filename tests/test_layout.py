@@ -43,8 +43,9 @@ DEBUG = [
     "__init__",
 ]  # fmt: skip
 RESHARD = [
-    "layout_arguments", "layout", "cells", "sums", "plan", "builder", "tables", "steps", "notes", "execute", "report",
-    "unanimous", "specs", "arguments", "resharding", "owned", "__init__",
+    "sequence_boxes", "layout_arguments", "rows", "replicas", "layout", "cells", "sums", "plan", "builder", "tables",
+    "steps", "notes", "execute", "report", "unanimous", "specs", "arguments", "resharding", "owned", "sequences",
+    "__init__",
 ]  # fmt: skip
 INSIDE = {"core": CORE, "mappings": MAPPINGS, "reshard": RESHARD, "integrations": INTEGRATIONS, "debug": DEBUG}
 ENTRIES = 25

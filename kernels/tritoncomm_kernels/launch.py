@@ -23,9 +23,10 @@ from triton import knobs
 from tritoncomm_kernels.config import Config, config_for, device_key, tile_for
 from tritoncomm_kernels.device_table import Table, table_of
 from tritoncomm_kernels.geometry import TooLargeError
-from tritoncomm_kernels.numerics import INTERPRETED
+from tritoncomm_kernels.numerics import INTERPRETED as _CONSTANT
 
 _NAMES = ("int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+INTERPRETED = bool(_CONSTANT)  # asking the constant itself is a call
 TRITON_TYPE: dict[torch.dtype, Any] = {getattr(torch, name): getattr(tl, name) for name in _NAMES}
 _DIRECT_VERSIONS = ((3, 6), (3, 10))  # from, up to: the versions whose run() is known
 _INTERPRETED_TILE = 128 * 1024
@@ -141,8 +142,7 @@ class Launch:
         with _quiet() if INTERPRETED else torch.cuda.device(self.device):
             pointers = [triton.reinterpret(x, TRITON_TYPE[t]) for x, t in zip((first, second), self.types, strict=True)]
             if self.table is not None:
-                stream = 0 if self.device < 0 else torch.cuda.current_stream(self.device).cuda_stream
-                pointers.append(self.table_for(stream))
+                pointers.append(self.table_for(stream_of(self.device)))
             self.kernel[(self.grid,)](
                 *(*pointers, scale, *more, *self.arguments),
                 **self.constants,
@@ -173,6 +173,13 @@ def launched(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: A
     device = arguments[0].get_device()
     with _quiet() if INTERPRETED else torch.cuda.device(device):
         kernel[grid](*arguments, **constants, enable_fp_fusion=False)
+
+
+def stream_of(device: int) -> int:
+    """The current stream of a device as an integer; 0 on the CPU."""
+    if device < 0:
+        return 0
+    return torch.cuda.current_stream(device).cuda_stream if _current_stream is None else _current_stream(device)
 
 
 def is_direct(device: int) -> bool:

@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from tritoncomm_kernels.device_table import Table, addresses_on
+from tritoncomm_kernels.launch import stream_of
 from tritoncomm_kernels.numerics import INTERPRETED
-from tritoncomm_kernels.segment_copy import _listed, _plan
+from tritoncomm_kernels.segment_copy import _plan
 from tritoncomm_kernels.segment_kernel import BY_VALUE
 from tritoncomm_kernels.segments import Segments, layouts_of
 
@@ -16,6 +18,8 @@ __all__ = ["SegmentCall"]
 
 _ALIGNMENTS = 16  # of the tensors that launches are kept for
 _address_of = Tensor.data_ptr
+_Addressed = tuple[tuple[int, ...], int, list[Any], tuple[int, ...], Table | None]
+"""Addresses, alignment of the wire, launches, addresses by value, and those in a table."""
 _NO_ADDRESSES = tuple((0,) * n for n in range(BY_VALUE + 1))
 
 
@@ -52,25 +56,36 @@ class SegmentCall:
         self._arguments = (name, segments, layouts_of(wire, tensors))
         self._sums = (accumulate, sums)
         self._launches: dict[int | tuple[int, ...], list[Any]] = {}
+        self._last: _Addressed = (), -1, [], (), None
 
-    def __call__(self, tensors: Sequence[Tensor], wire: Tensor) -> None:
+    def __call__(self, tensors: Sequence[Tensor], wire: Tensor, addresses: tuple[int, ...] | None = None) -> None:
         """Launch on the current stream.
 
         Args:
             tensors: those of the table, in its order.
             wire: contiguous.
+            addresses: of the tensors, where the caller has read them.
         """
-        addresses, at = tuple(map(_address_of, tensors)), wire.data_ptr()
-        key = at & 15 if not reduce(or_, addresses, 0) & 15 else (at & 15, *[address & 15 for address in addresses])
+        if addresses is None:
+            addresses = tuple(map(_address_of, tensors))
+        alignment = wire.data_ptr() & 15
+        last = self._last  # read once: other threads may call at the same time
+        if addresses != last[0] or alignment != last[1]:
+            last = self._last = self._prepared(addresses, alignment, wire.get_device())
+        _, _, launches, values, table = last
+        listed = wire if table is None else table.on(stream_of(wire.get_device()))
+        for launch, _ in launches:
+            launch(wire, listed, 1.0, *values)
+
+    def _prepared(self, addresses: tuple[int, ...], alignment: int, device: int) -> _Addressed:
+        """Launches and arguments for these addresses of the tensors and this alignment of the wire."""
+        key = alignment if not reduce(or_, addresses, 0) & 15 else (alignment, *[each & 15 for each in addresses])
         launches = self._launches.get(key)
         if launches is None:
             launches = self._launches_for(key)
         if len(addresses) <= BY_VALUE:
-            listed, values = wire, addresses + _NO_ADDRESSES[BY_VALUE - len(addresses)]
-        else:
-            listed, values = _listed(addresses, wire), _NO_ADDRESSES[BY_VALUE]
-        for launch, _ in launches:
-            launch(wire, listed, 1.0, *values)
+            return addresses, alignment, launches, addresses + _NO_ADDRESSES[BY_VALUE - len(addresses)], None
+        return addresses, alignment, launches, _NO_ADDRESSES[BY_VALUE], addresses_on(addresses, device)
 
     def _launches_for(self, key: int | tuple[int, ...]) -> list[Any]:
         """The launches for addresses modulo 16: of the wire, and of the tensors if one of theirs is not 0."""

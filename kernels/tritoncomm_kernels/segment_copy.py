@@ -16,7 +16,7 @@ from torch import Tensor
 from tritoncomm_kernels.config import LANES
 from tritoncomm_kernels.device_table import addresses_on
 from tritoncomm_kernels.dtypes import checked_scale, scale_argument
-from tritoncomm_kernels.launch import TRITON_TYPE, Launch, fits
+from tritoncomm_kernels.launch import TRITON_TYPE, Launch, fits, stream_of
 from tritoncomm_kernels.numerics import INTERPRETED
 from tritoncomm_kernels.segment_kernel import BY_VALUE, _segments_kernel
 from tritoncomm_kernels.segment_tiles import BLOCKS, Work, divide, joined
@@ -121,8 +121,7 @@ def _run(
 def _listed(addresses: tuple[int, ...], wire: Tensor) -> Tensor:
     """The addresses on the device, for its current stream."""
     device = wire.get_device()
-    stream = 0 if device < 0 else torch.cuda.current_stream(device).cuda_stream
-    return addresses_on(addresses, device).on(stream)
+    return addresses_on(addresses, device).on(stream_of(device))
 
 
 @lru_cache(maxsize=128)  # each has a table on the device, of about a thousandth of what it copies

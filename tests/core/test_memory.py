@@ -1,14 +1,19 @@
 """Recognising tensors of the same kind, and memory without the dispatcher: what counts, what is refused."""
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import vmap
 from traffic import Traffic
 
-from tritoncomm.core.memory import allocator, part_of, recognizer
+from tritoncomm.core.memory import allocator, contiguous_stride, empty, empty_on, part_of, recognizer
 
 LIKE = torch.ones(4, 6)
 OTHERS: dict[str, Callable[[], Tensor]] = {
@@ -81,3 +86,53 @@ def test_memory_of_its_own() -> None:
     part = part_of(x, (3,), (1,), 4)
     assert torch.equal(part, x[4:7])
     assert part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+SHAPES = st.lists(st.integers(0, 5), max_size=5).map(tuple)
+
+
+@given(SHAPES)
+def test_contiguous_strides_are_torchs(shape: tuple[int, ...]) -> None:
+    assert contiguous_stride(shape) == torch.empty(shape, device="meta").stride()
+
+
+def test_strides_of_other_integers_are_ints() -> None:
+    shape = (np.int64(7919), np.int64(3), True)
+    assert contiguous_stride(shape) == (3, 1, 1)  # the cache takes equal keys for the same
+    assert {type(step) for step in contiguous_stride((7919, 3, 1))} == {int}
+
+
+@given(SHAPES, st.sampled_from([torch.float32, torch.bool, torch.complex64, torch.float8_e5m2]))
+def test_new_memory_is_as_torch_makes_it(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    expected = LIKE.new_empty(shape, dtype=dtype)
+    made = [empty(LIKE, each, contiguous_stride(each), dtype) for each in (shape, torch.Size(shape))]
+    made += [empty_on(LIKE.device, each, dtype) for each in (shape, torch.Size(shape), list(shape))]
+    for x in made:
+        assert (x.shape, x.stride(), x.dtype, x.device) == (shape, expected.stride(), dtype, expected.device)
+        assert (type(x), x.requires_grad, x.is_inference()) == (Tensor, False, False)
+        assert x.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
+
+
+class Tagged(Tensor):
+    pass
+
+
+def test_new_memory_has_the_class_and_the_device_of_the_tensor() -> None:
+    assert type(empty(LIKE.as_subclass(Tagged), (2,), (1,), torch.float32)) is Tagged
+    assert type(empty(torch.nn.Parameter(LIKE), (2,), (1,), torch.float32)) is Tensor
+    assert empty(LIKE.to("meta"), (2,), (1,), torch.float32).is_meta
+    assert empty_on("meta", (2,), torch.float32).is_meta
+    with torch.inference_mode():
+        assert empty(LIKE, (2,), (1,), torch.float32).is_inference()
+
+
+def test_modes_see_new_memory() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(empty(LIKE, (2,), (1,), torch.float32), FakeTensor)
+        assert isinstance(empty_on(LIKE.device, (2,), torch.float32), FakeTensor)
+
+
+@pytest.mark.parametrize("shape", [(-1,), (2.5,), ("a",), (2**62, 4), (2**70,), (None,)])
+def test_what_is_no_shape_is_an_error(shape: tuple[Any, ...]) -> None:
+    with pytest.raises((RuntimeError, TypeError, ValueError)):
+        empty_on(LIKE.device, shape, torch.float32)

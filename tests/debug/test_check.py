@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from pool import Pool
 from torch.distributed import ProcessGroup, ReduceOp
 
 import tritoncomm
-from tritoncomm import ArgumentError, MismatchError, UnsupportedError, p2p, variables
+from tritoncomm import ArgumentError, CommError, MismatchError, UnsupportedError, p2p, variables
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
 from tritoncomm.debug import check, exchange, hops
@@ -230,6 +231,7 @@ def run_agreed(group: ProcessGroup) -> None:
         c.all_gather(T(2, 2), 0, group, sizes=[2] * world if rank else None)  # both are the even collective
         c.all_reduce(T(2), group, ReduceOp(ReduceOp.SUM) if rank else ReduceOp.SUM)
         c.all_to_all(T(sum(range(world))), group, [rank] * world, list(range(world)))
+        c.split_reduce_scatter([T(2 * world)], 0, group, scale=2 if rank else 2.0)
         out, handle = c.all_gather(T(2, 2), -1, group, True)
         assert out is handle.wait()
         stages = p2p.P2PCommunicator(group, SimpleNamespace(pipeline_dtype=torch.float32))
@@ -401,6 +403,29 @@ def test_digests_of_hops_are_compared_by_both_ends(pair: Pool, backwards: bool) 
         assert re.search(r"transfer \d0 from rank 0 to rank 1 is the first that differs between its ends", text)
         assert "rank 0: send_forward: send_next [4] float32 at" in text
         assert f"rank 1: {'recv_backward: recv_next [4]' if backwards else 'recv_forward: recv_prev [2, 2]'} at" in text
+
+
+def run_hash_of_refused_hops(group: ProcessGroup) -> None:
+    """What one end refuses is none of its transfers, so that it may be repeated; sizes may be any integers."""
+    rank, stages = group.rank(), _stages(group)
+
+    def step(*sizes: Any) -> None:
+        if rank == 0:
+            stages.send_forward(torch.ones(2, 3), False)
+        else:
+            assert stages.recv_forward([sizes], False)[0].shape == (2, 3)
+
+    with variables.HASH.override(2):
+        for wrong in ((-1, 3), (2, "x"), ([2, 3],)):
+            if rank == 1:
+                with pytest.raises(CommError):
+                    step(*wrong)
+            step(2, 3)
+            step(np.int64(2), torch.tensor(3))
+
+
+def test_refused_hops_are_not_compared(pair: Pool) -> None:
+    pair.run(run_hash_of_refused_hops)
 
 
 def run_compiled(group: ProcessGroup) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import Pool
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -13,6 +14,9 @@ from torch.distributed import ProcessGroup
 import tritoncomm
 from tritoncomm import ArgumentError, MismatchError, debug, p2p
 from tritoncomm.debug import replicas
+from tritoncomm.tensor import group_registry
+
+FLOAT8 = [getattr(torch, name) for name in dir(torch) if name.startswith(("float8_", "float4_"))]
 
 
 def _model(seed: int = 0) -> nn.Sequential:
@@ -68,7 +72,10 @@ def run_others(group: ProcessGroup) -> str:
     debug.check_replicas([], group)
     x = torch.arange(12, dtype=torch.float64).view(3, 4)
     same: list[Any] = [x.t(), x[:, 1], x[:0], x.sum(), x.bfloat16(), x.bool(), x.to(torch.complex64), x > 3]
+    same += [torch.arange(16, dtype=torch.uint8).view(dtype) for dtype in (*FLOAT8, torch.uint16, torch.uint64)]
     debug.check_replicas(same, group)
+    with pytest.raises(MismatchError, match="names, shapes or dtypes"):
+        debug.check_replicas({"x": x} if group.rank() else {}, group)  # nobody waits for the rank without any
     with pytest.raises(MismatchError) as caught:
         debug.check_replicas({f"of rank {group.rank()}": x}, group)
     return str(caught.value)
@@ -90,6 +97,32 @@ def test_one_rank_has_nothing_to_compare(pool: Pool) -> None:
     pool.run(run_alone, world=1)
 
 
+def run_destroyed(group: ProcessGroup) -> None:
+    """What is watched over a group that was destroyed is forgotten, though the group itself is still referenced."""
+    tritoncomm.destroy()
+    made = group_registry._by_members(tuple(dist.get_process_group_ranks(group)), "gloo")
+    model, others = _model(), _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    debug.watch_replicas(model.named_parameters(), made)
+    debug.watch_replicas(others.named_parameters(), group)
+    torch.stack([p.sum() for p in model.parameters()]).sum().backward()
+    try:
+        with p2p.check():
+            optimizer.step()
+            dist.destroy_process_group(made)
+            optimizer.step()
+        assert len(replicas._watched) == 1
+        del others
+        debug.watch_replicas(model.named_parameters(), group)  # without check mode no step forgets the other model
+        assert len(replicas._watched) == 1
+    finally:
+        replicas._watched.clear()
+
+
+def test_a_destroyed_group_is_not_compared_over(pool: Pool) -> None:
+    pool.run(run_destroyed, world=2)
+
+
 class _Wrapped(torch.Tensor):
     pass
 
@@ -102,6 +135,10 @@ class _Wrapped(torch.Tensor):
         ([("a", torch.ones(1)), ("a", torch.ones(1))], "two parameters have one name"),
         ([torch.ones(1).as_subclass(_Wrapped)], "parameter 0 must be a plain tensor, not _Wrapped"),
         ([1.0], "parameter 0 must be a plain tensor, not float"),
+        (3, "expected a list of tensors, not int"),
+        ([("a", torch.ones(1), 0)], "longer tuples"),
+        ([torch.ones(1, device="meta")], "parameter 0: a meta tensor has no data"),
+        ([torch.ones(1).to_sparse()], "parameter 0: expected a strided tensor"),
     ],
 )
 def test_what_is_no_plain_parameter_is_refused(parameters: Any, words: str) -> None:

@@ -142,6 +142,26 @@ def forked(folder: Path) -> None:
     assert reason_in(folder) == "signal SIGUSR1", "and the rank still writes its own"
 
 
+def forked_rank(folder: Path) -> None:
+    """A forked process that makes calls is a rank: of a launcher that forks after the package was imported."""
+    turn_on(folder)
+    warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            turn_on(folder)
+            assert flight.flight.counts == {"unregistered NoneType": 1}
+            assert {"tritoncomm-signals", "tritoncomm-watchdog"} <= {each.name for each in threading.enumerate()}
+            for _ in range(2):
+                send()
+                assert reason_in(folder) == "signal SIGUSR1"
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def in_thread(folder: Path) -> None:
     """Errors that end a thread, and a thread that turns the record on."""
     text = said(lambda: run(lambda: turn_on(folder), "first"))
@@ -214,7 +234,7 @@ def without_calls(folder: Path) -> None:
 CASES = {
     each.__name__: each for each in (
         handler_before, handler_after, descriptor_after, foreign_handler, foreign_handler_after, ignored, forked,
-        in_thread, without_a_folder, full_disk, many_writers, without_calls,
+        forked_rank, in_thread, without_a_folder, full_disk, many_writers, without_calls,
     )
 }  # fmt: skip
 

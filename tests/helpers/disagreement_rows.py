@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 from tritoncomm import collective as c
 from tritoncomm import debug, ulysses
 from tritoncomm import mappings as m
-from tritoncomm.reshard import Layout, OwnedExchange, exchange_owned, reshard, reshard_plan
+from tritoncomm.reshard import Layout, OwnedExchange, exchange_owned, reshard, reshard_plan, sequence_layout
 
 __all__ = ["KINDS", "ROWS", "SILENT", "Row", "Step", "named", "reason_against", "steps_of"]
 
@@ -228,6 +228,10 @@ def _owned_exchange(g: Any, x: Tensor, owner: int = 0) -> Any:
     return exchange.distribute(exchange.collect({"w": x}))
 
 
+def _sequence(g: Any, x: Tensor, dim: int = 1, bounds: Any = None) -> Any:
+    return sequence_layout({"w": x}, "contiguous", ("striped", bounds), dim=dim, group=g)
+
+
 _PLAN = {"shape": "plan", "dtype": "plan", "dim": "plan", "root": "plan"}
 _OWNER: dict[str, Any] = {"differ": {"root": lambda w: {"owner": 1}}, "words": _PLAN}
 RESHARD = {
@@ -235,6 +239,12 @@ RESHARD = {
     "reshard_plan": Row(_planned, **_LOCAL, differ={"dim": lambda w: {"dim": 0}}, words=_PLAN),
     "exchange_owned": Row(_owned, **_LOCAL, **_OWNER),
     "OwnedExchange": Row(_owned_exchange, **_LOCAL, **_OWNER),
+    "sequence_layout": Row(
+        _sequence,
+        **_LOCAL,
+        words=_PLAN | {"sizes": "plan"},
+        differ={"dim": lambda w: {"dim": 0}, "sizes": lambda w: {"bounds": [0, 1, 4 * w * w]}},
+    ),
 }
 _REPLICAS = "different names, shapes or dtypes"
 DEBUG = {

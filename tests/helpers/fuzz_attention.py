@@ -124,11 +124,22 @@ def _fits(case: Attention, world: int) -> bool:
     return case.kv_heads > 0 and case.heads % case.kv_heads == 0 and case.heads >= world
 
 
+def _is_seen(case: Attention) -> bool:
+    """Whether wrong sizes are seen by all ranks: a rank knows its own, and what others have is left to check mode."""
+    if case.given == "none":
+        return len(set(case.sizes)) == 1
+    if not isinstance(case.given, list) or len(case.given) != len(case.sizes) or min(case.given, default=0) < 0:
+        return True
+    return not any(given == size for given, size in zip(case.given, case.sizes, strict=True))
+
+
 def _attention(group: ProcessGroup, case: Attention) -> str:
     given, meant = group_of(case.group, group)
     if case.group == "solo" and group.size() > 1:
         return "mixed"  # sizes are those of the larger group
     rank, world = meant.rank(), meant.size()
+    if world > 1 and not _is_seen(case):
+        return "mixed"
     seq = 0 if case.layout == "sbhd" else 1
     full = _inputs(case)
     if case.dtype in ("float8_e5m2", "bool"):
@@ -197,8 +208,11 @@ def _passed(case: Attention, tensors: list[Tensor], group: ProcessGroup) -> list
     if case.form == "four dims":
         return made[:1]
     if case.form == "other dtype":
-        return [made[0], made[1], made[2].to(torch.int8) if isinstance(made[2], Tensor) else 3]
+        other = torch.complex128 if case.dtype == "complex64" else torch.int8
+        return [made[0], made[1], made[2].to(other) if isinstance(made[2], Tensor) else 3]
     if case.form == "3-d":
+        if case.kind == "dtensor":  # which would send something itself
+            return None
         return [x[0] if isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested and x.shape[0] else 3
                 for x in made]  # fmt: skip
     return made

@@ -41,7 +41,7 @@ class Spec:
     """A layout: how it is made, and of what.
 
     Attributes:
-        how: ``mesh``, ``split``, ``boxes``, ``replicated``, ``dtensor`` (a mesh with placements) or ``odd``.
+        how: ``mesh``, ``split``, ``boxes``, ``replicated``, ``sequence``, ``dtensor`` (with placements), ``odd``.
         given: what the maker takes, with places in the group for ranks.
     """
 
@@ -96,7 +96,7 @@ def _mostly(likely: SearchStrategy[Any], rest: SearchStrategy[Any], times: int =
 def _specs(draw: Any, shape: tuple[int, ...], world: int) -> Spec:
     """A layout over some of the ranks, with something odd now and then."""
     odd = st.sampled_from(_ODD)
-    how = draw(st.sampled_from(["mesh", "mesh", "dtensor", "split", "boxes", "replicated"] * 4 + ["odd"]))
+    how = draw(st.sampled_from(["mesh", "mesh", "dtensor", "split", "boxes", "replicated", "sequence"] * 4 + ["odd"]))
     if how == "odd":
         return Spec(how, draw(odd))
     places = draw(st.permutations(range(world)))[: draw(st.integers(1, world))]
@@ -118,6 +118,8 @@ def _specs(draw: Any, shape: tuple[int, ...], world: int) -> Spec:
         if draw(st.integers(0, 25)) == 0:
             grid = draw(st.sampled_from([5, "x", [], [[]], [0.5], [[0], [1, 2]], [0, 0], [99], [-1], None, [None]]))
         return Spec(how, (grid, placements))
+    if how == "sequence":
+        return Spec(how, (places, *draw(_sequences(shape, len(places)))))
     if how == "replicated":
         return Spec(how, draw(_mostly(st.just(places), st.sampled_from([[], [0, 0], [99], 3, None, "01", [None]]))))
     if how == "split":
@@ -132,6 +134,18 @@ def _specs(draw: Any, shape: tuple[int, ...], world: int) -> Spec:
             )
         return Spec(how, (dim, given))
     return Spec(how, draw(_boxes(shape, places)))
+
+
+@st.composite
+def _sequences(draw: Any, shape: tuple[int, ...], world: int) -> tuple[Any, Any, Any]:
+    """A dim, a kind and the boundaries of packed sequences, or something odd."""
+    odd = st.sampled_from(_ODD)
+    dim = draw(_mostly(st.integers(-len(shape), len(shape) - 1) if shape else odd, odd))
+    size = shape[dim] if type(dim) is int and -len(shape) <= dim < len(shape) else 4
+    even = st.integers(0, size // (2 * world)).map(lambda n: 2 * world * n)
+    inner = draw(st.lists(st.one_of(st.integers(0, size), even), max_size=3).map(sorted))
+    bounds = draw(_mostly(st.sampled_from([None, [0, size], [0, *inner, size]]), odd))
+    return dim, draw(_mostly(st.sampled_from(["striped", "striped", "contiguous", "zigzag", "full"]), odd)), bounds
 
 
 @st.composite
@@ -264,7 +278,35 @@ def _of_boxes(given: Any, shape: tuple[int, ...]) -> dict[int, list[Tensor]]:
     return owned
 
 
+def _of_sequence(given: Any, shape: tuple[int, ...]) -> dict[int, list[Tensor]]:
+    places, dim, kind, bounds = given
+    assert _is_int(dim)
+    assert isinstance(kind, str)
+    assert -len(shape) <= dim < len(shape)
+    bounds = [0, shape[dim]] if bounds is None else bounds
+    assert isinstance(bounds, list | tuple)
+    assert all(_is_int(each) for each in bounds)
+    assert (bounds[0], bounds[-1]) == (0, shape[dim])
+    world, owned = len(places), {}
+    for rank, place in enumerate(places):
+        index = [torch.arange(0)]
+        for low, high in itertools.pairwise(bounds):
+            tokens = torch.arange(low, high)  # refuses what descends
+            if kind == "zigzag":
+                chunks = tokens.view(2 * world, len(tokens) // (2 * world))
+                index += [chunks[rank], chunks[-1 - rank]]
+            else:
+                run = -(-len(tokens) // world)
+                chunk = slice(rank * run, (rank + 1) * run)
+                index.append(
+                    tokens[{"striped": slice(rank, None, world), "contiguous": chunk, "full": slice(None)}[kind]]
+                )
+        owned[place] = [_indices(shape).index_select(dim, torch.cat(index))]
+    return owned
+
+
 _MEANT = {
+    "sequence": _of_sequence,
     "mesh": _of_mesh,
     "dtensor": _of_mesh,
     "split": _of_split,
@@ -321,6 +363,9 @@ def _layout(spec: Spec, shape: tuple[int, ...], ranks: Sequence[int]) -> Any:
     if spec.how == "boxes":
         given = spec.given
         return Layout.of_boxes(shape, {rank(p): b for p, b in given.items()} if isinstance(given, dict) else given)
+    if spec.how == "sequence":
+        places, dim, kind, bounds = spec.given
+        return Layout.sequence(shape, dim, kind, grid(places), bounds)
     if spec.how == "dtensor":
         places, placements = spec.given
         try:

@@ -186,7 +186,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a source that leaves elements out is accepted", "tritoncomm/reshard/layout.py",
-        "missing = math.prod(self.shape) - volume", "missing = 0 * volume", "tests/reshard/test_reshard.py",
+        "missing = self.elements - volume", "missing = 0 * volume", "tests/reshard/test_reshard.py",
     ),
     Mutation(
         "boxes that overlap in part are accepted", "tritoncomm/reshard/layout.py",
@@ -205,6 +205,23 @@ MUTATIONS = (
         "one replica sends everything", "tritoncomm/reshard/cells.py",
         "slots = np.minimum(replicas, requests)[region]", "slots = np.ones_like(region)",
         "tests/reshard/test_reshard.py",
+    ),
+    Mutation(
+        "a striped sequence is read at steps of its period", "tritoncomm/reshard/layout.py",
+        "[stride * rows, stride]", "[stride * period, stride]", "tests/reshard/test_sequence_layout.py",
+    ),
+    Mutation(
+        "the beginning of a row is part of a range that ends before it starts", "tritoncomm/reshard/rows.py",
+        "(bottom * period >= low).astype(np.int64)", "np.ones_like(low)", "tests/reshard/test_sequence_layout.py",
+    ),
+    Mutation(
+        "of many boxes those that meet late are not looked at", "tritoncomm/reshard/cells.py",
+        'last = np.searchsorted(low[order], other_high, "left")',
+        'last = np.searchsorted(low[order], other_low, "left")', "tests/reshard/test_sequence_layout.py",
+    ),
+    Mutation(
+        "the chunks of a zigzag sequence are in the order of rings", "tritoncomm/reshard/sequence_boxes.py",
+        "(2 * world - 1 - rank) * chunk", "(world + rank) * chunk", "tests/reshard/test_sequence_layout.py",
     ),
     Mutation(
         "a part of a split block overlaps the next", "tritoncomm/reshard/cells.py",
@@ -283,8 +300,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a launch is kept for other alignments", "kernels/tritoncomm_kernels/segment_call.py",
-        "key = at & 15 if not reduce(or_, addresses, 0) & 15 else (at & 15, *[address & 15 for address in addresses])",
-        "key = at & 15", "tests/kernels/test_segment_call.py",
+        "key = alignment if not reduce(or_, addresses, 0) & 15 else (alignment, *[each & 15 for each in addresses])",
+        "key = alignment", "tests/kernels/test_segment_call.py",
     ),
     Mutation(
         "check mode does not compare dtypes", "tritoncomm/debug/descriptor.py",

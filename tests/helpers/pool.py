@@ -20,7 +20,7 @@ from unittest import mock
 __all__ = ["RANK_LISTS", "Pool", "WorkerError", "strict_warnings"]
 
 WORLD = 8
-RANK_LISTS = ((0,), (0, 1), (0, 1, 2, 3), tuple(range(WORLD)), (0, 2), (1, 3), (2, 3))
+RANK_LISTS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), tuple(range(WORLD)), (0, 2), (1, 3), (2, 3))
 START_SECONDS, GRACE_SECONDS = 90.0, 8.0
 COLLECTIVE = timedelta(seconds=40)
 

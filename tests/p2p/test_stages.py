@@ -12,7 +12,7 @@ from stage_cases import SHAPES, bits, made, strided
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tritoncomm import groups, p2p
+from tritoncomm import groups, p2p, variables
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError
 from tritoncomm.groups import Group, ParallelMode
 from tritoncomm.p2p import stages as stage_functions
@@ -220,6 +220,24 @@ def run_without_gradients(group: ProcessGroup) -> None:
 
 def test_without_gradients(pool: Pool) -> None:
     pool.run(run_without_gradients, world=2)
+
+
+def run_lists_of_nothing(group: ProcessGroup) -> None:
+    """Nothing is sent of a list of no tensors, and nobody waits for it; with headers and comparisons neither."""
+    pipeline(group)
+    for checks, every in ((False, 0), (True, 0), (False, 2)):
+        with p2p.check(checks), variables.HASH.override(every):
+            for _ in range(3):
+                assert p2p.send_forward_recv_forward([], []) == []
+                if group.rank() == 0:
+                    p2p.send_forward([])  # of which the receiver need not know
+                received = p2p.send_forward_recv_forward([torch.ones(2, 3)], [(2, 3)])
+                assert torch.equal(received[0], torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_lists_of_nothing(pool: Pool, world: int) -> None:
+    pool.run(run_lists_of_nothing, world=world)
 
 
 def run_shards(group: ProcessGroup) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 from traffic import Traffic
 
+import tritoncomm
+from tritoncomm import record
 from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
 from tritoncomm.reshard import Layout, reshard, reshard_plan
 
@@ -83,6 +85,56 @@ def results_are_independent(group: TorchGroup) -> None:
         assert all(torch.equal(given[name], before[name]) for name in names)
     for i, x in enumerate(kept.values()):
         same(x, local_of(columns, rank, ramp(8, 12) + 100 * i))
+
+
+@case
+def results_into_the_same_memory(group: TorchGroup) -> None:
+    """The second call into the same tensors recognises them; what changes since is seen."""
+    rows, columns = layouts(group)
+    rank, names = group.rank(), [f"w{i}" for i in range(17)]
+    fulls = {name: ramp(8, 12) + 100 * i for i, name in enumerate(names)}
+    given = {name: local_of(rows, rank, full) for name, full in fulls.items()}
+    expected = {name: local_of(columns, rank, full) for name, full in fulls.items()}
+    plan = reshard_plan(given, rows, columns, group=group)
+    exchange, calls = plan._exchange, []
+
+    def check(out: dict[str, Tensor], again: bool, more: float = 0.0) -> None:
+        with record.recording() as counted:
+            calls.append(exchange.replayed([*given.values()], "reshard", [*out.values()]) is not None)
+            assert calls[-1] is again
+            assert plan.execute(given, out=out) is out
+        for name, x in out.items():
+            same(x, expected[name] + more)
+        assert counted["reshard", "torch"].bytes_copied == (1 + again) * plan.bytes_copied
+
+    out = {name: torch.empty_like(x) for name, x in expected.items()}
+    check(out, False)
+    for _ in range(3):
+        for x in given.values():
+            x += 1
+        check(out, True, _ + 1.0)
+    given["w3"].data = given["w3"].clone()
+    check(out, False, 3.0)
+    check(out, True, 3.0)
+    other = {name: torch.empty_like(x) for name, x in expected.items()}
+    check(other, False, 3.0)
+    check(out, False, 3.0)
+    strided = other | {"w1": torch.zeros(other["w1"].shape[::-1]).t()}
+    check_strided = plan.execute(given, out=strided)
+    same(check_strided["w1"], expected["w1"] + 3.0)
+    with torch.no_grad():
+        parameters = {name: x.clone().requires_grad_() for name, x in out.items()}
+        check(parameters, False, 3.0)
+        check(parameters, True, 3.0)
+    assert exchange.replayed([*given.values()], "reshard", [*parameters.values()]) is None
+    with pytest.raises(ArgumentError, match="out w0 requires grad"):
+        plan.execute(given, out=parameters)
+    check(out, False, 3.0)
+    shared = out | {"w2": out["w1"]}
+    with pytest.raises(ArgumentError, match="share memory"):
+        plan.execute(given, out=shared)
+    with pytest.raises(ArgumentError, match="the plan is for"):
+        plan.execute(given, out={**out, "w17": out["w1"]})
 
 
 @case
@@ -241,6 +293,76 @@ def options(group: TorchGroup) -> None:
         reshard({7: x, "7": x}, rows, columns, group=group)
     with pytest.raises(UnsupportedError, match="vmap"):
         torch.func.vmap(lambda each: reshard(each, rows, columns, group=group))(torch.stack([x, x]))
+
+
+@case
+def lazy_results(group: TorchGroup) -> None:
+    """Results into conjugate and negative views: the values are theirs, and the passes are counted once."""
+    rows, columns = layouts(group)
+    rank, full = group.rank(), torch.complex(ramp(8, 12), ramp(8, 12) + 1)
+    expected = local_of(columns, rank, full)
+    into = torch.zeros_like(expected).conj()
+    assert reshard(local_of(rows, rank, full), rows, columns, group=group, out=into) is into
+    same(into.resolve_conj(), expected)
+    negative = torch.zeros_like(expected).conj().imag
+    assert negative.is_neg()
+    reshard(local_of(rows, rank, full.imag.contiguous()), rows, columns, group=group, out=negative)
+    same(negative.resolve_neg(), expected.imag.contiguous())
+    x, plain, sizes = local_of(rows, rank, full), torch.zeros_like(expected), []
+    for out in (None, plain, into):
+        with record.recording() as counts:
+            reshard(x, rows, columns, group=group, out=out)
+        sizes.append(sum(each.bytes_copied for each in counts.values()))
+    assert sizes[1:] == [sizes[0], sizes[0] + 2 * plain.nbytes]
+
+
+@case
+def results_are_seen_to_be_written(group: TorchGroup) -> None:
+    """By autograd, on every path: a graph that saved what was there before does not use what is there now."""
+    rows, columns = layouts(group)
+    x = local_of(rows, group.rank(), ramp(8, 12))
+    out, leaf = torch.ones(local_of(columns, group.rank(), ramp(8, 12)).shape), torch.ones((), requires_grad=True)
+    plan = reshard_plan(x, rows, columns, group=group)
+    for path in ("torch", "triton"):
+        with tritoncomm.path(path):
+            for _ in range(3):  # replayed from the second call on
+                y = (leaf * out).sum()
+                plan.execute(x, out=out)
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    y.backward()
+
+
+@case
+def tensors_that_stay_share_memory(group: TorchGroup) -> None:
+    """Of a plan that moves one tensor of two, the results are written over each other's sources."""
+    rows, columns = layouts(group)
+    rank = group.rank()
+    stays, moves = (local_of(rows, rank, ramp(8, 12) + 100 * i).contiguous() for i in range(2))
+    plan = reshard_plan({"a": stays, "b": moves}, rows, {"a": rows, "b": columns}, group=group)
+    expected = local_of(columns, rank, ramp(8, 12) + 100)
+    memory = moves.clone()
+    plan.execute({"a": stays, "b": memory}, out={"a": memory, "b": (into := torch.empty_like(expected))})
+    same(into, expected)
+    same(memory, stays)
+    memory = stays.clone()
+    plan.execute({"a": memory, "b": moves}, out={"a": (into := torch.empty_like(stays)), "b": memory.view_as(expected)})
+    same(into, stays)
+    same(memory.view_as(expected), expected)
+
+
+@case
+def wrong_results(group: TorchGroup) -> None:
+    """What cannot be written into is refused by name, by a plan too, and on all ranks together."""
+    rows, columns = layouts(group)
+    x, out = local_of(rows, group.rank(), ramp(8, 12)), torch.empty(local_of(columns, group.rank(), ramp(8, 12)).shape)
+    plan = reshard_plan({"w": x}, rows, columns, group=group)
+    for each in (None, out.to("meta"), out.to_sparse()):
+        with pytest.raises(ArgumentError, match=r"^reshard: out w"):
+            plan.execute({"w": x}, out={"w": each})
+        with pytest.raises(ArgumentError, match=r"^reshard: out w"):
+            reshard({"w": x}, rows, columns, group=group, out={"w": each})
+    plan.execute({"w": x}, out={"w": out})
+    same(out, local_of(columns, group.rank(), ramp(8, 12)))
 
 
 def run_cases(group: TorchGroup) -> None:

@@ -504,7 +504,9 @@ def run_damaged_files(group: TorchGroup) -> None:
             function(name, data, flag, (*state[:3], shape, state[4]))
     with pytest.raises(ArgumentError, match="requires grad"):
         function(name, data.long(), True, state)
-    for odd in (None, {}, {"ranks": 3}, {"ranks": [0], "tp": 2, "dp": 1, "cpu": False}, {"ranks": [0], "tp": "1"}):
+    wrong = ([], 0, 0), ([0], 2, 1), ([0, 1], -1, -2), ([0, 0], 1, 2), ([-1, 0], 1, 2)  # ranks and degrees
+    states = [dict(zip(("ranks", "tp", "dp", "cpu"), (*each, False), strict=True)) for each in wrong]
+    for odd in (None, {}, {"ranks": 3}, {"ranks": [], "cpu": False}, {"ranks": [0], "tp": "1"}, *states):
         with pytest.raises(ArgumentError, match="damaged"):
             ProcessGroup.__new__(ProcessGroup).__setstate__(odd)
     for odd in (None, "0", 1.5, [0]):

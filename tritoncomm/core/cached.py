@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tritoncomm.core import backend, plan
+from tritoncomm.core.memory import contiguous_stride
 from tritoncomm.core.plan import CollectivePlan, Ints
 
 __all__ = [
@@ -35,6 +36,7 @@ class EvenPlan(NamedTuple):
 
     Attributes:
         shape: of the result.
+        stride: of the result, contiguous.
         bytes_sent: to the other ranks.
         in_order: the receive buffer (reduce-scatter: the input) is in rank order as it stands.
         may_be_lazy: the input may carry a lazy conjugate or negative bit.
@@ -43,6 +45,7 @@ class EvenPlan(NamedTuple):
     """
 
     shape: Ints
+    stride: Ints
     bytes_sent: int
     in_order: bool
     may_be_lazy: bool
@@ -57,7 +60,8 @@ def _may_be_lazy(shape: Ints, dtype: torch.dtype) -> bool:
 
 def _even(shape: Ints, dtype: torch.dtype, planned: CollectivePlan, stacked: Ints | None, cast: bool) -> EvenPlan:
     lazy = _may_be_lazy(shape, dtype)
-    return EvenPlan(planned.shape, planned.bytes_sent, planned.in_order, lazy, stacked, cast)
+    stride = contiguous_stride(planned.shape)
+    return EvenPlan(planned.shape, stride, planned.bytes_sent, planned.in_order, lazy, stacked, cast)
 
 
 @_cached
@@ -85,10 +89,10 @@ def all_to_all(shape: Ints, dtype: torch.dtype, scatter_dim: int, gather_dim: in
 @_cached
 def all_to_all_single(
     shape: Ints, dtype: torch.dtype, world: int, rank: int, out_sizes: Ints | None, in_sizes: Ints | None
-) -> tuple[CollectivePlan, bool, bool]:
-    """``plan.all_to_all_single``, whether the result has the input's shape, and whether that may be lazy."""
+) -> tuple[CollectivePlan, Ints, bool]:
+    """``plan.all_to_all_single``, strides of the result, and whether the input may be lazy."""
     planned = plan.all_to_all_single(shape, dtype.itemsize, world, rank, out_sizes, in_sizes)
-    return planned, planned.shape == tuple(shape), _may_be_lazy(shape, dtype)
+    return planned, contiguous_stride(planned.shape), _may_be_lazy(shape, dtype)
 
 
 def contiguous(x: Tensor, may_be_lazy: bool = True) -> tuple[Tensor, int]:

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from tritoncomm import record
 from tritoncomm.core import backend, cached, compiled, ops
 from tritoncomm.core.handle import Handle
+from tritoncomm.core.memory import contiguous_stride, empty
 from tritoncomm.core.plan import Ints, all_equal, all_reduce_bytes, located
 from tritoncomm.core.uneven import all_gather_uneven, all_to_all_uneven, reduce_scatter_uneven
 from tritoncomm.core.validation import check_input, members, world_of
@@ -61,7 +62,7 @@ def all_gather(
     x, copied = cached.contiguous(x, plan.may_be_lazy)
     if asynchronous or not plan.in_order:
         return _all_gather_staged(x, dim, group, name, asynchronous, plan, copied, started)
-    out = x.new_empty(plan.shape)
+    out = empty(x, plan.shape, plan.stride, x.dtype)
     backend.all_gather(out if plan.stacked is None else out.view(plan.stacked), x, group, name)
     record.add(name, "torch" if copied else "view", copied, plan.bytes_sent, started)
     return out
@@ -79,11 +80,12 @@ def _all_gather_staged(
 ) -> Any:
     """All-gather that needs a staging buffer, or is asynchronous."""
     world = group.size()
-    out = x.new_empty(plan.shape) if asynchronous else None
+    out = empty(x, plan.shape, plan.stride, x.dtype) if asynchronous else None
     if out is not None and plan.in_order:
         wire = out if plan.stacked is None else out.view(plan.stacked)
     else:
-        wire = x.new_empty(plan.stacked or plan.shape)
+        shape = plan.stacked or plan.shape
+        wire = empty(x, shape, contiguous_stride(shape), x.dtype)
     work = backend.all_gather(wire, x, group, name, asynchronous)
     if out is not None:
         path = "view" if plan.in_order else ops.path_for(out, "unpack", dim, world)
@@ -127,7 +129,7 @@ def reduce_scatter(
         path = "torch" if copied else "view"
     else:
         wire, path, copied = ops.pack(cached.resolved(x) if plan.may_be_lazy else x, dim, world)
-    out = x.new_empty(plan.shape)
+    out = empty(x, plan.shape, plan.stride, x.dtype)
     if plan.needs_cast:
         backend.check_op(op, x, group, name)
         work = backend.reduce_scatter(
@@ -219,13 +221,11 @@ def all_to_all_single(
         _range = record.begin(name, "all_to_all_single", group, x, (out_sizes, in_sizes))
     check_input(x, name)
     try:
-        plan, same_shape, may_be_lazy = cached.all_to_all_single(
-            x.shape, x.dtype, world, group.rank(), out_sizes, in_sizes
-        )
+        plan, stride, may_be_lazy = cached.all_to_all_single(x.shape, x.dtype, world, group.rank(), out_sizes, in_sizes)
     except ShapeError as error:
         raise located(error, x.shape, name, group) from None
     x, copied = cached.contiguous(x, may_be_lazy)
-    out = torch.empty_like(x) if same_shape else x.new_empty(plan.shape)
+    out = empty(x, plan.shape, stride, x.dtype)
     work = backend.all_to_all(out, x, plan.recv_sizes, plan.send_sizes, group, name, asynchronous)
     record.add(name, "torch" if copied else "view", copied, plan.bytes_sent, started)
     return (out, Handle(work, out, None, x)) if asynchronous else out
@@ -267,7 +267,7 @@ def all_to_all(
     if plan.may_be_lazy:
         x = cached.resolved(x)
     wire, path, copied = ops.pack(x, scatter_dim, world)
-    received = torch.empty_like(wire)
+    received = empty(wire, wire.shape, contiguous_stride(wire.shape), wire.dtype)
     if wire.shape[0] % world:  # dims of size 1 in front; torch 2.15 wants to split dim 0
         work = backend.all_to_all(received.view(-1), wire.view(-1), (), (), group, name, asynchronous)
     else:

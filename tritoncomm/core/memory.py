@@ -1,18 +1,19 @@
-"""Calls that come again with tensors of the same kind: recognised in one step, new memory without the dispatcher.
+"""New memory without torch's dispatcher; calls that come again with tensors of the same kind, recognised in one step.
 
-Every ``new_empty`` is a walk through torch's dispatcher, and every question to a tensor is a call: with many tensors
-they take longer than all the launches. For plain tensors outside of modes, where it makes no difference, this does what
-code that inductor generates does, with the same functions of torch.
+Every ``new_empty`` is a walk through the dispatcher, and every question to a tensor is a call: with small tensors they
+take longer than everything else. For plain tensors outside of modes, where it makes no difference, this does what code
+that inductor generates does, with the same functions of torch.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["Allocate", "allocator", "part_of", "recognizer"]
+__all__ = ["Allocate", "allocator", "contiguous_stride", "empty", "empty_on", "part_of", "recognizer"]
 
 Allocate = Callable[[Any, Any, torch.dtype], Tensor]
 """Makes a tensor of this shape, these strides and this dtype from memory that nothing was written to."""
@@ -28,9 +29,50 @@ _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _modes: Any = torch._C._len_torch_dispatch_stack
 _transformed = torch._C._are_functorch_transforms_active
 _PLAIN = (Tensor, Parameter)
+_cpu = torch.device("cpu")
 
 part_of: Callable[[Tensor, Any, Any, int], Tensor] | None = getattr(_fast, "_reinterpret_tensor", None)
 """``x.as_strided(shape, stride, offset)`` without the dispatcher; not a view for autograd."""
+
+
+@lru_cache(maxsize=8192)
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements; a dim of size 0 counts as 1."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= int(size) or 1  # equal keys of other types share the entry
+    return tuple(reversed(stride))
+
+
+def empty(like: Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """``like.new_empty(shape, dtype=dtype)``, in less than half the time for plain tensors outside of modes.
+
+    Args:
+        like: whose device and class the new tensor has.
+        shape: of the new tensor.
+        stride: ``contiguous_stride(shape)``, which plans have.
+        dtype: of the new tensor.
+    """
+    if like.__class__ in _PLAIN and not _modes():
+        if like.is_cpu:
+            if _on_cpu is not None:
+                return _on_cpu(tuple(shape), stride, dtype)  # a torch.Size is refused
+        elif like.is_cuda and _on_cuda is not None and _current_device() == like.get_device():
+            return _on_cuda(tuple(shape), stride, dtype)
+    return like.new_empty(shape, dtype=dtype)
+
+
+def empty_on(device: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """``torch.empty(shape, dtype=dtype, device=device)``, in half the time on the CPU outside of modes.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: what is no shape, and more memory than there is.
+    """
+    if _on_cpu is not None and device == _cpu and not _modes():
+        shape = tuple(shape)
+        return _on_cpu(shape, contiguous_stride(shape), dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def allocator(like: Tensor) -> Allocate | None:

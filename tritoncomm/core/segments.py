@@ -89,8 +89,14 @@ class Prepared:
         self.segments, self.gathers, self.accumulate, self.sums = segments, gathers, accumulate, sums
         self._call: Any = None
 
-    def __call__(self, tensors: Sequence[Tensor], wire: Tensor) -> record.CopyPath:
-        """Copy; the path taken. Arguments and errors as those of ``gather`` and ``scatter``."""
+    def __call__(
+        self, tensors: Sequence[Tensor], wire: Tensor, addresses: tuple[int, ...] | None = None
+    ) -> record.CopyPath:
+        """Copy; the path taken.
+
+        Arguments and errors as those of ``gather`` and ``scatter``; ``addresses`` are the tensors', where the caller
+        has read them.
+        """
         if path_for(wire, "segments") != "triton":
             if self.gathers:
                 return gather(tensors, wire, self.segments)[0]
@@ -99,7 +105,7 @@ class Prepared:
         if self._call is None:
             name = "gather_segments" if self.gathers else "scatter_segments"
             self._call = kernels.SegmentCall(name, self.segments, tensors, wire, self.accumulate, self.sums)
-        self._call(tensors, wire)
+        self._call(tensors, wire, addresses)
         return "triton"
 
 

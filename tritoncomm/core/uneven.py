@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm import record
 from tritoncomm.core import backend, cached, ops
 from tritoncomm.core.handle import Handle
+from tritoncomm.core.memory import contiguous_stride, empty
 from tritoncomm.core.plan import CollectivePlan, Ints, located
 from tritoncomm.errors import CommError
 
@@ -27,7 +28,7 @@ def all_gather_uneven(
     """Concatenate the ranks' tensors along ``dim``, ``sizes[w]`` of it from rank w."""
     plan, world = _plan(cached.uneven_all_gather, x, group, name, (dim,), sizes), group.size()
     x, copied = cached.contiguous(x)
-    out = x.new_empty(plan.shape)
+    out = empty(x, plan.shape, contiguous_stride(plan.shape), x.dtype)
     wire = out.view(-1) if plan.in_order else x.new_empty(out.numel())
     work = backend.all_gather_list(list(wire.split(plan.recv_counts)), x.view(-1), group, name, asynchronous)
 
@@ -50,7 +51,7 @@ def reduce_scatter_uneven(
     plan = _plan(cached.uneven_reduce_scatter, x, group, name, (dim,), sizes)
     backend.check_op(op, x, group, name)
     wire, path, copied = ops.pack(cached.resolved(x), dim, group.size(), sizes)
-    out = x.new_empty(plan.shape)
+    out = empty(x, plan.shape, contiguous_stride(plan.shape), x.dtype)
     work = backend.reduce_scatter_list(out.view(-1), list(wire.split(plan.send_counts)), op, group, name, asynchronous)
     record.add(name, path, copied, plan.bytes_sent, started)
     return (out, Handle(work, out, None, wire)) if asynchronous else out
@@ -70,13 +71,14 @@ def all_to_all_uneven(
     dims, world = (scatter_dim, gather_dim), group.size()
     plan = _plan(cached.uneven_all_to_all, x, group, name, dims, scatter_sizes, gather_sizes)
     wire, path, copied = ops.pack(cached.resolved(x), scatter_dim, world, plan.send_sizes)
-    received = x.new_empty(plan.shape)
+    stride = contiguous_stride(plan.shape)
+    received = empty(x, plan.shape, stride, x.dtype)
     backend.all_to_all(received.view(-1), wire.view(-1), plan.recv_counts, plan.send_counts, group, name)
     del wire  # what was sent is not needed while what arrived is unpacked
     if plan.in_order:
         record.add(name, path, copied, plan.bytes_sent, started)
         return received
-    out = x.new_empty(plan.shape)
+    out = empty(x, plan.shape, stride, x.dtype)
     _, unpack_path, unpacked = ops.unpack(received.view(-1), plan.shape, gather_dim, world, plan.recv_sizes, out=out)
     record.add(name, path if path != "view" else unpack_path, copied + unpacked, plan.bytes_sent, started)
     return out

@@ -130,6 +130,8 @@ def check_data(x: Tensor, name: str) -> None:
     Raises:
         ArgumentError: a meta or fake tensor, or what ``check_kind`` refuses.
     """
+    if type(x) is Tensor and not (x.is_meta or x.is_nested) and x.layout is _strided:
+        return
     fakes = sys.modules.get("torch._subclasses.fake_tensor")  # whoever has a FakeTensor has imported it
     if x.is_meta or (fakes is not None and isinstance(x, fakes.FakeTensor)):
         raise ArgumentError(f"{name}: a {'meta' if x.is_meta else 'fake'} tensor has no data to send")

@@ -138,6 +138,8 @@ def _plain(kind: str, shape: Any, given: dict[str, Any], world: int, rank: int) 
     if "sizes" in given:
         fields["sizes"] = _sizes(sizes)
     rest = {key: value for key, value in given.items() if key not in ("dim", "sizes")}
+    if type(rest.get("scale")) is int:  # 2 and 2.0 are one factor
+        rest["scale"] = float(rest["scale"])
     # An argument may have the name of the tensors' own dtype.
     return fields | {"dtype of the wire" if key == "dtype" else key: str(as_json(rest[key])) for key in rest}
 

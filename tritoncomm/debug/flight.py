@@ -166,6 +166,7 @@ class Flight:
         before: called with every call before it starts, and its group and tensors: the comparison of check mode.
         counts: calls so far by group.
         last: by thread, its identifier and the entry of its last call.
+        on_first_call: called with the first call of a forked process, which is a rank of its own then.
     """
 
     def __init__(self) -> None:
@@ -173,6 +174,7 @@ class Flight:
         self.before: Callable[[Entry, Any, Any], None] | None = None
         self.counts: dict[str, int] = {}
         self.last: dict[int, list[Any]] = {}
+        self.on_first_call: Callable[[], None] | None = None
 
     @property
     def calls(self) -> list[Call]:
@@ -201,6 +203,8 @@ class Flight:
             self.counts[group_name] = count = self.counts[group_name] + 1
         except KeyError:
             self.counts[group_name] = count = 1
+            if self.on_first_call is not None:
+                self.on_first_call()
         try:
             shape, dtype = x.shape, x.dtype
         except AttributeError:

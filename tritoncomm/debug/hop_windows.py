@@ -1,6 +1,6 @@
 """Hash mode of p2p steps: each end of a channel notes its transfers, and compares every N of them with the other end.
 
-After the last of N transfers, which both ends have then made or are about to make, each publishes its own and waits a
+After the last of N transfers, which both ends have then made or are making, each publishes its own and waits a
 moment for those of the other. It is a moment only, because a sender may be ahead of its receiver: what the other end
 has not published by then is compared after the next N.
 """
@@ -102,7 +102,7 @@ def _nothing() -> None:
 
 
 def fold_hop(neighbours: Any, name: str, transfers: Iterable[tuple[str, Any]], content_of: Any) -> None:
-    """Note the transfers of a step that starts.
+    """Note the transfers of a step.
 
     Args:
         neighbours: of this stage (``p2p.neighbours.Neighbours``).

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tritoncomm import variables
-from tritoncomm.core import eager
-from tritoncomm.core.validation import world_of
-from tritoncomm.errors import ArgumentError, MismatchError
+from tritoncomm.core import backend, eager
+from tritoncomm.core.validation import check_data, world_of
+from tritoncomm.errors import ArgumentError, GroupError, MismatchError
 from tritoncomm.groups import GroupLike, resolve
 
 __all__ = ["Comparison", "after_steps", "check_replicas", "compare_all", "watch_replicas"]
@@ -23,6 +23,7 @@ __all__ = ["Comparison", "after_steps", "check_replicas", "compare_all", "watch_
 _CHUNK = 1 << 20
 _MULTIPLIERS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)  # the odd multipliers of SplitMix64 as signed integers
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PACKED = (getattr(torch, "float4_e2m1fn_x2", None),)  # two numbers in an element, which torch does not convert
 _MAX_NAMED = 10
 
 Parameters = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]
@@ -50,6 +51,14 @@ class _Watched(NamedTuple):
     group: "weakref.ref[ProcessGroup]"
     parameters: "list[tuple[str, weakref.ref[Tensor]]]"
 
+    def alive(self) -> tuple[ProcessGroup, dict[str, Tensor]] | None:
+        """The group, and the tensors that still exist; None where there is nothing to compare any more."""
+        group, tensors = self.group(), {name: x for name, ref in self.parameters if (x := ref()) is not None}
+        try:
+            return (group, tensors) if group is not None and tensors and world_of(group, "") else None
+        except GroupError:  # destroyed, and still referenced
+            return None
+
 
 _watched: list[_Watched] = []
 
@@ -67,8 +76,9 @@ def check_replicas(parameters: Parameters, group: GroupLike | None = None) -> No
         group: whose ranks have the same; the tensor-parallel group by default.
 
     Raises:
-        MismatchError: tensors, or their names, shapes or dtypes differ; on every rank, with their 2-norms by rank.
-        ArgumentError: something else than plain tensors, whose layout is not known here.
+        MismatchError: tensors, or their number, names, shapes or dtypes differ; on every rank, with their 2-norms by
+            rank.
+        ArgumentError: something else than plain strided tensors with data.
     """
     named, group = _named(parameters, "check_replicas"), resolve(group, "check_replicas")
     _compare_over(group, named, "check_replicas")
@@ -85,33 +95,38 @@ def watch_replicas(parameters: Parameters, group: GroupLike | None = None) -> No
         group: whose ranks have the same; the tensor-parallel group by default.
 
     Raises:
-        ArgumentError: something else than plain tensors, whose layout is not known here.
+        ArgumentError: something else than plain strided tensors with data.
 
     Example:
         ``watch_replicas(model.named_parameters(), data_group)`` of a model that is trained data-parallel.
     """
     named, group = _named(parameters, "watch_replicas"), resolve(group, "watch_replicas")
+    _watched[:] = [each for each in _watched if each.alive() is not None]
     _watched.append(_Watched(weakref.ref(group), [(name, weakref.ref(x)) for name, x in named.items()]))
 
 
 def _named(parameters: Any, name: str) -> dict[str, Tensor]:
-    if isinstance(parameters, nn.Module | Tensor):
+    if isinstance(parameters, nn.Module | Tensor) or not isinstance(parameters, Iterable):
         what = "module.named_parameters()" if isinstance(parameters, nn.Module) else "a list of tensors"
         raise ArgumentError(f"{name}: expected {what}, not {type(parameters).__name__}")
     listed: list[Any] = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
-    named: dict[str, Any] = dict(
-        each if isinstance(each, tuple) else (f"parameter {i}", each) for i, each in enumerate(listed)
-    )
+    pairs = [each if isinstance(each, tuple) else (f"parameter {i}", each) for i, each in enumerate(listed)]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ArgumentError(f"{name}: expected tensors, or pairs of a name and a tensor, not longer tuples")
+    named: dict[str, Any] = dict(pairs)
     if len(named) < len(listed):
         raise ArgumentError(f"{name}: two parameters have one name")
     for key, x in named.items():
         if type(x) not in (Tensor, nn.Parameter):
             raise ArgumentError(f"{name}: {key} must be a plain tensor, not {type(x).__name__}")
+        check_data(x, f"{name}: {key}")
+        if x.is_quantized:
+            raise ArgumentError(f"{name}: {key} is quantized; call .int_repr()")
     return named
 
 
 def _compare_over(group: ProcessGroup, named: dict[str, Tensor], name: str) -> None:
-    if world_of(group, name) > 1 and named:
+    if world_of(group, name) > 1:
         ranks = dist.get_process_group_ranks(group)
         compare_all([Comparison("", ranks, group, list(named))], named, named, name)
 
@@ -120,13 +135,13 @@ def _check_watched(optimizer: Optimizer) -> None:
     """Compare what an optimizer has just updated, of what is watched."""
     updated = {id(x) for group in optimizer.param_groups for x in group["params"]}
     for each in list(_watched):
-        group = each.group()
-        alive = {name: x for name, ref in each.parameters if (x := ref()) is not None}
-        if group is None or not alive:
-            _watched.remove(each)
+        alive = each.alive()
+        if alive is None:
+            _watched[:] = [other for other in _watched if other is not each]
             continue
-        named = {name: x for name, x in alive.items() if id(x) in updated}
-        _compare_over(group, named, f"{type(optimizer).__name__}.step")
+        group, tensors = alive
+        if named := {name: x for name, x in tensors.items() if id(x) in updated}:
+            _compare_over(group, named, f"{type(optimizer).__name__}.step")
 
 
 def compare_all(
@@ -179,12 +194,18 @@ def _compare(each: Comparison, parameters: Mapping[str, Any], rows: dict[str, Te
     """A description of the differences over a group; empty if there are none."""
     over = f"over {each.what}ranks {each.ranks}"
     signature = [(name, tuple(parameters[name].shape), str(parameters[name].dtype)) for name in each.names]
-    table = torch.stack([rows[name].to(rows[each.names[0]].device) for name in each.names])
+    if each.names:
+        table = torch.stack([rows[name].to(rows[each.names[0]].device) for name in each.names])
+    else:  # another rank may have some
+        device = backend.default_device(backend.cuda_backend(each.group))
+        table = torch.empty(0, 2, dtype=torch.int64, device=device)
     header = hashlib.sha256(repr(signature).encode()).digest()
     mine = table.new_tensor([[int.from_bytes(header[at : at + 8], "big", signed=True) for at in (0, 8)]])
     headers = eager.all_gather(mine, 0, each.group, None, "check_replicas")
     if bool((headers != mine).any()):
         return f"{over} the modules have parameters of different names, shapes or dtypes"
+    if not each.names:
+        return ""
     gathered = eager.all_gather(table.unsqueeze(0), 0, each.group, None, "check_replicas").cpu()
     differ = (gathered[..., 0] != gathered[0, :, 0]).any(0).nonzero().flatten().tolist()
     if not differ:
@@ -227,7 +248,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _fingerprint(x: Tensor, weights: Tensor) -> Tensor:
-    """The sum modulo 2**64 of the elements' bits, each mixed with its position; and the 2-norm.
+    """The sum modulo 2**64 of the elements' bits, each mixed with its position; and the 2-norm (packed fp4: of bytes).
 
     Mixing is bijective, so a change of one element is always detected; others are missed with a probability of about
     2**-64. The integer sum is independent of order, hence of device and number of threads.
@@ -238,5 +259,6 @@ def _fingerprint(x: Tensor, weights: Tensor) -> Tensor:
     for part in x.split(len(weights)):
         bits = part.view(_BITS[x.element_size()]).to(torch.int64) + weights[: len(part)]
         digest = digest * _MULTIPLIERS[1] + _mixed(bits).sum()
-        squares += part.to(torch.float64).square().sum()
+        numbers = part.view(torch.uint8) if part.dtype in _PACKED else part
+        squares += numbers.to(torch.float64).square().sum()
     return torch.stack([digest, squares.sqrt().view(torch.int64)])

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from tritoncomm import variables
 from tritoncomm.debug.flight import flight, open_calls, report, write_on
 
 __all__ = ["SIGNAL", "WATCHDOG_SECONDS", "install"]
@@ -34,9 +35,14 @@ def install() -> None:
         return
     _installed.set()
     _install_hooks()
+    _start()
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _start() -> None:
+    """What a process has for itself: its threads, and the descriptor that signals are written to."""
     _install_signal()
     threading.Thread(target=_watch, name="tritoncomm-watchdog", daemon=True).start()
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _install_hooks() -> None:
@@ -105,15 +111,25 @@ _forked = False
 def _after_fork() -> None:
     """In a forked process, as of a data loader: its signals are not this rank's, nor are the calls of its parent.
 
-    Its threads are gone, and what it would write would take the place of its parent's record.
+    Its threads are gone, and what it would write would take the place of its parent's record; until it makes a call.
     """
     global _forked
     _forked = True
     flight.forget()
+    flight.counts.clear()
+    flight.on_first_call = _become_rank
     with contextlib.suppress(ValueError):  # outside of the main thread
         now = signal.set_wakeup_fd(-1)
         if now not in (-1, _descriptor):
             signal.set_wakeup_fd(now)
+
+
+def _become_rank() -> None:
+    """A forked process makes its first call: it is a rank, as a launcher that forks starts them."""
+    global _forked
+    flight.on_first_call, _forked = None, False
+    if variables.FLIGHT.value[0]:
+        _start()
 
 
 def _read(descriptor: int, before: int) -> None:

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from tritoncomm import mappings, record
 from tritoncomm.core import backend, cached, eager
 from tritoncomm.core.function import direct, wants_grad
+from tritoncomm.core.memory import empty
 from tritoncomm.core.plan import all_reduce_bytes, located
 from tritoncomm.core.validation import members, world_of
 from tritoncomm.errors import ArgumentError, ShapeError
@@ -78,7 +79,7 @@ def _reduce_scatter(x: Tensor, group: ProcessGroup, name: str) -> tuple[Tensor, 
     if record.switch._is_profiler_enabled:
         _range = record.begin(name, "reduce_scatter", group, x, (0, None, _SUM))
     plan = cached.reduce_scatter(x.shape, x.dtype, 0, world)
-    out = x.new_empty(plan.shape)
+    out = empty(x, plan.shape, plan.stride, x.dtype)
     work = backend.reduce_scatter(out, x, _SUM, group, name, True)
     record.add(name, "view", 0, plan.bytes_sent, started)
     return out, work

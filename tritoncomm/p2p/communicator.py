@@ -24,7 +24,7 @@ from tritoncomm.p2p.hop import checking, exchange
 from tritoncomm.p2p.in_flight import Hop
 from tritoncomm.p2p.message import Shape, describe, is_single_shape
 from tritoncomm.p2p.neighbours import Neighbours
-from tritoncomm.p2p.report import begin, contents_of
+from tritoncomm.p2p.report import begin, contents_of, fold
 from tritoncomm.p2p.transport import Posted, post
 
 __all__ = ["P2PCommunicator", "_batched_p2p_ops", "_p2p_ops"]
@@ -323,9 +323,9 @@ def _posted(
     There is no header that would have their sizes, so transfers whose ends differ are not made.
     """
     _range = None
+    sent, received = (sends["send_next"], sends["send_prev"]), (receives["recv_prev"], receives["recv_next"])
     if record.switch._is_profiler_enabled:
-        sent, received = (sends["send_next"], sends["send_prev"]), (receives["recv_prev"], receives["recv_next"])
-        _range = begin(neighbours, name, *sent, *received, None, False)
+        _range = begin(neighbours, name, sent, received)
     wires, started, problems = _wires(sends, receives), record.now(), {}
     if checking() and not neighbours.is_single_rank:
         problems = _compare(neighbours, name, {key: x for key, x in (sends | receives).items() if x is not None})
@@ -337,6 +337,7 @@ def _posted(
             each.wait()
         raise MismatchError("; ".join(problems.values()))
     if variables.HASH.value:
+        fold(neighbours, name, sent, received)
         compare_hops(neighbours, name)
     return handles
 

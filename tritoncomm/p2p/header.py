@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import groups, record
+from tritoncomm.core.memory import empty_on
 from tritoncomm.errors import MismatchError, UnsupportedError
 from tritoncomm.p2p.message import Spec, spec_of
 from tritoncomm.p2p.neighbours import Neighbours
@@ -49,6 +50,7 @@ MAX_WORDS = 1 << 20
 MAX_DIMS = 64
 """Dims of a tensor."""
 
+_cpu = torch.device("cpu")
 _ACTIVATION_FIRST = (("send_next", "recv_prev"), ("send_prev", "recv_next"))
 _ALL = (("send_prev", "recv_prev", "send_next", "recv_next"),)
 _MAGIC = 0x74636F6D6D0002  # "tcomm", format 2
@@ -243,10 +245,10 @@ def recv_header(neighbours: Neighbours, name: str, key: str) -> Contents:
     """
     record.add(f"{name}.header", "cpu", 0, 0, 0.0)
     direction = neighbours.directions[True][key]
-    words = torch.empty(WORDS, dtype=torch.int64, device="cpu")
+    words = empty_on(_cpu, (WORDS,), torch.int64)
     post_one(direction, name, words).wait()
     values = words.tolist()
-    if (more := _parse(neighbours, name, key, length, values) - WORDS) > 0:
+    if values[1] > WORDS and (more := _parse(neighbours, name, key, length, values) - WORDS) > 0:
         rest = torch.empty(more, dtype=torch.int64, device="cpu")
         post_one(direction, name, rest).wait()
         values += rest.tolist()

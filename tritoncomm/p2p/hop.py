@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tritoncomm import record, variables
 from tritoncomm.core.backend import special
+from tritoncomm.core.memory import empty_on
 from tritoncomm.core.ops import path_for
 from tritoncomm.core.validation import check_data
 from tritoncomm.debug.hop_windows import compare_hops
@@ -23,7 +24,7 @@ from tritoncomm.p2p import header, message
 from tritoncomm.p2p.in_flight import Handle, Hop
 from tritoncomm.p2p.message import Incoming, Message
 from tritoncomm.p2p.neighbours import Neighbours
-from tritoncomm.p2p.report import begin, contents_of
+from tritoncomm.p2p.report import begin, contents_of, fold
 from tritoncomm.p2p.transport import keep_alive, post, post_and_wait, post_one
 
 __all__ = ["check", "checking", "exchange", "real_device"]
@@ -85,7 +86,7 @@ def exchange(
     _range = None
     if record.switch._is_profiler_enabled:
         _refuse(name, to_next, to_prev)
-        _range = begin(neighbours, name, to_next, to_prev, from_prev, from_next, dtype, variable)
+        _range = begin(neighbours, name, (to_next, to_prev), (from_prev, from_next))
     result = None
     if not (variable or _check.value or neighbours.is_single_rank):
         try:
@@ -98,6 +99,8 @@ def exchange(
     if result is None:
         sends: dict[str, list[Tensor]] = {}
         receives: dict[str, Incoming] = {}
+        if device is not None:
+            device = real_device(device, name)
         for key, x in (("send_next", to_next), ("send_prev", to_prev)):
             if x is not None and (tensors := _tensors(x, name)):
                 sends[key] = tensors
@@ -107,9 +110,16 @@ def exchange(
         for key, x in (("recv_prev", from_prev), ("recv_next", from_next)):
             if x is not None:
                 receives[key] = Incoming.of(x, dtype, variable, name)
-        device = neighbours.default_device() if device is None else real_device(device, name)
-        result = _exchange_messages(neighbours, name, sends, receives, device, batched, variable, wait)
+        if device is None:
+            device = neighbours.default_device()
+        try:
+            result = _exchange_messages(neighbours, name, sends, receives, device, batched, variable, wait)
+        except MismatchError:  # of messages that both ends have transferred
+            if _hash.value:
+                fold(neighbours, name, (to_next, to_prev), (from_prev, from_next), dtype, variable)
+            raise
     if _hash.value:
+        fold(neighbours, name, (to_next, to_prev), (from_prev, from_next), dtype, variable)
         compare_hops(neighbours, name)
     return result
 
@@ -141,22 +151,23 @@ def _exchange_plain(
             x = x[0]
         if type(x) is not Tensor or x.is_meta:  # which a backend takes, and sends nothing
             check_data(x, name)
-        if x.dtype in special or x.numel() < 2:
+        if x.dtype in special or (nbytes := x.nbytes) <= 8:
             return None  # one element may carry a lazy negative bit
         if x.is_contiguous():
             if not wait:
                 x = x.detach()  # the caller may set x.data while a handle is pending
         elif path_for(x) == "torch" and not x.is_neg():
-            x, path, copied = x.detach().contiguous(), "torch", copied + 2 * x.nbytes
+            x, path, copied = x.detach().contiguous(), "torch", copied + 2 * nbytes
         else:
             packed = message.pack([x])
             x, path, copied = packed.wire, packed.path, copied + packed.bytes_copied
         tensors[key] = x
-        sent += x.nbytes
+        sent += nbytes
     before = after = None
     if from_prev is not None or from_next is not None:
         if type(dtype) is not torch.dtype or dtype in special:
             return None
+        is_given = device is not None  # and may have no memory
         if device is None:
             device = next(iter(tensors.values())).device if tensors else neighbours.default_device()
         with_grad = dtype.is_floating_point
@@ -169,11 +180,13 @@ def _exchange_plain(
             if type(shape) not in _SHAPES or not shape or 0 in shape:
                 return None
             try:
-                x = torch.empty(shape, dtype=dtype, device=device, requires_grad=with_grad)
-            except (RuntimeError, TypeError):
+                x = empty_on(device, shape, dtype)
+            except (RuntimeError, TypeError, ValueError):
                 return None  # Incoming names what is wrong with a shape
-            if x.is_meta:
+            if is_given and x.is_meta:
                 return None
+            if with_grad:
+                x.requires_grad_()
             tensors[key] = x
             if shape is not expected:
                 x = [x]
@@ -234,8 +247,10 @@ def _exchange_messages(
     """``exchange`` with one message per neighbour, and a header where shapes vary or are checked."""
     started, hop = record.now(), Hop()
     path, copied, sent = "view", 0, 0
+    # Of a list of no shapes nothing comes, not even a header: lists of no tensors are not sent.
+    expected = {key: each for key, each in receives.items() if each.count}
     if neighbours.is_single_rank:
-        path, copied = "torch", _copy_to_self(hop, neighbours, name, sends, receives)
+        path, copied = "torch", _copy_to_self(hop, neighbours, name, sends, expected)
     else:
         messages = {key: message.pack(tensors) for key, tensors in sends.items()}
         for each in messages.values():
@@ -243,12 +258,12 @@ def _exchange_messages(
             copied, sent = copied + each.bytes_copied, sent + each.wire.nbytes
         if variable or _check.value:
             try:
-                _post_with_headers(hop, neighbours, name, sends, messages, receives, device, batched)
+                _post_with_headers(hop, neighbours, name, sends, messages, expected, device, batched)
             except BaseException as error:
                 hop.give_up(error)
                 raise
         else:
-            buffers = {key: each.allocate_expected(name, device) for key, each in receives.items() if each.specs}
+            buffers = {key: each.allocate_expected(name, device) for key, each in expected.items()}
             hop.received = {key: each.tensors for key, each in buffers.items()}
             _post(hop, neighbours, name, messages | buffers, batched)
     handles: Any = None if hop.posted else {}
@@ -324,8 +339,9 @@ def _post_with_headers(
         if announced is None:
             break
         buffers, problem = receives[key].allocate_from_header(neighbours, name, key, announced.specs, device)
-        hop.note(key, problem)
-        hop.compare(key)
+        if problem or hop.checked is not None:
+            hop.note(key, problem)
+            hop.compare(key)
         hop.received[key], messages[key] = buffers.tensors, buffers
         start(key)
     if messages:

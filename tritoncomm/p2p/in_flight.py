@@ -1,7 +1,6 @@
 """A p2p step in flight, and what can be waited for."""
 
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import NoReturn
 
 from torch import Tensor
@@ -14,7 +13,6 @@ from tritoncomm.p2p.transport import Posted
 __all__ = ["Handle", "Hop"]
 
 
-@dataclass(slots=True, eq=False)
 class Hop:
     """A p2p step in flight.
 
@@ -26,11 +24,14 @@ class Hop:
         checked: in check mode, the comparison with the other ends.
     """
 
-    posted: dict[str, Posted] = field(default_factory=dict)
-    headers: list[Posted] = field(default_factory=list)
-    received: dict[str, list[Tensor]] = field(default_factory=dict)
-    problems: dict[str, str] = field(default_factory=dict)
-    checked: CheckedHop | None = None
+    __slots__ = ("checked", "headers", "posted", "problems", "received")
+
+    def __init__(self, checked: CheckedHop | None = None) -> None:
+        self.posted: dict[str, Posted] = {}
+        self.headers: list[Posted] = []
+        self.received: dict[str, list[Tensor]] = {}
+        self.problems: dict[str, str] = {}
+        self.checked = checked
 
     def meet(self, key: str, in_helper: bool = False) -> None:
         """In check mode: see whether the other end of a transfer comes, before it is waited for."""

@@ -18,6 +18,7 @@ from torch._utils import _flatten_dense_tensors
 from tritoncomm.core import ops
 from tritoncomm.core.backend import carrier
 from tritoncomm.core.cached import resolved
+from tritoncomm.core.memory import contiguous_stride, empty_on
 from tritoncomm.core.segments import full_tensors, gather
 from tritoncomm.errors import ArgumentError, MismatchError, ShapeError
 from tritoncomm.p2p.neighbours import Neighbours
@@ -38,6 +39,8 @@ __all__ = [
     "pack",
     "spec_of",
 ]
+
+_BelowAutograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)  # a fifth of its time
 
 Shape = list[int] | torch.Size
 Spec = tuple[tuple[int, ...], torch.dtype]
@@ -99,7 +102,7 @@ def as_shapes(x: Any, name: str) -> list[tuple[int, ...]]:
 
 def spec_of(x: Tensor) -> Spec:
     """Shape and dtype of a tensor."""
-    return tuple(x.shape), x.dtype
+    return x.shape, x.dtype
 
 
 def describe(specs: Sequence[Spec]) -> str:
@@ -151,22 +154,27 @@ def _is_dense(specs: tuple[Spec, ...]) -> bool:
 
 def pack(tensors: Sequence[Tensor]) -> Message:
     """The tensors as one message: no copy for one contiguous tensor, one pass otherwise."""
-    tensors = [resolved(x.detach()) for x in tensors]  # the caller may set x.data while a handle is pending
-    on_torch = ops.path_for(tensors[0]) == "torch"
     if len(tensors) == 1:
-        (x,) = tensors
+        x = resolved(tensors[0].detach())  # the caller may set x.data while a handle is pending
         if x.is_contiguous():
             return Message(carrier(x), [x])
-        if on_torch:
+        if ops.path_for(x) == "torch":
             return Message(carrier(x.contiguous()), [x], "torch", 2 * x.nbytes)
         wire, path, copied = ops.pack(x, 0, 1)
         return Message(carrier(wire.view(x.shape)), [x], path, copied)
+    with _BelowAutograd():  # a detach() of each takes longer
+        return _pack_several(tensors)
+
+
+def _pack_several(tensors: Sequence[Tensor]) -> Message:
+    on_torch = ops.path_for(tensors[0]) == "torch"
     specs = tuple([spec_of(x) for x in tensors])
     if on_torch and _is_dense(specs) and all(map(Tensor.is_contiguous, tensors)):
-        flat = _flatten_dense_tensors(tensors)
-        return Message(flat.view(torch.uint8), tensors, "torch", 2 * flat.nbytes)
+        flat = _flatten_dense_tensors(tensors)  # lazy bits are resolved by the copy
+        return Message(flat.view(torch.uint8), list(tensors), "torch", 2 * flat.nbytes)
+    tensors = [resolved(x) for x in tensors]
     starts, size = _offsets(specs)
-    wire = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
+    wire = empty_on(tensors[0].device, (size,), torch.uint8)
     slots = _views(wire, tensors, starts)
     if on_torch:
         torch._foreach_copy_(slots, tensors)  # pyright: ignore[reportPrivateImportUsage]
@@ -191,7 +199,7 @@ def _views(wire: Tensor, tensors: Sequence[Tensor], starts: Sequence[int]) -> li
         typed = by_dtype.get(dtype)
         if typed is None:
             typed = by_dtype[dtype] = wire[: len(wire) // dtype.itemsize * dtype.itemsize].view(dtype)
-        views.append(typed.as_strided(x.shape, _strides(x.shape), start // dtype.itemsize))
+        views.append(typed.as_strided(x.shape, contiguous_stride(x.shape), start // dtype.itemsize))
     return views
 
 
@@ -199,21 +207,16 @@ def allocate(specs: Sequence[Spec], device: torch.device | str, out: Tensor | No
     """A message to receive into; ``out`` is a buffer for one tensor, of its shape and dtype."""
     if len(specs) == 1:
         ((shape, dtype),) = specs
-        x = torch.empty(shape, dtype=dtype, device=device) if out is None else out
+        x = empty_on(device, shape, dtype) if out is None else out
         return Message(carrier(x), [x])
     starts, size = _offsets(tuple(specs))
-    wire = torch.empty(size, dtype=torch.uint8, device=device)
+    wire = empty_on(device, (size,), torch.uint8)
     storage = wire.untyped_storage()
     tensors = []
     for (shape, dtype), start in zip(specs, starts, strict=True):
-        x = torch.empty(0, dtype=dtype, device=device)
-        tensors.append(x.set_(storage, start // dtype.itemsize, shape, _strides(shape)))  # type: ignore[arg-type]
+        x = empty_on(device, (0,), dtype)
+        tensors.append(x.set_(storage, start // dtype.itemsize, shape, contiguous_stride(shape)))  # type: ignore[arg-type]
     return Message(wire, tensors)
-
-
-@lru_cache(maxsize=4096)
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 @dataclass(slots=True)
@@ -256,7 +259,8 @@ class Incoming:
                 return None
             expected = describe(self.specs)
         else:
-            if len(specs) == self.count and all(dtype is self.dtype for _, dtype in specs):
+            wrong = [dtype for _, dtype in specs if dtype is not self.dtype]
+            if len(specs) == self.count and not wrong:
                 return None
             count = "one tensor" if self.count == 1 else f"{self.count} tensors"
             expected = f"{count} of {str(self.dtype).removeprefix('torch.')}"
@@ -265,9 +269,10 @@ class Incoming:
     def allocate(self, specs: tuple[Spec, ...], device: torch.device) -> Message:
         """Memory for tensors of ``specs``, in the thread, the stream and the grad mode of the caller."""
         buffers = allocate(specs, device, self.out)
-        for x in buffers.tensors if self.out is None else ():
-            if x.dtype.is_floating_point or x.dtype.is_complex:
-                x.requires_grad_()
+        if self.out is None:
+            for x, (_, dtype) in zip(buffers.tensors, specs, strict=True):
+                if dtype.is_floating_point or dtype.is_complex:
+                    x.requires_grad_()
         return buffers
 
     def allocate_expected(self, name: str, device: torch.device) -> Message:

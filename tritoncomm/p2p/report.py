@@ -1,23 +1,27 @@
 """What a p2p step sends and expects, for the flight record and for check mode."""
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritoncomm import record, variables
+from tritoncomm import record
 from tritoncomm.debug.hop_windows import fold_hop
 from tritoncomm.debug.hops import Content
 from tritoncomm.p2p import header
 from tritoncomm.p2p.message import Incoming, Spec, describe, is_one_shape
 from tritoncomm.p2p.neighbours import Neighbours
 
-__all__ = ["begin", "contents_of"]
+__all__ = ["begin", "contents_of", "fold"]
 
 _MAX_SHOWN = 8  # tensors in the words of one message
+_SENDS, _RECEIVES = ("send_next", "send_prev"), ("recv_prev", "recv_next")
 
 Raw = tuple[Any, ...]
+Pair = tuple[Any, Any]
+"""For the next and the previous stage, or from the previous and the next one, as ``hop.exchange`` takes them."""
 
 
 class _Listed:
@@ -32,42 +36,44 @@ class _Listed:
         return ", ".join(f"{_in_words(raw)} {self._to} rank {self._neighbours.peer(k)}" for k, raw in self._transfers)
 
 
-def begin(
+def begin(neighbours: Neighbours, name: str, sent: Pair, received: Pair) -> Any:
+    """``record.begin`` with what goes where, of which nothing keeps a tensor alive."""
+    sends, receives = _transfers(_SENDS, sent), _transfers(_RECEIVES, received)
+    words = _Listed(neighbours, "to", sends) if sends else "", _Listed(neighbours, "from", receives) if receives else ""
+    return record.begin(name, "hop", neighbours.group(), None, words)
+
+
+def fold(
     neighbours: Neighbours,
     name: str,
-    to_next: Any,
-    to_prev: Any,
-    from_prev: Any,
-    from_next: Any,
-    dtype: torch.dtype | None,
-    variable: bool,
-) -> Any:
-    """``record.begin`` with what goes where, of which nothing keeps a tensor alive; in hash mode it is compared."""
-    sends: list[tuple[str, Raw]] = []
-    receives: list[tuple[str, Raw]] = []
-    if to_next is not None:
-        sends.append(("send_next", _raw(to_next)))
-    if to_prev is not None:
-        sends.append(("send_prev", _raw(to_prev)))
-    if from_prev is not None:
-        receives.append(("recv_prev", _raw(from_prev)))
-    if from_next is not None:
-        receives.append(("recv_next", _raw(from_next)))
-    words = _Listed(neighbours, "to", sends) if sends else "", _Listed(neighbours, "from", receives) if receives else ""
-    opened = record.begin(name, "hop", neighbours.group(), None, words)
-    if variables.HASH.value and not neighbours.is_single_rank:
-        transfers = [(key, (raw, dtype, variable and key.startswith("recv"))) for key, raw in sends + receives]
+    sent: Pair,
+    received: Pair,
+    dtype: torch.dtype | None = None,
+    variable: bool = False,
+) -> None:
+    """In hash mode: note the transfers of a step that has been made.
+
+    Not before: one whose arguments are refused has no other end, and may be repeated with right ones.
+    """
+    if not neighbours.is_single_rank:
+        sends, receives = _transfers(_SENDS, sent), _transfers(_RECEIVES, received)
+        transfers = [(key, (raw, dtype, False)) for key, raw in sends]
+        transfers += [(key, (raw, dtype, variable)) for key, raw in receives]
         fold_hop(neighbours, name, transfers, _content)
-    return opened
 
 
-def _raw(x: Any) -> Raw:
+def _transfers(keys: tuple[str, str], pair: Pair) -> list[tuple[str, Raw]]:
+    """What there is of both directions; a list of no tensors, or of no shapes, is nothing."""
+    return [(key, raw) for key, x in zip(keys, pair, strict=True) if x is not None and (raw := _raw(x, keys is _SENDS))]
+
+
+def _raw(x: Any, is_sent: bool) -> Raw:
     """Shape and dtype of every tensor, or the shapes, of any caller, before they are checked."""
     if isinstance(x, Tensor):
         return ((x.shape, x.dtype),)
     if not isinstance(x, list | tuple):
         return (str(x),)
-    if is_one_shape(x):
+    if not is_sent and is_one_shape(x):
         return ((tuple(x), None),)
     return tuple(
         (each.shape, each.dtype) if isinstance(each, Tensor)
@@ -89,9 +95,9 @@ def _in_words(raw: Raw) -> str:
 def _content(transfer: tuple[Raw, Any, bool]) -> Content:
     """What one end of a transfer without a header sends or expects, or with one that alone has the shapes."""
     raw, dtype, any_shapes = transfer
-    if any_shapes and not any(isinstance(each, tuple) and each[1] is not None for each in raw):
+    if any_shapes and not any(each[1] is not None for each in raw):
         return _of_any_shapes(len(raw), dtype)
-    specs = [each if isinstance(each, str) else [list(each[0]), str(each[1] or dtype)] for each in raw]
+    specs = [[[int(index(size)) for size in shape], str(own or dtype)] for shape, own in raw]
     return Content(_in_words(raw), specs, len(raw))
 
 

@@ -3,6 +3,7 @@
 from tritoncomm.reshard.layout import Layout
 from tritoncomm.reshard.owned import OwnedExchange, balanced_owners, exchange_owned
 from tritoncomm.reshard.resharding import ReshardPlan, reshard, reshard_plan
+from tritoncomm.reshard.sequences import sequence_layout
 
 __all__ = [
     "Layout",
@@ -12,4 +13,5 @@ __all__ = [
     "exchange_owned",
     "reshard",
     "reshard_plan",
+    "sequence_layout",
 ]

@@ -24,7 +24,7 @@ from tritoncomm.reshard.plan import Item, check, digest
 from tritoncomm.reshard.specs import Wrap, local_of, named, source_of, target_of
 from tritoncomm.reshard.unanimous import agree
 
-__all__ = ["Call", "check_memory"]
+__all__ = ["Call", "check_memory", "group_of"]
 
 _PLANS = 64
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -42,7 +42,7 @@ class Call:
         self.error: CommError | None = None
         self.group: ProcessGroup | None = None
         if ranks is None:
-            self.group = _group(group, name)
+            self.group = group_of(group, name)
             self.ranks: Ints = tuple(dist.get_process_group_ranks(self.group))
             self.position = self.group.rank()
         else:
@@ -102,9 +102,9 @@ class Call:
             try:
                 if not is_planned:
                     self.check_local(key, layout, local)
-                if self.name == "reshard":  # a plan may be made for tensors without data
-                    check_data(local, f"reshard: {key}")
-                    check_memory(local, f"reshard: {key}")
+                if self.name != "reshard_plan":  # a plan may be made for tensors without data
+                    check_data(local, f"{self.name}: {key}")
+                    check_memory(local, f"{self.name}: {key}")
                 if into is not None:
                     self.check_out(key, goal, into, result)
                     self.outs.append(into)
@@ -130,8 +130,12 @@ class Call:
                 "there"
             )
 
-    def check_out(self, key: str, goal: Any, into: Tensor, result: torch.dtype) -> None:
+    def check_out(self, key: str, goal: Any, into: Any, result: torch.dtype) -> None:
         """Check a tensor that is written into."""
+        if not isinstance(into, Tensor):
+            raise ArgumentError(f"{self.name}: out {key} must be a tensor, not {type(into).__name__}")
+        check_data(into, f"{self.name}: out {key}")
+        check_memory(into, f"{self.name}: out {key}")
         self.check_local(key, goal, into, "out ")
         if into.dtype != result:
             raise ArgumentError(f"{self.name}: out {key} is {into.dtype}, not {result}")
@@ -243,7 +247,12 @@ def check_memory(x: Tensor, name: str) -> None:
             raise ArgumentError(f"{name} is a {type(x).__name__} without memory of its own; pass the tensor inside it")
 
 
-def _group(group: GroupLike | None, name: str) -> ProcessGroup:
+def group_of(group: GroupLike | None, name: str) -> ProcessGroup:
+    """The group that is given, or all ranks of the job.
+
+    Raises:
+        GroupError: there is no such group.
+    """
     if group is not None:
         return groups.as_group(group, name)
     world = dist.group.WORLD

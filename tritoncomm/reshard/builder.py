@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -12,6 +13,7 @@ from tritoncomm.errors import ArgumentError
 from tritoncomm.reshard.cells import Cells, Ends, cells_between, parts_of, split_cells
 from tritoncomm.reshard.layout import Array, Layout
 from tritoncomm.reshard.plan import ALIGNMENT, Bucket, Item, Local, Side, Transfers
+from tritoncomm.reshard.rows import common_periods
 from tritoncomm.reshard.sums import overlaps
 
 __all__ = ["transfers"]
@@ -38,10 +40,19 @@ def transfers(
     Raises:
         ArgumentError: a single element for every peer is more than ``bucket_bytes``.
     """
-    builder = _Builder(tuple(items), tuple(ranks), position, bucket_bytes)
+    builder = _Builder(tuple(map(_in_rows, items)), tuple(ranks), position, bucket_bytes)
     for index in _interleaved(items):
         builder.add(index, every_replica)
     return builder.finish(every_replica)
+
+
+def _in_rows(item: Item) -> Item:
+    """The tensor in the index space in which boxes of both layouts have no steps."""
+    source, target = item.source, item.target
+    periods = common_periods(source.step, target.step)
+    if max(periods, default=1) == 1:
+        return item
+    return replace(item, source=source.in_rows(periods), target=target.in_rows(periods))
 
 
 def _interleaved(items: Sequence[Item]) -> list[int]:

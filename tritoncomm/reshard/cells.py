@@ -12,6 +12,9 @@ from tritoncomm.reshard.layout import Array, Layout
 
 __all__ = ["Cells", "Ends", "cells_between", "parts_of", "split_cells"]
 
+_DENSE = 2**17
+"""Pairs of boxes up to which all are looked at, if the boxes are not those of meshes."""
+
 
 class Ends:
     """Which rank sends every cell and which one gets it; tensors of layouts over the same ranks share one.
@@ -63,7 +66,7 @@ class Cells:
     ends: Ends
     source: Array
     target: Array
-    grid: "Intersections"
+    grid: "Intersections | Listed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,26 @@ class Intersections:
         return start, size
 
 
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The same of layouts with many boxes, of which few meet.
+
+    Attributes:
+        region, into, volume: as there.
+        start, size: of every cell, ``[dims, cells]``.
+    """
+
+    region: Array
+    into: Array
+    volume: Array
+    start: Array
+    size: Array
+
+    def boxes(self, index: Array) -> tuple[Array, Array]:
+        """Start and size of some cells in the index space."""
+        return self.start[:, index], self.size[:, index]
+
+
 def cells_between(
     source: Layout,
     target: Layout,
@@ -117,12 +140,14 @@ def cells_between(
         every_replica: each replica sends what it has, to be summed.
     """
     source_places = places[0][source.owner]
-    grid = _intersections(source, target, not every_replica)
+    pairs = len(source.owner) * len(target.owner)
+    is_large = pairs > _DENSE and not (source.axes and target.axes)  # most boxes of two meshes meet
+    grid = (_listed if is_large else _intersections)(source, target, not every_replica)
     region, into = grid.region, grid.into
     boxes = source.distinct.boxes
     if every_replica or boxes.shape[1] <= 1:
         # Shards of meshes over the same ranks that all meet have the same ranks for every tensor.
-        every = len(source.owner) * len(target.owner) == len(region) and source.axes and target.axes
+        every = pairs == len(region) and source.axes and target.axes
         key = source.ranks, target.ranks
         if every and key in known:
             return Cells(known[key][0], known[key][1], into, grid)
@@ -159,6 +184,37 @@ def _intersections(source: Layout, target: Layout, is_distinct: bool) -> Interse
         region, into = np.nonzero(overlaps)
         volume = volume[overlaps]
     return Intersections(region, into, volume, tuple(lows), tuple(sizes))
+
+
+@lru_cache(maxsize=8)
+def _listed(source: Layout, target: Layout, is_distinct: bool) -> Listed:
+    """Of the pairs of boxes that meet along one dim, the one along which the fewest do, those that meet along all."""
+    owned = source.distinct if is_distinct else source
+    ends = owned.start + owned.size, target.start + target.size
+    sides = [
+        _meeting(owned.start[:, dim], ends[0][:, dim], target.start[:, dim], ends[1][:, dim])
+        for dim in range(len(source.shape))
+    ]
+    order, first, counts = min(sides, key=lambda side: int(side[2].sum()))
+    into = np.repeat(np.arange(len(target.owner)), counts)
+    region = order[np.arange(len(into)) - np.repeat(np.cumsum(counts) - counts - first, counts)]
+    low = np.maximum(owned.start[region], target.start[into])
+    size = np.minimum(ends[0][region], ends[1][into]) - low
+    meets = np.nonzero((size > 0).all(1))[0]
+    meets = meets[np.lexsort((into[meets], region[meets]))]
+    size = np.ascontiguousarray(size[meets].T)
+    return Listed(region[meets], into[meets], size.prod(0), np.ascontiguousarray(low[meets].T), size)
+
+
+def _meeting(low: Array, high: Array, other_low: Array, other_high: Array) -> tuple[Array, Array, Array]:
+    """Intervals in the order of their starts, and for every other one the first of them that may meet it, and how many.
+
+    None that does is left out; of those that start before it ends, intervals in between may end before it starts.
+    """
+    order = np.argsort(low, kind="stable")
+    first = np.searchsorted(np.maximum.accumulate(high[order]), other_low, "right")
+    last = np.searchsorted(low[order], other_high, "left")
+    return order, first, np.maximum(last - first, 0)
 
 
 @lru_cache(maxsize=16)

@@ -3,29 +3,31 @@
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from tritoncomm import record
 from tritoncomm.core import backend
 from tritoncomm.core.function import direct
-from tritoncomm.core.memory import Allocate, allocator, recognizer
+from tritoncomm.core.memory import Allocate, allocator, contiguous_stride, recognizer
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, GroupError, PeerError, UnsupportedError
 from tritoncomm.reshard import notes
 from tritoncomm.reshard.builder import transfers
 from tritoncomm.reshard.plan import Bucket, Item, Transfers, digest
-from tritoncomm.reshard.steps import Step, steps_of
+from tritoncomm.reshard.steps import Addresses, Step, steps_of
 
 __all__ = ["Exchange", "apply", "check_dtypes"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TABLES = 8
 _SHOWN = 4  # names of a message
+_address_of = Tensor.data_ptr
 
 
 def check_dtypes(item: Item, grad: str, name: str) -> None:
@@ -41,6 +43,22 @@ def check_dtypes(item: Item, grad: str, name: str) -> None:
         )
     if item.has_grad and grad == "partial" and item.dtype not in _FLOATS:
         raise UnsupportedError(f"{name}: gradients of {item.name} cannot be summed as {item.dtype}")
+
+
+class _Recognized(NamedTuple):
+    """Tensors that a plan was executed with.
+
+    Attributes:
+        are_as_before: whether others are of the same kind; see ``core.memory.recognizer``.
+        steps: the buckets for their strides.
+        require_grad: whether one of them does.
+        addresses: where results were written into.
+    """
+
+    are_as_before: Callable[..., bool]
+    steps: list[Step]
+    require_grad: bool
+    addresses: Addresses | None = None
 
 
 class Exchange:
@@ -80,7 +98,8 @@ class Exchange:
             for i, (shape, is_complete) in enumerate(zip(self.shapes, self.transfers.complete, strict=True))
         ]
         self._steps: dict[Any, tuple[list[int], list[Step]]] = {}
-        self._recognized: tuple[Callable[..., bool], list[Step], bool] | None = None
+        self._recognized: _Recognized | None = None
+        self._recognized_into: _Recognized | None = None
 
     @cached_property
     def _digest(self) -> str:
@@ -116,7 +135,7 @@ class Exchange:
             made.adjoint = self
         return made
 
-    def run(self, tensors: Sequence[Tensor], results: Sequence[Tensor] | None, name: str) -> list[Tensor]:
+    def run(self, tensors: Sequence[Tensor], results: Sequence[Tensor] | None, name: str) -> Sequence[Tensor]:
         """Exchange the tensors of this rank; without autograd.
 
         Args:
@@ -124,7 +143,7 @@ class Exchange:
             results: to write into; new ones by default.
             name: the function, for errors and counters.
         """
-        if results is None and (replayed := self.replayed(tensors, name)) is not None:
+        if (replayed := self.replayed(tensors, name, results)) is not None:
             return replayed
         started, _range = record.now(), self._begin(tensors, name)
         sources, copied = tensors, 0
@@ -137,8 +156,7 @@ class Exchange:
         after = None if results is None else tuple([(x.stride(), x.get_device()) for x in targets])
         key = tuple([(x.stride(), x.get_device()) for x in sources]), after, in_place
         uneven, steps = self._steps.get(key) or self._steps_for(key, sources, targets)
-        if results is None and not copied and not uneven and all(covers for *_, covers in self._makes):
-            self._recognize(tensors, steps)
+        is_plain = not copied and not uneven and (results is not None or all(covers for *_, covers in self._makes))
         if uneven:
             sources = list(sources)
             for i in uneven:
@@ -146,38 +164,51 @@ class Exchange:
                 copied += 2 * sources[i].nbytes
         path = self._run_steps(steps, sources, targets, name)
         if results is not None:
+            increment_version(results)
             for x, target in zip(results, targets, strict=True):
-                if x is not target:
+                if x.data_ptr() != target.data_ptr():
                     x.copy_(target)
-                    copied += 2 * x.nbytes
+                    copied, is_plain = copied + 2 * x.nbytes, False
         for i in self.transfers.accumulated:
             if targets[i].dtype is not self.items[i].result:
                 copied += targets[i].nbytes
                 targets[i] = targets[i].to(self.items[i].result)
                 copied += targets[i].nbytes
         record.add(name, path, copied + self.transfers.bytes_copied, self.transfers.bytes_sent, started)
+        if is_plain:
+            self._recognize(tensors, results, steps)
         return targets
 
-    def replayed(self, tensors: Sequence[Tensor], name: str) -> list[Tensor] | None:
-        """``run`` for tensors of the kind that it had before, of which nothing is to be checked; None for others."""
-        if not self.recognizes(tensors) or forward_ad._current_level >= 0:
+    def replayed(
+        self, tensors: Sequence[Tensor], name: str, results: Sequence[Tensor] | None = None
+    ) -> Sequence[Tensor] | None:
+        """``run`` for tensors of the kind that it had before, of which nothing is to be checked; None for others.
+
+        What is written into has to be in the same memory, and the tensors too: that they are apart was checked there.
+        """
+        known = self._recognized if results is None else self._recognized_into
+        if known is None or forward_ad._current_level >= 0 or not known.are_as_before(*tensors, *(results or ())):
             return None
-        assert self._recognized is not None
-        _, steps, requires_grad = self._recognized
-        if requires_grad and torch.is_grad_enabled():
+        if known.require_grad and torch.is_grad_enabled():
             return None
-        new = allocator(tensors[0])
+        new, addresses = allocator(tensors[0]), None
         if new is None:
             return None
+        if results is not None:
+            addresses = tuple(map(_address_of, tensors)), tuple(map(_address_of, results))
+            if addresses != known.addresses:
+                return None
         started, _range = record.now(), self._begin(tensors, name)
-        targets = [new(*each) for each in self._contiguous]
-        path = self._run_steps(steps, tensors, targets, name, new)
+        targets = [new(*each) for each in self._contiguous] if results is None else results
+        path = self._run_steps(known.steps, tensors, targets, name, new, addresses)
+        if results is not None:
+            increment_version(results)  # autograd sees no kernel's writes
         record.add(name, path, self.transfers.bytes_copied, self.transfers.bytes_sent, started)
         return targets
 
     def recognizes(self, tensors: Sequence[Tensor]) -> bool:
         """Whether ``run`` had tensors of this kind before."""
-        return self._recognized is not None and self._recognized[0](*tensors)
+        return self._recognized is not None and self._recognized.are_as_before(*tensors)
 
     def _begin(self, tensors: Sequence[Tensor], name: str) -> Any:
         """Report the call to observers, and take back what was left for others to read."""
@@ -188,15 +219,22 @@ class Exchange:
             notes.withdraw(self.group)
         return begun
 
-    def _recognize(self, tensors: Sequence[Tensor], steps: list[Step]) -> None:
+    def _recognize(self, tensors: Sequence[Tensor], results: Sequence[Tensor] | None, steps: list[Step]) -> None:
         """Know tensors of this kind from now on, if they have nothing special."""
-        known = recognizer(tensors)
-        self._recognized = None if known is None else (known, steps, any(x.requires_grad for x in tensors))
+        given = [*tensors, *(results or ())]
+        made, requires_grad = recognizer(given), any(x.requires_grad for x in given)
+        if results is None:
+            self._recognized = None if made is None else _Recognized(made, steps, requires_grad)
+        else:
+            self._recognized_into = None
+            if made is not None:
+                addresses = tuple(map(_address_of, tensors)), tuple(map(_address_of, results))
+                self._recognized_into = _Recognized(made, steps, requires_grad, addresses)
 
     @cached_property
     def _contiguous(self) -> list[tuple[Ints, Ints, torch.dtype]]:
         """Shape, strides and dtype of new results."""
-        return [(shape, torch.empty(shape, device="meta").stride(), dtype) for shape, dtype, _ in self._makes]
+        return [(shape, contiguous_stride(shape), dtype) for shape, dtype, _ in self._makes]
 
     def _run_steps(
         self,
@@ -205,11 +243,12 @@ class Exchange:
         targets: Sequence[Tensor],
         name: str,
         new: Allocate | None = None,
+        addresses: Addresses | None = None,
     ) -> record.CopyPath:
         path: record.CopyPath = "view"
         try:
             for step in steps:
-                taken = step.run(sources, targets, self._exchange, name, new)
+                taken = step.run(sources, targets, self._exchange, name, new, addresses)
                 path = path if taken == "view" else taken
         except PeerError as failure:
             self._explain(failure, name)
@@ -237,9 +276,9 @@ class Exchange:
         ]
 
     def _into(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """The results, or contiguous memory where rows cannot be written into them."""
+        """The results, or contiguous memory where rows, or their bits, cannot be written into them."""
         results = [x.detach() for x in results]
-        return [x if _is_readable(x) else x.new_empty(x.shape) for x in results]
+        return [x if _is_readable(x) and not (x.is_conj() or x.is_neg()) else x.new_empty(x.shape) for x in results]
 
     def _is_in_place(self, sources: Sequence[Tensor], targets: Sequence[Tensor], name: str) -> bool:
         """Whether results share memory with the tensors.
@@ -264,8 +303,12 @@ class Exchange:
         while len(self._steps) >= _TABLES:
             self._steps.pop(next(iter(self._steps)))
         uneven = [i for i, x in enumerate(sources) if not _is_readable(x)]
-        before = tuple(x.contiguous().stride() if i in uneven else x.stride() for i, x in enumerate(sources))
-        after = tuple(x.stride() for x in targets)
+        items = self.transfers.items  # in the index space of the plan
+        before = tuple(
+            item.source.strides_of((x.contiguous() if i in uneven else x).stride())
+            for i, (item, x) in enumerate(zip(items, sources, strict=True))
+        )
+        after = tuple(item.target.strides_of(x.stride()) for item, x in zip(items, targets, strict=True))
         self._steps[key] = uneven, steps_of(self.transfers, before, after, key[-1])
         return self._steps[key]
 

@@ -12,7 +12,19 @@ from numpy.typing import NDArray
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import checked_ints
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
-from tritoncomm.reshard.layout_arguments import Placement, boxes_of, grid_of, listed, normalize_placements, shape_of
+from tritoncomm.reshard.layout_arguments import (
+    Placement,
+    boxes_of,
+    concatenated,
+    grid_of,
+    listed,
+    normalize_placements,
+    sequence_of,
+    shape_of,
+)
+from tritoncomm.reshard.replicas import replicas_of, replicas_on_mesh
+from tritoncomm.reshard.rows import Boxes, in_rows, row_steps, rows_shape
+from tritoncomm.reshard.sequence_boxes import runs_of
 
 __all__ = ["Array", "Distinct", "Layout"]
 
@@ -33,6 +45,7 @@ class Layout:
         size: extent of every box, ``[boxes, dims]``.
         at: position of every box in its rank's local tensor, ``[boxes, dims]``.
         local: shape of every rank's local tensor, ``[ranks, dims]``.
+        step: of every dim, from one index of a box to the next in the tensor; 1 by default. ``size`` counts indices.
 
     Raises:
         ShapeError: the boxes are not inside the tensor or the local tensors.
@@ -48,8 +61,12 @@ class Layout:
         size: Array,
         at: Array,
         local: Array,
+        step: Sequence[int] | None = None,
     ) -> None:
         self.shape, self.ranks = tuple(shape), tuple(ranks)
+        self.step: Ints = (1,) * len(self.shape) if step is None else tuple(step)
+        if len(self.step) != len(self.shape) or min(self.step, default=1) < 1:
+            raise ArgumentError(f"Layout: the steps of {list(self.shape)} must be 1 or more, not {list(self.step)}")
         if len(set(self.ranks)) != len(self.ranks):
             raise ArgumentError(f"Layout: a rank is listed twice in {list(self.ranks)}")
         kept = size.all(1)
@@ -59,12 +76,15 @@ class Layout:
         self.sharded: tuple[bool, ...] = (True,) * len(self.shape)  # where False, all boxes have the dim's full extent
         self.may_repeat = True  # whether a region may have replicas
         self.axes: tuple[Ints, Ints] | None = None  # a mesh and its sharding axes, if no box is empty
+        self.elements = math.prod(self.shape)
+        self.rows: tuple[Ints, Ints] | None = None  # periods and steps of ``in_rows``
         limit = np.array(self.shape, np.int64)
-        if ((start < 0) | (size < 0) | (start + size > limit)).any():
+        reach = size if step is None else (size - 1) * np.array(self.step, np.int64) + 1
+        if ((start < 0) | (size < 0) | (start + reach > limit)).any():
             raise ShapeError(f"Layout: a box is not inside the tensor {list(self.shape)}")
         if ((at < 0) | (at + size > local[owner])).any():
             raise ShapeError(f"Layout: a box of the tensor {list(self.shape)} is not inside its rank's local tensor")
-        state = hashlib.blake2b(repr((self.shape, self.ranks)).encode(), digest_size=16)
+        state = hashlib.blake2b(repr((self.shape, self.ranks, self.step)).encode(), digest_size=16)
         for each in (owner, start, size, at, local):
             state.update(each.tobytes())  # in C order, whatever the strides
         self.digest = state.digest()
@@ -151,7 +171,7 @@ class Layout:
         for index, (rank, mine) in enumerate(boxes.items()):
             if any({len(box[0]), len(box[1])} != {len(shape)} for box in mine):
                 raise ShapeError(f"Layout.of_boxes: rank {rank} needs (start, extent) over the dims of {list(shape)}")
-            positions, local = _concatenated(shape, rank, mine)
+            positions, local = concatenated(shape, rank, mine)
             owner += [index] * len(mine)
             start += [box[0] for box in mine]
             size += [box[1] for box in mine]
@@ -160,10 +180,66 @@ class Layout:
         start, size, at, local = (np.array(x, np.int64).reshape(len(x), len(shape)) for x in (start, size, at, shapes))
         return Layout(shape, list(boxes), np.array(owner, np.int64), start, size, at, local)
 
+    @staticmethod
+    def sequence(shape: Sequence[int], dim: int, kind: str, ranks: Sequence[int], cu_seqlens: Any = None) -> "Layout":
+        """A sequence over the ranks of context or sequence parallelism; the other dims are not sharded.
+
+        With ``S`` tokens and ``n`` ranks, rank ``r`` of ``ranks`` has, in this order:
+
+        - ``contiguous``: tokens ``r*run`` to ``(r + 1)*run``, ``run = ceil(S / n)``, as ``torch.chunk``;
+        - ``zigzag``: chunks ``r`` and ``2n - 1 - r`` of ``2n`` chunks, the load balance of causal ring attention;
+        - ``striped``: tokens ``r, r + n, r + 2n, ...``;
+        - ``full``: all of them.
+
+        Of packed sequences each is divided by itself, and a rank has its part of each, one after the other, as
+        TransformerEngine's THD format has them. A sequence without tokens has no part anywhere.
+
+        Args:
+            shape: of the global tensor.
+            dim: of the sequence.
+            kind: one of the above.
+            ranks: global ranks, in the order of the context-parallel group.
+            cu_seqlens: where packed sequences begin and end, ``0, ..., S``: ints or a tensor; None for one sequence.
+
+        Raises:
+            ShapeError: no such dim, boundaries that do not go from 0 to ``S``, or a zigzag sequence that is no multiple
+                of ``2n`` tokens.
+            ArgumentError: what is no shape, dim, kind, rank or boundary.
+        """
+        return _sequence(*sequence_of(shape, dim, kind, ranks, cu_seqlens))
+
     def local_shape(self, rank: int) -> Ints | None:
         """Shape of a rank's local tensor; None if the layout has none there."""
         place = _places(self.ranks).get(rank)
         return None if place is None else tuple(self._local[place].tolist())
+
+    def in_rows(self, periods: Ints) -> "Layout":
+        """The same boxes without steps; of dims with a period above 1, a multiple of the step, see ``rows``.
+
+        Local shapes stay, and positions are those of ``strides_of``.
+        """
+        made = object.__new__(Layout)
+        given = Boxes(self.owner, self.start, self.size, self.at)
+        made.owner, made.start, made.size, made.at = in_rows(given, self.step, periods)
+        made.shape, made.ranks, made._local = rows_shape(self.shape, periods), self.ranks, self._local
+        made.step, made.elements, made.rows = (1,) * len(made.shape), self.elements, (periods, self.step)
+        made.may_repeat, made.axes = self.may_repeat, None
+        is_sharded = zip(self.sharded, self.shape, periods, strict=True)
+        made.sharded = tuple(a or n % period > 0 for a, n, period in is_sharded for _ in range(1 + (period > 1)))
+        if "problem" in self.__dict__:
+            made.problem = self.problem
+        made.digest = hashlib.blake2b(self.digest + repr(periods).encode(), digest_size=16).digest()
+        return made
+
+    def strides_of(self, strides: Ints) -> Ints:
+        """Strides of a local tensor for the dims in which boxes are positioned."""
+        if self.rows is None or len(strides) != len(self.rows[0]):  # a rank without a part has an empty tensor
+            return strides
+        periods, steps = self.rows
+        along = zip(strides, periods, row_steps(steps, periods), strict=True)
+        return tuple(
+            n for stride, period, rows in along for n in ([stride] if period == 1 else [stride * rows, stride])
+        )
 
     @cached_property
     def is_single(self) -> bool:
@@ -181,6 +257,8 @@ class Layout:
 
         A tiling covers every element, and its regions are either equal or disjoint.
         """
+        if any(step > 1 for step in self.step):
+            return self.in_rows(self.step).problem
         regions = self.distinct
         start, size = regions.start, regions.size
         volume = int(size.prod(1).sum())
@@ -194,8 +272,8 @@ class Layout:
                     f"the boxes {_text(start[one], size[one])} of rank {self._holder(one)} and "
                     f"{_text(start[other], size[other])} of rank {self._holder(other)} overlap in part"
                 )
-        missing = math.prod(self.shape) - volume
-        return f"it does not cover {missing} of the {math.prod(self.shape)} elements" if missing else ""
+        missing = self.elements - volume
+        return f"it does not cover {missing} of the {self.elements} elements" if missing else ""
 
     def _holder(self, region: int) -> int:
         return self.ranks[int(self.owner[self.distinct.boxes[region, 0]])]
@@ -208,7 +286,7 @@ class Layout:
 
     def __repr__(self) -> str:
         boxes = [
-            f"{_text(start, size)} on rank {self.ranks[owner]}"
+            f"{_text(start, size, self.step)} on rank {self.ranks[owner]}"
             for owner, start, size in zip(self.owner[:3].tolist(), self.start, self.size, strict=False)
         ]
         more = [f"... of {len(self.owner)} boxes"] if len(self.owner) > 3 else []
@@ -231,35 +309,12 @@ class Distinct:
             self.boxes, self.replicas = self.region[:, None], np.ones_like(self.region)
             return
         replicas = (
-            _replicas_of(np.concatenate([layout.start, layout.size], 1))
+            replicas_of(np.concatenate([layout.start, layout.size], 1))
             if layout.axes is None
-            else (_replicas_on_mesh(*layout.axes))
+            else (replicas_on_mesh(*layout.axes))
         )
         firsts, self.boxes, self.replicas, self.region = replicas
         self.start, self.size = layout.start[firsts], layout.size[firsts]
-
-
-def _replicas_of(rows: Array) -> tuple[Array, Array, Array, Array]:
-    """Groups of equal rows: the first row of each, all of its rows (padded with -1), their number; each row's group."""
-    text, width = rows.tobytes(), rows.shape[1] * 8
-    members: dict[bytes, list[int]] = {}
-    region = []
-    for index in range(len(rows)):
-        boxes = members.setdefault(text[index * width : (index + 1) * width], [])
-        boxes.append(index)
-        region.append(len(members) - 1 if len(boxes) == 1 else int(region[boxes[0]]))
-    most = max(map(len, members.values()), default=0)
-    firsts = np.array([boxes[0] for boxes in members.values()], np.int64)
-    padded = [boxes + [-1] * (most - len(boxes)) for boxes in members.values()]
-    counts = np.array([len(boxes) for boxes in members.values()], np.int64)
-    return firsts, np.array(padded, np.int64).reshape(len(members), most), counts, np.array(region, np.int64)
-
-
-@lru_cache(maxsize=256)
-def _replicas_on_mesh(mesh: Ints, axes: Ints) -> tuple[Array, Array, Array, Array]:
-    """The same of ranks on a mesh whose sharding axes are given: boxes that are not empty differ where those do."""
-    coordinates = np.indices(mesh, np.int64).reshape(len(mesh), math.prod(mesh))
-    return _replicas_of(np.ascontiguousarray(coordinates[list(axes)].T))
 
 
 @lru_cache(maxsize=256)
@@ -315,30 +370,26 @@ def _order(shape: Ints, mesh: Ints, placements: tuple[Placement, ...]) -> list[i
     return order
 
 
-def _concatenated(
-    shape: Ints, rank: int, boxes: Sequence[tuple[Sequence[int], Sequence[int]]]
-) -> tuple[list[Ints], Ints]:
-    """Positions of a rank's boxes in its local tensor, and that tensor's shape."""
-    if not boxes:
-        return [], (0,) * len(shape)
-    (first, extent), *_ = boxes
-    if len(boxes) == 1:
-        return [(0,) * len(shape)], tuple(extent)
-    if not shape:
-        raise ShapeError(f"Layout.of_boxes: rank {rank} has the one element of a 0-dim tensor {len(boxes)} times")
-    longer = [dim for dim in range(len(shape)) if any(each[dim] != extent[dim] for _, each in boxes)]
-    along = (*longer, *(dim for dim in range(len(shape)) if any(start[dim] != first[dim] for start, _ in boxes)), 0)[0]
-    if len(longer) > 1:
-        raise ShapeError(
-            f"Layout.of_boxes: the boxes of rank {rank} have different extents in dims {longer}: {list(boxes)}"
-        )
-    positions, total = [], 0
-    for _, each in boxes:
-        positions.append(tuple(total if dim == along else 0 for dim in range(len(shape))))
-        total += each[along]
-    return positions, tuple(total if dim == along else size for dim, size in enumerate(extent))
+@lru_cache(maxsize=64)  # boundaries of packed sequences change from step to step
+def _sequence(shape: Ints, dim: int, kind: str, ranks: Ints, bounds: Ints) -> Layout:
+    if kind == "full":
+        return Layout.replicated(shape, ranks)
+    runs = runs_of(kind, bounds, len(ranks), "Layout.sequence")
+    start, at = np.zeros((2, len(runs.owner), len(shape)), np.int64)
+    size, local = (np.tile(np.array(shape, np.int64), (len(each), 1)) for each in (runs.owner, runs.local))
+    start[:, dim], size[:, dim], at[:, dim], local[:, dim] = runs[1:5]
+    step = tuple(runs.step if each == dim else 1 for each in range(len(shape)))
+    layout = Layout(shape, ranks, runs.owner, start, size, at, local, step)
+    layout.may_repeat = False
+    layout.problem = ""  # a tiling by construction
+    layout.sharded = tuple(each == dim for each in range(len(shape)))
+    return layout
 
 
-def _text(start: Array, size: Array) -> str:
-    ranges = (f"{first}:{first + extent}" for first, extent in zip(start.tolist(), size.tolist(), strict=True))
+def _text(start: Array, size: Array, step: Ints = ()) -> str:
+    steps = step or (1,) * len(start)
+    ranges = [
+        f"{first}:{first + (count - 1) * each + 1}" + f":{each}" * (each > 1)
+        for first, count, each in zip(start.tolist(), size.tolist(), steps, strict=True)
+    ]
     return f"[{', '.join(ranges)}]"

@@ -104,6 +104,7 @@ def reshard_plan(
     call = Call(tensors, source, target, group, dtype, grad, None, "reshard_plan", ranks, rank)
     plan = ReshardPlan(call, call.exchange(bucket_bytes))
     call.locals.clear()  # a plan keeps no tensors
+    call.name = "reshard"  # which it executes
     return plan
 
 
@@ -131,6 +132,7 @@ class ReshardPlan(record.Traffic):
         self._call, self._exchange = call, exchange
         self.transfers = exchange.transfers
         self._all_move = not any(call.stays)
+        self._name = "reshard" if call.name == "reshard_plan" else call.name
 
     bytes_sent = property(attrgetter("transfers.bytes_sent"), doc="Bytes this rank sends, alignment included.")
     bytes_copied = property(attrgetter("transfers.bytes_copied"), doc="Bytes read plus written by this rank's passes.")
@@ -153,10 +155,10 @@ class ReshardPlan(record.Traffic):
             ArgumentError: other tensors or dtypes, or a gradient where the plan has none.
         """
         call = self._call
-        if out is None and self._all_move:
-            replayed = self._replayed(tensors)
+        if self._all_move:
+            replayed = self._replayed(tensors, out)
             if replayed is not None:
-                return call.form(tensors, replayed)
+                return call.form(tensors, replayed) if out is None else out
         given, outs = named(tensors, "reshard"), None if out is None else named(out, "reshard")
         if list(given) != self._names or (outs is not None and list(outs) != self._names):
             got = list(given if outs is None or list(given) != self._names else outs)
@@ -172,13 +174,18 @@ class ReshardPlan(record.Traffic):
         self.run(locals_, into)
         return out
 
-    def _replayed(self, tensors: Any) -> list[Tensor] | None:
+    def _replayed(self, tensors: Any, out: Any) -> Sequence[Tensor] | None:
         """The results, if the tensors are those of the plan and of the kind that it was executed with before."""
+        given, into = self._as_named(tensors), None if out is None else self._as_named(out)
+        if given is None or (into is None) is not (out is None):
+            return None
+        return self._exchange.replayed(given, "reshard", into)
+
+    def _as_named(self, tensors: Any) -> Sequence[Tensor] | None:
+        """The tensors in the order of the plan, if that is theirs."""
         if tensors.__class__ is dict and list(tensors) == self._names:
-            return self._exchange.replayed([*tensors.values()], "reshard")
-        if tensors.__class__ is Tensor and self._names == _ALONE:
-            return self._exchange.replayed((tensors,), "reshard")
-        return None
+            return [*tensors.values()]
+        return (tensors,) if tensors.__class__ is Tensor and self._names == _ALONE else None
 
     def _check(self, tensors: Sequence[Any], may_record: bool) -> None:
         """Refuse tensors that are not as the plan has them."""
@@ -204,18 +211,20 @@ class ReshardPlan(record.Traffic):
         """``execute`` on checked local tensors."""
         if self._all_move:
             if out is None:
-                return list(apply(self._exchange, tensors, "reshard"))
-            self._exchange.run(tensors, out, "reshard")
+                return list(apply(self._exchange, tensors, self._name))
+            self._exchange.run(tensors, out, self._name)
             return list(out)
         stays = self._call.stays
         moving = [x for x, keeps in zip(tensors, stays, strict=True) if not keeps]
         if out is not None:
-            for x, into, keeps in zip(tensors, out, stays, strict=True):
-                if keeps:
-                    into.detach().copy_(x.detach())
-            self._exchange.run(moving, [x for x, keeps in zip(out, stays, strict=True) if not keeps], "reshard")
+            kept = [(into, x.detach()) for x, into, keeps in zip(tensors, out, stays, strict=True) if keeps]
+            if _shares_memory(out, tensors):  # what is written first may be read afterwards
+                kept = [(into, x.clone()) for into, x in kept]
+            self._exchange.run(moving, [x for x, keeps in zip(out, stays, strict=True) if not keeps], self._name)
+            for into, x in kept:
+                into.detach().copy_(x)
             return list(out)
-        moved = iter(apply(self._exchange, moving, "reshard"))
+        moved = iter(apply(self._exchange, moving, self._name))
         keep = torch.is_grad_enabled()
         return [
             (x if keep else without_graph(x)) if stays else next(moved) for x, stays in zip(tensors, stays, strict=True)
@@ -227,3 +236,9 @@ class ReshardPlan(record.Traffic):
 
     def __str__(self) -> str:
         return self.text()
+
+
+def _shares_memory(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether a tensor of one sequence has the storage of a tensor of the other one."""
+    known = {x.untyped_storage().data_ptr() for x in others if x.numel()}
+    return any(x.untyped_storage().data_ptr() in known for x in some if x.numel())

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritoncomm.core.memory import contiguous_stride
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError
 from tritoncomm.reshard.layout import Layout
@@ -91,7 +92,7 @@ def _as_dtensor(local: Tensor, mesh: Any, placements: Any, shape: Ints) -> Any:
     # Imported here because it takes as long as everything else, and only users of DTensors have it anyway.
     from torch.distributed.tensor import DTensor
 
-    stride = tuple(torch.empty(shape, device="meta").stride())
+    stride = contiguous_stride(shape)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 

@@ -14,11 +14,14 @@ from tritoncomm.core.plan import Ints
 from tritoncomm.reshard.plan import Bucket, Transfers
 from tritoncomm.reshard.tables import Blocks, Strides, blocks_of, joined, local_pairs, table_of
 
-__all__ = ["Start", "Step", "steps_of"]
+__all__ = ["Addresses", "Start", "Step", "steps_of"]
 
 Start = Callable[[Bucket, Tensor, Tensor, str, bool], Any]
 """Starts the exchange of a bucket: what is sent, what arrives, the function's name, and whether to return at once."""
+Addresses = tuple[tuple[int, ...], tuple[int, ...]]
+"""Of all tensors, before and after."""
 _Pair = tuple[Tensor, Tensor, bool]
+_Pass = tuple[Ints | None, segments.Prepared]
 
 
 class Step:
@@ -60,17 +63,23 @@ class Step:
         return not self._bucket.is_quiet or self._pack is not None or bool(self._local)
 
     def run(
-        self, sources: Sequence[Tensor], targets: Sequence[Tensor], start: Start, name: str, new: Allocate | None
+        self,
+        sources: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        start: Start,
+        name: str,
+        new: Allocate | None,
+        addresses: Addresses | None = None,
     ) -> record.CopyPath:
         """Pack, exchange, unpack; the path that the passes took, ``view`` where there was none.
 
-        ``new`` makes the staging memory, for tensors that were recognised; see ``core.memory``.
+        ``new`` makes the staging memory, for tensors that were recognised; see ``core.memory``. ``addresses`` are those
+        of all tensors, where the caller has read them.
         """
         path: record.CopyPath = "view"
         wire, base, send, receive = self._staging(sources[0]) if new is None else self._new_staging(new)
         if self._pack is not None:
-            used, pack = self._pack
-            path = pack(sources if used is None else [sources[i] for i in used], wire)
+            path = _run_pass(self._pack, sources, wire, None if addresses is None else addresses[0])
         local: Sequence[_Pair] = ()
         if self._local:
             path, local = "torch", self._blocks(sources, targets)
@@ -85,8 +94,8 @@ class Step:
         if work is not None:
             work.wait()
         del wire, send, receive  # what was sent is not needed while what arrived is unpacked
-        for used, unpack in self._unpacks:
-            path = unpack(targets if used is None else [targets[i] for i in used], base)
+        for unpack in self._unpacks:
+            path = _run_pass(unpack, targets, base, None if addresses is None else addresses[1])
         return path
 
     def _staging(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -124,6 +133,15 @@ def steps_of(transfers: Transfers, before: Strides, after: Strides, in_place: bo
     return [step for step in steps if step]
 
 
+def _run_pass(
+    used_by: _Pass, tensors: Sequence[Tensor], wire: Tensor, addresses: tuple[int, ...] | None
+) -> record.CopyPath:
+    used, copy = used_by
+    if used is None:
+        return copy(tensors, wire, addresses)
+    return copy([tensors[i] for i in used], wire, None if addresses is None else tuple([addresses[i] for i in used]))
+
+
 def _passes(
     blocks: Blocks,
     strides: Strides,
@@ -131,7 +149,7 @@ def _passes(
     gathers: bool = True,
     accumulate: bool = False,
     sums: bool = False,
-) -> Iterator[tuple[Ints | None, segments.Prepared]]:
+) -> Iterator[_Pass]:
     """The tensors of a pass, None for all of them in their order, and the pass; nothing where there are no blocks."""
     table = table_of(blocks, strides, dtypes)
     if table is not None:

@@ -208,11 +208,8 @@ class ProcessGroup:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         ranks = state.get("ranks", ()) if isinstance(state, dict) else ()
-        if ranks is not None:
-            degrees: list[Any] = [state.get(name) for name in ("tp", "dp")] if ranks else [0]
-            is_list = type(ranks) is list and all(type(rank) is int for rank in (*ranks, *degrees))
-            if not is_list or math.prod(degrees) != len(ranks) or type(state.get("cpu")) is not bool:
-                raise ArgumentError(f"ProcessGroup: a damaged file: this is no layout of ranks: {reprlib.repr(state)}")
+        if ranks is not None and not _is_layout(state):
+            raise ArgumentError(f"ProcessGroup: a damaged file: this is no layout of ranks: {reprlib.repr(state)}")
         self.is_init = dist.is_initialized() and ranks is not None
         if ranks is not None and self.is_init:
             self._set_layout(tuple(ranks), state["tp"], state["dp"])
@@ -222,6 +219,17 @@ class ProcessGroup:
         if not self.is_init:
             return "ProcessGroup not initialized"
         return f"ProcessGroup(ranks={list(self._ranks)},\n             rank={self._rank}, dp={self._dp}, tp={self._tp})"
+
+
+def _is_layout(state: Any) -> bool:
+    """Whether a state, of any file, is one that ``__getstate__`` returns for a group with ranks."""
+    if not isinstance(state, dict):
+        return False
+    ranks = state.get("ranks")
+    degrees: list[Any] = [state.get(name) for name in ("tp", "dp")]
+    if type(ranks) is not list or not all(type(each) is int and each >= 0 for each in (*ranks, *degrees)):
+        return False
+    return 0 < len({*ranks}) == len(ranks) == math.prod(degrees) and type(state.get("cpu")) is bool
 
 
 def _axis(mesh: TorchMesh, axis: str | int | None, default: int) -> int:
