@@ -50,7 +50,7 @@ programs: $(READY)  ## compares random programs on shards with plain torch
 	PYTHONPATH=.:kernels:tests/helpers $(if $(PYTHON),$(PYTHON),$(PY)) tests/helpers/programs.py 20000
 
 faults: $(READY)  ## kills, stops and delays ranks in every kind of call
-	$(PY) -m pytest tests/debug/test_faults.py tests/p2p/test_faults.py -q -n 3
+	$(PY) -m pytest tests/debug/test_faults.py tests/p2p/test_faults.py tests/debug/test_unchecked.py -q -n 3
 
 soak: $(READY)  ## calls for half an hour and watches what grows
 	PYTHONPATH=.:kernels:tests/helpers $(if $(PYTHON),$(PYTHON),$(PY)) tests/helpers/soak.py

@@ -95,15 +95,15 @@ class _Exchanged(torch.autograd.Function):
         ctx: Any, forward_call: Any, backward_call: Any, layout: Layout, group: ProcessGroup, names: tuple[str, str],
         *tensors: Tensor,
     ) -> Any:  # fmt: skip
-        ctx.adjoint = backward_call, forward_call, layout, group, (names[1], names[1])
+        ctx.calls, ctx.layout, ctx.group, ctx.names = (backward_call, forward_call), layout, group, (names[1], names[1])
         return tuple(forward_call(tensors, layout, group, names[0]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        call, _, layout, group, names = ctx.adjoint
+        args, names = (ctx.layout, ctx.group), ctx.names
         if any(grad.requires_grad for grad in grads):
-            return None, None, None, None, None, *_Exchanged.apply(*ctx.adjoint, *grads)
-        return None, None, None, None, None, *call(grads, layout, group, names[0])
+            return None, None, None, None, None, *_Exchanged.apply(*ctx.calls, *args, names, *grads)
+        return None, None, None, None, None, *ctx.calls[0](grads, *args, names[0])
 
 
 @direct
@@ -131,12 +131,12 @@ class _Flat(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, wire: Tensor, recv: Ints, send: Ints, group: ProcessGroup, names: tuple[str, str]) -> Tensor:
-        ctx.args = send, recv, group, (names[1], names[1])
+        ctx.counts, ctx.group, ctx.names = (send, recv), group, (names[1], names[1])
         return eager.all_to_all_single(wire, group, recv, send, names[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Flat.apply(grad.contiguous(), *ctx.args), None, None, None, None
+        return _Flat.apply(grad.contiguous(), *ctx.counts, ctx.group, ctx.names), None, None, None, None
 
 
 def to_heads(

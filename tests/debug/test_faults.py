@@ -1,6 +1,5 @@
 """Ranks that die, stop, raise or come late: every survivor gets an error in time that names function and ranks."""
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from disagreements import COLLECTIVES, HOPS, MAPPINGS
 from jobs import run_job
 from leftovers import nothing_left
 
@@ -198,44 +196,6 @@ def test_a_rank_that_is_killed_ends_the_job_in_time(tmp_path: Path, place: str) 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_survivors_get_an_error_in_time(tmp_path: Path, kind: str, place: str, check: bool) -> None:
     _survive(tmp_path, kind, place, check)
-
-
-def _unchecked(path: list[str], kind: str, name: str, rank: int, store: str) -> None:
-    """One rank of a disagreement without check mode; how it ends does not matter."""
-    sys.path[:] = path
-    variables.CHECK.assign(False)
-    limit = timedelta(seconds=TIMEOUT)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=limit)
-    call, _ = {"collectives": COLLECTIVES, "mappings": MAPPINGS, "hops": HOPS}[kind][name]
-    try:
-        call(dist.group.WORLD, rank)
-    finally:
-        os._exit(0)
-
-
-KINDS = [
-    (kind, name) for kind, cases in (("collectives", COLLECTIVES), ("mappings", MAPPINGS), ("hops", HOPS))
-    for name in cases
-]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name"), KINDS, ids=[f"{kind}-{name}" for kind, name in KINDS])
-def test_nothing_hangs_beyond_the_timeout_without_check_mode(tmp_path: Path, kind: str, name: str) -> None:
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
-    arguments = [(list(sys.path), kind, name, rank, str(tmp_path / "store")) for rank in range(2)]
-    ranks = [context.Process(target=_unchecked, args=each, daemon=True) for each in arguments]
-    for each in ranks:
-        each.start()
-    end = time.monotonic() + START + TIMEOUT + SLACK
-    for each in ranks:
-        each.join(max(0.0, end - time.monotonic()))
-    hanging = [rank for rank, each in enumerate(ranks) if each.exitcode is None]
-    for each in ranks:
-        each.kill()
-        each.join()
-    assert not hanging
 
 
 _ENDS = """

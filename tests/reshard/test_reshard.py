@@ -358,6 +358,9 @@ def run_wrong_options(group: TorchGroup) -> None:
         warnings.simplefilter("ignore", UserWarning)
         quantized = {"w": torch.quantize_per_tensor(x, 0.5, 0, torch.quint8)}
     refused(lambda: exchange_owned(quantized, {"w": 0}, lambda _, x: x, rows, group=group), ArgumentError, "quantized")
+    kept, data = OwnedExchange({"v": x}, {"v": 0}, rows, group=group), {"v": x.to("meta")}
+    refused(lambda: kept.collect(data), ArgumentError, "meta tensor")  # on the rank that has nothing to send, too
+    refused(lambda: exchange_owned(data, {"v": 1}, lambda _, x: x, rows, group=group), ArgumentError, "meta tensor")
     meta = {"w": x.to("meta") if own else x}
     refused(lambda: reshard(meta, rows, columns, group=group), ArgumentError if own else MismatchError, "meta tensor")
     for tensors, owners in (

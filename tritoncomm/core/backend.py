@@ -91,14 +91,25 @@ def _fail(error: RuntimeError, what: str, ranks: Any, name: str) -> NoReturn:
 
     A tensor that the group does not carry (meta, quantized) is the caller's mistake: ``UnsupportedError``.
     """
+    failure = _failure(error, what, ranks, name)
+    try:
+        if failure is error:
+            raise error
+        raise failure from error
+    finally:
+        # Its traceback has this frame: the circle would keep the group until the next garbage collection.
+        del error, failure
+
+
+def _failure(error: RuntimeError, what: str, ranks: Any, name: str) -> Exception:
     if any(words in str(error) for words in _NOT_CARRIED):
-        raise UnsupportedError(f"{name}: ranks {list(ranks or ())} do not carry such tensors: {error}") from error
+        return UnsupportedError(f"{name}: ranks {list(ranks or ())} do not carry such tensors: {error}")
     if isinstance(error, CommError | NotImplementedError | torch.OutOfMemoryError):
-        raise error
+        return error
     rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
     failure = PeerError(f"{name}: the {what} over ranks {list(ranks or ())} failed{rank}: {error}")
     record.failed(name, failure)
-    raise failure from error
+    return failure
 
 
 class _Pending:

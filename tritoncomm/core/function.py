@@ -3,10 +3,14 @@
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.distributed import ProcessGroup
+
+from tritoncomm.errors import GroupError
 
 __all__ = ["direct", "outside_graphs", "wants_grad", "without_graph"]
 
@@ -17,15 +21,40 @@ _base = torch.autograd.Function
 _transformed = torch._C._are_functorch_transforms_active
 
 
+def _group_of(ctx: Any) -> ProcessGroup | None:
+    reference = ctx.group_reference
+    if reference is None:
+        return None
+    group = reference()
+    if group is None:
+        raise GroupError(f"{type(ctx)._forward_cls.__name__}.backward: its process group was destroyed")
+    return group
+
+
+def _refer_to_group(ctx: Any, group: ProcessGroup | None) -> None:
+    ctx.group_reference = None if group is None else ref(group)
+
+
+_weak_group = property(_group_of, _refer_to_group)
+"""``ctx.group`` of a node, which does not keep the group.
+
+Gloo's thread may be the last to refer to a tensor that it has sent or received, and then it frees the tensor's graph. A
+group that ended there would wait for the thread that frees it, for ever: its threads and descriptors would stay.
+TODO: delete when ProcessGroupGloo can be destroyed from its own threads (torch 2.13 cannot).
+"""
+
+
 def direct(cls: Any) -> Any:
-    """Class decorator: ``apply`` is autograd's C++ entry, and the graph's node runs ``backward`` itself.
+    """Class decorator: ``apply`` is autograd's C++ entry, the graph's node runs ``backward`` itself and keeps no group.
+
+    A group is ``ctx.group``, and not a part of another attribute: only that is referenced weakly.
 
     For functions whose ``forward`` takes ctx first and is called by position. What is left out is the binding of
     defaults and a look at every argument for tensors that outlived a functorch transform. Inside such a transform, and
     for subclasses, ``apply`` stays the ordinary one; torch.compile does not see the difference. From torch 2.15 on the
     ordinary one is the C++ entry, and is left as it is.
     """
-    cls._backward_cls.apply = cls.backward
+    cls._backward_cls.apply, cls._backward_cls.group = cls.backward, _weak_group
     if not hasattr(_base.apply, "__func__"):
         return cls
     enter, ordinary = super(_base, cls).apply, _base.apply.__func__  # pyright: ignore[reportAttributeAccessIssue]

@@ -104,16 +104,17 @@ class _Linear(Function):
         buffers: Buffers | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.options = bias is not None, allreduce_dgrad, group, buffers
+        ctx.has_bias, ctx.allreduce_dgrad, ctx.group, ctx.buffers = bias is not None, allreduce_dgrad, group, buffers
         return _product(x, weight, bias, group, buffers)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
+        options = ctx.has_bias, ctx.allreduce_dgrad, ctx.group, ctx.buffers
         if _is_autocast():  # the forward ran without
             with torch.autocast(grad.device.type, enabled=False):
-                return *_gradients(x, weight, grad, ctx.options), None, None, None
-        return *_gradients(x, weight, grad, ctx.options), None, None, None
+                return *_gradients(x, weight, grad, options), None, None, None
+        return *_gradients(x, weight, grad, options), None, None, None
 
 
 def _product(

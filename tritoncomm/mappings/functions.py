@@ -7,7 +7,6 @@ autograd class only under ``create_graph``.
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import ref
 
 from torch import Tensor
 from torch.autograd import Function
@@ -18,7 +17,6 @@ from tritoncomm import record
 from tritoncomm.core import eager, inplace
 from tritoncomm.core.function import direct
 from tritoncomm.core.plan import normalize_sizes
-from tritoncomm.errors import GroupError
 from tritoncomm.mappings.general import split_dim
 from tritoncomm.mappings.helpers import (
     _gather_along_first_dim,
@@ -68,12 +66,7 @@ class _CopyToModelParallelRegion(Function):
 
 @direct
 class _ReduceFromModelParallelRegion(Function):
-    """Forward: all-reduce. Backward: identity.
-
-    Gloo's thread may be the last to refer to a tensor that it reduced, and with it to this node. A group that ended
-    there would wait for that thread, which is itself, for ever: so the node does not keep its group.
-    TODO: delete when ProcessGroupGloo can be destroyed from its own threads (torch 2.13 cannot).
-    """
+    """Forward: all-reduce. Backward: identity."""
 
     @staticmethod
     def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
@@ -81,17 +74,13 @@ class _ReduceFromModelParallelRegion(Function):
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group_reference = ref(group)
+        ctx.group = group
         return eager.all_reduce(input_, group, "reduce_from_tensor_model_parallel_region")
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
-            group = ctx.group_reference()
-            if group is None:
-                name = "reduce_from_tensor_model_parallel_region"
-                raise GroupError(f"{name}.backward: its process group was destroyed before a second backward")
-            return _CopyToModelParallelRegion.apply(grad_output, group), None
+            return _CopyToModelParallelRegion.apply(grad_output, ctx.group), None
         return grad_output, None
 
 
@@ -101,7 +90,7 @@ class _ReduceInPlace(Function):
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group_reference = ref(group)
+        ctx.group = group
         ctx.mark_dirty(input_)
         return eager.all_reduce(input_, group, "reduce_from_tensor_model_parallel_region", in_place=True)
 

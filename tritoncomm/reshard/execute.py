@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from tritoncomm.core import backend
 from tritoncomm.core.function import direct
 from tritoncomm.core.memory import Allocate, allocator, contiguous_stride, recognizer
 from tritoncomm.core.plan import Ints
-from tritoncomm.errors import ArgumentError, CommError, GroupError, PeerError, UnsupportedError
+from tritoncomm.errors import ArgumentError, GroupError, PeerError, UnsupportedError
 from tritoncomm.reshard import notes
 from tritoncomm.reshard.builder import transfers
 from tritoncomm.reshard.plan import Bucket, Item, Transfers, digest
@@ -251,20 +251,22 @@ class Exchange:
                 taken = step.run(sources, targets, self._exchange, name, new, addresses)
                 path = path if taken == "view" else taken
         except PeerError as failure:
-            raise self._explained(failure, name) from failure
+            self._explain(failure, name)
         except ValueError as failure:
             if any(x.is_meta for x in sources):  # looked at only now, as it costs every tensor of every call
                 raise ArgumentError(f"{name}: a meta tensor has no data to send") from failure
             raise
         return path
 
-    def _explained(self, failure: PeerError, name: str) -> CommError:
-        """Why an exchange failed, if another rank has said so."""
+    def _explain(self, failure: PeerError, name: str) -> NoReturn:
+        """Raise why an exchange failed, if another rank has said so, else ``failure``."""
         group, names = self.group, [item.name for item in self.items]
-        if group is None:
-            return failure
+        assert group is not None  # without one nothing is sent that could fail
         shown = f"{names[:_SHOWN]}" + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
-        return notes.explained(failure, group, name, f"executes its plan of {shown}", self._digest)
+        try:
+            notes.explain(failure, group, name, f"executes its plan of {shown}", self._digest)
+        finally:
+            del failure
 
     def _made(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """Contiguous memory for the results; zeros where something may not be written, or is added."""

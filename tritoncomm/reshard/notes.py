@@ -7,6 +7,7 @@ others exchange without it, until both time out: the notes say why.
 import json
 import time
 from contextlib import suppress
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -14,7 +15,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm.debug.exchange import exchange
 from tritoncomm.errors import CommError, MismatchError
 
-__all__ = ["explained", "leave", "pending", "withdraw"]
+__all__ = ["explain", "leave", "pending", "withdraw"]
 
 _WAIT, _PAUSE = 1.0, 0.05  # seconds for what others leave when they fail, too
 _SHOWN = 4  # ranks of a message
@@ -51,8 +52,11 @@ def withdraw(group: ProcessGroup) -> None:
         over.store.delete_key(_key(group, over.rank))
 
 
-def explained(failure: CommError, group: ProcessGroup, name: str, what: str, plan: str) -> CommError:
-    """The error to raise where an exchange failed: ``MismatchError`` if another rank did something else meanwhile.
+def explain(failure: CommError, group: ProcessGroup, name: str, what: str, plan: str) -> NoReturn:
+    """Raise what an exchange failed with, or ``MismatchError`` if another rank did something else meanwhile.
+
+    An error is never its own cause, and no frame keeps it: such circles would keep the group until the next garbage
+    collection.
 
     Args:
         failure: what the backend says.
@@ -60,16 +64,27 @@ def explained(failure: CommError, group: ProcessGroup, name: str, what: str, pla
         name: the function.
         what, plan: of this rank, as for ``leave``.
     """
+    problem = _difference(failure, group, name, what, plan)
+    try:
+        if problem:
+            raise MismatchError(problem) from failure
+        raise failure
+    finally:
+        del failure
+
+
+def _difference(failure: CommError, group: ProcessGroup, name: str, what: str, plan: str) -> str:
+    """What other ranks did instead; nothing if that is not known."""
     try:
         leave(group, what, plan)
         others = _others(group)
     except RuntimeError:  # the store is gone, with its process
-        return failure
+        return ""
     differ = {rank: text for rank, (text, theirs) in others.items() if theirs != plan}
     if not differ:
-        return failure
+        return ""
     shown = "; ".join(f"rank {rank} {text}" for rank, text in list(differ.items())[:_SHOWN])
-    return MismatchError(f"{name}: ranks have different arguments: this rank {what}; {shown} ({failure})")
+    return f"{name}: ranks have different arguments: this rank {what}; {shown} ({failure})"
 
 
 def _has_store(group: ProcessGroup) -> bool:

@@ -47,7 +47,7 @@ def agree(
     except PeerError as failure:
         if error is not None:
             raise error from failure
-        raise notes.explained(failure, group, name, text, plan) from failure
+        notes.explain(failure, group, name, text, plan)
     finally:
         notes.withdraw(group)
 

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import mappings
 from tritoncomm.core import eager
+from tritoncomm.core.function import direct
 from tritoncomm.errors import ShapeError
 from tritoncomm.tensor.layout import is_colo, shape_of
 from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
@@ -205,6 +206,7 @@ def _compare(input: Tensor, dim: Any, keepdim: bool, smallest: bool) -> Call | N
     return _reduce(input, dims, keepdim, local, lambda s, x: _MinMax.apply(x, dims, keepdim, smallest, s.group))
 
 
+@direct
 class _MinMax(torch.autograd.Function):
     """Forward: the maximum (minimum) over all ranks. Backward: shared equally by ties."""
 
