@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from datetime import timedelta
 from functools import lru_cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,6 +28,7 @@ from tritoncomm import (
     ArgumentError,
     GroupError,
     ParallelMode,
+    PeerError,
     collective,
     groups,
     mappings,
@@ -403,6 +406,41 @@ def run_megatron_group(group: ProcessGroup) -> None:
 
 def test_no_group_finds_megatrons(pool: Pool) -> None:
     pool.run(run_megatron_group)
+
+
+def run_timeout(group: ProcessGroup) -> None:
+    """All groups made here have it, those of ColoTensors too; a send over one whose other end does not come ends."""
+    import tritoncomm as tc
+    from tritoncomm.tensor import ProcessGroup as ColoProcessGroup
+
+    limit = timedelta(seconds=2)
+    mesh = tc.initialize(pipeline=2, data=2, tensor=2, expert=2, timeout=limit)
+    assert mesh.shape == (2, 2, 1, 2)
+    assert [mesh.get_group(name) for name in ("data", "pipeline", "tensor")] == [
+        groups.get_group(mode) for mode in (M.DATA, M.PIPELINE, M.TENSOR)
+    ]
+    assert mesh["data"].get_local_rank() == dist.get_rank() // 4
+    made = {each.group for each in groups.groups.values()} - {dist.group.WORLD}
+    made.add(ColoProcessGroup(tp_degree=4).tp_process_group())
+    assert len(made) >= 6
+    for each in made:
+        assert each._get_backend(torch.device("cpu")).options._timeout == limit
+    ring = groups.get_group(M.PIPELINE)
+    started = time.monotonic()
+    if dist.get_rank(ring):
+        with pytest.raises(PeerError):
+            p2p.send_backward(torch.ones(4))
+        assert 1.5 < time.monotonic() - started < 7
+    else:
+        time.sleep(4)
+    tc.destroy()
+    tc.initialize(tensor=8)
+    assert groups.timeout is None
+    tc.destroy()
+
+
+def test_the_timeout_holds_for_all_groups(pool: Pool) -> None:
+    pool.run(run_timeout, world=8)
 
 
 def run_kinds_of_groups(group: ProcessGroup) -> None:

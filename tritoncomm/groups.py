@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
@@ -92,6 +93,8 @@ class Group:
 groups: dict[ParallelMode, Group] = {}
 derived: dict[Any, Any] = {}
 """What other modules worked out from ``groups``, under keys of their own; emptied whenever the groups are replaced."""
+timeout: timedelta | None = None
+"""Of process groups that are made from now on: that of ``initialize()``; torch's default if None."""
 _virtual: dict[str, int | None] = {"size": None, "rank": None}
 GroupLike = ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str] | str
 """What stands for a process group in the public functions; see ``as_group``."""

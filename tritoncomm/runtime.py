@@ -68,7 +68,7 @@ def initialize(
             ranks have to ascend along every axis, as they do in torch's groups, or GroupError is raised on all ranks.
         config: ColossalAI's ``dict(parallel=dict(pipeline=..., tensor=dict(size=..., mode=...)))``; instead of sizes.
         backend: of a process group made here; Gloo for CPU tensors and NCCL for CUDA tensors by default.
-        timeout: of a process group made here, a timedelta or seconds.
+        timeout: of all process groups made here, a timedelta or seconds; torch's default by default.
         check: check mode: every call is compared between its ranks before it starts (True), a digest every N calls
             (``"hash:N"``), or nothing (False); by default what TRITONCOMM_CHECK says. The same on all ranks.
 
@@ -89,10 +89,9 @@ def initialize(
         variables.set_check(check)
     _start(backend, timeout, sizes)
     try:
+        groups.timeout = _as_timedelta(timeout)
         if mesh is None:
-            shape = sizes.of_world(dist.get_world_size())
-            mesh = init_device_mesh(_device_type(), shape, mesh_dim_names=tuple(_AXES))
-            _state["owned"] += [group for group in mesh.get_all_groups() if group is not dist.group.WORLD]
+            mesh = _make_mesh(sizes.of_world(dist.get_world_size()))
         groups.register(_make_groups(mesh, sizes.expert, sizes.tensor_mode))
         agreement.check()
     except BaseException:
@@ -110,6 +109,7 @@ def destroy() -> None:
     if _state["owns_world"] and dist.is_initialized():
         dist.destroy_process_group()
     groups.register({})
+    groups.timeout = None
     _state.update(mesh=None, owns_world=False, owned=[])
 
 
@@ -184,6 +184,19 @@ def _device_type() -> str:
     return "cuda" if "nccl" in dist.get_backend_config(dist.group.WORLD) else "cpu"
 
 
+def _make_mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    device, names = _device_type(), tuple(_AXES)
+    if groups.timeout is None:
+        mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+        _state["owned"] += [group for group in mesh.get_all_groups() if group is not dist.group.WORLD]
+        return mesh
+    # ``init_device_mesh`` takes no timeout, and its groups do not have that of the default group.
+    ranks = torch.arange(math.prod(shape), device="cpu").view(shape)
+    lists = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(shape)]
+    made = [_new_group(each, None) for each in lists]
+    return DeviceMesh.from_group(made, device, mesh=ranks, mesh_dim_names=names)
+
+
 def _make_groups(mesh: DeviceMesh, expert: int, tensor_mode: str | None) -> dict[ParallelMode, Group]:
     groups.check_mesh(mesh, "initialize")
     names = mesh.mesh_dim_names or ()
@@ -234,7 +247,7 @@ def _own_group(lists: list[list[int]], made: dist.ProcessGroup | None) -> Group:
 def _new_group(lists: list[list[int]], backend: str | None) -> dist.ProcessGroup:
     if len(lists) == 1 and len(lists[0]) == dist.get_world_size() and backend is None and dist.group.WORLD is not None:
         return dist.group.WORLD
-    mine, _ = dist.new_subgroups_by_enumeration(lists, backend=backend)
+    mine, _ = dist.new_subgroups_by_enumeration(lists, timeout=groups.timeout, backend=backend)
     assert isinstance(mine, dist.ProcessGroup)
     _state["owned"].append(mine)
     return mine

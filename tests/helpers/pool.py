@@ -47,12 +47,18 @@ class Pool:
         backend: of the process groups.
         env: environment variables of the ranks.
         gpus: how many GPUs the ranks take turns on; with any, kernels are compiled and warnings are no errors.
+        limit: timeout of the process groups.
     """
 
     def __init__(
-        self, size: int = WORLD, backend: str = "gloo", env: Mapping[str, str] | None = None, gpus: int = 0
+        self,
+        size: int = WORLD,
+        backend: str = "gloo",
+        env: Mapping[str, str] | None = None,
+        gpus: int = 0,
+        limit: timedelta = COLLECTIVE,
     ) -> None:
-        self._size, self._backend, self._gpus = size, backend, gpus
+        self._size, self._backend, self._gpus, self._limit = size, backend, gpus, limit
         self._env = {"TRITON_INTERPRET": "0" if gpus else "1", **(env or {})}
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._stores: list[str] = []
@@ -101,7 +107,8 @@ class Pool:
         with mock.patch.dict(os.environ, self._env):  # of the server, which may import the main module first
             for rank in range(self._size):
                 ours, theirs = context.Pipe()
-                arguments = (rank, theirs, store, list(sys.path), self._size, self._backend, self._env, self._gpus)
+                options = (self._size, self._backend, self._env, self._gpus, self._limit)
+                arguments = (rank, theirs, store, list(sys.path), *options)
                 process = context.Process(target=_work, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
@@ -150,6 +157,7 @@ def _work(
     backend: str,
     env: dict[str, str],
     gpus: int,
+    limit: timedelta,
 ) -> None:
     sys.path[:] = path
     os.environ.update(env)  # the server may be another pool's
@@ -165,10 +173,13 @@ def _work(
         if gpus:
             torch.cuda.set_device(rank % gpus)
             bound = {"device_id": torch.device("cuda", rank % gpus)} if backend == "nccl" else {}
-        options = {"rank": rank, "world_size": size, "timeout": COLLECTIVE, **bound}
-        dist.init_process_group(backend, store=dist.FileStore(store, size), **options)
+        options = {"rank": rank, "world_size": size, "timeout": limit, **bound}
+        meeting = dist.FileStore(store, size)
+        meeting.set(f"here/{rank}", "")
+        meeting.wait([f"here/{each}" for each in range(size)], timedelta(seconds=START_SECONDS))
+        dist.init_process_group(backend, store=meeting, **options)
         lists = () if gpus else RANK_LISTS
-        groups = {ranks: dist.new_group(list(ranks), timeout=COLLECTIVE) for ranks in lists if max(ranks) < size}
+        groups = {ranks: dist.new_group(list(ranks), timeout=limit) for ranks in lists if max(ranks) < size}
         groups.setdefault(tuple(range(size)), dist.group.WORLD)
     except BaseException:
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))

@@ -82,7 +82,7 @@ def _make_collectively(lists: Sequence[tuple[int, ...]], rank: int, backend: str
         is_world = backend == dist.get_backend() and len(ranks) == dist.get_world_size()
         if is_world or (backend, ranks) in known_groups:
             continue
-        group: Any = dist.new_group(list(ranks), backend=backend)
+        group: Any = dist.new_group(list(ranks), timeout=groups.timeout, backend=backend)
         known_groups.add((backend, ranks))
         if rank in ranks:
             _groups[backend, ranks] = group
@@ -116,7 +116,7 @@ def _by_members(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
     name = hashlib.sha256(f"tritoncomm {backend} {ranks} {times}".encode()).hexdigest()[:15]
     before, c10d._world.group_count = c10d._world.group_count, 2**60 + int(name, 16)
     try:
-        group: Any = dist.new_group(list(ranks), backend=backend)
+        group: Any = dist.new_group(list(ranks), timeout=groups.timeout, backend=backend)
     finally:
         c10d._world.group_count = before
     return group
