@@ -32,6 +32,7 @@ FAULTS = (
     "out",
 )  # fmt: skip
 _KINDS = ["plain", "plain", "leaf", "leaf", "parameter", "inference", "subclass"]
+_PLANNED = ("plan", "dtypes", "owned", "exchange")
 _WITHOUT_DATA = ["wrapper", "fake", "meta"]
 _OTHER_KINDS = ["wrapper", "dtensor", "fake", "meta", "sparse", "csr", "nested", "quantized", "none", "number", "text"]
 
@@ -427,6 +428,10 @@ def _prepared(group: ProcessGroup, case: Resharding) -> _Prepared | str:
             return "mixed"
         if case.kind != "none" and any(tensor_of(case.kind, y, group) is None for y in others):
             return "mixed"  # torch has no such tensor on some rank
+        if case.kind == "wrapper" and case.how in _PLANNED:
+            counts = [0 if (at := (joined[0] or {}).get(p)) is None else at.numel() for p in range(len(ranks))]
+            if min(counts) == 0 < max(counts):
+                return "mixed"  # only what has elements lacks memory, and a plan that is executed compares nothing
         made.tensors[name] = x
         made.sources[name], made.targets[name] = (_layout(each, shape, ranks) for each in (source, target))
         made.dtypes[name] = getattr(torch, after)
@@ -450,7 +455,7 @@ def run_resharding(group: ProcessGroup, case: Resharding) -> str:
     late = ("shape", "grad") if case.how in ("dtypes", "owned", "exchange") else FAULTS if case.how == "look" else ()
     if case.fault and case.fault in late:
         return "mixed"  # a plan of layouts and dtypes is right, and who executes it does not compare
-    is_planned = case.how in ("plan", "dtypes", "owned", "exchange")
+    is_planned = case.how in _PLANNED
     if is_planned and case.fault == "missing" and case.kind in _WITHOUT_DATA and len(case.shapes) == 1:
         return "mixed"  # a plan of tensors without data is right, and only ranks that have one are refused
     if case.fault:

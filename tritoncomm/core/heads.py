@@ -46,7 +46,7 @@ def _wire_view(wire: Tensor, copy: BlockCopy) -> Tensor:
     return wire.as_strided(copy.size, copy.wire_stride, copy.wire_start)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _table(plan: ExchangePlan, packs: bool, dtype: torch.dtype, count: int) -> Segments | None:
     """One side of a plan as segments of ``count`` tensors; None where there would be too many."""
     size = dtype.itemsize
