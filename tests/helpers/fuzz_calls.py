@@ -507,7 +507,7 @@ def group_of(kind: str, group: ProcessGroup) -> tuple[Any, ProcessGroup]:
 
 def bits(x: Tensor) -> Tensor:
     """The bytes of a tensor, as it is seen."""
-    x = x.detach().resolve_conj().resolve_neg().contiguous()
+    x = x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return x.flatten().view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
 
 

@@ -6,6 +6,7 @@ import random
 import re
 import time
 import tracemalloc
+import warnings
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -489,6 +490,17 @@ def run_without_memory(group: ProcessGroup) -> None:
     for sent in (meta, [meta], [meta, meta]):
         with pytest.raises(ArgumentError, match="a meta tensor has no data to send"):
             ring(sent, True, [4] if sent is meta else [[4]] * len(sent))
+    with warnings.catch_warnings(action="ignore"):  # of a prototype
+        nested = torch.nested.as_nested_tensor([torch.ones(2, 2)])  # contiguous and strided, in torch's words
+    single = P2PCommunicator(group, SimpleNamespace(pipeline_dtype=torch.float32, batch_p2p_comm=False))
+    for each, sent in itertools.product(
+        (ring, single.send_forward_recv_forward, single.send_backward_recv_backward),
+        (nested, [nested], [x, nested], torch.eye(4).to_sparse()),
+    ):
+        with pytest.raises(ArgumentError, match="expected a strided tensor"):
+            each(sent, True, [[4], [4]] if isinstance(sent, list) and len(sent) > 1 else [4])
+        again = each(x, True, [4])  # what was posted before a refusal would take this rank's message
+        assert torch.equal(again.detach(), torch.full((4,), float((rank - 1) % world)))
     for shape in ((2**40, 2**40), (2**62,), [(4,), (2**40, 2**40)]):
         with pytest.raises(ShapeError, match="no memory"):
             ring(x if isinstance(shape, tuple) else [x, x], True, shape)

@@ -149,7 +149,7 @@ def _exchange_plain(
             if type(x) is not list or len(x) != 1 or not isinstance(x[0], Tensor):
                 return None
             x = x[0]
-        if type(x) is not Tensor or x.is_meta:  # which a backend takes, and sends nothing
+        if type(x) is not Tensor or x.is_meta or x.is_nested:  # which a backend takes, or refuses after a receive
             check_data(x, name)
         if x.dtype in special or (nbytes := x.nbytes) <= 8:
             return None  # one element may carry a lazy negative bit
