@@ -401,7 +401,7 @@ def test_sums_of_bools(pool: Pool, world: int) -> None:
 
 
 def run_lazy_elements(group: ProcessGroup) -> None:
-    """A single element with a lazy negative bit is contiguous, and what is in its memory is not its value."""
+    """A lazy negative bit on contiguous memory: a single element, or imaginary parts with strides of their own."""
     rank, world = group.rank(), group.size()
     ranks = dist.get_process_group_ranks(group)
 
@@ -417,6 +417,14 @@ def run_lazy_elements(group: ProcessGroup) -> None:
     x = c.reduce(lazy(), ranks[0], group)
     if rank == 0:
         same(x, total)
+    z = torch.view_as_complex(torch.arange(12.0).view(6, 2) + rank).conj()
+    several = z.imag.as_strided((4,), (1,))
+    assert (several.is_neg(), several.is_contiguous()) == (True, True)
+    total = -(torch.arange(4.0) + 1) * world - sum(range(world))
+    for reduced in (c.all_reduce(several.clone(), group), c.all_reduce(several, group)):
+        same(reduced, total)
+    same(m.reduce_from_tensor_model_parallel_region(several, group), total)
+    same(m.all_gather_dim(several, 0, group)[:4], -(torch.arange(4.0) + 1))
 
 
 def test_lazy_elements(pool: Pool) -> None:

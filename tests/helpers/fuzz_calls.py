@@ -579,6 +579,10 @@ def must_succeed(call: Call) -> bool:
     """Whether valid arguments may not be refused."""
     function = FUNCTIONS[call.function]
     adds = function.form in (total, reduce_split, reduce_to_root, shards)
+    if call.function == "all_to_all_dims" and call.sizes != (None, None):
+        scatter, gather = (dim % len(call.shape) for dim in call.dims)
+        if scatter == gather:
+            return False  # two sizes of one dim
     return (
         call.kind in ("plain", "leaf", "parameter")
         and call.group in _GOOD_GROUPS

@@ -33,7 +33,6 @@ __all__ = [
 
 _single_rank_returns_early = True  # tests of a backend on one device send a group of one rank through it
 _SUM = ReduceOp.SUM
-_WIDEST = 8  # bytes of a real element
 
 
 def is_single_rank(group: ProcessGroup, name: str) -> bool:
@@ -185,7 +184,7 @@ def all_reduce(
     size, special = x.nbytes, x.dtype in backend.not_summed
     if special or op is not _SUM:
         backend.check_op(op, x, group, name)
-    if special or op is not _SUM or size <= _WIDEST:  # a single element may carry a lazy negative bit
+    if special or x.is_neg():  # what the backend would write to were a copy of a tensor with a lazy bit
         x, in_place = cached.resolved(x), in_place and not (x.is_conj() or x.is_neg())
     if not x.is_contiguous():
         out, path, copied = x.clone(memory_format=torch.contiguous_format), "torch", 2 * size
