@@ -390,7 +390,7 @@ MUTATIONS = (
     ),
     Mutation(
         "backward of attention goes the same way again", "tritoncomm/ulysses.py",
-        "ctx.adjoint = backward_call, forward_call, layout", "ctx.adjoint = forward_call, backward_call, layout",
+        "ctx.names = (backward_call, forward_call), layout", "ctx.names = (forward_call, backward_call), layout",
         "tests/test_ulysses.py",
     ),
     Mutation(
