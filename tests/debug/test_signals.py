@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -122,21 +123,34 @@ def ignored(folder: Path) -> None:
     assert not reason_in(folder, 0.3)
 
 
-def forked(folder: Path) -> None:
-    """A worker's signals and errors write nothing in its rank's place."""
-    turn_on(folder)
+def in_fork(function: Callable[[], None]) -> None:
+    """Call ``function`` in a forked process, and wait for it; what it raises is on its standard error."""
     warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
     child = os.fork()
     if not child:
         code = 1
         try:
-            send()
-            sys.excepthook(KeyError, KeyError("worker"), None)
-            time.sleep(0.3)
-            code = 0 if signal.set_wakeup_fd(-1) == -1 and not flight.flight.entries else 2
+            function()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def forked(folder: Path) -> None:
+    """A worker's signals and errors write nothing in its rank's place."""
+
+    def worker() -> None:
+        send()
+        sys.excepthook(KeyError, KeyError("worker"), None)
+        time.sleep(0.3)
+        assert signal.set_wakeup_fd(-1) == -1
+        assert not flight.flight.entries
+
+    turn_on(folder)
+    in_fork(worker)
     assert not reason_in(folder, 0.3)
     send()
     assert reason_in(folder) == "signal SIGUSR1", "and the rank still writes its own"
@@ -144,22 +158,17 @@ def forked(folder: Path) -> None:
 
 def forked_rank(folder: Path) -> None:
     """A forked process that makes calls is a rank: of a launcher that forks after the package was imported."""
+
+    def rank() -> None:
+        turn_on(folder)
+        assert flight.flight.counts == {"unregistered NoneType": 1}
+        assert {"tritoncomm-signals", "tritoncomm-watchdog"} <= {each.name for each in threading.enumerate()}
+        for _ in range(2):
+            send()
+            assert reason_in(folder) == "signal SIGUSR1"
+
     turn_on(folder)
-    warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            turn_on(folder)
-            assert flight.flight.counts == {"unregistered NoneType": 1}
-            assert {"tritoncomm-signals", "tritoncomm-watchdog"} <= {each.name for each in threading.enumerate()}
-            for _ in range(2):
-                send()
-                assert reason_in(folder) == "signal SIGUSR1"
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
+    in_fork(rank)
 
 
 def in_thread(folder: Path) -> None:

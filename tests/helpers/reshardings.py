@@ -3,22 +3,43 @@
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from bits import random_bits
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from tritoncomm.reshard import Layout
 from tritoncomm.reshard.execute import Exchange
 from tritoncomm.reshard.plan import Item, check
 
-__all__ = ["DTYPES", "Recorded", "boxes_of", "drawn_items", "drawn_layout", "lacking", "local_of", "simulate", "values"]
+__all__ = [
+    "DTYPES",
+    "Recorded",
+    "boxes_of",
+    "drawn_items",
+    "drawn_layout",
+    "lacking",
+    "local_of",
+    "run_cases",
+    "simulate",
+    "values",
+]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64)
 _CASTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def run_cases(cases: Mapping[str, Callable[[ProcessGroup], None]], group: ProcessGroup) -> None:
+    """Call every case on a rank; the error of the first that fails says its name."""
+    for name, function in cases.items():
+        try:
+            function(group)
+        except Exception as error:
+            raise AssertionError(f"case {name}, {group.size()} ranks") from error
 
 
 def drawn_layout(draw: random.Random, shape: tuple[int, ...], world: int) -> Layout:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from bits import bits, random_bits
 from pool import Pool
-from reshardings import local_of
+from reshardings import local_of, run_cases
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 from traffic import Traffic
@@ -365,14 +365,10 @@ def wrong_results(group: TorchGroup) -> None:
     same(out, local_of(columns, group.rank(), ramp(8, 12)))
 
 
-def run_cases(group: TorchGroup) -> None:
-    for name, function in CASES.items():
-        try:
-            function(group)
-        except Exception as error:
-            raise AssertionError(f"case {name}, {group.size()} ranks") from error
+def run_all(group: TorchGroup) -> None:
+    run_cases(CASES, group)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_odd_uses(pool: Pool, world: int) -> None:
-    pool.run(run_cases, world=world)
+    pool.run(run_all, world=world)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from bits import bits, random_bits
 from pool import Pool
-from reshardings import local_of, simulate
+from reshardings import local_of, run_cases, simulate
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 
@@ -467,17 +467,13 @@ def plans_of_states(group: TorchGroup) -> None:
     same(reshard(x, sides[0]["hidden"], sides[1]["hidden"], group=group, out=gaps), full["hidden"][goal])
 
 
-def run_cases(group: TorchGroup) -> None:
-    for name, function in CASES.items():
-        try:
-            function(group)
-        except Exception as error:
-            raise AssertionError(f"case {name}, {group.size()} ranks") from error
+def run_all(group: TorchGroup) -> None:
+    run_cases(CASES, group)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, (1, 3)])
 def test_uses(pool: Pool, world: int | tuple[int, ...]) -> None:
-    pool.run(run_cases, world=world)
+    pool.run(run_all, world=world)
 
 
 def run_compiled(group: TorchGroup) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 
@@ -235,7 +236,7 @@ def all_to_all_sp2hp(input_: Tensor, group: GroupLike | None = None, use_nccl_st
     """
     name = "all_to_all_sp2hp"
     group = _checked_hidden(input_, group, name)
-    if wants_grad(input_):
+    if input_.requires_grad and torch.is_grad_enabled():
         return _SequenceToHidden.apply(input_, group, None, use_nccl_stream)
     return without_graph(to_hidden(input_, group, None, use_nccl_stream, name))
 
@@ -252,13 +253,14 @@ def all_to_all_hp2sp(input_: Tensor, group: GroupLike | None = None, use_nccl_st
     """
     name = "all_to_all_hp2sp"
     group = _checked_hidden(input_, group, name)
-    if wants_grad(input_):
+    if input_.requires_grad and torch.is_grad_enabled():
         return _HiddenToSequence.apply(input_, group, None, use_nccl_stream)
     return without_graph(to_sequence(input_, group, None, use_nccl_stream, name))
 
 
 def _checked_hidden(input_: Tensor, group: GroupLike | None, name: str) -> ProcessGroup:
-    group = checked(input_, group, name)
+    if forward_ad._current_level >= 0 or not (isinstance(input_, Tensor) and isinstance(group, ProcessGroup)):
+        group = checked(input_, group, name)
     if input_.is_nested:
         check_kind(input_, name)  # it has no shape to look at
     if input_.dim() == 0:
