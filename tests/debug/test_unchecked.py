@@ -20,6 +20,7 @@ from queue import Queue
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from disagreement_hops import HOP_KINDS, HOP_ROWS, hop_steps
 from disagreement_rows import KINDS, ROWS, reason_against, steps_of
@@ -52,9 +53,12 @@ def run_cell(group: ProcessGroup, cell: Cell, errors: str) -> tuple[str, float, 
     """How the steps of a cell end on this rank, after how many seconds, and which threads of its groups stay."""
     with open(errors, "a") as file:
         os.dup2(file.fileno(), 2)  # what Gloo says last
-    threads, rank = _group_threads(), group.rank()
     variables.CHECK.assign(False)
     tritoncomm.destroy()
+    if cell[0].startswith(("tensor.", "parallel.")):  # whose first call makes groups that stay
+        row, world = ROWS[cell[0]], group.size()
+        row.call(group, torch.ones(row.shape(world)), **row.options(world))
+    threads, rank = _group_threads(), group.rank()
     with _groups_of(cell, group) as groups:
         started = time.monotonic()
         outcome = _outcome(cell, groups, rank)

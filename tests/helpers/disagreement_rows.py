@@ -2,12 +2,13 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from disagreement_layers import INTEGRATIONS, PARALLEL, TENSOR
+from disagreement_row import REPLICAS, Row
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -16,7 +17,7 @@ from tritoncomm import debug, ulysses
 from tritoncomm import mappings as m
 from tritoncomm.reshard import Layout, OwnedExchange, exchange_owned, reshard, reshard_plan, sequence_layout
 
-__all__ = ["KINDS", "ROWS", "SILENT", "Row", "Step", "named", "reason_against", "steps_of"]
+__all__ = ["KINDS", "ROWS", "SILENT", "Step", "named", "reason_against", "steps_of"]
 
 KINDS = ("function", "order", "count more", "count fewer", "shape", "dtype", "dim", "sizes", "op", "root", "group")
 WORDS = {  # what the error has to name
@@ -30,32 +31,6 @@ PARAMETERS = {
 }  # fmt: skip
 T = torch.ones
 Step = Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A public function of collectives.
-
-    Attributes:
-        call: ``call(group, x, **options)``.
-        shape, other: of ``x``, and another one that is as good, for a number of ranks.
-        options: of every rank.
-        differ: by kind, what the rank that differs adds to its options.
-        words: by kind, what the error names, where it is not the kind itself.
-        impossible: why a kind that the signature suggests cannot differ.
-        is_backward: the forwards agree, and the backwards differ; a backward that is the identity has no row.
-        function: whose signature says what can differ.
-    """
-
-    call: Callable[..., Any]
-    shape: Callable[[int], tuple[int, ...]] = lambda w: (4 * w, 4 * w)
-    other: Callable[[int], tuple[int, ...]] = lambda w: (8 * w, 4 * w)
-    options: Callable[[int], dict[str, Any]] = lambda w: {}
-    differ: Mapping[str, Callable[[int], dict[str, Any]]] = field(default_factory=dict)
-    words: Mapping[str, str] = field(default_factory=dict)
-    impossible: Mapping[str, str] = field(default_factory=dict)
-    is_backward: bool = False
-    function: Any = None
 
 
 def _sizes(w: int, total: bool) -> list[int]:
@@ -246,10 +221,9 @@ RESHARD = {
         differ={"dim": lambda w: {"dim": 0}, "sizes": lambda w: {"bounds": [0, 1, 4 * w * w]}},
     ),
 }
-_REPLICAS = "different names, shapes or dtypes"
 DEBUG = {
     "check_replicas": Row(
-        lambda g, x: debug.check_replicas({"w": x}, g), words={"shape": _REPLICAS, "dtype": _REPLICAS}
+        lambda g, x: debug.check_replicas({"w": x}, g), words={"shape": REPLICAS, "dtype": REPLICAS}
     ),
 }  # fmt: skip
 
@@ -257,7 +231,8 @@ ROWS: dict[str, Row] = {
     f"{module}.{name}": row
     for module, rows in (
         ("collective", COLLECTIVES), ("mappings", MAPPINGS), ("mappings", BACKWARDS), ("ulysses", ULYSSES),
-        ("reshard", RESHARD), ("debug", DEBUG),
+        ("reshard", RESHARD), ("debug", DEBUG), ("tensor", TENSOR), ("parallel", PARALLEL),
+        ("integrations", INTEGRATIONS),
     )
     for name, row in rows.items()
 }  # fmt: skip
@@ -359,4 +334,4 @@ def named(text: str, name: str, kind: str) -> bool:
     if kind == "group":
         return "wait for each other in different calls" in text
     words = ROWS[name].words.get(kind, WORDS[kind])
-    return words in text if words == _REPLICAS else re.search(rf"differ in ([\w ,]*, )?{words}\b", text) is not None
+    return words in text if words == REPLICAS else re.search(rf"differ in ([\w ,]*, )?{words}\b", text) is not None

@@ -15,7 +15,8 @@ from tritoncomm.errors import GroupError
 
 __all__ = ["Line", "Members", "adopt", "find", "group_over", "groups_along", "lookup", "make_groups"]
 
-_groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+# Weakly: torch keeps the groups that exist, and one that was destroyed ends with its threads and sockets.
+_groups: dict[tuple[str, tuple[int, ...]], weakref.ref[dist.ProcessGroup]] = {}
 _times: dict[tuple[str, tuple[int, ...]], int] = {}
 _made_collectively: weakref.WeakKeyDictionary[Any, set[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
 
@@ -23,8 +24,8 @@ _made_collectively: weakref.WeakKeyDictionary[Any, set[tuple[str, tuple[int, ...
 def lookup(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     """The registered group of these ranks, the default group, or one of ``initialize()``."""
     world = dist.group.WORLD
-    registered = _groups.get((backend, ranks))
-    if registered is not None and _is_alive(registered):
+    reference = _groups.get((backend, ranks))
+    if reference is not None and (registered := reference()) is not None and _is_alive(registered):
         return registered
     if world is not None and backend == dist.get_backend() and ranks == tuple(range(dist.get_world_size())):
         return world
@@ -68,7 +69,7 @@ def make_groups(lists: Sequence[tuple[int, ...]], rank: int, backend: str | None
         return
     for ranks in lists:
         if rank in ranks and find(backend, ranks) is None:
-            _groups[backend, ranks] = _by_members(ranks, backend)
+            _register(_by_members(ranks, backend), backend, ranks)
 
 
 def _make_collectively(lists: Sequence[tuple[int, ...]], rank: int, backend: str) -> None:
@@ -85,14 +86,14 @@ def _make_collectively(lists: Sequence[tuple[int, ...]], rank: int, backend: str
         group: Any = dist.new_group(list(ranks), timeout=groups.timeout, backend=backend)
         known_groups.add((backend, ranks))
         if rank in ranks:
-            _groups[backend, ranks] = group
+            _register(group, backend, ranks)
 
 
 def find(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     """An existing group, made here or by the program; registers it."""
     group = lookup(backend, ranks) or _find_in_torch(backend, ranks)
     if group is not None:
-        _groups[backend, ranks] = group
+        _register(group, backend, ranks)
     return group
 
 
@@ -124,7 +125,14 @@ def _by_members(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
 
 def adopt(group: dist.ProcessGroup) -> None:
     """Register a group that the program made."""
-    _groups.setdefault((dist.get_backend(group), tuple(dist.get_process_group_ranks(group))), group)
+    backend, ranks = dist.get_backend(group), tuple(dist.get_process_group_ranks(group))
+    reference = _groups.get((backend, ranks))
+    if reference is None or reference() is None:
+        _register(group, backend, ranks)
+
+
+def _register(group: dist.ProcessGroup, backend: str, ranks: tuple[int, ...]) -> None:
+    _groups[backend, ranks] = weakref.ref(group)
 
 
 Line = tuple[list[int], Any]

@@ -112,12 +112,12 @@ def _run(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> T
             if not isinstance(error, PeerError):
                 raise
             ranks = dist.get_process_group_ranks(group)
-            cause = error.__cause__ or error
             raise PeerError(
-                f"{name}: the {step} of {list(transition.shape)} over ranks {ranks} failed: {cause}. All of these "
-                "ranks have to call it. That includes every operator that gathers a shard: numpy(), tolist(), "
-                "iteration, those without a rule; a rank that calls one alone waits for the others"
-            ) from cause
+                f"{name}: the {step} of {list(transition.shape)} over ranks {ranks} failed: "
+                f"{error.__cause__ or error}. All of these ranks have to call it. That includes every operator that "
+                "gathers a shard: numpy(), tolist(), iteration, those without a rule; a rank that calls one alone "
+                "waits for the others"
+            ) from error.__cause__ or error
     return x
 
 
