@@ -370,7 +370,10 @@ def _layout(spec: Spec, shape: tuple[int, ...], ranks: Sequence[int]) -> Any:
     if spec.how == "dtensor":
         places, placements = spec.given
         try:
-            mesh = DeviceMesh("cpu", grid(places), _init_backend=False)
+            numbers = torch.tensor(grid(places))
+            if len(numbers.unique()) < numbers.numel():
+                return spec.given  # torch refuses it only on the ranks that are in it twice
+            mesh = DeviceMesh("cpu", numbers, _init_backend=False)
         except Exception:  # torch has no such mesh
             return spec.given
         if not isinstance(placements, list):
