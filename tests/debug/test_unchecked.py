@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from disagreement_hops import HOP_KINDS, HOP_ROWS, hop_steps
+from disagreement_row import Row
 from disagreement_rows import KINDS, ROWS, reason_against, steps_of
 from disagreements import COLLECTIVES, HOPS, MAPPINGS
 from pool import Pool, WorkerError
@@ -55,9 +56,8 @@ def run_cell(group: ProcessGroup, cell: Cell, errors: str) -> tuple[str, float, 
         os.dup2(file.fileno(), 2)  # what Gloo says last
     variables.CHECK.assign(False)
     tritoncomm.destroy()
-    if cell[0].startswith(("tensor.", "parallel.")):  # whose first call makes groups that stay
-        row, world = ROWS[cell[0]], group.size()
-        row.call(group, torch.ones(row.shape(world)), **row.options(world))
+    if cell[0].startswith(("tensor.", "parallel.")):
+        _first_call(ROWS[cell[0]], group)
     threads, rank = _group_threads(), group.rank()
     with _groups_of(cell, group) as groups:
         started = time.monotonic()
@@ -68,6 +68,13 @@ def run_cell(group: ProcessGroup, cell: Cell, errors: str) -> tuple[str, float, 
     while (left := _group_threads() - threads) and time.monotonic() < end:
         time.sleep(0.02)
     return outcome, seconds, sorted(left)
+
+
+def _first_call(row: Row, group: ProcessGroup) -> None:
+    """Makes groups of one rank, and DTensor's caches keep its mesh; takes longer than the timeout where others run."""
+    made: Any = dist.new_group(dist.get_process_group_ranks(group), timeout=timedelta(seconds=START))
+    row.call(made, torch.ones(row.shape(made.size())), **row.options(made.size()))
+    dist.destroy_process_group(made)
 
 
 @contextmanager
