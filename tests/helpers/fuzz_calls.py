@@ -113,7 +113,7 @@ def _sizes(sizes: Any, world: int) -> list[int] | None:
         if sizes.dim() != 1 or sizes.is_floating_point() or sizes.is_meta:
             raise Invalid("sizes")
         sizes = sizes.tolist()
-    if not isinstance(sizes, (list, tuple, np.ndarray)):
+    if not isinstance(sizes, (list, tuple, range, np.ndarray)):
         raise Invalid("sizes")
     if len(sizes) != world or not all(isinstance(size, (int, np.integer)) and size >= 0 for size in sizes):
         raise Invalid("sizes")
