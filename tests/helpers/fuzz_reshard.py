@@ -359,7 +359,7 @@ def _layout(spec: Spec, shape: tuple[int, ...], ranks: Sequence[int]) -> Any:
     if spec.how == "split":
         dim, sizes = spec.given
         if isinstance(sizes, list) and list(ranks) != list(range(len(ranks))):
-            sizes = dict(zip(map(rank, range(len(sizes))), sizes, strict=True))
+            sizes = dict(enumerate(sizes))
         return Layout.split(shape, dim, {rank(p): n for p, n in sizes.items()} if isinstance(sizes, dict) else sizes)
     if spec.how == "boxes":
         given = spec.given
