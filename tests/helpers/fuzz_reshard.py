@@ -260,7 +260,7 @@ def _of_split(given: Any, shape: tuple[int, ...]) -> dict[int, list[Tensor]]:
     by_place = sizes if isinstance(sizes, dict) else dict(enumerate(sizes))
     assert isinstance(sizes, dict | list)
     assert all(_is_int(size) for size in by_place.values())
-    parts = _indices(shape).split(list(by_place.values()), dim)
+    parts = _indices(shape).split(list(by_place.values()), int(dim))  # True is 1, which torch refuses here
     return {place: [part] for place, part in zip(by_place, parts, strict=True)}
 
 
@@ -302,7 +302,7 @@ def _of_sequence(given: Any, shape: tuple[int, ...]) -> dict[int, list[Tensor]]:
                 index.append(
                     tokens[{"striped": slice(rank, None, world), "contiguous": chunk, "full": slice(None)}[kind]]
                 )
-        owned[place] = [_indices(shape).index_select(dim, torch.cat(index))]
+        owned[place] = [_indices(shape).index_select(int(dim), torch.cat(index))]
     return owned
 
 
