@@ -217,6 +217,14 @@ def split_reduce_scatter(
         if x.is_quantized:  # which torch cannot even make a wire of
             raise UnsupportedError(f"{name}: a quantized tensor cannot be summed; call .dequantize()")
     axes = [checked_dim(x, dim, name) for x, dim in zip(many, axes, strict=True)]
+    results = _split_reduce_scatter(many, axes, group, dtype, scale)
+    return results[0] if isinstance(tensors, Tensor) else results
+
+
+def _split_reduce_scatter(
+    many: list[Tensor], axes: list[int], group: dist.ProcessGroup, dtype: torch.dtype | None, scale: float | None
+) -> list[Tensor]:
+    name = "split_reduce_scatter"
     started, world, rank = record.now(), group.size(), group.rank()
     _range = None
     if record.switch._is_profiler_enabled and not eager.is_single_rank(group, name):
@@ -230,8 +238,7 @@ def split_reduce_scatter(
         backend.reduce_scatter(backend.carrier(summed), backend.carrier(wire.view(-1)), op, group, name)
     record.add(name, path, copied, wire.nbytes * (world - 1) // world, started)
     summed = summed.view(-1)
-    results = [_own(summed, x, dim, shard, world, rank) for x, dim, shard in zip(many, axes, shards, strict=True)]
-    return results[0] if isinstance(tensors, Tensor) else results
+    return [_own(summed, x, dim, shard, world, rank) for x, dim, shard in zip(many, axes, shards, strict=True)]
 
 
 def _own(summed: Tensor, x: Tensor, dim: int, shard: tuple[int, tuple[int, ...]], world: int, rank: int) -> Tensor:

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from disagreement_rows import ROWS
 from jobs import run_job
 from pool import Pool
 from torch.distributed import ProcessGroup
@@ -26,7 +27,7 @@ from tritoncomm import PeerError, ShapeError, cli, record, variables
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
 from tritoncomm.debug import signals, trace
-from tritoncomm.debug.flight import Call, flight, open_calls
+from tritoncomm.debug.flight import Call, call_site, flight, located, open_calls
 
 T = torch.ones
 
@@ -67,6 +68,40 @@ def run_record(group: ProcessGroup, folder: str) -> Any:
         variables.FLIGHT.assign((0, ""))
     assert not flight.calls
     return calls, data, line
+
+
+def run_sites(group: ProcessGroup) -> dict[str, Any]:
+    """By function: sites of its calls that are not those of a walk over all frames."""
+    tritoncomm.destroy()
+    sites: list[tuple[Any, Any]] = []
+
+    def compare(entry: Any, *_: Any) -> None:
+        call = Call._make(entry)
+        sites.append((call.site, call_site()))
+
+    variables.FLIGHT.assign((8, ""))
+    c.all_reduce(T(2), group)  # this file is one of the program's
+    flight.before, before = compare, flight.before
+    wrong: dict[str, Any] = {}
+    try:
+        for name, row in ROWS.items():
+            for wants_grad in (False, row.is_backward):
+                sites.clear()
+                x = T(row.shape(group.size())).requires_grad_(wants_grad)
+                out = row.call(group, x * 1 if wants_grad else x, **row.options(group.size()))
+                if wants_grad:
+                    out.sum().backward()
+                differ = [(located(a), located(b)) for a, b in sites if a != b]
+                if differ or not (sites or row.is_backward):
+                    wrong[name] = differ or "no call"
+    finally:
+        flight.before = before
+        variables.FLIGHT.assign((0, ""))
+    return wrong
+
+
+def test_a_call_is_where_the_program_called(pool: Pool) -> None:
+    assert pool.run(run_sites) == [{}, {}]
 
 
 class _Config:

@@ -35,6 +35,7 @@ _names: Mapping[ProcessGroup, str] = getattr(distributed_c10d, "_pg_names", {})
 _current_node = torch._C._current_autograd_node
 _frame, _thread, _time = sys._getframe, threading.get_ident, time.time_ns
 _count_call = record.count_call
+_apply_has_no_frame = not hasattr(torch.autograd.Function.apply, "__func__")  # from torch 2.15 on
 _SITE = "_tritoncomm_site"
 
 
@@ -194,7 +195,10 @@ class Flight:
         self.last.clear()
 
     def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = ()) -> Any:
-        """``record.begin`` while this is on: every line is on the hot path, so all that can be is left to the dump."""
+        """``record.begin`` while this is on: every line is on the hot path, so all that can be is left to the dump.
+
+        Its caller is never a function that programs call, but one that such a function has called.
+        """
         try:
             group_name = _names[group]
         except (KeyError, TypeError):
@@ -210,13 +214,13 @@ class Flight:
         except AttributeError:
             shape, dtype = _several(x)
         site, code, offset = None, None, 0
-        try:  # most calls are of a mapping or a collective that the program called: two frames up, and no walk
-            outer = _frame(2).f_code
-            if _current_node() is None and outer.co_name != "forward" and _sources[outer.co_filename] == _OURS:
-                site = _frame(3)
-                code, offset = site.f_code, site.f_lasti
-                if _sources[code.co_filename] != _PROGRAM or code.co_name == "<genexpr>":
-                    site = None
+        try:  # most calls are of a mapping or a collective that the program called: three frames up, and no walk
+            site = _frame(3)
+            code, offset = site.f_code, site.f_lasti
+            if _sources[code.co_filename] != _PROGRAM or code.co_name == "<genexpr>":
+                site = None
+            elif _apply_has_no_frame and _frame(2).f_code.co_name == "forward":
+                site = None  # whose node has to have the site
         except (KeyError, ValueError):  # a file that was not seen yet; a thread that begins here
             site = None
         if site is None:
