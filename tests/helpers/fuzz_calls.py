@@ -140,6 +140,8 @@ def _combined(tensors: Sequence[Tensor], op: str = "SUM") -> Tensor:
                 "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum, "BAND": torch.bitwise_and,
                 "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor,
             }[op](total, x)  # fmt: skip
+    if op == "AVG" and total.dtype is torch.complex32:  # torch cannot divide it on CPUs
+        return torch.view_as_complex(torch.view_as_real(total) / len(tensors))
     return total / len(tensors) if op == "AVG" else total
 
 
