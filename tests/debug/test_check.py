@@ -1,6 +1,7 @@
 """Check mode: every kind of disagreement is named on all ranks, with the line of each caller; what agrees passes."""
 
 import gc
+import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -216,6 +217,35 @@ def test_a_rank_that_stalls_looks_for_a_circle_before_it_goes_on() -> None:
     assert over.wait(ready, 1.0, mine, lambda: "circle", lambda: "late") == "circle"
     assert over.wait(ready, 1.0, mine, lambda: None, lambda: "late") == "late"
     assert over.wait(ready, 0.1, mine, lambda: "circle", lambda: "late") == "late", "no time for a look"
+
+
+class _Leaves:
+    """A store in which rank 1, whose call has failed in a circle, takes its key away just before rank 0 reads it."""
+
+    def __init__(self, store: Any, base: str) -> None:
+        self._store, self._base = store, base
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self._store.compare_set(f"{self._base}/verdict", "", "a circle")
+        self._store.delete_key(f"{self._base}/1")
+        return self._store.multi_get(keys)
+
+
+def test_a_rank_that_leaves_a_circle_while_its_key_is_read() -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True)
+    over = exchange.Exchange(store, 0)
+    member: Any = SimpleNamespace(name="g", ranks=[0, 1], rank=0, count=0, timeout=20.0, verdicts=[])
+    base = f"{over.prefix}/g/1"
+    over.store = _Leaves(over.store, base)
+    store.set(f"{base}/1", json.dumps([[], "f", [], []]))
+    mine: Any = SimpleNamespace(fields=[], text="f", sends=[], receives=[])
+    call: Any = SimpleNamespace(site=None)
+    with mock.patch.object(check, "_where", return_value="a line"):
+        assert check.compare(over, member, mine, call) == "a circle"
+    assert not store.check([f"{base}/0"])
 
 
 def run_agreed(group: ProcessGroup) -> None:

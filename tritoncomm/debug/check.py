@@ -181,9 +181,10 @@ def _agree(
         return store.compare_set(verdict, "", text or _AGREED.decode())
 
     def ready() -> bytes | None:
-        if member.rank or not store.check(keys):
+        rows = None if member.rank else over.get_all(keys)
+        if rows is None:  # or another rank, whose call failed in a circle, has taken its key away again
             return over.get(verdict)
-        made = decide(judge([json.loads(each) for each in store.multi_get(keys)]))
+        made = decide(judge([json.loads(each) for each in rows]))
         while member.verdicts:  # all ranks are here, so all have read those of before
             store.delete_key(member.verdicts.pop())
         return made

@@ -69,21 +69,21 @@ class Exchange:
 
     def blocked(self, rank: int) -> Blocked | None:
         """What another rank is blocked in, as far as it has published that."""
-        key = f"{self.prefix}/blocked/{rank}"
-        if not self.store.check([key]):
-            return None
-        text = self._get(key)
+        text = self.get(f"{self.prefix}/blocked/{rank}")
         return None if text is None else Blocked(*json.loads(text))
 
     def get(self, key: str) -> bytes | None:
         """A value; None where there is none."""
-        return self._get(key) if self.store.check([key]) else None
+        values = self.get_all([key])
+        return None if values is None else values[0]
 
-    def _get(self, key: str) -> bytes | None:
-        """A value that is there, unless its owner deletes it in between."""
+    def get_all(self, keys: list[str]) -> list[bytes] | None:
+        """The values of all keys; None where one is missing, also if its owner deletes it while they are read."""
+        if not self.store.check(keys):
+            return None
         self.store.set_timeout(timedelta(seconds=1))
         try:
-            return self.store.get(key)
+            return self.store.multi_get(keys) if len(keys) > 1 else [self.store.get(keys[0])]
         except dist.DistNetworkError:
             raise
         except RuntimeError:  # DistStoreError, which a FileStore does not raise
