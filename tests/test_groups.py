@@ -11,8 +11,10 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -154,6 +156,28 @@ def run_sizes(group: ProcessGroup) -> None:
         with pytest.raises(GroupError, match=words):
             tc.initialize(**bad)
     assert not groups.is_initialized(M.GLOBAL)
+
+
+def run_waits_until_connected(group: ProcessGroup, folder: str) -> None:
+    import tritoncomm as tc
+
+    rank, wait = dist.get_rank(), runtime._wait_until_connected
+
+    def last() -> None:
+        if rank == 3:
+            time.sleep(0.3)
+        (Path(folder) / str(rank)).touch()
+        wait()
+
+    with mock.patch.object(runtime, "_wait_until_connected", last):
+        tc.initialize(tensor=2)
+    groups_of = [groups.get_ranks_in_group(mode) for mode in (M.TENSOR, M.DATA)]
+    assert all((Path(folder) / str(other)).exists() for ranks in groups_of for other in ranks)
+    tc.destroy()
+
+
+def test_a_rank_leaves_initialize_when_its_groups_are_connected(pool: Pool, tmp_path: Path) -> None:
+    pool.run(run_waits_until_connected, str(tmp_path), world=8)
 
 
 def test_sizes_twice_and_virtual_stages(pool: Pool) -> None:

@@ -55,7 +55,8 @@ def initialize(
 
     The current GPU becomes that of LOCAL_RANK, unless there is no such variable or the program uses a GPU already: it
     called ``torch.cuda.set_device``, or has memory on one. The variables of this library are read again. One rank
-    warns where ranks differ in them or in tuned tables; no rank waits for that.
+    warns where ranks differ in them or in tuned tables; no rank waits for that. Gloo groups are connected on all of
+    their ranks when it returns.
 
     Args:
         tensor: ranks that share one layer.
@@ -93,6 +94,7 @@ def initialize(
         if mesh is None:
             mesh = _make_mesh(sizes.of_world(dist.get_world_size()))
         groups.register(_make_groups(mesh, sizes.expert, sizes.tensor_mode))
+        _wait_until_connected()
         agreement.check()
     except BaseException:
         destroy()
@@ -251,6 +253,19 @@ def _new_group(lists: list[list[int]], backend: str | None) -> dist.ProcessGroup
     assert isinstance(mine, dist.ProcessGroup)
     _state["owned"].append(mine)
     return mine
+
+
+def _wait_until_connected() -> None:
+    """Wait for the other ranks of the Gloo groups made here to connect.
+
+    torch does not: a rank that went on and ended, or destroyed its groups, would fail those that still connect to it.
+    """
+    cpu = torch.device("cpu")
+    for group in [*_state["owned"], *[dist.group.WORLD] * _state["owns_world"]]:
+        if group.size() > 1 and cpu in group._device_types:
+            backend = group._get_backend(cpu)
+            if backend.name().lower() == "gloo":
+                backend.barrier().wait()
 
 
 def _cpu_twin(lists: list[list[int]], group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -1,5 +1,6 @@
 """Every public function that ranks call together, with every kind of disagreement, in check mode."""
 
+import importlib
 import re
 import time
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ def pair() -> Iterator[Pool]:
 
 def run_cells(group: ProcessGroup, cells: list[tuple[str, str]]) -> dict[str, str]:
     """By cell, what is wrong with its error on this rank; the last rank is the one that differs."""
+    importlib.import_module("torch._dynamo")  # as parallelize_module does, which takes seconds on a busy machine
+
     tritoncomm.destroy()
     exchange._PATIENCE, patience = 0.02, exchange._PATIENCE
     other = dist.group.WORLD

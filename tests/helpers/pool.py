@@ -23,8 +23,6 @@ WORLD = 8
 RANK_LISTS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), tuple(range(WORLD)), (0, 2), (1, 3), (2, 3))
 START_SECONDS, GRACE_SECONDS = 90.0, 8.0
 COLLECTIVE = timedelta(seconds=40)
-# Of a new group, rarely and where the machine is busy: a rank closes a connection while the others still connect.
-_NOT_CONNECTED = "Gloo connectFullMesh failed"
 
 
 class WorkerError(AssertionError):
@@ -73,23 +71,14 @@ class Pool:
         ranks = tuple(range(world)) if isinstance(world, int) else tuple(world)
         if ranks not in RANK_LISTS or max(ranks) >= self._size:
             raise ValueError(f"no group over {ranks} of {self._size} ranks; there are {RANK_LISTS}")
+        self._start()
         module = function.__module__
         if module == "__main__":
             module = Path(str(sys.modules[module].__file__)).stem
         job = pickle.dumps((ranks, module, function.__qualname__, args))
-        try:
-            return self._run(job, ranks, f"{module}.{function.__qualname__}", timeout)
-        except WorkerError as error:
-            if _NOT_CONNECTED not in str(error):
-                raise
-            print(f"once more, with new processes: {error}", file=sys.stderr)
-        return self._run(job, ranks, f"{module}.{function.__qualname__}", timeout)
-
-    def _run(self, job: bytes, ranks: Sequence[int], what: str, timeout: float) -> list[Any]:
-        self._start()
         for rank in ranks:
             self._workers[rank][1].send_bytes(job)
-        return self._collect(ranks, what, timeout)
+        return self._collect(ranks, f"{module}.{function.__qualname__}", timeout)
 
     @property
     def is_running(self) -> bool:
