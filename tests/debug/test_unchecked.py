@@ -56,8 +56,7 @@ def run_cell(group: ProcessGroup, cell: Cell, errors: str) -> tuple[str, float, 
         os.dup2(file.fileno(), 2)  # what Gloo says last
     variables.CHECK.assign(False)
     tritoncomm.destroy()
-    if cell[0].startswith(("tensor.", "parallel.")):
-        _first_call(ROWS[cell[0]], group)
+    _meet(group, ROWS[cell[0]] if cell[0].startswith(("tensor.", "parallel.")) else None)
     threads, rank = _group_threads(), group.rank()
     with _groups_of(cell, group) as groups:
         started = time.monotonic()
@@ -70,10 +69,15 @@ def run_cell(group: ProcessGroup, cell: Cell, errors: str) -> tuple[str, float, 
     return outcome, seconds, sorted(left)
 
 
-def _first_call(row: Row, group: ProcessGroup) -> None:
-    """Makes groups of one rank, and DTensor's caches keep its mesh; takes longer than the timeout where others run."""
+def _meet(group: ProcessGroup, row: Row | None) -> None:
+    """Wait for the other rank, whose imports take longer than the timeout where others run; make a first call.
+
+    That makes groups of one rank, and DTensor's caches keep its mesh.
+    """
     made: Any = dist.new_group(dist.get_process_group_ranks(group), timeout=timedelta(seconds=START))
-    row.call(made, torch.ones(row.shape(made.size())), **row.options(made.size()))
+    if row is not None:
+        row.call(made, torch.ones(row.shape(made.size())), **row.options(made.size()))
+    dist.barrier(made)
     dist.destroy_process_group(made)
 
 
