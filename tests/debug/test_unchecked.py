@@ -168,7 +168,10 @@ def _problems(cells: Sequence[Cell], count: int = PAIRS) -> dict[Cell, str]:
             while not pairs.empty():
                 pairs.get()[0].stop()
     print(len(cells), "cells:", dict(Counter(each.split(":")[0] for each in ends.values())))
-    return {cell: each for cell, each in ends.items() if each.startswith("problem")}
+    problems = {cell: each for cell, each in ends.items() if each.startswith("problem")}
+    for cell, each in problems.items():
+        print(cell, each)  # all of it, which an assertion does not show
+    return problems
 
 
 def test_a_drawn_cell_of_every_kind_ends_in_time() -> None:

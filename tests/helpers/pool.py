@@ -130,7 +130,7 @@ class Pool:
                 try:
                     good, value = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
-                    self._workers[rank][0].join(1)
+                    self._workers[rank][0].join(GRACE_SECONDS)
                     good, value = False, f"died with exit code {self._workers[rank][0].exitcode}"
                 if good:
                     results[rank] = value
