@@ -131,9 +131,8 @@ def _group_threads() -> set[str]:
 def _end(pair: Pool, cell: Cell, errors: Path) -> str:
     """How a cell ends, in the order of its ranks; a text that begins with ``problem`` otherwise."""
     errors.write_text("")
-    limit = TIMEOUT + 2 * SLACK + (0 if pair.is_running else START)
     try:
-        ends = pair.run(run_cell, cell, str(errors), timeout=limit)
+        ends = pair.run(run_cell, cell, str(errors), timeout=START + TIMEOUT + 2 * SLACK)
     except WorkerError as error:
         _, died, code = str(error).rpartition(":\ndied with exit code ")
         is_gloo = bool(died) and code == "-6" and all(words in errors.read_text() for words in ABORTS)

@@ -411,7 +411,7 @@ class _Wrapper(Tensor):
         return Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=x.device, strides=x.stride())
 
     def __init__(self, x: Tensor) -> None:
-        self.inside = x
+        self.inside = x.resolve_conj().resolve_neg()  # which the wrapper itself does not say
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

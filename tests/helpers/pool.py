@@ -80,11 +80,6 @@ class Pool:
             self._workers[rank][1].send_bytes(job)
         return self._collect(ranks, f"{module}.{function.__qualname__}", timeout)
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the next function need not wait for processes to start."""
-        return bool(self._workers)
-
     def stop(self) -> None:
         """End the processes that this pool started."""
         for process, connection in self._workers:

@@ -53,6 +53,7 @@ def work(rank: int, world: int, store: str, path: list[str], function: Callable[
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timeout
         )
+        dist.barrier()  # all are connected: a rank that ends now fails none that still connect
         answers.put((rank, function(rank), ""))
     except BaseException:
         answers.put((rank, None, traceback.format_exc()))

@@ -58,4 +58,5 @@ def _attention(
             )
 
     replicated = frozenset({"s", "e", "v"} | ({"l"} if is_causal else set()))
-    return Call(operands, [(*batch, "l", "v")], run, replicated, legal=legal)
+    grouped = count - 1 if enable_gqa else None
+    return Call(operands, [(*batch, "l", "v")], run, replicated, legal=legal, grouped=grouped)

@@ -8,7 +8,7 @@ itself (``own``).
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -111,6 +111,7 @@ class Call:
         after: applied to the reduced result; None for nothing.
         prefer: index of the operand whose sharding is used at any cost: a weight with a compute spec.
         legal: a further condition on (label, number of shards, sizes).
+        grouped: the label whose size may differ between operands: heads of which several share keys and values.
         gather: whether a sharded result is gathered.
         scatter: dim along which a partial result is reduce-scattered; None all-reduces it.
         sizes: global sizes of the labels, taken from the operands.
@@ -128,6 +129,7 @@ class Call:
     after: Callable[[Tensor], Tensor] | None = None
     prefer: int | None = None
     legal: Callable[[Any, int, dict[Any, int]], bool] | None = None
+    grouped: Any = None
     gather: bool = False
     scatter: int | None = None
     sizes: dict[Any, int] = field(default_factory=dict)
@@ -151,8 +153,14 @@ def broadcast_shapes(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def broadcast_labels(shape: Sequence[int], sizes: Sequence[int], names: Sequence[Any] | None = None) -> Labels:
-    """Labels of an operand that is broadcast to ``sizes``: the dims from the last one, -1, or their names."""
+    """Labels of an operand that is broadcast to ``sizes``: the dims from the last one, -1, or their names.
+
+    Raises:
+        ShapeError: it cannot be. Its shard on a rank could, to that of another operand.
+    """
     dims = range(-len(shape), 0)
+    if len(shape) > len(sizes) or any(shape[dim] not in (1, sizes[dim]) for dim in dims):
+        raise ShapeError(f"{list(shape)} cannot be broadcast to {list(sizes)}")
     return tuple((dim if names is None else names[dim]) if shape[dim] == sizes[dim] else None for dim in dims)
 
 
@@ -165,8 +173,8 @@ def execute(call: Call) -> Any:
         if each.is_local:
             continue  # a ColoTensor with the same labels is an operand, too
         for label, size in zip(each.labels, shape_of(each.tensor), strict=True):
-            if label is not None:
-                call.sizes.setdefault(label, size)
+            if label is not None and call.sizes.setdefault(label, size) != size and label != call.grouped:
+                _refuse_sizes(call, operands)
     with torch._C.DisableTorchFunctionSubclass():
         chosen = choose(call, pg)
         parts = chosen or ()
@@ -191,6 +199,12 @@ def execute(call: Call) -> Any:
         for x in results if column else ():
             x.compute_spec = ComputeSpec(ComputePattern.TP1D)
     return tree_unflatten(results, tree)
+
+
+def _refuse_sizes(call: Call, operands: Sequence[Operand]) -> NoReturn:
+    """Shapes that do not fit: the shards of some ranks may, and those ranks would wait for the others."""
+    shapes = " and ".join(str(list(shape_of(each.tensor))) for each in operands)
+    raise ShapeError(f"the sizes of {shapes} do not fit each other")
 
 
 def choose(call: Call, pg: ProcessGroup) -> Parts | None:

@@ -65,7 +65,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call |
     if len(shape_of(weight)) != 2 or not len(shape_of(input)):
         return None
     batch = tuple(range(len(shape_of(input)) - 1))
-    late = [] if bias is None else [Operand(bias, ("n",))]
+    late = [] if bias is None else [Operand(bias, broadcast_labels(shape_of(bias), shape_of(weight)[:1], ("n",)))]
     operands = [Operand(input, (*batch, "k")), Operand(weight, ("n", "k"))]
     call = by_weight(Call(operands, [(*batch, "n")], _linear_local, late=late), weight, 1)
     if late and len(batch) > 1 and call.scatter is None:
