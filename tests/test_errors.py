@@ -289,6 +289,10 @@ def run_kinds_of_tensors(group: ProcessGroup) -> None:
     quantized = _quietly(lambda: torch.quantize_per_tensor(dense, 1.0, 0, torch.qint8))
     with pytest.raises(UnsupportedError, match="dequantize"):
         c.split_reduce_scatter([quantized, quantized], 0, group)
+    for call in (m.reduce_scatter_dim, m.all_gather_dim):
+        with pytest.raises(UnsupportedError, match="do not carry such tensors"):
+            rows = 4 if call is m.reduce_scatter_dim else 1 + 2 * group.rank()
+            _quietly(lambda call=call, rows=rows: call(quantized[:rows], 0, group, sizes=[1, 3]))
     still_works(group)
 
 
