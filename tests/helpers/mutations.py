@@ -45,6 +45,15 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "sizes that do not fit run where the shards do", "tritoncomm/tensor/rules/engine.py",
+        "setdefault(label, size) != size and", "setdefault(label, size) < 0 and",
+        "tests/tensor/test_sizes_that_do_not_fit.py",
+    ),
+    Mutation(
+        "initialize returns while others connect", "tritoncomm/runtime.py",
+        "        _wait_until_connected()\n", "", "tests/test_groups.py",
+    ),
+    Mutation(
         "an asynchronous result is not waited for", "tritoncomm/core/handle.py",
         "            work.wait()\n", "            work.is_completed()\n", "tests/test_collective.py",
     ),
