@@ -287,6 +287,8 @@ def run_kinds_of_tensors(group: ProcessGroup) -> None:
         c.split_reduce_scatter([dense, dense.to_sparse()], 0, group)
     with pytest.raises(ArgumentError, match="to_dense"):
         m.all_to_all_hp2sp(torch.ones(2, 2, 2).to_sparse(), group)
+    with pytest.raises(ArgumentError, match="to_local"):
+        m.all_to_all_hp2sp(DTensor.from_local(torch.ones(1, 0, 0, 5), mesh, [Shard(1)]), group)
     quantized = _quietly(lambda: torch.quantize_per_tensor(dense, 1.0, 0, torch.qint8))
     with pytest.raises(UnsupportedError, match="dequantize"):
         c.split_reduce_scatter([quantized, quantized], 0, group)

@@ -67,6 +67,8 @@ def to_hidden(x: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: boo
 def _flattened(x: Tensor, name: str) -> Tensor:
     """``[T.., h] -> [T, h]``; a copy, which is counted, where one stride cannot walk the leading dims."""
     flat = math.prod(x.shape[:-1]), x.shape[-1]
+    if type(x) is not Tensor and not is_compiling():
+        check_kind(x, name)  # a DTensor refuses some views with errors of its own
     if is_compiling() or x.is_contiguous():
         return x.reshape(flat)
     try:
