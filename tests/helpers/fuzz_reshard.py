@@ -526,7 +526,7 @@ def _spoil(made: _Prepared, group: ProcessGroup, case: Resharding) -> None:
         side = made.sources if case.fault == "layout" else made.targets
         side["t0"] = Layout.replicated((3, 3), dist.get_process_group_ranks(group))
     elif case.fault == "grad" and x.is_floating_point() and type(x) is Tensor:
-        made.tensors["t0"] = x.detach().requires_grad_(not x.requires_grad)
+        made.tensors["t0"] = x.detach().clone().requires_grad_(not x.requires_grad)
 
 
 def _form(form: str, values: dict[str, Any]) -> Any:
