@@ -411,6 +411,30 @@ def test_uneven_heads_and_sequences(pool: Pool, world: int) -> None:
     pool.run(run_uneven_dims, world=world)
 
 
+def run_meta(group: ProcessGroup) -> None:
+    rank, world = group.rank(), group.size()
+    x = torch.ones(2 * world, 2 * world, device="meta", requires_grad=True)
+    for name, (mapping, _, _) in MAPPINGS.items():
+        out = mapping(x, group)
+        assert (out.is_meta, out.shape) == (True, mapping(torch.ones(x.shape), group).shape), name
+        (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out))
+        assert (gradient.is_meta, gradient.shape) == (True, x.shape), name
+    sizes = [*range(1, world)] + [0]
+    rows, total = x.narrow(0, 0, sizes[rank]), sum(sizes)
+    gathered = m.all_gather_dim(rows, 0, group, sizes=sizes)
+    assert (gathered.is_meta, gathered.shape) == (True, (total, 2 * world))
+    summed = m.reduce_scatter_dim(x.narrow(0, 0, total), 0, group, sizes=sizes)
+    assert (summed.is_meta, summed.shape) == (True, rows.shape)
+    assert torch.autograd.grad(summed, x, torch.ones_like(summed))[0].shape == x.shape
+    columns = m.all_to_all_dims(rows, 1, 0, group, gather_sizes=sizes)
+    assert (columns.is_meta, columns.shape) == (True, (total, 2))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_meta_tensors_propagate_shapes(pool: Pool, world: int) -> None:
+    pool.run(run_meta, world=world)
+
+
 # The dot-product test: <f(x), y> = <x, f'(y)>; a replicated side counts once, the others sum over the ranks.
 REPLICATED = {  # (input, output)
     "copy": (True, False),

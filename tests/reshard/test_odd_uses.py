@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from traffic import Traffic
 import tritoncomm
 from tritoncomm import record
 from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
-from tritoncomm.reshard import Layout, reshard, reshard_plan
+from tritoncomm.reshard import Layout, builder, reshard, reshard_plan
 
 Case = Callable[[TorchGroup], None]
 CASES: dict[str, Case] = {}
@@ -348,6 +349,156 @@ def tensors_that_stay_share_memory(group: TorchGroup) -> None:
     plan.execute({"a": memory, "b": moves}, out={"a": (into := torch.empty_like(stays)), "b": memory.view_as(expected)})
     same(into, stays)
     same(memory.view_as(expected), expected)
+
+
+@case
+def tensors_that_stay_come_again(group: TorchGroup) -> None:
+    """Beside those that move: handed back from the second call on, too, and the call is replayed."""
+    rows, columns = layouts(group)
+    rank, full = group.rank(), ramp(8, 12)
+    given = {name: local_of(rows, rank, full + i).contiguous() for i, name in enumerate("abcd")}
+    targets = {"a": rows, "b": columns, "c": rows, "d": columns}
+    plan = reshard_plan(given, rows, targets, group=group)
+
+    def check(given: dict[str, Tensor], again: bool) -> dict[str, Tensor]:
+        assert (plan._replayed(given, None) is not None) is again
+        results = plan.execute(given)
+        assert list(results) == list(given)
+        for i, (name, x) in enumerate(results.items()):
+            same(x.detach(), local_of(targets[name], rank, full + i))
+        return results
+
+    for again in (False, True, True):
+        results = check(given, again)
+        assert results["a"] is given["a"]
+        assert results["c"] is given["c"]
+    assert check(dict(given, a=given["a"].clone()), True)["a"] is not given["a"]  # other memory
+    check(dict(given, c=given["c"].t().contiguous().t()), False)
+    check(given, False)  # other strides were the last ones
+    check(given, True)
+    parameter = dict(given, a=given["a"].clone().requires_grad_())
+    with pytest.raises(ArgumentError, match="a requires grad, but did not"):
+        plan.execute(parameter)
+    with torch.no_grad():
+        check(parameter, False)
+        handed = check(parameter, True)["a"]
+        assert not handed.requires_grad
+        assert handed.data_ptr() == parameter["a"].data_ptr()
+    with pytest.raises(ArgumentError, match="a requires grad, but did not"):
+        plan.execute(parameter)
+    check(given, False)
+    for wrong, message in ((None, "a must be a tensor"), (given["a"].to("meta"), "a: a meta tensor"),
+                           (given["a"][:-1], "a "), (given["a"].double(), "a is torch.float64")):  # fmt: skip
+        with pytest.raises(CommError, match=f"^reshard: {message}"):
+            plan.execute(dict(given, a=wrong))
+    check(given, True)
+    again = plan.execute(dict(given, a=given["c"]))  # one tensor twice
+    assert again["a"] is again["c"] is given["c"]
+
+
+@case
+def tensors_that_stay_come_again_with_gradients(group: TorchGroup) -> None:
+    """Those that move are inside autograd; without it, the calls are replayed and nothing requires grad."""
+    rows, columns = layouts(group)
+    rank, full = group.rank(), ramp(8, 12)
+    given = {name: local_of(rows, rank, full).clone().requires_grad_() for name in "ab"}
+    plan = reshard_plan(given, rows, {"a": rows, "b": columns}, group=group)
+    for _ in range(3):
+        results = plan.execute(given)
+        assert results["a"] is given["a"]
+        results["b"].sum().backward()
+        same(given["b"].grad, torch.ones(given["b"].shape))
+        given["b"].grad = None
+        with torch.no_grad():
+            results = plan.execute(given)
+        assert not any(x.requires_grad for x in results.values())
+        same(results["b"], local_of(columns, rank, full))
+        with torch.inference_mode():
+            same(plan.execute(given)["b"], local_of(columns, rank, full))
+    with torch.no_grad():
+        plan.execute(given)  # the last one was in inference mode
+        assert plan._replayed(given, None) is not None
+
+
+@case
+def tensors_that_stay_are_copied_again(group: TorchGroup) -> None:
+    """Into ``out``: replayed into the same memory only, and not where memory is shared."""
+    rows, columns = layouts(group)
+    rank, full = group.rank(), ramp(8, 12)
+    stays, moves = (local_of(rows, rank, full + 100 * i).contiguous() for i in range(2))
+    expected = [local_of(rows, rank, full), local_of(columns, rank, full + 100)]
+    plan = reshard_plan({"a": stays, "b": moves}, rows, {"a": rows, "b": columns}, group=group)
+
+    def check(given: dict[str, Tensor], out: dict[str, Tensor], again: bool) -> None:
+        before = [x._version for x in out.values()]
+        assert (plan._replayed(given, out) is not None) is again
+        for x in out.values():
+            if not again:
+                x.fill_(-1)
+        assert plan.execute(given, out=out) is out
+        assert all(x._version > version for x, version in zip(out.values(), before, strict=True))
+        for x, result in zip(out.values(), expected, strict=True):
+            same(x, result)
+
+    given = {"a": stays, "b": moves}
+    outs = [{"a": torch.empty_like(expected[0]), "b": torch.empty_like(expected[1])} for _ in range(2)]
+    check(given, outs[0], False)
+    check(given, outs[0], True)
+    check(given, outs[1], False)
+    check(given, outs[1], True)
+    check(given, outs[1] | {"a": outs[0]["a"]}, False)  # seen with other results of those that move
+    check(given, outs[1] | {"a": outs[0]["a"]}, True)
+    check(given, outs[1], False)
+    stays += 1
+    expected[0] += 1
+    check(given, outs[1], True)
+    leaf = torch.ones((), requires_grad=True)
+    y = (leaf * outs[1]["a"]).sum()
+    check(given, outs[1], True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    # Memory that is apart in two calls is not in what is mixed of them.
+    other = moves.clone()
+    check({"a": stays, "b": other}, outs[0], False)
+    for _ in range(3):
+        memory = other.clone()
+        plan.execute({"a": stays, "b": memory}, out={"a": memory, "b": outs[0]["b"]})
+        same(memory, expected[0])
+        same(outs[0]["b"], expected[1])
+    apart = {"a": torch.empty_like(stays), "b": outs[1]["b"]}
+    plan.execute({"a": stays, "b": moves}, out={"a": other, "b": outs[1]["b"]})  # other is written to
+    other.copy_(moves)
+    plan.execute({"a": stays, "b": other}, out=apart)
+    plan.execute({"a": stays, "b": other}, out={"a": other, "b": apart["b"]})
+    same(apart["b"], expected[1])
+    same(other, expected[0])
+
+
+@case
+def blocks_that_stay_are_copied_again(group: TorchGroup) -> None:
+    """Without a pack, from views at an offset and into them; in calls that are replayed, and added up backward."""
+    rows, columns = layouts(group)
+    rank, full = group.rank(), ramp(8, 12)
+    with mock.patch.object(builder, "_SMALL", 0):
+        x = torch.zeros(3, *local_of(rows, rank, full).shape)[1].copy_(local_of(rows, rank, full))
+        out = torch.zeros(2, *local_of(columns, rank, full).shape)[1]
+        plan = reshard_plan([x, x + 1], rows, columns, group=group, bucket_bytes=64)
+        assert any(len(bucket.local.tensor) for bucket in plan.transfers.buckets)
+        more = torch.empty_like(out)
+        for i in range(3):
+            x += 1
+            results = plan.execute([x, x + 1])
+            same(results[0], local_of(columns, rank, full + i + 1))
+            same(results[1], local_of(columns, rank, full + i + 2))
+            plan.execute([x, x + 1], out=[out, more])
+            same(out, results[0])
+            same(more, results[1])
+        every = Layout.replicated((8, 12), range(group.size()))
+        leaf = x.detach().clone().requires_grad_()
+        summed = reshard_plan(leaf, rows, every, group=group, grad="partial", bucket_bytes=64)
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(summed.execute(leaf).sum() * (rank + 1), leaf)
+            same(gradient, torch.full_like(leaf, sum(range(1, group.size() + 1))))
 
 
 @case

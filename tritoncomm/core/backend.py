@@ -255,15 +255,14 @@ def all_gather_list(parts: list[Tensor], x: Tensor, group: ProcessGroup, name: s
     """``parts[w] = x of rank w``, of uneven sizes: one group of broadcasts, by NCCL itself or here on Gloo."""
     if x.dtype in special:
         parts, x = [carrier(part) for part in parts], carrier(x)
-    if backend_name(group, x) != "gloo":
-        options = _gather_options[asynchronous]
-        return _run(lambda: group.allgather([parts], [x], options), "all-gather", group, name, asynchronous)
 
-    def broadcasts() -> _Works:
+    def start() -> Work:
+        if x.is_meta or backend_name(group, x) != "gloo":  # shapes are propagated through all collectives
+            return group.allgather([parts], [x], _gather_options[asynchronous])
         parts[group.rank()].copy_(x)
         return _Works([broadcast(part, w, group, name, True) for w, part in enumerate(parts) if part.numel()])
 
-    return _run(broadcasts, "all-gather", group, name, asynchronous)
+    return _run(start, "all-gather", group, name, asynchronous)
 
 
 def all_reduce(x: Tensor, op: Any, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:

@@ -99,7 +99,7 @@ class Exchange:
         ]
         self._steps: dict[Any, tuple[list[int], list[Step]]] = {}
         self._recognized: _Recognized | None = None
-        self._recognized_into: _Recognized | None = None
+        self.recognized_into: _Recognized | None = None
 
     @cached_property
     def _digest(self) -> str:
@@ -186,7 +186,7 @@ class Exchange:
 
         What is written into has to be in the same memory, and the tensors too: that they are apart was checked there.
         """
-        known = self._recognized if results is None else self._recognized_into
+        known = self._recognized if results is None else self.recognized_into
         if known is None or forward_ad._current_level >= 0 or not known.are_as_before(*tensors, *(results or ())):
             return None
         if known.require_grad and torch.is_grad_enabled():
@@ -226,10 +226,10 @@ class Exchange:
         if results is None:
             self._recognized = None if made is None else _Recognized(made, steps, requires_grad)
         else:
-            self._recognized_into = None
+            self.recognized_into = None
             if made is not None:
                 addresses = tuple(map(_address_of, tensors)), tuple(map(_address_of, results))
-                self._recognized_into = _Recognized(made, steps, requires_grad, addresses)
+                self.recognized_into = _Recognized(made, steps, requires_grad, addresses)
 
     @cached_property
     def _contiguous(self) -> list[tuple[Ints, Ints, torch.dtype]]:

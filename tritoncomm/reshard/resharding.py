@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import record
 from tritoncomm.core.cost import DEFAULTS, Rates
-from tritoncomm.core.function import outside_graphs, without_graph
+from tritoncomm.core.function import outside_graphs
 from tritoncomm.core.validation import check_data, refuse_transforms
 from tritoncomm.errors import ArgumentError, CommError
 from tritoncomm.groups import GroupLike
@@ -20,6 +20,7 @@ from tritoncomm.reshard.execute import Exchange, apply
 from tritoncomm.reshard.plan import Item
 from tritoncomm.reshard.report import text_of
 from tritoncomm.reshard.specs import local_of, named
+from tritoncomm.reshard.stays import Stays
 
 __all__ = ["BUCKET_BYTES", "ReshardPlan", "refuse", "reshard", "reshard_plan"]
 
@@ -131,7 +132,7 @@ class ReshardPlan(record.Traffic):
     def __init__(self, call: Call, exchange: Exchange) -> None:
         self._call, self._exchange = call, exchange
         self.transfers = exchange.transfers
-        self._all_move = not any(call.stays)
+        self._stays = Stays(call.stays, exchange) if any(call.stays) else None
         self._name = "reshard" if call.name == "reshard_plan" else call.name
 
     bytes_sent = property(attrgetter("transfers.bytes_sent"), doc="Bytes this rank sends, alignment included.")
@@ -155,10 +156,9 @@ class ReshardPlan(record.Traffic):
             ArgumentError: other tensors or dtypes, or a gradient where the plan has none.
         """
         call = self._call
-        if self._all_move:
-            replayed = self._replayed(tensors, out)
-            if replayed is not None:
-                return call.form(tensors, replayed) if out is None else out
+        replayed = self._replayed(tensors, out)
+        if replayed is not None:
+            return call.form(tensors, replayed) if out is None else out
         given, outs = named(tensors, "reshard"), None if out is None else named(out, "reshard")
         if list(given) != self._names or (outs is not None and list(outs) != self._names):
             got = list(given if outs is None or list(given) != self._names else outs)
@@ -179,7 +179,7 @@ class ReshardPlan(record.Traffic):
         given, into = self._as_named(tensors), None if out is None else self._as_named(out)
         if given is None or (into is None) is not (out is None):
             return None
-        return self._exchange.replayed(given, "reshard", into)
+        return (self._stays or self._exchange).replayed(given, "reshard", into)
 
     def _as_named(self, tensors: Any) -> Sequence[Tensor] | None:
         """The tensors in the order of the plan, if that is theirs."""
@@ -189,7 +189,7 @@ class ReshardPlan(record.Traffic):
 
     def _check(self, tensors: Sequence[Any], may_record: bool) -> None:
         """Refuse tensors that are not as the plan has them."""
-        if self._all_move and all(isinstance(x, Tensor) for x in tensors):
+        if self._stays is None and all(isinstance(x, Tensor) for x in tensors):
             is_recorded = may_record and any(
                 x.requires_grad > item.has_grad for x, item in zip(tensors, self.items, strict=True)
             )
@@ -209,26 +209,12 @@ class ReshardPlan(record.Traffic):
 
     def run(self, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
         """``execute`` on checked local tensors."""
-        if self._all_move:
-            if out is None:
-                return list(apply(self._exchange, tensors, self._name))
-            self._exchange.run(tensors, out, self._name)
-            return list(out)
-        stays = self._call.stays
-        moving = [x for x, keeps in zip(tensors, stays, strict=True) if not keeps]
-        if out is not None:
-            kept = [(into, x.detach()) for x, into, keeps in zip(tensors, out, stays, strict=True) if keeps]
-            if _shares_memory(out, tensors):  # what is written first may be read afterwards
-                kept = [(into, x.clone()) for into, x in kept]
-            self._exchange.run(moving, [x for x, keeps in zip(out, stays, strict=True) if not keeps], self._name)
-            for into, x in kept:
-                into.detach().copy_(x)
-            return list(out)
-        moved = iter(apply(self._exchange, moving, self._name))
-        keep = torch.is_grad_enabled()
-        return [
-            (x if keep else without_graph(x)) if stays else next(moved) for x, stays in zip(tensors, stays, strict=True)
-        ]
+        if self._stays is not None:
+            return self._stays.run(tensors, out, self._name)
+        if out is None:
+            return list(apply(self._exchange, tensors, self._name))
+        self._exchange.run(tensors, out, self._name)
+        return list(out)
 
     def text(self, rates: Rates | None = None) -> str:
         """Buckets, messages, bytes, launches, memory and predicted time, as a table."""
@@ -236,9 +222,3 @@ class ReshardPlan(record.Traffic):
 
     def __str__(self) -> str:
         return self.text()
-
-
-def _shares_memory(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether a tensor of one sequence has the storage of a tensor of the other one."""
-    known = {x.untyped_storage().data_ptr() for x in others if x.numel()}
-    return any(x.untyped_storage().data_ptr() in known for x in some if x.numel())

@@ -82,15 +82,12 @@ class Step:
             path = _run_pass(self._pack, sources, wire, None if addresses is None else addresses[0])
         local: Sequence[_Pair] = ()
         if self._local:
-            path, local = "torch", self._blocks(sources, targets)
+            path, local = "torch", self._blocks(sources, targets, new is not None)
         work = None
         if not self._bucket.is_quiet:
             work = start(self._bucket, send, receive, name, bool(local))
-        for block, target, adds in local:
-            if adds:
-                target.add_(block)
-            else:
-                target.copy_(block)
+        if local:
+            _copy(local)
         if work is not None:
             work.wait()
         del wire, send, receive  # what was sent is not needed while what arrived is unpacked
@@ -118,10 +115,11 @@ class Step:
         wire, base = new((sent,), (1,), torch.uint8), new((received,), (1,), torch.uint8)
         return wire, base, wire, base
 
-    def _blocks(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> "list[_Pair]":
+    def _blocks(self, sources: Sequence[Tensor], targets: Sequence[Tensor], recognized: bool) -> "list[_Pair]":
         """Blocks that are copied directly, where to, and whether they are added there."""
+        view = part_of if recognized and part_of is not None else _view
         blocks = [
-            (_view(sources[i], at[0], at[1], at[2]), _view(targets[i], at[0], at[3], at[4]), i in self._accumulated)
+            (view(sources[i], at[0], at[1], at[2]), view(targets[i], at[0], at[3], at[4]), i in self._accumulated)
             for i, at in self._local
         ]
         return [(block.clone(), target, adds) for block, target, adds in blocks] if self._in_place else blocks
@@ -157,5 +155,17 @@ def _passes(
         yield used, segments.Prepared(table[1], gathers, accumulate, sums)
 
 
-def _view(x: Tensor, size: Ints, stride: Ints, offset: Ints) -> Tensor:
-    return x.as_strided(size, stride, int(x.storage_offset()) + offset[0])
+def _copy(blocks: Sequence[_Pair]) -> None:
+    """Copy, or add, blocks to where they go."""
+    plain = [(block, target) for block, target, adds in blocks if not adds]
+    if plain:
+        given, into = zip(*plain, strict=True)
+        torch._foreach_copy_(into, given)  # pyright: ignore[reportPrivateImportUsage]
+    if len(plain) < len(blocks):
+        for block, target, adds in blocks:
+            if adds:
+                target.add_(block)
+
+
+def _view(x: Tensor, size: Ints, stride: Ints, offset: int) -> Tensor:
+    return x.as_strided(size, stride, int(x.storage_offset()) + offset)

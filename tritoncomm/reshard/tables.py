@@ -122,15 +122,15 @@ def _rows(start: Array, size: Array, steps: Array, ends: tuple[Array, Array, Arr
     return [block, offset, extent[1, block], extent[0, block], step[1, block], at, gap[1, block]]
 
 
-def local_pairs(local: Local, strides: tuple[Strides, Strides]) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
+def local_pairs(local: Local, strides: tuple[Strides, Strides]) -> list[tuple[int, tuple[Any, ...]]]:
     """Blocks that stay: tensor, and size, strides and offset in the source, strides and offset in the result."""
     pairs = []
     sides = (local.source.T.tolist(), local.target.T.tolist())
     for place, (index, extent) in enumerate(zip(local.tensor.tolist(), local.size.T.tolist(), strict=True)):
         dims = len(strides[0][index])
-        described: list[tuple[int, ...]] = [tuple(extent[len(extent) - dims :])]
+        described: list[Any] = [tuple(extent[len(extent) - dims :])]
         for side, steps in zip(sides, strides, strict=True):
             start = side[place][len(extent) - dims :]
-            described += [steps[index], (sum(a * b for a, b in zip(start, steps[index], strict=True)),)]
+            described += [steps[index], sum(a * b for a, b in zip(start, steps[index], strict=True))]
         pairs.append((index, tuple(described)))
     return pairs
