@@ -3,7 +3,7 @@
 Replays run over a no-op process group with small tensors: on the CPU, where passes are torch's, and on a stub CUDA
 driver, where they are launched as on a GPU and nothing runs (that needs a C compiler, and a machine without a CUDA
 device). What is measured is the host, not the exchange; the no-op group's own time, which grows with its ranks, is
-shown beside it.
+shown beside it. Plans of real models are those of ``reshard_models``, with every dim, and so the buckets, divided.
 
     PYTHONPATH=.:kernels python bench/reshard_host.py
 """
@@ -15,17 +15,22 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 from bench.bench_launch import missing
 from bench.hosts import helpers, no_op_group
+from bench.reshard_models import CASES as MODELS
+from bench.reshard_models import Case, items_of
 from tritoncomm.core import backend
-from tritoncomm.reshard import Layout, cells, layout, reshard, reshard_plan, sequence_layout, sequences
+from tritoncomm.reshard import Layout, builder, cells, layout, reshard, reshard_plan, sequence_layout, sequences
+from tritoncomm.reshard.execute import messages
+from tritoncomm.reshard.resharding import BUCKET_BYTES
 from tritoncomm.reshard.sequence_boxes import KINDS
 
-__all__ = ["packed", "planning", "replay", "sequence", "sequence_planning"]
+__all__ = ["model", "packed", "planning", "replay", "sequence", "sequence_planning"]
 
 GRID = np.arange(64)
 CASES = {
@@ -35,6 +40,7 @@ CASES = {
 }
 ROUNDS = 400
 TOKENS, UNIT = 131_072, 16
+DIVISOR = 64  # of every dim of a model
 
 
 def planning(name: str) -> float:
@@ -46,12 +52,12 @@ def planning(name: str) -> float:
     return time.perf_counter() - started
 
 
-def median(call: Callable[[], Any]) -> float:
+def median(call: Callable[[], Any], rounds: int = ROUNDS) -> float:
     """Microseconds of a warm call."""
-    for _ in range(20):
+    for _ in range(rounds // 20):
         call()
     times = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         started = time.perf_counter()
         call()
         times.append(time.perf_counter() - started)
@@ -76,6 +82,41 @@ def replay(host: Any, world: int, tensors: int, buckets: int) -> dict[str, float
             "plan.execute(out=)": median(lambda: plan.execute(given, out=out)) / buckets,
             "reshard": median(lambda: reshard(given, source, target, **limit)) / buckets,
             "the group alone": median(lambda: backend.all_to_all(wire, wire, counts, counts, group, "reshard")),
+        }
+
+
+def model(host: Any, case: Case, rounds: int = 80) -> dict[str, float]:
+    """Of the first rank: tensors, buckets, blocks per bucket that it copies directly, and the times of ``replay``.
+
+    Bytes are divided by ``DIVISOR`` squared, those of a bucket and of the largest block that is staged, too, so that
+    the plan is about that of the model.
+    """
+    less = DIVISOR**2
+    with host, no_op_group(case.world) as group, mock.patch.object(builder, "_SMALL", builder._SMALL // less):
+        items = items_of(case, DIVISOR)
+        given = {item.name: torch.ones(item.source.local_shape(0) or 0, dtype=item.dtype) for item in items}
+        source, target = ({item.name: getattr(item, side) for item in items} for side in ("source", "target"))
+        plan = reshard_plan(given, source, target, bucket_bytes=BUCKET_BYTES // less)
+        out = {name: torch.empty_like(x) for name, x in plan.execute(given).items()}
+        buckets = plan.transfers.buckets
+        wires = [[torch.empty(side.nbytes, dtype=torch.uint8) for side in (b.recv, b.send)] for b in buckets]
+
+        def exchanges() -> None:
+            for bucket, (received, wire) in zip(buckets, wires, strict=True):
+                if not plan.transfers.is_disjoint:
+                    counts = bucket.recv.counts, bucket.send.counts
+                    backend.all_to_all(received, wire, *counts, group, "reshard")
+                else:
+                    sides = messages(wire, bucket.send), messages(received, bucket.recv)
+                    backend.send_and_receive(*sides, group, "reshard").wait()
+
+        return {
+            "tensors": len(items),
+            "buckets": len(buckets),
+            "blocks that are copied directly": sum(len(b.local.tensor) for b in buckets) / len(buckets),
+            "plan.execute": median(lambda: plan.execute(given), rounds) / len(buckets),
+            "plan.execute(out=)": median(lambda: plan.execute(given, out=out), rounds) / len(buckets),
+            "the group alone": median(exchanges, rounds) / len(buckets),
         }
 
 
@@ -140,6 +181,10 @@ if __name__ == "__main__":
             host = helpers("fake_gpu.device").Device().current(runs=False) if where == stub else nullcontext()
             figures = ", ".join(f"{name} {us:.1f}" for name, us in replay(host, ranks, count, parts).items())
             print(f"{where}, {ranks} ranks, {count} tensors in {parts} buckets, us per bucket: {figures}")
+        for trained in MODELS[:2]:
+            host = helpers("fake_gpu.device").Device().current(runs=False) if where == stub else nullcontext()
+            figures = ", ".join(f"{name} {figure:.1f}" for name, figure in model(host, trained).items())
+            print(f"{where}, {trained}, us per bucket: {figures}")
         for ranks, pair in itertools.product((2, 8), (("contiguous", "zigzag"), ("striped", "zigzag"))):
             host = helpers("fake_gpu.device").Device().current(runs=False) if where == stub else nullcontext()
             figures = ", ".join(f"{name} {us:.1f}" for name, us in sequence(host, ranks, pair).items())

@@ -122,8 +122,13 @@ _COLUMNS = (
 _MODELS = {"Llama-3-70B": (llama_70b, 80), "DeepSeek-V3": (deepseek_v3, 61)}
 
 
-def items_of(case: Case) -> list[Item]:
-    """Every parameter with both layouts; ranks count tensor, then expert or data, then pipeline slowest."""
+def items_of(case: Case, divisor: int = 1) -> list[Item]:
+    """Every parameter with both layouts; ranks count tensor, then expert or data, then pipeline slowest.
+
+    Args:
+        case: of the table.
+        divisor: of every dim but that of the experts, for the same plan of less memory.
+    """
     weights, layers = _MODELS[case.model]
     data = case.ranks // (case.pipeline * case.tensor)
     trainer = np.arange(case.ranks).reshape(case.pipeline, data // case.expert, case.expert, case.tensor)
@@ -132,8 +137,10 @@ def items_of(case: Case) -> list[Item]:
     items = []
     for weight in weights():
         stage = weight.layer * case.pipeline // layers
-        source = Layout.on_mesh(weight.shape, trainer[stage], [None, 0 if weight.is_expert else None, weight.dim])
-        target = Layout.on_mesh(weight.shape, inference, [None, weight.dim])
+        kept = 1 if weight.is_expert else 0
+        shape = (*weight.shape[:kept], *(-(-size // divisor) for size in weight.shape[kept:]))
+        source = Layout.on_mesh(shape, trainer[stage], [None, 0 if weight.is_expert else None, weight.dim])
+        target = Layout.on_mesh(shape, inference, [None, weight.dim])
         items.append(Item(weight.name, source, target, torch.bfloat16, torch.bfloat16))
     return items
 

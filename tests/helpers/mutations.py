@@ -253,8 +253,19 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks that stay are read after they were overwritten", "tritoncomm/reshard/steps.py",
-        "for block, target, adds in blocks] if self._in_place else blocks",
-        "for block, target, adds in blocks] if False else blocks", "tests/reshard",
+        "if self._in_place else given, into", "if False else given, into", "tests/reshard",
+    ),
+    Mutation(
+        "memory of tensors that stay is not known to be apart", "tritoncomm/reshard/stays.py",
+        "known.addresses != _addresses(stay, kept)", "False", "tests/reshard/test_odd_uses.py",
+    ),
+    Mutation(
+        "tensors that stay are apart from those that moved in another call", "tritoncomm/reshard/stays.py",
+        "known.moved is not self._exchange.recognized_into or ", "", "tests/reshard/test_odd_uses.py",
+    ),
+    Mutation(
+        "messages between other ranks begin at the first byte", "tritoncomm/reshard/plan.py",
+        "(peer, end - count, count)", "(peer, 0, count)", "tests/reshard",
     ),
     Mutation(
         "an exchange is not waited for while blocks are copied", "tritoncomm/reshard/steps.py",

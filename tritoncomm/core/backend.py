@@ -232,9 +232,20 @@ def send_and_receive(
     """
     if any(x.is_meta for _, x in (*sends, *receives)):  # which Gloo takes, and sends nothing
         raise UnsupportedError(f"{name}: meta tensors have no data to send")
-    calls = [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
-    calls += [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sends]
-    return _run(lambda: _Works(dist.batch_isend_irecv(calls) if calls else []), "exchange", group, name, True)
+    return _run(lambda: _Works(_batch(sends, receives, group)), "exchange", group, name, True)
+
+
+def _batch(sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], group: ProcessGroup) -> list[Work]:
+    """``dist.batch_isend_irecv``, without its checks and objects: a third of its time on the host."""
+    if not sends and not receives:
+        return []
+    device = (sends or receives)[0][1].device
+    coalesces = type(group) is ProcessGroup and group._get_backend(device).supports_coalescing
+    if coalesces:
+        group._start_coalescing(device)
+    works: list[Work] = [group.recv([x], peer, 0) for peer, x in receives]
+    works += [group.send([x], peer, 0) for peer, x in sends]
+    return [group._end_coalescing(device)] if coalesces else works
 
 
 class _Works:

@@ -14,15 +14,15 @@ from torch.distributed import ProcessGroup
 from tritoncomm import record
 from tritoncomm.core import backend
 from tritoncomm.core.function import direct
-from tritoncomm.core.memory import Allocate, allocator, contiguous_stride, recognizer
+from tritoncomm.core.memory import Allocate, allocator, contiguous_stride, part_of, recognizer
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, GroupError, PeerError, UnsupportedError
 from tritoncomm.reshard import notes
 from tritoncomm.reshard.builder import transfers
-from tritoncomm.reshard.plan import Bucket, Item, Transfers, digest
+from tritoncomm.reshard.plan import Bucket, Item, Side, Transfers, digest
 from tritoncomm.reshard.steps import Addresses, Step, steps_of
 
-__all__ = ["Exchange", "apply", "check_dtypes"]
+__all__ = ["Exchange", "apply", "check_dtypes", "messages"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TABLES = 8
@@ -318,13 +318,16 @@ class Exchange:
         if group is None:
             raise GroupError(f"{name}: this plan was made without a group, to be looked at")
         if self.transfers.is_disjoint:
-            sends, receives = _messages(wire, bucket.send.counts), _messages(received, bucket.recv.counts)
+            sends, receives = messages(wire, bucket.send), messages(received, bucket.recv)
             return backend.send_and_receive(sends, receives, group, name)
         return backend.all_to_all(received, wire, bucket.recv.counts, bucket.send.counts, group, name, asynchronous)
 
 
-def _messages(wire: Tensor, counts: Ints) -> list[tuple[int, Tensor]]:
-    return [(peer, part) for peer, part in enumerate(wire.split(counts)) if part.numel()]
+def messages(wire: Tensor, side: Side) -> list[tuple[int, Tensor]]:
+    """What goes to, or comes from, each rank on the other side."""
+    if wire.__class__ is Tensor and part_of is not None:
+        return [(peer, part_of(wire, (count,), (1,), start)) for peer, start, count in side.parts]
+    return [(peer, wire.narrow(0, start, count)) for peer, start, count in side.parts]
 
 
 def _is_readable(x: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """The plan of a resharding as one rank takes part in it: messages, buckets, and what they cost."""
 
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,6 +83,13 @@ class Side:
     def messages(self) -> int:
         """Ranks on the other side."""
         return sum(count > 0 for count in self.counts)
+
+    @cached_property
+    def parts(self) -> list[tuple[int, int, int]]:
+        """Position in the group, first byte and bytes of every message."""
+        ends = itertools.accumulate(self.counts)
+        sizes = enumerate(zip(ends, self.counts, strict=True))
+        return [(peer, end - count, count) for peer, (end, count) in sizes if count]
 
     @cached_property
     def elements(self) -> Array:

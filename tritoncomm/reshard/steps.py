@@ -12,7 +12,7 @@ from tritoncomm.core import segments
 from tritoncomm.core.memory import Allocate, part_of
 from tritoncomm.core.plan import Ints
 from tritoncomm.reshard.plan import Bucket, Transfers
-from tritoncomm.reshard.tables import Blocks, Strides, blocks_of, joined, local_pairs, table_of
+from tritoncomm.reshard.tables import Blocks, Pair, Strides, blocks_of, joined, local_pairs, table_of
 
 __all__ = ["Addresses", "Start", "Step", "steps_of"]
 
@@ -20,7 +20,7 @@ Start = Callable[[Bucket, Tensor, Tensor, str, bool], Any]
 """Starts the exchange of a bucket: what is sent, what arrives, the function's name, and whether to return at once."""
 Addresses = tuple[tuple[int, ...], tuple[int, ...]]
 """Of all tensors, before and after."""
-_Pair = tuple[Tensor, Tensor, bool]
+_Views = tuple[list[Tensor], list[Tensor]]
 _Pass = tuple[Ints | None, segments.Prepared]
 
 
@@ -34,10 +34,10 @@ class Step:
         in_place: results share memory with the tensors.
     """
 
-    __slots__ = ("_accumulated", "_bucket", "_in_place", "_local", "_pack", "_sizes", "_unpacks")
+    __slots__ = ("_added", "_bucket", "_in_place", "_local", "_pack", "_sizes", "_unpacks")
 
     def __init__(self, bucket: Bucket, transfers: Transfers, strides: tuple[Strides, Strides], in_place: bool) -> None:
-        self._bucket, self._in_place, self._accumulated = bucket, in_place, transfers.accumulated
+        self._bucket, self._in_place = bucket, in_place
         carried = [item.carried for item in transfers.items]
         own = bucket.own
         self._sizes = sent, staged, _ = bucket.send.nbytes, bucket.own_bytes, bucket.recv.nbytes
@@ -57,10 +57,13 @@ class Step:
                     taken.pick(adds == accumulates), strides[1], carried, False, accumulates, sums=True
                 )
             ]
-        self._local = local_pairs(bucket.local, strides)
+        pairs = local_pairs(bucket.local, strides)
+        self._local, self._added = (
+            [pair for pair in pairs if (pair[0] in transfers.accumulated) is adds] for adds in (False, True)
+        )
 
     def __bool__(self) -> bool:
-        return not self._bucket.is_quiet or self._pack is not None or bool(self._local)
+        return not self._bucket.is_quiet or self._pack is not None or bool(self._local or self._added)
 
     def run(
         self,
@@ -80,14 +83,19 @@ class Step:
         wire, base, send, receive = self._staging(sources[0]) if new is None else self._new_staging(new)
         if self._pack is not None:
             path = _run_pass(self._pack, sources, wire, None if addresses is None else addresses[0])
-        local: Sequence[_Pair] = ()
-        if self._local:
-            path, local = "torch", self._blocks(sources, targets, new is not None)
+        copied: _Views | None = None
+        added: _Views | None = None
+        if self._local or self._added:
+            path, view = "torch", _view if new is None or part_of is None else part_of
+            copied, added = (self._blocks(pairs, sources, targets, view) for pairs in (self._local, self._added))
         work = None
         if not self._bucket.is_quiet:
-            work = start(self._bucket, send, receive, name, bool(local))
-        if local:
-            _copy(local)
+            work = start(self._bucket, send, receive, name, copied is not None)
+        if copied is not None and copied[0]:
+            torch._foreach_copy_(copied[1], copied[0])  # pyright: ignore[reportPrivateImportUsage]
+        if added is not None:
+            for block, target in zip(*added, strict=True):
+                target.add_(block)
         if work is not None:
             work.wait()
         del wire, send, receive  # what was sent is not needed while what arrived is unpacked
@@ -115,14 +123,11 @@ class Step:
         wire, base = new((sent,), (1,), torch.uint8), new((received,), (1,), torch.uint8)
         return wire, base, wire, base
 
-    def _blocks(self, sources: Sequence[Tensor], targets: Sequence[Tensor], recognized: bool) -> "list[_Pair]":
-        """Blocks that are copied directly, where to, and whether they are added there."""
-        view = part_of if recognized and part_of is not None else _view
-        blocks = [
-            (view(sources[i], at[0], at[1], at[2]), view(targets[i], at[0], at[3], at[4]), i in self._accumulated)
-            for i, at in self._local
-        ]
-        return [(block.clone(), target, adds) for block, target, adds in blocks] if self._in_place else blocks
+    def _blocks(self, pairs: list[Pair], sources: Sequence[Tensor], targets: Sequence[Tensor], view: Any) -> _Views:
+        """Blocks that are copied or added directly, and where to."""
+        given = [view(sources[i], size, stride, offset) for i, size, stride, offset, _, _ in pairs]
+        into = [view(targets[i], size, stride, offset) for i, size, _, _, stride, offset in pairs]
+        return [x.clone() for x in given] if self._in_place else given, into
 
 
 def steps_of(transfers: Transfers, before: Strides, after: Strides, in_place: bool) -> list[Step]:
@@ -153,18 +158,6 @@ def _passes(
     if table is not None:
         used = None if table[0] == tuple(range(len(dtypes))) else table[0]
         yield used, segments.Prepared(table[1], gathers, accumulate, sums)
-
-
-def _copy(blocks: Sequence[_Pair]) -> None:
-    """Copy, or add, blocks to where they go."""
-    plain = [(block, target) for block, target, adds in blocks if not adds]
-    if plain:
-        given, into = zip(*plain, strict=True)
-        torch._foreach_copy_(into, given)  # pyright: ignore[reportPrivateImportUsage]
-    if len(plain) < len(blocks):
-        for block, target, adds in blocks:
-            if adds:
-                target.add_(block)
 
 
 def _view(x: Tensor, size: Ints, stride: Ints, offset: int) -> Tensor:

@@ -7,12 +7,15 @@ import numpy as np
 import torch
 from tritoncomm_kernels import Segments
 
+from tritoncomm.core.plan import Ints
 from tritoncomm.reshard.layout import Array
 from tritoncomm.reshard.plan import Local, Side
 
-__all__ = ["Blocks", "Strides", "Table", "blocks_of", "joined", "local_pairs", "table_of"]
+__all__ = ["Blocks", "Pair", "Strides", "Table", "blocks_of", "joined", "local_pairs", "table_of"]
 
 Strides = tuple[tuple[int, ...], ...]
+Pair = tuple[int, Ints, Ints, int, Ints, int]
+"""A block that stays: tensor, size, strides and offset in the source, strides and offset in the result."""
 Table = tuple[tuple[int, ...], Segments]
 """The tensors of a bucket, and its segments, whose indices count those."""
 
@@ -122,15 +125,15 @@ def _rows(start: Array, size: Array, steps: Array, ends: tuple[Array, Array, Arr
     return [block, offset, extent[1, block], extent[0, block], step[1, block], at, gap[1, block]]
 
 
-def local_pairs(local: Local, strides: tuple[Strides, Strides]) -> list[tuple[int, tuple[Any, ...]]]:
-    """Blocks that stay: tensor, and size, strides and offset in the source, strides and offset in the result."""
-    pairs = []
+def local_pairs(local: Local, strides: tuple[Strides, Strides]) -> list[Pair]:
+    """Blocks that stay, as a plan's index space has them."""
+    pairs: list[Pair] = []
     sides = (local.source.T.tolist(), local.target.T.tolist())
     for place, (index, extent) in enumerate(zip(local.tensor.tolist(), local.size.T.tolist(), strict=True)):
         dims = len(strides[0][index])
-        described: list[Any] = [tuple(extent[len(extent) - dims :])]
+        described: list[Any] = []
         for side, steps in zip(sides, strides, strict=True):
             start = side[place][len(extent) - dims :]
             described += [steps[index], sum(a * b for a, b in zip(start, steps[index], strict=True))]
-        pairs.append((index, tuple(described)))
+        pairs.append((index, tuple(extent[len(extent) - dims :]), *described))
     return pairs
