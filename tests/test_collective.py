@@ -427,6 +427,28 @@ def run_lazy_elements(group: ProcessGroup) -> None:
     same(m.all_gather_dim(several, 0, group)[:4], -(torch.arange(4.0) + 1))
 
 
+def run_lazy_tensors(group: ProcessGroup, path: str) -> None:
+    """Several with lazy bits in one buffer."""
+    rank, world = group.rank(), group.size()
+    negative = torch.view_as_complex(torch.arange(32.0).view(4, 4, 2) + rank).conj().imag
+    conjugate = torch.view_as_complex(torch.arange(32.0).view(4, 4, 2) + rank).conj()
+    assert negative.is_neg()
+    assert conjugate.is_conj()
+    with ops.path(path):
+        for x in (negative, conjugate):
+            one = 1 - 1j if x.is_complex() else -1
+            expected = sum((x.clone() + one * (other - rank) for other in range(world)), torch.zeros(()))
+            for given in ([x], [x, torch.ones_like(x).resolve_conj(), x]):
+                found = c.split_reduce_scatter(given, 0, group)
+                for out in found[::2]:
+                    same(out, expected.chunk(world)[rank])
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_lazy_tensors_in_one_buffer(pool: Pool, path: str) -> None:
+    pool.run(run_lazy_tensors, path, world=2)
+
+
 def test_lazy_elements(pool: Pool) -> None:
     pool.run(run_lazy_elements, world=2)
 

@@ -229,7 +229,9 @@ def _split_reduce_scatter(
     _range = None
     if record.switch._is_profiler_enabled and not eager.is_single_rank(group, name):
         _range = record.begin(name, name, group, many, (tuple(axes), dtype, scale))
-    wire, shards, path, copied = pack_many(many, axes, world, dtype=dtype, scale=scale)
+    plain = [resolved(x) for x in many]  # a table of segments reads the memory of several tensors as it is
+    wire, shards, path, copied = pack_many(plain, axes, world, dtype=dtype, scale=scale)
+    copied += sum(2 * x.nbytes for x, given in zip(plain, many, strict=True) if x is not given)
     summed = wire
     if not eager.is_single_rank(group, name):
         backend.check_op(ReduceOp.SUM, wire, group, name)

@@ -458,7 +458,7 @@ def run_resharding(group: ProcessGroup, case: Resharding) -> str:
     late = ("shape", "grad") if case.how in ("dtypes", "owned", "exchange") else FAULTS if case.how == "look" else ()
     if case.fault and case.fault in late:
         return "mixed"  # a plan of layouts and dtypes is right, and who executes it does not compare
-    if case.fault == "extra" and case.how in ("owned", "exchange"):
+    if case.fault == "extra" and case.how in ("owned", "exchange", "dtypes"):
         return "mixed"  # one more tensor that stays where it is may be in no plan
     is_planned = case.how in _PLANNED
     if is_planned and case.fault == "missing" and case.kind in _WITHOUT_DATA and len(case.shapes) == 1:

@@ -147,6 +147,15 @@ def run_refusals(group: TorchGroup) -> None:
     refused(go(bucket_bytes=2**20 + (rank == 1)), MismatchError, "bucket_bytes", str(2**20 + 1))
     refused(go(target=Layout.replicated((8, 4), [0, 9])), GroupError, "[9]", "target layout of w")
     refused(go(given=torch.ones(2, 4, requires_grad=rank == 0)), MismatchError, "with gradient")
+    # Beside a plan that is cached, a tensor that stays is looked at, too.
+    two, elsewhere = {"w": x, "h": x[:1] if rank == 1 else x}, Layout.on_mesh((8, 4), [0, 9], [0])
+    for _ in range(2):
+        assert reshard({"w": x, "h": x}, rows, {"w": columns, "h": rows}, group=group)["h"] is x
+        sides = ({"w": each, "h": holes} for each in (rows, columns))
+        refused(lambda: reshard(two, *sides, group=group), ShapeError, "h is no tiling", "4 of the 32")  # noqa: B023
+        sides = ({"w": each, "h": elsewhere} for each in (rows, columns))
+        lost = {"w": x, "h": torch.ones(4, 4) if rank == 0 else torch.ones(0)}
+        refused(lambda: reshard(lost, *sides, group=group), GroupError, "[9]", "source layout of h")  # noqa: B023
     refused(go(dtype=torch.int32), UnsupportedError, "w cannot be cast")
     refused(go(bucket_bytes=8), ArgumentError, "too small for w")
     refused(go(grad="summed"), ArgumentError, "grad must be")

@@ -171,7 +171,11 @@ class Call:
         plans = _plans.setdefault(self.group, OrderedDict())
         if notes.pending:
             notes.withdraw(self.group)
+        stay = [row[1].digest for row, stays in zip(self.rows, self.stays, strict=True) if stays]
         if self.is_read and key in plans:
+            if stay != plans[key].stay:
+                self._check()
+                plans[key].stay = stay if self.error is None else []
             if self.error is not None:  # the others do not compare, and would not hear of it
                 self._announce(b"")
                 notes.leave(self.group, f"refused its arguments: {self.error}", "refused")
@@ -185,24 +189,31 @@ class Call:
         options = {"bucket_bytes": str(bucket_bytes), "grad": self.grad}
         agree(self.name, self.group, state, self.error, lambda: {item.name: str(item) for item in items} | options)
         assert made is not None
-        plans[key] = made
+        plans[key], made.stay = made, stay
         if len(plans) > _PLANS:
             plans.popitem(last=False)
         return made
 
     def _made(self, bucket_bytes: int) -> Exchange | None:
         """A new plan; None where the arguments are refused, and the error is kept."""
+        self._check()
+        if self.error is None:
+            moving = [item for item, stays in zip(self.items, self.stays, strict=True) if not stays]
+            try:
+                return Exchange(moving, self.ranks, self.position, self.group, bucket_bytes, self.grad)
+            except CommError as error:
+                self.error = error
+        return None
+
+    def _check(self) -> None:
+        """Keep what is wrong with the layouts of all tensors, those that stay included."""
         try:
             if self.is_read:
                 check(self.items, self.ranks, self.name)
                 for item in self.items:
                     check_dtypes(item, self.grad, self.name)
-            if self.error is None:
-                moving = [item for item, stays in zip(self.items, self.stays, strict=True) if not stays]
-                return Exchange(moving, self.ranks, self.position, self.group, bucket_bytes, self.grad)
         except CommError as error:
             self.error = error
-        return None
 
     def _announce(self, state: bytes) -> None:
         """Let check mode compare, so that ranks that have a plan learn of it, too."""

@@ -72,6 +72,9 @@ class Exchange:
         bucket_bytes: bytes of a bucket at most, on each side.
         grad: ``replicated`` or ``partial``, see ``reshard``.
         sums: every replica of the source sends and the target adds them up, in the order of the ranks.
+
+    Attributes:
+        stay: fingerprints of the layouts of tensors that stay, as last seen beside these.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Exchange:
         self._group = None if group is None else weakref.ref(group)  # plans are cached by their group
         self.transfers: Transfers = transfers(items, ranks, position, bucket_bytes, every_replica=sums)
         self.bucket_bytes = bucket_bytes
+        self.stay: list[bytes] = []
         self.carried = [item.carried for item in self.items]
         rank = ranks[position]
         self.source_shapes = [item.source.local_shape(rank) for item in self.items]
