@@ -498,6 +498,16 @@ def blocks_that_stay_are_copied_again(group: TorchGroup) -> None:
             plan.execute([x, x + 1], out=[out, more])
             same(out, results[0])
             same(more, results[1])
+        for form in (list, tuple, dict):
+            given = form([x, x + 1]) if form is not dict else {"0": x, "1": x + 1}
+            assert plan._replayed(given, None) is not None
+            results = plan.execute(given)
+            assert type(results) is (dict if form is dict else list)
+            same(results["1" if form is dict else 1], more)
+        for wrong in ([x], [x, x, x], {"1": x, "0": x}):
+            assert plan._replayed(wrong, None) is None
+            with pytest.raises(ArgumentError, match="the plan is for"):
+                plan.execute(wrong)
         every = Layout.replicated((8, 12), range(group.size()))
         leaf = x.detach().clone().requires_grad_()
         summed = reshard_plan(leaf, rows, every, group=group, grad="partial", bucket_bytes=64)

@@ -147,6 +147,11 @@ class ReshardPlan(record.Traffic):
     def _names(self) -> list[str]:
         return [item.name for item in self.items]
 
+    @cached_property
+    def _are_numbers(self) -> bool:
+        """Whether the names are those of a sequence."""
+        return self._names == [str(index) for index in range(len(self._names))]
+
     @outside_graphs
     def execute(self, tensors: Any, out: Any = None) -> Any:
         """What ``reshard`` does, without comparing plans; arguments and results as there.
@@ -185,6 +190,8 @@ class ReshardPlan(record.Traffic):
         """The tensors in the order of the plan, if that is theirs."""
         if tensors.__class__ is dict and list(tensors) == self._names:
             return [*tensors.values()]
+        if tensors.__class__ in (list, tuple):
+            return [*tensors] if self._are_numbers and len(tensors) == len(self._names) else None
         return (tensors,) if tensors.__class__ is Tensor and self._names == _ALONE else None
 
     def _check(self, tensors: Sequence[Any], may_record: bool) -> None:
