@@ -519,7 +519,7 @@ def _spoil(made: _Prepared, group: ProcessGroup, case: Resharding) -> None:
     elif case.fault == "shape":
         made.tensors["t0"] = torch.ones(7, 1, dtype=x.dtype)
     elif case.fault == "dtype":
-        made.tensors["t0"] = x.detach().to(torch.int32)
+        made.tensors["t0"] = torch.zeros_like(x.detach(), dtype=torch.int32)  # a cast may warn
     elif case.fault == "kind":
         made.tensors["t0"] = "a text"
     elif case.fault in ("layout", "target"):
