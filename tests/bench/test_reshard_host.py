@@ -4,9 +4,9 @@ from contextlib import nullcontext
 from unittest import mock
 
 import pytest
+
 from bench import reshard_host
 from bench.reshard_models import CASES, items_of
-
 from tritoncomm.reshard import builder
 from tritoncomm.reshard.resharding import BUCKET_BYTES
 
