@@ -376,6 +376,8 @@ def _layout(spec: Spec, shape: tuple[int, ...], ranks: Sequence[int]) -> Any:
             mesh = DeviceMesh("cpu", numbers, _init_backend=False)
         except Exception:  # torch has no such mesh
             return spec.given
+        if mesh.mesh.tolist() != numbers.tolist():  # torch takes 0.5 for 0
+            return spec.given
         if not isinstance(placements, list):
             return mesh, placements
         fits = [isinstance(dim, int) and abs(dim) < 2**60 for dim in placements]
