@@ -317,6 +317,11 @@ _MEANT = {
 }
 
 
+def _are_ambiguous(boxes: list[Tensor]) -> bool:
+    """Whether indices do not show along which dim boxes follow one another: empty ones of the same extent."""
+    return len(boxes) > 1 and len({box.shape for box in boxes}) == 1 and not boxes[0].numel()
+
+
 def _joined(boxes: list[Tensor], shape: tuple[int, ...]) -> Tensor | None:
     """The local tensor: boxes after one another; None where they do not concatenate."""
     if not boxes:
@@ -417,6 +422,8 @@ def _prepared(group: ProcessGroup, case: Resharding) -> _Prepared | str:
         if case.how in ("owned", "exchange", "look"):
             after = before
         ends = [_meant(each, shape, len(ranks)) for each in (source, target)]
+        if any(_are_ambiguous(boxes) for end in ends if end is not None for boxes in end.values()):
+            return "mixed"
         joined = [None if end is None else {p: _joined(boxes, shape) for p, boxes in end.items()} for end in ends]
         is_good = all(each is not None and None not in each.values() for each in joined)
         is_good = is_good and ends[0] is not None and _tiles(ends[0], shape)
