@@ -397,6 +397,29 @@ def tensors_that_stay_come_again(group: TorchGroup) -> None:
 
 
 @case
+def a_state_dict_comes_again(group: TorchGroup) -> None:
+    """``state_dict()`` makes new tensors in an ``OrderedDict`` every time; results and ``out`` are of the second model."""
+    rows, columns = layouts(group)
+    module, other = torch.nn.Module(), torch.nn.Module()
+    for name in "ab":
+        module.register_buffer(name, local_of(rows, group.rank(), ramp(8, 12)).clone())
+        other.register_buffer(name, local_of(columns if name == "a" else rows, group.rank(), ramp(8, 12)) - 1)
+    targets = {"a": columns, "b": rows}
+    plan = reshard_plan(module.state_dict(), rows, targets, group=group)
+    for again in (False, True, True):
+        assert (plan._replayed(module.state_dict(), None) is not None) is again
+        results = plan.execute(module.state_dict())
+        assert list(results) == ["a", "b"]
+        for name, x in results.items():
+            same(x, local_of(targets[name], group.rank(), ramp(8, 12)))
+    for again in (False, True):
+        assert (plan._replayed(module.state_dict(), other.state_dict()) is not None) is again
+        plan.execute(module.state_dict(), out=other.state_dict())
+        for name, x in other.state_dict().items():
+            same(x, local_of(targets[name], group.rank(), ramp(8, 12)))
+
+
+@case
 def tensors_that_stay_come_again_with_gradients(group: TorchGroup) -> None:
     """Those that move are inside autograd; without it, the calls are replayed and nothing requires grad."""
     rows, columns = layouts(group)

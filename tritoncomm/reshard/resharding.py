@@ -1,5 +1,6 @@
 """``reshard`` and ``reshard_plan``: tensors from one layout to another, over any ranks."""
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
@@ -27,6 +28,7 @@ __all__ = ["BUCKET_BYTES", "ReshardPlan", "refuse", "reshard", "reshard_plan"]
 BUCKET_BYTES = 256 * 2**20
 Grad = Literal["replicated", "partial"]
 _ALONE = ["tensor"]
+_DICTS = (dict, OrderedDict)  # as state_dict() returns it
 
 
 @outside_graphs
@@ -188,7 +190,7 @@ class ReshardPlan(record.Traffic):
 
     def _as_named(self, tensors: Any) -> Sequence[Tensor] | None:
         """The tensors in the order of the plan, if that is theirs."""
-        if tensors.__class__ is dict and list(tensors) == self._names:
+        if tensors.__class__ in _DICTS and list(tensors) == self._names:
             return [*tensors.values()]
         if tensors.__class__ in (list, tuple):
             return [*tensors] if self._are_numbers and len(tensors) == len(self._names) else None
