@@ -19,6 +19,12 @@ TABLE_RANKS = 128  # ranks that a kernel looks at in one step
 _WALK = ["scale", "stride_0", "stride_1", "stride_2", "size_1", "size_2", "stride_element"]
 _STARTS = [f"{name}_{w}" for name in ("start", "tile") for w in range(1, BY_VALUE)]
 
+# Triton 3.6 lets the lanes of a warp walk down the rows where it does not see that neighbouring columns are neighbours in
+# memory: every lane has a sector of its own then, and the tile is transposed in shared memory. A hint that they are, of two
+# only, makes them walk along a row; nothing is joined, as pointers are known to be aligned to one element. It has to stand
+# where the pointers are computed: a hint to an argument of a function is lost. TODO: delete when Triton 3.7 is the oldest.
+_WALKS_DOWN = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
+
 
 @triton.jit
 def _divide(a, b):
@@ -67,17 +73,17 @@ def _in_rows(
         rows_ptr += columns * VEC + element
     else:
         rows_ptr += (offset + c) * VEC + element
+    if STRIDED and VEC == 1 and c.shape[1] > 1 and _WALKS_DOWN:
+        rows_ptr = tl.max_contiguous(rows_ptr, [1, 2])
     return rows_ptr
 
 
 @triton.jit
 def _move(
     rows_ptr, wire_ptr, in_row, in_wire, scale, UNPACK: tl.constexpr, WIDE: tl.constexpr, HAS_SCALE: tl.constexpr,
-    ACCUMULATE: tl.constexpr, VEC: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """One tile from rows to wire, with zeros where a row has ended, or back."""
-    if VEC == 1 and BLOCK_COLS > 1:  # Triton 3.6 does not see that columns run along dim 1 and would walk down the rows
-        wire_ptr = tl.max_contiguous(wire_ptr, [1, 2])
     if UNPACK:
         x = tl.load(wire_ptr, mask=in_row)
         x = converted(x, scale, rows_ptr, in_row, rows_ptr.dtype.element_ty, WIDE, HAS_SCALE, ACCUMULATE)
@@ -109,10 +115,12 @@ def _copy_kernel(
     w = _divide(c, run)
     in_row, in_wire = (o < outer) & (c < row), (o < outer) & (c < cols)
     wire_ptr += (o.to(tl.int64) * run + (w.to(tl.int64) * stride_rank + (c - w * run))) * VEC + element
+    if VEC == 1 and BLOCK_COLS > 1 and _WALKS_DOWN:
+        wire_ptr = tl.max_contiguous(wire_ptr, [1, 2])
     rows_ptr = _in_rows(
         rows_ptr, o, c, element, stride_0, stride_1, stride_2, size_1, size_2, stride_element, VEC, OUTER_DIMS, STRIDED
     )
-    _move(rows_ptr, wire_ptr, in_row, in_wire, scale, UNPACK, WIDE, HAS_SCALE, ACCUMULATE, VEC, BLOCK_COLS)
+    _move(rows_ptr, wire_ptr, in_row, in_wire, scale, UNPACK, WIDE, HAS_SCALE, ACCUMULATE)
 
 
 @triton.jit
@@ -133,7 +141,7 @@ def _copy_shard(
     rows_ptr = _in_rows(
         rows_ptr, o, c, element, stride_0, stride_1, stride_2, size_1, size_2, stride_element, VEC, OUTER_DIMS, STRIDED
     )
-    _move(rows_ptr, wire_ptr, mask, mask, scale, UNPACK, WIDE, HAS_SCALE, ACCUMULATE, VEC, BLOCK_COLS)
+    _move(rows_ptr, wire_ptr, mask, mask, scale, UNPACK, WIDE, HAS_SCALE, ACCUMULATE)
 
 
 @triton.jit(do_not_specialize=[*_WALK, "outer", "row", "tiles", *_STARTS])

@@ -5,7 +5,6 @@ Copies see integers of the widest access that both sides allow and never the dty
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -163,7 +162,8 @@ def _plan(
     types, vec, unit, scaling = _unit(geo, rows_dtype, wire_dtype, wide, alignment)
     starts = None if geo.starts is None else _in_units(scaling, *geo.starts)
     longest = _in_units(scaling, geo.world * geo.run)[0] if starts is None else max(_lengths(starts))
-    tile = config or _tile(name, unit, geo, longest * unit, device)
+    addresses_are_long = geo.starts is not None or geo.stride_element != 1
+    tile = config or tile_on(device, name, unit, geo.outer, longest * unit, addresses_are_long)
     block_cols = max(tile.block_cols // max(types[0].itemsize, types[1].itemsize), vec)
     if starts is None:
         shards = _equal_shards(geo, scaling, longest, block_cols // vec)
@@ -178,14 +178,6 @@ def _plan(
         BLOCK_ROWS=tile.block_rows, BLOCK_COLS=block_cols,
     )  # fmt: skip
     return Launch(kernel, device, grid, types, numbers, constants, tile.num_warps, table), moved, wide
-
-
-def _tile(name: str, unit: int, geo: Geometry, cols_bytes: int, device: int) -> Config:
-    """The configured tile, with half the rows where a thread has many addresses and those take registers to find."""
-    tile = tile_on(device, name, unit, geo.outer, cols_bytes)
-    if unit <= 2 and (geo.starts is not None or geo.stride_element != 1):
-        return replace(tile, block_rows=max(tile.block_rows // 2, 1))
-    return tile
 
 
 def _unit(

@@ -10,7 +10,7 @@ tensors' and for any Triton whose ``run`` is not known to take these arguments.
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -203,11 +203,20 @@ def _version() -> tuple[int, ...]:
     return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
-def tile_on(device: int, op: str, unit_bytes: int, outer: int, cols_bytes: int) -> Config:
-    """``config_for`` on a device; larger in the interpreter, where a program costs milliseconds whatever its size."""
+def tile_on(
+    device: int, op: str, unit_bytes: int, outer: int, cols_bytes: int, addresses_are_long: bool = False
+) -> Config:
+    """``config_for`` on a device; larger in the interpreter, where a program costs milliseconds whatever its size.
+
+    With half the rows where a thread has many addresses, as in units of 2 bytes and 1, and those take registers to find.
+    """
     if INTERPRETED:
-        return tile_for(op, unit_bytes, outer, cols_bytes, _INTERPRETED_TILE, _INTERPRETED_TILE, Config.num_warps)
-    return config_for(op, unit_bytes, outer, cols_bytes, **device_key(device))
+        tile = tile_for(op, unit_bytes, outer, cols_bytes, _INTERPRETED_TILE, _INTERPRETED_TILE, Config.num_warps)
+    else:
+        tile = config_for(op, unit_bytes, outer, cols_bytes, **device_key(device))
+    if addresses_are_long and unit_bytes <= 2:
+        return replace(tile, block_rows=max(tile.block_rows // 2, 1))
+    return tile
 
 
 def check_place(name: str, first: Tensor, second: Tensor) -> None:

@@ -118,7 +118,7 @@ def _plan(
     size, (dtype, *_) = rows.itemsize, index
     unit = math.gcd(alignment or 16, 16, rows.row * size, rows.stride_far * size, rows.stride_near * size)
     element = min(unit, 8)
-    tile = tile_on(-1, "unpack" if name == "scatter_rows" else "pack", unit, rows.count, rows.row * size)
+    tile = tile_on(-1, "unpack", unit, rows.count, rows.row * size, True)  # addresses wait for the index in both
     vec, block_cols = unit // element, max(tile.block_cols, unit) // element
     row = rows.row * size // unit
     blocks = -(-row // (block_cols // vec))

@@ -55,6 +55,7 @@ def _build(
 
 
 def check(code: Code, unit: int) -> None:
+    assert code.coalesced
     assert code.spills == 0
     assert code.registers <= (64 if unit >= 4 else 128)
 
@@ -128,6 +129,7 @@ def test_reduce(target: str, parts: int) -> None:
     }  # fmt: skip
     pointers = {"wire_ptr": "*bf16", "out_ptr": "*bf16", "scale": "fp32"}
     (code,) = build_all([Build(module._reduce_kernel, pointers, constants)], target)
+    assert code.coalesced
     assert code.spills == 0
     assert code.registers <= 128
     assert set(code.loads) == set(code.stores) == {16}
@@ -153,11 +155,15 @@ LIMITS = {
     "reduce, bf16: 8 parts of odd length, aligned": (30, 320),
 }
 
+# From 3.8 on Triton's ptxas divides registers otherwise: 2 more of them are a quarter less in flight where 32 were enough.
+MORE, LESS = (1.0, 1.0) if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8) else (1.12, 0.75)
+
 
 def assert_good(cases: list[audit.Case], target: str) -> list[audit.Figures]:
     """No spills, registers in budget, and accesses as wide as the alignment of both sides allows."""
     figures = audit.measure(cases, target)
     for case, one in zip(cases, figures, strict=True):
+        assert one.code.coalesced, case.label
         assert one.code.spills == 0, case.label
         assert one.code.registers <= (64 if case.access >= 4 and case.op != "reduce" else 128), case.label
         assert max(one.code.loads) == max(one.code.stores) == case.access, case.label
@@ -173,8 +179,8 @@ def test_instructions_and_bytes_in_flight() -> None:
     cases = [case for case in audit.CASES if case.label in LIMITS]
     for case, one in zip(cases, assert_good(cases, "sm_90"), strict=True):
         instructions, in_flight = LIMITS[case.label]
-        assert one.instructions <= instructions, case.label
-        assert one.in_flight >= in_flight * 1024, case.label
+        assert one.instructions <= instructions * MORE, case.label
+        assert one.in_flight >= in_flight * 1024 * LESS, case.label
     assert len(cases) == len(LIMITS)
 
 
@@ -226,6 +232,7 @@ def test_cross_entropy(target: str) -> None:
     for kind in kinds:
         reads, writes = next(codes), next(codes)
         for code in (reads, writes):
+            assert code.coalesced, kind
             assert code.spills == 0, kind
             assert code.registers <= 128, kind
             assert code.loads.count(16) >= 8192 // (8 * TARGETS[target].warp_size) // 16, kind
@@ -275,6 +282,7 @@ def test_segments(name: str, target: str) -> None:
         _segments(name, target, rows, [dtype] * (17 if many else 1), many) for rows, dtype, many, _ in TABLES.values()
     ]
     for (kind, (*_, most)), code in zip(TABLES.items(), build_all(builds, target), strict=True):
+        assert code.coalesced, kind
         assert code.spills == 0, kind
         assert code.registers <= (64 if "narrow" not in kind else 96), kind
         widths = {16, 8, 4, 2, 1} if kind == "narrow-rows" else {16, 8, 4, 2} if kind == "narrow" else {16}
@@ -291,7 +299,7 @@ def test_sums_of_segments(kind: str, target: str) -> None:
     (code,) = build_all([_segments("scatter_segments", target, SUMS[kind], [torch.float32], False)], target)
     check(code, 16)
     assert set(code.stores) == {16}
-    assert code.instructions * 16 / sum(code.stores) <= 110 * (1.6 if target == "gfx942" else 1), code.instructions
+    assert code.instructions / code.loads.count(16) <= 45, code.instructions  # Triton may unroll the loop over the parts
 
 
 @on_targets
@@ -303,7 +311,8 @@ def test_rows_by_index(index: str, target: str) -> None:
     builds = []
     for name, unit in kinds:
         element, vec = ELEMENT[unit]
-        rows, cols = tile(name, unit, unit // vec, target)
+        rows, cols = tile("unpack", unit, unit // vec, target)
+        rows = rows // 2 if unit <= 2 else rows
         constants = {
             "INDEX": tl.int64 if index == "i64" else tl.int32, "SCATTER": name == "unpack", "VEC": vec,
             "BLOCK_ROWS": rows, "BLOCK_COLS": cols,

@@ -1,6 +1,7 @@
 """Cross-compiles kernels without a GPU and counts what is in the machine code."""
 
 import importlib
+import math
 import pkgutil
 import re
 import struct
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
@@ -64,6 +65,7 @@ class Code:
         registers: vector registers per thread.
         spills: bytes or registers that live in local memory.
         instructions: all instructions of the kernel, padding left out.
+        coalesced: the lanes of a warp have neighbouring elements of a row, in every load and store.
     """
 
     loads: list[int]
@@ -72,6 +74,7 @@ class Code:
     registers: int
     spills: int
     instructions: int
+    coalesced: bool = True
 
 
 @lru_cache(maxsize=1)
@@ -104,8 +107,10 @@ def build_all(builds: Sequence[Build], target: str) -> list[Code]:
     """
     assembled = [_compile(one, target) for one in builds]
     if TARGETS[target].backend == "hip":
-        return [_amd(asm["amdgcn"]) for asm in assembled]
-    return _nvidia([asm["cubin"] for asm in assembled], _RAW_NAMES[int(TARGETS[target].arch)])
+        codes = [_amd(asm["amdgcn"]) for asm in assembled]
+    else:
+        codes = _nvidia([asm["cubin"] for asm in assembled], _RAW_NAMES[int(TARGETS[target].arch)])
+    return [replace(code, coalesced=_coalesced(asm["ttgir"])) for code, asm in zip(codes, assembled, strict=True)]
 
 
 def _compile(one: Build, target: str) -> dict[str, Any]:
@@ -117,6 +122,23 @@ def _compile(one: Build, target: str) -> dict[str, Any]:
     source = ASTSource(one.kernel, signature, constexprs=values, attrs=attributes)
     options = {"num_warps": one.warps, "enable_fp_fusion": False}
     return triton.compile(source, target=TARGETS[target], options=options).asm
+
+
+def _coalesced(text: str) -> bool:
+    """Whether the lanes of a warp are along the rows of every tile that is read or written, in Triton's GPU dialect."""
+    layout = r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[(.*?)\], threadsPerWarp = \[(.*?)\]"
+    layouts = {
+        name: ([int(n) for n in per_thread.split(",")], [int(n) for n in per_warp.split(",")])
+        for name, per_thread, per_warp in re.findall(layout, text, re.MULTILINE)
+    }
+    access = r"(?:tt|amdg|amdgpu)\.(?:buffer_)?(?:load|store) .*tensor<([\dx]+)x(?:!tt\.ptr<)?\w+>?, (#\w+)>"
+    tiles = re.findall(access, text)
+    assert tiles, "no tile is read or written"
+    for shape, name in tiles:
+        columns, (per_thread, per_warp) = int(shape.split("x")[-1]), layouts[name]
+        if per_warp[-1] < min(math.prod(per_warp), columns // per_thread[-1]):
+            return False
+    return True
 
 
 def _nvidia(cubins: Sequence[bytes], architecture: str) -> list[Code]:
