@@ -19,10 +19,11 @@ TABLE_RANKS = 128  # ranks that a kernel looks at in one step
 _WALK = ["scale", "stride_0", "stride_1", "stride_2", "size_1", "size_2", "stride_element"]
 _STARTS = [f"{name}_{w}" for name in ("start", "tile") for w in range(1, BY_VALUE)]
 
-# Triton 3.6 lets the lanes of a warp walk down the rows where it does not see that neighbouring columns are neighbours in
-# memory: every lane has a sector of its own then, and the tile is transposed in shared memory. A hint that they are, of two
-# only, makes them walk along a row; nothing is joined, as pointers are known to be aligned to one element. It has to stand
-# where the pointers are computed: a hint to an argument of a function is lost. TODO: delete when Triton 3.7 is the oldest.
+# Triton 3.6 lets the lanes of a warp walk down the rows where it does not see that neighbouring columns are neighbours
+# in memory: every lane has a sector of its own then, and the tile is transposed in shared memory. A hint that they are,
+# of two only, makes them walk along a row; nothing is joined, as pointers are known to be aligned to one element.
+# It has to stand where the pointers are computed: a hint to an argument of a function is lost.
+# TODO: delete when Triton 3.7 is the oldest.
 _WALKS_DOWN = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
 
 

@@ -208,7 +208,7 @@ def tile_on(
 ) -> Config:
     """``config_for`` on a device; larger in the interpreter, where a program costs milliseconds whatever its size.
 
-    With half the rows where a thread has many addresses, as in units of 2 bytes and 1, and those take registers to find.
+    With half the rows where a thread has many addresses, as in units of 2 bytes and 1, which take registers to find.
     """
     if INTERPRETED:
         tile = tile_for(op, unit_bytes, outer, cols_bytes, _INTERPRETED_TILE, _INTERPRETED_TILE, Config.num_warps)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from bits import random_bits
+from bits import bits, random_bits
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -22,8 +22,11 @@ __all__ = [
     "drawn_items",
     "drawn_layout",
     "lacking",
+    "layouts",
     "local_of",
+    "ramp",
     "run_cases",
+    "same",
     "simulate",
     "values",
 ]
@@ -31,6 +34,25 @@ __all__ = [
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64)
 _CASTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def layouts(group: ProcessGroup, shape: tuple[int, ...] = (8, 12)) -> tuple[Layout, Layout]:
+    """Shards of dim 0 and of dim 1 over all ranks; of one rank, the halves of dim 1 the other way round."""
+    every, (rows, columns) = range(group.size()), shape
+    target = Layout.on_mesh(shape, every, [1])
+    if group.size() == 1:
+        half = columns // 2
+        target = Layout.of_boxes(shape, {0: [((0, half), (rows, columns - half)), ((0, 0), (rows, half))]})
+    return Layout.on_mesh(shape, every, [0]), target
+
+
+def ramp(*shape: int) -> Tensor:
+    return torch.arange(float(math.prod(shape))).view(shape)
+
+
+def same(x: Any, expected: Tensor) -> None:
+    assert x.shape == expected.shape
+    assert torch.equal(bits(x), bits(expected))
 
 
 def run_cases(cases: Mapping[str, Callable[[ProcessGroup], None]], group: ProcessGroup) -> None:

@@ -1,15 +1,13 @@
 """Odd uses of resharding against gathering and slicing: views, empty tensors, kinds of tensors, modes, second calls."""
 
-import math
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from bits import bits, random_bits
+from bits import random_bits
 from pool import Pool
-from reshardings import local_of, run_cases
+from reshardings import layouts, local_of, ramp, run_cases, same
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 from traffic import Traffic
@@ -26,25 +24,6 @@ CASES: dict[str, Case] = {}
 def case(function: Case) -> Case:
     CASES[function.__name__] = function
     return function
-
-
-def layouts(group: TorchGroup, shape: tuple[int, ...] = (8, 12)) -> tuple[Layout, Layout]:
-    """Shards of dim 0 and of dim 1 over all ranks; of one rank, the halves of dim 1 the other way round."""
-    every, (rows, columns) = range(group.size()), shape
-    target = Layout.on_mesh(shape, every, [1])
-    if group.size() == 1:
-        half = columns // 2
-        target = Layout.of_boxes(shape, {0: [((0, half), (rows, columns - half)), ((0, 0), (rows, half))]})
-    return Layout.on_mesh(shape, every, [0]), target
-
-
-def ramp(*shape: int) -> Tensor:
-    return torch.arange(float(math.prod(shape))).view(shape)
-
-
-def same(x: Any, expected: Tensor) -> None:
-    assert x.shape == expected.shape
-    assert torch.equal(bits(x), bits(expected))
 
 
 @case
@@ -398,7 +377,7 @@ def tensors_that_stay_come_again(group: TorchGroup) -> None:
 
 @case
 def a_state_dict_comes_again(group: TorchGroup) -> None:
-    """``state_dict()`` makes new tensors in an ``OrderedDict`` every time; results and ``out`` are of the second model."""
+    """``state_dict()`` makes new tensors in an ``OrderedDict`` every time; ``out`` is that of a second model."""
     rows, columns = layouts(group)
     module, other = torch.nn.Module(), torch.nn.Module()
     for name in "ab":

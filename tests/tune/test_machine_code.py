@@ -155,7 +155,7 @@ LIMITS = {
     "reduce, bf16: 8 parts of odd length, aligned": (30, 320),
 }
 
-# From 3.8 on Triton's ptxas divides registers otherwise: 2 more of them are a quarter less in flight where 32 were enough.
+# From 3.8 on Triton's ptxas gives registers otherwise: 2 more are a quarter less in flight where 32 were enough.
 MORE, LESS = (1.0, 1.0) if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8) else (1.12, 0.75)
 
 
@@ -299,7 +299,9 @@ def test_sums_of_segments(kind: str, target: str) -> None:
     (code,) = build_all([_segments("scatter_segments", target, SUMS[kind], [torch.float32], False)], target)
     check(code, 16)
     assert set(code.stores) == {16}
-    assert code.instructions / code.loads.count(16) <= 45, code.instructions  # Triton may unroll the loop over the parts
+    assert code.instructions / code.loads.count(16) <= 45, (
+        code.instructions
+    )  # Triton may unroll the loop over the parts
 
 
 @on_targets

@@ -5,15 +5,20 @@ take longer than everything else. For plain tensors outside of modes, where it m
 that inductor generates does, with the same functions of torch.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["Allocate", "allocator", "contiguous_stride", "empty", "empty_on", "part_of", "recognizer"]
+__all__ = [
+    "Allocate", "allocator", "contiguous_stride", "empty", "empty_on", "extent_of", "has_memory", "part_of",
+    "recognizer", "share_memory",
+]  # fmt: skip
 
 Allocate = Callable[[Any, Any, torch.dtype], Tensor]
 """Makes a tensor of this shape, these strides and this dtype from memory that nothing was written to."""
@@ -32,7 +37,39 @@ _PLAIN = (Tensor, Parameter)
 _cpu = torch.device("cpu")
 
 part_of: Callable[[Tensor, Any, Any, int], Tensor] | None = getattr(_fast, "_reinterpret_tensor", None)
-"""``x.as_strided(shape, stride, offset)`` without the dispatcher; not a view for autograd."""
+"""``x.as_strided(shape, stride, offset)`` without the dispatcher; not a view for autograd, and no check of bounds."""
+
+
+def extent_of(x: Tensor) -> int:
+    """Bytes from the first element of ``x`` to the end of its last one in memory."""
+    if not x.numel():
+        return 0
+    return (1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))) * x.itemsize
+
+
+def has_memory(x: Tensor, extent: int) -> bool:
+    """Whether the storage of ``x`` has ``extent`` bytes from its first element on: was not freed or made smaller."""
+    return x.untyped_storage().nbytes() >= x.storage_offset() * x.itemsize + extent
+
+
+def share_memory(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether a storage of one sequence has bytes of a storage of the other one, as numpy's views of one array have."""
+    spans = sorted(map(_span_of, others))
+    ends = list(accumulate((end for _, end in spans), max))
+    for start, end in map(_span_of, some):
+        before = bisect_left(spans, (end,))  # those that start before this one ends
+        if start < end and before and ends[before - 1] > start:
+            return True
+    return False
+
+
+def _span_of(x: Tensor) -> tuple[int, int]:
+    """First address and end of a storage; empty where nothing of it is used."""
+    if not x.numel():
+        return 0, 0
+    storage = x.untyped_storage()
+    start = storage.data_ptr()
+    return start, start + storage.nbytes()
 
 
 @lru_cache(maxsize=8192)
@@ -105,4 +142,5 @@ def recognizer(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
         return None
     shapes = {"dynamic_dims_sizes": [list(x.shape) for x in tensors]}
     strides = {"dynamic_dims_strides": [list(x.stride()) for x in tensors]}
-    return _guards(*tensors, **shapes, **strides).check
+    check = _guards(*tensors, **shapes, **strides).check
+    return lambda *given: check(*given) and not _modes()  # guards see no modes of torch's own, as that of fake tensors

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import groups, record
+from tritoncomm.core.memory import extent_of, has_memory
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import check_data, check_kind, refuse_transforms
 from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
@@ -21,7 +22,7 @@ from tritoncomm.reshard import notes
 from tritoncomm.reshard.execute import Exchange, check_dtypes
 from tritoncomm.reshard.layout import Layout
 from tritoncomm.reshard.plan import Item, check, digest
-from tritoncomm.reshard.specs import Wrap, local_of, named, source_of, target_of
+from tritoncomm.reshard.specs import Wrap, check_own_layout, local_of, named, source_of, target_of
 from tritoncomm.reshard.unanimous import agree
 
 __all__ = ["Call", "check_memory", "group_of"]
@@ -85,6 +86,8 @@ class Call:
             if outs and not isinstance(outs[key], Tensor):
                 raise ArgumentError(f"{self.name}: out {key} must be a tensor, not {type(outs[key]).__name__}")
             local, into = local_of(x), local_of(outs[key]) if outs else None
+            check_own_layout(x, local, layout, self.name, key)
+            check_own_layout(outs.get(key), into, goal, self.name, f"out {key}")
             check_kind(local, self.name)
             refuse_transforms(local, self.name, key)
             if local.is_quantized:
@@ -141,7 +144,9 @@ class Call:
             raise ArgumentError(f"{self.name}: out {key} is {into.dtype}, not {result}")
         if into.requires_grad and torch.is_grad_enabled():
             raise ArgumentError(f"{self.name}: out {key} requires grad, and is written into; use torch.no_grad()")
-        if any(not step and size > 1 for step, size in zip(into.stride(), into.shape, strict=True)):
+        if into.is_inference() and not torch.is_inference_mode_enabled():
+            raise ArgumentError(f"{self.name}: out {key} is an inference tensor; use torch.inference_mode()")
+        if not into.is_contiguous() and _overlaps_itself(into):
             raise ArgumentError(f"{self.name}: elements of out {key} share memory; it cannot be written into")
 
     def check_apart(self, outs: Sequence[Tensor]) -> None:
@@ -243,13 +248,31 @@ class Call:
         return any(wrap is not None for wrap in self.wraps)
 
 
+def _overlaps_itself(x: Tensor) -> bool:
+    """Whether elements share memory: a step that is not beyond all elements of the smaller steps.
+
+    Some strides of which only arithmetic shows that no two elements meet count as if they did.
+    """
+    if not x.numel():
+        return False
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
+
+
 def check_memory(x: Tensor, name: str) -> None:
     """Refuse what has its data in another tensor, with strides and an offset that are not those of that memory.
 
     Raises:
-        ArgumentError: a subclass without memory of its own.
+        ArgumentError: a subclass without memory of its own; memory that was freed, as FSDP frees that of parameters.
     """
-    if type(x) not in _PLAIN and x.numel() and not x.is_meta:
+    if type(x) in _PLAIN:
+        if not x.is_meta and not has_memory(x, x.nbytes if x.is_contiguous() else extent_of(x)):
+            raise ArgumentError(f"{name} has no memory: its storage was freed, or made smaller than the tensor")
+    elif x.numel() and not x.is_meta:
         try:
             address = x.data_ptr()
         except RuntimeError:

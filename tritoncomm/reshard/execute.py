@@ -1,5 +1,6 @@
 """Carrying out a plan, bucket by bucket, and its autograd."""
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -14,7 +15,16 @@ from torch.distributed import ProcessGroup
 from tritoncomm import record
 from tritoncomm.core import backend
 from tritoncomm.core.function import direct
-from tritoncomm.core.memory import Allocate, allocator, contiguous_stride, part_of, recognizer
+from tritoncomm.core.memory import (
+    Allocate,
+    allocator,
+    contiguous_stride,
+    extent_of,
+    has_memory,
+    part_of,
+    recognizer,
+    share_memory,
+)  # fmt: skip
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, GroupError, PeerError, UnsupportedError
 from tritoncomm.reshard import notes
@@ -22,7 +32,7 @@ from tritoncomm.reshard.builder import transfers
 from tritoncomm.reshard.plan import Bucket, Item, Side, Transfers, digest
 from tritoncomm.reshard.steps import Addresses, Step, steps_of
 
-__all__ = ["Exchange", "apply", "check_dtypes", "messages"]
+__all__ = ["Exchange", "addresses_of", "apply", "check_dtypes", "messages"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TABLES = 8
@@ -52,12 +62,16 @@ class _Recognized(NamedTuple):
         are_as_before: whether others are of the same kind; see ``core.memory.recognizer``.
         steps: the buckets for their strides.
         require_grad: whether one of them does.
-        addresses: where results were written into.
+        extents: ``extent_of`` all of them.
+        direct: numbers of those, before and after, of which blocks are copied directly.
+        addresses: of all tensors, where results were written into.
     """
 
     are_as_before: Callable[..., bool]
     steps: list[Step]
     require_grad: bool
+    extents: list[int]
+    direct: list[int]
     addresses: Addresses | None = None
 
 
@@ -102,6 +116,7 @@ class Exchange:
             for i, (shape, is_complete) in enumerate(zip(self.shapes, self.transfers.complete, strict=True))
         ]
         self._steps: dict[Any, tuple[list[int], list[Step]]] = {}
+        self._lock = threading.Lock()
         self._recognized: _Recognized | None = None
         self.recognized_into: _Recognized | None = None
 
@@ -198,8 +213,12 @@ class Exchange:
         new, addresses = allocator(tensors[0]), None
         if new is None:
             return None
+        if known.direct:  # which asks nobody whether there is memory
+            given = [*tensors, *(results or ())]
+            if not all(has_memory(given[i], known.extents[i]) for i in known.direct):
+                return None
         if results is not None:
-            addresses = tuple(map(_address_of, tensors)), tuple(map(_address_of, results))
+            addresses = addresses_of(tensors, results)
             if addresses != known.addresses:
                 return None
         started, _range = record.now(), self._begin(tensors, name)
@@ -211,8 +230,9 @@ class Exchange:
         return targets
 
     def recognizes(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether ``run`` had tensors of this kind before."""
-        return self._recognized is not None and self._recognized.are_as_before(*tensors)
+        """Whether ``run`` had tensors of this kind before, and these have memory."""
+        known = self._recognized
+        return known is not None and known.are_as_before(*tensors) and all(map(has_memory, tensors, known.extents))
 
     def _begin(self, tensors: Sequence[Tensor], name: str) -> Any:
         """Report the call to observers, and take back what was left for others to read."""
@@ -225,15 +245,18 @@ class Exchange:
 
     def _recognize(self, tensors: Sequence[Tensor], results: Sequence[Tensor] | None, steps: list[Step]) -> None:
         """Know tensors of this kind from now on, if they have nothing special."""
-        given = [*tensors, *(results or ())]
-        made, requires_grad = recognizer(given), any(x.requires_grad for x in given)
+        given, known = [*tensors, *(results or ())], None
+        made = recognizer(given) if len({x.device for x in given}) == 1 else None
+        if made is not None:
+            used, count = {i for step in steps for i in step.direct}, len(tensors)
+            used |= {count + i for i in used if results is not None}
+            addresses = None if results is None else addresses_of(tensors, results)
+            requires_grad = any(x.requires_grad for x in given)
+            known = _Recognized(made, steps, requires_grad, [*map(extent_of, given)], sorted(used), addresses)
         if results is None:
-            self._recognized = None if made is None else _Recognized(made, steps, requires_grad)
+            self._recognized = known
         else:
-            self.recognized_into = None
-            if made is not None:
-                addresses = tuple(map(_address_of, tensors)), tuple(map(_address_of, results))
-                self.recognized_into = _Recognized(made, steps, requires_grad, addresses)
+            self.recognized_into = known
 
     @cached_property
     def _contiguous(self) -> list[tuple[Ints, Ints, torch.dtype]]:
@@ -290,8 +313,7 @@ class Exchange:
         Raises:
             ArgumentError: they do, and there are several buckets.
         """
-        known = {x.untyped_storage().data_ptr() for x in sources if x.numel() and _is_readable(x)}
-        if all(x.untyped_storage().data_ptr() not in known for x in targets if x.numel()):
+        if not share_memory([x for x in sources if _is_readable(x)], targets):
             return False
         if sum(not bucket.is_quiet for bucket in self.transfers.buckets) > 1:
             raise ArgumentError(
@@ -304,8 +326,6 @@ class Exchange:
         self, key: Any, sources: Sequence[Tensor], targets: Sequence[Tensor]
     ) -> tuple[list[int], list[Step]]:
         """Tensors whose rows are not contiguous, and all buckets, prepared for these strides once."""
-        while len(self._steps) >= _TABLES:
-            self._steps.pop(next(iter(self._steps)))
         uneven = [i for i, x in enumerate(sources) if not _is_readable(x)]
         items = self.transfers.items  # in the index space of the plan
         before = tuple(
@@ -313,8 +333,12 @@ class Exchange:
             for i, (item, x) in enumerate(zip(items, sources, strict=True))
         )
         after = tuple(item.target.strides_of(x.stride()) for item, x in zip(items, targets, strict=True))
-        self._steps[key] = uneven, steps_of(self.transfers, before, after, key[-1])
-        return self._steps[key]
+        made = uneven, steps_of(self.transfers, before, after, key[-1])
+        with self._lock:  # several threads may execute one plan
+            while len(self._steps) >= _TABLES:
+                self._steps.pop(next(iter(self._steps)))
+            self._steps[key] = made
+        return made
 
     def _exchange(self, bucket: Bucket, wire: Tensor, received: Tensor, name: str, asynchronous: bool) -> Any:
         """Start one all-to-all-v, or a batch of messages between disjoint sets of ranks; None when it is over."""
@@ -325,6 +349,11 @@ class Exchange:
             sends, receives = messages(wire, bucket.send), messages(received, bucket.recv)
             return backend.send_and_receive(sends, receives, group, name)
         return backend.all_to_all(received, wire, bucket.recv.counts, bucket.send.counts, group, name, asynchronous)
+
+
+def addresses_of(before: Sequence[Tensor], after: Sequence[Tensor]) -> Addresses:
+    """Those of all tensors."""
+    return tuple(map(_address_of, before)), tuple(map(_address_of, after))
 
 
 def messages(wire: Tensor, side: Side) -> list[tuple[int, Tensor]]:

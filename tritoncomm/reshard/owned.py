@@ -49,6 +49,8 @@ def balanced_owners(
 def _layouts(tensors: Any, owners: Any, source: Any) -> tuple[dict[str, Any], dict[str, Layout], dict[str, Layout]]:
     """The tensors by name, their layouts, and those of the full tensors on their owners."""
     given = named(tensors, "exchange_owned")
+    if not isinstance(tensors, Mapping) or list(given) != list(tensors):
+        raise ArgumentError("exchange_owned: tensors must be a mapping by name, and names must be strings")
     for name, x in given.items():
         if not isinstance(x, Tensor):
             raise ArgumentError(f"exchange_owned: {name} must be a tensor, not {type(x).__name__}")

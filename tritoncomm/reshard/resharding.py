@@ -20,7 +20,7 @@ from tritoncomm.reshard.arguments import Call, check_memory
 from tritoncomm.reshard.execute import Exchange, apply
 from tritoncomm.reshard.plan import Item
 from tritoncomm.reshard.report import text_of
-from tritoncomm.reshard.specs import local_of, named
+from tritoncomm.reshard.specs import check_own_layout, local_of, named
 from tritoncomm.reshard.stays import Stays
 
 __all__ = ["BUCKET_BYTES", "ReshardPlan", "refuse", "reshard", "reshard_plan"]
@@ -106,7 +106,8 @@ def reshard_plan(
     """
     call = Call(tensors, source, target, group, dtype, grad, None, "reshard_plan", ranks, rank)
     plan = ReshardPlan(call, call.exchange(bucket_bytes))
-    call.locals.clear()  # a plan keeps no tensors
+    call.locals.clear()  # a plan keeps no tensors, and no group, which may be destroyed before
+    call.group = None
     call.name = "reshard"  # which it executes
     return plan
 
@@ -159,7 +160,7 @@ class ReshardPlan(record.Traffic):
         """What ``reshard`` does, without comparing plans; arguments and results as there.
 
         Raises:
-            ShapeError: a tensor of another shape than the plan was made for.
+            ShapeError: a tensor of another shape than the plan was made for, or a DTensor of another layout.
             ArgumentError: other tensors or dtypes, or a gradient where the plan has none.
         """
         call = self._call
@@ -171,12 +172,15 @@ class ReshardPlan(record.Traffic):
             got = list(given if outs is None or list(given) != self._names else outs)
             raise ArgumentError(f"reshard: the plan is for {self._names}, not for {got}")
         locals_ = [local_of(x) for x in given.values()]
+        for item, x, local in zip(self.items, given.values(), locals_, strict=True):
+            check_own_layout(x, local, item.source, "reshard", item.name)
         self._check(locals_, out is None and torch.is_grad_enabled())
         if outs is None:
             return call.form(tensors, self.run(locals_, None))
         into = [local_of(x) for x in outs.values()]
-        for item, x in zip(self.items, into, strict=True):
-            call.check_out(item.name, item.target, x, item.result)
+        for item, x, local in zip(self.items, outs.values(), into, strict=True):
+            check_own_layout(x, local, item.target, "reshard", f"out {item.name}")
+            call.check_out(item.name, item.target, local, item.result)
         call.check_apart(into)
         self.run(locals_, into)
         return out

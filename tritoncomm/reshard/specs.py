@@ -8,10 +8,10 @@ from torch import Tensor
 
 from tritoncomm.core.memory import contiguous_stride
 from tritoncomm.core.plan import Ints
-from tritoncomm.errors import ArgumentError
+from tritoncomm.errors import ArgumentError, CommError, ShapeError
 from tritoncomm.reshard.layout import Layout
 
-__all__ = ["Wrap", "is_dtensor", "local_of", "named", "source_of", "target_of"]
+__all__ = ["Wrap", "check_own_layout", "is_dtensor", "local_of", "named", "source_of", "target_of"]
 
 Wrap = Callable[[Tensor], Any]
 
@@ -22,12 +22,12 @@ def is_dtensor(x: Any) -> bool:
 
 
 def named(tensors: Any, name: str) -> dict[str, Any]:
-    """Tensors by name: a mapping as it is, a sequence by index, one tensor alone as ``tensor``.
+    """Tensors, or their dtypes, by name: a mapping as it is, a sequence by index, one alone as ``tensor``.
 
     Raises:
         ArgumentError: none of these, or names that are equal as text.
     """
-    if isinstance(tensors, Tensor):
+    if isinstance(tensors, Tensor | torch.dtype):
         return {"tensor": tensors}
     if isinstance(tensors, Mapping):
         names = {str(key): x for key, x in tensors.items()}
@@ -47,15 +47,30 @@ def source_of(tensor: Any, given: Any, name: str, key: str) -> Layout:
 
     Raises:
         ArgumentError: a plain tensor without a layout.
+        UnsupportedError: a DTensor with partial placements.
     """
     if isinstance(given, Layout):
         return given
     if given is None and is_dtensor(tensor):
-        return Layout.of_dtensor(tensor)
+        try:
+            return Layout.of_dtensor(tensor)
+        except CommError as error:
+            raise type(error)(f"{name}: {key}: {error}") from None
     if given is None and hasattr(tensor, "reshard_layout"):
         return tensor.reshard_layout()
     what = "a plain tensor, which needs a Layout" if given is None else f"given {type(given).__name__}, not a Layout"
     raise ArgumentError(f"{name}: the source of {key} is {what}")
+
+
+def check_own_layout(tensor: Any, local: Any, layout: Layout, name: str, key: str) -> None:
+    """Refuse a DTensor or a ColoTensor, of which this is the local tensor, that is laid out otherwise.
+
+    Raises:
+        ShapeError: its layout is another one, though the local shape may be the same.
+        UnsupportedError: it has partial placements.
+    """
+    if local is not tensor and isinstance(tensor, Tensor) and (own := source_of(tensor, None, name, key)) != layout:
+        raise ShapeError(f"{name}: {key} is laid out as {own}, not as {layout}")
 
 
 def target_of(given: Any, shape: Ints, name: str, key: str) -> tuple[Layout, Wrap | None]:

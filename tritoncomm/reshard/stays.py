@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tritoncomm.core.function import without_graph
-from tritoncomm.core.memory import recognizer
-from tritoncomm.reshard.execute import Exchange, apply
+from tritoncomm.core.memory import recognizer, share_memory
+from tritoncomm.reshard.execute import Exchange, addresses_of, apply
 
 __all__ = ["Stays"]
 
@@ -26,7 +26,7 @@ class _Recognized(NamedTuple):
     are_as_before: Callable[..., bool]
     require_grad: bool
     moved: Any
-    addresses: list[int]
+    addresses: Any
 
 
 class Stays:
@@ -48,19 +48,21 @@ class Stays:
         stay, moving = self._parts(tensors)
         if out is None:
             moved = apply(self._exchange, moving, name)
-            self._recognize(stay, [])
+            self._recognize(stay, [], None)
             keep = torch.is_grad_enabled()
             return self._joined([x if keep else without_graph(x) for x in stay], moved)
         copies, (kept, into) = [x.detach() for x in stay], self._parts(out)
-        is_shared = _shares_memory(out, tensors)
+        is_shared = share_memory(out, tensors)
         if is_shared:  # what is written first may be read afterwards
             copies = [x.clone() for x in copies]
         self._exchange.run(moving, into, name)
         for target, x in zip(kept, copies, strict=True):
             target.detach().copy_(x)
         self._recognized_into = None
-        if not is_shared:
-            self._recognize(stay, kept)
+        # What moved is known of this call, or of another one (of another thread, too) with this memory, or not at all.
+        known = self._exchange.recognized_into
+        if not is_shared and known is not None and known.addresses == addresses_of(moving, into):
+            self._recognize(stay, kept, known)
         return list(out)
 
     def replayed(
@@ -82,7 +84,7 @@ class Stays:
         # That memory is apart was seen for all tensors of one call.
         if known.moved is not self._exchange.recognized_into or not known.are_as_before(*stay, *kept):
             return None
-        if known.addresses != _addresses(stay, kept) or self._exchange.replayed(moving, name, into) is None:
+        if known.addresses != addresses_of(stay, kept) or self._exchange.replayed(moving, name, into) is None:
             return None
         torch._foreach_copy_(kept, stay)  # pyright: ignore[reportPrivateImportUsage]
         return out
@@ -99,26 +101,15 @@ class Stays:
                 made[i] = x
         return made
 
-    def _recognize(self, stay: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+    def _recognize(self, stay: Sequence[Tensor], kept: Sequence[Tensor], moved: Any) -> None:
         """Know tensors of this kind from now on, if they have nothing special."""
         given, known = [*stay, *kept], None if kept else self._recognized
         if known is not None and known.are_as_before(*given):
             return
         made = recognizer(given)
         if made is not None and not any(x.is_conj() or x.is_neg() for x in given):
-            moved, addresses = self._exchange.recognized_into, _addresses(stay, kept) if kept else []
-            known = _Recognized(made, any(x.requires_grad for x in given), moved, addresses)
+            known = _Recognized(made, any(x.requires_grad for x in given), moved, addresses_of(stay, kept))
             if kept:
                 self._recognized_into = known
             else:
                 self._recognized = known
-
-
-def _addresses(stay: Sequence[Tensor], kept: Sequence[Tensor]) -> list[int]:
-    return [x.data_ptr() for x in (*stay, *kept)]
-
-
-def _shares_memory(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether a tensor of one sequence has the storage of a tensor of the other one."""
-    known = {x.untyped_storage().data_ptr() for x in others if x.numel()}
-    return any(x.untyped_storage().data_ptr() in known for x in some if x.numel())

@@ -32,9 +32,12 @@ class Step:
         transfers: the plan that the bucket is of.
         strides: of all tensors before and after, in elements.
         in_place: results share memory with the tensors.
+
+    Attributes:
+        direct: numbers of the tensors of which blocks are copied or added directly.
     """
 
-    __slots__ = ("_added", "_bucket", "_in_place", "_local", "_pack", "_sizes", "_unpacks")
+    __slots__ = ("_added", "_bucket", "_in_place", "_local", "_pack", "_sizes", "_unpacks", "direct")
 
     def __init__(self, bucket: Bucket, transfers: Transfers, strides: tuple[Strides, Strides], in_place: bool) -> None:
         self._bucket, self._in_place = bucket, in_place
@@ -58,6 +61,7 @@ class Step:
                 )
             ]
         pairs = local_pairs(bucket.local, strides)
+        self.direct = {pair[0] for pair in pairs}
         self._local, self._added = (
             [pair for pair in pairs if (pair[0] in transfers.accumulated) is adds] for adds in (False, True)
         )

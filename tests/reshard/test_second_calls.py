@@ -1,0 +1,291 @@
+"""What a second execution of a plan may meet: other memory, modes, layouts, threads, a group that is gone."""
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from reshardings import layouts, local_of, ramp, run_cases, same
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import ProcessGroup as TorchGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError, UnsupportedError
+from tritoncomm.reshard import Layout, OwnedExchange, ReshardPlan, builder, reshard, reshard_plan
+from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ReplicaSpec, ShardSpec
+from tritoncomm.tensor import ProcessGroup as ColoGroup
+
+Case = Callable[[TorchGroup], None]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+@case
+def results_over_a_tensor_that_stays(group: TorchGroup) -> None:
+    """In a call, and again after one whose tensors need copies: what stays is copied before it is overwritten."""
+    rows, columns = layouts(group)
+    rank, full = group.rank(), ramp(8, 12)
+    first, moves = local_of(rows, rank, full).clone(), local_of(rows, rank, full + 1000).clone()
+    expected = local_of(columns, rank, full + 1000)
+    plan = reshard_plan({"a": first, "b": moves}, rows, {"a": rows, "b": columns}, group=group)
+    stays, kept = first.clone(), torch.empty_like(first)
+    over = stays.view(-1)[: expected.numel()].view(expected.shape)
+    others = (None, moves.t().contiguous().t(), torch.stack([moves, moves], -1)[..., 0], moves)
+    for _ in range(2):
+        for other in others:
+            if other is not None:
+                plan.execute({"a": stays, "b": other}, out={"a": kept, "b": torch.empty_like(expected)})
+            for _ in range(2):
+                stays.copy_(first)
+                kept.fill_(-1)
+                plan.execute({"a": stays, "b": moves}, out={"a": kept, "b": over})
+                same(kept, first)
+                same(over, expected)
+
+
+@case
+def memory_that_is_gone(group: TorchGroup) -> None:
+    """Freed, as FSDP frees parameters, or made smaller: an error by name in the first call and in a later one."""
+    rows, columns = layouts(group)
+    rank, full = group.rank(), ramp(8, 12)
+    for small in (0, 2**22):  # blocks that stay are copied directly, and through the staging memory
+        for left in (0, 8):
+            with mock.patch.object(builder, "_SMALL", small):
+                shard = local_of(rows, rank, full)
+                x = torch.cat([ramp(3), shard.flatten()])[3:].view(shard.shape)
+                plan = reshard_plan([x], rows, columns, group=group)
+            out = torch.empty_like(local_of(columns, rank, full))
+            for calls in (0, 2):
+                given = x.clone() if not calls else x
+                for _ in range(calls):
+                    same(plan.execute([given])[0], local_of(columns, rank, full))
+                    plan.execute([given], out=[out])
+                given.untyped_storage().resize_(left)
+                for into in (None, [out]):
+                    with pytest.raises(ArgumentError, match=r"^reshard: 0 has no memory"):
+                        plan.execute([given], out=into)
+                with pytest.raises(ArgumentError, match=r"^reshard: 0 has no memory"):
+                    reshard([given], rows, columns, group=group)
+            x = local_of(rows, rank, full).clone()
+            plan.execute([x], out=[out])
+            out.untyped_storage().resize_(left)
+            with pytest.raises(ArgumentError, match=r"^reshard: out 0 has no memory"):
+                plan.execute([x], out=[out])
+
+
+def first_of(plan: ReshardPlan, x: Tensor) -> Tensor:
+    return plan.execute([x, x.clone()])[0] * 1
+
+
+@case
+def modes_of_torch(group: TorchGroup) -> None:
+    """Those that guards do not see: fake tensors come out as fake ones, and what is traced is the exchange."""
+    if group.size() > 1:
+        return  # the modes are of one rank, and what they run sends nothing
+    rows, columns = layouts(group)
+    x, swapped = ramp(8, 12), local_of(columns, 0, ramp(8, 12))
+    other = x.clone()
+    for targets in (columns, [columns, rows]):
+        plan = reshard_plan([x, other], rows, targets, group=group)
+        for _ in range(2):
+            plan.execute([x, other])
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert plan._replayed([x, other], None) is None
+            assert isinstance(plan.execute([x, other])[0], FakeTensor)
+        traced = make_fx(partial(first_of, plan))(x)
+        same(traced(x + 1), swapped + 1)
+
+
+@case
+def layouts_of_other_tensors(group: TorchGroup) -> None:
+    """DTensors and ColoTensors of the same local shape that are laid out otherwise, given or to write into."""
+    if group.size() != 4:
+        return
+    rank, full = group.rank(), ramp(8, 12)
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), _init_backend=False)
+    columns = Layout.on_mesh((8, 12), range(4), [1])
+
+    def placed(*placements: Placement) -> DTensor:
+        local = local_of(Layout.on_mesh((8, 12), mesh, placements), rank, full).clone()
+        return DTensor.from_local(local, mesh, placements, run_check=False)
+
+    one, other = placed(Shard(0), Replicate()), placed(Replicate(), Shard(0))
+    assert one.to_local().shape == other.to_local().shape
+    plan = reshard_plan({"w": one}, target=columns, group=group)
+    for _ in range(2):
+        same(plan.execute({"w": one})["w"], local_of(columns, rank, full))
+        with pytest.raises(ShapeError, match=r"^reshard: w is laid out as"):
+            plan.execute({"w": other})
+        with pytest.raises(ShapeError, match=r"^reshard: w is laid out as"):
+            reshard({"w": other}, Layout.of_dtensor(one), columns, group=group)
+    every = placed(Replicate(), Replicate())
+    plan = reshard_plan({"w": every}, target=columns, group=group)
+    owned = OwnedExchange({"w": every}, {"w": 0}, group=group)
+    for call in (plan.execute, lambda given: owned(given, lambda _, full: full)):
+        with pytest.raises(UnsupportedError, match=r"^reshard: w: .* is partial"):
+            call({"w": DTensor.from_local(full, mesh, [Replicate(), Partial()], run_check=False)})
+    target = (mesh, [Shard(0), Replicate()])
+    moves = placed(Shard(1), Replicate())
+    plan = reshard_plan({"w": moves}, target={"w": target}, group=group)
+    right, wrong = (DTensor.from_local(torch.zeros(4, 12), mesh, each, run_check=False)
+                    for each in (target[1], [Replicate(), Shard(0)]))  # fmt: skip
+    for call in (plan.execute, lambda given, out: reshard(given, target={"w": target}, group=group, out=out)):
+        with pytest.raises(ShapeError, match=r"^reshard: out w is laid out as"):
+            call({"w": moves}, out={"w": wrong})
+        assert not wrong.to_local().any()
+        call({"w": moves}, out={"w": right})
+        same(right.to_local(), placed(*target[1]).to_local())
+
+
+def layouts_of_colo_tensors(group: TorchGroup) -> None:
+    """As those of DTensors; all ranks of the job make its groups."""
+    full = ramp(8, 12)
+    spec = ColoTensorSpec(ColoGroup(tp_degree=4), ReplicaSpec())
+    square, rows = full[:, :8].contiguous(), ShardSpec([0], [4])
+    given = ColoTensor.from_torch_tensor(square, spec)
+    plan = reshard_plan([given], target=ColoTensorSpec(given.process_group, rows))
+    assert torch.equal(plan.execute([given])[0].to_replicate(), square)
+    tall = ColoTensor.from_torch_tensor(torch.cat([square] * 4), spec).redistribute(rows)
+    assert tall.size_local() == given.size_local()
+    with pytest.raises(ShapeError, match=r"^reshard: 0 is laid out as"):
+        plan.execute([tall])
+
+
+class Slow(dict[Any, Any]):
+    """Other threads run between the start of an iteration and its first step."""
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = super().__iter__()
+        time.sleep(0.001)
+        return iterator
+
+
+@case
+def threads_that_execute_one_plan(group: TorchGroup) -> None:
+    """With tensors of more strides than a plan keeps tables for."""
+    if group.size() > 1:
+        return
+    rows, columns = layouts(group, (2, 2))
+    plan = reshard_plan([torch.ones(2, 2)], rows, columns, group=group)
+    plan._exchange._steps, memory, errors = Slow(), ramp(100), []
+
+    def work(thread: int) -> None:
+        try:
+            for i in range(20):
+                x = memory.as_strided((2, 2), (2 + (5 * i + thread) % 40, 1), 0)
+                same(plan.execute([x])[0], x.flip(1))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert errors == []
+
+
+def a_group_that_was_destroyed(group: TorchGroup) -> None:
+    """A plan does not keep its group, and says so where something is to be sent."""
+    rows, columns = layouts(group)
+    x = local_of(rows, group.rank(), ramp(8, 12))
+    own = dist.new_group(list(range(group.size())), backend="gloo")
+    plans = [reshard_plan([x, x.clone()], rows, [columns, target], group=own) for target in (rows, columns)]
+    out = [torch.empty(local_of(each, group.rank(), ramp(8, 12)).shape) for each in (columns, rows)]
+    for plan in plans:
+        for _ in range(2):
+            plan.execute([x, x.clone()])
+    plans[0].execute([x, x.clone()], out=out)
+    dist.barrier(group)
+    gone = weakref.ref(own)
+    dist.destroy_process_group(own)
+    del own
+    gc.collect()
+    assert gone() is None
+    for plan in plans:
+        with pytest.raises(GroupError, match=r"^reshard: the process group of this plan was destroyed"):
+            plan.execute([x, x.clone()])
+    with pytest.raises(GroupError, match=r"^reshard: the process group of this plan was destroyed"):
+        plans[0].execute([x, x.clone()], out=out)
+
+
+@case
+def memory_of_others(group: TorchGroup) -> None:
+    """``out`` over a source, each with a storage of its own: seen by its addresses."""
+    rows, columns = layouts(group)
+    rank, full = group.rank(), ramp(8, 12)
+    x, expected = local_of(rows, rank, full), local_of(columns, rank, full)
+    memory = np.zeros(200, np.float32)
+    given = torch.from_numpy(memory[: x.numel()]).view(x.shape)
+    out = torch.from_numpy(memory[16 : 16 + expected.numel()]).view(expected.shape)
+    for _ in range(3):
+        given.copy_(x)
+        reshard(given, rows, columns, group=group, out=out)
+        same(out, expected)
+    given.copy_(x)
+    if group.size() > 1:
+        with pytest.raises(ArgumentError, match=r"^reshard: out shares memory with the tensors"):
+            reshard(given, rows, columns, group=group, out=out, bucket_bytes=64)
+    beside = torch.from_numpy(memory[x.numel() : x.numel() + expected.numel()]).view(expected.shape)
+    reshard(given, rows, columns, group=group, out=beside, bucket_bytes=64)
+    same(beside, expected)
+
+
+@case
+def what_is_refused_by_name(group: TorchGroup) -> None:
+    """Inference tensors and elements that share memory as ``out``, names that are no strings; a dtype alone is fine."""
+    rows, columns = layouts(group)
+    rank, full = group.rank(), ramp(8, 12)
+    x, expected = local_of(rows, rank, full), local_of(columns, rank, full)
+    plan = reshard_plan(torch.float32, rows, columns, group=group)
+    same(plan.execute(x), expected)
+    with torch.inference_mode():
+        frozen = torch.zeros_like(expected)
+        plan.execute(x, out=frozen)
+        same(frozen, expected)
+        frozen.zero_()
+    windows = torch.zeros(100).as_strided(expected.shape, (1, 2))
+    for out, message in (
+        (frozen, "out tensor is an inference tensor"),
+        (windows, "elements of out tensor share memory"),
+    ):
+        for call in (plan.execute, lambda given, out: reshard(given, rows, columns, group=group, out=out)):
+            with pytest.raises(ArgumentError, match=f"^reshard: {message}"):
+                call(x, out=out)
+        assert not out.any()
+    apart = torch.zeros(expected.shape[1], 2 * expected.shape[0])[:, ::2].t()
+    plan.execute(x, out=apart)
+    same(apart, expected)
+    numbered: Any = {0: x}
+    with pytest.raises(CommError, match="names must be strings"):
+        OwnedExchange(numbered, {"0": 0}, rows, group=group)
+
+
+def run_all(group: TorchGroup) -> None:
+    run_cases(CASES, group)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_second_calls(pool: Pool, world: int) -> None:
+    pool.run(run_all, world=world)
+
+
+def test_what_all_ranks_of_the_job_make(pool: Pool) -> None:
+    pool.run(layouts_of_colo_tensors, world=8)
+    pool.run(a_group_that_was_destroyed, world=8)
