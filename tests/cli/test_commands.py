@@ -368,7 +368,8 @@ def test_doctor_says_what_nccl_is(
 ) -> None:
     c10d = dist.distributed_c10d
     monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
-    assert doctor.nccl_kind() == "", "one implementation: nothing to tell apart"
+    if not hasattr(c10d, "ProcessGroupNCCL2"):
+        assert doctor.nccl_kind() == "", "one implementation: nothing to tell apart"
     if variable is not None:
         monkeypatch.setenv("TORCH_DIST_USE_NCCL2", variable)
     monkeypatch.setattr(c10d, "ProcessGroupNCCL2", object, raising=False)
@@ -432,6 +433,7 @@ def found(monkeypatch: pytest.MonkeyPatch, **variables: str) -> dict[str, doctor
 def test_doctor_reads_variables(monkeypatch: pytest.MonkeyPatch, name: str, value: str, level: str) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "nccl_kind", str)  # another test has those that differ
     one = found(monkeypatch, **{name: value})[name]
     assert one.level == level
     assert bool(one.advice) is (level != "ok")

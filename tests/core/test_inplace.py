@@ -38,7 +38,9 @@ def test_the_counts_of_this_version() -> None:
     if sys.version_info >= (3, 14):
         assert counts == ((0, 0, 0, 0),) * 4
     else:
-        assert counts == ((2, 1, 2, 3), (3, 1, 2, 3), (3, 1, 3, 3), (3, 2, 3, 3))
+        old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # its engine refers to a gradient once more
+        python, tensor = (4, 2) if old else (3, 1)
+        assert counts == ((2, 1, 2, 3), (python, tensor, 2, 3), (python, tensor, 3, 3), (3, 2, 3, 3))
 
 
 def test_what_somebody_refers_to_is_not_exclusive() -> None:

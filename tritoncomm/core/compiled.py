@@ -110,7 +110,8 @@ def _plan(function: Any, x: Tensor, group: ProcessGroup, name: str, *args: Any) 
     try:
         return function(x.shape, x.element_size(), *args)
     except CommError as error:
-        raise plan.located(error, x.shape, name, group) from None
+        failure = plan.located(error, x.shape, name, group)
+    raise failure  # not above, `from None`: Dynamo of torch 2.11 cannot trace that
 
 
 def _all_to_all(
@@ -177,8 +178,10 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
     try:
         start, size = plan.split(x.shape, dim, group.size(), group.rank(), sizes)
     except CommError as error:
-        raise plan.located(error, x.shape, name, group) from None
-    return _result(x.narrow(dim, start, size).contiguous())
+        failure = plan.located(error, x.shape, name, group)
+    else:
+        return _result(x.narrow(dim, start, size).contiguous())
+    raise failure
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, name: str) -> Tensor:
