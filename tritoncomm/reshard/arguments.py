@@ -86,8 +86,10 @@ class Call:
             if outs and not isinstance(outs[key], Tensor):
                 raise ArgumentError(f"{self.name}: out {key} must be a tensor, not {type(outs[key]).__name__}")
             local, into = local_of(x), local_of(outs[key]) if outs else None
-            check_own_layout(x, local, layout, self.name, key)
-            check_own_layout(outs.get(key), into, goal, self.name, f"out {key}")
+            if local is not x:
+                check_own_layout(x, layout, self.name, key)
+            if outs and into is not outs[key]:
+                check_own_layout(outs[key], goal, self.name, f"out {key}")
             check_kind(local, self.name)
             refuse_transforms(local, self.name, key)
             if local.is_quantized:
@@ -270,7 +272,8 @@ def check_memory(x: Tensor, name: str) -> None:
         ArgumentError: a subclass without memory of its own; memory that was freed, as FSDP frees that of parameters.
     """
     if type(x) in _PLAIN:
-        if not x.is_meta and not has_memory(x, x.nbytes if x.is_contiguous() else extent_of(x)):
+        simple = x.is_contiguous() and not x.storage_offset()
+        if not (simple and x.untyped_storage().nbytes() >= x.nbytes) and not has_memory(x, extent_of(x)):
             raise ArgumentError(f"{name} has no memory: its storage was freed, or made smaller than the tensor")
     elif x.numel() and not x.is_meta:
         try:

@@ -62,14 +62,15 @@ def source_of(tensor: Any, given: Any, name: str, key: str) -> Layout:
     raise ArgumentError(f"{name}: the source of {key} is {what}")
 
 
-def check_own_layout(tensor: Any, local: Any, layout: Layout, name: str, key: str) -> None:
-    """Refuse a DTensor or a ColoTensor, of which this is the local tensor, that is laid out otherwise.
+def check_own_layout(tensor: Any, layout: Layout, name: str, key: str) -> None:
+    """Refuse a DTensor or a ColoTensor that is laid out otherwise.
 
     Raises:
         ShapeError: its layout is another one, though the local shape may be the same.
         UnsupportedError: it has partial placements.
     """
-    if local is not tensor and isinstance(tensor, Tensor) and (own := source_of(tensor, None, name, key)) != layout:
+    own = source_of(tensor, None, name, key)
+    if own != layout:
         raise ShapeError(f"{name}: {key} is laid out as {own}, not as {layout}")
 
 
