@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from disagreements import COLLECTIVES, HOPS, MAPPINGS, layouts, synchronise
 from pool import Pool
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup, ReduceOp
 
 import tritoncomm
@@ -318,6 +320,28 @@ def test_ranks_that_call_on_different_groups_are_named(tmp_path: Any) -> None:
             assert text.count("all_reduce(float32 [2], op=SUM) at") == 2
     finally:
         ranks.stop()
+
+
+def test_first_calls_of_several_threads_have_one_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two with prefixes of their own would wait for ranks that compare over the other one."""
+    store, made = HashStore(), []
+
+    class Slow(exchange.Exchange):
+        def __init__(self, store: Any, rank: int) -> None:
+            time.sleep(0.05)
+            super().__init__(store, rank)
+
+    monkeypatch.setattr(exchange, "Exchange", Slow)
+    monkeypatch.setattr(exchange, "_exchanges", [])
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    threads = [threading.Thread(target=lambda: made.append(exchange.exchange())) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len(made) == 4
+    assert len(set(map(id, made))) == 1
 
 
 def run_late(group: ProcessGroup) -> tuple[str, float]:

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,7 @@ from tritoncomm import collective as c
 from tritoncomm import mappings as m
 from tritoncomm.debug import signals, trace
 from tritoncomm.debug.flight import Call, call_site, flight, located, open_calls
+from tritoncomm.p2p import transport
 
 T = torch.ones
 
@@ -201,7 +203,7 @@ def test_a_blocked_rank_writes_its_record_on_a_signal_by_the_watchdog_and_on_the
     assert on_error["calls"][-1]["error"].startswith("PeerError: all_gather_dim: the all-gather over ranks")
     lines = trace.story(trace.read([folder]))
     assert len(lines) == 1
-    assert lines[0].startswith("rank 0 is in all_gather_dim(float32 [2], dim=0) at ")
+    assert lines[0].startswith("rank 0 made as its last call all_gather_dim(float32 [2], dim=0) at ")
     assert "which failed: PeerError" in lines[0]
     assert lines[0].endswith("rank 1 did not come to it")
 
@@ -215,6 +217,54 @@ def test_the_watchdog_looks_at_no_frames_while_no_call_is_late() -> None:
         with mock.patch.object(sys, "_current_frames", return_value={}) as frames:
             assert open_calls(900) == open_calls(900) == []
         assert frames.call_count == 1, "a call that was refused is looked for once"
+
+
+def run_destroyed(group: ProcessGroup, folder: str) -> None:
+    tritoncomm.destroy()
+    variables.FLIGHT.assign((8, folder))
+    try:
+        c.all_reduce(T(2), group)
+        with mock.patch.object(dist, "is_initialized", return_value=False):
+            tritoncomm.dump()
+    finally:
+        variables.FLIGHT.assign((0, ""))
+
+
+def test_the_rank_is_known_after_its_groups_were_destroyed(pool: Pool, tmp_path: Path) -> None:
+    """The record of a rank that has ended before the others is not written in the place of rank 0's."""
+    pool.run(run_destroyed, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"tritoncomm-flight-{rank}.json" for rank in range(2)]
+
+
+def run_mismatch(group: ProcessGroup) -> str:
+    tritoncomm.destroy()
+    stages = tritoncomm.p2p.P2PCommunicator(group, _Config())
+    with tritoncomm.p2p.check():
+        with pytest.raises(tritoncomm.MismatchError):
+            stages.recv_forward([3], False) if group.rank() else stages.send_forward(T(2, 2), False)
+        return flight.calls[-1].error
+
+
+def lost_peer() -> str:
+    end, x = SimpleNamespace(is_send=True, stage="stage 0 of 2 (rank 0)", peer=1), T(2)
+    variables.FLIGHT.assign((8, ""))
+    try:
+        record.begin("send_forward", "hop", None, None, ("", ""))
+        failure: Any = transport._failure
+        error = failure(end, "send_forward", x, RuntimeError("closed"))
+        assert isinstance(error, PeerError)
+        return flight.calls[-1].error
+    finally:
+        variables.FLIGHT.assign((0, ""))
+        Path("tritoncomm-flight-0.json").unlink()
+
+
+def test_p2p_steps_that_fail_have_their_errors(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And were not "raised before anything was sent"."""
+    for error in pool.run(run_mismatch):
+        assert error.startswith("MismatchError: ")
+    monkeypatch.chdir(tmp_path)
+    assert lost_peer().startswith("PeerError: send_forward: stage 0 of 2")
 
 
 def test_frames_that_were_looked_at_keep_nothing() -> None:
@@ -265,13 +315,14 @@ def test_records_merge_into_words_and_one_trace(tmp_path: Path) -> None:
     out = tmp_path / "job.json"
     result = CliRunner().invoke(cli.app, ["trace", str(tmp_path), "--out", str(out)])
     assert result.exit_code == 0, result.output
+    missing = "of group 'g' of ranks 0-2; rank 2 did not come to it"
     assert result.output.splitlines() == [
         "no record of rank 3 of 4",
-        "group 'g': call 3 is the first that differs, in shape:",
+        "group 'g' of ranks 0-2: call 3 is the first that differs, in shape:",
         "  rank 0: f(float32 [4], op=SUM) at train.py:13",
         "  rank 1: f(float32 [5], op=SUM) at train.py:13",
-        "rank 0 is in g(float32 [4], op=SUM) at train.py:14, call 4 of group 'g'; rank 2 did not come to it",
-        "rank 1 is in h(float32 [5], op=SUM) at train.py:14, call 4 of group 'g'; rank 2 did not come to it",
+        f"rank 0 is in g(float32 [4], op=SUM) at train.py:14, call 4 {missing}",
+        f"rank 1 is in h(float32 [5], op=SUM) at train.py:14, call 4 {missing}",
         f"wrote {out}: 9 calls of 3 ranks",
     ]
     events = json.loads(out.read_text())["traceEvents"]
@@ -295,7 +346,34 @@ def test_ranks_that_wait_in_one_call_share_a_line(tmp_path: Path) -> None:
     for rank in range(3):
         _write(tmp_path, rank, [_call("f", 1, [4]), _call("g", 2, [4], end=0)][: 1 + (rank != 1)], world=3)
     assert _story(tmp_path) == [
-        "ranks 0, 2 are in g(float32 [4], op=SUM) at train.py:12, call 2 of group 'g'; rank 1 did not come to it"
+        "ranks 0, 2 are in g(float32 [4], op=SUM) at train.py:12, call 2 of group 'g' of ranks 0-2; "
+        "rank 1 did not come to it"
+    ]
+
+
+def test_asynchronous_calls_that_other_ranks_did_not_make(tmp_path: Path) -> None:
+    """They have ended where they were issued, and nothing is under way."""
+    for rank in range(3):
+        _write(tmp_path, rank, [_call("f", count, [4]) for count in (1, 2, 3)][: 3 - rank], world=3)
+    call = "f(float32 [4], op=SUM) at train.py:12, call 2 of group 'g' of ranks 0-2"
+    assert _story(tmp_path) == [f"rank 2 had not come to {call}, which rank 0 had issued"]
+    _write(tmp_path, 2, [], world=3)
+    assert _story(tmp_path)[0].startswith("rank 2 had not come to f(float32 [4], op=SUM) at train.py:11, call 1 of")
+    for rank in range(3):  # stages of a pipeline make different numbers of steps
+        _write(tmp_path, rank, [_call("send_forward", count, [4], kind="hop") for count in (1, 2, 3)][rank:], world=3)
+    assert _story(tmp_path) == ["the records agree, and no call was under way when they were written"]
+
+
+def test_errors_that_ended_ranks(tmp_path: Path) -> None:
+    """Those of the program; that of a call is beside the call, with all of its lines."""
+    first, then = _call("f", 1, [4]), _call("f", 2, [4], end=0, error="MismatchError: f:\n  rank 0: a\n  rank 1: b")
+    _change(_write(tmp_path, 0, [first, then], world=2), reason=f"uncaught {then['error']}")
+    _change(_write(tmp_path, 1, [first], world=2), reason="uncaught ValueError: out of\nmemory")
+    call = "f(float32 [4], op=SUM) at train.py:12, call 2 of group 'g' of ranks 0-2"
+    assert _story(tmp_path) == [
+        f"rank 0 made as its last call {call}, which failed: MismatchError: f: rank 0: a; rank 1: b; rank 1 did not "
+        "come to it; of rank 2 there is no record",
+        "rank 1 ended by an uncaught ValueError: out of; memory",
     ]
 
 
@@ -310,7 +388,7 @@ def test_records_of_several_runs_are_noticed(tmp_path: Path) -> None:
     _write(tmp_path, 2, [_call("f", 1, [4])], world=3)
     assert _story(tmp_path) == [
         "these records are not of one run: the number of ranks is 2 on rank 0, 3 on ranks 1-2",
-        "ranks 0, 2 wrote before all calls that another record has: are they of one run?",
+        "ranks 0, 2 wrote before all calls that another record has: they came later, or these are of several runs",
     ]
 
 
@@ -324,7 +402,7 @@ def test_groups_of_one_name_and_other_ranks_are_not_compared(tmp_path: Path) -> 
     assert _story(tmp_path)[0] == "the records agree, and no call was under way when they were written"
     for rank in range(2):
         (tmp_path / f"tritoncomm-flight-{rank}.json").unlink()
-    assert _story(tmp_path)[1] == "group 'g': call 1 is the first that differs, in name:"
+    assert _story(tmp_path)[1] == "group 'g' of ranks 2-3: call 1 is the first that differs, in name:"
 
 
 @pytest.mark.parametrize(

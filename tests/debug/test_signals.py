@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -240,10 +241,50 @@ def without_calls(folder: Path) -> None:
     assert not reason_in(folder, 0.3)
 
 
+_PROGRAM = """
+import os, signal, sys, threading, time, torch
+from tritoncomm import record, variables
+record.begin("f", "all_reduce", None, torch.ones(2), (None,))
+record.add("f", "view", 0, 1, 0.0)
+lock = threading.Lock()
+lock.acquire()
+print("ready", flush=True)
+"""
+_ENDS: dict[str, tuple[str, bool, int, str]] = {  # code, whether SIGTERM comes, exit code, and what is written
+    "in python": ("while True: time.sleep(0.01)", True, -signal.SIGTERM, "signal SIGTERM"),
+    "blocked": ("lock.acquire()", True, -signal.SIGTERM, "signal SIGTERM"),
+    "a handler of its own": (
+        "signal.signal(signal.SIGTERM, lambda *_: os._exit(3)); time.sleep(60)", True, 3, ""
+    ),
+    "its end": ("", False, 0, "the process ends"),
+    "an error": ("1 / 0", False, 1, "uncaught ZeroDivisionError: division by zero"),
+    "no folder": ("variables.FLIGHT.assign((16, ''))", False, 0, ""),
+}  # fmt: skip
+
+
+def ended(folder: Path) -> None:
+    """By SIGTERM, as launchers end the other ranks of a job that fails, by itself, and by an error."""
+    for name, (code, is_terminated, exit_code, reason) in _ENDS.items():
+        into = folder / name
+        into.mkdir()
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM + code], env=os.environ | {"TRITONCOMM_FLIGHT": str(into)}, cwd=into,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n", process.communicate()
+        if is_terminated:
+            time.sleep(0.2)
+            process.terminate()
+        process.communicate(timeout=30)
+        assert process.returncode == exit_code, name
+        assert reason_in(into, 0) == reason, name
+
+
 CASES = {
     each.__name__: each for each in (
         handler_before, handler_after, descriptor_after, foreign_handler, foreign_handler_after, ignored, forked,
-        forked_rank, in_thread, without_a_folder, full_disk, many_writers, without_calls,
+        forked_rank, in_thread, without_a_folder, full_disk, many_writers, without_calls, ended,
     )
 }  # fmt: skip
 

@@ -39,9 +39,14 @@ def both_cached(group: TorchGroup, rank: int) -> None:
     call(group, WHOLE if rank else COLUMNS)
 
 
+def both_new(group: TorchGroup, rank: int) -> None:
+    call(group, WHOLE if rank else ROWS)
+
+
 CASES: dict[str, tuple[Callable[..., None], tuple[str, str]]] = {
     "new plan": (second_target, ("rank 1 makes a new plan", "rank 0 executes its plan of ['w']")),
     "refused": (wrong_shape, ("rank 1 refused its arguments: reshard: w is [3, 4]", "w is [3, 4]")),
+    "both new": (both_new, ("have different plans, nothing was sent: w is", "have different plans")),
     "two plans": (both_cached, ("", "")),  # without check mode Gloo ends the process that gets too much
 }
 
@@ -69,7 +74,7 @@ def pair() -> Any:
 
 
 def test_both_ranks_name_the_other(pair: Pool) -> None:
-    for name in ("new plan", "refused"):
+    for name in ("new plan", "refused", "both new"):
         words = CASES[name][1]
         for rank, (kind, text, seconds) in enumerate(pair.run(run_case, name, False)):
             alone = name == "refused" and rank == 1
@@ -83,5 +88,5 @@ def test_check_mode_compares_before_anything_is_sent(pair: Pool) -> None:
         for rank, (kind, text, seconds) in enumerate(pair.run(run_case, name, True)):
             alone = name == "refused" and rank == 1
             assert kind == (ShapeError if alone else MismatchError).__name__, (name, rank, text)
-            assert alone or "differ in plan" in text, (name, rank, text)
+            assert alone or ("have different plans" if name == "both new" else "differ in plan") in text, (name, text)
             assert seconds < TIMEOUT, (name, rank)

@@ -16,10 +16,11 @@ from tritoncomm_kernels import tables
 
 from tritoncomm import variables
 
-__all__ = ["by_text", "check", "compare", "difference", "named_ranks", "settings"]
+__all__ = ["by_text", "check", "compare", "difference", "named_ranks", "one_line", "settings"]
 
 _KEY = "tritoncomm/agreement"
 _SHOWN = 6
+_LONGEST = 1000  # characters
 
 
 def check() -> None:
@@ -100,6 +101,12 @@ def by_text(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
     for rank in sorted(texts):
         ranks.setdefault(texts[rank], []).append(rank)
     return list(ranks.items())
+
+
+def one_line(text: str) -> str:
+    """The lines of a text one after the other, no more than a screen of them."""
+    joined = "; ".join(line.strip() for line in text.splitlines() if line.strip()).replace(":; ", ": ")
+    return joined if len(joined) <= _LONGEST else f"{joined[:_LONGEST]}..."
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

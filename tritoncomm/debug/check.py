@@ -6,6 +6,7 @@ which is set once and which everyone reads. Keys are deleted when they were read
 
 import hashlib
 import json
+import threading
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
@@ -72,6 +73,7 @@ def timeout_of(group: ProcessGroup) -> float:
     return limit.total_seconds()
 
 
+_lock = threading.Lock()
 _members: "weakref.WeakKeyDictionary[ProcessGroup, _Member]" = weakref.WeakKeyDictionary()
 _by_name: dict[str, _Member] = {}  # in hash mode: a weak key takes as long as all else that it does for a call
 
@@ -85,7 +87,8 @@ def _member_of(group: Any, call: Call) -> _Member:
                 f"{call.name}: check mode compares over the store of torch's default process group; the group "
                 f"{call.group!r} was made without it"
             )
-        member = _members[group] = _Member(group, call.group)
+        with _lock:  # of several threads one makes it
+            member = _members.get(group) or _members.setdefault(group, _Member(group, call.group))
     return member
 
 

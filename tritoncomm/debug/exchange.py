@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tritoncomm import record
-from tritoncomm.debug.agreement import by_text, named_ranks
+from tritoncomm.debug.agreement import by_text, named_ranks, one_line
 from tritoncomm.errors import MismatchError, PeerError
 
 __all__ = ["Blocked", "Exchange", "exchange", "fail_circle", "fail_ended", "in_words", "raise_if", "table_of"]
@@ -155,6 +155,7 @@ class Exchange:
 
 
 _exchanges: "list[tuple[Any, Exchange]]" = []  # over the default store of now
+_lock = threading.Lock()
 _pid = os.getpid()
 
 
@@ -167,11 +168,7 @@ def _leave_word() -> None:
     if not _exchanges or os.getpid() != _pid:
         return
     over, error = _exchanges[0][1], getattr(sys, "last_value", None)
-    why = (
-        "has ended"
-        if error is None
-        else f"has ended with {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    )
+    why = "has ended" if error is None else f"has ended with {type(error).__name__}: {one_line(str(error))}"
     with suppress(RuntimeError):  # the store has ended before
         over.store.set(f"{over.prefix}/ended/{over.rank}", why)
 
@@ -179,9 +176,10 @@ def _leave_word() -> None:
 def exchange() -> Exchange:
     """The comparisons over the default store of now."""
     store = distributed_c10d._get_default_store()
-    if not _exchanges or _exchanges[0][0] is not store:
-        _exchanges[:] = [(store, Exchange(store, dist.get_rank()))]
-    return _exchanges[0][1]
+    with _lock:  # the first calls of several threads have one
+        if not _exchanges or _exchanges[0][0] is not store:
+            _exchanges[:] = [(store, Exchange(store, dist.get_rank()))]
+        return _exchanges[0][1]
 
 
 def raise_if(name: str, problem: Callable[[], str]) -> None:
@@ -194,7 +192,9 @@ def raise_if(name: str, problem: Callable[[], str]) -> None:
     try:
         text = problem()
     except dist.DistNetworkError as error:
-        raise PeerError(f"{name}: the store of the job is gone, and with it its first process: {error}") from error
+        failure = PeerError(f"{name}: the store of the job is gone, and with it its first process: {error}")
+        record.failed(name, failure)
+        raise failure from error
     if text:
         failure = MismatchError(f"{name}: {text}")
         record.failed(name, failure)

@@ -168,6 +168,8 @@ class Flight:
         counts: calls so far by group.
         last: by thread, its identifier and the entry of its last call.
         on_first_call: called with the first call of a forked process, which is a rank of its own then.
+        written: calls of all groups when the record was written last.
+        place: global rank and number of ranks, which the process has still after its groups were destroyed.
     """
 
     def __init__(self) -> None:
@@ -176,6 +178,7 @@ class Flight:
         self.counts: dict[str, int] = {}
         self.last: dict[int, list[Any]] = {}
         self.on_first_call: Callable[[], None] | None = None
+        self.written, self.place = 0, (0, 1)
 
     @property
     def calls(self) -> list[Call]:
@@ -207,6 +210,7 @@ class Flight:
             self.counts[group_name] = count = self.counts[group_name] + 1
         except KeyError:
             self.counts[group_name] = count = 1
+            self.place = _place(self.place)
             if self.on_first_call is not None:
                 self.on_first_call()
         try:
@@ -268,6 +272,10 @@ class Flight:
 flight = Flight()
 
 
+def _place(before: tuple[int, int]) -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else before
+
+
 def _several(x: Any) -> tuple[Any, Any]:
     """Shapes, and the dtype of the first, of several tensors, or of what the call itself is about to refuse."""
     if not isinstance(x, list | tuple):
@@ -291,7 +299,9 @@ def write_on(reason: str) -> Path | None:
     if not variables.FLIGHT.value[0] or not flight.entries:
         return None
     try:
-        return dump(reason=reason)
+        file = dump(reason=reason)
+        flight.written = sum(flight.counts.values())
+        return file
     except Exception as error:  # what is being reported matters more, and the threads that report go on
         report(f"the flight record cannot be written: {type(error).__name__}: {error}")
         return None
@@ -347,10 +357,9 @@ def _snapshot(reason: str) -> dict[str, Any]:
         if not entry[_END] and not entry[_ERROR] and id(entry) not in under_way:
             entry[_ERROR] = _REFUSED
     calls, first = list(map(Call._make, entries)), sum(counts.values()) - len(entries) + 1
-    names = {call.group for call in calls}
+    names, (rank, world) = {call.group for call in calls}, _place(flight.place)
     return {
-        "format": FORMAT, "rank": dist.get_rank() if dist.is_initialized() else 0,
-        "world": dist.get_world_size() if dist.is_initialized() else 1, "host": os.uname().nodename,
+        "format": FORMAT, "rank": rank, "world": world, "host": os.uname().nodename,
         "pid": os.getpid(), "time": time.time_ns(), "reason": reason, "groups": _ranks(names),
         "counts": counts, "calls": [call.as_json(number) for number, call in enumerate(calls, first)],
     }  # fmt: skip

@@ -1,12 +1,17 @@
-"""When the flight record is written without being asked: on SIGUSR1, on an uncaught error, by a watchdog.
+"""When the flight record is written without being asked: on SIGUSR1 and SIGTERM, on an uncaught error, by a watchdog,
+and at the end of the process.
 
 Python runs a signal handler between two instructions of the main thread, which never comes while that is blocked in a
 collective. The interpreter's C handler, though, writes the signal's number to a file descriptor at once
 (``signal.set_wakeup_fd``), and a thread that reads it writes the record. Where the program has set another descriptor
 since, as asyncio does, the handler itself writes it.
+
+SIGTERM, with which launchers end the other ranks of a job that fails, ends the process as it would without this.
 """
 
+import atexit
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -27,6 +32,7 @@ WATCHDOG_SECONDS = 60.0
 
 _installed = threading.Event()
 _descriptor = -1  # that signals are written to
+_ending = threading.RLock()
 
 
 def install() -> None:
@@ -60,6 +66,13 @@ def _install_hooks() -> None:
         return before_in_threads(args)
 
     sys.excepthook, threading.excepthook = hook, thread_hook
+    atexit.register(_at_exit)
+
+
+def _at_exit() -> None:
+    """A rank that made fewer calls than the others, and ends: where a folder is named, and nothing newer is in it."""
+    if variables.FLIGHT.value[1] and flight.written < sum(flight.counts.values()) and not _forked:
+        write_on("the process ends")
 
 
 def _install_signal() -> None:
@@ -72,6 +85,8 @@ def _install_signal() -> None:
     os.set_blocking(_descriptor, False)
     if signal.getsignal(SIGNAL) is signal.SIG_DFL:
         signal.signal(SIGNAL, _handle)  # the default is to end the process
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and not _is_caught(signal.SIGTERM):
+        signal.signal(signal.SIGTERM, _terminate)
     before = signal.set_wakeup_fd(_descriptor, warn_on_full_buffer=False)
     threading.Thread(target=_read, args=(read, before), name="tritoncomm-signals", daemon=True).start()
 
@@ -83,17 +98,17 @@ def _reason_against() -> str:
     handler = signal.getsignal(SIGNAL)
     if handler is signal.SIG_IGN:
         return "the program, or what started it, ignores the signal"
-    if handler is None or (handler is signal.SIG_DFL and _is_caught()):
+    if handler is None or (handler is signal.SIG_DFL and _is_caught(SIGNAL)):
         return "it has a handler outside of Python's signal module, as faulthandler.register sets one"
     return ""
 
 
-def _is_caught() -> bool:
-    """Whether the process has a handler of the signal, Python's or not; False where the system does not say."""
+def _is_caught(number: int) -> bool:
+    """Whether the process has a handler of a signal, Python's or not; False where the system does not say."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
 
 
@@ -103,6 +118,20 @@ def _handle(number: int, frame: FrameType | None) -> None:
         signal.set_wakeup_fd(now, warn_on_full_buffer=now != _descriptor)
     if now != _descriptor and not _forked:
         write_on(f"signal {SIGNAL.name}")
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """In the main thread, if that is not blocked; the thread that reads the descriptor may be about it already."""
+    _end()
+
+
+def _end() -> None:
+    """Write the record, and end the process by SIGTERM's default action; whoever comes second waits for that."""
+    with _ending:
+        write_on("signal SIGTERM")
+        # From any thread, while Python's own module sets actions in the main one only.
+        ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 _forked = False
@@ -139,6 +168,8 @@ def _read(descriptor: int, before: int) -> None:
                 os.write(before, numbers)
         if SIGNAL in numbers:
             write_on(f"signal {SIGNAL.name}")
+        if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is _terminate and not _forked:
+            _end()
 
 
 def _watch() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tritoncomm.debug.agreement import by_text, named_ranks
+from tritoncomm.debug.agreement import by_text, named_ranks, one_line
 from tritoncomm.debug.flight import FORMAT
 from tritoncomm.errors import ArgumentError
 
@@ -23,6 +23,7 @@ _OWN = {  # may differ between ranks
     "to_heads": ("shape",), "to_sequence": ("shape",),
 }  # fmt: skip
 _MAX_LINES, _MAX_TEXT = 20, 300
+_FAILED = ", which failed: "
 _MAX_RANKS, _MAX_INT = 1 << 20, 1 << 63
 
 
@@ -178,9 +179,21 @@ def story(records: Sequence[Record]) -> list[str]:
     for group in sorted({group for each in records for group in each.calls}):
         lines += _first_difference(group, records)
     waits = {each.rank: text for each in records if (text := _waits(each, records))}
-    lines += [f"{named_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} in {text}" for text, ranks in by_text(waits)]
+    for text, ranks in by_text(waits):
+        now, last = ("is in", "its last call") if len(ranks) == 1 else ("are in", "their last call")
+        lines.append(f"{named_ranks(ranks)} {f'made as {last}' if _FAILED in text else now} {text}")
+    ends = {each.rank: one_line(text) for each in records if (text := _uncaught(each))}
+    lines += [f"{named_ranks(ranks)} ended by an {text}" for text, ranks in by_text(ends)]
     lines = lines or ["the records agree, and no call was under way when they were written"]
     return ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines]
+
+
+def _uncaught(record: Record) -> str:
+    """The error that ended a rank; nothing if it is that of a call, which ``_waits`` has."""
+    reason = record.data.get("reason")
+    if type(reason) is not str or not reason.startswith("uncaught "):
+        return ""
+    return "" if any(call["error"] and call["error"] in reason for call in record.data["calls"]) else reason
 
 
 def _of_one_job(records: Sequence[Record]) -> list[str]:
@@ -192,7 +205,10 @@ def _of_one_job(records: Sequence[Record]) -> list[str]:
         lines.append(f"these records are not of one run: the number of ranks is {sizes}")
     begun = max((min((call["start"] for call in each.data["calls"]), default=0) for each in records), default=0)
     if early := [each.rank for each in records if each.data["calls"] and each.data["time"] < begun]:
-        lines.append(f"{named_ranks(early)} wrote before all calls that another record has: are they of one run?")
+        lines.append(
+            f"{named_ranks(early)} wrote before all calls that another record has: they came later, or these are of "
+            "several runs"
+        )
     world = max(each.data["world"] for each in records)
     if absent := [rank for rank in range(world) if rank not in known]:
         lines.append(f"no record of {named_ranks(absent)} of {world}")
@@ -217,9 +233,38 @@ def _first_difference(group: str, records: Sequence[Record]) -> list[str]:
             if all(call["kind"] == "hop" for call in calls.values()):
                 continue
             if differ := _differ(list(calls.values())):
-                head = f"group {group!r}: call {count} is the first that differs, in {', '.join(differ)}:"
+                head = f"{_named(group, holders[0])}: call {count} is the first that differs, in {', '.join(differ)}:"
                 return [head, *_by_words({rank: _words(call) for rank, call in calls.items()})]
+        if line := _fewer(group, holders, records):
+            return [line]
     return []
+
+
+def _fewer(group: str, holders: Sequence[Record], records: Sequence[Record]) -> str:
+    """Ranks that had made fewer calls, where the first one that they lack has ended elsewhere: it was asynchronous."""
+    ranks = {*holders[0].ranks(group)}
+    others = [each for each in records if each.rank in ranks and group not in each.calls]
+    made = {each.rank: each.data["counts"].get(group, 0) for each in others}
+    made |= {each.rank: max(each.calls[group]) for each in holders}
+    if any(call["kind"] == "hop" for each in holders for call in each.calls[group].values()):
+        return ""  # a pipeline's stages make different numbers of steps
+    count = min(made.values()) + 1
+    has = next((each for each in holders if count in each.calls[group]), None)
+    if has is None or not has.calls[group][count]["end"]:
+        return ""
+    behind = sorted(rank for rank, last in made.items() if last < count)
+    call = f"{_words(has.calls[group][count])}, call {count} of {_named(group, has)}"
+    return f"{named_ranks(behind)} had not come to {call}, which rank {has.rank} had issued"
+
+
+def _named(group: str, record: Record) -> str:
+    """A group's name, and its ranks where the record has them."""
+    ranks = record.ranks(group)
+    return f"group {group!r} of ranks {_short(ranks)}" if ranks else f"group {group!r}"
+
+
+def _short(ranks: Sequence[int]) -> str:
+    return named_ranks(ranks).partition(" ")[2]
 
 
 def _differ(calls: Sequence[dict[str, Any]]) -> list[str]:
@@ -252,9 +297,9 @@ def _waits(record: Record, records: Sequence[Record]) -> str:
     if not under_way and (not calls or calls[-1]["end"]):
         return ""
     call = under_way[-1] if under_way else calls[-1]
-    line = f"{_words(call)}, call {call['count']} of group {call['group']!r}"
+    line = f"{_words(call)}, call {call['count']} of {_named(call['group'], record)}"
     if call["error"]:
-        line += f", which failed: {(call['error'].splitlines() or [''])[0]}"
+        line += f"{_FAILED}{one_line(call['error'])}"
     if call["kind"] == "hop":
         return line
     ranks = record.ranks(call["group"])

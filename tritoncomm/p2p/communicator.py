@@ -335,7 +335,9 @@ def _posted(
     if problems:
         for each in handles.values():
             each.wait()
-        raise MismatchError("; ".join(problems.values()))
+        failure = MismatchError("; ".join(problems.values()))
+        record.failed(name, failure)
+        raise failure
     if variables.HASH.value:
         fold(neighbours, name, sent, received)
         compare_hops(neighbours, name)

@@ -114,7 +114,8 @@ def exchange(
             device = neighbours.default_device()
         try:
             result = _exchange_messages(neighbours, name, sends, receives, device, batched, variable, wait)
-        except MismatchError:  # of messages that both ends have transferred
+        except MismatchError as error:  # of messages that both ends have transferred
+            record.failed(name, error)
             if _hash.value:
                 fold(neighbours, name, (to_next, to_prev), (from_prev, from_next), dtype, variable)
             raise

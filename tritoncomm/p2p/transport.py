@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tritoncomm import record
 from tritoncomm.errors import GroupError, PeerError
 from tritoncomm.p2p.neighbours import Direction, Endpoint, Neighbours
 
@@ -23,7 +24,9 @@ _MAX_UNWAITED = 64
 
 def _failure(end: Endpoint, name: str, x: Tensor, error: Exception) -> PeerError:
     what = f"send {x.nbytes} bytes to" if end.is_send else f"receive {x.nbytes} bytes from"
-    return PeerError(f"{name}: {end.stage} could not {what} rank {end.peer}: {error}")
+    failure = PeerError(f"{name}: {end.stage} could not {what} rank {end.peer}: {error}")
+    record.failed(name, failure)
+    return failure
 
 
 class Posted:

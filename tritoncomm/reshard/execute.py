@@ -30,14 +30,13 @@ from tritoncomm.errors import ArgumentError, GroupError, PeerError, UnsupportedE
 from tritoncomm.reshard import notes
 from tritoncomm.reshard.builder import transfers
 from tritoncomm.reshard.plan import Bucket, Item, Side, Transfers, digest
-from tritoncomm.reshard.steps import Addresses, Step, steps_of
+from tritoncomm.reshard.steps import Addresses, Step, addresses_of, steps_of
 
-__all__ = ["Exchange", "addresses_of", "apply", "check_dtypes", "messages"]
+__all__ = ["Exchange", "apply", "check_dtypes", "messages"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TABLES = 8
 _SHOWN = 4  # names of a message
-_address_of = Tensor.data_ptr
 
 
 def check_dtypes(item: Item, grad: str, name: str) -> None:
@@ -213,7 +212,7 @@ class Exchange:
         new, addresses = allocator(tensors[0]), None
         if new is None:
             return None
-        if known.direct:  # which asks nobody whether there is memory
+        if known.direct:  # copies that check no bounds
             given = [*tensors, *(results or ())]
             if not all(has_memory(given[i], known.extents[i]) for i in known.direct):
                 return None
@@ -349,11 +348,6 @@ class Exchange:
             sends, receives = messages(wire, bucket.send), messages(received, bucket.recv)
             return backend.send_and_receive(sends, receives, group, name)
         return backend.all_to_all(received, wire, bucket.recv.counts, bucket.send.counts, group, name, asynchronous)
-
-
-def addresses_of(before: Sequence[Tensor], after: Sequence[Tensor]) -> Addresses:
-    """Those of all tensors."""
-    return tuple(map(_address_of, before)), tuple(map(_address_of, after))
 
 
 def messages(wire: Tensor, side: Side) -> list[tuple[int, Tensor]]:

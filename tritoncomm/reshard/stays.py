@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tritoncomm.core.function import without_graph
 from tritoncomm.core.memory import recognizer, share_memory
-from tritoncomm.reshard.execute import Exchange, addresses_of, apply
+from tritoncomm.reshard.execute import Exchange, apply
+from tritoncomm.reshard.steps import addresses_of
 
 __all__ = ["Stays"]
 

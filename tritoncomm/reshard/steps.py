@@ -14,12 +14,13 @@ from tritoncomm.core.plan import Ints
 from tritoncomm.reshard.plan import Bucket, Transfers
 from tritoncomm.reshard.tables import Blocks, Pair, Strides, blocks_of, joined, local_pairs, table_of
 
-__all__ = ["Addresses", "Start", "Step", "steps_of"]
+__all__ = ["Addresses", "Start", "Step", "addresses_of", "steps_of"]
 
 Start = Callable[[Bucket, Tensor, Tensor, str, bool], Any]
 """Starts the exchange of a bucket: what is sent, what arrives, the function's name, and whether to return at once."""
 Addresses = tuple[tuple[int, ...], tuple[int, ...]]
 """Of all tensors, before and after."""
+_address_of = Tensor.data_ptr
 _Views = tuple[list[Tensor], list[Tensor]]
 _Pass = tuple[Ints | None, segments.Prepared]
 
@@ -132,6 +133,11 @@ class Step:
         given = [view(sources[i], size, stride, offset) for i, size, stride, offset, _, _ in pairs]
         into = [view(targets[i], size, stride, offset) for i, size, _, _, stride, offset in pairs]
         return [x.clone() for x in given] if self._in_place else given, into
+
+
+def addresses_of(before: Sequence[Tensor], after: Sequence[Tensor]) -> Addresses:
+    """Those of all tensors."""
+    return tuple(map(_address_of, before)), tuple(map(_address_of, after))
 
 
 def steps_of(transfers: Transfers, before: Strides, after: Strides, in_place: bool) -> list[Step]:
