@@ -256,8 +256,48 @@ MUTATIONS = (
         "if self._in_place else given, into", "if False else given, into", "tests/reshard",
     ),
     Mutation(
+        "what moved is taken for that of this call", "tritoncomm/reshard/stays.py",
+        "and known.addresses == addresses_of(moving, into)", "", "tests/reshard/test_second_calls.py",
+    ),
+    Mutation(
+        "calls under modes of torch's own are replayed", "tritoncomm/core/memory.py",
+        "check(*given) and not _modes()", "check(*given)", "tests/reshard/test_second_calls.py",
+    ),
+    Mutation(
+        "freed memory is copied directly", "tritoncomm/reshard/execute.py",
+        "        if known.direct:", "        if False:", "tests/reshard/test_second_calls.py",
+    ),
+    Mutation(
+        "a DTensor of another layout is taken", "tritoncomm/reshard/specs.py",
+        "    if own != layout:", "    if False:", "tests/reshard/test_second_calls.py",
+    ),
+    Mutation(
+        "a plan keeps its group", "tritoncomm/reshard/resharding.py",
+        "    call.group = None", "    pass", "tests/reshard/test_second_calls.py",
+    ),
+    Mutation(
+        "the threads of a plan evict tables together", "tritoncomm/reshard/execute.py",
+        "        with self._lock:", "        if True:", "tests/reshard/test_second_calls.py",
+    ),
+    Mutation(
+        "threads compare over exchanges of their own", "tritoncomm/debug/exchange.py",
+        "    with _lock:", "    if True:", "tests/debug/test_check.py",
+    ),
+    Mutation(
+        "a p2p step that fails leaves no error", "tritoncomm/p2p/hop.py",
+        "            record.failed(name, error)", "            pass", "tests/debug/test_flight.py",
+    ),
+    Mutation(
+        "a rank forgets which it was", "tritoncomm/debug/flight.py",
+        "            self.place = _place(self.place)", "            pass", "tests/debug/test_flight.py",
+    ),
+    Mutation(
+        "a rank that is terminated writes nothing", "tritoncomm/debug/signals.py",
+        '        write_on("signal SIGTERM")', "        pass", "tests/debug/test_signals.py",
+    ),
+    Mutation(
         "memory of tensors that stay is not known to be apart", "tritoncomm/reshard/stays.py",
-        "known.addresses != _addresses(stay, kept)", "False", "tests/reshard/test_odd_uses.py",
+        "known.addresses != addresses_of(stay, kept)", "False", "tests/reshard/test_odd_uses.py",
     ),
     Mutation(
         "tensors that stay are apart from those that moved in another call", "tritoncomm/reshard/stays.py",
