@@ -24,6 +24,7 @@ from jobs import run_job
 from tritoncomm import record, variables
 from tritoncomm.debug import flight, signals
 
+ROOT = Path(__file__).parents[2]
 NAME = "tritoncomm-flight-0.json"
 
 
@@ -264,11 +265,12 @@ _ENDS: dict[str, tuple[str, bool, int, str]] = {  # code, whether SIGTERM comes,
 
 def ended(folder: Path) -> None:
     """By SIGTERM, as launchers end the other ranks of a job that fails, by itself, and by an error."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
     for name, (code, is_terminated, exit_code, reason) in _ENDS.items():
         into = folder / name
         into.mkdir()
         process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM + code], env=os.environ | {"TRITONCOMM_FLIGHT": str(into)}, cwd=into,
+            [sys.executable, "-c", _PROGRAM + code], env=environment | {"TRITONCOMM_FLIGHT": str(into)}, cwd=into,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         assert process.stdout is not None
