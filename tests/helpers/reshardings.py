@@ -17,6 +17,7 @@ from tritoncomm.reshard.plan import Item, check
 
 __all__ = [
     "DTYPES",
+    "Cases",
     "Recorded",
     "boxes_of",
     "drawn_items",
@@ -53,6 +54,14 @@ def ramp(*shape: int) -> Tensor:
 def same(x: Any, expected: Tensor) -> None:
     assert x.shape == expected.shape
     assert torch.equal(bits(x), bits(expected))
+
+
+class Cases(dict[str, Callable[[ProcessGroup], None]]):
+    """Functions of a rank by their names; a decorator that adds one."""
+
+    def __call__(self, function: Callable[[ProcessGroup], None]) -> Callable[[ProcessGroup], None]:
+        self[function.__name__] = function
+        return function
 
 
 def run_cases(cases: Mapping[str, Callable[[ProcessGroup], None]], group: ProcessGroup) -> None:

@@ -1,13 +1,12 @@
 """Odd uses of resharding against gathering and slicing: views, empty tensors, kinds of tensors, modes, second calls."""
 
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
 from bits import random_bits
 from pool import Pool
-from reshardings import layouts, local_of, ramp, run_cases, same
+from reshardings import Cases, layouts, local_of, ramp, run_cases, same
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 from traffic import Traffic
@@ -17,13 +16,7 @@ from tritoncomm import record
 from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
 from tritoncomm.reshard import Layout, builder, reshard, reshard_plan
 
-Case = Callable[[TorchGroup], None]
-CASES: dict[str, Case] = {}
-
-
-def case(function: Case) -> Case:
-    CASES[function.__name__] = function
-    return function
+case = Cases()
 
 
 @case
@@ -534,7 +527,7 @@ def wrong_results(group: TorchGroup) -> None:
 
 
 def run_all(group: TorchGroup) -> None:
-    run_cases(CASES, group)
+    run_cases(case, group)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -4,7 +4,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
-from reshardings import layouts, local_of, ramp, run_cases, same
+from reshardings import Cases, layouts, local_of, ramp, run_cases, same
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import ProcessGroup as TorchGroup
@@ -27,13 +27,7 @@ from tritoncomm.reshard import Layout, OwnedExchange, ReshardPlan, builder, resh
 from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ReplicaSpec, ShardSpec
 from tritoncomm.tensor import ProcessGroup as ColoGroup
 
-Case = Callable[[TorchGroup], None]
-CASES: dict[str, Case] = {}
-
-
-def case(function: Case) -> Case:
-    CASES[function.__name__] = function
-    return function
+case = Cases()
 
 
 @case
@@ -278,7 +272,7 @@ def what_is_refused_by_name(group: TorchGroup) -> None:
 
 
 def run_all(group: TorchGroup) -> None:
-    run_cases(CASES, group)
+    run_cases(case, group)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from bits import bits, random_bits
 from pool import Pool
-from reshardings import local_of, run_cases, simulate
+from reshardings import Cases, local_of, run_cases, simulate
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 
@@ -233,13 +233,7 @@ def test_forward_and_backward(pool: Pool, world: int) -> None:
     pool.run(run_both_paths, world=world)
 
 
-Case = Callable[[TorchGroup], None]
-CASES: dict[str, Case] = {}
-
-
-def case(function: Case) -> Case:
-    CASES[function.__name__] = function
-    return function
+case = Cases()
 
 
 def same(x: Tensor, expected: Tensor) -> None:
@@ -468,7 +462,7 @@ def plans_of_states(group: TorchGroup) -> None:
 
 
 def run_all(group: TorchGroup) -> None:
-    run_cases(CASES, group)
+    run_cases(case, group)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, (1, 3)])

@@ -65,7 +65,7 @@ class Code:
         registers: vector registers per thread.
         spills: bytes or registers that live in local memory.
         instructions: all instructions of the kernel, padding left out.
-        coalesced: the lanes of a warp have neighbouring elements of a row, in every load and store.
+        coalesced: the lanes of a warp have neighbouring elements of a row, in every load and store, as far as is seen.
     """
 
     loads: list[int]
@@ -133,12 +133,13 @@ def _coalesced(text: str) -> bool:
     }
     access = r"(?:tt|amdg|amdgpu)\.(?:buffer_)?(?:load|store) .*tensor<([\dx]+)x(?:!tt\.ptr<)?\w+>?, (#\w+)>"
     tiles = re.findall(access, text)
-    assert tiles, "no tile is read or written"
     for shape, name in tiles:
+        if name not in layouts:
+            return False
         columns, (per_thread, per_warp) = int(shape.split("x")[-1]), layouts[name]
         if per_warp[-1] < min(math.prod(per_warp), columns // per_thread[-1]):
             return False
-    return True
+    return bool(tiles)
 
 
 def _nvidia(cubins: Sequence[bytes], architecture: str) -> list[Code]:
