@@ -11,6 +11,7 @@ from tiles import audit as audit_tiles
 from tritoncomm_kernels import Config, config_for
 
 from bench import audit
+from tritoncomm.tune import machine_code
 from tritoncomm.tune.machine_code import TARGETS, Build, Code, build_all, compiled_kernels
 
 ELEMENT = {16: ("i64", 2), 8: ("i64", 1), 4: ("i32", 1), 2: ("i16", 1), 1: ("i8", 1)}
@@ -207,6 +208,17 @@ def test_a_tile_of_one_element(target: str) -> None:
     """A single row that is one access long."""
     tiles = [(op, unit, Config(1, unit)) for op in ("pack", "unpack") for unit in (8, 2)]
     assert audit_tiles(tiles, target) == []
+
+
+def test_lanes_that_walk_down_the_rows_are_seen() -> None:
+    """As Triton 3.6 had them; what is no layout of blocks, and no tile, is not coalesced either."""
+    layout = "#a = #ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [1, 32], warpsPerCTA = [4, 1]}>"
+    load = "  %x = tt.load %p, %m : tensor<8x256x!tt.ptr<i32>, #a>"
+    assert machine_code._coalesced(f"{layout}\n{load}\n")
+    assert machine_code._coalesced(f"{layout.replace('[1, 32]', '[2, 16]')}\n{load.replace('256', '64')}\n")
+    for wrong in (layout.replace("[1, 32]", "[8, 4]"), layout.replace("blocked", "linear")):
+        assert not machine_code._coalesced(f"{wrong}\n{load}\n")
+    assert not machine_code._coalesced(f"{layout}\n")
 
 
 def cross_entropy_builds(dtype: str, smoothed: bool) -> list[Build]:
