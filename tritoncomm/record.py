@@ -55,7 +55,7 @@ class Observer(Protocol):
     The places, and not calls from there: two more calls of a function take as long as the observer itself.
     """
 
-    def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = ()) -> Any:
+    def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = (), depth: int = 3) -> Any:
         """``name`` starts; may raise, and then nothing is sent. Returns its ``span`` while a profiler is on."""
         ...
 
@@ -155,7 +155,7 @@ def _set_forward(cls: Any, original: Callable[..., Any]) -> None:
     cls.forward = staticmethod(forward)
 
 
-def _begin(name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = ()) -> Any:
+def _begin(name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = (), depth: int = 3) -> Any:
     """A call starts: open its ``span`` while a profiler is on, and report it where there is an observer.
 
     Args:
@@ -163,7 +163,8 @@ def _begin(name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] 
         kind: the collective, a key of ``tritoncomm.debug.descriptor.KINDS``.
         group: its process group.
         x: the tensor, or a sequence of tensors.
-        arguments: those of the kind, in its order.
+        arguments: those of the kind, in its order; or a function, and what it makes them of when the record is written.
+        depth: frames from an observer's function to the program's, or fewer.
     """
     return span(name) if profiler._is_profiler_enabled else None
 

@@ -28,7 +28,8 @@ from tritoncomm import PeerError, ShapeError, cli, record, variables
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
 from tritoncomm.debug import signals, trace
-from tritoncomm.debug.flight import Call, call_site, flight, located, open_calls
+from tritoncomm.debug.flight import Call, flight, open_calls
+from tritoncomm.debug.sites import call_site, located
 from tritoncomm.p2p import transport
 
 T = torch.ones

@@ -21,7 +21,8 @@ from tritoncomm import variables
 from tritoncomm.debug.agreement import named_ranks
 from tritoncomm.debug.descriptor import Descriptor, describe, difference
 from tritoncomm.debug.exchange import Blocked, Exchange, exchange, fail_circle, fail_ended, in_words, raise_if, table_of
-from tritoncomm.debug.flight import Call, Entry, located
+from tritoncomm.debug.flight import Call, Entry
+from tritoncomm.debug.sites import located
 from tritoncomm.errors import UnsupportedError
 
 __all__ = ["check_call", "compare", "fold_call"]

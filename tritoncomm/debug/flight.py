@@ -13,30 +13,26 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from tritoncomm import record, variables
 from tritoncomm.debug.descriptor import KINDS, as_json
+from tritoncomm.debug.sites import OURS, apply_has_no_frame, call_site, located, source_of, sources
 
 __all__ = [
-    "FORMAT", "Call", "Entry", "Flight", "call_site", "dump", "flight", "located", "open_calls", "report", "write_on",
+    "FORMAT", "Call", "Entry", "Flight", "dump", "flight", "open_calls", "report", "write_on",
 ]  # fmt: skip
 
 FORMAT = 1
-_HERE = str(Path(__file__).parents[1]) + os.sep
 _DEBUG = str(Path(__file__).parent) + os.sep
-_TORCH = str(Path(torch.__path__[0])) + os.sep
 _names: Mapping[ProcessGroup, str] = getattr(distributed_c10d, "_pg_names", {})
-_current_node = torch._C._current_autograd_node
 _frame, _thread, _time = sys._getframe, threading.get_ident, time.time_ns
 _count_call = record.count_call
-_apply_has_no_frame = not hasattr(torch.autograd.Function.apply, "__func__")  # from torch 2.15 on
-_SITE = "_tritoncomm_site"
 
 
 class Call(NamedTuple):
@@ -49,7 +45,7 @@ class Call(NamedTuple):
         group: name of the process group.
         shape: of the tensor, or a list of the tensors' shapes.
         dtype: of the (first) tensor.
-        arguments: those of the kind.
+        arguments: those of the kind, or a function and what it makes them of.
         code: of the function in which the program called; in a backward, in which it called the forward.
         offset: of that call in the code.
         thread: identifier of the calling thread.
@@ -86,11 +82,13 @@ class Call(NamedTuple):
     def as_json(self, number: int) -> dict[str, Any]:
         """The attributes by name, and the number of this call on this rank."""
         file, line = located(self.site)
-        names = KINDS.get(self.kind, ())
+        names, arguments = KINDS.get(self.kind, ()), self.arguments
+        if arguments and isinstance(arguments[0], FunctionType):
+            arguments = arguments[0](*arguments[1:])
         return {
             "number": number, "count": self.count, "name": self.name, "kind": self.kind, "group": self.group,
             "shape": as_json(self.shape), "dtype": as_json(self.dtype),
-            "arguments": {name: as_json(value) for name, value in zip(names, self.arguments, strict=False)},
+            "arguments": {name: as_json(value) for name, value in zip(names, arguments, strict=False)},
             "path": self.path, "bytes_copied": self.bytes_copied, "bytes_sent": self.bytes_sent, "start": self.start,
             "end": self.end, "file": file, "line": line, "thread": self.thread, "error": self.error,
         }  # fmt: skip
@@ -103,60 +101,6 @@ _NAME, _START, _END, _PATH, _COPIED, _SENT, _ERROR = map(
     Call._fields.index, ("name", "start", "end", "path", "bytes_copied", "bytes_sent", "error")
 )
 _REFUSED = "raised before anything was sent"
-
-
-def located(site: Any) -> tuple[str, int]:
-    """File and line of a ``Call.site``; ("", 0) for None."""
-    if site is None:
-        return "", 0
-    code, offset = site
-    line = next((line for start, end, line in code.co_lines() if start <= offset < end), None)
-    return code.co_filename, line or code.co_firstlineno
-
-
-_PROGRAM, _ANY_TORCH, _OURS = range(3)
-_sources: dict[str, int] = {}  # whose a file is
-
-
-def _source_of(file: str) -> int:
-    """Whose a file is that ``_sources`` has not yet."""
-    kind = _OURS if file.startswith(_HERE) else _ANY_TORCH if file.startswith((_TORCH, "<frozen")) else _PROGRAM
-    _sources[file] = kind
-    return kind
-
-
-def call_site(depth: int = 1) -> Any:
-    """Where the program called this package, ``depth`` frames up or further.
-
-    A forward leaves it on its node of autograd's graph, where its backward finds it again.
-    """
-    node = _current_node()
-    if node is not None and (site := getattr(node, _SITE, None)) is not None:
-        return site
-    forward = None
-    try:
-        frame = _frame(depth + 1)
-    except ValueError:  # a thread that begins with a call of this package
-        frame = _frame(depth)
-    while True:
-        code = frame.f_code
-        try:
-            source = _sources[code.co_filename]
-        except KeyError:
-            source = _source_of(code.co_filename)
-        if source == _OURS:
-            if code.co_name == "forward":
-                forward = frame
-        elif source == _PROGRAM and code.co_name != "<genexpr>":
-            break
-        if (caller := frame.f_back) is None:
-            break
-        frame = caller
-    site = code, frame.f_lasti
-    # Reading the locals of a frame takes as long as walking over two, so it is done for forwards only.
-    if forward is not None and (ctx := forward.f_locals.get("ctx")) is not None:
-        setattr(ctx, _SITE, site)
-    return site
 
 
 class Flight:
@@ -197,7 +141,7 @@ class Flight:
         self.entries.clear()
         self.last.clear()
 
-    def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = ()) -> Any:
+    def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = (), depth: int = 3) -> Any:
         """``record.begin`` while this is on: every line is on the hot path, so all that can be is left to the dump.
 
         Its caller is never a function that programs call, but one that such a function has called.
@@ -209,41 +153,49 @@ class Flight:
         try:
             self.counts[group_name] = count = self.counts[group_name] + 1
         except KeyError:
-            self.counts[group_name] = count = 1
-            self.place = _place(self.place)
-            if self.on_first_call is not None:
-                self.on_first_call()
-        try:
-            shape, dtype = x.shape, x.dtype
-        except AttributeError:
-            shape, dtype = _several(x)
-        site, code, offset = None, None, 0
-        try:  # most calls are of a mapping or a collective that the program called: three frames up, and no walk
-            site = _frame(3)
-            code, offset = site.f_code, site.f_lasti
-            if _sources[code.co_filename] != _PROGRAM or code.co_name == "<genexpr>":
-                site = None
-            elif _apply_has_no_frame and _frame(2).f_code.co_name == "forward":
-                site = None  # whose node has to have the site
-        except (KeyError, ValueError):  # a file that was not seen yet; a thread that begins here
-            site = None
-        if site is None:
-            code, offset = call_site(2)
-        del site  # a frame keeps its tensors
-        thread = _thread()
-        last = self.last.get(thread)
-        entry = [
-            count, name, kind, group_name, shape, dtype, arguments, code, offset, last[0] if last else thread, _time(),
-            0, "", 0, 0, "",
-        ]  # fmt: skip
-        if last is None:
-            self.last[thread] = [thread, entry]
+            count = self._first_of(group_name)
+        if x is None:
+            shape = dtype = None
         else:
-            last[1] = entry
+            try:
+                shape, dtype = x.shape, x.dtype
+            except AttributeError:
+                shape, dtype = _several(x)
+        try:  # most calls are of a mapping or a collective that the program called: its frame, and no walk
+            frame = _frame(depth)
+            code, offset = frame.f_code, frame.f_lasti
+            if (
+                sources[code.co_filename]
+                or code.co_name == "<genexpr>"
+                or (
+                    apply_has_no_frame
+                    and _frame(depth - 1).f_code.co_name == "forward"  # whose node has to have the site
+                )
+            ):
+                code, offset = call_site(2)
+            del frame  # which keeps its tensors
+        except (KeyError, ValueError):  # a file that was not seen yet; a thread that begins here
+            code, offset = call_site(2)
+        thread = _thread()
+        try:
+            last = self.last[thread]
+        except KeyError:
+            last = self.last[thread] = [thread, None]
+        last[1] = entry = [
+            count, name, kind, group_name, shape, dtype, arguments, code, offset, last[0], _time(), 0, "", 0, 0, "",
+        ]  # fmt: skip
         self.entries.append(entry)
         if self.before is not None:
             self.before(entry, group, x)
         return record.span(name) if profiler._is_profiler_enabled else None
+
+    def _first_of(self, group_name: str) -> int:
+        """The first call on a group of this name."""
+        self.counts[group_name] = 1
+        self.place = _place(self.place)
+        if self.on_first_call is not None:
+            self.on_first_call()
+        return 1
 
     def add(self, name: str, path: Any, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
         """``record.add`` while this is on: complete the entry of the call, and count it."""
@@ -342,7 +294,7 @@ def _open_entries(before: int) -> list[Entry]:
 def _is_inside(frame: Any) -> bool:
     while frame is not None:
         file = frame.f_code.co_filename
-        if _source_of(file) == _OURS and not file.startswith(_DEBUG):
+        if source_of(file) == OURS and not file.startswith(_DEBUG):
             return True
         frame = frame.f_back
     return False

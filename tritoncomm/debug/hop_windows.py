@@ -14,8 +14,8 @@ from typing import Any
 
 from tritoncomm import variables
 from tritoncomm.debug.exchange import Blocked, Exchange, exchange, raise_if, table_of
-from tritoncomm.debug.flight import call_site, located
 from tritoncomm.debug.hops import MOMENT, PAIRS, Content
+from tritoncomm.debug.sites import call_site, located
 
 __all__ = ["compare_hops", "fold_hop"]
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from tritoncomm.debug.exchange import Blocked, Exchange, exchange, fail_circle, table_of
-from tritoncomm.debug.flight import call_site, located
+from tritoncomm.debug.sites import call_site, located
 from tritoncomm.errors import MismatchError, PeerError
 
 __all__ = ["MOMENT", "PAIRS", "CheckedHop", "Content"]

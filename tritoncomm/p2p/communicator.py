@@ -325,7 +325,7 @@ def _posted(
     _range = None
     sent, received = (sends["send_next"], sends["send_prev"]), (receives["recv_prev"], receives["recv_next"])
     if record.switch._is_profiler_enabled:
-        _range = begin(neighbours, name, sent, received)
+        _range = begin(neighbours, name, sent, received, 3)
     wires, started, problems = _wires(sends, receives), record.now(), {}
     if checking() and not neighbours.is_single_rank:
         problems = _compare(neighbours, name, {key: x for key, x in (sends | receives).items() if x is not None})

@@ -24,23 +24,32 @@ Pair = tuple[Any, Any]
 """For the next and the previous stage, or from the previous and the next one, as ``hop.exchange`` takes them."""
 
 
-class _Listed:
-    """What goes to the other stages, or comes from them; words are made of it only where the record is written."""
+def begin(neighbours: Neighbours, name: str, sent: Pair, received: Pair, depth: int) -> Any:
+    """``record.begin`` with what goes where, of which nothing keeps a tensor alive; words are made of it by a dump.
 
-    __slots__ = ("_neighbours", "_to", "_transfers")
+    Args:
+        neighbours: of this stage.
+        name: the function that was called.
+        sent: tensors.
+        received: shapes, or tensors.
+        depth: frames from this one to the program's, or fewer.
+    """
+    (to_next, to_prev), (from_prev, from_next) = sent, received
+    transfers = (
+        _arguments, neighbours,
+        None if to_next is None else _raw(to_next, True), None if to_prev is None else _raw(to_prev, True),
+        None if from_prev is None else _raw(from_prev), None if from_next is None else _raw(from_next),
+    )  # fmt: skip
+    return record.begin(name, "hop", neighbours.group(), None, transfers, depth + 1)
 
-    def __init__(self, neighbours: Neighbours, to: str, transfers: list[tuple[str, Raw]]) -> None:
-        self._neighbours, self._to, self._transfers = neighbours, to, transfers
 
-    def __str__(self) -> str:
-        return ", ".join(f"{_in_words(raw)} {self._to} rank {self._neighbours.peer(k)}" for k, raw in self._transfers)
-
-
-def begin(neighbours: Neighbours, name: str, sent: Pair, received: Pair) -> Any:
-    """``record.begin`` with what goes where, of which nothing keeps a tensor alive."""
-    sends, receives = _transfers(_SENDS, sent), _transfers(_RECEIVES, received)
-    words = _Listed(neighbours, "to", sends) if sends else "", _Listed(neighbours, "from", receives) if receives else ""
-    return record.begin(name, "hop", neighbours.group(), None, words)
+def _arguments(neighbours: Neighbours, *transfers: Raw | None) -> tuple[str, str]:
+    """What goes to the other stages, and what comes from them, in words."""
+    words = [
+        f"{_in_words(raw)} {'to' if key in _SENDS else 'from'} rank {neighbours.peer(key)}" if raw else ""
+        for key, raw in zip(_SENDS + _RECEIVES, transfers, strict=True)
+    ]
+    return ", ".join(filter(None, words[:2])), ", ".join(filter(None, words[2:]))
 
 
 def fold(
@@ -67,19 +76,29 @@ def _transfers(keys: tuple[str, str], pair: Pair) -> list[tuple[str, Raw]]:
     return [(key, raw) for key, x in zip(keys, pair, strict=True) if x is not None and (raw := _raw(x, keys is _SENDS))]
 
 
-def _raw(x: Any, is_sent: bool) -> Raw:
+def _raw(x: Any, is_sent: bool = False) -> Raw:
     """Shape and dtype of every tensor, or the shapes, of any caller, before they are checked."""
+    kind = type(x)
+    if kind is torch.Size:
+        return ((x, None),)
     if isinstance(x, Tensor):
-        return ((x.shape, x.dtype),)
+        return (_of_tensor(x),)
     if not isinstance(x, list | tuple):
         return (str(x),)
     if not is_sent and is_one_shape(x):
         return ((tuple(x), None),)
     return tuple(
-        (each.shape, each.dtype) if isinstance(each, Tensor)
+        _of_tensor(each) if isinstance(each, Tensor)
         else (tuple(each), None) if isinstance(each, list | tuple) else str(each)
         for each in x
     )  # fmt: skip
+
+
+def _of_tensor(x: Tensor) -> Any:
+    try:
+        return x.shape, x.dtype
+    except RuntimeError:  # a nested tensor, which is refused
+        return type(x).__name__
 
 
 def _in_words(raw: Raw) -> str:
