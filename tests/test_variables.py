@@ -32,9 +32,22 @@ def _read_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_numbers_that_no_counter_reaches_are_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("TRITONCOMM_CHECK", f"hash:{text}")
     monkeypatch.setenv("TRITONCOMM_FLIGHT", f"{text}:/logs")
-    variables.read()
+    with pytest.warns(RuntimeWarning, match="hash:1000 is taken"):
+        variables.read()
     assert variables.HASH.value == variables.HASH_EVERY
     assert variables.FLIGHT.value[0] == variables.FLIGHT_CALLS
+
+
+def test_a_text_that_is_no_value_of_check_mode_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONCOMM_CHECK", "hahs")
+    with pytest.warns(RuntimeWarning, match="switch .1, on, 0, off., hash or hash:N, not 'hahs'; every call is comp"):
+        variables.read()
+    assert variables.CHECK.value
+    monkeypatch.delenv("TRITONCOMM_CHECK")
+    for text in ("hahs", "hash:", "hash:0", "hash:-3", "1:2"):
+        with pytest.raises(ArgumentError, match="initialize: check must be"):
+            tritoncomm.initialize(check=text)
+    assert not tritoncomm.groups.groups
 
 
 @pytest.mark.parametrize("text", OFF)

@@ -77,8 +77,8 @@ def initialize(
         The device mesh with axes data, pipeline, context, tensor (the given one when ``mesh`` was passed).
 
     Raises:
-        ArgumentError: an argument of the wrong type, a key of ``config`` in the wrong place, or ``mesh`` or ``config``
-            together with the sizes that they replace.
+        ArgumentError: an argument of the wrong type, a key of ``config`` in the wrong place, ``mesh`` or ``config``
+            together with the sizes that they replace, or a text for ``check`` that is no value of TRITONCOMM_CHECK.
         GroupError: already initialized, the sizes do not multiply to the number of ranks, or a launcher's variables
             contradict each other or do not say where the ranks meet.
     """

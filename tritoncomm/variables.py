@@ -7,15 +7,19 @@
 | TRITONCOMM_FLIGHT | a switch, a number, a folder | keep the last calls of this rank; dumps go to the folder |
 | TRITONCOMM_TABLE | a file, a folder, ``none`` | the tuned tables that apply (read by ``tritoncomm_kernels.tables``) |
 
-An empty variable is one that is not set. ``0``, ``false``, ``no`` and ``off`` switch off, in any case of the letters.
+An empty variable is one that is not set. ``0``, ``false``, ``no`` and ``off`` switch off, in any case of the letters;
+``1``, ``true``, ``yes`` and ``on`` switch on.
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, Literal, TypeVar, get_args
 
 from tritoncomm_kernels import config, tables
+
+from tritoncomm.errors import ArgumentError
 
 __all__ = [
     "CHECK",
@@ -34,6 +38,7 @@ __all__ = [
 PathChoice = Literal["auto", "torch", "triton"]
 PATHS: tuple[PathChoice, ...] = get_args(PathChoice)
 HASH_EVERY, FLIGHT_CALLS = 1000, 4096
+_ON = ("1", "true", "yes", "on")
 _T = TypeVar("_T")
 
 
@@ -45,6 +50,24 @@ def is_on(text: str) -> bool:
 def _path(text: str) -> str:
     """``auto`` where nothing is forced. Other texts are returned unchanged: the first use refuses them."""
     return text if is_on(text) else "auto"
+
+
+def _check_mode(text: str) -> bool:
+    """``_checks_every_call`` of the variable; warns of a text that is none of its values."""
+    every = _checks_every_call(text)
+    if problem := _problem(text):
+        taken = "every call is compared" if every else f"hash:{HASH_EVERY} is taken"
+        warnings.warn(f"TRITONCOMM_CHECK {problem}; {taken}", RuntimeWarning, stacklevel=2)
+    return every
+
+
+def _problem(text: str) -> str:
+    """What is wrong with a value of TRITONCOMM_CHECK; nothing if it is one."""
+    word = text.strip().lower()
+    name, colon, interval = word.partition(":")
+    if not is_on(text) or word in _ON or (name == "hash" and (not colon or _count(interval))):
+        return ""
+    return f"must be a switch (1, on, 0, off), hash or hash:N, not {text!r}"
 
 
 def _checks_every_call(text: str) -> bool:
@@ -70,7 +93,7 @@ def _flight(text: str) -> tuple[int, str]:
         return 0, ""
     number, _, folder = text.strip().partition(":")
     if not number.isdecimal():
-        return FLIGHT_CALLS, "" if number.lower() in ("on", "yes", "true") else text.strip()
+        return FLIGHT_CALLS, "" if number.lower() in _ON else text.strip()
     return (_count(number) if _count(number) > 1 else FLIGHT_CALLS), folder
 
 
@@ -117,7 +140,7 @@ class Setting(Generic[_T]):
 
 
 PATH = Setting("TRITONCOMM_PATH", _path)
-CHECK = Setting("TRITONCOMM_CHECK", _checks_every_call)
+CHECK = Setting("TRITONCOMM_CHECK", _check_mode)
 HASH = Setting(CHECK.name, _hash_interval)
 FLIGHT = Setting("TRITONCOMM_FLIGHT", _flight)
 _table = tables.variable()
@@ -135,8 +158,14 @@ def read() -> None:
 
 
 def set_check(check: bool | str) -> None:
-    """What ``initialize(check=...)`` takes: True, False, or a value of TRITONCOMM_CHECK."""
+    """What ``initialize(check=...)`` takes: True, False, or a value of TRITONCOMM_CHECK.
+
+    Raises:
+        ArgumentError: another text.
+    """
     text = check if isinstance(check, str) else "1" if check else ""
+    if problem := _problem(text):
+        raise ArgumentError(f"initialize: check {problem}")
     CHECK.assign(_checks_every_call(text))
     HASH.assign(_hash_interval(text))
 

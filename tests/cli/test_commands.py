@@ -139,6 +139,7 @@ def test_plan_as_a_process_of_its_own() -> None:
     ("arguments", "words"),
     [
         (("plan", "nothing", "--shape", "4,4", "--world", "2"), "no mapping 'nothing'; there are sp2hp"),
+        (("plan", "nothing", "--shape", "4,4"), "no mapping 'nothing'; there are sp2hp"),
         (("plan", "sp2hp", "--shape", "4,9", "--world", "2"), "does not divide over 2 ranks"),
         (("plan", "sp2hp", "--shape", "4,x", "--world", "2"), "--shape must be integers"),
         (("plan", "sp2hp", "--shape", "4,4", "--world", "0"), "one rank or more"),
@@ -592,7 +593,9 @@ def test_plan_of_a_resharding() -> None:
     assert (answer["world"], answer["rank"], answer["buckets"], answer["messages"]) == (8, 3, 1, 7)
     assert answer["bytes_sent"] == 7 * 1024 * 2048 * 2
     assert answer["all_ranks"]["bytes_sent"] == answer["all_ranks"]["bytes_lacking"]
-    assert "56 messages" in run(*RESHARD).output
+    words = run(*RESHARD).output
+    assert "56 messages" in words
+    assert "at 5 us per step, 350 GB/s per link, 50 GB/s to other nodes of 8 ranks" in " ".join(words.split())
     assert "2 buckets" in run(*RESHARD, "--bucket", str(2**24)).output
 
 
@@ -604,6 +607,7 @@ def test_plan_of_a_resharding() -> None:
         (("--target", "S2*8"), "no dim 2"),
         (("--target", "S1*0"), "one rank or more"),
         (("--rank", "9"), "--rank 9 is in neither layout"),
+        (("--world", "8"), "--world: the layouts of reshard have their ranks"),
     ],
 )
 def test_a_resharding_that_is_none(changed: tuple[str, str], said: str) -> None:

@@ -66,7 +66,7 @@ def test_watched_parameters_are_compared_after_the_steps_that_update_them(pool: 
             assert "on ranks [1]" in text
 
 
-def run_others(group: ProcessGroup) -> str:
+def run_others(group: ProcessGroup) -> tuple[str, str, str]:
     """Names that differ; tensors of all kinds that do not; nothing to compare."""
     tritoncomm.destroy()
     debug.check_replicas([], group)
@@ -76,14 +76,22 @@ def run_others(group: ProcessGroup) -> str:
     debug.check_replicas(same, group)
     with pytest.raises(MismatchError, match="names, shapes or dtypes"):
         debug.check_replicas({"x": x} if group.rank() else {}, group)  # nobody waits for the rank without any
-    with pytest.raises(MismatchError) as caught:
-        debug.check_replicas({f"of rank {group.rank()}": x}, group)
-    return str(caught.value)
+    texts = []
+    odd = x.float() if group.rank() else x
+    for given in ({f"of rank {group.rank()}": x}, [x, odd], [x, x][group.rank() :]):
+        with pytest.raises(MismatchError) as caught:
+            debug.check_replicas(given, group)
+        texts.append(str(caught.value).partition("parameters have different names, shapes or dtypes: ")[2])
+    return texts[0], texts[1], texts[2]
 
 
 def test_views_dtypes_and_sizes_are_compared_and_names_have_to_be_the_same(pool: Pool) -> None:
-    for text in pool.run(run_others, world=2):
-        assert "parameters of different names, shapes or dtypes" in text
+    for texts in pool.run(run_others, world=2):
+        assert texts == (
+            "number 0 is of rank 0 [3, 4] float64 on rank 0, of rank 1 [3, 4] float64 on rank 1",
+            "number 1 is parameter 1 [3, 4] float64 on rank 0, parameter 1 [3, 4] float32 on rank 1",
+            "number 1 is parameter 1 [3, 4] float64 on rank 0, missing on rank 1",
+        )
 
 
 def run_alone(group: ProcessGroup) -> None:

@@ -219,7 +219,7 @@ def check_variable(case: tuple[str, str]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            refusals = (ValueError,) if reader in ("dtype", "ints") else ()
+            refusals = (ValueError,) if reader in ("check", "dtype", "ints") else ()
             value = _named_only(lambda: _READERS[reader](text), *refusals)
         if reader == "hash":
             assert type(value) is int, value

@@ -43,7 +43,7 @@ EPILOG = paragraphs(
 
 def plan(
     op: Annotated[str, typer.Argument(help="The mapping, for example sp2hp or all_gather; all are listed below.")],
-    shape: Annotated[str, typer.Option(help="Input on one rank, like 4096,2,8192 or 4096x2x8192.")],
+    shape: Annotated[str, typer.Option(help="Input on one rank (reshard: on all), like 4096,2,8192 or 4096x2x8192.")],
     world: Annotated[int | None, typer.Option(help="Number of ranks; reshard has those of its layouts.")] = None,
     dtype: Annotated[
         str, typer.Option(help="Element type of the input: torch's name, or bf16, fp32, fp8_e4m3.")
@@ -75,8 +75,12 @@ def plan(
         figures = {"latency": latency, "link": link, "network": network, "memory": memory, "node": node}
         rates = _rates("cpu" if device == "cpu" else "cuda", figures)
         if op == "reshard":
+            if world is not None:
+                raise ValueError("--world: the layouts of reshard have their ranks, --source 'S0*8' for example 8")
             _reshard(plan_reshard(shape, source, target, dtype, rank, bucket), rates, as_json, console)
             return
+        if op not in (*OPS, *OPS.values()):
+            raise ValueError(f"no mapping {op!r}; there are {', '.join(OPS)}, and reshard")
         if world is None:
             raise ValueError("--world is missing: the number of ranks")
         multiprocessors = 0
@@ -153,13 +157,7 @@ def _show(explanation: Explanation, console: Console) -> None:
         for step in one.steps:
             if step.tile:
                 say(console, f"  {step.name}: tile {step.tile} ({step.origin})")
-    rates = explanation.rates
-    say(
-        console,
-        f"predicted, not measured: {rates.latency * 1e6:g} us per step, {rates.link / 1e9:g} GB/s per link, "
-        f"{rates.network / 1e9:g} GB/s to other nodes of {counted(rates.node, 'rank')}, copies at "
-        f"{rates.memory / 1e9:g} GB/s ({rates.source}, unless given)",
-    )
+    say(console, f"predicted, not measured: {explanation.rates}")
     if not explanation.projection:
         return
     shares = ", ".join(f"{s.world}: {'-' if s.share is None else f'{s.share:.0%}'}" for s in explanation.projection)

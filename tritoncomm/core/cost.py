@@ -33,6 +33,13 @@ class Rates:
     node: int
     source: str
 
+    def __str__(self) -> str:
+        return (
+            f"{self.latency * 1e6:g} us per step, {self.link / 1e9:g} GB/s per link, {self.network / 1e9:g} GB/s to "
+            f"other nodes of {self.node} rank{'s' * (self.node > 1)}, copies at {self.memory / 1e9:g} GB/s "
+            f"({self.source}, unless given)"
+        )
+
 
 DEFAULTS = {
     "cuda": Rates(5e-6, 350e9, 50e9, 4000e9, 8, "published figures of an H200 node: NVLink as NCCL uses it, 400 Gb/s"),

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tritoncomm import variables
 from tritoncomm.core import backend, eager
 from tritoncomm.core.validation import check_data, world_of
+from tritoncomm.debug.agreement import by_text, named_ranks
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError
 from tritoncomm.groups import GroupLike, resolve
 
@@ -24,7 +25,7 @@ _CHUNK = 1 << 20
 _MULTIPLIERS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)  # the odd multipliers of SplitMix64 as signed integers
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PACKED = (getattr(torch, "float4_e2m1fn_x2", None),)  # two numbers in an element, which torch does not convert
-_MAX_NAMED = 10
+_MAX_NAMED, _MAX_TEXT = 10, 200
 
 Parameters = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]
 
@@ -69,7 +70,7 @@ def check_replicas(parameters: Parameters, group: GroupLike | None = None) -> No
     All ranks of the group call, with as many tensors in the same order. ``tensor.check_replicas`` is for modules with
     ColoTensors, and knows their groups.
 
-    Reads every tensor once. Sends two all-gathers, of 16 bytes and of 16 bytes a tensor.
+    Reads every tensor once. Sends two all-gathers, of 24 bytes and of 16 bytes a tensor.
 
     Args:
         parameters: tensors, or named ones, as ``module.named_parameters()`` or a dict has them.
@@ -193,17 +194,17 @@ _follow_check_mode()
 def _compare(each: Comparison, parameters: Mapping[str, Any], rows: dict[str, Tensor]) -> str:
     """A description of the differences over a group; empty if there are none."""
     over = f"over {each.what}ranks {each.ranks}"
-    signature = [(name, tuple(parameters[name].shape), str(parameters[name].dtype)) for name in each.names]
+    signature = [f"{name} {list(parameters[name].shape)} {_name_of(parameters[name].dtype)}" for name in each.names]
     if each.names:
         table = torch.stack([rows[name].to(rows[each.names[0]].device) for name in each.names])
     else:  # another rank may have some
         device = backend.default_device(backend.cuda_backend(each.group))
         table = torch.empty(0, 2, dtype=torch.int64, device=device)
-    header = hashlib.sha256(repr(signature).encode()).digest()
-    mine = table.new_tensor([[int.from_bytes(header[at : at + 8], "big", signed=True) for at in (0, 8)]])
+    mine = table.new_tensor([[*_digest(repr(signature), 2), len(signature)]])
     headers = eager.all_gather(mine, 0, each.group, None, "check_replicas")
     if bool((headers != mine).any()):
-        return f"{over} the modules have parameters of different names, shapes or dtypes"
+        first = _first_different(signature, int(headers[:, 2].min()), table, each)
+        return f"{over} parameters have different names, shapes or dtypes: {first}"
     if not each.names:
         return ""
     gathered = eager.all_gather(table.unsqueeze(0), 0, each.group, None, "check_replicas").cpu()
@@ -213,6 +214,32 @@ def _compare(each: Comparison, parameters: Mapping[str, Any], rows: dict[str, Te
     shown = [f"{each.names[at]} ({_by_rank(gathered[:, at], each.ranks)})" for at in differ[:_MAX_NAMED]]
     more = f" and {len(differ) - _MAX_NAMED} more" if len(differ) > _MAX_NAMED else ""
     return f"{len(differ)} of {len(each.names)} parameters differ {over}: {', '.join(shown)}{more}"
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _digest(text: str, words: int) -> list[int]:
+    """That many 64-bit integers, the same in every process."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return [int.from_bytes(digest[8 * at : 8 * at + 8], "big", signed=True) for at in range(words)]
+
+
+def _first_different(signature: list[str], common: int, like: Tensor, each: Comparison) -> str:
+    """The first parameter that is not the same on all ranks, of which each has ``common`` or more.
+
+    Two more all-gathers: of 8 bytes a parameter, and of the text of that one.
+    """
+    digests = like.new_tensor([_digest(text, 1) for text in signature[:common]]).view(1, common)
+    rows = eager.all_gather(digests, 0, each.group, None, "check_replicas") if common else digests
+    differ = (rows != rows[0]).any(0).nonzero().flatten().tolist()
+    place = differ[0] if differ else common
+    text = (signature[place] if place < len(signature) else "missing").encode()[:_MAX_TEXT]
+    padded = torch.tensor([list(text.ljust(_MAX_TEXT))], dtype=torch.uint8).to(like.device)
+    texts = eager.all_gather(padded, 0, each.group, None, "check_replicas").cpu().tolist()
+    words = {rank: bytes(row).decode(errors="replace").rstrip() for rank, row in zip(each.ranks, texts, strict=True)}
+    return f"number {place} is " + ", ".join(f"{word} on {named_ranks(ranks)}" for word, ranks in by_text(words))
 
 
 def _by_rank(column: Tensor, ranks: Sequence[int]) -> str:

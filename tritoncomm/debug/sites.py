@@ -1,4 +1,4 @@
-"""Where the program called this package: file and line, found on the hot path and put into words later."""
+"""Where the program called this package: file and line, looked up on the hot path and put into words later."""
 
 import os
 import sys

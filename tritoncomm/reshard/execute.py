@@ -87,6 +87,7 @@ class Exchange:
         sums: every replica of the source sends and the target adds them up, in the order of the ranks.
 
     Attributes:
+        device: kind of device that the exchange is for, ``cpu`` or ``cuda``.
         stay: fingerprints of the layouts of tensors that stay, as last seen beside these.
     """
 
@@ -102,6 +103,7 @@ class Exchange:
     ) -> None:
         self.items, self.grad, self.sums = tuple(items), grad, sums
         self._group = None if group is None else weakref.ref(group)  # plans are cached by their group
+        self.device = "cpu" if group is not None and backend.cuda_backend(group) in ("", "gloo") else "cuda"
         self.transfers: Transfers = transfers(items, ranks, position, bucket_bytes, every_replica=sums)
         self.bucket_bytes = bucket_bytes
         self.stay: list[bytes] = []

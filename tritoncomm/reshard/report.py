@@ -39,7 +39,7 @@ def text_of(plan: Transfers, rates: Rates) -> str:
         f"{counted(int(plan.messages.sum()), 'message')}",
         f"largest rank: {amount(plan.sent.max())} {unit} sent, {amount(plan.received.max())} received",
         f"extra memory: {amount(plan.largest)} {unit} at most on each side, {amount(plan.own_bytes)} for what stays",
-        f"predicted, not measured: {local * 1e6:.1f} us of passes, {collective * 1e6:.1f} us of exchange",
+        f"predicted, not measured: {local * 1e6:.1f} us of passes, {collective * 1e6:.1f} us of exchange, at {rates}",
     ]
     return "\n".join(lines)
 

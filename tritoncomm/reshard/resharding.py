@@ -232,8 +232,12 @@ class ReshardPlan(record.Traffic):
         return list(out)
 
     def text(self, rates: Rates | None = None) -> str:
-        """Buckets, messages, bytes, launches, memory and predicted time, as a table."""
-        return text_of(self.transfers, DEFAULTS["cuda"] if rates is None else rates)
+        """Buckets, messages, bytes, launches, memory and predicted time, as a table.
+
+        Args:
+            rates: of the prediction; by default ``cost.DEFAULTS`` of GPUs, or of the CPU for a group without them.
+        """
+        return text_of(self.transfers, DEFAULTS[self._exchange.device] if rates is None else rates)
 
     def __str__(self) -> str:
         return self.text()
