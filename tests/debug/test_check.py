@@ -141,6 +141,7 @@ def test_an_error_before_a_hop_leaves_both_ends_in_step(pair: Pool) -> None:
     sender, receiver = pair.run(run_one_sided)
     assert sender.startswith("send_forward: ranks [0, 1] wait for each other")
     assert "recv_forward: recv_prev [2] float32 at" in sender
+    assert re.search(r", transfer \d+ from rank 0 to rank 1\n", sender)
     assert sender.endswith("the step may be repeated on both")
     assert "wait for each other" in receiver, "the collective that it missed is refused to it too"
 

@@ -201,9 +201,10 @@ def test_survivors_get_an_error_in_time(tmp_path: Path, kind: str, place: str, c
 _ENDS = """
 import os, sys
 from datetime import timedelta
+from types import SimpleNamespace
 import torch
 import torch.distributed as dist
-from tritoncomm import MismatchError, mappings, p2p
+from tritoncomm import CommError, mappings, p2p
 
 rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[2], 2)
@@ -213,15 +214,27 @@ with p2p.check():
     if rank:
         raise KeyError("a mistake")
     try:
-        mappings.all_gather_dim(torch.ones(2), 0, dist.group.WORLD)
-    except MismatchError as error:
-        print(error)
+        if sys.argv[3] == "hop":
+            config = SimpleNamespace(pipeline_dtype=torch.float32)
+            p2p.P2PCommunicator(dist.group.WORLD, config).recv_backward((2,), False)
+        else:
+            mappings.all_gather_dim(torch.ones(2), 0, dist.group.WORLD)
+    except CommError as error:
+        print(type(error).__name__, error)
 """
+_SAID = {
+    "collective": (
+        "MismatchError all_gather_dim: rank 1 will not come to this call:",
+        "rank 0: all_gather_dim(float32 [2], dim=0) at <string>:",
+    ),
+    "hop": ("PeerError recv_backward: ", "from rank 1"),
+}
 
 
-def test_a_rank_that_ends_is_named_before_the_timeout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", _SAID)
+def test_a_rank_that_ends_is_named_before_the_timeout(tmp_path: Path, place: str) -> None:
     """In check mode, which waits over the store: that has no connection that closes."""
-    commands = [[sys.executable, "-c", _ENDS, str(rank), str(tmp_path / "store")] for rank in range(2)]
+    commands = [[sys.executable, "-c", _ENDS, str(rank), str(tmp_path / "store"), place] for rank in range(2)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen(command, **pipes) for command in commands]
     try:
@@ -231,6 +244,6 @@ def test_a_rank_that_ends_is_named_before_the_timeout(tmp_path: Path) -> None:
             each.kill()
             each.wait()
     assert "KeyError" in error
-    assert "all_gather_dim: rank 1 will not come to this call:" in text, errors
-    assert "rank 0: all_gather_dim(float32 [2], dim=0) at <string>:" in text
+    for words in _SAID[place]:
+        assert words in text, (text, errors)
     assert "rank 1: has ended with KeyError: 'a mistake'" in text

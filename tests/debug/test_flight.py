@@ -365,6 +365,44 @@ def test_asynchronous_calls_that_other_ranks_did_not_make(tmp_path: Path) -> Non
     assert _story(tmp_path) == ["the records agree, and no call was under way when they were written"]
 
 
+def _hop(name: str, count: int, *transfers: list[Any], **more: Any) -> dict[str, Any]:
+    """A p2p step: of each transfer key, rank and the sizes of a tensor."""
+    listed = [[key, rank, [[shape, "float32" if key.startswith("send") else None]]] for key, rank, shape in transfers]
+    return _call(name, count, [], kind="hop", arguments={"send": "", "transfers": listed}) | {"shape": None} | more
+
+
+def test_p2p_steps_are_paired(tmp_path: Path) -> None:
+    """The second message from rank 0 has two ends that differ, the third was not sent, and rank 2 did not wait."""
+    _write(tmp_path, 0, [_hop("send", 1, ["send_next", 1, [2]]), _hop("send", 2, ["send_next", 1, [2, 2]])], world=3)
+    from_first = [_hop("recv", count, ["recv_prev", 0, [2]], ["send_next", 2, [count]]) for count in (1, 2)]
+    _write(tmp_path, 1, [*from_first, _hop("recv", 3, ["recv_prev", 0, [2]], end=0)], world=3)
+    taken = [_hop("recv", count, ["recv_prev", 1, [count]], ["send_next", 2, [2]]) for count in (1, 2, 3)]
+    _write(tmp_path, 2, taken, world=3)  # what it sends to itself has no other end
+    assert _story(tmp_path) == [
+        "message 2 from rank 0 to rank 1 is the first whose ends differ:",
+        "  rank 0: send() at train.py:12",
+        "  rank 1: recv() at train.py:12",
+        "rank 1 had not sent message 3 to rank 2, which that had issued: recv() at train.py:13",
+        "rank 1 is in recv() at train.py:13, call 3 of group 'g' of ranks 0-2; rank 0 did not come to it",
+    ]
+
+
+def test_p2p_steps_that_cannot_be_paired(tmp_path: Path) -> None:
+    """Their first messages are not in the record any more, no end knows the shapes, or nothing was sent."""
+    _write(tmp_path, 0, [_hop("send", count, ["send_next", 1, [2]]) for count in (2, 3)], world=2)
+    _write(tmp_path, 1, [_hop("recv", 2, ["recv_prev", 0, [3]]), _hop("recv", 3, ["recv_prev", 0, [3]], end=0)], 2)
+    assert _story(tmp_path) == ["rank 1 is in recv() at train.py:13, call 3 of group 'g' of ranks 0-2"]
+    refused = _hop("send", 1, ["send_next", 1, [7]], error="raised before anything was sent", end=0)
+    _write(tmp_path, 0, [refused, _hop("send", 2, ["send_next", 1, [2]])], world=2)
+    unknown = _hop("recv", 1, ["recv_prev", 0, [2]])
+    unknown["arguments"]["transfers"][0][2] = None
+    _write(tmp_path, 1, [unknown, _hop("recv", 2, ["recv_prev", 0, [2]], ["recv_next", 2, [2]], end=0)], world=3)
+    assert _story(tmp_path)[-1].endswith("; rank 0 did not come to it; of rank 2 there is no record")
+    for listed in (None, 3, [3], [[3]], [["send_next", 1, 3]], [["send_next", "1", None]], [[[], 1, None]]):
+        _write(tmp_path, 0, [_hop("send", 1) | {"arguments": {"transfers": listed}}], world=2)
+        assert "of rank 2 there is no record" in _story(tmp_path)[-1]
+
+
 def test_errors_that_ended_ranks(tmp_path: Path) -> None:
     """Those of the program; that of a call is beside the call, with all of its lines."""
     first, then = _call("f", 1, [4]), _call("f", 2, [4], end=0, error="MismatchError: f:\n  rank 0: a\n  rank 1: b")

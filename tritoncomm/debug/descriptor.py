@@ -27,7 +27,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "reshard": ("plan",),
     "to_heads": ("layout",),
     "to_sequence": ("layout",),
-    "hop": ("send", "receive"),
+    "hop": ("send", "receive", "transfers"),
 }
 """The names of the arguments of every kind of call."""
 

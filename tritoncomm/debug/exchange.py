@@ -274,6 +274,8 @@ def fail_circle(over: Exchange, mine: Blocked) -> bytes | None:
 
 
 def in_words(each: Blocked) -> str:
-    """Which call of which group it is."""
+    """Which call of which group it is, or which transfer between two ranks."""
     group, count = each.base.split("/")[-2:]
+    if group == "-".join(map(str, each.ranks)):
+        return f", transfer {count} from rank {each.ranks[0]} to rank {each.ranks[1]}"
     return f", call {count} of group {group!r} of ranks {each.ranks}"

@@ -24,7 +24,7 @@ from tritoncomm.debug.exchange import Blocked, Exchange, exchange, fail_circle, 
 from tritoncomm.debug.sites import call_site, located
 from tritoncomm.errors import MismatchError, PeerError
 
-__all__ = ["MOMENT", "PAIRS", "CheckedHop", "Content"]
+__all__ = ["MOMENT", "ORDER", "PAIRS", "CheckedHop", "Content"]
 
 PAIRS = {"send_next": "recv_prev", "send_prev": "recv_next", "recv_prev": "send_next", "recv_next": "send_prev"}
 MOMENT = 1.0  # seconds
@@ -35,7 +35,7 @@ _CLOSED = (
     " are out of step since a step that one of them gave up when the other may have sent its part: make their process "
     "group again, as by destroy() and initialize(). It was given up because of"
 )
-_ORDER = ("send_next", "send_prev", "recv_prev", "recv_next")  # between the same two ranks, activations go first
+ORDER = ("send_next", "send_prev", "recv_prev", "recv_next")  # between the same two ranks, activations go first
 
 
 class Content(NamedTuple):
@@ -75,7 +75,7 @@ class CheckedHop:
         file, line = located(call_site(2))
         self._waits: dict[str, _Wait] = {}
         self._gone_on: set[str] = set()  # keys of transfers that are made now
-        for key in _ORDER:
+        for key in ORDER:
             if key not in contents:
                 continue
             peer, is_send = neighbours.peer(key), key.startswith("send")
@@ -184,10 +184,16 @@ class CheckedHop:
         return f"{self._name}: {self._stage} and rank {peer} do not agree on a transfer:\n{table}"
 
     def explained(self, error: PeerError) -> Exception:
-        """The error of a transfer, or the verdict on it that another rank made while this one was blocked in it."""
+        """The error of a transfer, or the verdict on it that another rank made while this one was blocked in it.
+
+        A rank at the other end that has ended is named.
+        """
+        peers = {wait.mine.ranks[wait.place] for wait in self._waits.values()}
         try:
             verdicts = [self._over.get(f"{wait.mine.base}/verdict") for wait in self._waits.values()]
             text = next((each.decode() for each in verdicts if each is not None), "")
+            if not text and (ended := self._over.ended(peers)):
+                error = PeerError(f"{error}:\n{table_of(ended)}")
             self.give_up(text or str(error))
         except dist.DistNetworkError:  # the store is gone too, and the error of the transfer is the earlier one
             return error

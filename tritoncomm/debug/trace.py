@@ -6,13 +6,14 @@ The n-th calls of a group belong together. Nothing but the files is read, so the
 import json
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tritoncomm.debug.agreement import by_text, named_ranks, one_line
 from tritoncomm.debug.flight import FORMAT
+from tritoncomm.debug.transfers import Transfers
 from tritoncomm.errors import ArgumentError
 
 __all__ = ["Record", "perfetto", "read", "story"]
@@ -166,7 +167,8 @@ def _events(record: Record, call: dict[str, Any], begin: int) -> list[dict[str, 
 
 def _words(call: dict[str, Any]) -> str:
     shape = "" if call["shape"] is None else f"{call['dtype'] or ''} {call['shape']}".strip()
-    arguments = [f"{key}={value}" for key, value in call["arguments"].items() if value is not None]
+    given = [(key, value) for key, value in call["arguments"].items() if value not in (None, "")]
+    arguments = [f"{key}={value}" for key, value in given if key != "transfers"]
     inside = ", ".join(filter(None, (shape, *arguments)))
     if len(inside) > _MAX_TEXT:
         inside = f"{inside[:_MAX_TEXT]}..."
@@ -176,9 +178,11 @@ def _words(call: dict[str, Any]) -> str:
 def story(records: Sequence[Record]) -> list[str]:
     """In words: the ranks without a record, the first call of every group that differs, and who waits for whom."""
     lines = _of_one_job(records)
+    transfers: dict[str, Transfers] = {}
     for group in sorted({group for each in records for group in each.calls}):
-        lines += _first_difference(group, records)
-    waits = {each.rank: text for each in records if (text := _waits(each, records))}
+        transfers[group] = Transfers({each.rank: each.calls[group] for each in records if group in each.calls})
+        lines += _first_difference(group, records) + _unpaired(transfers[group])
+    waits = {each.rank: text for each in records if (text := _waits(each, records, transfers))}
     for text, ranks in by_text(waits):
         now, last = ("is in", "its last call") if len(ranks) == 1 else ("are in", "their last call")
         lines.append(f"{named_ranks(ranks)} {f'made as {last}' if _FAILED in text else now} {text}")
@@ -257,6 +261,20 @@ def _fewer(group: str, holders: Sequence[Record], records: Sequence[Record]) -> 
     return f"{named_ranks(behind)} had not come to {call}, which rank {has.rank} had issued"
 
 
+def _unpaired(transfers: Transfers) -> list[str]:
+    """The first messages between ranks whose ends differ, and those that were not sent to a rank that went on."""
+    lines = []
+    for sender, receiver, (count, calls) in transfers.differences():
+        head = f"message {count} from rank {sender} to rank {receiver} is the first whose ends differ:"
+        lines += [head, *_by_words({rank: _words(call) for rank, call in calls.items()})]
+    for sender, receiver, count, call in transfers.not_sent():
+        if call["end"]:
+            lines.append(
+                f"rank {sender} had not sent message {count} to rank {receiver}, which that had issued: {_words(call)}"
+            )
+    return lines[:_MAX_LINES] + [f"and {len(lines) - _MAX_LINES} more"] * (len(lines) > _MAX_LINES)
+
+
 def _named(group: str, record: Record) -> str:
     """A group's name, and its ranks where the record has them."""
     ranks = record.ranks(group)
@@ -290,7 +308,7 @@ def _by_words(words: dict[int, str]) -> list[str]:
     return lines[:_MAX_LINES] + [f"  and {len(lines) - _MAX_LINES} more"] * (len(lines) > _MAX_LINES)
 
 
-def _waits(record: Record, records: Sequence[Record]) -> str:
+def _waits(record: Record, records: Sequence[Record], transfers: Mapping[str, Transfers]) -> str:
     """What a rank was in when it wrote its record, and which ranks had not come to that call."""
     calls = record.data["calls"]
     under_way = [call for call in calls if not call["end"] and not call["error"]]  # of any thread
@@ -300,12 +318,16 @@ def _waits(record: Record, records: Sequence[Record]) -> str:
     line = f"{_words(call)}, call {call['count']} of {_named(call['group'], record)}"
     if call["error"]:
         line += f"{_FAILED}{one_line(call['error'])}"
+    known = {each.rank for each in records}
     if call["kind"] == "hop":
-        return line
-    ranks = record.ranks(call["group"])
-    others = [each for each in records if each.rank in ranks and each.rank != record.rank]
-    missing = [each.rank for each in others if each.data["counts"].get(call["group"], 0) < call["count"]]
-    unknown = sorted(set(ranks) - {each.rank for each in records})
+        came = transfers[call["group"]].others(record.rank, call)
+        missing = sorted(rank for rank, has_come in came.items() if has_come is False)
+        unknown = sorted(set(came) - known)
+    else:
+        ranks = record.ranks(call["group"])
+        others = [each for each in records if each.rank in ranks and each.rank != record.rank]
+        missing = [each.rank for each in others if each.data["counts"].get(call["group"], 0) < call["count"]]
+        unknown = sorted(set(ranks) - known)
     if missing:
         line += f"; {named_ranks(missing)} did not come to it"
     if unknown:

@@ -85,7 +85,7 @@ def exchange(
     """
     _range = None
     if record.switch._is_profiler_enabled:
-        _range = begin(neighbours, name, (to_next, to_prev), (from_prev, from_next), 4)
+        _range = begin(neighbours, name, (to_next, to_prev), (from_prev, from_next), 4, variable)
     result = None
     if not (variable or _check.value or neighbours.is_single_rank):
         try:

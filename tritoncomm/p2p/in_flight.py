@@ -51,9 +51,12 @@ class Hop:
     def explain(self, error: PeerError) -> NoReturn:
         """Raise ``error``; in check mode with what the other end does instead, where that is known."""
         explained = error if self.checked is None else self.checked.explained(error)
-        if explained is error:
-            raise error
-        raise explained from error
+        try:
+            if explained is error:
+                raise error
+            raise explained from error
+        finally:
+            del error, explained  # their traceback has this frame
 
     def give_up(self, error: BaseException) -> None:
         """In check mode: the other ends learn that their transfers will not be completed because of ``error``."""

@@ -24,7 +24,7 @@ Pair = tuple[Any, Any]
 """For the next and the previous stage, or from the previous and the next one, as ``hop.exchange`` takes them."""
 
 
-def begin(neighbours: Neighbours, name: str, sent: Pair, received: Pair, depth: int) -> Any:
+def begin(neighbours: Neighbours, name: str, sent: Pair, received: Pair, depth: int, variable: bool = False) -> Any:
     """``record.begin`` with what goes where, of which nothing keeps a tensor alive; words are made of it by a dump.
 
     Args:
@@ -33,23 +33,34 @@ def begin(neighbours: Neighbours, name: str, sent: Pair, received: Pair, depth: 
         sent: tensors.
         received: shapes, or tensors.
         depth: frames from this one to the program's, or fewer.
+        variable: shapes of what is received are not known.
     """
     (to_next, to_prev), (from_prev, from_next) = sent, received
     transfers = (
-        _arguments, neighbours,
+        _arguments, neighbours, variable,
         None if to_next is None else _raw(to_next, True), None if to_prev is None else _raw(to_prev, True),
         None if from_prev is None else _raw(from_prev), None if from_next is None else _raw(from_next),
     )  # fmt: skip
     return record.begin(name, "hop", neighbours.group(), None, transfers, depth + 1)
 
 
-def _arguments(neighbours: Neighbours, *transfers: Raw | None) -> tuple[str, str]:
-    """What goes to the other stages, and what comes from them, in words."""
-    words = [
-        f"{_in_words(raw)} {'to' if key in _SENDS else 'from'} rank {neighbours.peer(key)}" if raw else ""
-        for key, raw in zip(_SENDS + _RECEIVES, transfers, strict=True)
+def _arguments(neighbours: Neighbours, variable: bool, *transfers: Raw | None) -> tuple[str, str, list[Any]]:
+    """What goes to the other stages, and what comes from them, in words; and both by key, for ``debug.transfers``."""
+    given = {key: raw for key, raw in zip(_SENDS + _RECEIVES, transfers, strict=True) if raw}
+    sent, received = (
+        ", ".join(f"{_in_words(given[key])} {where} rank {neighbours.peer(key)}" for key in keys if key in given)
+        for keys, where in ((_SENDS, "to"), (_RECEIVES, "from"))
+    )
+    listed = [
+        [key, neighbours.peer(key), None if variable and key in _RECEIVES else [_spec(each) for each in raw]]
+        for key, raw in given.items()
     ]
-    return ", ".join(filter(None, words[:2])), ", ".join(filter(None, words[2:]))
+    return sent, received, listed
+
+
+def _spec(each: Any) -> list[Any]:
+    """Shape and dtype; None for what is not known."""
+    return [None, None] if isinstance(each, str) else [[*map(int, each[0])], each[1]]
 
 
 def fold(
