@@ -25,6 +25,7 @@ __all__ = [
     "begin",
     "count_call",
     "counters",
+    "current",
     "failed",
     "may_send_nothing",
     "now",
@@ -35,6 +36,7 @@ __all__ = [
     "switch",
     "timing",
     "total",
+    "wait",
 ]
 
 CopyPath = Literal["view", "torch", "triton"]
@@ -65,6 +67,14 @@ class Observer(Protocol):
 
     def failed(self, name: str, error: BaseException) -> None:
         """``name`` raises ``error``, because the backend or another rank failed."""
+        ...
+
+    def current(self, name: str) -> Any:
+        """The call of ``name`` that this thread is in, for ``wait``."""
+        ...
+
+    def wait(self, call: Any, work: Any) -> None:
+        """``work.wait()``, of a call that may have returned before."""
         ...
 
     def enter(self, ctx: Any) -> None:
@@ -170,6 +180,19 @@ def _begin(name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] 
 
 
 begin: Callable[..., Any] = _begin
+
+
+def current(name: str) -> Any:
+    """What ``wait`` takes, of a call of ``name`` that returns before it is over; None without an observer."""
+    return None if _observer is None else _observer.current(name)
+
+
+def wait(call: Any, work: Any) -> None:
+    """``work.wait()``, so that an observer sees what the thread is in."""
+    if call is None or _observer is None:
+        work.wait()
+    else:
+        _observer.wait(call, work)
 
 
 def failed(name: str, error: BaseException) -> None:

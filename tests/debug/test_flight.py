@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
 
 import tritoncomm
-from tritoncomm import PeerError, ShapeError, cli, record, variables
+from tritoncomm import PeerError, ShapeError, cli, p2p, record, variables
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
 from tritoncomm.debug import signals, trace
@@ -155,8 +155,23 @@ def _settled(path: Path, seconds: float = 20) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def block_and_signal(folder: str) -> Any:
-    """Rank 0 waits in a collective for rank 1, which sends it a signal, and leaves without coming."""
+def _blocking(kind: str) -> Callable[[], Any]:
+    """A call of rank 0 that blocks, or an asynchronous one that has returned and is waited for."""
+    group = dist.group.WORLD
+    config = SimpleNamespace(pipeline_dtype=torch.float32, batch_p2p_comm=False)
+    stages = p2p.P2PCommunicator(group, config)
+    if kind == "all_gather_dim":
+        return lambda: m.all_gather_dim(T(2), 0, group)
+    if kind == "all_gather":
+        handle = c.all_gather(T(2), 0, group, async_op=True)[1]
+    else:
+        handle = stages.send_backward_recv_backward(None, True, (2,), overlap_p2p_comm=True)[1]["recv_next"]
+    c.all_reduce(T(2), group, async_op=True)  # is the last call, and not the one that is waited for
+    return handle.wait
+
+
+def block_and_signal(folder: str, kind: str) -> Any:
+    """Rank 0 waits for rank 1, which sends it a signal, and leaves without coming."""
     rank = int(os.environ["RANK"])
     os.environ["TRITONCOMM_FLIGHT"] = folder
     store = dist.FileStore(f"{folder}.store", 2)
@@ -166,10 +181,11 @@ def block_and_signal(folder: str) -> Any:
     c.all_reduce(T(2), dist.group.WORLD)
     mine = Path(folder) / "tritoncomm-flight-0.json"
     if not rank:
+        block = _blocking(kind)
         store.set("pid", str(os.getpid()))
         started = time.monotonic()
         with pytest.raises(PeerError) as caught:
-            m.all_gather_dim(T(2), 0, dist.group.WORLD)
+            block()
         return str(caught.value), time.monotonic() - started, json.loads(mine.read_text())
     pid = int(store.get("pid"))
     time.sleep(0.3)
@@ -188,30 +204,38 @@ def _seconds(count: float) -> Any:
     return timedelta(seconds=count)
 
 
-def test_a_blocked_rank_writes_its_record_on_a_signal_by_the_watchdog_and_on_the_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["all_gather_dim", "all_gather", "send_backward_recv_backward"])
+def test_a_blocked_rank_writes_its_record_on_a_signal_by_the_watchdog_and_on_the_error(
+    tmp_path: Path, name: str
+) -> None:
     folder = tmp_path / "records"
-    (text, seconds, on_error), answer = run_job(block_and_signal, [{"RANK": "0"}, {"RANK": "1"}], str(folder))
+    (text, seconds, on_error), answer = run_job(block_and_signal, [{"RANK": "0"}, {"RANK": "1"}], str(folder), name)
     on_signal, on_watchdog = answer
-    assert "all_gather_dim: the all-gather over ranks [0, 1] failed on rank 0" in text
+    failed = f"{name}: the all-gather over ranks [0, 1] failed on rank 0"
+    if name not in ("all_gather_dim", "all_gather"):
+        failed = f"{name}: stage 0 of 2 (rank 0) could not receive 8 bytes from rank 1"
+    assert failed in text
     assert seconds < 4 + 5
     assert on_signal["reason"] == "signal SIGUSR1"
-    assert on_watchdog["reason"].startswith("watchdog: all_gather_dim is under way for ")
+    assert on_watchdog["reason"].startswith(f"watchdog: {name} is under way for ")
+    later = [("all_reduce", True, "")] * (name != "all_gather_dim")
     for data in (on_signal, on_watchdog):
         assert [(call["name"], bool(call["end"]), call["error"]) for call in data["calls"]] == [
-            ("all_reduce", True, ""), ("all_gather_dim", False, "")
+            ("all_reduce", True, ""), (name, False, ""), *later
         ]  # fmt: skip
-    assert on_error["reason"] == "all_gather_dim: PeerError"
-    assert on_error["calls"][-1]["error"].startswith("PeerError: all_gather_dim: the all-gather over ranks")
-    lines = trace.story(trace.read([folder]))
-    assert len(lines) == 1
-    assert lines[0].startswith("rank 0 made as its last call all_gather_dim(float32 [2], dim=0) at ")
-    assert "which failed: PeerError" in lines[0]
-    assert lines[0].endswith("rank 1 did not come to it")
+    assert on_error["reason"] == f"{name}: PeerError"
+    assert on_error["calls"][1]["error"].startswith(f"PeerError: {failed}")
+    line = next(line for line in trace.story(trace.read([folder])) if line.startswith("rank 0"))
+    assert f"{name}(" in line
+    if name == "all_gather_dim":
+        assert line.startswith("rank 0 made as its last call all_gather_dim(float32 [2], dim=0) at ")
+        assert "which failed: PeerError" in line
+        assert line.endswith("rank 1 did not come to it")
 
 
 def test_the_watchdog_looks_at_no_frames_while_no_call_is_late() -> None:
     """A frame that it held would keep the tensors of the call that it watches."""
-    entries = {1: [1, _entry(start=100, end=200)], 2: [2, _entry(start=900)]}
+    entries = {1: [1, _entry(start=100, end=200), 0], 2: [2, _entry(start=900), 0], 3: [3, None, 0]}
     with mock.patch.object(flight, "last", entries):
         with mock.patch.object(sys, "_current_frames", side_effect=AssertionError("frames were looked at")):
             assert open_calls(800) == []
@@ -273,7 +297,7 @@ def test_frames_that_were_looked_at_keep_nothing() -> None:
 
     def called() -> "weakref.ref[torch.Tensor]":
         x = T(1)
-        with mock.patch.object(flight, "last", {0: [threading.get_ident(), _entry(start=1)]}):
+        with mock.patch.object(flight, "last", {0: [threading.get_ident(), _entry(start=1), 0]}):
             assert open_calls(1) == []
         return weakref.ref(x)
 

@@ -119,14 +119,15 @@ def _failure(error: RuntimeError, what: str, ranks: Any, name: str) -> Exception
 class _Pending:
     """A collective in flight. It keeps the ranks of its group, and not the group."""
 
-    __slots__ = ("_name", "_ranks", "_what", "_work")
+    __slots__ = ("_call", "_name", "_ranks", "_what", "_work")
 
     def __init__(self, work: Work, what: str, group: ProcessGroup, name: str) -> None:
         self._work, self._what, self._ranks, self._name = work, what, _ranks.get(group), name
+        self._call = record.current(name)
 
     def wait(self) -> None:
         try:
-            self._work.wait()
+            record.wait(self._call, self._work)
         except RuntimeError as error:
             _fail(error, self._what, self._ranks, self._name)
 

@@ -50,7 +50,7 @@ class Call(NamedTuple):
         offset: of that call in the code.
         thread: identifier of the calling thread.
         start: nanoseconds since the epoch.
-        end: the same, 0 while the call runs; of an asynchronous call, and on a GPU, when it had been issued.
+        end: the same, 0 while the call runs, or is waited for; on a GPU, when it had been issued.
         path: view, torch or triton.
         bytes_copied: by packing and unpacking.
         bytes_sent: by this rank.
@@ -110,7 +110,7 @@ class Flight:
         entries: of the last calls, oldest first.
         before: called with every call before it starts, and its group and tensors: the comparison of check mode.
         counts: calls so far by group.
-        last: by thread, its identifier and the entry of its last call.
+        last: by thread, its identifier, the entry of its last call, and since when it waits for one that had returned.
         on_first_call: called with the first call of a forked process, which is a rank of its own then.
         written: calls of all groups when the record was written last.
         place: global rank and number of ranks, which the process has still after its groups were destroyed.
@@ -180,7 +180,7 @@ class Flight:
         try:
             last = self.last[thread]
         except KeyError:
-            last = self.last[thread] = [thread, None]
+            last = self.last[thread] = [thread, None, 0]
         last[1] = entry = [
             count, name, kind, group_name, shape, dtype, arguments, code, offset, last[0], _time(), 0, "", 0, 0, "",
         ]  # fmt: skip
@@ -208,6 +208,24 @@ class Flight:
                 entry[_END] = _time()
                 entry[_COPIED] += bytes_copied
                 entry[_SENT] += bytes_sent
+
+    def current(self, name: str) -> Entry | None:
+        """``record.current`` while this is on."""
+        last = self.last.get(_thread())
+        return last[1] if last is not None and last[1][_NAME] == name else None
+
+    def wait(self, call: Entry, work: Any) -> None:
+        """``record.wait`` while this is on: the call is under way again, if it had returned."""
+        if not call[_END]:
+            work.wait()
+            return
+        last = self.last.setdefault(thread := _thread(), [thread, call, 0])
+        call[_END], last[1], last[2] = 0, call, _time()
+        try:
+            work.wait()  # where it fails, ``failed`` ends the call
+            call[_END] = _time()
+        finally:
+            last[2] = 0
 
     def enter(self, ctx: Any) -> None:
         """Leave the caller on the node of a forward that may send nothing, where its backward finds it."""
@@ -270,21 +288,22 @@ def open_calls(before: int) -> list[Call]:
 
     Only where such a call may exist are the threads' frames looked at: a frame that is held keeps its tensors.
     """
-    return list(map(Call._make, _open_entries(before)))
+    return [Call._make(entry)._replace(start=since) for since, entry in _open_entries(before)]
 
 
-def _open_entries(before: int) -> list[Entry]:
+def _open_entries(before: int) -> list[tuple[int, Entry]]:
+    """The entries, and since when each is under way, or is waited for."""
     open_ones = [
-        (thread, entry) for thread, entry in list(flight.last.values())
-        if entry[_START] <= before and not entry[_END] and not entry[_ERROR]
+        (thread, since or entry[_START], entry) for thread, entry, since in list(map(tuple, flight.last.values()))
+        if entry is not None and (since or entry[_START]) <= before and not entry[_END] and not entry[_ERROR]
     ]  # fmt: skip
     if not open_ones:
         return []
     frames = sys._current_frames()
     under_way = []
-    for thread, entry in open_ones:
+    for thread, since, entry in open_ones:
         if thread in frames and _is_inside(frames[thread]):
-            under_way.append(entry)
+            under_way.append((since, entry))
         elif not entry[_END]:
             entry[_ERROR] = _REFUSED  # and not looked for again
     frames.clear()  # this frame is one of them: the circle would keep those of all threads, and their groups
@@ -304,7 +323,7 @@ def _snapshot(reason: str) -> dict[str, Any]:
     """The record as ``dump`` writes it."""
     # Entries first: one whose call ends only after this is complete, and is not taken for one that was refused.
     entries, counts = list(flight.entries), dict(flight.counts)
-    under_way = set(map(id, _open_entries(time.time_ns())))
+    under_way = {id(entry) for _, entry in _open_entries(time.time_ns())}
     for entry in entries:
         if not entry[_END] and not entry[_ERROR] and id(entry) not in under_way:
             entry[_ERROR] = _REFUSED

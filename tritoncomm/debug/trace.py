@@ -312,9 +312,11 @@ def _waits(record: Record, records: Sequence[Record], transfers: Mapping[str, Tr
     """What a rank was in when it wrote its record, and which ranks had not come to that call."""
     calls = record.data["calls"]
     under_way = [call for call in calls if not call["end"] and not call["error"]]  # of any thread
-    if not under_way and (not calls or calls[-1]["end"]):
+    reason = record.data.get("reason")  # of an asynchronous call that failed when it was waited for, its name and error
+    failed = [call for call in calls if call["error"] and reason == f"{call['name']}: {call['error'].split(':')[0]}"]
+    if not under_way and not failed and (not calls or calls[-1]["end"]):
         return ""
-    call = under_way[-1] if under_way else calls[-1]
+    call = (under_way or failed or calls)[-1]
     line = f"{_words(call)}, call {call['count']} of {_named(call['group'], record)}"
     if call["error"]:
         line += f"{_FAILED}{one_line(call['error'])}"

@@ -32,10 +32,11 @@ def _failure(end: Endpoint, name: str, x: Tensor, error: Exception) -> PeerError
 class Posted:
     """A transfer in flight; it keeps its buffers alive until it has been waited for, but never its group."""
 
-    __slots__ = ("_end", "_host", "_name", "_tensor", "_work")
+    __slots__ = ("_call", "_end", "_host", "_name", "_tensor", "_work")
 
     def __init__(self, work: Any, end: Endpoint, x: Tensor, name: str, host: Tensor | None = None) -> None:
         self._work, self._end, self._tensor, self._name, self._host = work, end, x, name, host
+        self._call = record.current(name)
 
     def wait(self) -> None:
         """Afterwards the source may be reused or freed, or the result is there (on a GPU: in stream order).
@@ -47,7 +48,7 @@ class Posted:
             return
         end = self._end
         try:
-            self._work.wait()
+            record.wait(self._call, self._work)
         except RuntimeError as error:
             raise _failure(end, self._name, self._tensor, error) from error
         if self._host is not None and not end.is_send:
