@@ -13,7 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import vmap
 from traffic import Traffic
 
-from tritoncomm.core.memory import allocator, contiguous_stride, empty, empty_on, part_of, recognizer
+from tritoncomm.core.memory import (
+    allocator,
+    contiguous_stride,
+    empty,
+    empty_on,
+    extent_of,
+    part_of,
+    recognizer,
+    share_elements,
+)  # fmt: skip
 
 LIKE = torch.ones(4, 6)
 OTHERS: dict[str, Callable[[], Tensor]] = {
@@ -26,6 +35,26 @@ OTHERS: dict[str, Callable[[], Tensor]] = {
     "negative bit": lambda: torch._neg_view(torch.ones(4, 6)),
     "layout": lambda: torch.ones(4, 6).to_sparse(),
 }
+
+
+def drawn_view(draw: st.DrawFn, base: Tensor) -> Tensor:
+    """A view of one to three dims whose last element is inside the base."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    stride = [draw(st.integers(0, 9)) for _ in shape]
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return base.as_strided(shape, stride, draw(st.integers(0, len(base) - 1 - last)))
+
+
+@given(st.data())
+def test_elements_that_two_tensors_share(data: st.DataObject) -> None:
+    base = torch.arange(200)
+    views = [data.draw(st.composite(drawn_view)(base)) for _ in range(2)]
+    x, y = sorted(views, key=Tensor.data_ptr)
+    shared = bool({*x.flatten().tolist()} & {*y.flatten().tolist()})
+    if y.data_ptr() < x.data_ptr() + extent_of(x):
+        assert share_elements(x, y) == share_elements(y, x) == shared
+    else:
+        assert not shared
 
 
 def known(*tensors: Tensor) -> Callable[..., bool]:

@@ -246,6 +246,9 @@ def outputs(group: TorchGroup) -> None:
         plan.execute({"a": x, "b": x}, out={"a": expected, "b": expected})
     with pytest.raises(ArgumentError, match="share memory"):
         plan.execute({"a": x, "b": x}, out={"a": expected.clone(), "b": torch.ones(1, 1).expand(expected.shape)})
+    crossing = {"a": memory[:, :width], "b": memory[:, width - 1 : 2 * width - 1]}
+    with pytest.raises(ArgumentError, match="out a and out b share memory"):
+        plan.execute({"a": x, "b": x}, out=crossing)
     with pytest.raises(ArgumentError, match="out has"):
         reshard({"a": x}, rows, columns, group=group, out={"b": expected})
 

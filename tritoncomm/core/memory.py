@@ -11,13 +11,14 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 __all__ = [
     "Allocate", "allocator", "contiguous_stride", "empty", "empty_on", "extent_of", "has_memory", "part_of",
-    "recognizer", "share_memory",
+    "recognizer", "share_elements", "share_memory",
 ]  # fmt: skip
 
 Allocate = Callable[[Any, Any, torch.dtype], Tensor]
@@ -35,6 +36,7 @@ _modes: Any = torch._C._len_torch_dispatch_stack
 _transformed = torch._C._are_functorch_transforms_active
 _PLAIN = (Tensor, Parameter)
 _cpu = torch.device("cpu")
+_MOST_WORK: Any = 1_000_000  # numpy's annotations know 0 and -1 only
 
 part_of: Callable[[Tensor, Any, Any, int], Tensor] | None = getattr(_fast, "_reinterpret_tensor", None)
 """``x.as_strided(shape, stride, offset)`` without the dispatcher; not a view for autograd, and no check of bounds."""
@@ -61,6 +63,29 @@ def share_memory(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
         if start < end and before and ends[before - 1] > start:
             return True
     return False
+
+
+def share_elements(x: Tensor, y: Tensor) -> bool:
+    """Whether an element of ``x`` is in the memory of one of ``y``, which begins within its extent.
+
+    Where that takes too long to find out (numpy gives up after ``_MOST_WORK`` candidates) the answer is no.
+    """
+    if x.is_contiguous() and y.is_contiguous():
+        return True
+    try:
+        return np.shares_memory(np.asarray(_Placed(x)), np.asarray(_Placed(y)), max_work=_MOST_WORK)
+    except np.exceptions.TooHardError:
+        return False
+
+
+class _Placed:
+    """Where elements are, for numpy, which looks at no memory."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.__array_interface__ = {
+            "version": 3, "data": (x.data_ptr(), True), "typestr": f"|V{x.itemsize}", "shape": tuple(x.shape),
+            "strides": tuple(step * x.itemsize for step in x.stride()),
+        }  # fmt: skip
 
 
 def _span_of(x: Tensor) -> tuple[int, int]:

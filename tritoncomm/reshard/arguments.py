@@ -1,6 +1,5 @@
 """The arguments of one call: read and checked, the plan for them made or looked up, results in their form."""
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import groups, record
-from tritoncomm.core.memory import extent_of, has_memory
+from tritoncomm.core.memory import extent_of, has_memory, share_elements
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import check_data, check_kind, refuse_transforms
 from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
@@ -152,15 +151,17 @@ class Call:
             raise ArgumentError(f"{self.name}: elements of out {key} share memory; it cannot be written into")
 
     def check_apart(self, outs: Sequence[Tensor]) -> None:
-        """Refuse tensors to write into that share elements, as far as addresses show it."""
-        spans = sorted(
-            (x.data_ptr(), x.nbytes if x.is_contiguous() else 1, key)
-            for (key, *_), x in zip(self.rows, outs, strict=False)
-            if x.numel()
-        )
-        for (at, nbytes, key), (other_at, _, other) in itertools.pairwise(spans):
-            if other_at < at + nbytes:
-                raise ArgumentError(f"{self.name}: out {key} and out {other} share memory; they cannot both be written")
+        """Refuse tensors to write into that share elements."""
+        named = [(x.data_ptr(), key, x) for (key, *_), x in zip(self.rows, outs, strict=False) if x.numel()]
+        near: list[tuple[int, str, Tensor]] = []  # those that end after the next one begins
+        for at, key, x in sorted(named, key=lambda each: each[0]):
+            near = [each for each in near if each[0] > at]
+            for _, other, y in near:
+                if share_elements(x, y):
+                    raise ArgumentError(
+                        f"{self.name}: out {other} and out {key} share memory; they cannot both be written"
+                    )
+            near.append((at + extent_of(x), key, x))
 
     def exchange(self, bucket_bytes: int) -> Exchange:
         """The plan of these arguments, made and compared with that of the other ranks once."""
