@@ -270,6 +270,42 @@ def run_mismatch(group: ProcessGroup) -> str:
         return flight.calls[-1].error
 
 
+def run_steps(group: ProcessGroup) -> None:
+    """Every p2p function is recorded where the program called it, whatever is between it and the exchange."""
+    tritoncomm.destroy()
+    is_last, x = group.rank() == 1, T(2)
+    stages = p2p.P2PCommunicator(group, SimpleNamespace(pipeline_dtype=torch.float32, batch_p2p_comm=False))
+    four = dict.fromkeys(("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next"))
+    neighbours: dict[str, Any] = {"group": group, "prev_pipeline_rank": 1 - group.rank()}
+    neighbours["next_pipeline_rank"] = neighbours["prev_pipeline_rank"]
+    raw: dict[str, Any] = four | ({"tensor_recv_prev": T(2)} if is_last else {"tensor_send_next": x}) | neighbours
+    calls: dict[str, Callable[[], Any]] = {
+        "recv_forward": lambda: stages.recv_forward([2], not is_last),
+        "send_forward": lambda: stages.send_forward(x, is_last),
+        "recv_backward": lambda: stages.recv_backward([2], is_last),
+        "send_backward": lambda: stages.send_backward(x, not is_last),
+        "send_forward_recv_backward": lambda: stages.send_forward_recv_backward(x, [2], is_last),
+        "send_backward_recv_forward": lambda: stages.send_backward_recv_forward([x], [[2]], not is_last),
+        "send_forward_recv_forward": lambda: stages.send_forward_recv_forward(x, True, (2,)),
+        "send_backward_recv_backward": lambda: stages.send_backward_recv_backward(x, True, (2,)),
+        "_p2p_ops": lambda: [each.wait() for each in p2p.communicator._p2p_ops(**raw).values()],
+        "_batched_p2p_ops": lambda: [each.wait() for each in p2p.communicator._batched_p2p_ops(**raw)],
+    }
+    variables.FLIGHT.assign((8, ""))
+    try:
+        for name, call in calls.items():
+            flight.entries.clear()
+            call()
+            for each in flight.calls:
+                assert (each.name, each.code) == (name, call.__code__)
+    finally:
+        variables.FLIGHT.assign((0, ""))
+
+
+def test_p2p_functions_are_recorded_where_the_program_called_them(pool: Pool) -> None:
+    pool.run(run_steps, world=2)
+
+
 def lost_peer() -> str:
     end, x = SimpleNamespace(is_send=True, stage="stage 0 of 2 (rank 0)", peer=1), T(2)
     variables.FLIGHT.assign((8, ""))

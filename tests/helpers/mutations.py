@@ -289,7 +289,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a rank forgets which it was", "tritoncomm/debug/flight.py",
-        "            self.place = _place(self.place)", "            pass", "tests/debug/test_flight.py",
+        "        self.place = _place(self.place)\n", "", "tests/debug/test_flight.py",
     ),
     Mutation(
         "a rank that is terminated writes nothing", "tritoncomm/debug/signals.py",
@@ -479,7 +479,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a flight record forgets the arguments", "tritoncomm/debug/flight.py",
-        "{name: as_json(value) for name, value in zip(names, self.arguments, strict=False)}", "{}",
+        "{name: as_json(value) for name, value in zip(names, arguments, strict=False)}", "{}",
         "tests/debug/test_flight.py",
     ),
     Mutation(
@@ -493,6 +493,41 @@ MUTATIONS = (
     Mutation(
         "watched replicas are compared when others are updated", "tritoncomm/debug/replicas.py",
         "if id(x) in updated}", "if x is not None}", "tests/debug/test_replicas.py",
+    ),
+    Mutation(
+        "the first parameter is named instead of the first that differs", "tritoncomm/debug/replicas.py",
+        "place = differ[0] if differ else common", "place = 0", "tests/debug/test_replicas.py",
+    ),
+    Mutation(
+        "messages are counted in records that lack the first ones", "tritoncomm/debug/transfers.py",
+        "for rank, each in calls.items() if 1 in each}", "for rank, each in calls.items() if each}",
+        "tests/debug/test_flight.py",
+    ),
+    Mutation(
+        "a step that was refused counts as a message", "tritoncomm/debug/transfers.py",
+        ' or call["error"].startswith(_REFUSED)', "", "tests/debug/test_flight.py",
+    ),
+    Mutation(
+        "a wait is not under way", "tritoncomm/debug/flight.py",
+        "        call[_END], last[1], last[2] = 0, call, _time()\n", "", "tests/debug/test_flight.py",
+    ),
+    Mutation(
+        "a p2p step is at the line of its caller's caller", "tritoncomm/p2p/hop.py",
+        "(from_prev, from_next), 4, variable)", "(from_prev, from_next), 5, variable)", "tests/debug/test_flight.py",
+    ),
+    Mutation(
+        "a rank that ended is not named to its neighbour", "tritoncomm/debug/hops.py",
+        "if not text and (ended := self._over.ended(peers)):", "if text and (ended := self._over.ended(peers)):",
+        "tests/debug/test_faults.py",
+    ),
+    Mutation(
+        "strided tensors share nothing", "tritoncomm/core/memory.py",
+        "        return np.shares_memory(", "        return False and np.shares_memory(", "tests/core/test_memory.py",
+    ),
+    Mutation(
+        "a text that is no mode of checks is taken", "tritoncomm/variables.py",
+        "if problem := _problem(text):\n        raise", "if not (problem := _problem(text)):\n        raise",
+        "tests/test_variables.py",
     ),
 )  # fmt: skip
 
