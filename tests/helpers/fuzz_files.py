@@ -146,17 +146,20 @@ def _call(count: int, **changes: Any) -> dict[str, Any]:
 
 def _record(rank: int) -> dict[str, Any]:
     """What a rank wrote that stands in a call of its own."""
-    calls = [_call(1), _call(2), _call(3, kind="hop", name="send_forward")]
+    transfers = [[("send_next", "recv_prev")[rank], 1 - rank, [[[4, 8], ("float32", None)[rank]]]]]
+    hop = {"kind": "hop", "arguments": {"send": "", "receive": "", "transfers": transfers}}
+    calls = [_call(1), _call(2), _call(3, name="send_forward", **hop)]
     calls.append(_call(4, end=0, name=("all_gather_dim", "split_dim")[rank], error="PeerError: gone"))
+    calls.append(_call(5, end=0, name="recv_forward", **hop))
     return {
         "format": trace.FORMAT, "rank": rank, "world": 3, "host": "node", "pid": 1, "time": 10**6, "reason": "dump()",
-        "groups": {"0": [0, 1, 2]}, "counts": {"0": 4 - rank}, "calls": calls,
+        "groups": {"0": [0, 1, 2]}, "counts": {"0": 5 - rank}, "calls": calls,
     }  # fmt: skip
 
 
 def records() -> SearchStrategy[list[bytes]]:
     """The flight records of two ranks, one or both with something wrong."""
-    names = ("rank", "calls", "group", "count", "groups")
+    names = ("rank", "calls", "group", "count", "groups", "arguments", "transfers")
 
     def made(numbers: tuple[int, int], one: bool) -> list[bytes]:
         first, second = (spoiled(_record(rank), random.Random(n), names) for rank, n in enumerate(numbers))

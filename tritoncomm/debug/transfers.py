@@ -80,11 +80,12 @@ class Transfers:
         came: dict[int, bool | None] = {}
         for key, peer, _ in _listed(call, rank):
             channel = (rank, peer) if key.startswith("send") else (peer, rank)
-            if rank not in self._complete or peer not in self._complete:
+            mine = self._of(*channel, rank)
+            place = next((i for i, each in enumerate(mine) if each.call["count"] == call["count"]), None)
+            if place is None or peer not in self._complete:
                 came.setdefault(peer, None)
-                continue
-            place = [each.call is call for each in self._of(*channel, rank)].index(True)
-            came[peer] = came.get(peer) is not False and place < len(self._of(*channel, peer))
+            else:
+                came[peer] = came.get(peer) is not False and place < len(self._of(*channel, peer))
         return came
 
     def _of(self, sender: int, receiver: int, rank: int) -> list[_End]:
