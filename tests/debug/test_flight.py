@@ -461,6 +461,9 @@ def test_p2p_steps_that_cannot_be_paired(tmp_path: Path) -> None:
     for listed in (None, 3, [3], [[3]], [["send_next", 1, 3]], [["send_next", "1", None]], [[[], 1, None]]):
         _write(tmp_path, 0, [_hop("send", 1) | {"arguments": {"transfers": listed}}], world=2)
         assert "of rank 2 there is no record" in _story(tmp_path)[-1]
+    twice = [_hop("recv", 1, ["recv_prev", 0, [2]], end=0), _hop("recv", 1, ["send_next", 2, [2]])]
+    _write(tmp_path, 1, twice, world=2)  # of one count, as no rank writes them
+    assert _story(tmp_path)[-1] == "rank 1 is in recv() at train.py:11, call 1 of group 'g' of ranks 0-2"
 
 
 def test_errors_that_ended_ranks(tmp_path: Path) -> None:
