@@ -1,6 +1,7 @@
 """Styles of ``parallelize_module``: values and gradients of one process, and of torch's styles."""
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -152,6 +153,21 @@ class Kept(nn.Linear):
     """A subclass that keeps forward."""
 
 
+class More(nn.Linear):
+    """One with a parameter of its own."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.more = nn.Parameter(torch.ones(4))
+
+
+def normed(*sizes: int) -> nn.Module:
+    """A weight that a hook makes of two parameters."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return torch.nn.utils.weight_norm(nn.Linear(*sizes))
+
+
 def run_others(group: ProcessGroup) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     x = torch.randn(2, 4, 8)
@@ -161,6 +177,15 @@ def run_others(group: ProcessGroup) -> None:
         out = theirs.parallelize_module(copy.deepcopy(module), mesh, style)
         assert isinstance(out, type(module))
         torch.testing.assert_close(full(out(x)), expected)
+    for make in (More, normed):  # left to torch
+        torch.manual_seed(0)
+        module = make(8, 4)
+        expected = module(x)
+        out = theirs.parallelize_module(module, mesh, parallel.ColwiseParallel(output_layouts=Replicate()))
+        torch.testing.assert_close(full(out(x)), expected)
+    parametrized = torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 4))
+    with pytest.raises(KeyError, match="parameter name can"):  # torch's refusal
+        theirs.parallelize_module(parametrized, mesh, parallel.ColwiseParallel())
     dropout = theirs.parallelize_module(nn.Dropout(0.0), mesh, parallel.SequenceParallel())
     torch.testing.assert_close(full(dropout(x)), x)
     with pytest.raises(NotImplementedError):

@@ -5,8 +5,8 @@ DTensors, so FSDP2, distributed checkpoints and optimizers see no difference. Ac
 mappings of this package, where torch's styles wrap each of them in a DTensor and dispatch every operator through it,
 which takes about twice the host time. Inputs that are DTensors are accepted.
 
-Modules and layouts that these styles do not know (a subclass with a ``forward`` of its own, a partial input, dropout,
-an embedding with ``max_norm``) get torch's own style.
+Modules and layouts that these styles do not know (a subclass with a ``forward`` or parameters of its own, a
+parametrized weight, a partial input, dropout, an embedding with ``max_norm``) get torch's own style.
 
 Source: Megatron-LM (arXiv 1909.08053), sequence parallelism (arXiv 2205.05198).
 """
@@ -287,6 +287,11 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
 def _is_known(module: nn.Module, known: Any, *layouts: Any) -> bool:
     """Whether this package runs ``module`` in these layouts."""
     if _base(module) not in known or not all(type(one) in (Replicate, Shard) for each in layouts for one in each):
+        return False
+    parameters = module._parameters
+    if (
+        not {*parameters} <= {"weight", "bias"} or "weight" not in parameters
+    ):  # or it is made of others
         return False
     if isinstance(module, nn.Embedding):
         return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
