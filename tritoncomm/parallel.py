@@ -289,9 +289,7 @@ def _is_known(module: nn.Module, known: Any, *layouts: Any) -> bool:
     if _base(module) not in known or not all(type(one) in (Replicate, Shard) for each in layouts for one in each):
         return False
     parameters = module._parameters
-    if (
-        not {*parameters} <= {"weight", "bias"} or "weight" not in parameters
-    ):  # or it is made of others
+    if not {*parameters} <= {"weight", "bias"} or "weight" not in parameters:  # or it is made of others
         return False
     if isinstance(module, nn.Embedding):
         return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
