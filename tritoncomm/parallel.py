@@ -181,9 +181,9 @@ class _Site:
 class ColwiseLinear(nn.Linear):
     site: _Site
 
-    def forward(self, x: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, input: Any) -> Any:
         site, bias = self.site, self.bias
-        x = site.replicated(x)
+        x = site.replicated(input)
         bias = None if bias is None else bias.to_local()  # pyright: ignore[reportAttributeAccessIssue]
         out = F.linear(x, self.weight.to_local(), bias)  # pyright: ignore[reportAttributeAccessIssue]
         return site.from_columns(out, self.out_features)
@@ -192,9 +192,9 @@ class ColwiseLinear(nn.Linear):
 class RowwiseLinear(nn.Linear):
     site: _Site
 
-    def forward(self, x: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, input: Any) -> Any:
         site, weight = self.site, self.weight.to_local()  # pyright: ignore[reportAttributeAccessIssue]
-        x, layout = site.local(x)
+        x, layout = site.local(input)
         if isinstance(layout, Replicate):
             x = mappings.split_dim(x, -1, site.group, sizes=site.sizes(self.in_features))
         elif isinstance(layout, Shard) and layout.dim not in (-1, x.dim() - 1):
