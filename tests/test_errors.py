@@ -3,6 +3,7 @@
 import warnings
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from single_rank import force_single_rank_collectives
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tritoncomm import ArgumentError, CommError, GroupError, ShapeError, UnsupportedError
+from tritoncomm import ArgumentError, CommError, GroupError, ShapeError, UnsupportedError, p2p
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
 from tritoncomm.tensor import group_registry
@@ -283,6 +284,10 @@ def run_kinds_of_tensors(group: ProcessGroup) -> None:
                 call(nested, group)
     with pytest.raises(UnsupportedError, match="do not carry such tensors"):
         m.reduce_from_tensor_model_parallel_region(dense.short().to("meta"), group)
+    stages = p2p.P2PCommunicator(group, SimpleNamespace(pipeline_dtype=torch.float32))
+    for transformed in (lambda x: c.all_reduce(x, group), lambda x: stages.send_forward(x, False)):
+        with pytest.raises(UnsupportedError, match="Batching rule not implemented"):
+            torch.func.vmap(transformed)(dense)
     with pytest.raises(ArgumentError, match="to_dense"):
         c.split_reduce_scatter([dense, dense.to_sparse()], 0, group)
     with pytest.raises(ArgumentError, match="to_dense"):

@@ -27,6 +27,7 @@ __all__ = [
     "check_op",
     "cuda_backend",
     "default_device",
+    "is_not_carried",
     "not_summed",
     "op_of",
     "reduce",
@@ -81,6 +82,7 @@ _NOT_CARRIED = (
     "No backend type associated with device type",
     "Could not run 'c10d::",
     "Copying from quantized Tensor",  # to the wire of an uneven collective
+    "Batching rule not implemented for c10d::",  # under torch.func.vmap
 )
 _SUM = ReduceOp.SUM
 _sums = {
@@ -105,8 +107,13 @@ def _fail(error: RuntimeError, what: str, ranks: Any, name: str) -> NoReturn:
         del error, failure
 
 
+def is_not_carried(error: RuntimeError) -> bool:
+    """Whether a backend refuses the kind of tensor, and no rank has failed."""
+    return any(words in str(error) for words in _NOT_CARRIED)
+
+
 def _failure(error: RuntimeError, what: str, ranks: Any, name: str) -> Exception:
-    if any(words in str(error) for words in _NOT_CARRIED):
+    if is_not_carried(error):
         return UnsupportedError(f"{name}: ranks {list(ranks or ())} do not carry such tensors: {error}")
     if isinstance(error, CommError | NotImplementedError | torch.OutOfMemoryError):
         return error

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import record
-from tritoncomm.errors import GroupError, PeerError
+from tritoncomm.core.backend import is_not_carried
+from tritoncomm.errors import GroupError, PeerError, UnsupportedError
 from tritoncomm.p2p.neighbours import Direction, Endpoint, Neighbours
 
 __all__ = ["Posted", "keep_alive", "post", "post_and_wait", "post_one"]
@@ -22,8 +23,10 @@ __all__ = ["Posted", "keep_alive", "post", "post_and_wait", "post_one"]
 _MAX_UNWAITED = 64
 
 
-def _failure(end: Endpoint, name: str, x: Tensor, error: Exception) -> PeerError:
+def _failure(end: Endpoint, name: str, x: Tensor, error: RuntimeError) -> Exception:
     what = f"send {x.nbytes} bytes to" if end.is_send else f"receive {x.nbytes} bytes from"
+    if is_not_carried(error):
+        return UnsupportedError(f"{name}: {end.stage} cannot {what} rank {end.peer}: {error}")
     failure = PeerError(f"{name}: {end.stage} could not {what} rank {end.peer}: {error}")
     record.failed(name, failure)
     return failure
