@@ -48,6 +48,7 @@ from tritoncomm.tensor.alpha_beta import measure_mesh
 from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.path_search import shortest_path
 from tritoncomm.tensor.rules import random_ops
+from tritoncomm.tensor.rules.table import RULES
 from tritoncomm.tensor.sharding_spec import ShardingSpec
 
 WIDTH, CLASSES = 8, 10
@@ -457,11 +458,13 @@ def run_random(group: TorchGroup) -> None:
         "normal_": lambda x: x.clone().normal_(),
         "dropout2d": lambda x: F.dropout2d(x.view(8, 16, 2, 2), 0.5),
         "multinomial": lambda x: torch.multinomial(x.to_replicate(), 4),
+        "binomial": lambda x: torch.binomial(x * 9, x / 2),
+        "gamma": lambda x: torch.distributions.Gamma(x, x).sample(),
     }
     for name, draw in draws.items():
         same = everybodys(plain(draw(replica)), group)
         assert all(torch.equal(same[0], x) for x in same), name
-        if name == "multinomial":
+        if name in ("multinomial", "binomial", "gamma"):
             continue
         out = draw(shard)
         assert out.size(0) == draw(replica).size(0)
@@ -479,8 +482,34 @@ def run_random(group: TorchGroup) -> None:
     assert torch.equal(first, plain(F.dropout(shard, 0.5)))
     random_ops._calls.clear()
     torch.manual_seed(5 + group.rank())
+    for draw in (lambda x: F.dropout(x, 0.5), draws["binomial"], lambda x: torch.poisson(x)):
+        random_ops._calls.clear()
+        with pytest.raises(MismatchError, match="same seed on all tensor-parallel ranks"):
+            draw(replica)
+    random_ops._calls.clear()
+    layers = nn.LSTM(16, 16, 2, dropout=0.5)
+    expected = layers.eval()(ones)[0]
+    torch.testing.assert_close(plain(layers(replica)[0]), expected)  # draws nothing
     with pytest.raises(MismatchError, match="same seed on all tensor-parallel ranks"):
-        F.dropout(replica, 0.5)
+        layers.train()(replica)
+
+
+def test_all_random_operators_of_torch_are_known() -> None:
+    """An operator that draws by itself on every rank would make replicas of different values."""
+    names = {name.removeprefix("aten::").partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    packets = {name: getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)}
+    public = [name for name in packets if any(callable(getattr(place, name, None)) for place in (torch, Tensor, F))]
+    drawing = {
+        name for name, packet in packets.items() if name in public
+        and any(torch.Tag.nondeterministic_seeded in getattr(packet, each).tags for each in packet.overloads())
+    }  # fmt: skip
+    ours = random_ops.RANDOM_ELEMENTWISE | random_ops.SAMPLERS | random_ops.RANDOM_ON_REPLICAS | random_ops.RECURRENT
+    ours |= {getattr(function, "__name__", "") for function in RULES}
+    without_tensors = {"rand", "randn", "randint", "randperm"}
+    distributions = {"_standard_gamma", "_sample_dirichlet"}
+    of_backends = {name for name in drawing if name.startswith(("_", "miopen"))} - distributions
+    assert {"binomial", "lstm", "dropout"} | distributions < drawing
+    assert drawing - ours - without_tensors - of_backends == set()
 
 
 def test_random_operators(pool: Pool) -> None:

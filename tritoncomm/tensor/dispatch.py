@@ -169,7 +169,7 @@ def _on_replicas(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
     if outs:
         kwargs = {**kwargs, "out": tree_map(lambda x: outs.get(id(x), (x, x))[1], kwargs["out"])}
     args, kwargs = tree_map(gather, tuple(args)), tree_map(gather, kwargs)
-    if name in random_ops.RANDOM_ON_REPLICAS and pg.tp_world_size() > 1:
+    if random_ops.draws_on_replicas(name, args) and pg.tp_world_size() > 1:
         with random_ops.seeded(random_ops.agreed_seed(pg, tensors[0]), tensors[0].device):
             result = func(*args, **kwargs)
     else:

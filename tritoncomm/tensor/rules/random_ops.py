@@ -7,6 +7,7 @@ checkpointing restores, so the ranks of a tensor-parallel group need the same se
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ __all__ = [
     "INITIALISERS",
     "RANDOM_ELEMENTWISE",
     "RANDOM_ON_REPLICAS",
+    "RECURRENT",
     "SAMPLERS",
     "agreed_seed",
+    "draws_on_replicas",
     "initialise",
     "random_elementwise",
     "seeded",
@@ -44,9 +47,15 @@ RANDOM_ELEMENTWISE = frozenset(_ELEMENTS.split())
 _SAMPLERS = "bernoulli_ normal_ uniform_ exponential_ geometric_ log_normal_ cauchy_ random_"
 SAMPLERS = frozenset(_SAMPLERS.split())
 """In place: the global tensor is drawn, and each rank keeps its shard."""
-_OTHERS = "multinomial gumbel_softmax poisson normal feature_dropout feature_alpha_dropout fractional_max_pool2d"
+_OTHERS = """
+    multinomial gumbel_softmax poisson normal binomial _standard_gamma _sample_dirichlet feature_dropout
+    feature_dropout_ feature_alpha_dropout feature_alpha_dropout_ fractional_max_pool2d fractional_max_pool3d
+    fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices
+"""
 RANDOM_ON_REPLICAS = frozenset(_OTHERS.split())
 """Others run on replicas."""
+RECURRENT = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
+"""Run on replicas, and draw if they drop out."""
 INITIALISERS: frozenset[Any] = frozenset(
     getattr(nn.init, name) for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")
 )
@@ -94,6 +103,14 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 def seeded_shard(seed: int, sharding: Sharding, device: torch.device) -> AbstractContextManager[None]:
     """``seeded`` by a seed of this rank's own if something is sharded."""
     return seeded((seed + (sharding.rank + 1) * _GOLDEN) % 2**63 if sharding.parts else seed, device)
+
+
+def draws_on_replicas(name: str, args: Sequence[Any]) -> bool:
+    """Whether an operator that runs on replicas draws numbers."""
+    if name in RECURRENT:
+        dropout, is_training = next(((x, y) for x, y in pairwise(args) if type(x) is float), (0.0, False))
+        return dropout > 0 and is_training
+    return name in RANDOM_ON_REPLICAS
 
 
 @rule(named="dropout, bernoulli, rand_like, ...", result="same sharding; replicas stay equal, shards are independent")
