@@ -19,7 +19,7 @@ from tritoncomm.tensor.layout import is_colo, plain, shares_storage
 from tritoncomm.tensor.op_wrapper import implementation
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.rules.engine import replicated
-from tritoncomm.tensor.rules.indexing import without_leading_ones
+from tritoncomm.tensor.rules.indexing import set_by_mask, without_leading_ones
 from tritoncomm.tensor.rules.random_ops import INITIALISERS, SAMPLERS
 from tritoncomm.tensor.snapshot import (
     Snapshot,
@@ -169,7 +169,9 @@ def _operand(x: Any, target: Any) -> Any:
 
 
 def _set_item(target: Any, index: Any, value: Any) -> None:
-    """``target[index] = value`` as a write into the view ``target[index]``."""
+    """``target[index] = value`` as a write into the view ``target[index]``, or by ``masked_fill_``."""
+    if set_by_mask(target, index, value):
+        return
     part = target[index]
     if not is_view(part):
         raise UnsupportedError(f"{index!r} has no rule for writing into a view of a sharded dim; clone() it first")

@@ -14,7 +14,7 @@ from tritoncomm.tensor.rules.engine import Call, Operand, is_legal, local_operan
 from tritoncomm.tensor.rules.table import rule
 from tritoncomm.tensor.snapshot import refuse_graph, write_shard
 
-__all__ = ["set_item", "without_leading_ones"]
+__all__ = ["set_by_mask", "set_item", "without_leading_ones"]
 
 _OTHER = "any sharding of another dim"
 
@@ -121,7 +121,7 @@ def _getitem(input: Tensor, index: Any) -> Call | None:
 
 
 def set_item(target: Any, index: Any, value: Any) -> None:
-    """``target[index] = value`` on local tensors.
+    """``target[index] = value`` on local tensors; a number where a mask is true, by ``masked_fill_``.
 
     Raises:
         UnsupportedError: advanced indexing of a shard, or part of a sharded dim where autograd would record the write.
@@ -133,7 +133,8 @@ def set_item(target: Any, index: Any, value: Any) -> None:
     parsed = _parse_index(index, len(shape_of(target)))
     if parsed is None:
         if target.partitions:
-            _set_part(target, index, value)
+            if not set_by_mask(target, index, value):
+                _set_part(target, index, value)
             return
         parsed = index, (), ()
     given, labels, result = parsed
@@ -152,6 +153,19 @@ def set_item(target: Any, index: Any, value: Any) -> None:
         target[tuple(given) if isinstance(given, list) else given] = local
 
 
+def set_by_mask(target: Any, index: Any, value: Any) -> bool:
+    """``target[index] = value`` of a number and a mask of the first dims, by ``masked_fill_``; False for others."""
+    (mask,) = index if type(index) is tuple and len(index) == 1 else (index,)
+    if isinstance(value, Tensor) or not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+        return False
+    shape, rest = shape_of(mask), target.dim() - mask.dim()
+    if not shape or shape != tuple(shape_of(target))[: len(shape)]:
+        return False
+    mask = mask.view(*shape, *[1] * rest) if rest else mask
+    target.masked_fill_(mask, torch.full((), value, dtype=target.dtype).item())  # as torch converts the number
+    return True
+
+
 def without_leading_ones(value: Tensor, ndim: int) -> Tensor:
     """A value that is assigned to ``ndim`` dims: torch drops leading dims of size 1 in excess."""
     shape, extra = shape_of(value), max(len(shape_of(value)) - ndim, 0)
@@ -166,7 +180,7 @@ def _selected(target: Any, index: Any) -> Tensor:
     except (NotImplementedError, RuntimeError):
         view = None  # a mask, whose result shape depends on its values
     if view is None or not shares_storage(view, base):
-        raise UnsupportedError(f"{index!r} has no rule for writing into {target.dist_spec}; redistribute it first")
+        raise UnsupportedError(f"{index!r:.80} has no rule for writing into {target.dist_spec}; redistribute it first")
     return view
 
 
