@@ -29,7 +29,9 @@ __all__ = [
     "PATHS",
     "PathChoice",
     "Setting",
+    "check_problem",
     "effective",
+    "flight_of",
     "is_on",
     "read",
     "set_check",
@@ -55,14 +57,14 @@ def _path(text: str) -> str:
 def _check_mode(text: str) -> bool:
     """``_checks_every_call`` of the variable; warns of a text that is none of its values."""
     every = _checks_every_call(text)
-    if problem := _problem(text):
+    if problem := check_problem(text):
         taken = "every call is compared" if every else f"hash:{HASH_EVERY} is taken"
         warnings.warn(f"TRITONCOMM_CHECK {problem}; {taken}", RuntimeWarning, stacklevel=2)
     return every
 
 
-def _problem(text: str) -> str:
-    """What is wrong with a value of TRITONCOMM_CHECK; nothing if it is one."""
+def check_problem(text: str) -> str:
+    """What is wrong with a value of TRITONCOMM_CHECK, in words; nothing if it is one."""
     word = text.strip().lower()
     name, colon, interval = word.partition(":")
     if not is_on(text) or word in _ON or (name == "hash" and (not colon or _count(interval))):
@@ -87,7 +89,7 @@ def _count(text: str) -> int:
     return int(text) if text.isdecimal() and len(text) < 19 else 0
 
 
-def _flight(text: str) -> tuple[int, str]:
+def flight_of(text: str) -> tuple[int, str]:
     """Calls that are kept, 0 for none, and the folder of the dumps: ``1``, ``10000``, ``/logs`` or ``10000:/logs``."""
     if not is_on(text):
         return 0, ""
@@ -142,7 +144,7 @@ class Setting(Generic[_T]):
 PATH = Setting("TRITONCOMM_PATH", _path)
 CHECK = Setting("TRITONCOMM_CHECK", _check_mode)
 HASH = Setting(CHECK.name, _hash_interval)
-FLIGHT = Setting("TRITONCOMM_FLIGHT", _flight)
+FLIGHT = Setting("TRITONCOMM_FLIGHT", flight_of)
 _table = tables.variable()
 
 
@@ -164,7 +166,7 @@ def set_check(check: bool | str) -> None:
         ArgumentError: another text.
     """
     text = check if isinstance(check, str) else "1" if check else ""
-    if problem := _problem(text):
+    if problem := check_problem(text):
         raise ArgumentError(f"initialize: check {problem}")
     CHECK.assign(_checks_every_call(text))
     HASH.assign(_hash_interval(text))

@@ -526,7 +526,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a text that is no mode of checks is taken", "tritoncomm/variables.py",
-        "if problem := _problem(text):\n        raise", "if not (problem := _problem(text)):\n        raise",
+        "if problem := check_problem(text):\n        raise", "if not (problem := check_problem(text)):\n        raise",
         "tests/test_variables.py",
     ),
 )  # fmt: skip

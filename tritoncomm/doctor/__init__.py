@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ def examine(self_test: bool = True) -> Iterator[Finding]:
         if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_")) and name not in VARIABLES:
             yield Finding(name, os.environ[name], "note", "unset it unless you know why it is there")
         if name.startswith("TRITONCOMM_") and name not in VARIABLES:
-            advice = f"no such variable; there are {', '.join(variables.effective())}"
+            ours = ", ".join(each for each in VARIABLES if each.startswith("TRITONCOMM_"))
+            advice = f"no such variable; there are {ours}"
             yield Finding(name, os.environ[name], "note", advice)
     if self_test:
         wrong = {one.name for one in judged if one.level == "problem"}
@@ -200,8 +202,15 @@ def _judged(name: str, value: str) -> tuple[str, str]:
             return "problem", "kernels need a GPU: unset it, or set TRITON_INTERPRET=1 to debug"
         case "TRITONCOMM_PATH" if value != "auto":
             return "note", "forces one path"
+        case "TRITONCOMM_CHECK" if variables.check_problem(value):
+            return "problem", variables.check_problem(value)
         case "TRITONCOMM_CHECK" if variables.is_on(value):
             return "note", "ranks compare their calls, for debugging; set it on all ranks or none"
+        case "TRITONCOMM_FLIGHT" if variables.is_on(value):
+            calls, folder = variables.flight_of(value)
+            if folder and not _can_be_written(Path(folder)):
+                return "problem", f"no record can be written to {folder}"
+            return "note", f"keeps the last {calls} calls; records go to {folder or 'the current folder'}"
         case "TRITON_INTERPRET" if value == "1" and gpu:
             return "problem", "kernels run in Python, thousands of times slower: unset it"
         case "TRITON_INTERPRET":
@@ -219,6 +228,12 @@ def _judged(name: str, value: str) -> tuple[str, str]:
         case "NCCL_DEBUG" | "TORCH_DISTRIBUTED_DEBUG" if value.upper() in ("INFO", "TRACE", "DETAIL"):
             return "note", "slows every collective down: for debugging only"
     return "ok", ""
+
+
+def _can_be_written(folder: Path) -> bool:
+    """Whether a file can be made in a folder, or the folder itself."""
+    existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 def _table_variable(name: str, value: str) -> Finding:
