@@ -446,6 +446,12 @@ def test_p2p_steps_are_paired(tmp_path: Path) -> None:
         "rank 1 is in recv() at train.py:13, call 3 of group 'g' of ranks 0-2; rank 0 did not come to it",
     ]
 
+    arrows = [each for each in trace.perfetto(trace.read([tmp_path]))["traceEvents"] if each["name"] == "message"]
+    assert [(each["id"], each["ph"], each["pid"], each["ts"]) for each in arrows] == [
+        ("g/0-1/1", "s", 0, 0.0), ("g/0-1/1", "f", 1, 0.0), ("g/0-1/2", "s", 0, 1.0), ("g/0-1/2", "f", 1, 1.0),
+        ("g/1-2/1", "s", 1, 0.0), ("g/1-2/1", "f", 2, 0.0), ("g/1-2/2", "s", 1, 1.0), ("g/1-2/2", "f", 2, 1.0),
+    ]  # fmt: skip
+
 
 def test_p2p_steps_that_cannot_be_paired(tmp_path: Path) -> None:
     """Their first messages are not in the record any more, no end knows the shapes, or nothing was sent."""

@@ -135,8 +135,8 @@ def _check_fields(path: Path, place: str, values: dict[str, Any], fields: dict[s
 def perfetto(records: Sequence[Record]) -> dict[str, Any]:
     """The trace, in the JSON format of Chrome and Perfetto: a process per rank, a track per thread.
 
-    Calls of one group with equal counts are joined by an arrow. A call that has not ended lasts until its record was
-    written.
+    Calls of one group with equal counts are joined by an arrow, and so are the two ends of a message. A call that has
+    not ended lasts until its record was written.
     """
     events: list[dict[str, Any]] = []
     begin = min((call["start"] for each in records for call in each.data["calls"]), default=0)
@@ -146,23 +146,33 @@ def perfetto(records: Sequence[Record]) -> dict[str, Any]:
         events.append({"ph": "M", "name": "process_sort_index", "pid": each.rank, "args": {"sort_index": each.rank}})
         for call in each.data["calls"]:
             events += _events(each, call, begin)
+    for group, transfers in _transfers_of(records).items():
+        for each in transfers.messages():
+            for step, rank, call in (("s", each.sender, each.sent), ("f", each.receiver, each.received)):
+                name = f"{group}/{each.sender}-{each.receiver}/{each.count}"
+                events.append(_place(rank, call, begin) | {"ph": step, "name": "message", "id": name, "bp": "e"})
     return {"traceEvents": events, "displayTimeUnit": "ns"}
 
 
 def _events(record: Record, call: dict[str, Any], begin: int) -> list[dict[str, Any]]:
     """A call as a slice, with the step of its arrow."""
-    start = (call["start"] - begin) / 1e3
+    place = _place(record.rank, call, begin)
     end = ((call["end"] or record.data["time"]) - begin) / 1e3
-    place = {"pid": record.rank, "tid": call["thread"] % (1 << 31), "ts": start, "cat": "tritoncomm"}
     keys = ("shape", "dtype", "arguments", "group", "count", "path", "bytes_copied", "bytes_sent", "error")
     details = {key: call[key] for key in keys} | {"at": f"{call['file']}:{call['line']}", "ended": bool(call["end"])}
-    slices = [place | {"ph": "X", "name": call["name"], "dur": max(end - start, 0.001), "args": details}]
+    slices = [place | {"ph": "X", "name": call["name"], "dur": max(end - place["ts"], 0.001), "args": details}]
     ranks = record.ranks(call["group"])
     if call["kind"] != "hop" and len(ranks) > 1:
         step = "s" if record.rank == ranks[0] else "f" if record.rank == ranks[-1] else "t"
         arrow = {"ph": step, "name": "call", "id": f"{call['group']}/{call['count']}", "bp": "e"}
         slices.append(place | arrow)
     return slices
+
+
+def _place(rank: int, call: dict[str, Any], begin: int) -> dict[str, Any]:
+    """Where in the trace a call begins."""
+    start = (call["start"] - begin) / 1e3
+    return {"pid": rank, "tid": call["thread"] % (1 << 31), "ts": start, "cat": "tritoncomm"}
 
 
 def _words(call: dict[str, Any]) -> str:
@@ -178,9 +188,8 @@ def _words(call: dict[str, Any]) -> str:
 def story(records: Sequence[Record]) -> list[str]:
     """In words: the ranks without a record, the first call of every group that differs, and who waits for whom."""
     lines = _of_one_job(records)
-    transfers: dict[str, Transfers] = {}
-    for group in sorted({group for each in records for group in each.calls}):
-        transfers[group] = Transfers({each.rank: each.calls[group] for each in records if group in each.calls})
+    transfers = _transfers_of(records)
+    for group in transfers:
         lines += _first_difference(group, records) + _unpaired(transfers[group])
     waits = {each.rank: text for each in records if (text := _waits(each, records, transfers))}
     for text, ranks in by_text(waits):
@@ -190,6 +199,14 @@ def story(records: Sequence[Record]) -> list[str]:
     lines += [f"{named_ranks(ranks)} ended by an {text}" for text, ranks in by_text(ends)]
     lines = lines or ["the records agree, and no call was under way when they were written"]
     return ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines]
+
+
+def _transfers_of(records: Sequence[Record]) -> dict[str, Transfers]:
+    """The p2p steps of every group, by its name."""
+    groups = sorted({group for each in records for group in each.calls})
+    return {
+        group: Transfers({each.rank: each.calls[group] for each in records if group in each.calls}) for group in groups
+    }
 
 
 def _uncaught(record: Record) -> str:
@@ -263,10 +280,14 @@ def _fewer(group: str, holders: Sequence[Record], records: Sequence[Record]) -> 
 
 def _unpaired(transfers: Transfers) -> list[str]:
     """The first messages between ranks whose ends differ, and those that were not sent to a rank that went on."""
-    lines = []
-    for sender, receiver, (count, calls) in transfers.differences():
-        head = f"message {count} from rank {sender} to rank {receiver} is the first whose ends differ:"
-        lines += [head, *_by_words({rank: _words(call) for rank, call in calls.items()})]
+    lines, seen = [], set[tuple[int, int]]()
+    for each in transfers.messages():
+        if not each.fits and (ranks := (each.sender, each.receiver)) not in seen:
+            seen.add(ranks)
+            head = (
+                f"message {each.count} from rank {each.sender} to rank {each.receiver} is the first whose ends differ:"
+            )
+            lines += [head, *_by_words({each.sender: _words(each.sent), each.receiver: _words(each.received)})]
     for sender, receiver, count, call in transfers.not_sent():
         if call["end"]:
             lines.append(

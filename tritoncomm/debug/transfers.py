@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tritoncomm.debug.hops import ORDER
 
-__all__ = ["Difference", "Transfers"]
+__all__ = ["Message", "Transfers"]
 
 _REFUSED = "raised before"  # how errors of calls begin that sent nothing
 _KEYS = frozenset(ORDER)
@@ -32,11 +32,22 @@ class _End(NamedTuple):
         )
 
 
-class Difference(NamedTuple):
-    """A message whose two ends are not the same, counted from 1."""
+class Message(NamedTuple):
+    """A message, and the p2p steps of its two ends.
 
+    Attributes:
+        sender, receiver: ranks.
+        count: of the messages between these two, from 1.
+        sent, received: the steps.
+        fits: whether shapes and dtypes are the same at both ends, as far as these know them.
+    """
+
+    sender: int
+    receiver: int
     count: int
-    calls: dict[int, Call]
+    sent: Call
+    received: Call
+    fits: bool
 
 
 class Transfers:
@@ -55,17 +66,13 @@ class Transfers:
                     channel = (rank, peer) if key.startswith("send") else (peer, rank)
                     self._ends.setdefault((*channel, rank), []).append(_End(calls[rank][count], specs))
 
-    def differences(self) -> Iterator[tuple[int, int, Difference]]:
-        """Sender, receiver and the first message between them of which the ends differ."""
+    def messages(self) -> Iterator[Message]:
+        """Those of which both ends are there, by sender and receiver, in their order."""
         for sender, receiver, rank in sorted(self._ends):
             if rank == sender:
                 both = zip(self._of(sender, receiver, sender), self._of(sender, receiver, receiver), strict=False)
-                differ = (
-                    Difference(count, {sender: sent.call, receiver: received.call})
-                    for count, (sent, received) in enumerate(both, 1) if not sent.fits(received)
-                )  # fmt: skip
-                if (first := next(differ, None)) is not None:
-                    yield sender, receiver, first
+                for count, (sent, received) in enumerate(both, 1):
+                    yield Message(sender, receiver, count, sent.call, received.call, sent.fits(received))
 
     def not_sent(self) -> Iterator[tuple[int, int, int, Call]]:
         """Sender, receiver, and count and call of the first message that is expected, and was not sent."""
