@@ -2,6 +2,8 @@
 
 import json
 import os
+import socket
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from jobs import run_job
 from torch.distributed import FileStore, HashStore
 from tritoncomm_kernels import tables
 
+import tritoncomm
 from tritoncomm.debug import agreement
 
 ALIKE = {
@@ -138,3 +141,24 @@ def test_a_job_warns_once_each_time_it_initializes(tmp_path: Path) -> None:
     for message in said:
         assert "TRITONCOMM_PATH is auto on rank 0, torch on rank 1" in message
         assert "TRITONCOMM_CHECK is on on rank 0, off on rank 1. Messages between" in message
+
+
+def end_early(kind: str) -> str:
+    """Rank 0 holds the job's store and ends as soon as it is initialized."""
+    rank = int(os.environ["RANK"])
+    real = agreement.compare
+    if rank:
+        agreement.compare = lambda *args: (time.sleep(1.0), real(*args))[1]
+    tritoncomm.initialize(check=False)
+    if not rank:
+        os._exit(0)
+    return kind
+
+
+def test_a_rank_may_end_before_others_compare() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    assert run_job(end_early, ranks, "initialized", lost=(0,))[1] == "initialized"
