@@ -90,7 +90,7 @@ def _groups_of(cell: Cell, group: ProcessGroup) -> Iterator[list[Any]]:
     register({ParallelMode.GLOBAL: pipeline, ParallelMode.PIPELINE: pipeline})
     del pipeline
     for each in made:
-        dist.barrier(each)
+        dist.monitored_barrier(each, timeout=timedelta(seconds=START))  # longer than the group's own
     yield made
     tritoncomm.destroy()
     while made:
