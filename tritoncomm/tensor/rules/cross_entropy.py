@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritoncomm.tensor.layout import shape_of
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, from_front
 from tritoncomm.tensor.rules.reductions import extremum_over_ranks, sum_over_ranks
 from tritoncomm.tensor.rules.table import rule
 from tritoncomm.tensor.vocab_parallel import cross_entropy_rows
@@ -39,7 +39,7 @@ def _softmax_like(input: Tensor, dim: int | None, given: Any, log: bool) -> Call
     count, dtype = len(shape_of(input)), given if isinstance(given, torch.dtype) else None
     if dim is None or not count:
         return None
-    dim %= count
+    dim = from_front(dim, count)
     local = torch.log_softmax if log else torch.softmax
 
     def run(sharding: Sharding, x: Tensor) -> Tensor:

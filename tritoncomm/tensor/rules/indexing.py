@@ -10,7 +10,7 @@ from torch import Tensor
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor.box import box_of
 from tritoncomm.tensor.layout import is_colo, plain, shape_of, shares_storage
-from tritoncomm.tensor.rules.engine import Call, Operand, is_legal, local_operand, replicated
+from tritoncomm.tensor.rules.engine import Call, Operand, from_front, is_legal, local_operand, replicated
 from tritoncomm.tensor.rules.table import rule
 from tritoncomm.tensor.snapshot import refuse_graph, write_shard
 
@@ -35,7 +35,7 @@ def _along(input: Tensor, dim: int, local: Any, results: int | None = 1, drops: 
     """
     if not shape_of(input):
         return None
-    dim %= len(shape_of(input))
+    dim = from_front(dim, len(shape_of(input)))
     labels = _labels_except(input, dim)
     if results is None:
         results = len(local(torch.empty(shape_of(input)[dim], device="meta"), 0))
@@ -48,7 +48,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Call | None:
     count = len(shape_of(tensors[0]))
     if not count or any(len(shape_of(x)) != count for x in tensors):
         return None
-    dim %= count
+    dim = from_front(dim, count)
     labels = _labels_except(tensors[0], dim)
     return Call([Operand(x, labels) for x in tensors], [labels], lambda _, *shards: torch.cat(shards, dim))
 
@@ -58,7 +58,7 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Call | None:
     count = len(shape_of(tensors[0]))
     if any(shape_of(x) != shape_of(tensors[0]) for x in tensors):
         return None
-    dim %= count + 1
+    dim = from_front(dim, count + 1)
     labels = tuple(range(count))
     operands = [Operand(x, labels) for x in tensors]
     return Call(operands, [(*labels[:dim], None, *labels[dim:])], lambda _, *shards: torch.stack(shards, dim))
@@ -197,7 +197,7 @@ def _select(input: Tensor, dim: int, index: int) -> Call | None:
 def _index_select(input: Tensor, dim: int, index: Tensor) -> Call | None:
     if not shape_of(input):
         return None
-    dim %= len(shape_of(input))
+    dim = from_front(dim, len(shape_of(input)))
     labels = _labels_except(input, dim)
     operands = [Operand(input, labels), Operand(index, (None,) * len(shape_of(index)))]
     return Call(operands, [labels], lambda _, x, i: torch.index_select(x, dim, i))

@@ -15,7 +15,7 @@ from tritoncomm.core import eager
 from tritoncomm.core.function import direct
 from tritoncomm.errors import ShapeError
 from tritoncomm.tensor.layout import is_colo, shape_of
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, from_front
 from tritoncomm.tensor.rules.pointwise import broadcast_operands
 from tritoncomm.tensor.rules.table import rule
 
@@ -64,7 +64,7 @@ def _dims_of(dim: Any, input: Tensor) -> tuple[int, ...]:
     count = len(shape_of(input))
     if dim is None or dim == () or dim == []:
         return tuple(range(count))
-    return tuple(d % count for d in ((dim,) if isinstance(dim, int) else dim))
+    return tuple(from_front(d, count) for d in ((dim,) if isinstance(dim, int) else dim))
 
 
 def _reduce(
@@ -263,7 +263,7 @@ def _min_max(input: Tensor, dim: Any, keepdim: bool, smallest: bool, index_only:
     shape = shape_of(input)
     if not isinstance(dim, int) or isinstance(dim, bool) or not shape or 0 in shape or not _has_order(input.dtype):
         return None
-    dim %= len(shape)
+    dim = from_front(dim, len(shape))
     local = torch.min if smallest else torch.max
     kind = torch.return_types.min if smallest else torch.return_types.max
 

@@ -1,0 +1,78 @@
+"""ColoTensors answer as plain torch does, or refuse what it refuses, where the two are easily apart."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from shards import ranks_of, sharded
+from torch import Tensor
+from torch.distributed import ProcessGroup as TorchGroup
+
+from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ReplicaSpec, ShardSpec
+
+NO_SUCH_DIM: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda x: x.sum(5),
+    "mean": lambda x: x.mean((0, 2)),
+    "all": lambda x: x.all(-3),
+    "norm": lambda x: x.norm(2, 2),
+    "count_nonzero": lambda x: x.count_nonzero(2),
+    "amax": lambda x: x.amax(2),
+    "max": lambda x: x.max(-4),
+    "argmin": lambda x: x.argmin(3),
+    "softmax": lambda x: x.softmax(3),
+    "transpose": lambda x: x.transpose(0, 2),
+    "permute": lambda x: x.permute(2, 5),
+    "movedim": lambda x: x.movedim(2, 0),
+    "flatten": lambda x: x.flatten(0, 2),
+    "unflatten": lambda x: x.unflatten(2, (2, 2)),
+    "squeeze": lambda x: x.squeeze(2),
+    "unsqueeze": lambda x: x.unsqueeze(3),
+    "cat": lambda x: torch.cat([x, x], 2),
+    "stack": lambda x: torch.stack([x, x], 3),
+    "split": lambda x: x.split(2, 2),
+    "chunk": lambda x: x.chunk(2, 4),
+    "unbind": lambda x: x.unbind(2),
+    "narrow": lambda x: x.narrow(2, 0, 1),
+    "select": lambda x: x.select(2, 0),
+    "index_select": lambda x: x.index_select(3, torch.tensor([0])),
+}
+
+
+def every_layout(full: Tensor, group: TorchGroup) -> list[ColoTensor]:
+    """A replica, and shards of every dim."""
+    pg, specs = ranks_of(group), [ReplicaSpec(), *(ShardSpec([dim], [group.size()]) for dim in range(full.dim()))]
+    return [sharded(full, spec, pg) for spec in specs]
+
+
+def run_dims_that_do_not_exist(group: TorchGroup, name: str) -> None:
+    full = torch.ones(4, 4)
+    for x in (full, *every_layout(full, group)):
+        with pytest.raises(IndexError, match="Dimension out of range"):
+            NO_SUCH_DIM[name](x)
+
+
+@pytest.mark.parametrize("name", NO_SUCH_DIM)
+def test_dims_that_do_not_exist(pool: Pool, name: str) -> None:
+    pool.run(run_dims_that_do_not_exist, name)
+
+
+def run_dims_of_numbers(group: TorchGroup) -> None:
+    warnings.simplefilter("ignore")  # what is refused is gathered first
+    number, full = ColoTensor(torch.tensor(2.0), ColoTensorSpec(ranks_of(group))), torch.ones(2, 4)
+    for call in (torch.sum, torch.mean, torch.amax, torch.all, torch.count_nonzero, torch.squeeze, torch.argmax):
+        for dim in (0, -1):
+            assert call(number, dim).size() == ()
+    assert number.movedim(0, -1).size() == number.transpose(0, -1).size() == ()
+    assert number.flatten().size() == number.unsqueeze(-1).size() == (1,)
+    for x in (full, *every_layout(full, group)):
+        with pytest.raises(RuntimeError, match="start_dim cannot come after end_dim"):
+            x.flatten(1, 0)
+        with pytest.raises(RuntimeError, match="expects a tensor with <= 2 dimensions"):
+            x.unsqueeze(0).t()
+
+
+def test_dims_of_numbers_and_in_the_wrong_order(pool: Pool) -> None:
+    pool.run(run_dims_of_numbers)
