@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 
 from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ReplicaSpec, ShardSpec
+from tritoncomm.tensor.layout import plain
 
 NO_SUCH_DIM: dict[str, Callable[[Any], Any]] = {
     "sum": lambda x: x.sum(5),
@@ -76,3 +77,25 @@ def run_dims_of_numbers(group: TorchGroup) -> None:
 
 def test_dims_of_numbers_and_in_the_wrong_order(pool: Pool) -> None:
     pool.run(run_dims_of_numbers)
+
+
+def run_values_that_do_not_fit(group: TorchGroup) -> None:
+    full = torch.zeros(8, 4)
+    cases = (
+        (slice(None), (2, 4)), (slice(None), (8, 2)), (..., (2, 1)), ((slice(None), 0), (2,)), (0, (2,)), (0, (2, 4)),
+    )  # fmt: skip
+    for index, shape in cases:
+        with pytest.raises(RuntimeError, match="size"):
+            full[index] = torch.ones(shape)
+        for x in every_layout(full, group):
+            with pytest.raises((RuntimeError, ValueError)):
+                x[index] = torch.ones(shape)
+            assert not plain(x).any()
+    values = torch.arange(32.0).view(1, 1, 8, 4)
+    for x in every_layout(full, group):
+        x[:] = values
+        assert torch.equal(plain(x.to_replicate()), values[0, 0])
+
+
+def test_values_that_do_not_fit_are_not_assigned(pool: Pool) -> None:
+    pool.run(run_values_that_do_not_fit)

@@ -10,7 +10,15 @@ from torch import Tensor
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor.box import box_of
 from tritoncomm.tensor.layout import is_colo, plain, shape_of, shares_storage
-from tritoncomm.tensor.rules.engine import Call, Operand, from_front, is_legal, local_operand, replicated
+from tritoncomm.tensor.rules.engine import (
+    Call,
+    Operand,
+    broadcast_labels,
+    from_front,
+    is_legal,
+    local_operand,
+    replicated,
+)
 from tritoncomm.tensor.rules.table import rule
 from tritoncomm.tensor.snapshot import refuse_graph, write_shard
 
@@ -139,11 +147,12 @@ def set_item(target: Any, index: Any, value: Any) -> None:
     given, labels, result = parsed
     parts = tuple((labels[dim], count) for dim, count in target.partitions)
     operands = []
-    if isinstance(value, Tensor):
-        shape = shape_of(value)
-        aligned = result[len(result) - len(shape) :] if len(shape) <= len(result) else (None,) * len(shape)
-        labelled = tuple(None if size == 1 else label for label, size in zip(aligned, shape, strict=True))
-        operands = [Operand(value, labelled)]
+    if isinstance(value, Tensor) and parts:  # shards of a value that does not fit may fit, or be broadcast
+        value = without_leading_ones(value, len(result))
+        sizes = torch.empty(target.global_shape, device="meta")[tuple(given)].shape
+        operands = [Operand(value, broadcast_labels(shape_of(value), sizes, result))]
+    elif isinstance(value, Tensor):
+        operands = [Operand(value, (None,) * len(shape_of(value)))]
     if not is_legal(Call(operands, [], set_item), parts):
         _set_part(target, tuple(given), value)
         return
