@@ -11,6 +11,7 @@ from shards import ranks_of, sharded
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 
+from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ReplicaSpec, ShardSpec
 from tritoncomm.tensor.layout import plain
 
@@ -99,3 +100,18 @@ def run_values_that_do_not_fit(group: TorchGroup) -> None:
 
 def test_values_that_do_not_fit_are_not_assigned(pool: Pool) -> None:
     pool.run(run_values_that_do_not_fit)
+
+
+def run_samplers(group: TorchGroup) -> None:
+    full = torch.tensor([0.0, 1.0, 1.0, 0.0])
+    torch.manual_seed(0)
+    for p in every_layout(full, group):
+        for x in every_layout(torch.zeros(4), group):
+            assert torch.equal(plain(x.bernoulli_(p).to_replicate()), full)
+            assert torch.equal(plain(p.to_replicate()), full), "the probabilities are an operand"
+        with pytest.raises(UnsupportedError, match="writes into a plain tensor"):
+            torch.zeros(4).bernoulli_(p)
+
+
+def test_samplers_take_operands(pool: Pool) -> None:
+    pool.run(run_samplers)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tritoncomm.core import eager
-from tritoncomm.errors import MismatchError
+from tritoncomm.errors import MismatchError, UnsupportedError
 from tritoncomm.tensor.distspec import shard_of
 from tritoncomm.tensor.layout import is_colo, plain, shape_of
 from tritoncomm.tensor.process_group import ProcessGroup
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, replicated
 from tritoncomm.tensor.rules.pointwise import keep
 from tritoncomm.tensor.rules.table import rule
 
@@ -110,10 +110,18 @@ def random_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: di
 @rule(named="torch.nn.init.*, normal_, uniform_, ...", result="in place: the same values for every layout")
 def initialise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Draw the global tensor on every rank and keep the shard: the values do not depend on the layout."""
-    target = next(x for x in tree_leaves((args, kwargs)) if is_colo(x))
+    target = args[0] if args else kwargs["tensor"]
+    if not is_colo(target):
+        raise UnsupportedError(
+            f"{func.__name__} writes into a plain tensor from a ColoTensor; make it a ColoTensor first"
+        )
     pg, shape = target.process_group, target.global_shape
     full = torch.empty(shape, dtype=target.dtype, device=target.device) if target.partitions else plain(target).detach()
-    args, kwargs = tree_map(lambda x: full if x is target else x, (tuple(args), kwargs))
+
+    def operand(x: Any) -> Any:
+        return full if x is target else replicated(x, pg) if is_colo(x) else x
+
+    args, kwargs = tree_map(operand, (tuple(args), kwargs))
     with seeded(agreed_seed(pg, target), target.device):
         func(*args, **kwargs)
     if target.partitions:
