@@ -115,3 +115,22 @@ def run_samplers(group: TorchGroup) -> None:
 
 def test_samplers_take_operands(pool: Pool) -> None:
     pool.run(run_samplers)
+
+
+def run_gradients_of_samplers(group: TorchGroup) -> None:
+    torch.manual_seed(0)
+    for leaf in every_layout(torch.ones(4), group):
+        leaf.requires_grad_()
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            leaf.normal_()
+        y = leaf * 2
+        y.uniform_()
+        y.sum().backward()
+        assert leaf.grad is not None
+        assert not leaf.grad.any(), "what was drawn does not depend on what was there"
+        torch.nn.init.zeros_(leaf)
+        assert not plain(leaf).any()
+
+
+def test_gradients_of_samplers(pool: Pool) -> None:
+    pool.run(run_gradients_of_samplers)

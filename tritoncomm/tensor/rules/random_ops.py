@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tritoncomm.core import eager
 from tritoncomm.errors import MismatchError, UnsupportedError
 from tritoncomm.tensor.distspec import shard_of
-from tritoncomm.tensor.layout import is_colo, plain, shape_of
+from tritoncomm.tensor.layout import is_colo, shape_of
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, replicated
 from tritoncomm.tensor.rules.pointwise import keep
@@ -116,17 +116,18 @@ def initialise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
             f"{func.__name__} writes into a plain tensor from a ColoTensor; make it a ColoTensor first"
         )
     pg, shape = target.process_group, target.global_shape
-    full = torch.empty(shape, dtype=target.dtype, device=target.device) if target.partitions else plain(target).detach()
+    full = torch.empty(shape, dtype=target.dtype, device=target.device) if target.partitions else target
 
     def operand(x: Any) -> Any:
         return full if x is target else replicated(x, pg) if is_colo(x) else x
 
     args, kwargs = tree_map(operand, (tuple(args), kwargs))
-    with seeded(agreed_seed(pg, target), target.device):
-        func(*args, **kwargs)
-    if target.partitions:
-        with torch.no_grad():
-            plain(target).copy_(shard_of(full, target.partitions, pg.tp_local_rank()))
+    recorded = torch.is_grad_enabled() and func not in INITIALISERS
+    with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(recorded):
+        with seeded(agreed_seed(pg, target), target.device):
+            func(*args, **kwargs)
+        if target.partitions:
+            target.copy_(shard_of(full, target.partitions, pg.tp_local_rank()))
     return target
 
 
