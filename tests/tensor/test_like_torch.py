@@ -134,3 +134,15 @@ def run_gradients_of_samplers(group: TorchGroup) -> None:
 
 def test_gradients_of_samplers(pool: Pool) -> None:
     pool.run(run_gradients_of_samplers)
+
+
+def run_writes_into_plain_tensors(group: TorchGroup) -> None:
+    index = ColoTensor(torch.tensor([0, 2]), ColoTensorSpec(ranks_of(group)))
+    x = torch.zeros(4)
+    assert x.scatter_(0, index, 1.0) is x
+    assert x.index_fill_(0, index, 2.0) is x
+    assert x.tolist() == [2.0, 0.0, 2.0, 0.0]
+
+
+def test_a_write_into_a_plain_tensor_returns_it(pool: Pool) -> None:
+    pool.run(run_writes_into_plain_tensors)

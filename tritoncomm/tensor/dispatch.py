@@ -154,7 +154,7 @@ def _on_replicas(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
             "calls it alone waits for the others",
             stacklevel=4,
         )
-    pg = (sharded or tensors)[0].process_group
+    pg, first = (sharded or tensors)[0].process_group, next(iter((*args, *kwargs.values())))
     gathered: list[tuple[Any, Tensor]] = []
     outs = {id(x): (x, _resizable(x)) for x in _colo_tensors(kwargs.get("out"))}
 
@@ -181,8 +181,8 @@ def _on_replicas(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
             return written[id(x)]
         return wrap(x, pg, ReplicaSpec(), x.shape) if isinstance(x, Tensor) else x
 
-    if writes(name) and tensors and result is not None:
-        return tensors[0]
+    if writes(name) and result is not None:
+        return first if is_colo(first) else result
     result = tree_map(as_replica, result)
     return of_gathered(result, gathered, func) if gathered else result
 
