@@ -146,3 +146,14 @@ def run_writes_into_plain_tensors(group: TorchGroup) -> None:
 
 def test_a_write_into_a_plain_tensor_returns_it(pool: Pool) -> None:
     pool.run(run_writes_into_plain_tensors)
+
+
+def run_casts_like_a_shard(group: TorchGroup) -> None:
+    for x in every_layout(torch.ones(4, 2, dtype=torch.float64), group):
+        y = torch.arange(3.0).to(x)
+        assert type(y) is Tensor, "it has no layout of its own"
+        assert torch.equal(y, torch.arange(3.0, dtype=torch.float64))
+
+
+def test_a_plain_tensor_cast_like_a_shard_stays_plain(pool: Pool) -> None:
+    pool.run(run_casts_like_a_shard)

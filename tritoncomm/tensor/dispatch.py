@@ -68,6 +68,8 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     if func in random_ops.INITIALISERS or name in random_ops.SAMPLERS:
         return random_ops.initialise(func, args, kwargs)
     if name in KEEPS_LAYOUT:
+        if args and not is_colo(args[0]):
+            return _run_local(func, args, kwargs)  # a plain tensor that takes dtype and device of a ColoTensor
         return keep(func, args, kwargs, next(_colo_tensors(args, kwargs)))
     if name in MAKES_NEW:
         made = _run_local(func, args, kwargs)
