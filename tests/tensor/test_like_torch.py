@@ -157,3 +157,15 @@ def run_casts_like_a_shard(group: TorchGroup) -> None:
 
 def test_a_plain_tensor_cast_like_a_shard_stays_plain(pool: Pool) -> None:
     pool.run(run_casts_like_a_shard)
+
+
+def run_indices_of_a_mask(group: TorchGroup) -> None:
+    warnings.simplefilter("ignore")  # the shards are gathered
+    full = torch.arange(12.0).view(4, 3) % 5
+    for x in every_layout(full, group):
+        for mine, wanted in zip(torch.where(x > 2), torch.where(full > 2), strict=True):
+            assert torch.equal(plain(mine), wanted), "indices of the global tensor"
+
+
+def test_where_of_a_mask_has_global_indices(pool: Pool) -> None:
+    pool.run(run_indices_of_a_mask)

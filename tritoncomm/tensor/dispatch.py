@@ -74,7 +74,7 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     if name in MAKES_NEW:
         made = _run_local(func, args, kwargs)
         return wrap(made, args[0].process_group, ReplicaSpec(), made.shape)
-    if name in ELEMENTWISE:
+    if name in ELEMENTWISE and not (name == "where" and len(args) + len(kwargs) == 1):  # which is nonzero
         return elementwise(func, name, args, kwargs)
     if name.startswith(("_foreach_", "_fused_")):
         return on_lists(func, name, args, kwargs)
