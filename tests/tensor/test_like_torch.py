@@ -107,7 +107,8 @@ def run_samplers(group: TorchGroup) -> None:
     torch.manual_seed(0)
     for p in every_layout(full, group):
         for x in every_layout(torch.zeros(4), group):
-            assert torch.equal(plain(x.bernoulli_(p).to_replicate()), full)
+            x.bernoulli_(p)
+            assert torch.equal(plain(x.to_replicate()), full)
             assert torch.equal(plain(p.to_replicate()), full), "the probabilities are an operand"
         with pytest.raises(UnsupportedError, match="writes into a plain tensor"):
             torch.zeros(4).bernoulli_(p)
@@ -169,3 +170,18 @@ def run_indices_of_a_mask(group: TorchGroup) -> None:
 
 def test_where_of_a_mask_has_global_indices(pool: Pool) -> None:
     pool.run(run_indices_of_a_mask)
+
+
+def run_means(group: TorchGroup) -> None:
+    full = torch.full((2, 70000), 2.0, dtype=torch.float16)
+    for x in every_layout(full, group):
+        x.requires_grad_()
+        for result in (x.mean(), x.mean(1).sum() / 2):
+            assert result.dtype is torch.float16
+            assert float(plain(result)) == 2.0, "the sum is beyond the dtype"
+        (gradient,) = torch.autograd.grad(x.mean(1).sum(), x)
+        assert torch.equal(gradient, torch.full_like(plain(x), 1 / 70000))
+
+
+def test_means_of_half_precision_do_not_overflow(pool: Pool) -> None:
+    pool.run(run_means)

@@ -95,8 +95,9 @@ def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch
     shape, dims = shape_of(input), _dims_of(dim, input)
     if not shape or not (dtype or input.dtype).is_floating_point:
         return None
-    size = math.prod(shape[d] for d in dims)
-    return _reduce(input, dims, keepdim, lambda x: x.sum(dims, keepdim, dtype=dtype) / size)
+    size, target = math.prod(shape[d] for d in dims), dtype or input.dtype
+    wide = torch.float32 if target.itemsize < 4 else target  # the sum may be beyond the dtype of the mean
+    return _reduce(input, dims, keepdim, lambda x: (x.sum(dims, keepdim, dtype=wide) / size).to(target))
 
 
 def _logical(input: Tensor, dim: Any, keepdim: bool, local: Any, op: Any) -> Call:
