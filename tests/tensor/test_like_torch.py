@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from shards import ranks_of, sharded
+from shards import ranks_of, shard_of, sharded
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 
@@ -185,3 +185,21 @@ def run_means(group: TorchGroup) -> None:
 
 def test_means_of_half_precision_do_not_overflow(pool: Pool) -> None:
     pool.run(run_means)
+
+
+def run_infinite_gradients(group: TorchGroup) -> None:
+    full, gradient, spec = (
+        torch.eye(4)[:, :2].clone().requires_grad_(),
+        torch.tensor([1.0, torch.inf]),
+        ShardSpec([0], [2]),
+    )
+    full.max(0).values.backward(gradient)
+    x = sharded(full.detach(), spec, ranks_of(group)).requires_grad_()
+    plain(x.max(0).values).backward(gradient)
+    assert full.grad is not None
+    assert x.grad is not None
+    assert torch.equal(x.grad, shard_of(full.grad, spec, group.rank())), "only the maximum has a gradient"
+
+
+def test_an_infinite_gradient_of_a_maximum_stays_there(pool: Pool) -> None:
+    pool.run(run_infinite_gradients)

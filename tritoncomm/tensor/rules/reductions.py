@@ -255,7 +255,7 @@ class _MinMaxWithIndex(torch.autograd.Function):
         out = grad.new_zeros(ctx.shape)
         if out.numel():
             index = (global_index - ctx.start).masked_fill(~is_local, 0).unsqueeze(ctx.dim)
-            out.scatter_add_(ctx.dim, index, (grad * is_local).unsqueeze(ctx.dim))
+            out.scatter_add_(ctx.dim, index, grad.masked_fill(~is_local, 0).unsqueeze(ctx.dim))
         return out, None, None, None, None, None
 
 
