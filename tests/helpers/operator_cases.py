@@ -79,6 +79,7 @@ CASES: dict[str, tuple[Make, tuple[Any, ...]]] = {
     "max of ties": case(lambda x: (x > 0).to(x.dtype).max(0).indices, (8, 3)),
     "argmax": case(lambda x: x.argmax(1), (4, 6)),
     "argmax vector": case(torch.argmax, (9,)),
+    "argmax vector kept": case(lambda x: torch.argmax(x, keepdim=True), (9,)),
     "argmin": case(lambda x: torch.argmin(x, 0, keepdim=True), (4, 6)),
     "all": case(lambda x: (x > -1).all(1), (4, 6)),
     "any": case(lambda x: torch.any(x > 1), (4, 6)),

@@ -301,7 +301,7 @@ def _add_rules(smallest: bool) -> None:
     @rule(f"arg{m}", accepts=accepts, result="as sum", collectives="as max")
     def describe_index(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call | None:
         if dim is None:
-            return _min_max(input, 0, False, smallest, True) if len(shape_of(input)) == 1 else None
+            return _min_max(input, 0, keepdim, smallest, True) if len(shape_of(input)) == 1 else None
         return _min_max(input, dim, keepdim, smallest, True)
 
 
