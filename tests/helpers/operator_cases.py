@@ -82,6 +82,8 @@ CASES: dict[str, tuple[Make, tuple[Any, ...]]] = {
     "argmax vector kept": case(lambda x: torch.argmax(x, keepdim=True), (9,)),
     "argmin": case(lambda x: torch.argmin(x, 0, keepdim=True), (4, 6)),
     "all": case(lambda x: (x > -1).all(1), (4, 6)),
+    "all of no dims": case(lambda x: torch.all(x > -1, dim=()), (4, 6)),
+    "any of no dims": case(lambda x: (x > 1).any([]), (5, 3)),
     "any": case(lambda x: torch.any(x > 1), (4, 6)),
     "count_nonzero": case(lambda x: torch.count_nonzero(x > 0, 1), (4, 6)),
     "norm": case(torch.norm, (4, 6)),

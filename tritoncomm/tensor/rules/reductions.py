@@ -101,7 +101,7 @@ def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch
 
 
 def _logical(input: Tensor, dim: Any, keepdim: bool, local: Any, op: Any) -> Call:
-    dims = _dims_of(dim, input)
+    dims = () if dim in ((), []) else _dims_of(dim, input)  # of no dims: of every element by itself
 
     def across(sharding: Sharding, x: Tensor) -> Tensor:
         result = local(x, dims, keepdim)
