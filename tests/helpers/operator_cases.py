@@ -1,6 +1,7 @@
 """Every operator with a rule: operands, layouts, and the check against plain torch."""
 
 import itertools
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -89,6 +90,8 @@ CASES: dict[str, tuple[Make, tuple[Any, ...]]] = {
     "norm": case(torch.norm, (4, 6)),
     "norm 1": case(lambda x: x.norm(1, 0), (4, 6)),
     "vector_norm inf": case(lambda x: torch.linalg.vector_norm(x, float("inf"), dim=-1), (4, 6)),
+    "vector_norm -1": case(lambda x: torch.linalg.vector_norm(x, -1), (1, 6)),
+    "vector_norm -inf": case(lambda x: torch.linalg.vector_norm(x, -math.inf, 0), (1, 6)),
     "vector_norm 3": case(lambda x: torch.linalg.vector_norm(x, 3), (5, 6)),
     "transpose": case(lambda x: x.transpose(0, 2), (4, 3, 2)),
     "t": case(torch.t, (4, 6)),

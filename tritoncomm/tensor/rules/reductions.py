@@ -178,11 +178,11 @@ def _norm(
     input: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Call | None:
     power = 2 if p in (None, "fro") else p
-    if isinstance(power, str) or not shape_of(input) or not input.is_floating_point() or power == 0:
-        return None
-    if not _has_order(input.dtype):
+    if isinstance(power, str) or not shape_of(input) or not input.is_floating_point() or not _has_order(input.dtype):
         return None
     power, dims = float(power), _dims_of(dim, input)
+    if power <= 0 and not math.isinf(power):
+        return None  # torch refuses that of an empty shard
 
     def across(sharding: Sharding, x: Tensor) -> Tensor:
         x = x if dtype is None else x.to(dtype)
