@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from pool import Pool
 from shards import ranks_of, shard_of, sharded
 from torch import Tensor
@@ -203,3 +204,19 @@ def run_infinite_gradients(group: TorchGroup) -> None:
 
 def test_an_infinite_gradient_of_a_maximum_stays_there(pool: Pool) -> None:
     pool.run(run_infinite_gradients)
+
+
+def run_nothing_random(group: TorchGroup) -> None:
+    """Evaluation draws nothing: seeds may differ between ranks, and the generator does not move."""
+    torch.manual_seed(group.rank())
+    state = torch.get_rng_state()
+    for x in every_layout(torch.ones(2, 4, 3), group):
+        for dropout in (F.dropout, F.alpha_dropout, F.dropout1d):
+            assert torch.equal(plain(dropout(x, 0.5, False)), plain(x))
+            assert torch.equal(plain(dropout(x, p=0.5, training=False)), plain(x))
+        assert torch.equal(plain(F.rrelu(x)), plain(x))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_evaluation_draws_nothing(pool: Pool) -> None:
+    pool.run(run_nothing_random)

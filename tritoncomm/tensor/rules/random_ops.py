@@ -41,6 +41,11 @@ _ELEMENTS = """
 """
 RANDOM_ELEMENTWISE = frozenset(_ELEMENTS.split())
 """Elements are drawn independently."""
+_TRAINING = {
+    "dropout": (2, True), "dropout_": (2, True), "native_dropout": (2, True), "alpha_dropout": (2, False),
+    "alpha_dropout_": (2, False), "rrelu": (3, False), "rrelu_": (3, False),
+}  # fmt: skip
+"""Where ``training`` is among the arguments, and its default; otherwise these draw nothing."""
 _SAMPLERS = "bernoulli_ normal_ uniform_ exponential_ geometric_ log_normal_ cauchy_ random_"
 SAMPLERS = frozenset(_SAMPLERS.split())
 """In place: the global tensor is drawn, and each rank keeps its shard."""
@@ -96,11 +101,17 @@ def seeded_shard(seed: int, sharding: Sharding, device: torch.device) -> Abstrac
     return seeded((seed + (sharding.rank + 1) * _GOLDEN) % 2**63 if sharding.parts else seed, device)
 
 
+def _is_training(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    position, default = _TRAINING.get(name, (len(args), True))
+    given = args[position] if len(args) > position else kwargs.get("training", kwargs.get("train"))
+    return default if given is None else given
+
+
 @rule(named="dropout, bernoulli, rand_like, ...", result="same sharding; replicas stay equal, shards are independent")
 def random_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An element-wise random operator on its first argument."""
     x = next(x for x in tree_leaves((args, kwargs)) if is_colo(x))
-    if x.process_group.tp_world_size() == 1:
+    if x.process_group.tp_world_size() == 1 or not _is_training(func.__name__, args, kwargs):
         return keep(func, args, kwargs, x)
     pg = x.process_group
     with seeded_shard(agreed_seed(pg, x), Sharding(x.partitions, {}, pg), x.device):
@@ -134,7 +145,10 @@ def initialise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 @rule(F.dropout1d, F.dropout2d, F.dropout3d, named="dropout1d, 2d, 3d", accepts="Shard(batch) or Shard(channels)")
 def _channels(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Call | None:
     count = len(shape_of(input))
-    if inplace or not training or not is_colo(input) or count < 3:
+    labels = tuple(range(count))
+    if not training:
+        return Call([Operand(input, labels)], [labels], lambda _, x: x)
+    if inplace or not is_colo(input) or count < 3:
         return None
     pg: ProcessGroup = input.process_group
     seed = agreed_seed(pg, input)
@@ -143,5 +157,4 @@ def _channels(input: Tensor, p: float = 0.5, training: bool = True, inplace: boo
         with seeded_shard(seed, sharding, x.device):
             return F.dropout1d(x.flatten(2), p, True).view(x.shape)
 
-    labels = tuple(range(count))
     return Call([Operand(input, labels)], [labels], run, frozenset(range(2, count)))
