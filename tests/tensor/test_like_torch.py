@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from pool import Pool
 from shards import ranks_of, shard_of, sharded
@@ -14,6 +15,7 @@ from torch.distributed import ProcessGroup as TorchGroup
 
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ReplicaSpec, ShardSpec
+from tritoncomm.tensor.group_registry import _register
 from tritoncomm.tensor.layout import plain
 
 NO_SUCH_DIM: dict[str, Callable[[Any], Any]] = {
@@ -220,3 +222,20 @@ def run_nothing_random(group: TorchGroup) -> None:
 
 def test_evaluation_draws_nothing(pool: Pool) -> None:
     pool.run(run_nothing_random)
+
+
+def run_groups_made_again(group: TorchGroup) -> None:
+    """A rank that raised between two draws begins with the others in the group that they make next."""
+    ranks, draws = dist.get_process_group_ranks(group), (3 if group.rank() == 0 else 2, 4)
+    for count in draws:
+        made: Any = dist.new_group(ranks, use_local_synchronization=True)
+        _register(made, "gloo", tuple(ranks))
+        torch.manual_seed(0)
+        for _ in range(count):
+            F.dropout(ColoTensor(torch.ones(4), ColoTensorSpec(ranks_of(group))))
+        dist.barrier(made)
+    _register(group, "gloo", tuple(ranks))
+
+
+def test_draws_are_counted_by_group(pool: Pool) -> None:
+    pool.run(run_groups_made_again)

@@ -8,10 +8,12 @@ checkpointing restores, so the ranks of a tensor-parallel group need the same se
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup as TorchGroup
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tritoncomm.core import eager
@@ -58,7 +60,7 @@ INITIALISERS: frozenset[Any] = frozenset(
 """``torch.nn.init``: depend on the global shape."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
-_calls: dict[tuple[int, ...], int] = {}
+_calls: WeakKeyDictionary[TorchGroup, int] = WeakKeyDictionary()
 
 
 def agreed_seed(pg: ProcessGroup, like: Tensor) -> int:
@@ -68,14 +70,16 @@ def agreed_seed(pg: ProcessGroup, like: Tensor) -> int:
         MismatchError: the ranks drew different numbers, so they were seeded differently.
     """
     seed = int(torch.randint(2**62, ()))
-    ranks = tuple(pg.tp_rank_list() or ())
-    _calls[ranks] = count = _calls.get(ranks, 0) + 1
-    if pg.tp_world_size() > 1 and count & (count - 1) == 0:
+    if pg.tp_world_size() == 1:
+        return seed
+    group, ranks = pg.tp_process_group(), pg.tp_rank_list()
+    _calls[group] = count = _calls.get(group, 0) + 1
+    if count & (count - 1) == 0:
         mine = torch.tensor([seed], device=like.device)
-        seeds = eager.all_gather(mine, 0, pg.tp_process_group(), None, "agreed_seed").tolist()
+        seeds = eager.all_gather(mine, 0, group, None, "agreed_seed").tolist()
         if len(set(seeds)) > 1:
             raise MismatchError(
-                f"a random operator on replicas: ranks {list(ranks)} drew different numbers, so their replicas would "
+                f"a random operator on replicas: ranks {ranks} drew different numbers, so their replicas would "
                 "differ; call torch.manual_seed with the same seed on all tensor-parallel ranks, and draw equally often"
             )
     return seed
