@@ -147,6 +147,7 @@ CASES: dict[str, tuple[Make, tuple[Any, ...]]] = {
     "cross_entropy soft": case(
         lambda x, p: F.cross_entropy(x, p.detach().softmax(1), label_smoothing=0.1), (6, 8), (6, 8)
     ),
+    "cross_entropy soft with gradient": case(lambda x, p: F.cross_entropy(x, p.softmax(1)), (6, 8), (6, 8)),
     "cross_entropy vector": case(lambda x: F.cross_entropy(x, torch.tensor(2)), (8,)),
     "broadcast": case(lambda a, b: a * b + a, (4, 6), (6,)),
     "broadcast size 1": case(torch.mul, (4, 6), (4, 1)),

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tritoncomm.mappings.general import wants_grad
 from tritoncomm.tensor.layout import shape_of
 from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, from_front
 from tritoncomm.tensor.rules.reductions import extremum_over_ranks, sum_over_ranks
@@ -58,7 +59,8 @@ def _softmax_like(input: Tensor, dim: int | None, given: Any, log: bool) -> Call
 
 @rule(
     F.cross_entropy,
-    accepts="any sharding of the logits, the classes (vocabulary-parallel) included; targets and weights likewise",
+    accepts="any sharding of the logits, the classes (vocabulary-parallel) included, unless soft targets require grad; "
+    "targets and weights likewise",
     result="Replicate(); reduction none: sharding of the rows",
     collectives="classes: all-gather of two numbers per row, with class weights or soft targets also an all-reduce; "
     "rows: all-reduce of the sums",
@@ -107,4 +109,5 @@ def _cross_entropy(
 
     own = frozenset(labels) if reduction != "none" else frozenset({"c"})
     result = rows if reduction == "none" else ()
-    return Call(operands, [result], run, own=own)
+    replicated = frozenset({"c"} if soft and wants_grad(target) else ())  # the rows of shards have no gradient for it
+    return Call(operands, [result], run, replicated, own=own)
