@@ -1,5 +1,6 @@
 """ColoTensors answer as plain torch does, or refuse what it refuses, where the two are easily apart."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 
 from tritoncomm.errors import UnsupportedError
-from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ReplicaSpec, ShardSpec
+from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ComputePattern, ComputeSpec, ReplicaSpec, ShardSpec
 from tritoncomm.tensor.group_registry import _register
 from tritoncomm.tensor.layout import plain
 
@@ -239,3 +240,17 @@ def run_groups_made_again(group: TorchGroup) -> None:
 
 def test_draws_are_counted_by_group(pool: Pool) -> None:
     pool.run(run_groups_made_again)
+
+
+def run_copies_of_compute_specs(group: TorchGroup) -> None:
+    for x in every_layout(torch.ones(4, 2), group):
+        x.compute_spec = spec = ComputeSpec(ComputePattern.TP1D)
+        first, second = copy.deepcopy([x, x])
+        assert first is second
+        assert first.compute_spec is not None
+        first.compute_spec.set_output_replicate(False)
+        assert spec.output_replicate, "the copy has a compute spec of its own"
+
+
+def test_a_deepcopy_has_its_own_compute_spec(pool: Pool) -> None:
+    pool.run(run_copies_of_compute_specs)

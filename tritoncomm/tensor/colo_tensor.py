@@ -1,6 +1,7 @@
 """The local shard of a distributed tensor, with its global shape and layout."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -251,7 +252,9 @@ class ColoTensor(torch.Tensor):
                 return torch.Tensor.__deepcopy__(self, memo)
         with torch.no_grad():
             data = layout.plain(self).clone()
-        memo[id(self)] = copy = type(self)._rebuild(data, self.requires_grad, self._state())
+        pg, dist_spec, compute_spec, *rest = self._state()
+        state = (pg, dist_spec, deepcopy(compute_spec, memo), *rest)
+        memo[id(self)] = copy = type(self)._rebuild(data, self.requires_grad, state)
         return copy
 
     def _state(self) -> tuple[Any, ...]:
