@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 
 from tritoncomm.errors import UnsupportedError
-from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ComputePattern, ComputeSpec, ReplicaSpec, ShardSpec
+from tritoncomm.tensor import (
+    ColoParameter,
+    ColoTensor,
+    ColoTensorSpec,
+    ComputePattern,
+    ComputeSpec,
+    ReplicaSpec,
+    ShardSpec,
+)
 from tritoncomm.tensor.group_registry import _register
 from tritoncomm.tensor.layout import plain
 
@@ -254,3 +262,19 @@ def run_copies_of_compute_specs(group: TorchGroup) -> None:
 
 def test_a_deepcopy_has_its_own_compute_spec(pool: Pool) -> None:
     pool.run(run_copies_of_compute_specs)
+
+
+def run_gradients_of_another_layout(group: TorchGroup) -> None:
+    pg, spec = ranks_of(group), ShardSpec([0], [2])
+    gradient = torch.arange(8.0).view(2, 4)
+    for before, after in ((spec, ReplicaSpec()), (ReplicaSpec(), spec), (spec, ShardSpec([1], [2]))):
+        p = ColoParameter(torch.ones(2, 4), True, ColoTensorSpec(pg))
+        p.set_dist_spec(before)
+        plain(p).backward(shard_of(gradient, before, group.rank()))
+        p.set_dist_spec(after)
+        torch.optim.SGD([p], 1.0).step()
+        assert torch.equal(plain(p), shard_of(1 - gradient, after, group.rank()))
+
+
+def test_a_gradient_is_redistributed_with_its_tensor(pool: Pool) -> None:
+    pool.run(run_gradients_of_another_layout)
