@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from pool import Pool
 from shards import ranks_of, shard_of, sharded
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup as TorchGroup
 
 from tritoncomm.errors import UnsupportedError
@@ -23,9 +23,11 @@ from tritoncomm.tensor import (
     ComputeSpec,
     ReplicaSpec,
     ShardSpec,
+    shard_parameters,
 )
 from tritoncomm.tensor.group_registry import _register
 from tritoncomm.tensor.layout import plain
+from tritoncomm.tensor.utils import full_state_dict, load_full_state_dict
 
 NO_SUCH_DIM: dict[str, Callable[[Any], Any]] = {
     "sum": lambda x: x.sum(5),
@@ -278,3 +280,33 @@ def run_gradients_of_another_layout(group: TorchGroup) -> None:
 
 def test_a_gradient_is_redistributed_with_its_tensor(pool: Pool) -> None:
     pool.run(run_gradients_of_another_layout)
+
+
+class Counting(nn.BatchNorm1d):
+    """A module with state that is no tensor."""
+
+    steps = 3
+
+    def get_extra_state(self) -> Any:
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.steps = state["steps"]
+
+
+def run_state_of_buffers(group: TorchGroup) -> None:
+    module = nn.Sequential(Counting(4))
+    shard_parameters(module, {"0.weight": ShardSpec([0], [2])}, ranks_of(group))
+    state = full_state_dict(module)
+    changed = {**state, "0.weight": torch.arange(4.0), "0._extra_state": {"steps": 5}}
+    load_full_state_dict(module, changed)
+    assert torch.equal(full_state_dict(module)["0.weight"], torch.arange(4.0))
+    assert module[0].steps == 5
+    for shape in ((1,), ()):
+        with pytest.raises(ValueError, match=r"0.running_mean is \[4\]"):
+            load_full_state_dict(module, {**state, "0.running_mean": torch.full(shape, 7.0)})
+    assert torch.equal(full_state_dict(module)["0.weight"], torch.arange(4.0)), "nothing has been loaded"
+
+
+def test_full_states_of_buffers(pool: Pool) -> None:
+    pool.run(run_state_of_buffers)
