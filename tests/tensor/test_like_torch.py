@@ -310,3 +310,16 @@ def run_state_of_buffers(group: TorchGroup) -> None:
 
 def test_full_states_of_buffers(pool: Pool) -> None:
     pool.run(run_state_of_buffers)
+
+
+def run_addmm_under_autocast(group: TorchGroup) -> None:
+    a, b = torch.eye(4), torch.arange(16.0).view(4, 4)
+    for x in every_layout(b, group):
+        with torch.autocast("cpu", torch.bfloat16):
+            result: Any = torch.addmm(torch.ones(4), a, x)
+        assert result.dtype is torch.bfloat16
+        assert torch.equal(plain(result.redistribute(ReplicaSpec())), b.bfloat16() + 1)
+
+
+def test_addmm_under_autocast(pool: Pool) -> None:
+    pool.run(run_addmm_under_autocast)
