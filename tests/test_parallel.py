@@ -253,3 +253,21 @@ def run_compiled(group: ProcessGroup, sequence: bool) -> None:
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 def test_compiles_into_one_graph(pool: Pool, sequence: bool) -> None:
     pool.run(run_compiled, sequence)
+
+
+def run_autocast(group: ProcessGroup, output: Any) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    layer = theirs.parallelize_module(
+        nn.Linear(8, 4), mesh, parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=output)
+    )
+    x = torch.randn(6, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype is nn.Linear(8, 4)(x).dtype is torch.bfloat16
+    layer(x).sum().backward()
+    assert layer.bias.grad is not None
+    assert layer.bias.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("output", [Replicate(), Shard(0), Shard(1)], ids=str)
+def test_the_bias_does_not_widen_what_autocast_made_narrow(pool: Pool, output: Any) -> None:
+    pool.run(run_autocast, output)
