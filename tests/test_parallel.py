@@ -1,6 +1,7 @@
 """Styles of ``parallelize_module``: values and gradients of one process, and of torch's styles."""
 
 import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -271,3 +272,21 @@ def run_autocast(group: ProcessGroup, output: Any) -> None:
 @pytest.mark.parametrize("output", [Replicate(), Shard(0), Shard(1)], ids=str)
 def test_the_bias_does_not_widen_what_autocast_made_narrow(pool: Pool, output: Any) -> None:
     pool.run(run_autocast, output)
+
+
+class Named(nn.Linear):
+    """A linear layer of another name."""
+
+
+def run_pickled(group: ProcessGroup) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    layer, x = theirs.parallelize_module(Named(8, 4), mesh, parallel.ColwiseParallel()), torch.randn(2, 8)
+    for made in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+        assert isinstance(made, Named)
+        assert type(made) is type(layer)
+        assert torch.equal(made(x), layer(x))
+        assert made.weight is not layer.weight
+
+
+def test_a_subclass_is_pickled(pool: Pool) -> None:
+    pool.run(run_pickled)

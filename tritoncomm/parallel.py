@@ -309,7 +309,13 @@ def _class_of(kind: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
     """``cls`` with the ``forward`` of ``kind``."""
     if cls in kind.__bases__:
         return kind
-    return type(cls.__name__, (kind, cls), {"__module__": cls.__module__})
+    members = {"__module__": cls.__module__, "__reduce_ex__": lambda self, _: (_empty, (kind, cls), self.__dict__)}
+    return type(cls.__name__, (kind, cls), members)
+
+
+def _empty(kind: type[nn.Module], cls: type[nn.Module]) -> nn.Module:
+    """A module of ``_class_of``, whose attributes pickle sets; the class has no name that pickle could look up."""
+    return nn.Module.__new__(_class_of(kind, cls))
 
 
 def _attach(module: nn.Module, kind: type[nn.Module], mesh: DeviceMesh, *layouts: Any) -> nn.Module:
