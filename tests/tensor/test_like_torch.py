@@ -25,7 +25,7 @@ from tritoncomm.tensor import (
     ShardSpec,
     shard_parameters,
 )
-from tritoncomm.tensor.group_registry import _register
+from tritoncomm.tensor.group_registry import _by_members, _register
 from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.utils import full_state_dict, load_full_state_dict
 
@@ -239,12 +239,13 @@ def run_groups_made_again(group: TorchGroup) -> None:
     """A rank that raised between two draws begins with the others in the group that they make next."""
     ranks, draws = dist.get_process_group_ranks(group), (3 if group.rank() == 0 else 2, 4)
     for count in draws:
-        made: Any = dist.new_group(ranks, use_local_synchronization=True)
+        made = _by_members(tuple(ranks), "gloo")
         _register(made, "gloo", tuple(ranks))
         torch.manual_seed(0)
         for _ in range(count):
             F.dropout(ColoTensor(torch.ones(4), ColoTensorSpec(ranks_of(group))))
         dist.barrier(made)
+        dist.destroy_process_group(made)
     _register(group, "gloo", tuple(ranks))
 
 
