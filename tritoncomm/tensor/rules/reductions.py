@@ -183,6 +183,8 @@ def _norm(
     power, dims = float(power), _dims_of(dim, input)
     if power <= 0 and not math.isinf(power):
         return None  # torch refuses that of an empty shard
+    if math.isinf(power) and not all(shape_of(input)[d] for d in dims):
+        return None  # and this one on all ranks
 
     def across(sharding: Sharding, x: Tensor) -> Tensor:
         x = x if dtype is None else x.to(dtype)
