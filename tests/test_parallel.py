@@ -275,15 +275,22 @@ def test_the_bias_does_not_widen_what_autocast_made_narrow(pool: Pool, output: A
 
 
 class Named(nn.Linear):
-    """A linear layer of another name."""
+    """A linear layer of another name, with a cache that is not saved."""
+
+    cached: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "cached"}
 
 
 def run_pickled(group: ProcessGroup) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     layer, x = theirs.parallelize_module(Named(8, 4), mesh, parallel.ColwiseParallel()), torch.randn(2, 8)
+    layer.cached = group
     for made in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
         assert isinstance(made, Named)
         assert type(made) is type(layer)
+        assert made.cached is None
         assert torch.equal(made(x), layer(x))
         assert made.weight is not layer.weight
 

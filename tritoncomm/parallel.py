@@ -309,8 +309,11 @@ def _class_of(kind: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
     """``cls`` with the ``forward`` of ``kind``."""
     if cls in kind.__bases__:
         return kind
-    members = {"__module__": cls.__module__, "__reduce_ex__": lambda self, _: (_empty, (kind, cls), self.__dict__)}
-    return type(cls.__name__, (kind, cls), members)
+
+    def reduce(module: nn.Module, _: Any) -> Any:
+        return _empty, (kind, cls), *object.__reduce_ex__(module, 2)[2:]
+
+    return type(cls.__name__, (kind, cls), {"__module__": cls.__module__, "__reduce_ex__": reduce})
 
 
 def _empty(kind: type[nn.Module], cls: type[nn.Module]) -> nn.Module:
