@@ -63,6 +63,7 @@ def run_pages(store: str, pages: list[tuple[str, str]]) -> list[str]:
 
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    dist.barrier()  # both are connected before one may end
     problems = []
     for name, text in pages:
         names: dict[str, Any] = {"__name__": "page"}  # a page imports what it uses

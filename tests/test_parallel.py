@@ -1,6 +1,7 @@
 """Styles of ``parallelize_module``: values and gradients of one process, and of torch's styles."""
 
 import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -253,3 +254,46 @@ def run_compiled(group: ProcessGroup, sequence: bool) -> None:
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 def test_compiles_into_one_graph(pool: Pool, sequence: bool) -> None:
     pool.run(run_compiled, sequence)
+
+
+def run_autocast(group: ProcessGroup, output: Any) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    layer = theirs.parallelize_module(
+        nn.Linear(8, 4), mesh, parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=output)
+    )
+    x = torch.randn(6, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype is nn.Linear(8, 4)(x).dtype is torch.bfloat16
+    layer(x).sum().backward()
+    assert layer.bias.grad is not None
+    assert layer.bias.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("output", [Replicate(), Shard(0), Shard(1)], ids=str)
+def test_the_bias_does_not_widen_what_autocast_made_narrow(pool: Pool, output: Any) -> None:
+    pool.run(run_autocast, output)
+
+
+class Named(nn.Linear):
+    """A linear layer of another name, with a cache that is not saved."""
+
+    cached: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "cached"}
+
+
+def run_pickled(group: ProcessGroup) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    layer, x = theirs.parallelize_module(Named(8, 4), mesh, parallel.ColwiseParallel()), torch.randn(2, 8)
+    layer.cached = group
+    for made in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+        assert isinstance(made, Named)
+        assert type(made) is type(layer)
+        assert made.cached is None
+        assert torch.equal(made(x), layer(x))
+        assert made.weight is not layer.weight
+
+
+def test_a_subclass_is_pickled(pool: Pool) -> None:
+    pool.run(run_pickled)

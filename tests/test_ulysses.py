@@ -1,5 +1,6 @@
 """UlyssesAttention on sequence shards is attention on one process: any heads, any sequences, one message each way."""
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -522,3 +523,18 @@ def test_every_query_head_meets_its_kv_head(world: int, kv_heads: int, per: int)
     assert max(kv.sizes) - min(kv.sizes) <= 1
     assert kv.replicated == (kv_heads < world)
     assert isinstance(q, HeadShare)
+
+
+def copied(group: ProcessGroup) -> None:
+    model = torch.nn.Sequential(UlyssesAttention(group, layout="sbhd"), UlyssesAttention(group))
+    other = copy.deepcopy(model)
+    for mine, made in zip(model, other, strict=True):
+        assert mine is not made
+        assert vars(made)["_parameters"] is not vars(mine)["_parameters"]
+        assert (made.group, made.layout, made.attention) == (group, mine.layout, mine.attention)
+    q = torch.randn(2, 4, 4, 3)
+    assert torch.equal(model[1](q, q, q), other[1](q, q, q))
+
+
+def test_a_deepcopy_is_over_the_same_group(pool: Pool) -> None:
+    pool.run(copied)

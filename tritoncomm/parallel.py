@@ -202,18 +202,19 @@ class RowwiseLinear(nn.Linear):
             x = mappings.all_to_all_dims(x, -1, layout.dim, site.group, scatter_sizes=sizes)
         if not isinstance(site.output, Shard):  # an argument that nothing else holds is reduced in place
             out = mappings.reduce_from_tensor_model_parallel_region(F.linear(x, weight), site.group)
-            return site.result(out if self.bias is None else out + self._local_bias())
+            return site.result(out if self.bias is None else out + self._local_bias(out.dtype))
         out = F.linear(x, weight)
         sizes = site.sizes(self.out_features) if site.is_last(out) else None
         shard = mappings.reduce_scatter_dim(out, site.output.dim, site.group, sizes=sizes)
         if self.bias is not None and site.is_last(out):
-            shard = shard + mappings.split_dim(self._local_bias(), 0, site.group, sizes=sizes)
+            shard = shard + mappings.split_dim(self._local_bias(out.dtype), 0, site.group, sizes=sizes)
         elif self.bias is not None:
-            shard = shard + site.summed(self.bias)
+            shard = shard + site.summed(self.bias).to(out.dtype)
         return site.result_of(shard, self.out_features)
 
-    def _local_bias(self) -> Tensor:
-        return self.bias.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+    def _local_bias(self, dtype: torch.dtype) -> Tensor:
+        """The bias in the dtype of the product, which autocast may have chosen."""
+        return self.bias.to_local().to(dtype)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class ColwiseEmbedding(nn.Embedding):
@@ -308,7 +309,16 @@ def _class_of(kind: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
     """``cls`` with the ``forward`` of ``kind``."""
     if cls in kind.__bases__:
         return kind
-    return type(cls.__name__, (kind, cls), {"__module__": cls.__module__})
+
+    def reduce(module: nn.Module, _: Any) -> Any:
+        return _empty, (kind, cls), *object.__reduce_ex__(module, 2)[2:]
+
+    return type(cls.__name__, (kind, cls), {"__module__": cls.__module__, "__reduce_ex__": reduce})
+
+
+def _empty(kind: type[nn.Module], cls: type[nn.Module]) -> nn.Module:
+    """A module of ``_class_of``, whose attributes pickle sets; the class has no name that pickle could look up."""
+    return nn.Module.__new__(_class_of(kind, cls))
 
 
 def _attach(module: nn.Module, kind: type[nn.Module], mesh: DeviceMesh, *layouts: Any) -> nn.Module:

@@ -5,6 +5,7 @@ the heads. q, k and v travel in one all-to-all, the result in another; backward 
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -249,6 +250,13 @@ class UlyssesAttention(nn.Module):
             raise ArgumentError(f"UlyssesAttention: layout must be 'bshd' or 'sbhd', not {layout!r}")
         self.group, self.attention, self.layout = group, attention, layout
         self._is_sdpa = getattr(attention, "func", attention) is scaled_dot_product_attention
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "UlyssesAttention":
+        """A copy over the same group."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        memo[id(self.group)] = self.group
+        made.__dict__.update(deepcopy(self.__dict__, memo))
+        return made
 
     def extra_repr(self) -> str:
         """The layout."""

@@ -1,6 +1,7 @@
 """Every operator with a rule: operands, layouts, and the check against plain torch."""
 
 import itertools
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -79,13 +80,18 @@ CASES: dict[str, tuple[Make, tuple[Any, ...]]] = {
     "max of ties": case(lambda x: (x > 0).to(x.dtype).max(0).indices, (8, 3)),
     "argmax": case(lambda x: x.argmax(1), (4, 6)),
     "argmax vector": case(torch.argmax, (9,)),
+    "argmax vector kept": case(lambda x: torch.argmax(x, keepdim=True), (9,)),
     "argmin": case(lambda x: torch.argmin(x, 0, keepdim=True), (4, 6)),
     "all": case(lambda x: (x > -1).all(1), (4, 6)),
+    "all of no dims": case(lambda x: torch.all(x > -1, dim=()), (4, 6)),
+    "any of no dims": case(lambda x: (x > 1).any([]), (5, 3)),
     "any": case(lambda x: torch.any(x > 1), (4, 6)),
     "count_nonzero": case(lambda x: torch.count_nonzero(x > 0, 1), (4, 6)),
     "norm": case(torch.norm, (4, 6)),
     "norm 1": case(lambda x: x.norm(1, 0), (4, 6)),
     "vector_norm inf": case(lambda x: torch.linalg.vector_norm(x, float("inf"), dim=-1), (4, 6)),
+    "vector_norm -1": case(lambda x: torch.linalg.vector_norm(x, -1), (1, 6)),
+    "vector_norm -inf": case(lambda x: torch.linalg.vector_norm(x, -math.inf, 0), (1, 6)),
     "vector_norm 3": case(lambda x: torch.linalg.vector_norm(x, 3), (5, 6)),
     "transpose": case(lambda x: x.transpose(0, 2), (4, 3, 2)),
     "t": case(torch.t, (4, 6)),
@@ -141,6 +147,7 @@ CASES: dict[str, tuple[Make, tuple[Any, ...]]] = {
     "cross_entropy soft": case(
         lambda x, p: F.cross_entropy(x, p.detach().softmax(1), label_smoothing=0.1), (6, 8), (6, 8)
     ),
+    "cross_entropy soft with gradient": case(lambda x, p: F.cross_entropy(x, p.softmax(1)), (6, 8), (6, 8)),
     "cross_entropy vector": case(lambda x: F.cross_entropy(x, torch.tensor(2)), (8,)),
     "broadcast": case(lambda a, b: a * b + a, (4, 6), (6,)),
     "broadcast size 1": case(torch.mul, (4, 6), (4, 1)),

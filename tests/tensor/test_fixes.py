@@ -540,3 +540,19 @@ def run_maxima_of_nothing(group: TorchGroup) -> None:
 
 def test_maxima_of_nothing(pool: Pool) -> None:
     pool.run(run_maxima_of_nothing, world=2)
+
+
+def run_infinite_norms_of_nothing(group: TorchGroup) -> None:
+    warnings.simplefilter("ignore")  # such operators gather
+    full = torch.empty(0, 4)
+    x = sharded(full, ShardSpec([0], [2]), ranks_of(group))
+    for power in (math.inf, -math.inf):
+        for dim in (None, 0):
+            for y in (full, x):
+                with pytest.raises(RuntimeError, match="does not have an identity"):
+                    torch.linalg.vector_norm(y, power, dim)
+    assert plain(torch.linalg.vector_norm(x, math.inf, 1).to_replicate()).shape == (0,)
+
+
+def test_infinite_norms_of_nothing(pool: Pool) -> None:
+    pool.run(run_infinite_norms_of_nothing, world=2)

@@ -1,6 +1,7 @@
 """The local shard of a distributed tensor, with its global shape and layout."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -158,7 +159,7 @@ class ColoTensor(torch.Tensor):
         return self.process_group.dp_world_size()
 
     def set_dist_spec(self, dist_spec: _DistSpec) -> None:
-        """Redistribute in place, without autograd.
+        """Redistribute in place, without autograd, and the gradient with it; every rank has one, or none has.
 
         Raises:
             AssertionError: not a spec, or the tensor is the result of an operator.
@@ -166,10 +167,14 @@ class ColoTensor(torch.Tensor):
         assert isinstance(dist_spec, _DistSpec), f"{dist_spec!r} is not a dist spec"
         assert self.grad_fn is None, "Current tensor has grad_fn and it can't get converted"
         with DistSpecManager.no_grad(), torch.no_grad():
-            local = self._redistributed(dist_spec, self.process_group)
+            local, gradient = self._redistributed(dist_spec, self.process_group), self.grad
+            if gradient is not None and local.shape != gradient.shape:
+                like = layout.wrap(layout.plain(gradient), self.process_group, self.dist_spec, self.global_shape)
+                gradient = like._redistributed(dist_spec, self.process_group)
         shape = self.global_shape
         with torch._C.DisableTorchFunctionSubclass():
             self.data = local
+            self.grad = gradient
         self._set_layout(self.process_group, dist_spec, self.compute_spec, shape)
 
     def set_tensor_spec(self, dist_spec: _DistSpec | None, compute_spec: ComputeSpec | None) -> None:
@@ -251,7 +256,9 @@ class ColoTensor(torch.Tensor):
                 return torch.Tensor.__deepcopy__(self, memo)
         with torch.no_grad():
             data = layout.plain(self).clone()
-        memo[id(self)] = copy = type(self)._rebuild(data, self.requires_grad, self._state())
+        pg, dist_spec, compute_spec, *rest = self._state()
+        state = (pg, dist_spec, deepcopy(compute_spec, memo), *rest)
+        memo[id(self)] = copy = type(self)._rebuild(data, self.requires_grad, state)
         return copy
 
     def _state(self) -> tuple[Any, ...]:

@@ -68,11 +68,13 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     if func in random_ops.INITIALISERS or name in random_ops.SAMPLERS:
         return random_ops.initialise(func, args, kwargs)
     if name in KEEPS_LAYOUT:
+        if args and not is_colo(args[0]):
+            return _run_local(func, args, kwargs)  # a plain tensor that takes dtype and device of a ColoTensor
         return keep(func, args, kwargs, next(_colo_tensors(args, kwargs)))
     if name in MAKES_NEW:
         made = _run_local(func, args, kwargs)
         return wrap(made, args[0].process_group, ReplicaSpec(), made.shape)
-    if name in ELEMENTWISE:
+    if name in ELEMENTWISE and not (name == "where" and len(args) + len(kwargs) == 1):  # which is nonzero
         return elementwise(func, name, args, kwargs)
     if name.startswith(("_foreach_", "_fused_")):
         return on_lists(func, name, args, kwargs)
@@ -154,7 +156,7 @@ def _on_replicas(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
             "calls it alone waits for the others",
             stacklevel=4,
         )
-    pg = (sharded or tensors)[0].process_group
+    pg, first = (sharded or tensors)[0].process_group, next(iter((*args, *kwargs.values())))
     gathered: list[tuple[Any, Tensor]] = []
     outs = {id(x): (x, _resizable(x)) for x in _colo_tensors(kwargs.get("out"))}
 
@@ -181,8 +183,8 @@ def _on_replicas(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
             return written[id(x)]
         return wrap(x, pg, ReplicaSpec(), x.shape) if isinstance(x, Tensor) else x
 
-    if writes(name) and tensors and result is not None:
-        return tensors[0]
+    if writes(name) and result is not None:
+        return first if is_colo(first) else result
     result = tree_map(as_replica, result)
     return of_gathered(result, gathered, func) if gathered else result
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.distspec import shard_of
-from tritoncomm.tensor.layout import plain
+from tritoncomm.tensor.layout import plain, shape_of
 from tritoncomm.tensor.simulators import (
     all_gather_simulator,
     all_to_all_simulator,
@@ -78,18 +78,19 @@ def load_full_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
     """Load the state dict of the unsharded module; each rank keeps its shard of every ColoTensor.
 
     Raises:
-        ValueError: a name is missing or unknown, or a shape differs.
+        ValueError: a name is missing or unknown, or a shape differs; nothing has been loaded then.
     """
     own = module.state_dict(keep_vars=True)
     if own.keys() != state.keys():
         raise ValueError(f"missing {sorted(own.keys() - state.keys())}, unknown {sorted(state.keys() - own.keys())}")
-    with torch.no_grad():
-        for name, target in own.items():
-            source = state[name]
-            if not isinstance(target, ColoTensor):
-                target.copy_(source)
-                continue
-            if tuple(source.shape) != tuple(target.size_global()):
-                raise ValueError(f"{name} is {list(target.size_global())}, the state dict has {list(source.shape)}")
-            parts, pg = target.partitions, target.process_group
-            plain(target).copy_(shard_of(source, parts, pg.tp_local_rank()) if parts else source)
+    for name, target in own.items():
+        if isinstance(target, Tensor) and tuple(state[name].shape) != shape_of(target):
+            raise ValueError(f"{name} is {list(shape_of(target))}, the state dict has {list(state[name].shape)}")
+    module.load_state_dict({name: _own_part(target, state[name]) for name, target in own.items()})
+
+
+def _own_part(target: Any, source: Any) -> Any:
+    """This rank's shard of ``source``, if ``target`` is one; extra state of modules as it is."""
+    if not isinstance(target, ColoTensor) or not target.partitions:
+        return source
+    return shard_of(source, target.partitions, target.process_group.tp_local_rank())

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tritoncomm.core.function import wants_grad
 from tritoncomm.tensor.layout import shape_of
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, from_front
 from tritoncomm.tensor.rules.reductions import extremum_over_ranks, sum_over_ranks
 from tritoncomm.tensor.rules.table import rule
 from tritoncomm.tensor.vocab_parallel import cross_entropy_rows
@@ -39,7 +40,7 @@ def _softmax_like(input: Tensor, dim: int | None, given: Any, log: bool) -> Call
     count, dtype = len(shape_of(input)), given if isinstance(given, torch.dtype) else None
     if dim is None or not count:
         return None
-    dim %= count
+    dim = from_front(dim, count)
     local = torch.log_softmax if log else torch.softmax
 
     def run(sharding: Sharding, x: Tensor) -> Tensor:
@@ -58,7 +59,8 @@ def _softmax_like(input: Tensor, dim: int | None, given: Any, log: bool) -> Call
 
 @rule(
     F.cross_entropy,
-    accepts="any sharding of the logits, the classes (vocabulary-parallel) included; targets and weights likewise",
+    accepts="any sharding of the logits, the classes (vocabulary-parallel) included, unless soft targets require grad; "
+    "targets and weights likewise",
     result="Replicate(); reduction none: sharding of the rows",
     collectives="classes: all-gather of two numbers per row, with class weights or soft targets also an all-reduce; "
     "rows: all-reduce of the sums",
@@ -107,4 +109,5 @@ def _cross_entropy(
 
     own = frozenset(labels) if reduction != "none" else frozenset({"c"})
     result = rows if reduction == "none" else ()
-    return Call(operands, [result], run, own=own)
+    replicated = frozenset({"c"} if soft and wants_grad(target) else ())  # the rows of shards have no gradient for it
+    return Call(operands, [result], run, replicated, own=own)

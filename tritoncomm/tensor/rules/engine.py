@@ -34,6 +34,7 @@ __all__ = [
     "broadcast_shapes",
     "choose",
     "execute",
+    "from_front",
     "is_legal",
     "local_operand",
     "replicated",
@@ -162,6 +163,18 @@ def broadcast_labels(shape: Sequence[int], sizes: Sequence[int], names: Sequence
     if len(shape) > len(sizes) or any(shape[dim] not in (1, sizes[dim]) for dim in dims):
         raise ShapeError(f"{list(shape)} cannot be broadcast to {list(sizes)}")
     return tuple((dim if names is None else names[dim]) if shape[dim] == sizes[dim] else None for dim in dims)
+
+
+def from_front(dim: int, count: int) -> int:
+    """``dim`` of a tensor of ``count`` dims, counted from the front; a number has dim 0, as in torch.
+
+    Raises:
+        IndexError: there is no such dim.
+    """
+    count = max(count, 1)
+    if not -count <= dim < count:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-count}, {count - 1}], but got {dim})")
+    return dim % count
 
 
 def execute(call: Call) -> Any:
@@ -313,7 +326,7 @@ def _reduce_outputs(outputs: list[Any], call: Call, sharding: Sharding, pg: Proc
             summed.append(mappings.reduce_from_tensor_model_parallel_region(outputs.pop(0), group))
         outputs = summed if call.after is None else [call.after(x) for x in summed]
     else:
-        dim, world = call.scatter % outputs[0].dim(), pg.tp_world_size()
+        dim, world = from_front(call.scatter, outputs[0].dim()), pg.tp_world_size()
         sizes = uneven_sizes(outputs[0].shape[dim], world)
         outputs = [mappings.reduce_scatter_dim(x, dim, group, sizes=sizes) for x in outputs]
         parts = ((call.results[0][dim], world),)

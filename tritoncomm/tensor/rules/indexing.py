@@ -10,7 +10,15 @@ from torch import Tensor
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor.box import box_of
 from tritoncomm.tensor.layout import is_colo, plain, shape_of, shares_storage
-from tritoncomm.tensor.rules.engine import Call, Operand, is_legal, local_operand, replicated
+from tritoncomm.tensor.rules.engine import (
+    Call,
+    Operand,
+    broadcast_labels,
+    from_front,
+    is_legal,
+    local_operand,
+    replicated,
+)
 from tritoncomm.tensor.rules.table import rule
 from tritoncomm.tensor.snapshot import refuse_graph, write_shard
 
@@ -35,7 +43,7 @@ def _along(input: Tensor, dim: int, local: Any, results: int | None = 1, drops: 
     """
     if not shape_of(input):
         return None
-    dim %= len(shape_of(input))
+    dim = from_front(dim, len(shape_of(input)))
     labels = _labels_except(input, dim)
     if results is None:
         results = len(local(torch.empty(shape_of(input)[dim], device="meta"), 0))
@@ -48,7 +56,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Call | None:
     count = len(shape_of(tensors[0]))
     if not count or any(len(shape_of(x)) != count for x in tensors):
         return None
-    dim %= count
+    dim = from_front(dim, count)
     labels = _labels_except(tensors[0], dim)
     return Call([Operand(x, labels) for x in tensors], [labels], lambda _, *shards: torch.cat(shards, dim))
 
@@ -58,7 +66,7 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Call | None:
     count = len(shape_of(tensors[0]))
     if any(shape_of(x) != shape_of(tensors[0]) for x in tensors):
         return None
-    dim %= count + 1
+    dim = from_front(dim, count + 1)
     labels = tuple(range(count))
     operands = [Operand(x, labels) for x in tensors]
     return Call(operands, [(*labels[:dim], None, *labels[dim:])], lambda _, *shards: torch.stack(shards, dim))
@@ -140,11 +148,12 @@ def set_item(target: Any, index: Any, value: Any) -> None:
     given, labels, result = parsed
     parts = tuple((labels[dim], count) for dim, count in target.partitions)
     operands = []
-    if isinstance(value, Tensor):
-        shape = shape_of(value)
-        aligned = result[len(result) - len(shape) :] if len(shape) <= len(result) else (None,) * len(shape)
-        labelled = tuple(None if size == 1 else label for label, size in zip(aligned, shape, strict=True))
-        operands = [Operand(value, labelled)]
+    if isinstance(value, Tensor) and parts:  # shards of a value that does not fit may fit, or be broadcast
+        value = without_leading_ones(value, len(result))
+        sizes = torch.empty(target.global_shape, device="meta")[tuple(given)].shape
+        operands = [Operand(value, broadcast_labels(shape_of(value), sizes, result))]
+    elif isinstance(value, Tensor):
+        operands = [Operand(value, (None,) * len(shape_of(value)))]
     if not is_legal(Call(operands, [], set_item), parts):
         _set_part(target, tuple(given), value)
         return
@@ -211,7 +220,7 @@ def _select(input: Tensor, dim: int, index: int) -> Call | None:
 def _index_select(input: Tensor, dim: int, index: Tensor) -> Call | None:
     if not shape_of(input):
         return None
-    dim %= len(shape_of(input))
+    dim = from_front(dim, len(shape_of(input)))
     labels = _labels_except(input, dim)
     operands = [Operand(input, labels), Operand(index, (None,) * len(shape_of(index)))]
     return Call(operands, [labels], lambda _, x, i: torch.index_select(x, dim, i))

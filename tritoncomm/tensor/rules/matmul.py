@@ -118,7 +118,7 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha:
         return torch.addmm(bias[0], a, b, beta=beta, alpha=alpha) if bias else a @ b
 
     def finish(product: Tensor, bias: Tensor) -> Tensor:
-        scaled = product if alpha == 1 else product * alpha
+        scaled, bias = product if alpha == 1 else product * alpha, bias.to(product.dtype)  # as autocast does
         return scaled if beta == 0 else scaled + (bias if beta == 1 else bias * beta)
 
     operands = [Operand(mat1, ("m", "k")), Operand(mat2, ("k", "n"))]

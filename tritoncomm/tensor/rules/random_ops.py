@@ -9,18 +9,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup as TorchGroup
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tritoncomm.core import eager
-from tritoncomm.errors import MismatchError
+from tritoncomm.errors import MismatchError, UnsupportedError
 from tritoncomm.tensor.distspec import shard_of
-from tritoncomm.tensor.layout import is_colo, plain, shape_of
+from tritoncomm.tensor.layout import is_colo, shape_of
 from tritoncomm.tensor.process_group import ProcessGroup
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, replicated
 from tritoncomm.tensor.rules.pointwise import keep
 from tritoncomm.tensor.rules.table import rule
 
@@ -44,6 +46,11 @@ _ELEMENTS = """
 """
 RANDOM_ELEMENTWISE = frozenset(_ELEMENTS.split())
 """Elements are drawn independently."""
+_TRAINING = {
+    "dropout": (2, True), "dropout_": (2, True), "native_dropout": (2, True), "alpha_dropout": (2, False),
+    "alpha_dropout_": (2, False), "rrelu": (3, False), "rrelu_": (3, False),
+}  # fmt: skip
+"""Where ``training`` is among the arguments, and its default; otherwise these draw nothing."""
 _SAMPLERS = "bernoulli_ normal_ uniform_ exponential_ geometric_ log_normal_ cauchy_ random_"
 SAMPLERS = frozenset(_SAMPLERS.split())
 """In place: the global tensor is drawn, and each rank keeps its shard."""
@@ -62,7 +69,7 @@ INITIALISERS: frozenset[Any] = frozenset(
 """``torch.nn.init``: depend on the global shape."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
-_calls: dict[tuple[int, ...], int] = {}
+_calls: WeakKeyDictionary[TorchGroup, int] = WeakKeyDictionary()
 
 
 def agreed_seed(pg: ProcessGroup, like: Tensor) -> int:
@@ -72,14 +79,16 @@ def agreed_seed(pg: ProcessGroup, like: Tensor) -> int:
         MismatchError: the ranks drew different numbers, so they were seeded differently.
     """
     seed = int(torch.randint(2**62, ()))
-    ranks = tuple(pg.tp_rank_list() or ())
-    _calls[ranks] = count = _calls.get(ranks, 0) + 1
-    if pg.tp_world_size() > 1 and count & (count - 1) == 0:
+    if pg.tp_world_size() == 1:
+        return seed
+    group, ranks = pg.tp_process_group(), pg.tp_rank_list()
+    _calls[group] = count = _calls.get(group, 0) + 1
+    if count & (count - 1) == 0:
         mine = torch.tensor([seed], device=like.device)
-        seeds = eager.all_gather(mine, 0, pg.tp_process_group(), None, "agreed_seed").tolist()
+        seeds = eager.all_gather(mine, 0, group, None, "agreed_seed").tolist()
         if len(set(seeds)) > 1:
             raise MismatchError(
-                f"a random operator on replicas: ranks {list(ranks)} drew different numbers, so their replicas would "
+                f"a random operator on replicas: ranks {ranks} drew different numbers, so their replicas would "
                 "differ; call torch.manual_seed with the same seed on all tensor-parallel ranks, and draw equally often"
             )
     return seed
@@ -113,11 +122,17 @@ def draws_on_replicas(name: str, args: Sequence[Any]) -> bool:
     return name in RANDOM_ON_REPLICAS
 
 
+def _is_training(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    position, default = _TRAINING.get(name, (len(args), True))
+    given = args[position] if len(args) > position else kwargs.get("training", kwargs.get("train"))
+    return default if given is None else given
+
+
 @rule(named="dropout, bernoulli, rand_like, ...", result="same sharding; replicas stay equal, shards are independent")
 def random_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An element-wise random operator on its first argument."""
     x = next(x for x in tree_leaves((args, kwargs)) if is_colo(x))
-    if x.process_group.tp_world_size() == 1:
+    if x.process_group.tp_world_size() == 1 or not _is_training(func.__name__, args, kwargs):
         return keep(func, args, kwargs, x)
     pg = x.process_group
     with seeded_shard(agreed_seed(pg, x), Sharding(x.partitions, {}, pg), x.device):
@@ -127,22 +142,34 @@ def random_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: di
 @rule(named="torch.nn.init.*, normal_, uniform_, ...", result="in place: the same values for every layout")
 def initialise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Draw the global tensor on every rank and keep the shard: the values do not depend on the layout."""
-    target = next(x for x in tree_leaves((args, kwargs)) if is_colo(x))
+    target = args[0] if args else kwargs["tensor"]
+    if not is_colo(target):
+        raise UnsupportedError(
+            f"{func.__name__} writes into a plain tensor from a ColoTensor; make it a ColoTensor first"
+        )
     pg, shape = target.process_group, target.global_shape
-    full = torch.empty(shape, dtype=target.dtype, device=target.device) if target.partitions else plain(target).detach()
-    args, kwargs = tree_map(lambda x: full if x is target else x, (tuple(args), kwargs))
-    with seeded(agreed_seed(pg, target), target.device):
-        func(*args, **kwargs)
-    if target.partitions:
-        with torch.no_grad():
-            plain(target).copy_(shard_of(full, target.partitions, pg.tp_local_rank()))
+    full = torch.empty(shape, dtype=target.dtype, device=target.device) if target.partitions else target
+
+    def operand(x: Any) -> Any:
+        return full if x is target else replicated(x, pg) if is_colo(x) else x
+
+    args, kwargs = tree_map(operand, (tuple(args), kwargs))
+    recorded = torch.is_grad_enabled() and func not in INITIALISERS
+    with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(recorded):
+        with seeded(agreed_seed(pg, target), target.device):
+            func(*args, **kwargs)
+        if target.partitions:
+            target.copy_(shard_of(full, target.partitions, pg.tp_local_rank()))
     return target
 
 
 @rule(F.dropout1d, F.dropout2d, F.dropout3d, named="dropout1d, 2d, 3d", accepts="Shard(batch) or Shard(channels)")
 def _channels(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Call | None:
     count = len(shape_of(input))
-    if inplace or not training or not is_colo(input) or count < 3:
+    labels = tuple(range(count))
+    if not training:
+        return Call([Operand(input, labels)], [labels], lambda _, x: x)
+    if inplace or not is_colo(input) or count < 3:
         return None
     pg: ProcessGroup = input.process_group
     seed = agreed_seed(pg, input)
@@ -151,5 +178,4 @@ def _channels(input: Tensor, p: float = 0.5, training: bool = True, inplace: boo
         with seeded_shard(seed, sharding, x.device):
             return F.dropout1d(x.flatten(2), p, True).view(x.shape)
 
-    labels = tuple(range(count))
     return Call([Operand(input, labels)], [labels], run, frozenset(range(2, count)))

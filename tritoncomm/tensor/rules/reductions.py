@@ -15,7 +15,7 @@ from tritoncomm.core import eager
 from tritoncomm.core.function import direct
 from tritoncomm.errors import ShapeError
 from tritoncomm.tensor.layout import is_colo, shape_of
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, from_front
 from tritoncomm.tensor.rules.pointwise import broadcast_operands
 from tritoncomm.tensor.rules.table import rule
 
@@ -64,7 +64,7 @@ def _dims_of(dim: Any, input: Tensor) -> tuple[int, ...]:
     count = len(shape_of(input))
     if dim is None or dim == () or dim == []:
         return tuple(range(count))
-    return tuple(d % count for d in ((dim,) if isinstance(dim, int) else dim))
+    return tuple(from_front(d, count) for d in ((dim,) if isinstance(dim, int) else dim))
 
 
 def _reduce(
@@ -95,12 +95,13 @@ def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch
     shape, dims = shape_of(input), _dims_of(dim, input)
     if not shape or not (dtype or input.dtype).is_floating_point:
         return None
-    size = math.prod(shape[d] for d in dims)
-    return _reduce(input, dims, keepdim, lambda x: x.sum(dims, keepdim, dtype=dtype) / size)
+    size, target = math.prod(shape[d] for d in dims), dtype or input.dtype
+    wide = torch.float32 if target.itemsize < 4 else target  # the sum may be beyond the dtype of the mean
+    return _reduce(input, dims, keepdim, lambda x: (x.sum(dims, keepdim, dtype=wide) / size).to(target))
 
 
 def _logical(input: Tensor, dim: Any, keepdim: bool, local: Any, op: Any) -> Call:
-    dims = _dims_of(dim, input)
+    dims = () if dim in ((), []) else _dims_of(dim, input)  # of no dims: of every element by itself
 
     def across(sharding: Sharding, x: Tensor) -> Tensor:
         result = local(x, dims, keepdim)
@@ -177,11 +178,13 @@ def _norm(
     input: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Call | None:
     power = 2 if p in (None, "fro") else p
-    if isinstance(power, str) or not shape_of(input) or not input.is_floating_point() or power == 0:
-        return None
-    if not _has_order(input.dtype):
+    if isinstance(power, str) or not shape_of(input) or not input.is_floating_point() or not _has_order(input.dtype):
         return None
     power, dims = float(power), _dims_of(dim, input)
+    if power <= 0 and not math.isinf(power):
+        return None  # torch refuses that of an empty shard
+    if math.isinf(power) and not all(shape_of(input)[d] for d in dims):
+        return None  # and this one on all ranks
 
     def across(sharding: Sharding, x: Tensor) -> Tensor:
         x = x if dtype is None else x.to(dtype)
@@ -254,7 +257,7 @@ class _MinMaxWithIndex(torch.autograd.Function):
         out = grad.new_zeros(ctx.shape)
         if out.numel():
             index = (global_index - ctx.start).masked_fill(~is_local, 0).unsqueeze(ctx.dim)
-            out.scatter_add_(ctx.dim, index, (grad * is_local).unsqueeze(ctx.dim))
+            out.scatter_add_(ctx.dim, index, grad.masked_fill(~is_local, 0).unsqueeze(ctx.dim))
         return out, None, None, None, None, None
 
 
@@ -263,7 +266,7 @@ def _min_max(input: Tensor, dim: Any, keepdim: bool, smallest: bool, index_only:
     shape = shape_of(input)
     if not isinstance(dim, int) or isinstance(dim, bool) or not shape or 0 in shape or not _has_order(input.dtype):
         return None
-    dim %= len(shape)
+    dim = from_front(dim, len(shape))
     local = torch.min if smallest else torch.max
     kind = torch.return_types.min if smallest else torch.return_types.max
 
@@ -300,7 +303,7 @@ def _add_rules(smallest: bool) -> None:
     @rule(f"arg{m}", accepts=accepts, result="as sum", collectives="as max")
     def describe_index(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call | None:
         if dim is None:
-            return _min_max(input, 0, False, smallest, True) if len(shape_of(input)) == 1 else None
+            return _min_max(input, 0, keepdim, smallest, True) if len(shape_of(input)) == 1 else None
         return _min_max(input, dim, keepdim, smallest, True)
 
 

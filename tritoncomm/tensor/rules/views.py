@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritoncomm.errors import ShapeError
 from tritoncomm.tensor.layout import shape_of, shares_storage
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, broadcast_labels
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, broadcast_labels, from_front
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []
@@ -33,7 +33,8 @@ def _ordered(input: Tensor, order: Sequence[int]) -> Call:
 
 
 def _swapped(input: Tensor, first: int, second: int) -> Call:
-    order = list(range(len(shape_of(input))))
+    count = len(shape_of(input))
+    order, first, second = list(range(count)), from_front(first, count), from_front(second, count)
     if order:
         order[first], order[second] = order[second], order[first]
     return _ordered(input, order)
@@ -45,8 +46,9 @@ def _transpose(input: Tensor, dim0: int, dim1: int) -> Call:
 
 
 @_renumbered("t", _getter("T"), named="t, .T")
-def _t(input: Tensor, *_: Any) -> Call:
-    return _ordered(input, tuple(reversed(range(len(shape_of(input))))))
+def _t(input: Tensor, *_: Any) -> Call | None:
+    count = len(shape_of(input))
+    return _ordered(input, tuple(reversed(range(count)))) if count <= 2 else None
 
 
 @_renumbered("adjoint", _getter("mT"), _getter("mH"), _getter("H"), named="adjoint, .mT, .mH, .H")
@@ -58,14 +60,14 @@ def _adjoint(input: Tensor, *_: Any) -> Call | None:
 def _permute(input: Tensor, *dims: Any, **names: Any) -> Call:
     order = names.get("dims", dims)
     order = order[0] if len(order) == 1 and not isinstance(order[0], int) else order
-    return _ordered(input, [dim % len(shape_of(input)) for dim in order])
+    return _ordered(input, [from_front(dim, len(shape_of(input))) for dim in order])
 
 
 @_renumbered("movedim", "moveaxis")
 def _movedim(input: Tensor, source: Any, destination: Any) -> Call:
     count = len(shape_of(input))
-    sources = [dim % count for dim in ((source,) if isinstance(source, int) else source)]
-    targets = [dim % count for dim in ((destination,) if isinstance(destination, int) else destination)]
+    sources = [from_front(dim, count) for dim in ((source,) if isinstance(source, int) else source)]
+    targets = [from_front(dim, count) for dim in ((destination,) if isinstance(destination, int) else destination)]
     rest = iter(dim for dim in range(count) if dim not in sources)
     placed = dict(zip(targets, sources, strict=True))
     return _ordered(input, [placed[dim] if dim in placed else next(rest) for dim in range(count)])
@@ -173,7 +175,9 @@ def _reshape(input: Tensor, *given: Any, **names: Any) -> Call | None:
 @_reshaped("flatten")
 def _flatten(input: Tensor, start_dim: int = 0, end_dim: int = -1) -> Call | None:
     shape = shape_of(input) or (1,)
-    start, end = start_dim % len(shape), end_dim % len(shape)
+    start, end = (from_front(dim, len(shape)) for dim in (start_dim, end_dim))
+    if start > end:
+        return None
     return _viewed(input, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]), copies=True)
 
 
@@ -182,7 +186,7 @@ def _unflatten(input: Tensor, dim: int, sizes: Any) -> Call | None:
     shape, given = shape_of(input), _sizes((sizes,))
     if given is None:
         return None
-    dim, parts = dim % len(shape), list(given)
+    dim, parts = from_front(dim, len(shape)), list(given)
     if -1 in parts:
         parts[parts.index(-1)] = shape[dim] // -math.prod(parts)
     return _viewed(input, (*shape[:dim], *parts, *shape[dim + 1 :]))
@@ -191,14 +195,15 @@ def _unflatten(input: Tensor, dim: int, sizes: Any) -> Call | None:
 @_renumbered("squeeze")
 def _squeeze(input: Tensor, dim: Any = None) -> Call | None:
     shape = shape_of(input)
-    dims = range(len(shape)) if dim is None else [d % len(shape) for d in ((dim,) if isinstance(dim, int) else dim)]
+    count = len(shape)
+    dims = range(count) if dim is None else [from_front(d, count) for d in ((dim,) if isinstance(dim, int) else dim)]
     return _viewed(input, [size for d, size in enumerate(shape) if not (size == 1 and d in dims)])
 
 
 @_renumbered("unsqueeze")
 def _unsqueeze(input: Tensor, dim: int) -> Call | None:
     shape = shape_of(input)
-    dim %= len(shape) + 1
+    dim = from_front(dim, len(shape) + 1)
     return _viewed(input, (*shape[:dim], 1, *shape[dim:]))
 
 
