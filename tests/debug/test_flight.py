@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
 
 import tritoncomm
-from tritoncomm import PeerError, ShapeError, cli, p2p, record, variables
+from tritoncomm import ArgumentError, PeerError, ShapeError, cli, p2p, record, variables
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
 from tritoncomm.debug import signals, trace
@@ -298,6 +298,10 @@ def run_steps(group: ProcessGroup) -> None:
             call()
             for each in flight.calls:
                 assert (each.name, each.code) == (name, call.__code__)
+        odd: Any = [["x"]]
+        with pytest.raises(ArgumentError):
+            stages.recv_forward(odd, False)
+        assert flight.calls[-1].as_json(1)["arguments"]["transfers"][0][2] == [[None, None]]
     finally:
         variables.FLIGHT.assign((0, ""))
 

@@ -60,7 +60,9 @@ def _arguments(neighbours: Neighbours, variable: bool, *transfers: Raw | None) -
 
 def _spec(each: Any) -> list[Any]:
     """Shape and dtype; None for what is not known."""
-    return [None, None] if isinstance(each, str) else [[*map(int, each[0])], each[1]]
+    if isinstance(each, str) or not all(hasattr(size, "__index__") for size in each[0]):
+        return [None, None]
+    return [[index(size) for size in each[0]], each[1]]
 
 
 def fold(
