@@ -7,7 +7,6 @@ it is warmed up and captured, and not when it is replayed.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from functools import wraps
 from operator import attrgetter, sub
 from time import perf_counter
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch.autograd import profiler
-from torch.compiler import is_dynamo_compiling
 
 __all__ = [
     "CopyPath",
@@ -27,7 +25,7 @@ __all__ = [
     "counters",
     "current",
     "failed",
-    "may_send_nothing",
+    "listeners",
     "now",
     "observe",
     "recording",
@@ -77,8 +75,8 @@ class Observer(Protocol):
         """``work.wait()``, of a call that may have returned before."""
         ...
 
-    def enter(self, ctx: Any) -> None:
-        """A forward that may send nothing starts; its backward will."""
+    def enter(self, node: Any) -> None:
+        """A forward has given its node of autograd's graph its group; the backward may come from another thread."""
         ...
 
 
@@ -131,38 +129,14 @@ def observe(observer: Observer | None) -> None:
     """Report every call to ``observer`` from now on; None ends that."""
     global _observer, switch, begin, add
     _observer = observer
-    for cls, forward in _silent:
-        _set_forward(cls, forward)
+    for listener in listeners:
+        listener(observer)
     switch = profiler if observer is None else SimpleNamespace(_is_profiler_enabled=True)
     begin, add = (_begin, count_call) if observer is None else (observer.begin, observer.add)
 
 
-_silent: list[tuple[Any, Callable[..., Any]]] = []
-
-
-def may_send_nothing(cls: Any) -> Any:
-    """Class decorator: a forward that does not ``begin``, and whose backward does.
-
-    While an observer is on the forward reports to it, so that the backward has a caller; otherwise it costs nothing.
-    """
-    _silent.append((cls, cls.forward))
-    _set_forward(*_silent[-1])
-    return cls
-
-
-def _set_forward(cls: Any, original: Callable[..., Any]) -> None:
-    observer = _observer
-    if observer is None:
-        cls.forward = staticmethod(original)
-        return
-
-    @wraps(original)
-    def forward(ctx: Any, *args: Any) -> Any:
-        if not is_dynamo_compiling():
-            observer.enter(ctx)
-        return original(ctx, *args)
-
-    cls.forward = staticmethod(forward)
+listeners: list[Callable[[Observer | None], None]] = []
+"""Called by ``observe``."""
 
 
 def _begin(name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = (), depth: int = 3) -> Any:

@@ -20,7 +20,9 @@ import torch.distributed as dist
 from disagreement_rows import ROWS
 from jobs import run_job
 from pool import Pool
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 import tritoncomm
@@ -30,6 +32,7 @@ from tritoncomm import mappings as m
 from tritoncomm.debug import signals, trace
 from tritoncomm.debug.flight import Call, flight, open_calls
 from tritoncomm.debug.sites import call_site, located
+from tritoncomm.integrations.megatron_functions import _FrozenLinear
 from tritoncomm.p2p import transport
 
 T = torch.ones
@@ -73,8 +76,13 @@ def run_record(group: ProcessGroup, folder: str) -> Any:
     return calls, data, line
 
 
+def _is_here(site: Any) -> bool:
+    """Whether a call is recorded where its backward was called, and not its forward, which is in the table of rows."""
+    return site[0].co_filename == __file__
+
+
 def run_sites(group: ProcessGroup) -> dict[str, Any]:
-    """By function: sites of its calls that are not those of a walk over all frames."""
+    """By function: sites of its calls that are not those of a walk over all frames, nor of its forward."""
     tritoncomm.destroy()
     sites: list[tuple[Any, Any]] = []
 
@@ -94,7 +102,7 @@ def run_sites(group: ProcessGroup) -> dict[str, Any]:
                 out = row.call(group, x * 1 if wants_grad else x, **row.options(group.size()))
                 if wants_grad:
                     out.sum().backward()
-                differ = [(located(a), located(b)) for a, b in sites if a != b]
+                differ = [(located(a), located(b)) for a, b in sites if a != b or _is_here(a)]
                 if differ or not (sites or row.is_backward):
                     wrong[name] = differ or "no call"
     finally:
@@ -105,6 +113,43 @@ def run_sites(group: ProcessGroup) -> dict[str, Any]:
 
 def test_a_call_is_where_the_program_called(pool: Pool) -> None:
     assert pool.run(run_sites) == [{}, {}]
+
+
+def run_backwards(group: ProcessGroup) -> list[tuple[str, int]]:
+    """Name and line, from that of the forwards on, of what autograd calls in ways that are not ``backward()``."""
+    tritoncomm.destroy()
+    made: Any = torch.autograd.Variable
+    x, weight = T(4, 4, requires_grad=True), T(4, 4)
+    variables.FLIGHT.assign((100, ""))
+    try:
+        c.all_reduce(T(2), group)  # this file is one of the program's
+        flight.entries.clear()
+        first = sys._getframe().f_lineno + 1
+        sent = m.reduce_scatter_to_sequence_parallel_region(x, group)
+        frozen = _FrozenLinear.apply(x, weight, None, group)
+        again = checkpoint(_twice, x, group, use_reentrant=True)
+        replayed = checkpoint(_twice, x, group, use_reentrant=False)
+        (once,) = torch.autograd.grad(m.all_gather_dim(x, 0, group).pow(3).sum(), x, create_graph=True)
+        for out in (sent, frozen, again, replayed, once):  # as Megatron's schedules call the engine
+            made._execution_engine.run_backward((out,), (torch.ones_like(out),), False, False, (), True, True)
+        return [(call.name, located(call.site)[1] - first) for call in flight.calls]
+    finally:
+        variables.FLIGHT.assign((0, ""))
+
+
+def _twice(x: Tensor, group: ProcessGroup) -> Tensor:
+    return m.reduce_from_tensor_model_parallel_region(m.all_to_all_dims(x * 2, 0, 1, group) * 1.0, group)
+
+
+def test_what_autograd_calls_is_where_the_forward_was_called(pool: Pool) -> None:
+    """Also where a program calls the engine itself, recomputes a block, or differentiates a gradient."""
+    for calls in pool.run(run_backwards):
+        name = "reduce_scatter_to_sequence_parallel_region"
+        recomputed = [("all_to_all_dims", 13), ("reduce_from_tensor_model_parallel_region", 13)]
+        forwards = [(name, 0), *recomputed, *recomputed, ("all_gather_dim", 4), ("reduce_scatter_dim", 4)]
+        backwards = [(f"{name}.backward", 0), ("linear_with_frozen_weight.backward", 1), *recomputed]
+        backwards += [("all_to_all_dims", 13)] * 2 + [("all_gather_dim", 4), ("reduce_scatter_dim", 4)]
+        assert calls == forwards + backwards
 
 
 class _Config:

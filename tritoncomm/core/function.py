@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 
+from tritoncomm import record
 from tritoncomm.errors import GroupError
 
 __all__ = ["direct", "outside_graphs", "wants_grad", "without_graph"]
@@ -54,7 +55,8 @@ def direct(cls: Any) -> Any:
     for subclasses, ``apply`` stays the ordinary one; torch.compile does not see the difference. From torch 2.15 on the
     ordinary one is the C++ entry, and is left as it is.
     """
-    cls._backward_cls.apply, cls._backward_cls.group = cls.backward, _weak_group
+    cls._backward_cls.apply, cls._backward_cls.group = cls.backward, _group
+    _nodes.append(cls._backward_cls)
     if not hasattr(_base.apply, "__func__"):
         return cls
     enter, ordinary = super(_base, cls).apply, _base.apply.__func__  # pyright: ignore[reportAttributeAccessIssue]
@@ -64,6 +66,27 @@ def direct(cls: Any) -> Any:
 
     cls.apply = classmethod(apply)
     return cls
+
+
+def _observe(observer: record.Observer | None) -> None:
+    """Report every node that gets its group to ``observer`` from now on."""
+    global _group
+    _group = _weak_group
+    if observer is not None:
+        enter = observer.enter
+
+        def refer_and_enter(ctx: Any, group: ProcessGroup | None) -> None:
+            ctx.group_reference = None if group is None else ref(group)
+            enter(ctx)
+
+        _group = property(_group_of, refer_and_enter)
+    for node in _nodes:
+        node.group = _group
+
+
+_nodes: list[Any] = []  # their classes
+_group = _weak_group
+record.listeners.append(_observe)
 
 
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:

@@ -16,13 +16,14 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from tritoncomm import record, variables
 from tritoncomm.debug.descriptor import KINDS, as_json
-from tritoncomm.debug.sites import OURS, apply_has_no_frame, call_site, located, source_of, sources
+from tritoncomm.debug.sites import OURS, call_site, leave_site, located, site_above, source_of, sources
 
 __all__ = [
     "FORMAT", "Call", "Entry", "Flight", "dump", "flight", "open_calls", "report", "write_on",
@@ -32,6 +33,7 @@ FORMAT = 1
 _DEBUG = str(Path(__file__).parent) + os.sep
 _names: Mapping[ProcessGroup, str] = getattr(distributed_c10d, "_pg_names", {})
 _frame, _thread, _time = sys._getframe, threading.get_ident, time.time_ns
+_current_node: Any = torch._C._current_autograd_node
 _count_call = record.count_call
 
 
@@ -162,17 +164,10 @@ class Flight:
             except AttributeError:
                 shape, dtype = _several(x)
         try:  # most calls are of a mapping or a collective that the program called: its frame, and no walk
-            frame = _frame(depth)
+            frame = _frame(depth if _current_node() is None else 2)  # that of a backward is passed by
             code, offset = frame.f_code, frame.f_lasti
-            if (
-                sources[code.co_filename]
-                or code.co_name == "<genexpr>"
-                or (
-                    apply_has_no_frame
-                    and _frame(depth - 1).f_code.co_name == "forward"  # whose node has to have the site
-                )
-            ):
-                code, offset = call_site(2)
+            if sources[code.co_filename] or code.co_name == "<genexpr>":
+                code, offset = site_above(frame)
             del frame  # which keeps its tensors
         except (KeyError, ValueError):  # a file that was not seen yet; a thread that begins here
             code, offset = call_site(2)
@@ -227,9 +222,7 @@ class Flight:
         finally:
             last[2] = 0
 
-    def enter(self, ctx: Any) -> None:
-        """Leave the caller on the node of a forward that may send nothing, where its backward finds it."""
-        call_site()
+    enter = staticmethod(leave_site)
 
     def failed(self, name: str, error: BaseException) -> None:
         """A call raises: note it, and write the record where a folder for it is set."""

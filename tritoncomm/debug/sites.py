@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["OURS", "apply_has_no_frame", "call_site", "located", "source_of", "sources"]
+__all__ = ["OURS", "call_site", "leave_site", "located", "site_above", "source_of", "sources"]
 
 _HERE = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__path__[0])) + os.sep
-_SITE = "_tritoncomm_site"
-_current_node = torch._C._current_autograd_node
+_current_node: Any = torch._C._current_autograd_node
 _frame = sys._getframe
-apply_has_no_frame = not hasattr(torch.autograd.Function.apply, "__func__")  # from torch 2.15 on
 
 
 def located(site: Any) -> tuple[str, int]:
@@ -38,18 +36,19 @@ def source_of(file: str) -> int:
 
 
 def call_site(depth: int = 1) -> Any:
-    """Where the program called this package, ``depth`` frames up or further.
-
-    A forward leaves it on its node of autograd's graph, where its backward finds it again.
-    """
-    node = _current_node()
-    if node is not None and (site := getattr(node, _SITE, None)) is not None:
-        return site
-    forward = None
+    """Where the program called this package, ``depth`` frames up or further."""
     try:
         frame = _frame(depth + 1)
     except ValueError:  # a thread that begins with a call of this package
         frame = _frame(depth)
+    return site_above(frame)
+
+
+def site_above(frame: Any) -> Any:
+    """The program's frame that is ``frame`` or called it, as code and offset.
+
+    Of a backward it is where the program called the forward, which has left it on its node of autograd's graph.
+    """
     while True:
         code = frame.f_code
         try:
@@ -59,15 +58,17 @@ def call_site(depth: int = 1) -> Any:
         if not source:  # the program's
             if code.co_name != "<genexpr>":
                 break
-        elif code.co_name == "forward" and source == OURS:
-            forward = frame
-            if not apply_has_no_frame and (caller := frame.f_back) is not None:  # of ``apply``, not looked at
-                frame = caller
+        elif code.co_name == "backward" and (node := _current_node()) is not None:
+            try:
+                return node._tritoncomm_site
+            except AttributeError:
+                pass
         if (caller := frame.f_back) is None:
             break
         frame = caller
-    site = code, frame.f_lasti
-    # Reading the locals of a frame takes as long as walking over two, so it is done for forwards only.
-    if forward is not None and (ctx := forward.f_locals.get("ctx")) is not None:
-        setattr(ctx, _SITE, site)
-    return site
+    return code, frame.f_lasti
+
+
+def leave_site(node: Any) -> None:
+    """Leave it on a node of autograd's graph, whose forward has called the caller of this."""
+    node._tritoncomm_site = site_above(_frame(3))

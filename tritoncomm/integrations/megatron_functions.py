@@ -86,7 +86,6 @@ def _reduce_scatter(x: Tensor, group: ProcessGroup, name: str) -> tuple[Tensor, 
 
 
 @direct
-@record.may_send_nothing
 class _Linear(Function):
     """Forward: ``x @ weight.t() + bias``, x all-gathered along dim 0 where ``buffers`` are given.
 

@@ -13,7 +13,6 @@ from torch.autograd import Function
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 
-from tritoncomm import record
 from tritoncomm.core import eager, inplace
 from tritoncomm.core.function import direct
 from tritoncomm.core.plan import normalize_sizes
@@ -38,7 +37,6 @@ __all__ = [
 
 
 @direct
-@record.may_send_nothing
 class _CopyToModelParallelRegion(Function):
     """Forward: identity. Backward: all-reduce."""
 

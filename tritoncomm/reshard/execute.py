@@ -377,7 +377,7 @@ class _Reshard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.name = exchange, name
+        ctx.exchange, ctx.group, ctx.name = exchange, exchange.group, name
         results = exchange.run(tensors, None, name)
         ctx.mark_non_differentiable(*(x for x, item in zip(results, exchange.items, strict=True) if not item.has_grad))
         ctx.set_materialize_grads(False)

@@ -68,13 +68,12 @@ def _run(x: Tensor, collective: MeshCollective) -> Tensor:
 
 
 @direct
-@record.may_send_nothing
 class _Differentiable(torch.autograd.Function):
     """Forward: the collective. Backward: its adjoint."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collective: MeshCollective) -> Tensor:
-        ctx.collective = collective
+        ctx.collective, ctx.group = collective, collective.members.group
         return _run(x, collective)
 
     @staticmethod
