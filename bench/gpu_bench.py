@@ -6,8 +6,9 @@ the same rounds. Times are CUDA events around one call with the L2 cache flushed
 logits, and torch's formulations compute in float32 as they do. "copy-in" packs several tensors of equal size into one
 wire and "copy-out" unpacks it, as FSDP2 does around its collectives: ours and FSDP2's ops in one launch; "launch each"
 is our kernel for a single tensor, one after the other, "foreach" is ``_foreach_copy_`` of all shards. "mixed-in" and
-"mixed-out" are the same of tensors of many sizes: shards of 4 KiB to 8 MiB, 1,000 in all. "gather rows" and "scatter
-rows" copy rows by an index, a permutation, as before and after a dispatch of tokens.
+"mixed-out" are the same of tensors of many sizes: shards of 4 KiB to 8 MiB, 1,000 in all; "mixed-copy" copies half of
+the columns of each into a tensor of its own, as a resharding does with what stays on the rank. "gather rows" and
+"scatter rows" copy rows by an index, a permutation, as before and after a dispatch of tokens.
 "split + cat" is what Megatron-LM does, and DTensor where it gathers or reduce-scatters; "movedim" is DTensor's
 exchange, "compiled" the same by torch.compile (in some sweeps; compiling is not timed); "chunk + contiguous" is
 ColossalAI's way to pack. Rows that begin with "host" are the host's time to enqueue one small call, by the host's
@@ -29,7 +30,7 @@ import triton
 import triton.language as tl
 import tritoncomm_kernels as kernels
 from torch import Tensor
-from tritoncomm_kernels import Segments, cross_entropy, reference
+from tritoncomm_kernels import Copies, Segments, cross_entropy, reference
 
 from bench.device import Call, Device, gpu_main
 from bench.formulations import PEERS, compiled, exp_scatter, logsumexp_gather
@@ -39,8 +40,8 @@ from bench.timing import figures, quantile
 from tritoncomm.core import ops
 
 MIB = 2**20
-TARGET = {"pack": 0.95, "unpack": 0.95, "reduce": 0.90, "mixed-in": 0.90, "mixed-out": 0.90}
-MIXED, SMALLEST, LARGEST = {"mixed-in", "mixed-out"}, 4096, 8 * MIB
+TARGET = {"pack": 0.95, "unpack": 0.95, "reduce": 0.90, "mixed-in": 0.90, "mixed-out": 0.90, "mixed-copy": 0.90}
+MIXED, SMALLEST, LARGEST = {"mixed-in", "mixed-out", "mixed-copy"}, 4096, 8 * MIB
 ENTROPY = {"statistics", "gradient"}
 ROWS = {"gather rows", "scatter rows"}
 COMPILED = {"run", "dtype", "cast"}  # the sweeps in which torch.compile is a peer; a compilation takes seconds
@@ -109,7 +110,7 @@ def cases() -> Iterator[Case]:
         for run in (MIB, MIB // 16):
             yield Case(op, "tensors", 64 * MIB, run, 8)
     yield Case("copy-in", "tensors", 64 * MIB, MIB, 8, torch.bfloat16, torch.float32)
-    for op in ("mixed-in", "mixed-out"):  # a run is the mean of the shards of 125 tensors
+    for op in ("mixed-in", "mixed-out", "mixed-copy"):  # a run is the mean of the shards of 125 tensors
         yield Case(op, "tensors", 125 * 8 * 1099776, 1099776, 8)
     for op in ("gather rows", "scatter rows"):
         for run in (256, 4096, 14336):
@@ -175,6 +176,8 @@ def agree(got: Tensor | Sequence[Tensor], want: Tensor) -> None:
 def prepare(case: Case, device: Device) -> Prepared:
     if case.op in ENTROPY:
         return prepare_entropy(case, device)
+    if case.op == "mixed-copy":
+        return prepare_copies(case, device.device)
     if case.op in MIXED:
         return prepare_mixed(case, device.device)
     if case.op in ROWS:
@@ -265,6 +268,27 @@ def prepare_mixed(case: Case, device: torch.device) -> Prepared:
     prepared.moved = calls["ours"]()
     agree(result, expected)
     prepared.add(case, peers, lambda got: agree(got, expected))
+    return prepared
+
+
+def prepare_copies(case: Case, device: torch.device) -> Prepared:
+    """The second half of the columns of every tensor, in one launch and as torch does it."""
+    world, dtype = case.world, case.dtype
+    runs = mixed_runs(case.nbytes, world, case.run_bytes, dtype.itemsize)
+    tensors = [filled((world, 2 * run), dtype, device) for run in runs]
+    halves = [x[:, run:] for x, run in zip(tensors, runs, strict=True)]
+    want, result = [x.contiguous() for x in halves], [torch.empty_like(x) for x in halves]
+    copies = Copies([(i, run, world, run, 2 * run, 0) for i, run in enumerate(runs)], [dtype] * len(runs))
+    pairs = list(zip(result, halves, strict=True))
+    prepared = Prepared({"ours": lambda: kernels.copy_segments(tensors, result, copies)}, 0)
+    prepared.moved = prepared.calls["ours"]()
+    agree(result, torch.cat([x.view(-1) for x in want]))
+    peers: dict[str, Call] = {
+        "contiguous": lambda: [x.contiguous() for x in halves],
+        "launch each": lambda: again(result, lambda: [kernels.pack(x, out[None]) for out, x in pairs]),
+        "foreach": lambda: again(result, lambda: torch._foreach_copy_(result, halves)),  # type: ignore
+    }
+    prepared.add(case, peers, lambda got: agree(got, torch.cat([x.view(-1) for x in want])))
     return prepared
 
 

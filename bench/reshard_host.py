@@ -39,6 +39,7 @@ CASES = {
     "S0*8,S1*8 to S1*16,R*4": ((GRID.reshape(8, 8), [0, 1]), (GRID.reshape(16, 4), [1, None])),
 }
 ROUNDS = 400
+SIZE = 16  # of both dims of a tensor: torch's fake process group copies what is sent
 TOKENS, UNIT = 131_072, 16
 DIVISOR = 64  # of every dim of a model
 
@@ -67,10 +68,10 @@ def median(call: Callable[[], Any], rounds: int = ROUNDS) -> float:
 def replay(host: Any, world: int, tensors: int, buckets: int) -> dict[str, float]:
     """Microseconds per bucket of a plan, also into given tensors, of a cached plan, and of the no-op group alone."""
     with host, no_op_group(world) as group:
-        source, target = (Layout.on_mesh((64, 64), range(world), [dim]) for dim in (0, 1))
-        given = {f"w{i}": torch.ones(64 // world, 64) for i in range(tensors)}
-        out = {name: torch.empty(64, 64 // world) for name in given}
-        sent = 4 * 64 // world * 64 // world * (world - 1) * tensors
+        source, target = (Layout.on_mesh((SIZE, SIZE), range(world), [dim]) for dim in (0, 1))
+        given = {f"w{i}": torch.ones(SIZE // world, SIZE) for i in range(tensors)}
+        out = {name: torch.empty(SIZE, SIZE // world) for name in given}
+        sent = 4 * (SIZE // world) ** 2 * (world - 1) * tensors
         limit: dict[str, Any] = {"bucket_bytes": sent // buckets}
         plan = reshard_plan(given, source, target, **limit)
         wire = torch.empty(sent // buckets, dtype=torch.uint8)

@@ -280,7 +280,8 @@ def test_all_is_explicit_and_documented(name: str) -> None:
 def test_every_launcher_has_a_twin() -> None:
     from tritoncomm_kernels import reference
 
-    for name in ("pack", "unpack", "reduce", "gather_rows", "gather_segments", "scatter_rows", "scatter_segments"):
+    copies = [f"{kind}_{unit}" for unit in ("rows", "segments") for kind in ("gather", "scatter")]
+    for name in ("pack", "unpack", "reduce", "copy_segments", *copies):
         ours, twin = getattr(tritoncomm_kernels, name), getattr(reference, name)
         assert inspect.signature(ours) == inspect.signature(twin), name
     for name in reference.__all__:

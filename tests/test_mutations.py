@@ -11,7 +11,9 @@ from mutations import MUTATIONS, RED, ROOT, SURVIVED, Mutation
 def test_each_occurs_once_and_names_tests(mutation: Mutation) -> None:
     assert (ROOT / mutation.file).read_text().count(mutation.old) == 1
     assert mutation.old != mutation.new
-    assert [name for name in mutation.tests.split() if not (ROOT / name).exists()] == []
+    names = [name for name in mutation.tests.split() if not name.startswith("--device")]
+    assert names
+    assert [name for name in names if not (ROOT / name).exists()] == []
 
 
 def test_at_least_twenty() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tritoncomm_kernels import reference
 from tritoncomm_kernels.config import Config, config_for
 from tritoncomm_kernels.geometry import MAX_PARTS, TooLargeError
-from tritoncomm_kernels.segments import PADDING, Segment, Segments
+from tritoncomm_kernels.segments import PADDING, Copies, Segment, Segments, in_turns
 
 if TYPE_CHECKING:
     from tritoncomm_kernels.copy import pack, plain_copy, unpack
@@ -18,20 +18,23 @@ if TYPE_CHECKING:
     from tritoncomm_kernels.reduction import reduce
     from tritoncomm_kernels.row_copy import gather_rows, scatter_rows
     from tritoncomm_kernels.segment_call import SegmentCall
-    from tritoncomm_kernels.segment_copy import gather_segments, scatter_segments
+    from tritoncomm_kernels.segment_copy import copy_segments, gather_segments, scatter_segments
 
 __all__ = [
     "MAX_PARTS",
     "PADDING",
     "Config",
+    "Copies",
     "Segment",
     "SegmentCall",
     "Segments",
     "TooLargeError",
     "config_for",
+    "copy_segments",
     "gather_rows",
     "gather_segments",
     "gradient",
+    "in_turns",
     "pack",
     "plain_copy",
     "reduce",
@@ -45,6 +48,7 @@ __all__ = [
 # What is in modules that import Triton, by the module. None is named as a module is, which would take its name.
 _LAZY = {
     "SegmentCall": "segment_call",
+    "copy_segments": "segment_copy",
     "gather_rows": "row_copy",
     "gather_segments": "segment_copy",
     "gradient": "cross_entropy",

@@ -8,9 +8,19 @@ from torch import Tensor
 from tritoncomm_kernels.config import Config
 from tritoncomm_kernels.dtypes import checked_scale, wide_type
 from tritoncomm_kernels.geometry import check_parts, geometry_of, indexed_rows, rows_layout_of
-from tritoncomm_kernels.segments import PADDING, CheckedSegments, Segments, checked_segments, layouts_of
+from tritoncomm_kernels.segments import (
+    PADDING,
+    CheckedSegments,
+    Copies,
+    Segments,
+    checked_copies,
+    checked_segments,
+    in_turns,
+    layouts_of,
+)  # fmt: skip
 
 __all__ = [
+    "copy_segments",
     "gather_rows",
     "gather_segments",
     "gradient",
@@ -114,6 +124,28 @@ def scatter_segments(
             for block in blocks[1:]:
                 total += block
             _put(rows, total, scale, wide, accumulate)
+    return checked.copied
+
+
+def copy_segments(tensors: Sequence[Tensor], targets: Sequence[Tensor], copies: Copies) -> int:
+    """Rows of several tensors into as many others; see ``tritoncomm_kernels.copy_segments``."""
+    every = in_turns(tensors, targets)
+    if not every:
+        return 0
+    checked = checked_copies("copy_segments", copies, layouts_of(every[-1], every))
+    pairs = []
+    with torch.no_grad():
+        for (index, offset, rows, row, stride, at, step), wide in zip(copies.segments, checked.wides, strict=True):
+            source, target = tensors[index], targets[index]
+            first = int(source.storage_offset()) + offset, int(target.storage_offset()) + at // target.itemsize
+            into = target.as_strided((rows, row), (step or row, 1), first[1])
+            x = source.as_strided((rows, row), (stride, 1), first[0])
+            if wide is None:
+                pairs.append((into, x))
+            else:
+                _put(into, x, None, wide)
+        if pairs:
+            _copy_all(pairs)
     return checked.copied
 
 

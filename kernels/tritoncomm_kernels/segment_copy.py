@@ -1,4 +1,4 @@
-"""gather_segments and scatter_segments: rows of many tensors to and from one flat wire, in one launch.
+"""gather_segments, scatter_segments, copy_segments: rows of many tensors to, from and without one flat wire, at once.
 
 Copies see bytes and never dtypes, so that tensors of any dtypes share the launch; each pair of dtypes that are cast is
 a launch of its own. Sums of one dtype are part of the copies' launch.
@@ -19,10 +19,20 @@ from tritoncomm_kernels.dtypes import checked_scale, scale_argument
 from tritoncomm_kernels.launch import TRITON_TYPE, Launch, fits, stream_of
 from tritoncomm_kernels.numerics import INTERPRETED
 from tritoncomm_kernels.segment_kernel import BY_VALUE, _segments_kernel
-from tritoncomm_kernels.segment_tiles import BLOCKS, Work, divide, joined
-from tritoncomm_kernels.segments import PADDING, CheckedSegments, Layouts, Segments, checked_segments, layouts_of
+from tritoncomm_kernels.segment_tiles import BLOCKS, Work, divide, joined, wire_aligned
+from tritoncomm_kernels.segments import (
+    PADDING,
+    CheckedSegments,
+    Copies,
+    Layouts,
+    Segments,
+    checked_copies,
+    checked_segments,
+    in_turns,
+    layouts_of,
+)  # fmt: skip
 
-__all__ = ["gather_segments", "scatter_segments"]
+__all__ = ["copy_segments", "gather_segments", "scatter_segments"]
 
 _BITS = (torch.int64, torch.int64, torch.int32, torch.int16, torch.int8)  # behind the units of 16 bytes to 1
 _WARPS = 4
@@ -93,6 +103,24 @@ def scatter_segments(
     return _run("scatter_segments", tensors, wire, segments, scale, accumulate, sums)
 
 
+def copy_segments(tensors: Sequence[Tensor], targets: Sequence[Tensor], copies: Copies) -> int:
+    """Copy the table's rows of the tensors into the targets, cast where the dtypes differ; see ``Copies``.
+
+    Arithmetic, launches and errors as in ``gather_segments``, without a wire between. Tensors and targets share no
+    memory; addresses of up to 8 pairs are arguments of the kernel.
+
+    Returns:
+        Bytes read plus bytes written.
+
+    Example:
+        ``Copies([(0, 1, 2, 3, 8, 0)], [torch.int8])`` of ``arange(16)`` makes a target ``[1, 2, 3, 9, 10, 11]``.
+
+    Traffic: reads every segment once, writes it once.
+    """
+    every = in_turns(tensors, targets)
+    return _run("copy_segments", every, every[-1], copies, None, False, False) if every else 0
+
+
 def _run(
     name: str,
     tensors: Sequence[Tensor],
@@ -136,11 +164,16 @@ def _plan(
     sums: bool = False,
 ) -> tuple[list[tuple[Launch, torch.dtype | None]], int]:
     """The launches of one kind of call with the type of their arithmetic, and the bytes read plus written."""
-    checked = checked_segments(name, segments, layouts, scaled, accumulates, sums)
     dtypes = layouts.dtypes[1:]
     with torch.device("cpu"):  # whatever the default device is just now
         aligned = torch.tensor(alignment or (0,) * len(dtypes), dtype=torch.int64)
-        call = _Call(name, segments, (aligned, wire_align, layouts.devices[0]), scaled, accumulates)
+        if isinstance(segments, Copies):
+            checked, dtypes = checked_copies(name, segments, layouts), dtypes[::2]
+            ends = aligned[::2], aligned[1::2], layouts.devices[0]
+        else:
+            checked = checked_segments(name, segments, layouts, scaled, accumulates, sums)
+            ends = aligned, torch.tensor([wire_align]), layouts.devices[0]
+        call = _Call(name, segments, ends, scaled, accumulates)
         copies, added = _by_kind(call, checked, dtypes)
         launches = []
         for kind, rows in copies.items():
@@ -159,15 +192,20 @@ class _Call:
     Attributes:
         name: of the operation.
         segments: the table.
-        ends: addresses modulo 16 of the tensors and of the wire; the device.
+        ends: addresses modulo 16 of the tensors and of the wire, or of their targets; the device.
         scaled, accumulates: what is done on the way.
     """
 
     name: str
     segments: Segments
-    ends: tuple[Tensor, int, int]
+    ends: tuple[Tensor, Tensor, int]
     scaled: bool
     accumulates: bool
+
+    @property
+    def is_paired(self) -> bool:
+        """Every tensor has a target of its own, and no wire."""
+        return isinstance(self.segments, Copies)
 
 
 def _by_kind(
@@ -214,13 +252,13 @@ def _launch(
     fits(call.name, (programs,))
     in_rows, in_wire, wides, vec, block = zip(*accesses, strict=True)
     constants = dict(
-        LISTED=call.ends[0].numel() > BY_VALUE, WIDTHS=len(accesses), SUMS=first, WORDS=words,
+        LISTED=call.ends[0].numel() * (1 + call.is_paired) > BY_VALUE, WIDTHS=len(accesses), SUMS=first, WORDS=words,
         STRIDED=any(work.strided for work in works), SCATTER=call.name.startswith("scatter"),
         PADDED=any(row[0] == PADDING for row in rows), ROWS=tuple(TRITON_TYPE[dtype] for dtype in in_rows),
         WIRE=tuple(TRITON_TYPE[dtype] for dtype in in_wire),
         WIDE=tuple(TRITON_TYPE[dtype] if dtype else None for dtype in wides),
         HAS_SCALE=call.scaled and wide is not None, ACCUMULATE=call.accumulates and wide is not None, VEC=vec,
-        BLOCK=block,
+        BLOCK=block, PAIRED=call.is_paired,
     )  # fmt: skip
     types = (torch.int64, torch.int64)
     return Launch(_segments_kernel, call.ends[2], programs, types, (), constants, _WARPS, table), wide
@@ -254,8 +292,8 @@ def _in_bytes(rows: Tensor, segments: Segments) -> Tensor:
     return scaled
 
 
-def _check_aligned(name: str, kind: tuple[torch.dtype, ...], rows: Tensor, aligned: Tensor, wire_align: int) -> None:
+def _check_aligned(name: str, kind: tuple[torch.dtype, ...], rows: Tensor, aligned: Tensor, wire_align: Tensor) -> None:
     """Elements that are cast are read as such, so that they must be where their type may be."""
-    wrong = (rows[:, 5::2] + wire_align) % kind[1].itemsize
+    wrong = (rows[:, 5::2] + wire_aligned(wire_align, rows[:, 0])) % kind[1].itemsize
     if bool(wrong.any()) or bool((aligned[rows[:, 0]] % kind[0].itemsize).any()):
         raise ValueError(f"{name}: {kind[1]} in the wire cannot be cast where bytes are not aligned to it")

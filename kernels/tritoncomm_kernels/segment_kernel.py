@@ -1,11 +1,11 @@
-"""The kernel of gather_segments and scatter_segments: a list of copies in device memory, as many for every program.
+"""The kernel of gather_, scatter_ and copy_segments: a list of copies in device memory, as many for every program.
 
 A record is four int64 or more: the byte offset from the tensor's address, ``byte offset in the wire | skip << 48``,
 ``units | magic << 32`` and ``gap << 32 | tensor << 4 | padding << 3 | kind``, where kind 0 has the widest units; then
 the gap between rows in the wire, and ``index in the table | parts << 32`` of a list of further parts to be added up,
 each ``byte offset from the first one, gap``. Unit i of a record is at unit ``i + (i + skip) // row * gap`` of either
 side, with that side's gap, where the division is ``(i + skip) * magic >> 31``. Addresses of tensors are arguments, or
-in a list on the device.
+in a list on the device; where they are in pairs, the second is the address of that tensor's wire.
 """
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 # pyright: reportArgumentType=false
@@ -78,7 +78,7 @@ def _segments_kernel(
     tensor_15: tl.int64,
     LISTED: tl.constexpr, WIDTHS: tl.constexpr, SUMS: tl.constexpr, WORDS: tl.constexpr, STRIDED: tl.constexpr,
     SCATTER: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, WIRE: tl.constexpr, WIDE: tl.constexpr,
-    HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Copy the records of this program, from number ``table_ptr[program]`` up to the first one of the next program.
 
@@ -103,16 +103,26 @@ def _segments_kernel(
         if WORDS > 5:
             more = tl.load(record_ptr + 5)
         record_ptr += WORDS
-        wire_at, skip = wire_ptr.to(tl.int64) + (place & 0xFFFFFFFFFFFF), (place >> 48).to(tl.int32)
+        wire_at, skip = place & 0xFFFFFFFFFFFF, (place >> 48).to(tl.int32)
         units, magic, gap, code = sizes.to(tl.int32), (sizes >> 32).to(tl.int32), kind >> 32, kind.to(tl.int32)
         readable, tensor = tl.where((code & 8) != 0, 0, units), (code >> 4) & 0xFFFFFFF
+        if PAIRED:
+            tensor *= 2
+        else:
+            wire_at += wire_ptr.to(tl.int64)
         if LISTED:
             rows_at += tl.load(list_ptr + tensor)
+            if PAIRED:
+                wire_at += tl.load(list_ptr + tensor + 1)
         else:
-            address = tensor_0
+            address, paired = tensor_0, tensor_1
             for t in tl.static_range(1, 16):
                 address = tl.where(tensor == t, addresses[t], address)
+                if PAIRED:
+                    paired = tl.where(tensor + 1 == t, addresses[t], paired)
             rows_at += address
+            if PAIRED:
+                wire_at += paired
         parts_ptr, parts = table_ptr + (more & 0xFFFFFFFF), (more >> 32).to(tl.int32)
         for w in tl.static_range(WIDTHS):
             if WIDTHS == 1 or (code & 7) == w:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tritoncomm_kernels.config import LANES
 
-__all__ = ["BLOCKS", "Work", "divide", "joined"]
+__all__ = ["BLOCKS", "Work", "divide", "joined", "wire_aligned"]
 
 BLOCKS = tuple(LANES * units for units in (16, 32, 32, 32, 32))  # that a program copies at a time, of 16 bytes to 1
 _MOST, _LEAST = 32 * 1024, 8 * 1024  # bytes of a program, where there are enough for every multiprocessor
@@ -92,14 +92,14 @@ class _Sides:
     Attributes:
         is_bits: elements are bytes to be copied; otherwise numbers of two types, or to be added.
         rows, wire: bytes of an element.
-        rows_align, wire_align: addresses modulo 16.
+        rows_align, wire_align: addresses modulo 16, of every tensor; of the wire a single one, or as many.
     """
 
     is_bits: bool
     rows: int
     wire: int
     rows_align: Tensor
-    wire_align: int
+    wire_align: Tensor
 
     @property
     def widest(self) -> int:
@@ -113,13 +113,13 @@ class _Sides:
     def addresses(self, records: _Records) -> tuple[Tensor, Tensor]:
         """Where records start, modulo 16: in the tensors, and every part in the wire."""
         padding = records.tensor < 0
-        in_wire = records.wire + self.wire_align
+        in_wire = records.wire + wire_aligned(self.wire_align, records.tensor)
         in_rows = self.rows_align[records.tensor.clamp(min=0)] + records.at * self.rows
         return torch.where(padding, in_wire[:, 0], in_rows) & 15, in_wire & 15
 
 
 def divide(
-    rows: Tensor, itemsizes: tuple[int, int] | None, rows_align: Tensor, wire_align: int, multiprocessors: int
+    rows: Tensor, itemsizes: tuple[int, int] | None, rows_align: Tensor, wire_align: Tensor, multiprocessors: int
 ) -> Work:
     """Records of segments between tensors whose elements are all of one size and a wire.
 
@@ -129,7 +129,7 @@ def divide(
             dtypes share a launch.
         itemsizes: bytes of an element of the tensors and in the wire where there is arithmetic, None for copies.
         rows_align: addresses of the tensors modulo 16.
-        wire_align: address of the wire modulo 16.
+        wire_align: address of the wire modulo 16, ``[1]``, or of every tensor's target.
         multiprocessors: of the device.
 
     Example:
@@ -153,6 +153,11 @@ def divide(
     kind = _kind(records.unit, sides)
     words, parts = _words(records, sides, kind)
     return Work(starts, words, parts, int(kind.max()) + 1, bool(records.has_rows.any()), shares)
+
+
+def wire_aligned(wire_align: Tensor, tensor: Tensor) -> Tensor:
+    """Addresses modulo 16 of the wires of these tensors, for all their parts."""
+    return wire_align if wire_align.numel() == 1 else wire_align[tensor].unsqueeze(1)
 
 
 def joined(works: Sequence[Work], kinds: Sequence[int]) -> tuple[Tensor, int]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,10 @@ from torch import Tensor
 from tritoncomm_kernels.dtypes import wide_type
 from tritoncomm_kernels.geometry import Ints, coalesce
 
-__all__ = ["PADDING", "CheckedSegments", "Layouts", "Segment", "Segments", "checked_segments", "layouts_of"]
+__all__ = [
+    "PADDING", "CheckedSegments", "Copies", "Layouts", "Segment", "Segments", "checked_copies", "checked_segments",
+    "in_turns", "layouts_of",
+]  # fmt: skip
 
 _dtype_of, _is_meta = attrgetter("dtype"), attrgetter("is_meta")
 _MOST = 2**62
@@ -65,21 +68,32 @@ class Segments:
 
     segments: tuple[Segment, ...]
     dtypes: tuple[torch.dtype, ...]
+    _first: ClassVar = PADDING  # index of a tensor
 
     def __init__(self, segments: Iterable[Sequence[int]], dtypes: Iterable[torch.dtype]) -> None:
         rows = [Segment(*(int(n) for n in one)) for one in segments]
         object.__setattr__(self, "dtypes", tuple(dtypes))
         for segment in rows:
-            if not PADDING <= segment.tensor < len(self.dtypes) or min(segment[1:]) < 0:
+            if not self._first <= segment.tensor < len(self.dtypes) or min(segment[1:]) < 0:
                 raise ValueError(f"segments: {segment} is no segment of {len(self.dtypes)} tensors")
         object.__setattr__(self, "segments", tuple(_canonical(s) for s in rows if s.rows and s.row))
-        _check_wire(self)
+        self._check()
+
+    def _check(self) -> None:
+        shared = _overlap([self._in_wire(one) for one in self.segments])
+        if shared is not None:
+            raise ValueError(f"segments: bytes {shared[0]} to {shared[1]} of the wire belong to two rows")
+
+    def _in_wire(self, segment: Segment) -> tuple[int, int, int, int]:
+        """First byte, rows, and bytes of a row and from one to the next."""
+        size = self.itemsize(segment.tensor)
+        return segment.wire, segment.rows, segment.row * size, (segment.wire_stride or segment.row) * size
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Segments, (self.segments, self.dtypes)  # without what is cached: hashes differ from process to process
+        return type(self), (self.segments, self.dtypes)  # without what is cached: hashes differ from process to process
 
     @cached_property
     def _hash(self) -> int:
@@ -106,6 +120,32 @@ class Segments:
     def itemsize(self, tensor: int) -> int:
         """Bytes of an element in the wire; 1 for padding."""
         return 1 if tensor == PADDING else self.dtypes[tensor].itemsize
+
+
+class Copies(Segments):
+    """Segments of tensors that are copied into as many others: there, instead of in one wire.
+
+    ``wire`` of a segment counts bytes from the data pointer of the target with the index of its tensor, and ``dtypes``
+    are the targets'. No padding.
+
+    Raises:
+        ValueError: as for ``Segments``; rows that overlap in a target, or start inside of an element.
+
+    Example:
+        ``Copies([(0, 0, 2, 3, 8, 4, 9)], [torch.int8])`` copies ``x[:2, :3]`` of ``[2, 8]`` to ``y[:2, 4:7]`` of
+        ``[2, 9]``.
+    """
+
+    _first: ClassVar = 0
+
+    def _check(self) -> None:
+        inside = next((one for one in self.segments if one.wire % self.itemsize(one.tensor)), None)
+        if inside is not None:
+            raise ValueError(f"segments: {inside} starts inside of an element of {self.dtypes[inside.tensor]}")
+        for tensor in {one.tensor for one in self.segments}:
+            shared = _overlap([self._in_wire(one) for one in self.segments if one.tensor == tensor])
+            if shared is not None:
+                raise ValueError(f"segments: bytes {shared[0]} to {shared[1]} of target {tensor} belong to two rows")
 
 
 class Part(NamedTuple):
@@ -157,6 +197,17 @@ class Layouts(NamedTuple):
         return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, self.strides[i], strict=True))
 
 
+def in_turns(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+    """Every tensor and its target, as ``SegmentCall`` takes those of ``copy_segments``.
+
+    Raises:
+        ValueError: another number of targets.
+    """
+    if len(tensors) != len(targets):
+        raise ValueError(f"copy_segments: {len(tensors)} tensors for {len(targets)} targets")
+    return [x for pair in zip(tensors, targets, strict=True) for x in pair]
+
+
 def layouts_of(wire: Tensor, tensors: Sequence[Tensor]) -> Layouts:
     """The layouts of a call: an attribute of all tensors at a time, because the host pays for every tensor."""
     every = (wire, *tensors)
@@ -190,10 +241,7 @@ def checked_segments(
         TypeError: a cast, scale or sum of a dtype that has no arithmetic here.
     """
     _check_wire_layout(name, layouts, segments)
-    if layouts.is_lazy:
-        raise ValueError(f"{name}: a lazy conjugate or negative view must be resolved first, a meta tensor has no bits")
-    if len(layouts.devices) > 1:
-        raise ValueError(f"{name}: the tensors and the wire are not all on one device")
+    _check_memory(name, layouts)
     dtypes = layouts.dtypes[1:]
     if len(dtypes) != len(segments.dtypes):
         raise ValueError(f"{name}: {len(dtypes)} tensors for a table of {len(segments.dtypes)}")
@@ -218,6 +266,38 @@ def checked_segments(
         wides.append(wide_type(name, *ends, scaled, accumulates or added > 1))
         copied += count * (carried.itemsize * added + dtype.itemsize * (2 if accumulates else 1))
     return CheckedSegments(targets, parts, tuple(wides), copied)
+
+
+@lru_cache(maxsize=1024)
+def checked_copies(name: str, copies: Copies, layouts: Layouts) -> CheckedSegments:
+    """Check that the table fits these tensors and targets, which take turns after a first one; see above.
+
+    Raises:
+        ValueError: another number of tensors or targets, a segment beyond its tensor or target, a target that is not of
+            the table's dtype, two devices, a lazy conjugate or negative view.
+        TypeError: a cast of a dtype that has no arithmetic here.
+    """
+    _check_memory(name, layouts)
+    sources, targets = layouts.dtypes[1::2], layouts.dtypes[2::2]
+    if len(sources) != len(copies.dtypes) or targets != copies.dtypes:
+        raise ValueError(f"{name}: tensors of {sources} to {targets} for a table of {copies.dtypes}")
+    wides: list[torch.dtype | None] = []
+    copied = 0
+    for segment, (_, end) in zip(copies.segments, copies.spans, strict=True):
+        tensor, target = (layouts.extent(1 + 2 * segment.tensor + side) for side in (0, 1))
+        if _end(segment) > tensor or end > target * copies.itemsize(segment.tensor):
+            raise ValueError(f"{name}: {segment} ends beyond the {tensor} elements of its tensor, or {target} there")
+        pair = sources[segment.tensor], targets[segment.tensor]
+        wides.append(wide_type(name, *pair, False, False))
+        copied += segment.rows * segment.row * (pair[0].itemsize + pair[1].itemsize)
+    return CheckedSegments(copies.segments, {}, tuple(wides), copied)
+
+
+def _check_memory(name: str, layouts: Layouts) -> None:
+    if layouts.is_lazy:
+        raise ValueError(f"{name}: a lazy conjugate or negative view must be resolved first, a meta tensor has no bits")
+    if len(layouts.devices) > 1:
+        raise ValueError(f"{name}: the tensors are not all on one device")
 
 
 def _shared(segments: tuple[Segment, ...]) -> tuple[tuple[Segment, ...], dict[int, tuple[Part, ...]]]:
@@ -252,18 +332,6 @@ def _canonical(segment: Segment) -> Segment:
     if segment.wire_stride and (segment.rows == 1 or segment.wire_stride == segment.row):
         return segment._replace(wire_stride=0)
     return segment
-
-
-def _check_wire(segments: Segments) -> None:
-    sizes = [segments.itemsize(one.tensor) for one in segments.segments]
-    shared = _overlap(
-        [
-            (one.wire, one.rows, one.row * size, (one.wire_stride or one.row) * size)
-            for one, size in zip(segments.segments, sizes, strict=True)
-        ]
-    )
-    if shared is not None:
-        raise ValueError(f"segments: bytes {shared[0]} to {shared[1]} of the wire belong to two rows")
 
 
 def _check_targets(name: str, segments: Sequence[Segment]) -> None:

@@ -38,6 +38,7 @@ def peers_of(case: Case) -> set[str]:
     named = {
         "reduce": {"sum"}, "statistics": {"logsumexp + gather"}, "gradient": {"exp + scatter"},
         "mixed-in": {*several, "split + cat"}, "mixed-out": {*several, "chunk + contiguous"},
+        "mixed-copy": {"contiguous", "launch each", "foreach"},
         "gather rows": {"index_select", "x[index]"}, "scatter rows": {"index_copy_"},
     }  # fmt: skip
     return named[case.op] | ({"compiled"} if case.op in gpu_bench.ENTROPY else set())

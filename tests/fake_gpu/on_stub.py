@@ -34,6 +34,7 @@ def test_split_sizes_go_by_value_up_to_16_ranks(device: Stub, world: int, kernel
 
 
 BOTH = (kernels.gather_segments, reference.gather_segments)
+MODULES = (kernels, reference)
 
 
 def test_ordinary_launch(device: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +87,20 @@ def test_segments_are_one_launch_whatever_their_dtypes(device: Stub) -> None:
         assert len(device.fake.launches) == before + launches
         assert copied[0] == copied[1]
         assert torch.equal(*wires)
+
+
+def test_copies_are_one_launch_whatever_their_dtypes(device: Stub) -> None:
+    """Of 12 tensors and targets, aligned and not, with gaps in the rows of both."""
+    dtypes = (torch.bfloat16, torch.float32, torch.int8, torch.complex64) * 3
+    tensors = [random_bits((6, 40 + i), dtype, i) for i, dtype in enumerate(dtypes)]
+    rows = [(i, i % 3, 5, 37, 40 + i, (i % 4) * dtype.itemsize, 39 + i % 5) for i, dtype in enumerate(dtypes)]
+    copies, before = kernels.Copies(rows, dtypes), len(device.fake.launches)
+    results = [[torch.zeros(256, dtype=dtype) for dtype in dtypes] for _ in range(2)]
+    copied = [module.copy_segments(tensors, targets, copies) for module, targets in zip(MODULES, results, strict=True)]
+    assert len(device.fake.launches) == before + 1
+    assert copied[0] == copied[1]
+    for one, twin in zip(*results, strict=True):
+        assert torch.equal(bits(one), bits(twin))
 
 
 def test_sums_are_in_the_launch_of_the_copies(device: Stub) -> None:

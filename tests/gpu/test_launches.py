@@ -10,7 +10,7 @@ from devices import Device
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from triton import knobs
-from tritoncomm_kernels import Segments
+from tritoncomm_kernels import Copies, Segments
 
 from tritoncomm import mappings
 from tritoncomm.core import ops
@@ -36,6 +36,15 @@ def gathered(tensors: Sequence[Tensor]) -> Tensor:
     return wire
 
 
+def paired(tensors: Sequence[Tensor]) -> Tensor:
+    """Columns 1 to 90 of all rows of the tensors, each in rows of 99 from its place in one result on."""
+    many, x = len(tensors), tensors[0]
+    made = torch.zeros(many, 8 * 99, dtype=x.dtype, device=x.device)
+    rows = [(i, 1, each.numel() // 96, 90, 96, 0, 99) for i, each in enumerate(tensors)]
+    kernels.copy_segments(tensors, list(made), Copies(rows, [each.dtype for each in tensors]))
+    return made
+
+
 # Every kind of local step on a ``[8, 96]`` tensor of 2-byte integers.
 LOCAL: dict[str, Callable[[Tensor], Tensor]] = {
     "pack": lambda x: ops.pack(x, 1, 4)[0],
@@ -49,6 +58,8 @@ LOCAL: dict[str, Callable[[Tensor], Tensor]] = {
     "reduce": summed,
     "segments": lambda x: gathered([x]),
     "segments-of-many": lambda x: gathered([*x[:7], *x, *x[1:]]),
+    "copies": lambda x: paired([x]),
+    "copies-of-many": lambda x: paired([*x[:7], *x, *x[1:]]),
 }
 # Mappings through the backend, of one rank.
 ONE_RANK: dict[str, Callable[[Tensor, ProcessGroup], Tensor]] = {

@@ -14,7 +14,7 @@ from torch import Tensor
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import PADDING, Segments, reference
+from tritoncomm_kernels import PADDING, Copies, Segments, reference
 
 __all__ = ["check_segments", "segments_of"]
 
@@ -36,7 +36,11 @@ def segments_of(junk: SearchStrategy[Any]) -> SearchStrategy[Any]:
         st.tuples(st.sampled_from(_DTYPES), st.integers(0, 5), st.integers(0, 20)),
         st.sampled_from(["int64", "int32", "int64", "int16", "float32"]), st.booleans(),
     )  # fmt: skip
-    return st.one_of(table, table, index)
+    copies = st.tuples(
+        st.just("copies"), st.lists(row, max_size=4), st.lists(tensor, min_size=1, max_size=2),
+        st.lists(tensor, min_size=1, max_size=2),
+    )  # fmt: skip
+    return st.one_of(table, table, copies, index)
 
 
 def _filled(count: int, dtype: str, seed: int) -> Tensor:
@@ -60,7 +64,7 @@ def _refused(call: Any) -> Any:
 
 def check_segments(case: Any) -> None:
     """Both twins refuse the same, and write the same bytes: those of the loop."""
-    _check_table(*case[1:]) if case[0] == "table" else _check_rows(*case[1:])
+    {"table": _check_table, "copies": _check_copies, "rows": _check_rows}[case[0]](*case[1:])
 
 
 def _elements(x: Tensor) -> Tensor:
@@ -93,6 +97,32 @@ def _check_table(rows: list[Any], given: list[Any], nbytes: int, scatters: bool)
         _loop(table, expected, wanted, scatters)
     assert torch.equal(out, wanted), f"wire {out.tolist()}, not {wanted.tolist()}"
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(copies, expected, strict=True))
+
+
+def _check_copies(rows: list[Any], given: list[Any], into: list[Any]) -> None:
+    """Tensors of one dtype on both sides, or a refusal of both twins: casts are compared elsewhere."""
+    dtypes = [getattr(torch, dtype) for dtype, _, _ in into]
+    table = _refused(lambda: Copies(rows, dtypes))
+    if table is None:
+        return
+    tensors = [_filled(count * step, dtype, i)[::step] for i, (dtype, count, step) in enumerate(given)]
+    results, moved = [], []
+    for twin in (kernels, reference):
+        targets = [_filled(count * step, dtype, 9 + i)[::step] for i, (dtype, count, step) in enumerate(into)]
+        moved.append(_refused(lambda t=twin, y=targets: t.copy_segments(tensors, y, table)))
+        results.append(targets)
+    assert moved[0] == moved[1], f"{moved} bytes"
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(*results, strict=True))
+    if any(x.dtype != dtype for x, dtype in zip(tensors, dtypes, strict=False)):
+        return
+    expected = [_filled(count * step, dtype, 9 + i)[::step] for i, (dtype, count, step) in enumerate(into)]
+    for s in table.segments if moved[0] is not None else ():
+        size, step = table.itemsize(s.tensor), s.wire_stride or s.row
+        for r in range(s.rows):
+            for k in range(s.row):
+                element = _elements(tensors[s.tensor])[s.offset + r * s.stride + k]
+                _elements(expected[s.tensor])[s.wire // size + r * step + k] = element
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(results[0], expected, strict=True))
 
 
 def _strided(x: Tensor) -> Tensor:

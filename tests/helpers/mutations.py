@@ -256,6 +256,28 @@ MUTATIONS = (
         "if self._in_place else given, into", "if False else given, into", "tests/reshard",
     ),
     Mutation(
+        "a kernel copies blocks that stay over each other", "tritoncomm/reshard/steps.py",
+        "table = None if in_place else copies_of(", "table = copies_of(", "tests/reshard/test_reshard.py",
+    ),
+    Mutation(
+        "targets are taken for as aligned as tensors", "kernels/tritoncomm_kernels/segment_copy.py",
+        "ends = aligned[::2], aligned[1::2],", "ends = aligned[::2], aligned[::2],",
+        "--device=sm90 tests/kernels/test_copies.py",
+    ),
+    Mutation(
+        "copies go to the tensors instead of the targets", "kernels/tritoncomm_kernels/segment_kernel.py",
+        "                    paired = tl.where(tensor + 1 == t,", "                    paired = tl.where(tensor == t,",
+        "tests/kernels/test_copies.py",
+    ),
+    Mutation(
+        "a forward leaves no line for its backward", "tritoncomm/debug/sites.py",
+        "    node._tritoncomm_site = site_above(_frame(3))", "    pass", "tests/debug/test_flight.py",
+    ),
+    Mutation(
+        "a backward that a program's own frame calls is recorded there", "tritoncomm/debug/flight.py",
+        "_frame(depth if _current_node() is None else 2)", "_frame(depth)", "tests/debug/test_flight.py",
+    ),
+    Mutation(
         "what moved is taken for that of this call", "tritoncomm/reshard/stays.py",
         "and known.addresses == addresses_of(moving, into)", "", "tests/reshard/test_second_calls.py",
     ),

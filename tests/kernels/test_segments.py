@@ -345,7 +345,9 @@ def test_segments_of_many_programs(device: Device, shift: int) -> None:
 
 def work(rows: list[tuple[int, ...]], multiprocessors: int = 132) -> segment_tiles.Work:
     rows = [(*row, 0) for row in rows]  # no gaps in the wire
-    return segment_tiles.divide(torch.tensor(rows), None, torch.zeros(8, dtype=torch.int64), 0, multiprocessors)
+    return segment_tiles.divide(
+        torch.tensor(rows), None, torch.zeros(8, dtype=torch.int64), torch.tensor([0]), multiprocessors
+    )
 
 
 def test_programs_have_as_many_bytes() -> None:

@@ -47,7 +47,11 @@ def run_both(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_kernels_copy_the_same_bits_in_the_planned_launches(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("small", [0, 2**22])  # all blocks that stay are copied directly, or few of them
+def test_kernels_copy_the_same_bits_in_the_planned_launches(
+    seed: int, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "_SMALL", small)
     items = drawn_items(random.Random(seed), 3)
     run_both(items, locals_of(items, 3, seed), 2**20, False, monkeypatch)
 
@@ -114,7 +118,7 @@ def test_sums_take_one_unpack(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_small_blocks_that_stay_cost_no_launches() -> None:
-    """Large ones are copied directly; of those that one copy would do for, none is staged."""
+    """Many bytes are copied directly, in one launch, and so is what would need one of its own on another way."""
 
     def plan(rows: int, tensors: int, target: Any = None) -> Any:
         source, goal = Layout.on_mesh((rows, 4096), [0, 1], [0]), Layout.on_mesh((rows, 4096), [0, 1], [1])
@@ -124,10 +128,12 @@ def test_small_blocks_that_stay_cost_no_launches() -> None:
     small, large, still = plan(64, 9), plan(2048, 2), plan(64, 2, Layout.on_mesh((64, 4096), [[0], [1]], [0, None]))
     assert (small.launches, small.local_copies) == (2, 0)
     assert small.own_bytes == 9 * 32 * 2048 * 4
-    assert (large.launches, large.local_copies, large.own_bytes) == (2, 2, 0)
+    assert (large.launches, large.local_copies, large.own_bytes) == (3, 2, 0)
+    many = plan(64, 17)
+    assert (many.launches, many.local_copies, many.own_bytes) == (3, 17, 0), "4 MiB together"
     assert (still.launches, still.local_copies) == (0, 0), "the same layout: handed back"
     cast = reshard_plan({"w": F32, "v": F32}, ROWS, ROWS, ranks=[0, 1], dtype=BF16).transfers
-    assert (cast.launches, cast.local_copies) == (0, 2)
+    assert (cast.launches, cast.local_copies) == (1, 2)
 
 
 def test_launches_of_casts_are_counted() -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial
 from traffic import Traffic
 
 from tritoncomm import record
+from tritoncomm.core import ops
 from tritoncomm.errors import ArgumentError, CommError, GroupError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.reshard import Layout, OwnedExchange, arguments, builder, exchange_owned, reshard, reshard_plan
 from tritoncomm.reshard.plan import ALIGNMENT, Item
@@ -210,19 +211,24 @@ def rows_to_columns(rows: int, columns: int) -> tuple[Tensor, Layout, Layout]:
     return full, Layout.on_mesh(shape, range(2), [0]), Layout.on_mesh(shape, range(2), [1])
 
 
-def run_in_place(group: TorchGroup) -> None:
+def run_in_place(group: TorchGroup, path: Any) -> None:
+    with ops.path(path):
+        check_in_place(group)
+
+
+def check_in_place(group: TorchGroup) -> None:
     rank, (full, source, target) = group.rank(), rows_to_columns(8, 8)
     memory = local_of(source, rank, full).flatten()
     reshard(memory.view(4, 8), source, target, group=group, out=memory.view(8, 4))
     assert torch.equal(memory.view(8, 4), local_of(target, rank, full))
-    # Blocks that are copied directly, before what arrives is unpacked.
-    full, source, target = rows_to_columns(8, 12)
+    # Blocks that are copied directly, before what arrives is unpacked; larger than what a kernel reads at a time.
+    full, source, target = rows_to_columns(128, 192)
     memory = local_of(source, rank, full).flatten()
     arguments._plans.pop(group, None)  # another test may have had this plan, without direct copies
     with mock.patch.object(builder, "_SMALL", 0):
-        assert reshard_plan(full[:4], source, target, group=group).transfers.local_copies
-        reshard(memory.view(4, 12), source, target, group=group, out=memory.view(8, 6))
-    assert torch.equal(memory.view(8, 6), local_of(target, rank, full))
+        assert reshard_plan(full[:64], source, target, group=group).transfers.local_copies
+        reshard(memory.view(64, 192), source, target, group=group, out=memory.view(128, 96))
+    assert torch.equal(memory.view(128, 96), local_of(target, rank, full))
     full, source, target = rows_to_columns(8, 8)
     memory = local_of(source, rank, full).flatten()
     refused(
@@ -231,8 +237,9 @@ def run_in_place(group: TorchGroup) -> None:
     )  # fmt: skip
 
 
-def test_in_place_needs_one_bucket(pool: Pool) -> None:
-    pool.run(run_in_place, world=2)
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_in_place_needs_one_bucket(pool: Pool, path: str) -> None:
+    pool.run(run_in_place, path, world=2)
 
 
 def run_corners(group: TorchGroup) -> None:

@@ -146,7 +146,7 @@ def test_plans_of_long_sequences_are_small() -> None:
             assert plan.lacking[3] == (~torch.isin(need, have)).sum() * 8 * 128 * 2
             assert (plan.sent.sum(), plan.received.sum()) == (plan.lacking.sum(),) * 2
             assert (plan.messages <= world - 1).all()
-            assert plan.launches <= 2
+            assert plan.launches <= 3  # one of what stays
 
 
 def test_other_layouts_and_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,7 +258,12 @@ def _segments(name: str, target: str, rows: list[tuple[int, ...]], kinds: Sequen
     tensors = [torch.empty(2**22) for _ in range(17 if many else 1)]
     layouts = modules["segments"].layouts_of(torch.empty(2**24, dtype=torch.uint8), tensors)
     sums = name == "scatter_segments"
-    launch = modules["segment_copy"]._plan(name, table, layouts, None, 0, False, False, sums)[0][0][0]
+    return _first_launch(modules["segment_copy"]._plan(name, table, layouts, None, 0, False, False, sums), target)
+
+
+def _first_launch(plan: Any, target: str) -> Build:
+    """That of a plan."""
+    launch = plan[0][0][0]
     scale = TARGETS[target].warp_size // 32
     constants = launch.constants | {"BLOCK": tuple(units * scale for units in launch.constants["BLOCK"])}
     integers = {one: "i64" for one in launch.kernel.arg_names if one.startswith("tensor_")}
@@ -302,6 +307,30 @@ def test_segments(name: str, target: str) -> None:
         per_unit = code.instructions * 16 / sum(code.stores)
         more = 1 if target != "gfx942" else 1.6 if "cast" in kind else 1.2  # which rounds to bf16 in software
         assert per_unit <= most * more, (kind, per_unit)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_copies(target: str) -> None:
+    """As those of a wire, whose addresses are in pairs: by value and in a list."""
+    modules = compiled_kernels()
+    cases = [
+        (rows, kind, pairs) for rows in (FLAT, (*ROWS[:5], 0, 1536)) for kind in ("fp32", "cast") for pairs in (1, 9)
+    ]
+    builds = []
+    for rows, kind, pairs in cases:
+        into = torch.bfloat16 if kind == "cast" else torch.float32
+        made = [torch.empty(2**22), torch.empty(2**22, dtype=into)] * pairs
+        layouts = modules["segments"].layouts_of(made[1], made)
+        table = modules["segments"].Copies([rows], [into] * pairs)
+        builds.append(
+            _first_launch(modules["segment_copy"]._plan("copy_segments", table, layouts, None, 0, False, False), target)
+        )
+    for (rows, kind, pairs), code in zip(cases, build_all(builds, target), strict=True):
+        most = {"fp32": (45, 75), "cast": (95, 110)}[kind][rows is not FLAT]
+        more = 1 if target != "gfx942" else 1.6 if kind == "cast" else 1.2
+        assert (code.coalesced, code.spills, set(code.stores)) == (True, 0, {16}), (rows, kind, pairs)
+        assert code.registers <= 64, (rows, kind, pairs)
+        assert code.instructions * 16 / sum(code.stores) <= most * more, (rows, kind, pairs)
 
 
 @on_targets

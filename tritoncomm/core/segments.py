@@ -10,14 +10,17 @@ import torch
 import tritoncomm_kernels as kernels
 from torch import Tensor
 from torch.autograd import profiler
-from tritoncomm_kernels import Segment, Segments, reference
+from tritoncomm_kernels import Copies, Segment, Segments, reference
 
 from tritoncomm import record
 from tritoncomm.core.ops import path_for
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ShapeError
 
-__all__ = ["MOST_SEGMENTS", "Prepared", "block_segments", "full_tensors", "gather", "scatter", "strided_segments"]
+__all__ = [
+    "MOST_SEGMENTS", "Prepared", "PreparedCopies", "block_segments", "full_tensors", "gather", "scatter",
+    "strided_segments",
+]  # fmt: skip
 
 MOST_SEGMENTS = 8192  # of a table that is made for a layout instead of a launch for every tensor
 
@@ -107,6 +110,46 @@ class Prepared:
             self._call = kernels.SegmentCall(name, self.segments, tensors, wire, self.accumulate, self.sums)
         self._call(tensors, wire, addresses)
         return "triton"
+
+
+class PreparedCopies:
+    """Blocks of tensors copied into blocks of others, whose layouts and device stay the same, in one launch.
+
+    Every pair of dtypes that are cast is a launch of its own. As with ``Prepared`` a call looks at addresses only.
+
+    Args:
+        copies: the table.
+        used: numbers of the tensors, and of their targets, that it is of.
+    """
+
+    __slots__ = ("_call", "_used", "copies")
+
+    def __init__(self, copies: Copies, used: Ints) -> None:
+        self.copies, self._used = copies, used
+        self._call: Any = None
+
+    def __call__(
+        self,
+        tensors: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        addresses: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+    ) -> None:
+        """Launch on the current stream.
+
+        Args:
+            tensors, targets: all of them; what is copied shares no memory.
+            addresses: of all, where the caller has read them.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as ``kernels.copy_segments``, at the first call.
+        """
+        _range = record.span("copy_segments") if profiler._is_profiler_enabled else None
+        every = [side[i] for i in self._used for side in (tensors, targets)]
+        if self._call is None:
+            self._call = kernels.SegmentCall("copy_segments", self.copies, every, every[-1])
+        self._call(
+            every, every[-1], None if addresses is None else tuple([a[i] for i in self._used for a in addresses])
+        )
 
 
 def block_segments(

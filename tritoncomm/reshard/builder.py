@@ -19,7 +19,7 @@ from tritoncomm.reshard.sums import overlaps
 __all__ = ["transfers"]
 
 _OPEN = 32
-_SMALL = 4 * 2**20  # bytes of a block that stays and goes through the staging memory
+_SMALL = 4 * 2**20  # bytes of a bucket's blocks that stay and go through the staging memory
 
 
 def transfers(
@@ -243,7 +243,7 @@ class _Builder:
     def _staged(self, local: Local, launches: int, added: Side | None) -> tuple[Local, Local, int]:
         """Blocks that go through the staging memory, those that are copied directly, and the bytes of the former.
 
-        A small block takes less time to be copied twice than a copy of its own takes to be launched. One that is added
+        Few bytes take less time to be copied twice than a launch takes, which direct copies need. A block that is added
         to others has to be there, whatever its size.
 
         Args:
@@ -253,10 +253,8 @@ class _Builder:
         """
         itemsizes = np.array([item.carried.itemsize for item in self.items], np.int64)
         nbytes = -(-local.elements * itemsizes[local.tensor] // ALIGNMENT) * ALIGNMENT
-        chosen = np.nonzero(nbytes <= _SMALL)[0]
-        chosen = chosen[np.cumsum(nbytes[chosen]) <= self.limit]
-        if len(chosen) <= launches:
-            chosen = chosen[:0]
+        is_staged = (not launches or added is not None) and nbytes.sum() <= min(_SMALL, self.limit)
+        chosen = np.arange(len(nbytes) if is_staged else 0)
         if added is not None:
             pairs = (local.tensor, added.tensor), (local.target, added.start), (local.size, added.size)
             is_added = overlaps(*(np.concatenate(pair, -1) for pair in pairs))[: len(nbytes)]

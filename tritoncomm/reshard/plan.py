@@ -126,10 +126,11 @@ class Bucket:
     """One exchange: pack, one collective, unpack.
 
     Attributes:
-        own: small blocks that stay on the rank, and those that are added to others: the pack puts them between what is
-            sent and what arrives, and the unpack takes them from there, so that they cost no launches.
+        own: blocks that stay on the rank where they are few bytes, and those that are added to others: the pack puts
+            them between what is sent and what arrives, and the unpack takes them from there, so that they cost no
+            launches.
         own_bytes: of those, alignment included.
-        local: larger ones, which are copied directly while the collective runs.
+        local: those that stay where they are many bytes, which are copied directly while the collective runs.
         is_quiet: no rank sends anything, so there is no collective.
     """
 
@@ -249,16 +250,21 @@ class Transfers(record.Traffic):
 
     @cached_property
     def bucket_launches(self) -> tuple[int, ...]:
-        """Packs and unpacks of every bucket: one of each for all tensors that are copied, one per pair of dtypes cast.
+        """Passes of every bucket: a pack, an unpack and direct copies, one of each for all tensors of one dtype.
 
-        Sums of one pair are in the launch of the copies, and those of others in one each; sums that several buckets
-        contribute to are apart from the rest.
+        There is one more of each per pair of dtypes that are cast. Sums of one pair are in the launch of the copies,
+        and those of others in one each; sums that several buckets contribute to are apart from the rest.
         """
-        return tuple(self._packs(bucket) + self._unpacks(bucket) for bucket in self.buckets)
+        return tuple(self._packs(bucket) + self._unpacks(bucket) + self._copies(bucket) for bucket in self.buckets)
 
     def _packs(self, bucket: Bucket) -> int:
         given = [self.items[i] for i in {*bucket.send.tensor.tolist(), *bucket.own.tensor.tolist()}]
         return len({None if item.dtype is item.carried else (item.dtype, item.carried) for item in given})
+
+    def _copies(self, bucket: Bucket) -> int:
+        """Direct copies, without blocks that are added to what other buckets made: torch adds those one by one."""
+        given = [self.items[i] for i in {*bucket.local.tensor.tolist()} - self.accumulated]
+        return len({None if item.dtype is item.result else (item.dtype, item.result) for item in given})
 
     def _unpacks(self, bucket: Bucket) -> int:
         tensor, start, size = _blocks(bucket)
@@ -292,7 +298,7 @@ class Transfers(record.Traffic):
 
     @cached_property
     def launches(self) -> int:
-        """Packs and unpacks of this rank; large blocks that stay are copied on top (``local_copies``)."""
+        """Passes of this rank on the kernel path."""
         return sum(self.bucket_launches)
 
     @cached_property

@@ -10,9 +10,10 @@ from torch import Tensor
 from tritoncomm import record
 from tritoncomm.core import segments
 from tritoncomm.core.memory import Allocate, part_of
+from tritoncomm.core.ops import path_for
 from tritoncomm.core.plan import Ints
 from tritoncomm.reshard.plan import Bucket, Transfers
-from tritoncomm.reshard.tables import Blocks, Pair, Strides, blocks_of, joined, local_pairs, table_of
+from tritoncomm.reshard.tables import Blocks, Pair, Strides, blocks_of, copies_of, joined, local_pairs, table_of
 
 __all__ = ["Addresses", "Start", "Step", "addresses_of", "steps_of"]
 
@@ -38,7 +39,7 @@ class Step:
         direct: numbers of the tensors of which blocks are copied or added directly.
     """
 
-    __slots__ = ("_added", "_bucket", "_in_place", "_local", "_pack", "_sizes", "_unpacks", "direct")
+    __slots__ = ("_added", "_bucket", "_copies", "_in_place", "_local", "_pack", "_sizes", "_unpacks", "direct")
 
     def __init__(self, bucket: Bucket, transfers: Transfers, strides: tuple[Strides, Strides], in_place: bool) -> None:
         self._bucket, self._in_place = bucket, in_place
@@ -66,6 +67,8 @@ class Step:
         self._local, self._added = (
             [pair for pair in pairs if (pair[0] in transfers.accumulated) is adds] for adds in (False, True)
         )
+        table = None if in_place else copies_of(self._local, [item.result for item in transfers.items])
+        self._copies = None if table is None else segments.PreparedCopies(table[1], table[0])
 
     def __bool__(self) -> bool:
         return not self._bucket.is_quiet or self._pack is not None or bool(self._local or self._added)
@@ -88,15 +91,21 @@ class Step:
         wire, base, send, receive = self._staging(sources[0]) if new is None else self._new_staging(new)
         if self._pack is not None:
             path = _run_pass(self._pack, sources, wire, None if addresses is None else addresses[0])
+        copies = None if path_for(sources[0], "segments") == "torch" else self._copies
         copied: _Views | None = None
         added: _Views | None = None
-        if self._local or self._added:
-            path, view = "torch", _view if new is None or part_of is None else part_of
-            copied, added = (self._blocks(pairs, sources, targets, view) for pairs in (self._local, self._added))
+        if copies is not None:
+            path = "triton"
+        elif self._local:
+            path, copied = "torch", self._blocks(self._local, sources, targets, new)
+        if self._added:
+            path, added = "torch", self._blocks(self._added, sources, targets, new)
         work = None
         if not self._bucket.is_quiet:
-            work = start(self._bucket, send, receive, name, copied is not None)
-        if copied is not None and copied[0]:
+            work = start(self._bucket, send, receive, name, bool(self.direct))
+        if copies is not None:
+            copies(sources, targets, addresses)
+        elif copied is not None:
             torch._foreach_copy_(copied[1], copied[0])  # pyright: ignore[reportPrivateImportUsage]
         if added is not None:
             for block, target in zip(*added, strict=True):
@@ -128,8 +137,11 @@ class Step:
         wire, base = new((sent,), (1,), torch.uint8), new((received,), (1,), torch.uint8)
         return wire, base, wire, base
 
-    def _blocks(self, pairs: list[Pair], sources: Sequence[Tensor], targets: Sequence[Tensor], view: Any) -> _Views:
+    def _blocks(
+        self, pairs: list[Pair], sources: Sequence[Tensor], targets: Sequence[Tensor], new: Allocate | None
+    ) -> _Views:
         """Blocks that are copied or added directly, and where to."""
+        view = _view if new is None or part_of is None else part_of
         given = [view(sources[i], size, stride, offset) for i, size, stride, offset, _, _ in pairs]
         into = [view(targets[i], size, stride, offset) for i, size, _, _, stride, offset in pairs]
         return [x.clone() for x in given] if self._in_place else given, into

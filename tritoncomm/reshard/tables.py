@@ -5,13 +5,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tritoncomm_kernels import Segments
+from tritoncomm_kernels import Copies, Segment, Segments
 
 from tritoncomm.core.plan import Ints
+from tritoncomm.core.segments import MOST_SEGMENTS, strided_segments
 from tritoncomm.reshard.layout import Array
 from tritoncomm.reshard.plan import Local, Side
 
-__all__ = ["Blocks", "Pair", "Strides", "Table", "blocks_of", "joined", "local_pairs", "table_of"]
+__all__ = ["Blocks", "Pair", "Strides", "Table", "blocks_of", "copies_of", "joined", "local_pairs", "table_of"]
 
 Strides = tuple[tuple[int, ...], ...]
 Pair = tuple[int, Ints, Ints, int, Ints, int]
@@ -123,6 +124,23 @@ def _rows(start: Array, size: Array, steps: Array, ends: tuple[Array, Array, Arr
         at += digit * gap[level, block]
     at = wire[block] + at * itemsize[block]
     return [block, offset, extent[1, block], extent[0, block], step[1, block], at, gap[1, block]]
+
+
+def copies_of(pairs: Sequence[Pair], dtypes: Sequence[torch.dtype]) -> tuple[Ints, Copies] | None:
+    """The tensors of these pairs, and the table of their copies; None where there is none, or too many segments.
+
+    Args:
+        pairs: blocks that stay.
+        dtypes: of all results.
+    """
+    used = sorted({pair[0] for pair in pairs})
+    rows: list[Segment] = []
+    for index, size, stride, offset, into, at in pairs:
+        itemsize = dtypes[index].itemsize
+        rows += strided_segments(used.index(index), size, stride, offset, itemsize, at * itemsize, into)
+        if len(rows) > MOST_SEGMENTS:
+            return None
+    return (tuple(used), Copies(rows, [dtypes[i] for i in used])) if rows else None
 
 
 def local_pairs(local: Local, strides: tuple[Strides, Strides]) -> list[Pair]:
