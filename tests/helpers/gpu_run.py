@@ -40,7 +40,7 @@ LATE = "the time of the run is over"
 GROUPS, LAUNCHES = "tests/gpu/test_groups.py", "tests/gpu/test_launches.py"
 RANKS, KERNELS = "tests/gpu/test_ranks.py", "tests/kernels/test_kernels.py"
 SEGMENTS, ROWS = "tests/kernels/test_segments.py", "tests/kernels/test_rows.py"
-SEGMENT_CALL = "tests/kernels/test_segment_call.py"
+SEGMENT_CALL, COPIES = "tests/kernels/test_segment_call.py", "tests/kernels/test_copies.py"
 ORDER = {
     "test": (
         f"{GROUPS}::test_initialize_and_destroy",
@@ -64,6 +64,9 @@ ORDER = {
         f"{SEGMENT_CALL}::test_access_widths_of_other_addresses",
         f"{SEGMENT_CALL}::test_sums",
         f"{SEGMENT_CALL}::test_launches_of_few_alignments_are_kept",
+        f"{COPIES}::test_copies_of_any_bits",
+        f"{COPIES}::test_casts",
+        f"{COPIES}::test_other_addresses",
         f"{KERNELS}::test_reduce_sums_in_rank_order",
         f"{KERNELS}::test_reduce_casts_and_scales",
         f"{KERNELS}::test_reduce_of_odd_lengths",

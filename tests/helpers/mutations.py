@@ -286,8 +286,21 @@ MUTATIONS = (
         "check(*given) and not _modes()", "check(*given)", "tests/reshard/test_second_calls.py",
     ),
     Mutation(
-        "freed memory is copied directly", "tritoncomm/reshard/execute.py",
-        "        if known.direct:", "        if False:", "tests/reshard/test_second_calls.py",
+        "freed memory is copied directly", "tritoncomm/reshard/recognized.py",
+        "return all(has_memory(given[i]", "return True or all(has_memory(given[i]",
+        "tests/reshard/test_second_calls.py",
+    ),
+    Mutation(
+        "kernels read freed memory", "tritoncomm/reshard/recognized.py",
+        "        if before not in self.seen:", "        if False:", "tests/reshard/test_second_calls.py",
+    ),
+    Mutation(
+        "a changed dict of layouts is not looked at", "tritoncomm/reshard/recent.py",
+        " or known.layouts != (source, target):", ":", "tests/reshard/test_second_calls.py",
+    ),
+    Mutation(
+        "a repeated call does not keep its plan among the last", "tritoncomm/reshard/arguments.py",
+        "    plans.move_to_end(key)\n    return True", "    return True", "tests/reshard/test_second_calls.py",
     ),
     Mutation(
         "a DTensor of another layout is taken", "tritoncomm/reshard/specs.py",

@@ -22,8 +22,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tritoncomm.core import ops
 from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError, UnsupportedError
-from tritoncomm.reshard import Layout, OwnedExchange, ReshardPlan, builder, reshard, reshard_plan
+from tritoncomm.reshard import (
+    Layout,
+    OwnedExchange,
+    ReshardPlan,
+    arguments,
+    builder,
+    recent,
+    reshard,
+    reshard_plan,
+    resharding,
+)  # fmt: skip
 from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ReplicaSpec, ShardSpec
 from tritoncomm.tensor import ProcessGroup as ColoGroup
 
@@ -56,10 +67,16 @@ def results_over_a_tensor_that_stays(group: TorchGroup) -> None:
 @case
 def memory_that_is_gone(group: TorchGroup) -> None:
     """Freed, as FSDP frees parameters, or made smaller: an error by name in the first call and in a later one."""
+    free_memory(group, (0, 8))
+    with ops.path("triton"):
+        free_memory(group, (0,))  # a later call does not see where memory is smaller
+
+
+def free_memory(group: TorchGroup, sizes: tuple[int, ...]) -> None:
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
     for small in (0, 2**22):  # blocks that stay are copied directly, and through the staging memory
-        for left in (0, 8):
+        for left in sizes:
             with mock.patch.object(builder, "_SMALL", small):
                 shard = local_of(rows, rank, full)
                 x = torch.cat([ramp(3), shard.flatten()])[3:].view(shard.shape)
@@ -81,6 +98,88 @@ def memory_that_is_gone(group: TorchGroup) -> None:
             out.untyped_storage().resize_(left)
             with pytest.raises(ArgumentError, match=r"^reshard: out 0 has no memory"):
                 plan.execute([x], out=[out])
+
+
+@case
+def calls_that_are_repeated(group: TorchGroup) -> None:
+    """Their arguments are not read again, unless something is different about them."""
+    rows, columns = layouts(group)
+    rank, full = group.rank(), ramp(8, 12)
+    read = mock.Mock(wraps=resharding.Call)
+
+    def check(times: int, factor: float = 1, **options: Any) -> Any:
+        x, expected = local_of(rows, rank, full) * factor, local_of(columns, rank, full) * factor
+        given = options.pop("given", lambda x: {"a": x, "b": x + 1})(x)
+        read.reset_mock()
+        with mock.patch.object(resharding, "Call", read):
+            got = reshard(given, options.pop("source", rows), options.pop("target", columns), group=group, **options)
+        assert read.call_count == times, (read.call_args, options)
+        some = [got] if isinstance(got, Tensor) else list(got.values() if isinstance(got, dict) else got)
+        for i, each in enumerate(some):
+            same(each.detach(), (expected + i).to(each.dtype))
+        return got
+
+    assert check(1, 2).keys() == check(0, 3).keys()
+    check(1, dtype=torch.bfloat16)
+    check(0, dtype=torch.bfloat16)
+    check(0)
+    check(1, given=lambda x: x)
+    check(0, given=lambda x: x)
+    check(1, given=lambda x: [x, x + 1])
+    check(0, given=lambda x: (x, x + 1))
+    by_name = {"a": rows, "b": rows}
+    check(1, source=by_name)
+    check(0, source=by_name)
+    by_name["b"] = columns  # the same dict
+    if group.size() > 1:
+        with pytest.raises(ShapeError):
+            check(1, source=by_name)
+    check(1, source={"a": rows, "b": rows})
+    check(1, source=[rows, rows], target=[columns, columns])  # objects of this call only
+    check(1, given=lambda x: {"b": x, "a": x + 1})
+    check(1, given=lambda x: {"a": x.t().contiguous().t(), "b": x + 1})  # other strides
+    check(1, bucket_bytes=2**20)
+    with pytest.raises(ArgumentError):
+        check(1, bucket_bytes=float(2**20))
+    with pytest.raises(ArgumentError):
+        check(1, given=lambda x: {"a": x, "b": 3})
+    out = {name: torch.empty_like(local_of(columns, rank, full)) for name in "ab"}
+    held = {"a": local_of(rows, rank, full).clone(), "b": local_of(rows, rank, full) + 1}
+    for times in (1, 0):  # the same memory
+        assert check(times, out=out, given=lambda x: held) is out
+    leaf = local_of(rows, rank, full).clone().requires_grad_()
+    for _ in range(2):
+        got = check(1, given=lambda x: {"a": leaf, "b": leaf + 1})
+        (got["a"].sum() + 2 * got["b"].sum()).backward()
+        same(leaf.grad, torch.full_like(leaf, 3))
+        leaf.grad = None
+    with torch.no_grad():
+        check(1, given=lambda x: {"a": leaf, "b": leaf + 1})
+        check(0, given=lambda x: {"a": leaf, "b": leaf + 1})
+    assert check(1, given=lambda x: {"a": leaf, "b": leaf + 1})["a"].requires_grad
+    check(1)  # the last ones required gradients
+    check(0)
+    arguments._plans.pop(group)  # on every rank: they compare a new one
+    check(1)
+    check(0)
+    assert all(not each.plan._call.locals for each in recent._calls[group].values()), "no tensor is kept"
+
+
+@case
+def plans_are_forgotten_together(group: TorchGroup) -> None:
+    """By ranks whose calls are repeated, and by those that read their arguments again: or one would wait to compare."""
+    rows, columns = layouts(group)
+    rank, full = group.rank(), ramp(8, 12)
+    kept = local_of(rows, rank, full)
+    others = [
+        tuple(Layout.on_mesh((n, 8), range(group.size()), [dim]) for dim in (0, 1)) for n in range(8, 8 + 8 * 70, 8)
+    ]
+    for turn, (source, target) in enumerate(others):
+        x = kept.t().contiguous().t() if rank and turn else kept.clone()
+        same(reshard(x, rows, columns, group=group), local_of(columns, rank, full))
+        more = ramp(*source.shape)
+        same(reshard(local_of(source, rank, more), source, target, group=group), local_of(target, rank, more))
+    assert len(recent._calls[group]) <= 64
 
 
 def first_of(plan: ReshardPlan, x: Tensor) -> Tensor:

@@ -132,13 +132,14 @@ class PreparedCopies:
         self,
         tensors: Sequence[Tensor],
         targets: Sequence[Tensor],
-        addresses: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+        before: tuple[int, ...] | None = None,
+        after: tuple[int, ...] | None = None,
     ) -> None:
         """Launch on the current stream.
 
         Args:
             tensors, targets: all of them; what is copied shares no memory.
-            addresses: of all, where the caller has read them.
+            before, after: addresses of all, where the caller has read them.
 
         Raises:
             ValueError, TypeError, RuntimeError: as ``kernels.copy_segments``, at the first call.
@@ -147,9 +148,10 @@ class PreparedCopies:
         every = [side[i] for i in self._used for side in (tensors, targets)]
         if self._call is None:
             self._call = kernels.SegmentCall("copy_segments", self.copies, every, every[-1])
-        self._call(
-            every, every[-1], None if addresses is None else tuple([a[i] for i in self._used for a in addresses])
-        )
+        addresses = None
+        if before is not None and after is not None:
+            addresses = tuple([side[i] for i in self._used for side in (before, after)])
+        self._call(every, every[-1], addresses)
 
 
 def block_segments(

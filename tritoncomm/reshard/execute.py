@@ -2,9 +2,9 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ from tritoncomm.core.memory import (
     Allocate,
     allocator,
     contiguous_stride,
-    extent_of,
     has_memory,
     part_of,
-    recognizer,
     share_memory,
 )  # fmt: skip
 from tritoncomm.core.plan import Ints
@@ -30,6 +28,7 @@ from tritoncomm.errors import ArgumentError, GroupError, PeerError, UnsupportedE
 from tritoncomm.reshard import notes
 from tritoncomm.reshard.builder import transfers
 from tritoncomm.reshard.plan import Bucket, Item, Side, Transfers, digest
+from tritoncomm.reshard.recognized import Recognized, recognized
 from tritoncomm.reshard.steps import Addresses, Step, addresses_of, steps_of
 
 __all__ = ["Exchange", "apply", "check_dtypes", "messages"]
@@ -52,26 +51,6 @@ def check_dtypes(item: Item, grad: str, name: str) -> None:
         )
     if item.has_grad and grad == "partial" and item.dtype not in _FLOATS:
         raise UnsupportedError(f"{name}: gradients of {item.name} cannot be summed as {item.dtype}")
-
-
-class _Recognized(NamedTuple):
-    """Tensors that a plan was executed with.
-
-    Attributes:
-        are_as_before: whether others are of the same kind; see ``core.memory.recognizer``.
-        steps: the buckets for their strides.
-        require_grad: whether one of them does.
-        extents: ``extent_of`` all of them.
-        direct: numbers of those, before and after, of which blocks are copied directly.
-        addresses: of all tensors, where results were written into.
-    """
-
-    are_as_before: Callable[..., bool]
-    steps: list[Step]
-    require_grad: bool
-    extents: list[int]
-    direct: list[int]
-    addresses: Addresses | None = None
 
 
 class Exchange:
@@ -118,8 +97,8 @@ class Exchange:
         ]
         self._steps: dict[Any, tuple[list[int], list[Step]]] = {}
         self._lock = threading.Lock()
-        self._recognized: _Recognized | None = None
-        self.recognized_into: _Recognized | None = None
+        self._recognized: Recognized | None = None
+        self.recognized_into: Recognized | None = None
 
     @cached_property
     def _digest(self) -> str:
@@ -195,8 +174,10 @@ class Exchange:
                 targets[i] = targets[i].to(self.items[i].result)
                 copied += targets[i].nbytes
         record.add(name, path, copied + self.transfers.bytes_copied, self.transfers.bytes_sent, started)
-        if is_plain:
-            self._recognize(tensors, results, steps)
+        if is_plain and results is None:
+            self._recognized = recognized(tensors, None, steps)
+        elif is_plain:
+            self.recognized_into = recognized(tensors, results, steps)
         return targets
 
     def replayed(
@@ -211,17 +192,14 @@ class Exchange:
             return None
         if known.require_grad and torch.is_grad_enabled():
             return None
-        new, addresses = allocator(tensors[0]), None
+        new = allocator(tensors[0])
         if new is None:
             return None
-        if known.direct:  # copies that check no bounds
-            given = [*tensors, *(results or ())]
-            if not all(has_memory(given[i], known.extents[i]) for i in known.direct):
-                return None
-        if results is not None:
-            addresses = addresses_of(tensors, results)
-            if addresses != known.addresses:
-                return None
+        addresses = addresses_of(tensors, results)
+        if results is not None and addresses != known.addresses:
+            return None
+        if not known.have_memory(tensors, results, addresses[0]):
+            return None
         started, _range = record.now(), self._begin(tensors, name)
         targets = [new(*each) for each in self._contiguous] if results is None else results
         path = self._run_steps(known.steps, tensors, targets, name, new, addresses)
@@ -243,21 +221,6 @@ class Exchange:
         if notes.pending and self.group is not None:
             notes.withdraw(self.group)
         return begun
-
-    def _recognize(self, tensors: Sequence[Tensor], results: Sequence[Tensor] | None, steps: list[Step]) -> None:
-        """Know tensors of this kind from now on, if they have nothing special."""
-        given, known = [*tensors, *(results or ())], None
-        made = recognizer(given) if len({x.device for x in given}) == 1 else None
-        if made is not None:
-            used, count = {i for step in steps for i in step.direct}, len(tensors)
-            used |= {count + i for i in used if results is not None}
-            addresses = None if results is None else addresses_of(tensors, results)
-            requires_grad = any(x.requires_grad for x in given)
-            known = _Recognized(made, steps, requires_grad, [*map(extent_of, given)], sorted(used), addresses)
-        if results is None:
-            self._recognized = known
-        else:
-            self.recognized_into = known
 
     @cached_property
     def _contiguous(self) -> list[tuple[Ints, Ints, torch.dtype]]:

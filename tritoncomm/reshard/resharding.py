@@ -19,6 +19,7 @@ from tritoncomm.groups import GroupLike
 from tritoncomm.reshard.arguments import Call, check_memory
 from tritoncomm.reshard.execute import Exchange, apply
 from tritoncomm.reshard.plan import Item
+from tritoncomm.reshard.recent import keep, recent_plan
 from tritoncomm.reshard.report import text_of
 from tritoncomm.reshard.specs import check_own_layout, local_of, named
 from tritoncomm.reshard.stays import Stays
@@ -74,12 +75,17 @@ def reshard(
             a plan for theirs already, they exchange without it and raise this after the group's timeout.
         UnsupportedError: partial placements, or a cast of other dtypes.
     """
+    options = dtype, bucket_bytes, grad
+    known = recent_plan(source, target, group, options) if bucket_bytes.__class__ is int else None
+    if known is not None and (replayed := known._replayed(tensors, out)) is not None:
+        return replayed
     call = Call(tensors, source, target, group, dtype, grad, out, "reshard")
-    plan = ReshardPlan(call, call.exchange(bucket_bytes))
-    if out is not None:
-        plan.run(call.locals, call.outs)
-        return out
-    return call.form(tensors, plan.run(call.locals, None))
+    exchange = call.exchange(bucket_bytes)
+    plan = ReshardPlan(call, exchange)
+    results = plan.run(call.locals, None if out is None else call.outs)
+    made = call.form(tensors, results) if out is None else out
+    keep((plan, exchange), call, source, target, options)
+    return made
 
 
 def reshard_plan(
@@ -166,7 +172,7 @@ class ReshardPlan(record.Traffic):
         call = self._call
         replayed = self._replayed(tensors, out)
         if replayed is not None:
-            return call.form(tensors, replayed) if out is None else out
+            return replayed
         given, outs = named(tensors, "reshard"), None if out is None else named(out, "reshard")
         if list(given) != self._names or (outs is not None and list(outs) != self._names):
             got = list(given if outs is None or list(given) != self._names else outs)
@@ -187,12 +193,15 @@ class ReshardPlan(record.Traffic):
         self.run(locals_, into)
         return out
 
-    def _replayed(self, tensors: Any, out: Any) -> Sequence[Tensor] | None:
-        """The results, if the tensors are those of the plan and of the kind that it was executed with before."""
+    def _replayed(self, tensors: Any, out: Any) -> Any:
+        """``execute`` for tensors of the kind that it was executed with before; None for others."""
         given, into = self._as_named(tensors), None if out is None else self._as_named(out)
         if given is None or (into is None) is not (out is None):
             return None
-        return (self._stays or self._exchange).replayed(given, "reshard", into)
+        results = (self._stays or self._exchange).replayed(given, "reshard", into)
+        if results is None:
+            return None
+        return self._call.form(tensors, results) if out is None else out
 
     def _as_named(self, tensors: Any) -> Sequence[Tensor] | None:
         """The tensors in the order of the plan, if that is theirs."""

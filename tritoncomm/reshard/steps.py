@@ -19,8 +19,8 @@ __all__ = ["Addresses", "Start", "Step", "addresses_of", "steps_of"]
 
 Start = Callable[[Bucket, Tensor, Tensor, str, bool], Any]
 """Starts the exchange of a bucket: what is sent, what arrives, the function's name, and whether to return at once."""
-Addresses = tuple[tuple[int, ...], tuple[int, ...]]
-"""Of all tensors, before and after."""
+Addresses = tuple[tuple[int, ...], tuple[int, ...] | None]
+"""Of all tensors, before and after; None where results are new."""
 _address_of = Tensor.data_ptr
 _Views = tuple[list[Tensor], list[Tensor]]
 _Pass = tuple[Ints | None, segments.Prepared]
@@ -104,7 +104,7 @@ class Step:
         if not self._bucket.is_quiet:
             work = start(self._bucket, send, receive, name, bool(self.direct))
         if copies is not None:
-            copies(sources, targets, addresses)
+            copies(sources, targets, *(addresses or (None, None)))
         elif copied is not None:
             torch._foreach_copy_(copied[1], copied[0])  # pyright: ignore[reportPrivateImportUsage]
         if added is not None:
@@ -147,9 +147,9 @@ class Step:
         return [x.clone() for x in given] if self._in_place else given, into
 
 
-def addresses_of(before: Sequence[Tensor], after: Sequence[Tensor]) -> Addresses:
+def addresses_of(before: Sequence[Tensor], after: Sequence[Tensor] | None) -> Addresses:
     """Those of all tensors."""
-    return tuple(map(_address_of, before)), tuple(map(_address_of, after))
+    return tuple(map(_address_of, before)), None if after is None else tuple(map(_address_of, after))
 
 
 def steps_of(transfers: Transfers, before: Strides, after: Strides, in_place: bool) -> list[Step]:
