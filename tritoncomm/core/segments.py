@@ -2,8 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ShapeError
 
 __all__ = [
-    "MOST_SEGMENTS", "Prepared", "PreparedCopies", "block_segments", "full_tensors", "gather", "scatter",
+    "MOST_SEGMENTS", "Prepared", "PreparedCopies", "block_segments", "full_tensors", "gather", "picker", "scatter",
     "strided_segments",
 ]  # fmt: skip
 
@@ -93,14 +94,18 @@ class Prepared:
         self._call: Any = None
 
     def __call__(
-        self, tensors: Sequence[Tensor], wire: Tensor, addresses: tuple[int, ...] | None = None
+        self,
+        tensors: Sequence[Tensor],
+        wire: Tensor,
+        addresses: tuple[int, ...] | None = None,
+        path: record.CopyPath | None = None,
     ) -> record.CopyPath:
         """Copy; the path taken.
 
-        Arguments and errors as those of ``gather`` and ``scatter``; ``addresses`` are the tensors', where the caller
-        has read them.
+        Arguments and errors as those of ``gather`` and ``scatter``; ``addresses`` are the tensors', and ``path`` is
+        what ``path_for`` says, where the caller has them.
         """
-        if path_for(wire, "segments") != "triton":
+        if (path or path_for(wire, "segments")) != "triton":
             if self.gathers:
                 return gather(tensors, wire, self.segments)[0]
             return scatter(wire, tensors, self.segments, accumulate=self.accumulate, sums=self.sums)[0]
@@ -110,6 +115,20 @@ class Prepared:
             self._call = kernels.SegmentCall(name, self.segments, tensors, wire, self.accumulate, self.sums)
         self._call(tensors, wire, addresses)
         return "triton"
+
+
+def picker(used: Ints) -> Callable[[Any], Any]:
+    """The entries of a sequence with these numbers."""
+    first, last = used[0], used[-1]
+    if used == tuple(range(first, last + 1)):
+        return itemgetter(slice(first, last + 1))
+    return itemgetter(*used)
+
+
+def _in_turns(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    every = [*first, *second]
+    every[::2], every[1::2] = first, second
+    return every
 
 
 class PreparedCopies:
@@ -122,10 +141,10 @@ class PreparedCopies:
         used: numbers of the tensors, and of their targets, that it is of.
     """
 
-    __slots__ = ("_call", "_used", "copies")
+    __slots__ = ("_call", "_pick", "copies")
 
     def __init__(self, copies: Copies, used: Ints) -> None:
-        self.copies, self._used = copies, used
+        self.copies, self._pick = copies, picker(used)
         self._call: Any = None
 
     def __call__(
@@ -145,12 +164,12 @@ class PreparedCopies:
             ValueError, TypeError, RuntimeError: as ``kernels.copy_segments``, at the first call.
         """
         _range = record.span("copy_segments") if profiler._is_profiler_enabled else None
-        every = [side[i] for i in self._used for side in (tensors, targets)]
+        every = _in_turns(self._pick(tensors), self._pick(targets))
         if self._call is None:
             self._call = kernels.SegmentCall("copy_segments", self.copies, every, every[-1])
         addresses = None
         if before is not None and after is not None:
-            addresses = tuple([side[i] for i in self._used for side in (before, after)])
+            addresses = tuple(_in_turns(self._pick(before), self._pick(after)))
         self._call(every, every[-1], addresses)
 
 

@@ -36,6 +36,7 @@ __all__ = ["Exchange", "apply", "check_dtypes", "messages"]
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TABLES = 8
 _SHOWN = 4  # names of a message
+_address_of = Tensor.data_ptr
 
 
 def check_dtypes(item: Item, grad: str, name: str) -> None:
@@ -195,13 +196,17 @@ class Exchange:
         new = allocator(tensors[0])
         if new is None:
             return None
-        addresses = addresses_of(tensors, results)
+        addresses = addresses_of(tensors, results or ())
         if results is not None and addresses != known.addresses:
             return None
         if not known.have_memory(tensors, results, addresses[0]):
             return None
         started, _range = record.now(), self._begin(tensors, name)
-        targets = [new(*each) for each in self._contiguous] if results is None else results
+        if results is None:
+            targets = [new(*each) for each in self._contiguous]
+            addresses = addresses[0], tuple(map(_address_of, targets))
+        else:
+            targets = results
         path = self._run_steps(known.steps, tensors, targets, name, new, addresses)
         if results is not None:
             increment_version(results)  # autograd sees no kernel's writes

@@ -58,5 +58,5 @@ def recognized(tensors: Sequence[Tensor], results: Sequence[Tensor] | None, step
         return None
     used, count = {i for step in steps for i in step.direct}, len(tensors)
     used |= {count + i for i in used if results is not None}
-    addresses, requires_grad = addresses_of(tensors, results), any(x.requires_grad for x in given)
+    addresses, requires_grad = addresses_of(tensors, results or ()), any(x.requires_grad for x in given)
     return Recognized(made, steps, requires_grad, [*map(extent_of, given)], sorted(used), addresses, {addresses[0]})

@@ -19,11 +19,11 @@ __all__ = ["Addresses", "Start", "Step", "addresses_of", "steps_of"]
 
 Start = Callable[[Bucket, Tensor, Tensor, str, bool], Any]
 """Starts the exchange of a bucket: what is sent, what arrives, the function's name, and whether to return at once."""
-Addresses = tuple[tuple[int, ...], tuple[int, ...] | None]
-"""Of all tensors, before and after; None where results are new."""
+Addresses = tuple[tuple[int, ...], tuple[int, ...]]
+"""Of all tensors, before and after."""
 _address_of = Tensor.data_ptr
 _Views = tuple[list[Tensor], list[Tensor]]
-_Pass = tuple[Ints | None, segments.Prepared]
+_Pass = tuple[Callable[[Any], Any] | None, segments.Prepared]
 
 
 class Step:
@@ -88,10 +88,12 @@ class Step:
         of all tensors, where the caller has read them.
         """
         path: record.CopyPath = "view"
+        of_passes = path_for(sources[0], "segments")
+        before, after = addresses or (None, None)
         wire, base, send, receive = self._staging(sources[0]) if new is None else self._new_staging(new)
         if self._pack is not None:
-            path = _run_pass(self._pack, sources, wire, None if addresses is None else addresses[0])
-        copies = None if path_for(sources[0], "segments") == "torch" else self._copies
+            path = _run_pass(self._pack, sources, wire, before, of_passes)
+        copies = None if of_passes == "torch" else self._copies
         copied: _Views | None = None
         added: _Views | None = None
         if copies is not None:
@@ -104,7 +106,7 @@ class Step:
         if not self._bucket.is_quiet:
             work = start(self._bucket, send, receive, name, bool(self.direct))
         if copies is not None:
-            copies(sources, targets, *(addresses or (None, None)))
+            copies(sources, targets, before, after)
         elif copied is not None:
             torch._foreach_copy_(copied[1], copied[0])  # pyright: ignore[reportPrivateImportUsage]
         if added is not None:
@@ -114,7 +116,7 @@ class Step:
             work.wait()
         del wire, send, receive  # what was sent is not needed while what arrived is unpacked
         for unpack in self._unpacks:
-            path = _run_pass(unpack, targets, base, None if addresses is None else addresses[1])
+            path = _run_pass(unpack, targets, base, after, of_passes)
         return path
 
     def _staging(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -147,9 +149,9 @@ class Step:
         return [x.clone() for x in given] if self._in_place else given, into
 
 
-def addresses_of(before: Sequence[Tensor], after: Sequence[Tensor] | None) -> Addresses:
+def addresses_of(before: Sequence[Tensor], after: Sequence[Tensor]) -> Addresses:
     """Those of all tensors."""
-    return tuple(map(_address_of, before)), None if after is None else tuple(map(_address_of, after))
+    return tuple(map(_address_of, before)), tuple(map(_address_of, after))
 
 
 def steps_of(transfers: Transfers, before: Strides, after: Strides, in_place: bool) -> list[Step]:
@@ -159,12 +161,12 @@ def steps_of(transfers: Transfers, before: Strides, after: Strides, in_place: bo
 
 
 def _run_pass(
-    used_by: _Pass, tensors: Sequence[Tensor], wire: Tensor, addresses: tuple[int, ...] | None
+    used_by: _Pass, tensors: Sequence[Tensor], wire: Tensor, addresses: tuple[int, ...] | None, path: record.CopyPath
 ) -> record.CopyPath:
-    used, copy = used_by
-    if used is None:
-        return copy(tensors, wire, addresses)
-    return copy([tensors[i] for i in used], wire, None if addresses is None else tuple([addresses[i] for i in used]))
+    pick, copy = used_by
+    if pick is None:
+        return copy(tensors, wire, addresses, path)
+    return copy(pick(tensors), wire, None if addresses is None else pick(addresses), path)
 
 
 def _passes(
@@ -175,11 +177,11 @@ def _passes(
     accumulate: bool = False,
     sums: bool = False,
 ) -> Iterator[_Pass]:
-    """The tensors of a pass, None for all of them in their order, and the pass; nothing where there are no blocks."""
+    """What picks the tensors of a pass, None for all in their order, and the pass; nothing without blocks."""
     table = table_of(blocks, strides, dtypes)
     if table is not None:
-        used = None if table[0] == tuple(range(len(dtypes))) else table[0]
-        yield used, segments.Prepared(table[1], gathers, accumulate, sums)
+        pick = None if table[0] == tuple(range(len(dtypes))) else segments.picker(table[0])
+        yield pick, segments.Prepared(table[1], gathers, accumulate, sums)
 
 
 def _view(x: Tensor, size: Ints, stride: Ints, offset: int) -> Tensor:
