@@ -354,6 +354,12 @@ def run_operators(group: TorchGroup) -> None:
     same(x, shard_of(full, row, rank), "a global tensor into a shard")
     with pytest.raises(UnsupportedError, match="writes into a plain tensor"):
         full.add_(x)
+    local = shard_of(full, row, rank).clone()  # a shard, as optimizers have them
+    local[x > 3] = 1
+    local.mul_(x)
+    same(local, shard_of(torch.where(full > 3, 1, full) * full, row, rank))
+    with pytest.raises(UnsupportedError, match="writes into a plain tensor"):
+        (local.requires_grad_() * 1).mul_(x)
     replica = ColoTensor(full.clone(), ColoTensorSpec(pg))
     replica.index_fill_(0, torch.tensor([0]), 7.0)
     assert plain(replica)[0].eq(7).all()

@@ -109,6 +109,11 @@ OPTIMISERS: dict[str, Any] = {
     "rmsprop": partial(torch.optim.RMSprop, lr=0.01),
     "lion-like nadam": partial(torch.optim.NAdam, lr=0.01),
     "adamax": partial(torch.optim.Adamax, lr=0.01),
+    "adadelta": partial(torch.optim.Adadelta, lr=0.1),
+    "asgd": partial(torch.optim.ASGD, lr=0.01),
+    "radam": partial(torch.optim.RAdam, lr=0.01),
+    "rprop": partial(torch.optim.Rprop, lr=0.01),
+    "rprop foreach": partial(torch.optim.Rprop, lr=0.01, foreach=True),
 }
 
 

@@ -135,6 +135,14 @@ def set_item(target: Any, index: Any, value: Any) -> None:
         UnsupportedError: advanced indexing of a shard, or part of a sharded dim where autograd would record the write.
     """
     if not is_colo(target):
+        if (
+            is_colo(index)
+            and index.dtype is torch.bool
+            and index.shape == target.shape
+            and not isinstance(value, Tensor)
+        ):
+            target.masked_fill_(index, _number(value, target.dtype))  # of a local shard, as optimizers write
+            return
         raise UnsupportedError(
             "a ColoTensor cannot be assigned to part of a plain tensor; make that a ColoTensor first"
         )
@@ -171,8 +179,13 @@ def set_by_mask(target: Any, index: Any, value: Any) -> bool:
     if not shape or shape != tuple(shape_of(target))[: len(shape)]:
         return False
     mask = mask.view(*shape, *[1] * rest) if rest else mask
-    target.masked_fill_(mask, torch.full((), value, dtype=target.dtype).item())  # as torch converts the number
+    target.masked_fill_(mask, _number(value, target.dtype))
     return True
+
+
+def _number(value: Any, dtype: torch.dtype) -> Any:
+    """A number as torch converts it where it is assigned."""
+    return torch.full((), value, dtype=dtype).item()
 
 
 def without_leading_ones(value: Tensor, ndim: int) -> Tensor:

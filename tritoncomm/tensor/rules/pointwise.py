@@ -129,21 +129,26 @@ def _is_local(x: Tensor, sharded: Any) -> bool:
 
 
 def _into(position: int, operands: list[Operand], run: Callable[..., Any], name: str) -> Any:
-    """In place or with ``out=``: operands are redistributed to the layout of the tensor that is written."""
+    """In place or with ``out=``: operands are redistributed to the layout of the tensor that is written.
+
+    A plain local shard, as optimizers have them, has the layout of the first sharded operand.
+    """
     target: Any = operands[position].tensor if position >= 0 else None
-    if not is_colo(target):
+    like = operands[position] if position >= 0 else None
+    if like is not None and like.is_local and not any(wants_grad(each.tensor) for each in operands):
+        like = next(each for each in operands if is_colo(each.tensor) and each.tensor.partitions)
+    if like is None or not is_colo(like.tensor):
         raise UnsupportedError(f"{name} writes into a plain tensor from a ColoTensor; make it a ColoTensor first")
-    parts = tuple((operands[position].labels[dim], count) for dim, count in target.partitions)
+    of: Any = like.tensor
+    parts = tuple((like.labels[dim], count) for dim, count in of.partitions)
     if writes(name):
         operands = [each if each.tensor is target else _broadcast_ones(each, parts) for each in operands]
     if not is_legal(Call(operands, [], run), parts):
         others = [list(shape_of(each.tensor)) for each in operands]
-        raise UnsupportedError(
-            f"{name}: {others} cannot be sharded like {list(target.global_shape)}, {target.dist_spec}"
-        )
+        raise UnsupportedError(f"{name}: {others} cannot be sharded like {list(of.global_shape)}, {of.dist_spec}")
     with torch._C.DisableTorchFunctionSubclass():
         shards = [
-            target if each.tensor is target else local_operand(each, parts, target.process_group) for each in operands
+            target if each.tensor is target else local_operand(each, parts, of.process_group) for each in operands
         ]
         run(None, *shards)
     return target
