@@ -271,7 +271,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a forward leaves no line for its backward", "tritoncomm/debug/sites.py",
-        "    node._tritoncomm_site = site_above(_frame(3))", "    pass", "tests/debug/test_flight.py",
+        "    node._tritoncomm_site = site_above(frame)", "    pass", "tests/debug/test_flight.py",
     ),
     Mutation(
         "a backward that a program's own frame calls is recorded there", "tritoncomm/debug/flight.py",

@@ -71,4 +71,8 @@ def site_above(frame: Any) -> Any:
 
 def leave_site(node: Any) -> None:
     """Leave it on a node of autograd's graph, whose forward has called the caller of this."""
-    node._tritoncomm_site = site_above(_frame(3))
+    try:
+        frame = _frame(3)
+    except ValueError:  # a thread that begins with a forward
+        frame = _frame(2)
+    node._tritoncomm_site = site_above(frame)
