@@ -38,6 +38,23 @@ def views_as_sources(group: TorchGroup) -> None:
 
 
 @case
+def columns_of_no_rows(group: TorchGroup) -> None:
+    """A view with an offset into a storage without bytes, as a rank has that owns no rows: nothing is missing there."""
+    rows, columns = layouts(group, (1, 12))
+    rank, full = group.rank(), ramp(1, 12)
+    wide = torch.zeros(local_of(rows, rank, full).shape[0], 20)
+    x = wide[:, 5:17].copy_(local_of(rows, rank, full))
+    plan = reshard_plan(x, rows, columns, group=group)
+    out = torch.empty_like(local_of(columns, rank, full))
+    for _ in range(3):
+        same(reshard(x, rows, columns, group=group), local_of(columns, rank, full))
+        same(plan.execute(x), local_of(columns, rank, full))
+        same(plan.execute(x, out=out), local_of(columns, rank, full))
+    back = torch.zeros(wide.shape)[:, 5:17]
+    same(reshard(out, columns, rows, group=group, out=back), local_of(rows, rank, full))
+
+
+@case
 def results_are_independent(group: TorchGroup) -> None:
     """Each has memory of its own, and what is written to it is nowhere else; in calls that come again, too."""
     rows, columns = layouts(group)

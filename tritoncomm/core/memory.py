@@ -51,7 +51,7 @@ def extent_of(x: Tensor) -> int:
 
 def has_memory(x: Tensor, extent: int) -> bool:
     """Whether the storage of ``x`` has ``extent`` bytes from its first element on: was not freed or made smaller."""
-    return x.untyped_storage().nbytes() >= x.storage_offset() * x.itemsize + extent
+    return not extent or x.untyped_storage().nbytes() >= x.storage_offset() * x.itemsize + extent
 
 
 def share_memory(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
