@@ -71,14 +71,21 @@ def run_sequence(group: ProcessGroup, seed: int, path: Any) -> None:
     plan = reshard_plan(
         formed([KINDS["parameter" if has_gradients else "plain"](x) for x in zeros]), *kept, group=group
     )
+    kind, mode, how, into = "plain", "none", "same", None
     for call in range(draw.randint(4, 9)):
         made = torch.Generator().manual_seed(100 * seed + call)
         fulls = [torch.randint(-99, 99, shape, generator=made).to(x) for shape, x in zip(shapes, dtypes, strict=True)]
         before, after = (
             [local_of(x, rank, full) for x, full in zip(layouts, fulls, strict=True)] for layouts in (sources, targets)
         )
-        kind, mode, how = (draw.choice(each) for each in ([*KINDS], ["none", *MODES], ["same", "same", "plan", "new"]))
-        into = draw.choice([None, None, "plain", "window", "transposed"])
+        # Half of what the call before had is kept: what comes again may be replayed.
+        kind, mode, how, into = (
+            draw.choice([last, draw.choice(others)])
+            for last, others in (
+                (kind, [*KINDS]), (mode, ["none", *MODES]), (how, ["same", "same", "plan", "new"]),
+                (into, [None, None, "plain", "window", "transposed"]),
+            )
+        )  # fmt: skip
         with MODES[mode](), ops.path(path):
             given = [KINDS[kind](x) for x in before]
             if how == "plan" and not has_gradients:
@@ -103,6 +110,7 @@ def run_sequence(group: ProcessGroup, seed: int, path: Any) -> None:
             assert out is not None or how == "plan" or of_graph(x) == of_graph(y), text
         leaves = [x for x in given if x.requires_grad]
         if out is None and mode in ("none", "autocast", "hooks") and leaves:
+            assert all(x.requires_grad for x, source in zip(got, given, strict=True) if source.requires_grad), text
             results = [x for x in got if x.requires_grad]
             wanted = [x for x, source in zip(before, given, strict=True) if source.requires_grad]
             grads = torch.autograd.grad(results, leaves, [x.detach().clone() for x in results])
