@@ -91,20 +91,17 @@ SM ?= sm90
 fake-gpu-test: $(READY)  ## runs compiled kernels on the CPU: SM=sm80, sm90, sm100
 	$(PY) -m pytest --device $(SM) tests/fake_gpu/on_stub.py tests/kernels tests/gpu/test_ranks.py -q
 
-# All that needs a GPU, of most worth first, within 25 minutes: the limits below add up to 24:41.
+# All that needs a GPU, of most worth first; the limits of the parts add up to less than 25 minutes. It fails unless every
+# part ran and passed. PARTS="test ranks" runs some of them: test ranks local step bench tune tuned.
+PARTS ?=
 gpu: $(READY)  ## runs all that needs a GPU, in 25 minutes
-	-$(MAKE) gpu-test
-	-$(MAKE) gpu-ranks
-	-$(MAKE) gpu-bench
-	-timeout 395 $(PY) -m tritoncomm tune --budget 360
-	$(MAKE) gpu-bench
+	$(PY) tests/helpers/gpu_run.py all $(if $(PARTS),--parts $(PARTS))
 
 gpu-test: $(READY)  ## runs the tests of kernels and ranks on GPUs
 	timeout 376 $(PY) tests/helpers/gpu_run.py test
 
 gpu-ranks: $(READY)  ## runs ranks on GPUs, and their benchmark
-	status=0; timeout 125 $(PY) tests/helpers/gpu_run.py ranks || status=$$?; \
-	timeout 55 $(PY) bench/gpu_ranks.py || status=$$?; exit $$status
+	$(PY) tests/helpers/gpu_run.py all --parts ranks local
 
 gpu-bench: $(READY)  ## runs the benchmarks of a GPU
 	timeout 265 $(PY) bench/gpu_bench.py

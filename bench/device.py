@@ -15,11 +15,13 @@ import torch
 import triton
 
 from bench.harness import Part, Run
+from bench.timing import results_folder
 
 __all__ = ["GRACE_S", "Call", "Device", "gpu_main"]
 
 Call = Callable[[], Any]
 GRACE_S = 20  # for a case that began in time
+LATE = 3  # exit status
 
 
 class Device:
@@ -71,8 +73,8 @@ class Device:
 def gpu_main(part: Part, around: AbstractContextManager[Any] | None = None) -> int:
     """The command of a part that gets a ``Device``: 0 also where a target is missed, 1 where a case failed.
 
-    ``--dry`` runs it on the CPU; 2 without a CUDA device. Whatever ends the process, every row has been printed, and
-    beyond its budget it ends with the stack of every thread.
+    ``--dry`` runs it on the CPU; 2 without a CUDA device, 3 where cases were left out for want of time. Whatever ends
+    the process, every row has been printed, and beyond its budget it ends with the stack of every thread.
     """
     parser = part.parser()
     parser.add_argument("--dry", action="store_true", help=argparse.SUPPRESS)
@@ -97,12 +99,11 @@ def gpu_main(part: Part, around: AbstractContextManager[Any] | None = None) -> i
     status = run.finish()
     if options.dry:
         print("dry run: nothing written")
-    return int(bool(run.failed)) if status == 1 else status  # a target that was missed is reported, and no error
+    if status == 1:  # a target that was missed is reported, and no error
+        status = int(bool(run.failed))
+    return LATE if status == 0 and run.left_out else status
 
 
 def destination(device: Device, part: str) -> Path:
     """``part.json`` in $OUT, or in the folder of this device beside this file."""
-    if os.environ.get("OUT"):
-        return Path(os.environ["OUT"]) / f"{part}.json"
-    folder = "".join(c if c.isalnum() else "-" for c in device.name.lower())
-    return Path(__file__).resolve().parent / "results" / folder / f"{part}.json"
+    return Path(os.environ.get("OUT") or results_folder(device.name)) / f"{part}.json"

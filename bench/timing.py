@@ -23,6 +23,7 @@ __all__ = [
     "interleaved",
     "quantile",
     "quiet_host",
+    "results_folder",
     "spread",
     "versions",
     "write_json",
@@ -141,3 +142,9 @@ def write_json(path: str | Path, content: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
     return path
+
+
+def results_folder(device_name: str) -> Path:
+    """The folder of a device's committed results."""
+    folder = "".join(c if c.isalnum() else "-" for c in device_name.lower())
+    return Path(__file__).resolve().parent / "results" / folder

@@ -1,6 +1,6 @@
 """What `make gpu-bench` and `make gpu-ranks` time, on the CPU, so that the first run on a GPU is not the first run."""
 
-import re
+import ast
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +10,16 @@ import gpu_run
 import pytest
 import torch
 
-from bench import gpu_bench, gpu_ranks, guard, report, timing
+from bench import gpu_bench, gpu_ranks, gpu_step, guard, report, timing
 from bench.device import GRACE_S, Device, gpu_main
 from bench.formulations import PEERS
 from bench.gpu_bench import Case
 from bench.harness import Clock
 from tritoncomm.core import ops
+from tritoncomm.demo import Settings
 
 ROOT = Path(__file__).parents[2]
+KERNELS = ROOT / "kernels" / "tritoncomm_kernels"
 
 
 def one_of_each() -> Iterator[Case]:
@@ -129,17 +131,34 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_the_run_on_a_gpu_fits_its_time() -> None:
-    """The limits of `make gpu`, and the budgets inside them."""
-    makefile = (ROOT / "Makefile").read_text()
-    limits = {
-        what: int(limit)
-        for limit, what in re.findall(r"timeout (\d+) \$\(PY\) \w+/(?:\w+/)?(\w+\.py(?: \w+)?)", makefile)
-    }
-    (tune,) = re.findall(r"timeout (\d+) \$\(PY\) -m tritoncomm tune --budget (\d+)", makefile)
-    assert re.findall(r"^\t-?\$\(MAKE\) gpu-(\w+)$", makefile, re.MULTILINE) == ["test", "ranks", "bench", "bench"]
-    assert sum(limits.values()) + limits["gpu_bench.py"] + int(tune[0]) <= 25 * 60
-    assert int(tune[0]) > int(tune[1])
+    """The limits of the parts of `make gpu`, and the budgets inside them."""
+    limits = {part.name: part.limit for part in gpu_run.PARTS}
+    assert sum(limits.values()) <= 25 * 60
     for name, budget in gpu_run.BUDGET_S.items():
-        assert limits[f"gpu_run.py {name}"] > budget + gpu_run.EACH_S / 4
-    for part in (gpu_bench.PART, gpu_ranks.PART):
-        assert limits[f"{part.name}.py"] >= part.budget_s + GRACE_S
+        assert limits[name] > budget + gpu_run.EACH_S / 4
+    for part, names in ((gpu_bench.PART, ("bench", "tuned")), (gpu_ranks.PART, ("local",))):
+        assert min(limits[name] for name in names) >= part.budget_s + GRACE_S
+    (tune,) = (part for part in gpu_run.PARTS if part.name == "tune")
+    assert tune.limit > float(tune.command[tune.command.index("--budget") + 1])
+
+
+def test_device_time_is_shared_out_by_owner(capsys: pytest.CaptureFixture[str]) -> None:
+    names = {node.name for path in KERNELS.glob("*.py") for node in ast.parse(path.read_text()).body
+             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")}  # fmt: skip
+    assert set(gpu_step.OURS) == names
+    times = [("_copy_kernel", 2.0), ("ncclDevKernel_AllGather", 3.0), ("sm90_gemm", 4.0), ("_segments_kernel", 1.0)]
+    owners = gpu_step.shares(times)
+    assert owners == {"tritoncomm": 3.0, "NCCL": 3.0, "others": 4.0}
+    settings = Settings(device="cpu")
+    assert gpu_step.report([owners, owners], 0.0, settings, dry=True) == 0
+    assert "1.5 us of a step on a rank,  30.0% of its device time" in capsys.readouterr().out
+    assert gpu_step.report([owners, owners], 1.0, settings, dry=True) == 1
+
+
+def test_a_step_is_profiled_on_every_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_step.py", "--dry"])
+    assert gpu_step.main() == 0
+    assert "cpu: 2 ranks over gloo" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["gpu_step.py"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_step.main() == 2

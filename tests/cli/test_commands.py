@@ -495,6 +495,18 @@ def test_doctor_looks_at_gpus_and_links(monkeypatch: pytest.MonkeyPatch) -> None
     assert (told["NCCL"].level, told["TRITON_INTERPRET"].level) == ("problem", "problem")
 
 
+def test_doctor_names_a_compute_mode_that_ranks_cannot_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: str(smi))
+    for mode, count, findings in (("Exclusive_Process", 1, 1), ("Default", 1, 0), ("Prohibited", 0, 0)):
+        smi.write_text(f"#!/bin/sh\necho {mode}\n")
+        smi.chmod(0o755)
+        assert doctor.compute_mode() == mode
+        assert [one.value for one in doctor._compute_mode(count)] == [mode] * findings
+    smi.write_text("#!/bin/sh\necho no driver; exit 9\n")
+    assert doctor.compute_mode() == ""
+
+
 def test_doctor_wants_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "NEEDED", {"torch": (99, 0), "no-such-package": (1, 0)})
     told = found(monkeypatch)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,22 @@ def test_last(): pass
 """
 
 
-def run(tmp_path: Path, seconds: float = 60, each: float = 3) -> list[dict[str, Any]]:
+def run(
+    tmp_path: Path, seconds: float = 60, each: float = 3, asked: Sequence[str] = ("test_it.py",)
+) -> list[dict[str, Any]]:
     (tmp_path / "conftest.py").write_text(CONFTEST)
-    path, progress, deadline = tmp_path / "test_it.py", tmp_path / "progress", time.monotonic() + seconds
-    command = gpu_run.command_for([str(path)], "cpu", progress, deadline, each)
+    progress, deadline = gpu_run.Progress(tmp_path / "progress"), time.monotonic() + seconds
+    progress.path.unlink(missing_ok=True)
+    progress.add(asked=[str(tmp_path / name) for name in asked])
+    command = gpu_run.command_for("cpu", progress, deadline, each)
     seen: list[Any] = []
-    runner = gpu_run.Run(command, gpu_run.Progress(progress), deadline, each, seen.append, tmp_path / "log")
+    runner = gpu_run.Run(command, progress, deadline, each, seen.append, tmp_path / "log")
     assert runner.run() == seen[-1]
     return seen[-1]
+
+
+def statuses(results: list[dict[str, Any]]) -> dict[str, str]:
+    return {result["test"].rpartition("/")[2]: result["outcome"] for result in results}
 
 
 @pytest.mark.slow
@@ -68,11 +77,126 @@ def test_what_there_is_no_time_for_is_reported(tmp_path: Path, capsys: pytest.Ca
         gpu_run.Plugin(gpu_run.Progress(tmp_path / "progress"), time.monotonic() - 1).pytest_runtest_setup()
 
 
-def test_tests_that_never_begin_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_run, "START_S", 110)  # a busy machine
-    (tmp_path / "test_it.py").write_text("import no_such_module\n")
-    with pytest.raises(RuntimeError, match=r"began no test: the process ended with 2\n(.*\n)*.*no_such_module"):
-        run(tmp_path, 110)
+def test_a_missing_module_or_test_fails_and_the_others_run(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("import no_such_module\ndef test_one(): pass\n")
+    (tmp_path / "test_other.py").write_text("def test_two(): pass\ndef test_three(): pass\n")
+    names = ["test_it.py::test_one", *(f"test_other.py::test_{name}" for name in ("three", "gone", "two"))]
+    results = run(tmp_path, 110, 110, names)
+    assert statuses(results) == {
+        "test_it.py": "failed",
+        "test_other.py::test_three": "passed",
+        "test_other.py::test_two": "passed",
+        "test_it.py::test_one": "failed",
+        "test_other.py::test_gone": "failed",
+    }
+    assert "no_such_module" in results[0]["message"]
+    assert "did not collect it" in results[-1]["message"]
+    assert gpu_run.summary(results) == (["2 passed, 3 failed, 0 skipped"], gpu_run.FAILED)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os._exit(1)",
+        pytest.param("import os; os._exit(0)", marks=pytest.mark.slow),
+        pytest.param("raise ImportError('broken plugin')", marks=pytest.mark.slow),
+    ],
+)
+def test_a_pytest_that_dies_before_the_first_test_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: str
+) -> None:
+    """Its exit status proves nothing: 1 is also that of an uncaught exception."""
+    (tmp_path / "test_it.py").write_text("def test_one(): pass\n")
+    monkeypatch.setattr(sys.modules[__name__], "CONFTEST", f"{code}\n")
+    (result,) = run(tmp_path, 110, 110)
+    assert (result["test"], result["outcome"]) == ("pytest", "failed")
+    assert "pytest began no test" in capsys.readouterr().out
+    assert gpu_run.summary([result])[1] == gpu_run.FAILED
+
+
+def test_the_summary_says_in_words_what_did_not_run() -> None:
+    passed = {"test": "a.py::test_a", "outcome": "passed", "message": ""}
+    pair = {"test": "b.py::test_b[1]", "outcome": "skipped", "message": "Skipped: needs two GPUs"}
+    late = {"test": "c.py::test_c", "outcome": "skipped", "message": f"Skipped: {gpu_run.LATE}"}
+    lines = ["1 passed, 0 failed, 2 skipped", "not run: test_b: needs two GPUs"]
+    assert gpu_run.summary([passed, pair, pair]) == (lines, gpu_run.PASSED)
+    assert gpu_run.summary([passed, late])[1] == gpu_run.LATE_STATUS
+    assert gpu_run.summary([passed, late, {**passed, "outcome": "failed"}])[1] == gpu_run.FAILED
+    assert gpu_run.summary([])[1] == gpu_run.FAILED
+
+
+def parts(tmp_path: Path, **codes: int | str) -> tuple[int, list[str]]:
+    """Exit status of parts that end with these codes, and the names of those that ran."""
+    made = []
+    for name, code in codes.items():
+        end = code if isinstance(code, str) else f"exit({code})"
+        text = f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} '); {end}"
+        made.append(gpu_run.Part(name, ("-c", text), 4, decides=name in ("test", "ranks")))
+    status = gpu_run.run_parts(made, tmp_path)
+    return status, (tmp_path / "ran").read_text().split()
+
+
+def test_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parts(tmp_path / ".", test=0, bench=0) == (gpu_run.PASSED, ["test", "bench"])
+    for codes, status, ran in (
+        ({"test": 1, "bench": 0}, gpu_run.FAILED, ["test"]),
+        ({"test": 3, "bench": 0}, gpu_run.LATE_STATUS, ["test", "bench"]),
+        ({"test": 3, "bench": 2, "tune": 0}, gpu_run.FAILED, ["test", "bench", "tune"]),
+        ({"bench": -9, "tune": 3}, gpu_run.FAILED, ["bench", "tune"]),
+    ):
+        (tmp_path / "ran").unlink()
+        assert parts(tmp_path, **codes) == (status, ran), codes
+    capsys.readouterr()
+    (tmp_path / "ran").unlink()
+    assert parts(tmp_path, ranks="import time; time.sleep(60)", tune=0) == (gpu_run.FAILED, ["ranks"])
+    shown = capsys.readouterr().out
+    assert "ranks    FAILED: it did not end within 4 s" in shown
+    assert "tune     not run, because ranks failed" in shown
+    assert "no exchange between GPUs ran" in shown
+
+
+def test_the_parts_keep_their_results_apart_and_install_nothing() -> None:
+    by_name = {part.name: part for part in gpu_run.PARTS}
+    assert list(by_name) == ["test", "ranks", "local", "step", "bench", "tune", "tuned"]
+    assert [name for name, part in by_name.items() if part.decides] == ["test", "ranks"]
+    assert by_name["bench"].command != by_name["tuned"].command
+    assert "--out" in by_name["tune"].command
+    assert by_name["tuned"].env == {"TRITONCOMM_TABLE": by_name["tune"].command[-1]}
+    for part in gpu_run.PARTS:
+        assert part.command[0] == "-m" or (ROOT / part.command[0]).is_file()
+
+
+def test_no_file_of_the_order_needs_more_than_pytest() -> None:
+    files = {test.partition("::")[0] for tests in gpu_run.ORDER.values() for test in tests}
+    for file in files:
+        assert "hypothesis" not in (ROOT / file).read_text(), file
+
+
+SMI = """#!/bin/sh
+case "$1" in
+  --query-gpu*)
+    echo "0, NVIDIA H100, 550.54, Exclusive_Process, Disabled, 1980 MHz, 1980 MHz, 2619 MHz, 650 W, 700 W, 31, 4 %" ;;
+  --query-compute-apps*) [ -z "$BUSY" ] || echo "GPU-1, 4711, python, 512 MiB" ;;
+esac
+"""
+
+
+def test_the_header_has_the_state_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(SMI)
+    smi.chmod(0o755)
+    monkeypatch.setattr(gpu_run.shutil, "which", lambda _: str(smi))
+    header = "\n".join(gpu_run.header())
+    for text in ("driver_version 550.54", "compute_mode Exclusive_Process", "mig.mode.current Disabled"):
+        assert text in header
+    for text in ("clocks.sm 1980 MHz", "power.limit 650 W", "power.max_limit 700 W", "no other process"):
+        assert text in header
+    monkeypatch.setenv("BUSY", "1")
+    assert "process_name python; used_memory 512 MiB" in "\n".join(gpu_run.header())
+    smi.write_text("#!/bin/sh\necho no driver; exit 9\n")
+    assert "failed: no driver" in "\n".join(gpu_run.header())
+    monkeypatch.setattr(gpu_run.shutil, "which", lambda _: None)
+    assert "no nvidia-smi" in "\n".join(gpu_run.header())
 
 
 def test_every_test_of_the_device_has_its_place_in_the_order() -> None:
@@ -107,5 +231,10 @@ def test_the_command_needs_nothing_but_pytest(tmp_path: Path, name: str, only: s
 def test_without_a_gpu_nothing_is_tested(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu_run.py", "test"])
     monkeypatch.setattr(gpu_run.torch.cuda, "is_available", lambda: False)
-    assert gpu_run.main() == 2
-    assert "nothing was tested" in capsys.readouterr().out
+
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 12040).")
+
+    monkeypatch.setattr(gpu_run.torch.cuda, "init", init)
+    assert gpu_run.main() == gpu_run.NO_DEVICE
+    assert "nothing was tested: The NVIDIA driver on your system is too old\n" in capsys.readouterr().out

@@ -11,6 +11,8 @@ from pool import Pool
 from threaded import launches_take_turns
 from torch import Tensor
 
+from tritoncomm.doctor import compute_mode
+
 __all__ = ["Device", "make_device"]
 
 STUBS = {"sm80": (8, 0), "sm90": (9, 0), "sm100": (10, 0)}
@@ -135,6 +137,8 @@ class Cuda(Device):
             if version < (2, 30):
                 pytest.skip(f"needs two GPUs, or NCCL 2.30 for two ranks on one; this is {version}")
             env = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2"}
+        if torch.cuda.device_count() < 2 and (mode := compute_mode()) not in ("", "Default"):
+            pytest.skip(f"needs two processes on one GPU, whose compute mode is {mode}")
         return Pool(2, backend, env, gpus=torch.cuda.device_count() if backend == "nccl" else 1)
 
 

@@ -1,21 +1,28 @@
-"""Tests on a GPU, those of most worth first, within a total time: ``python tests/helpers/gpu_run.py test``.
+"""A run on a GPU within a total time: ``python tests/helpers/gpu_run.py all``, or ``test`` or ``ranks`` alone.
 
-A GPU that met an illegal access answers no call of that process any more, and a collective that a rank has left never
-ends. So pytest runs in a process of its own, with this file as its plugin, which writes down every test that begins or
-ends. A process that dies, or whose test takes too long, is replaced by another that goes on with the next test. One
-line per test function, and every failure, is printed as soon as it is known. ``<run>.json`` in $OUT, when that is set,
-is written as often. Exits 0 when everything holds, 1 when something does not, 2 without a CUDA device.
+``all`` runs the parts of ``PARTS`` one after the other and keeps their results in one folder. It stops after the tests
+if these fail, because wrong kernels are not worth timing.
+
+``test`` and ``ranks`` run pytest, the tests of most worth first. A GPU that met an illegal access answers no call of
+that process any more, and a collective that a rank has left never ends. So pytest runs in a process of its own, with
+this file as its plugin, which writes down every test that begins or ends. A process that dies, or whose test takes too
+long, is replaced by another that goes on with the next test. One line per test function, and every failure, is printed
+as soon as it is known. ``gpu_<run>.json`` in $OUT, when that is set, is written as often.
+
+Exits 0 when everything ran and passed; tests that this machine cannot run are listed with the reason. Exits 1 when
+something failed or never ran, 2 without a CUDA device, 3 when nothing failed and the time was over before the end.
 """
 
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -27,10 +34,11 @@ from typing import Any
 import pytest
 import torch
 
-from bench.timing import versions, write_json
+from bench.timing import results_folder, versions, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
-ENDED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+PASSED, FAILED, NO_DEVICE, LATE_STATUS = 0, 1, 2, 3  # exit status
+COMPLETE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 LOST = 75  # exit status of a process whose GPU no longer answers
 SHOWN = 5  # different failures of a test function; the file has all
 EACH_S = 120  # of one test, which has crashed or hangs beyond that
@@ -91,7 +99,7 @@ BUDGET_S = {"test": 345, "ranks": 90}  # later tests are skipped, visibly
 
 @dataclass
 class Progress:
-    """A file with one line of JSON for every test that has begun, and for every test that has ended."""
+    """A file of JSON lines: the tests that are asked for, then every test that begins, and every test that ends."""
 
     path: Path
 
@@ -99,21 +107,68 @@ class Progress:
         with self.path.open("a") as file:
             file.write(json.dumps(event) + "\n")
 
-    def read(self) -> tuple[list[str], dict[str, dict[str, Any]]]:
-        """Tests in the order they have begun, and results by test."""
-        lines = [json.loads(line) for line in self.path.read_text().splitlines() if line.endswith("}")]
-        return [line["begun"] for line in lines if "begun" in line], {x["test"]: x for x in lines if "test" in x}
+    def read(self) -> "Events":
+        return Events([json.loads(line) for line in self.path.read_text().splitlines() if line.endswith("}")])
+
+
+@dataclass
+class Events:
+    """The lines of a ``Progress``.
+
+    Attributes:
+        lines: decoded, in order.
+    """
+
+    lines: list[dict[str, Any]]
+
+    @property
+    def asked(self) -> list[str]:
+        """Files, or ``file::function``, in the order in which they run."""
+        return next((line["asked"] for line in self.lines if "asked" in line), [])
+
+    @property
+    def collected(self) -> set[str]:
+        """The part of ``asked`` that pytest found."""
+        return {test for line in self.lines for test in line.get("collected", ())}
+
+    @property
+    def begun(self) -> list[str]:
+        return [line["begun"] for line in self.lines if "begun" in line]
+
+    @property
+    def results(self) -> dict[str, dict[str, Any]]:
+        """The last result of every test."""
+        return {line["test"]: line for line in self.lines if "test" in line}
+
+    @property
+    def sessions(self) -> list[int]:
+        """Exit status of every pytest that came to its end."""
+        return [line["session"] for line in self.lines if "session" in line]
 
 
 class Plugin:
-    """In pytest: leave out what has begun, skip what is late, write down the rest."""
+    """In pytest: order the tests, leave out what has begun, skip what is late, write down the rest."""
 
     def __init__(self, progress: Progress, deadline: float) -> None:
         self.progress, self.deadline = progress, deadline
-        self.begun, self.reports = set(progress.read()[0]), []
+        events = progress.read()
+        self.begun, self.reports = set(events.begun), []
+        self.asked = {_place(test): (i, test) for i, test in enumerate(events.asked)}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if item.nodeid not in self.begun]
+        chosen: list[tuple[int, str, pytest.Item]] = []
+        for item in items:
+            function = item.name.partition("[")[0]
+            asked = self.asked.get((item.path, function)) or self.asked.get((item.path, ""))
+            if asked is not None:
+                chosen.append((*asked, item))
+        chosen.sort(key=lambda one: one[0])
+        self.progress.add(collected=list(dict.fromkeys(test for _, test, _ in chosen)))
+        items[:] = [item for _, _, item in chosen if item.nodeid not in self.begun]
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.progress.add(test=report.nodeid, outcome="failed", seconds=0.0, message=report.longreprtext[-4000:])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.progress.add(begun=nodeid)
@@ -135,6 +190,15 @@ class Plugin:
         self.progress.add(test=nodeid, outcome=outcome, seconds=seconds, message=text[-4000:])
         if outcome == "failed" and not _gpu_answers():
             os._exit(LOST)
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self.progress.add(session=int(exitstatus))
+
+
+def _place(test: str) -> tuple[Path, str]:
+    """Path and function of ``file::function``; no function for a file."""
+    path, _, function = test.partition("::")
+    return (ROOT / path).resolve(), function
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -171,23 +235,36 @@ class Run:
 
     def run(self) -> list[dict[str, Any]]:
         """Start processes until one has gone through all tests that are left; the results."""
-        self.progress.path.touch()
         while time.monotonic() < self.deadline:
-            before, status, problem = len(self.progress.read()[0]), *self._one_process()
-            begun, ended = self.progress.read()
-            for test in begun:
-                if test not in ended:
+            before = self.progress.read()
+            status, problem = self._one_process()
+            events = self.progress.read()
+            for test in events.begun:
+                if test not in events.results:
                     print(f"{test}: {problem}", flush=True)
-                    self.progress.add(test=test, outcome="failed", seconds=0.0, message=problem)
-            if status in ENDED or (status == pytest.ExitCode.NO_TESTS_COLLECTED and begun):
+                    self._fail(test, problem)
+            if len(events.sessions) > len(before.sessions) and status in COMPLETE:
+                self._fail_uncollected(events)
                 break
-            if len(begun) == before:
-                raise RuntimeError(f"pytest began no test: {problem}\n{self.log.read_text()[-4000:]}")
+            if len(events.begun) == len(before.begun):
+                text = f"pytest began no test: {problem}\n{self.log.read_text()[-4000:]}"
+                print(text, flush=True)
+                self._fail("pytest", text)
+                break
             print(f"{problem}; another process goes on", flush=True)
         else:
             self.progress.add(test="all that has not begun", outcome="skipped", seconds=0.0, message=LATE)
         self.update(final=True)
         return self.results
+
+    def _fail(self, test: str, message: str) -> None:
+        self.progress.add(test=test, outcome="failed", seconds=0.0, message=message)
+
+    def _fail_uncollected(self, events: Events) -> None:
+        """A test that is asked for and that pytest did not find is a failure."""
+        for test in events.asked:
+            if test not in events.collected:
+                self._fail(test, "it is asked for, and pytest did not collect it")
 
     def _one_process(self) -> tuple[int, str]:
         """Its exit status and how it ended, no later than it may."""
@@ -208,7 +285,7 @@ class Run:
 
     def update(self, final: bool = False) -> None:
         """Print every test function that is complete, and write all results."""
-        self.results = list(self.progress.read()[1].values())
+        self.results = list(self.progress.read().results.values())
         groups = [(name, list(tests)) for name, tests in groupby(self.results, _function)]
         for name, tests in groups[self.printed : len(groups) - (not final)]:
             outcomes = [test["outcome"] for test in tests]
@@ -231,7 +308,9 @@ def _function(test: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _child(command: Sequence[str], log: Any) -> Iterator[subprocess.Popen[bytes]]:
+def _child(
+    command: Sequence[str], log: Any, more: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """A child that takes all of its own children with it, also when this process is told to end."""
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -239,7 +318,7 @@ def _child(command: Sequence[str], log: Any) -> Iterator[subprocess.Popen[bytes]
 
     before = signal.signal(signal.SIGTERM, end)
     paths = [str(Path(__file__).parent), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    env = {**os.environ, **(more or {}), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     child = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, start_new_session=True)
     try:
         yield child
@@ -250,43 +329,190 @@ def _child(command: Sequence[str], log: Any) -> Iterator[subprocess.Popen[bytes]
         signal.signal(signal.SIGTERM, before)
 
 
-def command_for(tests: Sequence[str], device: str, progress: Path, deadline: float, each: float) -> list[str]:
-    """pytest without any plugin that is not its own: what the settings of the repository name may be missing."""
+def command_for(device: str, progress: Progress, deadline: float, each: float) -> list[str]:
+    """pytest over the files of the tests that are asked for, which ``Plugin`` chooses from.
+
+    Without any plugin that is not its own: the plugins that the settings of the repository name may be missing. Files
+    are named, not functions: pytest refuses a command with a function whose file cannot be imported.
+    """
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-o", "addopts=--import-mode=importlib"]
     command += ["-W", "ignore", "-p", "no:cacheprovider", "-p", "no:timeout", "-p", "gpu_run"]
-    command += ["-o", f"faulthandler_timeout={0.9 * each}", "--device", device]
-    return [*command, "--progress", str(progress), "--deadline", str(deadline), *tests]
+    command += ["-o", f"faulthandler_timeout={0.9 * each}", "--continue-on-collection-errors", "--device", device]
+    files = dict.fromkeys(test.partition("::")[0] for test in progress.read().asked)
+    return [*command, "--progress", str(progress.path), "--deadline", str(deadline), *files]
+
+
+def summary(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], int]:
+    """The last lines of a run, and its exit status."""
+    outcomes = [result["outcome"] for result in results]
+    lines = [", ".join(f"{outcomes.count(one)} {one}" for one in ("passed", "failed", "skipped"))]
+    by_reason: dict[str, list[str]] = {}
+    for result in results:
+        if result["outcome"] == "skipped":
+            by_reason.setdefault(result["message"].removeprefix("Skipped: "), []).append(_function(result))
+    for reason, functions in by_reason.items():
+        names = ", ".join(name.rpartition("::")[2] for name in dict.fromkeys(functions))
+        lines.append(f"not run: {names}: {reason}")
+    if "failed" in outcomes or not outcomes:
+        return lines, FAILED
+    return lines, LATE_STATUS if LATE in by_reason else PASSED
+
+
+def header() -> list[str]:
+    """The machine: versions, and for every GPU its driver, clocks, power cap, MIG, mode and other processes."""
+    lines = [f"torch {torch.__version__}, CUDA {torch.version.cuda}, HIP {torch.version.hip}"]
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return [*lines, "no nvidia-smi here: driver, clocks, power cap, MIG and other processes are unknown"]
+    fields = ("index", "name", "driver_version", "compute_mode", "mig.mode.current", "clocks.sm", "clocks.max.sm")
+    fields += ("clocks.mem", "power.limit", "power.max_limit", "temperature.gpu", "utilization.gpu")
+    queries = [("--query-gpu", fields), ("--query-compute-apps", ("gpu_uuid", "pid", "process_name", "used_memory"))]
+    for query, names in queries:
+        command = [smi, f"{query}={','.join(names)}", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            lines.append(f"nvidia-smi {query} failed: {error}")
+            continue
+        if done.returncode:
+            lines.append(f"nvidia-smi {query} failed: {(done.stdout + done.stderr).strip()}")
+        for row in done.stdout.splitlines() if not done.returncode else ():
+            pairs = zip(names, row.split(", "), strict=False)
+            lines.append("; ".join(f"{name} {value}" for name, value in pairs))
+        if not done.returncode and "apps" in query and not done.stdout.strip():
+            lines.append("no other process on the GPUs")
+    return lines
+
+
+def why_no_device() -> str:
+    """torch's own reason why there is no CUDA device."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # the second from a build without CUDA
+        return str(error).splitlines()[0]
+    return "torch.cuda.is_available() is False, and torch.cuda.init() passes"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of ``all``.
+
+    Attributes:
+        name: in the summary.
+        command: after the interpreter; ``{out}`` stands for the folder of the results.
+        limit: seconds after which it is killed.
+        env: more variables.
+        decides: later parts run only if this one passes or is out of time.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    limit: int
+    env: Mapping[str, str] = field(default_factory=dict)
+    decides: bool = False
+
+
+_RUN, _BENCH = "tests/helpers/gpu_run.py", "bench/gpu_bench.py"
+_TABLES = "{out}/tables"
+# The limits add up to less than 25 minutes. The benchmark runs twice: with the built-in tiles, then with the table.
+PARTS = (
+    Part("test", (_RUN, "test"), 376, decides=True),
+    Part("ranks", (_RUN, "ranks"), 125, decides=True),
+    Part("local", ("bench/gpu_ranks.py",), 55),
+    Part("step", ("bench/gpu_step.py",), 60),
+    Part("bench", (_BENCH, "--json", "{out}/gpu_bench.json"), 265),
+    Part("tune", ("-m", "tritoncomm", "tune", "--budget", "300", "--out", _TABLES), 335),
+    Part("tuned", (_BENCH, "--json", "{out}/gpu_bench_tuned.json"), 265, {"TRITONCOMM_TABLE": _TABLES}),
+)
+
+
+def run_parts(parts: Sequence[Part], folder: Path) -> int:
+    """Run parts one after the other, print how each ended, and return the exit status of all."""
+    ends: dict[str, str] = {}
+    stopped = ""
+    worst = PASSED
+    for part in parts:
+        if stopped:
+            ends[part.name] = f"not run, because {stopped} failed"
+            continue
+        print(f"\n== {part.name}, at most {part.limit} s", flush=True)
+        started, status = time.monotonic(), _run_part(part, folder)
+        word = {PASSED: "passed", LATE_STATUS: "incomplete: the time was over"}.get(status, f"FAILED with {status}")
+        if status == subprocess.TimeoutExpired:
+            word = f"FAILED: it did not end within {part.limit} s"
+        ends[part.name] = f"{word}, {time.monotonic() - started:.0f} s"
+        if status == LATE_STATUS:
+            worst = worst or LATE_STATUS
+        elif status != PASSED:
+            worst = FAILED
+            stopped = part.name if part.decides else ""
+    print(f"\nresults in {folder}")
+    if (folder / "tables").is_dir():
+        print(f"the tuned table is used with TRITONCOMM_TABLE={folder / 'tables'}; nothing is installed")
+    for name, end in ends.items():
+        print(f"{name:8} {end}")
+    if torch.cuda.device_count() < 2:
+        print(
+            "one GPU: no exchange between GPUs ran. Point-to-point, batches, uneven lists of several ranks, the capture"
+        )
+        print("of a real exchange, and every time of an exchange are untested here.")
+    return worst
+
+
+def _run_part(part: Part, folder: Path) -> Any:
+    """Exit status of the part, or ``subprocess.TimeoutExpired``."""
+    command = [sys.executable, *(word.format(out=folder) for word in part.command)]
+    env = {"OUT": str(folder)} | {name: value.format(out=folder) for name, value in part.env.items()}
+    with _child(command, None, env) as child:
+        try:
+            return child.wait(part.limit)
+        except subprocess.TimeoutExpired:
+            return subprocess.TimeoutExpired
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Tests on a GPU within a total time.")
-    parser.add_argument("run", choices=ORDER)
+    parser = argparse.ArgumentParser(description="Tests and benchmarks on a GPU within a total time.")
+    parser.add_argument("run", choices=("all", *ORDER))
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--only", default="", help="only test functions whose name contains this")
     parser.add_argument("--budget", type=float, help="seconds after which nothing new starts")
+    names = [part.name for part in PARTS]
+    parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART", help=" ".join(names))
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("gpu_run: no CUDA device here; nothing was tested")
-        return 2
-    started = time.monotonic()
+        print("\n".join(header()))
+        print(f"gpu_run: no CUDA device here, nothing was tested: {why_no_device()}")
+        return NO_DEVICE
     name = torch.cuda.get_device_name(0) if options.device == "cuda" else options.device
+    if options.run == "all":
+        folder = Path(os.environ.get("OUT") or results_folder(name)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = header()
+        (folder / "machine.txt").write_text("\n".join(lines) + "\n")
+        print("\n".join(lines), flush=True)
+        return run_parts([part for part in PARTS if part.name in options.parts], folder)
+    return run_tests(options.run, name, options.device, options.only, options.budget)
+
+
+def run_tests(run: str, name: str, device: str, only: str, budget: float | None) -> int:
+    """Run the tests of ``ORDER[run]`` whose names contain ``only``; the exit status."""
+    started = time.monotonic()
     print(f"device: {name}, torch {torch.__version__}", flush=True)
     content = {"device": name, "versions": versions()}
 
     def save(results: list[dict[str, Any]]) -> None:
         if out := os.environ.get("OUT"):
-            write_json(f"{out}/gpu_{options.run}.json", {**content, "tests": results})
+            write_json(f"{out}/gpu_{run}.json", {**content, "tests": results})
 
     with tempfile.TemporaryDirectory() as folder:
-        progress, log = Path(folder) / "progress", Path(folder) / "log"
-        deadline = started + (options.budget or BUDGET_S[options.run])
-        tests = [test for test in ORDER[options.run] if options.only in test]
-        command = command_for(tests, options.device, progress, deadline, EACH_S)
-        results = Run(command, Progress(progress), deadline, EACH_S, save, log).run()
-    outcomes = [result["outcome"] for result in results]
-    counts = ", ".join(f"{outcomes.count(one)} {one}" for one in ("passed", "failed", "skipped"))
-    print(f"{counts}, {time.monotonic() - started:.0f} s")
-    return 1 if "failed" in outcomes else 0
+        progress, log = Progress(Path(folder) / "progress"), Path(folder) / "log"
+        deadline = started + (budget or BUDGET_S[run])
+        progress.add(asked=[test for test in ORDER[run] if only in test])
+        command = command_for(device, progress, deadline, EACH_S)
+        results = Run(command, progress, deadline, EACH_S, save, log).run()
+    lines, status = summary(results)
+    print(f"{lines[0]}, {time.monotonic() - started:.0f} s", *lines[1:], sep="\n")
+    return status
 
 
 if __name__ == "__main__":

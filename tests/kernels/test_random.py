@@ -123,3 +123,27 @@ def test_overlaps_in_the_wire_are_refused(blocks: list[tuple[int, int, int, int]
     else:
         with pytest.raises(ValueError, match="belong to two rows"):
             Segments(rows, [torch.bfloat16])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 40), st.integers(0, 90), st.lists(st.integers(-3, 45), max_size=50), st.sampled_from([0, 1, 2, 8]),
+    st.sampled_from([torch.int8, torch.bfloat16, torch.float32, torch.int64]), st.booleans(),
+)  # fmt: skip
+def test_random_rows(count: int, row: int, some: list[int], gap: int, dtype: torch.dtype, is_long: bool) -> None:
+    """Kernel and twin write the same bits, surroundings included, and there and back a permutation is the identity."""
+    x = random_bits((count, row + gap), dtype)[:, gap:] if count and row else torch.empty(count, row, dtype=dtype)
+    index = torch.tensor(some, dtype=torch.int64 if is_long else torch.int32)
+    results = []
+    for module in (kernels, reference):
+        out, raw = guarded((len(some), row), dtype)
+        assert module.gather_rows(x, index, out) == (2 * out.nbytes + index.nbytes if row else 0)
+        assert canaries_live(raw)
+        results.append(out)
+    assert torch.equal(bits(results[0]), bits(results[1]))
+    order = torch.randperm(count)
+    for module in (kernels, reference):
+        there, back = torch.empty(count, row, dtype=dtype), torch.empty(count, row, dtype=dtype)
+        module.gather_rows(x, order, there)
+        module.scatter_rows(there, order, back)
+        assert torch.equal(bits(back), bits(x.contiguous()))

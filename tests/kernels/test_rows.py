@@ -7,8 +7,6 @@ import torch
 import tritoncomm_kernels as kernels
 from bits import bits, random_bits
 from devices import Device
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kernel_cases import canaries_live, guarded
 from tritoncomm_kernels import reference
 
@@ -45,30 +43,6 @@ def test_rows_by_index(device: Device, module: Any, dtype: torch.dtype, index_dt
         before = bits(out).clone()
         module.scatter_rows(source[count:], index[count:], out)
         assert torch.equal(bits(out), before)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.integers(0, 40), st.integers(0, 90), st.lists(st.integers(-3, 45), max_size=50), st.sampled_from([0, 1, 2, 8]),
-    st.sampled_from([torch.int8, torch.bfloat16, torch.float32, torch.int64]), st.booleans(),
-)  # fmt: skip
-def test_random_rows(count: int, row: int, some: list[int], gap: int, dtype: torch.dtype, is_long: bool) -> None:
-    """Kernel and twin write the same bits, surroundings included, and there and back a permutation is the identity."""
-    x = random_bits((count, row + gap), dtype)[:, gap:] if count and row else torch.empty(count, row, dtype=dtype)
-    index = torch.tensor(some, dtype=torch.int64 if is_long else torch.int32)
-    results = []
-    for module in MODULES:
-        out, raw = guarded((len(some), row), dtype)
-        assert module.gather_rows(x, index, out) == (2 * out.nbytes + index.nbytes if row else 0)
-        assert canaries_live(raw)
-        results.append(out)
-    assert torch.equal(bits(results[0]), bits(results[1]))
-    order = torch.randperm(count)
-    for module in MODULES:
-        there, back = torch.empty(count, row, dtype=dtype), torch.empty(count, row, dtype=dtype)
-        module.gather_rows(x, order, there)
-        module.scatter_rows(there, order, back)
-        assert torch.equal(bits(back), bits(x.contiguous()))
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -22,7 +22,7 @@ from tritoncomm import launchers, variables
 from tritoncomm.doctor import selftest
 from tritoncomm.errors import GroupError
 
-__all__ = ["Finding", "examine"]
+__all__ = ["Finding", "compute_mode", "examine"]
 
 NEEDED = {"torch": (2, 11), "triton": (3, 6)}
 VARIABLES = (
@@ -59,6 +59,7 @@ def examine(self_test: bool = True) -> Iterator[Finding]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [torch.cuda.get_device_properties(index) for index in range(count)]
     yield from _gpus(gpus)
+    yield from _compute_mode(count)
     yield from _links(count)
     yield from _tables({(gpu.name, gpu.multi_processor_count) for gpu in gpus})
     yield from _launcher()
@@ -145,6 +146,24 @@ def _gpus(gpus: Sequence[Any]) -> Iterator[Finding]:
     for index, gpu in enumerate(gpus):
         size = f"{gpu.total_memory / 2**30:.0f} GiB, {gpu.multi_processor_count} SMs"
         yield Finding(f"GPU {index}", f"{gpu.name}, {size}, compute capability {gpu.major}.{gpu.minor}")
+
+
+def compute_mode() -> str:
+    """Compute mode of the first GPU as ``nvidia-smi`` names it, empty where it does not say."""
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return ""
+    command = [smi, "--query-gpu=compute_mode", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""
+
+
+def _compute_mode(count: int) -> Iterator[Finding]:
+    """A mode in which a GPU takes one process at a time, or none."""
+    mode = compute_mode() if count else ""
+    if mode not in ("", "Default"):
+        advice = "several ranks cannot share a GPU, as the demo's do on one: a GPU for each, or `nvidia-smi -c DEFAULT`"
+        yield Finding("compute mode", mode, "note", advice)
 
 
 def _links(count: int) -> Iterator[Finding]:
