@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
-from tritoncomm.core import eager, heads
+from tritoncomm.core import compiled, eager, heads
 from tritoncomm.core.function import direct, without_graph
 from tritoncomm.core.head_plan import HEAD_DIM, HeadShare, Layout, split_heads
 from tritoncomm.core.plan import Ints, check_split_sizes, located, normalize_sizes
@@ -150,7 +150,7 @@ def to_heads(
     Shape: ``[b, s, H, d] -> [b, S, h, d]`` for every tensor, in one message each way.
     """
     if is_compiling():
-        return _traced_to_heads(tensors, layout, group, names)
+        return compiled.traced(to_heads, _traced_to_heads, names[0])(tensors, layout, group, names)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return _Exchanged.apply(*_TO_HEADS, layout, group, names, *tensors)
     return heads.to_heads([without_graph(x) for x in tensors], layout, group, names[0])
@@ -162,7 +162,7 @@ def to_sequence(out: Tensor, layout: Layout, group: ProcessGroup, names: tuple[s
     Shape: ``[b, S, h, d] -> [b, s, H, d]``.
     """
     if is_compiling():
-        return _traced_to_sequence(out, layout, group, names)
+        return compiled.traced(to_sequence, _traced_to_sequence, names[0])(out, layout, group, names)
     if torch.is_grad_enabled() and out.requires_grad:
         return _Exchanged.apply(*_TO_SEQUENCE, layout, group, names, out)[0]
     return heads.to_sequence((without_graph(out),), layout, group, names[0])[0]

@@ -15,10 +15,11 @@ from blocks import BLOCKS, HIDDEN, make_block
 from pool import Pool
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from tritoncomm import collective, record, ulysses
 from tritoncomm import mappings as m
-from tritoncomm import record
-from tritoncomm.errors import ShapeError
+from tritoncomm.errors import ShapeError, UnsupportedError
 
 CALLS = 20
 LENGTHS = (8, 12, 20)
@@ -323,3 +324,32 @@ def one_rank_is_eager(group: ProcessGroup, backend: str) -> int:
     for ours, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(ours, theirs)
     return counted[0]
+
+
+def run_traced(group: ProcessGroup) -> None:
+    """``make_fx`` records no wait: refused before anything is sent. ``torch.export`` has the functional form."""
+    x = torch.arange(16.0).view(4, 4).add(group.rank())
+    calls = (
+        lambda x: m.all_to_all_sp2hp(x, group),
+        lambda x: m.gather_from_sequence_parallel_region(x, group=group, output_split_sizes=[4, 4]),
+        lambda x: m.reduce_from_tensor_model_parallel_region(x.requires_grad_(), group),
+        lambda x: collective.split_reduce_scatter([x, x], 0, group)[0],
+        lambda x: ulysses.UlyssesAttention(group)(*[x.view(1, 4, 2, 2)] * 3),
+    )
+    for call in calls:
+        for mode in ("real", "fake"):
+            with pytest.raises(UnsupportedError, match="make_fx does not record the wait for a collective"):
+                make_fx(call, tracing_mode=mode)(x.clone())
+
+    class Program(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return m.all_to_all_sp2hp(x * 2, group).sin()
+
+    for strict in (False, True):
+        program = torch.export.export(Program(), (x,), strict=strict)
+        assert any("wait_tensor" in str(node.target) for node in program.graph.nodes)
+        assert torch.equal(program.module()(x), m.all_to_all_sp2hp(x * 2, group).sin())
+
+
+def test_traced_calls(pool: Pool) -> None:
+    pool.run(run_traced)

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -483,15 +484,79 @@ def test_refused_hops_are_not_compared(pair: Pool) -> None:
     pair.run(run_hash_of_refused_hops)
 
 
-def run_compiled(group: ProcessGroup) -> str:
+MAPPED: tuple[Callable[[torch.Tensor, ProcessGroup], torch.Tensor], ...] = (
+    lambda x, group: m.all_gather_dim(x, 1, group),
+    m.copy_to_tensor_model_parallel_region,
+    lambda x, group: m.all_to_all(group, x, *[([3, 1], [1, 3])[group.rank()]] * 2),
+    m.reduce_from_tensor_model_parallel_region,
+    lambda x, group: m.reduce_scatter_dim(x, 1, group),
+    lambda x, group: m.split_dim(x, 0, group),
+    lambda x, group: m.all_to_all_dims(x, 0, 1, group),
+    m.all_to_all_sp2hp,
+    m.all_to_all_hp2sp,
+    m.scatter_to_tensor_model_parallel_region,
+    m.gather_from_tensor_model_parallel_region,
+    m.scatter_to_sequence_parallel_region,
+    lambda x, group: m.gather_from_sequence_parallel_region(x, group=group),
+    m.reduce_scatter_to_sequence_parallel_region,
+    m.all_gather_last_dim_from_tensor_parallel_region,
+    m.reduce_scatter_last_dim_to_tensor_parallel_region,
+)
+
+
+def run_compiled(group: ProcessGroup, count: int, setting: bool) -> None:
+    """Values and gradients of a compiled program of ``count`` mappings, as without a compiler."""
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute")  # torch hides it where warnings are no errors
     tritoncomm.destroy()
+
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        return [mapped(x * 2, group).sin() for mapped in MAPPED[:count]]
+
+    with variables.CHECK.override(True) if setting else variables.HASH.override(1):
+        results = []
+        for run in (program, torch.compile(program, backend="aot_eager")):
+            x = torch.arange(16.0).view(4, 4).add(group.rank()).requires_grad_()
+            outputs = run(x)
+            torch.stack([y.square().sum() for y in outputs]).sum().backward()
+            results.append([*outputs, x.grad])
+        for eager, compiled in zip(*results, strict=True):
+            assert torch.equal(eager, compiled)
+
+
+def run_compiled_differently(group: ProcessGroup) -> str:
+    tritoncomm.destroy()
+    torch._dynamo.reset()
+    with p2p.check():
+        return text_of(
+            lambda: torch.compile(lambda x: m.all_gather_dim(x, group.rank(), group).sin(), backend="eager")(T(2, 2))
+        )
+
+
+def run_as_one_graph(group: ProcessGroup) -> str:
+    tritoncomm.destroy()
+    torch._dynamo.reset()
     with p2p.check(), pytest.raises(Exception) as caught:
         torch.compile(lambda x: m.all_gather_dim(x, 0, group), backend="eager", fullgraph=True)(T(2, 2))
     return str(caught.value)
 
 
-def test_compiled_calls_are_refused_by_name(pair: Pool) -> None:
-    for text in pair.run(run_compiled):
+@pytest.mark.parametrize(
+    ("count", "setting"), [(4, True), (4, False), pytest.param(len(MAPPED), True, marks=pytest.mark.slow)]
+)
+def test_compiled_programs_are_checked_outside_of_their_graphs(pair: Pool, count: int, setting: bool) -> None:
+    """Torch compiles the frames of a mapping up to the break in each, so that a program of all takes 40 s."""
+    pair.run(run_compiled, count, setting)
+
+
+def test_compiled_programs_that_differ_are_named(pair: Pool) -> None:
+    for text in pair.run(run_compiled_differently):
+        assert "dim=0" in text
+        assert "dim=1" in text
+        assert text.count("test_check.py:") == 2
+
+
+def test_one_graph_is_refused_by_name(pair: Pool) -> None:
+    for text in pair.run(run_as_one_graph):
         assert "all_gather_dim: check mode" in text
 
 

@@ -45,6 +45,16 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "check mode is traced into graphs", "tritoncomm/core/compiled.py",
+        "if not (variables.CHECK.value or variables.HASH.value):", "if not variables.HASH.value:",
+        "tests/debug/test_check.py",
+    ),
+    Mutation(
+        "make_fx records an exchange without its wait", "tritoncomm/core/validation.py",
+        "    if _modes():\n        refuse_tracing(name)\n    if type(x) is not Tensor or x.layout",
+        "    if type(x) is not Tensor or x.layout", "tests/core/test_compile.py",
+    ),
+    Mutation(
         "sizes that do not fit run where the shards do", "tritoncomm/tensor/rules/engine.py",
         "setdefault(label, size) != size and", "setdefault(label, size) < 0 and",
         "tests/tensor/test_sizes_that_do_not_fit.py",

@@ -5,7 +5,8 @@ one graph serves every sequence length. Arguments are checked while a call is tr
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,9 +15,12 @@ from torch.distributed import ProcessGroup
 from tritoncomm import record, variables
 from tritoncomm.core import ops, plan
 from tritoncomm.core.plan import CollectivePlan, Ints
-from tritoncomm.errors import CommError, UnsupportedError
+from tritoncomm.errors import CommError
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "reduce_scatter", "split"]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "reduce_scatter", "split", "traced"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _library = torch.library.Library("tritoncomm", "DEF")
 _library.define("pack(Tensor x, int dim, int world, SymInt[]? sizes, str name) -> Tensor")
@@ -94,15 +98,17 @@ def _sum_of(x: Tensor) -> str:
     return "max" if x.dtype is torch.bool else "sum"
 
 
-def _world(group: ProcessGroup, name: str) -> int:
-    """Number of ranks.
+def traced(function: Callable[P, T], functional: Callable[P, T], name: str) -> Callable[P, T]:
+    """The form of a call that torch.compile traces: ``functional``; in check mode ``function``, outside of the graph.
 
-    Raises:
-        UnsupportedError: in check mode, which compares calls on the host.
+    Check mode compares calls on the host, so the graph breaks there. With ``fullgraph=True`` torch raises, and names
+    the reason.
     """
-    if variables.CHECK.value or variables.HASH.value:
-        raise UnsupportedError(f"{name}: check mode (TRITONCOMM_CHECK) does not compare compiled calls; turn one off")
-    return group.size()
+    if not (variables.CHECK.value or variables.HASH.value):
+        return functional
+    torch._dynamo.graph_break(f"{name}: check mode (TRITONCOMM_CHECK) compares calls on the host, outside of graphs")
+    outside: Any = torch.compiler.disable(function)
+    return outside
 
 
 def _plan(function: Any, x: Tensor, group: ProcessGroup, name: str, *args: Any) -> CollectivePlan:
@@ -127,7 +133,7 @@ def _all_to_all(
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
     """Concatenate the ranks' tensors along ``dim``."""
-    world = _world(group, name)
+    world = group.size()
     if world == 1:
         return x
     planned = _plan(plan.all_gather, x, group, name, dim, world, group.rank(), sizes)
@@ -158,7 +164,7 @@ def _packed(x: Tensor, dim: int, world: int, sizes: Ints | None, name: str) -> T
 
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
     """Sum over the ranks and keep this rank's shard of ``dim``."""
-    world = _world(group, name)
+    world = group.size()
     if world == 1:
         return x
     planned = _plan(plan.reduce_scatter, x, group, name, dim, world, group.rank(), sizes)
@@ -173,7 +179,7 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None,
 
 def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
     """This rank's shard of ``dim``; plain torch, which inductor fuses with what follows."""
-    if _world(group, name) == 1:
+    if group.size() == 1:
         return x
     try:
         start, size = plan.split(x.shape, dim, group.size(), group.rank(), sizes)
@@ -186,7 +192,7 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
 
 def all_reduce(x: Tensor, group: ProcessGroup, name: str) -> Tensor:
     """Sum over the ranks, never in place: inductor reuses the buffer where it can."""
-    world = _world(group, name)
+    world = group.size()
     if world == 1:
         return x
     pending = _c10d.all_reduce(x.contiguous(), _sum_of(x), group.group_name)
@@ -197,7 +203,7 @@ def all_to_all_single(
     x: Tensor, group: ProcessGroup, out_sizes: Ints | None, in_sizes: Ints | None, name: str
 ) -> Tensor:
     """All-to-all along dim 0, always by split sizes: the functional collective has no even form."""
-    world = _world(group, name)
+    world = group.size()
     if world == 1:
         return x
     planned = _plan(plan.all_to_all_single, x, group, name, world, group.rank(), out_sizes, in_sizes)
@@ -221,7 +227,7 @@ def all_to_all(
     gather_sizes: Ints | None = None,
 ) -> Tensor:
     """Split ``scatter_dim`` over the ranks and concatenate ``gather_dim`` from them."""
-    world = _world(group, name)
+    world = group.size()
     if world == 1:
         return x if shape is None else x.reshape(shape)
     sizes = scatter_sizes, gather_sizes

@@ -46,7 +46,7 @@ def all_gather(
 ) -> Any:
     """Concatenate the ranks' tensors along ``dim``; a tensor, or (tensor, handle) when asynchronous."""
     if is_compiling():
-        return compiled.all_gather(x, dim, group, sizes, name)
+        return compiled.traced(all_gather, compiled.all_gather, name)(x, dim, group, sizes, name)
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
@@ -107,7 +107,7 @@ def reduce_scatter(
 ) -> Any:
     """Reduce over the ranks and keep this rank's shard of ``dim``; (tensor, handle) when asynchronous."""
     if is_compiling():
-        return compiled.reduce_scatter(x, dim, group, sizes, name)
+        return compiled.traced(reduce_scatter, compiled.reduce_scatter, name)(x, dim, group, sizes, name)
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
@@ -146,7 +146,7 @@ def reduce_scatter(
 def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
     """This rank's shard of ``dim``, contiguous; a view of ``x`` where that is contiguous already."""
     if is_compiling():
-        return compiled.split(x, dim, group, sizes, name)
+        return compiled.traced(split, compiled.split, name)(x, dim, group, sizes, name)
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1 and _single_rank_returns_early:
         return x
@@ -175,7 +175,7 @@ def all_reduce(
 ) -> Any:
     """Reduce over the ranks; into ``x`` itself when ``in_place`` and it is contiguous, otherwise into one copy."""
     if is_compiling():
-        return compiled.all_reduce(x, group, name)
+        return compiled.traced(all_reduce, compiled.all_reduce, name)(x, group, name)
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
@@ -211,7 +211,7 @@ def all_to_all_single(
 ) -> Any:
     """All-to-all along dim 0 by split sizes; a list that is missing is even, without both it is the even collective."""
     if is_compiling():
-        return compiled.all_to_all_single(x, group, out_sizes, in_sizes, name)
+        return compiled.traced(all_to_all_single, compiled.all_to_all_single, name)(x, group, out_sizes, in_sizes, name)
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
@@ -246,7 +246,9 @@ def all_to_all(
     ``shape`` reshapes the result. ``asynchronous`` issues the exchange on the backend's stream, then waits.
     """
     if is_compiling():
-        return compiled.all_to_all(x, scatter_dim, gather_dim, group, name, shape, scatter_sizes, gather_sizes)
+        return compiled.traced(all_to_all, compiled.all_to_all, name)(
+            x, scatter_dim, gather_dim, group, name, shape, scatter_sizes, gather_sizes
+        )
     started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
     if world == 1 and _single_rank_returns_early:
         if shape is None:

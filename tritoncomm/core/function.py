@@ -73,7 +73,7 @@ def _observe(observer: record.Observer | None) -> None:
     global _group
     _group = _weak_group
     if observer is not None:
-        enter = observer.enter
+        enter = outside_graphs(observer.enter)  # torch.compile traces the frame of a forward behind a graph break
 
         def refer_and_enter(ctx: Any, group: ProcessGroup | None) -> None:
             ctx.group_reference = None if group is None else ref(group)

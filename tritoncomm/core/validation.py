@@ -22,11 +22,16 @@ __all__ = [
     "checked_ints",
     "members",
     "refuse_forward_ad",
+    "refuse_tracing",
     "refuse_transforms",
     "world_of",
 ]
 
 _strided = torch.strided
+# The public way to ask, `torch.fx.experimental.proxy_tensor.get_proxy_mode`, costs an import of torch.fx and sympy.
+# Tested with torch 2.11, 2.13 and 2.15.
+_modes = torch._C._len_torch_dispatch_stack
+_proxy_mode = torch._C._TorchDispatchModeKey.PROXY
 _MOST = 2**62
 members: dict[ProcessGroup, Any] = getattr(distributed_c10d, "_pg_group_ranks", {})
 """The groups that exist, in torch's own table; the length of an entry is the number of ranks, sooner than size()."""
@@ -37,10 +42,12 @@ def check_input(x: Tensor, name: str) -> None:
 
     Raises:
         ArgumentError: a DTensor, or a tensor that is not one strided block of memory.
-        UnsupportedError: ``x`` carries a tangent of forward-mode AD.
+        UnsupportedError: ``x`` carries a tangent of forward-mode AD, or the call is traced by ``make_fx``.
     """
     if forward_ad._current_level >= 0:
         refuse_forward_ad(x, name)
+    if _modes():
+        refuse_tracing(name)
     if type(x) is not Tensor or x.layout is not _strided or x.is_nested:
         check_kind(x, name)
 
@@ -110,6 +117,17 @@ def refuse_forward_ad(x: Tensor, name: str) -> None:
         raise UnsupportedError(f"{name}: forward-mode AD (dual tensors, torch.func.jvp) has no rule for collectives")
 
 
+def refuse_tracing(name: str) -> None:
+    """Refuse a call that ``make_fx`` traces; called where a dispatch mode is active.
+
+    Raises:
+        UnsupportedError: ``make_fx`` records the start of a collective and not the wait for it, so that its graph reads
+            the result too early.
+    """
+    if torch._C._get_dispatch_mode(_proxy_mode) is not None:
+        raise UnsupportedError(f"{name}: make_fx does not record the wait for a collective; trace with torch.export")
+
+
 def refuse_transforms(x: Tensor, name: str, key: str) -> None:
     """Refuse tensors that are more than their data: inside of transforms of functions, or with a tangent.
 
@@ -129,7 +147,10 @@ def check_data(x: Tensor, name: str) -> None:
 
     Raises:
         ArgumentError: a meta or fake tensor, or what ``check_kind`` refuses.
+        UnsupportedError: the call is traced by ``make_fx``.
     """
+    if _modes():
+        refuse_tracing(name)
     if type(x) is Tensor and not (x.is_meta or x.is_nested) and x.layout is _strided:
         return
     fakes = sys.modules.get("torch._subclasses.fake_tensor")  # whoever has a FakeTensor has imported it
