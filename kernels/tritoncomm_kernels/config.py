@@ -18,7 +18,8 @@ _NARROW_TILES = {
 }  # fmt: skip
 _WARPS = 4
 _REDUCE_ELEMENTS = 2048
-LANES = 64 if torch.version.hip else 32  # of a warp: AMD's tile is twice as large for as many loads in flight
+# Threads of a warp where no device is asked. AMD's CDNA has 64: twice the tile for as many loads in flight.
+LANES = 64 if torch.version.hip else 32
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ def config_for(
     tile_bytes: int | None = None,
     device_name: str | None = None,
     sm_count: int = 0,
+    lanes: int = LANES,
 ) -> Config:
     """The tile for ``outer`` rows of ``cols_bytes`` bytes moved in units of ``unit_bytes``.
 
@@ -52,12 +54,13 @@ def config_for(
         tile_bytes: size of the tile, by default 8 KiB, down to 2 KiB for units of 2 bytes and 1 (fewer registers).
         device_name: name of the GPU whose tuned tables count; none by default.
         sm_count: its multiprocessors, 0 if unknown.
+        lanes: threads of its warps.
 
     Example:
         ``config_for("pack", 16, 4096, 8192)`` is 16 rows of 512 bytes; for one row it is 1 row of 8192 bytes.
     """
     tuned = _tuned(device_name, sm_count, op, unit_bytes)[0]
-    tile, segment, warps = default_candidate(op, unit_bytes)
+    tile, segment, warps = default_candidate(op, unit_bytes, lanes)
     tile = tile_bytes or tuned.get("tile_bytes", tile)
     segment = tuned.get("segment_bytes", segment)
     return tile_for(op, unit_bytes, outer, cols_bytes, tile, segment, tuned.get("num_warps", warps))
@@ -128,6 +131,12 @@ def device_key(device: int) -> dict[str, Any]:
         return {}
     properties = torch.cuda.get_device_properties(device)
     return {"device_name": properties.name, "sm_count": properties.multi_processor_count}
+
+
+@lru_cache(maxsize=64)
+def lanes_of(device: int) -> int:
+    """Threads of a warp of a device: 64 on AMD's CDNA, 32 on its RDNA and on NVIDIA."""
+    return LANES if device < 0 else torch.cuda.get_device_properties(device).warp_size
 
 
 @lru_cache(maxsize=64)

@@ -16,6 +16,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
+from tritoncomm_kernels import installed_triton
+
 __all__ = [
     "FORMAT",
     "OFF",
@@ -163,10 +165,8 @@ def misfit(table: Table, device_name: str, sm_count: int, *, exact: bool = True)
         return f"for {table.device} with {table.sm_count} SMs, not {device_name} with {sm_count}"
     if table.source != source_hash():
         return "measured with other kernels than these; `tritoncomm tune` makes a new one"
-    import triton  # whose import takes as long as all of ours: only where a table is for this device
-
-    if exact and table.triton != triton.__version__:
-        return f"measured with Triton {table.triton}, not {triton.__version__}; `tritoncomm tune` makes a new one"
+    if exact and table.triton != (triton := installed_triton.version()):
+        return f"measured with Triton {table.triton}, not {triton or 'without any'}; `tritoncomm tune` makes a new one"
     return ""
 
 

@@ -397,7 +397,7 @@ def test_crossover_cases_have_their_unit(op: str, unit: int) -> None:
 
 
 def interpreted() -> measure.Bench:
-    return measure.Bench(torch.device("cpu"), *DEVICE, None, lambda call: [call(), 3.0][1], lambda: None)
+    return measure.Bench(torch.device("cpu"), *DEVICE, None, 32, lambda call: [call(), 3.0][1], lambda: None)
 
 
 BENCHED = [
@@ -447,9 +447,10 @@ def test_a_search_with_real_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "2" in outcome.content["crossover_bytes"]["reduce"]
 
 
-def test_targets_of_gpus() -> None:
-    assert measure.target_of(SimpleNamespace(major=9, minor=0)) == "sm_90"
-    assert measure.target_of(SimpleNamespace(major=12, minor=0)) is None
+def test_architectures_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measure.architecture(SimpleNamespace(major=10, minor=3)) == "sm_103"
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    assert measure.architecture(SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")) == "gfx942"
 
 
 def test_without_a_gpu_the_command_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tritoncomm.tune.candidates import Candidate
 from tritoncomm.tune.cases import Case
 from tritoncomm.tune.machine_code import TARGETS
 
-__all__ = ["Bench", "open_gpu", "target_of"]
+__all__ = ["Bench", "architecture", "open_gpu"]
 
 _FLUSH_BYTES = 2**28  # more than any L2 cache holds
 _REPEATS = 25
@@ -37,6 +37,7 @@ class Bench:
         device: where the tensors are.
         device_name: the key of its tables, with ``sm_count``.
         target: key of ``TARGETS``, None if it is none of them.
+        lanes: threads of a warp.
         stopwatch: microseconds of one call.
         synchronize: waits for the device.
     """
@@ -45,14 +46,10 @@ class Bench:
     device_name: str
     sm_count: int
     target: str | None
+    lanes: int
     stopwatch: Callable[[Callable[[], Any]], float]
     synchronize: Callable[[], Any]
     _prepared: tuple[Case, Tensor, Tensor, Tensor] | None = field(init=False, default=None)
-
-    @property
-    def lanes(self) -> int:
-        """Threads of a warp."""
-        return TARGETS[self.target].warp_size if self.target else 32
 
     def check(self, case: Case, candidate: Candidate) -> str:
         """What differs from ``reference`` in a candidate's output, bit by bit; empty if nothing does."""
@@ -134,15 +131,15 @@ def open_gpu() -> Bench | None:
         return median(start.elapsed_time(end) * 1e3 for start, end in events)
 
     synchronize = partial(torch.cuda.synchronize, device)
-    return Bench(device, gpu.name, gpu.multi_processor_count, target_of(gpu), stopwatch, synchronize)
+    target = architecture(gpu) if architecture(gpu) in TARGETS else None
+    return Bench(device, gpu.name, gpu.multi_processor_count, target, gpu.warp_size, stopwatch, synchronize)
 
 
-def target_of(properties: Any) -> str | None:
-    """The key of ``TARGETS`` for a GPU's properties, None where there is none."""
-    name = f"sm_{properties.major}{properties.minor}"
+def architecture(properties: Any) -> str:
+    """The name of a GPU's architecture, as in ``TARGETS``: ``sm_90``, ``gfx942``."""
     if torch.version.hip:
-        name = properties.gcnArchName.partition(":")[0]
-    return name if name in TARGETS else None
+        return properties.gcnArchName.partition(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ from statistics import geometric_mean
 from typing import Any, get_type_hints
 
 import torch
-import triton
-from tritoncomm_kernels import tables
+from tritoncomm_kernels import installed_triton, tables
 
 from tritoncomm.tune.candidates import Candidate, default
 from tritoncomm.tune.cases import Case
@@ -157,7 +156,7 @@ def static_key(target: str) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    return {"source": tables.source_hash(), "triton": triton.__version__}
+    return {"source": tables.source_hash(), "triton": installed_triton.version()}
 
 
 def user_path(device_name: str, sm_count: int) -> Path:
