@@ -24,11 +24,20 @@ LANES = 64 if torch.version.hip else 32
 
 @dataclass(frozen=True)
 class Config:
-    """One tile: ``block_rows`` rows of ``block_cols`` bytes each (both powers of two), and the warps that move it."""
+    """One tile, and how it is moved.
+
+    Attributes:
+        block_rows: its rows, a power of two.
+        block_cols: bytes of each row, a power of two.
+        num_warps: warps that move it.
+        evict_first: whether what pack and unpack read leaves the caches first, in units of 8 and 16 bytes; narrower
+            units would take more instructions, and they are bound by those.
+    """
 
     block_rows: int
     block_cols: int
     num_warps: int = 4
+    evict_first: bool = False
 
 
 def config_for(
@@ -63,11 +72,19 @@ def config_for(
     tile, segment, warps = default_candidate(op, unit_bytes, lanes)
     tile = tile_bytes or tuned.get("tile_bytes", tile)
     segment = tuned.get("segment_bytes", segment)
-    return tile_for(op, unit_bytes, outer, cols_bytes, tile, segment, tuned.get("num_warps", warps))
+    warps, evict_first = tuned.get("num_warps", warps), bool(tuned.get("evict_first", False))
+    return tile_for(op, unit_bytes, outer, cols_bytes, tile, segment, warps, evict_first)
 
 
 def tile_for(
-    op: str, unit_bytes: int, outer: int, cols_bytes: int, tile_bytes: int, segment_bytes: int, num_warps: int
+    op: str,
+    unit_bytes: int,
+    outer: int,
+    cols_bytes: int,
+    tile_bytes: int,
+    segment_bytes: int,
+    num_warps: int,
+    evict_first: bool = False,
 ) -> Config:
     """A tile of at most ``tile_bytes``: ``segment_bytes`` of each row, more where there are too few rows to fill it.
 
@@ -82,7 +99,7 @@ def tile_for(
         tile_bytes = min(tile_bytes, 16 * 32 * num_warps * unit_bytes)
     block_rows = max(1, min(tile_bytes // min(cols, segment_bytes), rows))
     longest = max(8 * 32 * num_warps * unit_bytes, segment_bytes)
-    return Config(block_rows, max(min(tile_bytes // block_rows, cols, longest), unit_bytes), num_warps)
+    return Config(block_rows, max(min(tile_bytes // block_rows, cols, longest), unit_bytes), num_warps, evict_first)
 
 
 def default_candidate(op: str, unit_bytes: int, lanes: int = LANES) -> tuple[int, int, int]:

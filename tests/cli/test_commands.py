@@ -253,7 +253,7 @@ def test_the_cases_of_a_model_fit_80_columns() -> None:
     assert lines[0].strip() == "cases of llama3-70b"
     assert max(map(len, lines)) <= 80
     vocabulary = [line.split() for line in lines if "vocabulary" in line]
-    figures = ["8192", "x", "128256", "8", "bfloat16", "16", "2004.0", "40", "vocabulary"]
+    figures = ["8192", "x", "128256", "8", "bfloat16", "16", "2004.0", "80", "vocabulary"]
     assert vocabulary == [[op, *figures] for op in ("pack", "unpack")]
 
 

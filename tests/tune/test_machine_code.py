@@ -52,7 +52,7 @@ def _build(
     ranks = {"": {}, "split": {"RANKS": 16}, "table": {"STEPS": 1, "RANKS": 128}}[form]
     fixed = ranks | {
         "VEC": vec, "OUTER_DIMS": 1, "STRIDED": False, "UNPACK": name == "unpack", "WIDE": None, "HAS_SCALE": False,
-        "ACCUMULATE": False, "BLOCK_ROWS": rows, "BLOCK_COLS": cols,
+        "ACCUMULATE": False, "EVICT_FIRST": False, "BLOCK_ROWS": rows, "BLOCK_COLS": cols,
     }  # fmt: skip
     pointers = {"rows_ptr": f"*{types[0]}", "wire_ptr": f"*{types[1]}", "table_ptr": "*i32"}
     arguments = pointers | {"scale": "i64" if constants.get("WIDE") is tl.float64 else "fp32"}
@@ -158,6 +158,9 @@ LIMITS = {
     "pack, split sizes: 64, all but 16 B each in one": (180, 24),
     "unpack, split sizes: half of all in one of 8": (38, 127),
     "reduce, bf16: 8 parts of odd length, aligned": (30, 320),
+    "evict_first, 1 outer dim: pack, 16-byte units": (38, 96),
+    "evict_first, 1 outer dim: unpack, 16-byte units": (38, 96),
+    "evict_first, 1 outer dim: pack, 8-byte units": (55, 72),
 }
 
 # From 3.8 on Triton's ptxas gives registers otherwise: 2 more are a quarter less in flight where 32 were enough.

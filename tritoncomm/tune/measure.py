@@ -1,6 +1,7 @@
 """Checking and timing on a GPU: every tile's output against plain torch before its time counts.
 
-A tile's time is the median of CUDA events around one launch, the L2 cache flushed before each. The crossover between
+A tile's time is the median of CUDA events around one launch, the L2 cache flushed before each. Where ``evict_first`` is
+an axis, the time includes a pass that reads the result, as a collective or a product does next. The crossover between
 the paths is host time as a caller sees it: calls back to back, with their allocations, until the GPU has finished.
 """
 
@@ -15,6 +16,7 @@ import torch
 import tritoncomm_kernels as kernels
 from torch import Tensor
 from tritoncomm_kernels import reference
+from tritoncomm_kernels.tables import EVICT_UNITS
 
 from tritoncomm.core import ops
 from tritoncomm.tune.candidates import Candidate
@@ -60,8 +62,12 @@ class Bench:
         return f"{wrong} of {expected.numel()} elements differ from plain torch" if wrong else ""
 
     def time(self, case: Case, candidate: Candidate) -> float:
-        """Microseconds of one launch, after warming up."""
-        return self.stopwatch(self._launch(case, candidate))
+        """Microseconds of one launch, after warming up; see the module for a pass behind it."""
+        launch = self._launch(case, candidate)
+        if case.op == "reduce" or case.unit not in EVICT_UNITS:
+            return self.stopwatch(launch)
+        written = self._prepare(case)[1].view(-1).view(torch.int64)
+        return self.stopwatch(lambda: (launch(), written.sum()))
 
     def paths(self, case: Case) -> tuple[float, float]:
         """Microseconds of a call on torch's path and on triton's: median over rounds of calls back to back.

@@ -113,7 +113,7 @@ def _address(kernel: Any, kinds: tuple[str, str], vec: int, config: Config, **ch
     """pack or unpack with rows and wire of ``kinds``."""
     constants = {
         "VEC": vec, "OUTER_DIMS": 1, "STRIDED": False, "UNPACK": False, "WIDE": None, "HAS_SCALE": False,
-        "ACCUMULATE": False, "BLOCK_ROWS": config.block_rows,
+        "ACCUMULATE": False, "EVICT_FIRST": config.evict_first, "BLOCK_ROWS": config.block_rows,
         "BLOCK_COLS": max(config.block_cols // max(_SIZE[kind] for kind in kinds), vec),
     }  # fmt: skip
     types = {"rows_ptr": f"*{kinds[0]}", "wire_ptr": f"*{kinds[1]}", "scale": "fp32"}
