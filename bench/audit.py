@@ -8,9 +8,11 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -45,6 +47,14 @@ Every case moves about 64 MiB with tiles by the built-in rule.
 """
 
 
+OTHERS = """## Every target
+
+Instructions for every 16 useful bytes / registers, of the same calls on every target that the tests compile for
+(`make test` for sm_80, sm_90, sm_100 and gfx942, `make test-all` for all). Warps of gfx have 64 lanes, so that their
+tiles are twice as large. No GPU of any of these targets has run the kernels yet.
+"""
+
+
 @dataclass(frozen=True)
 class Case:
     """One call.
@@ -59,6 +69,7 @@ class Case:
         sizes: elements of a row per rank.
         alignment: bytes that the addresses are off a multiple of 16.
         accumulate: whether ``unpack`` adds.
+        evict_first: whether what is read leaves the caches first.
     """
 
     group: str
@@ -71,6 +82,7 @@ class Case:
     sizes: Ints | None = None
     alignment: int = 0
     accumulate: bool = False
+    evict_first: bool = False
 
     @property
     def label(self) -> str:
@@ -182,6 +194,11 @@ def _cases() -> Iterator[Case]:
         yield _split("32 of 96 to 160 B", tuple(96 + 32 * (w % 3) for w in range(32)), op)
         yield _split("64, all but 16 B each in one", (7 * 1024, *(16,) * 63), op)
         yield _split("8 of odd sizes", tuple(2 * (101 + 50 * w) for w in range(8)), op)
+    for op in ("pack", "unpack"):
+        for unit in (16, 8):
+            yield replace(
+                _even(op, unit, 1), group="evict_first, 1 outer dim", name=f"{op}, {unit}-byte units", evict_first=True
+            )
     yield _cast("pack fp32 to bf16", "pack", torch.float32, torch.bfloat16)
     yield _cast("pack bf16 to fp32", "pack", torch.bfloat16, torch.float32)
     yield _cast("pack fp64 to bf16", "pack", torch.float64, torch.bfloat16)
@@ -194,13 +211,32 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = tuple(_cases())
+_EVERYWHERE = (
+    "pack, 1 outer dim: 16-byte units", "pack, 1 outer dim: 8-byte units", "pack, 1 outer dim: 4-byte units",
+    "pack, 1 outer dim: 2-byte units", "pack, 1 outer dim: 1-byte units", "unpack, 1 outer dim: 16-byte units",
+    "casts and sums on the way: pack fp32 to bf16", "reduce, bf16: 8 parts",
+)  # fmt: skip
 
 
 def measure(cases: Sequence[Case], target: str = "sm_90") -> list[Figures]:
-    """Figures of cases on an NVIDIA target, in their order."""
-    launches = [_launch(case) for case in cases]
+    """Figures of cases on a target, in their order."""
+    with _planning_for(target):
+        launches = [_launch(case) for case in cases]
     codes = build_all([_build(launch) for launch in launches], target)
     return [_figures(case, launch, code, target) for case, launch, code in zip(cases, launches, codes, strict=True)]
+
+
+@contextmanager
+def _planning_for(target: str) -> Iterator[None]:
+    """Plans inside are those of the target's warps, and nothing of them is cached."""
+    modules = compiled_kernels()
+    plans = [modules["copy"]._plan, modules["reduction"]._plan]
+    for plan in plans:
+        plan.cache_clear()
+    with mock.patch.object(modules["launch"], "lanes_of", return_value=TARGETS[target].warp_size):
+        yield
+    for plan in plans:
+        plan.cache_clear()
 
 
 def _launch(case: Case) -> Any:
@@ -215,7 +251,8 @@ def _launch(case: Case) -> Any:
     run = -(-row // case.world)
     wire = ((outer * row,), (1,)) if case.sizes else ((case.world, outer, run), (outer * run, run, 1))
     options = (case.sizes, False, case.accumulate, None)
-    return modules["copy"]._plan(case.op, -1, *case.dtypes, case.alignment, *layout, *wire, *options)[0]
+    launch = modules["copy"]._plan(case.op, -1, *case.dtypes, case.alignment, *layout, *wire, *options)[0]
+    return replace(launch, constants=launch.constants | {"EVICT_FIRST": case.evict_first}) if launch else launch
 
 
 def _build(launch: Any) -> Build:
@@ -251,7 +288,19 @@ def page(target: str = "sm_90") -> str:
         lines += [f"## {group[0].upper()}{group[1:]}", "", *_HEADS]
         lines += [row(case, one) for case, one in figures.items() if case.group == group]
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_other_targets()])
+
+
+def _other_targets() -> list[str]:
+    """A table of the calls of ``_EVERYWHERE`` on every target."""
+    cases = [case for case in CASES if case.label in _EVERYWHERE]
+    assert len(cases) == len(_EVERYWHERE)
+    lines = [OTHERS, f"| target | {' | '.join(case.label for case in cases)} |", "|---" + "|---:" * len(cases) + "|"]
+    for target in TARGETS:
+        figures = measure(cases, target)
+        cells = [f"{one.instructions:.0f} / {one.code.registers}" for one in figures]
+        lines.append(f"| {' | '.join((target, *cells))} |")
+    return [*lines, ""]
 
 
 _HEADS = (
@@ -271,7 +320,7 @@ def row(case: Case, figures: Figures) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="The page about the machine code of the kernels.")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} instead of printing it")
-    parser.add_argument("--target", choices=[name for name in TARGETS if name != "gfx942"], default="sm_90")
+    parser.add_argument("--target", choices=list(TARGETS), default="sm_90")
     options = parser.parse_args()
     if options.write:
         PAGE.write_text(page())

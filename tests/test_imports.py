@@ -2,17 +2,20 @@
 
 import importlib
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import tritoncomm_kernels
-from jobs import run_job
+from jobs import run_job, without_launcher
+from tritoncomm_kernels import installed_triton
 
 ROOT = Path(__file__).parents[1]
-COMPILERS = ("tune", "cli", "__main__")  # packages that are about kernels, and what imports them
 
 
 def load_lazily() -> list[Any]:
@@ -44,6 +47,14 @@ def mapping(path: str) -> list[float]:
     return [*y.flatten().tolist(), *x.grad.flatten().tolist()]
 
 
+def import_every_module() -> int:
+    """Import all modules of the package but ``__main__``; their number."""
+    paths = [path for path in sorted((ROOT / "tritoncomm").rglob("*.py")) if path.stem != "__main__"]
+    for path in paths:
+        importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+    return len(paths)
+
+
 def triton_after_calls(store: str, world: int) -> list[Any]:
     """Whether Triton was imported: after the import, the call on CPU tensors, every other module, a forced call."""
     import torch.distributed as dist
@@ -57,10 +68,7 @@ def triton_after_calls(store: str, world: int) -> list[Any]:
     tritoncomm.initialize(tensor=world)
     result = mapping("auto")
     imported.append("triton" in sys.modules)
-    for path in sorted((ROOT / "tritoncomm").rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        if parts[1] not in COMPILERS:
-            importlib.import_module(".".join(parts).removesuffix(".__init__"))
+    import_every_module()
     imported.append("triton" in sys.modules)
     same = mapping("triton") == result
     return [*imported, "triton" in sys.modules, same]
@@ -72,6 +80,94 @@ def test_triton_is_imported_for_the_first_kernel(world: int, tmp_path: Path) -> 
     store = str(tmp_path / "store") if world > 1 else ""
     answers = run_job(triton_after_calls, [{"PLACE": str(rank)} for rank in range(world)], store, world)
     assert answers == [[False, False, False, world > 1, True]] * world
+
+
+SENTENCE = r"kernels need Triton 3\.6 or newer, and .*: `pip install torch 'triton>=3\.6'` installs the one that"
+
+
+def without_triton(store: str, world: int) -> list[Any]:
+    """In a process that cannot import Triton: modules, a mapping on CPU tensors, commands, what a kernel is told."""
+    sys.modules["triton"] = None  # pyright: ignore[reportArgumentType]
+    import torch.distributed as dist
+    from typer.testing import CliRunner
+
+    import tritoncomm
+
+    modules = import_every_module()
+    rank = int(os.environ["PLACE"])
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    tritoncomm.initialize(tensor=world)
+    result = mapping("auto")
+    with pytest.raises(ImportError, match=SENTENCE):
+        mapping("triton")
+    answers = {}
+    for line in COMMANDS:
+        done = CliRunner().invoke(tritoncomm.cli.app, line.split())
+        answers[line] = (done.exit_code, " ".join(done.output.split()))
+    os.environ["TRITONCOMM_PATH"] = "triton"
+    os.environ["TRITON_INTERPRET"] = "1"
+    found = {one.name: one.level + " " + one.advice for one in tritoncomm.doctor.examine(self_test=False)}
+    return [modules, result, answers, found["triton"], found["TRITONCOMM_PATH"]]
+
+
+# What is printed without Triton, and the exit code.
+COMMANDS = {
+    "--version": (0, "triton not installed"),
+    "plan sp2hp --shape 64,8 --world 4": (0, "all_to_all_sp2hp"),
+    "doctor --no-self-test": (0, "all well"),
+    "tune --list": (0, "tiles"),
+    "tune": (2, "kernels need Triton"),
+    "tune --static --target gfx942": (2, "kernels need Triton"),
+}
+
+
+def test_everything_but_kernels_goes_without_triton(tmp_path: Path) -> None:
+    """torch's CPU builds bring none."""
+    ranks = [{"PLACE": str(rank)} for rank in range(2)]
+    for modules, result, answers, *levels in run_job(without_triton, ranks, str(tmp_path / "store"), 2):
+        assert modules > 100
+        assert (len(result), result[24:]) == (30, [8.0 * i for i in range(6)])
+        for line, (code, words) in COMMANDS.items():
+            assert answers[line][0] == code, answers[line]
+            assert words in answers[line][1], answers[line]
+        for level, found in zip(("note", "problem"), levels, strict=True):
+            assert re.match(f"{level} {SENTENCE}", found), found
+
+
+def test_the_demo_trains_without_triton(tmp_path: Path) -> None:
+    """In processes of which none can import it."""
+    (tmp_path / "triton.py").write_text("raise ImportError('no Triton here')")
+    paths = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "kernels")])
+    env = without_launcher(os.environ) | {"PYTHONPATH": paths}
+    command = [sys.executable, "-m", "tritoncomm", "demo", "--steps", "2"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "hip", "told"),
+    [
+        ("3.6.0", None, ""),
+        ("3.10.1+git0abc", None, ""),
+        ("3.7+fb", "6.4.43482", ""),
+        ("3.5.1", None, "and this is 3.5.1: `pip install torch 'triton>=3.6'` installs the one that torch wants"),
+        ("3.5.1", "6.4.43482", "and this is 3.5.1: `pip install --force-reinstall torch --index-url "
+         "https://download.pytorch.org/whl/rocm6.4` brings the one for ROCm"),
+        (None, None, "it cannot be imported (import of triton halted; None in sys.modules): `pip install torch"),
+    ],
+)  # fmt: skip
+def test_a_triton_that_is_too_old_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, hip: str | None, told: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", version and SimpleNamespace(__version__=version))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.delitem(vars(tritoncomm_kernels), "pack", raising=False)
+    assert told in installed_triton.problem()
+    if told:
+        with pytest.raises(ImportError, match=re.escape(told)):
+            tritoncomm_kernels.pack  # noqa: B018
+    else:
+        installed_triton.require()
 
 
 def test_names_of_kernels_are_looked_up_once() -> None:

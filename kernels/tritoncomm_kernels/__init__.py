@@ -7,7 +7,7 @@ where only torch's path is taken it is never needed.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tritoncomm_kernels import reference
+from tritoncomm_kernels import installed_triton, reference
 from tritoncomm_kernels.config import Config, config_for
 from tritoncomm_kernels.geometry import MAX_PARTS, TooLargeError
 from tritoncomm_kernels.segments import PADDING, Copies, Segment, Segments, in_turns
@@ -65,6 +65,7 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'tritoncomm_kernels' has no attribute {name!r}")
+    installed_triton.require()
     value = getattr(importlib.import_module(f"tritoncomm_kernels.{_LAZY[name]}"), name)
     globals()[name] = value  # from now on an attribute as any other: a warm call does not come here
     return value

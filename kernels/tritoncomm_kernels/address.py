@@ -82,15 +82,18 @@ def _in_rows(
 @triton.jit
 def _move(
     rows_ptr, wire_ptr, in_row, in_wire, scale, UNPACK: tl.constexpr, WIDE: tl.constexpr, HAS_SCALE: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+    ACCUMULATE: tl.constexpr, EVICT_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """One tile from rows to wire, with zeros where a row has ended, or back."""
+    """One tile from rows to wire, with zeros where a row has ended, or back.
+
+    With EVICT_FIRST what is read leaves the caches first: nothing reads it again soon, but what is written is.
+    """
     if UNPACK:
-        x = tl.load(wire_ptr, mask=in_row)
+        x = tl.load(wire_ptr, mask=in_row, eviction_policy="evict_first" if EVICT_FIRST else "")
         x = converted(x, scale, rows_ptr, in_row, rows_ptr.dtype.element_ty, WIDE, HAS_SCALE, ACCUMULATE)
         tl.store(rows_ptr, x, mask=in_row)
     else:
-        x = tl.load(rows_ptr, mask=in_row, other=0)
+        x = tl.load(rows_ptr, mask=in_row, other=0, eviction_policy="evict_first" if EVICT_FIRST else "")
         x = converted(x, scale, wire_ptr, in_wire, wire_ptr.dtype.element_ty, WIDE, HAS_SCALE, False)
         if HAS_SCALE:  # also an infinite one
             x = tl.where(in_row, x, 0)
@@ -104,7 +107,8 @@ def _copy_kernel(
     stride_element: tl.int32, stride_rank: tl.int32, outer: tl.int32, row: tl.int32, run: tl.int32, cols: tl.int32,
     blocks: tl.int32,
     VEC: tl.constexpr, OUTER_DIMS: tl.constexpr, STRIDED: tl.constexpr, UNPACK: tl.constexpr, WIDE: tl.constexpr,
-    HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr, EVICT_FIRST: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """``rows[o, w*run + k] <-> wire[w, o, k]``, for ``blocks`` tiles of a row, which hold its ``cols`` units."""
     pid = tl.program_id(0)
@@ -121,15 +125,15 @@ def _copy_kernel(
     rows_ptr = _in_rows(
         rows_ptr, o, c, element, stride_0, stride_1, stride_2, size_1, size_2, stride_element, VEC, OUTER_DIMS, STRIDED
     )
-    _move(rows_ptr, wire_ptr, in_row, in_wire, scale, UNPACK, WIDE, HAS_SCALE, ACCUMULATE)
+    _move(rows_ptr, wire_ptr, in_row, in_wire, scale, UNPACK, WIDE, HAS_SCALE, ACCUMULATE, EVICT_FIRST)
 
 
 @triton.jit
 def _copy_shard(
     rows_ptr, wire_ptr, scale, po, place, start, stop, stride_0, stride_1, stride_2, size_1, size_2, stride_element,
     outer, VEC: tl.constexpr, OUTER_DIMS: tl.constexpr, STRIDED: tl.constexpr, UNPACK: tl.constexpr,
-    WIDE: tl.constexpr, HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    WIDE: tl.constexpr, HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr, EVICT_FIRST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Tile ``place`` of the shard that has units ``start`` to ``stop`` of every row; it starts at ``outer * start``."""
     o = po * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
@@ -142,7 +146,7 @@ def _copy_shard(
     rows_ptr = _in_rows(
         rows_ptr, o, c, element, stride_0, stride_1, stride_2, size_1, size_2, stride_element, VEC, OUTER_DIMS, STRIDED
     )
-    _move(rows_ptr, wire_ptr, mask, mask, scale, UNPACK, WIDE, HAS_SCALE, ACCUMULATE)
+    _move(rows_ptr, wire_ptr, mask, mask, scale, UNPACK, WIDE, HAS_SCALE, ACCUMULATE, EVICT_FIRST)
 
 
 @triton.jit(do_not_specialize=[*_WALK, "outer", "row", "tiles", *_STARTS])
@@ -157,8 +161,8 @@ def _copy_split_kernel(
     tile_7: tl.int32, tile_8: tl.int32, tile_9: tl.int32, tile_10: tl.int32, tile_11: tl.int32, tile_12: tl.int32,
     tile_13: tl.int32, tile_14: tl.int32, tile_15: tl.int32,
     RANKS: tl.constexpr, VEC: tl.constexpr, OUTER_DIMS: tl.constexpr, STRIDED: tl.constexpr, UNPACK: tl.constexpr,
-    WIDE: tl.constexpr, HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    WIDE: tl.constexpr, HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr, EVICT_FIRST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Split sizes of up to RANKS ranks by value: where each starts in a row, and its first of the row's ``tiles``."""
     starts = (
@@ -180,7 +184,8 @@ def _copy_split_kernel(
         stop = tl.where(after, starts[w + 1], stop)
     _copy_shard(
         rows_ptr, wire_ptr, scale, po, tile - first, start, stop, stride_0, stride_1, stride_2, size_1, size_2,
-        stride_element, outer, VEC, OUTER_DIMS, STRIDED, UNPACK, WIDE, HAS_SCALE, ACCUMULATE, BLOCK_ROWS, BLOCK_COLS,
+        stride_element, outer, VEC, OUTER_DIMS, STRIDED, UNPACK, WIDE, HAS_SCALE, ACCUMULATE, EVICT_FIRST, BLOCK_ROWS,
+        BLOCK_COLS,
     )  # fmt: skip
 
 
@@ -191,7 +196,7 @@ def _copy_table_kernel(
     stride_element: tl.int32, outer: tl.int32, tiles: tl.int32,
     STEPS: tl.constexpr, RANKS: tl.constexpr, VEC: tl.constexpr, OUTER_DIMS: tl.constexpr, STRIDED: tl.constexpr,
     UNPACK: tl.constexpr, WIDE: tl.constexpr, HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    EVICT_FIRST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """The same with a table: the first tiles of ``STEPS * RANKS`` ranks, then their starts and the end of the row."""
     pid = tl.program_id(0)
@@ -207,5 +212,6 @@ def _copy_table_kernel(
     start, stop = tl.load(starts_ptr + w), tl.load(starts_ptr + w + 1)
     _copy_shard(
         rows_ptr, wire_ptr, scale, po, tile - first, start, stop, stride_0, stride_1, stride_2, size_1, size_2,
-        stride_element, outer, VEC, OUTER_DIMS, STRIDED, UNPACK, WIDE, HAS_SCALE, ACCUMULATE, BLOCK_ROWS, BLOCK_COLS,
+        stride_element, outer, VEC, OUTER_DIMS, STRIDED, UNPACK, WIDE, HAS_SCALE, ACCUMULATE, EVICT_FIRST, BLOCK_ROWS,
+        BLOCK_COLS,
     )  # fmt: skip

@@ -18,16 +18,26 @@ _NARROW_TILES = {
 }  # fmt: skip
 _WARPS = 4
 _REDUCE_ELEMENTS = 2048
-LANES = 64 if torch.version.hip else 32  # of a warp: AMD's tile is twice as large for as many loads in flight
+# Threads of a warp where no device is asked. AMD's CDNA has 64: twice the tile for as many loads in flight.
+LANES = 64 if torch.version.hip else 32
 
 
 @dataclass(frozen=True)
 class Config:
-    """One tile: ``block_rows`` rows of ``block_cols`` bytes each (both powers of two), and the warps that move it."""
+    """One tile, and how it is moved.
+
+    Attributes:
+        block_rows: its rows, a power of two.
+        block_cols: bytes of each row, a power of two.
+        num_warps: warps that move it.
+        evict_first: whether what pack and unpack read leaves the caches first, in units of 8 and 16 bytes; narrower
+            units would take more instructions, and they are bound by those.
+    """
 
     block_rows: int
     block_cols: int
     num_warps: int = 4
+    evict_first: bool = False
 
 
 def config_for(
@@ -39,6 +49,7 @@ def config_for(
     tile_bytes: int | None = None,
     device_name: str | None = None,
     sm_count: int = 0,
+    lanes: int = LANES,
 ) -> Config:
     """The tile for ``outer`` rows of ``cols_bytes`` bytes moved in units of ``unit_bytes``.
 
@@ -52,19 +63,28 @@ def config_for(
         tile_bytes: size of the tile, by default 8 KiB, down to 2 KiB for units of 2 bytes and 1 (fewer registers).
         device_name: name of the GPU whose tuned tables count; none by default.
         sm_count: its multiprocessors, 0 if unknown.
+        lanes: threads of its warps.
 
     Example:
         ``config_for("pack", 16, 4096, 8192)`` is 16 rows of 512 bytes; for one row it is 1 row of 8192 bytes.
     """
     tuned = _tuned(device_name, sm_count, op, unit_bytes)[0]
-    tile, segment, warps = default_candidate(op, unit_bytes)
+    tile, segment, warps = default_candidate(op, unit_bytes, lanes)
     tile = tile_bytes or tuned.get("tile_bytes", tile)
     segment = tuned.get("segment_bytes", segment)
-    return tile_for(op, unit_bytes, outer, cols_bytes, tile, segment, tuned.get("num_warps", warps))
+    warps, evict_first = tuned.get("num_warps", warps), bool(tuned.get("evict_first", False))
+    return tile_for(op, unit_bytes, outer, cols_bytes, tile, segment, warps, evict_first)
 
 
 def tile_for(
-    op: str, unit_bytes: int, outer: int, cols_bytes: int, tile_bytes: int, segment_bytes: int, num_warps: int
+    op: str,
+    unit_bytes: int,
+    outer: int,
+    cols_bytes: int,
+    tile_bytes: int,
+    segment_bytes: int,
+    num_warps: int,
+    evict_first: bool = False,
 ) -> Config:
     """A tile of at most ``tile_bytes``: ``segment_bytes`` of each row, more where there are too few rows to fill it.
 
@@ -79,7 +99,7 @@ def tile_for(
         tile_bytes = min(tile_bytes, 16 * 32 * num_warps * unit_bytes)
     block_rows = max(1, min(tile_bytes // min(cols, segment_bytes), rows))
     longest = max(8 * 32 * num_warps * unit_bytes, segment_bytes)
-    return Config(block_rows, max(min(tile_bytes // block_rows, cols, longest), unit_bytes), num_warps)
+    return Config(block_rows, max(min(tile_bytes // block_rows, cols, longest), unit_bytes), num_warps, evict_first)
 
 
 def default_candidate(op: str, unit_bytes: int, lanes: int = LANES) -> tuple[int, int, int]:
@@ -128,6 +148,12 @@ def device_key(device: int) -> dict[str, Any]:
         return {}
     properties = torch.cuda.get_device_properties(device)
     return {"device_name": properties.name, "sm_count": properties.multi_processor_count}
+
+
+@lru_cache(maxsize=64)
+def lanes_of(device: int) -> int:
+    """Threads of a warp of a device: 64 on AMD's CDNA, 32 on its RDNA and on NVIDIA."""
+    return LANES if device < 0 else torch.cuda.get_device_properties(device).warp_size
 
 
 @lru_cache(maxsize=64)

@@ -18,6 +18,7 @@ from tritoncomm_kernels.dtypes import checked_scale, scale_argument, wide_type
 from tritoncomm_kernels.geometry import Geometry, Ints, geometry_of
 from tritoncomm_kernels.launch import TRITON_TYPE, Launch, check_place, fits, tile_on
 from tritoncomm_kernels.numerics import INTERPRETED
+from tritoncomm_kernels.tables import EVICT_UNITS
 
 __all__ = ["pack", "plain_copy", "unpack"]
 
@@ -175,7 +176,7 @@ def _plan(
     constants = own | dict(
         VEC=vec, OUTER_DIMS=len(geo.dims), STRIDED=geo.stride_element != 1, UNPACK=name == "unpack",
         WIDE=None if wide is None else TRITON_TYPE[wide], HAS_SCALE=scaled, ACCUMULATE=accumulates,
-        BLOCK_ROWS=tile.block_rows, BLOCK_COLS=block_cols,
+        EVICT_FIRST=tile.evict_first and unit in EVICT_UNITS, BLOCK_ROWS=tile.block_rows, BLOCK_COLS=block_cols,
     )  # fmt: skip
     return Launch(kernel, device, grid, types, numbers, constants, tile.num_warps, table), moved, wide
 

@@ -4,9 +4,11 @@
 (integers are never specialised, and no access is wider than the host proved aligned), so the variant is looked up once
 and its ``run`` is called with raw pointers, past the Python in front of Triton's C launcher where that is known. The
 ordinary launch remains for the interpreter, for profilers that hook launches, for a current device that is not the
-tensors' and for any Triton whose ``run`` is not known to take these arguments.
+tensors' and for any Triton whose own way of calling a compiled kernel is not the known one.
 """
 
+import hashlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,8 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
+from triton.compiler import CompiledKernel
 
-from tritoncomm_kernels.config import Config, config_for, device_key, tile_for
+from tritoncomm_kernels.config import Config, config_for, device_key, lanes_of, tile_for
 from tritoncomm_kernels.device_table import Table, table_of
 from tritoncomm_kernels.geometry import TooLargeError
 from tritoncomm_kernels.numerics import INTERPRETED as _CONSTANT
@@ -28,7 +31,16 @@ from tritoncomm_kernels.numerics import INTERPRETED as _CONSTANT
 _NAMES = ("int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 INTERPRETED = bool(_CONSTANT)  # asking the constant itself is a call
 TRITON_TYPE: dict[torch.dtype, Any] = {getattr(torch, name): getattr(tl, name) for name in _NAMES}
-_DIRECT_VERSIONS = ((3, 6), (3, 10))  # from, up to: the versions whose run() is known
+# Source that the direct launch stands for, by hash. The version is no proof: NVIDIA's containers and ROCm's torch have
+# builds of the same number that differ. No public API calls a compiled kernel at this cost (Triton 3.6 to 3.9).
+_CALLS_RUN = "77d60bb58759c35a"  # CompiledKernel.__getitem__ of 3.6 to 3.9
+_CALLS_C = {  # CudaLauncher.__call__, and whether the kernel's arguments go as one tuple
+    "9412a64d532d5b5c": False,  # 3.6
+    "152cac5293645963": True,  # 3.7
+    "6afde16b206e5650": True,  # 3.8
+    "7858736667eaebc1": True,  # 3.9
+}
+_HIP_THREADS = 2**32  # that a launch of HIP has fewer than
 _INTERPRETED_TILE = 128 * 1024
 _LIMIT = 2**31 - 2**20  # a tile may reach past the last row and column by its own size
 
@@ -85,6 +97,8 @@ class Launch:
     resident: "Table | None" = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        if torch.version.hip:
+            fits(self.kernel.__name__, (), self.grid * self.num_warps * lanes_of(self.device))
         self.tail = (*self.arguments, *self.constants.values())
 
     def __call__(self, first: Tensor, second: Tensor, scale: float, *more: int) -> None:
@@ -157,14 +171,15 @@ def _entry(compiled: Any) -> Variant | None:
     if run is None or function is None or metadata is None:
         return None
     needs = [getattr(run, name, 1) for name in ("global_scratch_size", "profile_scratch_size")]
-    if type(run).__name__ == "CudaLauncher" and needs == [0, 0] and not getattr(run, "gsan_enabled", False):
-        how = (function, run.launch_cooperative_grid, run.launch_pdl)
-        if _version() == (3, 6):  # ..., global scratch, profile scratch, metadata, launch metadata, hooks
-            return Variant(run.launch, (*how, None, None, metadata, None, None, None), False, compiled)
-        if _version() in ((3, 7), (3, 9)):  # ..., metadata, launch metadata, hooks, scratch, kinds of the arguments
-            fixed = (*how, metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
-            return Variant(run.launch, fixed, True, compiled)
-    return Variant(run, (function, metadata, None, None, None), False, compiled)
+    packed = _CALLS_C.get(_source_hash(type(run).__call__))
+    if packed is None or needs != [0, 0] or getattr(run, "gsan_enabled", False):
+        return Variant(run, (function, metadata, None, None, None), False, compiled)
+    how = (function, run.launch_cooperative_grid, run.launch_pdl)
+    if not packed:  # ..., global scratch, profile scratch, metadata, launch metadata, hooks
+        return Variant(run.launch, (*how, None, None, metadata, None, None, None), False, compiled)
+    # ..., metadata, launch metadata, hooks, scratch, kinds of the arguments
+    fixed = (*how, metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
+    return Variant(run.launch, fixed, True, compiled)
 
 
 def launched(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -184,7 +199,7 @@ def stream_of(device: int) -> int:
 
 def is_direct(device: int) -> bool:
     """Whether a compiled kernel may be called directly on ``device`` right now."""
-    if device < 0 or INTERPRETED or _current_device is None or _current_stream is None or not _known_version():
+    if device < 0 or INTERPRETED or _current_device is None or _current_stream is None or not _known_calls():
         return False
     runtime = knobs.runtime
     if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
@@ -193,14 +208,30 @@ def is_direct(device: int) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _known_version() -> bool:
+def _known_calls() -> bool:
+    """Whether Triton calls compiled kernels, and has hooks around them, as the direct launch assumes."""
     hooks = (getattr(knobs.runtime, name, None) for name in ("launch_enter_hook", "launch_exit_hook"))
-    first, end = _DIRECT_VERSIONS
-    return first <= _version() < end and all(hasattr(hook, "calls") for hook in hooks)
+    return _source_hash(CompiledKernel.__getitem__) == _CALLS_RUN and all(hasattr(hook, "calls") for hook in hooks)
 
 
-def _version() -> tuple[int, ...]:
-    return tuple(int(part) for part in triton.__version__.split(".")[:2])
+@lru_cache(maxsize=16)
+def _source_hash(function: Callable[..., Any]) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of a function's source; empty where it has none."""
+    try:
+        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+    except (OSError, TypeError):
+        return ""
+
+
+def launch_kind() -> str:
+    """How kernels are launched on a GPU: ``C`` (by Triton's launcher), ``run`` (by its Python), else ``ordinary``."""
+    if not _known_calls():
+        return "ordinary"
+    if torch.version.hip:
+        return "run"
+    from triton.backends.nvidia.driver import CudaLauncher  # of the one backend that it is asked for
+
+    return "C" if _source_hash(CudaLauncher.__call__) in _CALLS_C else "run"
 
 
 def tile_on(
@@ -213,7 +244,7 @@ def tile_on(
     if INTERPRETED:
         tile = tile_for(op, unit_bytes, outer, cols_bytes, _INTERPRETED_TILE, _INTERPRETED_TILE, Config.num_warps)
     else:
-        tile = config_for(op, unit_bytes, outer, cols_bytes, **device_key(device))
+        tile = config_for(op, unit_bytes, outer, cols_bytes, **device_key(device), lanes=lanes_of(device))
     if addresses_are_long and unit_bytes <= 2:
         return replace(tile, block_rows=max(tile.block_rows // 2, 1))
     return tile
@@ -234,15 +265,22 @@ def check_place(name: str, first: Tensor, second: Tensor) -> None:
         raise RuntimeError(f"{name}: {first.device} tensors need a GPU or TRITON_INTERPRET=1")
 
 
-def fits(name: str, numbers: Iterable[int]) -> None:
+def fits(name: str, numbers: Iterable[int], threads: int = 0) -> None:
     """Refuse what 32-bit integers in units cannot hold: some Triton versions would truncate it silently.
 
+    Args:
+        name: of the operation.
+        numbers: sizes, strides and the programs of a launch.
+        threads: of a launch of HIP.
+
     Raises:
-        TooLargeError: one of them is 2**31 or nearly that.
+        TooLargeError: a number is 2**31 or nearly that, or there are 2**32 threads.
     """
-    largest = max(numbers)
+    largest = max(numbers, default=0)
     if largest >= _LIMIT:
         raise TooLargeError(f"{name}: {largest} units do not fit the kernels' 32-bit integers")
+    if threads >= _HIP_THREADS:
+        raise TooLargeError(f"{name}: {threads} threads are more than a launch of HIP may have")
 
 
 @contextmanager

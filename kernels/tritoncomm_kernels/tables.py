@@ -16,7 +16,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
+from tritoncomm_kernels import installed_triton
+
 __all__ = [
+    "EVICT_UNITS",
     "FORMAT",
     "OFF",
     "OPS",
@@ -36,9 +39,10 @@ __all__ = [
     "variable",
 ]
 
-FORMAT = 1
+FORMAT = 2  # 1 had no evict_first, which is off there
 OPS = ("pack", "unpack", "reduce")
 UNITS = (1, 2, 4, 8, 16)
+EVICT_UNITS = (8, 16)  # of pack and unpack, in which evict_first may be on
 VARIABLE = "TRITONCOMM_TABLE"
 OFF = ("0", "false", "no", "off")
 _SOURCES = ("address.py", "numerics.py", "reduction.py")  # what the machine code is made from
@@ -62,7 +66,8 @@ class Table:
         sm_count: multiprocessors of that GPU; a partition of a GPU has fewer under the same name.
         source: ``source_hash()`` of the kernels it was measured with.
         triton: version of Triton it was measured with.
-        configs: ``{op: {unit_bytes: {"tile_bytes": ..., "segment_bytes": ..., "num_warps": ...}}}``.
+        configs: ``{op: {unit_bytes: entry}}``; an entry has ``tile_bytes``, ``segment_bytes``, ``num_warps`` and
+            ``evict_first``. Without the last one it is off; only ``EVICT_UNITS`` may have it on.
         crossover_bytes: ``{op: {unit_bytes: size}}``; smaller tensors are faster on torch's path.
         origin: where it was read.
     """
@@ -98,7 +103,7 @@ def read(path: Any) -> Table:
     configs, crossover = _section(content, "configs"), _section(content, "crossover_bytes")
     for op, units in configs.items():
         for unit, entry in units.items():
-            _check_config(f"configs.{op}.{unit}", entry, int(unit))
+            _check_config(f"configs.{op}.{unit}", entry, op, int(unit))
     for op, units in crossover.items():
         for unit, size in units.items():
             if type(size) is not int or not 0 <= size <= _LARGEST:
@@ -139,9 +144,12 @@ def _section(content: dict[str, Any], name: str) -> dict[str, Any]:
     return section
 
 
-def _check_config(place: str, entry: Any, unit: int) -> None:
-    if not isinstance(entry, dict) or set(entry) != set(_BOUNDS):
+def _check_config(place: str, entry: Any, op: str, unit: int) -> None:
+    if not isinstance(entry, dict) or set(entry) - {"evict_first"} != set(_BOUNDS):
         raise TableError(f"damaged: {place} is {reprlib.repr(entry)}")
+    evict_first = entry.get("evict_first", False)
+    if type(evict_first) is not bool or (evict_first and (op == "reduce" or unit not in EVICT_UNITS)):
+        raise TableError(f"damaged: {place}.evict_first is {reprlib.repr(evict_first)}")
     for name, (low, high) in _BOUNDS.items():
         value = entry[name]
         if type(value) is not int or not max(low, unit if low > 1 else 1) <= value <= high or value & (value - 1):
@@ -163,10 +171,8 @@ def misfit(table: Table, device_name: str, sm_count: int, *, exact: bool = True)
         return f"for {table.device} with {table.sm_count} SMs, not {device_name} with {sm_count}"
     if table.source != source_hash():
         return "measured with other kernels than these; `tritoncomm tune` makes a new one"
-    import triton  # whose import takes as long as all of ours: only where a table is for this device
-
-    if exact and table.triton != triton.__version__:
-        return f"measured with Triton {table.triton}, not {triton.__version__}; `tritoncomm tune` makes a new one"
+    if exact and table.triton != (triton := installed_triton.version()):
+        return f"measured with Triton {table.triton}, not {triton or 'without any'}; `tritoncomm tune` makes a new one"
     return ""
 
 

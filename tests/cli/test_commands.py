@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tritoncomm_kernels import launch
 from typer.testing import CliRunner
 
 from tritoncomm import cli, doctor
@@ -252,7 +253,7 @@ def test_the_cases_of_a_model_fit_80_columns() -> None:
     assert lines[0].strip() == "cases of llama3-70b"
     assert max(map(len, lines)) <= 80
     vocabulary = [line.split() for line in lines if "vocabulary" in line]
-    figures = ["8192", "x", "128256", "8", "bfloat16", "16", "2004.0", "40", "vocabulary"]
+    figures = ["8192", "x", "128256", "8", "bfloat16", "16", "2004.0", "80", "vocabulary"]
     assert vocabulary == [[op, *figures] for op in ("pack", "unpack")]
 
 
@@ -484,7 +485,12 @@ def test_doctor_looks_at_gpus_and_links(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     told = found(monkeypatch, TRITON_INTERPRET="1")
-    assert "NVIDIA X, 80 GiB, 132 SMs" in told["GPU 1"].value
+    assert "NVIDIA X, 80 GiB, 132 SMs, sm_90" in told["GPU 1"].value
+    assert (told["kernels on sm_90"].level, told["kernels on sm_90"].value) == (
+        "note", "compiled for it in tests; never run on it",
+    )  # fmt: skip
+    gpu.minor = 7
+    assert found(monkeypatch)["kernels on sm_97"].value.startswith("tests compile for sm_80, sm_89, sm_90")
     assert told["peer access"].value == "not between GPUs 0-1"
     assert told["tuned table"].value.startswith("none for NVIDIA X")
     monkeypatch.setenv("TRITONCOMM_TABLE", "/no/such/table.json")
@@ -512,6 +518,28 @@ def test_doctor_wants_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     told = found(monkeypatch)
     assert told["torch"].advice == "too old: pip install 'torch>=99.0'"
     assert told["no-such-package"].level == "problem"
+
+
+@pytest.mark.parametrize(
+    ("kind", "hip", "level", "words"),
+    [
+        ("C", None, "ok", ""),
+        ("run", "6.4", "ok", ""),
+        ("run", None, "note", "at 1 us more of host time"),
+        ("ordinary", "6.4", "note", "at 10 us more of host time"),
+    ],
+)
+def test_doctor_notes_launches_that_are_not_direct(
+    monkeypatch: pytest.MonkeyPatch, kind: str, hip: str | None, level: str, words: str
+) -> None:
+    monkeypatch.setattr(launch, "launch_kind", lambda: kind)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    told = {one.name: one for one in doctor._triton(True)}
+    assert told["triton"].level == "ok"
+    assert told["kernel launch"].level == level
+    assert words in told["kernel launch"].advice
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert [one.level for has_gpu in (True, False) for one in doctor._triton(has_gpu)] == ["problem", "note"]
 
 
 def test_self_test_sees_a_wrong_mapping(monkeypatch: pytest.MonkeyPatch, pool: Any) -> None:

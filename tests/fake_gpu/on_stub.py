@@ -40,7 +40,7 @@ MODULES = (kernels, reference)
 def test_ordinary_launch(device: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch for a Triton whose direct one is not known."""
     assert launch.is_direct(0)
-    monkeypatch.setattr(launch, "_known_version", lambda: False)
+    monkeypatch.setattr(launch, "_known_calls", lambda: False)
     assert not launch.is_direct(0)
     for sizes in SPLIT_SIZES[-7:-2]:
         copies(random_bits((3, 5, sum(sizes) + 8), torch.bfloat16).transpose(0, 1)[..., 8:], len(sizes), sizes)

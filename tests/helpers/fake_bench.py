@@ -29,7 +29,7 @@ class FakeBench:
             self._clock[0] += 1.0
         self.timed.append((case.label, candidate.label))
         best = 128 * 32 * candidate.num_warps == candidate.tile_bytes and candidate.segment_bytes == 1024
-        return case.nbytes / 2**20 * (80.0 if best else 100.0 + candidate.num_warps)
+        return case.nbytes / 2**20 * ((80.0 if best else 100.0 + candidate.num_warps) + candidate.evict_first)
 
     def paths(self, case: Case) -> tuple[float, float]:
         self.compared += 1

@@ -128,6 +128,32 @@ MUTATIONS = (
         "tests/kernels/test_kernels.py",
     ),
     Mutation(
+        "exponentials keep the maximum of their tile", "kernels/tritoncomm_kernels/cross_entropy.py",
+        "sum_exp * _exp(col_max - new_max, HAS_EX2) + terms", "sum_exp + terms",
+        "tests/kernels/test_cross_entropy.py",
+    ),
+    Mutation(
+        "a row of small logits has no maximum", "kernels/tritoncomm_kernels/cross_entropy.py",
+        "LOWEST=_LOWEST[out.dtype]", "LOWEST=-1e30", "tests/kernels/test_cross_entropy.py",
+    ),
+    Mutation(
+        "a missing Triton is found out in the middle of an import", "kernels/tritoncomm_kernels/__init__.py",
+        "    installed_triton.require()\n", "", "tests/test_imports.py",
+    ),
+    Mutation(
+        "a launcher is believed by its name", "kernels/tritoncomm_kernels/launch.py",
+        "_CALLS_C.get(_source_hash(type(run).__call__))", 'True if type(run).__name__ == "CudaLauncher" else None',
+        "tests/kernels/test_launch.py",
+    ),
+    Mutation(
+        "narrow units evict what they read", "kernels/tritoncomm_kernels/copy.py",
+        "tile.evict_first and unit in EVICT_UNITS", "tile.evict_first", "tests/tune/test_tune.py",
+    ),
+    Mutation(
+        "tiles forget the width of warps", "kernels/tritoncomm_kernels/launch.py",
+        ", lanes=lanes_of(device))", ")", "tests/kernels/test_launch.py",
+    ),
+    Mutation(
         "a long sum skips parts", "kernels/tritoncomm_kernels/reduction.py",
         "part_ptr += REST * step", "part_ptr += step", "tests/kernels/test_kernels.py",
     ),

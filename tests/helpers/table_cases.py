@@ -19,7 +19,7 @@ DEVICE = ("GPU X", 8)
 
 def valid() -> dict[str, Any]:
     """A table with something of everything."""
-    entry = {"tile_bytes": 4096, "segment_bytes": 256, "num_warps": 8}
+    entry = {"tile_bytes": 4096, "segment_bytes": 256, "num_warps": 8, "evict_first": False}
     candidate = {"op": "pack", "unit": 16, "case": "a"} | entry
     verdict = dict.fromkeys(("registers", "spills", "loads_in_flight", "bytes_in_flight"), 1)
     verdict |= {"pruned": "", "cost": 1.5, "instructions_per_16_bytes": 2, "widths": [16]}
@@ -38,7 +38,7 @@ def valid() -> dict[str, Any]:
 
 def mutated(drawn: random.Random) -> bytes:
     """A valid table with one to three changes to its structure or to its bytes."""
-    return spoiled(valid(), drawn, ("pack", "unpack", "32", "16", "num_warps"))
+    return spoiled(valid(), drawn, ("pack", "unpack", "32", "16", "num_warps", "evict_first"))
 
 
 class InMemory:

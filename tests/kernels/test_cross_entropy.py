@@ -88,20 +88,65 @@ def test_signatures_are_those_of_the_twins(name: str) -> None:
     assert inspect.signature(getattr(cross_entropy, name)) == inspect.signature(getattr(reference, name))
 
 
-def test_edges() -> None:
+UNIT = {torch.float64: 2.0**-53}  # of the arithmetic's rounding; that of the other dtypes is fp32
+EXTREMES = {
+    "around-zero": lambda z: 4 * z,
+    "one-hot": lambda z: torch.where(z == z.amax(1, keepdim=True), 80.0, z),
+    "offset": lambda z: z + 1e4,
+    "negative-offset": lambda z: z - 1e4,
+    "wide": lambda z: 3000 * z,
+    "rising": lambda z: z.sort(1).values * 30,
+    "largest": lambda z: z.sign() * 6e4,
+    "some-infinite": lambda z: torch.where(z < 0.5, -math.inf, z),
+    "equal": lambda z: torch.full_like(z, -7.25),
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kind", EXTREMES)
+def test_the_bound_of_both_kernels(device: Device, kind: str, dtype: torch.dtype) -> None:
+    """As the module states it: of the log-sum-exp, and of every exponential of the gradient."""
+    unit = UNIT.get(dtype, 2.0**-24)
+    for shape in device.pick([(2, 130), (1, 7)], [(5, 38016), (3, 16385), (2, 100)]):
+        z = torch.randn(shape, generator=torch.Generator().manual_seed(shape[1]), dtype=torch.float64)
+        logits = EXTREMES[kind](z).to(dtype).to(device.at)
+        rows = shape[0]
+        target_col = torch.full((rows,), -1, device=device.at)
+        ones = torch.ones(rows, dtype=torch.promote_types(dtype, torch.float32), device=device.at)
+        numbers = ones.new_full((2, rows), math.nan)
+        cross_entropy.statistics(logits, target_col, 0 * ones, None, numbers)
+        exact = logits.double().logsumexp(1)
+        assert bool(((numbers[0].double() - exact).abs() <= unit * (64 + 2 * exact.abs())).all()), (shape, exact)
+        out = torch.full(shape, math.nan, dtype=dtype, device=device.at)
+        lse = numbers[0].contiguous()
+        cross_entropy.gradient(logits, target_col, 0 * ones, None, ones, lse, ones, out)
+        distance = logits.double() - lse.double().unsqueeze(1)
+        softmax, limits = distance.exp(), torch.finfo(dtype)
+        relative = torch.where(distance.isinf(), 0.0, 8 + 4 * distance.abs()) * unit + limits.eps / 2
+        absolute = max(2.0**-126, limits.smallest_normal * limits.eps / 2)
+        assert bool(((out.double() - softmax).abs() <= relative * softmax + absolute).all()), shape
+
+
+def test_edges(device: Device) -> None:
+    """Rows of -inf, of the largest numbers, with NaN; rows that do not count; no rows."""
     logits = torch.tensor([[-math.inf, 2.0, -math.inf], [-math.inf] * 3, [3e38, 3e38, -3e38], [math.nan, 0, 0]])
-    target_col, target_weight, numbers = torch.tensor([1, -1, 0, 1]), torch.ones(4), torch.empty(2, 4)
+    logits, numbers = logits.to(device.at), torch.empty(2, 4, device=device.at)
+    target_col, target_weight = torch.tensor([1, -1, 0, 1], device=device.at), torch.ones(4, device=device.at)
     target_weight[1] = 0
     cross_entropy.statistics(logits, target_col, target_weight, None, numbers)
     assert numbers[0, :2].tolist() == [2.0, -math.inf]
     assert float(numbers[0, 2]) == pytest.approx(3e38)
     assert math.isnan(numbers[0, 3])
     assert numbers[1].tolist() == [2.0, 0.0, pytest.approx(3e38), 0.0]
-    out = torch.empty(4, 3)
-    row_weight = torch.tensor([1.0, 0.0, 0.0, 0.0])  # rows that do not count
-    lse, upstream = numbers[0].contiguous(), torch.ones(4)
+    out = torch.empty(4, 3, device=device.at)
+    row_weight = torch.tensor([1.0, 0.0, 0.0, 0.0], device=device.at)  # rows that do not count
+    lse, upstream = numbers[0].contiguous(), torch.ones(4, device=device.at)
     cross_entropy.gradient(logits, target_col, target_weight, None, row_weight, lse, upstream, out)
-    assert torch.equal(out, torch.zeros(4, 3))
+    assert torch.equal(out, torch.zeros_like(out))
+    lowest, one = torch.full((1, 200), torch.finfo(torch.float32).min, device=device.at), torch.empty(2, 1)
+    one = one.to(device.at)
+    cross_entropy.statistics(lowest, target_col[1:2], target_weight[1:2], None, one)
+    assert one.flatten().tolist() == [float(lowest[0, 0]), 0.0]
     assert cross_entropy.statistics(torch.empty(0, 3), target_col[:0], target_weight[:0], None, torch.empty(2, 0)) == 0
 
 

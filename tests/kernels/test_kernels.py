@@ -61,6 +61,23 @@ def test_access_widths(device: Device, dtype: torch.dtype) -> None:
             copies(random_bits((5, 4 * run + shift), dtype, run, device.at)[:, shift:], 4)
 
 
+def test_eviction_changes_no_bit(device: Device) -> None:
+    """With equal shards, split sizes by value and in a table, in the units that may have it and in others."""
+    config = kernels.Config(4, 256, evict_first=True)
+    for world, sizes in ((4, None), (3, (16, 0, 24)), (20, (8,) * 20)):
+        for shift in (0, 4, 2):  # elements: units of 16, 8 and 4 bytes
+            row = sum(sizes) if sizes else 64
+            rows = random_bits((9, row + 8), torch.bfloat16, shift, device.at)[:, shift : shift + row]
+            shape = (9 * row,) if sizes else (world, 9, row // world)
+            wires = [torch.empty(shape, dtype=rows.dtype, device=device.at) for _ in range(2)]
+            kernels.pack(rows, wires[0], sizes=sizes, config=config)
+            reference.pack(rows, wires[1], sizes=sizes)
+            assert torch.equal(*(bits(wire) for wire in wires))
+            back = torch.empty_like(rows)
+            kernels.unpack(wires[0], back, sizes=sizes, config=config)
+            assert torch.equal(bits(back), bits(rows))
+
+
 @pytest.mark.parametrize("world", [2, 3, 4, 8, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8], ids=name_of)
 def test_ragged_rows_and_gaps(device: Device, dtype: torch.dtype, world: int) -> None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 import tritoncomm_kernels
-from tritoncomm_kernels import device_table, launch
+from triton.backends.nvidia import driver as nvidia
+from tritoncomm_kernels import config, device_table, launch
 from tritoncomm_kernels.launch import Launch
 
 
@@ -154,13 +154,85 @@ def test_the_ordinary_launch_where_the_direct_one_is_not_known(
 ) -> None:
     assert not launch.is_direct(1), "another current device"
     assert not launch.is_direct(-1), "CPU tensors"
-    launch._known_version.cache_clear()
-    monkeypatch.setattr(triton, "__version__", "4.0.0")
+    monkeypatch.setattr(launch, "CompiledKernel", OtherTriton)
+    launch._known_calls.cache_clear()
     try:
         assert not launch.is_direct(0)
+        assert launch.launch_kind() == "ordinary"
     finally:
-        monkeypatch.undo()
-        launch._known_version.cache_clear()
+        launch._known_calls.cache_clear()
+
+
+class OtherTriton:
+    """Calls a compiled kernel in a way of its own, whatever its version."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.run(grid, *arguments)
+
+    def run(self, *arguments: Any) -> None:
+        raise AssertionError
+
+
+class CudaLauncher:
+    """A launcher of the usual name that hands other arguments to C."""
+
+    global_scratch_size, profile_scratch_size = 0, 0
+    launch_cooperative_grid, launch_pdl, arg_annotations, kernel_signature = False, False, (), ()
+    launch = staticmethod(print)
+
+    def __call__(self, *arguments: Any) -> None:
+        raise AssertionError
+
+
+def test_only_a_launcher_whose_code_is_known_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one of the same name is called as Triton itself calls it."""
+    known = type("CudaLauncher", (CudaLauncher,), {"__call__": nvidia.CudaLauncher.__call__})()
+    other = CudaLauncher()
+    for run, called in ((known, known.launch), (other, other)):
+        variant = launch._entry(SimpleNamespace(run=run, function="function", packed_metadata="metadata"))
+        assert variant is not None
+        assert variant.run is called
+        assert variant.fixed[:3] == (("function", False, False) if run is known else ("function", "metadata", None))
+    monkeypatch.setattr(launch.inspect, "getsource", lambda function: (_ for _ in ()).throw(OSError))
+    launch._source_hash.cache_clear()
+    variant = launch._entry(SimpleNamespace(run=known, function="function", packed_metadata="metadata"))
+    launch._source_hash.cache_clear()
+    assert variant is not None
+    assert variant.run is known, "a build without sources"
+
+
+def test_the_direct_launch_knows_this_triton() -> None:
+    """A newer one changes how kernels are called: look at both sources before its hash is added."""
+    assert launch.launch_kind() == "C"
+
+
+def test_tiles_follow_the_warps_of_the_device(kernel: RecordingKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 threads have twice the bytes of 32 for as many loads each; the build of torch says nothing about them."""
+    config.lanes_of.cache_clear()
+    config.device_key.cache_clear()
+    tiles = []
+    for device, warp_size in enumerate((32, 64)):
+        gpu = SimpleNamespace(name="GPU X", multi_processor_count=8, warp_size=warp_size)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, gpu=gpu: gpu)
+        tiles.append(launch.tile_on(device, "pack", 16, 4096, 8192))
+    config.lanes_of.cache_clear()
+    config.device_key.cache_clear()
+    assert [tile.block_rows * tile.block_cols for tile in tiles] == [8192, 16384]
+
+
+def test_hip_launches_fewer_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a grid times its threads; elsewhere a grid alone is limited."""
+    kernel = SimpleNamespace(__name__="_copy_kernel")
+
+    def made(grid: int) -> Launch:
+        return Launch(kernel, -1, grid, (torch.int8, torch.int8), (5,), {}, 4)
+
+    assert made(2**24).grid == 2**24
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    monkeypatch.setattr(launch, "lanes_of", lambda device: 64)
+    assert made(2**24 - 1).grid == 2**24 - 1
+    with pytest.raises(launch.TooLargeError, match="_copy_kernel: 4294967296 threads are more than a launch of HIP"):
+        made(2**24)
 
 
 def test_values_beyond_32_bits_are_refused() -> None:

@@ -105,6 +105,23 @@ def test_tables_of_a_gpu_with_wide_warps_are_read(tmp_path: Path) -> None:
         tables.read(path)
 
 
+def test_tables_without_evict_first_have_it_off(tmp_path: Path) -> None:
+    """As those of format 1 are; only copies in units of 8 and 16 bytes may have it on."""
+    entry, path = {"tile_bytes": 4096, "segment_bytes": 256, "num_warps": 8}, tmp_path / "t.json"
+
+    def written(op: str, unit: str, **more: object) -> tables.Table:
+        path.write_text(json.dumps(valid() | {"format": 1 if not more else 2, "configs": {op: {unit: entry | more}}}))
+        return tables.read(path)
+
+    assert written("pack", "16").configs["pack"]["16"] == entry
+    for op, unit in (("pack", "8"), ("unpack", "16")):
+        for on in (False, True):
+            assert written(op, unit, evict_first=on).configs[op][unit]["evict_first"] is on
+    for op, unit, value in (("pack", "4", True), ("reduce", "8", True), ("pack", "16", 1), ("pack", "16", None)):
+        with pytest.raises(tables.TableError, match=rf"damaged: configs\.{op}\.{unit}\.evict_first is {value}"):
+            written(op, unit, evict_first=value)
+
+
 def test_an_empty_table_is_none_for_the_digest(tmp_path: Path) -> None:
     path = results.user_path(*DEVICE)
     results.write(path, results.measured_key(*DEVICE) | {"configs": {}, "crossover_bytes": {}})

@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,8 @@ import torch
 import triton
 import tritoncomm_kernels as kernels
 from fake_bench import DEVICE, FakeBench
-from tiles import audit, reachable
-from tritoncomm_kernels import config, launch, tables
+from tiles import EVERY_TARGET, audit, reachable
+from tritoncomm_kernels import Config, config, copy, launch, tables
 from tritoncomm_kernels.config import config_for, crossover_of, origin_of
 from typer.testing import CliRunner
 
@@ -134,6 +135,23 @@ def test_bad_machine_code_is_pruned(op: str, unit: int, target: str, tile: Candi
     assert tile not in static.rank(op, unit, verdicts, target)
 
 
+def test_eviction_is_an_axis_of_copies_in_wide_units() -> None:
+    """Off by default; a table of it reaches the kernel, and narrow units never have it."""
+    for op, unit in groups():
+        tried = candidates(op, unit)
+        assert not tried[0].evict_first
+        doubled = [replace(one, evict_first=not one.evict_first) in tried for one in tried]
+        assert set(doubled) == {op != "reduce" and unit in (8, 16)}, (op, unit)
+    forget()
+    put(reader(configs={"pack": {"16": asdict(Candidate(4096, 512, 4, True))}}))
+    assert config_for("pack", 16, 4096, 65536, device_name=DEVICE[0], sm_count=DEVICE[1]).evict_first
+    for unit, on in ((16, True), (8, True), (4, False), (1, False)):
+        layout = ((64, 8 * unit), (8 * unit, 1), (8, 64, unit), (64 * unit, unit, 1), None, False, False)
+        launch = copy._plan("pack", -1, torch.int8, torch.int8, 0, *layout, Config(4, 256, 4, True))[0]
+        assert launch is not None
+        assert launch.constants["EVICT_FIRST"] is on, unit
+
+
 def test_the_rank_follows_cost_then_registers() -> None:
     tried = candidates("pack", 16)[:4]
     costs = [(3.0, 40), (2.0, 50), (2.0, 30), (1.0, 90)]
@@ -168,7 +186,7 @@ def shipped() -> list[tuple[str, int, Candidate]]:
     ]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", EVERY_TARGET)
 @pytest.mark.parametrize("op", tables.OPS)
 def test_tiles_of_large_tensors_compile_well(op: str, target: str) -> None:
     """The tile of many rows and of one row, in every unit; shipped tables too."""
@@ -264,7 +282,7 @@ def test_a_search_writes_the_table_that_config_for_reads() -> None:
     outcome = tuner.measure(CASE, FakeBench())
     assert outcome.state == search.COMPLETE
     assert outcome.path == results.user_path(*DEVICE)
-    assert outcome.content["configs"] == {"pack": {"16": {"tile_bytes": 16384, "segment_bytes": 1024, "num_warps": 4}}}
+    assert outcome.content["configs"] == {"pack": {"16": asdict(Candidate(16384, 1024, 4))}}
     assert tuned() == (16384, 4)
     assert origin_of("pack", 16, *DEVICE) == str(outcome.path)
     assert origin_of("unpack", 16, *DEVICE) == "built in"
@@ -337,7 +355,7 @@ def test_a_failure_saves_what_is_done() -> None:
 
 def test_a_wrong_candidate_never_wins_and_fails_the_command() -> None:
     outcome = tuner.measure(CASE, FakeBench(wrong="16384/1024/4"))
-    assert outcome.content["configs"]["pack"]["16"] == {"tile_bytes": 32768, "segment_bytes": 1024, "num_warps": 8}
+    assert outcome.content["configs"]["pack"]["16"] == asdict(Candidate(32768, 1024, 8))
     assert len(outcome.wrong) == 1
     said = []
     assert tune_command.verdict(outcome, SimpleNamespace(print=lambda text, **k: said.append(text))) == 1
@@ -348,7 +366,7 @@ def measured(op: str, unit: int, times: dict[str, dict[Candidate, float | None]]
     found = {}
     for case, row in times.items():
         for one, us in row.items():
-            sizes = {"tile_bytes": one.tile_bytes, "segment_bytes": one.segment_bytes, "num_warps": one.num_warps}
+            sizes = asdict(one)
             result = {"wrong": "x"} if us is None else {"us": us}
             found[f"{case} {one.label}"] = {"op": op, "unit": unit, "case": case} | sizes | result
     return found
@@ -361,7 +379,7 @@ def test_the_winner_is_the_best_over_all_cases() -> None:
         return results.configs(measured("pack", 16, times)).get("pack", {}).get("16")
 
     def entry(one: Candidate) -> dict[str, int]:
-        return {"tile_bytes": one.tile_bytes, "segment_bytes": one.segment_bytes, "num_warps": one.num_warps}
+        return asdict(one)
 
     assert winner(x={first: 10, a: 5, b: 9}, y={first: 10, a: 16, b: 8}) == entry(b), "the geometric mean decides"
     assert winner(x={first: 10, a: 9.95}) == entry(first), "less than one percent is noise"
@@ -397,7 +415,7 @@ def test_crossover_cases_have_their_unit(op: str, unit: int) -> None:
 
 
 def interpreted() -> measure.Bench:
-    return measure.Bench(torch.device("cpu"), *DEVICE, None, lambda call: [call(), 3.0][1], lambda: None)
+    return measure.Bench(torch.device("cpu"), *DEVICE, None, 32, lambda call: [call(), 3.0][1], lambda: None)
 
 
 BENCHED = [
@@ -447,9 +465,10 @@ def test_a_search_with_real_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "2" in outcome.content["crossover_bytes"]["reduce"]
 
 
-def test_targets_of_gpus() -> None:
-    assert measure.target_of(SimpleNamespace(major=9, minor=0)) == "sm_90"
-    assert measure.target_of(SimpleNamespace(major=12, minor=0)) is None
+def test_architectures_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measure.architecture(SimpleNamespace(major=10, minor=3)) == "sm_103"
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    assert measure.architecture(SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")) == "gfx942"
 
 
 def test_without_a_gpu_the_command_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -731,7 +750,7 @@ def test_the_list_says_what_a_model_exchanges() -> None:
     assert result.exit_code == 0
     rows = json.loads(result.stdout)
     assert {"op": "unpack", "outer": 4096, "row": 8192, "world": 8, "dtype": "bfloat16", "unit": 16,
-            "bytes": 2**26, "candidates": 40, "note": "llama3-70b hidden"} in rows  # fmt: skip
+            "bytes": 2**26, "candidates": 80, "note": "llama3-70b hidden"} in rows  # fmt: skip
     sizes = {(row["op"], row["outer"], row["row"]) for row in rows}
     assert ("pack", 512, 64 * 128) in sizes
     assert ("pack", 512, 8 * 128) in sizes

@@ -10,6 +10,8 @@ try:
 except ImportError as error:
     sys.exit(f"the command needs typer and rich ({error}): pip install 'tritoncomm[cli]'")
 
+from tritoncomm_kernels import installed_triton
+
 from tritoncomm import __version__, launchers
 from tritoncomm.cli import bench, demo, doctor, plan, trace, tune
 from tritoncomm.cli._console import refuse, say, terminal, unwrapped
@@ -22,7 +24,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 def _version(asked: bool) -> None:
     if asked:
-        print(f"tritoncomm {__version__}, torch {version('torch')}, triton {version('triton')}")
+        triton = installed_triton.version() or "not installed"
+        print(f"tritoncomm {__version__}, torch {version('torch')}, triton {triton}")
         raise typer.Exit(0)
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tritoncomm_kernels import installed_triton
 
 from tritoncomm.cli._console import refuse, say, table, terminal
 from tritoncomm.parsing import counted, dtype_name
@@ -40,7 +41,7 @@ def tune(
     out: Annotated[
         Path | None, typer.Option(help="File, or folder with a file per GPU or target; the user's cache by default.")
     ] = None,
-    target: Annotated[str | None, typer.Option(help="With --static: sm_80, sm_90, sm_100 or gfx942.")] = None,
+    target: Annotated[str | None, typer.Option(help=f"With --static: {', '.join(TARGETS)}.")] = None,
     static: Annotated[
         bool, typer.Option("--static", help="Rank by machine code; needs no GPU, times nothing.")
     ] = False,
@@ -73,7 +74,7 @@ def tune(
             print(json.dumps(case_rows(cases), indent=1)) if as_json else show_cases(cases, console, model)
             raise typer.Exit(0)
         outcome = _search(request, static, target, errors)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise refuse(error) from None
     for message in outcome.warnings:
         say(errors, f"warning: {message}", "yellow")
@@ -87,10 +88,11 @@ def tune(
 def _search(request: Request, static: bool, target: str | None, errors: Console) -> Outcome:
     if target is not None and not static:
         raise ValueError("--target goes with --static; without it the GPU at hand is measured")
+    cases_of(request)  # refuses invalid arguments before it asks for Triton and a GPU
+    installed_triton.require()
     if target is not None:
         with progress(errors) as follow:
             return rank_static(request, target, follow)
-    cases_of(request)  # refuses invalid arguments before it asks for a GPU
     bench = open_gpu()
     if bench is None:
         need = "--static needs --target" if static else "there is no GPU to measure on: rank candidates by machine code"

@@ -16,15 +16,17 @@ from typing import Any
 import torch
 import torch.cuda.nccl
 import torch.distributed as dist
-from tritoncomm_kernels import tables
+from tritoncomm_kernels import installed_triton, tables
 
 from tritoncomm import launchers, variables
 from tritoncomm.doctor import selftest
 from tritoncomm.errors import GroupError
+from tritoncomm.tune.machine_code import TARGETS
+from tritoncomm.tune.measure import architecture
 
 __all__ = ["Finding", "compute_mode", "examine"]
 
-NEEDED = {"torch": (2, 11), "triton": (3, 6)}
+NEEDED = {"torch": (2, 11)}
 VARIABLES = (
     "TRITONCOMM_PATH", "TRITONCOMM_TABLE", "TRITONCOMM_CHECK", "TRITONCOMM_FLIGHT", "TRITON_INTERPRET",
     "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE",
@@ -55,8 +57,9 @@ def examine(self_test: bool = True) -> Iterator[Finding]:
     yield Finding("python", f"{sys.version.split()[0]}")
     for package, minimum in NEEDED.items():
         yield _version(package, minimum)
-    yield from _backends()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    yield from _triton(count > 0)
+    yield from _backends()
     gpus = [torch.cuda.get_device_properties(index) for index in range(count)]
     yield from _gpus(gpus)
     yield from _compute_mode(count)
@@ -89,6 +92,24 @@ def _version(package: str, minimum: tuple[int, int]) -> Finding:
     if numbers < minimum:
         return Finding(package, version, "problem", f"too old: pip install '{package}>={needed}'")
     return Finding(package, version)
+
+
+def _triton(has_gpu: bool) -> Iterator[Finding]:
+    """Triton, which only kernels need, and how it launches them: the ordinary way costs the host more."""
+    version, problem = installed_triton.version(), installed_triton.problem()
+    if problem:
+        yield Finding("triton", version or "not installed", "problem" if has_gpu else "note", problem)
+        return
+    yield Finding("triton", version)
+    from tritoncomm_kernels.launch import launch_kind  # imports Triton, which is there
+
+    kind = launch_kind()
+    if kind == "C" or (kind == "run" and torch.version.hip):
+        yield Finding("kernel launch", "direct")
+        return
+    value = "by Triton's Python" if kind == "run" else "the ordinary one"
+    advice = f"correct, at {'1' if kind == 'run' else '10'} us more of host time: this build of Triton is not known"
+    yield Finding("kernel launch", value, "note", advice)
 
 
 def _backends() -> Iterator[Finding]:
@@ -145,7 +166,10 @@ def _gpus(gpus: Sequence[Any]) -> Iterator[Finding]:
         yield Finding("GPUs", "none that torch can use", "note", hint)
     for index, gpu in enumerate(gpus):
         size = f"{gpu.total_memory / 2**30:.0f} GiB, {gpu.multi_processor_count} SMs"
-        yield Finding(f"GPU {index}", f"{gpu.name}, {size}, compute capability {gpu.major}.{gpu.minor}")
+        yield Finding(f"GPU {index}", f"{gpu.name}, {size}, {architecture(gpu)}")
+    for name in sorted({architecture(gpu) for gpu in gpus}):
+        tested = "compiled for it in tests" if name in TARGETS else f"tests compile for {', '.join(TARGETS)} only"
+        yield Finding(f"kernels on {name}", f"{tested}; never run on it", "note", "`make gpu` of a checkout runs them")
 
 
 def compute_mode() -> str:
@@ -219,6 +243,8 @@ def _judged(name: str, value: str) -> tuple[str, str]:
             return "problem", "no path of this name: auto, torch or triton"
         case "TRITONCOMM_PATH" if value == "triton" and not gpu and os.environ.get("TRITON_INTERPRET") != "1":
             return "problem", "kernels need a GPU: unset it, or set TRITON_INTERPRET=1 to debug"
+        case "TRITONCOMM_PATH" if value == "triton" and installed_triton.problem():
+            return "problem", installed_triton.problem()
         case "TRITONCOMM_PATH" if value != "auto":
             return "note", "forces one path"
         case "TRITONCOMM_CHECK" if variables.check_problem(value):

@@ -1,9 +1,10 @@
-"""Candidate tiles: bytes per thread x bytes of a row x warps, for one operation and one width of access."""
+"""Candidate tiles: bytes per thread x bytes of a row x warps x eviction, for one operation and one width of access."""
 
 from dataclasses import asdict, dataclass
+from itertools import product
 
 from tritoncomm_kernels.config import Config, default_candidate, tile_for
-from tritoncomm_kernels.tables import OPS, UNITS
+from tritoncomm_kernels.tables import EVICT_UNITS, OPS, UNITS
 
 __all__ = ["Candidate", "candidates", "default", "groups"]
 
@@ -22,16 +23,18 @@ class Candidate:
         tile_bytes: bytes of a tile.
         segment_bytes: bytes of a row in a tile, where there are rows enough to fill it; unused by ``reduce``.
         num_warps: warps per program.
+        evict_first: what is read leaves the caches first; only ``pack`` and ``unpack`` in units of 8 and 16 bytes.
     """
 
     tile_bytes: int
     segment_bytes: int
     num_warps: int
+    evict_first: bool = False
 
     @property
     def label(self) -> str:
-        """``tile/segment/warps``, the key of a candidate in files."""
-        return f"{self.tile_bytes}/{self.segment_bytes}/{self.num_warps}"
+        """``tile/segment/warps``, with ``/evict`` where that is on: the key of a candidate in files."""
+        return f"{self.tile_bytes}/{self.segment_bytes}/{self.num_warps}{'/evict' if self.evict_first else ''}"
 
     def config(self, op: str, unit: int, outer: int = 2**20, cols_bytes: int = 2**20) -> Config:
         """The tile of ``outer`` rows of ``cols_bytes`` bytes; by default of a tensor large enough for any tile."""
@@ -56,9 +59,9 @@ def candidates(op: str, unit: int, lanes: int = 32) -> list[Candidate]:
         sizes, segments = _SUMMED_BYTES_PER_THREAD, (first.segment_bytes,)
     else:
         sizes, segments = (_NARROW_BYTES_PER_THREAD if unit <= 2 else _BYTES_PER_THREAD), _SEGMENTS
-    tiles = {
-        Candidate(each * lanes * warps, segment, warps) for each in sizes for warps in _WARPS for segment in segments
-    }
+    evictions = (False, True) if op != "reduce" and unit in EVICT_UNITS else (False,)
+    axes = product(sizes, _WARPS, segments, evictions)
+    tiles = {Candidate(each * lanes * warps, segment, warps, first_out) for each, warps, segment, first_out in axes}
     return [first, *sorted(tiles - {first})]
 
 

@@ -16,22 +16,45 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import triton
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from tritoncomm_kernels import installed_triton
 
-__all__ = ["CAN_READ", "TARGETS", "Build", "Code", "build_all", "compiled_kernels"]
+__all__ = ["TARGETS", "Build", "Code", "Target", "build_all", "can_read", "compiled_kernels"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU architecture to compile for, and what one of its multiprocessors holds at a time.
+
+    Attributes:
+        backend: ``cuda`` or ``hip``.
+        arch: Triton's name of it.
+        warp_size: threads of a warp.
+        raw: the disassembler's name of it, for ``cuda``.
+        threads: threads at most.
+        programs: programs at most.
+        registers: registers of 32 bits.
+    """
+
+    backend: str
+    arch: int | str
+    warp_size: int
+    raw: str = ""
+    threads: int = 2048
+    programs: int = 32
+    registers: int = 65536
+
 
 TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "sm_80": Target("cuda", 80, 32, "SM80"),
+    "sm_89": Target("cuda", 89, 32, "SM89", threads=1536, programs=24),
+    "sm_90": Target("cuda", 90, 32, "SM90a"),
+    "sm_100": Target("cuda", 100, 32, "SM100a"),
+    "sm_103": Target("cuda", 103, 32, "SM103a"),
+    "sm_120": Target("cuda", 120, 32, "SM120a", threads=1536, programs=24),
+    "gfx90a": Target("hip", "gfx90a", 64, registers=4 * 512 * 64),
+    "gfx942": Target("hip", "gfx942", 64, registers=4 * 512 * 64),
+    "gfx950": Target("hip", "gfx950", 64, registers=4 * 512 * 64),
 }
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-CAN_READ = {"cuda": (_TOOLS / "nvdisasm").is_file() and (_TOOLS / "cuobjdump").is_file(), "hip": True}
-_RAW_NAMES = {80: "SM80", 90: "SM90a", 100: "SM100a"}
 _AMD_WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "b128": 16, "b64": 8, "b32": 4}
 
 
@@ -79,7 +102,14 @@ class Code:
 
 @lru_cache(maxsize=1)
 def compiled_kernels() -> dict[str, ModuleType]:
-    """The kernel modules once more, not interpreted whatever TRITON_INTERPRET is, by their short names."""
+    """The kernel modules once more, not interpreted whatever TRITON_INTERPRET is, by their short names.
+
+    Raises:
+        ImportError: Triton is missing or too old.
+    """
+    installed_triton.require()
+    from triton import knobs  # commands import this module where there is no Triton
+
     shadowed = {name: sys.modules[name] for name in list(sys.modules) if name.startswith("tritoncomm_kernels")}
     try:
         for name in shadowed:
@@ -109,11 +139,15 @@ def build_all(builds: Sequence[Build], target: str) -> list[Code]:
     if TARGETS[target].backend == "hip":
         codes = [_amd(asm["amdgcn"]) for asm in assembled]
     else:
-        codes = _nvidia([asm["cubin"] for asm in assembled], _RAW_NAMES[int(TARGETS[target].arch)])
+        codes = _nvidia([asm["cubin"] for asm in assembled], TARGETS[target].raw)
     return [replace(code, coalesced=_coalesced(asm["ttgir"])) for code, asm in zip(codes, assembled, strict=True)]
 
 
 def _compile(one: Build, target: str) -> dict[str, Any]:
+    import triton  # commands import this module where there is no Triton
+    from triton.backends.compiler import GPUTarget  # likewise
+    from triton.compiler import ASTSource  # likewise
+
     names = one.kernel.arg_names
     signature = {name: one.types.get(name, "i32") if name not in one.constants else "constexpr" for name in names}
     aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in one.divisible]
@@ -121,7 +155,8 @@ def _compile(one: Build, target: str) -> dict[str, Any]:
     values = {(names.index(name),): value for name, value in one.constants.items()}
     source = ASTSource(one.kernel, signature, constexprs=values, attrs=attributes)
     options = {"num_warps": one.warps, "enable_fp_fusion": False}
-    return triton.compile(source, target=TARGETS[target], options=options).asm
+    gpu = TARGETS[target]
+    return triton.compile(source, target=GPUTarget(gpu.backend, gpu.arch, gpu.warp_size), options=options).asm
 
 
 def _coalesced(text: str) -> bool:
@@ -211,5 +246,16 @@ def _code(
     return Code(loads, stores, sum(takewhile(bool, memory)), registers, spills, instructions)
 
 
+def can_read(target: str) -> bool:
+    """Whether the tools that read machine code of a target are there: those of NVIDIA come with Triton."""
+    return TARGETS[target].backend == "hip" or all((_tools() / name).is_file() for name in ("nvdisasm", "cuobjdump"))
+
+
+def _tools() -> Path:
+    import triton  # commands import this module where there is no Triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
 def _run(tool: str, *arguments: str) -> str:
-    return subprocess.run([_TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([_tools() / tool, *arguments], capture_output=True, text=True, check=True).stdout

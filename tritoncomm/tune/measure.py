@@ -1,6 +1,7 @@
 """Checking and timing on a GPU: every tile's output against plain torch before its time counts.
 
-A tile's time is the median of CUDA events around one launch, the L2 cache flushed before each. The crossover between
+A tile's time is the median of CUDA events around one launch, the L2 cache flushed before each. Where ``evict_first`` is
+an axis, the time includes a pass that reads the result, as a collective or a product does next. The crossover between
 the paths is host time as a caller sees it: calls back to back, with their allocations, until the GPU has finished.
 """
 
@@ -15,13 +16,14 @@ import torch
 import tritoncomm_kernels as kernels
 from torch import Tensor
 from tritoncomm_kernels import reference
+from tritoncomm_kernels.tables import EVICT_UNITS
 
 from tritoncomm.core import ops
 from tritoncomm.tune.candidates import Candidate
 from tritoncomm.tune.cases import Case
 from tritoncomm.tune.machine_code import TARGETS
 
-__all__ = ["Bench", "open_gpu", "target_of"]
+__all__ = ["Bench", "architecture", "open_gpu"]
 
 _FLUSH_BYTES = 2**28  # more than any L2 cache holds
 _REPEATS = 25
@@ -37,6 +39,7 @@ class Bench:
         device: where the tensors are.
         device_name: the key of its tables, with ``sm_count``.
         target: key of ``TARGETS``, None if it is none of them.
+        lanes: threads of a warp.
         stopwatch: microseconds of one call.
         synchronize: waits for the device.
     """
@@ -45,14 +48,10 @@ class Bench:
     device_name: str
     sm_count: int
     target: str | None
+    lanes: int
     stopwatch: Callable[[Callable[[], Any]], float]
     synchronize: Callable[[], Any]
     _prepared: tuple[Case, Tensor, Tensor, Tensor] | None = field(init=False, default=None)
-
-    @property
-    def lanes(self) -> int:
-        """Threads of a warp."""
-        return TARGETS[self.target].warp_size if self.target else 32
 
     def check(self, case: Case, candidate: Candidate) -> str:
         """What differs from ``reference`` in a candidate's output, bit by bit; empty if nothing does."""
@@ -63,8 +62,12 @@ class Bench:
         return f"{wrong} of {expected.numel()} elements differ from plain torch" if wrong else ""
 
     def time(self, case: Case, candidate: Candidate) -> float:
-        """Microseconds of one launch, after warming up."""
-        return self.stopwatch(self._launch(case, candidate))
+        """Microseconds of one launch, after warming up; see the module for a pass behind it."""
+        launch = self._launch(case, candidate)
+        if case.op == "reduce" or case.unit not in EVICT_UNITS:
+            return self.stopwatch(launch)
+        written = self._prepare(case)[1].view(-1).view(torch.int64)
+        return self.stopwatch(lambda: (launch(), written.sum()))
 
     def paths(self, case: Case) -> tuple[float, float]:
         """Microseconds of a call on torch's path and on triton's: median over rounds of calls back to back.
@@ -134,15 +137,15 @@ def open_gpu() -> Bench | None:
         return median(start.elapsed_time(end) * 1e3 for start, end in events)
 
     synchronize = partial(torch.cuda.synchronize, device)
-    return Bench(device, gpu.name, gpu.multi_processor_count, target_of(gpu), stopwatch, synchronize)
+    target = architecture(gpu) if architecture(gpu) in TARGETS else None
+    return Bench(device, gpu.name, gpu.multi_processor_count, target, gpu.warp_size, stopwatch, synchronize)
 
 
-def target_of(properties: Any) -> str | None:
-    """The key of ``TARGETS`` for a GPU's properties, None where there is none."""
-    name = f"sm_{properties.major}{properties.minor}"
+def architecture(properties: Any) -> str:
+    """The name of a GPU's architecture, as in ``TARGETS``: ``sm_90``, ``gfx942``."""
     if torch.version.hip:
-        name = properties.gcnArchName.partition(":")[0]
-    return name if name in TARGETS else None
+        return properties.gcnArchName.partition(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
 
 
 def _bits(x: Tensor) -> Tensor:

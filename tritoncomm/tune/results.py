@@ -6,14 +6,13 @@ import reprlib
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, get_type_hints
 
 import torch
-import triton
-from tritoncomm_kernels import tables
+from tritoncomm_kernels import installed_triton, tables
 
 from tritoncomm.tune.candidates import Candidate, default
 from tritoncomm.tune.cases import Case
@@ -112,7 +111,7 @@ def _table(
 def _winner(timed: Sequence[Mapping[str, Any]], builtin: Candidate) -> dict[str, int] | None:
     by_case: dict[str, dict[Candidate, float | None]] = {}
     for one in timed:
-        candidate = Candidate(one["tile_bytes"], one["segment_bytes"], one["num_warps"])
+        candidate = Candidate(*(one[field.name] for field in fields(Candidate)))
         by_case.setdefault(one["case"], {})[candidate] = one.get("us")
     cases = list(by_case.values())
     largest = max(map(len, cases))
@@ -157,7 +156,7 @@ def static_key(target: str) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    return {"source": tables.source_hash(), "triton": triton.__version__}
+    return {"source": tables.source_hash(), "triton": installed_triton.version()}
 
 
 def user_path(device_name: str, sm_count: int) -> Path:
@@ -220,8 +219,8 @@ def _is_one(kind: Any, value: Any) -> bool:
         return type(value) in (int, float) and 0 <= value < 1e12
     if kind is int:
         return type(value) is int and 0 <= value < 2**62
-    if kind is str:
-        return type(value) is str
+    if kind in (str, bool):
+        return type(value) is kind
     return type(value) is list and all(type(item) is int for item in value)
 
 

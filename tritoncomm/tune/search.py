@@ -81,12 +81,13 @@ def search(
             while left:
                 if clock() >= end:
                     return OUT_OF_TIME
-                for task, results in next(finished):
+                ready = next(finished)
+                for task, results in ready:
                     done.update(zip(task.keys, results, strict=True))
                     left -= len(task.keys)
                     if follow is not None:
                         follow(task.group, total - left, total)
-                if clock() - saved >= _SAVE_EVERY_S:
+                if ready and clock() - saved >= _SAVE_EVERY_S:
                     save()
                     saved = clock()
     except BrokenProcessPool:  # a worker was killed, or cannot import the main program: this process goes on

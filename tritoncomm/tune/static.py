@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import triton.language as tl
 from tritoncomm_kernels.config import Config
 
 from tritoncomm.tune.candidates import Candidate, candidates
@@ -25,9 +24,7 @@ _IN_FLIGHT = 65536
 _ELEMENT = {16: ("i64", 2), 8: ("i64", 1), 4: ("i32", 1), 2: ("i16", 1), 1: ("i8", 1)}
 _SUMMED = {8: "fp64", 4: "fp32", 2: "bf16", 1: "i8"}
 _SIZE = {"i64": 8, "i32": 4, "i16": 2, "i8": 1, "fp32": 4, "bf16": 2}
-# Of one multiprocessor: threads, the granule in which threads get registers, programs, registers.
-_THREADS, _GRANULE, _PROGRAMS = 2048, 8, 32
-_REGISTERS = {"cuda": 65536, "hip": 4 * 512 * 64}
+_GRANULE = 8  # in which threads get registers
 
 
 @dataclass(frozen=True)
@@ -78,6 +75,8 @@ def checks(op: str, unit: int, config: Config) -> list[Check]:
     A thread may have 64 registers where accesses are 4 bytes and wider, 128 otherwise and where parts are summed, and
     any number for sums of 16 parts, all of which one of the targets loads ahead.
     """
+    import triton.language as tl  # commands import this module where there is no Triton
+
     kernels = compiled_kernels()
     if op == "reduce":
         kernel = kernels["reduction"]._reduce_kernel
@@ -99,6 +98,8 @@ def checks(op: str, unit: int, config: Config) -> list[Check]:
 
 def _sum(kernel: Any, unit: int, parts: int, config: Config) -> Build:
     """reduce of ``parts`` parts with elements of ``unit`` bytes."""
+    import triton.language as tl  # commands import this module where there is no Triton
+
     kind, vec = _SUMMED[unit], 16 // unit
     constants = {
         "VEC": vec, "PARTS": parts, "REST": 0, "WIDE": {8: tl.float64, 1: tl.int8}.get(unit, tl.float32),
@@ -112,7 +113,7 @@ def _address(kernel: Any, kinds: tuple[str, str], vec: int, config: Config, **ch
     """pack or unpack with rows and wire of ``kinds``."""
     constants = {
         "VEC": vec, "OUTER_DIMS": 1, "STRIDED": False, "UNPACK": False, "WIDE": None, "HAS_SCALE": False,
-        "ACCUMULATE": False, "BLOCK_ROWS": config.block_rows,
+        "ACCUMULATE": False, "EVICT_FIRST": config.evict_first, "BLOCK_ROWS": config.block_rows,
         "BLOCK_COLS": max(config.block_cols // max(_SIZE[kind] for kind in kinds), vec),
     }  # fmt: skip
     types = {"rows_ptr": f"*{kinds[0]}", "wire_ptr": f"*{kinds[1]}", "scale": "fp32"}
@@ -161,9 +162,10 @@ def _verdict(code: Code, warps: int, pruned: str, target: str) -> Verdict:
 
 def resident(registers: int, warps: int, target: str) -> int:
     """Threads of a kernel that one multiprocessor holds at a time."""
-    threads = warps * TARGETS[target].warp_size
+    limits = TARGETS[target]
+    threads = warps * limits.warp_size
     each = -(-max(registers, 1) // _GRANULE) * _GRANULE
-    return min(_THREADS // threads, _REGISTERS[TARGETS[target].backend] // (each * threads), _PROGRAMS) * threads
+    return min(limits.threads // threads, limits.registers // (each * threads), limits.programs) * threads
 
 
 def rank(op: str, unit: int, verdicts: dict[str, Verdict], target: str) -> list[Candidate]:

@@ -16,7 +16,7 @@ from tritoncomm.parsing import dtype_name, parse_dtype
 from tritoncomm.tune import cases, results, static
 from tritoncomm.tune.candidates import Candidate, candidates, groups
 from tritoncomm.tune.cases import Case
-from tritoncomm.tune.machine_code import CAN_READ, TARGETS
+from tritoncomm.tune.machine_code import TARGETS, can_read
 from tritoncomm.tune.measure import Bench
 from tritoncomm.tune.search import INTERRUPTED, Follow, Task, batches, search
 
@@ -156,7 +156,7 @@ def measure(
     path = request.out or results.user_path(*device)
     content, outcome = _begin(path, tables.table_name(*device), results.measured_key(*device))
     started, budget, judged = clock(), _budget(request), content.setdefault("judged", {})
-    if bench.target is not None and CAN_READ[TARGETS[bench.target].backend]:
+    if bench.target is not None and can_read(bench.target):
         todo = [batch for op, unit in chosen for batch in batches(op, unit, bench.target)]
         end = started + budget * _JUDGING
         outcome.state = search(todo, judged, lambda: None, end=end, follow=follow, clock=clock, parallel=True)

@@ -234,6 +234,7 @@ OPERATIONS: dict[str, Callable[[Reader, Sequence[str], Sequence[str]], Array]] =
     "add": _binary(np.add),
     "and": _binary(np.bitwise_and),
     "bfe": _extract,
+    "createpolicy": lambda runner, kinds, operands: runner.read("0", "b64"),  # of caches, and there are none
     "cvt": _convert,
     "div": _binary(_divide),
     "ex2": _unary(np.exp2),

@@ -32,7 +32,7 @@ __all__ = ["Device"]
 _SOURCE = Path(__file__).with_name("libcuda.c")
 _INCLUDE = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
 _HOOK = ctypes.CFUNCTYPE(None, *[ctypes.c_uint] * 3, *[ctypes.c_void_p] * 2, ctypes.POINTER(ctypes.c_void_p))
-PROPERTIES = SimpleNamespace(name="GPU that is not there", multi_processor_count=132)
+PROPERTIES = SimpleNamespace(name="GPU that is not there", multi_processor_count=132, warp_size=32)
 
 
 class Device:
