@@ -48,6 +48,7 @@ LATE = "the time of the run is over"
 GROUPS, LAUNCHES = "tests/gpu/test_groups.py", "tests/gpu/test_launches.py"
 RANKS, KERNELS = "tests/gpu/test_ranks.py", "tests/kernels/test_kernels.py"
 SEGMENTS, ROWS = "tests/kernels/test_segments.py", "tests/kernels/test_rows.py"
+ENTROPY = "tests/kernels/test_cross_entropy.py"
 SEGMENT_CALL, COPIES = "tests/kernels/test_segment_call.py", "tests/kernels/test_copies.py"
 ORDER = {
     "test": (
@@ -83,9 +84,12 @@ ORDER = {
         f"{SEGMENTS}::test_sums_of_integers",
         f"{SEGMENTS}::test_rows_that_segments_share_are_added_up",
         f"{ROWS}::test_rows_by_index",
-        "tests/kernels/test_cross_entropy.py::test_statistics_and_gradient",
+        f"{ENTROPY}::test_statistics_and_gradient",
+        f"{ENTROPY}::test_the_bound_of_both_kernels",
+        f"{ENTROPY}::test_edges",
         f"{GROUPS}::test_handles_on_a_side_stream",
         f"{KERNELS}::test_access_widths",
+        f"{KERNELS}::test_eviction_changes_no_bit",
         f"{KERNELS}::test_ragged_rows_and_gaps",
         f"{KERNELS}::test_shapes",
         f"{KERNELS}::test_broadcast_rows_are_read",
