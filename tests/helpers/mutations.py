@@ -154,9 +154,17 @@ MUTATIONS = (
     ),
     Mutation(
         "a blocking all-gather is not waited for", "tritoncomm/core/backend.py",
-        'work.wait()\n    except RuntimeError as error:\n        _fail(error, "all-gather"',
-        'work.is_completed()\n    except RuntimeError as error:\n        _fail(error, "all-gather"',
+        'work.wait()\n    except RuntimeError as error:\n        raise_for(error, _failure(error, "all-gather"',
+        'work.is_completed()\n    except RuntimeError as error:\n        raise_for(error, _failure(error, "all-gather"',
         "tests/mappings/test_mappings.py tests/debug/test_faults.py",
+    ),
+    Mutation(
+        "an error of the device is a failed peer", "tritoncomm/core/backend.py",
+        "    if is_device_error(error):\n        return False\n", "", "tests/core/test_backend_errors.py",
+    ),
+    Mutation(
+        "an error of the program is a failed transfer", "tritoncomm/p2p/transport.py",
+        "    if not is_backend_error(error):", "    if False:", "tests/core/test_backend_errors.py",
     ),
     Mutation(
         "a segment of rows is read as contiguous", "kernels/tritoncomm_kernels/segment_kernel.py",

@@ -27,9 +27,13 @@ __all__ = [
     "check_op",
     "cuda_backend",
     "default_device",
+    "is_backend_error",
+    "is_device_error",
     "is_not_carried",
     "not_summed",
+    "noted",
     "op_of",
+    "raise_for",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_list",
@@ -84,6 +88,8 @@ _NOT_CARRIED = (
     "Copying from quantized Tensor",  # to the wire of an uneven collective
     "Batching rule not implemented for c10d::",  # under torch.func.vmap
 )
+_DEVICE_ERRORS = ("CUDA error", "CUDA driver error", "HIP error", "HIP driver error")
+_NO_MEMORY = "can't allocate memory"  # of the CPU: a bare RuntimeError
 _SUM = ReduceOp.SUM
 _sums = {
     kind: tuple(_options(kind, flag, _SUM) for flag in (False, True))
@@ -92,18 +98,16 @@ _sums = {
 _sum_scatter_options, _sum_options = _sums.values()
 
 
-def _fail(error: RuntimeError, what: str, ranks: Any, name: str) -> NoReturn:
-    """Raise ``PeerError`` for an error of the backend, and report it to the observer; other errors stay as they are.
+def raise_for(error: RuntimeError, failure: Exception) -> NoReturn:
+    """Raise ``failure``, caused by ``error`` unless it is ``error``, without a frame that keeps either.
 
-    A tensor that the group does not carry (meta, quantized) is the caller's mistake: ``UnsupportedError``.
+    A traceback has this frame: the circle would keep the group until the next garbage collection.
     """
-    failure = _failure(error, what, ranks, name)
     try:
         if failure is error:
             raise error
         raise failure from error
     finally:
-        # Its traceback has this frame: the circle would keep the group until the next garbage collection.
         del error, failure
 
 
@@ -112,12 +116,46 @@ def is_not_carried(error: RuntimeError) -> bool:
     return any(words in str(error) for words in _NOT_CARRIED)
 
 
+def is_device_error(error: BaseException) -> bool:
+    """Whether a device of this rank reports an error, which any earlier kernel or copy may have caused.
+
+    An error of NCCL does not count, whatever NCCL says of CUDA. An error of CUDA that torch's watchdog of NCCL has seen
+    counts, although it comes as a DistBackendError.
+    """
+    if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return "NCCL error" not in text and any(words in text for words in _DEVICE_ERRORS)
+
+
+def is_backend_error(error: RuntimeError) -> bool:
+    """Whether the backend reports a failed transfer: an error of torch.distributed, or a bare RuntimeError of Gloo."""
+    if is_device_error(error):
+        return False
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and _NO_MEMORY not in str(error))
+
+
+def noted(error: RuntimeError, name: str, where: str) -> RuntimeError:
+    """Add to an error of the program the function in which it surfaced, and report it to the observer of ``record``.
+
+    Python 3.10 has no notes on errors; there the error stays without one.
+    """
+    if not isinstance(error, CommError):
+        if hasattr(error, "add_note"):
+            cause = "; an earlier kernel may have caused it" if is_device_error(error) else ""
+            error.add_note(f"surfaced in {name}, {where}{cause}")
+        record.failed(name, error)
+    return error
+
+
 def _failure(error: RuntimeError, what: str, ranks: Any, name: str) -> Exception:
+    """``PeerError`` for an error of the backend, ``error`` itself for others, ``UnsupportedError`` for meta tensors."""
+    rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
+    where = f"in the {what} over ranks {list(ranks or ())}{rank}"
     if is_not_carried(error):
         return UnsupportedError(f"{name}: ranks {list(ranks or ())} do not carry such tensors: {error}")
-    if isinstance(error, CommError | NotImplementedError | torch.OutOfMemoryError):
-        return error
-    rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
+    if not is_backend_error(error):
+        return noted(error, name, where)
     failure = PeerError(f"{name}: the {what} over ranks {list(ranks or ())} failed{rank}: {error}")
     record.failed(name, failure)
     return failure
@@ -136,7 +174,7 @@ class _Pending:
         try:
             record.wait(self._call, self._work)
         except RuntimeError as error:
-            _fail(error, self._what, self._ranks, self._name)
+            raise_for(error, _failure(error, self._what, self._ranks, self._name))
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -152,7 +190,7 @@ def _run(start: Callable[[], Work], what: str, group: ProcessGroup, name: str, a
             return _Pending(work, what, group, name)
         work.wait()
     except RuntimeError as error:
-        _fail(error, what, _ranks.get(group), name)
+        raise_for(error, _failure(error, what, _ranks.get(group), name))
 
 
 def all_gather(out: Tensor, x: Tensor, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
@@ -171,7 +209,7 @@ def all_gather(out: Tensor, x: Tensor, group: ProcessGroup, name: str, asynchron
             return _Pending(work, "all-gather", group, name)
         work.wait()
     except RuntimeError as error:
-        _fail(error, "all-gather", _ranks.get(group), name)
+        raise_for(error, _failure(error, "all-gather", _ranks.get(group), name))
 
 
 def reduce_scatter(out: Tensor, x: Tensor, op: Any, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
@@ -190,7 +228,7 @@ def reduce_scatter(out: Tensor, x: Tensor, op: Any, group: ProcessGroup, name: s
             return _Pending(work, "reduce-scatter", group, name)
         work.wait()
     except RuntimeError as error:
-        _fail(error, "reduce-scatter", _ranks.get(group), name)
+        raise_for(error, _failure(error, "reduce-scatter", _ranks.get(group), name))
 
 
 def reduce_scatter_list(
@@ -228,7 +266,7 @@ def all_to_all(
             return _Pending(work, "all-to-all", group, name)
         work.wait()
     except RuntimeError as error:
-        _fail(error, "all-to-all", _ranks.get(group), name)
+        raise_for(error, _failure(error, "all-to-all", _ranks.get(group), name))
 
 
 def send_and_receive(
@@ -295,7 +333,7 @@ def all_reduce(x: Tensor, op: Any, group: ProcessGroup, name: str, asynchronous:
             return _Pending(work, "all-reduce", group, name)
         work.wait()
     except RuntimeError as error:
-        _fail(error, "all-reduce", _ranks.get(group), name)
+        raise_for(error, _failure(error, "all-reduce", _ranks.get(group), name))
 
 
 def broadcast(x: Tensor, src: int, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
@@ -327,7 +365,7 @@ def check_op(op: Any, x: Tensor, group: ProcessGroup, name: str) -> None:
     try:
         backend = backend_name(group, x)
     except RuntimeError as error:
-        _fail(error, "reduction", _ranks.get(group), name)
+        raise_for(error, _failure(error, "reduction", _ranks.get(group), name))
     problem = refused(op, x.dtype, backend)
     if problem:
         raise UnsupportedError(f"{name}: {backend} cannot reduce {x.dtype} with {op}: {problem}")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import record
-from tritoncomm.core.backend import is_not_carried
+from tritoncomm.core.backend import is_backend_error, is_not_carried, noted, raise_for
 from tritoncomm.errors import GroupError, PeerError, UnsupportedError
 from tritoncomm.p2p.neighbours import Direction, Endpoint, Neighbours
 
@@ -27,6 +27,8 @@ def _failure(end: Endpoint, name: str, x: Tensor, error: RuntimeError) -> Except
     what = f"send {x.nbytes} bytes to" if end.is_send else f"receive {x.nbytes} bytes from"
     if is_not_carried(error):
         return UnsupportedError(f"{name}: {end.stage} cannot {what} rank {end.peer}: {error}")
+    if not is_backend_error(error):
+        return noted(error, name, f"where {end.stage} wanted to {what} rank {end.peer}")
     failure = PeerError(f"{name}: {end.stage} could not {what} rank {end.peer}: {error}")
     record.failed(name, failure)
     return failure
@@ -53,7 +55,7 @@ class Posted:
         try:
             record.wait(self._call, self._work)
         except RuntimeError as error:
-            raise _failure(end, self._name, self._tensor, error) from error
+            raise_for(error, _failure(end, self._name, self._tensor, error))
         if self._host is not None and not end.is_send:
             self._tensor.detach().copy_(self._host)
         self._work = self._host = None
@@ -114,7 +116,7 @@ def post_one(direction: Direction, name: str, x: Tensor) -> Posted:
     try:
         work = (live.send if is_send else live.recv)([x if host is None else host], group_peer, 0)
     except RuntimeError as error:
-        raise _failure(end, name, x, error) from error
+        raise_for(error, _failure(end, name, x, error))
     return Posted(work, end, x, name, host)
 
 
@@ -142,12 +144,12 @@ def post_and_wait(neighbours: Neighbours, name: str, tensors: dict[str, Tensor],
         try:
             works.append(((live.send if is_send else live.recv)([x], group_peer, 0), end, x))
         except RuntimeError as error:
-            raise _failure(end, name, x, error) from error
+            raise_for(error, _failure(end, name, x, error))
     for work, end, x in works:
         try:
             work.wait()
         except RuntimeError as error:
-            raise _failure(end, name, x, error) from error
+            raise_for(error, _failure(end, name, x, error))
     for handle in handles:
         handle.wait()
 
