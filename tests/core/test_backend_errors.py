@@ -74,6 +74,12 @@ def waited(result: Any) -> None:
         result.wait()
 
 
+def _batched(group: ProcessGroup) -> Neighbours:
+    neighbours = Neighbours.of(group)
+    neighbours.batch = tuple(each._replace(modes=("batched", "batched")) for each in neighbours.batch)
+    return neighbours
+
+
 def _both(tensor: Tensor) -> dict[str, Tensor]:
     return {"send_next": tensor, "recv_prev": tensor.clone()}
 
@@ -94,7 +100,9 @@ BACKEND: dict[str, Callable[[ProcessGroup, bool], Any]] = {
     "send_and_receive": lambda g, a: backend.send_and_receive([(1, T(4))], [(1, T(4))], g, "f"),
     "post_one": lambda g, a: transport.post_one(Neighbours.of(g).singles[0], "f", T(4)),
     "post": lambda g, a: next(iter(transport.post(Neighbours.of(g), "f", _both(T(4)), False).values())),
+    "post-batched": lambda g, a: next(iter(transport.post(_batched(g), "f", _both(T(4)), True).values())),
     "post_and_wait": lambda g, a: transport.post_and_wait(Neighbours.of(g), "f", _both(T(4)), True),
+    "post_and_wait-batched": lambda g, a: transport.post_and_wait(_batched(g), "f", _both(T(4)), True),
 }
 CONFIG = SimpleNamespace(pipeline_dtype=torch.float32, batch_p2p_comm=True, variable_seq_lengths=False)
 
@@ -282,3 +290,17 @@ def test_an_allocation_that_meets_an_error_of_the_device_raises_it(group: Proces
     ):
         getattr(incoming, function)(*arguments)
     assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nccl", True), ("nccl2", True), ("nccl-lazy", True), ("NCCL-legacy", True), ("cpu:gloo,cuda:nccl2", True),
+        ("gloo", False), ("cpu:gloo,cuda:gloo", False), ("", False), ("my-nccl", False),
+    ],
+)  # fmt: skip
+def test_names_of_nccl(name: str, expected: bool) -> None:
+    assert backend.is_nccl(name) is expected
+    if "," not in name:
+        assert bool(backend.refused(ReduceOp.BAND, torch.int32, name.lower())) is expected
+        assert bool(backend.refused(ReduceOp.AVG, torch.int32, name.lower())) is not expected

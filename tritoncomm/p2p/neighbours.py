@@ -2,8 +2,9 @@
 
 A transfer between neighbours on the ring of a group is part of a batch. Any other pair of ranks (a neighbour that the
 caller names, inside the pipeline's group or not) exchanges one by one: NCCL creates a communicator of the whole group
-for a batch, so the first batch of a group waits until all of its ranks post one, while a single transfer connects only
-its two ranks.
+for a batch, so the first batch of a group waits until all of its ranks post one. A single transfer connects only its
+two ranks over torch's nccl-lazy, and over its older nccl without a bound device. nccl2 has one communicator and stream
+for all transfers of a group.
 """
 
 import weakref
@@ -17,7 +18,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm.core.backend import cuda_backend, default_device
 from tritoncomm.errors import GroupError
 
-__all__ = ["Direction", "Endpoint", "Neighbours", "posting_order"]
+__all__ = ["Direction", "Endpoint", "Neighbours", "Queue", "posting_order"]
 
 _KEYS = ("send_prev", "recv_prev", "send_next", "recv_next")
 _TWO_STAGES = ("send_next", "recv_prev", "send_prev", "recv_next")
@@ -157,7 +158,7 @@ class Neighbours:
     ) -> "Neighbours":
         """The ring of ``group``, or other neighbours (global ranks); built once per group.
 
-        Two stages use the default group for every other single call, so that both directions run at once.
+        Two stages use the default group for every other single call: one group may have one stream for all of them.
 
         Raises:
             GroupError: a neighbour is in neither group.
