@@ -158,6 +158,14 @@ MUTATIONS = (
         "tests/mappings/test_mappings.py tests/debug/test_faults.py",
     ),
     Mutation(
+        "a group that was reconfigured has its size of before", "tritoncomm/core/validation.py",
+        "return group.size() if _changes_in_place else len", "return len", "tests/core/test_reconfigured.py",
+    ),
+    Mutation(
+        "values of a reconfigured group are kept", "tritoncomm/core/validation.py",
+        "if found is None or found[0] != state_of(group):", "if found is None:", "tests/core/test_reconfigured.py",
+    ),
+    Mutation(
         "a dropped work leaves its memory at once", "tritoncomm/core/backend.py",
         "            _let_go([self._work], self._group(), self._buffers)", "            pass",
         "tests/core/test_in_flight.py",

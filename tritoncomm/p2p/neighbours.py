@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from tritoncomm.core.backend import cuda_backend, default_device
+from tritoncomm.core.validation import PerGroup, ranks_of
 from tritoncomm.errors import GroupError
 
 __all__ = ["Direction", "Endpoint", "Neighbours", "Queue", "posting_order"]
@@ -41,13 +42,13 @@ class _Shared(NamedTuple):
 
 
 # No value holds a strong reference to a group, or a destroyed group would keep its descriptors and threads.
-_shared: weakref.WeakKeyDictionary[ProcessGroup, _Shared] = weakref.WeakKeyDictionary()
+_shared: PerGroup[_Shared] = PerGroup()
 
 
 def _shared_by(group: ProcessGroup) -> _Shared:
     shared = _shared.get(group)
     if shared is None:
-        shared = _shared[group] = _Shared(cuda_backend(group), {}, {})
+        shared = _shared.set(group, _Shared(cuda_backend(group), {}, {}))
     return shared
 
 
@@ -123,7 +124,7 @@ class Neighbours:
     """
 
     def __init__(self, group: ProcessGroup, prev: int | None, next: int | None, outside: ProcessGroup | None) -> None:
-        ranks = dist.get_process_group_ranks(group)
+        ranks = ranks_of(group, "p2p")
         self.group, self.outside = weakref.ref(group), None if outside is None else weakref.ref(outside)
         self.stage, self.stages, self.rank = group.rank(), len(ranks), ranks[group.rank()]
         self.prev: int = ranks[self.stage - 1] if prev is None else prev
