@@ -20,7 +20,7 @@ from tritoncomm.core.function import without_graph
 from tritoncomm.core.fused import pack_many
 from tritoncomm.core.handle import Handle
 from tritoncomm.core.plan import chunk_sizes, normalize_sizes
-from tritoncomm.core.validation import check_input, checked_dim
+from tritoncomm.core.validation import check_input, checked_dim, ranks_of
 from tritoncomm.errors import ArgumentError, GroupError, UnsupportedError
 from tritoncomm.groups import group_for
 
@@ -136,7 +136,7 @@ def _rooted(name: str, tensor: Tensor, root: int, parallel_mode: Any, op: Any, a
     """``reduce`` into global rank ``root``, or ``broadcast`` from it, which takes no op."""
     group = _checked(tensor, parallel_mode, name)
     started, is_single = record.now(), eager.is_single_rank(group, name)
-    ranks = dist.get_process_group_ranks(group)
+    ranks = ranks_of(group, name)
     if root not in ranks:
         raise GroupError(f"{name}: global rank {root!r} is not in the group {ranks}")
     if is_single:

@@ -64,7 +64,7 @@ class Observer(Protocol):
         ...
 
     def failed(self, name: str, error: BaseException) -> None:
-        """``name`` raises ``error``, because the backend or another rank failed."""
+        """``name`` raises ``error`` in its exchange; a ``CommError`` where the backend or another rank failed."""
         ...
 
     def current(self, name: str) -> Any:

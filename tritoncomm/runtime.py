@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from tritoncomm import groups, launchers, variables
+from tritoncomm.core.backend import is_nccl
 from tritoncomm.debug import agreement, exchange
 from tritoncomm.errors import ArgumentError, GroupError
 from tritoncomm.groups import Group, ParallelMode
@@ -138,7 +139,7 @@ def _start(backend: str | None, timeout: timedelta | float | None, sizes: "Sizes
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     options: dict[str, Any] = {"timeout": limit}
-    device = _bind_gpu() if "nccl" in backend else None
+    device = _bind_gpu() if is_nccl(backend) else None
     if device is not None and _torch_version() >= (2, 15):
         options["device_id"] = device  # "nccl" binds to a GPU there: to that of LOCAL_RANK, whatever the program chose
     if "RANK" not in os.environ:
@@ -185,7 +186,7 @@ def _torch_version() -> tuple[int, ...]:
 
 
 def _device_type() -> str:
-    return "cuda" if "nccl" in dist.get_backend_config(dist.group.WORLD) else "cpu"
+    return "cuda" if is_nccl(dist.get_backend_config(dist.group.WORLD)) else "cpu"
 
 
 def _make_mesh(shape: tuple[int, ...]) -> DeviceMesh:

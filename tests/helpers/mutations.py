@@ -171,8 +171,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a received tensor is not waited for", "tritoncomm/p2p/transport.py",
-        "for work, end, x in works:\n        try:\n            work.wait()",
-        "for work, end, x in works:\n        try:\n            work.is_completed()", "tests/p2p/test_p2p.py",
+        "                work.wait()\n", "                work.is_completed()\n", "tests/p2p/test_p2p.py",
     ),
     Mutation(
         "several tensors are not counted as copied", "tritoncomm/p2p/hop.py",
@@ -190,9 +189,43 @@ MUTATIONS = (
     ),
     Mutation(
         "a blocking all-gather is not waited for", "tritoncomm/core/backend.py",
-        'work.wait()\n    except RuntimeError as error:\n        _fail(error, "all-gather"',
-        'work.is_completed()\n    except RuntimeError as error:\n        _fail(error, "all-gather"',
+        'work.wait()\n    except RuntimeError as error:\n        raise_for(error, _failure(error, "all-gather"',
+        'work.is_completed()\n    except RuntimeError as error:\n        raise_for(error, _failure(error, "all-gather"',
         "tests/mappings/test_mappings.py tests/debug/test_faults.py",
+    ),
+    Mutation(
+        "a group that was reconfigured has its size of before", "tritoncomm/core/validation.py",
+        "return group.size() if _changes_in_place else len", "return len", "tests/core/test_reconfigured.py",
+    ),
+    Mutation(
+        "values of a reconfigured group are kept", "tritoncomm/core/validation.py",
+        "if found is None or found[0] != state_of(group):", "if found is None:", "tests/core/test_reconfigured.py",
+    ),
+    Mutation(
+        "a dropped work leaves its memory at once", "tritoncomm/core/backend.py",
+        "            _let_go([self._work], self._group(), self._buffers)", "            pass",
+        "tests/core/test_in_flight.py",
+    ),
+    Mutation(
+        "a batch that cannot be completed stays open", "tritoncomm/core/backend.py",
+        "            _let_go([group._end_coalescing(device)], group, tensors)", "            pass",
+        "tests/core/test_in_flight.py",
+    ),
+    Mutation(
+        "memory of a transfer goes back to the stream that made it", "tritoncomm/p2p/transport.py",
+        "        released(self._buffers)\n", "", "tests/core/test_in_flight.py",
+    ),
+    Mutation(
+        "sends of a device are kept after they have completed", "tritoncomm/p2p/transport.py",
+        "        while queue and queue[0].is_completed():", "        while False:", "tests/core/test_in_flight.py",
+    ),
+    Mutation(
+        "an error of the device is a failed peer", "tritoncomm/core/backend.py",
+        "    if is_device_error(error):\n        return False\n", "", "tests/core/test_backend_errors.py",
+    ),
+    Mutation(
+        "an error of the program is a failed transfer", "tritoncomm/p2p/transport.py",
+        "    if not is_backend_error(error):", "    if False:", "tests/core/test_backend_errors.py",
     ),
     Mutation(
         "a segment of rows is read as contiguous", "kernels/tritoncomm_kernels/segment_kernel.py",

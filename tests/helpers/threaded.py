@@ -52,12 +52,25 @@ def _installed() -> Iterator[Any]:
     world = threaded._install_threaded_pg()
     if not hasattr(world, "comms"):  # torch 2.11's own destroy_process_group() looks for it
         world.comms = []
+    threaded.ProcessLocalGroup.reduce = _reduce
     try:
         yield threaded.ProcessLocalGroup
     finally:
+        del threaded.ProcessLocalGroup.reduce
         threaded.ProcessLocalGroup.reset()
         threaded._uninstall_threaded_pg()
         isolate(False)
+
+
+def _reduce(group: Any, tensors: list[Any], options: Any) -> Any:
+    """What the threaded group lacks: every rank has the sum, and the root keeps it."""
+    (x,), summed = tensors, [tensors[0].clone()]
+    every = dist.AllreduceOptions()
+    every.reduceOp = options.reduceOp
+    work = group.allreduce(summed, every)
+    if options.rootRank == group.rank():
+        x.copy_(summed[0])
+    return work
 
 
 class _Backend:

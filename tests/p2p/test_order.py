@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -149,11 +150,9 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[Any] = []
 
-        def batch(operations: list[Any]) -> list[Any]:
-            self.calls.append(operations)
-            return [self] * len(operations)
-
-        monkeypatch.setattr(dist, "P2POp", lambda op, x, peer, group: (op.__name__, peer, group))
+        def batch(transfers: list[Any], group: ProcessGroup) -> list[Any]:
+            self.calls.append([("send" if is_send else "recv", peer, group) for is_send, peer, _ in transfers])
+            return [self]
 
         for verb in ("send", "recv"):
 
@@ -162,10 +161,16 @@ class Recorder:
                 return self
 
             monkeypatch.setattr(ProcessGroup, verb, single)
-        monkeypatch.setattr(dist, "batch_isend_irecv", batch)
+        monkeypatch.setattr(transport, "batch", batch)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
 
     def wait(self) -> None:
         pass
+
+
+def _wait(handles: Any) -> None:
+    for each in (handles or {}).values():
+        each.wait()
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["post", "post_and_wait"])
@@ -174,24 +179,16 @@ def test_cuda_tensors_are_posted_in_the_order_of_the_directions(monkeypatch: pyt
         world, pair = dist.group.WORLD, dist.new_group([0, 1])
         assert world is not None
         call = transport.post_and_wait if waits else transport.post
-        tensors: Any = dict.fromkeys(KEYS, SimpleNamespace(is_cuda=True))
+        memory = SimpleNamespace(is_cuda=True, device="cuda:0", record_stream=lambda stream: None)
+        tensors: Any = dict.fromkeys(KEYS, memory)
         ring, outer = Neighbours.of(world), Neighbours.of(pair, 3, 0, world)
         recorder = Recorder(monkeypatch)
-        call(ring, "hop", tensors, True)
-        assert recorder.calls.pop() == [
-            ("isend", 0, world),
-            ("irecv", 0, world),
-            ("isend", 2, world),
-            ("irecv", 2, world),
-        ]
-        call(ring, "hop", tensors, False)
+        _wait(call(ring, "hop", tensors, True))
+        assert recorder.calls.pop() == [("send", 0, world), ("recv", 0, world), ("send", 2, world), ("recv", 2, world)]
+        _wait(call(ring, "hop", tensors, False))
         assert recorder.calls == [("recv", 0, world), ("send", 2, world), ("recv", 2, world), ("send", 0, world)]
         recorder.calls.clear()
-        call(outer, "hop", tensors, True)
-        assert recorder.calls == [
-            [("isend", 0, pair), ("irecv", 0, pair)],
-            ("recv", 3, world),
-            ("send", 3, world),
-        ]
+        _wait(call(outer, "hop", tensors, True))
+        assert recorder.calls == [[("send", 0, pair), ("recv", 0, pair)], ("recv", 3, world), ("send", 3, world)]
         monkeypatch.setattr("tritoncomm.p2p.neighbours.cuda_backend", lambda group: "gloo")
         assert {direction.modes for direction in Neighbours.of(dist.new_group([0, 1, 2])).batch} == {("direct", "host")}

@@ -18,7 +18,7 @@ from tritoncomm.core.handle import Handle
 from tritoncomm.core.memory import contiguous_stride, empty
 from tritoncomm.core.plan import Ints, all_equal, all_reduce_bytes, located
 from tritoncomm.core.uneven import all_gather_uneven, all_to_all_uneven, reduce_scatter_uneven
-from tritoncomm.core.validation import check_input, members, world_of
+from tritoncomm.core.validation import check_input, world_of
 from tritoncomm.errors import ShapeError
 
 __all__ = [
@@ -37,7 +37,7 @@ _SUM = ReduceOp.SUM
 
 def is_single_rank(group: ProcessGroup, name: str) -> bool:
     """Whether nothing has to be sent, because the group has one rank."""
-    world = len(members[group]) if group in members else world_of(group, name)
+    world = world_of(group, name)
     return _single_rank_returns_early and world == 1
 
 
@@ -47,7 +47,7 @@ def all_gather(
     """Concatenate the ranks' tensors along ``dim``; a tensor, or (tensor, handle) when asynchronous."""
     if is_compiling():
         return compiled.traced(all_gather, compiled.all_gather, name)(x, dim, group, sizes, name)
-    started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
+    started, world = record.now(), world_of(group, name)
     if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
     _range = record.begin(name, "all_gather", group, x, (dim, sizes)) if record.switch._is_profiler_enabled else None
@@ -108,7 +108,7 @@ def reduce_scatter(
     """Reduce over the ranks and keep this rank's shard of ``dim``; (tensor, handle) when asynchronous."""
     if is_compiling():
         return compiled.traced(reduce_scatter, compiled.reduce_scatter, name)(x, dim, group, sizes, name)
-    started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
+    started, world = record.now(), world_of(group, name)
     if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
     _range = None
@@ -147,7 +147,7 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
     """This rank's shard of ``dim``, contiguous; a view of ``x`` where that is contiguous already."""
     if is_compiling():
         return compiled.traced(split, compiled.split, name)(x, dim, group, sizes, name)
-    started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
+    started, world = record.now(), world_of(group, name)
     if world == 1 and _single_rank_returns_early:
         return x
     _range = record.begin(name, "split", group, x, (dim, sizes)) if record.switch._is_profiler_enabled else None
@@ -176,7 +176,7 @@ def all_reduce(
     """Reduce over the ranks; into ``x`` itself when ``in_place`` and it is contiguous, otherwise into one copy."""
     if is_compiling():
         return compiled.traced(all_reduce, compiled.all_reduce, name)(x, group, name)
-    started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
+    started, world = record.now(), world_of(group, name)
     if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
     _range = record.begin(name, "all_reduce", group, x, (op,)) if record.switch._is_profiler_enabled else None
@@ -212,7 +212,7 @@ def all_to_all_single(
     """All-to-all along dim 0 by split sizes; a list that is missing is even, without both it is the even collective."""
     if is_compiling():
         return compiled.traced(all_to_all_single, compiled.all_to_all_single, name)(x, group, out_sizes, in_sizes, name)
-    started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
+    started, world = record.now(), world_of(group, name)
     if world == 1 and _single_rank_returns_early:
         return (x, None) if asynchronous else x
     _range = None
@@ -249,7 +249,7 @@ def all_to_all(
         return compiled.traced(all_to_all, compiled.all_to_all, name)(
             x, scatter_dim, gather_dim, group, name, shape, scatter_sizes, gather_sizes
         )
-    started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
+    started, world = record.now(), world_of(group, name)
     if world == 1 and _single_rank_returns_early:
         if shape is None:
             return x

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tritoncomm.core import backend
@@ -12,7 +11,10 @@ __all__ = ["Handle"]
 
 
 class Handle:
-    """A collective in flight; it owns the buffers until ``wait()``, which returns the finished result."""
+    """A collective in flight; it owns the buffers until ``wait()``, which returns the finished result.
+
+    A handle that is dropped waits for nothing. Where memory is on a GPU, its stream is ordered behind the collective.
+    """
 
     __slots__ = ("_finish", "_kept", "_work", "result")
 
@@ -27,9 +29,7 @@ class Handle:
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
-        for buffer in (self.result, *self._kept):
-            if buffer.is_cuda:
-                buffer.record_stream(torch.cuda.current_stream(buffer.device))
+        backend.released((self.result, *self._kept))
         self._kept = ()
         return self.result
 

@@ -2,7 +2,8 @@
 
 import operator
 import sys
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,15 +16,17 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from tritoncomm.errors import ArgumentError, GroupError, ShapeError, UnsupportedError
 
 __all__ = [
+    "PerGroup",
     "check_data",
     "check_input",
     "check_kind",
     "checked_dim",
     "checked_ints",
-    "members",
+    "ranks_of",
     "refuse_forward_ad",
     "refuse_tracing",
     "refuse_transforms",
+    "state_of",
     "world_of",
 ]
 
@@ -33,8 +36,45 @@ _strided = torch.strided
 _modes = torch._C._len_torch_dispatch_stack
 _proxy_mode = torch._C._TorchDispatchModeKey.PROXY
 _MOST = 2**62
-members: dict[ProcessGroup, Any] = getattr(distributed_c10d, "_pg_group_ranks", {})
+_members: dict[ProcessGroup, Any] = getattr(distributed_c10d, "_pg_group_ranks", {})
 """The groups that exist, in torch's own table; the length of an entry is the number of ranks, sooner than size()."""
+_changes_in_place = hasattr(ProcessGroup, "reconfigure")  # torch 2.14 and newer
+_Value = TypeVar("_Value")
+
+
+class PerGroup(Generic[_Value]):
+    """Values by process group. They are forgotten when the group is gone, or has another size or rank.
+
+    ``reconfigure()`` of torch 2.14 changes both in place. A group whose ranks were exchanged for as many others cannot
+    be told from the one before: torch counts no generations.
+    """
+
+    def __init__(self) -> None:
+        self._values: WeakKeyDictionary[ProcessGroup, tuple[tuple[int, int] | None, _Value]] = WeakKeyDictionary()
+
+    def get(self, group: ProcessGroup) -> _Value | None:
+        """The value of a group; None where there is none."""
+        found = self._values.get(group)
+        if found is None or found[0] != state_of(group):
+            return None
+        return found[1]
+
+    def set(self, group: ProcessGroup, value: _Value) -> _Value:
+        """Keep a value for a group; returns it."""
+        self._values[group] = state_of(group), value
+        return value
+
+    def forget(self, group: ProcessGroup) -> None:
+        """Forget the value of a group."""
+        self._values.pop(group, None)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def state_of(group: ProcessGroup) -> tuple[int, int] | None:
+    """Size and own rank of a group where they may change."""
+    return (group.size(), group.rank()) if _changes_in_place else None
 
 
 def check_input(x: Tensor, name: str) -> None:
@@ -87,11 +127,13 @@ def checked_ints(values: Any, what: str) -> tuple[int, ...]:
 
 
 def world_of(group: ProcessGroup, name: str) -> int:
-    """Number of ranks of a group that is not in ``members``.
+    """Number of ranks of a group.
 
     Raises:
         GroupError: it was destroyed. A group that torch never registered is its maker's business.
     """
+    if group in _members:
+        return group.size() if _changes_in_place else len(_members[group])
     if group in distributed_c10d._world.pg_map:  # of ranks that are threads
         return group.size()
     try:
@@ -105,6 +147,23 @@ def world_of(group: ProcessGroup, name: str) -> int:
             which = f"process group {registered!r}" if dist.is_initialized() else "process group, as all others,"
             raise GroupError(f"{name}: the {which} was destroyed") from None
     return group.size()
+
+
+def ranks_of(group: ProcessGroup, name: str) -> list[int]:
+    """Global ranks of a group, in group order.
+
+    Raises:
+        GroupError: the group was reconfigured to another size or order, and torch's table has its ranks of before.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if _changes_in_place and group in _members:
+        rank, size = group.rank(), group.size()
+        if size != len(ranks) or _members[group].get(dist.get_rank()) != rank:
+            raise GroupError(
+                f"{name}: the process group {group.group_name!r} was reconfigured to {size} ranks, of which torch does "
+                f"not know the global ranks (it has those of before, {ranks}); make a new group"
+            )
+    return ranks
 
 
 def refuse_forward_ad(x: Tensor, name: str) -> None:

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from tritoncomm import variables
+from tritoncomm.core.validation import ranks_of, state_of
 from tritoncomm.debug.agreement import named_ranks
 from tritoncomm.debug.descriptor import Descriptor, describe, difference
 from tritoncomm.debug.exchange import Blocked, Exchange, exchange, fail_circle, fail_ended, in_words, raise_if, table_of
@@ -45,16 +46,17 @@ class _Member:
         verdicts: keys that are deleted once all ranks have come to a later call.
         window: in hash mode, the calls since the last comparison, and their devices.
         group: itself, referenced weakly.
+        state: its size and this rank where they may change in place; another one makes a new member.
     """
 
-    __slots__ = ("count", "group", "name", "over", "rank", "ranks", "sends", "timeout", "verdicts", "window")
+    __slots__ = ("count", "group", "name", "over", "rank", "ranks", "sends", "state", "timeout", "verdicts", "window")
 
     def __init__(self, group: ProcessGroup, name: str) -> None:
-        self.name, self.ranks, self.rank = name, dist.get_process_group_ranks(group), group.rank()
+        self.name, self.ranks, self.rank = name, ranks_of(group, "check mode"), group.rank()
         self.group = weakref.ref(group, self._forget)
         self.sends, self.timeout = _backend_of(group).name().lower() != "fake", timeout_of(group)
         self.over: Any = exchange() if self.sends else None
-        self.count = 0
+        self.count, self.state = 0, state_of(group)
         self.verdicts: list[str] = []
         self.window: list[tuple[Entry, Any]] = []
 
@@ -82,14 +84,16 @@ _by_name: dict[str, _Member] = {}  # in hash mode: a weak key takes as long as a
 def _member_of(group: Any, call: Call) -> _Member:
     """This rank's state of a group, made at its first checked call."""
     member = _members.get(group)
-    if member is None:
+    if member is None or member.state != state_of(group):
         if not dist.is_initialized() or group not in getattr(distributed_c10d, "_pg_group_ranks", (group,)):
             raise UnsupportedError(
                 f"{call.name}: check mode compares over the store of torch's default process group; the group "
                 f"{call.group!r} was made without it"
             )
         with _lock:  # of several threads one makes it
-            member = _members.get(group) or _members.setdefault(group, _Member(group, call.group))
+            member = _members.get(group)
+            if member is None or member.state != state_of(group):
+                member = _members[group] = _Member(group, call.group)
     return member
 
 
@@ -118,7 +122,7 @@ def fold_call(entry: Entry, group: Any, x: Any) -> None:
     All that can be is left to that comparison: descriptors are made there.
     """
     member = _by_name.get(entry[_GROUP])
-    if member is None or member.group() is not group:
+    if member is None or member.group() is not group or member.state != state_of(group):
         call = Call._make(entry)
         if call.kind == "hop":
             return

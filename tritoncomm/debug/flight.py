@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from tritoncomm import record, variables
 from tritoncomm.debug.descriptor import KINDS, as_json
 from tritoncomm.debug.sites import OURS, call_site, leave_site, located, site_above, source_of, sources
+from tritoncomm.errors import CommError
 
 __all__ = [
     "FORMAT", "Call", "Entry", "Flight", "dump", "flight", "open_calls", "report", "write_on",
@@ -225,11 +226,12 @@ class Flight:
     enter = staticmethod(leave_site)
 
     def failed(self, name: str, error: BaseException) -> None:
-        """A call raises: note it, and write the record where a folder for it is set."""
+        """A call raises: note it, and write the record if the backend or another rank failed."""
         last = self.last.get(_thread())
         if last is not None and (entry := last[1])[_NAME] == name and not entry[_END]:
             entry[_ERROR] = f"{type(error).__name__}: {error}"
-        write_on(f"{name}: {type(error).__name__}")
+        if isinstance(error, CommError):
+            write_on(f"{name}: {type(error).__name__}")
 
 
 flight = Flight()

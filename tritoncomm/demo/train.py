@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tritoncomm import collective, launchers, record, runtime
+from tritoncomm.core.backend import is_nccl
 from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.demo.data import batches
 from tritoncomm.demo.model import Transformer
@@ -88,7 +89,7 @@ def _join(settings: Settings, rank: int, port: int) -> torch.device:
     )
     if not settings.on_gpu():
         return torch.device("cpu")
-    return torch.device("cuda", rank if settings.backend() == "nccl" else 0)
+    return torch.device("cuda", rank if is_nccl(settings.backend()) else 0)
 
 
 def _sum_gradients(model: Transformer) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from tritoncomm import launchers
+from tritoncomm.core.backend import is_nccl
 from tritoncomm.mappings import all_to_all_sp2hp
 
 __all__ = ["run", "run_rank"]
@@ -90,7 +91,7 @@ def _exchange(rank: int, device: torch.device) -> None:
 
 def run_rank(rank: int, store: str, backend: str) -> None:
     """One rank, from start to end."""
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    device = torch.device("cuda", rank) if is_nccl(backend) else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=30)

@@ -23,7 +23,7 @@ from tritoncomm.core import backend, cached, eager
 from tritoncomm.core.function import direct, wants_grad
 from tritoncomm.core.memory import empty
 from tritoncomm.core.plan import all_reduce_bytes, located
-from tritoncomm.core.validation import members, world_of
+from tritoncomm.core.validation import world_of
 from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.mappings.functions import _ReduceInPlace
 from tritoncomm.mappings.general import checked
@@ -44,7 +44,7 @@ def _all_gather(
     x: Tensor, group: ProcessGroup, buffers: Buffers, name: str, asynchronous: bool
 ) -> tuple[Tensor, backend.Work, Tensor]:
     """All-gather dim 0 into Megatron's global memory buffer; (result, work, what is being sent)."""
-    started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
+    started, world = record.now(), world_of(group, name)
     if world == 1:
         return x, None, x
     _range = record.begin(name, "all_gather", group, x, (0, None)) if record.switch._is_profiler_enabled else None
@@ -61,7 +61,7 @@ def _all_gather(
 
 def _reduce(x: Tensor, group: ProcessGroup, name: str) -> backend.Work:
     """Start an all-reduce of ``x`` in place."""
-    started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
+    started, world = record.now(), world_of(group, name)
     if world == 1:
         return None
     _range = record.begin(name, "all_reduce", group, x, (_SUM,)) if record.switch._is_profiler_enabled else None
@@ -72,7 +72,7 @@ def _reduce(x: Tensor, group: ProcessGroup, name: str) -> backend.Work:
 
 def _reduce_scatter(x: Tensor, group: ProcessGroup, name: str) -> tuple[Tensor, backend.Work]:
     """Start a reduce-scatter of dim 0 of ``x``, which is contiguous; (result, work)."""
-    started, world = record.now(), len(members[group]) if group in members else world_of(group, name)
+    started, world = record.now(), world_of(group, name)
     if world == 1:
         return x, None
     _range = None

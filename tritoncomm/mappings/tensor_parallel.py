@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm.core import eager, inplace
 from tritoncomm.core.function import wants_grad, without_graph
 from tritoncomm.core.plan import normalize_sizes
-from tritoncomm.core.validation import check_kind, members, world_of
+from tritoncomm.core.validation import check_kind, world_of
 from tritoncomm.errors import GroupError, ShapeError
 from tritoncomm.groups import GroupLike
 from tritoncomm.mappings.exchanges import (
@@ -265,7 +265,7 @@ def _checked_hidden(input_: Tensor, group: GroupLike | None, name: str) -> Proce
         check_kind(input_, name)  # it has no shape to look at
     if input_.dim() == 0:
         raise ShapeError(f"{name}: a 0-dim tensor has no hidden dim")
-    world = len(members[group]) if group in members else world_of(group, name)
+    world = world_of(group, name)
     is_hidden = name == "all_to_all_sp2hp"
     size = input_.shape[-1] if is_hidden else math.prod(input_.shape[:-1])
     if size % world:

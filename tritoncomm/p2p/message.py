@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from tritoncomm.core import ops
-from tritoncomm.core.backend import carrier
+from tritoncomm.core.backend import carrier, is_device_error
 from tritoncomm.core.cached import resolved
 from tritoncomm.core.memory import contiguous_stride, empty_on
 from tritoncomm.core.segments import full_tensors, gather
@@ -284,9 +284,9 @@ class Incoming:
         assert self.specs is not None
         try:
             return self.allocate(self.specs, device)
-        except torch.OutOfMemoryError:
-            raise
         except (RuntimeError, TypeError) as error:  # a size beyond 64 bits is a TypeError
+            if is_device_error(error):
+                raise
             raise no_memory(self.specs, name, error) from error
 
     def allocate_from_header(
@@ -306,9 +306,9 @@ class Incoming:
             raise MismatchError(f"{problem}; {size} bytes are not received, and the group is unusable from now on")
         try:
             return allocate(specs, device) if problem else self.allocate(specs, device), problem
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if is_device_error(error):
+                raise
             text = f"{name}: {neighbours} has no memory for {describe(specs)}, {size} bytes: {error}"
             raise MismatchError(text) from error
 

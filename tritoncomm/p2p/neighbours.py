@@ -2,8 +2,9 @@
 
 A transfer between neighbours on the ring of a group is part of a batch. Any other pair of ranks (a neighbour that the
 caller names, inside the pipeline's group or not) exchanges one by one: NCCL creates a communicator of the whole group
-for a batch, so the first batch of a group waits until all of its ranks post one, while a single transfer connects only
-its two ranks.
+for a batch, so the first batch of a group waits until all of its ranks post one. A single transfer connects only its
+two ranks over torch's nccl-lazy, and over its older nccl without a bound device. nccl2 has one communicator and stream
+for all transfers of a group.
 """
 
 import weakref
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from tritoncomm.core.backend import cuda_backend, default_device
+from tritoncomm.core.validation import PerGroup, ranks_of
 from tritoncomm.errors import GroupError
 
-__all__ = ["Direction", "Endpoint", "Neighbours", "posting_order"]
+__all__ = ["Direction", "Endpoint", "Neighbours", "Queue", "posting_order"]
 
 _KEYS = ("send_prev", "recv_prev", "send_next", "recv_next")
 _TWO_STAGES = ("send_next", "recv_prev", "send_prev", "recv_next")
@@ -40,13 +42,13 @@ class _Shared(NamedTuple):
 
 
 # No value holds a strong reference to a group, or a destroyed group would keep its descriptors and threads.
-_shared: weakref.WeakKeyDictionary[ProcessGroup, _Shared] = weakref.WeakKeyDictionary()
+_shared: PerGroup[_Shared] = PerGroup()
 
 
 def _shared_by(group: ProcessGroup) -> _Shared:
     shared = _shared.get(group)
     if shared is None:
-        shared = _shared[group] = _Shared(cuda_backend(group), {}, {})
+        shared = _shared.set(group, _Shared(cuda_backend(group), {}, {}))
     return shared
 
 
@@ -122,7 +124,7 @@ class Neighbours:
     """
 
     def __init__(self, group: ProcessGroup, prev: int | None, next: int | None, outside: ProcessGroup | None) -> None:
-        ranks = dist.get_process_group_ranks(group)
+        ranks = ranks_of(group, "p2p")
         self.group, self.outside = weakref.ref(group), None if outside is None else weakref.ref(outside)
         self.stage, self.stages, self.rank = group.rank(), len(ranks), ranks[group.rank()]
         self.prev: int = ranks[self.stage - 1] if prev is None else prev
@@ -157,7 +159,7 @@ class Neighbours:
     ) -> "Neighbours":
         """The ring of ``group``, or other neighbours (global ranks); built once per group.
 
-        Two stages use the default group for every other single call, so that both directions run at once.
+        Two stages use the default group for every other single call: one group may have one stream for all of them.
 
         Raises:
             GroupError: a neighbour is in neither group.

@@ -149,9 +149,9 @@ class _Sharded:
                 torch.empty(each, dtype=dtype, device=real_device(device, name)) if size else None
                 for each, size in zip(shapes, self.sizes, strict=True)
             ]
-        except torch.OutOfMemoryError:
-            raise
         except (RuntimeError, TypeError) as error:
+            if backend.is_device_error(error):
+                raise
             raise no_memory([(each, dtype) for each in shapes], name, error) from error
         self.buffers: Any = [(size,) if size else each for each, size in zip(shapes, self.sizes, strict=True)]
         if self.is_single:

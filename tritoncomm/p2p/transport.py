@@ -9,14 +9,21 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import record
-from tritoncomm.core.backend import is_not_carried
+from tritoncomm.core.backend import (
+    InFlight,
+    batch,
+    is_backend_error,
+    is_not_carried,
+    noted,
+    raise_for,
+    released,
+)
 from tritoncomm.errors import GroupError, PeerError, UnsupportedError
-from tritoncomm.p2p.neighbours import Direction, Endpoint, Neighbours
+from tritoncomm.p2p.neighbours import Direction, Endpoint, Neighbours, Queue
 
 __all__ = ["Posted", "keep_alive", "post", "post_and_wait", "post_one"]
 
@@ -27,18 +34,24 @@ def _failure(end: Endpoint, name: str, x: Tensor, error: RuntimeError) -> Except
     what = f"send {x.nbytes} bytes to" if end.is_send else f"receive {x.nbytes} bytes from"
     if is_not_carried(error):
         return UnsupportedError(f"{name}: {end.stage} cannot {what} rank {end.peer}: {error}")
+    if not is_backend_error(error):
+        return noted(error, name, f"where {end.stage} wanted to {what} rank {end.peer}")
     failure = PeerError(f"{name}: {end.stage} could not {what} rank {end.peer}: {error}")
     record.failed(name, failure)
     return failure
 
 
-class Posted:
-    """A transfer in flight; it keeps its buffers alive until it has been waited for, but never its group."""
+class Posted(InFlight):
+    """A transfer in flight; it keeps its buffers alive until it has been waited for, but never its group.
 
-    __slots__ = ("_call", "_end", "_host", "_name", "_tensor", "_work")
+    Dropped without a wait, a transfer of a GPU's memory orders the current stream behind it.
+    """
 
-    def __init__(self, work: Any, end: Endpoint, x: Tensor, name: str, host: Tensor | None = None) -> None:
-        self._work, self._end, self._tensor, self._name, self._host = work, end, x, name, host
+    __slots__ = ("_call", "_end", "_host", "_name", "_tensor")
+
+    def __init__(self, work: Any, direction: Direction, x: Tensor, name: str, host: Tensor | None = None) -> None:
+        InFlight.__init__(self, work, direction.group, x)
+        self._end, self._tensor, self._name, self._host = direction.end, x, name, host
         self._call = record.current(name)
 
     def wait(self) -> None:
@@ -53,10 +66,12 @@ class Posted:
         try:
             record.wait(self._call, self._work)
         except RuntimeError as error:
-            raise _failure(end, self._name, self._tensor, error) from error
+            raise_for(error, _failure(end, self._name, self._tensor, error))
         if self._host is not None and not end.is_send:
             self._tensor.detach().copy_(self._host)
+        released(self._buffers)
         self._work = self._host = None
+        self._buffers = ()
         queue = None if end.queue is None else end.queue()
         if queue is not None and self in queue:
             while queue.popleft() is not self:  # earlier sends in the same direction are complete as well
@@ -68,13 +83,38 @@ class Posted:
 
 
 def keep_alive(handles: Iterable[Posted]) -> None:
-    """Keep pending sends alive: dropping a handle must not free a buffer in flight."""
+    """Keep pending sends alive: dropping a handle must not free a buffer in flight, nor order a stream behind it.
+
+    A stream that waits for a send would wait for its receiver, which may need a later result of the stream. Sends of a
+    GPU's memory are let go of here once they have completed; those that a CUDA graph captures are joined when dropped.
+    """
     for posted in handles:
-        queue = None if posted._end.queue is None else posted._end.queue()
-        if queue is not None:
-            queue.append(posted)
-            if len(queue) > _MAX_UNWAITED:
-                queue[0].wait()
+        queue = _queued(posted)
+        if queue is not None and len(queue) > _MAX_UNWAITED:
+            queue[0].wait()
+
+
+def _queued(posted: Posted) -> Queue | None:
+    """The queue of a send, which has it now; None for a receive, in a capture, and once the group is gone."""
+    queue = None if posted._end.queue is None else posted._end.queue()
+    if queue is not None and posted._tensor.is_cuda and posted._host is None:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        while queue and queue[0].is_completed():
+            queue.popleft()
+    if queue is not None:
+        queue.append(posted)
+    return queue
+
+
+def _abandon(handles: Iterable[Posted]) -> None:
+    """A step fails with these transfers in flight: sends of a GPU's memory are kept until they have completed.
+
+    Received memory is let go of behind its transfer when the handle is dropped. In host memory a backend drops both.
+    """
+    for posted in handles:
+        if posted._buffers:
+            _queued(posted)
 
 
 def post(neighbours: Neighbours, name: str, tensors: dict[str, Tensor], batched: bool) -> dict[str, Posted]:
@@ -90,15 +130,17 @@ def post(neighbours: Neighbours, name: str, tensors: dict[str, Tensor], batched:
         PeerError: the backend refuses, because a peer is known to be gone.
     """
     directions = [each for each in (neighbours.batch if batched else neighbours.singles) if each.key in tensors]
-    together = [each for each in directions if each.modes[tensors[each.key].is_cuda] == "batched"]
-    posted = {}
-    if together:
-        works = _batch([(each, tensors[each.key]) for each in together])
-        for each, work in zip(together, works, strict=True):
-            posted[each.key] = Posted(work, each.end, tensors[each.key], name)
-    for each in directions:
-        if each.key not in posted:
-            posted[each.key] = post_one(each, name, tensors[each.key])
+    posted: dict[str, Posted] = {}
+    try:
+        together = [each for each in directions if each.modes[tensors[each.key].is_cuda] == "batched"]
+        if together:
+            posted |= _post_batch(together, name, tensors)
+        for each in directions:
+            if each.key not in posted:
+                posted[each.key] = post_one(each, name, tensors[each.key])
+    except BaseException:
+        _abandon(posted.values())
+        raise
     return posted
 
 
@@ -114,8 +156,8 @@ def post_one(direction: Direction, name: str, x: Tensor) -> Posted:
     try:
         work = (live.send if is_send else live.recv)([x if host is None else host], group_peer, 0)
     except RuntimeError as error:
-        raise _failure(end, name, x, error) from error
-    return Posted(work, end, x, name, host)
+        raise_for(error, _failure(end, name, x, error))
+    return Posted(work, direction, x, name, host)
 
 
 def post_and_wait(neighbours: Neighbours, name: str, tensors: dict[str, Tensor], batched: bool) -> None:
@@ -126,30 +168,36 @@ def post_and_wait(neighbours: Neighbours, name: str, tensors: dict[str, Tensor],
     """
     works, handles, last = [], [], None
     live: Any = None
-    for direction in neighbours.batch if batched else neighbours.singles:
-        if (x := tensors.get(direction[0])) is None:
-            continue
-        _, is_send, group_peer, group, modes, end = direction
-        mode = modes[x.is_cuda]
-        if mode != "direct":
-            if mode == "batched":  # those come first
-                handles += post(neighbours, name, tensors, batched).values()
-                break
-            handles.append(post_one(direction, name, x))
-            continue
-        if group is not last:
-            live, last = group() or _alive(group), group
-        try:
-            works.append(((live.send if is_send else live.recv)([x], group_peer, 0), end, x))
-        except RuntimeError as error:
-            raise _failure(end, name, x, error) from error
-    for work, end, x in works:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise _failure(end, name, x, error) from error
-    for handle in handles:
-        handle.wait()
+    try:
+        for direction in neighbours.batch if batched else neighbours.singles:
+            if (x := tensors.get(direction[0])) is None:
+                continue
+            _, is_send, group_peer, group, modes, end = direction
+            mode = modes[x.is_cuda]
+            if mode != "direct":
+                if mode == "batched":  # those come first
+                    handles += post(neighbours, name, tensors, batched).values()
+                    break
+                handles.append(post_one(direction, name, x))
+                continue
+            if group is not last:
+                live, last = group() or _alive(group), group
+            try:
+                works.append(((live.send if is_send else live.recv)([x], group_peer, 0), direction, x))
+            except RuntimeError as error:
+                raise_for(error, _failure(end, name, x, error))
+        while works:
+            work, direction, x = works[0]
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise_for(error, _failure(direction.end, name, x, error))
+            del works[0]
+        for handle in handles:
+            handle.wait()
+    except BaseException:
+        _abandon((*[Posted(work, direction, x, name) for work, direction, x in works], *handles))
+        raise
 
 
 def _alive(group: Any) -> ProcessGroup:
@@ -159,14 +207,18 @@ def _alive(group: Any) -> ProcessGroup:
     return live
 
 
-def _batch(transfers: list[tuple[Direction, Tensor]]) -> list[Any]:
-    """All in one call of the backend; a work for each."""
-    calls = [
-        dist.P2POp(dist.isend if each.is_send else dist.irecv, x, each.end.peer, _alive(each.group))
-        for each, x in transfers
-    ]
-    works = dist.batch_isend_irecv(calls)
-    return works if len(works) == len(transfers) else works[:1] * len(transfers)  # coalesced: one for all
+def _post_batch(directions: list[Direction], name: str, tensors: dict[str, Tensor]) -> dict[str, Posted]:
+    """All of these, which have one group, in one call of the backend."""
+    first = directions[0]
+    group = first.group() or _alive(first.group)
+    transfers = [(each.is_send, each.group_peer, tensors[each.key]) for each in directions]
+    try:
+        works = batch(transfers, group)
+    except RuntimeError as error:
+        raise_for(error, _failure(first.end, name, tensors[first.key], error))
+    if len(works) < len(directions):  # one for all
+        works *= len(directions)
+    return {each.key: Posted(work, each, tensors[each.key], name) for each, work in zip(directions, works, strict=True)}
 
 
 def _on_host(x: Tensor, is_send: bool) -> Tensor:

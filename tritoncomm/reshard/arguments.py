@@ -4,7 +4,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm import groups, record
 from tritoncomm.core.memory import extent_of, has_memory, share_elements
 from tritoncomm.core.plan import Ints
-from tritoncomm.core.validation import check_data, check_kind, refuse_transforms
+from tritoncomm.core.validation import PerGroup, check_data, check_kind, ranks_of, refuse_transforms
 from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
 from tritoncomm.groups import GroupLike
 from tritoncomm.reshard import notes
@@ -28,7 +27,7 @@ __all__ = ["Call", "check_memory", "group_of", "plan_is_kept"]
 
 _PLANS = 64
 _PLAIN = (Tensor, torch.nn.Parameter)
-_plans: WeakKeyDictionary[ProcessGroup, "OrderedDict[Any, Exchange]"] = WeakKeyDictionary()
+_plans: "PerGroup[OrderedDict[Any, Exchange]]" = PerGroup()
 
 
 class _Key:
@@ -67,7 +66,7 @@ class Call:
         self.group: ProcessGroup | None = None
         if ranks is None:
             self.group = group_of(group, name)
-            self.ranks: Ints = tuple(dist.get_process_group_ranks(self.group))
+            self.ranks: Ints = tuple(ranks_of(self.group, name))
             self.position = self.group.rank()
         else:
             self.ranks = tuple(ranks)
@@ -202,7 +201,9 @@ class Call:
                 raise self.error
             assert made is not None
             return made
-        plans = _plans.setdefault(self.group, OrderedDict())
+        plans = _plans.get(self.group)
+        if plans is None:
+            plans = _plans.set(self.group, OrderedDict())
         if notes.pending:
             notes.withdraw(self.group)
         stay = [row[1].digest for row, stays in zip(self.rows, self.stays, strict=True) if stays]

@@ -2,12 +2,12 @@
 
 from collections import OrderedDict
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from tritoncomm.core.validation import PerGroup
 from tritoncomm.reshard.arguments import Call, plan_is_kept
 from tritoncomm.reshard.layout import Layout
 
@@ -35,7 +35,7 @@ class _Recent(NamedTuple):
     layouts: tuple[Any, ...]
 
 
-_calls: WeakKeyDictionary[ProcessGroup, "OrderedDict[Any, _Recent]"] = WeakKeyDictionary()
+_calls: "PerGroup[OrderedDict[Any, _Recent]]" = PerGroup()
 
 
 def recent_plan(source: Any, target: Any, group: Any, options: tuple[Any, ...]) -> Any:
@@ -44,7 +44,7 @@ def recent_plan(source: Any, target: Any, group: Any, options: tuple[Any, ...]) 
     It stays among those that are kept longest, as it does on ranks that read their arguments: all ranks forget the same
     ones, so that either all of them compare a plan or none.
     """
-    if not _calls:
+    if not len(_calls):
         return None
     group = dist.group.WORLD if group is None else group
     calls = _calls.get(group) if isinstance(group, ProcessGroup) and group in _registered else None
@@ -72,7 +72,9 @@ def keep(made: tuple[Any, Any], call: Call, source: Any, target: Any, options: t
     call.locals.clear()  # a plan keeps no tensors
     call.outs.clear()
     group, call.group = call.group, None
-    calls = _calls.setdefault(group, OrderedDict())
+    calls = _calls.get(group)
+    if calls is None:
+        calls = _calls.set(group, OrderedDict())
     copied = tuple(side if isinstance(side, Layout) else side.copy() for side in sides)
     calls[id(source), id(target), options] = _Recent(*made, call.key, sides, copied)
     if len(calls) > _KEPT:

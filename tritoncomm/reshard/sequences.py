@@ -3,13 +3,12 @@
 from functools import lru_cache
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm.core.function import outside_graphs
 from tritoncomm.core.plan import Ints
-from tritoncomm.core.validation import check_kind, checked_dim
+from tritoncomm.core.validation import check_kind, checked_dim, ranks_of
 from tritoncomm.errors import ArgumentError, CommError
 from tritoncomm.groups import GroupLike
 from tritoncomm.reshard.arguments import Call, group_of
@@ -120,7 +119,7 @@ def _side(given: Any, packed: Ints | None, what: str) -> Side:
 
 
 def _ranks(group: ProcessGroup) -> Ints:
-    return tuple(dist.get_process_group_ranks(group))
+    return tuple(ranks_of(group, _NAME))
 
 
 @lru_cache(maxsize=64)
