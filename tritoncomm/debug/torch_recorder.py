@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch._C import _distributed_c10d
 
 __all__ = ["Active", "Recorder", "buffer_size", "has_starts"]
 
@@ -52,7 +53,7 @@ class Recorder:
         # No public function returns the recorder's entries. Tested: the entry points of torch 2.11 with CUDA, and the
         # entries of 2.13, whose recorder of CPU groups writes the same format. nccl2 has a recorder of its own where
         # the second function takes the name of a backend; that is read in torch's source and was never run.
-        module = torch._C._distributed_c10d
+        module: Any = _distributed_c10d
         self._dumps: list[Callable[..., bytes]] = []
         if legacy := getattr(module, "_dump_nccl_trace_json", None):
             self._dumps.append(legacy)
