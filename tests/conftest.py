@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,6 +30,20 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("device") != "cpu":
         items[:] = [item for item in items if "device" in getattr(item, "fixturenames", ())]
+
+
+def _records() -> set[Path]:
+    """Flight records in the tree and in the working folder: those of calls that fail where no folder is named."""
+    folders = {Path.cwd(), Path(__file__).parent, Path(__file__).parents[1]}
+    return {path for folder in folders for path in folder.glob("tritoncomm-flight-*.json")}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_records_are_left() -> Iterator[None]:
+    """Tests that keep a flight record name its folder."""
+    before = _records()
+    yield
+    assert not _records() - before, "a test has left its flight record"
 
 
 @pytest.fixture(scope="session")

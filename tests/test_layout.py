@@ -39,8 +39,8 @@ MAPPINGS = ["general", "helpers", "exchanges", "functions", "tensor_parallel", "
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}
 INTEGRATIONS = ["rebinding", "megatron_functions", "megatron", "deepspeed", "yunchang", "transformers", "__init__"]
 DEBUG = [
-    "agreement", "descriptor", "sites", "flight", "exchange", "check", "hops", "hop_windows", "transfers", "replicas",
-    "signals", "trace", "__init__",
+    "agreement", "descriptor", "sites", "torch_recorder", "flight", "exchange", "check", "hops", "hop_windows",
+    "transfers", "replicas", "signals", "trace", "__init__",
 ]  # fmt: skip
 RESHARD = [
     "sequence_boxes", "layout_arguments", "rows", "replicas", "layout", "cells", "sums", "plan", "builder", "tables",

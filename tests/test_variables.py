@@ -21,8 +21,8 @@ OFF = ("", " ", "0", "false", "False", "no", "NO", "off", "Off")
 
 @pytest.fixture(autouse=True)
 def _read_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("TRITONCOMM_PATH", "TRITONCOMM_CHECK", "TRITONCOMM_TABLE", "TRITONCOMM_FLIGHT"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("PATH", "CHECK", "TABLE", "FLIGHT", "FLIGHT_SIGNALS"):
+        monkeypatch.delenv(f"TRITONCOMM_{name}", raising=False)
     yield
     monkeypatch.undo()
     variables.read()
@@ -119,6 +119,19 @@ def test_the_record_has_a_number_of_calls_and_a_folder(
     assert variables.FLIGHT.value == value
 
 
+@pytest.mark.parametrize(("flight", "text", "on"), [("1", "1", True), ("1", "off", False), ("", "1", False)])
+def test_signals_write_the_record_only_where_both_variables_say_so(
+    monkeypatch: pytest.MonkeyPatch, flight: str, text: str, on: bool
+) -> None:
+    handled: list[bool] = []
+    monkeypatch.setattr(signals, "install", lambda: None)
+    monkeypatch.setattr(signals, "handle", handled.append)
+    monkeypatch.setenv("TRITONCOMM_FLIGHT", flight)
+    monkeypatch.setenv("TRITONCOMM_FLIGHT_SIGNALS", text)
+    variables.read()
+    assert handled[-1] is on
+
+
 def test_a_block_goes_before_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     with tritoncomm.path("torch"), tritoncomm.p2p.check(False):
         monkeypatch.setenv("TRITONCOMM_PATH", "triton")
@@ -150,7 +163,7 @@ def test_each_variable_is_named_in_one_module_and_in_the_doctor() -> None:
     del named["TRITONCOMM_"]  # doctor's look for names that mean nothing
     assert {name: sorted({*stems} - {"doctor", "__init__"}) for name, stems in named.items()} == {
         "TRITONCOMM_PATH": ["variables"], "TRITONCOMM_CHECK": ["variables"], "TRITONCOMM_TABLE": ["tables"],
-        "TRITONCOMM_FLIGHT": ["variables"],
+        "TRITONCOMM_FLIGHT": ["variables"], "TRITONCOMM_FLIGHT_SIGNALS": ["variables"],
     }  # fmt: skip
 
 

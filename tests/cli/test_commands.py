@@ -427,6 +427,10 @@ def found(monkeypatch: pytest.MonkeyPatch, **variables: str) -> dict[str, doctor
         ("TRITONCOMM_FLIGHT", "off", "ok"),
         ("TRITONCOMM_FLIGHT", "10000:/no/such/folder/yet", "note"),
         ("TRITONCOMM_FLIGHT", "/dev/null/records", "problem"),
+        ("TRITONCOMM_FLIGHT_SIGNALS", "1", "note"),
+        ("TRITONCOMM_FLIGHT_SIGNALS", "0", "ok"),
+        ("TORCH_NCCL_ENABLE_TIMING", "1", "note"),
+        ("TORCH_NCCL_ENABLE_TIMING", "0", "ok"),
         ("TRITONCOMM_PATHS", "torch", "note"),
         ("TORCH_DIST_USE_NCCL2", "0", "note"),
         ("NCCL_P2P_DISABLE", "1", "problem"),
@@ -445,6 +449,29 @@ def test_doctor_reads_variables(monkeypatch: pytest.MonkeyPatch, name: str, valu
     one = found(monkeypatch, **{name: value})[name]
     assert one.level == level
     assert bool(one.advice) is (level != "ok")
+
+
+def test_doctor_says_whether_torch_records_what_hangs_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    module = torch._C._distributed_c10d
+    monkeypatch.delattr(module, "_dump_nccl_trace_json", raising=False)
+    monkeypatch.delattr(module, "_dump_fr_trace_json", raising=False)
+    monkeypatch.setattr(doctor.dist, "is_nccl_available", lambda: False)
+    one = found(monkeypatch)["torch's recorder"]
+    assert (one.level, one.value) == ("ok", "this build of torch has no recorder of NCCL")
+    monkeypatch.setattr(doctor.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(doctor, "nccl_kind", str)
+    assert found(monkeypatch, TRITONCOMM_FLIGHT="1")["torch's recorder"].level == "note"
+    monkeypatch.setattr(module, "_dump_nccl_trace_json", bytes, raising=False)
+    one = found(monkeypatch)["torch's recorder"]
+    assert (one.level, one.value) == ("ok", "on: keeps 2000 collectives, not when a device begins one")
+    one = found(monkeypatch, TORCH_NCCL_ENABLE_TIMING="1", TORCH_FR_BUFFER_SIZE="50")["torch's recorder"]
+    assert one.value == "on: keeps 50 collectives, and when a device begins one"
+    one = found(monkeypatch, TORCH_FR_BUFFER_SIZE="0")["torch's recorder"]
+    assert (one.level, one.value) == ("note", "torch's recorder is off, as TORCH_FR_BUFFER_SIZE is 0")
+    monkeypatch.delenv("TRITONCOMM_FLIGHT")
+    one = found(monkeypatch, TRITONCOMM_FLIGHT_SIGNALS="1")["TRITONCOMM_FLIGHT_SIGNALS"]
+    assert one.advice == "does nothing without TRITONCOMM_FLIGHT"
 
 
 def test_doctor_does_not_ask_to_unset_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -147,6 +148,43 @@ def test_an_error_before_a_hop_leaves_both_ends_in_step(pair: Pool) -> None:
     assert "wait for each other" in receiver, "the collective that it missed is refused to it too"
 
 
+def run_empty_send(group: ProcessGroup, overlapped: bool) -> list[str]:
+    """A send without elements has a header only; its receiver expects some. Then both are in step."""
+    tritoncomm.destroy()
+    synchronise(group)
+    config = SimpleNamespace(pipeline_dtype=torch.float32, batch_p2p_comm=False)
+    stages, rank, texts = p2p.P2PCommunicator(group, config), group.rank(), []
+
+    def step(x: torch.Tensor, size: int) -> None:
+        """Each stage sends ``x`` to the other one, and expects ``size`` elements."""
+        for handle in stages.send_backward_recv_backward(x, True, (size,), overlap_p2p_comm=True)[1].values():
+            handle.wait()
+
+    with p2p.check():
+        for x in (T(0), T(0, 2)):
+            if overlapped:
+                texts.append(text_of(lambda x=x: step(x, 2)))
+            elif rank:
+                texts.append(text_of(lambda: stages.recv_forward([2], False)))
+            else:
+                texts.append(text_of(lambda x=x: stages.send_forward(x, False)))
+            if rank:
+                stages.recv_forward([0], False)
+                assert torch.equal(stages.recv_forward([2], False), T(2))
+            else:
+                stages.send_forward(T(0), False)
+                stages.send_forward(T(2), False)
+    return texts
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_send_without_elements_is_compared(pair: Pool, overlapped: bool) -> None:
+    for texts in pair.run(run_empty_send, overlapped):
+        for text, shape in zip(texts, ("[0]", "[0, 2]"), strict=True):
+            assert "do not agree on a transfer" in text
+            assert f" {shape} float32 at " in text
+
+
 def run_fails_inside(group: ProcessGroup) -> str:
     """Rank 1 fails in its step, before rank 0 comes to it."""
     tritoncomm.destroy()
@@ -208,6 +246,38 @@ def test_ends_that_may_be_a_message_apart_are_refused_and_say_what_helps(pair: P
             assert "a mistake" in text
 
 
+def run_out_of_step_made_again(group: ProcessGroup) -> None:
+    """The remedy that the error names helps, also where the group that is made again has the same name."""
+    tritoncomm.destroy()
+    synchronise(group)
+    rank, names = group.rank(), set[str]()
+    for _ in range(3):
+        made = _local_group()
+        names.add(made.group_name)
+        with p2p.check():
+            stages = _stages(made)
+            if rank:
+                stages.send_backward(T(2), False)
+            else:
+                assert torch.equal(stages.recv_backward([2], False), T(2))
+        if rank:
+            _checked(made, "f", send_prev=[2])
+        dist.barrier(group)
+        if not rank:
+            _checked(made, "g", recv_next=[2]).give_up("a mistake")
+        dist.barrier(group)
+        for _ in range(2):
+            key = "send_prev" if rank else "recv_next"
+            step = _checked(made, "f", **{key: [2]})
+            assert "are out of step" in text_of(lambda step=step, key=key: step.meet(key))
+        _destroy(made, group)
+    assert len(names) == 1
+
+
+def test_a_channel_that_is_out_of_step_is_open_for_the_next_group_of_its_name(pair: Pool) -> None:
+    pair.run(run_out_of_step_made_again)
+
+
 def test_a_rank_that_stalls_looks_for_a_circle_before_it_goes_on() -> None:
     store = SimpleNamespace(add=lambda *_: 1, set=lambda *_: None, delete_key=lambda *_: True)
     store.clone = lambda: store
@@ -241,7 +311,9 @@ class _Leaves:
 def test_a_rank_that_leaves_a_circle_while_its_key_is_read() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True)
     over = exchange.Exchange(store, 0)
-    member: Any = SimpleNamespace(name="g", ranks=[0, 1], rank=0, count=0, timeout=20.0, verdicts=[])
+    member: Any = SimpleNamespace(
+        name="g", key="g", incarnation="", ranks=[0, 1], rank=0, count=0, timeout=20.0, verdicts=[]
+    )
     base = f"{over.prefix}/g/1"
     over.store = _Leaves(over.store, base)
     store.set(f"{base}/1", json.dumps([[], "f", [], []]))
@@ -405,6 +477,115 @@ def run_hash_on_a_group_that_goes(group: ProcessGroup) -> list[str]:
     del made
     gc.collect()
     return [name for name in kept if name in check._by_name]
+
+
+def _local_group() -> ProcessGroup:
+    """A group whose name is a hash of its ranks: made again after it was destroyed, it has the same name.
+
+    The number of the rank's groups is in the hash too, and differs between ranks of a pool; then torch would hang.
+    """
+    with mock.patch.object(dist.distributed_c10d, "_hash_ranks_to_str", return_value="0fb7e2c5"):
+        return dist.new_group([0, 1], use_local_synchronization=True, timeout=timedelta(seconds=20))
+
+
+def _destroy(made: ProcessGroup, group: ProcessGroup) -> None:
+    """Destroy a group of ``_local_group``, and where its ranks met: torch itself may read that of before, and hang."""
+    name, store = made.group_name, dist.distributed_c10d._get_default_store()
+    dist.barrier(group)
+    dist.destroy_process_group(made)
+    assert store.delete_key(f"{name}//cpu//0/{group.rank()}"), "torch has these keys elsewhere"
+    dist.barrier(group)
+
+
+def _differ(group: ProcessGroup, rank: int) -> str:
+    return text_of(lambda: c.all_reduce(T(2), group, ReduceOp.MAX if rank else ReduceOp.SUM))
+
+
+def _end_agreed(made: ProcessGroup, group: ProcessGroup, rank: int) -> None:
+    c.all_reduce(T(2), made)
+
+
+def _end_different(made: ProcessGroup, group: ProcessGroup, rank: int) -> None:
+    _differ(made, rank)
+
+
+def _end_later(made: ProcessGroup, group: ProcessGroup, rank: int) -> None:
+    c.all_reduce(T(2), made)
+    _differ(made, rank)
+
+
+def _end_one_sided(made: ProcessGroup, group: ProcessGroup, rank: int, alone: int = 1) -> None:
+    """Rank ``alone`` calls on the group, the other one on another group."""
+    assert "wait for each other" in text_of(lambda: c.all_reduce(T(2), made if rank == alone else group))
+    if rank == alone:
+        assert "wait for each other" in text_of(lambda: c.all_reduce(T(2), group)), "the call that it missed"
+
+
+def _end_one_sided_first(made: ProcessGroup, group: ProcessGroup, rank: int) -> None:
+    _end_one_sided(made, group, rank, alone=0)
+
+
+def _end_one_sided_later(made: ProcessGroup, group: ProcessGroup, rank: int) -> None:
+    c.all_reduce(T(2), made)
+    _end_one_sided(made, group, rank)
+
+
+def _end_uncalled(made: ProcessGroup, group: ProcessGroup, rank: int) -> None:
+    pass
+
+
+ENDS = (
+    _end_agreed, _end_different, _end_later, _end_one_sided, _end_one_sided_first, _end_one_sided_later, _end_uncalled,
+)  # fmt: skip
+
+
+def run_made_again(group: ProcessGroup, first: int) -> None:
+    """Every end of a group is followed by every other, and by calls that agree or differ."""
+    tritoncomm.destroy()
+    synchronise(group)
+    rank, names, kept = group.rank(), set[str](), []
+    with p2p.check():
+        for end in ENDS[first:] + ENDS[:first]:
+            for agrees_first in (True, False):
+                for ends_before in (True, False):
+                    made = _local_group()
+                    names.add(made.group_name)
+                    kept.append(made)  # a program may hold a group that it has destroyed
+                    if ends_before:
+                        end(made, group, rank)
+                    else:
+                        for agrees in (agrees_first, not agrees_first):
+                            c.all_reduce(T(2), made) if agrees else _differ(made, rank)
+                    _destroy(made, group)
+    assert len(names) == 1
+    store, prefix = exchange.exchange().store, exchange.exchange().prefix
+    assert not any(store.check([f"{prefix}/{names.copy().pop()}/{count}/verdict"]) for count in range(9))
+
+
+@pytest.mark.parametrize("first", range(len(ENDS)))
+def test_a_group_that_is_made_again_under_its_name_does_not_read_old_verdicts(pair: Pool, first: int) -> None:
+    pair.run(run_made_again, first)
+
+
+def run_windows_made_again(group: ProcessGroup) -> list[str]:
+    tritoncomm.destroy()
+    synchronise(group)
+    rank, texts = group.rank(), []
+    with variables.HASH.override(3):
+        for place in (None, 1, None, 2, 1):
+            made = _local_group()
+            for index in range(3):
+                x = T(2, 2) if index == place and rank else T(4)
+                if place is not None and index == 2:
+                    texts.append(text_of(lambda x=x, made=made: c.all_reduce(x, made)))
+                else:
+                    c.all_reduce(x, made)
+            _destroy(made, group)
+    return [re.findall(r"call (\d+) of group", text)[0] for text in texts]
+
+
+def test_digests_of_a_group_that_is_made_again_are_compared(pair: Pool) -> None:
+    assert pair.run(run_windows_made_again) == [["2", "3", "2"]] * 2
 
 
 def test_calls_of_a_group_that_is_gone_are_not_kept(pair: Pool) -> None:

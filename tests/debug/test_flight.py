@@ -4,6 +4,8 @@ import gc
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -218,7 +220,7 @@ def _blocking(kind: str) -> Callable[[], Any]:
 def block_and_signal(folder: str, kind: str) -> Any:
     """Rank 0 waits for rank 1, which sends it a signal, and leaves without coming."""
     rank = int(os.environ["RANK"])
-    os.environ["TRITONCOMM_FLIGHT"] = folder
+    os.environ |= {"TRITONCOMM_FLIGHT": folder, "TRITONCOMM_FLIGHT_SIGNALS": "1"}
     store = dist.FileStore(f"{folder}.store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=_seconds(4))
     signals.WATCHDOG_SECONDS = 1.0
@@ -346,7 +348,7 @@ def run_steps(group: ProcessGroup) -> None:
         odd: Any = [["x"]]
         with pytest.raises(ArgumentError):
             stages.recv_forward(odd, False)
-        assert flight.calls[-1].as_json(1)["arguments"]["transfers"][0][2] == [[None, None]]
+        assert flight.calls[-1].as_json(1, {})["arguments"]["transfers"][0][2] == [[None, None]]
     finally:
         variables.FLIGHT.assign((0, ""))
 
@@ -355,9 +357,9 @@ def test_p2p_functions_are_recorded_where_the_program_called_them(pool: Pool) ->
     pool.run(run_steps, world=2)
 
 
-def lost_peer() -> str:
+def lost_peer(folder: Path) -> str:
     end, x = SimpleNamespace(is_send=True, stage="stage 0 of 2 (rank 0)", peer=1), T(2)
-    variables.FLIGHT.assign((8, ""))
+    variables.FLIGHT.assign((8, str(folder)))
     try:
         record.begin("send_forward", "hop", None, None, ("", ""))
         failure: Any = transport._failure
@@ -366,15 +368,13 @@ def lost_peer() -> str:
         return flight.calls[-1].error
     finally:
         variables.FLIGHT.assign((0, ""))
-        Path("tritoncomm-flight-0.json").unlink()
 
 
-def test_p2p_steps_that_fail_have_their_errors(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p2p_steps_that_fail_have_their_errors(pool: Pool, tmp_path: Path) -> None:
     """And were not "raised before anything was sent"."""
     for error in pool.run(run_mismatch):
         assert error.startswith("MismatchError: ")
-    monkeypatch.chdir(tmp_path)
-    assert lost_peer().startswith("PeerError: send_forward: stage 0 of 2")
+    assert lost_peer(tmp_path).startswith("PeerError: send_forward: stage 0 of 2")
 
 
 def test_frames_that_were_looked_at_keep_nothing() -> None:
@@ -665,3 +665,76 @@ def test_a_deep_record_is_refused_by_name(tmp_path: Path) -> None:
     path.write_text("[" * 100_000)
     with pytest.raises(tritoncomm.ArgumentError, match="nested too deeply"):
         trace.read([path])
+
+
+@pytest.mark.parametrize("kind", ["folder", "named pipe", "socket", "device"])
+def test_what_is_no_regular_file_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    """A named pipe without a writer, or a device, would be read for ever."""
+    path = tmp_path / "tritoncomm-flight-0.json"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "named pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as end:
+        if kind == "socket":
+            end.bind(os.path.relpath(path))  # whose length is limited
+        command = [sys.executable, "-m", "tritoncomm", "trace", str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    words = f"tritoncomm-flight-0.json is no flight record: it is a {kind}"
+    assert (done.returncode, done.stderr) == (2, f"error: {tmp_path}/{words}\n"), done.stdout
+    with pytest.raises(tritoncomm.ArgumentError, match=words):
+        trace.read([tmp_path])
+
+
+def _active(created: int, **more: Any) -> dict[str, Any]:
+    return {
+        "created": created, "group": "g", "name": "nccl:all_reduce", "sequence": 5, "state": "issued, not started",
+        "number": None,
+    } | more  # fmt: skip
+
+
+def test_collectives_that_the_device_has_not_completed(tmp_path: Path) -> None:
+    """The oldest of each rank, with the call that issued it, or as torch calls it."""
+    calls = [_call("f", count, [4]) for count in (1, 2, 3)]
+    late, last = _active(2100, number=2), _active(3100, number=3)
+    _change(_write(tmp_path, 0, calls, world=3), active=[last, late])
+    _change(_write(tmp_path, 1, calls, world=3), active=[late | {"state": "started, not completed"}])
+    _write(tmp_path, 2, calls[:1], world=3)
+    call = "f(float32 [4], op=SUM) at train.py:12, call 2 of group 'g' of ranks 0-2"
+    hangs = [
+        f"on the device of rank 0: {call}, issued, not started; rank 2 did not come to it",
+        f"on the device of rank 1: {call}, started, not completed; rank 2 did not come to it",
+    ]
+    assert _story(tmp_path)[1:] == hangs
+    _change(tmp_path / "tritoncomm-flight-0.json", active=[_active(2100)])
+    assert _story(tmp_path)[1] == (
+        "on the device of rank 0: nccl:all_reduce, torch's collective 5 of group 'g' of ranks 0-2, of no call in the "
+        "record, issued, not started"
+    )
+    for bad in ({}, [3], [{"created": 1}], [_active(1, number="2")]):
+        _change(tmp_path / "tritoncomm-flight-0.json", active=bad)
+        with pytest.raises(tritoncomm.ArgumentError, match="is no flight record: active"):
+            _story(tmp_path)
+
+
+def test_a_periodic_record_from_before_a_call_does_not_say_that_its_rank_did_not_come(tmp_path: Path) -> None:
+    groups = {"g": [0, 1]}
+    first, second = _call("f", 1, [4]), _call("f", 2, [4])
+    _change(_write(tmp_path, 0, [first, second | {"end": 0}], world=2), groups=groups)
+    path = _write(tmp_path, 1, [first], world=2)
+    call = "f(float32 [4], op=SUM) at train.py:12, call 2 of group 'g' of ranks 0-1"
+    _change(path, reason="periodic", time=1999, groups=groups)
+    assert _story(tmp_path) == [f"rank 0 is in {call}; the record of rank 1 came before it"]
+    _change(path, time=2001)
+    assert _story(tmp_path) == [f"rank 0 is in {call}; rank 1 did not come to it"]
+    _change(_write(tmp_path, 0, [first, second], world=2), groups=groups)
+    assert _story(tmp_path) == [f"rank 1 had not come to {call}, which rank 0 had issued"]
+    _change(path, time=1999)
+    assert _story(tmp_path) == ["the records agree, and no call was under way when they were written"]
+    _write(tmp_path, 0, [_hop("recv", 1, ["recv_prev", 1, [2]])], world=2)
+    path = _write(tmp_path, 1, [_hop("send", 1, ["send_next", 2, [2]])], world=2)
+    for written, is_told in ((999, False), (1001, True)):
+        _change(path, reason="periodic", time=written)
+        assert any("rank 1 had not sent" in line for line in _story(tmp_path)) is is_told

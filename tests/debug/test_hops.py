@@ -30,7 +30,7 @@ class Ends:
     def step(self, rank: int, words: str = "step") -> CheckedHop:
         """The transfer as rank ``rank`` makes it: its keys are set, and nothing is looked at yet."""
         self._patch.setattr(hops, "exchange", lambda: self.over[rank])
-        neighbours = SimpleNamespace(peer=lambda key: 1 - rank, channel=lambda key: "g")
+        neighbours = SimpleNamespace(peer=lambda key: 1 - rank, channel=lambda key: "g", group=lambda: self)
         content = Content(words, [[[2], "float32"]])
         return CheckedHop(neighbours, words, {"recv_prev" if rank else "send_next": content})
 

@@ -21,21 +21,24 @@ import pytest
 import torch
 from jobs import run_job
 
+import tritoncomm
 from tritoncomm import record, variables
 from tritoncomm.debug import flight, signals
+from tritoncomm.groups import ParallelMode, get_group
 
 ROOT = Path(__file__).parents[2]
 NAME = "tritoncomm-flight-0.json"
 
 
-def turn_on(folder: Path) -> None:
-    """As the variable does when the package is imported, and one call."""
+def turn_on(folder: Path, with_signals: bool = True) -> None:
+    """As the variables do when the package is imported, and one call."""
     variables.FLIGHT.assign((16, str(folder)))
+    variables.FLIGHT_SIGNALS.assign(with_signals)
     record.begin("f", "all_reduce", None, torch.ones(2), (None,))
     record.add("f", "view", 0, 1, 0.0)
 
 
-def reason_in(folder: Path, seconds: float = 10.0) -> str:
+def reason_in(folder: Path, seconds: float = 10.0, calls: int = 1) -> str:
     """Why the record was written, which is then removed; empty if it is not within the time."""
     end = time.monotonic() + seconds
     while not (folder / NAME).exists():
@@ -44,7 +47,7 @@ def reason_in(folder: Path, seconds: float = 10.0) -> str:
         time.sleep(0.01)
     data = json.loads((folder / NAME).read_text())
     (folder / NAME).unlink()
-    assert [call["name"] for call in data["calls"]] == ["f"]
+    assert [call["name"] for call in data["calls"]] == ["f"] * calls
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
     return data["reason"]
 
@@ -142,20 +145,37 @@ def in_fork(function: Callable[[], None]) -> None:
 
 
 def forked(folder: Path) -> None:
-    """A worker's signals and errors write nothing in its rank's place."""
+    """A worker has default actions, and its errors write nothing in its rank's place."""
 
     def worker() -> None:
-        send()
-        sys.excepthook(KeyError, KeyError("worker"), None)
-        time.sleep(0.3)
+        assert [signal.getsignal(each) for each in signals.SIGNALS] == [signal.SIG_DFL] * 2
         assert signal.set_wakeup_fd(-1) == -1
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+        sys.excepthook(KeyError, KeyError("worker"), None)
         assert not flight.flight.entries
 
     turn_on(folder)
     in_fork(worker)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
     assert not reason_in(folder, 0.3)
     send()
     assert reason_in(folder) == "signal SIGUSR1", "and the rank still writes its own"
+
+
+def forked_and_blocked(folder: Path) -> None:
+    """``terminate()`` ends a worker that is in native code, where no handler in Python would run."""
+    lock = threading.Lock()
+    lock.acquire()
+    turn_on(folder)
+    warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+    child = os.fork()
+    if not child:
+        lock.acquire()
+        os._exit(1)
+    time.sleep(0.2)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert not reason_in(folder, 0.3)
 
 
 def forked_rank(folder: Path) -> None:
@@ -164,6 +184,7 @@ def forked_rank(folder: Path) -> None:
     def rank() -> None:
         turn_on(folder)
         assert flight.flight.counts == {"unregistered NoneType": 1}
+        assert all(map(signals._is_ours, signals.SIGNALS))
         assert {"tritoncomm-signals", "tritoncomm-watchdog"} <= {each.name for each in threading.enumerate()}
         for _ in range(2):
             send()
@@ -173,10 +194,127 @@ def forked_rank(folder: Path) -> None:
     in_fork(rank)
 
 
+def as_lightning(sent: list[int]) -> None:
+    """Take SIGTERM as a framework does that requeues its job: after the handler of before, where there is one."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def checkpoint(number: int, frame: Any) -> None:
+        if before not in (signal.SIG_DFL, signal.SIG_IGN, None):
+            assert callable(before)
+            before(number, frame)
+        sent.append(number)
+
+    signal.signal(signal.SIGTERM, checkpoint)
+
+
+def without_signals(folder: Path) -> None:
+    """What inspects or chains handlers sees what it would see without the record."""
+    turn_on(folder, with_signals=False)
+    assert [signal.getsignal(each) for each in signals.SIGNALS] == [signal.SIG_DFL] * 2
+    assert not any(map(signals._is_caught, signals.SIGNALS))
+    assert signal.set_wakeup_fd(-1) == -1
+    assert "tritoncomm-signals" not in {each.name for each in threading.enumerate()}
+    sent: list[int] = []
+    as_lightning(sent)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.2)
+    assert sent == [signal.SIGTERM]
+    assert not reason_in(folder, 0.1)
+
+
+def chained_terminate(folder: Path) -> None:
+    """A handler of the program that calls that of before goes on to its own work, and decides how the process ends."""
+    turn_on(folder)
+    sent: list[int] = []
+    as_lightning(sent)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert reason_in(folder) == "signal SIGTERM"
+    assert sent == [signal.SIGTERM]
+
+
+def own_terminate_before(folder: Path) -> None:
+    sent: list[int] = []
+    as_lightning(sent)
+    before = signal.getsignal(signal.SIGTERM)
+    turn_on(folder)
+    assert signal.getsignal(signal.SIGTERM) is before
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert reason_in(folder) == "signal SIGTERM"
+    assert sent == [signal.SIGTERM]
+
+
+def off_and_on_again(folder: Path) -> None:
+    """As ``initialize()`` reads the variables again."""
+    turn_on(folder)
+    variables.FLIGHT_SIGNALS.assign(False)
+    assert [signal.getsignal(each) for each in signals.SIGNALS] == [signal.SIG_DFL] * 2
+    assert signal.set_wakeup_fd(-1) == -1
+    for _ in range(3):
+        turn_on(folder)
+    assert sum(each.name == "tritoncomm-signals" for each in threading.enumerate()) == 1
+    assert sum(each.name == "tritoncomm-watchdog" for each in threading.enumerate()) == 1
+    send()
+    assert reason_in(folder, calls=4) == "signal SIGUSR1"
+    variables.FLIGHT.assign((0, ""))
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def initialized_again(folder: Path) -> None:
+    """Groups that are made again change neither handlers nor threads, nor what the watchdog writes."""
+    os.environ |= {"TRITONCOMM_FLIGHT": f"16:{folder}", "TRITONCOMM_FLIGHT_SIGNALS": "0"}
+    signals.PERIOD = 0.1
+    for _ in range(3):
+        tritoncomm.initialize()
+        record.begin("f", "all_reduce", get_group(ParallelMode.GLOBAL), torch.ones(2), (None,))
+        record.add("f", "view", 0, 1, 0.0)
+        tritoncomm.destroy()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert sum(each.name == "tritoncomm-watchdog" for each in threading.enumerate()) == 1
+    (folder / NAME).unlink(missing_ok=True)  # of the first calls
+    record.begin("f", "all_reduce", None, torch.ones(2), (None,))
+    assert reason_in(folder, calls=4) == "periodic"
+
+
+def periodically(folder: Path) -> None:
+    """Into the folder that is named, where the record has changed, and once more when it has stopped to change."""
+    signals.PERIOD = 0.1
+    turn_on(folder, with_signals=False)
+    assert reason_in(folder) == "periodic"
+    assert reason_in(folder) == "periodic", "once more"
+    assert not reason_in(folder, 0.5)
+    record.begin("f", "all_reduce", None, torch.ones(2), (None,))
+    assert reason_in(folder, calls=2) == "periodic"
+    assert flight.write_on("f: PeerError") is not None
+    time.sleep(0.5)
+    assert reason_in(folder, calls=2) == "f: PeerError", "which says more, and has all calls"
+    os.chdir(folder)
+    variables.FLIGHT.assign((16, ""))
+    record.begin("f", "all_reduce", None, torch.ones(2), (None,))
+    assert not reason_in(folder, 0.5), "and nowhere else"
+
+
+def paths_are_printed(folder: Path) -> None:
+    """That of each record; of periodic ones once."""
+    signals.PERIOD = 0.1
+    turn_on(folder, with_signals=False)
+
+    def write() -> None:
+        for reason in ("dump()", "f: PeerError", flight.PERIODIC, flight.PERIODIC):
+            flight.dump() if reason == "dump()" else flight.write_on(reason)
+
+    end = f"is in {folder / NAME}"
+    assert said(write).splitlines() == [
+        f"tritoncomm: the flight record ({reason}) {end}" for reason in ("dump()", "f: PeerError", "periodic")
+    ]
+    os.chdir(folder)
+    variables.FLIGHT.assign((16, ""))
+    assert said(lambda: flight.write_on("x")) == f"tritoncomm: the flight record (x) {end}\n"
+
+
 def in_thread(folder: Path) -> None:
     """Errors that end a thread, and a thread that turns the record on."""
     text = said(lambda: run(lambda: turn_on(folder), "first"))
-    assert "SIGUSR1 does not write the flight record: it was turned on outside of the main thread" in text
+    assert "signals do not write the flight record: Python installs handlers in the main thread only" in text
     assert "worker failed" in said(lambda: run(fail, "second"))
     assert reason_in(folder) == "uncaught KeyError in thread 'second': 'worker failed'"
     run(sys.exit, "third")
@@ -237,6 +375,7 @@ def many_writers(folder: Path) -> None:
 def without_calls(folder: Path) -> None:
     """A worker that imports the package has nothing to say, and says nothing in rank 0's place."""
     variables.FLIGHT.assign((16, str(folder)))
+    variables.FLIGHT_SIGNALS.assign(True)
     send()
     said(lambda: sys.excepthook(KeyError, KeyError("worker"), None))
     assert not reason_in(folder, 0.3)
@@ -245,6 +384,8 @@ def without_calls(folder: Path) -> None:
 _PROGRAM = """
 import os, signal, sys, threading, time, torch
 from tritoncomm import record, variables
+from tritoncomm.debug import signals
+signals.PERIOD = 0.1
 record.begin("f", "all_reduce", None, torch.ones(2), (None,))
 record.add("f", "view", 0, 1, 0.0)
 lock = threading.Lock()
@@ -255,30 +396,43 @@ _ENDS: dict[str, tuple[str, bool, int, str]] = {  # code, whether SIGTERM comes,
     "in python": ("while True: time.sleep(0.01)", True, -signal.SIGTERM, "signal SIGTERM"),
     "blocked": ("lock.acquire()", True, -signal.SIGTERM, "signal SIGTERM"),
     "a handler of its own": (
-        "signal.signal(signal.SIGTERM, lambda *_: os._exit(3)); time.sleep(60)", True, 3, ""
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), os._exit(3))); time.sleep(60)", True, 3,
+        "signal SIGTERM",
     ),
     "its end": ("", False, 0, "the process ends"),
     "an error": ("1 / 0", False, 1, "uncaught ZeroDivisionError: division by zero"),
     "no folder": ("variables.FLIGHT.assign((16, ''))", False, 0, ""),
+    "periodic, in python": ("while True: time.sleep(0.01)", True, -signal.SIGTERM, "periodic"),
+    "periodic, blocked": ("lock.acquire()", True, -signal.SIGTERM, "periodic"),
+    "periodic, a handler of its own": (
+        "signal.signal(signal.SIGTERM, lambda *_: os._exit(3)); time.sleep(60)", True, 3, "periodic"
+    ),
+    "periodic, its end": ("time.sleep(0.5)", False, 0, "the process ends"),
 }  # fmt: skip
 
 
 def ended(folder: Path) -> None:
     """By SIGTERM, as launchers end the other ranks of a job that fails, by itself, and by an error."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
-    for name, (code, is_terminated, exit_code, reason) in _ENDS.items():
-        into = folder / name
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    for name, (code, *_) in _ENDS.items():
+        into, with_signals = folder / name, not name.startswith("periodic")
         into.mkdir()
-        process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM + code], env=environment | {"TRITONCOMM_FLIGHT": str(into)}, cwd=into,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        processes[name] = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM + code], cwd=into, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=environment | {"TRITONCOMM_FLIGHT": str(into), "TRITONCOMM_FLIGHT_SIGNALS": str(int(with_signals))},
         )  # fmt: skip
+    for name, (_, is_terminated, exit_code, reason) in _ENDS.items():
+        into, process = folder / name, processes[name]
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n", process.communicate()
         if is_terminated:
+            deadline = time.monotonic() + 20
+            while not (into / NAME).exists() and time.monotonic() < deadline:
+                time.sleep(0.01)  # for the periodic record
             time.sleep(0.2)
             process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=50)
         assert process.returncode == exit_code, name
         assert reason_in(into, 0) == reason, name
 
@@ -286,7 +440,9 @@ def ended(folder: Path) -> None:
 CASES = {
     each.__name__: each for each in (
         handler_before, handler_after, descriptor_after, foreign_handler, foreign_handler_after, ignored, forked,
-        forked_rank, in_thread, without_a_folder, full_disk, many_writers, without_calls, ended,
+        forked_and_blocked, forked_rank, without_signals, chained_terminate, own_terminate_before, off_and_on_again,
+        initialized_again, periodically, paths_are_printed, in_thread, without_a_folder, full_disk, many_writers,
+        without_calls, ended,
     )
 }  # fmt: skip
 
@@ -294,7 +450,7 @@ CASES = {
 def run_case() -> str:
     folder = Path(os.environ["FOLDER"])
     folder.mkdir()
-    assert signals.SIGNAL == signal.SIGUSR1
+    assert signals.SIGNALS == (signal.SIGUSR1, signal.SIGTERM)
     CASES[os.environ["CASE"]](folder)
     return "good"
 

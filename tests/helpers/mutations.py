@@ -396,6 +396,59 @@ MUTATIONS = (
         "        self.place = _place(self.place)\n", "", "tests/debug/test_flight.py",
     ),
     Mutation(
+        "the record installs handlers without being asked to", "tritoncomm/debug/__init__.py",
+        "bool(calls) and variables.FLIGHT_SIGNALS.value", "bool(calls)", "tests/debug/test_signals.py",
+    ),
+    Mutation(
+        "a forked worker keeps its rank's handlers", "tritoncomm/debug/signals.py",
+        "        _remove_handlers()\n        _pipe = None\n", "        _pipe = None\n", "tests/debug/test_signals.py",
+    ),
+    Mutation(
+        "a handler that is chained ends the process", "tritoncomm/debug/signals.py",
+        "    if number == signal.SIGTERM and _is_ours(number):", "    if number == signal.SIGTERM:",
+        "tests/debug/test_signals.py",
+    ),
+    Mutation(
+        "nothing is written periodically", "tritoncomm/debug/signals.py",
+        "        write_if_changed()\n", "        pass\n", "tests/debug/test_signals.py",
+    ),
+    Mutation(
+        "the path of a record is not printed", "tritoncomm/debug/flight.py",
+        '    report(f"the flight record ({reason}) is in {file.absolute()}")', "    pass",
+        "tests/debug/test_signals.py",
+    ),
+    Mutation(
+        "a hang on the device is not reported", "tritoncomm/debug/signals.py",
+        "last_collective < oldest.created <= limit", "last_collective < oldest.created < 0",
+        "tests/debug/test_torch_recorder.py",
+    ),
+    Mutation(
+        "a query of the recorder ends captures of CUDA graphs", "tritoncomm/debug/torch_recorder.py",
+        "                _allow_queries()\n", "", "tests/debug/test_torch_recorder.py",
+    ),
+    Mutation(
+        "a named pipe is read as a record", "tritoncomm/debug/trace.py",
+        "    if not stat.S_ISREG(mode):", "    if stat.S_ISDIR(mode):", "tests/debug/test_flight.py",
+    ),
+    Mutation(
+        "a group that is made again reads the verdicts of before", "tritoncomm/debug/check.py",
+        'self.incarnation: str | None = "" if name.isdecimal() else None', 'self.incarnation: str | None = ""',
+        "tests/debug/test_check.py",
+    ),
+    Mutation(
+        "a first comparison leaves its incarnation open", "tritoncomm/debug/check.py",
+        '        over.store.compare_set(key, joined, "")', "        pass", "tests/debug/test_check.py",
+    ),
+    Mutation(
+        "a channel that was closed stays closed", "tritoncomm/debug/hops.py",
+        "            over.close(wait.group, wait.mine.ranks)\n", "", "tests/debug/test_check.py",
+    ),
+    Mutation(
+        "a send without elements is not compared", "tritoncomm/p2p/hop.py",
+        "        hop.empty = [key for key, each in messages.items() if not each.wire.numel()]\n", "",
+        "tests/debug/test_check.py",
+    ),
+    Mutation(
         "a rank that is terminated writes nothing", "tritoncomm/debug/signals.py",
         '        write_on("signal SIGTERM")', "        pass", "tests/debug/test_signals.py",
     ),
@@ -544,7 +597,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a sender does not compare", "tritoncomm/p2p/in_flight.py",
-        'if each.startswith("send")]:', 'if each.startswith("recv") and False]:',
+        'if each.startswith("send")), *self.empty]:', 'if each.startswith("recv") and False)]:',
         "tests/p2p/test_faults.py tests/debug/test_check.py",
     ),
     Mutation(

@@ -16,7 +16,7 @@ EPILOG = paragraphs(
     "torchrun ... train.py   (with TRITONCOMM_FLIGHT=/logs every rank writes its record where a call fails)",
     "tritoncomm trace /logs",
     "tritoncomm trace tritoncomm-flight-*.json --out job.json   (open it at ui.perfetto.dev)",
-    "Exits with 0, and with 2 for files that are no records.",
+    "Exits with 0, and with 2 for what is no record: another file, a named pipe, a device.",
 )
 
 

@@ -1,6 +1,7 @@
 """For jobs that hang or diverge: check mode, the flight record, what ranks have to agree on.
 
-Importing it turns on what the variables TRITONCOMM_CHECK and TRITONCOMM_FLIGHT say, and reading them again does.
+Importing it turns on what the variables TRITONCOMM_CHECK, TRITONCOMM_FLIGHT and TRITONCOMM_FLIGHT_SIGNALS say, and
+reading them again does.
 """
 
 from tritoncomm import record, variables
@@ -23,8 +24,9 @@ def _update() -> None:
     record.observe(_flight if calls or checks else None)
     if calls:
         signals.install()
+    signals.handle(bool(calls) and variables.FLIGHT_SIGNALS.value)
 
 
-for _setting in (variables.CHECK, variables.HASH, variables.FLIGHT):
+for _setting in (variables.CHECK, variables.HASH, variables.FLIGHT, variables.FLIGHT_SIGNALS):
     _setting.listeners.append(_update)
 _update()

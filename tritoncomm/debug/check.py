@@ -2,6 +2,12 @@
 
 Per call every member of the group sets one key in the job's store, the first of them compares and sets the verdict,
 which is set once and which everyone reads. Keys are deleted when they were read, so the store does not grow.
+
+torch numbers the groups that the whole job makes. A group that only its members make is named after its ranks, so one
+that is destroyed and made again has the name of its predecessor, whose last verdict is still in the store. The members
+of such a group agree on an incarnation: the first to compare opens one, the others join it, and whoever leaves its
+first comparison closes it. It is kept where that comparison agreed; after another verdict the next call opens a new
+one, because members that did not come cannot know which calls they have missed.
 """
 
 import hashlib
@@ -42,14 +48,17 @@ class _Member:
         rank: in the group.
         timeout: seconds until the group's own collectives give up.
         sends: whether its backend sends anything; torch's fake process group does not.
-        count: checked calls so far.
+        incarnation: token in its keys, empty for a numbered group that cannot change; None until its members agree on one.
+        count: checked calls so far, of this incarnation.
         verdicts: keys that are deleted once all ranks have come to a later call.
         window: in hash mode, the calls since the last comparison, and their devices.
         group: itself, referenced weakly.
         state: its size and this rank where they may change in place; another one makes a new member.
     """
 
-    __slots__ = ("count", "group", "name", "over", "rank", "ranks", "sends", "state", "timeout", "verdicts", "window")
+    __slots__ = (
+        "count", "group", "incarnation", "name", "over", "rank", "ranks", "sends", "state", "timeout", "verdicts", "window",
+    )  # fmt: skip
 
     def __init__(self, group: ProcessGroup, name: str) -> None:
         self.name, self.ranks, self.rank = name, ranks_of(group, "check mode"), group.rank()
@@ -57,8 +66,15 @@ class _Member:
         self.sends, self.timeout = _backend_of(group).name().lower() != "fake", timeout_of(group)
         self.over: Any = exchange() if self.sends else None
         self.count, self.state = 0, state_of(group)
-        self.verdicts: list[str] = []
+        is_unique = name.isdecimal() and self.state is None  # a number is given once; a group that changes keeps it
+        self.incarnation: str | None = "" if is_unique else None
+        self.verdicts = self.over.verdicts_of(name) if self.sends and not is_unique else list[str]()
         self.window: list[tuple[Entry, Any]] = []
+
+    @property
+    def key(self) -> str:
+        """Its name and its incarnation."""
+        return f"{self.name}@{self.incarnation}" if self.incarnation else self.name
 
     def _forget(self, _: object) -> None:
         """The group is gone, and with it the calls that hash mode keeps of it."""
@@ -172,14 +188,32 @@ def compare(over: Exchange, member: _Member, mine: Descriptor, call: Call) -> st
     member.count += 1
     words = f"{mine.text} at {_where(call.site)}"
     content = json.dumps([mine.fields, words, mine.sends, mine.receives])
-    return _agree(over, member, "", content, words, lambda rows: _judge(rows, member))
+    return _in_incarnation(
+        over, member, lambda: _agree(over, member, "", content, words, lambda rows: _judge(rows, member))
+    )
+
+
+def _in_incarnation(over: Exchange, member: _Member, compare: Callable[[], str]) -> str:
+    """Return what a comparison says. Where the members have not agreed on an incarnation of their group they do so."""
+    if member.incarnation is not None:
+        return compare()
+    key = f"{over.prefix}/{member.name}/open"
+    joined = over.store.compare_set(key, "", over.token()).decode()
+    member.incarnation = joined
+    try:
+        problem = compare()
+    finally:
+        over.store.compare_set(key, joined, "")  # unless another member has closed it, and a third one opened the next
+    if problem:
+        member.incarnation, member.count = None, 0
+    return problem
 
 
 def _agree(
     over: Exchange, member: _Member, suffix: str, content: str, words: str, judge: Callable[[list[Any]], str]
 ) -> str:
     """Publish ``content``; the first rank judges what all ranks have published, and every rank returns its verdict."""
-    store, base = over.store, f"{over.prefix}/{member.name}/{member.count}{suffix}"
+    store, base = over.store, f"{over.prefix}/{member.key}/{member.count}{suffix}"
     verdict, own, mine = f"{base}/verdict", f"{base}/{member.rank}", Blocked(base, member.ranks, words)
     keys = [f"{base}/{place}" for place in range(len(member.ranks))]
     store.set(own, content)
@@ -243,6 +277,10 @@ def _late_table(over: Exchange, base: str, member: _Member) -> str:
 
 def _compare_window(over: Exchange, member: _Member) -> str:
     """Compare one digest of all calls since the last comparison; the first that differs."""
+    return _in_incarnation(over, member, lambda: _window_difference(over, member))
+
+
+def _window_difference(over: Exchange, member: _Member) -> str:
     window, member.window = member.window, []
     calls = [(Call._make(entry), device) for entry, device in window]
     descriptors = [_described(call, member, device) for call, device in calls]

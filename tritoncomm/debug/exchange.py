@@ -13,8 +13,9 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -64,8 +65,35 @@ class Exchange:
         self.prefix = f"{_ROOT}/{self.store.add(f'{_ROOT}/rounds/{rank}', 1)}"
         self.counts: dict[str, int] = {}
         self.unmet: dict[str, deque[Any]] = {}
+        self._verdicts: dict[str, list[str]] = {}
+        self._channels: dict[str, tuple[weakref.ref[Any], int]] = {}
+        self._tokens = 0
         self._inside: set[int] = set()  # threads
         self._has_threads = self._published = False
+
+    def token(self) -> str:
+        """A text that no other call of this, on any rank, returns."""
+        self._tokens += 1
+        return f"{self.rank}.{self._tokens}"
+
+    def verdicts_of(self, name: str) -> list[str]:
+        """Keys that all groups of this name, one after the other, have to delete."""
+        return self._verdicts.setdefault(name, [])
+
+    def channel(self, name: str, ends: Sequence[int], group: Any) -> str:
+        """Part of a channel's keys, equal at both ends. Once closed, the next group of this name has another."""
+        base = f"{name}/{ends[0]}-{ends[1]}"
+        seen, number = self._channels.get(base, (None, 0))
+        if seen is None or seen() is not group:
+            closed = None if seen is None else self.get(f"{self.prefix}/{base}/closed")
+            number = number if closed is None else int(closed) + 1
+            self._channels[base] = (weakref.ref(group), number)
+        return f"{name}@{number}/{ends[0]}-{ends[1]}" if number else base
+
+    def close(self, name: str, ends: Sequence[int]) -> None:
+        """Nothing passes over a channel any more, until it has another group."""
+        base = f"{name}/{ends[0]}-{ends[1]}"
+        self.store.set(f"{self.prefix}/{base}/closed", str(self._channels[base][1]))
 
     def blocked(self, rank: int) -> Blocked | None:
         """What another rank is blocked in, as far as it has published that."""
@@ -275,7 +303,8 @@ def fail_circle(over: Exchange, mine: Blocked) -> bytes | None:
 
 def in_words(each: Blocked) -> str:
     """Which call of which group it is, or which transfer between two ranks."""
-    group, count = each.base.split("/")[-2:]
+    key, count = each.base.split("/")[-2:]
+    group = key.partition("@")[0]
     if group == "-".join(map(str, each.ranks)):
         return f", transfer {count} from rank {each.ranks[0]} to rank {each.ranks[1]}"
     return f", call {count} of group {group!r} of ranks {each.ranks}"

@@ -1,7 +1,8 @@
 """The flight record: the last calls of this rank, kept in memory, written as JSON by ``dump``.
 
 ``TRITONCOMM_FLIGHT=1`` keeps them, and so does check mode. The entry of a call is made before the call starts, so the
-record of a rank that hangs ends with what it hangs in. Neither tensors nor process groups are kept alive by it.
+record of a rank that hangs ends with what it hangs in. Neither tensors nor process groups are kept alive by it. The
+path of each record that is written is a line on standard error, of periodic ones once.
 """
 
 import json
@@ -24,13 +25,17 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from tritoncomm import record, variables
 from tritoncomm.debug.descriptor import KINDS, as_json
 from tritoncomm.debug.sites import OURS, call_site, leave_site, located, site_above, source_of, sources
+from tritoncomm.debug.torch_recorder import Active
 from tritoncomm.errors import CommError
 
 __all__ = [
-    "FORMAT", "Call", "Entry", "Flight", "dump", "flight", "open_calls", "report", "write_on",
+    "FORMAT", "PERIODIC", "Call", "Entry", "Flight", "dump", "flight", "open_calls", "report", "write_if_changed",
+    "write_on",
 ]  # fmt: skip
 
 FORMAT = 1
+PERIODIC = "periodic"
+"""Reason of the records that the watchdog writes into a named folder."""
 _DEBUG = str(Path(__file__).parent) + os.sep
 _names: Mapping[ProcessGroup, str] = getattr(distributed_c10d, "_pg_names", {})
 _frame, _thread, _time = sys._getframe, threading.get_ident, time.time_ns
@@ -82,9 +87,21 @@ class Call(NamedTuple):
         """As ``call_site`` returns it."""
         return None if self.code is None else (self.code, self.offset)
 
-    def as_json(self, number: int) -> dict[str, Any]:
-        """The attributes by name, and the number of this call on this rank."""
-        file, line = located(self.site)
+    def which(self) -> str:
+        """Its count and its group, in words."""
+        return f"call {self.count} of group {self.group!r}"
+
+    def as_json(self, number: int, places: dict[tuple[int, int], tuple[str, int]]) -> dict[str, Any]:
+        """The attributes by name, and the number of this call on this rank.
+
+        Args:
+            number: of this call.
+            places: files and lines found so far, by identity of the code and offset; most calls come from few lines.
+        """
+        key = (id(self.code), self.offset)
+        if key not in places:
+            places[key] = located(self.site)
+        file, line = places[key]
         names, arguments = KINDS.get(self.kind, ()), self.arguments
         if arguments and isinstance(arguments[0], FunctionType):
             arguments = arguments[0](*arguments[1:])
@@ -115,7 +132,10 @@ class Flight:
         counts: calls so far by group.
         last: by thread, its identifier, the entry of its last call, and since when it waits for one that had returned.
         on_first_call: called with the first call of a forked process, which is a rank of its own then.
-        written: calls of all groups when the record was written last.
+        written: ``progress()`` when the record was written last.
+        reason: why the record was written last.
+        is_settled: whether the record is the same as a period ago.
+        active: collectives that the device has not completed for long, as torch's recorder said last; oldest first.
         place: global rank and number of ranks, which the process has still after its groups were destroyed.
     """
 
@@ -125,7 +145,10 @@ class Flight:
         self.counts: dict[str, int] = {}
         self.last: dict[int, list[Any]] = {}
         self.on_first_call: Callable[[], None] | None = None
-        self.written, self.place = 0, (0, 1)
+        self.written: tuple[int, ...] = ()
+        self.reason, self.is_settled = "", False
+        self.active: list[Active] = []
+        self.place = (0, 1)
 
     @property
     def calls(self) -> list[Call]:
@@ -143,6 +166,11 @@ class Flight:
         """Forget the calls so far, but for their counts."""
         self.entries.clear()
         self.last.clear()
+
+    def progress(self) -> tuple[int, ...]:
+        """Numbers of which one differs when the record does."""
+        ends = [entry[_END] for _, entry, _ in list(self.last.values()) if entry is not None]
+        return (sum(list(self.counts.values())), *ends, *(each.created for each in self.active))
 
     def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = (), depth: int = 3) -> Any:
         """``record.begin`` while this is on: every line is on the hot path, so all that can be is left to the dump.
@@ -263,18 +291,36 @@ def write_on(reason: str) -> Path | None:
     """
     if not variables.FLIGHT.value[0] or not flight.entries:
         return None
+    is_news, progress = reason != PERIODIC or flight.reason != PERIODIC, flight.progress()
+    flight.reason = reason
     try:
-        file = dump(reason=reason)
-        flight.written = sum(flight.counts.values())
-        return file
+        file = _write(None, reason)
     except Exception as error:  # what is being reported matters more, and the threads that report go on
-        report(f"the flight record cannot be written: {type(error).__name__}: {error}")
+        if is_news:
+            report(f"the flight record cannot be written: {type(error).__name__}: {error}")
         return None
+    flight.written = progress
+    if is_news:
+        _report_written(file, reason)
+    return file
+
+
+def write_if_changed() -> None:
+    """Write the record into the folder that is named, if there is one and the record has changed since it was written.
+
+    Once it stays the same it is written once more: its time then shows that no call followed the last one.
+    """
+    if not variables.FLIGHT.value[1]:
+        return
+    has_changed = flight.written != flight.progress()
+    if has_changed or (flight.reason == PERIODIC and not flight.is_settled):
+        write_on(PERIODIC)
+    flight.is_settled = not has_changed
 
 
 def report(text: str) -> None:
     """A line on standard error, if there is one."""
-    with suppress(OSError, ValueError):  # closed, or a pipe without a reader
+    with suppress(OSError, ValueError, RuntimeError):  # closed, a pipe without a reader, a signal during another print
         print(f"tritoncomm: {text}", file=sys.stderr, flush=True)
 
 
@@ -324,11 +370,26 @@ def _snapshot(reason: str) -> dict[str, Any]:
             entry[_ERROR] = _REFUSED
     calls, first = list(map(Call._make, entries)), sum(counts.values()) - len(entries) + 1
     names, (rank, world) = {call.group for call in calls}, _place(flight.place)
+    places: dict[tuple[int, int], tuple[str, int]] = {}
+    active = [each._asdict() | {"number": _number_of(each, calls, first)} for each in flight.active]
     return {
         "format": FORMAT, "rank": rank, "world": world, "host": os.uname().nodename,
         "pid": os.getpid(), "time": time.time_ns(), "reason": reason, "groups": _ranks(names),
-        "counts": counts, "calls": [call.as_json(number) for number, call in enumerate(calls, first)],
+        "counts": counts, "calls": [call.as_json(number, places) for number, call in enumerate(calls, first)],
+        "active": active,
     }  # fmt: skip
+
+
+def _number_of(collective: Active, calls: list[Call], first: int) -> int | None:
+    """Number of the call that issued a collective: the last of its group that had begun, if that had not ended.
+
+    torch counts the collectives of a group, and one call may issue several or none, so times tell which call it was.
+    """
+    for place in range(len(calls) - 1, -1, -1):
+        call = calls[place]
+        if call.group == collective.group and call.start <= collective.created:
+            return first + place if not call.end or collective.created <= call.end else None
+    return None
 
 
 def _ranks(names: Iterable[str]) -> dict[str, list[int]]:
@@ -340,7 +401,8 @@ def _ranks(names: Iterable[str]) -> dict[str, list[int]]:
 def dump(path: str | os.PathLike[str] | None = None, *, reason: str = "dump()") -> Path:
     """Write the last calls of this rank as JSON; ``tritoncomm trace FILES...`` merges those of several ranks.
 
-    Nothing is sent, so a rank may call it at any time, also while others wait for it.
+    Nothing is sent, so a rank may call it at any time, also while others wait for it. The path is a line on standard
+    error too.
 
     Args:
         path: a file, or a folder for ``tritoncomm-flight-RANK.json``; by default the folder of TRITONCOMM_FLIGHT,
@@ -350,6 +412,16 @@ def dump(path: str | os.PathLike[str] | None = None, *, reason: str = "dump()") 
     Returns:
         The file.
     """
+    file = _write(path, reason)
+    _report_written(file, reason)
+    return file
+
+
+def _report_written(file: Path, reason: str) -> None:
+    report(f"the flight record ({reason}) is in {file.absolute()}")
+
+
+def _write(path: str | os.PathLike[str] | None, reason: str) -> Path:
     data = _snapshot(reason)
     file = Path(path if path is not None else variables.FLIGHT.value[1] or ".")
     if file.is_dir() or path is None:

@@ -80,12 +80,13 @@ class CheckedHop:
                 continue
             peer, is_send = neighbours.peer(key), key.startswith("send")
             ends = [self._over.rank, peer] if is_send else [peer, self._over.rank]
-            channel = f"{neighbours.channel(key)}/{ends[0]}-{ends[1]}"
+            group = neighbours.channel(key)
+            channel = self._over.channel(group, ends, neighbours.group())
             count = self._over.counts[channel] = self._over.counts.get(channel, 0) + 1
             base, following = (f"{self._over.prefix}/{channel}/{each}" for each in (count, count + 1))
             words = f"{name}: {key} {contents[key].words} at {file}:{line}"
             self._over.store.set(f"{base}/{1 - is_send}", json.dumps([key, contents[key], words]))
-            self._waits[key] = _Wait(Blocked(base, ends, words), int(is_send), contents[key], key, following)
+            self._waits[key] = _Wait(Blocked(base, ends, words), int(is_send), contents[key], key, following, group)
 
     def meet(self, key: str, in_helper: bool = False) -> None:
         """Wait a moment for the other end of a transfer, and publish what this rank is blocked in if it does not come.
@@ -130,6 +131,7 @@ class CheckedHop:
                 if not self._is_apart(wait, key in self._gone_on, made, text):
                     continue
                 made = _CLOSED.join((f"ranks {over.rank} and {peer}", f":\n{why}"))
+            over.close(wait.group, wait.mine.ranks)
             over.store.compare_set(f"{wait.following}/verdict", "", made)
 
     def _is_apart(self, wait: "_Wait", has_gone_on: bool, verdict: str, own: str) -> bool:
@@ -213,6 +215,7 @@ class _Wait(NamedTuple):
         content: what this end sends or expects.
         key: send_next, recv_prev, ...
         following: prefix of the keys of the next transfer between the two.
+        group: name of the group that carries it.
     """
 
     mine: Blocked
@@ -220,6 +223,7 @@ class _Wait(NamedTuple):
     content: Content
     key: str
     following: str
+    group: str
 
     @property
     def theirs(self) -> str:

@@ -6,13 +6,14 @@ The n-th calls of a group belong together. Nothing but the files is read, so the
 import json
 import os
 import reprlib
+import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tritoncomm.debug.agreement import by_text, named_ranks, one_line
-from tritoncomm.debug.flight import FORMAT
+from tritoncomm.debug.flight import FORMAT, PERIODIC
 from tritoncomm.debug.transfers import Transfers
 from tritoncomm.errors import ArgumentError
 
@@ -59,6 +60,11 @@ _CALL: dict[str, Callable[[Any], bool]] = {
     "count": _is_int, "line": _is_int, "start": _is_int, "end": _is_int, "thread": _is_int, "bytes_copied": _is_int,
     "bytes_sent": _is_int, "arguments": _is_mapping, "shape": lambda _: True, "dtype": lambda _: True,
 }  # fmt: skip
+_ACTIVE: dict[str, Callable[[Any], bool]] = {
+    "name": _is_text, "group": _is_text, "state": _is_text, "created": _is_int, "sequence": _is_int,
+    "number": lambda value: value is None or _is_int(value),
+}  # fmt: skip
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,10 @@ class Record:
     def ranks(self, group: str) -> list[int]:
         """Global ranks of a group, as far as this record has them."""
         return self.data["groups"].get(group, [])
+
+    def is_before(self, call: Mapping[str, Any]) -> bool:
+        """Whether this periodic record was written before a call of another rank began, and so cannot have it."""
+        return self.data.get("reason") == PERIODIC and self.data["time"] < call["start"]
 
 
 def read(files: Iterable[str | os.PathLike[str]]) -> list[Record]:
@@ -109,6 +119,9 @@ def _content(path: Path) -> dict[str, Any]:
     Raises:
         ArgumentError: there is none.
     """
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):  # reading a pipe waits for a writer, reading a device may never end
+        raise ArgumentError(f"{path} is no flight record: it is {_KINDS.get(stat.S_IFMT(mode), 'a device')}")
     try:
         data = json.loads(path.read_text())
     except RecursionError:
@@ -122,6 +135,11 @@ def _content(path: Path) -> dict[str, Any]:
     _check_fields(path, "", data, _RECORD)
     for i, call in enumerate(data["calls"]):
         _check_fields(path, f"calls[{i}].", call, _CALL)
+    active = data.setdefault("active", [])  # older records have none
+    if type(active) is not list or not all(map(_is_mapping, active)):
+        raise ArgumentError(f"{path} is no flight record: active is {reprlib.repr(active)}")
+    for i, each in enumerate(active):
+        _check_fields(path, f"active[{i}].", each, _ACTIVE)
     return data
 
 
@@ -190,11 +208,13 @@ def story(records: Sequence[Record]) -> list[str]:
     lines = _of_one_job(records)
     transfers = _transfers_of(records)
     for group in transfers:
-        lines += _first_difference(group, records) + _unpaired(transfers[group])
+        lines += _first_difference(group, records) + _unpaired(transfers[group], records)
     waits = {each.rank: text for each in records if (text := _waits(each, records, transfers))}
     for text, ranks in by_text(waits):
         now, last = ("is in", "its last call") if len(ranks) == 1 else ("are in", "their last call")
         lines.append(f"{named_ranks(ranks)} {f'made as {last}' if _FAILED in text else now} {text}")
+    hangs = {each.rank: text for each in records if (text := _hangs(each, records))}
+    lines += [f"on the device of {named_ranks(ranks)}: {text}" for text, ranks in by_text(hangs)]
     ends = {each.rank: one_line(text) for each in records if (text := _uncaught(each))}
     lines += [f"{named_ranks(ranks)} ended by an {text}" for text, ranks in by_text(ends)]
     lines = lines or ["the records agree, and no call was under way when they were written"]
@@ -273,14 +293,17 @@ def _fewer(group: str, holders: Sequence[Record], records: Sequence[Record]) -> 
     has = next((each for each in holders if count in each.calls[group]), None)
     if has is None or not has.calls[group][count]["end"]:
         return ""
-    behind = sorted(rank for rank, last in made.items() if last < count)
+    early = {each.rank for each in (*others, *holders) if each.is_before(has.calls[group][count])}
+    behind = sorted(rank for rank, last in made.items() if last < count and rank not in early)
+    if not behind:
+        return ""
     call = f"{_words(has.calls[group][count])}, call {count} of {_named(group, has)}"
     return f"{named_ranks(behind)} had not come to {call}, which rank {has.rank} had issued"
 
 
-def _unpaired(transfers: Transfers) -> list[str]:
+def _unpaired(transfers: Transfers, records: Sequence[Record]) -> list[str]:
     """The first messages between ranks whose ends differ, and those that were not sent to a rank that went on."""
-    lines, seen = [], set[tuple[int, int]]()
+    lines, seen, by_rank = [], set[tuple[int, int]](), {each.rank: each for each in records}
     for each in transfers.messages():
         if not each.fits and (ranks := (each.sender, each.receiver)) not in seen:
             seen.add(ranks)
@@ -289,7 +312,7 @@ def _unpaired(transfers: Transfers) -> list[str]:
             )
             lines += [head, *_by_words({each.sender: _words(each.sent), each.receiver: _words(each.received)})]
     for sender, receiver, count, call in transfers.not_sent():
-        if call["end"]:
+        if call["end"] and not by_rank[sender].is_before(call):
             lines.append(
                 f"rank {sender} had not sent message {count} to rank {receiver}, which that had issued: {_words(call)}"
             )
@@ -341,18 +364,50 @@ def _waits(record: Record, records: Sequence[Record], transfers: Mapping[str, Tr
     line = f"{_words(call)}, call {call['count']} of {_named(call['group'], record)}"
     if call["error"]:
         line += f"{_FAILED}{one_line(call['error'])}"
-    known = {each.rank for each in records}
+    known = {each.rank: each for each in records}
     if call["kind"] == "hop":
         came = transfers[call["group"]].others(record.rank, call)
-        missing = sorted(rank for rank, has_come in came.items() if has_come is False)
-        unknown = sorted(set(came) - known)
+        behind = sorted(rank for rank, has_come in came.items() if has_come is False)
+        unknown = sorted({*came} - {*known})
     else:
-        ranks = record.ranks(call["group"])
-        others = [each for each in records if each.rank in ranks and each.rank != record.rank]
-        missing = [each.rank for each in others if each.data["counts"].get(call["group"], 0) < call["count"]]
-        unknown = sorted(set(ranks) - known)
+        behind, unknown = _behind(call, record, records)
+    return line + _in_words(call, behind, unknown, known)
+
+
+def _behind(call: Mapping[str, Any], record: Record, records: Sequence[Record]) -> tuple[list[int], list[int]]:
+    """Ranks of a call's group that had made fewer calls, and those without a record."""
+    ranks = record.ranks(call["group"])
+    others = [each for each in records if each.rank in ranks and each.rank != record.rank]
+    behind = [each.rank for each in others if each.data["counts"].get(call["group"], 0) < call["count"]]
+    return behind, sorted({*ranks} - {each.rank for each in records})
+
+
+def _in_words(
+    call: Mapping[str, Any], behind: Sequence[int], unknown: Sequence[int], records: Mapping[int, Record]
+) -> str:
+    """Which ranks did not come to a call, as far as the records tell."""
+    early = [rank for rank in behind if rank in records and records[rank].is_before(call)]
+    missing = [rank for rank in behind if rank not in early]
+    words = ""
     if missing:
-        line += f"; {named_ranks(missing)} did not come to it"
+        words += f"; {named_ranks(missing)} did not come to it"
+    if early:
+        words += f"; {'the records' if len(early) > 1 else 'the record'} of {named_ranks(early)} came before it"
     if unknown:
-        line += f"; of {named_ranks(unknown)} there is no record"
-    return line
+        words += f"; of {named_ranks(unknown)} there is no record"
+    return words
+
+
+def _hangs(record: Record, records: Sequence[Record]) -> str:
+    """The oldest collective that the device of a rank has not completed, and which ranks had not come to it."""
+    active = min(record.data["active"], key=lambda each: each["created"], default=None)
+    if active is None:
+        return ""
+    which = f"{active['name']}, torch's collective {active['sequence']} of {_named(active['group'], record)}"
+    call = next((each for each in record.data["calls"] if each.get("number") == active["number"]), None)
+    if call is None or active["number"] is None:
+        return f"{which}, of no call in the record, {active['state']}"
+    line = f"{_words(call)}, call {call['count']} of {_named(call['group'], record)}, {active['state']}"
+    if call["kind"] == "hop":
+        return line
+    return line + _in_words(call, *_behind(call, record, records), {each.rank: each for each in records})

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from tritoncomm_kernels import installed_triton, tables
 
 from tritoncomm import launchers, variables
+from tritoncomm.debug.torch_recorder import Recorder, buffer_size, has_starts
 from tritoncomm.doctor import selftest
 from tritoncomm.errors import GroupError
 from tritoncomm.tune.machine_code import TARGETS
@@ -28,7 +29,8 @@ __all__ = ["Finding", "compute_mode", "examine"]
 
 NEEDED = {"torch": (2, 11)}
 VARIABLES = (
-    "TRITONCOMM_PATH", "TRITONCOMM_TABLE", "TRITONCOMM_CHECK", "TRITONCOMM_FLIGHT", "TRITON_INTERPRET",
+    "TRITONCOMM_PATH", "TRITONCOMM_TABLE", "TRITONCOMM_CHECK", "TRITONCOMM_FLIGHT", "TRITONCOMM_FLIGHT_SIGNALS",
+    "TRITON_INTERPRET", "TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE",
     "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_DEBUG", "TORCH_DIST_USE_NCCL2", "TORCH_DISTRIBUTED_DEBUG",
 )  # fmt: skip
@@ -65,6 +67,7 @@ def examine(self_test: bool = True) -> Iterator[Finding]:
     yield from _compute_mode(count)
     yield from _links(count)
     yield from _tables({(gpu.name, gpu.multi_processor_count) for gpu in gpus})
+    yield _recorder()
     yield from _launcher()
     judged = [_variable(name) for name in VARIABLES if name in os.environ]
     yield from judged
@@ -144,6 +147,16 @@ def nccl_kind() -> str:
     names["_create_nccl_lazy_process_group"] = "nccl-lazy"
     name = getattr(creator, "__name__", repr(creator))
     return names.get(name, name)
+
+
+def _recorder() -> Finding:
+    """Whether a flight record can say which call hangs on the device."""
+    if problem := Recorder().problem:
+        needed = dist.is_nccl_available() and variables.is_on(os.environ.get(variables.FLIGHT.name, ""))
+        advice = "a hang on the device will not be in the flight record" if needed else ""
+        return Finding("torch's recorder", problem, "note" if needed else "ok", advice)
+    starts = "and when a device begins one" if has_starts() else "not when a device begins one"
+    return Finding("torch's recorder", f"on: keeps {buffer_size()} collectives, {starts}")
 
 
 def _launcher() -> Iterator[Finding]:
@@ -255,7 +268,14 @@ def _judged(name: str, value: str) -> tuple[str, str]:
             calls, folder = variables.flight_of(value)
             if folder and not _can_be_written(Path(folder)):
                 return "problem", f"no record can be written to {folder}"
-            return "note", f"keeps the last {calls} calls; records go to {folder or 'the current folder'}"
+            where = f"{folder}, one every 10 s too" if folder else "the current folder"
+            return "note", f"keeps the last {calls} calls; records go to {where}"
+        case "TRITONCOMM_FLIGHT_SIGNALS" if variables.is_on(value):
+            if not variables.is_on(os.environ.get(variables.FLIGHT.name, "")):
+                return "note", f"does nothing without {variables.FLIGHT.name}"
+            return "note", "SIGUSR1 and SIGTERM write the flight record, beside the program's own handlers"
+        case "TORCH_NCCL_ENABLE_TIMING" if has_starts():
+            return "note", "torch's recorder knows when a device begins a collective, at an event for each"
         case "TRITON_INTERPRET" if value == "1" and gpu:
             return "problem", "kernels run in Python, thousands of times slower: unset it"
         case "TRITON_INTERPRET":

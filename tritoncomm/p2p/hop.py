@@ -256,6 +256,7 @@ def _exchange_messages(
         for each in messages.values():
             path = path if each.path == "view" else each.path
             copied, sent = copied + each.bytes_copied, sent + each.wire.nbytes
+        hop.empty = [key for key, each in messages.items() if not each.wire.numel()]
         if variable or _check.value:
             try:
                 _post_with_headers(hop, neighbours, name, sends, messages, expected, device, batched)
@@ -271,6 +272,7 @@ def _exchange_messages(
         hop.wait()
     else:
         keep_alive((*hop.headers, *hop.posted.values()))
+        hop.complete_empty()
         handles = {key: Handle(hop, key) for key in hop.posted}
     record.add(name, path, copied, sent, started)
     received: dict[str, Any] = {}

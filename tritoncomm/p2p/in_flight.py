@@ -22,9 +22,10 @@ class Hop:
         received: the tensors by key, defined once waited for.
         problems: by key, why a message is refused; raised once it has been transferred.
         checked: in check mode, the comparison with the other ends.
+        empty: keys of sends without elements, which are not posted; in check mode their headers are sent.
     """
 
-    __slots__ = ("checked", "headers", "posted", "problems", "received")
+    __slots__ = ("checked", "empty", "headers", "posted", "problems", "received")
 
     def __init__(self, checked: CheckedHop | None = None) -> None:
         self.posted: dict[str, Posted] = {}
@@ -32,6 +33,7 @@ class Hop:
         self.received: dict[str, list[Tensor]] = {}
         self.problems: dict[str, str] = {}
         self.checked = checked
+        self.empty: list[str] = []
 
     def meet(self, key: str, in_helper: bool = False) -> None:
         """In check mode: see whether the other end of a transfer comes, before it is waited for."""
@@ -73,10 +75,17 @@ class Hop:
             self._wait()
         except PeerError as error:
             self.explain(error)
-        for key in [each for each in self.posted if each.startswith("send")]:
+        for key in [*(each for each in self.posted if each.startswith("send")), *self.empty]:
             self.compare(key)
         if self.problems:
             raise MismatchError("; ".join(self.problems.values()))
+
+    def complete_empty(self) -> None:
+        """Compare the sends without elements; where a message that has no handle to wait for is wrong, end the step."""
+        for key in self.empty:
+            self.compare(key)
+        if any(key not in self.posted for key in self.problems):
+            self.wait()
 
     def _wait(self) -> None:
         for posted in self.posted.values():
