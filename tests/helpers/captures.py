@@ -7,6 +7,7 @@ memory is still there.
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from tritoncomm_kernels import device_table, launch
 from tritoncomm_kernels.launch import Launch
 
@@ -83,12 +84,12 @@ class CapturingDevice:
         for node in self.nodes:
             node()
 
-    def read_again(self, x: Tensor) -> Callable[[], Tensor]:
+    def read_again(self, x: Tensor) -> "_Again":
         """A tensor of the same address, which is not kept alive if it is a table."""
         for storage, start, nbytes in self._slabs:
             if start <= x.data_ptr() < start + nbytes and not storage.expired():
-                return _at_address(storage, x)
-        return lambda: x
+                return _Again(None, storage, x.data_ptr(), x.dtype, x.numel())
+        return _Again(x)
 
     def is_pinned(self, x: Tensor) -> bool:
         """Whether it is in a slab of pinned memory."""
@@ -123,6 +124,25 @@ class CapturingDevice:
         return note
 
 
+@dataclass(frozen=True)
+class _Again:
+    """A tensor that a replay reads or writes: itself, or an address in a storage that somebody else has to keep."""
+
+    tensor: Tensor | None
+    storage: StorageWeakRef | None = None
+    address: int = 0
+    dtype: torch.dtype = torch.uint8
+    count: int = 0
+
+    def __call__(self) -> Tensor:
+        if self.storage is None:
+            assert self.tensor is not None
+            return self.tensor
+        assert not self.storage.expired(), "a graph reads a table whose memory is gone"
+        memory = (ctypes.c_uint8 * (self.count * self.dtype.itemsize)).from_address(self.address)
+        return torch.frombuffer(memory, dtype=self.dtype, count=self.count)
+
+
 class _Noted(TorchDispatchMode):
     """Operators run once, for their results, and again in every replay; copies to the device in replays alone."""
 
@@ -138,28 +158,19 @@ class _Noted(TorchDispatchMode):
             device.nodes.append(lambda: into().copy_(source()))
             return args[0]
         results = func(*args, **kwargs)
+        again_args = tree_map_only(Tensor, device.read_again, args)
         returned = [each.alias_info for each in func._schema.returns]
         assert func.namespace == "aten", f"{func}: the CPU cannot note it"
         if any(alias is not None and not alias.is_write for alias in returned) or "empty" in str(func):
-            device.nodes.append(lambda: results)  # memory without values of its own, which the graph keeps
+            kept = tree_map_only(Tensor, device.read_again, results)
+            device.nodes.append(lambda: kept)  # memory without values of its own, which the graph keeps
             return results
 
         def run() -> None:
-            again = func(*args, **kwargs)
+            again = func(*tree_map_only(_Again, lambda read: read(), again_args), **kwargs)
             for x, fresh in zip(tree_leaves(results), tree_leaves(again), strict=True):
                 if isinstance(x, Tensor) and x is not fresh:
                     x.copy_(fresh)
 
         device.nodes.append(run)
         return results
-
-
-def _at_address(storage: StorageWeakRef, x: Tensor) -> Callable[[], Tensor]:
-    address, dtype, count = x.data_ptr(), x.dtype, x.numel()
-
-    def read() -> Tensor:
-        assert not storage.expired(), "a graph reads a table whose memory is gone"
-        memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
-        return torch.frombuffer(memory, dtype=dtype, count=count)
-
-    return read

@@ -411,9 +411,9 @@ MUTATIONS = (
         "slabs[-1].room - _RESERVE:", "slabs[-1].room:", "tests/kernels/test_device_table.py",
     ),
     Mutation(
-        "a capture allocates a slab", "kernels/tritoncomm_kernels/device_table.py",
+        "a table of a graph is taken for one that is there", "kernels/tritoncomm_kernels/device_table.py",
         "            if captures:\n                return _in_graph(self.content, self._device)\n", "",
-        "tests/gpu/test_launches.py",
+        "tests/kernels/test_device_table.py",
     ),
     Mutation(
         "a launch is kept for other alignments", "kernels/tritoncomm_kernels/segment_call.py",

@@ -51,7 +51,7 @@ def captured(tables: list[Table], count: int) -> Tensor:
 
 @pytest.mark.parametrize(
     ("warm", "many", "count", "pinned"),
-    [(0, 3, 40, 0), (1, 3, 40, 3), (1, 40, 4096, 16), (1, 2, 1 << 17, 0)],
+    [(0, 3, 40, 0), (2, 3, 40, 3), (2, 40, 4096, 16), (2, 2, 1 << 17, 0)],
     ids=["first-use", "reserve", "more-than-the-reserve", "one-that-is-too-long"],
 )
 def test_tables_of_a_capture(gpu: CapturingDevice, warm: int, many: int, count: int, pinned: int) -> None:
