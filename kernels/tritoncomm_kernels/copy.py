@@ -52,7 +52,6 @@ def pack(
     Raises:
         ValueError: the shapes do not describe one split.
         TooLargeError: a size or stride of 2**31 units or nearly that.
-        RuntimeError: sizes of more than 16 ranks for the first time while a CUDA graph is captured.
         TypeError: a cast or scale of a dtype that has no arithmetic here.
 
     Example:

@@ -1,77 +1,188 @@
 """Integers that kernels read on a device: copied there once, shared by streams and graphs.
 
-Not to be confused with ``tables``, which are files of tuned tiles.
+They lie in slabs, each of pinned memory and as much of the device, which outlive what is captured with them. Not to be
+confused with ``tables``, which are files of tuned tiles.
 """
 
+import threading
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from typing import Any
+from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Table", "addresses_on", "table_of", "table_on"]
+__all__ = ["Content", "Table", "addresses_on", "table_of", "table_on"]
+
+Content = np.ndarray[Any, np.dtype[Any]]
+"""Integers of a table, int32 or int64, contiguous."""
+
+_SLAB = 1 << 20  # bytes; a longer table has a slab of its own
+_RESERVE = _SLAB // 2  # bytes at the end of a slab that only captures take
+_ALIGNED = 16  # bytes
+_lock = threading.Lock()
 
 
 class Table:
-    """Integers on a device, copied there once from pinned memory and without a wait of the host.
+    """Integers on a device, copied there at their first use, without a wait of the host.
+
+    While a CUDA graph is captured nothing may be awaited and nothing runs. A table that is on the device already is
+    used where it is: the graph replays only after the device was synchronised, as ``torch.cuda.graph`` does before it
+    captures. Any other table gets memory that only this graph uses, and the copy is a node of the graph: every replay
+    copies the same bytes again.
 
     Attributes:
-        tensor: on the device; on the CPU for the interpreter.
-        source: the pinned copy, which has to live until it was read.
+        content: the integers, on the host.
     """
 
-    def __init__(self, content: Tensor, device: int) -> None:
-        self.source = self.tensor = content
-        self._device, self._streams = device, set[int]()
-        if device < 0:
-            return
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "split sizes of so many ranks, segments, and addresses of so many tensors need a table on the device, "
-                "which cannot be copied there while a CUDA graph is captured: call once with the same tensors and "
-                "sizes before the capture"
-            )
-        self.source = self.tensor.pin_memory()
-        self.tensor = self.source.to(torch.device("cuda", device), non_blocking=True)
-        stream = torch.cuda.current_stream(device)
-        self._copied = torch.cuda.Event()
-        self._copied.record(stream)
-        self._streams.add(stream.cuda_stream)
+    def __init__(self, content: Content, device: int) -> None:
+        self.content, self._device = content, device
+        self._tensor = torch.from_numpy(content) if device < 0 else None  # of the CPU, for the interpreter
+        self._slab: _Slab | None = None
+        self._streams: set[int] = set()
+        self._copied: torch.cuda.Event | None = None
 
     def on(self, stream: int) -> Tensor:
         """The tensor for kernels of ``stream``, which is the current one: another than the copy's waits for that once.
 
-        A capture must not wait for what is outside of it. Its graph has the address and replays only after the device
-        was synchronised, as ``torch.cuda.graph`` does before it captures; so the table stays, and no stream waits.
+        A caller that is captured launches with the result at once and drops it: its memory may belong to the graph.
         """
         if self._device < 0:
-            return self.tensor
-        if torch.cuda.is_current_stream_capturing():
-            _in_graphs.add(self)
+            assert self._tensor is not None
+            return self._tensor
+        captures = torch.cuda.is_current_stream_capturing()
+        if self._tensor is None:
+            if captures:
+                return _in_graph(self.content, self._device)
+            with _lock:
+                if self._tensor is None:  # no other thread was faster
+                    self._copy()
+        assert self._tensor is not None
+        assert self._slab is not None
+        if captures:
+            self._slab.in_graph = True
         elif stream not in self._streams:
             current = torch.cuda.current_stream(self._device)
+            assert self._copied is not None
             current.wait_event(self._copied)
-            self.tensor.record_stream(current)
+            self._slab.serve(current)
             self._streams.add(stream)
-        return self.tensor
+        return self._tensor
+
+    def _copy(self) -> None:
+        current = torch.cuda.current_stream(self._device)
+        slab = _slab_for(self.content.nbytes, self._device, current)
+        slab.serve(current)
+        tensor = slab.copied(self.content)
+        self._copied = torch.cuda.Event()
+        self._copied.record(current)
+        self._slab, self._tensor = slab, tensor
+        self._streams.add(current.cuda_stream)
+        slab.tables.add(self)
 
 
-_in_graphs: set[Table] = set()
+class _Slab:
+    """Pinned memory and as much of the device, from the start of which on tables are placed, each once.
+
+    Attributes:
+        room: bytes of either.
+        used: bytes that tables have.
+        tables: those in it that something still refers to.
+        in_graph: a graph reads from it, and may do so for ever.
+    """
+
+    def __init__(self, room: int, device: int, stream: torch.cuda.Stream) -> None:
+        self.room, self.used, self.in_graph = room, 0, False
+        self.tables: WeakSet[Table] = WeakSet()
+        self._pinned, self._memory = _allocated(room, device, stream)
+        self._bytes = self._pinned.numpy()
+        self._streams = {stream.cuda_stream}
+        self._made = torch.cuda.Event()
+        self._made.record(stream)
+
+    def serve(self, stream: torch.cuda.Stream) -> None:
+        """Let this stream use the slab: after what ran there before it was a slab, and until it is none."""
+        if stream.cuda_stream not in self._streams:
+            stream.wait_event(self._made)
+            self._memory.record_stream(stream)
+            self._streams.add(stream.cuda_stream)
+
+    def copied(self, content: Content) -> Tensor:
+        """Place a table at the end of what is used, and copy it on the current stream."""
+        start, end = self.used, self.used + content.nbytes
+        self.used = -(-end // _ALIGNED) * _ALIGNED
+        self._bytes[start:end] = content.view(np.uint8)
+        memory = self._memory[start:end]
+        memory.copy_(self._pinned[start:end], non_blocking=True)
+        return memory.view(torch.int32 if content.dtype == np.int32 else torch.int64)
+
+
+_slabs: dict[int, list[_Slab]] = {}
+_sources: list[Tensor] = []
+
+
+def _slab_for(nbytes: int, device: int, stream: torch.cuda.Stream) -> _Slab:
+    """The newest slab of a device, or a new one where its room for eager calls does not suffice.
+
+    A slab without tables goes back to torch, which reuses its memory behind the streams that used it. That happens here
+    and not when the last table goes, which may be in a capture: torch's events would become nodes of the graph.
+    """
+    slabs = _slabs.setdefault(device, [])
+    if not slabs or slabs[-1].used + nbytes > slabs[-1].room - _RESERVE:
+        slabs[:] = [slab for slab in slabs if slab.in_graph or slab.tables]
+        slabs.append(_Slab(max(_SLAB, nbytes + _RESERVE), device, stream))
+    return slabs[-1]
+
+
+def _in_graph(content: Content, device: int) -> Tensor:
+    """A table for the graph that is being captured, in the rest of the newest slab, which stays from now on.
+
+    Without a slab, or with too little room, the device memory is the graph's own, as any result's in a capture, and the
+    source is ordinary memory. Pinned memory cannot be had: older torch queries events for it, which ends the capture.
+    """
+    with _lock:
+        slab = _slabs[device][-1] if device in _slabs else None
+        if slab is not None and slab.used + content.nbytes <= slab.room:
+            slab.in_graph = True
+            return slab.copied(content)
+        _sources.append(torch.from_numpy(content))
+        return _on_device(content.nbytes, device).view(_sources[-1].dtype).copy_(_sources[-1], non_blocking=True)
+
+
+def _allocated(nbytes: int, device: int, stream: torch.cuda.Stream) -> tuple[Tensor, Tensor]:
+    """Pinned memory and memory of a device, in a thread of its own.
+
+    Memory that this thread asks for may come from a private pool: that of ``torch.compile(mode="reduce-overhead")``
+    while it warms up, where anything that lives longer is taken for a leak.
+    """
+
+    def allocate() -> tuple[Tensor, Tensor]:
+        with torch.cuda.stream(stream):
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True), _on_device(nbytes, device)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(allocate).result()
+
+
+def _on_device(nbytes: int, device: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
 
 
 @lru_cache(maxsize=1024)
 def table_on(content: tuple[int, ...], device: int) -> Table:
     """One table per content and device."""
-    return Table(torch.tensor(content, dtype=torch.int32, device="cpu"), device)
+    return Table(np.array(content, np.int32), device)
 
 
-def table_of(content: Tensor | tuple[int, ...], device: int) -> Table:
-    """The table of a tuple, or one of its own for a tensor."""
-    return Table(content, device) if isinstance(content, Tensor) else table_on(content, device)
+def table_of(content: Content | tuple[int, ...], device: int) -> Table:
+    """The table of a tuple, or one of its own for an array."""
+    return table_on(content, device) if isinstance(content, tuple) else Table(content, device)
 
 
 @lru_cache(maxsize=64)
 def addresses_on(addresses: tuple[int, ...], device: int) -> Table:
     """Addresses of tensors on their device: copied there when they change, not while they are the same."""
-    content = torch.frombuffer(array("q", addresses), dtype=torch.int64)  # a third of the time of torch.tensor
-    return Table(content, device)
+    return Table(np.frombuffer(array("q", addresses), np.int64), device)  # a third of the time of np.array

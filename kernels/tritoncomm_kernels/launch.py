@@ -24,7 +24,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 
 from tritoncomm_kernels.config import Config, config_for, device_key, lanes_of, tile_for
-from tritoncomm_kernels.device_table import Table, table_of
+from tritoncomm_kernels.device_table import Content, Table, table_of
 from tritoncomm_kernels.geometry import TooLargeError
 from tritoncomm_kernels.numerics import INTERPRETED as _CONSTANT
 
@@ -81,7 +81,7 @@ class Launch:
         arguments: run-time integers.
         constants: compile-time arguments, in signature order.
         num_warps: warps per program.
-        table: integers that the kernel reads on the device.
+        table: integers that the kernel reads on the device: a tuple as 32 bits each, which equal calls share.
     """
 
     kernel: Any
@@ -91,7 +91,7 @@ class Launch:
     arguments: tuple[int, ...]
     constants: dict[str, Any]
     num_warps: int
-    table: tuple[int, ...] | Tensor | None = None
+    table: tuple[int, ...] | Content | None = None
     tail: tuple[Any, ...] = field(init=False)
     variants: dict[type, Variant | None] = field(init=False, default_factory=dict)
     resident: "Table | None" = field(init=False, default=None)
@@ -140,7 +140,7 @@ class Launch:
     def _compile(self, scale: float, more: tuple[int, ...]) -> Variant | None:
         """Compile for the current device without launching; the values of the integers do not matter."""
         sample = 2**40 if isinstance(scale, int) else scale  # so that an integer is taken for the 64 bits it has
-        table = () if self.table is None else (getattr(self.table, "dtype", torch.int32),)
+        table = () if self.table is None else (torch.int32 if isinstance(self.table, tuple) else torch.int64,)
         compiled = self.kernel.warmup(
             *(*self.types, *table, sample, *more, *self.arguments),
             grid=(1,),

@@ -60,7 +60,6 @@ def gather_segments(tensors: Sequence[Tensor], wire: Tensor, segments: Segments,
 
     Raises:
         ValueError: the table does not fit the tensors or the wire, or has elements to be cast that are not aligned.
-        RuntimeError: a table or addresses for the first time while a CUDA graph is captured.
         TypeError: a cast or scale of a dtype that has no arithmetic here.
 
     Example:
@@ -261,7 +260,7 @@ def _launch(
         BLOCK=block, PAIRED=call.is_paired,
     )  # fmt: skip
     types = (torch.int64, torch.int64)
-    return Launch(_segments_kernel, call.ends[2], programs, types, (), constants, _WARPS, table), wide
+    return Launch(_segments_kernel, call.ends[2], programs, types, (), constants, _WARPS, table.numpy()), wide
 
 
 def _accesses(kind: _Kind, units: int) -> list[tuple[torch.dtype, torch.dtype, torch.dtype | None, int, int]]:

@@ -14,6 +14,7 @@ from tritoncomm_kernels import Copies, Segments
 
 from tritoncomm import mappings
 from tritoncomm.core import ops
+from tritoncomm.reshard import Layout, reshard
 
 SIZES = (16, 0, 5, 40, 3, 32)
 MANY = (5,) * 18 + (6,)  # more than a launch takes by value
@@ -43,6 +44,13 @@ def paired(tensors: Sequence[Tensor]) -> Tensor:
     rows = [(i, 1, each.numel() // 96, 90, 96, 0, 99) for i, each in enumerate(tensors)]
     kernels.copy_segments(tensors, list(made), Copies(rows, [each.dtype for each in tensors]))
     return made
+
+
+def resharded(tensors: Sequence[Tensor], group: ProcessGroup) -> Tensor:
+    """All of them, each into a new tensor."""
+    rows, columns = (Layout.on_mesh(tensors[0].shape, [0], [dim]) for dim in (0, 1))
+    results = reshard({str(i): x for i, x in enumerate(tensors)}, rows, columns, group=group)
+    return torch.cat([results[str(i)] for i in range(len(tensors))])
 
 
 # Every kind of local step on a ``[8, 96]`` tensor of 2-byte integers.
@@ -83,11 +91,11 @@ def inputs(device: Device) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def replayed(device: Device, call: Callable[[Tensor], Tensor]) -> None:
+def replayed(device: Device, call: Callable[[Tensor], Tensor], exchanges: bool = False) -> None:
     """A captured call, replayed with new values in the same memory, gives what the call gives."""
     x, fresh = inputs(device)
     expected = call(fresh)
-    out, replay = device.captured(call, x)
+    out, replay = device.captured(call, x, exchanges)
     x.copy_(fresh)
     for turn in range(2):
         out = replay(out)
@@ -102,7 +110,13 @@ def test_capture(device: Device, name: str) -> None:
 
 @pytest.mark.parametrize("name", ONE_RANK)
 def test_capture_of_mappings(device: Device, one_rank: ProcessGroup, name: str) -> None:
-    replayed(device, lambda x: ONE_RANK[name](x, one_rank))
+    replayed(device, lambda x: ONE_RANK[name](x, one_rank), exchanges=True)
+
+
+@pytest.mark.parametrize("count", [8, 17, 40])
+def test_capture_of_reshardings(device: Device, one_rank: ProcessGroup, count: int) -> None:
+    """Of tensors that are made anew for every call, into new ones."""
+    replayed(device, lambda x: resharded([x + i for i in range(count)], one_rank))
 
 
 @pytest.mark.parametrize("name", LOCAL)

@@ -5,11 +5,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import torch
+from captures import CapturingDevice
 from pool import Pool
 from threaded import launches_take_turns
 from torch import Tensor
+from tritoncomm_kernels import device_table
 
 from tritoncomm.doctor import compute_mode
 
@@ -61,9 +64,27 @@ class Device:
         """Another stream, behind what the current one has so far; work inside goes to it, and is over afterwards."""
         return nullcontext()
 
-    def captured(self, call: Call, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """The result of a call that is captured as a graph, and what replays it into that result."""
-        return call(x), lambda _: call(x)
+    def captured(self, call: Call, x: Tensor, exchanges: bool = False) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """The result of a call that is captured as a graph, and what replays it into that result.
+
+        A call that exchanges anything runs again in place of a replay: Gloo cannot be captured.
+        """
+        if exchanges:
+            return call(x), lambda _: call(x)
+        graphs = CapturingDevice()
+        with graphs.current():
+            call(x)  # as on a GPU, where it compiles
+            out = graphs.capture(lambda: call(x))
+            device_table.addresses_on.cache_clear()
+            for _ in range(3):  # a slab each, for which the others go where nothing is known to need them
+                device_table.Table(np.zeros(1 << 16, np.int64), 0).on(1)
+
+        def replay(out: Tensor) -> Tensor:
+            with graphs.current():
+                graphs.replay()
+            return out
+
+        return out, replay
 
     def begin_step(self) -> None:
         """Outputs of CUDA graphs may be overwritten from here on."""
@@ -112,7 +133,7 @@ class Cuda(Device):
 
         return work()
 
-    def captured(self, call: Call, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def captured(self, call: Call, x: Tensor, exchanges: bool = False) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         with self.side_stream():
             call(x)  # compiles, and copies tables of sizes to the device
         torch.cuda.synchronize()

@@ -516,6 +516,28 @@ MUTATIONS = (
         "tests/kernels/test_segments.py",
     ),
     Mutation(
+        "a slab goes although a graph copies from it", "kernels/tritoncomm_kernels/device_table.py",
+        "            slab.in_graph = True\n            return", "            return",
+        "tests/kernels/test_device_table.py",
+    ),
+    Mutation(
+        "a slab goes although a graph reads an older table of it", "kernels/tritoncomm_kernels/device_table.py",
+        "            self._slab.in_graph = True\n", "            pass\n", "tests/kernels/test_device_table.py",
+    ),
+    Mutation(
+        "slabs never go", "kernels/tritoncomm_kernels/device_table.py",
+        "if slab.in_graph or slab.tables]", "if slab]", "tests/kernels/test_device_table.py",
+    ),
+    Mutation(
+        "eager calls take what captures need", "kernels/tritoncomm_kernels/device_table.py",
+        "slabs[-1].room - _RESERVE:", "slabs[-1].room:", "tests/kernels/test_device_table.py",
+    ),
+    Mutation(
+        "a table of a graph is taken for one that is there", "kernels/tritoncomm_kernels/device_table.py",
+        "            if captures:\n                return _in_graph(self.content, self._device)\n", "",
+        "tests/kernels/test_device_table.py",
+    ),
+    Mutation(
         "a launch is kept for other alignments", "kernels/tritoncomm_kernels/segment_call.py",
         "key = alignment if not reduce(or_, addresses, 0) & 15 else (alignment, *[each & 15 for each in addresses])",
         "key = alignment", "tests/kernels/test_segment_call.py",

@@ -77,24 +77,30 @@ class FakeStream:
 @pytest.fixture
 def streams(kernel: RecordingKernel, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A device with streams and captures, whose memory is the host's; ``current`` and ``capturing`` may be set."""
-    state = SimpleNamespace(current=FakeStream(1), capturing=False, kept=[], copies=[], events=[])
+    state = SimpleNamespace(current=FakeStream(1), capturing=False, kept=[], copies=[], events=[], slabs=[])
+    ordinary = torch.Tensor.copy_
 
     def event() -> Any:
         made = SimpleNamespace(record=lambda stream: state.events.append((made, stream.cuda_stream)))
         return made
 
-    def copied(x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    def copied(into: torch.Tensor, x: torch.Tensor, **options: Any) -> torch.Tensor:
         assert options == {"non_blocking": True}
-        state.copies.append(x.tolist())
-        return x.clone()
+        state.copies.append(x.view(torch.int32).tolist())
+        return ordinary(into, x)
 
-    monkeypatch.setattr(device_table, "_in_graphs", set())
+    def allocated(nbytes: int, device: int, stream: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        state.slabs.append((nbytes, device, stream.cuda_stream))
+        return torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(device_table, "_slabs", {})
+    monkeypatch.setattr(device_table, "_sources", [])
+    monkeypatch.setattr(device_table, "_allocated", allocated)
     monkeypatch.setattr(launch, "_current_stream", lambda device: state.current.cuda_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: state.current)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(torch.cuda, "Event", event)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
-    monkeypatch.setattr(torch.Tensor, "to", copied)
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: state.kept.append(stream.cuda_stream))
     device_table.table_on.cache_clear()
     yield state
@@ -112,33 +118,38 @@ def test_a_table_is_copied_once_and_other_streams_wait_for_it(kernel: RecordingK
         streams.current = stream
         call(x, x, 1.0)
     assert streams.copies == [[0, 3, 8]]
-    assert [number for _, number in streams.events] == [1]
-    assert (first.waited, second.waited, streams.kept) == ([], [streams.events[0][0]], [2])
+    assert streams.slabs == [(1 << 20, 0, 1)]
+    assert [number for _, number in streams.events] == [1, 1], "of the slab, and of the copy"
+    made, copied = (event for event, _ in streams.events)
+    assert (first.waited, second.waited, streams.kept) == ([], [copied, made], [2])
     table = calls[0].table_for(1)
     assert {a[11] for a in kernel.direct} == {table.data_ptr()}
     assert kernel.compiled[0][0] == (torch.int8, torch.int8, torch.int32, 1.0, 5)
     assert calls[0].resident is calls[1].resident
-    assert calls[0].resident.source.tolist() == [0, 3, 8], "the source of the copy is alive"
+    third = streams.current = FakeStream(3)
     with_table(kernel, (0, 4, 8))(x, x, 1.0)
     assert streams.copies == [[0, 3, 8], [0, 4, 8]]
+    assert (third.waited, streams.kept, len(streams.slabs)) == ([made], [2, 3], 1), "a slab of another stream"
 
 
-def test_a_table_cannot_be_made_during_a_capture(kernel: RecordingKernel, streams: Any) -> None:
-    x, call = torch.zeros(4), with_table(kernel, (0, 3, 8))
-    streams.capturing = True
-    with pytest.raises(RuntimeError, match=r"call once .* before the capture"):
-        call(x, x, 1.0)
-    assert (streams.copies, kernel.direct) == ([], [])
-    streams.capturing = False
+def test_a_capture_copies_a_table_itself_or_takes_the_one_that_is_there(kernel: RecordingKernel, streams: Any) -> None:
+    x, call, other = torch.zeros(4), with_table(kernel, (0, 3, 8)), with_table(kernel, (0, 4, 8))
     call(x, x, 1.0)
+    addresses = [call.table_for(1).data_ptr()]
     streams.current, streams.capturing = FakeStream(9), True
-    call(x, x, 1.0)
-    assert len(kernel.direct) == 2
+    for each in (call, other, other):
+        each(x, x, 1.0)
+        addresses.append(kernel.direct[-1][11])
     assert (streams.current.waited, streams.kept) == ([], []), "a capture must not wait for what is outside of it"
-    assert device_table._in_graphs == {call.resident}, "a graph has the address for good"
+    assert streams.copies == [[0, 3, 8], [0, 4, 8], [0, 4, 8]], "every use has a copy in the graph"
+    assert addresses[0] == addresses[1]
+    assert len(set(addresses)) == 3
     streams.capturing = False
     call(x, x, 1.0)
-    assert (len(streams.current.waited), streams.kept) == (1, [9])
+    assert streams.kept == [9]
+    other(x, x, 1.0)
+    assert kernel.direct[-1][11] not in addresses, "what a graph copied has not happened outside of it"
+    assert len(streams.copies) == 4
 
 
 def test_a_profiler_gets_the_ordinary_launch(kernel: RecordingKernel, monkeypatch: pytest.MonkeyPatch) -> None:

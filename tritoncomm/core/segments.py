@@ -42,7 +42,6 @@ def gather(
 
     Raises:
         ValueError: the table does not fit the tensors or the wire.
-        RuntimeError: on a GPU, a table or other addresses of more than 16 tensors for the first time in a capture.
         TypeError: a cast or scale of a dtype that has no arithmetic here.
 
     Traffic: reads and writes every segment once; one launch on a GPU, and one for every other pair of dtypes.

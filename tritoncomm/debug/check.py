@@ -48,7 +48,7 @@ class _Member:
         rank: in the group.
         timeout: seconds until the group's own collectives give up.
         sends: whether its backend sends anything; torch's fake process group does not.
-        incarnation: token in its keys, empty for a numbered group that cannot change; None until its members agree on one.
+        incarnation: token in its keys; empty for a numbered group that cannot change, None until its members agree.
         count: checked calls so far, of this incarnation.
         verdicts: keys that are deleted once all ranks have come to a later call.
         window: in hash mode, the calls since the last comparison, and their devices.
@@ -57,7 +57,8 @@ class _Member:
     """
 
     __slots__ = (
-        "count", "group", "incarnation", "name", "over", "rank", "ranks", "sends", "state", "timeout", "verdicts", "window",
+        "count", "group", "incarnation", "name", "over", "rank", "ranks", "sends", "state", "timeout", "verdicts",
+        "window",
     )  # fmt: skip
 
     def __init__(self, group: ProcessGroup, name: str) -> None:

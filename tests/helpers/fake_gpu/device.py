@@ -181,7 +181,7 @@ _LOAD = CompiledKernel._init_handles
 class _Table(device_table.Table):
     """In memory that the GPU shares with the host: there is nothing to copy, and nothing to wait for."""
 
-    def __init__(self, content: Tensor, device: int) -> None:
+    def __init__(self, content: device_table.Content, device: int) -> None:
         super().__init__(content, -1)
 
 
