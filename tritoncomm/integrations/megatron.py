@@ -38,7 +38,7 @@ class Report:
     """What ``patch`` did.
 
     Attributes:
-        version: of megatron-core.
+        version: of megatron-core, as it says itself.
         replaced: (module, name) of every name that refers to ours now, in order.
         kept: a line for each thing that remains Megatron's, with the reason. A name whose arguments are not known is
             here with its arguments and ours.
@@ -229,7 +229,7 @@ def _core(name: str) -> Any:
 def _activate(options: _Options) -> _Active:
     swaps, kept = _swaps(options.cross_entropy)
     version = _core("package_info").__version__
-    if version not in TESTED:
+    if version.partition("+")[0] not in TESTED:  # inside of a git repository Megatron appends its commit
         warnings.warn(
             f"tritoncomm.integrations.megatron is tested with megatron-core {', '.join(TESTED)}; this is {version}, of "
             "which names with the same arguments are replaced; the report has the others",
