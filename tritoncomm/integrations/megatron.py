@@ -293,7 +293,8 @@ def _always(ours: Any) -> Callable[[Any], Sequence[Any]]:
 
 
 def _linear(theirs: Any, linear_class: Any) -> Sequence[Any]:
-    _parameters(theirs), _parameters(_forward(linear_class))  # both can be read
+    for function in (theirs, _forward(linear_class)):
+        _parameters(function)  # refuses one that cannot be read
     resolve = _state.original("utils", "get_tensor_model_parallel_group_if_none")
     buffers = _state.original("parallel_state", "get_global_memory_buffer")
     return megatron_functions.linear_functions(theirs, linear_class, resolve, buffers)

@@ -265,7 +265,7 @@ def linear_functions(theirs: Any, linear_class: Any, resolve_group: Callable[[An
 
     if _takes(theirs, _ASYNC):
 
-        def linear_with_grad_accumulation_and_async_allreduce(
+        def linear_with_grad_accumulation_and_async_allreduce(  # pyright: ignore[reportRedeclaration]
             input: Tensor,
             weight: Tensor,
             bias: Tensor | None,
@@ -375,7 +375,7 @@ def frozen_linear_functions(theirs: Any, linear_class: Any, resolve_group: Calla
 
     if _takes(theirs, _ASYNC):
 
-        def linear_with_frozen_weight(
+        def linear_with_frozen_weight(  # pyright: ignore[reportRedeclaration]
             input: Tensor,
             weight: Tensor,
             bias: Tensor | None,
