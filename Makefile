@@ -14,14 +14,16 @@ ifdef PYTHON
 PY := PYTHONPATH=.:kernels $(PYTHON)
 READY :=
 SITE :=
+MEGATRON :=
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 SITE := $(VENV)/.site
+MEGATRON := 0.19.2
 endif
 
-.PHONY: help demo test test-all test-oldest test-newest programs docs docs-site check faults soak fuzz mutations bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
+.PHONY: help demo test test-all test-megatron test-matrix test-oldest test-newest programs docs docs-site check faults soak fuzz mutations bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
 
 help:  ## lists the targets
 	@sed -n 's/^\([a-z][a-z -]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r names text; do \
@@ -30,8 +32,30 @@ help:  ## lists the targets
 demo: $(READY)  ## trains a small transformer on two ranks
 	$(PY) -m tritoncomm demo
 
-test: $(READY) $(PEERS)  ## runs the tests, without the slow ones
-	$(PY) -m pytest -m "not slow" -q $(WORKERS)
+# An interpreter of yours has the Megatron that it has; here 0.16.1 is installed, and the newest release tested as well.
+test: $(READY) $(PEERS) $(MEGATRON:%=.megatron/%)  ## runs the tests, without the slow ones
+	$(PY) -m pytest -m "not slow" -q $(WORKERS) $(if $(MEGATRON),--megatron 0.16.1)
+	$(if $(MEGATRON),$(PY) -m pytest tests/integrations/test_megatron.py -m "not slow" -q --megatron $(MEGATRON))
+
+# Every release in a process of its own; all of them run, whichever fails.
+test-megatron: $(READY) $(PEERS) .megatron/0.17.1 .megatron/0.18.2 .megatron/0.19.2  ## tests four releases of Megatron
+	status=0; for version in 0.16.1 0.17.1 0.18.2 0.19.2; do \
+	    $(PY) -m pytest tests/integrations/test_megatron.py tests/p2p/test_megatron.py -q --megatron $$version || status=1; \
+	done; exit $$status
+
+# Every environment that is there; ARGS="--environments newest --parts 0.19.2" runs a part.
+test-matrix: $(READY) $(PEERS) .megatron/0.17.1 .megatron/0.18.2 .megatron/0.19.2  ## runs the table of versions
+	$(PY) tests/helpers/matrix.py $(ARGS)
+
+# Releases of Megatron are for Python 3.12 and newer, so that pip offers none on an older one; unpacked they work there too.
+.megatron/%: | $(READY)
+	rm -rf $@.part
+	$(PY) -m pip download --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --python-version 3.12 --implementation cp \
+	    --only-binary=:all: --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux2014_x86_64 \
+	    -d $@.part megatron-core==$*
+	$(PY) -m zipfile -e $@.part/*.whl $@.part
+	rm $@.part/*.whl
+	mv $@.part $@
 
 test-all: $(READY) $(PEERS)  ## runs all tests
 	$(PY) -m pytest -q
@@ -122,4 +146,4 @@ $(VENV)/.site: $(VENV)/.ready
 	@touch $@
 
 clean:  ## removes the environments and caches
-	rm -rf $(VENV) .venv-oldest .venv-newest site .pytest_cache .ruff_cache .benchmarks
+	rm -rf $(VENV) .venv-oldest .venv-newest .megatron site .pytest_cache .ruff_cache .benchmarks

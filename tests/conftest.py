@@ -1,7 +1,9 @@
 """What tests run on, and the pool of ranks."""
 
 import os
+import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,14 +19,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     text = "the CPU with interpreted kernels, a GPU, or a stub CUDA driver; other than cpu, tests of the device only"
     parser.addoption("--device", choices=names, default="cpu", help=text)
     parser.addoption("--small", action="store_true", help="small cases on any device")
+    text = "the version of megatron-core to test with: that in .megatron/VERSION, or the installed one"
+    parser.addoption("--megatron", metavar="VERSION", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("megatron") is not None:
+        _choose_megatron(config.getoption("megatron"))
     # The kernels of a process are either interpreted or compiled, and Triton decides when it is imported.
     if config.getoption("device") == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
     else:
         os.environ["TRITON_INTERPRET"] = "0"
+
+
+def _choose_megatron(version: str) -> None:
+    """Let this process and its ranks import this version: from ``.megatron/VERSION``, or the installed one.
+
+    Raises:
+        pytest.UsageError: there is no such version here.
+    """
+    folder = Path(__file__).parents[1] / ".megatron" / version
+    if folder.is_dir():
+        sys.path.insert(0, str(folder))
+    try:
+        found = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        found = "none"
+    if found != version:
+        raise pytest.UsageError(f"megatron-core {version} is asked for, but there is {found}: make .megatron/{version}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

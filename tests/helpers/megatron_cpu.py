@@ -14,7 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["LENGTH", "VOCABULARY", "core", "gpt_chunks", "groups", "join", "on_cpu", "transformer_config"]
+__all__ = [
+    "LENGTH",
+    "VOCABULARY",
+    "core",
+    "gpt_chunks",
+    "groups",
+    "join",
+    "on_cpu",
+    "transformer_config",
+]
 
 VOCABULARY, LENGTH = 64, 16
 
@@ -150,15 +159,15 @@ def groups(**sizes: int) -> Iterator[Any]:
 
 
 def transformer_config(sizes: dict[str, int], **settings: Any) -> Any:
-    """Four layers of hidden size 32, without fusions."""
+    """Four layers of hidden size 32, without fusions, unless ``settings`` say otherwise."""
     plain = {
+        "num_layers": 4,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
     }
     return core("transformer").TransformerConfig(
-        num_layers=4,
         hidden_size=32,
         num_attention_heads=4,
         use_cpu_initialization=True,

@@ -1,12 +1,14 @@
 """What ranks run to compare Megatron-core with and without ours: training, and single linear layers."""
 
 import contextlib
+import inspect
 import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tritoncomm import record
 from tritoncomm.integrations import megatron
 
-__all__ = ["CASES", "Case", "Copies", "compare", "compile_linear", "linear_layers", "quick"]
+__all__ = ["CASES", "QUICK_STEPS", "Case", "Copies", "compare", "compile_linear", "linear_layers", "quick"]
 
-BATCH = 2
+BATCH, QUICK_STEPS = 2, 2
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ CASES = {
     ),
     "interleaved-overlap": Case(sizes=_INTERLEAVED, settings=_OVERLAP, chunks=2),
     "interleaved-batched": Case(sizes=_INTERLEAVED, chunks=2, reference=_OVERLAP),
+    "interleaved-4": Case(4, _INTERLEAVED | {"pipeline_model_parallel_size": 4}, {"num_layers": 8}, chunks=2),
     "experts-allgather": Case(
         sizes={"expert_model_parallel_size": 2}, settings=_EXPERTS | {"moe_token_dispatcher_type": "allgather"}
     ),
@@ -172,9 +175,9 @@ def _update(parameters: dict[str, nn.Parameter], state: Any) -> None:
             p.sub_(0.05 * p.grad)  # pyright: ignore
 
 
-def compare(name: str, store: str, steps: int = 20) -> dict[str, Any]:
+def compare(name: str, store: str, steps: int = 20, rank: int | None = None) -> dict[str, Any]:
     """Run a case with Megatron alone and with ours in one process per rank; what differs, and counts of both."""
-    case, rank = replace(CASES[name], steps=steps), int(os.environ["RANK"])
+    case, rank = replace(CASES[name], steps=steps), int(os.environ["RANK"]) if rank is None else rank
     with join(rank, case.ranks, store), on_cpu():
         theirs = train(case, case.settings | case.reference)
         with megatron.patched(cross_entropy=case.cross_entropy), record.recording() as counted:
@@ -247,18 +250,20 @@ class Linear:
         return results + [each.grad for each in (x, weight, bias) if each is not None and each.grad is not None], copies
 
 
-def linear_layers(store: str) -> dict[str, list[str]]:
-    """Every linear case with and without ours: which differ in bits, in messages, or copy more."""
+def linear_layers(store: str) -> dict[str, Any]:
+    """Every linear case with and without ours: which differ in bits, in messages, or copy more; other functions too."""
     rank = int(os.environ["RANK"])
-    wrong: dict[str, list[str]] = {"bits": [], "messages": [], "copied": []}
+    wrong: dict[str, Any] = {"bits": [], "messages": [], "copied": []}
     with join(rank, 2, store), on_cpu(), groups(tensor_model_parallel_size=2) as state:
         layers, group = core("tensor_parallel.layers"), state.get_tensor_model_parallel_group()
         for case, grad in itertools.product(Linear.cases(), (True, False)):
             theirs, their_copies = case.run(layers, group, grad)
             with megatron.patched():
                 ours, our_copies = case.run(layers, group, grad)
-                # A thread of Gloo may refer to a gradient a moment longer, which autograd then copies into ``x.grad``.
-                copied = min(our_copies.copied, *(case.run(layers, group, grad)[1].copied for _ in range(3)))
+                copied, tries = our_copies.copied, 0
+                # A thread of Gloo may refer to a gradient for longer, which autograd then copies into ``x.grad``.
+                while _of_all(copied > their_copies.copied, group) and tries < 20:
+                    copied, tries = min(copied, case.run(layers, group, grad)[1].copied), tries + 1
             label = f"{case} {grad=}"
             if len(ours) != len(theirs) or not all(map(_same_bits, ours, theirs)):
                 wrong["bits"].append(label)
@@ -273,6 +278,38 @@ def linear_layers(store: str) -> dict[str, list[str]]:
             wrong["second derivatives"] = [
                 str(sequence) for sequence in (False, True) if not _second_derivatives_agree(layers, group, sequence)
             ]
+        wrong["cross entropy"] = _cross_entropies()
+    return wrong
+
+
+def _of_all(condition: bool, group: Any) -> bool:
+    """Whether the condition holds on a rank of the group."""
+    holds = torch.tensor(int(condition))
+    dist.all_reduce(holds, dist.ReduceOp.MAX, group=group)
+    return bool(holds)
+
+
+def _cross_entropies() -> list[str]:
+    """Ways to call the cross entropy by which ours and Megatron's differ by more than rounding."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    function = core("tensor_parallel.cross_entropy").vocab_parallel_cross_entropy
+    ways: dict[str, dict[str, Any]] = {"tensor group": {}, "smoothed": {"label_smoothing": 0.1}}
+    if "tp_group" in inspect.signature(function).parameters:
+        ways |= {"own group": {"tp_group": alone}, "smoothed own group": {"label_smoothing": 0.1, "tp_group": alone}}
+    wrong = []
+    for label, arguments in ways.items():
+        results = []
+        for ours in (False, True):
+            with megatron.patched(cross_entropy=True) if ours else contextlib.nullcontext():
+                generator = torch.Generator().manual_seed(dist.get_rank())
+                logits = torch.randn(6, 2, 8, generator=generator, requires_grad=True)
+                target = torch.arange(12).view(6, 2) % 8
+                loss = core("tensor_parallel.cross_entropy").vocab_parallel_cross_entropy(
+                    logits * 1, target, **arguments
+                )
+                results.append((loss, *torch.autograd.grad(loss.sum(), logits)))
+        if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*results, strict=True)):
+            wrong.append(label)
     return wrong
 
 
@@ -332,9 +369,62 @@ def compile_linear(store: str, backend: str) -> list[str]:
     return wrong
 
 
-def quick(folder: str) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """One case and all linear layers in one job, because Megatron takes seconds to import."""
-    return compare("tensor-2-sequence", f"{folder}/compare", steps=5), linear_layers(f"{folder}/linear")
+def quick(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Six cases of training and all linear layers in one job of four ranks, because Megatron takes seconds to import.
+
+    Ranks 0 and 1 are one job for some of them, 2 and 3 another. Returns the results of the cases by name, and the
+    functions that differ.
+    """
+    rank, found = int(os.environ["RANK"]), {}
+    halves = ("tensor-2", "tensor-2-sequence", "pipeline-2"), ("experts-allgather", "experts-alltoall")
+    trained = {name: compare(name, f"{folder}/{name}", QUICK_STEPS, rank % 2) for name in halves[rank // 2]}
+    if rank < 2:
+        found = linear_layers(f"{folder}/linear")
+    trained["interleaved-4"] = compare("interleaved-4", f"{folder}/interleaved-4", QUICK_STEPS)
+    found["modules"] = pipelines_of_modules(f"{folder}/modules")
+    return trained, found
+
+
+def pipelines_of_modules(store: str) -> tuple[list[Any], list[Any], str]:
+    """Numbers that this rank receives from Megatron's communicator of modules without ours and with it.
+
+    Two modules of two stages each, one after the other. Returns the module of the inner communicator's class as well.
+    """
+    rank = int(os.environ["RANK"])
+    new_group, enumerated = dist.new_group, dist.new_subgroups_by_enumeration
+    on_gloo = {
+        "new_group": lambda *args, **kwargs: new_group(*args, **{**kwargs, "backend": "gloo"}),
+        "new_subgroups_by_enumeration": lambda *args, **kwargs: enumerated(*args, **{**kwargs, "backend": "gloo"}),
+    }
+    with join(rank, 4, store), on_cpu(), mock.patch.multiple(dist, **on_gloo):
+        grids = {}
+        for offset, name in enumerate(("encoder", "decoder")):
+            grids[name] = core("hyper_comm_grid").HyperCommGrid([1, 1, 2, 1], ["tp", "cp", "pp", "dp"], 2 * offset)
+            for dims in ("tp", "cp", "pp", "dp"):
+                grids[name].create_pg([dims])
+        theirs, _ = _pass_through_modules(grids)
+        with megatron.patched():
+            ours, used = _pass_through_modules(grids)
+    return theirs, ours, used
+
+
+def _pass_through_modules(grids: dict[str, Any]) -> tuple[list[Any], str]:
+    config = core("model_parallel_config").ModelParallelConfig(pipeline_dtype=torch.float32, variable_seq_lengths=True)
+    module = core("pipeline_parallel.multimodule_communicator")
+    topology = {"encoder": ["decoder"], "decoder": []}
+    communicator = module.MultiModulePipelineCommunicator(grids, topology, config, {"s": 0, "b": 1, "h": 2})
+    (name, info), shape = *communicator.rank_module_map.items(), (5, 2, 3)
+    stage, received = dist.get_rank(), []
+    if stage:
+        received.append(*communicator.recv_forward(shape).values())
+    x = received[0].detach() * 3 + stage if stage else torch.arange(30.0).view(shape)
+    if stage < 3:
+        communicator.send_forward({name: x})
+        received.append(*communicator.recv_backward(shape).values())
+    gradient = received[-1].detach() / 7 if stage < 3 else x.cos()
+    if stage:
+        communicator.send_backward({"encoder" if stage == 2 else name: gradient})
+    return [each.tolist() for each in received], type(info.p2p_communicator).__module__
 
 
 def _reductions(group: Any) -> list[str]:

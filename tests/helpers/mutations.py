@@ -55,6 +55,26 @@ MUTATIONS = (
         "    if type(x) is not Tensor or x.layout", "tests/core/test_compile.py",
     ),
     Mutation(
+        "an argument that is not known is taken for known", "tritoncomm/integrations/megatron.py",
+        "if len(wanted) > len(known) or ", "if ",
+        "tests/integrations/test_megatron.py",
+    ),
+    Mutation(
+        "names of a reloaded module are not looked for", "tritoncomm/integrations/megatron.py",
+        "            before.rebinding.extend(swaps)\n", "",
+        "tests/integrations/test_megatron.py",
+    ),
+    Mutation(
+        "unpatching gives names the newest original", "tritoncomm/integrations/rebinding.py",
+        "if self._replacements.get(id(original)) is not replacement:", "if True:",
+        "tests/integrations/test_megatron.py",
+    ),
+    Mutation(
+        "weights that are gathered further are multiplied as they are", "tritoncomm/integrations/megatron_functions.py",
+        "if refused or gtp_remat_size != 1 or ", "if refused or ",
+        "tests/integrations/test_megatron.py",
+    ),
+    Mutation(
         "sizes that do not fit run where the shards do", "tritoncomm/tensor/rules/engine.py",
         "setdefault(label, size) != size and", "setdefault(label, size) < 0 and",
         "tests/tensor/test_sizes_that_do_not_fit.py",

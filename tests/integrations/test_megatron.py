@@ -3,10 +3,12 @@
 import gc
 import importlib
 import inspect
+import re
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
+from megatron_calls import attributes, calls
 from megatron_cpu import core
-from megatron_jobs import CASES, compare, compile_linear, quick
-from torch import Tensor
+from megatron_jobs import CASES, QUICK_STEPS, compare, compile_linear, quick
 
 from tritoncomm import mappings
 from tritoncomm.errors import ArgumentError, UnsupportedError
@@ -94,18 +96,33 @@ def _check_training(name: str, results: list[dict[str, Any]], steps: int) -> Non
 
 @pytest.fixture(scope="module")
 def quick_results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return _jobs(quick, 2, str(tmp_path_factory.mktemp("quick")))
+    return _jobs(quick, 4, str(tmp_path_factory.mktemp("quick")))
 
 
 @pytest.mark.timeout(600)
-def test_a_gpt_trains_to_the_same_bits(quick_results: list[Any]) -> None:
-    _check_training("tensor-2-sequence", [training for training, _ in quick_results], 5)
+@pytest.mark.parametrize(
+    "name", ["tensor-2", "tensor-2-sequence", "pipeline-2", "interleaved-4", "experts-allgather", "experts-alltoall"]
+)
+def test_a_gpt_trains_to_the_same_bits(quick_results: list[Any], name: str) -> None:
+    results = [trained[name] for trained, _ in quick_results if name in trained]
+    assert len(results) == CASES[name].ranks
+    _check_training(name, results, QUICK_STEPS)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("what", ["bits", "messages", "copied", "reductions", "second derivatives"])
+@pytest.mark.parametrize("what", ["bits", "messages", "copied", "reductions", "second derivatives", "cross entropy"])
 def test_linear_layers(quick_results: list[Any], what: str) -> None:
-    assert [wrong[what] for _, wrong in quick_results] == [[], []]
+    assert [wrong[what] for _, wrong in quick_results[:2]] == [[], []]
+
+
+@pytest.mark.timeout(600)
+def test_modules_with_pipelines_of_their_own(quick_results: list[Any]) -> None:
+    """Megatron's communicator of several modules makes one of ours for the pipeline of each."""
+    for _, found in quick_results:
+        theirs, ours, used = found["modules"]
+        assert ours == theirs
+        assert ours
+        assert used == "tritoncomm.p2p.communicator"
 
 
 @pytest.mark.slow
@@ -140,8 +157,9 @@ def test_every_name_is_replaced_by_identity(theirs: SimpleNamespace) -> None:
     assert theirs.gpt_model.gather_from_sequence_parallel_region is mappings.gather_from_sequence_parallel_region
     values = {id(value) for value in (*originals.values(), communicator)}
     assert [place for place, value in _bindings().items() if value in values] == []
-    assert report.version == _installed
-    assert str(report).startswith(f"megatron-core {_installed}: {len(replaced)} names in ")
+    assert report.version == theirs.package_info.__version__
+    assert report.version.partition("+")[0] == _installed
+    assert str(report).startswith(f"megatron-core {report.version}: {len(replaced)} names in ")
 
 
 def test_no_other_reference_to_an_original_is_left(theirs: SimpleNamespace) -> None:
@@ -160,7 +178,9 @@ def test_no_other_reference_to_an_original_is_left(theirs: SimpleNamespace) -> N
 
 
 def _is_of_the_patch(holder: Any) -> bool:
-    """Pairs (original, replacement) and arguments of what made the replacement, or the table of originals by id."""
+    """Pairs (original, replacement), arguments of the replacement's maker, and the tables of originals."""
+    if any(holder is each for each in megatron._state.originals.values()):
+        return True
     return isinstance(holder, tuple) or (isinstance(holder, dict) and all(map(_is_id, holder)))
 
 
@@ -322,11 +342,53 @@ def test_an_untested_version_is_patched_with_a_warning(
     theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(theirs.package_info, "__version__", "0.99.0")
-    with pytest.warns(UserWarning, match=r"tested with megatron-core 0\.16\.1; this is 0\.99\.0") as caught:
+    with pytest.warns(UserWarning, match=r"tested with megatron-core 0\.16\.1, .*; this is 0\.99\.0") as caught:
         report = megatron.patch()
     assert caught[0].filename == __file__
     assert report.version == "0.99.0"
     assert theirs.schedules.P2PCommunicator is P2PCommunicator
+
+
+def test_this_version_is_tested_and_replaced_without_exception(theirs: SimpleNamespace) -> None:
+    assert _installed in megatron.TESTED
+    kept = megatron.patch(cross_entropy=True).kept
+    assert [line for line in kept if "megatron.core" in line] == []
+
+
+def test_every_call_in_megatrons_source_is_one_that_ours_takes(theirs: SimpleNamespace) -> None:
+    """Calls of replaced names bind to the signature of their replacements, whichever module makes them."""
+    megatron.patch(cross_entropy=True)
+    names = {name for name in mappings.__all__ if hasattr(theirs.mappings, name)}
+    replaced: dict[str, Any] = {name: getattr(theirs.mappings, name) for name in names}
+    replaced |= {name: getattr(theirs.layers, name) for name in megatron._LINEAR + megatron._FROZEN}
+    replaced["vocab_parallel_cross_entropy"] = theirs.cross_entropy.vocab_parallel_cross_entropy
+    replaced["P2PCommunicator"] = P2PCommunicator
+    seen = set()
+    for call in calls(Path(theirs.package_info.__file__).parent, replaced.keys()):
+        if call.owner == "functional":  # torch.distributed.nn.functional has an all_to_all too
+            continue
+        called = replaced[call.name]
+        if call.is_apply:
+            called = megatron._forward(called)
+        signature = inspect.signature(called)
+        parameters = [p for p in signature.parameters.values() if p.name != "ctx"]
+        assert call.binds(signature.replace(parameters=parameters)), f"{call}: {signature}"
+        seen.add(call.name)
+    uncalled = {"all_to_all_hp2sp", "all_to_all_sp2hp", "reduce_scatter_last_dim_to_tensor_parallel_region"}
+    assert replaced.keys() - seen <= uncalled, "in some version there is no call of these"
+
+
+def test_every_use_of_a_communicator_in_megatrons_source_is_one_of_ours(theirs: SimpleNamespace) -> None:
+    folder = Path(theirs.package_info.__file__).parent
+    in_constructor = {"pp_group", "config", "next_rank", "prev_rank", "virtual_pipeline_model_parallel_size"}
+    used = set(attributes(folder, "p2p_communicator"))
+    assert [each for each in used if each[0] not in {*dir(P2PCommunicator), *in_constructor}] == []
+    methods = {name for name, _ in used if inspect.isfunction(getattr(P2PCommunicator, name, None))}
+    assert len(methods) == 9
+    for call in calls(folder, methods):
+        if call.owner == "p2p_communicator":
+            signature = inspect.signature(getattr(P2PCommunicator, call.name).__get__(object()))
+            assert call.binds(signature), f"{call}: {signature}"
 
 
 def _renamed(group: Any, tensor: Any, output_split_sizes_: Any = None, input_split_sizes: Any = None) -> Any: ...
@@ -338,14 +400,23 @@ def _removed(group: Any, input_: Any) -> Any: ...
 
 
 @pytest.mark.parametrize("changed", [_renamed, _default, _added])
-def test_a_function_with_other_arguments_is_refused(
+def test_a_function_with_other_arguments_stays_megatrons_alone(
     theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, changed: Any
 ) -> None:
+    expected = {place for place in megatron.patch().replaced if place[1] != "all_to_all"}
+    megatron.unpatch()
+    monkeypatch.setattr(theirs.package_info, "__version__", "0.99.0")
     monkeypatch.setattr(theirs.mappings, "all_to_all", changed)
     before = _bindings()
-    with pytest.raises(UnsupportedError, match=rf"\.{changed.__name__} takes \(.*\), ours takes \(group, input_, "):
-        megatron.patch()
-    assert _bindings() == before
+    with pytest.warns(UserWarning, match="the report has the others"):
+        report = megatron.patch()
+    assert set(report.replaced) == expected
+    (line,) = [each for each in report.kept if "all_to_all" in each]
+    signature = "group, input_, output_split_sizes_=None, input_split_sizes=None, use_nccl_stream=False"
+    assert line.startswith("megatron.core.tensor_parallel.mappings.all_to_all takes (group, ")
+    assert line.endswith(f"), ours takes ({signature})")
+    after = _bindings()
+    assert {place for place in before if after[place] != before[place]} == expected
 
 
 def test_fewer_arguments_are_fine(theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,38 +425,156 @@ def test_fewer_arguments_are_fine(theirs: SimpleNamespace, monkeypatch: pytest.M
     assert theirs.mappings.all_to_all is mappings.all_to_all
 
 
-def test_a_missing_name_is_refused(theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(theirs.layers, "LinearWithFrozenWeight")
+def _fake_class(name: str, **members: Any) -> Any:
+    return type(name, (torch.autograd.Function,), {each: staticmethod(member) for each, member in members.items()})
+
+
+@pytest.mark.parametrize("pair", [megatron._LINEAR, megatron._FROZEN])
+@pytest.mark.parametrize("what", ["missing class", "missing function", "changed class", "changed function"])
+def test_a_linear_function_and_its_class_stay_together(
+    theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str], what: str
+) -> None:
+    function, linear_class = pair
+    expected = {place for place in megatron.patch().replaced if place[1] not in pair}
+    megatron.unpatch()
+    name = linear_class if what.endswith("class") else function
+    if what.startswith("missing"):
+        monkeypatch.delattr(theirs.layers, name)
+    elif what == "changed class":
+        monkeypatch.setattr(theirs.layers, name, _fake_class(name, forward=lambda ctx, input, weight, scale: None))
+    else:
+        monkeypatch.setattr(theirs.layers, name, lambda input, weight, scale: None)
+    report = megatron.patch()
+    assert set(report.replaced) == expected
+    (line,) = [each for each in report.kept if name in each]
+    called = f"{name}.apply" if what.endswith("class") else name
+    problem = "is missing" if what.startswith("missing") else "takes (input, weight, scale), ours takes (input, "
+    shown = name if what.startswith("missing") else called
+    assert line.startswith(f"megatron.core.tensor_parallel.layers.{shown} {problem}")
+    assert line.endswith(f" ({function} and {linear_class} are replaced together or not at all)")
+
+
+@pytest.mark.parametrize("what", ["argument", "method", "property", "kind"])
+def test_a_changed_communicator_stays_megatrons(
+    theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    expected = {place for place in megatron.patch().replaced if place[1] != "P2PCommunicator"}
+    megatron.unpatch()
+
+    class Argument(theirs.p2p_communication.P2PCommunicator):
+        def recv_forward(self, tensor_shapes: Any, is_first_stage: bool, timeout: float) -> Any: ...
+
+    class Method:
+        def probe(self) -> None: ...
+
+    class Property:
+        @property
+        def depth(self) -> int: ...
+
+    class Kind:
+        @property
+        def recv_forward(self) -> Any: ...
+
+    cases = {
+        "argument": (Argument, r"\.recv_forward takes \(self, tensor_shapes, is_first_stage, timeout\), ours takes"),
+        "method": (Method, r"\.probe: tritoncomm has no such method"),
+        "property": (Property, r"\.depth: tritoncomm has no such property"),
+        "kind": (Kind, r"\.recv_forward: tritoncomm has no such property"),
+    }
+    changed, message = cases[what]
+    monkeypatch.setattr(theirs.p2p_communication, "P2PCommunicator", changed)
+    report = megatron.patch()
+    assert set(report.replaced) == expected
+    (line,) = [each for each in report.kept if "P2PCommunicator" in each]
+    assert re.match(r"megatron\.core\.pipeline_parallel\.p2p_communication\.P2PCommunicator" + message, line)
+
+
+def test_a_changed_autograd_class_stays_megatrons_alone(
+    theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = _fake_class("_CopyToModelParallelRegion", forward=lambda ctx, input_, group, stream: None)
+    monkeypatch.setattr(theirs.mappings, "_CopyToModelParallelRegion", copy)
+    report = megatron.patch()
+    (line,) = [each for each in report.kept if "_CopyToModelParallelRegion" in each]
+    assert "_CopyToModelParallelRegion.apply takes (input_, group, stream), ours takes (input_, group)" in line
+    assert theirs.mappings._CopyToModelParallelRegion is copy
+    assert theirs.mappings.copy_to_tensor_model_parallel_region is mappings.copy_to_tensor_model_parallel_region
+
+
+def test_a_name_that_is_no_function_stays_megatrons(theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(theirs.mappings, "all_to_all", 7)
+    monkeypatch.setattr(theirs.cross_entropy, "vocab_parallel_cross_entropy", _removed)
+    kept = megatron.patch(cross_entropy=True).kept
+    assert "megatron.core.tensor_parallel.mappings.all_to_all is an object of int" in kept
+    assert any("vocab_parallel_cross_entropy takes (group, input_), ours takes" in line for line in kept)
+    assert not any("label smoothing" in line for line in kept), "no call of it is ours"
+
+
+def test_a_version_of_which_nothing_can_be_replaced_is_refused(
+    theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in mappings.__all__:
+        if hasattr(theirs.mappings, name):
+            monkeypatch.setattr(theirs.mappings, name, lambda unknown: None)
+    monkeypatch.delattr(theirs.p2p_communication, "P2PCommunicator")
+    for function, _ in (megatron._LINEAR, megatron._FROZEN):
+        monkeypatch.delattr(theirs.layers, function)
     before = _bindings()
-    with pytest.raises(UnsupportedError, match=r"layers\.LinearWithFrozenWeight is missing"):
+    with pytest.raises(UnsupportedError, match=r"nothing of megatron-core .* can be replaced:") as caught:
         megatron.patch()
+    assert "p2p_communication.P2PCommunicator is missing" in str(caught.value)
+    assert "mappings.all_to_all takes (unknown), ours takes (group" in str(caught.value)
     assert _bindings() == before
 
 
-def test_a_changed_class_is_refused(theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Communicator(theirs.p2p_communication.P2PCommunicator):
-        def recv_forward(self, tensor_shapes: Any, is_first_stage: bool, timeout: float) -> Any: ...
-
-    monkeypatch.setattr(theirs.p2p_communication, "P2PCommunicator", Communicator)
-    with pytest.raises(UnsupportedError, match=r"Communicator\.recv_forward takes .*timeout"):
-        megatron.patch()
-
-    class Forward:
-        def probe(self) -> None: ...
-
-    monkeypatch.setattr(theirs.p2p_communication, "P2PCommunicator", Forward)
-    with pytest.raises(UnsupportedError, match=r"Forward\.probe: tritoncomm has no such method"):
-        megatron.patch()
+@contextmanager
+def _reloading(*modules: ModuleType) -> Iterator[None]:
+    """Names of the modules are restored in the end, whatever has been reloaded."""
+    before = [dict(vars(module)) for module in modules]
+    try:
+        yield
+    finally:
+        megatron.unpatch()
+        for module, names in zip(modules, before, strict=True):
+            vars(module).update(names)
 
 
-def test_changed_autograd_classes_are_refused(theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Copy(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, input_: Tensor, group: Any, stream: Any) -> Tensor: ...
+def test_a_reloaded_module_is_patched_again_and_restored(theirs: SimpleNamespace) -> None:
+    """``importlib.reload`` binds a module's names to new objects of Megatron's; other modules keep the old ones."""
+    modules = (theirs.mappings, theirs.layers, theirs.p2p_communication)
+    before = _bindings()
+    with _reloading(*modules):
+        first = megatron.patch()
+        for module in modules:
+            importlib.reload(module)
+        communicator = theirs.p2p_communication.P2PCommunicator
+        new = {name: getattr(theirs.mappings, name) for name in mappings.__all__ if hasattr(theirs.mappings, name)}
+        assert communicator is not P2PCommunicator
+        assert theirs.schedules.P2PCommunicator is P2PCommunicator
+        for _ in range(2):
+            assert megatron.patch() == first
+            assert theirs.p2p_communication.P2PCommunicator is theirs.schedules.P2PCommunicator is P2PCommunicator
+            assert theirs.mappings.all_to_all is theirs.token_dispatcher.all_to_all is mappings.all_to_all
+            for name in megatron._LINEAR + megatron._FROZEN:
+                assert getattr(theirs.layers, name).__module__ == megatron_functions.__name__
+            own = {id(value) for value in (*new.values(), communicator)}
+            assert [place for place, value in _bindings().items() if value in own] == []
+            megatron.unpatch()
+            after, names = _bindings(), {module.__name__ for module in modules}
+            assert [place for place in before if place[0] not in names and after[place] != before[place]] == []
+            assert {name: getattr(theirs.mappings, name) for name in new} == new
+            assert theirs.p2p_communication.P2PCommunicator is communicator
+    assert _bindings() == before
 
-    monkeypatch.setattr(theirs.mappings, "_CopyToModelParallelRegion", Copy)
-    with pytest.raises(UnsupportedError, match=r"Copy\.apply takes \(input_, group, stream\), ours takes"):
-        megatron.patch()
+
+def test_a_name_that_was_reloaded_is_not_reported(theirs: SimpleNamespace) -> None:
+    with _reloading(theirs.mappings), megatron.patched() as outer:
+        importlib.reload(theirs.mappings)
+        own = {place for place in outer.replaced if place[0] == theirs.mappings.__name__}
+        assert set(megatron._report().replaced) == set(outer.replaced) - own
+        with megatron.patched() as inner:
+            assert inner == outer
+            assert theirs.mappings.all_to_all is mappings.all_to_all
 
 
 def test_the_report_says_what_is_kept(theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,15 +604,97 @@ def test_megatron_is_imported_at_the_first_call_only() -> None:
 # --- single functions, without ranks
 
 
+def _recorder(arguments: str, seen: list[dict[str, Any]]) -> Any:
+    """A function of these arguments that notes with what it is called, and returns "Megatron's"."""
+    parameters = inspect.signature(eval(f"lambda {arguments}: 0"))
+
+    def record(*args: Any, **kwargs: Any) -> str:
+        bound = parameters.bind(*args, **kwargs)
+        bound.apply_defaults()
+        seen.append(dict(bound.arguments))
+        return "Megatron's"
+
+    record.__signature__ = parameters  # pyright: ignore
+    record.warned = True  # pyright: ignore
+    return record
+
+
+_FLAGS = "input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel"
+_DEFERRED = "grad_output_buffer=None, wgrad_deferral_limit"
+_TRAINED = {
+    "0.16": f"{_FLAGS}, {_DEFERRED}=0, async_grad_allreduce=None, tp_group=None",
+    "0.17": f"{_FLAGS}, {_DEFERRED}=0, tp_group=None",
+    "0.19": f"{_FLAGS}, {_DEFERRED}=0, tp_group=None, gtp_remat_size=1",
+}
+_FROZEN = {
+    "0.16": f"{_FLAGS}, tp_group, {_DEFERRED}=None, async_grad_allreduce=None",
+    "0.17": f"{_FLAGS}, tp_group, {_DEFERRED}=None",
+    "0.19": f"{_FLAGS}, tp_group, {_DEFERRED}=None, gtp_remat_size=1",
+}
+
+
+def _functions(version: str, frozen: bool, seen: list[dict[str, Any]]) -> tuple[Any, Any, Any]:
+    """Our linear function and class for fakes of a version's, and the fake function."""
+    more = ", gtp_remat_size" if version == "0.19" and not frozen else ""
+    flags = "input, weight, bias, allreduce_dgrad, tp_group" if frozen else f"{_FLAGS}, grad_output_buffer, "
+    forward = flags if frozen else f"{flags}wgrad_deferral_limit, tp_group{more}"
+    members = {"forward": _recorder(f"ctx, {forward}", []), "apply": _recorder(forward, seen)}
+    fake = type("Fake", (), {name: staticmethod(member) for name, member in members.items()})
+    theirs = _recorder((_FROZEN if frozen else _TRAINED)[version], seen)
+    if frozen:
+        return *megatron_functions.frozen_linear_functions(theirs, fake, lambda group: group), theirs
+    return *megatron_functions.linear_functions(theirs, fake, lambda group: group, lambda: None), theirs
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("version", ["0.16", "0.17", "0.19"])
+def test_linear_functions_have_the_arguments_of_each_version(version: str, frozen: bool) -> None:
+    seen: list[dict[str, Any]] = []
+    ours, own_class, theirs = _functions(version, frozen, seen)
+    shown = [str(p.replace(annotation=p.empty)) for p in inspect.signature(ours).parameters.values()]
+    wanted_names = [str(p) for p in inspect.signature(theirs).parameters.values()]
+    assert shown == wanted_names + ["gtp_remat_size=1"] * (version == "0.17")
+    x, weight = torch.randn(3, 2), torch.randn(4, 2)
+    subclass = x.as_subclass(type("Subclass", (torch.Tensor,), {}))
+    arguments: dict[str, Any] = {
+        "weight": weight, "bias": None, "gradient_accumulation_fusion": False, "allreduce_dgrad": False,
+        "sequence_parallel": False, "tp_group": "group", "grad_output_buffer": None, "wgrad_deferral_limit": None,
+    }  # fmt: skip
+    names = [p.name for p in inspect.signature(ours).parameters.values()]
+    by_position = [(arguments | {"input": x, "async_grad_allreduce": None, "gtp_remat_size": 1})[n] for n in names]
+    for out in (ours(*by_position), ours(input=x, **arguments)):
+        assert torch.equal(out, x @ weight.t())
+    assert seen == []
+    changes: list[dict[str, Any]] = [{"input": subclass}, {"grad_output_buffer": []}]
+    changes += [{"async_grad_allreduce": True}] if version == "0.16" else []
+    changes += [{"gtp_remat_size": 2}] if version == "0.19" else []
+    for change in changes:
+        wanted = {"input": x, **arguments, **change}
+        by_position = [{"async_grad_allreduce": None, "gtp_remat_size": 1, **wanted}[name] for name in names]
+        for out in (ours(**wanted), ours(*by_position)):
+            call = seen.pop()
+            assert out == "Megatron's"
+            assert all(call[name] is value for name, value in wanted.items()), change
+    flags = (False,) if frozen else (False, False, False, None, 0)
+    more = (1,) if version == "0.19" and not frozen else ()
+    assert own_class.apply(subclass, weight, None, *flags, "group", *more) == "Megatron's"
+    assert seen.pop()["tp_group"] == "group"
+    assert torch.equal(own_class.apply(x, weight, None, *flags, None), x @ weight.t())
+    if version != "0.19":
+        with pytest.raises(TypeError, match="gtp_remat_size"):
+            ours(input=x, **arguments, gtp_remat_size=2)
+    elif not frozen:
+        assert own_class.apply(x, weight, None, *flags, "group", 2) == "Megatron's"
+        assert seen.pop()["gtp_remat_size"] == 2
+    assert seen == []
+
+
 def test_fused_and_deferred_gradients_stay_megatrons(theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
+    original = theirs.layers.LinearWithGradAccumulationAndAsyncCommunication
 
     class Recorder:
-        @staticmethod
-        def forward(
-            ctx: Any, input: Any, weight: Any, bias: Any, gradient_accumulation_fusion: Any, allreduce_dgrad: Any,
-            sequence_parallel: Any, grad_output_buffer: Any, wgrad_deferral_limit: Any, tp_group: Any,
-        ) -> None: ...  # fmt: skip
+        forward = staticmethod(original.forward)
 
         @staticmethod
         def apply(*args: Any) -> str:
@@ -441,14 +712,33 @@ def test_fused_and_deferred_gradients_stay_megatrons(theirs: SimpleNamespace, mo
     with torch.autocast("cpu", torch.bfloat16):
         assert linear(x, weight, None, False, False, False) == "Megatron's"
     calls.clear()
-    with pytest.warns(UserWarning, match="async_grad_allreduce"):  # its warning is Megatron's, its product ours
-        linear(x, weight, None, False, False, False, async_grad_allreduce=True)
+    if "async_grad_allreduce" in inspect.signature(linear).parameters:
+        with pytest.warns(UserWarning, match="async_grad_allreduce"):  # its warning is Megatron's, its product ours
+            linear(x, weight, None, False, False, False, async_grad_allreduce=True)
     own = theirs.layers.LinearWithGradAccumulationAndAsyncCommunication
     assert own.apply(x, weight, None, True, False, False, None, 0, None) == "Megatron's"
     calls.clear()
     assert torch.equal(linear(x, weight, None, False, False, False), torch.matmul(x, weight.t()))
     assert torch.equal(own.apply(x, weight, None, False, False, False, None, 0, None), torch.matmul(x, weight.t()))
     assert calls == []
+
+
+def test_weights_that_are_gathered_further_stay_megatrons(theirs: SimpleNamespace) -> None:
+    """``gtp_remat_size`` other than 1 asks the weight itself for its parts, which only Megatron's function does."""
+    megatron.patch()
+    x = torch.randn(3, 2)
+    functions = (getattr(theirs.layers, LINEAR), theirs.layers.linear_with_frozen_weight)
+    if "gtp_remat_size" not in inspect.signature(functions[0]).parameters:
+        for function in functions:
+            with pytest.raises(TypeError, match="gtp_remat_size"):
+                function(x, torch.randn(4, 2), None, False, False, False, tp_group=None, gtp_remat_size=2)
+        return
+    whole = torch.randn(4, 2)
+    for function in functions:
+        weight = torch.nn.Parameter(whole[:2].clone(), requires_grad=function is functions[0])
+        weight.all_gather_and_prefetch = lambda fwd: whole  # pyright: ignore
+        out = function(x, weight, None, False, False, False, tp_group=object(), gtp_remat_size=2)
+        assert torch.equal(out, x @ whole.t())
 
 
 def test_frozen_weights_keep_megatrons_refusals(theirs: SimpleNamespace) -> None:

@@ -10,10 +10,10 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 from tritoncomm import mappings
 from tritoncomm.errors import ArgumentError, UnsupportedError
@@ -23,16 +23,14 @@ from tritoncomm.p2p import P2PCommunicator
 
 __all__ = ["TESTED", "Report", "patch", "patched", "unpatch"]
 
-TESTED = ("0.16.1",)
+TESTED = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 """Versions of megatron-core that the tests compare with, bit for bit."""
 
-
-_LINEAR = (
-    "linear_with_grad_accumulation_and_async_allreduce",
-    "linear_with_frozen_weight",
-    "LinearWithGradAccumulationAndAsyncCommunication",
-    "LinearWithFrozenWeight",
-)
+_MAPPINGS, _LAYERS = "tensor_parallel.mappings", "tensor_parallel.layers"
+_LINEAR = "linear_with_grad_accumulation_and_async_allreduce", "LinearWithGradAccumulationAndAsyncCommunication"
+_FROZEN = "linear_with_frozen_weight", "LinearWithFrozenWeight"
+_CROSS_ENTROPY = "vocab_parallel_cross_entropy"
+Swaps = list[tuple[Any, Any]]  # Megatron's, ours
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,10 @@ class Report:
     """What ``patch`` did.
 
     Attributes:
-        version: of megatron-core.
+        version: of megatron-core, as it says itself.
         replaced: (module, name) of every name that refers to ours now, in order.
-        kept: what remains Megatron's, and why.
+        kept: a line for each thing that remains Megatron's, with the reason. A name whose arguments are not known is
+            here with its arguments and ours.
     """
 
     version: str
@@ -73,20 +72,29 @@ class _Active:
 
 
 class _State:
-    """What should hold (``base``, and the open contexts above it), and what does."""
+    """The patch that should hold (``base``, and the open contexts above it), and the one that does.
+
+    Attributes:
+        originals: every object that a name of Megatron's has had, the newest last; ``importlib.reload`` makes others,
+            and modules that had imported a name before still have the older ones.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.base: _Options | None = None
         self.contexts: list[tuple[object, _Options]] = []
         self.active: _Active | None = None
+        self.originals: dict[tuple[str, str], list[Any]] = {}
 
     def settle(self) -> None:
-        """Make what holds what should hold; on an error nothing changes."""
+        """Make the patch that should hold the one that does; on an error nothing changes."""
         wanted = self.contexts[-1][1] if self.contexts else self.base
         before = self.active
         if before is not None and before.options == wanted:
-            before.rebinding.apply()  # modules that were imported since
+            swaps, kept = _swaps(before.options.cross_entropy)
+            before.rebinding.extend(swaps)
+            before.rebinding.apply()  # modules that were imported or reloaded since
+            self.active = replace(before, kept=kept)
             return
         redo = None if before is None else before.rebinding.undo()
         try:
@@ -95,6 +103,24 @@ class _State:
             if redo is not None:
                 redo()
             raise
+
+    def original(self, module: str, name: str) -> Any:
+        """Megatron's own object of a name, replaced or not.
+
+        Raises:
+            UnsupportedError: this version does not have it.
+        """
+        found = _core(module)
+        if not hasattr(found, name):
+            raise UnsupportedError(f"{found.__name__}.{name} is missing")
+        value = getattr(found, name)
+        return value if self.active is None else self.active.rebinding.original(value)
+
+    def all_originals(self, module: str, name: str, newest: Any) -> list[Any]:
+        """The objects that the name has had, ``newest`` last."""
+        others = [each for each in self.originals.get((module, name), []) if each is not newest]
+        self.originals[module, name] = [*others, newest]
+        return self.originals[module, name]
 
 
 _state = _State()
@@ -112,8 +138,11 @@ def patch(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron",
     replaces the first. The patch is one of the process: all threads see it. Objects that were made before keep their
     class (a ``P2PCommunicator`` in use), and so do names in local variables, default arguments and closures.
 
-    What remains Megatron's: calls with fused gradient accumulation, with deferred embedding gradients, or under
-    autocast; TransformerEngine's layers, which call torch.distributed themselves; data-parallel and MoE bookkeeping.
+    What remains Megatron's: calls with fused gradient accumulation, with deferred embedding gradients, with weights
+    that are gathered over a further axis (``gtp_remat_size``), or under autocast; TransformerEngine's layers, which
+    call torch.distributed themselves; data-parallel and MoE bookkeeping.
+
+    After ``importlib.reload`` of a module of Megatron's, call ``patch()`` again: the module's names are its own then.
 
     Args:
         cross_entropy: also replace ``vocab_parallel_cross_entropy`` by ours, which leaves the logits alone and sends
@@ -129,8 +158,9 @@ def patch(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron",
     Raises:
         ArgumentError: ``packages`` is not a list of names, or nothing of one of them is imported yet.
         ImportError: megatron-core is not installed.
-        UnsupportedError: a function or method has other arguments than ours; nothing was replaced. This, and not the
-            version number, decides whether a version works: versions that are not in ``TESTED`` only get a warning.
+        UnsupportedError: not a single name can be replaced. A name whose arguments are not known stays Megatron's, and
+            ``Report.kept`` has both signatures. This, and not the version number, decides: versions that are not in
+            ``TESTED`` only get a warning.
     """
     options = _options(cross_entropy, packages)
     with _state.lock:
@@ -197,102 +227,171 @@ def _core(name: str) -> Any:
 
 
 def _activate(options: _Options) -> _Active:
-    swaps, unknown = _swaps(options.cross_entropy)
-    for original, replacement in swaps:
-        _check_signature(original, replacement)
+    swaps, kept = _swaps(options.cross_entropy)
     version = _core("package_info").__version__
-    if version not in TESTED:
+    if version.partition("+")[0] not in TESTED:  # inside of a git repository Megatron appends its commit
         warnings.warn(
-            f"tritoncomm.integrations.megatron is tested with megatron-core {', '.join(TESTED)}; this is {version}, "
-            "whose functions have the same arguments",
+            f"tritoncomm.integrations.megatron is tested with megatron-core {', '.join(TESTED)}; this is {version}, of "
+            "which names with the same arguments are replaced; the report has the others",
             stacklevel=4,
         )
-    rebinding = Rebinding(swaps, options.packages)
+    rebinding = Rebinding(options.packages)
+    rebinding.extend(swaps)
     rebinding.apply()
-    return _Active(options, rebinding, version, (*_kept(options.cross_entropy), *unknown))
+    return _Active(options, rebinding, version, kept)
 
 
-def _swaps(cross_entropy: bool) -> tuple[list[tuple[Any, Any]], list[str]]:
-    """(Megatron's, ours) of everything that is replaced, and a line for each mapping without a counterpart."""
-    theirs, layers, state = _core("tensor_parallel.mappings"), _core("tensor_parallel.layers"), _core("parallel_state")
-    swaps = [(getattr(theirs, name), _ours(name)) for name in mappings.__all__ if hasattr(theirs, name)]
-    swaps.append((_named(_core("pipeline_parallel.p2p_communication"), "P2PCommunicator"), P2PCommunicator))
-    originals = tuple(_named(layers, name) for name in _LINEAR)
-    resolve_group = _core("utils").get_tensor_model_parallel_group_if_none
-    linear = megatron_functions.linear_functions(*originals, resolve_group, state.get_global_memory_buffer)
-    swaps += zip(originals, linear, strict=True)
+def _swaps(cross_entropy: bool) -> tuple[Swaps, tuple[str, ...]]:
+    """Every object that is replaced with its replacement, and the report's lines on those that are not.
+
+    A name is replaced if ours takes every call that Megatron's takes. A linear function and its autograd class are
+    replaced together or not at all: the function decides which collectives the class runs, so that an argument of
+    either which is not known may change the meaning of the other. Mappings only hand their arguments to their classes,
+    which are judged by their own, and all methods of a class are one name.
+
+    Raises:
+        UnsupportedError: no name at all can be replaced.
+    """
+    swaps: Swaps = []
+    replaced: set[str] = set()
+    refused: list[str] = []
+    for module, names, replacements in _sets(cross_entropy):
+        try:
+            originals = [_state.original(module, name) for name in names]
+            ours = replacements(*originals)
+            for name, original, replacement in zip(names, originals, ours, strict=True):
+                _check_signature(f"megatron.core.{module}.{name}", original, replacement)
+        except UnsupportedError as error:
+            both = f" ({' and '.join(names)} are replaced together or not at all)" if len(names) > 1 else ""
+            refused.append(f"{error}{both}")
+            continue
+        for name, original, replacement in zip(names, originals, ours, strict=True):
+            swaps += [(each, replacement) for each in _state.all_originals(module, name, original)]
+            replaced.add(name)
+    if not swaps:
+        version = _core("package_info").__version__
+        raise UnsupportedError("\n".join([f"nothing of megatron-core {version} can be replaced:", *refused]))
+    return swaps, (*_kept(cross_entropy, replaced), *refused, *_unknown())
+
+
+def _sets(cross_entropy: bool) -> Iterator[tuple[str, tuple[str, ...], Callable[..., Sequence[Any]]]]:
+    """(module, names, replacements of the originals) of names that are replaced together or not at all."""
+    theirs = _core(_MAPPINGS)
+    for name in mappings.__all__:
+        if hasattr(theirs, name):
+            owner = megatron_functions if name in megatron_functions.__all__ else mappings
+            yield _MAPPINGS, (name,), _always(getattr(owner, name))
+    yield "pipeline_parallel.p2p_communication", ("P2PCommunicator",), _always(P2PCommunicator)
+    yield _LAYERS, _LINEAR, _linear
+    yield _LAYERS, _FROZEN, _frozen_linear
     if cross_entropy:
-        function = _core("tensor_parallel.cross_entropy").vocab_parallel_cross_entropy
-        group = state.get_tensor_model_parallel_group
-        swaps.append((function, megatron_functions.cross_entropy_function(function, group)))
-    known = {id(original) for original, _ in swaps}
-    unknown = [
-        f"{theirs.__name__}.{name}: tritoncomm has no counterpart"
-        for name, value in vars(theirs).items()
-        if inspect.isfunction(value) or inspect.isclass(value)
-        if value.__module__ == theirs.__name__ and id(value) not in known
-    ]
-    return swaps, unknown
+        yield "tensor_parallel.cross_entropy", (_CROSS_ENTROPY,), _cross_entropy
 
 
-def _named(module: Any, name: str) -> Any:
-    """What Megatron's ``module`` calls ``name``.
-
-    Raises:
-        UnsupportedError: this version does not have it.
-    """
-    if not hasattr(module, name):
-        raise UnsupportedError(f"{module.__name__}.{name} is missing; this version of megatron-core is not supported")
-    return getattr(module, name)
+def _always(ours: Any) -> Callable[[Any], Sequence[Any]]:
+    return lambda theirs: [ours]
 
 
-def _ours(name: str) -> Any:
-    return getattr(megatron_functions if name in megatron_functions.__all__ else mappings, name)
+def _linear(theirs: Any, linear_class: Any) -> Sequence[Any]:
+    for function in (theirs, _forward(linear_class)):
+        _parameters(function)  # refuses one that cannot be read
+    resolve = _state.original("utils", "get_tensor_model_parallel_group_if_none")
+    buffers = _state.original("parallel_state", "get_global_memory_buffer")
+    return megatron_functions.linear_functions(theirs, linear_class, resolve, buffers)
 
 
-def _check_signature(theirs: Any, ours: Any) -> None:
-    """Refuse a function of Megatron's that takes calls which ours does not take.
+def _frozen_linear(theirs: Any, linear_class: Any) -> Sequence[Any]:
+    _parameters(theirs)
+    resolve = _state.original("utils", "get_tensor_model_parallel_group_if_none")
+    return megatron_functions.frozen_linear_functions(theirs, linear_class, resolve)
+
+
+def _cross_entropy(theirs: Any) -> Sequence[Any]:
+    group = _state.original("parallel_state", "get_tensor_model_parallel_group")
+    return [megatron_functions.cross_entropy_function(theirs, group)]
+
+
+def _check_signature(label: str, theirs: Any, ours: Any) -> None:
+    """Refuse a function of Megatron's that takes a call which ours does not take.
 
     Raises:
-        UnsupportedError: its name, and both signatures.
+        UnsupportedError: the function's name, and both signatures.
     """
-    for name, expected, offered in _callables(theirs, ours):
-        wanted, given = _parameters(expected), _parameters(offered)
-        shared, more = given[: len(wanted)], given[len(wanted) :]
-        if wanted != shared or any(p.default is p.empty for p in more):
-            signatures = f"({', '.join(map(str, wanted))}), ours takes ({', '.join(map(str, given))})"
-            raise UnsupportedError(f"{theirs.__module__}.{name} takes {signatures}; this version is not supported")
+    for suffix, expected, offered in _callables(label, theirs, ours):
+        wanted, known = _parameters(expected), _parameters(offered)
+        more = known[len(wanted) :]
+        if len(wanted) > len(known) or any(p.default is p.empty for p in more) or not all(map(_takes, known, wanted)):
+            signatures = f"({', '.join(map(str, wanted))}), ours takes ({', '.join(map(str, known))})"
+            raise UnsupportedError(f"{label}{suffix} takes {signatures}")
+
+
+def _takes(ours: inspect.Parameter, theirs: inspect.Parameter) -> bool:
+    """Whether our parameter takes each value that Megatron's takes; one without a default may have any in ours."""
+    is_same = (ours.name, ours.kind) == (theirs.name, theirs.kind)
+    return is_same and (theirs.default is theirs.empty or theirs.default == ours.default)
 
 
 def _parameters(function: Any) -> list[inspect.Parameter]:
-    """What a caller passes; annotations, which may differ, left out."""
-    parameters = inspect.signature(function).parameters.values()
+    """Parameters that a caller passes; annotations, which may differ, left out.
+
+    Raises:
+        UnsupportedError: the function has no signature.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(f"{function!r} has no signature") from error
     return [p.replace(annotation=p.empty) for p in parameters if p.name != "ctx"]
 
 
-def _callables(theirs: Any, ours: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(name, Megatron's, ours) of a function, or of what is called on a class."""
+def _forward(autograd_class: Any) -> Any:
+    """The function whose arguments ``apply`` takes; of a class of ours that has no ``forward``, ``apply`` itself."""
+    return getattr(autograd_class, "forward", None) or getattr(autograd_class, "apply", None)
+
+
+def _callables(label: str, theirs: Any, ours: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(suffix of the name, Megatron's, ours) of a function, or of what is called on a class.
+
+    Raises:
+        UnsupportedError: Megatron's is of another kind, or has a method or property that ours does not have.
+    """
+    if inspect.isclass(theirs) != inspect.isclass(ours) or not callable(theirs):
+        raise UnsupportedError(f"{label} is an object of {type(theirs).__name__}")
     if not inspect.isclass(theirs):
-        yield theirs.__name__, theirs, ours
-    elif ours is P2PCommunicator:
-        for name, method in vars(theirs).items():
-            if inspect.isroutine(method):
-                label = f"{theirs.__name__}.{name}"
-                if not hasattr(ours, name):
-                    raise UnsupportedError(f"{theirs.__module__}.{label}: tritoncomm has no such method")
-                yield label, method, getattr(ours, name)
+        yield "", theirs, ours
+    elif ours is not P2PCommunicator:
+        yield ".apply", _forward(theirs), _forward(ours)
     else:
-        forward = cast(Any, theirs).forward
-        yield f"{theirs.__name__}.apply", forward, getattr(ours, "forward", None) or ours.apply
+        for member in inspect.classify_class_attrs(theirs):
+            if member.defining_class is object or member.kind == "data":
+                continue
+            offered = inspect.getattr_static(ours, member.name, None)
+            if offered is None or isinstance(offered, property) != (member.kind == "property"):
+                raise UnsupportedError(f"{label}.{member.name}: tritoncomm has no such {member.kind}")
+            if member.kind != "property":
+                yield f".{member.name}", getattr(theirs, member.name), getattr(ours, member.name)
 
 
-def _kept(cross_entropy: bool) -> Iterator[str]:
-    """Lines of the report on what remains Megatron's."""
-    yield "linear layers with gradient_accumulation_fusion, with deferred embedding gradients, or under autocast"
-    if cross_entropy:
-        yield "vocab_parallel_cross_entropy with label smoothing, which is over the local vocabulary there"
-    else:
-        yield "vocab_parallel_cross_entropy: ours is opt-in, cross_entropy=True"
+def _kept(cross_entropy: bool, replaced: Set[str]) -> Iterator[str]:
+    """Lines of the report on calls that remain Megatron's by design, of names that are replaced."""
+    if replaced & {*_LINEAR, *_FROZEN}:
+        yield (
+            "linear layers with gradient_accumulation_fusion, with deferred embedding gradients, with a gtp_remat_size "
+            "other than 1, or under autocast"
+        )
+    if _CROSS_ENTROPY in replaced:
+        yield f"{_CROSS_ENTROPY} with label smoothing, which is over the local vocabulary there"
+    elif not cross_entropy:
+        yield f"{_CROSS_ENTROPY}: ours is opt-in, cross_entropy=True"
     extension = sys.modules.get("megatron.core.extensions.transformer_engine")
     if extension is not None and extension.HAVE_TE:
         yield "TransformerEngine's layers (TELinear and its kind): they call torch.distributed themselves"
+
+
+def _unknown() -> Iterator[str]:
+    """Lines of the report on mappings without a counterpart."""
+    theirs = _core(_MAPPINGS)
+    for name, value in vars(theirs).items():
+        is_own = (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == theirs.__name__
+        if is_own and name not in mappings.__all__:
+            yield f"{theirs.__name__}.{name}: tritoncomm has no counterpart"

@@ -5,6 +5,7 @@ while the products do: backward starts the all-gather of the input before the pr
 reduction of that gradient before the product for the weight's.
 """
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable
@@ -28,13 +29,19 @@ from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.mappings.functions import _ReduceInPlace
 from tritoncomm.mappings.general import checked
 
-__all__ = ["cross_entropy_function", "linear_functions", "reduce_from_tensor_model_parallel_region"]
+__all__ = [
+    "cross_entropy_function",
+    "frozen_linear_functions",
+    "linear_functions",
+    "reduce_from_tensor_model_parallel_region",
+]
 
 Buffers = Callable[[], Any]  # Megatron's global memory buffer
 Options = tuple[bool, bool, Any, Buffers | None]  # bias, allreduce_dgrad, group; buffers with sequence parallelism
 
 _LINEAR = "linear_with_grad_accumulation_and_async_allreduce"
 _FROZEN = "linear_with_frozen_weight"
+_ASYNC, _GTP = "async_grad_allreduce", "gtp_remat_size"  # up to 0.16.1, and from 0.19 on
 _SUM = ReduceOp.SUM
 _matmul = torch.nn.functional.linear  # without bias: one call instead of `t` and `matmul`
 _is_autocast = torch._C._is_any_autocast_enabled
@@ -202,99 +209,106 @@ def _is_plain(input: Tensor, weight: Tensor) -> bool:
     return not autocast and type(input) is Tensor and (type(weight) is Parameter or type(weight) is Tensor)
 
 
+def _takes(function: Any, name: str) -> bool:
+    return name in inspect.signature(function).parameters
+
+
 @lru_cache(maxsize=1)
-def linear_functions(
-    theirs: Any,
-    theirs_frozen: Any,
-    linear_class: Any,
-    frozen_class: Any,
-    resolve_group: Callable[[Any], Any],
-    buffers: Buffers,
-) -> tuple[Any, ...]:
-    """Ours of both linear functions and of their autograd classes; the same objects for the same arguments.
+def linear_functions(theirs: Any, linear_class: Any, resolve_group: Callable[[Any], Any], buffers: Buffers) -> Any:
+    """Ours of the linear function of a trained weight and of its autograd class; cached by the arguments.
 
     Args:
         theirs: Megatron's ``linear_with_grad_accumulation_and_async_allreduce``.
-        theirs_frozen: its ``linear_with_frozen_weight``.
-        linear_class: the autograd class of the first.
-        frozen_class: that of the second.
+        linear_class: its autograd class.
         resolve_group: Megatron's rule for a group that is None.
         buffers: returns Megatron's global memory buffer.
     """
+    takes_gtp = _takes(linear_class.forward, _GTP)
 
-    def linear_with_grad_accumulation_and_async_allreduce(
+    def run(
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         gradient_accumulation_fusion: bool,
         allreduce_dgrad: bool,
         sequence_parallel: bool,
-        grad_output_buffer: list[Tensor] | None = None,
-        wgrad_deferral_limit: int | None = 0,
-        async_grad_allreduce: bool | None = None,
-        tp_group: ProcessGroup | None = None,
+        grad_output_buffer: list[Tensor] | None,
+        wgrad_deferral_limit: int | None,
+        tp_group: ProcessGroup | None,
+        gtp_remat_size: int,
     ) -> Tensor:
-        """Forward: ``input @ weight.t() + bias``, all-gathered first with ``sequence_parallel``. Backward: reduced.
-
-        Megatron's own runs with fused gradient accumulation, deferred weight gradients, autocast, and for subclasses
-        of tensors.
-        """
         if (
             gradient_accumulation_fusion
             or grad_output_buffer is not None
-            or async_grad_allreduce is not None
+            or gtp_remat_size != 1
             or not _is_plain(input, weight)
         ):
             return theirs(
                 input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel,
-                grad_output_buffer, wgrad_deferral_limit, async_grad_allreduce, tp_group,
+                grad_output_buffer, wgrad_deferral_limit, tp_group=tp_group, **_rematerialized(gtp_remat_size),
             )  # fmt: skip
         if not (allreduce_dgrad or sequence_parallel):
             if bias is None and input.is_contiguous():
                 return _matmul(input, weight)  # autograd's own derivative has the same products, and no Python in it
             return _Linear.apply(input, weight, bias, False, None, None)
-        if tp_group is None:
-            tp_group = resolve_group(None)
-        return _communicating(input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group)
-
-    def _communicating(
-        input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, sequence_parallel: bool, group: Any
-    ) -> Tensor:
         if allreduce_dgrad and sequence_parallel:
             raise ArgumentError(f"{_LINEAR}: allreduce_dgrad and sequence_parallel exclude each other")
-        ours: Any = linear_with_grad_accumulation_and_async_allreduce
-        if not ours.warned and not is_compiling():
-            ours.warned = True
+        if tp_group is None:
+            tp_group = resolve_group(None)
+        if not function.warned and not is_compiling():
+            function.warned = True
             _warn_of_connections()
         used = buffers if sequence_parallel else None
         if torch.is_grad_enabled():
-            return _Linear.apply(input, weight, bias, allreduce_dgrad, group, used)
-        return _product(input, weight, bias, group, used)
+            return _Linear.apply(input, weight, bias, allreduce_dgrad, tp_group, used)
+        return _product(input, weight, bias, tp_group, used)
 
-    def linear_with_frozen_weight(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        gradient_accumulation_fusion: bool,
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-        tp_group: ProcessGroup | None,
-        grad_output_buffer: list[Tensor] | None = None,
-        wgrad_deferral_limit: None = None,
-        async_grad_allreduce: bool | None = None,
-    ) -> Tensor:
-        """The same for a weight without gradient; as in Megatron, only ``input`` gets a gradient, ``bias`` none."""
-        refused = grad_output_buffer is not None or wgrad_deferral_limit is not None
-        if refused or async_grad_allreduce is not None or not _is_plain(input, weight):
-            return theirs_frozen(
-                input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group,
-                grad_output_buffer, wgrad_deferral_limit, async_grad_allreduce,
+    if _takes(theirs, _ASYNC):
+
+        def linear_with_grad_accumulation_and_async_allreduce(  # pyright: ignore[reportRedeclaration]
+            input: Tensor,
+            weight: Tensor,
+            bias: Tensor | None,
+            gradient_accumulation_fusion: bool,
+            allreduce_dgrad: bool,
+            sequence_parallel: bool,
+            grad_output_buffer: list[Tensor] | None = None,
+            wgrad_deferral_limit: int | None = 0,
+            async_grad_allreduce: bool | None = None,
+            tp_group: ProcessGroup | None = None,
+        ) -> Tensor:
+            """Forward: ``input @ weight.t() + bias``, as below. Megatron warns of ``async_grad_allreduce``."""
+            arguments = (
+                input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel,
+                grad_output_buffer, wgrad_deferral_limit,
             )  # fmt: skip
-        if sequence_parallel:
-            input = mappings.gather_from_sequence_parallel_region(input, group=resolve_group(tp_group))
-        if torch.is_grad_enabled():
-            return _FrozenLinear.apply(input, weight, bias, resolve_group(tp_group) if allreduce_dgrad else None)
-        return _product(input, weight, bias, None, None)
+            if async_grad_allreduce is not None:
+                return theirs(*arguments, async_grad_allreduce, tp_group)
+            return run(*arguments, tp_group, 1)
+
+    else:
+
+        def linear_with_grad_accumulation_and_async_allreduce(
+            input: Tensor,
+            weight: Tensor,
+            bias: Tensor | None,
+            gradient_accumulation_fusion: bool,
+            allreduce_dgrad: bool,
+            sequence_parallel: bool,
+            grad_output_buffer: list[Tensor] | None = None,
+            wgrad_deferral_limit: int | None = 0,
+            tp_group: ProcessGroup | None = None,
+            gtp_remat_size: int = 1,
+        ) -> Tensor:
+            """Forward: ``input @ weight.t() + bias``, all-gathered first with ``sequence_parallel``. Backward: reduced.
+
+            Megatron's own runs with fused gradient accumulation, deferred weight gradients, weights that are gathered
+            over a further axis (``gtp_remat_size``), autocast, and for subclasses of tensors.
+            """
+            return run(
+                input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel,
+                grad_output_buffer, wgrad_deferral_limit, tp_group, gtp_remat_size,
+            )  # fmt: skip
 
     class LinearWithGradAccumulationAndAsyncCommunication:
         """Stands where Megatron's autograd class of this name stands."""
@@ -303,15 +317,104 @@ def linear_functions(
         def apply(
             input: Tensor, weight: Tensor, bias: Tensor | None, gradient_accumulation_fusion: bool,
             allreduce_dgrad: bool, sequence_parallel: bool, grad_output_buffer: Any, wgrad_deferral_limit: Any,
-            tp_group: Any,
+            tp_group: Any, gtp_remat_size: int = 1,
         ) -> Tensor:  # fmt: skip
             """Ours, or Megatron's for the cases that it keeps."""
-            if gradient_accumulation_fusion or grad_output_buffer is not None or not _is_plain(input, weight):
+            if (
+                gradient_accumulation_fusion
+                or grad_output_buffer is not None
+                or gtp_remat_size != 1
+                or not _is_plain(input, weight)
+            ):
+                more = (gtp_remat_size,) if gtp_remat_size != 1 or takes_gtp else ()
                 return linear_class.apply(
                     input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel,
-                    grad_output_buffer, wgrad_deferral_limit, tp_group,
+                    grad_output_buffer, wgrad_deferral_limit, tp_group, *more,
                 )  # fmt: skip
             return _Linear.apply(input, weight, bias, allreduce_dgrad, tp_group, buffers if sequence_parallel else None)
+
+    function: Any = linear_with_grad_accumulation_and_async_allreduce
+    # Megatron's function, where it runs, keeps this flag on whatever has its name.
+    function.warned = getattr(theirs, "warned", False)
+    return function, LinearWithGradAccumulationAndAsyncCommunication
+
+
+@lru_cache(maxsize=1)
+def frozen_linear_functions(theirs: Any, linear_class: Any, resolve_group: Callable[[Any], Any]) -> Any:
+    """Ours of the linear function of a frozen weight and of its autograd class; cached by the arguments.
+
+    Args:
+        theirs: Megatron's ``linear_with_frozen_weight``.
+        linear_class: its autograd class.
+        resolve_group: Megatron's rule for a group that is None.
+    """
+
+    def run(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: ProcessGroup | None,
+        grad_output_buffer: list[Tensor] | None,
+        wgrad_deferral_limit: None,
+        gtp_remat_size: int,
+    ) -> Tensor:
+        refused = grad_output_buffer is not None or wgrad_deferral_limit is not None
+        if refused or gtp_remat_size != 1 or not _is_plain(input, weight):
+            return theirs(
+                input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group,
+                grad_output_buffer, wgrad_deferral_limit, **_rematerialized(gtp_remat_size),
+            )  # fmt: skip
+        if sequence_parallel:
+            input = mappings.gather_from_sequence_parallel_region(input, group=resolve_group(tp_group))
+        if torch.is_grad_enabled():
+            return _FrozenLinear.apply(input, weight, bias, resolve_group(tp_group) if allreduce_dgrad else None)
+        return _product(input, weight, bias, None, None)
+
+    if _takes(theirs, _ASYNC):
+
+        def linear_with_frozen_weight(  # pyright: ignore[reportRedeclaration]
+            input: Tensor,
+            weight: Tensor,
+            bias: Tensor | None,
+            gradient_accumulation_fusion: bool,
+            allreduce_dgrad: bool,
+            sequence_parallel: bool,
+            tp_group: ProcessGroup | None,
+            grad_output_buffer: list[Tensor] | None = None,
+            wgrad_deferral_limit: None = None,
+            async_grad_allreduce: bool | None = None,
+        ) -> Tensor:
+            """The linear function for a frozen weight, as below. Megatron warns of ``async_grad_allreduce``."""
+            arguments = (
+                input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group,
+                grad_output_buffer, wgrad_deferral_limit,
+            )  # fmt: skip
+            if async_grad_allreduce is not None:
+                return theirs(*arguments, async_grad_allreduce)
+            return run(*arguments, 1)
+
+    else:
+
+        def linear_with_frozen_weight(
+            input: Tensor,
+            weight: Tensor,
+            bias: Tensor | None,
+            gradient_accumulation_fusion: bool,
+            allreduce_dgrad: bool,
+            sequence_parallel: bool,
+            tp_group: ProcessGroup | None,
+            grad_output_buffer: list[Tensor] | None = None,
+            wgrad_deferral_limit: None = None,
+            gtp_remat_size: int = 1,
+        ) -> Tensor:
+            """The linear function without a gradient of the weight; as in Megatron, ``bias`` gets none either."""
+            return run(
+                input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group,
+                grad_output_buffer, wgrad_deferral_limit, gtp_remat_size,
+            )  # fmt: skip
 
     class LinearWithFrozenWeight:
         """Stands where Megatron's autograd class of this name stands."""
@@ -320,17 +423,15 @@ def linear_functions(
         def apply(input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, tp_group: Any) -> Tensor:
             """Ours, or Megatron's for the cases that it keeps."""
             if not _is_plain(input, weight):
-                return frozen_class.apply(input, weight, bias, allreduce_dgrad, tp_group)
-            return linear_with_frozen_weight(input, weight, bias, False, allreduce_dgrad, False, tp_group)
+                return linear_class.apply(input, weight, bias, allreduce_dgrad, tp_group)
+            return run(input, weight, bias, False, allreduce_dgrad, False, tp_group, None, None, 1)
 
-    # Megatron's function, where it runs, keeps this flag on whatever has its name.
-    linear_with_grad_accumulation_and_async_allreduce.warned = theirs.warned  # pyright: ignore
-    return (
-        linear_with_grad_accumulation_and_async_allreduce,
-        linear_with_frozen_weight,
-        LinearWithGradAccumulationAndAsyncCommunication,
-        LinearWithFrozenWeight,
-    )
+    return linear_with_frozen_weight, LinearWithFrozenWeight
+
+
+def _rematerialized(gtp_remat_size: int) -> dict[str, int]:
+    """The argument that versions before 0.19 do not have, where a caller passes it."""
+    return {} if gtp_remat_size == 1 else {_GTP: gtp_remat_size}
 
 
 def _warn_of_connections() -> None:
@@ -378,12 +479,17 @@ def cross_entropy_function(theirs: Any, tensor_group: Callable[[], ProcessGroup]
     from tritoncomm.tensor.vocab_parallel import cross_entropy_rows
 
     def vocab_parallel_cross_entropy(
-        vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        label_smoothing: float = 0.0,
+        tp_group: ProcessGroup | None = None,
     ) -> Tensor:
         """Loss of every position, fp32; one all-gather of two numbers a row, and the logits stay as they are."""
         if label_smoothing:
-            return theirs(vocab_parallel_logits, target, label_smoothing)
-        group, size = tensor_group(), vocab_parallel_logits.shape[-1]
+            more = {} if tp_group is None else {"tp_group": tp_group}  # from 0.19 on
+            return theirs(vocab_parallel_logits, target, label_smoothing, **more)
+        group = tensor_group() if tp_group is None else tp_group
+        size = vocab_parallel_logits.shape[-1]
         bounds = group.rank() * size, size
         classes = size * group.size()
         return cross_entropy_rows(vocab_parallel_logits.float(), target, None, bounds, classes, -100, 0.0, group)[0]

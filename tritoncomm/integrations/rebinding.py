@@ -5,7 +5,7 @@ who look it up there. Here every name of every loaded module is compared with th
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,58 +16,86 @@ class Rebinding:
     """Binds the names of loaded modules that refer to an original to its replacement, until ``undo``.
 
     Args:
-        swaps: (original, replacement) pairs; a replacement stands for one original only.
         packages: top-level packages whose modules are searched, submodules included.
     """
 
-    def __init__(self, swaps: Sequence[tuple[Any, Any]], packages: Sequence[str]) -> None:
-        self._swaps, self._packages = tuple(swaps), tuple(packages)  # the pairs keep the ids below valid
-        self._replacements = {id(original): replacement for original, replacement in swaps}
-        self._originals = {id(replacement): original for original, replacement in swaps}
-        # A module may have imported a replacement by itself; that name is not ours to restore.
-        self._imported = {(id(module), name) for module, name, _ in self._bound_to(self._originals)}
-        self.names: set[tuple[str, str]] = set()
+    def __init__(self, packages: Sequence[str]) -> None:
+        self._packages = tuple(packages)
+        self._swaps: list[tuple[Any, Any]] = []  # the pairs keep the ids below valid
+        self._replacements: dict[int, Any] = {}
+        self._originals: dict[int, Any] = {}
+        self._imported: set[tuple[int, str]] = set()
+        self._replaced: dict[tuple[int, str], tuple[ModuleType, Any]] = {}
 
-    def _bound_to(self, objects: Mapping[int, Any]) -> Iterator[tuple[ModuleType, str, Any]]:
-        """(module, name, counterpart) of every name that refers to one of ``objects``."""
+    def extend(self, swaps: Sequence[tuple[Any, Any]]) -> None:
+        """Take on (original, replacement) pairs; an original that is known keeps its replacement.
+
+        Of several originals of one replacement the newest is the last.
+        """
+        swaps = [(original, replacement) for original, replacement in swaps if id(original) not in self._replacements]
+        added = {id(replacement) for _, replacement in swaps} - self._originals.keys()
+        self._swaps += swaps
+        self._replacements |= {id(original): replacement for original, replacement in swaps}
+        self._originals |= {id(replacement): original for original, replacement in swaps}
+        # A module may have imported a replacement by itself; that name is not ours to restore.
+        self._imported |= {(id(module), name) for module, name, value in self._bound(added)}
+
+    def original(self, value: Any) -> Any:
+        """The newest original of a replacement; anything else as it is."""
+        return self._originals.get(id(value), value)
+
+    @property
+    def names(self) -> set[tuple[str, str]]:
+        """(module, name) of every name that ``apply`` has bound and that still refers to a replacement."""
+        return {
+            (module.__name__, name)
+            for (_, name), (module, _) in self._replaced.items()
+            if id(vars(module).get(name)) in self._originals
+        }
+
+    def _bound(self, ids: Container[int]) -> Iterator[tuple[ModuleType, str, Any]]:
+        """(module, name, value) of every name whose value has one of these ids."""
         for module_name, module in list(sys.modules.items()):
             if module_name.partition(".")[0] not in self._packages or not isinstance(module, ModuleType):
                 continue
             for name, value in list(vars(module).items()):
-                if id(value) in objects:
-                    yield module, name, objects[id(value)]
+                if id(value) in ids:
+                    yield module, name, value
 
     def apply(self) -> None:
         """Bind every name to the replacement; all of them, or, where one cannot be set, none."""
         done: list[tuple[ModuleType, str, Any]] = []
         try:
-            for module, name, replacement in self._bound_to(self._replacements):
-                original = vars(module)[name]
-                setattr(module, name, replacement)
+            for module, name, original in self._bound(self._replacements):
+                setattr(module, name, self._replacements[id(original)])
                 done.append((module, name, original))
         except BaseException:
             for module, name, original in done:
                 setattr(module, name, original)
             raise
-        self.names.update((module.__name__, name) for module, name, _ in done)
+        self._replaced |= {(id(module), name): (module, original) for module, name, original in done}
 
     def undo(self) -> Callable[[], None]:
         """Bind every name to the original again, in modules that were imported since ``apply`` too.
 
-        A name that has been rebound to a third object in between is left alone.
+        A name gets the object that ``apply`` has found there, a name that was imported since the newest original. A
+        name that has been rebound to a third object in between is left alone.
 
         Returns:
             What takes this back, without looking at any other name.
         """
-        names, undone = self.names, []
-        for module, name, original in self._bound_to(self._originals):
+        replaced, undone = self._replaced, []
+        for module, name, replacement in self._bound(self._originals):
             if (id(module), name) not in self._imported:
+                _, original = replaced.get((id(module), name), (module, None))
+                if self._replacements.get(id(original)) is not replacement:
+                    original = self._originals[id(replacement)]
                 setattr(module, name, original)
-                undone.append((module, name, self._replacements[id(original)]))
-        self.names = set()
+                undone.append((module, name, replacement))
+        self._replaced = {}
 
         def redo() -> None:
-            self.names = names
+            self._replaced = replaced
             for module, name, replacement in undone:
                 setattr(module, name, replacement)
 

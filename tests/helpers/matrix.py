@@ -1,0 +1,164 @@
+"""The table of versions in docs/compatibility.md: ``make test-matrix`` runs the tests of every environment.
+
+``tests/compatibility.json`` keeps the results. A run replaces the cells that it has run, and drops those of an
+environment whose versions have changed since. ``--write`` only writes the page.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["PAGE", "RESULTS", "measure", "page"]
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PAGE = ROOT / "tests" / "compatibility.json", ROOT / "docs" / "compatibility.md"
+NOT_RUN = "not run"
+
+ENVIRONMENTS = {"default": ".venv", "oldest": ".venv-oldest", "newest": ".venv-newest"}
+PACKAGES = {
+    "torch": "torch", "triton": "Triton", "numpy": "numpy", "transformers": "transformers", "accelerate": "accelerate",
+    "deepspeed": "DeepSpeed", "yunchang": "yunchang",
+}  # fmt: skip
+MEGATRON = {"0.16.1": "3.10", "0.17.1": "3.12", "0.18.2": "3.12", "0.19.2": "3.12"}  # the oldest Python of each
+SUITE, GPU = "tests", "compiled kernels on a stub CUDA driver"
+PARTS: dict[str, list[str]] = {
+    SUITE: ["tests", "-m", "not slow", "-n", "2", "--dist", "loadfile"],
+    GPU: ["--device", "sm90", "tests/fake_gpu/on_stub.py", "tests/kernels", "tests/gpu/test_ranks.py"],
+} | {
+    version: ["tests/integrations/test_megatron.py", "tests/p2p/test_megatron.py", "--megatron", version]
+    for version in MEGATRON
+}
+
+HEAD = """# Versions
+
+Written by `make test-matrix`, which runs the tests in every environment that is there and keeps the cells of the others
+from the run before; a test compares this page with `tests/compatibility.json`. Every cell has the day and the commit of
+its run.
+
+`make test` sets up the first environment, with the versions of `constraints.txt`. `make test-oldest` and
+`make test-newest` set up the other two.
+"""
+BETWEEN = """
+The tests compare with transformers, DeepSpeed, yunchang and Megatron-core 0.16.1 as installed in each environment.
+
+## Megatron-core
+
+Tests of the integration and of the pipeline schedules, the slow ones included, with each release in a process of its
+own: `make test-megatron`. Releases from 0.17 on declare Python 3.12 or newer, and import on older ones too.
+"""
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """The page in Markdown."""
+    names = list(ENVIRONMENTS)
+    rows = [["", *names]]
+    for package, shown in {"python": "Python", **PACKAGES}.items():
+        rows.append([shown, *(_version(results, name, package) for name in names)])
+    rows += [[part, *(_cell(results, name, part) for name in names)] for part in (SUITE, GPU)]
+    megatron = [["release", "declares Python", *names]]
+    for version, python in MEGATRON.items():
+        megatron.append([version, f"{python} or newer", *(_cell(results, name, version) for name in names)])
+    return "\n".join([HEAD, *_table(rows), BETWEEN, *_table(megatron), ""])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    head, *others = (f"| {' | '.join(row)} |" for row in rows)
+    yield head
+    yield f"|{'---|' * len(rows[0])}"
+    yield from others
+
+
+def _version(results: Mapping[str, Any], environment: str, package: str) -> str:
+    if environment not in results:
+        return NOT_RUN
+    return results[environment]["versions"].get(package, "not installed")
+
+
+def _cell(results: Mapping[str, Any], environment: str, part: str) -> str:
+    result = results.get(environment, {}).get("parts", {}).get(part)
+    if result is None:
+        return NOT_RUN
+    counts = [f"{result[kind]} {kind}" for kind in ("failed", "passed", "skipped") if result[kind]]
+    return f"{', '.join(counts) or 'no test ran'} ({result['date']}, {result['commit']})"
+
+
+def measure(
+    root: Path, results: dict[str, Any], names: Sequence[str], parts: Mapping[str, Sequence[str]], commit: str
+) -> bool:
+    """Run the parts in the environments below ``root`` and put the counts into ``results``; whether all passed."""
+    good = True
+    for name in names:
+        python = root / ENVIRONMENTS[name] / "bin" / "python"
+        versions = _versions(python)
+        row = results.get(name, {})
+        if row.get("versions") != versions:
+            row = results[name] = {"versions": versions, "parts": {}}
+        for part, arguments in parts.items():
+            print(f"{name}: {part}", flush=True)
+            result = _run(python, arguments)
+            good = good and result["passed"] > 0 and not result["failed"]
+            row["parts"][part] = {**result, "date": time.strftime("%Y-%m-%d"), "commit": commit}
+            print(_cell(results, name, part), flush=True)
+    return good
+
+
+def _versions(python: Path) -> dict[str, str]:
+    """Versions of Python and of the packages that the interpreter has."""
+    code = (
+        "import json, platform, sys\nfrom importlib import metadata\n"
+        "installed = {d.metadata['Name'].lower(): d.version for d in metadata.distributions()}\n"
+        "print(json.dumps({'python': platform.python_version(), "
+        "**{name: installed[name] for name in sys.argv[1:] if name in installed}}))"
+    )
+    out = subprocess.run([python, "-c", code, *PACKAGES], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    return {name: version.partition("+")[0] for name, version in json.loads(out).items()}
+
+
+def _run(python: Path, arguments: Sequence[str]) -> dict[str, int]:
+    """Numbers of tests that failed, passed and were skipped; a pytest that breaks off has one failure at least."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [python, "-m", "pytest", "-q", f"--junitxml={report}", *arguments]
+        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+        status = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}).returncode
+        suites = list(ElementTree.parse(report).getroot().iter("testsuite")) if report.exists() else []
+    total, skipped, failures, errors = (
+        sum(int(suite.get(kind, 0)) for suite in suites) for kind in ("tests", "skipped", "failures", "errors")
+    )
+    failed = failures + errors
+    return {"failed": max(failed, status != 0), "passed": total - failed - skipped, "skipped": skipped}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is asked for, write results and page; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="only write the page")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the folder that has the environments")
+    parser.add_argument("--environments", nargs="+", choices=ENVIRONMENTS, help="by default those that are there")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    options = parser.parse_args(arguments)
+    results = json.loads(RESULTS.read_text())
+    good = True
+    if not options.write:
+        here = [name for name, folder in ENVIRONMENTS.items() if (options.root / folder / "bin" / "python").exists()]
+        names = options.environments or here
+        if missing := [name for name in names if name not in here]:
+            parser.error(f"there is no {', '.join(ENVIRONMENTS[name] for name in missing)} in {options.root}")
+        command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+        good = measure(options.root, results, names, {part: PARTS[part] for part in options.parts}, commit)
+        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    PAGE.write_text(page(results))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
