@@ -155,7 +155,7 @@ def noted(error: RuntimeError, name: str, where: str) -> RuntimeError:
     if not isinstance(error, CommError):
         if hasattr(error, "add_note"):
             cause = "; an earlier kernel may have caused it" if is_device_error(error) else ""
-            error.add_note(f"surfaced in {name}, {where}{cause}")
+            error.add_note(f"surfaced in {name}, {where}{cause}")  # pyright: ignore[reportAttributeAccessIssue]
         record.failed(name, error)
     return error
 
