@@ -29,14 +29,15 @@ def run_job(
     *args: Any,
     timeout: float = 60,
     lost: Sequence[int] = (),
+    preload: Sequence[str] = (),
 ) -> list[Any]:
     """``function(*args)`` in one process per entry of ``ranks``, with these variables and no launcher's; the results.
 
     A rank that raises gives its exception's text, one that does not answer in time None; those of ``lost`` are not
-    waited for, and give None.
+    waited for, and give None. The first job of this process imports the modules of ``preload`` once for all ranks.
     """
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "numpy", *preload])
     pipes = [context.Pipe() for _ in ranks]
     processes = [
         context.Process(target=_rank, args=(theirs, variables, list(sys.path), function, args), daemon=True)
