@@ -90,6 +90,18 @@ MUTATIONS = (
         "references <= _temporary[0] and ", "", "tests/core/test_inplace.py",
     ),
     Mutation(
+        "a sum overwrites a tensor that a weak reference can return", "tritoncomm/core/inplace.py",
+        " or getweakrefcount(x) or ", " or ", "tests/core/test_inplace.py",
+    ),
+    Mutation(
+        "a sum overwrites a storage that a weak reference can return", "tritoncomm/core/inplace.py",
+        "        and not getweakrefcount(storage)\n", "", "tests/core/test_inplace.py",
+    ),
+    Mutation(
+        "a sum overwrites a base that a weak reference can return", "tritoncomm/core/inplace.py",
+        "        and not getweakrefcount(base)\n", "", "tests/core/test_inplace.py",
+    ),
+    Mutation(
         "a sum overwrites memory of numpy", "tritoncomm/core/inplace.py",
         "        and storage.resizable()", "        # and storage.resizable()", "tests/core/test_inplace.py",
     ),
