@@ -626,7 +626,35 @@ def run_compute_specs(group: TorchGroup) -> None:
         F.embedding(ids, weight(column), max_norm=1.0)
 
 
+def run_compute_specs_of_one_rank(group: TorchGroup) -> None:
+    """A result has the spec that it has on more ranks: sharded by columns with a compute spec, or neither."""
+    pg = ranks_of(group)
+    assert pg.tp_world_size() == 1
+    x, ids, bags, full = torch.randn(2, 4), torch.tensor([1]), torch.tensor([[3, 1]]), torch.randn(4, 4)
+    column, row = ShardSpec([0], [1]), ShardSpec([-1], [1])
+    for spec in (column, row, ReplicaSpec()):
+        for gather in (True, False):
+            compute = ComputeSpec(ComputePattern.TP1D)
+            compute.set_output_replicate(gather)
+            weight = ColoParameter(full.clone(), True, ColoTensorSpec(pg, ReplicaSpec(), compute))
+            weight.set_dist_spec(spec)
+            by_lookup = spec == row and not gather
+            for result, is_column, expected in (
+                (F.linear(x, weight), spec == column and not gather, F.linear(x, full)),
+                (torch.addmm(x, x, weight), by_lookup, torch.addmm(x, x, full)),
+                (F.embedding(ids, weight), by_lookup, F.embedding(ids, full)),
+                (F.embedding_bag(bags, weight), by_lookup, F.embedding_bag(bags, full)),
+            ):
+                assert (result.is_shard_1dcol(), result.has_compute_spec()) == (is_column,) * 2, (spec, gather)
+                assert result.dist_spec == (row if is_column else ReplicaSpec())
+                assert is_column == result.has_compute_pattern(ComputePattern.TP1D)
+                torch.testing.assert_close(plain(result.to_replicate()).detach(), expected)
+                assert not (result * 2).has_compute_spec()
+                plain((result * 2).sum()).backward()
+
+
 def test_compute_specs(pool: Pool) -> None:
+    pool.run(run_compute_specs_of_one_rank, world=1)
     pool.run(run_compute_specs, world=2)
     pool.run(run_compute_specs, world=4)
 
