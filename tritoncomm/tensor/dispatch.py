@@ -38,7 +38,6 @@ _OTHER_NAMES = {
     "ord": "p",
 }  # fmt: skip
 """Names of arguments that torch takes as well, in numpy's fashion or in one form of an operator."""
-_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 _warned: set[str] = set()
 
@@ -59,7 +58,7 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     if impl is not None:
         return impl(*args, **kwargs)
     name = getattr(func, "__name__", str(func))
-    if func not in RULES and (name in QUERIES or name in _ACCESSORS or func in _BACKWARD):
+    if func not in RULES and (name in QUERIES or name in _ACCESSORS):
         if name == "__get__" and getattr(func, "__self__", Tensor).__name__ in _COMPLEX_PARTS:
             return keep(func, args, kwargs, args[0])
         if name == "__set__":
