@@ -461,6 +461,25 @@ def test_data_parallel_with_clipping_equals_one_process(pool: Pool, views: bool,
     pool.run(run_data_parallel, views, to_none, world=4)
 
 
+def run_collectives(group: TorchGroup) -> None:
+    """Collectives of torch on a gradient are those of its local memory, as an averaging by hand needs them."""
+    pg, world = ranks_of(group), group.size()
+    p = ColoParameter(values((4, 2), 0), True, ColoTensorSpec(pg))
+    p.set_dist_spec(ShardSpec([0], [world]))
+    p.grad = torch.full(p.shape, 1.0 + group.rank(), dtype=p.dtype)
+    dist.all_reduce(p.grad, group=group)
+    assert plain(p.grad).eq(world * (world + 1) / 2).all()
+    dist.broadcast(p.grad.mul_(1 + group.rank()), dist.get_global_rank(group, world - 1), group=group)
+    assert plain(p.grad).eq(world * world * (world + 1) / 2).all()
+    gathered = [torch.empty(p.shape, dtype=p.dtype) for _ in range(world)]
+    dist.all_gather(gathered, p.grad, group=group)
+    assert all(torch.equal(each, plain(p.grad)) for each in gathered)
+
+
+def test_collectives_of_torch_take_the_local_gradient(pool: Pool) -> None:
+    pool.run(run_collectives, world=2)
+
+
 def run_states(group: TorchGroup) -> None:
     """Saved states have the names, shapes and layouts of the parameters; one with plain tensors continues the same."""
     for make in (

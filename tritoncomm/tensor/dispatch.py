@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_map
 
 from tritoncomm.errors import UnsupportedError
@@ -84,6 +85,8 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     if isinstance(func, OpOverload | OpOverloadPacket):
         _refuse_reshaping(name.partition(".")[0])
         return _run_local(func, args, kwargs)  # below autograd, called by dispatch modes on local tensors
+    if getattr(func, "__module__", None) == distributed_c10d.__name__:
+        return _run_local(func, args, kwargs)  # of any group, into local memory: ``dist.all_reduce(p.grad)``
     describe = RULES.get(func)
     call = None if describe is None else _describe(describe, args, kwargs)
     if call is None:

@@ -64,7 +64,7 @@ def _check_layout(name: str, like: Any, gradient: Any) -> None:
     if not is_colo(gradient) or (not gradient.partitions and not like.partitions):
         return
     if gradient.partitions != like.partitions or gradient.process_group != like.process_group:
-        raise UnsupportedError(f"{name}: a gradient of {gradient.dist_spec} for {like.dist_spec}; redistribute it first")
+        raise UnsupportedError(f"{name}: a gradient of {gradient.dist_spec} for {like.dist_spec}; redistribute it")
 
 
 @colo_op_impl(Tensor.register_hook)
@@ -85,19 +85,19 @@ def _register_hook(x: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
 
 
 def _local(tensors: Any) -> Any:
-    """Tensors, and None and edges of graphs, in which ColoTensors are plain; they are connected to the same graph."""
+    """The arguments with plain tensors, of the same graph, in place of ColoTensors."""
     with torch.enable_grad():
         return tree_map(lambda x: plain(x) if is_colo(x) else x, tensors)
 
 
 def _edges(tensors: Any) -> Any:
-    """Tensors in which ColoTensors are their edges of the graph, which stand for them in autograd."""
+    """The arguments with edges of the graph, which autograd takes for inputs, in place of ColoTensors."""
     with torch._C.DisableTorchFunctionSubclass():
         return tree_map(lambda x: get_gradient_edge(x) if is_colo(x) else x, tensors)
 
 
-# Autograd is called with plain tensors and edges, not with ColoTensors while their operators are disabled: they would be
-# disabled in hooks and in what activation checkpointing computes again, too.
+# Autograd is called with plain tensors and edges of the graph. Called with ColoTensors while the dispatch of their
+# operators is disabled, it would run hooks and recomputed activations on local tensors.
 
 
 @colo_op_impl(Tensor.backward)
