@@ -337,6 +337,15 @@ def run_penalty(group: TorchGroup) -> None:
     (gradient, nothing) = torch.autograd.grad(loss_of(own[:1], 0), own[:2], allow_unused=True)
     assert nothing is None
     assert gradient.dist_spec == own[0].dist_spec
+    gradient, zeros = torch.autograd.grad(loss_of(own[:1], 0), own[:2], materialize_grads=True)
+    assert plain(zeros).eq(0).all()
+    assert zeros.dist_spec == own[1].dist_spec
+    before, doubled = plain(own[0].grad).clone(), own[0] * 2
+    doubled.sum().backward(inputs=[doubled])
+    assert doubled.grad.dist_spec == own[0].dist_spec
+    assert torch.equal(plain(own[0].grad), before), "only the inputs have a new gradient"
+    own[0].sum().backward(inputs=[own[0]])
+    assert torch.equal(plain(own[0].grad), before + 1)
     (gradient,) = torch.autograd.grad(loss_of(own[:1], 0), own[0])
     assert gradient.size() == own[0].size()
     with warnings.catch_warnings():

@@ -24,8 +24,10 @@ from tritoncomm.tensor.rules.table import rule
 
 __all__ = ["delete_gradient", "gradient_of", "groups_of_shards", "set_gradient"]
 
-_get, _set = Tensor.grad.__get__, Tensor.grad.__set__  # pyright: ignore[reportAttributeAccessIssue]
-_check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_
+_descriptor: Any = Tensor.grad
+_get, _set = _descriptor.__get__, _descriptor.__set__
+# GradScaler looks for infs by this operator only, which has no public name (torch 2.11 to 2.13).
+_check_and_unscale: Any = torch._amp_foreach_non_finite_check_and_unscale_  # pyright: ignore[reportPrivateImportUsage]
 
 
 def gradient_of(x: Any) -> Tensor | None:
@@ -122,13 +124,14 @@ def _gradients(
     if materialize_grads and kwargs.get("allow_unused") is None:
         kwargs["allow_unused"] = True
     gradients = torch.autograd.grad(_local(outputs), _edges(inputs), _local(grad_outputs), *args, **kwargs)
-    results = []
-    for x, gradient in zip((inputs,) if isinstance(inputs, Tensor) else inputs, gradients, strict=True):
-        if gradient is None and materialize_grads:
-            gradient = torch.zeros_like(x)
-        is_layout = is_colo(x) and type(gradient) is Tensor and gradient.dim() == x.dim()
-        results.append(wrap_like(gradient, x) if is_layout else gradient)
-    return tuple(results)
+
+    def wrapped(x: Any, gradient: Any) -> Any:
+        if gradient is None:
+            return torch.zeros_like(x) if materialize_grads else None
+        return wrap_like(gradient, x) if is_colo(x) and gradient.dim() == x.dim() else gradient
+
+    sources = (inputs,) if isinstance(inputs, Tensor) else inputs
+    return tuple(wrapped(x, gradient) for x, gradient in zip(sources, gradients, strict=True))
 
 
 def groups_of_shards(tensors: Sequence[Any]) -> list[ProcessGroup]:
