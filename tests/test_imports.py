@@ -170,6 +170,33 @@ def test_a_triton_that_is_too_old_is_one_sentence(
         installed_triton.require()
 
 
+def sympy_after_mappings(store: str, world: int) -> list[str]:
+    """The mappings whose forward and backward imported sympy, which torch's symbolic shapes do."""
+    import torch.distributed as dist
+    from mapping_cases import MAPPINGS
+
+    import tritoncomm
+
+    rank = int(os.environ["PLACE"])
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    tritoncomm.initialize(tensor=world)
+    importers = ["the import"] if "sympy" in sys.modules else []
+    for name, (call, _, _) in MAPPINGS.items():
+        x = torch.ones(4, 2, 4, requires_grad=True)
+        call(x, dist.group.WORLD).square().sum().backward()
+        assert x.grad is not None
+        if "sympy" in sys.modules and not importers:
+            importers.append(name)
+    return importers
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_mapping_imports_sympy(world: int, tmp_path: Path) -> None:
+    """It takes half a second. ``backward(gradient)`` imports it in torch; that of a scalar does not."""
+    ranks = [{"PLACE": str(rank)} for rank in range(world)]
+    assert run_job(sympy_after_mappings, ranks, str(tmp_path / "store"), world) == [[]] * world
+
+
 def test_names_of_kernels_are_looked_up_once() -> None:
     for name in tritoncomm_kernels.__all__:
         value = getattr(tritoncomm_kernels, name)

@@ -431,6 +431,8 @@ def found(monkeypatch: pytest.MonkeyPatch, **variables: str) -> dict[str, doctor
         ("TRITONCOMM_FLIGHT_SIGNALS", "0", "ok"),
         ("TORCH_NCCL_ENABLE_TIMING", "1", "note"),
         ("TORCH_NCCL_ENABLE_TIMING", "0", "ok"),
+        ("TRITONCOMM_STRICT", "1", "note"),
+        ("TRITONCOMM_STRICT", "off", "ok"),
         ("TRITONCOMM_PATHS", "torch", "note"),
         ("TORCH_DIST_USE_NCCL2", "0", "note"),
         ("NCCL_P2P_DISABLE", "1", "problem"),

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 import torch
 from memory import EXTERNAL, TYPES, VIEWS, Keep, KeepFunctions, kept, traced
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tritoncomm.core import inplace
 from tritoncomm.core.function import direct
@@ -55,6 +57,49 @@ def test_what_somebody_refers_to_is_not_exclusive() -> None:
     assert not mapping(owner.weight.data)
     storage = torch.ones(3).untyped_storage()
     assert not mapping(torch.empty(0).set_(storage))  # pyright: ignore[reportArgumentType]
+
+
+WEAK: dict[str, Callable[[Tensor], Any]] = {
+    "ref": weakref.ref,
+    "proxy": weakref.proxy,
+    "finalize": lambda x: weakref.finalize(x, str),
+    "values": lambda x: weakref.WeakValueDictionary({"x": x}),
+    "tensor keys": lambda x: WeakTensorKeyDictionary({x: 1}),
+    "storage": lambda x: weakref.ref(x.untyped_storage()),
+}
+
+
+def weakly_held(x: Tensor, how: str) -> Tensor:
+    kept.append(WEAK[how](x))
+    return x
+
+
+@pytest.mark.parametrize("how", WEAK)
+def test_what_somebody_refers_to_weakly_is_not_exclusive(how: str) -> None:
+    """Its owner may be the backend until the sum has finished, and then the weak reference gives the changed values."""
+    answer = mapping(weakly_held(torch.ones(3) * 2, how))
+    kept.clear()
+    assert not answer
+
+
+@pytest.mark.parametrize("how", WEAK)
+@pytest.mark.parametrize("view", [False, True])
+def test_a_gradient_that_somebody_refers_to_weakly_is_not_exclusive(how: str, view: bool) -> None:
+    seen: list[bool] = []
+    y = Watch.apply(torch.ones(3, requires_grad=True), seen)
+    z = y.view(3, 1) if view else y
+    FromOutside.apply(z, lambda: weakly_held(torch.ones(z.shape) * 2, how)).sum().backward()
+    kept.clear()
+    assert seen == [False]
+
+
+@pytest.mark.parametrize("how", WEAK)
+def test_a_gradient_whose_view_somebody_refers_to_weakly_is_not_exclusive(how: str) -> None:
+    seen: list[bool] = []
+    y = Watch.apply(torch.ones(3, requires_grad=True), seen)
+    FromOutside.apply(y, lambda: weakly_held((torch.ones(3, 1) * 2).view(3), how)).sum().backward()
+    kept.clear()
+    assert seen == [False]
 
 
 def test_what_autograd_saved_is_not_exclusive() -> None:

@@ -80,6 +80,34 @@ MUTATIONS = (
         "tests/tensor/test_sizes_that_do_not_fit.py",
     ),
     Mutation(
+        "the gradient of a ColoTensor is plain", "tritoncomm/tensor/rules/gradients.py",
+        "        _set(x, wrapped)\n    return wrapped\n", "    return gradient\n", "tests/tensor/test_gradients.py",
+    ),
+    Mutation(
+        "an inf is known to its rank only", "tritoncomm/tensor/rules/gradients.py",
+        "for pg in groups_of_shards(gradients):", "for pg in groups_of_shards([]):", "tests/tensor/test_gradients.py",
+    ),
+    Mutation(
+        "the norm of a shard is taken for the global one", "tritoncomm/tensor/rules/foreach.py",
+        "torch.linalg.vector_norm(gathered, ord, 0)", "partial", "tests/tensor/test_gradients.py",
+    ),
+    Mutation(
+        "a hook sees a plain gradient", "tritoncomm/tensor/rules/gradients.py",
+        "result = hook(wrapped)", "result = hook(gradient)", "tests/tensor/test_gradients.py",
+    ),
+    Mutation(
+        "a collective of torch runs on a gathered copy", "tritoncomm/tensor/dispatch.py",
+        '"__module__", None) == distributed', '"__module__", None) is distributed', "tests/tensor/test_gradients.py",
+    ),
+    Mutation(
+        "the gradient keeps the layout that its tensor had", "tritoncomm/tensor/colo_tensor.py",
+        "gradient = gradient._redistributed(dist_spec, self.process_group)", "pass", "tests/tensor/test_gradients.py",
+    ),
+    Mutation(
+        "a column-parallel result of one rank has no compute spec", "tritoncomm/tensor/rules/engine.py",
+        "one_dim and pg.tp_world_size() == 1 and", "False and", "tests/tensor/test_training.py",
+    ),
+    Mutation(
         "initialize returns while others connect", "tritoncomm/runtime.py",
         "        _wait_until_connected()\n", "", "tests/test_groups.py",
     ),
@@ -118,6 +146,18 @@ MUTATIONS = (
     Mutation(
         "a sum overwrites a tensor that is referenced elsewhere", "tritoncomm/core/inplace.py",
         "references <= _temporary[0] and ", "", "tests/core/test_inplace.py",
+    ),
+    Mutation(
+        "a sum overwrites a tensor that a weak reference can return", "tritoncomm/core/inplace.py",
+        " or getweakrefcount(x) or ", " or ", "tests/core/test_inplace.py",
+    ),
+    Mutation(
+        "a sum overwrites a storage that a weak reference can return", "tritoncomm/core/inplace.py",
+        "        and not getweakrefcount(storage)\n", "", "tests/core/test_inplace.py",
+    ),
+    Mutation(
+        "a sum overwrites a base that a weak reference can return", "tritoncomm/core/inplace.py",
+        "        and not getweakrefcount(base)\n", "", "tests/core/test_inplace.py",
     ),
     Mutation(
         "a sum overwrites memory of numpy", "tritoncomm/core/inplace.py",

@@ -278,7 +278,8 @@ def run_replicas(group: TorchGroup) -> None:
             p.view(-1)[-1:].view(torch.int64).bitwise_xor_(1)
     check_replicas(module)
     module(*data(0)).backward()
-    nn.utils.clip_grad_norm_(module.parameters(), 0.01)  # torch's own: every rank scales by another norm
+    for p in module.parameters():  # by the norm of the local gradient, as of another rank
+        plain(p.grad).mul_(1 / (1 + group.rank()))  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(module.named_parameters(), lr=0.1)
     with p2p.check(), pytest.raises(MismatchError, match=r"SGD\.step: .*norm\.weight") if world > 1 else nullcontext():
         optimizer.step()
@@ -436,6 +437,26 @@ def run_recomputation(group: TorchGroup) -> None:
         grads.append((x.grad, w.grad))
     for one, other in zip(*grads, strict=True):
         assert torch.equal(one, other)
+
+
+def run_recomputed_loss(group: TorchGroup) -> None:
+    """Backward of a ColoTensor computes again on ColoTensors, not on their local tensors."""
+    pg = ranks_of(group)
+    gradients = []
+    for again in (False, True):
+        _, module = both(pg)
+        ids, targets = data(0)
+        loss = checkpoint(module, ids, targets, use_reentrant=False) if again else module(ids, targets)
+        assert isinstance(loss, ColoTensor)
+        loss.backward()
+        gradients.append([p.grad for p in module.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(plain(one), plain(other))
+
+
+def test_a_loss_is_recomputed_on_shards(pool: Pool) -> None:
+    pool.run(run_recomputed_loss, world=2)
+    pool.run(run_recomputed_loss, world=4)
 
 
 def test_recomputed_activations_drop_the_same_elements(pool: Pool) -> None:
@@ -626,7 +647,35 @@ def run_compute_specs(group: TorchGroup) -> None:
         F.embedding(ids, weight(column), max_norm=1.0)
 
 
+def run_compute_specs_of_one_rank(group: TorchGroup) -> None:
+    """A result has the spec that it has on more ranks: sharded by columns with a compute spec, or neither."""
+    pg = ranks_of(group)
+    assert pg.tp_world_size() == 1
+    x, ids, bags, full = torch.randn(2, 4), torch.tensor([1]), torch.tensor([[3, 1]]), torch.randn(4, 4)
+    column, row = ShardSpec([0], [1]), ShardSpec([-1], [1])
+    for spec in (column, row, ReplicaSpec()):
+        for gather in (True, False):
+            compute = ComputeSpec(ComputePattern.TP1D)
+            compute.set_output_replicate(gather)
+            weight = ColoParameter(full.clone(), True, ColoTensorSpec(pg, ReplicaSpec(), compute))
+            weight.set_dist_spec(spec)
+            by_lookup = spec == row and not gather
+            for result, is_column, expected in (
+                (F.linear(x, weight), spec == column and not gather, F.linear(x, full)),
+                (torch.addmm(x, x, weight), by_lookup, torch.addmm(x, x, full)),
+                (F.embedding(ids, weight), by_lookup, F.embedding(ids, full)),
+                (F.embedding_bag(bags, weight), by_lookup, F.embedding_bag(bags, full)),
+            ):
+                assert (result.is_shard_1dcol(), result.has_compute_spec()) == (is_column,) * 2, (spec, gather)
+                assert result.dist_spec == (row if is_column else ReplicaSpec())
+                assert is_column == result.has_compute_pattern(ComputePattern.TP1D)
+                torch.testing.assert_close(plain(result.to_replicate()).detach(), expected)
+                assert not (result * 2).has_compute_spec()
+                plain((result * 2).sum()).backward()
+
+
 def test_compute_specs(pool: Pool) -> None:
+    pool.run(run_compute_specs_of_one_rank, world=1)
     pool.run(run_compute_specs, world=2)
     pool.run(run_compute_specs, world=4)
 

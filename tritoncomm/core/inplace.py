@@ -1,9 +1,10 @@
 """Decide whether a tensor's storage is otherwise unreferenced, so that an all-reduce may run in place.
 
 It may where the tensor is contiguous, not a leaf that requires grad, its memory is torch's own and in no other process,
-and nothing else refers to the tensor, its storage or the Python objects of either. How many references "nothing else"
-means depends on the versions of Python and torch, so it is measured: on a tensor that is referenced elsewhere in every
-way that there is, and on one that is not. Where any of those ways does not show, the answer is always no.
+and nothing else refers to the tensor, its storage or the Python objects of either, not even weakly. How many references
+"nothing else" means depends on the versions of Python and torch, so it is measured: on a tensor that is referenced
+elsewhere in every way that there is, and on one that is not. Where any of those ways does not show, the answer is
+always no.
 
 The measurement runs in a thread of its own, because a tracer, profiler or mode of the caller's thread may keep what it
 sees, and counts taken then would later pass referenced tensors for unreferenced ones. Temporaries are measured at
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from weakref import getweakrefcount
 
 import torch
 from torch import Tensor
@@ -50,7 +52,7 @@ def temporary_is_exclusive(references: int, x: Tensor) -> bool:
 
 
 def _is_exclusive(x: Tensor, limit: Counts) -> bool:
-    if type(x) is not Tensor or _use_count(x) > limit[1] or (x.requires_grad and x.is_leaf):
+    if type(x) is not Tensor or _use_count(x) > limit[1] or getweakrefcount(x) or (x.requires_grad and x.is_leaf):
         return False
     try:
         if not x.is_contiguous() or x.is_neg() or x.is_conj():
@@ -61,6 +63,7 @@ def _is_exclusive(x: Tensor, limit: Counts) -> bool:
     return (
         _storage_use_count(storage._cdata) <= limit[2]
         and sys.getrefcount(storage) <= limit[3]
+        and not getweakrefcount(storage)
         and storage.resizable()  # memory that came from outside torch (numpy, dlpack, a file) is not
         and not (x.is_cpu and storage.is_shared())
     )
@@ -74,6 +77,7 @@ def _is_lone_view(x: Tensor) -> bool:
         and _is_exclusive(x, _view)
         and sys.getrefcount(base) <= _view_base[0]
         and _use_count(base) <= _view_base[1]
+        and not getweakrefcount(base)
         and base.untyped_storage()._cdata == x.untyped_storage()._cdata
     )
 
@@ -191,7 +195,7 @@ def _gradient_counts(view: bool) -> tuple[Counts, Counts]:
         z = y.view(1, 1) if view else y
         if keep is not None:
             z.register_hook(lambda grad, keep=keep: kept.append(keep(grad)))
-        (z * 2).backward(torch.ones_like(z))
+        (z * 2).sum().backward()  # without a gradient, for which torch would import sympy: half a second
     (exclusive, base), *referenced = seen
     shown = all(_exceeds(counts, exclusive) or _exceeds(of_base, base) for counts, of_base in referenced)
     return (exclusive, base) if shown and (base != _NEVER) == view else (_NEVER, _NEVER)

@@ -30,6 +30,7 @@ __all__ = ["Finding", "compute_mode", "examine"]
 NEEDED = {"torch": (2, 11)}
 VARIABLES = (
     "TRITONCOMM_PATH", "TRITONCOMM_TABLE", "TRITONCOMM_CHECK", "TRITONCOMM_FLIGHT", "TRITONCOMM_FLIGHT_SIGNALS",
+    "TRITONCOMM_STRICT",
     "TRITON_INTERPRET", "TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE",
     "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_DEBUG", "TORCH_DIST_USE_NCCL2", "TORCH_DISTRIBUTED_DEBUG",
@@ -270,6 +271,8 @@ def _judged(name: str, value: str) -> tuple[str, str]:
                 return "problem", f"no record can be written to {folder}"
             where = f"{folder}, one every 10 s too" if folder else "the current folder"
             return "note", f"keeps the last {calls} calls; records go to {where}"
+        case "TRITONCOMM_STRICT" if variables.is_on(value):
+            return "note", "optimizers that are not known to be element-wise raise for shards; set it on all ranks"
         case "TRITONCOMM_FLIGHT_SIGNALS" if variables.is_on(value):
             if not variables.is_on(os.environ.get(variables.FLIGHT.name, "")):
                 return "note", f"does nothing without {variables.FLIGHT.name}"

@@ -199,7 +199,7 @@ def execute(call: Call) -> Any:
             outputs, parts = _reduce_outputs(outputs, call, sharding, pg)
             gather = column = False
         else:
-            gather, column = call.gather, not call.gather and _is_column_parallel(call, parts)
+            gather, column = call.gather, not call.gather and _is_column_parallel(call, parts, pg)
             late = [local_operand(each, parts, pg) for each in call.late]
             if chosen is None:
                 pairs = zip(call.operands, shards, strict=True)
@@ -211,6 +211,8 @@ def execute(call: Call) -> Any:
         ]
         for x in results if column else ():
             x.compute_spec = ComputeSpec(ComputePattern.TP1D)
+            if not parts:
+                x.dist_spec = ShardSpec([-1], [1])
     return tree_unflatten(results, tree)
 
 
@@ -246,11 +248,16 @@ def _partitions(each: Operand) -> Parts:
     return each.tensor.partitions if is_colo(each.tensor) else ()
 
 
-def _is_column_parallel(call: Call, parts: Parts) -> bool:
-    """Whether the weight with a compute spec is sharded along a dim of the result."""
-    if call.prefer is None or not parts:
+def _is_column_parallel(call: Call, parts: Parts, pg: ProcessGroup) -> bool:
+    """Whether the weight with a compute spec is sharded along a dim of the result; over one rank, by its spec."""
+    if call.prefer is None:
         return False
-    return parts[0][0] in call.operands[call.prefer].labels and parts[0][0] in call.results[0]
+    labels = call.operands[call.prefer].labels
+    weight: Any = call.operands[call.prefer].tensor
+    if not parts:
+        one_dim = is_colo(weight) and weight.is_sharded() and len(weight.dist_spec.dims) == 1
+        return one_dim and pg.tp_world_size() == 1 and labels[weight.dist_spec.dims[0]] in call.results[0]
+    return parts[0][0] in labels and parts[0][0] in call.results[0]
 
 
 def is_legal(call: Call, parts: Parts) -> bool:
