@@ -6,7 +6,8 @@ ranks do not have themselves, the least that any method sends. Beside them, for 
 
 - the point-to-point operations that megatron-core's resharding planner makes (its own functions, if installed; else
   the same formula), of all ranks and of the rank with most;
-- bytes if every pair of a source shard and a target rank is padded to the largest pair, as NCCL's M2N form has it;
+- bytes of Megatron's M2N service (Megatron-LM#6712), which gives every pair of a source and a target rank a slot of
+  the bytes of the largest pair: for the plan as one batch, and for batches of 32 parameters (Megatron-LM#7189);
 - bytes if every target rank receives full tensors, as by a broadcast or through a replica of DTensor.
 
 Times of the exchange are projections from assumed figures, not measurements; the plan time is measured here.
@@ -29,7 +30,10 @@ from tritoncomm.reshard.layout import Layout
 from tritoncomm.reshard.plan import Item
 from tritoncomm.reshard.resharding import BUCKET_BYTES
 
-__all__ = ["CASES", "Case", "items_of", "megatron_operations", "row"]
+__all__ = ["CASES", "Case", "items_of", "m2n_bytes", "megatron_operations", "row"]
+
+BATCH = 32
+"""Parameters of a batch in Megatron's resharding by default, since Megatron-LM#7189."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,8 @@ CASES = (
 )
 _COLUMNS = (
     "model and layouts", "tensors", "messages", "GB sent", "GB lacking", "largest rank GB", "launches per rank",
-    "plan s", "at 50 GB/s, s", "Megatron operations", "of one rank", "M2N padded GB", "full tensors GB",
+    "plan s", "at 50 GB/s, s", "Megatron operations", "of one rank", "Megatron's M2N GB", "by 32 parameters GB",
+    "full tensors GB",
 )  # fmt: skip
 _MODELS = {"Llama-3-70B": (llama_70b, 80), "DeepSeek-V3": (deepseek_v3, 61)}
 
@@ -184,6 +189,47 @@ def planned_by_megatron(case: Case) -> int | None:
     return total
 
 
+def m2n_bytes(case: Case, batch: int | None = None) -> int | None:
+    """Bytes of Megatron's M2N service: per batch, source ranks times target ranks times bytes of the largest pair.
+
+    Its planner takes every tensor from the first replica of its owners, and a tensor that tensor ranks replicate from
+    the one at the target rank modulo their number. An expert is a parameter of its own. None where a rank is on both
+    sides, which the service refuses.
+
+    Args:
+        case: of the table.
+        batch: parameters of a batch, in the model's order; all of them by default.
+    """
+    if not case.apart:
+        return None
+    weights, layers = _MODELS[case.model]
+    sources = np.arange(case.ranks).reshape(case.pipeline, -1, case.expert, case.tensor)[:, 0]
+    pairs = np.zeros((case.ranks, case.target_ranks), np.int64)
+    total = count = 0
+    for weight in weights():
+        stage, copies = weight.layer * case.pipeline // layers, weight.shape[0] if weight.is_expert else 1
+        shape = weight.shape[1:] if weight.is_expert else weight.shape
+        moved = _between_ranks(2 * math.prod(shape), weight.dim is not None, case)
+        for copy in range(copies):
+            if count == batch:
+                total += int(pairs.max())
+                pairs[:] = count = 0
+            pairs[sources[stage, copy * case.expert // copies]] += moved
+            count += 1
+    return (total + int(pairs.max())) * case.ranks * case.target_ranks
+
+
+def _between_ranks(size: int, is_sharded: bool, case: Case) -> np.ndarray:
+    """Bytes of a parameter from every tensor rank of its owners to every target rank."""
+    ranks, targets = np.arange(case.tensor)[:, None], np.arange(case.target_ranks)[None]
+    if not is_sharded:
+        return np.where((case.ranks + targets) % case.tensor == ranks, size, 0)
+    source, target = size // case.tensor, size // case.target_tensor
+    low = np.maximum(ranks * source, targets % case.target_tensor * target)
+    high = np.minimum((ranks + 1) * source, (targets % case.target_tensor + 1) * target)
+    return np.clip(high - low, 0, None)
+
+
 def row(case: Case) -> dict[str, Any]:
     """What is counted of one case."""
     items = items_of(case)
@@ -194,10 +240,6 @@ def row(case: Case) -> dict[str, Any]:
         seconds.append(time.perf_counter() - started)
         launches.append(moved.launches)
     assert moved is not None
-    padded = sum(
-        len(item.source.distinct.start) * len(item.target.start) * _largest_pair(item) * item.dtype.itemsize
-        for item in items
-    )
     full = sum(math.prod(item.source.shape) * item.dtype.itemsize for item in items) * case.target_ranks
     operations = megatron_operations(case)
     assert planned_by_megatron(case) in (None, operations)
@@ -213,17 +255,10 @@ def row(case: Case) -> dict[str, Any]:
         "projected": moved.critical / DEFAULTS["cuda"].network,
         "operations": operations,
         "all_operations": operations * case.target_ranks,
-        "padded": padded,
+        "m2n": m2n_bytes(case),
+        "m2n_batches": m2n_bytes(case, BATCH),
         "full": full,
     }
-
-
-def _largest_pair(item: Item) -> int:
-    """Elements of the largest intersection of a source shard and a target shard."""
-    low = np.maximum(item.source.distinct.start[:, None], item.target.start[None])
-    ends = np.minimum((item.source.distinct.start + item.source.distinct.size)[:, None],
-                      (item.target.start + item.target.size)[None])  # fmt: skip
-    return int(np.clip(ends - low, 0, None).prod(2).max())
 
 
 def main() -> None:
@@ -238,7 +273,7 @@ def main() -> None:
             f"{r['launches']:,}",
             *(f"{r[name]:.2f}" for name in ("plan_seconds", "projected")),
             *(f"{r[name]:,}" for name in ("all_operations", "operations")),
-            *(f"{r[name] / 1e9:,.0f}" for name in ("padded", "full")),
+            *("refused" if r[name] is None else f"{r[name] / 1e9:,.0f}" for name in ("m2n", "m2n_batches", "full")),
         ]
         print(f"| {case} | {' | '.join(cells)} |", flush=True)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tritoncomm
-from tritoncomm.integrations.transformers import register, shard_batch, unregister
+from tritoncomm.integrations.transformers import register, shard_batch, switch, unregister
 
 STEPS = 4
 SIZES = {
@@ -34,7 +34,7 @@ def one_batch() -> dict[str, torch.Tensor]:
 def train(group: dist.ProcessGroup, device: torch.device) -> list[float]:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(device)
-    model.set_attn_implementation(register(group))
+    switch(model, register(group))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(STEPS):

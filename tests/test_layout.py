@@ -37,7 +37,9 @@ CORE = [
 ]  # fmt: skip
 MAPPINGS = ["general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}
-INTEGRATIONS = ["rebinding", "megatron_functions", "megatron", "deepspeed", "yunchang", "transformers", "__init__"]
+INTEGRATIONS = [
+    "rebinding", "megatron_functions", "megatron", "deepspeed", "yunchang", "transformers", "trainer", "__init__",
+]  # fmt: skip
 DEBUG = [
     "agreement", "descriptor", "sites", "torch_recorder", "flight", "exchange", "check", "hops", "hop_windows",
     "transfers", "replicas", "signals", "trace", "__init__",

@@ -688,6 +688,34 @@ MUTATIONS = (
         "tests/debug/test_check.py",
     ),
     Mutation(
+        "transformers: a batch that is not sharded passes", "tritoncomm/integrations/transformers.py",
+        "        if over is None:\n", "        if over == 0:\n", "tests/integrations/test_transformers.py",
+    ),
+    Mutation(
+        "transformers: shards for another group pass", "tritoncomm/integrations/transformers.py",
+        "        if over != self.group.group_name:\n", "        if not over:\n",
+        "tests/integrations/test_transformers.py",
+    ),
+    Mutation(
+        "transformers: batches are not compared in check mode", "tritoncomm/integrations/transformers.py",
+        "if variables.CHECK.value or variables.HASH.value or _compared", "if _compared",
+        "tests/integrations/test_transformers.py",
+    ),
+    Mutation(
+        "transformers: a switch writes into a shared config", "tritoncomm/integrations/transformers.py",
+        "setattr(module, attribute, deepcopy(value, copies))", "copies[id(value)] = value",
+        "tests/integrations/test_transformers.py",
+    ),
+    Mutation(
+        "Trainer: every rank draws samples of its own", "tritoncomm/integrations/trainer.py",
+        "num_processes=len(self._leaders),", "num_processes=accelerator.num_processes,",
+        "tests/integrations/test_trainer.py",
+    ),
+    Mutation(
+        "Trainer: labels of a group count once per rank", "tritoncomm/integrations/trainer.py",
+        "        return self.sequence_group.size()\n", "        return 1\n", "tests/integrations/test_trainer.py",
+    ),
+    Mutation(
         "backward of attention goes the same way again", "tritoncomm/ulysses.py",
         "ctx.names = (backward_call, forward_call), layout", "ctx.names = (forward_call, backward_call), layout",
         "tests/test_ulysses.py",

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import tritoncomm
+from tritoncomm import variables
 from tritoncomm.integrations import transformers as ours
 
 pytestmark = pytest.mark.skipif(
@@ -199,12 +200,18 @@ def test_shards(pool: Pool) -> None:
     pool.run(shards, world=2)
 
 
+def bloom() -> Any:
+    """A model with an attention of its own, which transformers cannot replace."""
+    transformers = library()[0]
+    return transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=8, n_layer=1, n_head=2, vocab_size=32))
+
+
 def refusals(group: ProcessGroup) -> None:
     argument, shape, unsupported = tritoncomm.ArgumentError, tritoncomm.ShapeError, tritoncomm.UnsupportedError
     batch, ids = batch_of("plain"), batch_of("plain")["input_ids"]
     positions = torch.arange(8 * group.rank(), 8 * group.rank() + 8).expand(2, 8)
     model, windowed = model_of((4, 4)), model_of((4, 4), sliding_window=5)
-    name = ours.register(group)
+    name = ours.register(group, own_positions=True)
     for each in (model, windowed):
         each.set_attn_implementation(name)
     local, packed = {"input_ids": ids[:, :8]}, ours.shard_batch(batch_of("packed"), group)
@@ -214,6 +221,9 @@ def refusals(group: ProcessGroup) -> None:
         (argument, "no attention 'none'", lambda: ours.register(group, attention="none", name="x")),
         (unsupported, "function of each model", lambda: ours.register(group, attention="eager", name="x")),
         (argument, "needs input_ids", lambda: ours.shard_batch({"labels": ids}, group)),
+        (argument, "needs a model of transformers, not Linear", lambda: ours.switch(torch.nn.Linear(1, 1), name)),
+        (unsupported, "cannot change the attention of BloomForCausalLM", lambda: ours.switch(bloom(), name)),
+        (argument, "'none' is not registered here", lambda: ours.group_of("none")),
         (argument, "'pixel_values' is not supported", lambda: ours.shard_batch({**batch, "pixel_values": ids}, group)),
         (shape, "labels .* needs the shape", lambda: ours.shard_batch({**batch, "labels": ids[:, 1:]}, group)),
         (shape, "not one of all 16 positions", lambda: model(**local, attention_mask=torch.ones(2, 8))),
@@ -238,3 +248,146 @@ def refusals(group: ProcessGroup) -> None:
 
 def test_refusals(pool: Pool) -> None:
     pool.run(refusals, world=2)
+
+
+FAMILIES = ("Llama", "Mistral", "Qwen3", "Gemma", "GPTNeoX", "GPT2")
+
+
+def small(family: str, **more: Any) -> Any:
+    """A model of two layers with four heads."""
+    transformers = library()[0]
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = getattr(transformers, f"{family}Config")(
+        **sizes, num_key_value_heads=2, head_dim=8, vocab_size=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        attn_implementation="sdpa", use_cache=False, **more,
+    )  # fmt: skip
+    names = {"GPT2": "GPT2LMHeadModel"}
+    return getattr(transformers, names.get(family, f"{family}ForCausalLM"))(config)
+
+
+def families(group: ProcessGroup) -> None:
+    """Attention of every family sees whether its batch was sharded, through checkpoints too."""
+    name, batch = ours.register(group), batch_of("plain")
+    for family in FAMILIES:
+        model = small(family)
+        model.train(family != "GPT2")  # which has dropout
+        wanted = trained(model, batch)
+        ours.switch(model, name)
+        with pytest.raises(tritoncomm.ArgumentError, match="shard_batch did not make these position_ids"):
+            model(**batch)
+        for reentrant in (None, False, True) if model.training else (None,):
+            if reentrant is not None:
+                model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            loss, gradients = trained(model, ours.shard_batch(batch, group))[1:]
+            for x in (loss, *gradients):
+                dist.all_reduce(x, group=group)
+            assert abs(loss - wanted[1]) <= 1e-6 * wanted[1], (family, reentrant)
+            for mine, other in zip(gradients, wanted[2], strict=True):
+                assert (mine - other).abs().max() <= 2e-6, (family, reentrant)
+    ours.unregister()
+
+
+def test_families_of_models(pool: Pool) -> None:
+    pool.run(families, world=2)
+
+
+def refused_batches(group: ProcessGroup) -> None:
+    """Batches that are no shards, or shards of something else: every rank raises before anything is sent."""
+    argument, mismatch = tritoncomm.ArgumentError, tritoncomm.MismatchError
+    name, batch, rank = ours.register(group), batch_of("plain"), group.rank()
+    model, of_others = model_of((4, 4)), model_of((4, 4))
+    ours.switch(model, name)
+    ours.switch(of_others, ours.register(dist.group.WORLD, name="others"))
+    sharded = ours.shard_batch(batch, group)
+    moved = {**sharded, "position_ids": sharded["position_ids"].clone()}
+    view = {**sharded, "position_ids": sharded["position_ids"][None].expand(3, 2, 8)[0]}
+    assert torch.equal(model(**view).logits, model(**sharded).logits)
+    cases: list[tuple[str, Callable[[], Any]]] = [
+        ("shard_batch did not make", lambda: model(**batch)),
+        ("shard_batch did not make", lambda: model(**moved)),
+        ("shard_batch did not make", lambda: model.eval()(**batch)),
+        ("shard_batch did not make", lambda: model.model(batch["input_ids"])),
+        ("shard_batch did not make", lambda: model.generate(batch["input_ids"], max_new_tokens=2)),
+        ("for the group .*, and attention is over the group", lambda: of_others(**sharded)),
+    ]
+    with tritoncomm.recording() as record:
+        for text, call in cases:
+            with pytest.raises(argument, match=text):
+                call()
+    assert not record
+    layer, x = model.model.layers[0].self_attn, torch.zeros(2, 4, 8, 8)
+    with pytest.raises(tritoncomm.UnsupportedError, match="LlamaAttention passes no position_ids"):
+        library()[1][name](layer, x, x, x, None)
+    ours.unregister()
+    free = ours.register(group, own_positions=True)
+    assert torch.equal(model(**moved).logits, model(**view).logits), free
+    ours.unregister()
+    mine = {key: value + rank for key, value in batch.items()}
+    ours._compared.clear()
+    for _ in range(2):  # a comparison that failed is made again
+        with pytest.raises(
+            mismatch, match=r"ranks of the group have different batches.*input_ids is \[2, 16\] of int64"
+        ):
+            ours.shard_batch(mine, group)
+    bad = {**batch, "pixel_values": x} if rank else batch
+    with pytest.raises(argument if rank else mismatch, match="'pixel_values' is not supported"):
+        ours.shard_batch(bad, group)
+    ours.shard_batch(batch, group)
+    for setting, value in ((variables.CHECK, True), (variables.HASH, 4)):
+        ours.shard_batch(mine, group)  # compared once only
+        with setting.override(value), pytest.raises(mismatch, match="different batches"):
+            ours.shard_batch(mine, group)
+
+
+def test_batches_that_are_no_shards(pool: Pool) -> None:
+    pool.run(refused_batches, world=2)
+
+
+def one_of_two(group: ProcessGroup) -> None:
+    """A policy is switched, its reference model of the same config object is not; and back."""
+    transformers = library()[0]
+    policy, batch = model_of((4, 2)), batch_of("plain")
+    reference = transformers.LlamaForCausalLM(policy.config)
+    wanted = trained(reference, batch, use_cache=False)
+    name = ours.register(group)
+    ours.switch(policy, name)
+    assert policy.config is not reference.config
+    assert policy.config is policy.model.config is policy.model.layers[1].self_attn.config
+    assert reference.config._attn_implementation == "sdpa"
+    for mine, other in zip(trained(reference, batch, use_cache=False)[2], wanted[2], strict=True):
+        assert torch.equal(mine, other)
+    assert name not in str(policy.config.to_dict())
+    with pytest.raises(tritoncomm.ArgumentError, match="shard_batch did not make"):
+        policy(**batch)
+    ours.switch(policy, "sdpa")
+    policy.load_state_dict(reference.state_dict())
+    assert torch.equal(policy(**batch).logits, wanted[0])
+    ours.unregister()
+
+
+def test_the_switch_is_per_model(pool: Pool) -> None:
+    pool.run(one_of_two, world=2)
+
+
+def compiled(group: ProcessGroup, fullgraph: bool) -> None:
+    """A compiled model sees the mark of shard_batch, or raises."""
+    name, batch = ours.register(group), batch_of("right padding")  # without a mask, transformers traces one of its own
+    model = small("Llama")
+    ours.switch(model, name)
+    with torch.no_grad():
+        sharded = ours.shard_batch(batch, group)
+        wanted = model(**sharded).logits
+        traced = torch.compile(model, backend="eager", fullgraph=fullgraph)
+        for _ in range(2):
+            assert (traced(**sharded).logits - wanted).abs().max() <= 1e-6
+            error = torch._dynamo.exc.Unsupported if fullgraph else tritoncomm.ArgumentError
+            with pytest.raises(error, match="ArgumentError" if fullgraph else "shard_batch did not make"):
+                traced(**{**sharded, "position_ids": sharded["position_ids"].clone()})
+    torch._dynamo.reset()
+    ours.unregister()
+
+
+@pytest.mark.parametrize("fullgraph", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_compiled_models(pool: Pool, fullgraph: bool) -> None:
+    pool.run(compiled, fullgraph, world=2)

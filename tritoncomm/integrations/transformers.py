@@ -1,13 +1,15 @@
 """Ulysses sequence parallelism for Hugging Face transformers: an attention implementation, and a shard of every batch.
 
-``name = register(group)``, ``model.set_attn_implementation(name)``, ``model(**shard_batch(batch, group))``: each rank
-computes the logits and the loss of its positions, the gradients add up over the group.
+``switch(model, register(group))``, ``model(**shard_batch(batch, group))``: each rank computes the logits and the loss
+of its positions, the gradients add up over the group. The attention refuses a batch that ``shard_batch`` did not make.
 """
 
+import hashlib
 import importlib
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -15,24 +17,32 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
-from tritoncomm import ulysses
-from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+from tritoncomm import ulysses, variables
+from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
+from tritoncomm.reshard.unanimous import agree
 
-__all__ = ["register", "shard_batch", "unregister"]
+__all__ = ["NAME", "group_of", "register", "shard_batch", "switch", "unregister"]
 
 IGNORED = -100
+NAME = "tritoncomm_ulysses"
 _SHARDED = ("input_ids", "position_ids", "attention_mask", "labels", "shift_labels")
-_names: set[str] = set()
+_MARK = "tritoncomm_sequence_group"  # attribute of position_ids, and of their storage: the name of the group
+_registered: "dict[str, _Implementation]" = {}
+_compared: "WeakKeyDictionary[ProcessGroup, tuple[int, int]]" = WeakKeyDictionary()
 
 
-def register(group: ProcessGroup | None = None, *, attention: str = "sdpa", name: str = "tritoncomm_ulysses") -> str:
+def register(
+    group: ProcessGroup | None = None, *, attention: str = "sdpa", name: str = NAME, own_positions: bool = False
+) -> str:
     """Add an attention implementation that exchanges sequence for heads around ``attention``; returns ``name``.
 
     Args:
         group: the ranks that hold the sequence; the tensor group by default, unless there is a context axis.
         attention: the implementation that attends to all positions, under its name in transformers.
-        name: for ``model.set_attn_implementation`` or ``attn_implementation=``.
+        name: for ``switch``, or for ``attn_implementation=`` of a model that shares its config with no other.
+        own_positions: accept ``position_ids`` that ``shard_batch`` did not make. Nothing then notices a batch that is
+            not sharded.
 
     Raises:
         ArgumentError: ``attention`` is not registered, or ``name`` is taken.
@@ -47,11 +57,45 @@ def register(group: ProcessGroup | None = None, *, attention: str = "sdpa", name
         raise ArgumentError(f"register: {name!r} is registered already; unregister() it or pass another name")
     group = resolve_sequence(group, "register")
     inner_mask = masks.get(attention)
-    added = _Implementation(group, name, attention, attentions[attention], inner_mask)
+    added = _Implementation(group, name, attention, attentions[attention], inner_mask, own_positions)
     type(attentions).register(name, added.attend)
     type(masks).register(name, added.make_mask)
-    _names.add(name)
+    _registered[name] = added
     return name
+
+
+def switch(model: Any, name: str) -> None:
+    """Give one model the attention ``name``, an own one of ``register`` or one of transformers.
+
+    ``model.set_attn_implementation`` writes into the config object. ``switch`` copies the configs of the model and of
+    its submodules first, so that other models of the same config object keep their attention.
+
+    Raises:
+        ArgumentError: ``model`` is no model of transformers.
+        UnsupportedError: transformers cannot change the attention of this model.
+    """
+    if not hasattr(model, "set_attn_implementation"):
+        raise ArgumentError(f"switch: needs a model of transformers, not {type(model).__name__}")
+    kind = importlib.import_module("transformers").PreTrainedConfig
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, kind):
+                setattr(module, attribute, deepcopy(value, copies))
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:  # transformers warns only
+        raise UnsupportedError(f"switch: transformers cannot change the attention of {type(model).__name__}")
+
+
+def group_of(name: str) -> ProcessGroup:
+    """The ranks for which ``register`` added ``name``.
+
+    Raises:
+        ArgumentError: ``register`` did not add ``name``.
+    """
+    if name not in _registered:
+        raise ArgumentError(f"{name!r} is not registered here, only {sorted(_registered)}; call register(group) first")
+    return _registered[name].group
 
 
 def unregister(name: str | None = None) -> None:
@@ -60,12 +104,14 @@ def unregister(name: str | None = None) -> None:
     Raises:
         ArgumentError: ``register`` did not add ``name``.
     """
-    if name is not None and name not in _names:
-        raise ArgumentError(f"unregister: {name!r} is not registered here, only {sorted(_names)}")
-    for registry in _registries() if _names else ():
-        for each in _names if name is None else (name,):
+    if name is not None and name not in _registered:
+        raise ArgumentError(f"unregister: {name!r} is not registered here, only {sorted(_registered)}")
+    names = list(_registered) if name is None else [name]
+    for registry in _registries() if names else ():
+        for each in names:
             registry._global_mapping.pop(each, None)  # `register` is a classmethod without an inverse
-    _names.difference_update(_names.copy() if name is None else (name,))
+    for each in names:
+        del _registered[each]
 
 
 def _registries() -> tuple[Any, Any]:
@@ -98,8 +144,17 @@ class _Config:
 class _Implementation:
     """What ``register`` adds: an attention function, and the function that makes its masks."""
 
-    def __init__(self, group: ProcessGroup, name: str, attention: str, inner: Callable[..., Any], mask: Any) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        name: str,
+        attention: str,
+        inner: Callable[..., Any],
+        mask: Any,
+        own_positions: bool,
+    ) -> None:
         self.group, self.name, self.attention, self.inner, self.inner_mask = group, name, attention, inner, mask
+        self.own_positions = own_positions
         self.made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
     def attend(
@@ -107,6 +162,8 @@ class _Implementation:
     ) -> tuple[Tensor, None]:
         """q, k, v ``[b, heads, s, d]`` of this rank's positions in, ``[b, s, heads, d]`` of them out."""
         group, groups = self.group, getattr(module, "num_key_value_groups", 1)
+        if group.size() > 1 and not self.own_positions:
+            self._check_positions(module, kwargs.get("position_ids"))
         self._check(query, key, attention_mask, kwargs)
         tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         exchange = ulysses.exchange_for(*tensors, group, 1, None, self.name)
@@ -122,6 +179,26 @@ class _Implementation:
             out = ulysses.to_sequence(out, exchange.out, group, exchange.names)
         return out, None
 
+    def _check_positions(self, module: Any, position_ids: Any) -> None:
+        if not isinstance(position_ids, Tensor):
+            raise UnsupportedError(
+                f"{self.name}: {type(module).__name__} passes no position_ids to its attention, which therefore cannot "
+                "see whether the batch is sharded; shard every batch and use register(..., own_positions=True)"
+            )
+        over = _sharded_over(position_ids)
+        if over is None:
+            raise ArgumentError(
+                f"{self.name}: shard_batch did not make these position_ids: this rank's samples would count as a part "
+                f"of one sequence of {self.group.size()} ranks. Move the batch to its device, then call "
+                "model(**shard_batch(batch, group)), in training and in evaluation; or train with UlyssesTrainerMixin. "
+                "Before generate(), switch(model, 'sdpa')"
+            )
+        if over != self.group.group_name:
+            raise ArgumentError(
+                f"{self.name}: shard_batch made these position_ids for the group {over!r}, and attention is over the "
+                f"group {self.group.group_name!r}; pass both the same group"
+            )
+
     def _check(self, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
         for argument in ("s_aux", "position_bias", "cache"):
             if kwargs.get(argument) is not None:
@@ -130,7 +207,7 @@ class _Implementation:
         if key.shape[2] != local:
             raise UnsupportedError(
                 f"{self.name}: {local} queries of {key.shape[2]} keys: a key/value cache is not supported; "
-                "pass use_cache=False, and generate with set_attn_implementation('sdpa')"
+                "pass use_cache=False, and generate after switch(model, 'sdpa')"
             )
         if not isinstance(mask, Tensor):  # none, or a block mask that `make_mask` has made
             return
@@ -182,6 +259,8 @@ def shard_batch(
     """This rank's shard of a batch that every rank has in full, as keyword arguments of a causal language model.
 
     The sequence is padded at its end to a multiple of the ranks; in a causal model no earlier token sees the padding.
+    All ranks of the group call. In the first call they compare their batches: 24 bytes per rank, on a GPU one copy to
+    the host. In check mode they do so in every call.
 
     Args:
         batch: ``input_ids`` ``[b, S]`` and, where they exist, ``labels`` or ``shift_labels``, ``position_ids``,
@@ -198,11 +277,12 @@ def shard_batch(
 
     Raises:
         ArgumentError: an entry that cannot be sharded.
+        MismatchError: the ranks of the group have different batches; on every rank, where they compare.
         ShapeError: an entry of another shape than ``input_ids``.
     """
     name = "shard_batch"
     group = resolve_sequence(group, name)
-    _check_batch(batch, name)
+    _check_batch(batch, group, name)
     ids = batch["input_ids"]
     more = -ids.shape[1] % group.size()
     start, end = (rank * (ids.shape[1] + more) // group.size() for rank in (group.rank(), group.rank() + 1))
@@ -211,7 +291,8 @@ def shard_batch(
         return F.pad(x, (0, more), value=value)[:, start:end].contiguous()
 
     positions, mask = _positions(batch, ids.shape[1] + more), batch.get("attention_mask")
-    out: dict[str, Any] = {"input_ids": shard(ids, pad_token_id), "position_ids": positions[:, start:end].contiguous()}
+    out: dict[str, Any] = {"input_ids": shard(ids, pad_token_id), "position_ids": positions[:, start:end].clone()}
+    _mark(out["position_ids"], group)
     if mask is not None:
         out["attention_mask"] = F.pad(mask, (0, more))
     elif batch.get("position_ids") is not None:
@@ -226,7 +307,47 @@ def shard_batch(
     return out
 
 
-def _check_batch(batch: Mapping[str, Any], name: str) -> None:
+def _mark(position_ids: Tensor, group: ProcessGroup) -> None:
+    """Note the group on the tensor, where torch.compile sees it, and on its storage, which views share."""
+    for holder in (position_ids, position_ids.untyped_storage()):
+        setattr(holder, _MARK, group.group_name)
+
+
+def _sharded_over(position_ids: Tensor) -> str | None:
+    """The name of the group for which ``shard_batch`` made ``position_ids``; None if it did not."""
+    return getattr(position_ids if is_compiling() else position_ids.untyped_storage(), _MARK, None)
+
+
+def _check_batch(batch: Mapping[str, Any], group: ProcessGroup, name: str) -> None:
+    """Check this rank's entries, and in the first call or in check mode that all ranks have the same."""
+    error = None
+    try:
+        _check_entries(batch, name)
+    except CommError as problem:
+        error = problem
+    here = group.size(), group.rank()
+    if variables.CHECK.value or variables.HASH.value or _compared.get(group) != here:
+        entries = {} if error is not None else _described(batch)
+        digest = hashlib.blake2b(repr(entries).encode(), digest_size=16).digest()
+        agree(name, group, digest, error, lambda: entries, "shards a batch", "batches")
+        _compared[group] = here
+    elif error is not None:
+        raise error
+
+
+def _described(batch: Mapping[str, Any]) -> dict[str, str]:
+    """The entries of a batch in words, with a digest of their values."""
+    return {key: _in_words(batch[key]) for key in _SHARDED if batch.get(key) is not None}
+
+
+def _in_words(x: Tensor) -> str:
+    data = x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return (
+        f"{list(x.shape)} of {str(x.dtype).removeprefix('torch.')}, {hashlib.blake2b(data, digest_size=8).hexdigest()}"
+    )
+
+
+def _check_entries(batch: Mapping[str, Any], name: str) -> None:
     if not isinstance(batch.get("input_ids"), Tensor) or batch["input_ids"].dim() != 2:
         raise ArgumentError(f"{name}: a batch needs input_ids, a tensor [batch, sequence]")
     shape = tuple(batch["input_ids"].shape)

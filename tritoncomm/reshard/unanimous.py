@@ -1,4 +1,4 @@
-"""Whether all ranks of a group made the same plan, compared before anything is sent; else all of them raise."""
+"""Whether all ranks of a group made the same plan (or batch), compared before they exchange it; else all raise."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,13 @@ _SHOWN = 4
 
 
 def agree(
-    name: str, group: ProcessGroup, digest: bytes, error: CommError | None, describe: Callable[[], dict[str, str]]
+    name: str,
+    group: ProcessGroup,
+    digest: bytes,
+    error: CommError | None,
+    describe: Callable[[], dict[str, str]],
+    action: str = "makes a new plan",
+    things: str = "plans",
 ) -> None:
     """Compare a plan over the ranks of a group; one all-gather of 24 bytes per rank where they agree.
 
@@ -28,6 +34,7 @@ def agree(
         digest: 16 bytes, of what the plan depends on.
         error: what is wrong with this rank's own arguments, if anything.
         describe: what the digest is of, by name; called where ranks differ.
+        action, things: for errors: what this rank does, and what the ranks compare.
 
     Raises:
         CommError: ``error`` itself.
@@ -39,11 +46,11 @@ def agree(
         if error is not None:
             raise error
         return
-    text = "makes a new plan" if error is None else f"refused its arguments: {error}"
+    text = action if error is None else f"refused its arguments: {error}"
     plan = f"new {digest.hex()}" if error is None else "refused"
     notes.leave(group, text, plan)
     try:
-        _compare(name, group, digest, error, describe)
+        _compare(name, group, digest, error, describe, things)
     except PeerError as failure:
         if error is not None:
             raise error from failure
@@ -53,7 +60,12 @@ def agree(
 
 
 def _compare(
-    name: str, group: ProcessGroup, digest: bytes, error: CommError | None, describe: Callable[[], dict[str, str]]
+    name: str,
+    group: ProcessGroup,
+    digest: bytes,
+    error: CommError | None,
+    describe: Callable[[], dict[str, str]],
+    things: str,
 ) -> None:
     """One all-gather; texts where ranks differ."""
     rank = group.rank()
@@ -65,7 +77,7 @@ def _compare(
     texts = _texts(group, name, {"error": str(error)} if error is not None else {"plan": describe()})
     if error is not None:
         raise error
-    raise MismatchError(f"{name}: {_difference(texts, rank)}")
+    raise MismatchError(f"{name}: {_difference(texts, rank, things)}")
 
 
 def _gathered(x: Tensor, group: ProcessGroup, name: str) -> list[list[int]]:
@@ -84,7 +96,7 @@ def _texts(group: ProcessGroup, name: str, mine: dict[str, object]) -> list[dict
     return [json.loads(bytes(row)) for row in _gathered(padded, group, name)]
 
 
-def _difference(texts: list[dict[str, object]], rank: int) -> str:
+def _difference(texts: list[dict[str, object]], rank: int, things: str) -> str:
     """What other ranks have to say, from the first that differs from this one."""
     errors = {other: text["error"] for other, text in enumerate(texts) if "error" in text}
     if errors:
@@ -101,4 +113,4 @@ def _difference(texts: list[dict[str, object]], rank: int) -> str:
         f"{each} is {mine.get(each, 'missing')} on rank {rank}, {theirs.get(each, 'missing')} on rank {other}"
         for each in names[:_SHOWN]
     )
-    return f"ranks of the group have different plans, nothing was sent: {shown}{', ...' if names[_SHOWN:] else ''}"
+    return f"ranks of the group have different {things}, nothing was sent: {shown}{', ...' if names[_SHOWN:] else ''}"

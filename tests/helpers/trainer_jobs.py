@@ -1,0 +1,204 @@
+"""Runs of transformers' Trainer in processes of their own: one process, sequence shards, and every misuse."""
+
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tritoncomm
+from tritoncomm import variables
+from tritoncomm.integrations import transformers as ours
+from tritoncomm.integrations.trainer import UlyssesTrainerMixin
+
+__all__ = ["Report", "Run", "run_job_of_trainers"]
+
+LENGTH, SAMPLES = 15, 14
+
+
+class Run(NamedTuple):
+    """What a run of Trainer has to say.
+
+    Attributes:
+        losses: of every step.
+        norms: of the gradients of every step, before they are clipped.
+        tokens: that were seen, and the operations that were counted.
+        evaluation: the loss.
+        predictions: logits of five samples.
+        weights: after training. Arrays, because tensors would be sent as files of a process that has ended.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    tokens: tuple[float, float]
+    evaluation: float
+    predictions: Any
+    weights: list[Any]
+
+
+class Report(NamedTuple):
+    """What a rank has to say.
+
+    Attributes:
+        alone: the run of one process, before it was a rank.
+        sharded: the run over sequence shards.
+        saved: files of a checkpoint.
+        errors: of each misuse, by its name.
+    """
+
+    alone: Run
+    sharded: Run
+    saved: list[str]
+    errors: dict[str, str]
+
+
+def _library() -> Any:
+    warnings.simplefilter("ignore")
+    import transformers  # takes seconds, and only these processes need it
+
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def _samples() -> list[dict[str, Tensor]]:
+    """Sequences of 15 tokens; every one has another number of labels, all of them in its first or its last part."""
+    ids = torch.randint(32, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
+    samples = []
+    for place, tokens in enumerate(ids):
+        labels = tokens.clone()
+        labels[slice(None, place) if place % 2 else slice(LENGTH - place, None)] = -100
+        samples.append({"input_ids": tokens, "labels": labels})
+    return samples
+
+
+def _model(**more: Any) -> Any:
+    torch.manual_seed(0)
+    transformers = _library()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32, "head_dim": 8}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, **more)
+    return transformers.LlamaForCausalLM(config)
+
+
+def _arguments(folder: str, **more: Any) -> Any:
+    options = {
+        "output_dir": folder, "use_cpu": True, "report_to": [], "disable_tqdm": True, "optim": "sgd",
+        "learning_rate": 0.5, "max_grad_norm": 0.5, "logging_steps": 1, "max_steps": 3, "save_strategy": "no",
+        "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
+        "include_num_input_tokens_seen": True,
+    }  # fmt: skip
+    return _library().TrainingArguments(**(options | more))
+
+
+def _run(kind: Any, batch: int, evaluated: int, folder: str, **more: Any) -> Run:
+    """Three steps of four samples in two parts, an evaluation, and predictions."""
+    args = _arguments(folder, per_device_train_batch_size=batch, per_device_eval_batch_size=batch)
+    samples = _samples()
+    trainer = kind(model=_model(), args=args, train_dataset=samples, eval_dataset=samples[:evaluated], **more)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    unlabelled = [{"input_ids": each["input_ids"]} for each in samples[:evaluated]]
+    predictions = [trainer.predict(data).predictions for data in (samples[:evaluated], unlabelled)]
+    assert (predictions[0] == predictions[1]).all()
+    return Run(
+        [float(log["loss"]) for log in logs],
+        [float(log["grad_norm"]) for log in logs],
+        (trainer.state.num_input_tokens_seen, trainer.state.total_flos),
+        trainer.evaluate()["eval_loss"],
+        predictions[0],
+        [parameter.detach().numpy().copy() for parameter in trainer.model.parameters()],
+    )
+
+
+def _quiet_trainer() -> Any:
+    """Trainer, which logs into its state only."""
+    transformers = _library()
+
+    class Quiet(transformers.Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.pop_callback(transformers.PrinterCallback)
+
+    return Quiet
+
+
+def _sharded_trainer() -> Any:
+    class Sharded(UlyssesTrainerMixin, _quiet_trainer()):
+        pass
+
+    return Sharded
+
+
+def _join(ranks: Sequence[Mapping[str, str]], sequence: int) -> dist.ProcessGroup:
+    """Make this process a rank, after it ran a Trainer of its own; the sequence group."""
+    from accelerate.state import AcceleratorState, GradientState  # as late as transformers
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ.update(ranks[int(os.environ["PLACE"])])
+    return tritoncomm.initialize(tensor=sequence).get_group("tensor")
+
+
+def run_job_of_trainers(ranks: Sequence[Mapping[str, str]], sequence: int, batch: int, evaluated: int) -> Report:
+    """A Trainer of this process alone, then one as a rank of a job, then, in a job of two ranks, every misuse."""
+    with tempfile.TemporaryDirectory() as folder:
+        alone = _run(_quiet_trainer(), 2, evaluated, folder)
+        group = _join(ranks, sequence)
+        name = ours.register(group)
+        sharded = _run(_sharded_trainer(), batch, evaluated, folder, ulysses=name)
+        saved = _saved(folder, name)
+        errors = _misuses(group, name, folder) if len(ranks) == 2 else {}
+    ours.unregister()
+    tritoncomm.destroy()
+    return Report(alone, sharded, saved, errors)
+
+
+def _saved(folder: str, name: str) -> list[str]:
+    """Files of a checkpoint after a step, in which the attention's name must not be."""
+    args = _arguments(str(Path(folder) / str(dist.get_rank())), max_steps=1, save_strategy="steps", save_steps=1)
+    trainer = _sharded_trainer()(model=_model(), args=args, train_dataset=_samples(), ulysses=name)
+    trainer.train()
+    found = sorted(path.name for path in Path(args.output_dir, "checkpoint-1").glob("*"))
+    for path in Path(args.output_dir).rglob("*.json"):
+        assert name not in path.read_text(), path
+    return found
+
+
+def _error(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except tritoncomm.errors.CommError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _misuses(group: dist.ProcessGroup, name: str, folder: str) -> dict[str, str]:
+    """The error of each misuse, on this rank."""
+    model, kind = _model(attn_implementation=name), _sharded_trainer()
+    samples, args, errors = _samples(), _arguments(folder), {}
+    plain = _quiet_trainer()(model=model, args=args, train_dataset=samples, eval_dataset=samples)
+    errors["train"] = _error(plain.train)
+    errors["evaluate"] = _error(plain.evaluate)
+    errors["predict"] = _error(lambda: plain.predict(samples))
+    own = kind(model=_model(), args=args, train_dataset=samples[group.rank() :: 2], ulysses=name)
+    ours._compared.clear()
+    errors["own samples"] = _error(own.train)
+    with variables.CHECK.override(True):
+        errors["own samples, in check mode"] = _error(own.train)
+    bare = kind(model=_model(), args=args, train_dataset=[{"input_ids": x["input_ids"]} for x in samples])
+    errors["no labels"] = _error(bare.train)
+    errors["no registration"] = _error(lambda: kind(model=_model(), args=args, ulysses="none"))
+    errors["options"] = _options_refused(kind, args, samples)
+    return errors
+
+
+def _options_refused(kind: Any, args: Any, samples: list[dict[str, Tensor]]) -> str:
+    """Options that the mixin refuses, all at once."""
+    args.label_smoothing_factor, args.train_sampling_strategy = 0.1, "batch_rebalance"
+    args.accelerator_config.dispatch_batches = True
+    loss = lambda *_, **__: None  # noqa: E731
+    return _error(lambda: kind(model=_model(), args=args, train_dataset=samples, compute_loss_func=loss))

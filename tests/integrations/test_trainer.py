@@ -1,0 +1,80 @@
+"""transformers' Trainer over sequence shards is the Trainer of one process; every misuse raises on every rank."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from jobs import run_job
+from torch.distributed import TCPStore
+from trainer_jobs import Report, run_job_of_trainers
+
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("transformers", "accelerate")),
+    reason="transformers or accelerate is not installed",
+)
+
+
+def job(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+    """``function(variables of all ranks, *args)`` in processes that are ranks as soon as they take these variables."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    places = [{"PLACE": str(rank), "OMP_NUM_THREADS": "1"} for rank in range(world)]
+    results = run_job(function, places, ranks, *args, timeout=100)
+    assert not any(result is None or isinstance(result, str) for result in results), results
+    return results
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[Report]:
+    return job(run_job_of_trainers, 2, 2, 2, 5)
+
+
+def check_runs(reports: list[Report], evaluated: int) -> None:
+    for rank, (alone, sharded, saved, _) in enumerate(reports):
+        assert sharded.losses == pytest.approx(alone.losses, abs=1e-6)
+        assert len(set(alone.losses)) == 3
+        assert sharded.norms == pytest.approx(alone.norms, abs=1e-6)
+        assert min(alone.norms) > 0.5  # so that gradients are clipped
+        assert sharded.tokens == alone.tokens
+        assert sharded.evaluation == pytest.approx(alone.evaluation, abs=1e-6)
+        assert sharded.predictions.shape == alone.predictions.shape == (evaluated, 15, 32)
+        assert abs(sharded.predictions - alone.predictions).max() <= 1e-6
+        for mine, other in zip(sharded.weights, alone.weights, strict=True):
+            assert abs(mine - other).max() <= 1e-6
+        assert ("model.safetensors" in saved) is (rank == 0)
+
+
+def test_three_steps_are_those_of_one_process(two_ranks: list[Report]) -> None:
+    check_runs(two_ranks, 5)
+
+
+@pytest.mark.slow
+def test_two_sequence_groups_are_data_parallel() -> None:
+    check_runs(job(run_job_of_trainers, 4, 2, 1, 4), 4)
+
+
+NOT_SHARDED = "ArgumentError: tritoncomm_ulysses: shard_batch did not make these position_ids"
+OTHER_SAMPLES = "MismatchError: shard_batch: ranks of the group have different batches, nothing was sent: input_ids is"
+MISUSES = {
+    "train": NOT_SHARDED,
+    "evaluate": NOT_SHARDED,
+    "predict": NOT_SHARDED,
+    "own samples": OTHER_SAMPLES,
+    "own samples, in check mode": OTHER_SAMPLES,
+    "no labels": "ArgumentError: Sharded: a batch needs labels, only input_ids are there",
+    "no registration": "ArgumentError: 'none' is not registered here",
+    "options": "UnsupportedError: Sharded: compute_loss_func, label_smoothing_factor, dispatch_batches, "
+    "train_sampling_strategy='batch_rebalance': not supported over sequence shards",
+}
+
+
+def test_every_misuse_raises_on_every_rank(two_ranks: list[Report]) -> None:
+    for report in two_ranks:
+        assert report.errors.keys() == MISUSES.keys()
+        for case, text in MISUSES.items():
+            assert report.errors[case].startswith(text), (case, report.errors[case])

@@ -1,0 +1,191 @@
+"""``Trainer`` of transformers over sequence shards: ``class SequenceTrainer(UlyssesTrainerMixin, Trainer)``.
+
+The ranks of a sequence group draw the same samples, and each computes the loss of its positions. Everything else
+(schedules, logs, clipping, checkpoints, metrics) is the Trainer's own.
+"""
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tritoncomm.core import eager
+from tritoncomm.errors import ArgumentError, UnsupportedError
+from tritoncomm.integrations.transformers import NAME, group_of, shard_batch, switch
+
+__all__ = ["UlyssesTrainerMixin"]
+
+# To type checkers the mixin is a Trainer of any kind; an import of transformers would cost every user seconds.
+_Base: Any = Any if TYPE_CHECKING else object
+
+
+class UlyssesTrainerMixin(_Base):
+    """Train and evaluate over sequence shards; stands before ``Trainer``, or a class made of it, in the bases.
+
+    Batch sizes count samples of a sequence group, so that ``world / group.size()`` groups train data-parallel. The
+    data loaders, ``num_items_in_batch`` and ``gather_for_metrics`` count every group once. DDP averages gradients over
+    all ranks: ``Trainer`` multiplies each loss by their number, and the losses of a group add up.
+
+    Evaluation gives every rank the loss, the logits and the labels of full sequences. In ``compute_loss``, ``inputs``
+    of subclasses before this class are full sequences; those of classes behind it, and the outputs, are shards.
+
+    Args:
+        args, kwargs: of ``Trainer``.
+        ulysses: the name that ``register(group)`` returned. The model gets this attention (see ``switch``).
+
+    Raises:
+        ArgumentError: nothing is registered under ``ulysses``, or groups of ranks do not divide the job evenly.
+        UnsupportedError: an option that would give other numbers than one process: own loss functions, label
+            smoothing, batches that rank 0 dispatches, ``batch_rebalance``, other parallelism.
+
+    Example:
+        ``SequenceTrainer(model=model, args=args, train_dataset=data, ulysses=register(group)).train()``
+    """
+
+    def __init__(self, *args: Any, ulysses: str = NAME, **kwargs: Any) -> None:
+        self.ulysses, self.sequence_group = ulysses, group_of(ulysses)
+        super().__init__(*args, **kwargs)
+        self._refuse_options()
+        if self.model_init is None:
+            switch(self.model, ulysses)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """``Trainer``'s, with this attention."""
+        model = super().call_model_init(trial)
+        switch(model, self.ulysses)
+        return model
+
+    def _refuse_options(self) -> None:
+        args, parallel = self.args, getattr(self.args, "parallelism_config", None)
+        options = {
+            "compute_loss_func": self.compute_loss_func is not None,
+            "label_smoothing_factor": self.label_smoother is not None,
+            "dispatch_batches": bool(self.accelerator.dispatch_batches),
+            "split_batches": self.accelerator.split_batches,
+            "eval_use_gather_object": args.eval_use_gather_object,
+            "train_sampling_strategy='batch_rebalance'": args.train_sampling_strategy == "batch_rebalance",
+            "parallelism_config": parallel is not None and parallel.non_data_parallel_size > 1,
+            "a model that is sharded over tensor ranks": self.get_tp_size() > 1,
+            "a model without num_items_in_batch": not self.model_accepts_loss_kwargs,
+        }
+        refused = [name for name, is_set in options.items() if is_set]
+        if refused:
+            raise UnsupportedError(f"{type(self).__name__}: {', '.join(refused)}: not supported over sequence shards")
+
+    # Data: one lane per sequence group.
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """``Trainer``'s; its accelerator then loads and gathers data per sequence group."""
+        super().create_accelerator_and_postprocess()
+        accelerator = self.accelerator
+        self._leaders = self._group_leaders()
+        self._prepare_as_accelerate = accelerator.prepare_data_loader
+        accelerator.prepare_data_loader = self._prepare_data_loader
+        accelerator.gather_for_metrics = self._gather_for_metrics
+        self.gather_function = self._gather_for_metrics
+
+    def _group_leaders(self) -> list[int]:
+        """The first rank of every sequence group; all ranks of the job compare theirs."""
+        size, first = self.sequence_group.size(), self._first_rank()
+        firsts = self.accelerator.gather(torch.tensor([first], device=self.accelerator.device)).tolist()
+        leaders = sorted(set(firsts))
+        if any(firsts.count(leader) != size for leader in leaders):
+            raise ArgumentError(
+                f"{type(self).__name__}: every rank of the job needs a sequence group of {size} ranks; by rank, the "
+                f"groups begin with ranks {firsts}"
+            )
+        return leaders
+
+    def _first_rank(self) -> int:
+        return torch.distributed.get_process_group_ranks(self.sequence_group)[0]
+
+    def _prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """``Accelerator.prepare_data_loader``, with sequence groups in the place of processes."""
+        accelerator = self.accelerator
+        if not getattr(data_loader, "_is_accelerate_prepared", False):
+            data_loader = importlib.import_module("accelerate.data_loader").prepare_data_loader(
+                data_loader,
+                accelerator.device,
+                num_processes=len(self._leaders),
+                process_index=self._leaders.index(self._first_rank()),
+                put_on_device=accelerator.device_placement if device_placement is None else device_placement,
+                rng_types=accelerator.rng_types.copy(),
+                dispatch_batches=False,  # rank 0 would slice its batches for all processes
+                even_batches=accelerator.even_batches,
+                use_seedable_sampler=accelerator.use_seedable_sampler,
+                data_seed=accelerator.dataloader_config.data_seed,
+                non_blocking=accelerator.non_blocking,
+                use_stateful_dataloader=accelerator.use_stateful_dataloader,
+            )
+            data_loader._is_accelerate_prepared = True  # pyright: ignore[reportAttributeAccessIssue]
+        return self._prepare_as_accelerate(data_loader, device_placement, slice_fn_for_dispatch)  # notes it
+
+    def _gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """``Accelerator.gather_for_metrics`` of one rank per sequence group."""
+        if use_gather_object:
+            raise UnsupportedError(f"{type(self).__name__}: use_gather_object is not supported over sequence shards")
+        state, world = self.accelerator.gradient_state, self.accelerator.num_processes
+        count = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+        def select(x: Tensor) -> Tensor:
+            return x.unflatten(0, (world, -1))[self._leaders].flatten(0, 1)[:count]
+
+        apply = importlib.import_module("accelerate.utils").recursively_apply
+        return apply(select, self.accelerator.gather(input_data))
+
+    # Numbers: a rank has a share of its group's batch.
+
+    def get_cp_size(self) -> int:
+        """Ranks that share one batch, by which ``Trainer`` divides batch sizes and counts of labels."""
+        return self.sequence_group.size()
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> Any:
+        """Operations of this rank's share."""
+        return super().floating_point_ops(inputs) / self.sequence_group.size()
+
+    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
+        seen = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = seen + (self.state.num_input_tokens_seen - seen) // self.get_cp_size()
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """``Trainer``'s, of this rank's shard of ``inputs``."""
+        if num_items_in_batch is None:
+            raise ArgumentError(f"{type(self).__name__}: a batch needs labels, only {', '.join(inputs)} are there")
+        return super().compute_loss(model, shard_batch(inputs, self.sequence_group), return_outputs, num_items_in_batch)
+
+    def prediction_step(
+        self, model: Any, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """``Trainer``'s; the loss and the logits are those of full sequences, on every rank."""
+        length = inputs["input_ids"].shape[1]
+        called = model
+        if any(inputs.get(name) is None for name in self.label_names):  # `Trainer` does not call compute_loss then
+            called = lambda **whole: model(**shard_batch(whole, self.sequence_group))  # noqa: E731
+        loss, logits, labels = super().prediction_step(called, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None:
+            loss = eager.all_reduce(loss, self.sequence_group, "prediction_step") / self.sequence_group.size()
+        return loss, self._full(logits, length), labels
+
+    def _full(self, outputs: Any, length: int) -> Any:
+        """Outputs ``[b, s, ...]`` of all ranks of the group, without padding."""
+        if isinstance(outputs, list | tuple):
+            return type(outputs)(self._full(each, length) for each in outputs)
+        if outputs is None:
+            return None
+        run = -(-length // self.sequence_group.size())
+        if not isinstance(outputs, Tensor) or outputs.dim() < 2 or outputs.shape[1] != run:
+            shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise UnsupportedError(f"{type(self).__name__}: an output {shape} that has no dim of {run} positions")
+        return eager.all_gather(outputs, 1, self.sequence_group, None, "prediction_step")[:, :length]
