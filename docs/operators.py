@@ -6,7 +6,7 @@ from tritoncomm.tensor.rules.table import ROWS
 
 ORDER = (
     "pointwise", "matmul", "embedding", "normalization", "reductions", "views", "indexing", "attention",
-    "cross_entropy", "random_ops", "foreach",
+    "cross_entropy", "random_ops", "foreach", "gradients",
 )  # fmt: skip
 BEGIN, END = "<!-- operators -->\n", "<!-- end -->"
 

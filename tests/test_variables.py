@@ -21,7 +21,7 @@ OFF = ("", " ", "0", "false", "False", "no", "NO", "off", "Off")
 
 @pytest.fixture(autouse=True)
 def _read_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("TRITONCOMM_PATH", "TRITONCOMM_CHECK", "TRITONCOMM_TABLE", "TRITONCOMM_FLIGHT"):
+    for name in ("TRITONCOMM_PATH", "TRITONCOMM_CHECK", "TRITONCOMM_TABLE", "TRITONCOMM_FLIGHT", "TRITONCOMM_STRICT"):
         monkeypatch.delenv(name, raising=False)
     yield
     monkeypatch.undo()
@@ -52,9 +52,10 @@ def test_a_text_that_is_no_value_of_check_mode_is_named(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("text", OFF)
 def test_off_is_off_for_all_variables(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    for name in ("TRITONCOMM_PATH", "TRITONCOMM_CHECK", "TRITONCOMM_TABLE"):
+    for name in ("TRITONCOMM_PATH", "TRITONCOMM_CHECK", "TRITONCOMM_TABLE", "TRITONCOMM_STRICT"):
         monkeypatch.setenv(name, text)
     variables.read()
+    assert not variables.STRICT.value
     nothing = "none" if text.strip() else ""
     assert variables.effective() == {
         "TRITONCOMM_PATH": "auto", "TRITONCOMM_CHECK": "off", "TRITONCOMM_TABLE": nothing
@@ -150,7 +151,7 @@ def test_each_variable_is_named_in_one_module_and_in_the_doctor() -> None:
     del named["TRITONCOMM_"]  # doctor's look for names that mean nothing
     assert {name: sorted({*stems} - {"doctor", "__init__"}) for name, stems in named.items()} == {
         "TRITONCOMM_PATH": ["variables"], "TRITONCOMM_CHECK": ["variables"], "TRITONCOMM_TABLE": ["tables"],
-        "TRITONCOMM_FLIGHT": ["variables"],
+        "TRITONCOMM_FLIGHT": ["variables"], "TRITONCOMM_STRICT": ["variables"],
     }  # fmt: skip
 
 

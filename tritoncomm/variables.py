@@ -5,6 +5,7 @@
 | TRITONCOMM_PATH | ``auto``, ``torch``, ``triton`` | the path of every pack and unpack |
 | TRITONCOMM_CHECK | a switch, ``hash``, ``hash:N`` | ranks compare every call, or a digest every N calls |
 | TRITONCOMM_FLIGHT | a switch, a number, a folder | keep the last calls of this rank; dumps go to the folder |
+| TRITONCOMM_STRICT | a switch | an optimizer that may be wrong for shards raises, and does not warn |
 | TRITONCOMM_TABLE | a file, a folder, ``none`` | the tuned tables that apply (read by ``tritoncomm_kernels.tables``) |
 
 An empty variable is one that is not set. ``0``, ``false``, ``no`` and ``off`` switch off, in any case of the letters;
@@ -27,6 +28,7 @@ __all__ = [
     "HASH",
     "PATH",
     "PATHS",
+    "STRICT",
     "PathChoice",
     "Setting",
     "check_problem",
@@ -145,13 +147,14 @@ PATH = Setting("TRITONCOMM_PATH", _path)
 CHECK = Setting("TRITONCOMM_CHECK", _check_mode)
 HASH = Setting(CHECK.name, _hash_interval)
 FLIGHT = Setting("TRITONCOMM_FLIGHT", flight_of)
+STRICT = Setting("TRITONCOMM_STRICT", is_on)
 _table = tables.variable()
 
 
 def read() -> None:
     """Read all variables again. Kinds of GPU calls that were made before keep the tiles of the table they used."""
     global _table
-    for setting in (PATH, CHECK, HASH, FLIGHT):
+    for setting in (PATH, CHECK, HASH, FLIGHT, STRICT):
         setting.read()
     if tables.variable() != _table:
         _table = tables.variable()

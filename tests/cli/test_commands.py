@@ -426,6 +426,8 @@ def found(monkeypatch: pytest.MonkeyPatch, **variables: str) -> dict[str, doctor
         ("TRITONCOMM_FLIGHT", "off", "ok"),
         ("TRITONCOMM_FLIGHT", "10000:/no/such/folder/yet", "note"),
         ("TRITONCOMM_FLIGHT", "/dev/null/records", "problem"),
+        ("TRITONCOMM_STRICT", "1", "note"),
+        ("TRITONCOMM_STRICT", "off", "ok"),
         ("TRITONCOMM_PATHS", "torch", "note"),
         ("TORCH_DIST_USE_NCCL2", "0", "note"),
         ("NCCL_P2P_DISABLE", "1", "problem"),

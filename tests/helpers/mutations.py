@@ -50,6 +50,34 @@ MUTATIONS = (
         "tests/tensor/test_sizes_that_do_not_fit.py",
     ),
     Mutation(
+        "the gradient of a ColoTensor is plain", "tritoncomm/tensor/rules/gradients.py",
+        "        _set(x, wrapped)\n    return wrapped\n", "    return gradient\n", "tests/tensor/test_gradients.py",
+    ),
+    Mutation(
+        "an inf is known to its rank only", "tritoncomm/tensor/rules/gradients.py",
+        "for pg in groups_of_shards(gradients):", "for pg in groups_of_shards([]):", "tests/tensor/test_gradients.py",
+    ),
+    Mutation(
+        "the norm of a shard is taken for the global one", "tritoncomm/tensor/rules/foreach.py",
+        "torch.linalg.vector_norm(gathered, ord, 0)", "partial", "tests/tensor/test_gradients.py",
+    ),
+    Mutation(
+        "a hook sees a plain gradient", "tritoncomm/tensor/rules/gradients.py",
+        "result = hook(wrapped)", "result = hook(gradient)", "tests/tensor/test_gradients.py",
+    ),
+    Mutation(
+        "a collective of torch runs on a gathered copy", "tritoncomm/tensor/dispatch.py",
+        "== distributed_c10d.__name__", '== ""', "tests/tensor/test_gradients.py",
+    ),
+    Mutation(
+        "the gradient keeps the layout that its tensor had", "tritoncomm/tensor/colo_tensor.py",
+        "gradient = gradient._redistributed(dist_spec, self.process_group)", "pass", "tests/tensor/test_gradients.py",
+    ),
+    Mutation(
+        "a column-parallel result of one rank has no compute spec", "tritoncomm/tensor/rules/engine.py",
+        "one_dim and pg.tp_world_size() == 1 and", "False and", "tests/tensor/test_training.py",
+    ),
+    Mutation(
         "initialize returns while others connect", "tritoncomm/runtime.py",
         "        _wait_until_connected()\n", "", "tests/test_groups.py",
     ),

@@ -278,7 +278,8 @@ def run_replicas(group: TorchGroup) -> None:
             p.view(-1)[-1:].view(torch.int64).bitwise_xor_(1)
     check_replicas(module)
     module(*data(0)).backward()
-    nn.utils.clip_grad_norm_(module.parameters(), 0.01)  # torch's own: every rank scales by another norm
+    for p in module.parameters():  # by the norm of the local gradient, as of another rank
+        plain(p.grad).mul_(1 / (1 + group.rank()))  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(module.named_parameters(), lr=0.1)
     with p2p.check(), pytest.raises(MismatchError, match=r"SGD\.step: .*norm\.weight") if world > 1 else nullcontext():
         optimizer.step()
@@ -436,6 +437,26 @@ def run_recomputation(group: TorchGroup) -> None:
         grads.append((x.grad, w.grad))
     for one, other in zip(*grads, strict=True):
         assert torch.equal(one, other)
+
+
+def run_recomputed_loss(group: TorchGroup) -> None:
+    """Backward of a ColoTensor computes again on ColoTensors, not on their local tensors."""
+    pg = ranks_of(group)
+    gradients = []
+    for again in (False, True):
+        _, module = both(pg)
+        ids, targets = data(0)
+        loss = checkpoint(module, ids, targets, use_reentrant=False) if again else module(ids, targets)
+        assert isinstance(loss, ColoTensor)
+        loss.backward()
+        gradients.append([p.grad for p in module.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(plain(one), plain(other))
+
+
+def test_a_loss_is_recomputed_on_shards(pool: Pool) -> None:
+    pool.run(run_recomputed_loss, world=2)
+    pool.run(run_recomputed_loss, world=4)
 
 
 def test_recomputed_activations_drop_the_same_elements(pool: Pool) -> None:

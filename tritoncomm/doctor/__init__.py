@@ -26,9 +26,10 @@ __all__ = ["Finding", "examine"]
 
 NEEDED = {"torch": (2, 11), "triton": (3, 6)}
 VARIABLES = (
-    "TRITONCOMM_PATH", "TRITONCOMM_TABLE", "TRITONCOMM_CHECK", "TRITONCOMM_FLIGHT", "TRITON_INTERPRET",
-    "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE",
-    "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_DEBUG", "TORCH_DIST_USE_NCCL2", "TORCH_DISTRIBUTED_DEBUG",
+    "TRITONCOMM_PATH", "TRITONCOMM_TABLE", "TRITONCOMM_CHECK", "TRITONCOMM_FLIGHT", "TRITONCOMM_STRICT",
+    "TRITON_INTERPRET", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING",
+    "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_DEBUG", "TORCH_DIST_USE_NCCL2",
+    "TORCH_DISTRIBUTED_DEBUG",
 )  # fmt: skip
 _NO_NETWORK = re.compile(r"rank \d: (tritoncomm\.errors\.|(ModuleNotFound|Import|Attribute|Name)Error|\w+ gave wrong)")
 
@@ -211,6 +212,8 @@ def _judged(name: str, value: str) -> tuple[str, str]:
             if folder and not _can_be_written(Path(folder)):
                 return "problem", f"no record can be written to {folder}"
             return "note", f"keeps the last {calls} calls; records go to {folder or 'the current folder'}"
+        case "TRITONCOMM_STRICT" if variables.is_on(value):
+            return "note", "optimizers that are not known to be element-wise raise for shards; set it on all ranks"
         case "TRITON_INTERPRET" if value == "1" and gpu:
             return "problem", "kernels run in Python, thousands of times slower: unset it"
         case "TRITON_INTERPRET":

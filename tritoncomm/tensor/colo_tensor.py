@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _foreach_supported_types
 
 from tritoncomm.errors import ShapeError
 from tritoncomm.tensor import dispatch, layout, optimizers
@@ -23,6 +24,7 @@ from tritoncomm.tensor.distspec import (
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.redistribute import check_partitions
 from tritoncomm.tensor.resharding import across, layout_of
+from tritoncomm.tensor.rules import gradients
 from tritoncomm.tensor.snapshot import refuse_sharing
 from tritoncomm.tensor.tensor_spec import ColoTensorSpec
 
@@ -119,6 +121,11 @@ class ColoTensor(torch.Tensor):
 
         return to_dtensor(self)
 
+    grad = property(  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
+        gradients.gradient_of, gradients.set_gradient, gradients.delete_gradient,
+        "The gradient, as a ColoTensor of this layout. A plain tensor that is set is a local gradient.",
+    )  # fmt: skip
+
     def has_compute_spec(self) -> bool:
         """Whether a compute spec is set."""
         return self.compute_spec is not None
@@ -168,9 +175,8 @@ class ColoTensor(torch.Tensor):
         assert self.grad_fn is None, "Current tensor has grad_fn and it can't get converted"
         with DistSpecManager.no_grad(), torch.no_grad():
             local, gradient = self._redistributed(dist_spec, self.process_group), self.grad
-            if gradient is not None and local.shape != gradient.shape:
-                like = layout.wrap(layout.plain(gradient), self.process_group, self.dist_spec, self.global_shape)
-                gradient = like._redistributed(dist_spec, self.process_group)
+            if isinstance(gradient, ColoTensor):
+                gradient = gradient._redistributed(dist_spec, self.process_group)
         shape = self.global_shape
         with torch._C.DisableTorchFunctionSubclass():
             self.data = local
@@ -341,6 +347,10 @@ class ColoTensor(torch.Tensor):
             run = _runners[cls, types] = cls._runner(types)
         return NotImplemented if run is None else run(func, args, kwargs or {})
 
+
+# torch.nn.utils clips by one all-gather per process group where its foreach form takes the class, by one per shard
+# otherwise. No public name says so; DTensor adds itself to the same list (torch 2.11 to 2.13).
+_foreach_supported_types.append(ColoTensor)
 
 _unknown: Any = object()
 _runners: dict[tuple[type, Any], Any] = {}

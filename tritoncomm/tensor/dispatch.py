@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_map
 
 from tritoncomm.errors import UnsupportedError
@@ -38,7 +39,6 @@ _OTHER_NAMES = {
     "ord": "p",
 }  # fmt: skip
 """Names of arguments that torch takes as well, in numpy's fashion or in one form of an operator."""
-_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 _warned: set[str] = set()
 
@@ -59,7 +59,7 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     if impl is not None:
         return impl(*args, **kwargs)
     name = getattr(func, "__name__", str(func))
-    if func not in RULES and (name in QUERIES or name in _ACCESSORS or func in _BACKWARD):
+    if func not in RULES and (name in QUERIES or name in _ACCESSORS):
         if name == "__get__" and getattr(func, "__self__", Tensor).__name__ in _COMPLEX_PARTS:
             return keep(func, args, kwargs, args[0])
         if name == "__set__":
@@ -85,6 +85,8 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     if isinstance(func, OpOverload | OpOverloadPacket):
         _refuse_reshaping(name.partition(".")[0])
         return _run_local(func, args, kwargs)  # below autograd, called by dispatch modes on local tensors
+    if getattr(func, "__module__", None) == distributed_c10d.__name__:
+        return _run_local(func, args, kwargs)  # of any group, into local memory: ``dist.all_reduce(p.grad)``
     describe = RULES.get(func)
     call = None if describe is None else _describe(describe, args, kwargs)
     if call is None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from tritoncomm.tensor.distspec import _DistSpec, partitions
 from tritoncomm.tensor.process_group import ProcessGroup
 
-__all__ = ["is_colo", "plain", "register", "shape_of", "shares_storage", "wrap"]
+__all__ = ["is_colo", "plain", "register", "shape_of", "shares_storage", "wrap", "wrap_like"]
 
 if TYPE_CHECKING:
     from tritoncomm.tensor.colo_tensor import ColoTensor
@@ -54,4 +54,17 @@ def wrap(x: Tensor, pg: ProcessGroup, dist_spec: _DistSpec, global_shape: Sequen
     result.has_initialized, result._type = True, _colo._kind
     result.process_group, result.dist_spec, result.compute_spec = pg, dist_spec, None
     result.global_shape, result.partitions = tuple(global_shape), partitions(dist_spec, len(global_shape))
+    return result
+
+
+def wrap_like(x: Tensor, like: "ColoTensor") -> Any:
+    """A plain local tensor as a ColoTensor of the layout of ``like``, which has the same local shape.
+
+    A tensor without a graph is no view of ``x``.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        result = x.as_subclass(_colo) if x.requires_grad else Tensor._make_subclass(_colo, x)
+    result.has_initialized, result._type = True, _colo._kind
+    result.process_group, result.dist_spec, result.compute_spec = like.process_group, like.dist_spec, None
+    result.global_shape, result.partitions = like.global_shape, like.partitions
     return result

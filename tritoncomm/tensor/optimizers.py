@@ -1,7 +1,7 @@
 """Check that only element-wise optimizers update shards.
 
-Other optimizers compute a norm, a mean or a matrix product of a full parameter. On a shard they would compute that of
-the shard, without an error, and the result would differ from that of one process.
+Parameters and their gradients are ColoTensors, whose norms are global. Optimizers that take apart a full parameter, or
+compute with its local memory (``.data``, state by ``numel()``), would take the shard for it, without an error.
 """
 
 import inspect
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from tritoncomm import variables
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor.layout import is_colo
 
@@ -41,7 +42,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The step hook.
 
     Raises:
-        UnsupportedError: an optimizer that is not element-wise would step a shard.
+        UnsupportedError: an optimizer that is not element-wise would step a shard, or with TRITONCOMM_STRICT one that
+            is not known to be.
     """
     kind = type(optimizer)
     verdict = _verdict(kind)
@@ -57,14 +59,15 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"{name}.step: {name} {verdict}, and would treat each rank's shard as a full parameter; it has {what}. "
             "Use an element-wise optimizer for them (AdamW, SGD), or keep them replicated"
         )
+    doubt = (
+        f"{name} is not known to be element-wise, and steps {what}: norms of p and p.grad are those of the full "
+        "parameter, but what it computes from p.data, p.grad.data, numel() or shape is that of each rank's shard"
+    )
+    if variables.STRICT.value:
+        raise UnsupportedError(f"{name}.step: {doubt} ({variables.STRICT.name})")
     if kind not in _warned:
         _warned.add(kind)
-        warnings.warn(
-            f"{name} is not known to be element-wise, and steps {what}: a norm, mean or factorization of a full "
-            "parameter would be that of each rank's shard. The result is correct only if the update of every element "
-            "depends on that element alone",
-            stacklevel=3,
-        )
+        warnings.warn(doubt, stacklevel=3)
 
 
 @cache

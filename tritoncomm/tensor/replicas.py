@@ -17,8 +17,8 @@ def check_replicas(module: nn.Module, pg: ProcessGroup | None = None, *, data_pa
     """Compare replicated parameters across ranks, bit for bit; nothing is changed.
 
     Replicas, and parameters that are not ColoTensors, are compared over their tensor-parallel ranks. They diverge if
-    ranks update them differently: after ``torch.nn.utils.clip_grad_norm_``, which scales by the norm of each rank's
-    shards, after different seeds, or after a state dict that was loaded on some ranks only. All ranks call.
+    ranks update them differently: after a scaling by the norm of each rank's shards (of ``p.grad.data``), after
+    different seeds, or after a state dict that was loaded on some ranks only. All ranks call.
 
     Reads every parameter once. Each group sends two all-gathers, of 16 bytes and of 16 bytes a parameter.
 

@@ -252,11 +252,12 @@ def _is_column_parallel(call: Call, parts: Parts, pg: ProcessGroup) -> bool:
     """Whether the weight with a compute spec is sharded along a dim of the result; over one rank, by its spec."""
     if call.prefer is None:
         return False
-    weight = call.operands[call.prefer]
+    labels = call.operands[call.prefer].labels
+    weight: Any = call.operands[call.prefer].tensor
     if not parts:
-        one_dim = is_colo(weight.tensor) and weight.tensor.is_sharded() and len(weight.tensor.dist_spec.dims) == 1
-        return one_dim and pg.tp_world_size() == 1 and weight.labels[weight.tensor.dist_spec.dims[0]] in call.results[0]
-    return parts[0][0] in weight.labels and parts[0][0] in call.results[0]
+        one_dim = is_colo(weight) and weight.is_sharded() and len(weight.dist_spec.dims) == 1
+        return one_dim and pg.tp_world_size() == 1 and labels[weight.dist_spec.dims[0]] in call.results[0]
+    return parts[0][0] in labels and parts[0][0] in call.results[0]
 
 
 def is_legal(call: Call, parts: Parts) -> bool:

@@ -6,9 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritoncomm.core import eager
 from tritoncomm.errors import UnsupportedError
+from tritoncomm.mappings.general import wants_grad
+from tritoncomm.tensor.distspec import ReplicaSpec
 from tritoncomm.tensor.elementwise import ELEMENTWISE
-from tritoncomm.tensor.layout import is_colo, wrap
+from tritoncomm.tensor.layout import is_colo, plain, wrap
+from tritoncomm.tensor.rules.gradients import groups_of_shards
 from tritoncomm.tensor.rules.table import rule
 
 __all__ = ["on_lists"]
@@ -17,7 +21,7 @@ __all__ = ["on_lists"]
 @rule(
     named="torch._foreach_*, torch._fused_* (optimizers)",
     accepts="any sharding, the same at the same index of every list; plain tensors are local shards",
-    collectives="none; norms: as norm",
+    collectives="none; norms: one all-gather of the local norms of all shards",
 )
 def on_lists(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operator on lists of tensors.
@@ -27,7 +31,7 @@ def on_lists(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: d
     """
     base = name.removeprefix("_foreach_").removesuffix("_")
     if base == "norm":
-        return tuple(torch.linalg.vector_norm(x, *args[1:], **kwargs) for x in args[0])
+        return _norms(*args, **kwargs)
     if name.startswith("_foreach_") and base not in ELEMENTWISE:
         raise UnsupportedError(f"{name} has no rule for ColoTensors")
     lists = [each for each in (*args, *kwargs.values()) if isinstance(each, list | tuple)]
@@ -48,3 +52,28 @@ def on_lists(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: d
         else wrap(x, like.process_group, like.dist_spec, like.global_shape)
         for x, like in zip(result, likes, strict=True)
     )  # fmt: skip
+
+
+def _norms(self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """The norm of every tensor, that of the global one for shards, which share an all-gather per process group.
+
+    Orders for which the norm of the vector of local norms is not the global norm, and gradients, take the rule of one
+    tensor.
+    """
+    shards = [x for x in self if is_colo(x) and x.partitions]
+    if ord <= 0 or any(map(wants_grad, self)) or not all(x.is_floating_point() and x.numel_global() for x in shards):
+        return tuple(torch.linalg.vector_norm(x, ord, dtype=dtype) for x in self)
+    norms = {id(x): torch.linalg.vector_norm(x, ord, dtype=dtype) for x in self if not (is_colo(x) and x.partitions)}
+    for pg in groups_of_shards(shards):
+        of_group = [x for x in shards if x.process_group == pg]
+        partial = torch.stack([_local_norm(plain(x), ord, dtype) for x in of_group])
+        gathered = eager.all_gather(partial.unsqueeze(0), 0, pg.tp_process_group(), None, "_foreach_norm")
+        for x, norm in zip(of_group, torch.linalg.vector_norm(gathered, ord, 0), strict=True):
+            norms[id(x)] = wrap(norm.to(dtype or x.dtype), pg, ReplicaSpec(), ())
+    return tuple(norms[id(x)] for x in self)
+
+
+def _local_norm(x: Tensor, ord: float, dtype: torch.dtype | None) -> Tensor:
+    """The norm of a shard in fp32 or wider; 0 for an empty one, which has no maximum."""
+    wide = torch.promote_types(dtype or x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x, ord, dtype=wide) if x.numel() else x.new_zeros((), dtype=wide)
