@@ -3,13 +3,14 @@
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 import tritoncomm
 from tritoncomm import variables
@@ -45,13 +46,13 @@ class Report(NamedTuple):
     """What a rank has to say.
 
     Attributes:
-        alone: the run of one process, before it was a rank.
+        alone: the run of one process, before it was rank 0; None on other ranks.
         sharded: the run over sequence shards.
         saved: files of a checkpoint.
         errors: of each misuse, by its name.
     """
 
-    alone: Run
+    alone: Run | None
     sharded: Run
     saved: list[str]
     errors: dict[str, str]
@@ -144,24 +145,32 @@ def _join(ranks: Sequence[Mapping[str, str]], sequence: int) -> dist.ProcessGrou
 
 
 def run_job_of_trainers(ranks: Sequence[Mapping[str, str]], sequence: int, batch: int, evaluated: int) -> Report:
-    """A Trainer of this process alone, then one as a rank of a job, then, in a job of two ranks, every misuse."""
+    """A Trainer of rank 0 alone, then one over the job; in a job of two ranks a checkpoint and every misuse, too."""
     with tempfile.TemporaryDirectory() as folder:
-        alone = _run(_quiet_trainer(), 2, evaluated, folder)
+        alone = None if int(os.environ["PLACE"]) else _run(_quiet_trainer(), 2, evaluated, folder)
         group = _join(ranks, sequence)
         name = ours.register(group)
         sharded = _run(_sharded_trainer(), batch, evaluated, folder, ulysses=name)
-        saved = _saved(folder, name)
+        saved = _saved(folder, name) if len(ranks) == 2 else []
         errors = _misuses(group, name, folder) if len(ranks) == 2 else {}
     ours.unregister()
     tritoncomm.destroy()
     return Report(alone, sharded, saved, errors)
 
 
+class _Stream(IterableDataset[dict[str, Tensor]]):
+    """The samples, in order."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(_samples())
+
+
 def _saved(folder: str, name: str) -> list[str]:
-    """Files of a checkpoint after a step, in which the attention's name must not be."""
+    """Files of a checkpoint after a step on a stream, in which the attention's name must not be."""
     args = _arguments(str(Path(folder) / str(dist.get_rank())), max_steps=1, save_strategy="steps", save_steps=1)
-    trainer = _sharded_trainer()(model=_model(), args=args, train_dataset=_samples(), ulysses=name)
-    trainer.train()
+    trainer = _sharded_trainer()(model=_model(), args=args, train_dataset=_Stream(), ulysses=name)
+    with variables.CHECK.override(True):  # ranks of a group compare every batch
+        trainer.train()
     found = sorted(path.name for path in Path(args.output_dir, "checkpoint-1").glob("*"))
     for path in Path(args.output_dir).rglob("*.json"):
         assert name not in path.read_text(), path
