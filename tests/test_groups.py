@@ -631,3 +631,52 @@ def _parameters(value: Any) -> set[str]:
         return set(inspect.signature(value).parameters) if is_ours else set()
     except ValueError:  # an enum of torch's
         return set()
+
+
+@pytest.mark.parametrize(
+    ("stages", "name", "available", "config", "expected"),
+    [
+        (2, "nccl2", True, "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl-lazy"),
+        (2, "nccl2", True, "cuda:nccl2", "cuda:nccl-lazy"),
+        (1, "nccl2", True, "cuda:nccl", None),
+        (2, "nccl2", False, "cuda:nccl", None),
+        (2, "nccl", True, "cuda:nccl", None),
+        (2, "gloo", True, "cpu:gloo,cuda:gloo", None),
+    ],
+)
+def test_the_pipeline_has_a_stream_for_each_pair_of_stages_over_nccl2(
+    monkeypatch: pytest.MonkeyPatch, stages: int, name: str, available: bool, config: str, expected: str | None
+) -> None:
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", dist.ProcessGroup(0, 4))
+    monkeypatch.setattr(runtime, "cuda_backend", lambda _: name)
+    monkeypatch.setattr(dist, "is_backend_available", lambda _: available)
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
+    assert runtime._pipeline_backend(stages) == expected
+
+
+def run_backends_of_axes(group: ProcessGroup) -> None:
+    """The backend of the pipeline is that of its axis alone, with a timeout and without."""
+    import tritoncomm as tc
+
+    asked: list[Any] = []
+    made = dist.new_group
+
+    def new_group(*arguments: Any, **options: Any) -> Any:
+        asked.append(options.get("backend"))
+        return made(*arguments, **options)
+
+    with (
+        mock.patch.object(runtime, "_pipeline_backend", lambda stages: "gloo" if stages > 1 else None),
+        mock.patch.object(dist.distributed_c10d, "new_group", new_group),
+        mock.patch.object(dist.device_mesh, "new_group", new_group),
+    ):
+        for timeout in (None, timedelta(seconds=20)):
+            asked.clear()
+            mesh = tc.initialize(tensor=4, pipeline=2, timeout=timeout)
+            assert asked.count("gloo") == 4
+            assert mesh.get_group("pipeline") is groups.get_group(M.PIPELINE)
+            tc.destroy()
+
+
+def test_the_pipeline_alone_has_its_backend(pool: Pool) -> None:
+    pool.run(run_backends_of_axes, world=8)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from tritoncomm import groups, launchers, variables
-from tritoncomm.core.backend import is_nccl
+from tritoncomm.core.backend import cuda_backend, is_nccl
 from tritoncomm.debug import agreement, exchange
 from tritoncomm.errors import ArgumentError, GroupError
 from tritoncomm.groups import Group, ParallelMode
@@ -191,15 +191,30 @@ def _device_type() -> str:
 
 def _make_mesh(shape: tuple[int, ...]) -> DeviceMesh:
     device, names = _device_type(), tuple(_AXES)
+    backends = dict.fromkeys(names) | {"pipeline": _pipeline_backend(shape[names.index("pipeline")])}
     if groups.timeout is None:
-        mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+        override: Any = {name: backend for name, backend in backends.items() if backend is not None}
+        mesh = init_device_mesh(device, shape, mesh_dim_names=names, backend_override=override)
         _state["owned"] += [group for group in mesh.get_all_groups() if group is not dist.group.WORLD]
         return mesh
     # ``init_device_mesh`` takes no timeout, and its groups do not have that of the default group.
     ranks = torch.arange(math.prod(shape), device="cpu").view(shape)
     lists = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(shape)]
-    made = [_new_group(each, None) for each in lists]
+    made = [_new_group(each, backend) for each, backend in zip(lists, backends.values(), strict=True)]
     return DeviceMesh.from_group(made, device, mesh=ranks, mesh_dim_names=names)
+
+
+def _pipeline_backend(stages: int) -> str | None:
+    """Backends of the pipeline's group; None for those of the default group.
+
+    nccl2 sends all transfers of a group over one communicator and stream. nccl-lazy has one for each pair of stages.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if stages == 1 or cuda_backend(world) != "nccl2" or not dist.is_backend_available("nccl-lazy"):
+        return None
+    parts = [part.rpartition(":") for part in dist.get_backend_config(world).split(",")]
+    return ",".join(f"{kind}{colon}{'nccl-lazy' if is_nccl(name) else name}" for kind, colon, name in parts)
 
 
 def _make_groups(mesh: DeviceMesh, expert: int, tensor_mode: str | None) -> dict[ParallelMode, Group]:

@@ -254,6 +254,10 @@ MUTATIONS = (
         "tests/mappings/test_mappings.py tests/debug/test_faults.py",
     ),
     Mutation(
+        "a pipeline over nccl2 has one stream", "tritoncomm/runtime.py",
+        "{'nccl-lazy' if is_nccl(name) else name}", "{name}", "tests/test_groups.py",
+    ),
+    Mutation(
         "a group that was reconfigured has its size of before", "tritoncomm/core/validation.py",
         "return group.size() if _changes_in_place else len", "return len", "tests/core/test_reconfigured.py",
     ),
