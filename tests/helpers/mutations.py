@@ -496,7 +496,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a group that is made again reads the verdicts of before", "tritoncomm/debug/check.py",
-        'self.incarnation: str | None = "" if name.isdecimal() else None', 'self.incarnation: str | None = ""',
+        'self.incarnation: str | None = "" if is_unique else None', 'self.incarnation: str | None = ""',
         "tests/debug/test_check.py",
     ),
     Mutation(
