@@ -153,9 +153,10 @@ def noted(error: RuntimeError, name: str, where: str) -> RuntimeError:
     Python 3.10 has no notes on errors; there the error stays without one.
     """
     if not isinstance(error, CommError):
-        if hasattr(error, "add_note"):
+        add_note = getattr(error, "add_note", None)
+        if add_note is not None:
             cause = "; an earlier kernel may have caused it" if is_device_error(error) else ""
-            error.add_note(f"surfaced in {name}, {where}{cause}")  # pyright: ignore[reportAttributeAccessIssue]
+            add_note(f"surfaced in {name}, {where}{cause}")
         record.failed(name, error)
     return error
 
