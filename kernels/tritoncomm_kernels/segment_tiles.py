@@ -334,7 +334,7 @@ def _split(records: _Records, sides: _Sides, wanted: Array) -> tuple[_Records, A
     total, starts = int(ends[-1]), ends - records.count
     limits = (wanted.cumsum() / wanted.sum() * total).round().astype(np.int64)[:-1].clip(max=total)
     j = ends.searchsorted(limits, "right").clip(max=len(ends) - 1)
-    step = records.unit[j] * (_STEP // sides.nbytes // records.unit[j]).clip(min=1)
+    step = (records.unit * (_STEP // sides.nbytes // records.unit).clip(min=1))[j]
     limits = starts[j] + (limits - starts[j] + step // 2) // step * step
     limits = np.minimum(limits, ends[j])
     first = np.sort(np.concatenate([starts, limits[limits < total]]))
@@ -346,10 +346,8 @@ def _split(records: _Records, sides: _Sides, wanted: Array) -> tuple[_Records, A
 
 
 def _summed(program: Array, nbytes: Array, programs: int) -> Array:
-    """Bytes of every program."""
-    shares = np.zeros(programs, np.int64)
-    np.add.at(shares, program, nbytes)
-    return shares
+    """Bytes of every program; exact up to 2**53."""
+    return np.bincount(program, nbytes, programs).astype(np.int64)
 
 
 def _kind(unit: Array, sides: _Sides) -> Array:
