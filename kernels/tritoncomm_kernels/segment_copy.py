@@ -10,6 +10,7 @@ from functools import lru_cache, reduce
 from operator import or_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from tritoncomm_kernels.dtypes import checked_scale, scale_argument
 from tritoncomm_kernels.launch import TRITON_TYPE, Launch, fits, stream_of
 from tritoncomm_kernels.numerics import INTERPRETED
 from tritoncomm_kernels.segment_kernel import BY_VALUE, _segments_kernel
-from tritoncomm_kernels.segment_tiles import BLOCKS, Work, divide, joined, wire_aligned
+from tritoncomm_kernels.segment_tiles import BLOCKS, Array, Work, divide, joined, wire_aligned
 from tritoncomm_kernels.segments import (
     PADDING,
     CheckedSegments,
@@ -164,24 +165,23 @@ def _plan(
 ) -> tuple[list[tuple[Launch, torch.dtype | None]], int]:
     """The launches of one kind of call with the type of their arithmetic, and the bytes read plus written."""
     dtypes = layouts.dtypes[1:]
-    with torch.device("cpu"):  # whatever the default device is just now
-        aligned = torch.tensor(alignment or (0,) * len(dtypes), dtype=torch.int64)
-        if isinstance(segments, Copies):
-            checked, dtypes = checked_copies(name, segments, layouts), dtypes[::2]
-            ends = aligned[::2], aligned[1::2], layouts.devices[0]
-        else:
-            checked = checked_segments(name, segments, layouts, scaled, accumulates, sums)
-            ends = aligned, torch.tensor([wire_align]), layouts.devices[0]
-        call = _Call(name, segments, ends, scaled, accumulates)
-        copies, added = _by_kind(call, checked, dtypes)
-        launches = []
-        for kind, rows in copies.items():
-            of_sums = kind if kind in added else None
-            if kind is None:  # the copies take sums that no casts take
-                of_sums = next((each for each in added if each not in copies), next(iter(added), None))
-            launches.append(_launch(call, kind, rows, of_sums, added.pop(of_sums, {})))
-        launches += [_launch(call, None, [], kind, rows) for kind, rows in added.items()]
-        return launches, checked.copied
+    aligned = np.array(alignment or (0,) * len(dtypes), np.int64)
+    if isinstance(segments, Copies):
+        checked, dtypes = checked_copies(name, segments, layouts), dtypes[::2]
+        ends = aligned[::2], aligned[1::2], layouts.devices[0]
+    else:
+        checked = checked_segments(name, segments, layouts, scaled, accumulates, sums)
+        ends = aligned, np.array([wire_align]), layouts.devices[0]
+    call = _Call(name, segments, ends, scaled, accumulates)
+    copies, added = _by_kind(call, checked, dtypes)
+    launches = []
+    for kind, rows in copies.items():
+        of_sums = kind if kind in added else None
+        if kind is None:  # the copies take sums that no casts take
+            of_sums = next((each for each in added if each not in copies), next(iter(added), None))
+        launches.append(_launch(call, kind, rows, of_sums, added.pop(of_sums, {})))
+    launches += [_launch(call, None, [], kind, rows) for kind, rows in added.items()]
+    return launches, checked.copied
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class _Call:
 
     name: str
     segments: Segments
-    ends: tuple[Tensor, Tensor, int]
+    ends: tuple[Array, Array, int]
     scaled: bool
     accumulates: bool
 
@@ -240,9 +240,9 @@ def _launch(
         of_sums: kind of the sums.
         added: segments that are added up, by the number of their parts.
     """
-    works = [_work(call, kind, torch.tensor(rows))] if rows else []
+    works = [_work(call, kind, np.array(rows))] if rows else []
     accesses = _accesses(kind, _CAST_UNITS)[: works[0].kinds] if rows else []
-    first, summed = len(accesses), [_work(call, of_sums, torch.tensor(each)) for each in added.values()]
+    first, summed = len(accesses), [_work(call, of_sums, np.array(each)) for each in added.values()]
     if summed:
         accesses += _accesses(of_sums, _SUM_UNITS)[: max(work.kinds for work in summed)]
         works += summed
@@ -251,7 +251,7 @@ def _launch(
     fits(call.name, (programs,))
     in_rows, in_wire, wides, vec, block = zip(*accesses, strict=True)
     constants = dict(
-        LISTED=call.ends[0].numel() * (1 + call.is_paired) > BY_VALUE, WIDTHS=len(accesses), SUMS=first, WORDS=words,
+        LISTED=call.ends[0].size * (1 + call.is_paired) > BY_VALUE, WIDTHS=len(accesses), SUMS=first, WORDS=words,
         STRIDED=any(work.strided for work in works), SCATTER=call.name.startswith("scatter"),
         PADDED=any(row[0] == PADDING for row in rows), ROWS=tuple(TRITON_TYPE[dtype] for dtype in in_rows),
         WIRE=tuple(TRITON_TYPE[dtype] for dtype in in_wire),
@@ -260,7 +260,7 @@ def _launch(
         BLOCK=block, PAIRED=call.is_paired,
     )  # fmt: skip
     types = (torch.int64, torch.int64)
-    return Launch(_segments_kernel, call.ends[2], programs, types, (), constants, _WARPS, table.numpy()), wide
+    return Launch(_segments_kernel, call.ends[2], programs, types, (), constants, _WARPS, table), wide
 
 
 def _accesses(kind: _Kind, units: int) -> list[tuple[torch.dtype, torch.dtype, torch.dtype | None, int, int]]:
@@ -271,7 +271,7 @@ def _accesses(kind: _Kind, units: int) -> list[tuple[torch.dtype, torch.dtype, t
     return [(*kind, vec, units) for vec in (widest, 1)]
 
 
-def _work(call: _Call, kind: _Kind, rows: Tensor) -> Work:
+def _work(call: _Call, kind: _Kind, rows: Array) -> Work:
     """The work of segments of one kind that have equally many parts, ``[n, 5 + 2*parts]``."""
     aligned, wire_align, device = call.ends
     if kind is None:
@@ -283,15 +283,15 @@ def _work(call: _Call, kind: _Kind, rows: Tensor) -> Work:
     return divide(rows, itemsizes, aligned, wire_align, multiprocessors)
 
 
-def _in_bytes(rows: Tensor, segments: Segments) -> Tensor:
+def _in_bytes(rows: Array, segments: Segments) -> Array:
     """Segments of any dtypes as segments of bytes."""
-    itemsizes = torch.tensor([*(dtype.itemsize for dtype in segments.dtypes), 1])[rows[:, 0]]  # the last one: padding
-    scaled = rows.clone()
-    scaled[:, [1, 3, 4, 6]] *= itemsizes.unsqueeze(1)
+    itemsizes = np.array([*(dtype.itemsize for dtype in segments.dtypes), 1])[rows[:, 0]]  # the last one: padding
+    scaled = rows.copy()
+    scaled[:, [1, 3, 4, 6]] *= itemsizes[:, None]
     return scaled
 
 
-def _check_aligned(name: str, kind: tuple[torch.dtype, ...], rows: Tensor, aligned: Tensor, wire_align: Tensor) -> None:
+def _check_aligned(name: str, kind: tuple[torch.dtype, ...], rows: Array, aligned: Array, wire_align: Array) -> None:
     """Elements that are cast are read as such, so that they must be where their type may be."""
     wrong = (rows[:, 5::2] + wire_aligned(wire_align, rows[:, 0])) % kind[1].itemsize
     if bool(wrong.any()) or bool((aligned[rows[:, 0]] % kind[0].itemsize).any()):

@@ -1,19 +1,22 @@
 """How segments are shared among programs: as many bytes and as many small segments for each, as records of a table.
 
-Made on the host, once for every table of segments and alignment of the tensors. Numbers of all records are in tensors,
-so that thousands of segments take a few dozen operations.
+Made on the host, once for every table of segments and alignment of the tensors. Numbers of all records are in numpy's
+arrays, so that thousands of segments take a few dozen operations. torch's cost several times as much: its dispatcher is
+made for larger ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from tritoncomm_kernels.config import LANES
 
-__all__ = ["BLOCKS", "Work", "divide", "joined", "wire_aligned"]
+__all__ = ["BLOCKS", "Array", "Work", "divide", "joined", "wire_aligned"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 BLOCKS = tuple(LANES * units for units in (16, 32, 32, 32, 32))  # that a program copies at a time, of 16 bytes to 1
 _MOST, _LEAST = 32 * 1024, 8 * 1024  # bytes of a program, where there are enough for every multiprocessor
@@ -36,22 +39,22 @@ class Work:
         shares: bytes of every program, of all parts.
     """
 
-    starts: Tensor
-    records: Tensor
-    parts: Tensor
+    starts: Array
+    records: Array
+    parts: Array
     kinds: int
     strided: bool
-    shares: Tensor
+    shares: Array
 
     @property
     def programs(self) -> int:
         """Number of programs."""
-        return self.starts.numel() - 1
+        return len(self.starts) - 1
 
 
 @dataclass(frozen=True)
 class _Records:
-    """Numbers of all records, one tensor each, in elements.
+    """Numbers of all records, one array each, in elements.
 
     Attributes:
         tensor: index, or ``PADDING``.
@@ -65,24 +68,36 @@ class _Records:
         unit: elements of an access.
     """
 
-    tensor: Tensor
-    at: Tensor
-    wire: Tensor
-    count: Tensor
-    has_rows: Tensor
-    row: Tensor
-    stride: Tensor
-    wire_stride: Tensor
-    skip: Tensor
-    unit: Tensor
+    tensor: Array
+    at: Array
+    wire: Array
+    count: Array
+    has_rows: Array
+    row: Array
+    stride: Array
+    wire_stride: Array
+    skip: Array
+    unit: Array
 
-    def pick(self, index: Tensor) -> "_Records":
+    def pick(self, index: Array) -> "_Records":
         """Those at an index or under a mask."""
-        return _Records(*(getattr(self, one.name)[index] for one in fields(self)))
+        return _Records(*(getattr(self, name)[index] for name in _FIELDS))
+
+    def __len__(self) -> int:
+        return len(self.count)
 
     @staticmethod
     def joined(*parts: "_Records") -> "_Records":
-        return _Records(*(torch.cat([getattr(part, one.name) for part in parts]) for one in fields(_Records)))
+        """Those of all parts, in their order."""
+        parts = tuple(part for part in parts if len(part)) or parts[:1]
+        return (
+            parts[0]
+            if len(parts) == 1
+            else _Records(*(np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS))
+        )
+
+
+_FIELDS = [one.name for one in fields(_Records)]
 
 
 @dataclass(frozen=True)
@@ -98,8 +113,8 @@ class _Sides:
     is_bits: bool
     rows: int
     wire: int
-    rows_align: Tensor
-    wire_align: Tensor
+    rows_align: Array
+    wire_align: Array
 
     @property
     def widest(self) -> int:
@@ -110,16 +125,16 @@ class _Sides:
     def nbytes(self) -> int:
         return max(self.rows, self.wire)
 
-    def addresses(self, records: _Records) -> tuple[Tensor, Tensor]:
+    def addresses(self, records: _Records) -> tuple[Array, Array]:
         """Where records start, modulo 16: in the tensors, and every part in the wire."""
         padding = records.tensor < 0
         in_wire = records.wire + wire_aligned(self.wire_align, records.tensor)
-        in_rows = self.rows_align[records.tensor.clamp(min=0)] + records.at * self.rows
-        return torch.where(padding, in_wire[:, 0], in_rows) & 15, in_wire & 15
+        in_rows = self.rows_align[records.tensor.clip(min=0)] + records.at * self.rows
+        return np.where(padding, in_wire[:, 0], in_rows) & 15, in_wire & 15
 
 
 def divide(
-    rows: Tensor, itemsizes: tuple[int, int] | None, rows_align: Tensor, wire_align: Tensor, multiprocessors: int
+    rows: Array, itemsizes: tuple[int, int] | None, rows_align: Array, wire_align: Array, multiprocessors: int
 ) -> Work:
     """Records of segments between tensors whose elements are all of one size and a wire.
 
@@ -142,25 +157,28 @@ def divide(
     share = min(max(-(-total // (multiprocessors * _PROGRAMS)), _LEAST), _MOST)
     is_small = records.count * nbytes * _SMALL < share
     small, large = records.pick(is_small), records.pick(~is_small)
-    programs = max(-(-total // share), -(-small.count.numel() // _SMALL), 1)
+    programs = max(-(-total // share), -(-len(small) // _SMALL), 1)
     of_small = _dealt(small, programs)
-    bytes_small = torch.zeros(programs, dtype=torch.int64).scatter_add_(0, of_small, small.count * nbytes)
-    large, of_large = _split(large, sides, (total / programs - bytes_small.double()).clamp(min=0))
-    program, order = torch.cat([of_large, of_small]).sort(stable=True)
-    records = _Records.joined(large, small).pick(order)
-    shares = torch.zeros(programs, dtype=torch.int64).scatter_add_(0, program, records.count * nbytes)
-    starts = torch.searchsorted(program, torch.arange(programs + 1))
+    bytes_small = _summed(of_small, small.count * nbytes, programs)
+    large, of_large = _split(large, sides, (total / programs - bytes_small).clip(min=0))
+    program, records = of_large, large
+    if len(small):
+        program = np.concatenate([of_large, of_small])
+        order = program.argsort(kind="stable")
+        program, records = program[order], _Records.joined(large, small).pick(order)
+    starts = program.searchsorted(np.arange(programs + 1))
     kind = _kind(records.unit, sides)
     words, parts = _words(records, sides, kind)
+    shares = _summed(program, records.count * nbytes, programs)
     return Work(starts, words, parts, int(kind.max()) + 1, bool(records.has_rows.any()), shares)
 
 
-def wire_aligned(wire_align: Tensor, tensor: Tensor) -> Tensor:
+def wire_aligned(wire_align: Array, tensor: Array) -> Array:
     """Addresses modulo 16 of the wires of these tensors, for all their parts."""
-    return wire_align if wire_align.numel() == 1 else wire_align[tensor].unsqueeze(1)
+    return wire_align if wire_align.size == 1 else wire_align[tensor][:, None]
 
 
-def joined(works: Sequence[Work], kinds: Sequence[int]) -> tuple[Tensor, int]:
+def joined(works: Sequence[Work], kinds: Sequence[int]) -> tuple[Array, int]:
     """The table of one launch that does all the work, and the words of a record.
 
     Args:
@@ -175,51 +193,59 @@ def joined(works: Sequence[Work], kinds: Sequence[int]) -> tuple[Tensor, int]:
     for work, kind in zip(works, kinds, strict=True):
         starts.append(work.starts[:-1] + first)
         first += len(work.records)
-        words = work.records.clone()
+        words = work.records.copy()
         words[:, 3] += kind
         records.append(words)
     count = sum(len(one) for one in starts) + 1
-    has_parts = any(work.parts.numel() for work in works)
+    has_parts = any(work.parts.size for work in works)
     words = 6 if has_parts else 5 if any(bool(one[:, 4].any()) for one in records) else 4
     at = count + first * words
     for work, one in zip(works, records, strict=True):
         added = work.parts.shape[1]
         if added:
-            one[:, 5] = at + 2 * added * torch.arange(len(one)) | added << 32
+            one[:, 5] = at + 2 * added * np.arange(len(one)) | added << 32
             lists.append(work.parts.flatten())
-            at += work.parts.numel()
-    table = torch.cat([*starts, torch.tensor([first]), *(one[:, :words].flatten() for one in records), *lists])
+            at += work.parts.size
+    table = np.concatenate([*starts, [first], *(one[:, :words].flatten() for one in records), *lists])
     return table, words
 
 
-def _records(rows: Tensor) -> _Records:
-    tensor, at, count, row, stride = rows[:, :5].unbind(1)
+def _records(rows: Array) -> _Records:
+    tensor, at, count, row, stride = rows[:, :5].T
     wire, wire_stride = rows[:, 5::2], rows[:, 6::2]
-    wire_stride = torch.where(wire_stride == 0, row[:, None], wire_stride)
+    wire_stride = np.where(wire_stride == 0, row[:, None], wire_stride)
     has_rows = (count > 1) & ((stride != row) | (wire_stride != row[:, None]).any(1))
-    skip, unit = torch.zeros_like(at), torch.ones_like(at)
+    skip, unit = np.zeros_like(at), np.ones_like(at)
     return _Records(tensor, at, wire, count * row, has_rows, row, stride, wire_stride, skip, unit)
 
 
 def _with_units(records: _Records, sides: _Sides) -> _Records:
-    """As wide units as both addresses allow, what is before and behind them as records of their own."""
-    strided = records.pick(records.has_rows)
-    strided = replace(strided, unit=_unit_of_rows(strided, sides))
-    far = (strided.stride - strided.row).abs() // strided.unit >= 1 << 31  # in the wire gaps have 64 bits
-    apart = (strided.row // strided.unit > _ROW_UNITS) | far
-    flat = _Records.joined(records.pick(~records.has_rows), _row_by_row(strided.pick(apart), sides))
+    """As wide units as both addresses allow."""
+    strided, flat = records.pick(records.has_rows), records.pick(~records.has_rows)
+    if len(strided):
+        strided = replace(strided, unit=_unit_of_rows(strided, sides))
+        far = np.abs(strided.stride - strided.row) // strided.unit >= 1 << 31  # in the wire gaps have 64 bits
+        apart = (strided.row // strided.unit > _ROW_UNITS) | far
+        if apart.any():
+            flat = _Records.joined(flat, _row_by_row(strided.pick(apart), sides))
+            strided = strided.pick(~apart)
+    return _Records.joined(strided, *(_parted(flat, sides) if len(flat) else ()))
+
+
+def _parted(flat: _Records, sides: _Sides) -> Iterator[_Records]:
+    """Contiguous records in aligned units, what is before and behind those as records of their own."""
     unit, head = _unit_of_bytes(flat, sides)
-    head = torch.minimum(head, flat.count)
+    head = np.minimum(head, flat.count)
     body = (flat.count - head) // unit * unit
     rest = flat.count - head - body
-    before = _part(flat, sides, torch.zeros_like(head), head)
+    before = _part(flat, sides, np.zeros_like(head), head)
     behind = _part(flat, sides, head + body, rest)
     before, behind = (replace(one, unit=_narrow_unit(one, sides)) for one in (before, behind))
-    every = _Records.joined(strided.pick(~apart), before, replace(_part(flat, sides, head, body), unit=unit), behind)
-    return every.pick(every.count > 0)
+    for one in (before, replace(_part(flat, sides, head, body), unit=unit), behind):
+        yield one.pick(one.count > 0)
 
 
-def _unit_of_rows(records: _Records, sides: _Sides) -> Tensor:
+def _unit_of_rows(records: _Records, sides: _Sides) -> Array:
     """Elements of a unit that every row starts with, on both sides: rows and strides have full units."""
     smaller = min(sides.rows, sides.wire)
     in_rows, in_wire = sides.addresses(records)
@@ -227,7 +253,7 @@ def _unit_of_rows(records: _Records, sides: _Sides) -> Tensor:
     return _allowed((in_rows, _every_bit(in_wire), *steps), sides)
 
 
-def _unit_of_bytes(records: _Records, sides: _Sides) -> tuple[Tensor, Tensor]:
+def _unit_of_bytes(records: _Records, sides: _Sides) -> tuple[Array, Array]:
     """Elements of a unit of contiguous records, and how many elements are before the first aligned one.
 
     A record that one block of narrow units has anyway is not parted for the sake of wider ones.
@@ -237,33 +263,33 @@ def _unit_of_bytes(records: _Records, sides: _Sides) -> tuple[Tensor, Tensor]:
     if sides.is_bits:
         unit = _low_bit(in_rows - in_wire)
         narrow = _low_bit(in_rows | in_wire | records.count)
-        unit = torch.where(records.count <= narrow * BLOCKS[-1], torch.minimum(narrow, unit), unit)
+        unit = np.where(records.count <= narrow * BLOCKS[-1], np.minimum(narrow, unit), unit)
         return unit, -in_wire % unit
     small, at = (sides.rows, in_rows) if sides.rows <= sides.wire else (sides.wire, in_wire)
     head = -at % 16 // small
     fits = ((in_rows + head * sides.rows) | _every_bit(in_parts + head[:, None] * sides.wire)) % 16 == 0
-    return torch.where(fits, sides.widest, 1), torch.where(fits, head, 0)
+    return np.where(fits, sides.widest, 1), np.where(fits, head, 0)
 
 
-def _narrow_unit(records: _Records, sides: _Sides) -> Tensor:
+def _narrow_unit(records: _Records, sides: _Sides) -> Array:
     in_rows, in_wire = sides.addresses(records)
     return _allowed((in_rows, _every_bit(in_wire), records.count * min(sides.rows, sides.wire)), sides)
 
 
-def _allowed(numbers: tuple[Tensor, ...], sides: _Sides) -> Tensor:
+def _allowed(numbers: tuple[Array, ...], sides: _Sides) -> Array:
     """Elements of the widest unit that divides all numbers of bytes; of casts there are two."""
-    every = reduce(torch.bitwise_or, numbers)
+    every = reduce(np.bitwise_or, numbers)
     if sides.is_bits:
         return _low_bit(every)
-    return torch.where(every % 16 == 0, sides.widest, 1)
+    return np.where(every % 16 == 0, sides.widest, 1)
 
 
-def _every_bit(parts: Tensor) -> Tensor:
+def _every_bit(parts: Array) -> Array:
     """The bits that any part of a record has."""
-    return reduce(torch.bitwise_or, parts.unbind(1))
+    return np.bitwise_or.reduce(parts, 1)
 
 
-def _low_bit(n: Tensor) -> Tensor:
+def _low_bit(n: Array) -> Array:
     n = n | 16
     return n & -n
 
@@ -271,64 +297,74 @@ def _low_bit(n: Tensor) -> Tensor:
 def _row_by_row(records: _Records, sides: _Sides) -> _Records:
     """A record for every row."""
     counts = records.count // records.row
-    which = torch.repeat_interleave(torch.arange(counts.numel()), counts)
-    r = torch.arange(which.numel()) - (counts.cumsum(0) - counts)[which]
+    which = np.repeat(np.arange(len(counts)), counts)
+    r = np.arange(len(which)) - (counts.cumsum() - counts)[which]
     one = records.pick(which)
     return _part(one, sides, r * one.row, one.row)
 
 
-def _part(records: _Records, sides: _Sides, first: Tensor, count: Tensor) -> _Records:
+def _part(records: _Records, sides: _Sides, first: Array, count: Array) -> _Records:
     """``count`` elements of each record, from number ``first`` on."""
-    r = torch.where(records.has_rows, first // records.row, 0)
-    skip = torch.where(records.has_rows, first - r * records.row, 0)
-    at = records.at + torch.where(records.has_rows, r * records.stride + skip, first)
+    r = np.where(records.has_rows, first // records.row, 0)
+    skip = np.where(records.has_rows, first - r * records.row, 0)
+    at = records.at + np.where(records.has_rows, r * records.stride + skip, first)
     has_rows = records.has_rows & (skip + count > records.row)
     r, skip, flat = r[:, None], skip[:, None], first[:, None]
-    wire = records.wire + torch.where(records.has_rows[:, None], r * records.wire_stride + skip, flat) * sides.wire
-    return replace(records, at=at, wire=wire, count=count, has_rows=has_rows, skip=torch.where(has_rows, skip[:, 0], 0))
+    wire = records.wire + np.where(records.has_rows[:, None], r * records.wire_stride + skip, flat) * sides.wire
+    return replace(records, at=at, wire=wire, count=count, has_rows=has_rows, skip=np.where(has_rows, skip[:, 0], 0))
 
 
-def _dealt(records: _Records, programs: int) -> Tensor:
+def _dealt(records: _Records, programs: int) -> Array:
     """A program for each, the largest first, forwards and backwards in turns: as many for each and nearly as much."""
-    order = records.count.argsort(descending=True, stable=True)
-    turn, place = torch.arange(order.numel()) // programs, torch.arange(order.numel()) % programs
-    place = torch.where(turn % 2 == 0, place, programs - 1 - place)
-    return torch.empty_like(order).scatter_(0, order, place)
+    order = (-records.count).argsort(kind="stable")
+    if not len(records):
+        return order
+    turn, place = np.divmod(np.arange(len(order)), programs)
+    place = np.where(turn % 2 == 0, place, programs - 1 - place)
+    program = np.empty_like(order)
+    program[order] = place
+    return program
 
 
-def _split(records: _Records, sides: _Sides, wanted: Tensor) -> tuple[_Records, Tensor]:
+def _split(records: _Records, sides: _Sides, wanted: Array) -> tuple[_Records, Array]:
     """Records end to end, split so that every program gets the bytes it wants; the program of each."""
-    ends = records.count.cumsum(0)
-    if not ends.numel():
+    ends = records.count.cumsum()
+    if not len(records):
         return records, ends
     total, starts = int(ends[-1]), ends - records.count
-    limits = (wanted.cumsum(0) / wanted.sum() * total).round().to(torch.int64)[:-1].clamp(max=total)
-    j = torch.searchsorted(ends, limits, right=True).clamp(max=ends.numel() - 1)
-    step = records.unit[j] * (_STEP // sides.nbytes // records.unit[j]).clamp(min=1)
+    limits = (wanted.cumsum() / wanted.sum() * total).round().astype(np.int64)[:-1].clip(max=total)
+    j = ends.searchsorted(limits, "right").clip(max=len(ends) - 1)
+    step = (records.unit * (_STEP // sides.nbytes // records.unit).clip(min=1))[j]
     limits = starts[j] + (limits - starts[j] + step // 2) // step * step
-    limits = torch.minimum(limits, ends[j])
-    first = torch.cat([starts, limits[limits < total]]).unique()
-    which = torch.searchsorted(ends, first, right=True)
-    inside, count = first - starts[which], torch.diff(first, append=torch.tensor([total]))
-    program = torch.searchsorted(limits, first, right=True)
+    limits = np.minimum(limits, ends[j])
+    first = np.sort(np.concatenate([starts, limits[limits < total]]))
+    first = first[np.append(first[1:] > first[:-1], True)]  # np.unique hashes, which takes ten times as long
+    which = ends.searchsorted(first, "right")
+    inside, count = first - starts[which], np.append(first[1:], total) - first
+    program = limits.searchsorted(first, "right")
     return _part(records.pick(which), sides, inside, count), program
 
 
-def _kind(unit: Tensor, sides: _Sides) -> Tensor:
+def _summed(program: Array, nbytes: Array, programs: int) -> Array:
+    """Bytes of every program; exact up to 2**53."""
+    return np.bincount(program, nbytes, programs).astype(np.int64)
+
+
+def _kind(unit: Array, sides: _Sides) -> Array:
     """Number of a unit, the widest first."""
     if not sides.is_bits:
-        return (unit < sides.widest).to(torch.int64)
-    return 4 - sum(((unit > 1 << power).to(torch.int64) for power in range(4)), torch.zeros_like(unit))
+        return (unit < sides.widest).astype(np.int64)
+    return 4 - np.array([1, 2, 4, 8]).searchsorted(unit)
 
 
-def _words(records: _Records, sides: _Sides, kind: Tensor) -> tuple[Tensor, Tensor]:
+def _words(records: _Records, sides: _Sides, kind: Array) -> tuple[Array, Array]:
     """What the kernel reads: the records, the list of parts of each yet to be placed; see ``segment_kernel``."""
     unit, has_rows, padding = records.unit, records.has_rows, records.tensor < 0
-    row = torch.where(has_rows, records.row // unit, 1)
-    magic = torch.where(has_rows, ((1 << 31) + row - 1) // row, 0)
-    gap = torch.where(has_rows, (records.stride - records.row) // unit, 0)
-    gaps = torch.where(has_rows[:, None], (records.wire_stride - records.row[:, None]) // unit[:, None], 0)
+    row = np.where(has_rows, records.row // unit, 1)
+    magic = np.where(has_rows, ((1 << 31) + row - 1) // row, 0)
+    gap = np.where(has_rows, (records.stride - records.row) // unit, 0)
+    gaps = np.where(has_rows[:, None], (records.wire_stride - records.row[:, None]) // unit[:, None], 0)
     place, sizes = records.wire[:, 0] | records.skip // unit << 48, records.count // unit | magic << 32
-    code = gap << 32 | records.tensor.clamp(min=0) << 4 | padding.to(torch.int64) << 3 | kind
-    words = torch.stack([records.at * sides.rows, place, sizes, code, gaps[:, 0], torch.zeros_like(unit)], 1)
-    return words, torch.stack([records.wire[:, 1:] - records.wire[:, :1], gaps[:, 1:]], 2)
+    code = gap << 32 | records.tensor.clip(min=0) << 4 | padding.astype(np.int64) << 3 | kind
+    words = np.stack([records.at * sides.rows, place, sizes, code, gaps[:, 0], np.zeros_like(unit)], 1)
+    return words, np.stack([records.wire[:, 1:] - records.wire[:, :1], gaps[:, 1:]], 2)

@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from operator import attrgetter
+from operator import attrgetter, le
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -348,23 +349,43 @@ def _check_targets(name: str, segments: Sequence[Segment]) -> None:
             raise ValueError(f"{name}: segments of tensor {tensor} overlap and cannot be written")
 
 
-def _overlap(blocks: Sequence[tuple[int, int, int, int]]) -> tuple[int, int] | None:
-    """The first range that two rows have in common; of every block start, number, length and stride of its rows."""
-    ordered = sorted(blocks)
-    ends = [start + (rows - 1) * stride + row for start, rows, row, stride in ordered]
-    if all(rows == 1 or stride >= row for _, rows, row, stride in ordered) and all(
-        end <= after[0] for end, after in zip(ends[:-1], ordered[1:], strict=True)
-    ):
+_Block = tuple[int, int, int, int]
+"""Start, number, length and stride of rows."""
+
+
+def _overlap(blocks: Sequence[_Block]) -> tuple[int, int] | None:
+    """The first range that two rows have in common."""
+    tangle: list[_Block] = []  # blocks of which each begins before those before it end
+    end = 0
+    for block in sorted(blocks):
+        start, rows, row, stride = block
+        if tangle and start >= end:
+            if (shared := _overlap_of(tangle)) is not None:
+                return shared
+            tangle = []
+        tangle.append(block)
+        end = max(end, start + (rows - 1) * stride + row)
+    if end > _MOST:
+        raise ValueError(f"segments: {end} bytes or elements are more than any memory has")
+    return _overlap_of(tangle) if tangle else None
+
+
+def _overlap_of(tangle: Sequence[_Block]) -> tuple[int, int] | None:
+    """The first range that two rows of these blocks, sorted by their starts, have in common."""
+    if len(tangle) == 1 and tangle[0][1] == 1:
         return None
-    if max(ends) > _MOST:
-        raise ValueError(f"segments: {max(ends)} bytes or elements are more than any memory has")
-    starts = torch.cat([start + stride * torch.arange(rows, device="cpu") for start, rows, _, stride in ordered])
-    stops = starts + torch.cat([torch.full((rows,), row, device="cpu") for _, rows, row, _ in ordered])
-    starts, order = starts.sort()
-    stops = stops[order]
-    before = stops[:-1].cummax(0).values
-    wrong = before > starts[1:]
-    if not bool(wrong.any()):
+    first, _, _, period = tangle[0]
+    ends, following = [start + row for start, _, row, _ in tangle], [*(one[0] for one in tangle[1:]), first + period]
+    if all(one[3] == period for one in tangle) and all(map(le, ends, following)):
+        return None  # side by side within every period
+    start_of, counts, rows, strides = np.array(tangle).T
+    which = np.repeat(np.arange(len(counts)), counts)
+    starts = start_of[which] + strides[which] * (np.arange(len(which)) - (counts.cumsum() - counts)[which])
+    order = starts.argsort(kind="stable")
+    starts, stops = starts[order], (starts + rows[which])[order]
+    before = np.maximum.accumulate(stops[:-1])
+    wrong = np.nonzero(before > starts[1:])[0]
+    if not len(wrong):
         return None
-    i = int(wrong.nonzero()[0])
-    return int(starts[i + 1]), int(torch.minimum(before[i], stops[i + 1]))
+    i = int(wrong[0])
+    return int(starts[i + 1]), int(min(before[i], stops[i + 1]))

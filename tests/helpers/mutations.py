@@ -562,8 +562,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a table's rows walk by their length", "kernels/tritoncomm_kernels/segment_tiles.py",
-        "torch.where(records.has_rows, r * records.stride + skip, first)",
-        "torch.where(records.has_rows, r * records.row + skip, first)", "tests/kernels/test_segments.py",
+        "np.where(records.has_rows, r * records.stride + skip, first)",
+        "np.where(records.has_rows, r * records.row + skip, first)", "tests/kernels/test_segments.py",
     ),
     Mutation(
         "the row of a unit is rounded down too far", "kernels/tritoncomm_kernels/segment_tiles.py",
@@ -578,6 +578,10 @@ MUTATIONS = (
         "segments that overlap are written", "kernels/tritoncomm_kernels/segments.py",
         "        if _overlap(mine) is not None:\n", "        if _overlap(mine) is not None and not mine:\n",
         "tests/kernels/test_segments.py",
+    ),
+    Mutation(
+        "rows of other periods are taken for side by side", "kernels/tritoncomm_kernels/segments.py",
+        "    if all(one[3] == period for one in tangle) and all(", "    if all(", "tests/kernels/test_segments.py",
     ),
     Mutation(
         "a slab goes although a graph copies from it", "kernels/tritoncomm_kernels/device_table.py",
