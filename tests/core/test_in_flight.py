@@ -67,7 +67,7 @@ class Work:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made = Device()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     for name in METHODS:
@@ -114,67 +114,67 @@ def waited(events: list[Any]) -> list[Work]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_dropped_call_orders_the_stream_before_its_memory_is_freed(device: Device, name: str) -> None:
+def test_a_dropped_call_orders_the_stream_before_its_memory_is_freed(fake: Device, name: str) -> None:
     dropped = CALLS[name](world())
-    assert device.works
-    assert not device.events
+    assert fake.works
+    assert not fake.events
     del dropped
-    assert waited(device.events) == device.works
-    assert device.events[-1] not in device.works, "memory is recorded on the stream that was ordered"
+    assert waited(fake.events) == fake.works
+    assert fake.events[-1] not in fake.works, "memory is recorded on the stream that was ordered"
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_was_waited_for_is_waited_for_once(device: Device, name: str) -> None:
+def test_a_call_that_was_waited_for_is_waited_for_once(fake: Device, name: str) -> None:
     handle = CALLS[name](world())
     (handle[1] if isinstance(handle, tuple) else handle).wait()
-    assert waited(device.events) == device.works
+    assert waited(fake.events) == fake.works
     del handle
-    assert waited(device.events) == device.works
+    assert waited(fake.events) == fake.works
 
 
 @pytest.mark.parametrize("backend_name", ["gloo", "mpi"])
 @pytest.mark.parametrize("name", ["all_gather", "all_gather_list", "post_one-receive"])
 def test_a_backend_whose_wait_blocks_the_host_is_not_waited_for(
-    device: Device, name: str, backend_name: str, monkeypatch: pytest.MonkeyPatch
+    fake: Device, name: str, backend_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = CALLS[name]
     monkeypatch.setattr(backend, "cuda_backend", lambda group: backend_name)
     del (dropped := [call(world())])[0]
-    assert device.works
+    assert fake.works
     assert not dropped
-    assert not device.events
+    assert not fake.events
 
 
-def test_host_memory_is_left_to_the_backend(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_left_to_the_backend(fake: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "is_cuda", False)
     for name in CALLS:
         CALLS[name](world())
-    assert not device.events
+    assert not fake.events
 
 
-def test_a_work_that_failed_is_dropped_in_silence(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_work_that_failed_is_dropped_in_silence(fake: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(work: Work) -> None:
-        device.events.append(work)
+        fake.events.append(work)
         raise dist.DistBackendError("NCCL error: the communicator was aborted")
 
     monkeypatch.setattr(Work, "wait", fail)
     with mock.patch("sys.unraisablehook") as hook:
         CALLS["all_gather_list"](world())
-    assert waited(device.events) == device.works
+    assert waited(fake.events) == fake.works
     assert not hook.called
 
 
-def test_the_waiting_stream_is_recorded_for_transfers(device: Device) -> None:
+def test_the_waiting_stream_is_recorded_for_transfers(fake: Device) -> None:
     """Their memory was made on another stream, and goes back to that one."""
     for key in ("recv_prev", "send_next"):
         x = T(4)
         posted = transport.post_one(Neighbours.of(world()).directions[0][key], "f", x)
         posted.wait()
-        assert device.events == [device.works[-1], x.untyped_storage()._cdata]
-        device.events.clear()
+        assert fake.events == [fake.works[-1], x.untyped_storage()._cdata]
+        fake.events.clear()
 
 
-def test_sends_of_a_device_are_kept_until_they_have_completed(device: Device) -> None:
+def test_sends_of_a_device_are_kept_until_they_have_completed(fake: Device) -> None:
     neighbours = Neighbours.of(world())
     direction = neighbours.directions[0]["send_next"]
     queue = direction.end.queue and direction.end.queue()
@@ -182,26 +182,26 @@ def test_sends_of_a_device_are_kept_until_they_have_completed(device: Device) ->
     for _ in range(3):
         transport.keep_alive([transport.post_one(direction, "f", T(4))])
     assert len(queue) == 3
-    assert not device.events, "no stream waits for a receiver"
-    device.works[0].is_done = device.works[1].is_done = True
+    assert not fake.events, "no stream waits for a receiver"
+    fake.works[0].is_done = fake.works[1].is_done = True
     transport.keep_alive([transport.post_one(direction, "f", T(4))])
     assert len(queue) == 2
-    device.capturing = True
+    fake.capturing = True
     transport.keep_alive([transport.post_one(direction, "f", T(4))])
     assert len(queue) == 2
-    assert device.events[-2] is device.works[-1], "what a graph captures is joined"
+    assert fake.events[-2] is fake.works[-1], "what a graph captures is joined"
 
 
 @pytest.mark.parametrize("function", ["post", "post_and_wait"])
-def test_a_step_whose_second_transfer_cannot_be_posted(device: Device, function: str) -> None:
+def test_a_step_whose_second_transfer_cannot_be_posted(fake: Device, function: str) -> None:
     neighbours = Neighbours.of(world())
     for direction in neighbours.singles:
         if direction.end.queue is not None and (queue := direction.end.queue()) is not None:
             queue.clear()
     for first in neighbours.singles[:2]:
-        device.works.clear()
-        device.events.clear()
-        device.fails = 1
+        fake.works.clear()
+        fake.events.clear()
+        fake.fails = 1
         keys = [each.key for each in neighbours.singles]
         at = keys.index(first.key)
         with suppress(torch.OutOfMemoryError):
@@ -210,28 +210,28 @@ def test_a_step_whose_second_transfer_cannot_be_posted(device: Device, function:
         if first.is_send:
             assert queue is not None
             assert len(queue) == 1
-            assert not device.events
+            assert not fake.events
         else:
-            assert waited(device.events) == device.works
+            assert waited(fake.events) == fake.works
 
 
-def test_a_batch_that_cannot_be_completed_is_ended(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_cannot_be_completed_is_ended(fake: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(ProcessGroup, "_start_coalescing", lambda *_: calls.append("start"))
-    monkeypatch.setattr(ProcessGroup, "_end_coalescing", lambda *_: calls.append("end") or device.call())
+    monkeypatch.setattr(ProcessGroup, "_end_coalescing", lambda *_: calls.append("end") or fake.call())
     monkeypatch.setattr(ProcessGroup, "_get_backend", lambda *_: mock.Mock(supports_coalescing=True))
-    device.fails = 1
+    fake.fails = 1
     with pytest.raises(torch.OutOfMemoryError):
         backend.batch([(True, 1, T(4)), (False, 1, T(4))], world())
     assert calls == ["start", "end"]
-    device.fails = -1
+    fake.fails = -1
     assert len(backend.batch([(True, 1, T(4)), (False, 1, T(4))], world())) == 1
     assert calls == ["start", "end"] * 2
 
 
-def test_lists_of_which_one_cannot_be_started(device: Device) -> None:
-    device.fails = 1
+def test_lists_of_which_one_cannot_be_started(fake: Device) -> None:
+    fake.fails = 1
     with pytest.raises(torch.OutOfMemoryError):
         CALLS["all_gather_list"](world())
-    assert waited(device.events) == device.works
-    assert len(device.works) == 1
+    assert waited(fake.events) == fake.works
+    assert len(fake.works) == 1

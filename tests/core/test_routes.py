@@ -51,8 +51,20 @@ def _recorded(name: str) -> Any:
 FLAT = {"_allgather_base": "gather", "all_gather_single": "gather"} | dict.fromkeys(
     ("_reduce_scatter_base", "reduce_scatter_single"), "reduce_scatter"
 )
-for method, kind in (*FLAT.items(), ("allgather", "gather of a list"), ("reduce_scatter", "reduce_scatter of a list")):
+for method, kind in FLAT.items():
     setattr(RecordingGroup, method, _recorded(kind))
+
+
+def _rooted(name: str) -> Any:
+    def call(self: RecordingGroup, tensors: list[Tensor], options: Any) -> Work:
+        self.calls.append((name, options.rootRank, len(tensors[0])))
+        return Work()
+
+    return call
+
+
+for method in ("broadcast", "reduce"):
+    setattr(RecordingGroup, method, _rooted(method))
 
 
 def calls_of(table: Table, given: tuple[bool, bool] = (True, True)) -> list[tuple[Any, ...]]:
@@ -102,13 +114,24 @@ def test_the_even_form_is_for_ranks_without_sizes(given: tuple[bool, bool]) -> N
     assert calls_of([[2, 2], [2, 2]], given) == [("all_to_all", sizes, sizes)] * 2
 
 
-@pytest.mark.parametrize(("sizes", "form"), [((2, 2, 2), ""), ((3, 2, 1), " of a list"), (None, "")])
-def test_gather_and_reduce_scatter_of_equal_sizes_are_flat(sizes: tuple[int, ...] | None, form: str) -> None:
+@pytest.mark.parametrize("sizes", [(2, 2, 2), None])
+def test_gather_and_reduce_scatter_of_equal_sizes_are_flat(sizes: tuple[int, ...] | None) -> None:
     """Every rank is given the same list, so all of them agree."""
-    for rank in range(3):
-        group = RecordingGroup(rank, 3)
-        m.gather_from_sequence_parallel_region(
-            torch.zeros(sizes[rank] if sizes else 2, 3), group=group, output_split_sizes=sizes
-        )
+    assert gather_and_scatter(sizes) == [[("gather",), ("reduce_scatter",)]] * 3
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 1), (0, 6, 0)])
+def test_gather_and_reduce_scatter_of_other_sizes_are_a_call_for_every_shard_with_rows(sizes: tuple[int, ...]) -> None:
+    roots = [(w, 3 * size) for w, size in enumerate(sizes) if size]
+    calls = [(name, *root) for name in ("broadcast", "reduce") for root in roots]
+    assert gather_and_scatter(sizes) == [calls] * 3
+
+
+def gather_and_scatter(sizes: tuple[int, ...] | None) -> list[list[tuple[Any, ...]]]:
+    """The calls of every rank: an all-gather, then a reduce-scatter."""
+    groups = [RecordingGroup(rank, 3) for rank in range(3)]
+    for rank, group in enumerate(groups):
+        x = torch.zeros(sizes[rank] if sizes else 2, 3)
+        m.gather_from_sequence_parallel_region(x, group=group, output_split_sizes=sizes)
         m.reduce_scatter_to_sequence_parallel_region(torch.zeros(6, 3), group, sizes)
-        assert group.calls == [(f"gather{form}",), (f"reduce_scatter{form}",)]
+    return [group.calls for group in groups]

@@ -24,6 +24,7 @@ from jobs import run_job
 import tritoncomm
 from tritoncomm import record, variables
 from tritoncomm.debug import flight, signals
+from tritoncomm.errors import PeerError
 from tritoncomm.groups import ParallelMode, get_group
 
 ROOT = Path(__file__).parents[2]
@@ -336,11 +337,11 @@ def without_a_folder(folder: Path) -> None:
     (folder / "file").touch()
     turn_on(folder / "file" / "below")
     for _ in range(2):
-        text = said(lambda: record.failed("f", KeyError("x")))
+        text = said(lambda: record.failed("f", PeerError("x")))
         assert text.startswith("tritoncomm: the flight record cannot be written: "), text
         assert text.count("\n") == 1
     sys.stderr.close()
-    record.failed("f", KeyError("x"))
+    record.failed("f", PeerError("x"))
 
 
 def full_disk(folder: Path) -> None:

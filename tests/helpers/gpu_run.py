@@ -59,6 +59,7 @@ ORDER = {
         f"{GROUPS}::test_mappings_of_two_processes",
         f"{LAUNCHES}::test_capture",
         f"{LAUNCHES}::test_capture_of_mappings",
+        f"{LAUNCHES}::test_capture_of_reshardings",
         f"{LAUNCHES}::test_streams",
         f"{LAUNCHES}::test_sizes_on_two_streams",
         f"{GROUPS}::test_p2p_of_two_processes",

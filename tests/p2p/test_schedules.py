@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from tritoncomm import variables
+from tritoncomm.core.validation import PerGroup
 from tritoncomm.errors import ShapeError
 from tritoncomm.p2p import P2PCommunicator, neighbours, transport
 from tritoncomm.p2p.schedules import interleaved, one_forward_one_backward
@@ -103,7 +103,7 @@ def through_the_host() -> Iterator[list[Tensor]]:
         return copies[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(neighbours, "_shared", WeakKeyDictionary())  # no neighbours from before
+        patch.setattr(neighbours, "_shared", PerGroup())  # no neighbours from before
         patch.setattr(
             neighbours.Neighbours, "_direction", lambda *args: direction(*args)._replace(modes=("host", "host"))
         )
