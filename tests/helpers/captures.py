@@ -40,7 +40,7 @@ class CapturingDevice:
         self.nodes: list[Callable[[], object]] = []
         self.from_slabs = 0
         self._slabs: list[tuple[StorageWeakRef, int, int]] = []  # pinned or not: storage, address, bytes
-        self._pinned: set[int] = set()
+        self._pinned: dict[int, StorageWeakRef] = {}
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -93,12 +93,13 @@ class CapturingDevice:
 
     def is_pinned(self, x: Tensor) -> bool:
         """Whether it is in a slab of pinned memory."""
-        return x.untyped_storage().data_ptr() in self._pinned
+        pinned = self._pinned.get(x.untyped_storage().data_ptr())
+        return pinned is not None and not pinned.expired()  # other memory may have the address of a slab that is gone
 
     def _allocated(self, nbytes: int, device: int, stream: Any) -> tuple[Tensor, Tensor]:
         assert not self.capturing, "allocated while a graph is captured"
         pinned = torch.full((nbytes,), _POISON, dtype=torch.uint8)
-        self._pinned.add(pinned.untyped_storage().data_ptr())
+        self._pinned[pinned.untyped_storage().data_ptr()] = StorageWeakRef(pinned.untyped_storage())
         self._slabs.append((StorageWeakRef(pinned.untyped_storage()), pinned.data_ptr(), nbytes))
         return pinned, self._on_device(nbytes, device)
 
