@@ -804,6 +804,27 @@ MUTATIONS = (
         "if problem := check_problem(text):\n        raise", "if not (problem := check_problem(text)):\n        raise",
         "tests/test_variables.py",
     ),
+    Mutation(
+        "memory of a collective goes back to the stream that made it", "tritoncomm/core/handle.py",
+        "        backend.released((self.result, *self._kept))\n", "", "tests/streams",
+    ),
+    Mutation(
+        "a table is read before it was copied", "kernels/tritoncomm_kernels/device_table.py",
+        "            current.wait_event(self._copied)\n", "", "tests/streams",
+    ),
+    Mutation(
+        "a slab is written before its memory is free", "kernels/tritoncomm_kernels/device_table.py",
+        "            stream.wait_event(self._made)\n", "", "tests/streams",
+    ),
+    Mutation(
+        "a slab goes back although another stream reads it", "kernels/tritoncomm_kernels/device_table.py",
+        "            self._memory.record_stream(stream)\n", "", "tests/streams",
+    ),
+    Mutation(
+        "slabs are allocated in the caller's thread", "kernels/tritoncomm_kernels/device_table.py",
+        "    with ThreadPoolExecutor(1) as thread:\n        return thread.submit(allocate).result()",
+        "    assert ThreadPoolExecutor\n    return allocate()", "tests/streams",
+    ),
 )  # fmt: skip
 
 

@@ -1,0 +1,142 @@
+"""Calls of which no handle is seen: mappings, attention, linears, resharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from mapping_cases import BY_SIZES, MAPPINGS
+from stream_order.program import RANK, WORLD, Program
+from stream_order.simulator import DEVICE
+from torch import Tensor
+
+from tritoncomm import collective
+from tritoncomm.integrations import megatron_functions
+from tritoncomm.reshard import Layout, reshard
+from tritoncomm.ulysses import UlyssesAttention
+
+__all__ = ["CALLS", "DIFFERENTIABLE", "Call", "leaf", "outputs"]
+
+Call = Callable[[Program], Any]
+
+
+def leaf(program: Program, *shape: int) -> Tensor:
+    return program.tensor(*shape).requires_grad_()
+
+
+def of_mapping(name: str) -> Call:
+    function = MAPPINGS[name][0]
+    return lambda program: function(leaf(program, 16, 8, 64) * 1, program.group)
+
+
+def of_sizes(name: str) -> Call:
+    case = BY_SIZES[name]
+    return lambda program: case.call(leaf(program, *case.shape(RANK, WORLD)) * 1, program.group)
+
+
+def attention(layout: str = "bshd", heads: tuple[int, int] = (8, 8), sizes: list[int] | None = None) -> Call:
+    def call(program: Program) -> Tensor:
+        shape = (2, 8) if layout == "bshd" else (8, 2)
+        q, k, v = (leaf(program, *shape, count, 16) * 1 for count in (heads[0], heads[1], heads[1]))
+        return UlyssesAttention(group=program.group, layout=layout)(q, k, v, sequence_sizes=sizes)
+
+    return call
+
+
+def fused_attention(program: Program) -> Tensor:
+    return UlyssesAttention(group=program.group)(leaf(program, 2, 8, 3, 8, 16) * 1)
+
+
+def linear(sequence_parallel: bool, reduced: bool, frozen: bool = False) -> Call:
+    def call(program: Program) -> Tensor:
+        x, weight = leaf(program, 4, 2, 16) * 1, leaf(program, 8, 16)
+        buffers = (lambda: SimpleNamespace(get_tensor=_buffer)) if sequence_parallel else None
+        if frozen:
+            return megatron_functions._FrozenLinear.apply(x, weight.detach(), None, program.group)
+        bias = leaf(program, 8)
+        return megatron_functions._Linear.apply(x, weight, bias, reduced, program.group, buffers)
+
+    return call
+
+
+def _buffer(shape: Any, dtype: torch.dtype, name: str) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=DEVICE)
+
+
+_ALL, _COLUMNS = range(WORLD), [1]
+BIG, SMALL = 4352, 64  # rows and columns: what stays of the first is copied while the exchange runs
+
+
+def layouts(n: int, first: Any = _ALL, second: Any = _ALL) -> tuple[Layout, Layout]:
+    """Rows over some ranks, and columns over others."""
+    return Layout.on_mesh((n, n), list(first), [0]), Layout.on_mesh((n, n), list(second), [1])
+
+
+def moved(n: int, first: Any = _ALL, second: Any = _ALL, count: int = 1, records: bool = True, **options: Any) -> Call:
+    def call(program: Program) -> Any:
+        rows, columns = layouts(n, first, second)
+        local = rows.local_shape(RANK) or (0,)
+        tensors = {str(i): program.tensor(*local) for i in range(count)}
+        if records:
+            tensors = {name: x.requires_grad_() * 1 for name, x in tensors.items()}
+        return reshard(tensors, rows, columns, group=program.group, **options)
+
+    return call
+
+
+DIFFERENTIABLE: dict[str, Call] = {
+    **{f"mapping {name}": of_mapping(name) for name in MAPPINGS},
+    **{f"mapping {name} by sizes": of_sizes(name) for name in BY_SIZES},
+    "ulysses": attention(),
+    "ulysses shared heads": attention(heads=(8, 2)),
+    "ulysses sequence first": attention("sbhd"),
+    "ulysses sizes": attention(sizes=[6, 8, 3, 1]),
+    "ulysses fused": fused_attention,
+    "linear sequence parallel": linear(True, False),
+    "linear reduced": linear(False, True),
+    "linear frozen": linear(False, True, True),
+    "reshard": moved(SMALL),
+    "reshard with direct copies": moved(BIG),
+    "reshard 20 tensors": moved(SMALL, count=20),
+    "reshard in buckets": moved(SMALL, count=4, bucket_bytes=4096),
+    "reshard cast": moved(SMALL, dtype=torch.bfloat16),
+    "reshard partial gradients": moved(SMALL, grad="partial"),
+    "reshard to other ranks": moved(SMALL, (0, 1), (2, 3)),
+    "reshard from other ranks": moved(SMALL, (2, 3), (0, 1)),
+    "reshard to more ranks": moved(SMALL, (0, 1), _ALL),
+}
+
+
+def onto(n: int, in_place: bool = False) -> Call:
+    """Into memory that is there already."""
+
+    def call(program: Program) -> Tensor:
+        rows, columns = layouts(n)
+        x = program.tensor(*(rows.local_shape(RANK) or (0,)))
+        out = x.view(n, -1) if in_place else program.tensor(*(columns.local_shape(RANK) or (0,)))
+        return reshard(x, rows, columns, group=program.group, out=out)
+
+    return call
+
+
+def split_reduce_scatter(program: Program) -> list[Tensor]:
+    gradients = [program.tensor(5, 8), program.tensor(16), *(program.tensor(4, 4) for _ in range(18))]
+    return collective.split_reduce_scatter(gradients, [1, 0, *[0] * 18], program.group, scale=0.25)
+
+
+CALLS: dict[str, Call] = {
+    "collective split_reduce_scatter": split_reduce_scatter,
+    "reshard into a result": onto(SMALL),
+    "reshard with direct copies into a result": onto(BIG),
+    "reshard in place": onto(SMALL, True),
+    "reshard without gradients": moved(SMALL, records=False),
+    "reshard 20 tensors without gradients": moved(SMALL, count=20, records=False),
+    "reshard with direct copies without gradients": moved(BIG, records=False),
+}
+"""Without gradients."""
+
+
+def outputs(made: Any) -> list[Tensor]:
+    return [made] if isinstance(made, Tensor) else [*(made.values() if isinstance(made, dict) else made)]

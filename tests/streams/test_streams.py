@@ -1,0 +1,80 @@
+"""Programs on streams, under the rules of both NCCL backends: no race, no early reuse, captures that replay."""
+
+import random
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+from stream_order.mutants import MUTANTS
+from stream_order.program import Scenario, play
+from stream_order.scenarios import scenarios
+
+ALL = scenarios()
+DRAWN = 100  # scenarios that run in every run of the tests, and every mutant with SEEN of them
+SEEN = 3
+FAMILIES = {  # scenarios and operations of each
+    "collective": (256, 2950),
+    "mapping": (168, 5148),
+    "ulysses": (40, 4452),
+    "linear": (24, 1028),
+    "reshard": (96, 15831),
+    "p2p": (436, 23410),
+    "local": (32, 1088),
+    "capture": (360, 11269),
+    "pool": (148, 5560),
+}
+
+
+def family_of(scenario: Scenario) -> str:
+    return scenario.name.partition(" ")[0].rstrip(",")
+
+
+def of_family(name: str) -> list[Scenario]:
+    return [each for each in ALL if family_of(each) == name]
+
+
+def drawn() -> list[Scenario]:
+    """As many of each family, all of a small one."""
+    draw, share = random.Random(0), DRAWN // len(FAMILIES)
+    return [x for name in FAMILIES for x in draw.sample(of_family(name), min(share, len(of_family(name))))]
+
+
+def check(chosen: Iterable[Scenario]) -> tuple[int, int]:
+    """Play scenarios, none of which may have a problem; the number of those and of their operations."""
+    count, operations, problems = 0, 0, {}
+    for scenario, report in play(chosen):
+        count, operations = count + 1, operations + report.operations
+        if report.problems:
+            problems[scenario.id] = report.problems
+    print(f"{count} scenarios, {operations} operations, {len(problems)} with problems")
+    assert problems == {}
+    return count, operations
+
+
+def test_drawn_scenarios() -> None:
+    chosen = drawn()
+    assert DRAWN * 0.8 < len(chosen) <= DRAWN
+    assert check(chosen)[1] > 20 * len(chosen)
+
+
+def test_number_of_scenarios() -> None:
+    counts = Counter(map(family_of, ALL))
+    print(f"{len(ALL)} scenarios: {dict(counts)}")
+    assert counts == {name: count for name, (count, _) in FAMILIES.items()}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_every_mutant_is_seen(name: str) -> None:
+    mutant = MUTANTS[name]
+    chosen = [each for each in ALL if all(word in f"{each.rules.name} {each.name}" for word in mutant.words)]
+    chosen = random.Random(0).sample(chosen, SEEN)
+    with mutant.apply():
+        for scenario, report in play(chosen):
+            assert any(problem.startswith(mutant.problem) for problem in report.problems), scenario.id
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_scenarios(family: str) -> None:
+    assert check(of_family(family)) == FAMILIES[family]
