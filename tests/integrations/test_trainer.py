@@ -9,10 +9,13 @@ from jobs import run_job
 from torch.distributed import TCPStore
 from trainer_jobs import Report, run_job_of_trainers
 
-pytestmark = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("transformers", "accelerate")),
-    reason="transformers or accelerate is not installed",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in ("transformers", "accelerate")),
+        reason="transformers or accelerate is not installed",
+    ),
+    pytest.mark.timeout(300),  # processes that import transformers each, on a machine that may be busy
+]
 
 
 def job(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
@@ -60,7 +63,6 @@ def test_rank_0_saves_the_model(two_ranks: list[Report]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # four processes import transformers
 def test_two_sequence_groups_are_data_parallel() -> None:
     check_runs(job(run_job_of_trainers, 4, 2, 1, 4), 4)
 
