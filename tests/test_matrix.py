@@ -43,7 +43,12 @@ def _measured(root: Path, text: str, results: dict[str, Any]) -> bool:
     path = root / "test_it.py"
     path.write_text(text)
     arguments = [str(path), f"--rootdir={root}", "-p", "no:cacheprovider", "-c", os.devnull]
-    return matrix.measure(root, results, ["default"], {"tests": arguments}, "abc")
+    saved: list[str] = []
+    good = matrix.measure(
+        root, results, ["default"], {"tests": arguments}, "abc", lambda: saved.append(json.dumps(results, default=str))
+    )
+    assert saved == [json.dumps(results, default=str)]
+    return good
 
 
 def test_a_run_is_counted_and_other_cells_are_kept(root: Path) -> None:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +91,18 @@ def _cell(results: Mapping[str, Any], environment: str, part: str) -> str:
 
 
 def measure(
-    root: Path, results: dict[str, Any], names: Sequence[str], parts: Mapping[str, Sequence[str]], commit: str
+    root: Path,
+    results: dict[str, Any],
+    names: Sequence[str],
+    parts: Mapping[str, Sequence[str]],
+    commit: str,
+    save: Callable[[], None],
 ) -> bool:
-    """Run the parts in the environments below ``root`` and put the counts into ``results``; whether all passed."""
+    """Run the parts in the environments below ``root``, put the counts into ``results``, and ``save`` after each part.
+
+    Returns:
+        Whether all tests passed.
+    """
     good = True
     for name in names:
         python = root / ENVIRONMENTS[name] / "bin" / "python"
@@ -107,6 +116,7 @@ def measure(
             good = good and result["passed"] > 0 and not result["failed"]
             row["parts"][part] = {**result, "date": time.strftime("%Y-%m-%d"), "commit": commit}
             print(_cell(results, name, part), flush=True)
+            save()  # a run of all parts takes an hour, and may be interrupted
     return good
 
 
@@ -146,6 +156,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args(arguments)
     results = json.loads(RESULTS.read_text())
+
+    def save() -> None:
+        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        PAGE.write_text(page(results))
+
     good = True
     if not options.write:
         here = [name for name, folder in ENVIRONMENTS.items() if (options.root / folder / "bin" / "python").exists()]
@@ -154,9 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"there is no {', '.join(ENVIRONMENTS[name] for name in missing)} in {options.root}")
         command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
         commit = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
-        good = measure(options.root, results, names, {part: PARTS[part] for part in options.parts}, commit)
-        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    PAGE.write_text(page(results))
+        good = measure(options.root, results, names, {part: PARTS[part] for part in options.parts}, commit, save)
+    save()
     return 0 if good else 1
 
 
