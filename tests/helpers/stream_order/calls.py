@@ -1,4 +1,4 @@
-"""Calls of which no handle is seen: mappings, attention, linears, resharding."""
+"""Calls of which no handle is seen: mappings, attention, linears, losses, resharding."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from tritoncomm import collective
 from tritoncomm.integrations import megatron_functions
 from tritoncomm.reshard import Layout, reshard
+from tritoncomm.tensor.vocab_parallel import cross_entropy_rows
 from tritoncomm.ulysses import UlyssesAttention
 
 __all__ = ["CALLS", "DIFFERENTIABLE", "Call", "leaf", "outputs"]
@@ -65,7 +66,19 @@ def _buffer(shape: Any, dtype: torch.dtype, name: str) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=DEVICE)
 
 
-_ALL, _COLUMNS = range(WORLD), [1]
+def loss(smoothing: float = 0.0, soft: bool = False) -> Call:
+    """The cross entropy of 16 classes on each rank."""
+
+    def call(program: Program) -> Tensor:
+        logits = leaf(program, 8, 16) * 1
+        target = program.tensor(8, 16) if soft else torch.zeros(8, dtype=torch.int64, device=DEVICE)
+        classes = (RANK * 16, 16), WORLD * 16
+        return cross_entropy_rows(logits, target, None, *classes, -100, smoothing, program.group)[0]
+
+    return call
+
+
+_ALL = range(WORLD)
 BIG, SMALL = 4352, 64  # rows and columns: what stays of the first is copied while the exchange runs
 
 
@@ -97,6 +110,9 @@ DIFFERENTIABLE: dict[str, Call] = {
     "linear sequence parallel": linear(True, False),
     "linear reduced": linear(False, True),
     "linear frozen": linear(False, True, True),
+    "loss": loss(),
+    "loss smoothed": loss(0.1),
+    "loss soft targets": loss(soft=True),
     "reshard": moved(SMALL),
     "reshard with direct copies": moved(BIG),
     "reshard 20 tensors": moved(SMALL, count=20),
@@ -110,13 +126,15 @@ DIFFERENTIABLE: dict[str, Call] = {
 
 
 def onto(n: int, in_place: bool = False) -> Call:
-    """Into memory that is there already."""
+    """Into memory that is there already, three times: repetitions replay the first."""
 
     def call(program: Program) -> Tensor:
         rows, columns = layouts(n)
         x = program.tensor(*(rows.local_shape(RANK) or (0,)))
         out = x.view(n, -1) if in_place else program.tensor(*(columns.local_shape(RANK) or (0,)))
-        return reshard(x, rows, columns, group=program.group, out=out)
+        for _ in range(3):
+            reshard(x, rows, columns, group=program.group, out=out)
+        return out
 
     return call
 

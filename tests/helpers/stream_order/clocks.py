@@ -51,7 +51,7 @@ class Stream:
 
     def __init__(self, simulator: Simulator) -> None:
         self._simulator = simulator
-        self.eager, self.captured = simulator.new_lane(), None
+        self.eager = simulator.new_lane()
         self.cuda_stream = self.stream_id = self.eager.number
         self.device = torch.device("cuda", 0)
         self.captured: Lane | None = None

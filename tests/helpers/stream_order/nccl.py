@@ -46,7 +46,9 @@ class Work:
         self._simulator, self._end, self._tensors, self._what = simulator, end, tensors, what
 
     def wait(self, timeout: Any = None) -> bool:
-        """Order the current stream behind the call."""
+        """Order the current stream behind the call; a program with failures may fail here, too."""
+        if self._simulator.fail_at:
+            self._simulator.step(f"wait for {self._what}")
         self._simulator.current.follow(self._end)
         self.release()
         return True
