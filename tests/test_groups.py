@@ -634,49 +634,81 @@ def _parameters(value: Any) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("stages", "name", "available", "config", "expected"),
+    ("name", "available", "config", "expected"),
     [
-        (2, "nccl2", True, "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl-lazy"),
-        (2, "nccl2", True, "cuda:nccl2", "cuda:nccl-lazy"),
-        (1, "nccl2", True, "cuda:nccl", None),
-        (2, "nccl2", False, "cuda:nccl", None),
-        (2, "nccl", True, "cuda:nccl", None),
-        (2, "gloo", True, "cpu:gloo,cuda:gloo", None),
+        ("nccl2", True, "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl-lazy"),
+        ("nccl2", True, "cuda:nccl2", "cuda:nccl-lazy"),
+        ("nccl2", False, "cuda:nccl", None),
+        ("nccl", True, "cuda:nccl", None),
+        ("gloo", True, "cpu:gloo,cuda:gloo", None),
     ],
 )
-def test_the_pipeline_has_a_stream_for_each_pair_of_stages_over_nccl2(
-    monkeypatch: pytest.MonkeyPatch, stages: int, name: str, available: bool, config: str, expected: str | None
+def test_groups_of_nccl2_that_connect_lazily(
+    monkeypatch: pytest.MonkeyPatch, name: str, available: bool, config: str, expected: str | None
 ) -> None:
     monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", dist.ProcessGroup(0, 4))
     monkeypatch.setattr(runtime, "cuda_backend", lambda _: name)
     monkeypatch.setattr(dist, "is_backend_available", lambda _: available)
     monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
-    assert runtime._pipeline_backend(stages) == expected
+    assert runtime._lazy_backend() == expected
 
 
 def run_backends_of_axes(group: ProcessGroup) -> None:
-    """The backend of the pipeline is that of its axis alone, with a timeout and without."""
+    """Groups of the pipeline and of one rank are made with the lazy backend, with a timeout and without."""
     import tritoncomm as tc
 
-    asked: list[Any] = []
+    asked: list[tuple[int, Any]] = []
     made = dist.new_group
 
-    def new_group(*arguments: Any, **options: Any) -> Any:
-        asked.append(options.get("backend"))
-        return made(*arguments, **options)
+    def new_group(ranks: Any = None, *arguments: Any, **options: Any) -> Any:
+        asked.append((len(ranks), options.get("backend")))
+        return made(ranks, *arguments, **options)
 
     with (
-        mock.patch.object(runtime, "_pipeline_backend", lambda stages: "gloo" if stages > 1 else None),
+        mock.patch.object(runtime, "_lazy_backend", return_value="gloo"),
+        mock.patch.object(dist, "new_group", new_group),
         mock.patch.object(dist.distributed_c10d, "new_group", new_group),
         mock.patch.object(dist.device_mesh, "new_group", new_group),
     ):
         for timeout in (None, timedelta(seconds=20)):
             asked.clear()
             mesh = tc.initialize(tensor=4, pipeline=2, timeout=timeout)
-            assert asked.count("gloo") == 4
+            assert asked.count((2, "gloo")) == 4
+            assert [one for one in asked if one[0] == 1] == [(1, "gloo")], "one group for data and context"
             assert mesh.get_group("pipeline") is groups.get_group(M.PIPELINE)
             tc.destroy()
 
 
-def test_the_pipeline_alone_has_its_backend(pool: Pool) -> None:
+def run_axes_of_one(group: ProcessGroup, timeout: float | None) -> None:
+    import tritoncomm as tc
+
+    mesh = tc.initialize(pipeline=8, timeout=timeout)
+    alone = groups.get_group(M.TENSOR)
+    assert (alone.size(), alone.rank()) == (1, 0)
+    assert dist.get_process_group_ranks(alone) == [dist.get_rank()]
+    for mode, axis in ((M.TENSOR, "tensor"), (M.CONTEXT, "context"), (M.DATA, "data")):
+        assert groups.get_group(mode) is groups.get_cpu_group(mode) is mesh.get_group(axis) is alone
+        assert groups.get_ranks_in_group(mode) == [dist.get_rank()]
+    x = torch.full((3,), float(dist.get_rank()))
+    dist.all_reduce(x, group=alone)
+    assert torch.equal(x, torch.full((3,), float(dist.get_rank())))
+    assert tc.mappings.gather_from_tensor_model_parallel_region(x) is x
+    both = mesh["pipeline", "tensor"]._flatten("model")
+    assert both.size() == 8
+    names = [name for name in dist.distributed_c10d._world.pg_names.values() if name == alone.group_name]
+    assert len(names) == 1
+    tc.destroy()
+    assert alone not in dist.distributed_c10d._world.pg_names
+    tc.initialize(pipeline=8, timeout=timeout)  # once more, with a new one
+    assert groups.get_group(M.TENSOR) is not alone
+    tc.destroy()
+
+
+@pytest.mark.parametrize("timeout", [None, 20.0])
+def test_axes_of_one_rank_share_a_group_without_peers(pool: Pool, timeout: float | None) -> None:
+    """It is a group, never None, which is the whole job in torch; no other rank takes part in making it."""
+    pool.run(run_axes_of_one, timeout, world=8)
+
+
+def test_the_pipeline_and_groups_of_one_rank_have_the_lazy_backend(pool: Pool) -> None:
     pool.run(run_backends_of_axes, world=8)

@@ -30,7 +30,7 @@ _AXES = {
     "tensor": ("tensor", "tp", "model"),
 }
 _KEYS = {"pipeline": ("size",), "tensor": ("size", "mode")}
-_state: dict[str, Any] = {"mesh": None, "owns_world": False, "owned": [], "starts": 0}
+_state: dict[str, Any] = {"mesh": None, "owns_world": False, "owned": [], "of_one": {}, "starts": 0}
 
 
 def initialize(
@@ -57,7 +57,7 @@ def initialize(
     The current GPU becomes that of LOCAL_RANK, unless there is no such variable or the program uses a GPU already: it
     called ``torch.cuda.set_device``, or has memory on one. The variables of this library are read again. One rank
     warns where ranks differ in them or in tuned tables; no rank waits for that. Gloo groups are connected on all of
-    their ranks when it returns.
+    their ranks when it returns. Axes of one rank share one group of this rank alone.
 
     Args:
         tensor: ranks that share one layer.
@@ -115,7 +115,7 @@ def destroy() -> None:
         dist.destroy_process_group()
     groups.register({})
     groups.timeout = None
-    _state.update(mesh=None, owns_world=False, owned=[])
+    _state.update(mesh=None, owns_world=False, owned=[], of_one={})
 
 
 def device_mesh() -> DeviceMesh:
@@ -191,27 +191,33 @@ def _device_type() -> str:
 
 def _make_mesh(shape: tuple[int, ...]) -> DeviceMesh:
     device, names = _device_type(), tuple(_AXES)
-    backends = dict.fromkeys(names) | {"pipeline": _pipeline_backend(shape[names.index("pipeline")])}
-    if groups.timeout is None:
-        override: Any = {name: backend for name, backend in backends.items() if backend is not None}
-        mesh = init_device_mesh(device, shape, mesh_dim_names=names, backend_override=override)
-        _state["owned"] += [group for group in mesh.get_all_groups() if group is not dist.group.WORLD]
-        return mesh
-    # ``init_device_mesh`` takes no timeout, and its groups do not have that of the default group.
     ranks = torch.arange(math.prod(shape), device="cpu").view(shape)
     lists = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(shape)]
-    made = [_new_group(each, backend) for each, backend in zip(lists, backends.values(), strict=True)]
-    return DeviceMesh.from_group(made, device, mesh=ranks, mesh_dim_names=names)
+    backends = dict.fromkeys(names) | {"pipeline": _lazy_backend()}
+    used = [axis for axis, size in enumerate(shape) if size > 1]
+    if groups.timeout is None and used:
+        override: Any = {names[axis]: backend for axis in used if (backend := backends[names[axis]]) is not None}
+        split = init_device_mesh(
+            device, tuple(shape[axis] for axis in used), mesh_dim_names=tuple(names[axis] for axis in used),
+            backend_override=override,
+        )  # fmt: skip
+        made = dict(zip(used, split.get_all_groups(), strict=True))
+        _state["owned"] += [group for group in made.values() if group is not dist.group.WORLD]
+    else:  # ``init_device_mesh`` takes no timeout, and its groups do not have that of the default group
+        made = {axis: _new_group(lists[axis], backends[names[axis]]) for axis in used}
+    of_axes = [made[axis] if axis in made else _new_group(lists[axis], None) for axis in range(len(shape))]
+    return DeviceMesh.from_group(of_axes, device, mesh=ranks, mesh_dim_names=names)
 
 
-def _pipeline_backend(stages: int) -> str | None:
-    """Backends of the pipeline's group; None for those of the default group.
+def _lazy_backend() -> str | None:
+    """Backends that connect two ranks when they first exchange something; None for those of the default group.
 
-    nccl2 sends all transfers of a group over one communicator and stream. nccl-lazy has one for each pair of stages.
+    The pipeline's group and groups of one rank have them. nccl2 makes a communicator with every group, and sends all
+    transfers of a group over one stream; nccl-lazy has a communicator and a stream for each pair of stages.
     """
     world = dist.group.WORLD
     assert world is not None
-    if stages == 1 or cuda_backend(world) != "nccl2" or not dist.is_backend_available("nccl-lazy"):
+    if cuda_backend(world) != "nccl2" or not dist.is_backend_available("nccl-lazy"):
         return None
     parts = [part.rpartition(":") for part in dist.get_backend_config(world).split(",")]
     return ",".join(f"{kind}{colon}{'nccl-lazy' if is_nccl(name) else name}" for kind, colon, name in parts)
@@ -265,12 +271,30 @@ def _own_group(lists: list[list[int]], made: dist.ProcessGroup | None) -> Group:
 
 
 def _new_group(lists: list[list[int]], backend: str | None) -> dist.ProcessGroup:
-    if len(lists) == 1 and len(lists[0]) == dist.get_world_size() and backend is None and dist.group.WORLD is not None:
-        return dist.group.WORLD
+    world = dist.group.WORLD
+    if len(lists) == 1 and len(lists[0]) == dist.get_world_size() and backend is None and world is not None:
+        return world
+    if len(lists[0]) == 1:
+        return _group_of_one(backend)
     mine, _ = dist.new_subgroups_by_enumeration(lists, timeout=groups.timeout, backend=backend)
     assert isinstance(mine, dist.ProcessGroup)
     _state["owned"].append(mine)
     return mine
+
+
+def _group_of_one(backend: str | None) -> dist.ProcessGroup:
+    """This rank's group without peers, one for all axes of one rank; a rank makes it alone."""
+    made: dict[str | None, dist.ProcessGroup] = _state["of_one"]
+    if backend not in made:
+        group: Any = dist.new_group(
+            [dist.get_rank()],
+            timeout=groups.timeout,
+            backend=backend or _lazy_backend(),
+            use_local_synchronization=True,
+        )
+        made[backend] = group
+        _state["owned"].append(group)
+    return made[backend]
 
 
 def _wait_until_connected() -> None:
