@@ -30,11 +30,12 @@ NAMES = [
 
 
 def run_destroyed(group: ProcessGroup, names: list[str]) -> dict[str, str]:
-    """By function, what is wrong once the group of its result was destroyed; all ranks call."""
+    """Problems by function, once the group of its result was destroyed; all ranks call."""
     tritoncomm.destroy()
     problems = {}
     for name in names:
         made: Any = dist.new_group(dist.get_process_group_ranks(group))
+        dist.barrier(made)  # a rank whose call sends nothing would destroy the group while its peer still connects
         row, world = ROWS[name], made.size()
         x = torch.ones(row.shape(world), requires_grad=True)
         out = _first(row.call(made, x * 1, **row.options(world)))
