@@ -88,7 +88,7 @@ class _Records:
 
     @staticmethod
     def joined(*parts: "_Records") -> "_Records":
-        """Those of all parts, in their order."""
+        """Concatenate the records of all parts, in their order."""
         parts = tuple(part for part in parts if len(part)) or parts[:1]
         return (
             parts[0]
@@ -220,7 +220,7 @@ def _records(rows: Array) -> _Records:
 
 
 def _with_units(records: _Records, sides: _Sides) -> _Records:
-    """As wide units as both addresses allow."""
+    """Give every record the widest unit that both addresses allow, and divide records of bytes at its bounds."""
     strided, flat = records.pick(records.has_rows), records.pick(~records.has_rows)
     if len(strided):
         strided = replace(strided, unit=_unit_of_rows(strided, sides))

@@ -32,7 +32,7 @@ NAME = "tritoncomm-flight-0.json"
 
 
 def turn_on(folder: Path, with_signals: bool = True) -> None:
-    """As the variables do when the package is imported, and one call."""
+    """Turn the record on, as the variables do at import, and make one call."""
     variables.FLIGHT.assign((16, str(folder)))
     variables.FLIGHT_SIGNALS.assign(with_signals)
     record.begin("f", "all_reduce", None, torch.ones(2), (None,))
@@ -209,7 +209,7 @@ def as_lightning(sent: list[int]) -> None:
 
 
 def without_signals(folder: Path) -> None:
-    """What inspects or chains handlers sees what it would see without the record."""
+    """Frameworks that inspect or chain handlers find the same ones as without the record."""
     turn_on(folder, with_signals=False)
     assert [signal.getsignal(each) for each in signals.SIGNALS] == [signal.SIG_DFL] * 2
     assert not any(map(signals._is_caught, signals.SIGNALS))
@@ -245,7 +245,7 @@ def own_terminate_before(folder: Path) -> None:
 
 
 def off_and_on_again(folder: Path) -> None:
-    """As ``initialize()`` reads the variables again."""
+    """Signals are turned off and on again, as by a second ``initialize()``."""
     turn_on(folder)
     variables.FLIGHT_SIGNALS.assign(False)
     assert [signal.getsignal(each) for each in signals.SIGNALS] == [signal.SIG_DFL] * 2
@@ -295,7 +295,7 @@ def periodically(folder: Path) -> None:
 
 
 def paths_are_printed(folder: Path) -> None:
-    """That of each record; of periodic ones once."""
+    """The path of each record is printed, that of periodic ones once."""
     signals.PERIOD = 0.1
     turn_on(folder, with_signals=False)
 

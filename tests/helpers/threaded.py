@@ -63,7 +63,7 @@ def _installed() -> Iterator[Any]:
 
 
 def _reduce(group: Any, tensors: list[Any], options: Any) -> Any:
-    """What the threaded group lacks: every rank has the sum, and the root keeps it."""
+    """Reduce to a root, which the threaded group lacks: every rank has the sum, and the root keeps it."""
     (x,), summed = tensors, [tensors[0].clone()]
     every = dist.AllreduceOptions()
     every.reduceOp = options.reduceOp
@@ -74,7 +74,7 @@ def _reduce(group: Any, tensors: list[Any], options: Any) -> Any:
 
 
 class _Backend:
-    """What the threaded group lacks: a backend with a name."""
+    """A backend with a name, which the threaded group lacks."""
 
     def name(self) -> str:
         return "threaded"

@@ -23,7 +23,7 @@ LENGTH, SAMPLES = 15, 14
 
 
 class Run(NamedTuple):
-    """What a run of Trainer has to say.
+    """Results of a run of Trainer.
 
     Attributes:
         losses: of every step.
@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a rank has to say.
+    """Results of a rank.
 
     Attributes:
         alone: the run of one process, before it was rank 0; None on other ranks.

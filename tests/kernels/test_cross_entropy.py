@@ -105,7 +105,7 @@ EXTREMES = {
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kind", EXTREMES)
 def test_the_bound_of_both_kernels(device: Device, kind: str, dtype: torch.dtype) -> None:
-    """As the module states it: of the log-sum-exp, and of every exponential of the gradient."""
+    """The log-sum-exp and every exponential of the gradient are within the bound that the module states."""
     unit = UNIT.get(dtype, 2.0**-24)
     for shape in device.pick([(2, 130), (1, 7)], [(5, 38016), (3, 16385), (2, 100)]):
         z = torch.randn(shape, generator=torch.Generator().manual_seed(shape[1]), dtype=torch.float64)

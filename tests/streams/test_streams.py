@@ -35,7 +35,7 @@ def of_family(name: str) -> list[Scenario]:
 
 
 def drawn() -> list[Scenario]:
-    """As many of each family, all of a small one."""
+    """An equal share of scenarios from each family, all of a small one."""
     draw, share = random.Random(0), DRAWN // len(FAMILIES)
     return [x for name in FAMILIES for x in draw.sample(of_family(name), min(share, len(of_family(name))))]
 

@@ -221,7 +221,7 @@ class Normalised(torch.optim.Optimizer):
 
 
 class NormalisedData(Normalised):
-    """The same, written into the local memory."""
+    """Steps of ``Normalised``, written into the local memory."""
 
     def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:

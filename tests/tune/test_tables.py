@@ -106,7 +106,7 @@ def test_tables_of_a_gpu_with_wide_warps_are_read(tmp_path: Path) -> None:
 
 
 def test_tables_without_evict_first_have_it_off(tmp_path: Path) -> None:
-    """As those of format 1 are; only copies in units of 8 and 16 bytes may have it on."""
+    """Tables of format 1 have none; only copies in units of 8 and 16 bytes may have it on."""
     entry, path = {"tile_bytes": 4096, "segment_bytes": 256, "num_warps": 8}, tmp_path / "t.json"
 
     def written(op: str, unit: str, **more: object) -> tables.Table:

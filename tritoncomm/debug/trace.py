@@ -385,7 +385,7 @@ def _behind(call: Mapping[str, Any], record: Record, records: Sequence[Record]) 
 def _in_words(
     call: Mapping[str, Any], behind: Sequence[int], unknown: Sequence[int], records: Mapping[int, Record]
 ) -> str:
-    """Which ranks did not come to a call, as far as the records tell."""
+    """Name the ranks that did not come to a call, as far as the records tell."""
     early = [rank for rank in behind if rank in records and records[rank].is_before(call)]
     missing = [rank for rank in behind if rank not in early]
     words = ""

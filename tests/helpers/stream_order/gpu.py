@@ -144,7 +144,7 @@ class Gpu:
         return made
 
     def space_of_new(self, inputs: Sequence[Tensor]) -> Space:
-        """Where an operator allocates: where it is told to, else on the device of its inputs."""
+        """Place of an operator's result: as it is told, else the device of its inputs."""
         named = getattr(self._thread, "space", None)
         if named is not None:
             return named

@@ -19,7 +19,7 @@ __all__ = ["Access", "Block", "Region", "Space", "content_of"]
 
 
 class Space(Enum):
-    """Where a storage is."""
+    """Places of a storage."""
 
     DEVICE = "device"
     PINNED = "pinned"

@@ -19,7 +19,7 @@ __all__ = ["LEGACY", "NCCL2", "Communicators", "Rules", "Work"]
 
 @dataclass(frozen=True)
 class Rules:
-    """What a backend does with streams and tensors.
+    """Rules of a backend for streams and tensors.
 
     Attributes:
         name: of the backend.

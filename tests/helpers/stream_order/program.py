@@ -22,7 +22,7 @@ WORLD, RANK = 4, 1
 
 
 class Program:
-    """What a scenario runs in.
+    """The surroundings of a scenario: a simulated GPU and its groups.
 
     Attributes:
         simulator: the GPU.
