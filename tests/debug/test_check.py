@@ -562,7 +562,7 @@ def run_made_again(group: ProcessGroup, first: int) -> None:
     assert not any(store.check([f"{prefix}/{names.copy().pop()}/{count}/verdict"]) for count in range(9))
 
 
-@pytest.mark.parametrize("first", range(len(ENDS)))
+@pytest.mark.parametrize("first", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, len(ENDS)))])
 def test_a_group_that_is_made_again_under_its_name_does_not_read_old_verdicts(pair: Pool, first: int) -> None:
     pair.run(run_made_again, first)
 

@@ -388,6 +388,7 @@ def compiled(group: ProcessGroup, fullgraph: bool) -> None:
     ours.unregister()
 
 
-@pytest.mark.parametrize("fullgraph", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_models(pool: Pool, fullgraph: bool) -> None:
     pool.run(compiled, fullgraph, world=2)

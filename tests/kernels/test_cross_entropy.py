@@ -168,6 +168,6 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_operator_on_kernels(pool: Pool, world: int) -> None:
     pool.run(run_on_kernels, world=world)

@@ -1,6 +1,7 @@
 """The simulator of streams: every kind of problem in a program of some lines, beside one that is right."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,15 @@ from stream_order.simulator import DEVICE, Simulator
 
 Program = Callable[[Simulator, bool], None]
 ASYNCHRONOUS = SimpleNamespace(asyncOp=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _only_young_objects() -> Iterator[None]:
+    """The simulator collects garbage after every program; objects that are there already are left out of it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def race(gpu: Simulator, is_right: bool) -> None:
