@@ -17,13 +17,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ProcessGroup, ReduceOp, distributed_c10d
 
-from tritoncomm import record
+from tritoncomm import record, variables
 from tritoncomm.errors import CommError, PeerError, UnsupportedError
 
 __all__ = [
     "InFlight",
     "Transfer",
     "Work",
+    "advice",
     "all_gather",
     "all_gather_list",
     "all_reduce",
@@ -161,6 +162,13 @@ def noted(error: RuntimeError, name: str, where: str) -> RuntimeError:
     return error
 
 
+def advice() -> str:
+    """The last line of a ``PeerError``: how to find the rank that is to blame. Empty in check mode, which names it."""
+    if variables.CHECK.value:
+        return ""
+    return "\nrun again with TRITONCOMM_CHECK=1, which names the rank and its call, or TRITONCOMM_FLIGHT=1 for a record"
+
+
 def _failure(error: RuntimeError, what: str, ranks: Any, name: str) -> Exception:
     """``PeerError`` for an error of the backend, ``error`` itself for others, ``UnsupportedError`` for meta tensors."""
     rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
@@ -169,7 +177,7 @@ def _failure(error: RuntimeError, what: str, ranks: Any, name: str) -> Exception
         return UnsupportedError(f"{name}: ranks {list(ranks or ())} do not carry such tensors: {error}")
     if not is_backend_error(error):
         return noted(error, name, where)
-    failure = PeerError(f"{name}: the {what} over ranks {list(ranks or ())} failed{rank}: {error}")
+    failure = PeerError(f"{name}: the {what} over ranks {list(ranks or ())} failed{rank}: {error}{advice()}")
     record.failed(name, failure)
     return failure
 

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm import record
 from tritoncomm.core.backend import (
     InFlight,
+    advice,
     batch,
     is_backend_error,
     is_not_carried,
@@ -36,7 +37,7 @@ def _failure(end: Endpoint, name: str, x: Tensor, error: RuntimeError) -> Except
         return UnsupportedError(f"{name}: {end.stage} cannot {what} rank {end.peer}: {error}")
     if not is_backend_error(error):
         return noted(error, name, f"where {end.stage} wanted to {what} rank {end.peer}")
-    failure = PeerError(f"{name}: {end.stage} could not {what} rank {end.peer}: {error}")
+    failure = PeerError(f"{name}: {end.stage} could not {what} rank {end.peer}: {error}{advice()}")
     record.failed(name, failure)
     return failure
 
