@@ -141,6 +141,9 @@ def test_plan_as_a_process_of_its_own() -> None:
     [
         (("plan", "nothing", "--shape", "4,4", "--world", "2"), "no mapping 'nothing'; there are sp2hp"),
         (("plan", "nothing", "--shape", "4,4"), "no mapping 'nothing'; there are sp2hp"),
+        (("plan", "sp2h", "--shape", "4,4"), "no mapping 'sp2h'; did you mean sp2hp? `tritoncomm plan` lists all"),
+        (("plan",), "which mapping? There are sp2hp, hp2sp"),
+        (("plan", "sp2hp"), "--shape is missing"),
         (("plan", "sp2hp", "--shape", "4,9", "--world", "2"), "does not divide over 2 ranks"),
         (("plan", "sp2hp", "--shape", "4,x", "--world", "2"), "--shape must be integers"),
         (("plan", "sp2hp", "--shape", "4,4", "--world", "0"), "one rank or more"),
@@ -689,3 +692,14 @@ def test_a_resharding_that_is_none(changed: tuple[str, str], said: str) -> None:
     result = CliRunner().invoke(cli.app, [*RESHARD, *changed])
     assert result.exit_code == 2
     assert said in " ".join(result.output.split())
+
+
+def test_the_shell_completes_commands() -> None:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    code = "import sys; sys.argv[0] = 'tritoncomm'; from tritoncomm.cli import app; app(prog_name='tritoncomm')"
+    asked = {"_TRITONCOMM_COMPLETE": "complete_bash", "COMP_WORDS": "tritoncomm d", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths, **asked}, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["demo", "doctor"], done.stderr

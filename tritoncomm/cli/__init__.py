@@ -19,7 +19,7 @@ from tritoncomm.errors import GroupError
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+app = typer.Typer(no_args_is_help=True)
 
 
 def _version(asked: bool) -> None:

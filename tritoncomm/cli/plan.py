@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import torch
@@ -42,8 +43,13 @@ EPILOG = paragraphs(
 
 
 def plan(
-    op: Annotated[str, typer.Argument(help="The mapping, for example sp2hp or all_gather; all are listed below.")],
-    shape: Annotated[str, typer.Option(help="Input on one rank (reshard: on all), like 4096,2,8192 or 4096x2x8192.")],
+    op: Annotated[
+        str,
+        typer.Argument(help="The mapping, for example sp2hp or all_gather; all are listed below.", show_default=False),
+    ] = "",
+    shape: Annotated[
+        str, typer.Option(help="Input on one rank (reshard: on all), like 4096,2,8192 or 4096x2x8192.")
+    ] = "",
     world: Annotated[int | None, typer.Option(help="Number of ranks; reshard has those of its layouts.")] = None,
     dtype: Annotated[
         str, typer.Option(help="Element type of the input: torch's name, or bf16, fp32, fp8_e4m3.")
@@ -74,13 +80,19 @@ def plan(
     with refusing():
         figures = {"latency": latency, "link": link, "network": network, "memory": memory, "node": node}
         rates = _rates("cpu" if device == "cpu" else "cuda", figures)
+        if not op:
+            raise ValueError(f"which mapping? There are {_mappings()}")
+        if not shape:
+            raise ValueError("--shape is missing: that of the input on one rank, like 4096,2,8192")
         if op == "reshard":
             if world is not None:
                 raise ValueError("--world: the layouts of reshard have their ranks, --source 'S0*8' for example 8")
             _reshard(plan_reshard(shape, source, target, dtype, rank, bucket), rates, as_json, console)
             return
         if op not in (*OPS, *OPS.values()):
-            raise ValueError(f"no mapping {op!r}; there are {', '.join(OPS)}, and reshard")
+            near = get_close_matches(op, (*OPS, *OPS.values(), "reshard"), 1)
+            hint = f"did you mean {near[0]}? `tritoncomm plan` lists all" if near else f"there are {_mappings()}"
+            raise ValueError(f"no mapping {op!r}; {hint}")
         if world is None:
             raise ValueError("--world is missing: the number of ranks")
         multiprocessors = 0
@@ -99,6 +111,11 @@ def plan(
         _show(explanation, console)
         if device not in ("cpu", "cuda") and not tables.chosen(device, multiprocessors):
             say(console, f"no tuned table for {device!r}: built-in tiles and no crossover")
+
+
+def _mappings() -> str:
+    """Short names of all mappings, in words."""
+    return f"{', '.join(OPS)}, and reshard"
 
 
 def _reshard(planned: ReshardPlan, rates: cost.Rates, as_json: bool, console: Console) -> None:
