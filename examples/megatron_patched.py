@@ -58,7 +58,7 @@ if __name__ == "__main__":
     assert "RANK" in os.environ, f"started without torchrun:\n\n{__doc__}"
     from megatron.core import parallel_state, tensor_parallel
 
-    from tritoncomm.integrations import megatron
+    import tritoncomm.integrations.megatron as tc_megatron
 
     if GPU:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -69,7 +69,7 @@ if __name__ == "__main__":
         parallel_state.initialize_model_parallel(dist.get_world_size(), create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(0)
         expected = train()
-        with megatron.patched() as report:
+        with tc_megatron.patched() as report:
             patched = train()
     if dist.get_rank() == 0:
         print(report)

@@ -21,7 +21,7 @@ LAYERS = [
     ["errors"],
     ["record", "variables", "launchers", "parsing"],
     ["core"],
-    ["groups"],
+    ["groups", "ops"],
     ["collective", "mappings", "debug", "runtime"],
     ["reshard"],
     ["p2p", "tensor", "parallel", "ulysses"],

@@ -3,8 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tritoncomm import collective, mappings
-from tritoncomm.core import ops
+from tritoncomm import collective, mappings, ops
 from tritoncomm.core.ops import path
 from tritoncomm.debug import dump
 from tritoncomm.errors import (
@@ -21,7 +20,8 @@ from tritoncomm.record import counters, recording
 from tritoncomm.runtime import destroy, device_mesh, initialize
 
 if TYPE_CHECKING:
-    from tritoncomm import p2p, reshard, tensor
+    from tritoncomm import integrations, p2p, parallel, reshard, tensor, ulysses
+    from tritoncomm.integrations.megatron import patch as patch_megatron
 
 __all__ = [
     "ArgumentError",
@@ -38,25 +38,34 @@ __all__ = [
     "device_mesh",
     "dump",
     "initialize",
+    "integrations",
     "mappings",
     "ops",
     "p2p",
+    "parallel",
+    "patch_megatron",
     "path",
     "recording",
     "reshard",
     "tensor",
+    "ulysses",
 ]
 
 __version__ = "0.1.0"
 
-_LAZY = ("p2p", "reshard", "tensor")  # imported at their first use: together they take longer than everything else
+# Imported at their first use: together they take longer than everything else.
+_LAZY = ("integrations", "p2p", "parallel", "reshard", "tensor", "ulysses")
+_FUNCTIONS = {"patch_megatron": ("integrations.megatron", "patch")}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"tritoncomm.{name}")
+    if name in _FUNCTIONS:
+        module, function = _FUNCTIONS[name]
+        return getattr(importlib.import_module(f"tritoncomm.{module}"), function)
     raise AttributeError(f"module 'tritoncomm' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, *_FUNCTIONS})

@@ -1,3 +1,19 @@
-"""tritoncomm under the names and signatures of other frameworks."""
+"""Integrations: tritoncomm under the names and signatures of other frameworks, each imported at its first use."""
 
-__all__: list[str] = []
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tritoncomm.integrations import deepspeed, megatron, trainer, transformers, yunchang
+
+__all__ = ["deepspeed", "megatron", "trainer", "transformers", "yunchang"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return importlib.import_module(f"tritoncomm.integrations.{name}")
+    raise AttributeError(f"module 'tritoncomm.integrations' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
