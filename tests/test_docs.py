@@ -41,11 +41,6 @@ def blocks(text: str) -> Iterator[tuple[int, str]]:
             yield text.count("\n", 0, match.start(kind)), match[kind]
 
 
-def is_script(code: str) -> bool:
-    """Whether a block starts its ranks itself."""
-    return "__main__" in code
-
-
 def missing(code: str) -> list[str]:
     """Other frameworks that a block imports, and that are not installed."""
     used = [name for name in PEERS if re.search(rf"\b(import .*\b{name}|from {name})\b", code)]
@@ -71,7 +66,7 @@ def run_pages(store: str, pages: list[tuple[str, str]]) -> list[str]:
         problem = next((f"not run: {problem}" for problem in problems if problem), "")
         for line, code in [] if problem else blocks(text):
             try:
-                if not is_script(code) and not missing(code):
+                if not missing(code):
                     exec(compile("\n" * line + code, name, "exec"), names)
             except Exception as error:
                 problem = f"{name}: {error!r} in the block at line {line}"
@@ -121,25 +116,19 @@ def test_blocks_without_their_framework_are_named(tmp_path: Path, monkeypatch: p
         assert all(package in makefile for package in re.findall(r"\S+==\S+", command))
 
 
-def scripts() -> list[Any]:
-    each = [(path, line, code) for path in PAGES for line, code in blocks(path.read_text()) if is_script(code)]
-    return [pytest.param(code, id=f"{path.name}-{line}") for path, line, code in each]
-
-
-@pytest.mark.parametrize("code", scripts())
-def test_scripts_run(code: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(code)
+def test_the_script_of_the_readme_runs_under_torchrun(tmp_path: Path) -> None:
+    (script := tmp_path / "exchange.py").write_text(next(code for _, code in blocks(PAGES[0].read_text())))
     paths = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py")],
-        env=without_launcher(os.environ) | {"PYTHONPATH": paths},
+        command,
+        env=without_launcher(os.environ) | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "all_to_all_hp2sp.backward" in done.stdout, "the script of README.md prints its counters"
 
 
 def test_every_block_is_seen() -> None:

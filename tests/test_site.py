@@ -71,7 +71,7 @@ def test_every_public_module_has_its_page() -> None:
     folder = ROOT / "tritoncomm" / "integrations"
     integrations = {path.stem for path in folder.glob("*.py")} - {"__init__", "rebinding", "megatron_functions"}
     modules = {module.name for module in pkgutil.iter_modules(tritoncomm.__path__)} - INTERNAL
-    modules |= {"core.ops", "p2p.schedules", "mappings.helpers"}
+    modules |= {"p2p.schedules", "mappings.helpers"}
     modules |= {f"integrations.{name}" for name in integrations}
     assert described == {f"tritoncomm.{name}" for name in modules} | {"tritoncomm", "tritoncomm_kernels"}
 
