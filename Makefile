@@ -23,7 +23,7 @@ SITE := $(VENV)/.site
 MEGATRON := 0.19.2
 endif
 
-.PHONY: help demo test test-all test-megatron test-matrix test-oldest test-newest programs docs docs-site check faults soak fuzz mutations bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
+.PHONY: help demo test test-all test-megatron test-matrix test-oldest test-newest programs docs docs-site dist check faults soak fuzz mutations bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
 
 help:  ## lists the targets
 	@sed -n 's/^\([a-z][a-z -]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r names text; do \
@@ -98,6 +98,12 @@ docs: $(READY)  ## writes the pages that are made out of code and figures
 docs-site: $(SITE)  ## builds the site of the documentation in site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
+# Built in an environment of its own, then imported and used from a folder outside of the checkout.
+dist: $(READY)  ## builds wheel and source distribution in dist/
+	rm -rf dist
+	$(PY) -m hatchling build -d dist
+	$(PY) -m pytest tests/test_packaging.py -q
+
 check: $(READY)  ## runs ruff and basedpyright
 	$(PY) -m ruff check --no-cache .
 	$(PY) -m ruff format --no-cache --check .
@@ -146,4 +152,4 @@ $(VENV)/.site: $(VENV)/.ready
 	@touch $@
 
 clean:  ## removes the environments and caches
-	rm -rf $(VENV) .venv-oldest .venv-newest .megatron site .pytest_cache .ruff_cache .benchmarks
+	rm -rf $(VENV) .venv-oldest .venv-newest .megatron dist site .pytest_cache .ruff_cache .benchmarks
