@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from tritoncomm_kernels import launch
 from typer.testing import CliRunner
 
 from tritoncomm import cli, doctor
 from tritoncomm.cli import demo, pictures, suite
+from tritoncomm.cli._console import say
 from tritoncomm.doctor import selftest
 from tritoncomm.explain import OPS, explain
 
@@ -703,3 +705,14 @@ def test_the_shell_completes_commands() -> None:
         timeout=60, check=False,
     )  # fmt: skip
     assert done.stdout.split() == ["demo", "doctor"], done.stderr
+
+
+def test_a_missing_file_is_named_without_a_number() -> None:
+    assert "error: No such file or directory: nosuch" in run("trace", "nosuch").output
+
+
+def test_long_lines_wrap_between_words_on_a_terminal_only(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "word " * 40
+    for is_terminal, lines in ((True, 3), (False, 1)):
+        say(Console(width=80, force_terminal=is_terminal), line)
+        assert len(capsys.readouterr().out.rstrip().splitlines()) == lines

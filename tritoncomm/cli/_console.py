@@ -27,8 +27,8 @@ def paragraphs(*lines: str) -> str:
 
 
 def say(console: Console, line: str, style: str | None = None) -> None:
-    """One line of plain text, left to the terminal to wrap."""
-    console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+    """Print a line of plain text: wrapped between words on a terminal, in one piece for files and pipes."""
+    console.print(line, style=style, markup=False, highlight=False, soft_wrap=not console.is_terminal)
 
 
 def table(title: str, headings: Sequence[str], names: Collection[str]) -> Table:
@@ -39,7 +39,7 @@ def table(title: str, headings: Sequence[str], names: Collection[str]) -> Table:
         box=SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
-        collapse_padding=True,
+        padding=0,  # the box has a column between others already
     )
     for heading in headings:
         if heading in names:
@@ -57,7 +57,10 @@ def unwrapped(text: str | None) -> str:
 
 def refuse(error: Exception, code: int = 2) -> typer.Exit:
     """Print one line on standard error and return the exit to raise."""
-    say(terminal(stderr=True), f"error: {error}", "red")
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.strerror}: {error.filename}"  # without the number
+    say(terminal(stderr=True), f"error: {text}", "red")
     return typer.Exit(code)
 
 
