@@ -479,12 +479,12 @@ def run_hash_on_a_group_that_goes(group: ProcessGroup) -> list[str]:
     return [name for name in kept if name in check._by_name]
 
 
-def _local_group() -> ProcessGroup:
+def _local_group(name: str = "0fb7e2c5") -> ProcessGroup:
     """A group whose name is a hash of its ranks: made again after it was destroyed, it has the same name.
 
     The number of the rank's groups is in the hash too, and differs between ranks of a pool; then torch would hang.
     """
-    with mock.patch.object(dist.distributed_c10d, "_hash_ranks_to_str", return_value="0fb7e2c5"):
+    with mock.patch.object(dist.distributed_c10d, "_hash_ranks_to_str", return_value=name):
         return dist.new_group([0, 1], use_local_synchronization=True, timeout=timedelta(seconds=20))
 
 
@@ -565,6 +565,31 @@ def run_made_again(group: ProcessGroup, first: int) -> None:
 @pytest.mark.parametrize("first", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, len(ENDS)))])
 def test_a_group_that_is_made_again_under_its_name_does_not_read_old_verdicts(pair: Pool, first: int) -> None:
     pair.run(run_made_again, first)
+
+
+def run_slow_to_leave(group: ProcessGroup) -> None:
+    """Rank 1 returns from a failed comparison a second after rank 0, which has made its next call by then."""
+    tritoncomm.destroy()
+    synchronise(group)
+    rank, wait, made = group.rank(), exchange.Exchange.wait, [_local_group(name) for name in ("5f1c", "c4d8")]
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        value = wait(*arguments, **options)
+        time.sleep(rank)
+        return value
+
+    with p2p.check():
+        with mock.patch.object(exchange.Exchange, "wait", slow):
+            for each in (made[rank], made[1 - rank]):
+                assert "wait for each other" in text_of(lambda each=each: c.all_reduce(T(2), each))
+        for each in made:
+            c.all_reduce(T(2), each)
+    for each in made:
+        _destroy(each, group)
+
+
+def test_an_incarnation_that_failed_is_closed_before_a_rank_leaves_it(pair: Pool) -> None:
+    pair.run(run_slow_to_leave)
 
 
 def run_windows_made_again(group: ProcessGroup) -> list[str]:

@@ -254,6 +254,11 @@ MUTATIONS = (
         "tests/mappings/test_mappings.py tests/debug/test_faults.py",
     ),
     Mutation(
+        "an incarnation that failed stays open until its ranks leave", "tritoncomm/debug/exchange.py",
+        '        over.store.compare_set(f"{name}/open", incarnation, "")\n', "        pass\n",
+        "tests/debug/test_check.py",
+    ),
+    Mutation(
         "each axis of one rank has a group of its own", "tritoncomm/runtime.py",
         "    if backend not in made:\n", "    if True:\n", "tests/test_groups.py",
     ),

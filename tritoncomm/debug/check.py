@@ -5,9 +5,9 @@ which is set once and which everyone reads. Keys are deleted when they were read
 
 torch numbers the groups that the whole job makes. A group that only its members make is named after its ranks, so one
 that is destroyed and made again has the name of its predecessor, whose last verdict is still in the store. The members
-of such a group agree on an incarnation: the first to compare opens one, the others join it, and whoever leaves its
-first comparison closes it. It is kept where that comparison agreed; after another verdict the next call opens a new
-one, because members that did not come cannot know which calls they have missed.
+of such a group agree on an incarnation: the first to compare opens one, the others join it. Whoever leaves its first
+comparison closes it, or fails it because a member does not come. It is kept where that comparison agreed; after
+another verdict the next call opens a new one, because members that did not come cannot know which calls they missed.
 """
 
 import hashlib
@@ -27,7 +27,17 @@ from tritoncomm import variables
 from tritoncomm.core.validation import ranks_of, state_of
 from tritoncomm.debug.agreement import named_ranks
 from tritoncomm.debug.descriptor import Descriptor, describe, difference
-from tritoncomm.debug.exchange import Blocked, Exchange, exchange, fail_circle, fail_ended, in_words, raise_if, table_of
+from tritoncomm.debug.exchange import (
+    Blocked,
+    Exchange,
+    exchange,
+    fail,
+    fail_circle,
+    fail_ended,
+    in_words,
+    raise_if,
+    table_of,
+)
 from tritoncomm.debug.flight import Call, Entry
 from tritoncomm.debug.sites import located
 from tritoncomm.errors import UnsupportedError
@@ -236,7 +246,7 @@ def _agree(
         return fail_circle(over, mine) or fail_ended(over, mine)
 
     def late() -> bytes:
-        return decide(_late_table(over, base, member))
+        return fail(over, base, _late_table(over, base, member))
 
     try:
         made = over.wait(ready, member.timeout, mine, stuck, late)

@@ -27,7 +27,7 @@ from tritoncomm import record
 from tritoncomm.debug.agreement import by_text, named_ranks, one_line
 from tritoncomm.errors import MismatchError, PeerError
 
-__all__ = ["Blocked", "Exchange", "exchange", "fail_circle", "fail_ended", "in_words", "raise_if", "table_of"]
+__all__ = ["Blocked", "Exchange", "exchange", "fail", "fail_circle", "fail_ended", "in_words", "raise_if", "table_of"]
 
 _ROOT = "tritoncomm/check"
 _PATIENCE, _LONGEST_PAUSE = 0.4, 0.02  # seconds
@@ -236,14 +236,25 @@ def table_of(words: dict[int, str]) -> str:
     return "\n".join(lines[:_MAX_SHOWN] + more)
 
 
+def fail(over: Exchange, base: str, text: str) -> bytes:
+    """Set the verdict of a call that some of its ranks do not come to, unless it has one; return the one that holds.
+
+    The incarnation of its group is closed before, if it is still open: a rank that comes after the verdict opens the
+    next one, whether or not the ranks of this call have left it by then.
+    """
+    name, at, incarnation = base.rpartition("/")[0].rpartition("@")
+    if at:
+        over.store.compare_set(f"{name}/open", incarnation, "")
+    return over.store.compare_set(f"{base}/verdict", "", text)
+
+
 def fail_ended(over: Exchange, mine: Blocked) -> bytes | None:
     """Fail the call that this rank is blocked in if one of its ranks has ended; the verdict on it, else None."""
     ended = over.ended(rank for rank in mine.ranks if rank != over.rank)
     if not ended:
         return None
     table = table_of({over.rank: f"{mine.words}{in_words(mine)}"} | ended)
-    text = f"{named_ranks(sorted(ended))} will not come to this call:\n{table}"
-    return over.store.compare_set(f"{mine.base}/verdict", "", text)
+    return fail(over, mine.base, f"{named_ranks(sorted(ended))} will not come to this call:\n{table}")
 
 
 def _missing(over: Exchange, own: int, each: Blocked) -> list[int]:
@@ -297,8 +308,8 @@ def fail_circle(over: Exchange, mine: Blocked) -> bytes | None:
     table = table_of({rank: f"{each.words}{in_words(each)}" for rank, each in circle.items()})
     text = f"ranks {sorted(circle)} wait for each other in different calls:\n{table}"
     for each in circle.values():
-        over.store.compare_set(f"{each.base}/verdict", "", text)
-    return over.store.compare_set(f"{mine.base}/verdict", "", text)
+        fail(over, each.base, text)
+    return fail(over, mine.base, text)
 
 
 def in_words(each: Blocked) -> str:
