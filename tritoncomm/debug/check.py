@@ -58,7 +58,7 @@ class _Member:
         rank: in the group.
         timeout: seconds until the group's own collectives give up.
         sends: whether its backend sends anything; torch's fake process group does not.
-        incarnation: token in its keys; empty for a numbered group that cannot change, None until its members agree.
+        incarnation: token in its keys; empty for a numbered group, None until its members agree.
         count: checked calls so far, of this incarnation.
         verdicts: keys that are deleted once all ranks have come to a later call.
         window: in hash mode, the calls since the last comparison, and their devices.
@@ -77,7 +77,7 @@ class _Member:
         self.sends, self.timeout = _backend_of(group).name().lower() != "fake", timeout_of(group)
         self.over: Any = exchange() if self.sends else None
         self.count, self.state = 0, state_of(group)
-        is_unique = name.isdecimal() and self.state is None  # a number is given once; a group that changes keeps it
+        is_unique = name.isdecimal()  # a number is given once, and a group of another size is refused by `ranks_of`
         self.incarnation: str | None = "" if is_unique else None
         self.verdicts = self.over.verdicts_of(name) if self.sends and not is_unique else list[str]()
         self.window: list[tuple[Entry, Any]] = []
