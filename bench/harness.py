@@ -116,7 +116,7 @@ class Part:
         return row["ratio"][self.peer] if self.peer else max(row["ratio"].values())
 
     def over_limit(self, row: Row) -> list[str]:
-        """The limit that a row misses; up to ``limit_with_spread``, where it has one, its spread is allowed for."""
+        """Describe the limit that a row misses; its spread raises the limit, up to ``limit_with_spread``."""
         limit = row.get("limit")
         if limit is None:
             return []
