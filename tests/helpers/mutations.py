@@ -639,7 +639,7 @@ MUTATIONS = (
     ),
     Mutation(
         "check mode does not compare what a p2p step sends", "tritoncomm/debug/hops.py",
-        "if their_key == _PAIRS[wait.key] and fits:", "if their_key == _PAIRS[wait.key]:",
+        "if their_key == PAIRS[wait.key] and fits:", "if their_key == PAIRS[wait.key]:",
         "tests/debug/test_check.py tests/p2p/test_faults.py",
     ),
     Mutation(

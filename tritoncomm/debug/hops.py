@@ -24,10 +24,10 @@ from tritoncomm.debug.exchange import Blocked, Exchange, exchange, fail_circle, 
 from tritoncomm.debug.sites import call_site, located
 from tritoncomm.errors import MismatchError, PeerError
 
-__all__ = ["ORDER", "CheckedHop", "Content"]
+__all__ = ["MOMENT", "ORDER", "PAIRS", "CheckedHop", "Content"]
 
-_PAIRS = {"send_next": "recv_prev", "send_prev": "recv_next", "recv_prev": "send_next", "recv_next": "send_prev"}
-_MOMENT = 1.0  # seconds
+PAIRS = {"send_next": "recv_prev", "send_prev": "recv_next", "recv_prev": "send_next", "recv_next": "send_prev"}
+MOMENT = 1.0  # seconds
 _MAX_UNMET = 1024  # per channel
 _GAVE_UP = "gave this transfer up"
 _REMEDY = "Each end is refused this transfer once, then both count the same again: the step may be repeated on both"
@@ -109,7 +109,7 @@ class CheckedHop:
         def stuck() -> Any:
             return fail_circle(over, wait.mine)
 
-        seen = over.wait(ready, _MOMENT, wait.mine, stuck, lambda: None, in_helper)
+        seen = over.wait(ready, MOMENT, wait.mine, stuck, lambda: None, in_helper)
         if seen is not None and not seen.startswith(b"["):
             text = seen.decode()
             self.give_up(text)
@@ -148,7 +148,7 @@ class CheckedHop:
         if not is_circle:
             return True
         refused = partial(over.get, f"{wait.mine.base}/refused/{wait.place}")
-        return over.wait(refused, _MOMENT, wait.mine, lambda: None, lambda: None, True) is None
+        return over.wait(refused, MOMENT, wait.mine, lambda: None, lambda: None, True) is None
 
     def problem(self, key: str) -> str:
         """Why the other end of a transfer that is complete does not belong to it; empty if it does."""
@@ -157,7 +157,7 @@ class CheckedHop:
         wait, over = self._waits.pop(key), self._over
         over.withdraw()
         ready = partial(over.get, wait.theirs)
-        content = over.wait(ready, _MOMENT, wait.mine, lambda: None, lambda: None, True)
+        content = over.wait(ready, MOMENT, wait.mine, lambda: None, lambda: None, True)
         if content is not None:
             return self._difference(wait, content)
         if wait.place:  # a receiver that is late, or, as its header shows, sends without check mode
@@ -179,7 +179,7 @@ class CheckedHop:
         their_key, listed, their_words = json.loads(content)
         theirs = Content(*listed)
         fits = theirs.fits(wait.content) if wait.place else wait.content.fits(theirs)
-        if their_key == _PAIRS[wait.key] and fits:
+        if their_key == PAIRS[wait.key] and fits:
             return ""
         peer = wait.mine.ranks[wait.place]
         table = table_of({over.rank: wait.mine.words, peer: their_words})
