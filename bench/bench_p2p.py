@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 from bench.cost import Cost
+from bench.guard import row_target
 from bench.harness import Clock, Row
 from bench.hosts import cpu_device, megatron_part, no_op_group, peer
 from tritoncomm import groups, p2p, record
@@ -33,7 +34,6 @@ from tritoncomm.p2p import header
 WORLD, RANK = 4, 1
 SHAPE = (8, 2, 16)
 INNER = 30
-WORST = 1.05  # of Megatron's time
 PASSES = {"one": 0, "strided": 1, "eight": 1}
 # To whom a method sends, and from whom it receives.
 SIDES = {
@@ -274,7 +274,7 @@ def measure(case: Case, host: Host, clock: Clock) -> Iterator[Row]:
         assert_agree(case, hops)
         counted = {provider: count(case, provider, host) for provider in hops}
         by_count = {what: {provider: counted[provider][what] for provider in hops} for what in counted["ours"]}
-        yield clock.time(case.label, hops, INNER, limit=WORST, **by_count)
+        yield clock.time(case.label, hops, INNER, **row_target(), **by_count)
 
 
 def missed(row: Row) -> list[str]:

@@ -17,11 +17,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from bench.guard import row_target
 from bench.harness import Clock, Part, Row
 from bench.hosts import no_op_group
 from tritoncomm import parallel
 
-WORLD, INNER, LIMIT = 2, 5, 0.55
+WORLD, INNER = 2, 5
 CASES = ["tensor parallel", "tensor and sequence parallel"]
 
 
@@ -63,7 +64,7 @@ def measure(case: str, mesh: DeviceMesh, clock: Clock) -> Iterator[Row]:
     for name, styles in (("ours", parallel), ("torch", theirs)):
         model = theirs.parallelize_module(copy.deepcopy(plain), mesh, plan(styles, sequence), src_data_rank=None)
         calls[name] = step(model, x)
-    yield clock.time(f"{case}, step", calls, INNER, mode="step", limit=LIMIT)
+    yield clock.time(f"{case}, step", calls, INNER, mode="step", **row_target())
 
 
 PART = Part(

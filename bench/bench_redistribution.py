@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 from torch.distributed.tensor import Replicate, Shard
 
-from bench.cost import PROVIDERS, WORLD, WORST, Cost, Counts, dtensor_part, local, min_of, more_than, over_ranks
+from bench.cost import PROVIDERS, WORLD, Cost, Counts, dtensor_part, local, min_of, more_than, over_ranks
+from bench.guard import row_target
 from bench.harness import Clock, Row
 from bench.hosts import run_backward
 from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup, ReplicaSpec, ShardSpec
@@ -130,7 +131,7 @@ def measure(case: Case, host: tuple[Any, ProcessGroup], clock: Clock) -> Iterato
     ranks, size = pool.run(count, case, world=WORLD), 4 * math.prod(case.shape) / WORLD
     counted = {p: {way: over_ranks([rank[p][way] for rank in ranks], size) for way in WAYS} for p in PROVIDERS}
     for mode, pair in calls(case, pg).items():
-        yield clock.time(f"{case.label}, {mode}", pair, INNER, mode=mode, limit=WORST, counted=counted)
+        yield clock.time(f"{case.label}, {mode}", pair, INNER, mode=mode, counted=counted, **row_target())
 
 
 def missed(row: Row) -> list[str]:

@@ -25,7 +25,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
-from bench.cost import PROVIDERS, WORLD, WORST, Counts, dtensor_part, least, local, more_than, over_ranks
+from bench.cost import PROVIDERS, WORLD, Counts, dtensor_part, least, local, more_than, over_ranks
+from bench.guard import row_target
 from bench.harness import Clock, Row
 from bench.hosts import run_backward
 from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup, ShardSpec, shard_parameters
@@ -197,7 +198,7 @@ def measure(case: Mlp | Entropy, host: tuple[Any, ProcessGroup], clock: Clock) -
     size = case.dtype.itemsize * torch.Size(case.shape).numel() / (WORLD if sharded else 1)
     counted = {provider: over_ranks([rank[provider] for rank in ranks], size) for provider in PROVIDERS}
     with loss_parallel():
-        yield clock.time(case.label, dict(case.small().steps(pg)), INNER, counted=counted, limit=WORST)
+        yield clock.time(case.label, dict(case.small().steps(pg)), INNER, counted=counted, **row_target())
 
 
 def missed(row: Row) -> list[str]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.guard import row_target
 from bench.harness import Clock, Part, Row, Samples
 from bench.hosts import no_op_group, run_backward
 from bench.timing import quiet_host
@@ -30,8 +31,6 @@ from tritoncomm.integrations import deepspeed as our_deepspeed
 from tritoncomm.integrations import transformers as our_transformers
 from tritoncomm.integrations import yunchang as our_yunchang
 
-WORST, MEAN = 1.03, 0.80  # of the peer's time: no exchange above, geometric mean at most
-WORST_STEP, MEAN_STEP = 0.95, 0.80  # of ALST's time for a step of a model
 COPIED_UNEVEN = {"sequence first": 0.60, "batch first": 0.85}  # bytes, of DeepSpeed's
 COPIED_STEP = 0.95  # bytes, of ALST's
 INNER = 10
@@ -282,12 +281,12 @@ def measure(case: Case, groups: dict[int, ProcessGroup], clock: Clock) -> Iterat
     calls = case.make(case, groups[case.world])
     is_step = case.kind == "llama"
     inner = 3 if is_step or case.seq > 64 else INNER
-    limit = WORST_STEP if is_step else WORST
     if hasattr(clock, "calls"):  # pytest-benchmark repeats ours
         clock.calls.append(calls["ours"])
         clock.repeats.append(inner)
     mode = "step" if is_step else "exchange"
-    yield clock.row(case.label, lambda: sampled(calls, clock.rounds, inner), mode=mode, limit=limit, **counted(calls))
+    more = row_target() | counted(calls)
+    yield clock.row(case.label, lambda: sampled(calls, clock.rounds, inner), mode=mode, **more)
 
 
 def targets(row: Row) -> list[str]:
@@ -315,7 +314,6 @@ PART = Part(
     missing=missing,
     packages=("deepspeed", "yunchang", "transformers"),
     targets=targets,
-    means={"exchanges and attention": (["exchange"], MEAN), "a step of Llama": (["step"], MEAN_STEP)},
 )
 
 test_case = PART.test()

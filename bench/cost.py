@@ -19,7 +19,7 @@ from tritoncomm.tensor import ProcessGroup
 from tritoncomm.tensor.dispatch import plain
 
 __all__ = [
-    "PROVIDERS", "WORLD", "WORST", "Cost", "Counts", "dtensor_part", "least", "local", "min_of", "more_than",
+    "PROVIDERS", "WORLD", "Cost", "Counts", "dtensor_part", "least", "local", "min_of", "more_than",
     "over_ranks",
 ]  # fmt: skip
 
@@ -28,7 +28,6 @@ Counts = tuple[int, int, int]  # messages, bytes read and written, peak bytes
 WORLD = 4
 PROVIDERS = ("ours", "dtensor")
 REPEATS = 5
-WORST = 1.05  # of DTensor's time
 MESSAGES = ("c10d", "_c10d_functional", "_dtensor")  # where the collectives are
 AROUND = ("wait_tensor", "_wrap_tensor_autograd")  # neither messages nor memory
 WRITING = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "zero_", "fill_")

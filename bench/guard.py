@@ -1,6 +1,9 @@
-"""The regression guard: this run's ratios (ours / a peer's) against the committed ones of the same kind of device.
+"""The regression guard: this run's ratios (ours / a peer's) against the targets and the committed ratios.
 
-Only ratios are compared, because both sides of a ratio were measured in the same rounds. A row is worse when
+The targets of host time are constants of this module, and docs/benchmarks.md lists them.
+
+Committed ratios are those of the same kind of device. Only ratios are compared, because both sides of a ratio were
+measured in the same rounds. A row is worse when
 
     ratio > committed ratio * 1.10 + spread
 
@@ -23,23 +26,54 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench.timing import cpu, geometric_mean, write_json
 
 __all__ = [
     "ALLOWED",
+    "BUCKET_US",
+    "MEAN",
+    "NEWEST_MEAN",
     "RESULTS",
+    "ROW",
+    "ROW_WITH_SPREAD",
+    "STEP",
     "Worse",
     "against_committed",
     "committed",
     "compare",
     "is_baseline",
     "is_worse",
+    "mean_target",
     "merged",
+    "row_target",
     "rows_of",
 ]
 
 ALLOWED = 0.10
+ROW, ROW_WITH_SPREAD = 1.00, 1.05  # of a peer's host time: a row at most; the most that its spread may add up to
+MEAN, NEWEST_MEAN = 0.90, 1.00  # of Megatron's: geometric mean of the mappings, up to torch 2.13 and after it
+STEP = 0.97  # of Megatron's own: a whole training step of its GPT, patched
+BUCKET_US = 100  # host time of ``plan.execute`` per bucket of a resharding
+TORCH = (2, 13)  # the newest release on which rows have a target of their own
 RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def _has_row_targets(version: str) -> bool:
+    """Whether rows have targets on this torch: its newer releases made Megatron's own host time smaller."""
+    major, minor = version.split(".")[:2]
+    return (int(major), int(minor)) <= TORCH
+
+
+def row_target(version: str = torch.__version__) -> dict[str, float]:
+    """Limits of a row of host times, as ``harness.Part`` reads them; none on a torch newer than ``TORCH``."""
+    return {"limit": ROW, "limit_with_spread": ROW_WITH_SPREAD} if _has_row_targets(version) else {}
+
+
+def mean_target(version: str = torch.__version__) -> float:
+    """Largest geometric mean of the mappings."""
+    return MEAN if _has_row_targets(version) else NEWEST_MEAN
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ as many rounds, pooled with the first, before it counts.
 
 import argparse
 import math
+import shutil
 import sys
 import time
 import traceback
@@ -24,8 +25,9 @@ __all__ = ["Clock", "Part", "Row", "Run", "Samples", "counts", "line"]
 
 Row = dict[str, Any]  # of the results file
 Samples = dict[str, list[float]]  # microseconds by provider
-FIXED = {"row", "mode", "us", "ratio", "spread", "limit", "case", "share_of_roof", "target"}
-WIDTH = 78
+FIXED = {"row", "mode", "us", "ratio", "spread", "limit", "limit_with_spread", "case", "share_of_roof", "target"}
+WIDTH, WIDE = 78, 120  # of labels, of a terminal that shows them beside their figures
+INDENT = " " * 4
 INTERRUPTED = 130
 
 
@@ -114,10 +116,15 @@ class Part:
         return row["ratio"][self.peer] if self.peer else max(row["ratio"].values())
 
     def over_limit(self, row: Row) -> list[str]:
+        """Describe the limit that a row misses; its spread raises the limit, up to ``limit_with_spread``."""
         limit = row.get("limit")
-        if limit is None or self.ratio(row) <= limit:
+        if limit is None:
             return []
-        return [f"{row['row']}: {self.ratio(row):.2f} of {self.peer}'s time, at most {limit:.2f}"]
+        peer = self.peer or max(row["ratio"], key=row["ratio"].__getitem__)
+        most = max(limit, min(limit + row["spread"].get(peer, 0.0), row.get("limit_with_spread", limit)))
+        if row["ratio"][peer] <= most:
+            return []
+        return [f"{row['row']}: {row['ratio'][peer]:.2f} of {peer}'s time, at most {most:.2f}"]
 
     def missed(self, row: Row) -> list[str]:
         """What a row misses: its limit, its targets, and the committed figures where they count."""
@@ -219,7 +226,7 @@ class Run:
         missed = self.part.missed(row)
         self.rows.append(row)
         self.missed += missed
-        print(line(row) + "  MISSED" * bool(missed), flush=True)
+        print(line(row, ["MISSED"] * bool(missed)), flush=True)
         self.write()
 
     def write(self) -> None:
@@ -238,9 +245,8 @@ class Run:
         if self.rows and self.part.peer is not None:
             mean = self.part.content(self.rows)["geometric_mean"]
             for mode, value in (mean if isinstance(mean, dict) else {"": mean}).items():
-                print(
-                    f"{' '.join(('geometric mean', mode)):{WIDTH}} {value:25.2f} of {self.part.peer or 'the fastest'}"
-                )
+                cells = [" " * 12, f"{value:5.2f} of {self.part.peer or 'the fastest'}"]
+                print(_fitted(" ".join(filter(None, ("geometric mean", mode))), cells))
         if self.complete:
             self.missed += self.part.missed_means(self.rows)
         for what in (*self.missed, *(f"failed: {one.splitlines()[0]} {one.splitlines()[-1]}" for one in self.failed)):
@@ -260,15 +266,30 @@ def _label(case: Any) -> str:
     return case if isinstance(case, str) else case.label
 
 
-def line(row: Row) -> str:
-    """A row on the terminal: ours at p20, the ratio to every peer of p20 with its spread, and what is counted."""
-    cells = [f"{row['row']:{WIDTH}} {row['us']['ours']['p20']:9.1f} us"]
+def line(row: Row, more: Sequence[str] = ()) -> str:
+    """A row on the terminal: ours at p20, the ratio to every peer of p20 with its spread, counts, and ``more``."""
+    cells = [f"{row['us']['ours']['p20']:9.1f} us"]
     if row.get("target") is not None:
         cells.append(f"{row['share_of_roof']:.2f} of the roof, target {row['target']:.2f}")
     for peer, ratio in row["ratio"].items():
         cells.append(f"{ratio:5.2f} ±{row['spread'][peer] / 2:.2f} of {peer}")
     cells += [f"{label} {told}" for label, told in counts(row, list(row["us"])).items()]
-    return "  ".join(cells)
+    return _fitted(row["row"], [*cells, *more])
+
+
+def _fitted(label: str, cells: Sequence[str]) -> str:
+    """One line, with columns for the eye; on a narrow terminal the label, and the cells below it as they fit."""
+    columns = shutil.get_terminal_size(fallback=(WIDE, 0)).columns  # COLUMNS, or those of the terminal
+    if columns >= WIDE:
+        return "  ".join([f"{label:{WIDTH}} {cells[0]}", *cells[1:]])
+    lines = [label]
+    for cell in cells:
+        indented = lines[-1].startswith(INDENT)
+        if indented and len(lines[-1]) + 2 + len(cell.strip()) <= columns:
+            lines[-1] += f"  {cell.strip()}"
+        elif cell.strip():
+            lines.append(f"{INDENT}{cell.strip()}")
+    return "\n".join(lines)
 
 
 def counts(row: Row, providers: Collection[str]) -> dict[str, str]:

@@ -97,7 +97,7 @@ def _single(group: Any) -> None:
     member = check._members[group]  # compares what it says with itself, in a store of this process
     member.sends, member.ranks, member.over = True, [0], exchange.Exchange(HashStore(), 0)
     _hash(False)
-    del calls["send_forward"]  # whose comparison has another end
+    del calls["send_forward"]  # hash mode compares no p2p steps
     for name, call in calls.items():
         text = _added(call, lambda: _hash(True), lambda: _hash(False), variables.HASH_EVERY)
         print(f"hash, {name}: {text}", flush=True)
@@ -118,7 +118,6 @@ def _rank(rank: int, port: int) -> None:
         ("full, all_gather_dim", lambda: mappings.all_gather_dim(x, 0, group), variables.CHECK),
         ("full, a p2p step", step, variables.CHECK),
         ("a comparison of hash mode, of one call", lambda: mappings.all_gather_dim(x, 0, group), variables.HASH),
-        ("a comparison of hash mode, of one p2p step", step, variables.HASH),
     ]
     for name, call, mode in cases:
         text = _added(call, lambda mode=mode: mode.assign(1), lambda mode=mode: mode.assign(0), 50)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from bench import guard
 from bench.guard import RESULTS, rows_of
 from bench.harness import counts
 
@@ -21,7 +22,7 @@ HEAD = """# Benchmarks
 
 Written by `python bench/report.py --write` from the files in `bench/results/`; a test compares the two.
 
-`make bench` measures on this machine and compares with these figures; `tritoncomm bench` does the same part by part,
+`make bench` measures on this machine and compares with these figures; `python -m bench` does the same part by part,
 and draws pictures. Times of different machines do not compare. What compares is a **ratio**: our time over a peer's for
 the same work, from the same process and the same rounds, in which every provider takes its turn. Smaller is better, and
 1.00 is as fast as the peer.
@@ -38,6 +39,25 @@ the same work, from the same process and the same rounds, in which every provide
 - A *no-op process group* answers every collective at once and leaves the data alone. What is timed over it
   is the host's work: Python, autograd, the calls into the backend. It says nothing about how fast data moves.
 - A *pass* reads and writes memory once over; local copies only, not what a backend does.
+"""
+
+_ROW, _MOST = f"{guard.ROW:.2f}", f"{guard.ROW_WITH_SPREAD:.2f}"
+_PER_ROW = f"{_ROW} of its peer's, {_MOST} with its spread"
+TARGETS = f"""## Targets
+
+`make bench` holds them; `python bench/reshard_host.py` holds the last one. They are constants of `bench/guard.py`.
+
+| host time | torch | at most |
+|---|---|---|
+| a row of mappings, p2p, Ulysses, redistribution, tensor, styles | up to 2.13 | {_PER_ROW} |
+| geometric mean of the mappings | up to 2.13 | {guard.MEAN:.2f} of Megatron's |
+| geometric mean of the mappings | newer | {guard.NEWEST_MEAN:.2f} of Megatron's |
+| a whole Megatron step, patched | every | {guard.STEP:.2f} of its own |
+| `plan.execute` of a resharding | every | {guard.BUCKET_US} us per bucket |
+
+A ratio above {_ROW} passes by as much as its row's spread, up to {_MOST}. With torch newer than 2.13 rows have no limit
+of their own, because its `autograd.Function` costs Megatron less. `reduce_from` and the gradient of `copy_to` copy what
+Megatron overwrites, unless `overwrite_inputs` is on: these rows are listed apart, without a limit.
 """
 
 # What is promised on a GPU: in words, operation, least share of the roof.
@@ -62,7 +82,7 @@ def page(results: Path = RESULTS) -> str:
     files = {
         f"{path.parent.name}/{path.stem}": json.loads(path.read_text()) for path in sorted(results.glob("*/*.json"))
     }
-    sections = [HEAD, "## In short\n\n" + "\n".join(_short(files)) + "\n", *_gpu(files)]
+    sections = [HEAD, TARGETS, "## In short\n\n" + "\n".join(_short(files)) + "\n", *_gpu(files)]
     sections += [_section(name, content) for name, content in files.items()]
     return "\n".join(sections)
 
@@ -185,7 +205,7 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
         cells = [row["row"]]
         cells += [f"{row['us'][provider]['p20']:.1f}" if provider in row["us"] else "-" for provider in providers]
         cells += [_ratio(row, peer) for peer in peers]
-        cells += [f"{row['limit']:.2f}" if "limit" in row else "-"] * limited
+        cells += [_limit(row)] * limited
         if shared:
             target = row.get("target")
             share = f"{row['share_of_roof']:.2f}" if "share_of_roof" in row else "-"
@@ -193,6 +213,13 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
         figures = counts(row, providers)
         cells += [figures.get(label, "-") for label in counted]
         yield f"| {' | '.join(cells)} |"
+
+
+def _limit(row: dict[str, Any]) -> str:
+    """The limit, and in brackets the one with the spread."""
+    if "limit" not in row:
+        return "-"
+    return f"{row['limit']:.2f}" + (f" ({row['limit_with_spread']:.2f})" if "limit_with_spread" in row else "")
 
 
 def _ratio(row: dict[str, Any], peer: str) -> str:

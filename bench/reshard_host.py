@@ -6,11 +6,14 @@ device). What is measured is the host, not the exchange; the no-op group's own t
 shown beside it. Plans of real models are those of ``reshard_models``, with every dim, and so the buckets, divided.
 
     PYTHONPATH=.:kernels python bench/reshard_host.py
+
+It exits with 1 when a bucket of ``plan.execute`` takes more than ``guard.BUCKET_US`` besides the no-op group.
 """
 
 import itertools
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,6 +23,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from bench import guard
 from bench.bench_launch import missing
 from bench.hosts import helpers, no_op_group
 from bench.reshard_models import CASES as MODELS
@@ -121,6 +125,12 @@ def model(host: Any, case: Case, rounds: int = 80) -> dict[str, float]:
         }
 
 
+def too_slow(figures: dict[str, float]) -> bool:
+    """Whether a bucket takes more than its target of host time, without the no-op group's own."""
+    executed = (us for name, us in figures.items() if name.startswith("plan.execute"))
+    return max(executed) - figures["the group alone"] > guard.BUCKET_US
+
+
 def packed(count: int) -> list[int] | None:
     """Boundaries of that many sequences of drawn lengths, multiples of 16; None for one."""
     inner = random.Random(count).sample(range(1, TOKENS // UNIT), count - 1)
@@ -177,16 +187,22 @@ if __name__ == "__main__":
         print(f"plan of 1,000 tensors, {case}: {planning(case):.2f} s")
     torch.set_num_threads(1)  # the no-op group copies what is sent, and waits for threads that other work keeps busy
     stub = "" if missing() else "stub CUDA driver"
+    status = 0
     for where in filter(None, ("CPU", stub)):
         for ranks, count, parts in ((2, 1, 1), (8, 1, 1), (2, 8, 1), (2, 8, 8), (8, 8, 8), (2, 32, 1)):
             host = helpers("fake_gpu.device").Device().current(runs=False) if where == stub else nullcontext()
-            figures = ", ".join(f"{name} {us:.1f}" for name, us in replay(host, ranks, count, parts).items())
+            times = replay(host, ranks, count, parts)
+            figures = ", ".join(f"{name} {us:.1f}" for name, us in times.items()) + "  MISSED" * too_slow(times)
+            status |= too_slow(times)
             print(f"{where}, {ranks} ranks, {count} tensors in {parts} buckets, us per bucket: {figures}")
         for trained in MODELS[:2]:
             host = helpers("fake_gpu.device").Device().current(runs=False) if where == stub else nullcontext()
-            figures = ", ".join(f"{name} {figure:.1f}" for name, figure in model(host, trained).items())
+            times = model(host, trained)
+            figures = ", ".join(f"{name} {us:.1f}" for name, us in times.items()) + "  MISSED" * too_slow(times)
+            status |= too_slow(times)
             print(f"{where}, {trained}, us per bucket: {figures}")
         for ranks, pair in itertools.product((2, 8), (("contiguous", "zigzag"), ("striped", "zigzag"))):
             host = helpers("fake_gpu.device").Device().current(runs=False) if where == stub else nullcontext()
             figures = ", ".join(f"{name} {us:.1f}" for name, us in sequence(host, ranks, pair).items())
             print(f"{where}, {ranks} ranks, {pair[0]} to {pair[1]}, us: {figures}")
+    sys.exit(status)

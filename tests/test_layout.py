@@ -41,7 +41,7 @@ INTEGRATIONS = [
     "rebinding", "megatron_functions", "megatron", "deepspeed", "yunchang", "transformers", "trainer", "__init__",
 ]  # fmt: skip
 DEBUG = [
-    "agreement", "descriptor", "sites", "torch_recorder", "flight", "exchange", "check", "hops", "hop_windows",
+    "agreement", "descriptor", "sites", "torch_recorder", "flight", "exchange", "check", "hops",
     "transfers", "replicas", "signals", "trace", "__init__",
 ]  # fmt: skip
 RESHARD = [

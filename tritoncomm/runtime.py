@@ -71,8 +71,9 @@ def initialize(
         config: ColossalAI's ``dict(parallel=dict(pipeline=..., tensor=dict(size=..., mode=...)))``; instead of sizes.
         backend: of a process group made here; Gloo for CPU tensors and NCCL for CUDA tensors by default.
         timeout: of all process groups made here, a timedelta or seconds; torch's default by default.
-        check: check mode: every call is compared between its ranks before it starts (True), a digest every N calls
-            (``"hash:N"``), or nothing (False); by default what TRITONCOMM_CHECK says. The same on all ranks.
+        check: check mode: every call is compared between its ranks before it starts (True), a digest every N
+            collectives and no p2p step (``"hash:N"``), or nothing (False); by default what TRITONCOMM_CHECK says. The
+            same on all ranks.
 
     Returns:
         The device mesh with axes data, pipeline, context, tensor (the given one when ``mesh`` was passed).

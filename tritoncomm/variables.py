@@ -3,11 +3,13 @@
 | variable | values | what it sets |
 |---|---|---|
 | TRITONCOMM_PATH | ``auto``, ``torch``, ``triton`` | the path of every pack and unpack |
-| TRITONCOMM_CHECK | a switch, ``hash``, ``hash:N`` | ranks compare every call, or a digest every N calls |
+| TRITONCOMM_CHECK | a switch, ``hash``, ``hash:N`` | ranks compare every call, or one digest every N collectives |
 | TRITONCOMM_FLIGHT | a switch, a number, a folder | keep the last calls of this rank; dumps go to the folder |
 | TRITONCOMM_FLIGHT_SIGNALS | a switch | SIGUSR1 and SIGTERM write the record too; needs TRITONCOMM_FLIGHT |
 | TRITONCOMM_STRICT | a switch | an optimizer that may be wrong for shards raises, and does not warn |
 | TRITONCOMM_TABLE | a file, a folder, ``none`` | the tuned tables that apply (read by ``tritoncomm_kernels.tables``) |
+
+With ``hash`` and ``hash:N`` ranks compare collectives only; p2p steps are compared with ``TRITONCOMM_CHECK=1``.
 
 An empty variable is one that is not set. ``0``, ``false``, ``no`` and ``off`` switch off, in any case of the letters;
 ``1``, ``true``, ``yes`` and ``on`` switch on.
@@ -36,6 +38,7 @@ __all__ = [
     "check_problem",
     "effective",
     "flight_of",
+    "hash_interval",
     "is_on",
     "read",
     "set_check",
@@ -77,10 +80,10 @@ def check_problem(text: str) -> str:
 
 
 def _checks_every_call(text: str) -> bool:
-    return is_on(text) and not _hash_interval(text)
+    return is_on(text) and not hash_interval(text)
 
 
-def _hash_interval(text: str) -> int:
+def hash_interval(text: str) -> int:
     """Calls between two comparisons of digests; 0 where digests are off."""
     name, _, interval = text.strip().lower().partition(":")
     if name != "hash":
@@ -147,7 +150,7 @@ class Setting(Generic[_T]):
 
 PATH = Setting("TRITONCOMM_PATH", _path)
 CHECK = Setting("TRITONCOMM_CHECK", _check_mode)
-HASH = Setting(CHECK.name, _hash_interval)
+HASH = Setting(CHECK.name, hash_interval)
 FLIGHT = Setting("TRITONCOMM_FLIGHT", flight_of)
 FLIGHT_SIGNALS = Setting("TRITONCOMM_FLIGHT_SIGNALS", is_on)
 STRICT = Setting("TRITONCOMM_STRICT", is_on)
@@ -175,7 +178,7 @@ def set_check(check: bool | str) -> None:
     if problem := check_problem(text):
         raise ArgumentError(f"initialize: check {problem}")
     CHECK.assign(_checks_every_call(text))
-    HASH.assign(_hash_interval(text))
+    HASH.assign(hash_interval(text))
 
 
 def effective() -> dict[str, str]:

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,6 +134,42 @@ def test_committed_figures_are_rows_that_hold_their_limits() -> None:
         assert not guard.compare(found, found), path
         for line in found.get("rows", ()):
             assert set(line["ratio"]) == set(line["spread"]) <= set(line["us"]), (path, line["row"])
+            peer = max(line["ratio"], key=line["ratio"].__getitem__)
+            assert not replace(bench_mappings.PART, peer=peer).over_limit(line), (path, line["row"])
+
+
+@pytest.mark.parametrize(
+    ("ratio", "spread", "limits", "passes"),
+    [
+        (1.00, 0.00, guard.row_target("2.13.0+cpu"), True),
+        (1.02, 0.01, guard.row_target("2.13.0+cpu"), False),
+        (1.02, 0.02, guard.row_target("2.11.0"), True),
+        (1.05, 0.30, guard.row_target("2.13.0"), True),
+        (1.06, 0.30, guard.row_target("2.13.0"), False),
+        (1.50, 0.00, guard.row_target("2.14.0a0+git0"), True),
+        (0.97, 0.00, {"limit": guard.STEP}, True),
+        (0.98, 0.30, {"limit": guard.STEP}, False),
+    ],
+)
+def test_a_row_is_at_most_as_slow_as_its_peer(
+    ratio: float, spread: float, limits: dict[str, float], passes: bool
+) -> None:
+    missed = replace(bench_mappings.PART, peer="peer").over_limit(row(ratio, spread) | limits)
+    assert bool(missed) is not passes
+
+
+def test_the_mean_of_the_mappings_depends_on_torch() -> None:
+    assert [guard.mean_target(version) for version in ("2.11.0", "2.13.1+cu130", "2.14.0.dev", "3.0")] == [
+        0.9, 0.9, 1.0, 1.0
+    ]  # fmt: skip
+
+
+def test_rows_that_copy_what_megatron_overwrites_have_no_limit() -> None:
+    apart = [case.label for case in bench_mappings.CASES if case.copies]
+    assert len(apart) == 2
+    committed = json.loads((guard.RESULTS / "cpu" / "host_cost.json").read_text())["rows"]
+    without = {line["row"] for line in committed if "limit" not in line}
+    assert without == {f"{label}, {mode}" for label in apart for mode in bench_mappings.MODES}
 
 
 # The injected slowdown: a mapping of a tensor that is not small, measured as `make bench` measures.

@@ -40,6 +40,8 @@ PART = Part("part", ("first", "second"), measure, "microseconds", rounds=4, peer
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    monkeypatch.setenv("COLUMNS", "140")
+
     def main(part: Part, *arguments: str, **times: Any) -> tuple[int, str, dict[str, Any]]:
         path = tmp_path / "part.json"
         path.unlink(missing_ok=True)
@@ -131,6 +133,21 @@ def test_counts_are_shown_by_provider() -> None:
         "passes": {"peer": 1},
     }
     assert harness.counts(row, ("ours", "peer")) == {"in (x, y)": "1, 2 / -", "passes": "- / 1"}
+
+
+def test_rows_fit_a_narrow_terminal(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    part = replace(PART, means={"all": (["forward"], 0.6)}, targets=lambda row: ["two passes"])
+    lines = run(part, first=[8.0], second=[8.0])[1].splitlines()
+    assert lines[:4] == [
+        "first, forward", "    8.0 us  0.80 ±0.00 of peer  passes 1 / 2  MISSED",
+        "second, forward", "    8.0 us  0.80 ±0.00 of peer  passes 1 / 2  MISSED",
+    ]  # fmt: skip
+    assert lines[4:6] == ["geometric mean forward", "    0.80 of peer"]
+    monkeypatch.setenv("COLUMNS", "40")
+    assert run(part, first=[8.0], second=[8.0])[1].splitlines()[1:3] == [
+        "    8.0 us  0.80 ±0.00 of peer", "    passes 1 / 2  MISSED",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", sorted(Path(harness.__file__).parent.glob("bench_*.py")), ids=lambda path: path.stem)

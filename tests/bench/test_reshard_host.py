@@ -24,6 +24,12 @@ def test_a_divided_model_has_the_plan_of_the_model(case: reshard_host.Case) -> N
     assert small.sent.sum() * LESS == pytest.approx(real.sent.sum(), rel=0.03)
 
 
+def test_a_bucket_above_its_target_is_told() -> None:
+    times = {"buckets": 300.0, "plan.execute": 109.0, "plan.execute(out=)": 90.0, "reshard": 200.0}
+    assert not reshard_host.too_slow(times | {"the group alone": 9.0})
+    assert reshard_host.too_slow(times | {"the group alone": 8.0})
+
+
 def test_it_is_replayed() -> None:
     counted = mock.Mock(wraps=reshard_host.backend.all_to_all)
     with mock.patch.object(reshard_host.backend, "all_to_all", counted):

@@ -1,8 +1,7 @@
-"""`tritoncomm plan`, `doctor` and `bench` as a user runs them, and as they refuse."""
+"""`tritoncomm plan` and `doctor` as a user runs them, and as they refuse."""
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -19,7 +18,7 @@ from tritoncomm_kernels import launch
 from typer.testing import CliRunner
 
 from tritoncomm import cli, doctor
-from tritoncomm.cli import demo, pictures, suite
+from tritoncomm.cli import demo
 from tritoncomm.cli._console import say
 from tritoncomm.doctor import selftest
 from tritoncomm.explain import OPS, explain
@@ -174,8 +173,9 @@ def test_plan_as_a_process_of_its_own() -> None:
         (("plan", "split", "--shape", "4,4", "--world", "2", "--strides", "4"), "one of 0 or more for every dim"),
         (("plan", "split", "--shape", "4,4", "--world", "2", "--strides", "4,-1"), "--strides '4,-1': -1 is below 0"),
         (("plan", "split", "--shape", "4,4", "--world", "2", "--held"), "held says something about copy and reduce"),
-        (("bench", "nothing"), "no part 'nothing'; there are"),
-        (("bench", "kernels", "--rounds", "0"), "--rounds must be 1 or more"),
+        (("bench",), "the benchmarks are in a clone of the repository: run `python -m bench` there"),
+        (("bench", "p2p", "--rounds", "0"), "run `python -m bench` there"),
+        (("bench", "--help"), "run `python -m bench` there"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments: tuple[str, ...], words: str) -> None:
@@ -197,16 +197,13 @@ def test_small_sizes_are_shown_in_a_unit_that_shows_them() -> None:
         assert amount in run("plan", "sp2hp", "--shape", shape, "--world", "2").output.partition(unit)[2]
 
 
-def test_version_and_parts() -> None:
+def test_version_and_commands() -> None:
     told = run("--version")
     assert (told.exit_code, told.output) == (
         0,
         f"tritoncomm 0.1.0, torch {version('torch')}, triton {version('triton')}\n",
     )
-    listed = run("bench", "--list")
-    assert listed.exit_code == 0
-    assert [line.split()[0] for line in listed.output.splitlines()] == suite.parts()
-    assert ("(needs a GPU)" in listed.output) is not torch.cuda.is_available()
+    assert "bench" not in run("--help").output
 
 
 def test_plan_help_has_every_mapping() -> None:
@@ -215,7 +212,7 @@ def test_plan_help_has_every_mapping() -> None:
         assert f"{short} ({name})" in told
 
 
-@pytest.mark.parametrize("command", ["plan", "doctor", "bench"])
+@pytest.mark.parametrize("command", ["plan", "doctor"])
 def test_help_has_examples(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -229,7 +226,7 @@ def at_80_columns(*arguments: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-@pytest.mark.parametrize("command", ["", "demo", "tune", "plan", "doctor", "bench"])
+@pytest.mark.parametrize("command", ["", "demo", "tune", "plan", "doctor"])
 def test_help_breaks_a_paragraph_only_where_the_line_is_full(command: str) -> None:
     lines = at_80_columns(*filter(None, [command]), "--help")
     text = lines[2 : next(i for i, line in enumerate(lines) if line.startswith("╭"))]
@@ -458,6 +455,15 @@ def test_doctor_reads_variables(monkeypatch: pytest.MonkeyPatch, name: str, valu
     assert bool(one.advice) is (level != "ok")
 
 
+def test_doctor_tells_that_hash_mode_compares_no_p2p_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, interval in (("hash:5", 5), ("HASH", 1000)):
+        assert found(monkeypatch, TRITONCOMM_CHECK=value)["TRITONCOMM_CHECK"].advice == (
+            f"ranks compare one digest every {interval} collectives; p2p steps are compared with TRITONCOMM_CHECK=1 "
+            "only; set it on all ranks"
+        )
+    assert "p2p" not in found(monkeypatch, TRITONCOMM_CHECK="1")["TRITONCOMM_CHECK"].advice
+
+
 def test_doctor_says_whether_torch_records_what_hangs_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
     module = torch._C._distributed_c10d
@@ -593,76 +599,6 @@ def exchange_wrongly(group: Any) -> str:
         selftest.all_to_all_sp2hp = right
         dist.group.WORLD = world
     return "nothing"
-
-
-# bench
-
-
-@pytest.mark.skipif(shutil.which("cc") is None or torch.cuda.is_available(), reason="part launch needs cc and no GPU")
-def test_bench_runs_a_part_and_draws_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET")
-    result = run("bench", "launch", "--only", "launch, reduce", "--rounds", "10", "--plot", "--out", str(tmp_path))
-    assert result.exit_code == 0, result.output
-    assert "launch, reduce" in result.output
-    assert "of fn[grid](...)" in result.output
-    assert json.loads((tmp_path / "cpu" / "launch.json").read_text())["rows"]
-    assert (tmp_path / "cpu-launch-times.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in (tmp_path / "cpu-launch-times.svg").read_text()
-
-
-@pytest.mark.parametrize(
-    ("outcome", "check", "code", "words"),
-    [
-        (suite.Outcome("p2p", 1, ("x: 2.00 of Megatron's time",), ""), False, 0, "missed, p2p: x: 2.00"),
-        (suite.Outcome("p2p", 1, ("worse: a [b]: 0.800",), ""), True, 1, "missed, p2p: worse: a [b]: 0.800"),
-        (
-            suite.Outcome("p2p", 2, (), "megatron-core is not installed"),
-            False,
-            2,
-            "p2p: megatron-core is not installed",
-        ),
-        (suite.Outcome("p2p", 1, (), "RuntimeError: broken"), False, 1, "p2p did not run: RuntimeError: broken"),
-    ],
-)
-def test_bench_tells_what_a_part_said(
-    monkeypatch: pytest.MonkeyPatch, outcome: suite.Outcome, check: bool, code: int, words: str
-) -> None:
-    monkeypatch.setattr(suite, "run", lambda *_: outcome)
-    result = run("bench", "p2p", *(["--check"] if check else []))
-    assert result.exit_code == code, result.output
-    assert words in result.output
-
-
-def test_bench_needs_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(suite, "__file__", str(tmp_path / "tritoncomm" / "suite.py"))
-    result = run("bench")
-    assert result.exit_code == 2
-    assert "clone the repository" in " ".join(result.output.split())
-
-
-def test_bench_of_a_gpu_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = run("bench", "gpu")
-    assert result.exit_code == 2
-    assert "needs a CUDA device" in result.output
-
-
-def test_share_of_the_roof_is_drawn_over_size(tmp_path: Path) -> None:
-    us = {"ours": {"p20": 9.0, "median": 9.5, "p80": 11.0}}
-    rows = [
-        {
-            "row": f"{op} {mib}", "us": us, "ratio": {"roof": 1.1}, "spread": {"roof": 0.1}, "share_of_roof": 0.9,
-            "case": {"op": op, "nbytes": mib * 2**20, "sweep": "size"},
-        }
-        for op in ("pack", "reduce") for mib in (1, 64)
-    ]  # fmt: skip
-    made = pictures.draw("gpu/kernels", rows, tmp_path)
-    assert [path.name for path in made] == [
-        f"gpu-kernels-{kind}.{end}" for kind in ("times", "roof") for end in ("png", "svg")
-    ]
-    (axes,) = pictures._roof("x", rows).axes
-    assert [line.get_label() for line in axes.lines[:2]] == ["pack", "reduce"]
-    assert list(axes.lines[0].get_xdata()) == [1, 64]
 
 
 RESHARD = ("plan", "reshard", "--shape", "8192,8192", "--source", "S0*8", "--target", "R*2,S1*4", "--rank", "3")

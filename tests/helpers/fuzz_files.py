@@ -207,7 +207,7 @@ def variables_of() -> SearchStrategy[tuple[str, str]]:
 
 
 _READERS: dict[str, Callable[[str], Any]] = {
-    "hash": lambda text: variables._hash_interval(text),
+    "hash": lambda text: variables.hash_interval(text),
     "check": lambda text: variables.set_check(text),
     "flight": lambda text: variables.flight_of(text),
     "dtype": lambda text: parsing.parse_dtype(text),

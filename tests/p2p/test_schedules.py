@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from pool import Pool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from tritoncomm import variables
 from tritoncomm.core.validation import PerGroup
 from tritoncomm.errors import ShapeError
 from tritoncomm.p2p import P2PCommunicator, neighbours, transport
@@ -51,11 +49,6 @@ def chunk(layers: list[nn.Module], part: int, varying: bool):
         return y.square().sum() if part == len(layers) - 1 else y
 
     return call
-
-
-def run_compared(group: ProcessGroup, *args: Any) -> None:
-    with variables.HASH.override(3):
-        run_schedule(group, *args)
 
 
 def run_schedule(group: ProcessGroup, chunks: int, microbatches: int, batched: bool, varying: bool) -> None:
@@ -143,8 +136,3 @@ def run_refusal(group: ProcessGroup) -> None:
 
 def test_microbatches_that_do_not_divide_are_refused(pool: Pool) -> None:
     pool.run(run_refusal)
-
-
-@pytest.mark.parametrize("batched", [False, True])
-def test_a_ring_of_two_in_hash_mode(pool: Pool, batched: bool) -> None:
-    pool.run(run_compared, 2, 6, batched, False, world=2)

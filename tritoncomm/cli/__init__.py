@@ -13,7 +13,7 @@ except ImportError as error:
 from tritoncomm_kernels import installed_triton
 
 from tritoncomm import __version__, launchers
-from tritoncomm.cli import bench, demo, doctor, plan, trace, tune
+from tritoncomm.cli import demo, doctor, plan, trace, tune
 from tritoncomm.cli._console import refuse, say, terminal, unwrapped
 from tritoncomm.errors import GroupError
 
@@ -70,10 +70,15 @@ for _command, _epilog in (
     (tune.tune, None),
     (plan.plan, plan.EPILOG),
     (doctor.doctor, doctor.EPILOG),
-    (bench.bench, bench.EPILOG),
     (trace.trace, trace.EPILOG),
 ):
     app.command(help=unwrapped(_command.__doc__), epilog=_epilog)(_command)
+
+
+@app.command("bench", hidden=True, add_help_option=False, context_settings={"ignore_unknown_options": True})
+def _bench(_arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    """Name the command of a clone that runs the benchmarks."""
+    raise refuse(ValueError("the benchmarks are in a clone of the repository: run `python -m bench` there"))
 
 
 def main() -> None:

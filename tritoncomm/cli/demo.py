@@ -1,6 +1,7 @@
 """The command `tritoncomm demo`: arguments, progress, a table of what each mapping costs, a picture of the losses."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +9,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tritoncomm.cli import pictures
 from tritoncomm.cli._console import refuse, say, table, terminal
 from tritoncomm.demo import DemoError, Outcome, Settings, check_text, run
 from tritoncomm.parsing import counted, dtype_name, parse_dtype
@@ -127,7 +127,8 @@ def check_plot(path: Path) -> None:
     Raises:
         ValueError: matplotlib is missing, the ending is none of .png and .svg, or no file can be written there.
     """
-    pictures.check()
+    if find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'tritoncomm[plot]'")
     if path.suffix.lower() not in _PICTURES:
         raise ValueError(f"--plot {path}: the name must end in {' or '.join(_PICTURES)}")
     folder = path.absolute().parent

@@ -22,6 +22,7 @@ from tritoncomm import launchers, variables
 from tritoncomm.debug.torch_recorder import Recorder, buffer_size, has_starts
 from tritoncomm.doctor import selftest
 from tritoncomm.errors import GroupError
+from tritoncomm.parsing import counted
 from tritoncomm.tune.machine_code import TARGETS
 from tritoncomm.tune.measure import architecture
 
@@ -263,6 +264,9 @@ def _judged(name: str, value: str) -> tuple[str, str]:
             return "note", "forces one path"
         case "TRITONCOMM_CHECK" if variables.check_problem(value):
             return "problem", variables.check_problem(value)
+        case "TRITONCOMM_CHECK" if interval := variables.hash_interval(value):
+            collectives = f"ranks compare one digest every {counted(interval, 'collective')}"
+            return "note", f"{collectives}; p2p steps are compared with TRITONCOMM_CHECK=1 only; set it on all ranks"
         case "TRITONCOMM_CHECK" if variables.is_on(value):
             return "note", "ranks compare their calls, for debugging; set it on all ranks or none"
         case "TRITONCOMM_FLIGHT" if variables.is_on(value):

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncomm import record, variables
+from tritoncomm import record
 from tritoncomm.core.backend import carrier
-from tritoncomm.debug.hop_windows import compare_hops
 from tritoncomm.debug.hops import CheckedHop
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.groups import GroupLike, as_group
@@ -24,7 +23,7 @@ from tritoncomm.p2p.hop import checking, exchange
 from tritoncomm.p2p.in_flight import Hop
 from tritoncomm.p2p.message import Shape, describe, is_single_shape
 from tritoncomm.p2p.neighbours import Neighbours
-from tritoncomm.p2p.report import begin, contents_of, fold
+from tritoncomm.p2p.report import begin, contents_of
 from tritoncomm.p2p.transport import Posted, post
 
 __all__ = ["P2PCommunicator", "_batched_p2p_ops", "_p2p_ops"]
@@ -338,9 +337,6 @@ def _posted(
         failure = MismatchError("; ".join(problems.values()))
         record.failed(name, failure)
         raise failure
-    if variables.HASH.value:
-        fold(neighbours, name, sent, received)
-        compare_hops(neighbours, name)
     return handles
 
 

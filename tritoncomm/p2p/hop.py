@@ -17,19 +17,18 @@ from tritoncomm.core.backend import special
 from tritoncomm.core.memory import empty_on
 from tritoncomm.core.ops import path_for
 from tritoncomm.core.validation import check_data
-from tritoncomm.debug.hop_windows import compare_hops
 from tritoncomm.debug.hops import CheckedHop
 from tritoncomm.errors import ArgumentError, MismatchError, PeerError
 from tritoncomm.p2p import header, message
 from tritoncomm.p2p.in_flight import Handle, Hop
 from tritoncomm.p2p.message import Incoming, Message
 from tritoncomm.p2p.neighbours import Neighbours
-from tritoncomm.p2p.report import begin, contents_of, fold
+from tritoncomm.p2p.report import begin, contents_of
 from tritoncomm.p2p.transport import keep_alive, post, post_and_wait, post_one
 
 __all__ = ["check", "checking", "exchange", "real_device"]
 
-_check, _hash = variables.CHECK, variables.HASH
+_check = variables.CHECK
 _SHAPES = frozenset((tuple, list, torch.Size))
 
 Result = tuple[Any, Any, Any]
@@ -115,12 +114,7 @@ def exchange(
             result = _exchange_messages(neighbours, name, sends, receives, device, batched, variable, wait)
         except MismatchError as error:  # of messages that both ends have transferred
             record.failed(name, error)
-            if _hash.value:
-                fold(neighbours, name, (to_next, to_prev), (from_prev, from_next), dtype, variable)
             raise
-    if _hash.value:
-        fold(neighbours, name, (to_next, to_prev), (from_prev, from_next), dtype, variable)
-        compare_hops(neighbours, name)
     return result
 
 

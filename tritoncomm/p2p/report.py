@@ -1,4 +1,4 @@
-"""What a p2p step sends and expects, for the flight record and for check mode."""
+"""Shapes and dtypes of a p2p step's transfers, for the flight record and for check mode."""
 
 from collections.abc import Sequence
 from operator import index
@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from tritoncomm import record
-from tritoncomm.debug.hop_windows import fold_hop
 from tritoncomm.debug.hops import Content
 from tritoncomm.p2p import header
 from tritoncomm.p2p.message import Incoming, Spec, describe, is_one_shape
 from tritoncomm.p2p.neighbours import Neighbours
 
-__all__ = ["begin", "contents_of", "fold"]
+__all__ = ["begin", "contents_of"]
 
 _MAX_SHOWN = 8  # tensors in the words of one message
 _SENDS, _RECEIVES = ("send_next", "send_prev"), ("recv_prev", "recv_next")
@@ -65,30 +64,6 @@ def _spec(each: Any) -> list[Any]:
     return [[index(size) for size in each[0]], each[1]]
 
 
-def fold(
-    neighbours: Neighbours,
-    name: str,
-    sent: Pair,
-    received: Pair,
-    dtype: torch.dtype | None = None,
-    variable: bool = False,
-) -> None:
-    """In hash mode: note the transfers of a step that has been made.
-
-    Not before: one whose arguments are refused has no other end, and may be repeated with right ones.
-    """
-    if not neighbours.is_single_rank:
-        sends, receives = _transfers(_SENDS, sent), _transfers(_RECEIVES, received)
-        transfers = [(key, (raw, dtype, False)) for key, raw in sends]
-        transfers += [(key, (raw, dtype, variable)) for key, raw in receives]
-        fold_hop(neighbours, name, transfers, _content)
-
-
-def _transfers(keys: tuple[str, str], pair: Pair) -> list[tuple[str, Raw]]:
-    """What there is of both directions; a list of no tensors, or of no shapes, is nothing."""
-    return [(key, raw) for key, x in zip(keys, pair, strict=True) if x is not None and (raw := _raw(x, keys is _SENDS))]
-
-
 def _raw(x: Any, is_sent: bool = False) -> Raw:
     """Shape and dtype of every tensor, or the shapes, of any caller, before they are checked."""
     kind = type(x)
@@ -122,15 +97,6 @@ def _in_words(raw: Raw) -> str:
 
     shown = [word(each) for each in raw[:_MAX_SHOWN]]
     return ", ".join(shown + [f"and {len(raw) - _MAX_SHOWN} more"] * (len(raw) > _MAX_SHOWN)) or "nothing"
-
-
-def _content(transfer: tuple[Raw, Any, bool]) -> Content:
-    """What one end of a transfer without a header sends or expects, or with one that alone has the shapes."""
-    raw, dtype, any_shapes = transfer
-    if any_shapes and not any(each[1] is not None for each in raw):
-        return _of_any_shapes(len(raw), dtype)
-    specs = [[[int(index(size)) for size in shape], str(own or dtype)] for shape, own in raw]
-    return Content(_in_words(raw), specs, len(raw))
 
 
 def _of_any_shapes(count: int, dtype: torch.dtype | None) -> Content:

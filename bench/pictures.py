@@ -5,19 +5,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-__all__ = ["check", "draw"]
+__all__ = ["draw", "problem"]
 
 _COLORS = ("#31688e", "#bd3786", "#35b779", "#f28e2b", "#7f7f7f", "#17becf")
 
 
-def check() -> None:
-    """Refuse, before anything is measured, pictures that could not be drawn.
-
-    Raises:
-        ValueError: matplotlib is missing.
-    """
-    if find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'tritoncomm[plot]'")
+def problem() -> str:
+    """How to install matplotlib where it is missing; empty where it is there."""
+    return "" if find_spec("matplotlib") else "--plot needs matplotlib: pip install -e '.[bench]'"
 
 
 def draw(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
