@@ -1,4 +1,4 @@
-"""Plans of real models of less memory, and their replay over a no-op group."""
+"""Plans of real models of less memory, and their execution over a no-op group."""
 
 from contextlib import nullcontext
 from unittest import mock
@@ -24,7 +24,7 @@ def test_a_divided_model_has_the_plan_of_the_model(case: reshard_host.Case) -> N
     assert small.sent.sum() * LESS == pytest.approx(real.sent.sum(), rel=0.03)
 
 
-def test_it_is_replayed() -> None:
+def test_it_is_executed() -> None:
     counted = mock.Mock(wraps=reshard_host.backend.all_to_all)
     with mock.patch.object(reshard_host.backend, "all_to_all", counted):
         figures = reshard_host.model(nullcontext(), CASES[0], rounds=2)

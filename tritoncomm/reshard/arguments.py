@@ -23,35 +23,11 @@ from tritoncomm.reshard.plan import Item, check, digest
 from tritoncomm.reshard.specs import Wrap, check_own_layout, local_of, named, source_of, target_of
 from tritoncomm.reshard.unanimous import agree
 
-__all__ = ["Call", "check_memory", "group_of", "plan_is_kept"]
+__all__ = ["Call", "check_memory", "group_of"]
 
 _PLANS = 64
 _PLAIN = (Tensor, torch.nn.Parameter)
 _plans: "PerGroup[OrderedDict[Any, Exchange]]" = PerGroup()
-
-
-class _Key:
-    """What plans are kept by: a long tuple, which is hashed once."""
-
-    __slots__ = ("_hash", "value")
-
-    def __init__(self, value: tuple[Any, ...]) -> None:
-        self.value, self._hash = value, hash(value)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Key) and self.value == other.value)
-
-
-def plan_is_kept(group: ProcessGroup, key: Any, exchange: Exchange) -> bool:
-    """Whether an exchange is still among the plans of its group; then it was used last."""
-    plans = _plans.get(group)
-    if plans is None or plans.get(key) is not exchange:
-        return False
-    plans.move_to_end(key)
-    return True
 
 
 class Call:
@@ -78,7 +54,6 @@ class Call:
         self.outs: list[Tensor] = []
         self.wraps: list[Wrap | None] = []
         self.stays: list[bool] = []
-        self.key: _Key | None = None
         self.is_read = False
         try:
             self._read(named(tensors, name), source, target, dtype, out)
@@ -194,7 +169,7 @@ class Call:
             self.error, bucket_bytes = self.error or wrong, 1
         moving = [row for row, stays in zip(self.rows, self.stays, strict=True) if not stays]
         rows = tuple([(a, b.digest, c.digest, *more) for a, b, c, *more in moving])
-        self.key = key = _Key((bucket_bytes, self.grad, self.name, rows))
+        key = bucket_bytes, self.grad, self.name, rows
         if self.group is None:
             made = self._made(bucket_bytes)
             if self.error is not None:

@@ -8,35 +8,25 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from tritoncomm import record
 from tritoncomm.core import backend
 from tritoncomm.core.function import direct
-from tritoncomm.core.memory import (
-    Allocate,
-    allocator,
-    contiguous_stride,
-    has_memory,
-    part_of,
-    share_memory,
-)  # fmt: skip
+from tritoncomm.core.memory import contiguous_stride, empty, share_memory
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, GroupError, PeerError, UnsupportedError
 from tritoncomm.reshard import notes
 from tritoncomm.reshard.builder import transfers
 from tritoncomm.reshard.plan import Bucket, Item, Side, Transfers, digest
-from tritoncomm.reshard.recognized import Recognized, recognized
-from tritoncomm.reshard.steps import Addresses, Step, addresses_of, steps_of
+from tritoncomm.reshard.steps import Step, steps_of
 
 __all__ = ["Exchange", "apply", "check_dtypes", "messages"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TABLES = 8
 _SHOWN = 4  # names of a message
-_address_of = Tensor.data_ptr
 
 
 def check_dtypes(item: Item, grad: str, name: str) -> None:
@@ -93,13 +83,11 @@ class Exchange:
         shapes = (item.target.local_shape(rank) for item in self.items)
         self.shapes = [(0,) if shape is None else shape for shape in shapes]
         self._makes = [
-            (shape, self.transfers.arrives(i), is_complete and i not in self.transfers.accumulated)
-            for i, (shape, is_complete) in enumerate(zip(self.shapes, self.transfers.complete, strict=True))
+            (shape, contiguous_stride(shape), self.transfers.arrives(i), covers and i not in self.transfers.accumulated)
+            for i, (shape, covers) in enumerate(zip(self.shapes, self.transfers.complete, strict=True))
         ]
         self._steps: dict[Any, tuple[list[int], list[Step]]] = {}
         self._lock = threading.Lock()
-        self._recognized: Recognized | None = None
-        self.recognized_into: Recognized | None = None
 
     @cached_property
     def _digest(self) -> str:
@@ -143,8 +131,6 @@ class Exchange:
             results: to write into; new ones by default.
             name: the function, for errors and counters.
         """
-        if (replayed := self.replayed(tensors, name, results)) is not None:
-            return replayed
         started, _range = record.now(), self._begin(tensors, name)
         sources, copied = tensors, 0
         if any(x.requires_grad or x.is_conj() or x.is_neg() for x in tensors):
@@ -156,7 +142,6 @@ class Exchange:
         after = None if results is None else tuple([(x.stride(), x.get_device()) for x in targets])
         key = tuple([(x.stride(), x.get_device()) for x in sources]), after, in_place
         uneven, steps = self._steps.get(key) or self._steps_for(key, sources, targets)
-        is_plain = not copied and not uneven and (results is not None or all(covers for *_, covers in self._makes))
         if uneven:
             sources = list(sources)
             for i in uneven:
@@ -168,55 +153,14 @@ class Exchange:
             for x, target in zip(results, targets, strict=True):
                 if x.data_ptr() != target.data_ptr():
                     x.copy_(target)
-                    copied, is_plain = copied + 2 * x.nbytes, False
+                    copied += 2 * x.nbytes
         for i in self.transfers.accumulated:
             if targets[i].dtype is not self.items[i].result:
                 copied += targets[i].nbytes
                 targets[i] = targets[i].to(self.items[i].result)
                 copied += targets[i].nbytes
         record.add(name, path, copied + self.transfers.bytes_copied, self.transfers.bytes_sent, started)
-        if is_plain and results is None:
-            self._recognized = recognized(tensors, None, steps)
-        elif is_plain:
-            self.recognized_into = recognized(tensors, results, steps)
         return targets
-
-    def replayed(
-        self, tensors: Sequence[Tensor], name: str, results: Sequence[Tensor] | None = None
-    ) -> Sequence[Tensor] | None:
-        """``run`` for tensors of the kind that it had before, of which nothing is to be checked; None for others.
-
-        What is written into has to be in the same memory, and the tensors too: that they are apart was checked there.
-        """
-        known = self._recognized if results is None else self.recognized_into
-        if known is None or forward_ad._current_level >= 0 or not known.are_as_before(*tensors, *(results or ())):
-            return None
-        if known.require_grad and torch.is_grad_enabled():
-            return None
-        new = allocator(tensors[0])
-        if new is None:
-            return None
-        addresses = addresses_of(tensors, results or ())
-        if results is not None and addresses != known.addresses:
-            return None
-        if not known.have_memory(tensors, results, addresses[0]):
-            return None
-        started, _range = record.now(), self._begin(tensors, name)
-        if results is None:
-            targets = [new(*each) for each in self._contiguous]
-            addresses = addresses[0], tuple(map(_address_of, targets))
-        else:
-            targets = results
-        path = self._run_steps(known.steps, tensors, targets, name, new, addresses)
-        if results is not None:
-            increment_version(results)  # autograd sees no kernel's writes
-        record.add(name, path, self.transfers.bytes_copied, self.transfers.bytes_sent, started)
-        return targets
-
-    def recognizes(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether ``run`` had tensors of this kind before, and these have memory."""
-        known = self._recognized
-        return known is not None and known.are_as_before(*tensors) and all(map(has_memory, tensors, known.extents))
 
     def _begin(self, tensors: Sequence[Tensor], name: str) -> Any:
         """Report the call to observers, and take back what was left for others to read."""
@@ -227,24 +171,17 @@ class Exchange:
             notes.withdraw(self.group)
         return begun
 
-    @cached_property
-    def _contiguous(self) -> list[tuple[Ints, Ints, torch.dtype]]:
-        """Shape, strides and dtype of new results."""
-        return [(shape, contiguous_stride(shape), dtype) for shape, dtype, _ in self._makes]
-
     def _run_steps(
         self,
         steps: list[Step],
         sources: Sequence[Tensor],
         targets: Sequence[Tensor],
         name: str,
-        new: Allocate | None = None,
-        addresses: Addresses | None = None,
     ) -> record.CopyPath:
         path: record.CopyPath = "view"
         try:
             for step in steps:
-                taken = step.run(sources, targets, self._exchange, name, new, addresses)
+                taken = step.run(sources, targets, self._exchange, name)
                 path = path if taken == "view" else taken
         except PeerError as failure:
             self._explain(failure, name)
@@ -267,8 +204,8 @@ class Exchange:
     def _made(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """Contiguous memory for the results; zeros where something may not be written, or is added."""
         return [
-            x.new_empty(shape, dtype=dtype) if covers else x.new_zeros(shape, dtype=dtype)
-            for x, (shape, dtype, covers) in zip(sources, self._makes, strict=True)
+            empty(x, shape, stride, dtype) if covers else x.new_zeros(shape, dtype=dtype)
+            for x, (shape, stride, dtype, covers) in zip(sources, self._makes, strict=True)
         ]
 
     def _into(self, results: Sequence[Tensor]) -> list[Tensor]:
@@ -322,8 +259,6 @@ class Exchange:
 
 def messages(wire: Tensor, side: Side) -> list[tuple[int, Tensor]]:
     """What goes to, or comes from, each rank on the other side."""
-    if wire.__class__ is Tensor and part_of is not None:
-        return [(peer, part_of(wire, (count,), (1,), start)) for peer, start, count in side.parts]
     return [(peer, wire.narrow(0, start, count)) for peer, start, count in side.parts]
 
 

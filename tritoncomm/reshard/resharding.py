@@ -1,6 +1,5 @@
 """``reshard`` and ``reshard_plan``: tensors from one layout to another, over any ranks."""
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
@@ -12,24 +11,21 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import record
 from tritoncomm.core.cost import DEFAULTS, Rates
-from tritoncomm.core.function import outside_graphs
+from tritoncomm.core.function import outside_graphs, without_graph
+from tritoncomm.core.memory import share_memory
 from tritoncomm.core.validation import check_data, refuse_transforms
 from tritoncomm.errors import ArgumentError, CommError
 from tritoncomm.groups import GroupLike
 from tritoncomm.reshard.arguments import Call, check_memory
 from tritoncomm.reshard.execute import Exchange, apply
 from tritoncomm.reshard.plan import Item
-from tritoncomm.reshard.recent import keep, recent_plan
 from tritoncomm.reshard.report import text_of
 from tritoncomm.reshard.specs import check_own_layout, local_of, named
-from tritoncomm.reshard.stays import Stays
 
 __all__ = ["BUCKET_BYTES", "ReshardPlan", "refuse", "reshard", "reshard_plan"]
 
 BUCKET_BYTES = 256 * 2**20
 Grad = Literal["replicated", "partial"]
-_ALONE = ["tensor"]
-_DICTS = (dict, OrderedDict)  # as state_dict() returns it
 
 
 @outside_graphs
@@ -75,17 +71,10 @@ def reshard(
             a plan for theirs already, they exchange without it and raise this after the group's timeout.
         UnsupportedError: partial placements, or a cast of other dtypes.
     """
-    options = dtype, bucket_bytes, grad
-    known = recent_plan(source, target, group, options) if bucket_bytes.__class__ is int else None
-    if known is not None and (replayed := known._replayed(tensors, out)) is not None:
-        return replayed
     call = Call(tensors, source, target, group, dtype, grad, out, "reshard")
-    exchange = call.exchange(bucket_bytes)
-    plan = ReshardPlan(call, exchange)
+    plan = ReshardPlan(call, call.exchange(bucket_bytes))
     results = plan.run(call.locals, None if out is None else call.outs)
-    made = call.form(tensors, results) if out is None else out
-    keep((plan, exchange), call, source, target, options)
-    return made
+    return call.form(tensors, results) if out is None else out
 
 
 def reshard_plan(
@@ -141,7 +130,7 @@ class ReshardPlan(record.Traffic):
     def __init__(self, call: Call, exchange: Exchange) -> None:
         self._call, self._exchange = call, exchange
         self.transfers = exchange.transfers
-        self._stays = Stays(call.stays, exchange) if any(call.stays) else None
+        self._stays = call.stays
         self._name = "reshard" if call.name == "reshard_plan" else call.name
 
     bytes_sent = property(attrgetter("transfers.bytes_sent"), doc="Bytes this rank sends, alignment included.")
@@ -156,11 +145,6 @@ class ReshardPlan(record.Traffic):
     def _names(self) -> list[str]:
         return [item.name for item in self.items]
 
-    @cached_property
-    def _are_numbers(self) -> bool:
-        """Whether the names are those of a sequence."""
-        return self._names == [str(index) for index in range(len(self._names))]
-
     @outside_graphs
     def execute(self, tensors: Any, out: Any = None) -> Any:
         """What ``reshard`` does, without comparing plans; arguments and results as there.
@@ -170,9 +154,6 @@ class ReshardPlan(record.Traffic):
             ArgumentError: other tensors or dtypes, or a gradient where the plan has none.
         """
         call = self._call
-        replayed = self._replayed(tensors, out)
-        if replayed is not None:
-            return replayed
         given, outs = named(tensors, "reshard"), None if out is None else named(out, "reshard")
         if list(given) != self._names or (outs is not None and list(outs) != self._names):
             got = list(given if outs is None or list(given) != self._names else outs)
@@ -193,32 +174,8 @@ class ReshardPlan(record.Traffic):
         self.run(locals_, into)
         return out
 
-    def _replayed(self, tensors: Any, out: Any) -> Any:
-        """``execute`` for tensors of the kind that it was executed with before; None for others."""
-        given, into = self._as_named(tensors), None if out is None else self._as_named(out)
-        if given is None or (into is None) is not (out is None):
-            return None
-        results = (self._stays or self._exchange).replayed(given, "reshard", into)
-        if results is None:
-            return None
-        return self._call.form(tensors, results) if out is None else out
-
-    def _as_named(self, tensors: Any) -> Sequence[Tensor] | None:
-        """The tensors in the order of the plan, if that is theirs."""
-        if tensors.__class__ in _DICTS and list(tensors) == self._names:
-            return [*tensors.values()]
-        if tensors.__class__ in (list, tuple):
-            return [*tensors] if self._are_numbers and len(tensors) == len(self._names) else None
-        return (tensors,) if tensors.__class__ is Tensor and self._names == _ALONE else None
-
     def _check(self, tensors: Sequence[Any], may_record: bool) -> None:
         """Refuse tensors that are not as the plan has them."""
-        if self._stays is None and all(isinstance(x, Tensor) for x in tensors):
-            is_recorded = may_record and any(
-                x.requires_grad > item.has_grad for x, item in zip(tensors, self.items, strict=True)
-            )
-            if not is_recorded and self._exchange.recognizes(tensors):
-                return
         for item, x in zip(self.items, tensors, strict=True):
             if not isinstance(x, Tensor):
                 raise ArgumentError(f"reshard: {item.name} must be a tensor, not {type(x).__name__}")
@@ -232,13 +189,26 @@ class ReshardPlan(record.Traffic):
                 raise ArgumentError(f"reshard: {item.name} requires grad, but did not when the plan was made")
 
     def run(self, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
-        """``execute`` on checked local tensors."""
-        if self._stays is not None:
-            return self._stays.run(tensors, out, self._name)
+        """``execute`` on checked local tensors.
+
+        Pass-through tensors (layout and dtype are unchanged) are returned, or copied into ``out``.
+        """
+        moving = self._moving(tensors)
         if out is None:
-            return list(apply(self._exchange, tensors, self._name))
-        self._exchange.run(tensors, out, self._name)
+            moved = iter(apply(self._exchange, moving, self._name))
+            staying = tensors if torch.is_grad_enabled() else map(without_graph, tensors)
+            return [x if stays else next(moved) for x, stays in zip(staying, self._stays, strict=True)]
+        pairs = [(x.detach(), y) for x, y, stays in zip(tensors, out, self._stays, strict=True) if stays]
+        if pairs and share_memory(out, tensors):  # the exchange may overwrite them
+            pairs = [(x.clone(), y) for x, y in pairs]
+        self._exchange.run(moving, self._moving(out), self._name)
+        for x, y in pairs:
+            y.detach().copy_(x)
         return list(out)
+
+    def _moving(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors without those that pass through."""
+        return [x for x, stays in zip(tensors, self._stays, strict=True) if not stays]
 
     def text(self, rates: Rates | None = None) -> str:
         """Buckets, messages, bytes, launches, memory and predicted time, as a table.
