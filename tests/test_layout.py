@@ -46,8 +46,7 @@ DEBUG = [
 ]  # fmt: skip
 RESHARD = [
     "sequence_boxes", "layout_arguments", "rows", "replicas", "layout", "cells", "sums", "plan", "builder", "tables",
-    "steps", "notes", "execute", "report", "unanimous", "specs", "arguments", "resharding", "owned", "sequences",
-    "__init__",
+    "steps", "unanimous", "execute", "report", "specs", "request", "resharding", "owned", "sequences", "__init__",
 ]  # fmt: skip
 INSIDE = {"core": CORE, "mappings": MAPPINGS, "reshard": RESHARD, "integrations": INTEGRATIONS, "debug": DEBUG}
 COLLECTIVES = {

@@ -28,8 +28,8 @@ from tritoncomm.reshard import (
     Layout,
     OwnedExchange,
     ReshardPlan,
-    arguments,
     builder,
+    request,
     reshard,
     reshard_plan,
 )  # fmt: skip
@@ -103,14 +103,14 @@ def calls_that_are_repeated(group: TorchGroup) -> None:
     """A plan is made once for equal arguments, whatever else differs: objects, forms, strides, results."""
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
-    arguments._plans.forget(group)
-    planned = mock.Mock(wraps=arguments.Exchange)
+    request._plans.forget(group)
+    planned = mock.Mock(wraps=request.Exchange)
 
     def check(times: int, factor: float = 1, **options: Any) -> Any:
         x, expected = local_of(rows, rank, full) * factor, local_of(columns, rank, full) * factor
         given = options.pop("given", lambda x: {"a": x, "b": x + 1})(x)
         planned.reset_mock()
-        with mock.patch.object(arguments, "Exchange", planned):
+        with mock.patch.object(request, "Exchange", planned):
             got = reshard(given, options.pop("source", rows), options.pop("target", columns), group=group, **options)
         assert planned.call_count == times, (planned.call_args, options)
         some = [got] if isinstance(got, Tensor) else list(got.values() if isinstance(got, dict) else got)
@@ -152,7 +152,7 @@ def calls_that_are_repeated(group: TorchGroup) -> None:
     with torch.no_grad():
         assert not check(0, given=lambda x: {"a": leaf, "b": leaf + 1})["a"].requires_grad
     assert check(0, given=lambda x: {"a": leaf, "b": leaf + 1})["a"].requires_grad
-    arguments._plans.forget(group)  # on every rank: they compare a new one
+    request._plans.forget(group)  # on every rank: they compare a new one
     check(1)
     check(0)
 
@@ -171,7 +171,7 @@ def plans_are_forgotten_together(group: TorchGroup) -> None:
         same(reshard(x, rows, columns, group=group), local_of(columns, rank, full))
         more = ramp(*source.shape)
         same(reshard(local_of(source, rank, more), source, target, group=group), local_of(target, rank, more))
-    assert len(arguments._plans.get(group) or ()) == 64
+    assert group.size() == 1 or len(request._plans.get(group) or ()) == 64  # on one rank nothing moves
 
 
 def first_of(plan: ReshardPlan, x: Tensor) -> Tensor:

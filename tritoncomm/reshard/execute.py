@@ -4,7 +4,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,16 +17,15 @@ from tritoncomm.core.function import direct
 from tritoncomm.core.memory import contiguous_stride, empty, share_memory
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, GroupError, PeerError, UnsupportedError
-from tritoncomm.reshard import notes
 from tritoncomm.reshard.builder import transfers
 from tritoncomm.reshard.plan import Bucket, Item, Side, Transfers, digest
 from tritoncomm.reshard.steps import Step, steps_of
+from tritoncomm.reshard.unanimous import with_advice
 
 __all__ = ["Exchange", "apply", "check_dtypes", "messages"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TABLES = 8
-_SHOWN = 4  # names of a message
 
 
 def check_dtypes(item: Item, grad: str, name: str) -> None:
@@ -55,10 +54,10 @@ class Exchange:
         bucket_bytes: bytes of a bucket at most, on each side.
         grad: ``replicated`` or ``partial``, see ``reshard``.
         sums: every replica of the source sends and the target adds them up, in the order of the ranks.
+        adjoint: the exchange of which this one is the adjoint, where that is the other way round, too.
 
     Attributes:
         device: kind of device that the exchange is for, ``cpu`` or ``cuda``.
-        stay: fingerprints of the layouts of tensors that stay, as last seen beside these.
     """
 
     def __init__(
@@ -70,13 +69,13 @@ class Exchange:
         bucket_bytes: int,
         grad: str,
         sums: bool = False,
+        adjoint: "Exchange | None" = None,
     ) -> None:
-        self.items, self.grad, self.sums = tuple(items), grad, sums
+        self.items, self.grad, self.sums, self._adjoint = tuple(items), grad, sums, adjoint
         self._group = None if group is None else weakref.ref(group)  # plans are cached by their group
         self.device = "cpu" if group is not None and backend.cuda_backend(group) in ("", "gloo") else "cuda"
         self.transfers: Transfers = transfers(items, ranks, position, bucket_bytes, every_replica=sums)
         self.bucket_bytes = bucket_bytes
-        self.stay: list[bytes] = []
         self.carried = [item.carried for item in self.items]
         rank = ranks[position]
         self.source_shapes = [item.source.local_shape(rank) for item in self.items]
@@ -91,7 +90,7 @@ class Exchange:
 
     @cached_property
     def _digest(self) -> str:
-        """What the ranks have to agree on."""
+        """Digest of everything that the ranks have to agree on, in hexadecimal."""
         return digest(self.items, (self.bucket_bytes, self.grad, self.sums, self.transfers.ranks)).hex()
 
     @property
@@ -106,9 +105,14 @@ class Exchange:
             raise GroupError("reshard: the process group of this plan was destroyed")
         return group
 
-    @cached_property
+    @property
     def adjoint(self) -> "Exchange":
         """The exchange of the gradients, of those tensors that have one."""
+        if self._adjoint is None:
+            self._adjoint = self._reversed()
+        return self._adjoint
+
+    def _reversed(self) -> "Exchange":
         plan = self.transfers
         items = [item.reversed() for item in self.items if item.has_grad]
         sums = self.grad == "partial" and not self.sums
@@ -118,10 +122,8 @@ class Exchange:
                     f"reshard.backward: the gradient of {item.name} is ambiguous, as {item.source.problem}; "
                     'pass grad="partial" if they are to be summed'
                 )
-        made = Exchange(items, plan.ranks, plan.position, self.group, self.bucket_bytes, self.grad, sums)
-        if len(items) == len(self.items):
-            made.adjoint = self
-        return made
+        adjoint = self if len(items) == len(self.items) else None
+        return Exchange(items, plan.ranks, plan.position, self.group, self.bucket_bytes, self.grad, sums, adjoint)
 
     def run(self, tensors: Sequence[Tensor], results: Sequence[Tensor] | None, name: str) -> Sequence[Tensor]:
         """Exchange the tensors of this rank; without autograd.
@@ -163,13 +165,10 @@ class Exchange:
         return targets
 
     def _begin(self, tensors: Sequence[Tensor], name: str) -> Any:
-        """Report the call to observers, and take back what was left for others to read."""
-        begun = None
+        """Report the call to the observer; returns its range for the profiler, if one is on."""
         if record.switch._is_profiler_enabled and self.group is not None:
-            begun = record.begin(name, "reshard", self.group, list(tensors), (self._digest,))
-        if notes.pending and self.group is not None:
-            notes.withdraw(self.group)
-        return begun
+            return record.begin(name, "reshard", self.group, list(tensors), (self._digest,))
+        return None
 
     def _run_steps(
         self,
@@ -184,22 +183,12 @@ class Exchange:
                 taken = step.run(sources, targets, self._exchange, name)
                 path = path if taken == "view" else taken
         except PeerError as failure:
-            self._explain(failure, name)
+            raise with_advice(failure) from failure
         except ValueError as failure:
             if any(x.is_meta for x in sources):  # looked at only now, as it costs every tensor of every call
                 raise ArgumentError(f"{name}: a meta tensor has no data to send") from failure
             raise
         return path
-
-    def _explain(self, failure: PeerError, name: str) -> NoReturn:
-        """Raise why an exchange failed, if another rank has said so, else ``failure``."""
-        group, names = self.group, [item.name for item in self.items]
-        assert group is not None  # without one nothing is sent that could fail
-        shown = f"{names[:_SHOWN]}" + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
-        try:
-            notes.explain(failure, group, name, f"executes its plan of {shown}", self._digest)
-        finally:
-            del failure
 
     def _made(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """Contiguous memory for the results; zeros where something may not be written, or is added."""

@@ -7,22 +7,34 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from tritoncomm import record
 from tritoncomm.core.cost import DEFAULTS, Rates
 from tritoncomm.core.function import outside_graphs, without_graph
 from tritoncomm.core.memory import share_memory
+from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import check_data, refuse_transforms
-from tritoncomm.errors import ArgumentError, CommError
+from tritoncomm.errors import ArgumentError, CommError, GroupError
 from tritoncomm.groups import GroupLike
-from tritoncomm.reshard.arguments import Call, check_memory
 from tritoncomm.reshard.execute import Exchange, apply
 from tritoncomm.reshard.plan import Item
 from tritoncomm.reshard.report import text_of
-from tritoncomm.reshard.specs import check_own_layout, local_of, named
+from tritoncomm.reshard.request import (
+    Members,
+    Options,
+    Request,
+    check_apart,
+    check_local,
+    check_memory,
+    check_out,
+    exchange_for,
+    members_of,
+    parse,
+    refuse,
+)
+from tritoncomm.reshard.specs import Wrap, check_own_layout, local_of, named
 
-__all__ = ["BUCKET_BYTES", "ReshardPlan", "refuse", "reshard", "reshard_plan"]
+__all__ = ["BUCKET_BYTES", "Grad", "ReshardPlan", "formed", "planned", "reshard", "reshard_plan"]
 
 BUCKET_BYTES = 256 * 2**20
 Grad = Literal["replicated", "partial"]
@@ -67,14 +79,15 @@ def reshard(
     Raises:
         ShapeError: shapes that differ, a source that does not cover its tensor, a local tensor of another shape.
         GroupError: a layout has ranks that are not in the group.
-        MismatchError: another rank has other arguments, or refused its own. Nothing was sent; but where the others have
-            a plan for theirs already, they exchange without it and raise this after the group's timeout.
+        MismatchError: another rank has other arguments, or refused its own. Nothing was sent.
+        PeerError: another rank failed, or did not come within the group's timeout. Ranks that have a plan for their
+            arguments do not compare them; a rank with others is named with ``TRITONCOMM_CHECK=1``.
         UnsupportedError: partial placements, or a cast of other dtypes.
     """
-    call = Call(tensors, source, target, group, dtype, grad, out, "reshard")
-    plan = ReshardPlan(call, call.exchange(bucket_bytes))
-    results = plan.run(call.locals, None if out is None else call.outs)
-    return call.form(tensors, results) if out is None else out
+    options = Options("reshard", dtype, bucket_bytes, grad, out)
+    request, plan = planned(tensors, source, target, members_of(group, "reshard"), options)
+    results = plan.run(request.tensors, None if out is None else request.outs)
+    return formed(tensors, results, request.wraps) if out is None else out
 
 
 def reshard_plan(
@@ -99,51 +112,62 @@ def reshard_plan(
 
     It raises what ``reshard`` raises.
     """
-    call = Call(tensors, source, target, group, dtype, grad, None, "reshard_plan", ranks, rank)
-    plan = ReshardPlan(call, call.exchange(bucket_bytes))
-    call.locals.clear()  # a plan keeps no tensors, and no group, which may be destroyed before
-    call.group = None
-    call.name = "reshard"  # which it executes
-    return plan
+    if ranks is None:
+        members = members_of(group, "reshard_plan")
+    else:
+        every = tuple(ranks)
+        if rank not in every:
+            raise GroupError(f"reshard_plan: rank {rank!r} is not among the ranks {list(every)}")
+        members = Members(None, every, every.index(rank))
+    return planned(tensors, source, target, members, Options("reshard_plan", dtype, bucket_bytes, grad))[1]
 
 
-def refuse(error: CommError, group: ProcessGroup, name: str) -> None:
-    """Raise an error of this rank's arguments, and let the ranks that make a plan meanwhile raise, too.
+def planned(
+    tensors: Any, source: Any, target: Any, members: Members, options: Options
+) -> tuple[Request, "ReshardPlan"]:
+    """The request of a call, and its plan, which is cached or agreed on by all ranks of the group.
 
     Raises:
-        CommError: ``error``.
+        CommError: as ``reshard``, on all ranks that agree on a plan.
     """
-    call = Call({}, None, None, group, None, "replicated", None, name)
-    call.error, call.is_read = error, False
-    call.exchange(BUCKET_BYTES)
-    raise error
+    try:
+        request, error = parse(tensors, source, target, members, options)
+    except CommError as problem:
+        refuse(problem, members, options.name)
+    return request, ReshardPlan(request, exchange_for(request, error))
+
+
+def formed(tensors: Any, results: Sequence[Tensor], wraps: Sequence[Wrap | None]) -> Any:
+    """Results in the form of ``tensors``: one, a list, or a dict by name; DTensors and ColoTensors where wrapped."""
+    wrapped = [x if wrap is None else wrap(x) for x, wrap in zip(results, wraps, strict=True)]
+    if isinstance(tensors, Tensor):
+        return wrapped[0]
+    return dict(zip(tensors, wrapped, strict=True)) if isinstance(tensors, Mapping) else wrapped
 
 
 class ReshardPlan(record.Traffic):
     """A resharding that can be looked at and executed repeatedly; prints as a table.
 
+    It keeps no tensors, and does not keep its process group.
+
     Attributes:
-        items: what happens to every tensor, those that stay as they are included.
-        transfers: messages, buckets and bytes of this rank, and totals of all ranks; of the tensors that move.
+        items: source, target and dtypes of every tensor, pass-through tensors included.
+        transfers: messages, buckets and bytes of this rank, and totals of all ranks; without pass-through tensors.
     """
 
-    def __init__(self, call: Call, exchange: Exchange) -> None:
-        self._call, self._exchange = call, exchange
-        self.transfers = exchange.transfers
-        self._stays = call.stays
-        self._name = "reshard" if call.name == "reshard_plan" else call.name
+    def __init__(self, request: Request, exchange: Exchange) -> None:
+        self.items, self.transfers = request.items, exchange.transfers
+        self._exchange, self._wraps, self._passes_through = exchange, request.wraps, request.passes_through
+        self._name = "reshard" if request.name == "reshard_plan" else request.name
+        self._rank = request.members.rank
 
     bytes_sent = property(attrgetter("transfers.bytes_sent"), doc="Bytes this rank sends, alignment included.")
     bytes_copied = property(attrgetter("transfers.bytes_copied"), doc="Bytes read plus written by this rank's passes.")
 
     @cached_property
-    def items(self) -> tuple[Item, ...]:
-        """What happens to every tensor."""
-        return tuple(self._call.items)
-
-    @cached_property
-    def _names(self) -> list[str]:
-        return [item.name for item in self.items]
+    def _shapes(self) -> list[tuple[Ints | None, Ints | None]]:
+        """Shapes of this rank's local tensors before and after; None where it has no part."""
+        return [(item.source.local_shape(self._rank), item.target.local_shape(self._rank)) for item in self.items]
 
     @outside_graphs
     def execute(self, tensors: Any, out: Any = None) -> Any:
@@ -153,40 +177,41 @@ class ReshardPlan(record.Traffic):
             ShapeError: a tensor of another shape than the plan was made for, or a DTensor of another layout.
             ArgumentError: other tensors or dtypes, or a gradient where the plan has none.
         """
-        call = self._call
-        given, outs = named(tensors, "reshard"), None if out is None else named(out, "reshard")
-        if list(given) != self._names or (outs is not None and list(outs) != self._names):
-            got = list(given if outs is None or list(given) != self._names else outs)
-            raise ArgumentError(f"reshard: the plan is for {self._names}, not for {got}")
-        locals_ = [local_of(x) for x in given.values()]
-        for item, x, local in zip(self.items, given.values(), locals_, strict=True):
+        sources, results = named(tensors, "reshard"), None if out is None else named(out, "reshard")
+        names = [item.name for item in self.items]
+        if list(sources) != names or (results is not None and list(results) != names):
+            got = list(sources if results is None or list(sources) != names else results)
+            raise ArgumentError(f"reshard: the plan is for {names}, not for {got}")
+        may_record = results is None and torch.is_grad_enabled()
+        locals_ = [local_of(x) for x in sources.values()]
+        for item, x, local, (shape, _) in zip(self.items, sources.values(), locals_, self._shapes, strict=True):
             if local is not x:
                 check_own_layout(x, item.source, "reshard", item.name)
-        self._check(locals_, out is None and torch.is_grad_enabled())
-        if outs is None:
-            return call.form(tensors, self.run(locals_, None))
-        into = [local_of(x) for x in outs.values()]
-        for item, x, local in zip(self.items, outs.values(), into, strict=True):
+            self._check(local, item, shape, may_record)
+        if results is None:
+            return formed(tensors, self.run(locals_, None), self._wraps)
+        outs = [local_of(x) for x in results.values()]
+        for item, x, local, (_, shape) in zip(self.items, results.values(), outs, self._shapes, strict=True):
             if local is not x:
                 check_own_layout(x, item.target, "reshard", f"out {item.name}")
-            call.check_out(item.name, item.target, local, item.result)
-        call.check_apart(into)
-        self.run(locals_, into)
+            check_out(local, item, shape, "reshard", self._rank)
+        check_apart(names, outs, "reshard")
+        self.run(locals_, outs)
         return out
 
-    def _check(self, tensors: Sequence[Any], may_record: bool) -> None:
-        """Refuse tensors that are not as the plan has them."""
-        for item, x in zip(self.items, tensors, strict=True):
-            if not isinstance(x, Tensor):
-                raise ArgumentError(f"reshard: {item.name} must be a tensor, not {type(x).__name__}")
-            check_data(x, f"reshard: {item.name}")
-            check_memory(x, f"reshard: {item.name}")
-            refuse_transforms(x, "reshard", item.name)
-            self._call.check_local(item.name, item.source, x)
-            if x.dtype != item.dtype:
-                raise ArgumentError(f"reshard: {item.name} is {x.dtype}, but the plan is for {item.dtype}")
-            if may_record and x.requires_grad and not item.has_grad:
-                raise ArgumentError(f"reshard: {item.name} requires grad, but did not when the plan was made")
+    def _check(self, x: Any, item: Item, shape: Ints | None, may_record: bool) -> None:
+        """Check that a local tensor is as the plan has it."""
+        name = f"reshard: {item.name}"
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"{name} must be a tensor, not {type(x).__name__}")
+        check_data(x, name)
+        check_memory(x, name)
+        refuse_transforms(x, "reshard", item.name)
+        check_local(x, shape, "reshard", item.name, self._rank)
+        if x.dtype != item.dtype:
+            raise ArgumentError(f"{name} is {x.dtype}, but the plan is for {item.dtype}")
+        if may_record and x.requires_grad and not item.has_grad:
+            raise ArgumentError(f"{name} requires grad, but did not when the plan was made")
 
     def run(self, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
         """``execute`` on checked local tensors.
@@ -196,9 +221,9 @@ class ReshardPlan(record.Traffic):
         moving = self._moving(tensors)
         if out is None:
             moved = iter(apply(self._exchange, moving, self._name))
-            staying = tensors if torch.is_grad_enabled() else map(without_graph, tensors)
-            return [x if stays else next(moved) for x, stays in zip(staying, self._stays, strict=True)]
-        pairs = [(x.detach(), y) for x, y, stays in zip(tensors, out, self._stays, strict=True) if stays]
+            passing = tensors if torch.is_grad_enabled() else map(without_graph, tensors)
+            return [x if passes else next(moved) for x, passes in zip(passing, self._passes_through, strict=True)]
+        pairs = [(x.detach(), y) for x, y, passes in zip(tensors, out, self._passes_through, strict=True) if passes]
         if pairs and share_memory(out, tensors):  # the exchange may overwrite them
             pairs = [(x.clone(), y) for x, y in pairs]
         self._exchange.run(moving, self._moving(out), self._name)
@@ -208,7 +233,7 @@ class ReshardPlan(record.Traffic):
 
     def _moving(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors without those that pass through."""
-        return [x for x, stays in zip(tensors, self._stays, strict=True) if not stays]
+        return [x for x, passes in zip(tensors, self._passes_through, strict=True) if not passes]
 
     def text(self, rates: Rates | None = None) -> str:
         """Buckets, messages, bytes, launches, memory and predicted time, as a table.
