@@ -36,8 +36,8 @@ _MOST_WORK: Any = 1_000_000  # numpy's annotations know 0 and -1 only
 
 def extent_of(x: Tensor) -> int:
     """Bytes from the first element of ``x`` to the end of its last one in memory."""
-    if not x.numel():
-        return 0
+    if x.is_contiguous():
+        return x.nbytes
     return (1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))) * x.itemsize
 
 
