@@ -534,8 +534,8 @@ MUTATIONS = (
     ),
     Mutation(
         "sums of several buckets overwrite", "tritoncomm/reshard/steps.py",
-        "return scatter(wire, chosen, self._table, accumulate=self._accumulate, sums=self._sums)[0]",
-        "return scatter(wire, chosen, self._table, sums=self._sums)[0]", "tests/reshard",
+        "return segments.scatter(wire, chosen, self._table, accumulate=self._accumulate, sums=self._sums)[0]",
+        "return segments.scatter(wire, chosen, self._table, sums=self._sums)[0]", "tests/reshard",
     ),
     Mutation(
         "a table's rows walk by their length", "kernels/tritoncomm_kernels/segment_tiles.py",

@@ -11,10 +11,10 @@ from torch.autograd import profiler
 from tritoncomm_kernels import Segments, in_turns
 
 from tritoncomm import record
+from tritoncomm.core import segments
 from tritoncomm.core.memory import empty
 from tritoncomm.core.ops import path_for
 from tritoncomm.core.plan import Ints
-from tritoncomm.core.segments import gather, scatter
 from tritoncomm.reshard.plan import Bucket, Transfers
 from tritoncomm.reshard.tables import Blocks, Pair, Strides, blocks_of, copies_of, joined, local_pairs, table_of
 
@@ -59,8 +59,8 @@ class _Pass:
             self.launch(chosen, wire)
             return "triton"
         if self._name == "gather_segments":
-            return gather(chosen, wire, self._table)[0]
-        return scatter(wire, chosen, self._table, accumulate=self._accumulate, sums=self._sums)[0]
+            return segments.gather(chosen, wire, self._table)[0]
+        return segments.scatter(wire, chosen, self._table, accumulate=self._accumulate, sums=self._sums)[0]
 
     def launch(self, tensors: Sequence[Tensor], wire: Tensor) -> None:
         """Run the kernels on the tensors of the table.
