@@ -1,7 +1,7 @@
-"""Host time of resharding: planning 1,000 tensors from 64 to 64 ranks, a bucket of a plan that is replayed, sequences.
+"""Host time of resharding: planning 1,000 tensors from 64 to 64 ranks, a bucket of an executed plan, sequences.
 
-Replays run over a no-op process group with small tensors: on the CPU, where passes are torch's, and on a stub CUDA
-driver, where they are launched as on a GPU and nothing runs (that needs a C compiler, and a machine without a CUDA
+Plans are executed over a no-op process group with small tensors: on the CPU, where passes are torch's, and on a stub
+CUDA driver, where they are launched as on a GPU and nothing runs (that needs a C compiler, and a machine without a CUDA
 device). What is measured is the host, not the exchange; the no-op group's own time, which grows with its ranks, is
 shown beside it. Plans of real models are those of ``reshard_models``, with every dim, and so the buckets, divided.
 
@@ -34,7 +34,7 @@ from tritoncomm.reshard.execute import messages
 from tritoncomm.reshard.resharding import BUCKET_BYTES
 from tritoncomm.reshard.sequence_boxes import KINDS
 
-__all__ = ["model", "packed", "planning", "replay", "sequence", "sequence_planning"]
+__all__ = ["execution", "model", "packed", "planning", "sequence", "sequence_planning"]
 
 GRID = np.arange(64)
 CASES = {
@@ -69,7 +69,7 @@ def median(call: Callable[[], Any], rounds: int = ROUNDS) -> float:
     return statistics.median(times) * 1e6
 
 
-def replay(host: Any, world: int, tensors: int, buckets: int) -> dict[str, float]:
+def execution(host: Any, world: int, tensors: int, buckets: int) -> dict[str, float]:
     """Microseconds per bucket of a plan, also into given tensors, of a cached plan, and of the no-op group alone."""
     with host, no_op_group(world) as group:
         source, target = (Layout.on_mesh((SIZE, SIZE), range(world), [dim]) for dim in (0, 1))
@@ -91,7 +91,7 @@ def replay(host: Any, world: int, tensors: int, buckets: int) -> dict[str, float
 
 
 def model(host: Any, case: Case, rounds: int = 80) -> dict[str, float]:
-    """Of the first rank: tensors, buckets, blocks per bucket that it copies directly, and the times of ``replay``.
+    """Of the first rank: tensors, buckets, blocks per bucket that it copies directly, and the times of ``execution``.
 
     Bytes are divided by ``DIVISOR`` squared, those of a bucket and of the largest block that is staged, too, so that
     the plan is about that of the model.
@@ -191,7 +191,7 @@ if __name__ == "__main__":
     for where in filter(None, ("CPU", stub)):
         for ranks, count, parts in ((2, 1, 1), (8, 1, 1), (2, 8, 1), (2, 8, 8), (8, 8, 8), (2, 32, 1)):
             host = helpers("fake_gpu.device").Device().current(runs=False) if where == stub else nullcontext()
-            times = replay(host, ranks, count, parts)
+            times = execution(host, ranks, count, parts)
             figures = ", ".join(f"{name} {us:.1f}" for name, us in times.items()) + "  MISSED" * too_slow(times)
             status |= too_slow(times)
             print(f"{where}, {ranks} ranks, {count} tensors in {parts} buckets, us per bucket: {figures}")

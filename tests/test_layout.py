@@ -46,8 +46,7 @@ DEBUG = [
 ]  # fmt: skip
 RESHARD = [
     "sequence_boxes", "layout_arguments", "rows", "replicas", "layout", "cells", "sums", "plan", "builder", "tables",
-    "steps", "recognized", "notes", "execute", "stays", "report", "unanimous", "specs", "arguments", "recent",
-    "resharding", "owned", "sequences", "__init__",
+    "steps", "unanimous", "execute", "report", "specs", "request", "resharding", "owned", "sequences", "__init__",
 ]  # fmt: skip
 INSIDE = {"core": CORE, "mappings": MAPPINGS, "reshard": RESHARD, "integrations": INTEGRATIONS, "debug": DEBUG}
 COLLECTIVES = {

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from tritoncomm_kernels.cross_entropy import gradient, statistics
     from tritoncomm_kernels.reduction import reduce
     from tritoncomm_kernels.row_copy import gather_rows, scatter_rows
-    from tritoncomm_kernels.segment_call import SegmentCall
-    from tritoncomm_kernels.segment_copy import copy_segments, gather_segments, scatter_segments
+    from tritoncomm_kernels.segment_copy import SegmentCall, copy_segments, gather_segments, scatter_segments
 
 __all__ = [
     "MAX_PARTS",
@@ -47,7 +46,7 @@ __all__ = [
 
 # What is in modules that import Triton, by the module. None is named as a module is, which would take its name.
 _LAZY = {
-    "SegmentCall": "segment_call",
+    "SegmentCall": "segment_copy",
     "copy_segments": "segment_copy",
     "gather_rows": "row_copy",
     "gather_segments": "segment_copy",

@@ -33,10 +33,11 @@ from tritoncomm_kernels.segments import (
     layouts_of,
 )  # fmt: skip
 
-__all__ = ["copy_segments", "gather_segments", "scatter_segments"]
+__all__ = ["SegmentCall", "copy_segments", "gather_segments", "scatter_segments"]
 
 _BITS = (torch.int64, torch.int64, torch.int32, torch.int16, torch.int8)  # behind the units of 16 bytes to 1
 _WARPS = 4
+_ALIGNMENTS = 16  # of the addresses that a SegmentCall keeps launches for
 _CAST_UNITS, _SUM_UNITS = 8 * LANES, 4 * LANES  # of 16 bytes of the smaller type, or of one element, at a time
 
 _Kind = tuple[torch.dtype, torch.dtype, torch.dtype] | None  # of tensors, in the wire, of the arithmetic; or copies
@@ -121,6 +122,59 @@ def copy_segments(tensors: Sequence[Tensor], targets: Sequence[Tensor], copies: 
     return _run("copy_segments", every, every[-1], copies, None, False, False) if every else 0
 
 
+class SegmentCall:
+    """The launches of one table, for tensors and a wire whose layouts never change.
+
+    A call asks for addresses only, and has a launch for every alignment of theirs. The caller vouches that dtypes,
+    shapes, strides and the device are those of the first tensors.
+
+    Args:
+        name: ``gather_segments``, ``scatter_segments`` or ``copy_segments``.
+        segments: the table.
+        tensors: any tensors with the layouts; of ``copy_segments`` every tensor and its target.
+        wire: any wire; of ``copy_segments`` the last target.
+        accumulate: add to the tensors' values.
+        sums: add up segments of the same rows.
+
+    Raises:
+        RuntimeError: neither a GPU nor Triton's interpreter. The first call raises the errors of the function.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        segments: Segments,
+        tensors: Sequence[Tensor],
+        wire: Tensor,
+        accumulate: bool = False,
+        sums: bool = False,
+    ) -> None:
+        if not wire.is_cuda and not INTERPRETED:
+            raise RuntimeError(f"{name}: {wire.device} tensors need a GPU or TRITON_INTERPRET=1")
+        self._layout = name, segments, layouts_of(wire, tensors)
+        self._options = accumulate, sums
+        self._launches: dict[tuple[int, tuple[int, ...] | None], list[tuple[Launch, torch.dtype | None]]] = {}
+
+    def __call__(self, tensors: Sequence[Tensor], wire: Tensor) -> None:
+        """Launch on the current stream.
+
+        Args:
+            tensors: those of the table, in its order.
+            wire: contiguous.
+        """
+        addresses = tuple(map(Tensor.data_ptr, tensors))
+        aligned = tuple([address & 15 for address in addresses])
+        key = wire.data_ptr() & 15, aligned if any(aligned) else None
+        launches = self._launches.get(key)
+        if launches is None:
+            if len(self._launches) >= _ALIGNMENTS:
+                self._launches.clear()
+            launches = self._launches[key] = _plan(*self._layout, key[1], key[0], False, *self._options)[0]
+        listed, values = _arguments(addresses, wire)
+        for launch, _ in launches:
+            launch(wire, listed, 1.0, *values)
+
+
 def _run(
     name: str,
     tensors: Sequence[Tensor],
@@ -136,20 +190,19 @@ def _run(
     at, every = wire.data_ptr(), reduce(or_, addresses, 0)
     alignment = tuple([address & 15 for address in addresses]) if every & 15 else None
     launches, copied = _plan(name, segments, layouts, alignment, at & 15, scale is not None, accumulate, sums)
-    if len(addresses) <= BY_VALUE:
-        listed, values = wire, (*addresses, *(0,) * (BY_VALUE - len(addresses)))
-    else:
-        listed, values = _listed(addresses, wire), (0,) * BY_VALUE
+    listed, values = _arguments(addresses, wire)
     for launch, wide in launches:
         factor = 1.0 if scale is None else scale_argument(checked_scale(name, scale, wide), wide)
         launch(wire, listed, factor, *values)
     return copied
 
 
-def _listed(addresses: tuple[int, ...], wire: Tensor) -> Tensor:
-    """The addresses on the device, for its current stream."""
+def _arguments(addresses: tuple[int, ...], wire: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The addresses as arguments of a launch: a list on the device (the wire where there is none), and by value."""
+    if len(addresses) <= BY_VALUE:
+        return wire, (*addresses, *(0,) * (BY_VALUE - len(addresses)))
     device = wire.get_device()
-    return addresses_on(addresses, device).on(stream_of(device))
+    return addresses_on(addresses, device).on(stream_of(device)), (0,) * BY_VALUE
 
 
 @lru_cache(maxsize=128)  # each has a table on the device, of about a thousandth of what it copies

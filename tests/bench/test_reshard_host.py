@@ -1,4 +1,4 @@
-"""Plans of real models of less memory, and their replay over a no-op group."""
+"""Plans of real models of less memory, and their execution over a no-op group."""
 
 from contextlib import nullcontext
 from unittest import mock
@@ -30,7 +30,7 @@ def test_a_bucket_above_its_target_is_told() -> None:
     assert reshard_host.too_slow(times | {"the group alone": 8.0})
 
 
-def test_it_is_replayed() -> None:
+def test_it_is_executed() -> None:
     counted = mock.Mock(wraps=reshard_host.backend.all_to_all)
     with mock.patch.object(reshard_host.backend, "all_to_all", counted):
         figures = reshard_host.model(nullcontext(), CASES[0], rounds=2)

@@ -20,7 +20,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tritoncomm import p2p
-from tritoncomm.reshard import Layout, OwnedExchange, arguments, exchange_owned, reshard, reshard_plan
+from tritoncomm.reshard import Layout, OwnedExchange, exchange_owned, request, reshard, reshard_plan
 
 __all__ = ["Resharding", "reshardings", "run_resharding"]
 
@@ -473,7 +473,7 @@ def run_resharding(group: ProcessGroup, case: Resharding) -> str:
     if is_planned and case.fault == "missing" and case.kind in _WITHOUT_DATA and len(case.shapes) == 1:
         return "mixed"  # a plan of tensors without data is right, and only ranks that have one are refused
     if case.fault:
-        arguments._plans.forget(group)  # else the others would not compare, and wait for the group's timeout
+        request._plans.forget(group)  # else the others would not compare, and wait for the group's timeout
     given, _ = group_of(case.group, group)
     try:
         made = _prepared(group, case)

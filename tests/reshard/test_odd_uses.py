@@ -64,7 +64,6 @@ def results_are_independent(group: TorchGroup) -> None:
     plan = reshard_plan(given, rows, columns, group=group)
     kept = plan.execute(given)
     for _ in range(3):
-        assert plan._exchange.recognizes([*given.values()])
         results = plan.execute(given)
         for i, x in enumerate(results.values()):
             same(x, local_of(columns, rank, ramp(8, 12) + 100 * i))
@@ -79,47 +78,42 @@ def results_are_independent(group: TorchGroup) -> None:
 
 @case
 def results_into_the_same_memory(group: TorchGroup) -> None:
-    """The second call into the same tensors recognises them; what changes since is seen."""
+    """Into the same tensors again, into others and into parameters; changed sources are read again."""
     rows, columns = layouts(group)
     rank, names = group.rank(), [f"w{i}" for i in range(17)]
     fulls = {name: ramp(8, 12) + 100 * i for i, name in enumerate(names)}
     given = {name: local_of(rows, rank, full) for name, full in fulls.items()}
     expected = {name: local_of(columns, rank, full) for name, full in fulls.items()}
     plan = reshard_plan(given, rows, columns, group=group)
-    exchange, calls = plan._exchange, []
 
-    def check(out: dict[str, Tensor], again: bool, more: float = 0.0) -> None:
+    def check(out: dict[str, Tensor], more: float = 0.0) -> None:
         with record.recording() as counted:
-            calls.append(exchange.replayed([*given.values()], "reshard", [*out.values()]) is not None)
-            assert calls[-1] is again
             assert plan.execute(given, out=out) is out
         for name, x in out.items():
             same(x, expected[name] + more)
-        assert counted["reshard", "torch"].bytes_copied == (1 + again) * plan.bytes_copied
+        assert counted["reshard", "torch"].bytes_copied == plan.bytes_copied
 
     out = {name: torch.empty_like(x) for name, x in expected.items()}
-    check(out, False)
-    for _ in range(3):
+    check(out)
+    for i in range(3):
         for x in given.values():
             x += 1
-        check(out, True, _ + 1.0)
+        check(out, i + 1.0)
     given["w3"].data = given["w3"].clone()
-    check(out, False, 3.0)
-    check(out, True, 3.0)
+    check(out, 3.0)
     other = {name: torch.empty_like(x) for name, x in expected.items()}
-    check(other, False, 3.0)
-    check(out, False, 3.0)
+    check(other, 3.0)
+    check(out, 3.0)
     strided = other | {"w1": torch.zeros(other["w1"].shape[::-1]).t()}
     check_strided = plan.execute(given, out=strided)
     same(check_strided["w1"], expected["w1"] + 3.0)
     with torch.no_grad():
         parameters = {name: x.clone().requires_grad_() for name, x in out.items()}
-        check(parameters, False, 3.0)
-        check(parameters, True, 3.0)
-    assert exchange.replayed([*given.values()], "reshard", [*parameters.values()]) is None
+        check(parameters, 3.0)
+        check(parameters, 3.0)
     with pytest.raises(ArgumentError, match="out w0 requires grad"):
         plan.execute(given, out=parameters)
-    check(out, False, 3.0)
+    check(out, 3.0)
     shared = out | {"w2": out["w1"]}
     with pytest.raises(ArgumentError, match="share memory"):
         plan.execute(given, out=shared)
@@ -318,7 +312,7 @@ def results_are_seen_to_be_written(group: TorchGroup) -> None:
     plan = reshard_plan(x, rows, columns, group=group)
     for path in ("torch", "triton"):
         with tritoncomm.path(path):
-            for _ in range(3):  # replayed from the second call on
+            for _ in range(3):
                 y = (leaf * out).sum()
                 plan.execute(x, out=out)
                 with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -345,45 +339,44 @@ def tensors_that_stay_share_memory(group: TorchGroup) -> None:
 
 @case
 def tensors_that_stay_come_again(group: TorchGroup) -> None:
-    """Beside those that move: handed back from the second call on, too, and the call is replayed."""
+    """Beside tensors that move they are handed back, in every call and whatever they were in the last one."""
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
     given = {name: local_of(rows, rank, full + i).contiguous() for i, name in enumerate("abcd")}
     targets = {"a": rows, "b": columns, "c": rows, "d": columns}
     plan = reshard_plan(given, rows, targets, group=group)
 
-    def check(given: dict[str, Tensor], again: bool) -> dict[str, Tensor]:
-        assert (plan._replayed(given, None) is not None) is again
+    def check(given: dict[str, Tensor]) -> dict[str, Tensor]:
         results = plan.execute(given)
         assert list(results) == list(given)
         for i, (name, x) in enumerate(results.items()):
             same(x.detach(), local_of(targets[name], rank, full + i))
         return results
 
-    for again in (False, True, True):
-        results = check(given, again)
+    for _ in range(3):
+        results = check(given)
         assert results["a"] is given["a"]
         assert results["c"] is given["c"]
-    assert check(dict(given, a=given["a"].clone()), True)["a"] is not given["a"]  # other memory
-    check(dict(given, c=given["c"].t().contiguous().t()), False)
-    check(given, False)  # other strides were the last ones
-    check(given, True)
+    assert check(dict(given, a=given["a"].clone()))["a"] is not given["a"]  # other memory
+    check(dict(given, c=given["c"].t().contiguous().t()))
+    check(given)  # other strides were the last ones
+    check(given)
     parameter = dict(given, a=given["a"].clone().requires_grad_())
     with pytest.raises(ArgumentError, match="a requires grad, but did not"):
         plan.execute(parameter)
     with torch.no_grad():
-        check(parameter, False)
-        handed = check(parameter, True)["a"]
+        check(parameter)
+        handed = check(parameter)["a"]
         assert not handed.requires_grad
         assert handed.data_ptr() == parameter["a"].data_ptr()
     with pytest.raises(ArgumentError, match="a requires grad, but did not"):
         plan.execute(parameter)
-    check(given, False)
+    check(given)
     for wrong, message in ((None, "a must be a tensor"), (given["a"].to("meta"), "a: a meta tensor"),
                            (given["a"][:-1], "a "), (given["a"].double(), "a is torch.float64")):  # fmt: skip
         with pytest.raises(CommError, match=f"^reshard: {message}"):
             plan.execute(dict(given, a=wrong))
-    check(given, True)
+    check(given)
     again = plan.execute(dict(given, a=given["c"]))  # one tensor twice
     assert again["a"] is again["c"] is given["c"]
 
@@ -398,14 +391,12 @@ def a_state_dict_comes_again(group: TorchGroup) -> None:
         other.register_buffer(name, local_of(columns if name == "a" else rows, group.rank(), ramp(8, 12)) - 1)
     targets = {"a": columns, "b": rows}
     plan = reshard_plan(module.state_dict(), rows, targets, group=group)
-    for again in (False, True, True):
-        assert (plan._replayed(module.state_dict(), None) is not None) is again
+    for _ in range(3):
         results = plan.execute(module.state_dict())
         assert list(results) == ["a", "b"]
         for name, x in results.items():
             same(x, local_of(targets[name], group.rank(), ramp(8, 12)))
-    for again in (False, True):
-        assert (plan._replayed(module.state_dict(), other.state_dict()) is not None) is again
+    for _ in range(2):
         plan.execute(module.state_dict(), out=other.state_dict())
         for name, x in other.state_dict().items():
             same(x, local_of(targets[name], group.rank(), ramp(8, 12)))
@@ -413,7 +404,7 @@ def a_state_dict_comes_again(group: TorchGroup) -> None:
 
 @case
 def tensors_that_stay_come_again_with_gradients(group: TorchGroup) -> None:
-    """Those that move are inside autograd; without it, the calls are replayed and nothing requires grad."""
+    """Tensors that move are inside autograd; without it nothing requires grad."""
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
     given = {name: local_of(rows, rank, full).clone().requires_grad_() for name in "ab"}
@@ -431,25 +422,20 @@ def tensors_that_stay_come_again_with_gradients(group: TorchGroup) -> None:
         with torch.inference_mode():
             same(plan.execute(given)["b"], local_of(columns, rank, full))
     with torch.no_grad():
-        plan.execute(given)  # the last one was in inference mode
-        assert plan._replayed(given, None) is not None
+        same(plan.execute(given)["b"], local_of(columns, rank, full))  # the last one was in inference mode
 
 
 @case
 def tensors_that_stay_are_copied_again(group: TorchGroup) -> None:
-    """Into ``out``: replayed into the same memory only, and not where memory is shared."""
+    """Into ``out``, the same memory, other memory and memory that is shared."""
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
     stays, moves = (local_of(rows, rank, full + 100 * i).contiguous() for i in range(2))
     expected = [local_of(rows, rank, full), local_of(columns, rank, full + 100)]
     plan = reshard_plan({"a": stays, "b": moves}, rows, {"a": rows, "b": columns}, group=group)
 
-    def check(given: dict[str, Tensor], out: dict[str, Tensor], again: bool) -> None:
+    def check(given: dict[str, Tensor], out: dict[str, Tensor]) -> None:
         before = [x._version for x in out.values()]
-        assert (plan._replayed(given, out) is not None) is again
-        for x in out.values():
-            if not again:
-                x.fill_(-1)
         assert plan.execute(given, out=out) is out
         assert all(x._version > version for x, version in zip(out.values(), before, strict=True))
         for x, result in zip(out.values(), expected, strict=True):
@@ -457,30 +443,26 @@ def tensors_that_stay_are_copied_again(group: TorchGroup) -> None:
 
     given = {"a": stays, "b": moves}
     outs = [{"a": torch.empty_like(expected[0]), "b": torch.empty_like(expected[1])} for _ in range(2)]
-    check(given, outs[0], False)
-    check(given, outs[0], True)
-    check(given, outs[1], False)
-    check(given, outs[1], True)
-    check(given, outs[1] | {"a": outs[0]["a"]}, False)  # seen with other results of those that move
-    check(given, outs[1] | {"a": outs[0]["a"]}, True)
-    check(given, outs[1], False)
+    for out in (outs[0], outs[0], outs[1], outs[1] | {"a": outs[0]["a"]}, outs[1]):
+        for x in out.values():
+            x.fill_(-1)
+        check(given, out)
     stays += 1
     expected[0] += 1
-    check(given, outs[1], True)
+    check(given, outs[1])
     leaf = torch.ones((), requires_grad=True)
     y = (leaf * outs[1]["a"]).sum()
-    check(given, outs[1], True)
+    check(given, outs[1])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
-    # Memory that is apart in two calls is not in what is mixed of them.
     other = moves.clone()
-    check({"a": stays, "b": other}, outs[0], False)
+    check({"a": stays, "b": other}, outs[0])
     for _ in range(3):
         memory = other.clone()
         plan.execute({"a": stays, "b": memory}, out={"a": memory, "b": outs[0]["b"]})
         same(memory, expected[0])
         same(outs[0]["b"], expected[1])
-    # Two plans have one exchange, which remembers what the other one moved: here into memory of a tensor that stays.
+    # Two plans have one exchange. Here it moves a tensor into memory of a pass-through tensor.
     same_exchange = reshard_plan({"a": stays, "b": moves}, rows, {"a": rows, "b": columns}, group=group)
     assert same_exchange._exchange is plan._exchange
     into = stays.view(expected[1].shape)
@@ -496,7 +478,7 @@ def tensors_that_stay_are_copied_again(group: TorchGroup) -> None:
 
 @case
 def blocks_that_stay_are_copied_again(group: TorchGroup) -> None:
-    """Without a pack, from views at an offset and into them; in calls that are replayed, and added up backward."""
+    """Without a pack, from views at an offset and into them; in any form, and added up backward."""
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
     with mock.patch.object(builder, "_SMALL", 0):
@@ -515,12 +497,10 @@ def blocks_that_stay_are_copied_again(group: TorchGroup) -> None:
             same(more, results[1])
         for form in (list, tuple, dict):
             given = form([x, x + 1]) if form is not dict else {"0": x, "1": x + 1}
-            assert plan._replayed(given, None) is not None
             results = plan.execute(given)
             assert type(results) is (dict if form is dict else list)
             same(results["1" if form is dict else 1], more)
         for wrong in ([x], [x, x, x], {"1": x, "0": x}):
-            assert plan._replayed(wrong, None) is None
             with pytest.raises(ArgumentError, match="the plan is for"):
                 plan.execute(wrong)
         every = Layout.replicated((8, 12), range(group.size()))

@@ -18,7 +18,7 @@ from traffic import Traffic
 from tritoncomm import record
 from tritoncomm.core import ops
 from tritoncomm.errors import ArgumentError, CommError, GroupError, MismatchError, ShapeError, UnsupportedError
-from tritoncomm.reshard import Layout, OwnedExchange, arguments, builder, exchange_owned, reshard, reshard_plan
+from tritoncomm.reshard import Layout, OwnedExchange, builder, exchange_owned, request, reshard, reshard_plan
 from tritoncomm.reshard.plan import ALIGNMENT, Item
 
 
@@ -130,7 +130,7 @@ def run_refusals(group: TorchGroup) -> None:
     rank, every = group.rank(), range(4)
     rows, columns = Layout.on_mesh((8, 4), every, [0]), Layout.on_mesh((8, 4), every, [1])
     x = torch.ones(2, 4)
-    arguments._plans.forget(group)  # ranks that have a plan from another test do not compare it
+    request._plans.forget(group)  # ranks that have a plan from another test do not compare it
 
     def go(source: Any = rows, target: Any = columns, given: Any = x, **options: Any) -> Any:
         return lambda: reshard({"w": given}, source, target, **{"group": group, **options})
@@ -224,7 +224,7 @@ def check_in_place(group: TorchGroup) -> None:
     # Blocks that are copied directly, before what arrives is unpacked; larger than what a kernel reads at a time.
     full, source, target = rows_to_columns(128, 192)
     memory = local_of(source, rank, full).flatten()
-    arguments._plans.forget(group)  # another test may have had this plan, without direct copies
+    request._plans.forget(group)  # another test may have had this plan, without direct copies
     with mock.patch.object(builder, "_SMALL", 0):
         assert reshard_plan(full[:64], source, target, group=group).transfers.local_copies
         reshard(memory.view(64, 192), source, target, group=group, out=memory.view(128, 96))

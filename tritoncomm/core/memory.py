@@ -1,8 +1,8 @@
-"""New memory without torch's dispatcher; calls that come again with tensors of the same kind, recognised in one step.
+"""Memory of tensors: new memory below torch's dispatcher, and the bytes that tensors have or share.
 
-Every ``new_empty`` is a walk through the dispatcher, and every question to a tensor is a call: with small tensors they
-take longer than everything else. For plain tensors outside of modes, where it makes no difference, this does what code
-that inductor generates does, with the same functions of torch.
+``new_empty`` walks through the dispatcher, which takes longer than the rest of a small mapping. Plain tensors outside
+of modes are allocated by the functions that inductor's generated code calls. torch has no public name for them; they
+were tested with torch 2.11 to 2.15, and ``new_empty`` is the fallback where they are missing.
 """
 
 from bisect import bisect_left
@@ -17,35 +17,27 @@ from torch import Tensor
 from torch.nn import Parameter
 
 __all__ = [
-    "Allocate", "allocator", "contiguous_stride", "empty", "empty_on", "extent_of", "has_memory", "part_of",
-    "recognizer", "share_elements", "share_memory",
+    "contiguous_stride", "empty", "empty_on", "extent_of", "has_memory", "share_elements", "share_memory",
 ]  # fmt: skip
 
-Allocate = Callable[[Any, Any, torch.dtype], Tensor]
-"""Makes a tensor of this shape, these strides and this dtype from memory that nothing was written to."""
+_Allocate = Callable[[Any, Any, torch.dtype], Tensor]
+"""Allocates a tensor of a shape, strides and a dtype, uninitialised."""
 
-# TODO: without the checks for None when torch promises these names; what lacks them takes the ordinary way.
-_TESTED = (2, 11), (2, 16)  # versions of torch, the last one excluded: guards that are made wrongly crash
-_version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+# TODO: delete the checks for None when torch promises these names.
 _fast: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-_on_cpu: Allocate | None = getattr(_fast, "_empty_strided_cpu", None)
-_on_cuda: Allocate | None = getattr(_fast, "_empty_strided_cuda", None)
-_guards: Any = getattr(_fast, "TensorGuards", None) if _TESTED[0] <= _version < _TESTED[1] else None
+_on_cpu: _Allocate | None = getattr(_fast, "_empty_strided_cpu", None)
+_on_cuda: _Allocate | None = getattr(_fast, "_empty_strided_cuda", None)
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _modes: Any = torch._C._len_torch_dispatch_stack
-_transformed = torch._C._are_functorch_transforms_active
 _PLAIN = (Tensor, Parameter)
 _cpu = torch.device("cpu")
 _MOST_WORK: Any = 1_000_000  # numpy's annotations know 0 and -1 only
 
-part_of: Callable[[Tensor, Any, Any, int], Tensor] | None = getattr(_fast, "_reinterpret_tensor", None)
-"""``x.as_strided(shape, stride, offset)`` without the dispatcher; not a view for autograd, and no check of bounds."""
-
 
 def extent_of(x: Tensor) -> int:
     """Bytes from the first element of ``x`` to the end of its last one in memory."""
-    if not x.numel():
-        return 0
+    if x.is_contiguous():
+        return x.nbytes
     return (1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))) * x.itemsize
 
 
@@ -135,37 +127,3 @@ def empty_on(device: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         shape = tuple(shape)
         return _on_cpu(shape, contiguous_stride(shape), dtype)
     return torch.empty(shape, dtype=dtype, device=device)
-
-
-def allocator(like: Tensor) -> Allocate | None:
-    """New memory on the device of ``like``; None where only ``new_empty`` can make it.
-
-    For tensors that ``recognizer`` takes.
-    """
-    if part_of is None:
-        return None
-    device = like.device
-    if device.type == "cpu":
-        return _on_cpu
-    if device.type == "cuda" and _current_device is not None and _current_device() == device.index:
-        return _on_cuda
-    return None
-
-
-def recognizer(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """A function of as many tensors: whether they are as these, and torch is in the same modes.
-
-    That is class, dtype, device, shape, strides, lazy bits and whether they require gradients; not whether those are
-    enabled. Tensors that are given twice are not recognised.
-
-    Returns:
-        None where there is nothing to recognise: subclasses, modes of ``__torch_dispatch__``, transforms of functions.
-    """
-    if _guards is None or not tensors or _modes() or _transformed():
-        return None
-    if any(x.__class__ not in _PLAIN or x.is_meta for x in tensors) or len({id(x) for x in tensors}) < len(tensors):
-        return None
-    shapes = {"dynamic_dims_sizes": [list(x.shape) for x in tensors]}
-    strides = {"dynamic_dims_strides": [list(x.stride()) for x in tensors]}
-    check = _guards(*tensors, **shapes, **strides).check
-    return lambda *given: check(*given) and not _modes()  # guards see no modes of torch's own, as that of fake tensors

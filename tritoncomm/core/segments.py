@@ -2,16 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from operator import itemgetter
-from typing import Any
 
 import torch
 import tritoncomm_kernels as kernels
 from torch import Tensor
 from torch.autograd import profiler
-from tritoncomm_kernels import Copies, Segment, Segments, reference
+from tritoncomm_kernels import Segment, Segments, reference
 
 from tritoncomm import record
 from tritoncomm.core.ops import path_for
@@ -19,8 +17,7 @@ from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ShapeError
 
 __all__ = [
-    "MOST_SEGMENTS", "Prepared", "PreparedCopies", "block_segments", "full_tensors", "gather", "picker", "scatter",
-    "strided_segments",
+    "MOST_SEGMENTS", "block_segments", "full_tensors", "gather", "scatter", "strided_segments",
 ]  # fmt: skip
 
 MOST_SEGMENTS = 8192  # of a table that is made for a layout instead of a launch for every tensor
@@ -72,104 +69,6 @@ def scatter(
             wire, tensors, segments, scale=scale, accumulate=accumulate, sums=sums
         )
     return "torch", reference.scatter_segments(wire, tensors, segments, scale=scale, accumulate=accumulate, sums=sums)
-
-
-class Prepared:
-    """``gather`` or ``scatter`` of one table for tensors whose dtypes, shapes, strides and device stay the same.
-
-    The caller vouches for that: a call looks at addresses only. Traffic as there.
-
-    Args:
-        segments: the table.
-        gathers: whether the tensors are read, and the wire written.
-        accumulate: add to what is in the tensors; of a scatter.
-        sums: add up segments of the same rows; of a scatter.
-    """
-
-    __slots__ = ("_call", "accumulate", "gathers", "segments", "sums")
-
-    def __init__(self, segments: Segments, gathers: bool, accumulate: bool = False, sums: bool = False) -> None:
-        self.segments, self.gathers, self.accumulate, self.sums = segments, gathers, accumulate, sums
-        self._call: Any = None
-
-    def __call__(
-        self,
-        tensors: Sequence[Tensor],
-        wire: Tensor,
-        addresses: tuple[int, ...] | None = None,
-        path: record.CopyPath | None = None,
-    ) -> record.CopyPath:
-        """Copy; the path taken.
-
-        Arguments and errors as those of ``gather`` and ``scatter``; ``addresses`` are the tensors', and ``path`` is
-        what ``path_for`` says, where the caller has them.
-        """
-        if (path or path_for(wire, "segments")) != "triton":
-            if self.gathers:
-                return gather(tensors, wire, self.segments)[0]
-            return scatter(wire, tensors, self.segments, accumulate=self.accumulate, sums=self.sums)[0]
-        _range = record.span("gather" if self.gathers else "scatter") if profiler._is_profiler_enabled else None
-        if self._call is None:
-            name = "gather_segments" if self.gathers else "scatter_segments"
-            self._call = kernels.SegmentCall(name, self.segments, tensors, wire, self.accumulate, self.sums)
-        self._call(tensors, wire, addresses)
-        return "triton"
-
-
-def picker(used: Ints) -> Callable[[Any], Any]:
-    """The entries of a sequence with these numbers."""
-    first, last = used[0], used[-1]
-    if used == tuple(range(first, last + 1)):
-        return itemgetter(slice(first, last + 1))
-    return itemgetter(*used)
-
-
-def _in_turns(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-    every = [*first, *second]
-    every[::2], every[1::2] = first, second
-    return every
-
-
-class PreparedCopies:
-    """Blocks of tensors copied into blocks of others, whose layouts and device stay the same, in one launch.
-
-    Every pair of dtypes that are cast is a launch of its own. As with ``Prepared`` a call looks at addresses only.
-
-    Args:
-        copies: the table.
-        used: numbers of the tensors, and of their targets, that it is of.
-    """
-
-    __slots__ = ("_call", "_pick", "copies")
-
-    def __init__(self, copies: Copies, used: Ints) -> None:
-        self.copies, self._pick = copies, picker(used)
-        self._call: Any = None
-
-    def __call__(
-        self,
-        tensors: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        before: tuple[int, ...] | None = None,
-        after: tuple[int, ...] | None = None,
-    ) -> None:
-        """Launch on the current stream.
-
-        Args:
-            tensors, targets: all of them; what is copied shares no memory.
-            before, after: addresses of all, where the caller has read them.
-
-        Raises:
-            ValueError, TypeError, RuntimeError: as ``kernels.copy_segments``, at the first call.
-        """
-        _range = record.span("copy_segments") if profiler._is_profiler_enabled else None
-        every = _in_turns(self._pick(tensors), self._pick(targets))
-        if self._call is None:
-            self._call = kernels.SegmentCall("copy_segments", self.copies, every, every[-1])
-        addresses = None
-        if before is not None and after is not None:
-            addresses = tuple(_in_turns(self._pick(before), self._pick(after)))
-        self._call(every, every[-1], addresses)
 
 
 def block_segments(

@@ -329,7 +329,7 @@ def _check_batch(batch: Mapping[str, Any], group: ProcessGroup, name: str) -> No
     if variables.CHECK.value or variables.HASH.value or _compared.get(group) != here:
         entries = {} if error is not None else _described(batch)
         digest = hashlib.blake2b(repr(entries).encode(), digest_size=16).digest()
-        agree(name, group, digest, error, lambda: entries, "shards a batch", "batches")
+        agree(name, group, digest, error, lambda: entries, "batches")
         _compared[group] = here
     elif error is not None:
         raise error

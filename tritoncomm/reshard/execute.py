@@ -4,39 +4,28 @@ import threading
 import weakref
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from tritoncomm import record
 from tritoncomm.core import backend
 from tritoncomm.core.function import direct
-from tritoncomm.core.memory import (
-    Allocate,
-    allocator,
-    contiguous_stride,
-    has_memory,
-    part_of,
-    share_memory,
-)  # fmt: skip
+from tritoncomm.core.memory import contiguous_stride, empty, share_memory
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, GroupError, PeerError, UnsupportedError
-from tritoncomm.reshard import notes
 from tritoncomm.reshard.builder import transfers
 from tritoncomm.reshard.plan import Bucket, Item, Side, Transfers, digest
-from tritoncomm.reshard.recognized import Recognized, recognized
-from tritoncomm.reshard.steps import Addresses, Step, addresses_of, steps_of
+from tritoncomm.reshard.steps import Step, steps_of
+from tritoncomm.reshard.unanimous import with_advice
 
 __all__ = ["Exchange", "apply", "check_dtypes", "messages"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TABLES = 8
-_SHOWN = 4  # names of a message
-_address_of = Tensor.data_ptr
 
 
 def check_dtypes(item: Item, grad: str, name: str) -> None:
@@ -65,10 +54,10 @@ class Exchange:
         bucket_bytes: bytes of a bucket at most, on each side.
         grad: ``replicated`` or ``partial``, see ``reshard``.
         sums: every replica of the source sends and the target adds them up, in the order of the ranks.
+        adjoint: the exchange of which this one is the adjoint, where that is the other way round, too.
 
     Attributes:
         device: kind of device that the exchange is for, ``cpu`` or ``cuda``.
-        stay: fingerprints of the layouts of tensors that stay, as last seen beside these.
     """
 
     def __init__(
@@ -80,30 +69,28 @@ class Exchange:
         bucket_bytes: int,
         grad: str,
         sums: bool = False,
+        adjoint: "Exchange | None" = None,
     ) -> None:
-        self.items, self.grad, self.sums = tuple(items), grad, sums
+        self.items, self.grad, self.sums, self._adjoint = tuple(items), grad, sums, adjoint
         self._group = None if group is None else weakref.ref(group)  # plans are cached by their group
         self.device = "cpu" if group is not None and backend.cuda_backend(group) in ("", "gloo") else "cuda"
         self.transfers: Transfers = transfers(items, ranks, position, bucket_bytes, every_replica=sums)
         self.bucket_bytes = bucket_bytes
-        self.stay: list[bytes] = []
         self.carried = [item.carried for item in self.items]
         rank = ranks[position]
         self.source_shapes = [item.source.local_shape(rank) for item in self.items]
         shapes = (item.target.local_shape(rank) for item in self.items)
         self.shapes = [(0,) if shape is None else shape for shape in shapes]
         self._makes = [
-            (shape, self.transfers.arrives(i), is_complete and i not in self.transfers.accumulated)
-            for i, (shape, is_complete) in enumerate(zip(self.shapes, self.transfers.complete, strict=True))
+            (shape, contiguous_stride(shape), self.transfers.arrives(i), covers and i not in self.transfers.accumulated)
+            for i, (shape, covers) in enumerate(zip(self.shapes, self.transfers.complete, strict=True))
         ]
         self._steps: dict[Any, tuple[list[int], list[Step]]] = {}
         self._lock = threading.Lock()
-        self._recognized: Recognized | None = None
-        self.recognized_into: Recognized | None = None
 
     @cached_property
     def _digest(self) -> str:
-        """What the ranks have to agree on."""
+        """Digest of everything that the ranks have to agree on, in hexadecimal."""
         return digest(self.items, (self.bucket_bytes, self.grad, self.sums, self.transfers.ranks)).hex()
 
     @property
@@ -118,9 +105,14 @@ class Exchange:
             raise GroupError("reshard: the process group of this plan was destroyed")
         return group
 
-    @cached_property
+    @property
     def adjoint(self) -> "Exchange":
         """The exchange of the gradients, of those tensors that have one."""
+        if self._adjoint is None:
+            self._adjoint = self._reversed()
+        return self._adjoint
+
+    def _reversed(self) -> "Exchange":
         plan = self.transfers
         items = [item.reversed() for item in self.items if item.has_grad]
         sums = self.grad == "partial" and not self.sums
@@ -130,10 +122,8 @@ class Exchange:
                     f"reshard.backward: the gradient of {item.name} is ambiguous, as {item.source.problem}; "
                     'pass grad="partial" if they are to be summed'
                 )
-        made = Exchange(items, plan.ranks, plan.position, self.group, self.bucket_bytes, self.grad, sums)
-        if len(items) == len(self.items):
-            made.adjoint = self
-        return made
+        adjoint = self if len(items) == len(self.items) else None
+        return Exchange(items, plan.ranks, plan.position, self.group, self.bucket_bytes, self.grad, sums, adjoint)
 
     def run(self, tensors: Sequence[Tensor], results: Sequence[Tensor] | None, name: str) -> Sequence[Tensor]:
         """Exchange the tensors of this rank; without autograd.
@@ -143,8 +133,6 @@ class Exchange:
             results: to write into; new ones by default.
             name: the function, for errors and counters.
         """
-        if (replayed := self.replayed(tensors, name, results)) is not None:
-            return replayed
         started, _range = record.now(), self._begin(tensors, name)
         sources, copied = tensors, 0
         if any(x.requires_grad or x.is_conj() or x.is_neg() for x in tensors):
@@ -156,7 +144,6 @@ class Exchange:
         after = None if results is None else tuple([(x.stride(), x.get_device()) for x in targets])
         key = tuple([(x.stride(), x.get_device()) for x in sources]), after, in_place
         uneven, steps = self._steps.get(key) or self._steps_for(key, sources, targets)
-        is_plain = not copied and not uneven and (results is not None or all(covers for *_, covers in self._makes))
         if uneven:
             sources = list(sources)
             for i in uneven:
@@ -168,69 +155,20 @@ class Exchange:
             for x, target in zip(results, targets, strict=True):
                 if x.data_ptr() != target.data_ptr():
                     x.copy_(target)
-                    copied, is_plain = copied + 2 * x.nbytes, False
+                    copied += 2 * x.nbytes
         for i in self.transfers.accumulated:
             if targets[i].dtype is not self.items[i].result:
                 copied += targets[i].nbytes
                 targets[i] = targets[i].to(self.items[i].result)
                 copied += targets[i].nbytes
         record.add(name, path, copied + self.transfers.bytes_copied, self.transfers.bytes_sent, started)
-        if is_plain and results is None:
-            self._recognized = recognized(tensors, None, steps)
-        elif is_plain:
-            self.recognized_into = recognized(tensors, results, steps)
         return targets
-
-    def replayed(
-        self, tensors: Sequence[Tensor], name: str, results: Sequence[Tensor] | None = None
-    ) -> Sequence[Tensor] | None:
-        """``run`` for tensors of the kind that it had before, of which nothing is to be checked; None for others.
-
-        What is written into has to be in the same memory, and the tensors too: that they are apart was checked there.
-        """
-        known = self._recognized if results is None else self.recognized_into
-        if known is None or forward_ad._current_level >= 0 or not known.are_as_before(*tensors, *(results or ())):
-            return None
-        if known.require_grad and torch.is_grad_enabled():
-            return None
-        new = allocator(tensors[0])
-        if new is None:
-            return None
-        addresses = addresses_of(tensors, results or ())
-        if results is not None and addresses != known.addresses:
-            return None
-        if not known.have_memory(tensors, results, addresses[0]):
-            return None
-        started, _range = record.now(), self._begin(tensors, name)
-        if results is None:
-            targets = [new(*each) for each in self._contiguous]
-            addresses = addresses[0], tuple(map(_address_of, targets))
-        else:
-            targets = results
-        path = self._run_steps(known.steps, tensors, targets, name, new, addresses)
-        if results is not None:
-            increment_version(results)  # autograd sees no kernel's writes
-        record.add(name, path, self.transfers.bytes_copied, self.transfers.bytes_sent, started)
-        return targets
-
-    def recognizes(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether ``run`` had tensors of this kind before, and these have memory."""
-        known = self._recognized
-        return known is not None and known.are_as_before(*tensors) and all(map(has_memory, tensors, known.extents))
 
     def _begin(self, tensors: Sequence[Tensor], name: str) -> Any:
-        """Report the call to observers, and take back what was left for others to read."""
-        begun = None
+        """Report the call to the observer; returns its range for the profiler, if one is on."""
         if record.switch._is_profiler_enabled and self.group is not None:
-            begun = record.begin(name, "reshard", self.group, list(tensors), (self._digest,))
-        if notes.pending and self.group is not None:
-            notes.withdraw(self.group)
-        return begun
-
-    @cached_property
-    def _contiguous(self) -> list[tuple[Ints, Ints, torch.dtype]]:
-        """Shape, strides and dtype of new results."""
-        return [(shape, contiguous_stride(shape), dtype) for shape, dtype, _ in self._makes]
+            return record.begin(name, "reshard", self.group, list(tensors), (self._digest,))
+        return None
 
     def _run_steps(
         self,
@@ -238,37 +176,25 @@ class Exchange:
         sources: Sequence[Tensor],
         targets: Sequence[Tensor],
         name: str,
-        new: Allocate | None = None,
-        addresses: Addresses | None = None,
     ) -> record.CopyPath:
         path: record.CopyPath = "view"
         try:
             for step in steps:
-                taken = step.run(sources, targets, self._exchange, name, new, addresses)
+                taken = step.run(sources, targets, self._exchange, name)
                 path = path if taken == "view" else taken
         except PeerError as failure:
-            self._explain(failure, name)
+            raise with_advice(failure) from failure
         except ValueError as failure:
             if any(x.is_meta for x in sources):  # looked at only now, as it costs every tensor of every call
                 raise ArgumentError(f"{name}: a meta tensor has no data to send") from failure
             raise
         return path
 
-    def _explain(self, failure: PeerError, name: str) -> NoReturn:
-        """Raise why an exchange failed, if another rank has said so, else ``failure``."""
-        group, names = self.group, [item.name for item in self.items]
-        assert group is not None  # without one nothing is sent that could fail
-        shown = f"{names[:_SHOWN]}" + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
-        try:
-            notes.explain(failure, group, name, f"executes its plan of {shown}", self._digest)
-        finally:
-            del failure
-
     def _made(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """Contiguous memory for the results; zeros where something may not be written, or is added."""
         return [
-            x.new_empty(shape, dtype=dtype) if covers else x.new_zeros(shape, dtype=dtype)
-            for x, (shape, dtype, covers) in zip(sources, self._makes, strict=True)
+            empty(x, shape, stride, dtype) if covers else x.new_zeros(shape, dtype=dtype)
+            for x, (shape, stride, dtype, covers) in zip(sources, self._makes, strict=True)
         ]
 
     def _into(self, results: Sequence[Tensor]) -> list[Tensor]:
@@ -322,8 +248,6 @@ class Exchange:
 
 def messages(wire: Tensor, side: Side) -> list[tuple[int, Tensor]]:
     """What goes to, or comes from, each rank on the other side."""
-    if wire.__class__ is Tensor and part_of is not None:
-        return [(peer, part_of(wire, (count,), (1,), start)) for peer, start, count in side.parts]
     return [(peer, wire.narrow(0, start, count)) for peer, start, count in side.parts]
 
 

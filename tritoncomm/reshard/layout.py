@@ -46,6 +46,10 @@ class Layout:
         at: position of every box in its rank's local tensor, ``[boxes, dims]``.
         local: shape of every rank's local tensor, ``[ranks, dims]``.
         step: of every dim, from one index of a box to the next in the tensor; 1 by default. ``size`` counts indices.
+        is_tiling: the boxes are known to tile the tensor, so that ``problem`` does not check it.
+        may_repeat: whether a region may have replicas.
+        sharded: of every dim, whether a box may have less than its full extent; all by default.
+        axes: a mesh and its sharding axes, where no box is empty.
 
     Raises:
         ShapeError: the boxes are not inside the tensor or the local tensors.
@@ -62,6 +66,11 @@ class Layout:
         at: Array,
         local: Array,
         step: Sequence[int] | None = None,
+        *,
+        is_tiling: bool = False,
+        may_repeat: bool = True,
+        sharded: tuple[bool, ...] | None = None,
+        axes: tuple[Ints, Ints] | None = None,
     ) -> None:
         self.shape, self.ranks = tuple(shape), tuple(ranks)
         self.step: Ints = (1,) * len(self.shape) if step is None else tuple(step)
@@ -73,11 +82,9 @@ class Layout:
         if not kept.all():
             owner, start, size, at = owner[kept], start[kept], size[kept], at[kept]
         self.owner, self.start, self.size, self.at, self._local = owner, start, size, at, local
-        self.sharded: tuple[bool, ...] = (True,) * len(self.shape)  # where False, all boxes have the dim's full extent
-        self.may_repeat = True  # whether a region may have replicas
-        self.axes: tuple[Ints, Ints] | None = None  # a mesh and its sharding axes, if no box is empty
-        self.elements = math.prod(self.shape)
-        self.rows: tuple[Ints, Ints] | None = None  # periods and steps of ``in_rows``
+        self.sharded = (True,) * len(self.shape) if sharded is None else sharded
+        self.may_repeat, self.axes, self.elements = may_repeat, axes, math.prod(self.shape)
+        self._problem = "" if is_tiling else None
         limit = np.array(self.shape, np.int64)
         reach = size if step is None else (size - 1) * np.array(self.step, np.int64) + 1
         if ((start < 0) | (size < 0) | (start + reach > limit)).any():
@@ -214,32 +221,16 @@ class Layout:
         return None if place is None else tuple(self._local[place].tolist())
 
     def in_rows(self, periods: Ints) -> "Layout":
-        """The same boxes without steps; of dims with a period above 1, a multiple of the step, see ``rows``.
+        """The layout with strided boxes as dense ones: dims with a period above 1 are viewed as rows, see ``rows``.
 
-        Local shapes stay, and positions are those of ``strides_of``.
+        Args:
+            periods: of every dim, multiples of the steps. Local shapes stay; positions are in dims of ``strides_of``.
         """
-        made = object.__new__(Layout)
-        given = Boxes(self.owner, self.start, self.size, self.at)
-        made.owner, made.start, made.size, made.at = in_rows(given, self.step, periods)
-        made.shape, made.ranks, made._local = rows_shape(self.shape, periods), self.ranks, self._local
-        made.step, made.elements, made.rows = (1,) * len(made.shape), self.elements, (periods, self.step)
-        made.may_repeat, made.axes = self.may_repeat, None
-        is_sharded = zip(self.sharded, self.shape, periods, strict=True)
-        made.sharded = tuple(a or n % period > 0 for a, n, period in is_sharded for _ in range(1 + (period > 1)))
-        if "problem" in self.__dict__:
-            made.problem = self.problem
-        made.digest = hashlib.blake2b(self.digest + repr(periods).encode(), digest_size=16).digest()
-        return made
+        return _RowLayout(self, periods)
 
     def strides_of(self, strides: Ints) -> Ints:
         """Strides of a local tensor for the dims in which boxes are positioned."""
-        if self.rows is None or len(strides) != len(self.rows[0]):  # a rank without a part has an empty tensor
-            return strides
-        periods, steps = self.rows
-        along = zip(strides, periods, row_steps(steps, periods), strict=True)
-        return tuple(
-            n for stride, period, rows in along for n in ([stride] if period == 1 else [stride * rows, stride])
-        )
+        return strides
 
     @cached_property
     def is_single(self) -> bool:
@@ -251,12 +242,17 @@ class Layout:
         """The regions without their replicas, and which ranks have each."""
         return Distinct(self)
 
-    @cached_property
+    @property
     def problem(self) -> str:
         """Why this is no tiling of the tensor (replicas apart), in words; empty if it is one.
 
         A tiling covers every element, and its regions are either equal or disjoint.
         """
+        if self._problem is None:
+            self._problem = self._find_problem()
+        return self._problem
+
+    def _find_problem(self) -> str:
         if any(step > 1 for step in self.step):
             return self.in_rows(self.step).problem
         regions = self.distinct
@@ -291,6 +287,33 @@ class Layout:
         ]
         more = [f"... of {len(self.owner)} boxes"] if len(self.owner) > 3 else []
         return f"Layout({list(self.shape)} over {len(self.ranks)} ranks: {', '.join(boxes + more)})"
+
+
+class _RowLayout(Layout):
+    """A layout in the index space of ``rows_shape``, in which its boxes have no steps.
+
+    Its boxes are within the tensor and its ranks' local tensors because those of ``layout`` are.
+    """
+
+    def __init__(self, layout: Layout, periods: Ints) -> None:  # pyright: ignore[reportMissingSuperCall]
+        boxes = Boxes(layout.owner, layout.start, layout.size, layout.at)
+        self.owner, self.start, self.size, self.at = in_rows(boxes, layout.step, periods)
+        self.shape, self.ranks, self._local = rows_shape(layout.shape, periods), layout.ranks, layout._local
+        self.step, self.elements = (1,) * len(self.shape), layout.elements
+        is_sharded = zip(layout.sharded, layout.shape, periods, strict=True)
+        self.sharded = tuple(a or n % period > 0 for a, n, period in is_sharded for _ in range(1 + (period > 1)))
+        self.may_repeat, self.axes, self._problem = layout.may_repeat, None, layout._problem
+        self.digest = hashlib.blake2b(layout.digest + repr(periods).encode(), digest_size=16).digest()
+        self._periods, self._steps = periods, layout.step
+
+    def strides_of(self, strides: Ints) -> Ints:
+        """Strides of a local tensor for rows and columns; an empty tensor of a rank without a part keeps its own."""
+        if len(strides) != len(self._periods):
+            return strides
+        along = zip(strides, self._periods, row_steps(self._steps, self._periods), strict=True)
+        return tuple(
+            n for stride, period, rows in along for n in ([stride] if period == 1 else [stride * rows, stride])
+        )
 
 
 class Distinct:
@@ -338,14 +361,15 @@ def _on_mesh(shape: Ints, mesh: Ints, ranks: Ints, placements: tuple[Placement, 
         first = np.minimum(coordinates[axis] * run, length)
         start[:, dim] += first
         size[:, dim] = np.minimum(first + run, length) - first
-    layout = Layout(shape, ranks, np.arange(count), start, size, np.zeros_like(start), size)
-    layout.may_repeat = any(each is None and size > 1 for each, size in zip(placements, mesh, strict=True))
-    layout.problem = ""  # a tiling by construction, which takes longer to check than to make
-    split = {each[0] for each, size in zip(placements, mesh, strict=True) if each is not None and size > 1}
-    layout.sharded = tuple(dim in split for dim in range(dims))
-    if len(layout.owner) == count:
-        layout.axes = mesh, tuple(axis for axis, placement in enumerate(placements) if placement is not None)
-    return layout
+    split = {each[0] for each, length in zip(placements, mesh, strict=True) if each is not None and length > 1}
+    sharding = tuple(axis for axis, placement in enumerate(placements) if placement is not None)
+    return Layout(
+        shape, ranks, np.arange(count), start, size, np.zeros_like(start), size,
+        is_tiling=True,  # by construction; a check takes longer than the construction
+        may_repeat=any(each is None and length > 1 for each, length in zip(placements, mesh, strict=True)),
+        sharded=tuple(dim in split for dim in range(dims)),
+        axes=(mesh, sharding) if size.all() else None,
+    )  # fmt: skip
 
 
 def _order(shape: Ints, mesh: Ints, placements: tuple[Placement, ...]) -> list[int]:
@@ -379,11 +403,10 @@ def _sequence(shape: Ints, dim: int, kind: str, ranks: Ints, bounds: Ints) -> La
     size, local = (np.tile(np.array(shape, np.int64), (len(each), 1)) for each in (runs.owner, runs.local))
     start[:, dim], size[:, dim], at[:, dim], local[:, dim] = runs[1:5]
     step = tuple(runs.step if each == dim else 1 for each in range(len(shape)))
-    layout = Layout(shape, ranks, runs.owner, start, size, at, local, step)
-    layout.may_repeat = False
-    layout.problem = ""  # a tiling by construction
-    layout.sharded = tuple(each == dim for each in range(len(shape)))
-    return layout
+    sharded = tuple(each == dim for each in range(len(shape)))
+    return Layout(
+        shape, ranks, runs.owner, start, size, at, local, step, is_tiling=True, may_repeat=False, sharded=sharded
+    )
 
 
 def _text(start: Array, size: Array, step: Ints = ()) -> str:

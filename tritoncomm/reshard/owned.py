@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritoncomm import groups
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import check_data, checked_ints
-from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
+from tritoncomm.errors import ArgumentError, CommError, ShapeError
 from tritoncomm.groups import GroupLike
 from tritoncomm.reshard.layout import Layout
-from tritoncomm.reshard.resharding import BUCKET_BYTES, ReshardPlan, refuse, reshard_plan
+from tritoncomm.reshard.request import members_of, refuse
+from tritoncomm.reshard.resharding import BUCKET_BYTES, ReshardPlan, reshard_plan
 from tritoncomm.reshard.specs import is_dtensor, local_of, named, source_of
 
 __all__ = ["OwnedExchange", "balanced_owners", "exchange_owned"]
@@ -89,15 +89,12 @@ class OwnedExchange:
         group: GroupLike | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        process_group = dist.group.WORLD if group is None else groups.as_group(group, "exchange_owned")
-        if process_group is None:
-            raise GroupError("exchange_owned: torch.distributed is not initialized; call tritoncomm.initialize()")
+        members = members_of(group, "exchange_owned")
         try:
             given, layouts, full = _layouts(tensors, owners, source)
         except CommError as error:
-            refuse(error, process_group, "exchange_owned")
-            raise
-        options: dict[str, Any] = {"group": process_group, "bucket_bytes": bucket_bytes}
+            refuse(error, members, "exchange_owned")
+        options: dict[str, Any] = {"group": members.group, "bucket_bytes": bucket_bytes}
         dtypes = {name: x.dtype for name, x in given.items()}
         home = {name: (x.device_mesh, x.placements) if is_dtensor(x) else layouts[name] for name, x in given.items()}
         self.owned = [name for name in given if owners[name] == dist.get_rank()]

@@ -1,6 +1,5 @@
 """``reshard`` and ``reshard_plan``: tensors from one layout to another, over any ranks."""
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
@@ -8,28 +7,37 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from tritoncomm import record
 from tritoncomm.core.cost import DEFAULTS, Rates
-from tritoncomm.core.function import outside_graphs
+from tritoncomm.core.function import outside_graphs, without_graph
+from tritoncomm.core.memory import share_memory
+from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import check_data, refuse_transforms
-from tritoncomm.errors import ArgumentError, CommError
+from tritoncomm.errors import ArgumentError, CommError, GroupError
 from tritoncomm.groups import GroupLike
-from tritoncomm.reshard.arguments import Call, check_memory
 from tritoncomm.reshard.execute import Exchange, apply
 from tritoncomm.reshard.plan import Item
-from tritoncomm.reshard.recent import keep, recent_plan
 from tritoncomm.reshard.report import text_of
-from tritoncomm.reshard.specs import check_own_layout, local_of, named
-from tritoncomm.reshard.stays import Stays
+from tritoncomm.reshard.request import (
+    Members,
+    Options,
+    Request,
+    check_apart,
+    check_local,
+    check_memory,
+    check_out,
+    exchange_for,
+    members_of,
+    parse,
+    refuse,
+)
+from tritoncomm.reshard.specs import Wrap, check_own_layout, local_of, named
 
-__all__ = ["BUCKET_BYTES", "ReshardPlan", "refuse", "reshard", "reshard_plan"]
+__all__ = ["BUCKET_BYTES", "Grad", "ReshardPlan", "formed", "planned", "reshard", "reshard_plan"]
 
 BUCKET_BYTES = 256 * 2**20
 Grad = Literal["replicated", "partial"]
-_ALONE = ["tensor"]
-_DICTS = (dict, OrderedDict)  # as state_dict() returns it
 
 
 @outside_graphs
@@ -71,21 +79,15 @@ def reshard(
     Raises:
         ShapeError: shapes that differ, a source that does not cover its tensor, a local tensor of another shape.
         GroupError: a layout has ranks that are not in the group.
-        MismatchError: another rank has other arguments, or refused its own. Nothing was sent; but where the others have
-            a plan for theirs already, they exchange without it and raise this after the group's timeout.
+        MismatchError: another rank has other arguments, or refused its own. Nothing was sent.
+        PeerError: another rank failed, or did not come within the group's timeout. Ranks that have a plan for their
+            arguments do not compare them; a rank with others is named with ``TRITONCOMM_CHECK=1``.
         UnsupportedError: partial placements, or a cast of other dtypes.
     """
-    options = dtype, bucket_bytes, grad
-    known = recent_plan(source, target, group, options) if bucket_bytes.__class__ is int else None
-    if known is not None and (replayed := known._replayed(tensors, out)) is not None:
-        return replayed
-    call = Call(tensors, source, target, group, dtype, grad, out, "reshard")
-    exchange = call.exchange(bucket_bytes)
-    plan = ReshardPlan(call, exchange)
-    results = plan.run(call.locals, None if out is None else call.outs)
-    made = call.form(tensors, results) if out is None else out
-    keep((plan, exchange), call, source, target, options)
-    return made
+    options = Options("reshard", dtype, bucket_bytes, grad, out)
+    request, plan = planned(tensors, source, target, members_of(group, "reshard"), options)
+    results = plan.run(request.tensors, None if out is None else request.outs)
+    return formed(tensors, results, request.wraps) if out is None else out
 
 
 def reshard_plan(
@@ -110,56 +112,62 @@ def reshard_plan(
 
     It raises what ``reshard`` raises.
     """
-    call = Call(tensors, source, target, group, dtype, grad, None, "reshard_plan", ranks, rank)
-    plan = ReshardPlan(call, call.exchange(bucket_bytes))
-    call.locals.clear()  # a plan keeps no tensors, and no group, which may be destroyed before
-    call.group = None
-    call.name = "reshard"  # which it executes
-    return plan
+    if ranks is None:
+        members = members_of(group, "reshard_plan")
+    else:
+        every = tuple(ranks)
+        if rank not in every:
+            raise GroupError(f"reshard_plan: rank {rank!r} is not among the ranks {list(every)}")
+        members = Members(None, every, every.index(rank))
+    return planned(tensors, source, target, members, Options("reshard_plan", dtype, bucket_bytes, grad))[1]
 
 
-def refuse(error: CommError, group: ProcessGroup, name: str) -> None:
-    """Raise an error of this rank's arguments, and let the ranks that make a plan meanwhile raise, too.
+def planned(
+    tensors: Any, source: Any, target: Any, members: Members, options: Options
+) -> tuple[Request, "ReshardPlan"]:
+    """The request of a call, and its plan, which is cached or agreed on by all ranks of the group.
 
     Raises:
-        CommError: ``error``.
+        CommError: as ``reshard``, on all ranks that agree on a plan.
     """
-    call = Call({}, None, None, group, None, "replicated", None, name)
-    call.error, call.is_read = error, False
-    call.exchange(BUCKET_BYTES)
-    raise error
+    try:
+        request, error = parse(tensors, source, target, members, options)
+    except CommError as problem:
+        refuse(problem, members, options.name)
+    return request, ReshardPlan(request, exchange_for(request, error))
+
+
+def formed(tensors: Any, results: Sequence[Tensor], wraps: Sequence[Wrap | None]) -> Any:
+    """Results in the form of ``tensors``: one, a list, or a dict by name; DTensors and ColoTensors where wrapped."""
+    wrapped = [x if wrap is None else wrap(x) for x, wrap in zip(results, wraps, strict=True)]
+    if isinstance(tensors, Tensor):
+        return wrapped[0]
+    return dict(zip(tensors, wrapped, strict=True)) if isinstance(tensors, Mapping) else wrapped
 
 
 class ReshardPlan(record.Traffic):
     """A resharding that can be looked at and executed repeatedly; prints as a table.
 
+    It keeps no tensors, and does not keep its process group.
+
     Attributes:
-        items: what happens to every tensor, those that stay as they are included.
-        transfers: messages, buckets and bytes of this rank, and totals of all ranks; of the tensors that move.
+        items: source, target and dtypes of every tensor, pass-through tensors included.
+        transfers: messages, buckets and bytes of this rank, and totals of all ranks; without pass-through tensors.
     """
 
-    def __init__(self, call: Call, exchange: Exchange) -> None:
-        self._call, self._exchange = call, exchange
-        self.transfers = exchange.transfers
-        self._stays = Stays(call.stays, exchange) if any(call.stays) else None
-        self._name = "reshard" if call.name == "reshard_plan" else call.name
+    def __init__(self, request: Request, exchange: Exchange) -> None:
+        self.items, self.transfers = request.items, exchange.transfers
+        self._exchange, self._wraps, self._passes_through = exchange, request.wraps, request.passes_through
+        self._name = "reshard" if request.name == "reshard_plan" else request.name
+        self._rank = request.members.rank
 
     bytes_sent = property(attrgetter("transfers.bytes_sent"), doc="Bytes this rank sends, alignment included.")
     bytes_copied = property(attrgetter("transfers.bytes_copied"), doc="Bytes read plus written by this rank's passes.")
 
     @cached_property
-    def items(self) -> tuple[Item, ...]:
-        """What happens to every tensor."""
-        return tuple(self._call.items)
-
-    @cached_property
-    def _names(self) -> list[str]:
-        return [item.name for item in self.items]
-
-    @cached_property
-    def _are_numbers(self) -> bool:
-        """Whether the names are those of a sequence."""
-        return self._names == [str(index) for index in range(len(self._names))]
+    def _shapes(self) -> list[tuple[Ints | None, Ints | None]]:
+        """Shapes of this rank's local tensors before and after; None where it has no part."""
+        return [(item.source.local_shape(self._rank), item.target.local_shape(self._rank)) for item in self.items]
 
     @outside_graphs
     def execute(self, tensors: Any, out: Any = None) -> Any:
@@ -169,76 +177,63 @@ class ReshardPlan(record.Traffic):
             ShapeError: a tensor of another shape than the plan was made for, or a DTensor of another layout.
             ArgumentError: other tensors or dtypes, or a gradient where the plan has none.
         """
-        call = self._call
-        replayed = self._replayed(tensors, out)
-        if replayed is not None:
-            return replayed
-        given, outs = named(tensors, "reshard"), None if out is None else named(out, "reshard")
-        if list(given) != self._names or (outs is not None and list(outs) != self._names):
-            got = list(given if outs is None or list(given) != self._names else outs)
-            raise ArgumentError(f"reshard: the plan is for {self._names}, not for {got}")
-        locals_ = [local_of(x) for x in given.values()]
-        for item, x, local in zip(self.items, given.values(), locals_, strict=True):
+        sources, results = named(tensors, "reshard"), None if out is None else named(out, "reshard")
+        names = [item.name for item in self.items]
+        if list(sources) != names or (results is not None and list(results) != names):
+            got = list(sources if results is None or list(sources) != names else results)
+            raise ArgumentError(f"reshard: the plan is for {names}, not for {got}")
+        may_record = results is None and torch.is_grad_enabled()
+        locals_ = [local_of(x) for x in sources.values()]
+        for item, x, local, (shape, _) in zip(self.items, sources.values(), locals_, self._shapes, strict=True):
             if local is not x:
                 check_own_layout(x, item.source, "reshard", item.name)
-        self._check(locals_, out is None and torch.is_grad_enabled())
-        if outs is None:
-            return call.form(tensors, self.run(locals_, None))
-        into = [local_of(x) for x in outs.values()]
-        for item, x, local in zip(self.items, outs.values(), into, strict=True):
+            self._check(local, item, shape, may_record)
+        if results is None:
+            return formed(tensors, self.run(locals_, None), self._wraps)
+        outs = [local_of(x) for x in results.values()]
+        for item, x, local, (_, shape) in zip(self.items, results.values(), outs, self._shapes, strict=True):
             if local is not x:
                 check_own_layout(x, item.target, "reshard", f"out {item.name}")
-            call.check_out(item.name, item.target, local, item.result)
-        call.check_apart(into)
-        self.run(locals_, into)
+            check_out(local, item, shape, "reshard", self._rank)
+        check_apart(names, outs, "reshard")
+        self.run(locals_, outs)
         return out
 
-    def _replayed(self, tensors: Any, out: Any) -> Any:
-        """``execute`` for tensors of the kind that it was executed with before; None for others."""
-        given, into = self._as_named(tensors), None if out is None else self._as_named(out)
-        if given is None or (into is None) is not (out is None):
-            return None
-        results = (self._stays or self._exchange).replayed(given, "reshard", into)
-        if results is None:
-            return None
-        return self._call.form(tensors, results) if out is None else out
-
-    def _as_named(self, tensors: Any) -> Sequence[Tensor] | None:
-        """The tensors in the order of the plan, if that is theirs."""
-        if tensors.__class__ in _DICTS and list(tensors) == self._names:
-            return [*tensors.values()]
-        if tensors.__class__ in (list, tuple):
-            return [*tensors] if self._are_numbers and len(tensors) == len(self._names) else None
-        return (tensors,) if tensors.__class__ is Tensor and self._names == _ALONE else None
-
-    def _check(self, tensors: Sequence[Any], may_record: bool) -> None:
-        """Refuse tensors that are not as the plan has them."""
-        if self._stays is None and all(isinstance(x, Tensor) for x in tensors):
-            is_recorded = may_record and any(
-                x.requires_grad > item.has_grad for x, item in zip(tensors, self.items, strict=True)
-            )
-            if not is_recorded and self._exchange.recognizes(tensors):
-                return
-        for item, x in zip(self.items, tensors, strict=True):
-            if not isinstance(x, Tensor):
-                raise ArgumentError(f"reshard: {item.name} must be a tensor, not {type(x).__name__}")
-            check_data(x, f"reshard: {item.name}")
-            check_memory(x, f"reshard: {item.name}")
-            refuse_transforms(x, "reshard", item.name)
-            self._call.check_local(item.name, item.source, x)
-            if x.dtype != item.dtype:
-                raise ArgumentError(f"reshard: {item.name} is {x.dtype}, but the plan is for {item.dtype}")
-            if may_record and x.requires_grad and not item.has_grad:
-                raise ArgumentError(f"reshard: {item.name} requires grad, but did not when the plan was made")
+    def _check(self, x: Any, item: Item, shape: Ints | None, may_record: bool) -> None:
+        """Check that a local tensor is as the plan has it."""
+        name = f"reshard: {item.name}"
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"{name} must be a tensor, not {type(x).__name__}")
+        check_data(x, name)
+        check_memory(x, name)
+        refuse_transforms(x, "reshard", item.name)
+        check_local(x, shape, "reshard", item.name, self._rank)
+        if x.dtype != item.dtype:
+            raise ArgumentError(f"{name} is {x.dtype}, but the plan is for {item.dtype}")
+        if may_record and x.requires_grad and not item.has_grad:
+            raise ArgumentError(f"{name} requires grad, but did not when the plan was made")
 
     def run(self, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
-        """``execute`` on checked local tensors."""
-        if self._stays is not None:
-            return self._stays.run(tensors, out, self._name)
+        """``execute`` on checked local tensors.
+
+        Pass-through tensors (layout and dtype are unchanged) are returned, or copied into ``out``.
+        """
+        moving = self._moving(tensors)
         if out is None:
-            return list(apply(self._exchange, tensors, self._name))
-        self._exchange.run(tensors, out, self._name)
+            moved = iter(apply(self._exchange, moving, self._name))
+            passing = tensors if torch.is_grad_enabled() else map(without_graph, tensors)
+            return [x if passes else next(moved) for x, passes in zip(passing, self._passes_through, strict=True)]
+        pairs = [(x.detach(), y) for x, y, passes in zip(tensors, out, self._passes_through, strict=True) if passes]
+        if pairs and share_memory(out, tensors):  # the exchange may overwrite them
+            pairs = [(x.clone(), y) for x, y in pairs]
+        self._exchange.run(moving, self._moving(out), self._name)
+        for x, y in pairs:
+            y.detach().copy_(x)
         return list(out)
+
+    def _moving(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors without those that pass through."""
+        return [x for x, passes in zip(tensors, self._passes_through, strict=True) if not passes]
 
     def text(self, rates: Rates | None = None) -> str:
         """Buckets, messages, bytes, launches, memory and predicted time, as a table.

@@ -4,16 +4,15 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from tritoncomm.core.function import outside_graphs
 from tritoncomm.core.plan import Ints
-from tritoncomm.core.validation import check_kind, checked_dim, ranks_of
+from tritoncomm.core.validation import check_kind, checked_dim
 from tritoncomm.errors import ArgumentError, CommError
 from tritoncomm.groups import GroupLike
-from tritoncomm.reshard.arguments import Call, group_of
 from tritoncomm.reshard.layout import Layout
-from tritoncomm.reshard.resharding import BUCKET_BYTES, Grad, ReshardPlan, refuse
+from tritoncomm.reshard.request import Options, members_of, refuse
+from tritoncomm.reshard.resharding import BUCKET_BYTES, Grad, formed, planned
 from tritoncomm.reshard.sequence_boxes import KINDS, bounds_of
 from tritoncomm.reshard.specs import local_of, named
 
@@ -75,24 +74,21 @@ def sequence_layout(
         ArgumentError: no such kind, or what is no tensor, dim or boundary.
         MismatchError: another rank has other arguments, or refused its own. Nothing was sent; but see ``reshard``.
     """
-    process_group = group_of(group, _NAME)
+    members = members_of(group, _NAME)
     try:
-        layouts = _layouts(x, source, target, dim, cu_seqlens, process_group)
+        layouts = _layouts(x, source, target, dim, cu_seqlens, members.ranks)
     except CommError as error:
-        refuse(error, process_group, _NAME)
-        raise
-    call = Call(x, *layouts, process_group, None, grad, None, _NAME)
-    plan = ReshardPlan(call, call.exchange(BUCKET_BYTES))
-    return call.form(x, plan.run(call.locals, None))
+        refuse(error, members, _NAME)
+    request, plan = planned(x, *layouts, members, Options(_NAME, bucket_bytes=BUCKET_BYTES, grad=grad))
+    return formed(x, plan.run(request.tensors, None), request.wraps)
 
 
 def _layouts(
-    x: Any, source: Any, target: Any, dim: Any, cu_seqlens: Any, group: ProcessGroup
+    x: Any, source: Any, target: Any, dim: Any, cu_seqlens: Any, ranks: Ints
 ) -> tuple[dict[str, Layout], dict[str, Layout]]:
     """Of every tensor, by name."""
     packed = None if cu_seqlens is None else bounds_of(cu_seqlens, _NAME)
     sides = _side(source, packed, "source"), _side(target, packed, "target")
-    ranks = _ranks(group)
     made: tuple[dict[str, Layout], dict[str, Layout]] = ({}, {})
     for name, given in named(x, _NAME).items():
         if not isinstance(given, Tensor):
@@ -116,10 +112,6 @@ def _side(given: Any, packed: Ints | None, what: str) -> Side:
             f"{_NAME}: the {what} must be one of {', '.join(KINDS)}, or one with its cu_seqlens, not {given!r:.80}"
         )
     return kind, packed
-
-
-def _ranks(group: ProcessGroup) -> Ints:
-    return tuple(ranks_of(group, _NAME))
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Whether all ranks of a group made the same plan (or batch), compared before they exchange it; else all raise."""
+"""Agreement of a group's ranks on a plan (or batch) before anything is sent: they compare a digest, or all raise."""
 
 import json
 from collections.abc import Callable
@@ -10,11 +10,10 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm.core import backend
 from tritoncomm.errors import CommError, MismatchError, PeerError
-from tritoncomm.reshard import notes
 
-__all__ = ["agree"]
+__all__ = ["agree", "with_advice"]
 
-_SHOWN = 4
+_SHOWN = 4  # differences of a message
 
 
 def agree(
@@ -23,40 +22,39 @@ def agree(
     digest: bytes,
     error: CommError | None,
     describe: Callable[[], dict[str, str]],
-    action: str = "makes a new plan",
     things: str = "plans",
 ) -> None:
     """Compare a plan over the ranks of a group; one all-gather of 24 bytes per rank where they agree.
 
     Args:
-        name: the function that was called.
-        group: all of its ranks call.
-        digest: 16 bytes, of what the plan depends on.
-        error: what is wrong with this rank's own arguments, if anything.
-        describe: what the digest is of, by name; called where ranks differ.
-        action, things: for errors: what this rank does, and what the ranks compare.
+        name: the function, for messages.
+        group: the process group; all of its ranks call.
+        digest: 16 bytes of everything that the plan depends on.
+        error: error of this rank's own arguments, if any.
+        describe: returns the digested values in words, by name; called where ranks differ.
+        things: the compared objects, for messages.
 
     Raises:
         CommError: ``error`` itself.
-        MismatchError: another rank has an error, or another plan; names the rank, the tensor and both sides. Or others
-            did not compare, because they have a plan for their arguments.
-        PeerError: others did not come, and left no word why.
+        MismatchError: another rank has an error, or another plan; names the rank, the tensor and both sides.
+        PeerError: another rank did not come, as one that has a plan for its arguments does not.
     """
     if group.size() == 1 or dist.get_backend(group) == "fake":
         if error is not None:
             raise error
         return
-    text = action if error is None else f"refused its arguments: {error}"
-    plan = f"new {digest.hex()}" if error is None else "refused"
-    notes.leave(group, text, plan)
     try:
         _compare(name, group, digest, error, describe, things)
     except PeerError as failure:
         if error is not None:
             raise error from failure
-        notes.explain(failure, group, name, text, plan)
-    finally:
-        notes.withdraw(group)
+        raise with_advice(failure) from failure
+
+
+def with_advice(failure: PeerError) -> PeerError:
+    """The same error with a last sentence that says how to find ranks with other arguments."""
+    advice = "If ranks may have passed different arguments, run with TRITONCOMM_CHECK=1, which compares every call"
+    return PeerError(f"{failure}. {advice}.")
 
 
 def _compare(

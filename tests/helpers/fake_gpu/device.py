@@ -25,7 +25,7 @@ from fake_gpu.threads import Buffer, run
 from torch import Tensor
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 from triton.compiler import CompiledKernel
-from tritoncomm_kernels import cross_entropy, device_table, launch, row_copy, segment_call, segment_copy
+from tritoncomm_kernels import cross_entropy, device_table, launch, row_copy, segment_copy
 
 __all__ = ["Device"]
 
@@ -81,7 +81,7 @@ class Device:
                     mock.patch.multiple(row_copy, _run=self._addressed(row_copy._run)),
                     mock.patch.multiple(segment_copy, _run=self._addressed(segment_copy._run)),
                     mock.patch.multiple(
-                        segment_call.SegmentCall, __call__=self._addressed(segment_call.SegmentCall.__call__)
+                        segment_copy.SegmentCall, __call__=self._addressed(segment_copy.SegmentCall.__call__)
                     ),
                 ]
             for patch in patches:
