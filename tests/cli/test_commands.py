@@ -168,7 +168,7 @@ def test_plan_as_a_process_of_its_own() -> None:
         (("plan", "split", "--shape", "4,4", "--world", "2", "--rank", "2"), "rank 2 is none of 0 to 1"),
         (("plan", "split", "--shape", "4,4", "--world", "2", "--strides", "4"), "one of 0 or more for every dim"),
         (("plan", "split", "--shape", "4,4", "--world", "2", "--strides", "4,-1"), "--strides '4,-1': -1 is below 0"),
-        (("plan", "split", "--shape", "4,4", "--world", "2", "--held"), "held says something about copy and reduce"),
+        (("plan", "split", "--shape", "4,4", "--world", "2", "--overwrite"), "only copy and reduce can overwrite"),
         (("bench", "nothing"), "no part 'nothing'; there are"),
         (("bench", "kernels", "--rounds", "0"), "--rounds must be 1 or more"),
     ],
