@@ -40,8 +40,8 @@ class overwrite_inputs:
 
     Some tensors are copied even so: leaves that require grad, views, subclasses, tensors that are not contiguous, and
     memory of numpy, DLPack, a file or another process. A gradient may be a view of its whole memory. A result of
-    ``detach()`` is no view: its source changes with it. Autograd's version counter is raised, so a backward that needs
-    an overwritten tensor raises torch's "modified by an inplace operation".
+    ``detach()`` or of a cast by ``view`` is no view to autograd: its source changes. Autograd's version counter is
+    raised, so a backward that needs an overwritten tensor raises torch's "modified by an inplace operation".
 
     Inside a region of ``torch.compile`` it has no effect: compiled all-reduces never overwrite.
 
