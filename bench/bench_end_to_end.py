@@ -10,8 +10,8 @@ spread is mostly that of waiting for a core.
 
 The ranks talk through Gloo over loopback, which copies in the host's memory, on cores that they share: these times say
 nothing about NCCL, about links between GPUs or about what share of a call the copies have there. In the rows that say
-so, the gradient or the input comes out of an operator, as in a model, because Megatron overwrites it; that operator is
-in the times and counts of both.
+``overwrite_inputs``, ours overwrites the gradient or the input as Megatron does. An operator makes it there, as in a
+model; that operator is in the times and counts of both.
 ``python bench/bench_end_to_end.py`` prints the table; ``--json PATH`` writes it with versions.
 """
 
@@ -46,7 +46,7 @@ class Case:
     shape: tuple[int, ...]
     world: int
     note: str = ""
-    fresh: bool = False  # the gradient comes out of an operator, as in a model: nothing but autograd holds it
+    fresh: bool = False  # the gradient comes out of an operator, as in a model
     temporary: bool = False  # so does the input
 
     @property
@@ -63,8 +63,8 @@ CASES = [
         Case("all_gather_last_dim_from_tensor_parallel_region", (1024, 256), world),
         Case("reduce_scatter_last_dim_to_tensor_parallel_region", (256, 1024), world),
         Case("gather_from_sequence_parallel_region", (128, 2, 1024), world),
-        Case("copy_to_tensor_model_parallel_region", (256, 1024), world, "fresh gradient", fresh=True),
-        Case("reduce_from_tensor_model_parallel_region", (256, 1024), world, "temporary input", temporary=True),
+        Case("copy_to_tensor_model_parallel_region", (256, 1024), world, "overwrite_inputs", fresh=True),
+        Case("reduce_from_tensor_model_parallel_region", (256, 1024), world, "overwrite_inputs", temporary=True),
     )
 ]
 
@@ -79,7 +79,8 @@ def calls(case: Case, group: ProcessGroup) -> dict[str, Callable[[], tuple[Tenso
         function = getattr(module, case.name)
 
         def forward(function: Any = function) -> Tensor:
-            out = function(leaf * 2.0 if case.temporary else leaf, group=group)
+            with mappings.overwrite_inputs(case.fresh or case.temporary):
+                out = function(leaf * 2.0 if case.temporary else leaf, group=group)
             return out * 2.0 if case.fresh else out
 
         if gradient is None:

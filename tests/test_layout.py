@@ -32,10 +32,10 @@ LAYERS = [
     ["cli", "__main__"],
 ]
 CORE = [
-    "cost", "memory", "plan", "address_map", "copies", "ops", "segments", "fused", "function", "inplace", "validation",
+    "cost", "memory", "plan", "address_map", "copies", "ops", "segments", "fused", "function", "validation",
     "backend", "handle", "cached", "compiled", "uneven", "eager", "head_plan", "heads", "__init__",
 ]  # fmt: skip
-MAPPINGS = ["general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
+MAPPINGS = ["overwriting", "general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}
 INTEGRATIONS = [
     "rebinding", "megatron_functions", "megatron", "deepspeed", "yunchang", "transformers", "trainer", "__init__",

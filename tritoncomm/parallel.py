@@ -26,6 +26,7 @@ from tritoncomm import mappings
 from tritoncomm.core.plan import Ints, chunk_sizes
 from tritoncomm.errors import ArgumentError
 from tritoncomm.groups import as_group
+from tritoncomm.mappings.tensor_parallel import copy_to, reduce_from
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
 
@@ -158,11 +159,14 @@ class _Site:
         return None if size % self.world == 0 else chunk_sizes(size, self.world)
 
     def replicated(self, x: Any) -> Tensor:
-        """An input of a column-parallel layer, whose gradient is partial."""
+        """An input of a column-parallel layer, whose gradient is partial.
+
+        The layer's product alone uses the result, so its gradient is new memory that nothing else needs.
+        """
         x, layout = self.local(x, partial=True)
         if isinstance(layout, Shard):
             return mappings.all_gather_dim(x, layout.dim, self.group)
-        return x if layout.is_partial() else mappings.copy_to_tensor_model_parallel_region(x, self.group)
+        return x if layout.is_partial() else copy_to(x, self.group, in_place=True)
 
     def from_columns(self, x: Tensor, features: int) -> Any:
         """Results that are sharded along the last dim, as ``output``."""
@@ -200,8 +204,8 @@ class RowwiseLinear(nn.Linear):
         elif isinstance(layout, Shard) and layout.dim not in (-1, x.dim() - 1):
             sizes = site.sizes(self.in_features)
             x = mappings.all_to_all_dims(x, -1, layout.dim, site.group, scatter_sizes=sizes)
-        if not isinstance(site.output, Shard):  # an argument that nothing else holds is reduced in place
-            out = mappings.reduce_from_tensor_model_parallel_region(F.linear(x, weight), site.group)
+        if not isinstance(site.output, Shard):
+            out = reduce_from(F.linear(x, weight), site.group, in_place=True)
             return site.result(out if self.bias is None else out + self._local_bias(out.dtype))
         out = F.linear(x, weight)
         sizes = site.sizes(self.out_features) if site.is_last(out) else None
@@ -243,9 +247,7 @@ class RowwiseEmbedding(nn.Embedding):
         if isinstance(site.output, Shard):
             out = mappings.reduce_scatter_dim(out.masked_fill(outside.unsqueeze(-1), 0), site.output.dim, site.group)
         else:
-            out = mappings.reduce_from_tensor_model_parallel_region(
-                out.masked_fill(outside.unsqueeze(-1), 0), site.group
-            )
+            out = reduce_from(out.masked_fill(outside.unsqueeze(-1), 0), site.group, in_place=True)
         return site.result(out)
 
 

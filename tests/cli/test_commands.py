@@ -172,7 +172,7 @@ def test_plan_as_a_process_of_its_own() -> None:
         (("plan", "split", "--shape", "4,4", "--world", "2", "--rank", "2"), "rank 2 is none of 0 to 1"),
         (("plan", "split", "--shape", "4,4", "--world", "2", "--strides", "4"), "one of 0 or more for every dim"),
         (("plan", "split", "--shape", "4,4", "--world", "2", "--strides", "4,-1"), "--strides '4,-1': -1 is below 0"),
-        (("plan", "split", "--shape", "4,4", "--world", "2", "--held"), "held says something about copy and reduce"),
+        (("plan", "split", "--shape", "4,4", "--world", "2", "--overwrite"), "only copy and reduce can overwrite"),
         (("bench",), "the benchmarks are in a clone of the repository: run `python -m bench` there"),
         (("bench", "p2p", "--rounds", "0"), "run `python -m bench` there"),
         (("bench", "--help"), "run `python -m bench` there"),

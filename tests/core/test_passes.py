@@ -48,8 +48,8 @@ def sliced(x: Tensor) -> Tensor:
 # Bytes forward and backward as multiples of n, the bytes of the input; W ranks; shape [8, 3, 16].
 Floor = Callable[[int], float]
 CASES: dict[str, tuple[Any, Floor, Floor, Floor]] = {  # call, forward, forward of a strided input, backward
-    "reduce_from-held": (m.reduce_from_tensor_model_parallel_region, lambda W: 2, lambda W: 2, lambda W: 0),
-    "copy-held-gradient": (m.copy_to_tensor_model_parallel_region, lambda W: 0, lambda W: 0, lambda W: 2),
+    "reduce_from": (m.reduce_from_tensor_model_parallel_region, lambda W: 2, lambda W: 2, lambda W: 0),
+    "copy": (m.copy_to_tensor_model_parallel_region, lambda W: 0, lambda W: 0, lambda W: 2),
     "scatter_tp": (m.scatter_to_tensor_model_parallel_region, lambda W: 2 / W, lambda W: 2 / W, lambda W: 2),
     "gather_tp": (m.gather_from_tensor_model_parallel_region, lambda W: 2 * W, lambda W: 2 + 2 * W, lambda W: 2),
     "scatter_sp": (m.scatter_to_sequence_parallel_region, lambda W: 0, lambda W: 2 / W, lambda W: 0),
@@ -99,8 +99,8 @@ CASES: dict[str, tuple[Any, Floor, Floor, Floor]] = {  # call, forward, forward 
 }  # fmt: skip
 # The most new memory, forward and backward, in multiples of n: the wires and the result.
 MEMORY: dict[str, tuple[Floor, Floor]] = {
-    "reduce_from-held": (lambda W: 1, lambda W: 0),
-    "copy-held-gradient": (lambda W: 0, lambda W: 1),
+    "reduce_from": (lambda W: 1, lambda W: 0),
+    "copy": (lambda W: 0, lambda W: 1),
     "scatter_tp": (lambda W: 1 / W, lambda W: 2),
     "gather_tp": (lambda W: 2 * W, lambda W: 1),
     "scatter_sp": (lambda W: 0, lambda W: 1),
@@ -249,20 +249,24 @@ def test_triton_floor(pool: Pool) -> None:
     pool.run(run_triton_floor, world=2)
 
 
-def run_in_place_floor(group: ProcessGroup) -> None:
-    """A temporary is reduced in place, and so is a gradient that nobody else holds."""
-    x = torch.ones(8, 3, requires_grad=True)
-    with record.recording() as counted:
-        out = m.reduce_from_tensor_model_parallel_region(x * 2.0, group)
-        (m.copy_to_tensor_model_parallel_region(out, group) * 3.0).backward(torch.ones(8, 3))
-    names = {name for name, _ in counted}
-    assert "reduce_from_tensor_model_parallel_region" in names
-    assert "copy_to_tensor_model_parallel_region.backward" in names
-    assert all(count.packed == 0 for count in counted.values()), counted
+def run_overwriting_floor(group: ProcessGroup) -> None:
+    """Without ``overwrite_inputs`` exactly two mappings copy once more than with it, which is at the floor."""
+    base = torch.ones(8, 3, 16)
+    packed: dict[tuple[str, bool], int] = {}
+    for overwrite in (False, True):
+        for name, (call, *_) in CASES.items():
+            x = base.clone().requires_grad_()
+            with m.overwrite_inputs(overwrite), record.recording() as counted:
+                out = call(x * 2.0, group)
+                torch.autograd.grad(out, x, torch.ones_like(out, memory_format=torch.contiguous_format))
+            packed[name, overwrite] = sum(count.packed for count in counted.values())
+    more = {name: packed[name, False] - packed[name, True] for name in CASES}
+    assert {name: n for name, n in more.items() if n} == {"reduce_from": 2 * base.nbytes, "copy": 2 * base.nbytes}
+    assert packed["reduce_from", True] == packed["copy", True] == 0
 
 
-def test_in_place_where_possible(pool: Pool) -> None:
-    pool.run(run_in_place_floor, world=2)
+def test_floor_with_overwrite_inputs(pool: Pool) -> None:
+    pool.run(run_overwriting_floor, world=2)
 
 
 def run_slipped_in(group: ProcessGroup, which: str, waste: str) -> None:

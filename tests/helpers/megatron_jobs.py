@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritoncomm import record
 from tritoncomm.integrations import megatron
+from tritoncomm.mappings.overwriting import is_overwriting
 
 __all__ = ["CASES", "QUICK_STEPS", "Case", "Copies", "compare", "compile_linear", "linear_layers", "quick"]
 
@@ -428,8 +429,9 @@ def _pass_through_modules(grids: dict[str, Any]) -> tuple[list[Any], str]:
 
 
 def _reductions(group: Any) -> list[str]:
-    """What `reduce_from_tensor_model_parallel_region` overwrites under the patch; cases that are not as expected."""
-    reduce = core("tensor_parallel.mappings").reduce_from_tensor_model_parallel_region
+    """Check which inputs and gradients the all-reduces overwrite under the patch; return the wrong cases."""
+    theirs = core("tensor_parallel.mappings")
+    reduce, copy = theirs.reduce_from_tensor_model_parallel_region, theirs.copy_to_tensor_model_parallel_region
     leaf, plain = torch.full((4, 3), 2.0, requires_grad=True), torch.full((4, 3), 2.0)
     saved = torch.full((4, 3), 2.0)
     inputs: dict[str, tuple[Any, bool]] = {
@@ -460,4 +462,18 @@ def _reductions(group: Any) -> list[str]:
             if "modified by an inplace operation" in str(error):
                 continue
         wrong.append(label)
+    whole = torch.full((8, 3), 2.0)
+    gradients: dict[str, tuple[Any, bool]] = {
+        "gradient": (torch.full((4, 3), 2.0), True),
+        "strided gradient": (torch.full((3, 4), 2.0).t(), False),
+        "gradient inside of another": (whole[:4], False),
+        "gradient of numpy": (torch.from_numpy(plain.numpy().copy()), False),
+    }
+    for label, (gradient, overwritten) in gradients.items():
+        x = torch.ones(4, 3, requires_grad=True)
+        copy(x, group=group).backward(gradient)
+        if bool((gradient == 4.0).all()) != overwritten or not bool((x.grad == 4.0).all()):
+            wrong.append(label)
+    if is_overwriting():
+        wrong.append("the patch has switched overwrite_inputs on")
     return wrong

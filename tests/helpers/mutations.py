@@ -144,24 +144,52 @@ MUTATIONS = (
         "type(x) is not Tensor or x.layout", "x.layout", "tests/test_errors.py",
     ),
     Mutation(
-        "a sum overwrites a tensor that is referenced elsewhere", "tritoncomm/core/inplace.py",
-        "references <= _temporary[0] and ", "", "tests/core/test_inplace.py",
+        "sums overwrite by default", "tritoncomm/mappings/overwriting.py",
+        "    is_on = False", "    is_on = True", "tests/mappings/test_overwriting.py",
     ),
     Mutation(
-        "a sum overwrites a tensor that a weak reference can return", "tritoncomm/core/inplace.py",
-        " or getweakrefcount(x) or ", " or ", "tests/core/test_inplace.py",
+        "overwrite_inputs reaches all threads", "tritoncomm/mappings/overwriting.py",
+        "class _Switch(threading.local):", "class _Switch:", "tests/mappings/test_overwriting.py",
     ),
     Mutation(
-        "a sum overwrites a storage that a weak reference can return", "tritoncomm/core/inplace.py",
-        "        and not getweakrefcount(storage)\n", "", "tests/core/test_inplace.py",
+        "overwrite_inputs stays on after its block", "tritoncomm/mappings/overwriting.py",
+        "            _switch.is_on = self._former", "            pass", "tests/mappings/test_overwriting.py",
     ),
     Mutation(
-        "a sum overwrites a base that a weak reference can return", "tritoncomm/core/inplace.py",
-        "        and not getweakrefcount(base)\n", "", "tests/core/test_inplace.py",
+        "a sum overwrites a leaf", "tritoncomm/mappings/overwriting.py",
+        "x.is_leaf or not torch", "not torch", "tests/mappings/test_overwriting.py",
     ),
     Mutation(
-        "a sum overwrites memory of numpy", "tritoncomm/core/inplace.py",
-        "        and storage.resizable()", "        # and storage.resizable()", "tests/core/test_inplace.py",
+        "a sum overwrites a view", "tritoncomm/mappings/overwriting.py",
+        "        and not x._is_view()\n", "", "tests/mappings/test_overwriting.py",
+    ),
+    Mutation(
+        "a sum overwrites memory of numpy", "tritoncomm/mappings/overwriting.py",
+        "return storage.resizable() and", "return", "tests/mappings/test_overwriting.py",
+    ),
+    Mutation(
+        "a sum overwrites memory of another process", "tritoncomm/mappings/overwriting.py",
+        " and not (x.is_cpu and storage.is_shared())", "", "tests/mappings/test_overwriting.py",
+    ),
+    Mutation(
+        "a gradient inside of another is overwritten", "tritoncomm/mappings/overwriting.py",
+        " and grad.untyped_storage().nbytes() == grad.nbytes", "", "tests/mappings/test_overwriting.py",
+    ),
+    Mutation(
+        "autograd does not notice an overwritten gradient", "tritoncomm/mappings/functions.py",
+        "        torch.autograd.graph.increment_version(grad)\n", "", "tests/mappings/test_overwriting.py",
+    ),
+    Mutation(
+        "a group of one rank marks inputs as overwritten", "tritoncomm/mappings/tensor_parallel.py",
+        " and not eager.is_single_rank(group, name)", "", "tests/mappings/test_overwriting.py",
+    ),
+    Mutation(
+        "the gradient of any replicated operand is overwritten", "tritoncomm/tensor/rules/engine.py",
+        "copy_to(local, group, each.is_factor)", "copy_to(local, group, True)", "tests/tensor/test_passes.py",
+    ),
+    Mutation(
+        "the gradient of a replicated factor is copied", "tritoncomm/tensor/rules/matmul.py",
+        "is_factor=True", "is_factor=False", "tests/tensor/test_passes.py",
     ),
     Mutation(
         "the adjoint of an all-gather forgets to sum", "tritoncomm/mappings/functions.py",

@@ -278,7 +278,7 @@ def test_global_buffer_results_never_alias(pool: Pool) -> None:
     pool.run(run_global_buffer)
 
 
-def run_in_place(group: ProcessGroup) -> None:
+def run_left_alone(group: ProcessGroup) -> None:
     rank, world = group.rank(), group.size()
     parts = held(group, (4, 3), "float32", False, 0)
     total = summed(parts)
@@ -338,8 +338,8 @@ def run_in_place(group: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_in_place_only_where_nobody_sees_it(pool: Pool, world: int) -> None:
-    pool.run(run_in_place, world=world)
+def test_inputs_and_gradients_are_left_alone(pool: Pool, world: int) -> None:
+    pool.run(run_left_alone, world=world)
 
 
 def run_dims(group: ProcessGroup, path: str) -> None:

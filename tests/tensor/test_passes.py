@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from pool import Pool
 from redistributions import SHAPES, chunked, documented, ranks_of, transitions
+from shards import sharded
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 from torch.utils._python_dispatch import _disable_current_modes
@@ -21,7 +23,7 @@ from traffic import Traffic
 
 from tritoncomm import record
 from tritoncomm.core import backend, eager
-from tritoncomm.tensor import ColoTensor, ColoTensorSpec
+from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ShardSpec
 from tritoncomm.tensor.dispatch import plain
 
 
@@ -120,6 +122,33 @@ def run_floor(group: TorchGroup, shapes: Any) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_transition_copies_and_allocates_as_documented(pool: Pool, world: int, shapes: Any) -> None:
     pool.run(run_floor, shapes, world=world)
+
+
+def run_products(group: TorchGroup) -> None:
+    """Partial products and the gradients of replicated factors are summed in place; other gradients are left alone."""
+    pg, world = ranks_of(group), group.size()
+    columns = sharded(torch.ones(2 * world, 3), ShardSpec([0], [world]), pg).requires_grad_()
+    rows = sharded(torch.ones(5, 2 * world), ShardSpec([-1], [world]), pg).requires_grad_()
+    for bias in (None, torch.ones(5)):
+        x = torch.ones(2, 4, 3, requires_grad=True)
+        with record.recording() as counted:
+            hidden = F.linear(x, columns)  # pyright: ignore[reportArgumentType]
+            F.linear(hidden, rows, bias).sum().backward()  # pyright: ignore[reportArgumentType]
+        names = {name for name, _ in counted}
+        reduced = {"reduce_from_tensor_model_parallel_region", "copy_to_tensor_model_parallel_region.backward"}
+        assert reduced <= names, names
+        assert sum(count.packed for count in counted.values()) == 0, counted
+        assert torch.equal(x.grad, torch.full_like(x, 2.0 * world * 5))  # pyright: ignore[reportArgumentType]
+    shift, shard = torch.ones(3, requires_grad=True), sharded(torch.ones(world, 3), ShardSpec([0], [world]), pg)
+    leaf = shard.requires_grad_()
+    ((leaf * 1) + shift).sum().backward()  # one row a rank: the gradients of both are one memory
+    assert torch.equal(shift.grad, torch.full((3,), float(world)))  # pyright: ignore[reportArgumentType]
+    assert torch.equal(plain(leaf.grad), torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sums_of_products_copy_nothing(pool: Pool, world: int) -> None:
+    pool.run(run_products, world=world)
 
 
 def run_wasteful(group: TorchGroup, which: str, waste: str) -> None:

@@ -60,7 +60,7 @@ def plan(
     out_sizes: Annotated[str, typer.Option(help="all-to-all: what every rank sends to this one.")] = "",
     rank: Annotated[int, typer.Option(help="Rank to report on; matters with --sizes and for reshard.")] = 0,
     strides: Annotated[str, typer.Option(help="x.stride() of an input that is not contiguous.")] = "",
-    held: Annotated[bool, typer.Option("--held", help="copy, reduce: the caller keeps the tensor.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="copy, reduce: overwrite_inputs is on.")] = False,
     source: Annotated[str, typer.Option(help="reshard: the layout before, like S0*8 or R*2,S1*4.")] = "",
     target: Annotated[str, typer.Option(help="reshard: the layout afterwards; @8 is its first rank.")] = "",
     bucket: Annotated[int, typer.Option(help="reshard: bytes of a bucket at most.")] = BUCKET_BYTES,
@@ -101,7 +101,7 @@ def plan(
             device, multiprocessors = gpu.name, gpu.multi_processor_count
         explanation = explain(
             op, parse_ints(shape, "--shape", 0), world, parse_dtype(dtype), parse_ints(dim, "--dim"), device, rates,
-            held, sizes=parse_ints(sizes, "--sizes", 0) or None, rank=rank,
+            overwrite, sizes=parse_ints(sizes, "--sizes", 0) or None, rank=rank,
             out_sizes=parse_ints(out_sizes, "--out-sizes", 0) or None,
             stride=parse_ints(strides, "--strides", 0) or None, sm_count=multiprocessors,
         )  # fmt: skip

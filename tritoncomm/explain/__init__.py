@@ -95,7 +95,7 @@ def explain(
     dims: Sequence[int] = (),
     device: str = "cuda",
     rates: Rates | None = None,
-    held: bool = False,
+    overwrite: bool = False,
     *,
     sizes: Sequence[int] | None = None,
     out_sizes: Sequence[int] | None = None,
@@ -113,7 +113,7 @@ def explain(
         dims: of the mappings that take some: one (0 by default), or scatter_dim and gather_dim of an all-to-all.
         device: ``cpu``, ``cuda``, or the name of a GPU whose tuned table counts.
         rates: of the prediction; ``cost.DEFAULTS`` of the kind of device by default.
-        held: the caller keeps the input (``reduce``) or the gradient (``copy``), so it is not reduced in place.
+        overwrite: ``mappings.overwrite_inputs`` is on: ``reduce`` and the gradient of ``copy`` are summed in place.
         sizes: of the mappings that take some: size of the dim on each rank; of an all-to-all what goes to each rank.
         out_sizes: of an all-to-all: what comes from each rank.
         rank: rank to report on, which matters with sizes.
@@ -121,7 +121,7 @@ def explain(
         sm_count: multiprocessors of the named GPU; by default those of the largest part of it that has a table.
 
     Raises:
-        ArgumentError: no such mapping or device, or dims, sizes or ``held`` where it takes none.
+        ArgumentError: no such mapping or device, or dims, sizes or ``overwrite`` where it takes none.
         ShapeError: the shape does not divide, has no such dim, or is larger than any tensor.
         UnsupportedError: a reduction of a dtype that the backend cannot reduce.
     """
@@ -140,7 +140,7 @@ def explain(
     kind = "cpu" if device == "cpu" else "cuda"
     name = None if device in ("cpu", "cuda") else device
     call = Call(
-        dims, world, dtype, kind, name, rates or DEFAULTS[kind], held, sm_count, rank,
+        dims, world, dtype, kind, name, rates or DEFAULTS[kind], overwrite, sm_count, rank,
         *lists,
     )  # fmt: skip
     _check(short, shape, call)
@@ -202,8 +202,8 @@ def _check(short: str, shape: Ints, call: Call) -> None:
         raise ArgumentError(f"plan: {name} takes no sizes; {', '.join(_SIZED + _EXCHANGES)} do")
     if call.out_sizes is not None and short not in _EXCHANGES:
         raise ArgumentError(f"plan: {name} takes no sizes of what comes; {', '.join(_EXCHANGES)} do")
-    if call.held and short not in ("copy", "reduce"):
-        raise ArgumentError(f"plan: held says something about copy and reduce only, not about {name}")
+    if call.overwrite and short not in ("copy", "reduce"):
+        raise ArgumentError(f"plan: only copy and reduce can overwrite, not {name}")
     if not 0 <= call.rank < call.world:
         raise ArgumentError(f"plan: rank {call.rank} is none of 0 to {call.world - 1}")
     if call.stride is not None and (len(call.stride) != len(shape) or min(call.stride) < 0):

@@ -32,12 +32,12 @@ def identity(shape: Ints, dims: Ints, call: Call) -> Steps:
 
 
 def all_reduce(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """Reduce over the ranks, in place unless the tensor is referenced elsewhere or not contiguous."""
+    """Reduce over the ranks; in place if the call overwrites and the tensor is contiguous."""
     call.check_sum()
     size, copies = call.nbytes(shape), call.flat(shape)
     if not copies:
-        where = "referenced elsewhere: into a copy" if call.held else "not referenced elsewhere: in place"
-        copies = [call.local("copy", where, 2 * size if call.held else 0)]
+        where = "in place: overwrite_inputs is on" if call.overwrite else "into a copy: overwrite_inputs is off"
+        copies = [call.local("copy", where, 0 if call.overwrite else 2 * size)]
     sent = call.collective("all-reduce", f"{list(shape)}", plan.all_reduce_bytes(size, call.world))
     return [*copies, sent], shape
 

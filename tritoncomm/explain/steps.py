@@ -94,7 +94,7 @@ class Call:
         device_name: the GPU whose tables count, if any.
         sm_count: its multiprocessors, 0 if unknown.
         rates: what the machine is assumed to do.
-        held: the caller keeps a reference (disables in-place).
+        overwrite: whether an all-reduce writes into its input.
         rank: rank to report on (matters only with split sizes).
         sizes: size of the (scattered) dim on each rank.
         out_sizes: of an all-to-all, what comes from each rank.
@@ -107,7 +107,7 @@ class Call:
     kind: str
     device_name: str | None
     rates: Rates
-    held: bool
+    overwrite: bool
     sm_count: int = 0
     rank: int = 0
     sizes: Ints | None = None

@@ -132,7 +132,8 @@ def patch(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron",
     Every name that refers to one of Megatron's mappings (their autograd classes and underscore helpers included), to
     its ``P2PCommunicator`` or to its two linear functions is bound to ours, whichever module has imported it. Losses
     and gradients are the same bits. As in Megatron, ``reduce_from_tensor_model_parallel_region`` overwrites its input,
-    and sequence-parallel gathers of the linear layers use Megatron's global memory buffer.
+    ``copy_to_tensor_model_parallel_region`` overwrites its gradient in backward, and sequence-parallel gathers of the
+    linear layers use Megatron's global memory buffer. ``mappings.overwrite_inputs`` is not switched.
 
     A second call with the same arguments only reaches modules that were imported in between; with other arguments it
     replaces the first. The patch is one of the process: all threads see it. Objects that were made before keep their

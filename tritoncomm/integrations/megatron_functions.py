@@ -1,4 +1,4 @@
-"""What replaces Megatron-core's linear layers, its overwriting all-reduce and its cross entropy.
+"""What replaces Megatron-core's linear layers, its overwriting all-reduces and its cross entropy.
 
 Megatron's column-parallel linear calls torch.distributed itself. Here it is one autograd function whose collectives run
 while the products do: backward starts the all-gather of the input before the product for the input's gradient, and the
@@ -21,15 +21,15 @@ from torch.nn import Parameter
 
 from tritoncomm import mappings, record
 from tritoncomm.core import backend, cached, eager
-from tritoncomm.core.function import direct, wants_grad
+from tritoncomm.core.function import direct
 from tritoncomm.core.memory import empty
 from tritoncomm.core.plan import all_reduce_bytes, located
 from tritoncomm.core.validation import world_of
 from tritoncomm.errors import ArgumentError, ShapeError
-from tritoncomm.mappings.functions import _ReduceInPlace
-from tritoncomm.mappings.general import checked
+from tritoncomm.mappings.tensor_parallel import copy_to, reduce_from
 
 __all__ = [
+    "copy_to_tensor_model_parallel_region",
     "cross_entropy_function",
     "frozen_linear_functions",
     "linear_functions",
@@ -443,33 +443,20 @@ def _warn_of_connections() -> None:
         )
 
 
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Forward: identity. Backward: all-reduce into the gradient that it receives, as Megatron-LM's contract says.
+
+    The tensors that ``tritoncomm.mappings.overwrite_inputs`` excludes are copied. Autograd notices the write.
+    """
+    return copy_to(input_, group, in_place=True)
+
+
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Forward: all-reduce into ``input_``, as Megatron-LM's contract says. Backward: identity.
 
-    Megatron's layers keep a name for what they reduce and never read it again, which reference counts cannot show. A
-    leaf that requires grad, a view, memory that is not torch's and an input that is not contiguous are left alone, for
-    one copy. Autograd knows of the write: what an operator has saved of the input is not used silently.
+    The tensors that ``tritoncomm.mappings.overwrite_inputs`` excludes are copied. Autograd notices the write.
     """
-    if is_compiling() or not _may_overwrite(input_):
-        return mappings.reduce_from_tensor_model_parallel_region(input_, group)
-    name = "reduce_from_tensor_model_parallel_region"
-    group = checked(input_, group, name)
-    if wants_grad(input_):
-        return _ReduceInPlace.apply(input_, group)
-    result = eager.all_reduce(input_, group, name, in_place=True)
-    torch.autograd.graph.increment_version(result)
-    return result
-
-
-def _may_overwrite(x: Any) -> bool:
-    return (
-        type(x) is Tensor
-        and x.layout is torch.strided
-        and x.is_contiguous()
-        and not (x.requires_grad and (x.is_leaf or not torch.is_grad_enabled()))
-        and not x._is_view()
-        and x.untyped_storage().resizable()
-    )
+    return reduce_from(input_, group, in_place=True)
 
 
 @lru_cache(maxsize=1)

@@ -29,6 +29,7 @@ from tritoncomm.mappings.helpers import (
     _split_along_first_dim,
     _split_along_last_dim,
 )
+from tritoncomm.mappings.overwriting import overwrite_inputs
 from tritoncomm.mappings.tensor_parallel import (
     all_gather_last_dim_from_tensor_parallel_region,
     all_to_all,
@@ -71,6 +72,7 @@ __all__ = [
     "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
+    "overwrite_inputs",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_dim",
     "reduce_scatter_last_dim_to_tensor_parallel_region",

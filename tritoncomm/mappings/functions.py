@@ -4,16 +4,15 @@ The ctx attribute names and one None per extra argument as gradients are part of
 autograd class only under ``create_graph``.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 
-from tritoncomm.core import eager, inplace
+from tritoncomm.core import eager
 from tritoncomm.core.function import direct
 from tritoncomm.core.plan import normalize_sizes
 from tritoncomm.mappings.general import split_dim
@@ -21,9 +20,11 @@ from tritoncomm.mappings.helpers import (
     _gather_along_first_dim,
     _reduce_scatter_along_first_dim,
 )
+from tritoncomm.mappings.overwriting import may_overwrite_gradient
 
 __all__ = [
     "_AllGatherFromTensorParallelRegion",
+    "_CopyInPlace",
     "_CopyToModelParallelRegion",
     "_GatherFromModelParallelRegion",
     "_GatherFromSequenceParallelRegion",
@@ -53,13 +54,27 @@ class _CopyToModelParallelRegion(Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
             return _ReduceFromModelParallelRegion.apply(grad_output, ctx.group), None
-        exclusive = (
-            not is_dynamo_compiling()
-            and (references := sys.getrefcount(grad_output)) <= inplace.max_references
-            and inplace.gradient_is_exclusive(references, grad_output, ctx, _CopyToModelParallelRegion)
-        )
+        return eager.all_reduce(grad_output, ctx.group, "copy_to_tensor_model_parallel_region.backward"), None
+
+
+@direct
+class _CopyInPlace(Function):
+    """``_CopyToModelParallelRegion`` whose backward writes into the gradient that it receives."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return input_
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
         name = "copy_to_tensor_model_parallel_region.backward"
-        return eager.all_reduce(grad_output, ctx.group, name, in_place=exclusive), None
+        in_place = may_overwrite_gradient(grad_output) and not eager.is_single_rank(ctx.group, name)
+        if grad_output.requires_grad or not in_place:
+            return _CopyToModelParallelRegion.backward(ctx, grad_output)
+        grad = eager.all_reduce(grad_output, ctx.group, name, in_place=True)
+        torch.autograd.graph.increment_version(grad)
+        return grad, None
 
 
 @direct
@@ -84,7 +99,7 @@ class _ReduceFromModelParallelRegion(Function):
 
 @direct
 class _ReduceInPlace(Function):
-    """``_ReduceFromModelParallelRegion`` in place, for an otherwise unreferenced temporary; marks the input dirty."""
+    """``_ReduceFromModelParallelRegion`` that writes into its input; marks it dirty."""
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:

@@ -6,17 +6,15 @@ needs nothing: results never alias. ``use_nccl_stream=True`` issues an exchange 
 """
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 
-from tritoncomm.core import eager, inplace
+from tritoncomm.core import eager
 from tritoncomm.core.function import wants_grad, without_graph
 from tritoncomm.core.plan import normalize_sizes
 from tritoncomm.core.validation import check_kind, world_of
@@ -32,6 +30,7 @@ from tritoncomm.mappings.exchanges import (
 )
 from tritoncomm.mappings.functions import (
     _AllGatherFromTensorParallelRegion,
+    _CopyInPlace,
     _CopyToModelParallelRegion,
     _GatherFromModelParallelRegion,
     _GatherFromSequenceParallelRegion,
@@ -43,15 +42,18 @@ from tritoncomm.mappings.functions import (
     _ScatterToSequenceParallelRegion,
 )
 from tritoncomm.mappings.general import checked
+from tritoncomm.mappings.overwriting import is_overwriting, may_overwrite
 
 __all__ = [
     "all_gather_last_dim_from_tensor_parallel_region",
     "all_to_all",
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",
+    "copy_to",
     "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
+    "reduce_from",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_last_dim_to_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
@@ -63,31 +65,45 @@ __all__ = [
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None = None) -> Tensor:
     """Forward: identity. Backward: all-reduce.
 
-    The gradient is reduced in place only when nothing else holds it.
+    Backward copies the gradient once; under ``overwrite_inputs`` it writes into the gradient.
 
     Shape: unchanged. Source: Megatron-LM (arXiv 1909.08053), the operator f.
     """
+    return copy_to(input_, group, is_overwriting())
+
+
+def copy_to(input_: Tensor, group: GroupLike | None, in_place: bool) -> Tensor:
+    """``copy_to_tensor_model_parallel_region``; ``in_place``: nothing but its backward needs the gradient."""
     group = checked(input_, group, "copy_to_tensor_model_parallel_region")
     if type(input_) is not Tensor:
         check_kind(input_, "copy_to_tensor_model_parallel_region")
     if not input_.requires_grad:
         return input_
-    return _CopyToModelParallelRegion.apply(input_, group) if torch.is_grad_enabled() else input_.detach()
+    if not torch.is_grad_enabled():
+        return input_.detach()
+    return (_CopyInPlace if in_place else _CopyToModelParallelRegion).apply(input_, group)
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None = None) -> Tensor:
     """Forward: all-reduce. Backward: identity.
 
-    A temporary that nothing else can see is reduced in place; any other input is left alone, for one copy.
+    Forward copies the input once; under ``overwrite_inputs`` it writes into the input and returns it.
 
     Shape: unchanged. Source: Megatron-LM (arXiv 1909.08053), the operator g.
     """
+    return reduce_from(input_, group, is_overwriting())
+
+
+def reduce_from(input_: Tensor, group: GroupLike | None, in_place: bool) -> Tensor:
+    """``reduce_from_tensor_model_parallel_region``; ``in_place``: nothing else needs the input."""
     name = "reduce_from_tensor_model_parallel_region"
     group = checked(input_, group, name)
-    exclusive = not is_dynamo_compiling() and inplace.temporary_is_exclusive(sys.getrefcount(input_), input_)
+    in_place = in_place and may_overwrite(input_) and not eager.is_single_rank(group, name)
     if wants_grad(input_):
-        return (_ReduceInPlace if exclusive else _ReduceFromModelParallelRegion).apply(input_, group)
-    result = eager.all_reduce(input_, group, name, in_place=exclusive)
+        return (_ReduceInPlace if in_place else _ReduceFromModelParallelRegion).apply(input_, group)
+    result = eager.all_reduce(input_, group, name, in_place=in_place)
+    if in_place:
+        torch.autograd.graph.increment_version(result)
     return result.detach() if result.requires_grad else result
 
 

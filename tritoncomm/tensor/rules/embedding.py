@@ -3,8 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from tritoncomm import mappings
 from tritoncomm.errors import UnsupportedError
+from tritoncomm.mappings.tensor_parallel import reduce_from
 from tritoncomm.tensor.layout import is_colo, shape_of
 from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
 from tritoncomm.tensor.rules.matmul import by_weight
@@ -44,7 +44,7 @@ def _embedding(
         else:
             vectors = table.sum(0).expand(*tokens.shape, -1)  # empty shard; keeps the autograd graph
         elsewhere = ~is_local.unsqueeze(-1)
-        return mappings.reduce_from_tensor_model_parallel_region(vectors.masked_fill(elsewhere, 0), sharding.group)
+        return reduce_from(vectors.masked_fill(elsewhere, 0), sharding.group, in_place=True)
 
     replicated = frozenset([*ids, "v"] if scale_grad_by_freq else [])  # masked ids would be counted
     operands = [Operand(input, ids), Operand(weight, ("v", "h"))]

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tritoncomm import mappings
 from tritoncomm.errors import ShapeError
 from tritoncomm.mappings.general import wants_grad
+from tritoncomm.mappings.tensor_parallel import copy_to, reduce_from
 from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
 from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec, bounds_by_label, uneven_sizes
 from tritoncomm.tensor.layout import is_colo, plain, shape_of, wrap
@@ -89,11 +90,13 @@ class Operand:
         tensor: a ColoTensor, or a plain replicated tensor.
         labels: one per dim; None for a dim that cannot be sharded.
         is_local: the plain tensor is a local shard already.
+        is_factor: ``run`` multiplies matrices with it, so its gradient is new memory that an all-reduce may overwrite.
     """
 
     tensor: Tensor
     labels: Labels
     is_local: bool = False
+    is_factor: bool = False
 
 
 @dataclass(slots=True)
@@ -104,7 +107,8 @@ class Call:
         operands: the input tensors.
         results: labels of every output tensor, in order.
         run: computes on local tensors: ``run(sharding, *operands, *late)`` returns any structure of tensors; without
-            the late ones if the result is partial and ``finish`` is set.
+            the late ones if the result is partial and ``finish`` is set. A partial result is new memory: the
+            all-reduce overwrites it.
         replicated: labels that must not be sharded.
         own: labels that ``run`` handles when they are sharded; results are not reduced over them.
         late: operands that must not be summed (a bias), labelled like the result.
@@ -316,7 +320,7 @@ def local_operand(each: Operand, parts: Parts, pg: ProcessGroup) -> Tensor:
             ((dim, count),) = current
             return mappings.all_gather_dim(local, dim, group, sizes=uneven_sizes(shape[dim], count))
         local = redistribute(local, Transition(shape, current, ()), group)
-    return mappings.copy_to_tensor_model_parallel_region(local, group) if parts and wants_grad(local) else local
+    return copy_to(local, group, each.is_factor) if parts and wants_grad(local) else local
 
 
 def replicated(x: Tensor, pg: ProcessGroup) -> Tensor:
@@ -328,10 +332,9 @@ def _reduce_outputs(outputs: list[Any], call: Call, sharding: Sharding, pg: Proc
     """Reduce partial results over the ranks, then apply ``finish``; also their sharding."""
     group, parts = pg.tp_process_group(), ()
     if call.scatter is None:
-        summed: list[Any] = []
-        while outputs:  # popped, so that an otherwise unreferenced temporary is reduced in place
-            summed.append(mappings.reduce_from_tensor_model_parallel_region(outputs.pop(0), group))
-        outputs = summed if call.after is None else [call.after(x) for x in summed]
+        outputs = [reduce_from(x, group, in_place=True) for x in outputs]
+        if call.after is not None:
+            outputs = [call.after(x) for x in outputs]
     else:
         dim, world = from_front(call.scatter, outputs[0].dim()), pg.tp_world_size()
         sizes = uneven_sizes(outputs[0].shape[dim], world)

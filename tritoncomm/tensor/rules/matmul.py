@@ -27,6 +27,10 @@ def _product(a: Tensor, b: Tensor) -> tuple[Labels, Labels, Labels] | None:
     return left, right, result
 
 
+def _factor(x: Tensor, labels: Labels) -> Operand:
+    return Operand(x, labels, is_factor=True)
+
+
 @rule(
     "matmul", Tensor.__matmul__, "mm", "bmm", "mv",
     named="matmul, @, mm, bmm, mv",
@@ -41,7 +45,7 @@ def _matmul(input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None =
     if labels is None:
         return None
     left, right, result = labels
-    return Call([Operand(input, left), Operand(other, right)], [result], lambda _, a, b: torch.matmul(a, b))
+    return Call([_factor(input, left), _factor(other, right)], [result], lambda _, a, b: torch.matmul(a, b))
 
 
 _REVERSED = "@ with a plain tensor on the left"
@@ -66,7 +70,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call |
         return None
     batch = tuple(range(len(shape_of(input)) - 1))
     late = [] if bias is None else [Operand(bias, broadcast_labels(shape_of(bias), shape_of(weight)[:1], ("n",)))]
-    operands = [Operand(input, (*batch, "k")), Operand(weight, ("n", "k"))]
+    operands = [_factor(input, (*batch, "k")), _factor(weight, ("n", "k"))]
     call = by_weight(Call(operands, [(*batch, "n")], _linear_local, late=late), weight, 1)
     if late and len(batch) > 1 and call.scatter is None:
         # torch returns this result as a view, which cannot be reduced in place, so the flat rows are reduced.
@@ -121,6 +125,6 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha:
         scaled, bias = product if alpha == 1 else product * alpha, bias.to(product.dtype)  # as autocast does
         return scaled if beta == 0 else scaled + (bias if beta == 1 else bias * beta)
 
-    operands = [Operand(mat1, ("m", "k")), Operand(mat2, ("k", "n"))]
+    operands = [_factor(mat1, ("m", "k")), _factor(mat2, ("k", "n"))]
     late = [Operand(input, labels)]
     return by_weight(Call(operands, [("m", "n")], run, late=late, finish=finish), mat2, 1)

@@ -14,6 +14,7 @@ from tritoncomm import mappings
 from tritoncomm.core import eager
 from tritoncomm.core.function import direct
 from tritoncomm.errors import ShapeError
+from tritoncomm.mappings.tensor_parallel import reduce_from
 from tritoncomm.tensor.layout import is_colo, shape_of
 from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, from_front
 from tritoncomm.tensor.rules.pointwise import broadcast_operands
@@ -25,8 +26,8 @@ _UNORDERED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup, shared: bool = False) -> Tensor:
-    """All-reduce; ``shared``: the ranks use the sum for different shards, so its gradients are all-reduced as well."""
-    total = mappings.reduce_from_tensor_model_parallel_region(x, group)
+    """All-reduce ``x``, a temporary, in place; ``shared``: its gradient too, for ranks that use it for other shards."""
+    total = reduce_from(x, group, in_place=True)
     return mappings.copy_to_tensor_model_parallel_region(total, group) if shared else total
 
 
