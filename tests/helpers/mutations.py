@@ -449,9 +449,8 @@ MUTATIONS = (
         "_frame(depth if _current_node() is None else 2)", "_frame(depth)", "tests/debug/test_flight.py",
     ),
     Mutation(
-        "an exchange that times out does not say how to find the cause", "tritoncomm/reshard/execute.py",
-        "            raise with_advice(failure) from failure", "            raise",
-        "tests/reshard/test_disagreements.py",
+        "an exchange that fails does not say how to find the cause", "tritoncomm/core/backend.py",
+        "failed{rank}: {error}{advice()}", "failed{rank}: {error}", "tests/reshard/test_disagreements.py",
     ),
     Mutation(
         "a rank that refuses arguments of a cached plan reports it to nobody", "tritoncomm/reshard/request.py",

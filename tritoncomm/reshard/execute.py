@@ -16,11 +16,10 @@ from tritoncomm.core import backend
 from tritoncomm.core.function import direct
 from tritoncomm.core.memory import contiguous_stride, empty, share_memory
 from tritoncomm.core.plan import Ints
-from tritoncomm.errors import ArgumentError, GroupError, PeerError, UnsupportedError
+from tritoncomm.errors import ArgumentError, GroupError, UnsupportedError
 from tritoncomm.reshard.builder import transfers
 from tritoncomm.reshard.plan import Bucket, Item, Side, Transfers, digest
 from tritoncomm.reshard.steps import Step, steps_of
-from tritoncomm.reshard.unanimous import with_advice
 
 __all__ = ["Exchange", "apply", "check_dtypes", "messages"]
 
@@ -182,8 +181,6 @@ class Exchange:
             for step in steps:
                 taken = step.run(sources, targets, self._exchange, name)
                 path = path if taken == "view" else taken
-        except PeerError as failure:
-            raise with_advice(failure) from failure
         except ValueError as failure:
             if any(x.is_meta for x in sources):  # looked at only now, as it costs every tensor of every call
                 raise ArgumentError(f"{name}: a meta tensor has no data to send") from failure

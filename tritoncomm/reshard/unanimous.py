@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm.core import backend
 from tritoncomm.errors import CommError, MismatchError, PeerError
 
-__all__ = ["agree", "with_advice"]
+__all__ = ["agree"]
 
 _SHOWN = 4  # differences of a message
 
@@ -48,13 +48,7 @@ def agree(
     except PeerError as failure:
         if error is not None:
             raise error from failure
-        raise with_advice(failure) from failure
-
-
-def with_advice(failure: PeerError) -> PeerError:
-    """The same error with a last sentence that says how to find ranks with other arguments."""
-    advice = "If ranks may have passed different arguments, run with TRITONCOMM_CHECK=1, which compares every call"
-    return PeerError(f"{failure}. {advice}.")
+        raise
 
 
 def _compare(
