@@ -1,4 +1,4 @@
-"""Draws docs/pictures/*.svg: what every mapping does to a 4 x 4 tensor on two ranks, as its run shows (`make docs`).
+"""Pictures of mappings of a 4 x 4 tensor on two ranks, drawn from their run, in docs/pictures and docs/wire.svg.
 
 Every element is sent through the mapping as a number that says where it comes from: its place in the 4 x 4 tensor and
 the rank whose memory it is in. What arrives, sums included, is read back from the numbers of the result, and drawn.
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from docs.draw import COLORS
-from tritoncomm import mappings
+from tritoncomm import mappings, ops
 
 SIZE, WORLD = 4, 2
 BASE = 100  # numbers of rank 1 are as many times as large, so that the sum of both says what it was made of
@@ -55,6 +55,15 @@ class Trace:
     output: Matrix
     output_grad: Matrix
     input_grad: Matrix
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Memory of one rank around the all-to-all of ``all_to_all_sp2hp``: the wire has a block for every rank."""
+
+    input: Matrix
+    wire: Matrix
+    output: Matrix
 
 
 def _rows_by_sizes(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -135,6 +144,13 @@ def trace(case: Case, group: ProcessGroup) -> Trace:
     return Trace(cells(x), output, cells(grad), cells(x.grad))
 
 
+def exchange(group: ProcessGroup) -> Exchange:
+    """Run ``all_to_all_sp2hp`` on this rank, one of two, and the pack that it begins with."""
+    x = numbered(torch.arange(SIZE * SIZE).view(SIZE, SIZE).chunk(WORLD)[group.rank()], group.rank())
+    wire, _, _ = ops.pack(x, 1, WORLD)
+    return Exchange(cells(x), cells(wire.flatten(0, 1)), cells(mappings.all_to_all_sp2hp(x, group)))
+
+
 def numbered(places: Tensor, rank: int) -> Tensor:
     """The number of every place, in the digits of a rank."""
     return (places.double() + 1) * BASE**rank
@@ -203,6 +219,35 @@ def draw(name: str, ranks: Sequence[Trace]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+def draw_exchange(ranks: Sequence[Exchange]) -> str:
+    """The picture of an exchange: input, wire and output from left to right, a rank below the other."""
+    left, step, gap = MARGIN + LABELS, SLOT + 10, 64
+    columns = (left, left + SLOT + gap, left + 2 * SLOT + 2 * gap)
+    width, height = columns[2] + SLOT, TOP + WORLD * step
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
+        "<title>all_to_all_sp2hp on two ranks: tokens, the wire in rank order, columns</title>",
+        STYLE,
+        f'<rect width="{width}" height="{height}" rx="6" fill="#f7f7f8"/>',
+    ]
+    titles = (("before", "my tokens"), ("wire", "in rank order"), ("after", "my columns"))
+    for x, (title, words) in zip(columns, titles, strict=True):
+        parts.append(f'<text class="title" x="{x}" y="18">{title}</text><text x="{x}" y="36">{words}</text>')
+    for x, word in zip(columns[1:], ("pack", "all-to-all"), strict=True):
+        shift = f"translate({x - gap // 2 - 7} {TOP + step - 5})"
+        parts.append(f'<g transform="{shift}"><use href="#right"/></g>')
+        parts.append(f'<text x="{x - gap // 2}" y="{TOP + step - 14}" text-anchor="middle">{word}</text>')
+    for rank, one in enumerate(ranks):
+        y = TOP + rank * step
+        parts.append(f'<text class="r{rank}" x="{MARGIN}" y="{y + SLOT // 2 + 4}">rank {rank}</text>')
+        for x, kind in zip(columns, ("input", "wire", "output"), strict=True):
+            parts.append(_matrix(getattr(one, kind), x, y, f"{kind}-{rank}"))
+        for peer in range(WORLD):
+            at = y + (2 * peer + 1) * SLOT // (2 * WORLD) + 4
+            parts.append(f'<text x="{columns[1] + SLOT // 2 + 6}" y="{at}">to {peer}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
 def _matrix(rows: Matrix, x: int, y: int, name: str) -> str:
     boxes = [
         f'<g transform="translate({x + j * PITCH} {y + i * PITCH})"><use href="#from{"".join(map(str, ranks))}"/>'
@@ -216,7 +261,7 @@ def _matrix(rows: Matrix, x: int, y: int, name: str) -> str:
 def _rank_main(rank: int, store: str, traces: Any) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
     assert dist.group.WORLD is not None
-    traces[rank] = run(dist.group.WORLD)
+    traces[rank] = run(dist.group.WORLD), exchange(dist.group.WORLD)
     dist.destroy_process_group()
 
 
@@ -228,7 +273,8 @@ def main() -> None:
         traces = manager.dict()
         mp.spawn(_rank_main, args=(str(Path(temporary) / "store"), traces), nprocs=WORLD)
         for name in CASES:
-            (folder / f"{name}.svg").write_text(draw(name, [traces[rank][name] for rank in range(WORLD)]))
+            (folder / f"{name}.svg").write_text(draw(name, [traces[rank][0][name] for rank in range(WORLD)]))
+        (folder.parent / "wire.svg").write_text(draw_exchange([traces[rank][1] for rank in range(WORLD)]))
 
 
 if __name__ == "__main__":

@@ -149,6 +149,16 @@ def test_a_picture_is_what_the_mapping_does(name: str, traces: list[dict[str, Tr
     assert path.read_text() == drawn, "run `make docs`"
 
 
+def test_the_picture_of_the_wire_is_the_exchange(pool: Pool) -> None:
+    svg = (DOCS / "wire.svg").read_text()
+    assert svg == mapping_pictures.draw_exchange(pool.run(mapping_pictures.exchange, world=2)), "run `make docs`"
+    before, wire, after = ([read(svg, f"{name}-{rank}") for rank in range(2)] for name in ("input", "wire", "output"))
+    for rank in range(2):
+        columns = [[row[2 * peer : 2 * peer + 2] for row in before[rank]] for peer in range(2)]
+        assert wire[rank] == columns[0] + columns[1]
+        assert after[rank] == [row for sent in wire for row in sent[2 * rank : 2 * rank + 2]]
+
+
 def test_the_address_map_is_as_it_is_drawn() -> None:
     assert (DOCS / "address_map.svg").read_text() == draw.draw(), "run `make docs`"
 

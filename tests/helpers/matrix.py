@@ -147,6 +147,16 @@ def _run(python: Path, arguments: Sequence[str]) -> dict[str, int]:
     return {"failed": max(failed, status != 0), "passed": total - failed - skipped, "skipped": skipped}
 
 
+def _commit() -> str:
+    """The commit of the tree, ``-dirty`` where files differ from it, but for the two that this command writes."""
+    written = [f":!{path.relative_to(ROOT)}" for path in (RESULTS, PAGE)]
+    described, changed = (
+        subprocess.run(["git", *command], capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+        for command in (("rev-parse", "--short", "HEAD"), ("diff", "--name-only", "HEAD", "--", ".", *written))
+    )
+    return f"{described}-dirty" if changed else described
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is asked for, write results and page; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -167,8 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = options.environments or here
         if missing := [name for name in names if name not in here]:
             parser.error(f"there is no {', '.join(ENVIRONMENTS[name] for name in missing)} in {options.root}")
-        command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+        commit = _commit()
         good = measure(options.root, results, names, {part: PARTS[part] for part in options.parts}, commit, save)
     save()
     return 0 if good else 1
