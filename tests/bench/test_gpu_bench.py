@@ -55,6 +55,7 @@ def test_every_peer_of_a_row_agrees(case: Case) -> None:
 
 
 def run_bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], only: str) -> tuple[int, str]:
+    monkeypatch.setenv("COLUMNS", "160")  # rows in one line; xdist sets the width of its terminal
     monkeypatch.setattr(sys, "argv", ["gpu_bench.py", "--dry", "--only", only])
     return gpu_main(gpu_bench.PART), capsys.readouterr().out
 

@@ -320,7 +320,7 @@ def test_the_budget_ends_a_search_between_tasks() -> None:
     assert outcome.state == search.OUT_OF_TIME
     assert len(bench.timed) == 5
     assert outcome.content["complete"] is False
-    assert tune_command.verdict(outcome, SimpleNamespace(print=lambda *a, **k: None)) == 0
+    assert tune_command.verdict(outcome, SimpleNamespace(print=lambda *a, **k: None, is_terminal=False)) == 0
 
 
 def test_progress_is_told_and_results_are_saved_on_the_way() -> None:
@@ -358,7 +358,10 @@ def test_a_wrong_candidate_never_wins_and_fails_the_command() -> None:
     assert outcome.content["configs"]["pack"]["16"] == asdict(Candidate(32768, 1024, 8))
     assert len(outcome.wrong) == 1
     said = []
-    assert tune_command.verdict(outcome, SimpleNamespace(print=lambda text, **k: said.append(text))) == 1
+    assert (
+        tune_command.verdict(outcome, SimpleNamespace(print=lambda text, **k: said.append(text), is_terminal=False))
+        == 1
+    )
     assert "16384/1024/4: 3 of 7 elements differ" in said[0]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from tritoncomm.core import eager
@@ -81,7 +82,8 @@ def copy_to(input_: Tensor, group: GroupLike | None, in_place: bool) -> Tensor:
         return input_
     if not torch.is_grad_enabled():
         return input_.detach()
-    return (_CopyInPlace if in_place else _CopyToModelParallelRegion).apply(input_, group)
+    overwrites = in_place and not is_compiling()  # a compiled backward never does
+    return (_CopyInPlace if overwrites else _CopyToModelParallelRegion).apply(input_, group)
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None = None) -> Tensor:
