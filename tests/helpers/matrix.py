@@ -144,7 +144,7 @@ def _run(python: Path, arguments: Sequence[str]) -> dict[str, int]:
         sum(int(suite.get(kind, 0)) for suite in suites) for kind in ("tests", "skipped", "failures", "errors")
     )
     failed = failures + errors
-    return {"failed": max(failed, status != 0), "passed": total - failed - skipped, "skipped": skipped}
+    return {"failed": max(failed, int(status != 0)), "passed": total - failed - skipped, "skipped": skipped}
 
 
 def _commit() -> str:
