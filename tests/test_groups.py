@@ -514,7 +514,7 @@ def run_kinds_of_groups(group: ProcessGroup) -> None:
     else:
         with pytest.raises(GroupError, match="this rank is not in the mesh"):
             mappings.all_gather_dim(x, 0, half)
-    for each in (mesh["tp"], (mesh, "tp"), tensor.group_name):
+    for each in (mesh["tp"], tensor.group_name):
         compiled = torch.compile(
             lambda x, each=each: mappings.all_gather_dim(x, 0, each), backend="aot_eager", fullgraph=True
         )

@@ -142,6 +142,7 @@ def test_everything_but_kernels_goes_without_triton(tmp_path: Path) -> None:
             assert re.match(f"{level} {SENTENCE}", found), found
 
 
+@pytest.mark.slow
 def test_the_demo_trains_without_triton(tmp_path: Path) -> None:
     """In processes of which none can import it."""
     (tmp_path / "triton.py").write_text("raise ImportError('no Triton here')")

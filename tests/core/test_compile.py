@@ -303,7 +303,7 @@ def test_arguments_are_checked_while_traced(pool: Pool) -> None:
     pool.stop()  # after an error torch keeps evaluating frames itself, which adds a reference to every argument
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_no_graph_under_no_grad(pool: Pool, world: int) -> None:
     pool.run(no_graph_under_no_grad, world=world)
 

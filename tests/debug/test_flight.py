@@ -254,7 +254,14 @@ def _seconds(count: float) -> Any:
     return timedelta(seconds=count)
 
 
-@pytest.mark.parametrize("name", ["all_gather_dim", "all_gather", "send_backward_recv_backward"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("all_gather_dim", marks=pytest.mark.slow),
+        "all_gather",
+        pytest.param("send_backward_recv_backward", marks=pytest.mark.slow),
+    ],
+)
 def test_a_blocked_rank_writes_its_record_on_a_signal_by_the_watchdog_and_on_the_error(
     tmp_path: Path, name: str
 ) -> None:

@@ -211,9 +211,8 @@ def test_every_test_of_the_device_has_its_place_in_the_order() -> None:
     assert tests == {test for tests in gpu_run.ORDER.values() for test in tests}
 
 
-@pytest.mark.parametrize(
-    ("name", "only"), [("test", "test_p2p"), pytest.param("ranks", "backward", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "only"), [("test", "test_p2p"), ("ranks", "backward")])
+@pytest.mark.slow
 def test_the_command_needs_nothing_but_pytest(tmp_path: Path, name: str, only: str) -> None:
     """A machine with a GPU may have neither hypothesis nor the plugins that the settings name."""
     for module in ("hypothesis", "pytest_timeout", "megatron"):

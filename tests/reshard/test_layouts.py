@@ -89,7 +89,9 @@ def run_case(seed: int) -> None:
     check_gradients(items, bucket_bytes * 4, world, draw.random() < 0.5)
 
 
-@pytest.mark.parametrize("first", range(0, 600, BLOCK))
+@pytest.mark.parametrize(
+    "first", [pytest.param(first, marks=[pytest.mark.slow] * (first >= 320)) for first in range(0, 600, BLOCK)]
+)
 def test_drawn_layouts(first: int) -> None:
     for seed in range(first, first + BLOCK):
         run_case(seed)

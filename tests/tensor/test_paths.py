@@ -67,6 +67,6 @@ def is_rows(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_paths_agree_bit_for_bit(pool: Pool, world: int, dtype: str) -> None:
     pool.run(run_paths, dtype, world=world)
