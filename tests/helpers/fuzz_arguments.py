@@ -54,7 +54,7 @@ _FUNCTIONS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "explain op": lambda a, b, c, d: explain(a, (4, 4), b, dims=[0]),
     "explain all": lambda a, b, c, d: [explain(op, (4, a), 2, torch.float32, b) for op in OPS],
     "explain sizes": lambda a, b, c, d: explain("all_gather", (4, 4), 2, sizes=[a, b], rank=c, device=d),
-    "explain rows": lambda a, b, c, d: explain("all_to_all", (4, 4), 2, sizes=a, out_sizes=b, stride=c, held=d),
+    "explain rows": lambda a, b, c, d: explain("all_to_all", (4, 4), 2, sizes=a, out_sizes=b, stride=c, overwrite=d),
     "explain dtype": lambda a, b, c, d: explain("reduce", (4, 4), 2, a, rates=b, sm_count=c),
     "attention": lambda a, b, c, d: UlyssesAttention(None, layout=a),
     "shards": lambda a, b, c, d: ShardSpec([a, b], [c, d]),
