@@ -1,4 +1,4 @@
-"""What replaces Megatron-core's linear layers, its overwriting all-reduces and its cross entropy.
+"""Replacements of Megatron-core's linear layers, of its overwriting all-reduces and of its cross entropy.
 
 Megatron's column-parallel linear calls torch.distributed itself. Here it is one autograd function whose collectives run
 while the products do: backward starts the all-gather of the input before the product for the input's gradient, and the

@@ -61,10 +61,7 @@ class _CopyToModelParallelRegion(Function):
 class _CopyInPlace(Function):
     """``_CopyToModelParallelRegion`` whose backward writes into the gradient that it receives."""
 
-    @staticmethod
-    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return input_
+    forward = staticmethod(_CopyToModelParallelRegion.forward)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
