@@ -41,8 +41,8 @@ INTEGRATIONS = [
     "rebinding", "megatron_functions", "megatron", "deepspeed", "yunchang", "transformers", "trainer", "__init__",
 ]  # fmt: skip
 DEBUG = [
-    "agreement", "descriptor", "sites", "torch_recorder", "flight", "exchange", "check", "hops",
-    "transfers", "replicas", "signals", "trace", "__init__",
+    "texts", "store", "agreement", "comparison", "descriptor", "sites", "torch_recorder", "flight", "check",
+    "p2p_check", "transfers", "replicas", "signals", "trace", "__init__",
 ]  # fmt: skip
 RESHARD = [
     "sequence_boxes", "layout_arguments", "rows", "replicas", "layout", "cells", "sums", "plan", "builder", "tables",

@@ -16,7 +16,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from tritoncomm import groups, launchers, variables
 from tritoncomm.core.backend import cuda_backend, is_nccl
-from tritoncomm.debug import agreement, exchange
+from tritoncomm.debug import agreement
+from tritoncomm.debug.store import job_store
 from tritoncomm.errors import ArgumentError, GroupError
 from tritoncomm.groups import Group, ParallelMode
 
@@ -99,7 +100,7 @@ def initialize(
         _wait_until_connected()
         agreement.check()
         if variables.CHECK.value or variables.HASH.value:  # a rank that ends without a checked call is named, too
-            exchange.exchange()
+            job_store()
     except BaseException:
         destroy()
         raise

@@ -58,12 +58,12 @@ def test_many_ranks_make_a_short_line() -> None:
 def test_the_last_rank_compares_and_rounds_are_apart(tmp_path: Path, kind: str) -> None:
     store: Any = HashStore() if kind == "hash" else FileStore(str(tmp_path / "store"), 3)
     changed = ALIKE | {"TRITONCOMM_PATH": "torch"}
-    for order, settings, words in (
+    for order, ranks, words in (
         ((2, 0, 1), [ALIKE] * 3, ""),
         ((1, 2, 0), [ALIKE, ALIKE, changed], "torch on rank 2"),
         ((0, 1, 2), [ALIKE] * 3, ""),
     ):
-        told = [agreement.compare(store, rank, 3, settings[rank]) for rank in order]
+        told = [agreement.compare(store, rank, 3, ranks[rank]) for rank in order]
         assert told[:2] == ["", ""]
         assert words in told[2]
         assert bool(told[2]) is bool(words)

@@ -1,11 +1,11 @@
 """Check mode: every kind of disagreement is named on all ranks, with the line of each caller; what agrees passes."""
 
 import gc
-import json
 import re
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ import tritoncomm
 from tritoncomm import ArgumentError, MismatchError, UnsupportedError, p2p, variables
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
-from tritoncomm.debug import check, exchange, hops
+from tritoncomm.debug import check, p2p_check, store
 from tritoncomm.debug.flight import Call
 from tritoncomm.p2p import header
 from tritoncomm.p2p.neighbours import Neighbours
@@ -79,17 +79,17 @@ def _stages(group: ProcessGroup) -> Any:
     return p2p.P2PCommunicator(group, SimpleNamespace(pipeline_dtype=torch.float32))
 
 
-def _checked(group: ProcessGroup, name: str, **shapes: list[int]) -> hops.CheckedHop:
+def _checked(group: ProcessGroup, name: str, **shapes: list[int]) -> p2p_check.CheckedHop:
     """A step of which nothing is transferred: where senders do not wait for their receivers, as on a GPU's stream."""
-    contents = {key: hops.Content(f"{shape}", [[shape, "float32"]]) for key, shape in shapes.items()}
-    return hops.CheckedHop(Neighbours.of(group), name, contents)
+    contents = {key: p2p_check.Content(f"{shape}", [[shape, "float32"]]) for key, shape in shapes.items()}
+    return p2p_check.CheckedHop(Neighbours.of(group), name, contents)
 
 
 def run_late_receiver(group: ProcessGroup) -> str:
     """Rank 1 comes to the first transfer after rank 0 went on, so rank 0 learns of it at its next step."""
     tritoncomm.destroy()
     synchronise(group)
-    hops.MOMENT, moment = 0.05, hops.MOMENT
+    p2p_check.LONGEST_WAIT, longest = 0.05, p2p_check.LONGEST_WAIT
     try:
         if not group.rank():
             assert not _checked(group, "first", send_next=[2, 2]).problem("send_next")
@@ -103,7 +103,7 @@ def run_late_receiver(group: ProcessGroup) -> str:
         dist.barrier(group)
         assert texts[1] == "", "each is named once"
     finally:
-        hops.MOMENT = moment
+        p2p_check.LONGEST_WAIT = longest
     return texts[0]
 
 
@@ -277,52 +277,6 @@ def test_a_channel_that_is_out_of_step_is_open_for_the_next_group_of_its_name(pa
     pair.run(run_out_of_step_made_again)
 
 
-def test_a_rank_that_stalls_looks_for_a_circle_before_it_goes_on() -> None:
-    store = SimpleNamespace(add=lambda *_: 1, set=lambda *_: None, delete_key=lambda *_: True)
-    store.clone = lambda: store
-    over, stalls = exchange.Exchange(store, 0), [1.2]
-
-    def ready() -> None:
-        if stalls:
-            time.sleep(stalls.pop())
-
-    mine = exchange.Blocked("g/1", [0, 1], "f")
-    assert over.wait(ready, 1.0, mine, lambda: "circle", lambda: "late") == "circle"
-    assert over.wait(ready, 1.0, mine, lambda: None, lambda: "late") == "late"
-    assert over.wait(ready, 0.1, mine, lambda: "circle", lambda: "late") == "late", "no time for a look"
-
-
-class _Leaves:
-    """A store in which rank 1, whose call has failed in a circle, takes its key away just before rank 0 reads it."""
-
-    def __init__(self, store: Any, base: str) -> None:
-        self._store, self._base = store, base
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        self._store.compare_set(f"{self._base}/verdict", "", "a circle")
-        self._store.delete_key(f"{self._base}/1")
-        return self._store.multi_get(keys)
-
-
-def test_a_rank_that_leaves_a_circle_while_its_key_is_read() -> None:
-    store = dist.TCPStore("localhost", 0, is_master=True)
-    over = exchange.Exchange(store, 0)
-    member: Any = SimpleNamespace(
-        name="g", key="g", incarnation="", ranks=[0, 1], rank=0, count=0, timeout=20.0, verdicts=[]
-    )
-    base = f"{over.prefix}/g/1"
-    over.store = _Leaves(over.store, base)
-    store.set(f"{base}/1", json.dumps([[], "f", [], []]))
-    mine: Any = SimpleNamespace(fields=[], text="f", sends=[], receives=[])
-    call: Any = SimpleNamespace(site=None)
-    with mock.patch.object(check, "_where", return_value="a line"):
-        assert check.compare(over, member, mine, call) == "a circle"
-    assert not store.check([f"{base}/0"])
-
-
 def run_agreed(group: ProcessGroup) -> None:
     tritoncomm.destroy()
     synchronise(group)  # other tests of these ranks end calls on one side only
@@ -345,8 +299,7 @@ def run_agreed(group: ProcessGroup) -> None:
             got = stages.recv_forward([2], first)
             grad = stages.send_forward_recv_backward(T(2) if got is None else got, [2], last)
             stages.send_backward(T(2) if grad is None else grad, first)
-    over = exchange.exchange()
-    assert not any(over.store.check([f"{over.prefix}/blocked/{rank}"]) for rank in range(world))
+    assert not any(store.job_store().blocked(rank) for rank in range(world))
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -357,13 +310,13 @@ def test_what_agrees_passes(pool: Pool, world: int) -> None:
 def run_many(group: ProcessGroup) -> list[int]:
     tritoncomm.destroy()
     synchronise(group)
-    store, keys = exchange.exchange().store, []
+    keys: list[int] = []
     with p2p.check():
         for calls in (5, 40):
             for _ in range(calls):
                 c.all_reduce(T(2), group)
             dist.barrier(group)
-            keys.append(store.num_keys())
+            keys.append(dist.distributed_c10d._get_default_store().num_keys())
             dist.barrier(group)
     return keys
 
@@ -395,20 +348,20 @@ def test_ranks_that_call_on_different_groups_are_named(tmp_path: Any) -> None:
         ranks.stop()
 
 
-def test_first_calls_of_several_threads_have_one_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_calls_of_several_threads_have_one_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two with prefixes of their own would wait for ranks that compare over the other one."""
-    store, made = HashStore(), []
+    job, made = HashStore(), []
 
-    class Slow(exchange.Exchange):
+    class Slow(store.JobStore):
         def __init__(self, store: Any, rank: int) -> None:
             time.sleep(0.05)
             super().__init__(store, rank)
 
-    monkeypatch.setattr(exchange, "Exchange", Slow)
-    monkeypatch.setattr(exchange, "_exchanges", [])
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(store, "JobStore", Slow)
+    monkeypatch.setattr(store, "_current", [])
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: job)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    threads = [threading.Thread(target=lambda: made.append(exchange.exchange())) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: made.append(store.job_store())) for _ in range(4)]
     for each in threads:
         each.start()
     for each in threads:
@@ -460,22 +413,21 @@ def run_hash(group: ProcessGroup, place: int) -> str:
 
 def test_digests_name_the_first_difference(pair: Pool) -> None:
     for text in pair.run(run_hash, 3):
-        assert re.search(r"call \d+024 of group", text), text
+        assert re.search(r"call \d+024 of their group", text), text
         assert "rank 0: all_reduce(float32 [4], op=SUM) at" in text
         assert "rank 1: all_reduce(float32 [2, 2], op=SUM) at" in text
 
 
-def run_hash_on_a_group_that_goes(group: ProcessGroup) -> list[str]:
+def run_hash_on_a_group_that_goes(group: ProcessGroup) -> bool:
     tritoncomm.destroy()
     made = dist.new_group([0, 1])
     with variables.HASH.override(1000):
         c.all_reduce(T(2), made)
-    kept = [name for name, member in check._by_name.items() if member.group() is made]
-    assert len(kept) == 1
+    kept = weakref.ref(check._members[made])
     dist.destroy_process_group(made)
     del made
     gc.collect()
-    return [name for name in kept if name in check._by_name]
+    return kept() is None
 
 
 def _local_group(name: str = "0fb7e2c5") -> ProcessGroup:
@@ -557,8 +509,7 @@ def run_made_again(group: ProcessGroup, first: int) -> None:
                             c.all_reduce(T(2), made) if agrees else _differ(made, rank)
                     _destroy(made, group)
     assert len(names) == 1
-    store, prefix = exchange.exchange().store, exchange.exchange().prefix
-    assert not any(store.check([f"{prefix}/{names.copy().pop()}/{count}/verdict"]) for count in range(9))
+    assert not any(store.job_store().has(f"{names.copy().pop()}/{count}/verdict") for count in range(9))
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, len(ENDS)))])
@@ -570,15 +521,15 @@ def run_slow_to_leave(group: ProcessGroup) -> None:
     """Rank 1 returns from a failed comparison a second after rank 0, which has made its next call by then."""
     tritoncomm.destroy()
     synchronise(group)
-    rank, wait, made = group.rank(), exchange.Exchange.wait, [_local_group(name) for name in ("5f1c", "c4d8")]
+    rank, read, made = group.rank(), store.JobStore.read, [_local_group(name) for name in ("5f1c", "c4d8")]
 
     def slow(*arguments: Any, **options: Any) -> Any:
-        value = wait(*arguments, **options)
+        value = read(*arguments, **options)
         time.sleep(rank)
         return value
 
     with p2p.check():
-        with mock.patch.object(exchange.Exchange, "wait", slow):
+        with mock.patch.object(store.JobStore, "read", slow):
             for each in (made[rank], made[1 - rank]):
                 assert "wait for each other" in text_of(lambda each=each: c.all_reduce(T(2), each))
         for each in made:
@@ -605,7 +556,7 @@ def run_windows_made_again(group: ProcessGroup) -> list[str]:
                 else:
                     c.all_reduce(x, made)
             _destroy(made, group)
-    return [re.findall(r"call (\d+) of group", text)[0] for text in texts]
+    return [re.findall(r"call (\d+) of their group", text)[0] for text in texts]
 
 
 def test_digests_of_a_group_that_is_made_again_are_compared(pair: Pool) -> None:
@@ -613,12 +564,12 @@ def test_digests_of_a_group_that_is_made_again_are_compared(pair: Pool) -> None:
 
 
 def test_calls_of_a_group_that_is_gone_are_not_kept(pair: Pool) -> None:
-    assert pair.run(run_hash_on_a_group_that_goes) == [[], []]
+    assert pair.run(run_hash_on_a_group_that_goes) == [True, True]
 
 
 def test_digests_at_different_intervals_are_named() -> None:
     member: Any = SimpleNamespace(name="g", ranks=[0, 3])
-    text = check._first_difference([([[7, "f"]] * 2, "f"), ([[7, "f"]] * 3, "f")], member, 1)
+    text = check._first_difference([[[{}, "f", [], []]] * calls for calls in (2, 3)], member, 1)
     assert text.splitlines() == [
         "ranks compare their digests of group 'g' at different intervals:", "  rank 0: 2 calls", "  rank 3: 3 calls"
     ]  # fmt: skip
@@ -700,7 +651,8 @@ def run_as_one_graph(group: ProcessGroup) -> str:
 
 
 @pytest.mark.parametrize(
-    ("count", "setting"), [(4, True), (4, False), pytest.param(len(MAPPED), True, marks=pytest.mark.slow)]
+    ("count", "setting"),
+    [(4, False), *(pytest.param(count, True, marks=pytest.mark.slow) for count in (4, len(MAPPED)))],
 )
 def test_compiled_programs_are_checked_outside_of_their_graphs(pair: Pool, count: int, setting: bool) -> None:
     """Torch compiles the frames of a mapping up to the break in each, so that a program of all takes 40 s."""

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 import tritoncomm
 from tritoncomm import MismatchError, debug, mappings, p2p, reshard, ulysses
 from tritoncomm import collective as c
-from tritoncomm.debug import check, exchange
+from tritoncomm.debug import check, comparison
 from tritoncomm.groups import ParallelMode, get_group
 
 CELLS = [(name, kind) for name in ROWS for kind in KINDS if not reason_against(name, kind)]
@@ -38,7 +38,7 @@ def run_cells(group: ProcessGroup, cells: list[tuple[str, str]]) -> dict[str, st
     importlib.import_module("torch._dynamo")  # as parallelize_module does, which takes seconds on a busy machine
 
     tritoncomm.destroy()
-    exchange._PATIENCE, patience = 0.02, exchange._PATIENCE
+    comparison.PATIENCE, patience = 0.02, comparison.PATIENCE
     other = dist.group.WORLD
     assert other is not None
     assert other is not group
@@ -52,7 +52,7 @@ def run_cells(group: ProcessGroup, cells: list[tuple[str, str]]) -> dict[str, st
                 if problem := _problem(steps, name, kind):
                     problems[f"{name}: {kind}"] = problem
     finally:
-        exchange._PATIENCE = patience
+        comparison.PATIENCE = patience
     for each in (group, other):
         synchronise(each)
     return problems
@@ -96,7 +96,7 @@ def run_hops(group: ProcessGroup, names: list[str], pipeline: bool) -> dict[str,
     if pipeline:
         tritoncomm.initialize(pipeline=2)
         group = get_group(ParallelMode.PIPELINE)
-    exchange._PATIENCE, patience = 0.02, exchange._PATIENCE
+    comparison.PATIENCE, patience = 0.02, comparison.PATIENCE
     rank, problems = group.rank(), {}
     try:
         with p2p.check():
@@ -111,7 +111,7 @@ def run_hops(group: ProcessGroup, names: list[str], pipeline: bool) -> dict[str,
                         if not is_named(text, kind) or "disagreement_hops.py:" not in text:
                             problems[f"{name}: {kind} on rank {differs}"] = text
     finally:
-        exchange._PATIENCE = patience
+        comparison.PATIENCE = patience
     for each in (group, other):
         synchronise(each)
     tritoncomm.destroy()

@@ -10,7 +10,8 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
-from tritoncomm.debug import check, exchange
+from tritoncomm.debug import check
+from tritoncomm.debug.store import job_store
 from tritoncomm.ulysses import UlyssesAttention
 
 __all__ = ["COLLECTIVES", "HOPS", "MAPPINGS", "Case", "layouts", "synchronise"]
@@ -193,9 +194,9 @@ def layouts(process_group: Any) -> dict[str, Case]:
 def synchronise(group: ProcessGroup) -> None:
     """The ranks go on with equal counts of calls on the group, whatever they missed in check mode; all of them call."""
     dist.barrier(group)
-    over, ranks = exchange.exchange(), dist.get_process_group_ranks(group)
+    store, ranks = job_store(), dist.get_process_group_ranks(group)
     for channel in (f"{group.group_name}/{a}-{b}" for a in ranks for b in ranks):
-        over.counts[channel] = (over.counts.get(channel, 0) // 1000 + 1) * 1000
+        store.counts[channel] = (store.counts.get(channel, 0) // 1000 + 1) * 1000
     member = check._members.setdefault(group, check._Member(group, group.group_name))
     member.count, member.window = (member.count // 1000 + 1) * 1000, []
     dist.barrier(group)

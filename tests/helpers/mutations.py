@@ -282,8 +282,8 @@ MUTATIONS = (
         "tests/mappings/test_mappings.py tests/debug/test_faults.py",
     ),
     Mutation(
-        "an incarnation that failed stays open until its ranks leave", "tritoncomm/debug/exchange.py",
-        '        over.store.compare_set(f"{name}/open", incarnation, "")\n', "        pass\n",
+        "an incarnation that failed stays open until its ranks leave", "tritoncomm/debug/comparison.py",
+        '        store.replace(f"{name}/open", incarnation, "")\n', "        pass\n",
         "tests/debug/test_check.py",
     ),
     Mutation(
@@ -342,7 +342,8 @@ MUTATIONS = (
     ),
     Mutation(
         "check mode agrees to everything", "tritoncomm/debug/check.py",
-        "    if not differ:\n", "    if differ or not differ:\n", "tests/debug/test_check.py",
+        "if differ := difference(descriptors):", "if differ := difference(descriptors[:1]):",
+        "tests/debug/test_check.py",
     ),
     Mutation(
         "ranks carry out different reshard plans", "tritoncomm/reshard/unanimous.py",
@@ -475,7 +476,7 @@ MUTATIONS = (
         "        with self._lock:", "        if True:", "tests/reshard/test_second_calls.py",
     ),
     Mutation(
-        "threads compare over exchanges of their own", "tritoncomm/debug/exchange.py",
+        "threads compare over clients of their own", "tritoncomm/debug/store.py",
         "    with _lock:", "    if True:", "tests/debug/test_check.py",
     ),
     Mutation(
@@ -528,11 +529,11 @@ MUTATIONS = (
     ),
     Mutation(
         "a first comparison leaves its incarnation open", "tritoncomm/debug/check.py",
-        '        over.store.compare_set(key, joined, "")', "        pass", "tests/debug/test_check.py",
+        '        member.store.replace(key, joined, "")', "        pass", "tests/debug/test_check.py",
     ),
     Mutation(
-        "a channel that was closed stays closed", "tritoncomm/debug/hops.py",
-        "            over.close(wait.group, wait.mine.ranks)\n", "", "tests/debug/test_check.py",
+        "a channel that was closed stays closed", "tritoncomm/debug/p2p_check.py",
+        "            store.close(transfer.group, transfer.ends)\n", "", "tests/debug/test_check.py",
     ),
     Mutation(
         "a send without elements is not compared", "tritoncomm/p2p/hop.py",
@@ -645,23 +646,41 @@ MUTATIONS = (
         "if not differ and first.sends and not descriptors:", "tests/debug/test_check.py",
     ),
     Mutation(
-        "check mode leaves its keys in the store", "tritoncomm/debug/check.py",
-        "        store.delete_key(own)\n", "        pass\n", "tests/debug/test_check.py",
+        "the digest has no rows", "tritoncomm/debug/check.py",
+        "        if each.sends or each.receives:\n", "        if False:\n", "tests/debug/test_check.py",
     ),
     Mutation(
-        "a circle of waiting ranks is not seen", "tritoncomm/debug/exchange.py",
-        "    if circle is None:\n        return None\n    others",
-        "    if circle is None or circle:\n        return None\n    others",
-        "tests/debug/test_check.py",
+        "a circle is believed whose ranks have come", "tritoncomm/debug/comparison.py",
+        "    if any(awaited not in _missing(store, each) for each, awaited in following):\n", "    if False:\n",
+        "tests/debug/test_comparison.py",
     ),
     Mutation(
-        "check mode does not compare what a p2p step sends", "tritoncomm/debug/hops.py",
-        "if their_key == PAIRS[wait.key] and fits:", "if their_key == PAIRS[wait.key]:",
+        "a read that ended early holds its thread", "tritoncomm/debug/store.py",
+        '                self._store.compare_set(name, "", abandoned or _PASSED_OVER)\n', "                pass\n",
+        "tests/debug/test_comparison.py",
+    ),
+    Mutation(
+        "each rank of a timeout makes the table", "tritoncomm/debug/comparison.py",
+        'if self._store.set_once(f"{base}/late", mine).decode() == mine or', "if True or",
+        "tests/debug/test_comparison.py",
+    ),
+    Mutation(
+        "check mode leaves its keys in the store", "tritoncomm/debug/comparison.py",
+        "                self._store.delete(own)\n", "                pass\n", "tests/debug/test_comparison.py",
+    ),
+    Mutation(
+        "a circle of waiting ranks is not seen", "tritoncomm/debug/comparison.py",
+        "    if circle is None:\n", "    if circle is None or circle:\n",
+        "tests/debug/test_comparison.py tests/debug/test_check.py",
+    ),
+    Mutation(
+        "check mode does not compare what a p2p step sends", "tritoncomm/debug/p2p_check.py",
+        "if their_key == PAIRS[transfer.key] and fits:", "if their_key == PAIRS[transfer.key]:",
         "tests/debug/test_check.py tests/p2p/test_faults.py",
     ),
     Mutation(
-        "a step that was given up leaves its channel open", "tritoncomm/debug/hops.py",
-        "if not self._is_apart(wait, key in self._gone_on, made, text):", "if True:",
+        "a step that was given up leaves its channel open", "tritoncomm/debug/p2p_check.py",
+        "if not self._may_be_posted(transfer, key in self._posted, verdict, text):", "if True:",
         "tests/debug/test_check.py",
     ),
     Mutation(
@@ -766,12 +785,8 @@ MUTATIONS = (
         "tests/debug/test_flight.py",
     ),
     Mutation(
-        "digests are not compared", "tritoncomm/debug/check.py",
-        '"digest" * (len({row[0] for row in rows}) > 1)', '"digest" * (len(rows) < 1)', "tests/debug/test_check.py",
-    ),
-    Mutation(
-        "calls of a group that is gone are kept", "tritoncomm/debug/check.py",
-        "            del _by_name[self.name]\n", "            pass\n", "tests/debug/test_check.py",
+        "digests are not compared", "tritoncomm/debug/comparison.py",
+        "fits = digest[:8] != _UNEQUAL and", "fits =", "tests/debug/test_comparison.py",
     ),
     Mutation(
         "watched replicas are compared when others are updated", "tritoncomm/debug/replicas.py",
@@ -799,8 +814,8 @@ MUTATIONS = (
         "(from_prev, from_next), 4, variable)", "(from_prev, from_next), 5, variable)", "tests/debug/test_flight.py",
     ),
     Mutation(
-        "a rank that ended is not named to its neighbour", "tritoncomm/debug/hops.py",
-        "if not text and (ended := self._over.ended(peers)):", "if text and (ended := self._over.ended(peers)):",
+        "a rank that ended is not named to its neighbour", "tritoncomm/debug/p2p_check.py",
+        "if not text and (ended := self._store.ended(", "if text and (ended := self._store.ended(",
         "tests/debug/test_faults.py",
     ),
     Mutation(

@@ -6,7 +6,7 @@ reading them again does.
 
 from tritoncomm import record, variables
 from tritoncomm.debug import signals
-from tritoncomm.debug.check import check_call, fold_call
+from tritoncomm.debug.check import check_call
 from tritoncomm.debug.flight import dump
 from tritoncomm.debug.flight import flight as _flight
 from tritoncomm.debug.replicas import check_replicas, watch_replicas
@@ -19,7 +19,7 @@ _CHECKED_CALLS = 1024  # kept in check mode, whose errors name them
 def _update() -> None:
     """Turn the record and the comparisons on or off as the variables say."""
     calls, checks = variables.FLIGHT.value[0], variables.CHECK.value or variables.HASH.value
-    _flight.before = check_call if variables.CHECK.value else fold_call if checks else None
+    _flight.before = check_call if checks else None
     _flight.keep(max(calls, _CHECKED_CALLS) if checks else calls)
     record.observe(_flight if calls or checks else None)
     if calls:

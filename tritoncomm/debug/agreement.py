@@ -6,7 +6,6 @@ Only TRITONCOMM_CHECK decides what is sent. Paths and tiles decide speed: a coll
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,12 +14,12 @@ from torch.distributed import distributed_c10d
 from tritoncomm_kernels import tables
 
 from tritoncomm import variables
+from tritoncomm.debug.store import last_of
+from tritoncomm.debug.texts import named_ranks
 
-__all__ = ["by_text", "check", "compare", "difference", "named_ranks", "one_line", "settings"]
+__all__ = ["check", "compare", "difference", "settings"]
 
 _KEY = "tritoncomm/agreement"
-_SHOWN = 6
-_LONGEST = 1000  # characters
 
 
 def check() -> None:
@@ -57,12 +56,8 @@ def compare(store: Any, rank: int, world: int, mine: Mapping[str, str]) -> str:
     Rounds are counted per rank, so ranks that are restarted or initialize more often than others are not compared, and
     do not wait.
     """
-    key = f"{_KEY}/{store.add(f'{_KEY}/rounds/{rank}', 1)}"
-    store.set(f"{key}/{rank}", json.dumps(dict(mine)))
-    names = [f"{key}/{other}" for other in range(world)]
-    if store.add(key, 1) != world or not store.check(names):
-        return ""
-    return difference([json.loads(value) for value in store.multi_get(names)])
+    values = last_of(store, _KEY, rank, world, json.dumps(dict(mine)))
+    return "" if values is None else difference([json.loads(value) for value in values])
 
 
 def difference(settings: Sequence[Mapping[str, str]]) -> str:
@@ -96,24 +91,3 @@ def _line(name: str, settings: Sequence[Mapping[str, str]], ranks: Sequence[int]
     groups = _by_value(name, settings, ranks)
     values = ", ".join(f"{value or 'unset'} on {named_ranks(group)}" for value, group in groups.items())
     return f"{name}{where} is {values}" if len(groups) > 1 else ""
-
-
-def by_text(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """Each distinct text of a rank, and the ranks that have it."""
-    ranks: dict[str, list[int]] = {}
-    for rank in sorted(texts):
-        ranks.setdefault(texts[rank], []).append(rank)
-    return list(ranks.items())
-
-
-def one_line(text: str) -> str:
-    """The lines of a text one after the other, no more than a screen of them."""
-    joined = "; ".join(line.strip() for line in text.splitlines() if line.strip()).replace(":; ", ": ")
-    return joined if len(joined) <= _LONGEST else f"{joined[:_LONGEST]}..."
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """``ranks 0-3, 7``, the first few runs."""
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0])]
-    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:_SHOWN]]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}{', ...' if len(runs) > _SHOWN else ''}"

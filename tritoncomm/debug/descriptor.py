@@ -47,7 +47,7 @@ class Descriptor(NamedTuple):
 
     fields: dict[str, str]
     text: str
-    digest: int
+    digest: bytes
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
 
@@ -170,9 +170,9 @@ def _shape(shape: Any, differs: int | None = None) -> str:
     return f"[{', '.join(sizes)}]"
 
 
-def _digest(fields: Mapping[str, str]) -> int:
-    """64 bits that do not depend on the process, unlike ``hash``."""
-    return int.from_bytes(hashlib.blake2b(repr(sorted(fields.items())).encode(), digest_size=8).digest(), "big")
+def _digest(fields: Mapping[str, str]) -> bytes:
+    """Return 8 bytes that depend on the fields alone, and not on the process as ``hash`` does."""
+    return hashlib.blake2b(repr(sorted(fields.items())).encode(), digest_size=8).digest()
 
 
 def _in_words(name: str, kind: str, shape: Any, dtype: Any, given: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tritoncomm import variables
 from tritoncomm.core import backend, eager
 from tritoncomm.core.validation import check_data, world_of
-from tritoncomm.debug.agreement import by_text, named_ranks
+from tritoncomm.debug.texts import by_text, named_ranks
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError
 from tritoncomm.groups import GroupLike, resolve
 

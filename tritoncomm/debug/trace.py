@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tritoncomm.debug.agreement import by_text, named_ranks, one_line
 from tritoncomm.debug.flight import FORMAT, PERIODIC
+from tritoncomm.debug.texts import by_text, named_ranks, one_line
 from tritoncomm.debug.transfers import Transfers
 from tritoncomm.errors import ArgumentError
 

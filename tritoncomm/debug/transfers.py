@@ -6,7 +6,7 @@ Messages are counted from the first call of their group on, so only in records t
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tritoncomm.debug.hops import ORDER
+from tritoncomm.debug.p2p_check import ORDER
 
 __all__ = ["Message", "Transfers"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tritoncomm import record
 from tritoncomm.core.backend import carrier
-from tritoncomm.debug.hops import CheckedHop
+from tritoncomm.debug.p2p_check import CheckedHop
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.groups import GroupLike, as_group
 from tritoncomm.p2p import message

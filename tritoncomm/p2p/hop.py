@@ -17,7 +17,7 @@ from tritoncomm.core.backend import special
 from tritoncomm.core.memory import empty_on
 from tritoncomm.core.ops import path_for
 from tritoncomm.core.validation import check_data
-from tritoncomm.debug.hops import CheckedHop
+from tritoncomm.debug.p2p_check import CheckedHop
 from tritoncomm.errors import ArgumentError, MismatchError, PeerError
 from tritoncomm.p2p import header, message
 from tritoncomm.p2p.in_flight import Handle, Hop

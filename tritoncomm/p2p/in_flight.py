@@ -6,7 +6,7 @@ from typing import NoReturn
 from torch import Tensor
 from torch.distributed import DistNetworkError
 
-from tritoncomm.debug.hops import CheckedHop
+from tritoncomm.debug.p2p_check import CheckedHop
 from tritoncomm.errors import MismatchError, PeerError
 from tritoncomm.p2p.transport import Posted
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritoncomm import record
-from tritoncomm.debug.hops import Content
+from tritoncomm.debug.p2p_check import Content
 from tritoncomm.p2p import header
 from tritoncomm.p2p.message import Incoming, Spec, describe, is_one_shape
 from tritoncomm.p2p.neighbours import Neighbours

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from tritoncomm import MismatchError
-from tritoncomm.debug import exchange, hops
-from tritoncomm.debug.exchange import Blocked, Exchange
-from tritoncomm.debug.hops import CheckedHop, Content
+from tritoncomm.debug import p2p_check
+from tritoncomm.debug.p2p_check import CheckedHop, Content
+from tritoncomm.debug.store import JobStore
 
 CIRCLE = "ranks [0, 1, 2] wait for each other in different calls"
 
@@ -21,23 +21,22 @@ class Ends:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         store = HashStore()
-        self.over = [Exchange(store, rank) for rank in range(2)]
+        self.stores = [JobStore(store, rank) for rank in range(2)]
         self._patch = patch
-        patch.setattr(hops, "MOMENT", 0.1)
-        for each in self.over:
-            patch.setattr(each, "_has_threads", True)  # no circles: the tests say what is one
+        patch.setattr(p2p_check, "LONGEST_WAIT", 0.1)
+        for each in self.stores:
+            patch.setattr(each, "has_threads", True)  # no circles: the tests say what is one
 
     def step(self, rank: int, words: str = "step") -> CheckedHop:
         """The transfer as rank ``rank`` makes it: its keys are set, and nothing is looked at yet."""
-        self._patch.setattr(hops, "exchange", lambda: self.over[rank])
+        self._patch.setattr(p2p_check, "job_store", lambda: self.stores[rank])
         neighbours = SimpleNamespace(peer=lambda key: 1 - rank, channel=lambda key: "g", group=lambda: self)
         content = Content(words, [[[2], "float32"]])
         return CheckedHop(neighbours, words, {"recv_prev" if rank else "send_next": content})
 
     def circle(self, count: int) -> None:
         """What a third rank does that has seen one end here, and the other one blocked elsewhere."""
-        over = self.over[0]
-        over.store.compare_set(f"{over.prefix}/g/0-1/{count}/verdict", "", CIRCLE)
+        self.stores[0].set_once(f"g/0-1/{count}/verdict", CIRCLE)
 
 
 KEYS = "send_next", "recv_prev"
@@ -108,12 +107,12 @@ def test_a_closed_channel_is_seen_before_the_end_that_closed_it(ends: Ends, monk
     """Between two looks of one end, the other closes the channel and comes to the next transfer."""
     ends.step(1)
     ends.step(0).give_up("a mistake")
-    waits, over = ends.step(1), ends.over[1]
-    get, verdict = over.get, f"{over.prefix}/g/0-1/2/verdict"
+    waits, store = ends.step(1), ends.stores[1]
+    get, verdict = store.get, "g/0-1/2/verdict"
     closed = get(verdict)
     assert closed is not None
-    over.store.delete_key(verdict)
-    meanwhile: list[Callable[[], Any]] = [lambda: (over.store.set(verdict, closed), ends.step(0))]
+    store.delete(verdict)
+    meanwhile: list[Callable[[], Any]] = [lambda: (store.set(verdict, closed), ends.step(0))]
 
     def interrupted(key: str) -> bytes | None:
         content = get(key)
@@ -121,35 +120,5 @@ def test_a_closed_channel_is_seen_before_the_end_that_closed_it(ends: Ends, monk
             meanwhile.pop()()
         return content
 
-    monkeypatch.setattr(over, "get", interrupted)
+    monkeypatch.setattr(store, "get", interrupted)
     assert "out of step" in refused(waits, 1)
-
-
-def _blocked(over: Exchange, base: str, ranks: list[int]) -> Blocked:
-    return Blocked(f"{over.prefix}/{base}", ranks, f"call {base}")
-
-
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_a_rank_that_goes_on_while_it_is_looked_at_is_in_no_circle(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch, goes_on: bool
-) -> None:
-    """Rank 1 leaves a step with rank 0, whose key it takes away; rank 0 waits for it in a collective."""
-    here, there = ends.over
-    mine, theirs = _blocked(here, "c/1", [0, 1]), _blocked(here, "g/0-1/1", [0, 1])
-    here.store.set(f"{mine.base}/0", "[]")
-    there.publish(theirs)
-    here.store.set(f"{theirs.base}/1", "[]")
-    if goes_on:
-        here.store.set(f"{theirs.base}/0", "[]")
-    missing = exchange._missing
-
-    def interrupted(over: Exchange, own: int, each: Blocked) -> list[int]:
-        if goes_on and own == 1:
-            there.withdraw()
-            there.store.delete_key(f"{theirs.base}/0")
-        return missing(over, own, each)
-
-    monkeypatch.setattr(exchange, "_missing", interrupted)
-    verdict = exchange.fail_circle(here, mine)
-    assert (verdict is None) is goes_on
-    assert here.store.check([f"{mine.base}/verdict"]) is not goes_on

@@ -1,0 +1,332 @@
+"""Store of the job: the keys of check mode, and the whereabouts of blocked ranks.
+
+A key-value store, and not a process group, carries the comparisons: its timeouts leave it usable, it works where ranks
+call on different groups, and no group has to be made by ranks of which one may be elsewhere. All other modules reach
+the store through this one.
+"""
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from tritoncomm import record
+from tritoncomm.debug.texts import one_line
+from tritoncomm.errors import MismatchError, PeerError
+
+__all__ = ["Blocked", "JobStore", "Reading", "job_store", "last_of", "raise_if"]
+
+_ROOT = "tc"  # short: every request carries it
+_PASSED_OVER, _MISSING = "-", "~"  # values that no key has otherwise
+_TRIES = 50
+_FOREVER = timedelta(days=30)  # a read that times out prints two lines of C++ warnings, so reads never do
+
+
+class Blocked(NamedTuple):
+    """Whereabouts of a blocked rank, as other ranks read them.
+
+    Attributes:
+        base: prefix of the keys of the call or transfer in which it waits.
+        words: that call with its source line, its number and its group; or that transfer.
+        awaited: ``[key, rank]`` of every rank that it waits for. A rank has come once its key is set; an empty key is
+            never set.
+    """
+
+    base: str
+    words: str
+    awaited: list[list[Any]]
+
+
+class Reading:
+    """Blocking read of several keys in a thread of its own.
+
+    The calling thread stays open to signals, and may end its wait for another reason. The thread has its own connection
+    to the store, because a connection serves one request at a time.
+
+    Attributes:
+        has_failed: whether a read ended with an error of the store, which closes the connection.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store.clone()
+        self._store.set_timeout(_FOREVER)
+        self._requests: SimpleQueue[list[str]] = SimpleQueue()
+        self._results: SimpleQueue[list[bytes] | RuntimeError] = SimpleQueue()
+        self.has_failed = False
+        threading.Thread(target=self._serve, name="tritoncomm-store", daemon=True).start()
+
+    def _serve(self) -> None:
+        """Answer requests until the process ends."""
+        while True:
+            keys = self._requests.get()
+            try:
+                self._results.put([self._store.get(keys[0])] if len(keys) == 1 else self._store.multi_get(keys))
+            except RuntimeError as error:
+                self._results.put(error)
+
+    def start(self, keys: list[str]) -> None:
+        """Begin to read ``keys``, and return at once."""
+        self._requests.put(keys)
+
+    def wait(self, seconds: float) -> list[bytes] | None:
+        """Return the values once all keys are set; None after ``seconds``.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        try:
+            result = self._results.get(timeout=seconds)
+        except Empty:
+            return None
+        if isinstance(result, RuntimeError):
+            self.has_failed = True
+            raise result
+        return result
+
+
+class JobStore:
+    """This rank's client of the job's default store. Keys in arguments lack its prefix.
+
+    Attributes:
+        rank: global rank.
+        counts: number of transfers so far by channel, for check mode of p2p steps.
+        unmet: transfers by channel that this rank has sent before their receivers came.
+        has_threads: whether two threads of this rank have waited at the same time.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self.rank = store.clone(), rank
+        # Ranks that destroy and make their default group again over the same store do not read the keys of before.
+        self._prefix = f"{_ROOT}{self._store.add(f'{_ROOT}/rounds/{rank}', 1)}/"
+        self.counts: dict[str, int] = {}
+        self.unmet: dict[str, Any] = {}
+        self.has_threads = False
+        self._stale: dict[str, list[str]] = {}
+        self._channels: dict[str, tuple[weakref.ref[Any], int]] = {}
+        self._tokens = 0
+        self._waiting: set[int] = set()
+        self._is_published = False
+        self._idle: list[Reading] = []
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        self._store.set(self._prefix + key, value)
+
+    def set_once(self, key: str, value: str | bytes) -> bytes:
+        """Set a key that has no value yet, and return the value that it has now."""
+        return self._store.compare_set(self._prefix + key, "", value)
+
+    def replace(self, key: str, old: str, new: str) -> None:
+        """Set a key to ``new`` if its value is ``old``."""
+        self._store.compare_set(self._prefix + key, old, new)
+
+    def delete(self, key: str) -> None:
+        """Delete a key, if it is set."""
+        self._store.delete_key(self._prefix + key)
+
+    def has(self, key: str) -> bool:
+        """Whether a key is set."""
+        return self._store.check([self._prefix + key])
+
+    def get(self, key: str) -> bytes | None:
+        """Return a key's value without waiting; None if it is not set."""
+        # ``get`` would block where the owner has deleted its key since a ``check``. A comparison with a text that no
+        # key has changes nothing, and returns that text for a missing key.
+        value = self._store.compare_set(self._prefix + key, _MISSING, _MISSING)
+        return None if value == _MISSING.encode() else value
+
+    def read(
+        self, keys: Sequence[str], until: Callable[[float], float | None], abandoned: str = ""
+    ) -> list[bytes] | None:
+        """Block until all keys are set, and return their values.
+
+        Args:
+            keys: at least one.
+            until: called with 0, and whenever the seconds that it returned are over, with the seconds since the first
+                call. Once it returns None the read ends, and the result is None.
+            abandoned: value that missing keys get if the read ends early, also by an exception; other ranks read it.
+        """
+        names = [self._prefix + key for key in keys]
+        reading = self._idle.pop() if self._idle else Reading(self._store)
+        reading.start(names)
+        try:
+            values = _wait(reading, until)
+        except BaseException:
+            self._end(reading, names, abandoned)
+            raise
+        if values is None:
+            self._end(reading, names, abandoned)
+        else:
+            self._idle.append(reading)
+        return values
+
+    def _end(self, reading: Reading, names: list[str], abandoned: str) -> None:
+        """End a read early by setting its missing keys; delete these again unless their value is for other ranks."""
+        if reading.has_failed:  # the store is gone, or does not answer
+            return
+        for _ in range(_TRIES):  # more than one, because other ranks of a failed call delete their keys
+            for name in names:
+                self._store.compare_set(name, "", abandoned or _PASSED_OVER)
+            if reading.wait(0.1) is not None:
+                self._idle.append(reading)
+                break
+        for name in [] if abandoned else names:
+            self._store.compare_set(name, _PASSED_OVER, _MISSING)
+            if self._store.compare_set(name, _MISSING, _MISSING) == _MISSING.encode():
+                self._store.delete_key(name)
+
+    def token(self) -> str:
+        """Return a text that no other call of this method returns, on any rank."""
+        self._tokens += 1
+        return f"{self.rank}.{self._tokens}"
+
+    def stale_of(self, group: str) -> list[str]:
+        """Return the keys to delete at the next complete call of any group of this name, one list for all of them."""
+        return self._stale.setdefault(group, [])
+
+    def channel(self, name: str, ends: Sequence[int], group: Any) -> str:
+        """Return the prefix of a channel's keys, equal at both ends.
+
+        A channel carries the transfers from rank ``ends[0]`` to rank ``ends[1]`` over one group. Once it is closed, the
+        next group of this name has another prefix.
+        """
+        base = f"{name}/{ends[0]}-{ends[1]}"
+        reference, number = self._channels.get(base, (None, 0))
+        if reference is None or reference() is not group:
+            closed = None if reference is None else self.get(f"{base}/closed")
+            number = number if closed is None else int(closed) + 1
+            self._channels[base] = (weakref.ref(group), number)
+        return f"{name}@{number}/{ends[0]}-{ends[1]}" if number else base
+
+    def close(self, name: str, ends: Sequence[int]) -> None:
+        """Close a channel: nothing passes over it, until a group made later has its name."""
+        base = f"{name}/{ends[0]}-{ends[1]}"
+        self.set(f"{base}/closed", str(self._channels[base][1]))
+
+    def publish(self, mine: Blocked) -> None:
+        """Let other ranks read the whereabouts of this rank."""
+        self.set(f"blocked/{self.rank}", json.dumps(mine))
+        self._is_published = True
+
+    def withdraw(self) -> None:
+        """Delete the whereabouts of this rank, if they are published."""
+        if self._is_published:
+            self._is_published = False
+            self.delete(f"blocked/{self.rank}")
+
+    def blocked(self, rank: int) -> Blocked | None:
+        """Return the whereabouts of a rank; None if it has not published them."""
+        text = self.get(f"blocked/{rank}")
+        return None if text is None else Blocked(*json.loads(text))
+
+    def ended(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return those of ``ranks`` whose processes have ended, each with the reason."""
+        reasons = {rank: self.get(f"ended/{rank}") for rank in ranks}
+        return {rank: reason.decode() for rank, reason in reasons.items() if reason is not None}
+
+    def leave(self, reason: str) -> None:
+        """Publish why this process ends."""
+        self.set(f"ended/{self.rank}", reason)
+
+    def enter_wait(self) -> None:
+        """Count the calling thread among those that wait."""
+        self._waiting.add(threading.get_ident())
+        self.has_threads = self.has_threads or len(self._waiting) > 1
+
+    def leave_wait(self) -> None:
+        """End ``enter_wait`` of the calling thread."""
+        self._waiting.discard(threading.get_ident())
+
+
+def _wait(reading: Reading, until: Callable[[float], float | None]) -> list[bytes] | None:
+    """Return the result of a reading; None once ``until`` returns None."""
+    begun = time.monotonic()
+    pause = until(0.0)
+    while pause is not None:
+        if (values := reading.wait(pause)) is not None:
+            return values
+        pause = until(time.monotonic() - begun)
+    return None
+
+
+_current: "list[tuple[Any, JobStore]]" = []  # at most one: the default store, and its client
+_lock = threading.Lock()
+_pid = os.getpid()
+
+
+@atexit.register
+def _announce_end() -> None:
+    """Tell waiting ranks that this process ends, and with which error.
+
+    A backend sees a closed connection, the store does not. Killed processes announce nothing; ranks wait for them until
+    their timeout.
+    """
+    if not _current or os.getpid() != _pid:
+        return
+    error = getattr(sys, "last_value", None)
+    reason = "has ended" if error is None else f"has ended with {type(error).__name__}: {one_line(str(error))}"
+    with suppress(RuntimeError):  # the store has ended before
+        _current[0][1].leave(reason)
+
+
+def job_store() -> JobStore:
+    """Return the client of the default store that torch has now; all threads share it."""
+    store = distributed_c10d._get_default_store()
+    with _lock:
+        if not _current or _current[0][0] is not store:
+            _current[:] = [(store, JobStore(store, dist.get_rank()))]
+        return _current[0][1]
+
+
+def last_of(store: Any, root: str, rank: int, world: int, text: str) -> list[bytes] | None:
+    """Publish ``text``; return the texts of all ranks on the rank that comes last, None on the others.
+
+    Nobody waits. Each rank counts its own calls, so a rank that calls more often than others gets None.
+
+    Args:
+        store: torch's store.
+        root: prefix of the keys.
+        rank: of this process.
+        world: number of ranks.
+        text: of this rank.
+    """
+    key = f"{root}/{store.add(f'{root}/rounds/{rank}', 1)}"
+    store.set(f"{key}/{rank}", text)
+    names = [f"{key}/{other}" for other in range(world)]
+    if store.add(key, 1) != world or not store.check(names):
+        return None
+    return store.multi_get(names)
+
+
+def raise_if(name: str, problem: Callable[[], str]) -> None:
+    """Raise ``MismatchError`` with the text of ``problem()`` unless it is empty, and note it in the flight record.
+
+    Args:
+        name: of the function that was called, the beginning of the message.
+        problem: compares; returns what is wrong.
+
+    Raises:
+        MismatchError: the text.
+        PeerError: the process that holds the job's store is gone.
+    """
+    try:
+        text = problem()
+    except dist.DistNetworkError as error:
+        failure = PeerError(f"{name}: the store of the job is gone, and with it its first process: {error}")
+        record.failed(name, failure)
+        raise failure from error
+    if text:
+        failure = MismatchError(f"{name}: {text}")
+        record.failed(name, failure)
+        raise failure
