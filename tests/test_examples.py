@@ -12,7 +12,7 @@ from jobs import without_launcher
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-QUICK = ("tensor_parallel_block", "pipeline")  # the others are slow tests
+QUICK = ("tensor_parallel_block",)  # the others are slow tests
 PEERS = ("megatron", "transformers")  # packages that an example may be about; importing them takes long
 STEP = re.compile(r"step (\d+): loss ([\d.]+) on 2 ranks, ([\d.]+)")
 

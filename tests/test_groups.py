@@ -521,6 +521,7 @@ def run_kinds_of_groups(group: ProcessGroup) -> None:
         assert torch.equal(compiled(x), mappings.all_gather_dim(x, 0, tensor))
 
 
+@pytest.mark.slow
 def test_what_stands_for_a_group(pool: Pool) -> None:
     pool.run(run_kinds_of_groups, world=8)
 

@@ -140,7 +140,9 @@ def run_layouts(group: ProcessGroup, outputs: int) -> None:
                         torch.testing.assert_close(full(mine.grad), wanted.grad, msg=case)
 
 
-@pytest.mark.parametrize(("world", "outputs"), [(2, 4), (4, 4), (2, 5), (4, 6)])
+@pytest.mark.parametrize(
+    ("world", "outputs"), [(2, 4), (4, 6), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, 4), (2, 5)))]
+)
 def test_every_pair_of_layouts(pool: Pool, world: int, outputs: int) -> None:
     pool.run(run_layouts, outputs, world=world)
 

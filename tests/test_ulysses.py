@@ -279,7 +279,7 @@ def one_launch_each_way(group: ProcessGroup) -> None:
         assert torch.equal(back[1], lazy[1])
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_launch_each_way(pool: Pool, world: int) -> None:
     pool.run(one_launch_each_way, world=world)
 

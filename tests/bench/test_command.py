@@ -28,6 +28,7 @@ def run(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(shutil.which("cc") is None or torch.cuda.is_available(), reason="part launch needs cc and no GPU")
+@pytest.mark.slow
 def test_a_part_runs_and_is_drawn(tmp_path: Path) -> None:
     done = run("launch", "--only", "launch, reduce", "--rounds", "10", "--plot", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

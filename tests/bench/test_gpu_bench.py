@@ -156,6 +156,7 @@ def test_device_time_is_shared_out_by_owner(capsys: pytest.CaptureFixture[str]) 
     assert gpu_step.report([owners, owners], 1.0, settings, dry=True) == 1
 
 
+@pytest.mark.slow
 def test_a_step_is_profiled_on_every_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu_step.py", "--dry"])
     assert gpu_step.main() == 0

@@ -94,7 +94,7 @@ def test_losses_are_those_of_one_process(dtype, ranks):
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param({"ranks": 2, "pipeline": 2, "virtual": 2}, id="stages-of-two-chunks"),
+        pytest.param({"ranks": 2, "pipeline": 2, "virtual": 2}, id="stages-of-two-chunks", marks=pytest.mark.slow),
         pytest.param(
             {"ranks": 4, "pipeline": 2, "virtual": 1}, id="stages-of-two-tensor-ranks", marks=pytest.mark.slow
         ),

@@ -215,6 +215,7 @@ def inspected_block(group: ProcessGroup) -> list[tuple[int, list[int]]]:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_inductor(pool: Pool) -> None:
     """A block, in graphs that CUDA graphs admit: forward takes the input and parameters, and no graph writes inputs."""
     for forward, backward in pool.run(inspected_block, world=2, timeout=110):

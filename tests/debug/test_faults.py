@@ -231,7 +231,7 @@ _SAID = {
 }
 
 
-@pytest.mark.parametrize("place", _SAID)
+@pytest.mark.parametrize("place", ["collective", pytest.param("hop", marks=pytest.mark.slow)])
 def test_a_rank_that_ends_is_named_before_the_timeout(tmp_path: Path, place: str) -> None:
     """In check mode, which waits over the store: that has no connection that closes."""
     commands = [[sys.executable, "-c", _ENDS, str(rank), str(tmp_path / "store"), place] for rank in range(2)]

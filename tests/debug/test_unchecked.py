@@ -173,6 +173,7 @@ def _problems(cells: Sequence[Cell], count: int = PAIRS) -> dict[Cell, str]:
     return problems
 
 
+@pytest.mark.slow
 def test_a_drawn_cell_of_every_kind_ends_in_time() -> None:
     draw = random.Random(1)
     cells = [draw.choice([cell for cell in CELLS if cell[1] == kind]) for kind in KINDS]

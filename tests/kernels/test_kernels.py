@@ -47,7 +47,9 @@ def test_dtypes_and_layouts(device: Device, dtype: torch.dtype, layout: str) -> 
 
 
 @pytest.mark.parametrize("sizes", SPLIT_SIZES, ids=lambda sizes: f"{len(sizes)}-ranks-{sizes[0]}-{max(sizes)}")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, *slow_on_cpu], ids=name_of)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.int64, marks=pytest.mark.slow), *slow_on_cpu], ids=name_of
+)
 def test_split_sizes(device: Device, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
     copies(random_bits((3, sum(sizes)), dtype, 0, device.at), len(sizes), sizes)
     copies(random_bits((2, 3, sum(sizes) + 8), dtype, 1, device.at).transpose(0, 1)[..., 8:], len(sizes), sizes)

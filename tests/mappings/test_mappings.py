@@ -84,7 +84,13 @@ def test_forward_and_backward(pool: Pool, name: str, world: Any) -> None:
     assert min(cases) >= 2
 
 
-@pytest.mark.parametrize("name", ["gather_tp", "rs_last", "sp2hp", "hp2sp", "reduce_scatter_sp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gather_tp",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("rs_last", "sp2hp", "hp2sp", "reduce_scatter_sp")),
+    ],
+)
 def test_eight_ranks(pool: Pool, name: str) -> None:
     assert min(pool.run(run_mappings, name, ["float32", "bfloat16"], [(8, 16)], "torch", world=8)) >= 4
 

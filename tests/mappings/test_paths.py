@@ -154,7 +154,7 @@ def run_both_paths(group: ProcessGroup, name: str) -> tuple[int, int]:
     return compared, refused
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_same_bits_on_both_paths(pool: Pool, name: str, world: int) -> None:
     for compared, refused in pool.run(run_both_paths, name, world=world):
@@ -197,6 +197,6 @@ def run_uneven_on_both_paths(group: ProcessGroup) -> None:
             assert used == kernels, what
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_same_bits_of_uneven_pieces_on_both_paths(pool: Pool, world: int) -> None:
     pool.run(run_uneven_on_both_paths, world=world)

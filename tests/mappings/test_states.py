@@ -150,7 +150,7 @@ def run_cases(group: ProcessGroup, seed: int, count: int) -> int:
     return len({run_case(group, rng) for _ in range(count)})
 
 
-@pytest.mark.parametrize(("world", "count"), [(1, 150), (2, 250), (4, 80)])
+@pytest.mark.parametrize(("world", "count"), [(1, 100), (2, 120), (4, 60)])
 def test_drawn_cases(pool: Pool, world: int, count: int) -> None:
     distinct = pool.run(run_cases, 7, count, world=world)
     assert min(distinct) > 0.9 * count

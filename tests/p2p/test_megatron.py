@@ -215,7 +215,7 @@ def run_schedule(group: ProcessGroup, name: str) -> tuple[int, int, int]:
     return sum(x.calls for x in hops), sum(x.packed for x in hops), sum(x.calls for x in headers)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_as_one_process(pool: Pool, name: str, world: int) -> None:
     case = CASES[name]

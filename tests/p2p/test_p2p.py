@@ -191,13 +191,13 @@ def run_random_hops(group: ProcessGroup, name: str, seed: int, count: int = 12) 
 
 def run_mode(group: ProcessGroup, name: str) -> int:
     with p2p.check(MODES[name].checked), torch_warns_about_half_complex():
-        return sum(run_random_hops(group, name, seed) for seed in range(4))
+        return sum(run_random_hops(group, name, seed) for seed in range(2))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @WORLDS
 def test_random_hops(pool: Pool, world: Any, mode: str) -> None:
-    assert min(pool.run(run_mode, mode, world=world)) > 30
+    assert min(pool.run(run_mode, mode, world=world)) > 15
 
 
 def run_allocations(group: ProcessGroup) -> None:

@@ -90,7 +90,7 @@ def run_case(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "first", [pytest.param(first, marks=[pytest.mark.slow] * (first >= 320)) for first in range(0, 600, BLOCK)]
+    "first", [pytest.param(first, marks=[pytest.mark.slow] * (first >= 160)) for first in range(0, 600, BLOCK)]
 )
 def test_drawn_layouts(first: int) -> None:
     for seed in range(first, first + BLOCK):

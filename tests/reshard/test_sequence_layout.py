@@ -227,7 +227,7 @@ def run_both_paths(group: TorchGroup) -> None:
             run_pairs(group, [("zigzag", "striped"), ("striped", "full")])
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
 def test_forward_and_backward(pool: Pool, world: int) -> None:
     pool.run(run_both_paths, world=world)
 

@@ -125,7 +125,7 @@ def run_shard_to_shard(group: TorchGroup) -> None:
             assert torch.equal(plain(again), chunked(full, new, rank)), (shape, old, new)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_shard_to_shard_in_every_case(pool: Pool, world: int) -> None:
     pool.run(run_shard_to_shard, world=world)
 
@@ -483,7 +483,7 @@ def run_never_stale(group: TorchGroup) -> None:
                 )
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_spec_is_never_stale(pool: Pool, world: int) -> None:
     pool.run(run_never_stale, world=world)
 

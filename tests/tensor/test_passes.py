@@ -119,7 +119,7 @@ def run_floor(group: TorchGroup, shapes: Any) -> None:
 
 
 @pytest.mark.parametrize("shapes", [SHAPES[:4], SHAPES[4:8], SHAPES[8:]], ids=["2d", "3d", "4d"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_transition_copies_and_allocates_as_documented(pool: Pool, world: int, shapes: Any) -> None:
     pool.run(run_floor, shapes, world=world)
 

@@ -6,7 +6,7 @@ import pytest
 from pool import Pool
 from programs import run_programs
 
-PROGRAMS: list[tuple[Any, int, int]] = [(2, 200_000, 200), (4, 400_000, 200), ((1, 3), 300_000, 60), (1, 100_000, 40)]
+PROGRAMS: list[tuple[Any, int, int]] = [(2, 200_000, 150), (4, 400_000, 100), ((1, 3), 300_000, 60), (1, 100_000, 40)]
 
 
 @pytest.mark.parametrize(("world", "first", "count"), PROGRAMS, ids=["2", "4", "ranks1and3", "1"])

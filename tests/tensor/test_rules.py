@@ -21,7 +21,7 @@ RULES_FOLDER = Path(__file__).parents[2] / "tritoncomm" / "tensor" / "rules"
 NO_ROWS = {"__init__", "engine", "table"}
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_layouts(pool: Pool, name: str, world: int) -> None:
     assert min(pool.run(run_case, name, 30, world=world)) > 1

@@ -94,7 +94,7 @@ def run_transitions(group: TorchGroup, shape: tuple[int, ...], dtype: str) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world", [1, 2, 4, (1, 3)], ids=str)
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow), (1, 3)], ids=str)
 def test_every_transition(pool: Pool, world: int | tuple[int, ...], dtype: str) -> None:
     for shape in SHAPES:
         pool.run(run_transitions, shape, dtype, world=world)

@@ -241,6 +241,7 @@ def test_static_runs_are_the_same_byte_for_byte(tmp_path: Path, monkeypatch: pyt
     assert costs == sorted(costs)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     arguments = ("--static", "--target", "sm_90", "--op", "pack", "--shape", "64x64", "--out", str(out))
