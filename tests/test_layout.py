@@ -33,7 +33,7 @@ LAYERS = [
 ]
 CORE = [
     "cost", "memory", "plan", "address_map", "copies", "ops", "segments", "fused", "function", "validation",
-    "backend", "handle", "cached", "compiled", "uneven", "eager", "head_plan", "heads", "__init__",
+    "call", "backend", "handle", "cached", "compiled", "uneven", "eager", "head_plan", "heads", "__init__",
 ]  # fmt: skip
 MAPPINGS = ["overwriting", "general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}

@@ -181,7 +181,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a group of one rank marks inputs as overwritten", "tritoncomm/mappings/tensor_parallel.py",
-        " and not eager.is_single_rank(group, name)", "", "tests/mappings/test_overwriting.py",
+        " and world_of(group, name) > 1", "", "tests/mappings/test_overwriting.py",
     ),
     Mutation(
         "the gradient of any replicated operand is overwritten", "tritoncomm/tensor/rules/engine.py",
@@ -446,7 +446,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a backward that a program's own frame calls is recorded there", "tritoncomm/debug/flight.py",
-        "_frame(depth if _current_node() is None else 2)", "_frame(depth)", "tests/debug/test_flight.py",
+        "_frame(depth if _current_node() is None else depth - 1)", "_frame(depth)", "tests/debug/test_flight.py",
     ),
     Mutation(
         "an exchange that fails does not say how to find the cause", "tritoncomm/core/backend.py",

@@ -12,33 +12,26 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup, ReduceOp
 
-from tritoncomm import record
 from tritoncomm.core import backend, cached, compiled, ops
+from tritoncomm.core.call import enter
 from tritoncomm.core.handle import Handle
 from tritoncomm.core.memory import contiguous_stride, empty
 from tritoncomm.core.plan import Ints, all_equal, all_reduce_bytes, located
 from tritoncomm.core.uneven import all_gather_uneven, all_to_all_uneven, reduce_scatter_uneven
-from tritoncomm.core.validation import check_input, world_of
+from tritoncomm.core.validation import check_input
 from tritoncomm.errors import ShapeError
+from tritoncomm.record import Span
 
 __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
     "all_to_all_single",
-    "is_single_rank",
     "reduce_scatter",
     "split",
 ]
 
-_single_rank_returns_early = True  # tests of a backend on one device send a group of one rank through it
 _SUM = ReduceOp.SUM
-
-
-def is_single_rank(group: ProcessGroup, name: str) -> bool:
-    """Whether nothing has to be sent, because the group has one rank."""
-    world = world_of(group, name)
-    return _single_rank_returns_early and world == 1
 
 
 def all_gather(
@@ -47,52 +40,44 @@ def all_gather(
     """Concatenate the ranks' tensors along ``dim``; a tensor, or (tensor, handle) when asynchronous."""
     if is_compiling():
         return compiled.traced(all_gather, compiled.all_gather, name)(x, dim, group, sizes, name)
-    started, world = record.now(), world_of(group, name)
-    if world == 1 and _single_rank_returns_early:
+    span = enter(name, "all_gather", group, x, (dim, sizes))
+    if span is None:
         return (x, None) if asynchronous else x
-    _range = record.begin(name, "all_gather", group, x, (dim, sizes)) if record.switch._is_profiler_enabled else None
-    check_input(x, name)
+    world = span.world
     if sizes is not None and x.dim() and not all_equal(sizes, world, x.shape[dim]):
-        return all_gather_uneven(x, dim, group, sizes, name, asynchronous, started)
+        return all_gather_uneven(x, dim, group, sizes, span, asynchronous)
     try:
         plan = cached.all_gather(x.shape, x.dtype, dim, world)
     except ShapeError as error:
         raise located(error, x.shape, name, group) from None
     x, copied = cached.contiguous(x, plan.may_be_lazy)
     if asynchronous or not plan.in_order:
-        return _all_gather_staged(x, dim, group, name, asynchronous, plan, copied, started)
+        return _all_gather_staged(x, dim, group, span, asynchronous, plan, copied)
     out = empty(x, plan.shape, plan.stride, x.dtype)
     backend.all_gather(out if plan.stacked is None else out.view(plan.stacked), x, group, name)
-    record.add(name, "torch" if copied else "view", copied, plan.bytes_sent, started)
+    span.end("torch" if copied else "view", copied, plan.bytes_sent)
     return out
 
 
 def _all_gather_staged(
-    x: Tensor,
-    dim: int,
-    group: ProcessGroup,
-    name: str,
-    asynchronous: bool,
-    plan: cached.EvenPlan,
-    copied: int,
-    started: float,
+    x: Tensor, dim: int, group: ProcessGroup, span: Span, asynchronous: bool, plan: cached.EvenPlan, copied: int
 ) -> Any:
     """All-gather that needs a staging buffer, or is asynchronous."""
-    world = group.size()
+    world = span.world
     out = empty(x, plan.shape, plan.stride, x.dtype) if asynchronous else None
     if out is not None and plan.in_order:
         wire = out if plan.stacked is None else out.view(plan.stacked)
     else:
         shape = plan.stacked or plan.shape
         wire = empty(x, shape, contiguous_stride(shape), x.dtype)
-    work = backend.all_gather(wire, x, group, name, asynchronous)
+    work = backend.all_gather(wire, x, group, span.name, asynchronous)
     if out is not None:
         path = "view" if plan.in_order else ops.path_for(out, "unpack", dim, world)
-        record.add(name, path, copied, plan.bytes_sent, started)
+        span.end(path, copied, plan.bytes_sent)
         finish = None if plan.in_order else lambda: ops.unpack(wire, plan.shape, dim, world, out=out)
         return out, Handle(work, out, finish, x, wire)
     out, path, unpacked = ops.unpack(wire, plan.shape, dim, world)
-    record.add(name, path, copied + unpacked, plan.bytes_sent, started)
+    span.end(path, copied + unpacked, plan.bytes_sent)
     return out
 
 
@@ -108,17 +93,14 @@ def reduce_scatter(
     """Reduce over the ranks and keep this rank's shard of ``dim``; (tensor, handle) when asynchronous."""
     if is_compiling():
         return compiled.traced(reduce_scatter, compiled.reduce_scatter, name)(x, dim, group, sizes, name)
-    started, world = record.now(), world_of(group, name)
-    if world == 1 and _single_rank_returns_early:
+    span = enter(name, "reduce_scatter", group, x, (dim, sizes, op))
+    if span is None:
         return (x, None) if asynchronous else x
-    _range = None
-    if record.switch._is_profiler_enabled:
-        _range = record.begin(name, "reduce_scatter", group, x, (dim, sizes, op))
-    check_input(x, name)
+    world = span.world
     if op is not _SUM:
         backend.check_op(op, x, group, name)
     if sizes is not None and x.dim() and not all_equal(sizes, world, x.shape[dim] // world):
-        return reduce_scatter_uneven(x, dim, group, sizes, name, op, asynchronous, started)
+        return reduce_scatter_uneven(x, dim, group, sizes, span, op, asynchronous)
     try:
         plan = cached.reduce_scatter(x.shape, x.dtype, dim, world)
     except ShapeError as error:
@@ -139,7 +121,7 @@ def reduce_scatter(
         work = backend.reduce_scatter(out, wire, op, group, name, asynchronous)
     else:  # Gloo wants the ranks in dim 0
         work = backend.reduce_scatter(out.view(-1), wire.view(-1), op, group, name, asynchronous)
-    record.add(name, path, copied, plan.bytes_sent, started)
+    span.end(path, copied, plan.bytes_sent)
     return (out, Handle(work, out, None, wire)) if asynchronous else out
 
 
@@ -147,21 +129,19 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
     """This rank's shard of ``dim``, contiguous; a view of ``x`` where that is contiguous already."""
     if is_compiling():
         return compiled.traced(split, compiled.split, name)(x, dim, group, sizes, name)
-    started, world = record.now(), world_of(group, name)
-    if world == 1 and _single_rank_returns_early:
+    span = enter(name, "split", group, x, (dim, sizes))
+    if span is None:
         return x
-    _range = record.begin(name, "split", group, x, (dim, sizes)) if record.switch._is_profiler_enabled else None
-    check_input(x, name)
     try:
-        start, size = cached.split(x.shape, dim, world, group.rank(), sizes)
+        start, size = cached.split(x.shape, dim, span.world, group.rank(), sizes)
     except ShapeError as error:
         raise located(error, x.shape, name, group) from None
     shard = x[start : start + size] if dim == 0 else x.narrow(dim, start, size)
     if shard.is_contiguous():
-        record.add(name, "view", 0, 0, started)
+        span.end("view", 0, 0)
         return shard
     shard = shard.contiguous()
-    record.add(name, "torch", 2 * shard.nbytes, 0, started)
+    span.end("torch", 2 * shard.nbytes, 0)
     return shard
 
 
@@ -176,11 +156,9 @@ def all_reduce(
     """Reduce over the ranks; into ``x`` itself when ``in_place`` and it is contiguous, otherwise into one copy."""
     if is_compiling():
         return compiled.traced(all_reduce, compiled.all_reduce, name)(x, group, name)
-    started, world = record.now(), world_of(group, name)
-    if world == 1 and _single_rank_returns_early:
+    span = enter(name, "all_reduce", group, x, (op,))
+    if span is None:
         return (x, None) if asynchronous else x
-    _range = record.begin(name, "all_reduce", group, x, (op,)) if record.switch._is_profiler_enabled else None
-    check_input(x, name)
     size, special = x.nbytes, x.dtype in backend.not_summed
     if special or op is not _SUM:
         backend.check_op(op, x, group, name)
@@ -197,7 +175,7 @@ def all_reduce(
         work = backend.all_reduce(sent, op, group, name, asynchronous)
     else:
         work = backend.all_reduce(out, op, group, name, asynchronous)
-    record.add(name, path, copied, all_reduce_bytes(size, world), started)
+    span.end(path, copied, all_reduce_bytes(size, span.world))
     return (out, Handle(work, out, None)) if asynchronous else out
 
 
@@ -212,13 +190,10 @@ def all_to_all_single(
     """All-to-all along dim 0 by split sizes; a list that is missing is even, without both it is the even collective."""
     if is_compiling():
         return compiled.traced(all_to_all_single, compiled.all_to_all_single, name)(x, group, out_sizes, in_sizes, name)
-    started, world = record.now(), world_of(group, name)
-    if world == 1 and _single_rank_returns_early:
+    span = enter(name, "all_to_all_single", group, x, (out_sizes, in_sizes))
+    if span is None:
         return (x, None) if asynchronous else x
-    _range = None
-    if record.switch._is_profiler_enabled:
-        _range = record.begin(name, "all_to_all_single", group, x, (out_sizes, in_sizes))
-    check_input(x, name)
+    world = span.world
     try:
         plan, stride, may_be_lazy = cached.all_to_all_single(x.shape, x.dtype, world, group.rank(), out_sizes, in_sizes)
     except ShapeError as error:
@@ -226,7 +201,7 @@ def all_to_all_single(
     x, copied = cached.contiguous(x, may_be_lazy)
     out = empty(x, plan.shape, stride, x.dtype)
     work = backend.all_to_all(out, x, plan.recv_sizes, plan.send_sizes, group, name, asynchronous)
-    record.add(name, "torch" if copied else "view", copied, plan.bytes_sent, started)
+    span.end("torch" if copied else "view", copied, plan.bytes_sent)
     return (out, Handle(work, out, None, x)) if asynchronous else out
 
 
@@ -249,18 +224,15 @@ def all_to_all(
         return compiled.traced(all_to_all, compiled.all_to_all, name)(
             x, scatter_dim, gather_dim, group, name, shape, scatter_sizes, gather_sizes
         )
-    started, world = record.now(), world_of(group, name)
-    if world == 1 and _single_rank_returns_early:
+    span = enter(name, "all_to_all", group, x, (scatter_dim, gather_dim, scatter_sizes, gather_sizes))
+    if span is None:
         if shape is None:
             return x
         check_input(x, name)
         return x.reshape(shape)
-    _range = None
-    if record.switch._is_profiler_enabled:
-        _range = record.begin(name, "all_to_all", group, x, (scatter_dim, gather_dim, scatter_sizes, gather_sizes))
-    check_input(x, name)
+    world = span.world
     if scatter_sizes is not None or gather_sizes is not None:
-        return all_to_all_uneven(x, scatter_dim, gather_dim, group, name, scatter_sizes, gather_sizes, started)
+        return all_to_all_uneven(x, scatter_dim, gather_dim, group, span, scatter_sizes, gather_sizes)
     try:
         plan = cached.all_to_all(x.shape, x.dtype, scatter_dim, gather_dim, world)
     except ShapeError as error:
@@ -284,5 +256,5 @@ def all_to_all(
     target = plan.shape if shape is None else shape
     if out.shape != target:
         out = torch.ops.aten._unsafe_view(out, target)  # a result of its own, not a view of anything
-    record.add(name, path, copied, plan.bytes_sent, started)
+    span.end(path, copied, plan.bytes_sent)
     return out

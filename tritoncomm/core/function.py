@@ -22,6 +22,28 @@ _base = torch.autograd.Function
 _transformed = torch._C._are_functorch_transforms_active
 
 
+def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: under torch.compile the graph breaks, and the function runs as it does in eager mode.
+
+    As ``torch.compiler.disable`` does, which imports torch._dynamo: 1.5 s more for every import of this.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if is_dynamo_compiling():
+            outside: Any = torch.compiler.disable(function)
+            return outside(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@outside_graphs  # torch.compile traces the frame of a forward behind a graph break
+def _note_forward(observer: record.Observer, node: Any) -> None:
+    """Report to ``observer`` that a forward has made ``node`` of autograd's graph."""
+    observer.note_forward(node)
+
+
 def _group_of(ctx: Any) -> ProcessGroup | None:
     reference = ctx.group_reference
     if reference is None:
@@ -34,6 +56,8 @@ def _group_of(ctx: Any) -> ProcessGroup | None:
 
 def _refer_to_group(ctx: Any, group: ProcessGroup | None) -> None:
     ctx.group_reference = None if group is None else ref(group)
+    if record.hooks.observer is not None:
+        _note_forward(record.hooks.observer, ctx)
 
 
 _weak_group = property(_group_of, _refer_to_group)
@@ -55,8 +79,7 @@ def direct(cls: Any) -> Any:
     for subclasses, ``apply`` stays the ordinary one; torch.compile does not see the difference. From torch 2.15 on the
     ordinary one is the C++ entry, and is left as it is.
     """
-    cls._backward_cls.apply, cls._backward_cls.group = cls.backward, _group
-    _nodes.append(cls._backward_cls)
+    cls._backward_cls.apply, cls._backward_cls.group = cls.backward, _weak_group
     if not hasattr(_base.apply, "__func__"):
         return cls
     enter, ordinary = super(_base, cls).apply, _base.apply.__func__  # pyright: ignore[reportAttributeAccessIssue]
@@ -66,43 +89,6 @@ def direct(cls: Any) -> Any:
 
     cls.apply = classmethod(apply)
     return cls
-
-
-def _observe(observer: record.Observer | None) -> None:
-    """Report every node that gets its group to ``observer`` from now on."""
-    global _group
-    _group = _weak_group
-    if observer is not None:
-        enter = outside_graphs(observer.enter)  # torch.compile traces the frame of a forward behind a graph break
-
-        def refer_and_enter(ctx: Any, group: ProcessGroup | None) -> None:
-            ctx.group_reference = None if group is None else ref(group)
-            enter(ctx)
-
-        _group = property(_group_of, refer_and_enter)
-    for node in _nodes:
-        node.group = _group
-
-
-_nodes: list[Any] = []  # their classes
-_group = _weak_group
-record.listeners.append(_observe)
-
-
-def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: under torch.compile the graph breaks, and the function runs as it does in eager mode.
-
-    As ``torch.compiler.disable`` does, which imports torch._dynamo: 1.5 s more for every import of this.
-    """
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if is_dynamo_compiling():
-            outside: Any = torch.compiler.disable(function)
-            return outside(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
 
 
 def wants_grad(x: Tensor) -> bool:

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from tritoncomm_kernels import Segments
 
-from tritoncomm import record
 from tritoncomm.core import backend, cached, eager, ops, segments
+from tritoncomm.core.call import enter
 from tritoncomm.core.head_plan import HEAD_DIM, BlockCopy, ExchangePlan, HeadShare, Layout, heads_plan, sequence_plan
 from tritoncomm.core.plan import Ints, located
 from tritoncomm.core.validation import check_input
 from tritoncomm.errors import ArgumentError, ShapeError
+from tritoncomm.record import CopyPath, Span
 
 __all__ = ["to_heads", "to_sequence"]
 
@@ -62,7 +63,7 @@ def _table(plan: ExchangePlan, packs: bool, dtype: torch.dtype, count: int) -> S
     return None if len(rows) > segments.MOST_SEGMENTS else Segments(rows, [dtype] * count)
 
 
-def _pack(tensors: Sequence[Tensor], plan: ExchangePlan, by_kernel: bool) -> tuple[Tensor, record.CopyPath, int]:
+def _pack(tensors: Sequence[Tensor], plan: ExchangePlan, by_kernel: bool) -> tuple[Tensor, CopyPath, int]:
     """The wire, the path, and the bytes read plus written for it."""
     first = tensors[0]
     if plan.packed_shape is not None and len(tensors) == 1:
@@ -99,10 +100,7 @@ def to_heads(tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, nam
     """
     if layout.plain and (layout.even or ops.path_for(tensors[0]) == "triton"):
         return [_one(tensors[0], HEAD_DIM, layout.seq_dim, layout, group, name)]
-    started = record.now()
-    _range = None
-    if record.switch._is_profiler_enabled:
-        _range = record.begin(name, "to_heads", group, tensors, (layout,))
+    span = enter(name, "to_heads", group, tensors, (layout,)) or Span(name)
     _checked(tensors, name)
     by_kernel = ops.path_for(tensors[0], "segments") == "triton"
     if by_kernel:  # before the plan, which is made for their strides
@@ -126,7 +124,7 @@ def to_heads(tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, nam
                 _view(fused, copy).copy_(_wire_view(received, copy))
             path, unpacked = "torch", 2 * fused.nbytes
         copied += unpacked
-    record.add(name, path, copied, plan.bytes_sent, started)
+    span.end(path, copied, plan.bytes_sent)
     if len(tensors) == 1:
         return [fused]
     if plan.split_dim == HEAD_DIM:
@@ -144,10 +142,7 @@ def to_sequence(
     """
     if layout.plain and outs is None and (layout.even or ops.path_for(tensors[0]) == "triton"):
         return [_one(tensors[0], layout.seq_dim, HEAD_DIM, layout, group, name)]
-    started = record.now()
-    _range = None
-    if record.switch._is_profiler_enabled:
-        _range = record.begin(name, "to_sequence", group, tensors, (layout,))
+    span = enter(name, "to_sequence", group, tensors, (layout,)) or Span(name)
     _checked(tensors, name)
     by_kernel = ops.path_for(tensors[0], "segments") == "triton"
     if by_kernel:  # before the plan, which is made for their strides
@@ -166,7 +161,7 @@ def to_sequence(
     else:
         results, unpacked = _unpack_heads(received, plan, layout, outs)
         path = "torch"
-    record.add(name, path, copied + unpacked, plan.bytes_sent, started)
+    span.end(path, copied + unpacked, plan.bytes_sent)
     return results
 
 

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 import torch
 import tritoncomm_kernels as kernels
 from torch import Tensor
-from torch.autograd import profiler
 from tritoncomm_kernels import TooLargeError, reference
 from tritoncomm_kernels.config import crossover
 
@@ -101,7 +100,7 @@ def pack(
 
     Traffic: reads ``x`` once, writes the wire once.
     """
-    _range = record.span("pack") if profiler._is_profiler_enabled else None
+    _range = record.profiler_range("pack")
     wire = out
     if scale is None and out is None and sizes is None and (dtype is None or dtype is x.dtype):
         shape, stride = x.shape, x.stride()
@@ -183,7 +182,7 @@ def unpack(
 
     Traffic: reads the wire once, writes the result once (reads it too when accumulating).
     """
-    _range = record.span("unpack") if profiler._is_profiler_enabled else None
+    _range = record.profiler_range("unpack")
     if out is None and scale is None and sizes is None and (dtype is None or dtype is wire.dtype):
         shape_out = tuple(shape)
         layout = gathered_layout(shape_out, dim, world)
@@ -257,7 +256,7 @@ def reduce(
 
     Traffic: reads the wire once, writes the result once.
     """
-    _range = record.span("reduce") if profiler._is_profiler_enabled else None
+    _range = record.profiler_range("reduce")
     if out is None:
         out = wire.new_empty(wire.shape[1:]) if dtype is None else wire.new_empty(wire.shape[1:], dtype=dtype)
     flat, total = wire, out

@@ -8,7 +8,6 @@ from functools import lru_cache
 import torch
 import tritoncomm_kernels as kernels
 from torch import Tensor
-from torch.autograd import profiler
 from tritoncomm_kernels import Segment, Segments, reference
 
 from tritoncomm import record
@@ -43,7 +42,7 @@ def gather(
 
     Traffic: reads and writes every segment once; one launch on a GPU, and one for every other pair of dtypes.
     """
-    _range = record.span("gather") if profiler._is_profiler_enabled else None
+    _range = record.profiler_range("gather")
     if path_for(wire, "segments") == "triton":
         return "triton", kernels.gather_segments(tensors, wire, segments, scale=scale)
     return "torch", reference.gather_segments(tensors, wire, segments, scale=scale)
@@ -63,7 +62,7 @@ def scatter(
     Arguments, result and traffic as there; adding reads the segments of the tensors, too. With ``sums`` segments of the
     same rows are added up, in the order of the table, with one rounding.
     """
-    _range = record.span("scatter") if profiler._is_profiler_enabled else None
+    _range = record.profiler_range("scatter")
     if path_for(wire, "segments") == "triton":
         return "triton", kernels.scatter_segments(
             wire, tensors, segments, scale=scale, accumulate=accumulate, sums=sums

@@ -153,8 +153,10 @@ def ranks_of(group: ProcessGroup, name: str) -> list[int]:
     """Global ranks of a group, in group order.
 
     Raises:
-        GroupError: the group was reconfigured to another size or order, and torch's table has its ranks of before.
+        GroupError: the group was destroyed; or it was reconfigured to another size or order, and torch's table has its
+            ranks of before.
     """
+    world_of(group, name)
     ranks = dist.get_process_group_ranks(group)
     if _changes_in_place and group in _members:
         rank, size = group.rank(), group.size()
