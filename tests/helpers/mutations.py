@@ -112,11 +112,11 @@ MUTATIONS = (
         "        _wait_until_connected()\n", "", "tests/test_groups.py",
     ),
     Mutation(
-        "an asynchronous result is not waited for", "tritoncomm/core/handle.py",
+        "an asynchronous result is not waited for", "tritoncomm/core/backend.py",
         "            work.wait()\n", "            work.is_completed()\n", "tests/test_collective.py",
     ),
     Mutation(
-        "an asynchronous result is not unpacked", "tritoncomm/core/handle.py",
+        "an asynchronous result is not unpacked", "tritoncomm/core/backend.py",
         "            finish()\n", "            del finish\n", "tests/test_collective.py",
     ),
     Mutation(
@@ -136,7 +136,7 @@ MUTATIONS = (
         "run = -(-shape[dim] // world) * inner", "run = shape[dim] // world * inner", "tests/core/test_address_map.py",
     ),
     Mutation(
-        "send and receive counts are exchanged", "tritoncomm/core/uneven.py",
+        "send and receive counts are exchanged", "tritoncomm/core/eager.py",
         "plan.recv_counts, plan.send_counts", "plan.send_counts, plan.recv_counts", "tests/mappings/test_mappings.py",
     ),
     Mutation(
@@ -741,7 +741,7 @@ MUTATIONS = (
         "    if sizes[rank] != query[seq_dim]:\n", "    if sizes[rank] < 0:\n", "tests/test_ulysses.py",
     ),
     Mutation(
-        "a query head meets another kv head", "tritoncomm/core/head_plan.py",
+        "a query head meets another kv head", "tritoncomm/core/heads.py",
         "starts = tuple([head for head, count in enumerate(ranks) for _ in range(count)])",
         "starts = tuple([kv_heads - 1 - head for head, count in enumerate(ranks) for _ in range(count)])",
         "tests/test_ulysses.py",
@@ -813,7 +813,7 @@ MUTATIONS = (
         "tests/test_variables.py",
     ),
     Mutation(
-        "memory of a collective goes back to the stream that made it", "tritoncomm/core/handle.py",
+        "memory of a collective goes back to the stream that made it", "tritoncomm/core/backend.py",
         "        backend.released((self.result, *self._kept))\n", "", "tests/streams",
     ),
     Mutation(

@@ -13,14 +13,13 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup, ReduceOp
 
 from tritoncomm.core import backend, cached, compiled, ops
+from tritoncomm.core.backend import Handle
 from tritoncomm.core.call import enter
-from tritoncomm.core.handle import Handle
 from tritoncomm.core.memory import contiguous_stride, empty
-from tritoncomm.core.plan import Ints, all_equal, all_reduce_bytes, located
-from tritoncomm.core.uneven import all_gather_uneven, all_to_all_uneven, reduce_scatter_uneven
+from tritoncomm.core.plan import CollectivePlan, Ints, all_equal, all_reduce_bytes, located
 from tritoncomm.core.validation import check_input
-from tritoncomm.errors import ShapeError
-from tritoncomm.record import Span
+from tritoncomm.errors import CommError, ShapeError
+from tritoncomm.record import CopyPath, Span
 
 __all__ = [
     "all_gather",
@@ -45,7 +44,7 @@ def all_gather(
         return (x, None) if asynchronous else x
     world = span.world
     if sizes is not None and x.dim() and not all_equal(sizes, world, x.shape[dim]):
-        return all_gather_uneven(x, dim, group, sizes, span, asynchronous)
+        return _all_gather_uneven(x, dim, group, sizes, span, asynchronous)
     try:
         plan = cached.all_gather(x.shape, x.dtype, dim, world)
     except ShapeError as error:
@@ -100,7 +99,7 @@ def reduce_scatter(
     if op is not _SUM:
         backend.check_op(op, x, group, name)
     if sizes is not None and x.dim() and not all_equal(sizes, world, x.shape[dim] // world):
-        return reduce_scatter_uneven(x, dim, group, sizes, span, op, asynchronous)
+        return _reduce_scatter_uneven(x, dim, group, sizes, span, op, asynchronous)
     try:
         plan = cached.reduce_scatter(x.shape, x.dtype, dim, world)
     except ShapeError as error:
@@ -232,7 +231,7 @@ def all_to_all(
         return x.reshape(shape)
     world = span.world
     if scatter_sizes is not None or gather_sizes is not None:
-        return all_to_all_uneven(x, scatter_dim, gather_dim, group, span, scatter_sizes, gather_sizes)
+        return _all_to_all_uneven(x, scatter_dim, gather_dim, group, span, scatter_sizes, gather_sizes)
     try:
         plan = cached.all_to_all(x.shape, x.dtype, scatter_dim, gather_dim, world)
     except ShapeError as error:
@@ -257,4 +256,71 @@ def all_to_all(
     if out.shape != target:
         out = torch.ops.aten._unsafe_view(out, target)  # a result of its own, not a view of anything
     span.end(path, copied, plan.bytes_sent)
+    return out
+
+
+def _plan(function: Any, x: Tensor, group: ProcessGroup, span: Span, dims: Ints, *sizes: Ints | None) -> CollectivePlan:
+    try:
+        return function(x.shape, x.dtype.itemsize, *dims, span.world, group.rank(), *sizes)
+    except CommError as error:
+        raise located(error, x.shape, span.name, group) from None
+
+
+def _all_gather_uneven(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints, span: Span, asynchronous: bool) -> Any:
+    """Concatenate the ranks' tensors along ``dim``, ``sizes[w]`` of it from rank w."""
+    plan, world = _plan(cached.uneven_all_gather, x, group, span, (dim,), sizes), span.world
+    x, copied = cached.contiguous(x)
+    out = empty(x, plan.shape, contiguous_stride(plan.shape), x.dtype)
+    wire = out.view(-1) if plan.in_order else x.new_empty(out.numel())
+    work = backend.all_gather_list(list(wire.split(plan.recv_counts)), x.view(-1), group, span.name, asynchronous)
+
+    def finish() -> tuple[CopyPath, int]:
+        return ("view", 0) if plan.in_order else ops.unpack(wire, plan.shape, dim, world, sizes, out=out)[1:]
+
+    if asynchronous:
+        path = "view" if plan.in_order else ops.path_for(out, "unpack", dim, world, sizes)
+        span.end(path, copied, plan.bytes_sent)
+        return out, Handle(work, out, finish, x, wire)
+    path, unpacked = finish()
+    span.end(path, copied + unpacked, plan.bytes_sent)
+    return out
+
+
+def _reduce_scatter_uneven(
+    x: Tensor, dim: int, group: ProcessGroup, sizes: Ints, span: Span, op: Any, asynchronous: bool
+) -> Any:
+    """Reduce over the ranks and keep ``sizes[rank]`` of ``dim``."""
+    plan = _plan(cached.uneven_reduce_scatter, x, group, span, (dim,), sizes)
+    backend.check_op(op, x, group, span.name)
+    wire, path, copied = ops.pack(cached.resolved(x), dim, span.world, sizes)
+    out = empty(x, plan.shape, contiguous_stride(plan.shape), x.dtype)
+    parts = list(wire.split(plan.send_counts))
+    work = backend.reduce_scatter_list(out.view(-1), parts, op, group, span.name, asynchronous)
+    span.end(path, copied, plan.bytes_sent)
+    return (out, Handle(work, out, None, wire)) if asynchronous else out
+
+
+def _all_to_all_uneven(
+    x: Tensor,
+    scatter_dim: int,
+    gather_dim: int,
+    group: ProcessGroup,
+    span: Span,
+    scatter_sizes: Ints | None,
+    gather_sizes: Ints | None,
+) -> Tensor:
+    """Split one dim and concatenate another by sizes; a missing list is even."""
+    dims, world = (scatter_dim, gather_dim), span.world
+    plan = _plan(cached.uneven_all_to_all, x, group, span, dims, scatter_sizes, gather_sizes)
+    wire, path, copied = ops.pack(cached.resolved(x), scatter_dim, world, plan.send_sizes)
+    stride = contiguous_stride(plan.shape)
+    received = empty(x, plan.shape, stride, x.dtype)
+    backend.all_to_all(received.view(-1), wire.view(-1), plan.recv_counts, plan.send_counts, group, span.name)
+    del wire  # what was sent is not needed while what arrived is unpacked
+    if plan.in_order:
+        span.end(path, copied, plan.bytes_sent)
+        return received
+    out = empty(x, plan.shape, stride, x.dtype)
+    _, unpack_path, unpacked = ops.unpack(received.view(-1), plan.shape, gather_dim, world, plan.recv_sizes, out=out)
+    span.end(path if path != "view" else unpack_path, copied + unpacked, plan.bytes_sent)
     return out

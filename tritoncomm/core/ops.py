@@ -1,8 +1,10 @@
 """pack, unpack and reduce on tensors: the only place that chooses between view, torch and triton."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 import tritoncomm_kernels as kernels
@@ -12,11 +14,13 @@ from tritoncomm_kernels.config import crossover
 
 from tritoncomm import record, variables
 from tritoncomm.core.address_map import AddressMap, gathered_layout, rows_layout, unit_bytes, wire_layout
-from tritoncomm.core.copies import pack_blocks, plain_copy, unpack_blocks
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.record import CopyPath
 from tritoncomm.variables import PathChoice
+
+if TYPE_CHECKING:
+    from tritoncomm_kernels.launch import Launch
 
 __all__ = ["forced_path", "pack", "pack_into", "path", "path_for", "reduce", "unpack"]
 
@@ -112,7 +116,7 @@ def pack(
                 return x.as_strided(*layout).contiguous(), "torch", 2 * x.nbytes
             wire = x.new_empty(layout[0])
             plain = not x.is_conj() and not x.is_neg()
-            if plain and (copied := plain_copy("pack", x, wire, shape, stride, dim, world)):
+            if plain and (copied := _plain_copy("pack", x, wire, shape, stride, dim, world)):
                 return wire, "triton", copied
     plan = AddressMap.along(x.shape, dim, world, sizes)
     plain = scale is None and out is None and dtype in (None, x.dtype)
@@ -142,7 +146,7 @@ def pack_into(
             wire, sizes, plan = wire.view(1, -1, x.shape[-1]), None, AddressMap.along(x.shape, -1, 1)
     if layout is None:
         _refuse_triton("pack", x, dim)
-        return "torch", pack_blocks(wire, x, plan, dim, sizes, scale)
+        return "torch", _pack_blocks(wire, x, plan, dim, sizes, scale)
     rows = x.as_strided(*layout)
     if taken == "triton":
         try:
@@ -191,7 +195,7 @@ def unpack(
                 return _gathered(wire, shape_out, dim, layout), "torch", 2 * wire.nbytes
             out = wire.new_empty(shape_out)
             plain = not wire.is_conj() and not wire.is_neg()
-            if plain and (copied := plain_copy("unpack", out, wire, shape_out, out.stride(), dim, world)):
+            if plain and (copied := _plain_copy("unpack", out, wire, shape_out, out.stride(), dim, world)):
                 return out, "triton", copied
     plan = AddressMap.along(shape, dim, world, sizes)
     if out is None:
@@ -216,7 +220,7 @@ def _unpack_into(
     taken, layout = path_for(out, "unpack", dim, plan.world, sizes), rows_layout(out.shape, out.stride(), dim)
     if layout is None:
         _refuse_triton("unpack", out, dim)
-        return "torch", unpack_blocks(wire, out, plan, dim, sizes, scale, accumulate)
+        return "torch", _unpack_blocks(wire, out, plan, dim, sizes, scale, accumulate)
     rows = out.as_strided(*layout)
     if taken == "triton":
         try:
@@ -268,3 +272,73 @@ def reduce(
         except TooLargeError as error:
             _leave_to_torch(error)
     return out, "torch", reference.reduce(flat, total, scale)
+
+
+def _plain_copy(name: str, x: Tensor, wire: Tensor, shape: Ints, stride: Ints, dim: int, world: int) -> int:
+    """Launch the kernel of a plain even copy between ``x`` and its contiguous wire; the bytes copied, 0 if none fits.
+
+    The short way for what almost every call is: nothing is looked up but one launch, and no view is made.
+    """
+    alignment = (x.data_ptr() | wire.data_ptr()) & 15
+    launch, copied = _prepared(name, x.get_device(), x.dtype, alignment, shape, stride, dim, world)
+    if launch is not None:
+        launch(x, wire, 1.0)
+    return copied
+
+
+@lru_cache(maxsize=8192)
+def _prepared(
+    name: str, device: int, dtype: torch.dtype, alignment: int, shape: Ints, stride: Ints, dim: int, world: int
+) -> "tuple[Launch | None, int]":
+    layout = rows_layout(shape, stride, dim)
+    if layout is None or 0 in shape:
+        return None, 0
+    try:
+        return kernels.plain_copy(name, device, dtype, alignment, *layout, world)
+    except TooLargeError:
+        return None, 0
+
+
+def _pack_blocks(wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Ints | None, scale: float | None) -> int:
+    """A layout no kernel reads: one strided torch copy per rank, together one pass (a scale costs another)."""
+    if scale is not None and not (x.dtype.is_floating_point and wire.dtype.is_floating_point):
+        raise ArgumentError(f"pack: a scale needs floating point tensors, not {x.dtype} and {wire.dtype}")
+    for block, shard in _blocks(wire, x, plan, dim, sizes):
+        if scale is None:
+            block.copy_(shard)
+        else:
+            wide = torch.promote_types(torch.promote_types(x.dtype, wire.dtype), torch.float32)
+            value = shard.to(wide) * scale  # not in place: shard may be of that type already, and is the caller's
+            block.copy_(value.float() if wide is torch.float64 and wire.itemsize == 2 else value)
+    return x.nbytes + wire.nbytes
+
+
+def _unpack_blocks(
+    wire: Tensor, out: Tensor, plan: AddressMap, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
+) -> int:
+    """The inverse of ``_pack_blocks``, without arithmetic."""
+    if scale is not None or accumulate:
+        raise UnsupportedError("unpack: scale and accumulate need a result whose split dims one stride can walk")
+    for block, shard in _blocks(wire, out, plan, dim, sizes):
+        shard.copy_(block)
+    return out.nbytes + out.numel() * wire.element_size()
+
+
+def _blocks(wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Ints | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of a rank's part of the wire and the same shard of ``x``; padding on the wire is zeroed."""
+    dim %= x.dim()
+    lead, tail = x.shape[:dim], x.shape[dim + 1 :]
+    step, start = -(-x.shape[dim] // plan.world), 0
+    for w in range(plan.world):
+        size = sizes[w] if sizes is not None else max(0, min(step, x.shape[dim] - start))
+        shard = x.narrow(dim, start, size)
+        if sizes is not None:
+            inner = plan.row // max(x.shape[dim], 1)
+            at = plan.outer * start * inner
+            yield wire[at : at + shard.numel()].view(shard.shape), shard
+        else:
+            block = wire[w].view(*lead, step, *tail)
+            if size < step:
+                block.narrow(dim, size, step - size).zero_()
+            yield block.narrow(dim, 0, size), shard
+        start += size

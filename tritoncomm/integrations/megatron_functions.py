@@ -21,8 +21,8 @@ from torch.nn import Parameter
 
 from tritoncomm import mappings
 from tritoncomm.core import backend, cached, eager
+from tritoncomm.core.autograd import direct
 from tritoncomm.core.call import enter
-from tritoncomm.core.function import direct
 from tritoncomm.core.memory import empty
 from tritoncomm.core.plan import all_reduce_bytes, located
 from tritoncomm.errors import ArgumentError, ShapeError

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import record
 from tritoncomm.core import cached, eager, ops
-from tritoncomm.core.function import direct
+from tritoncomm.core.autograd import direct
 from tritoncomm.core.plan import Ints, normalize_sizes
 from tritoncomm.core.validation import check_kind
 from tritoncomm.mappings.general import checked

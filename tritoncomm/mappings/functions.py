@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from tritoncomm.core import eager
-from tritoncomm.core.function import direct
+from tritoncomm.core.autograd import direct
 from tritoncomm.core.plan import normalize_sizes
 from tritoncomm.core.validation import world_of
 from tritoncomm.mappings.general import split_dim

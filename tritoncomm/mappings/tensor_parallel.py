@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from tritoncomm.core import eager
-from tritoncomm.core.function import wants_grad, without_graph
+from tritoncomm.core.autograd import wants_grad, without_graph
 from tritoncomm.core.plan import normalize_sizes
 from tritoncomm.core.validation import check_kind, world_of
 from tritoncomm.errors import GroupError, ShapeError

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import record
 from tritoncomm.core import backend
-from tritoncomm.core.function import direct
+from tritoncomm.core.autograd import direct
 from tritoncomm.core.memory import contiguous_stride, empty, share_memory
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, GroupError, UnsupportedError

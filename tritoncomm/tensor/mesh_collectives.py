@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tritoncomm import record
 from tritoncomm.core import eager
-from tritoncomm.core.function import direct
+from tritoncomm.core.autograd import direct
 from tritoncomm.errors import ShapeError
 from tritoncomm.mappings.general import wants_grad
 from tritoncomm.tensor.device_mesh import DeviceMesh

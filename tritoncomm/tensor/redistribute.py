@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import record
 from tritoncomm.core import eager, ops
-from tritoncomm.core.function import direct, without_graph
+from tritoncomm.core.autograd import direct, without_graph
 from tritoncomm.errors import PeerError, ShapeError
 from tritoncomm.tensor.distspec import Parts, local_shape, shard_box, shard_of, uneven_sizes
 from tritoncomm.tensor.layout import plain
