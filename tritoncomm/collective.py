@@ -16,9 +16,9 @@ from torch.distributed import ReduceOp
 from tritoncomm.core import backend, eager
 from tritoncomm.core.autograd import without_graph
 from tritoncomm.core.backend import Handle
-from tritoncomm.core.cached import resolved
 from tritoncomm.core.call import enter
 from tritoncomm.core.fused import pack_many
+from tritoncomm.core.ops import resolved
 from tritoncomm.core.plan import chunk_sizes, normalize_sizes
 from tritoncomm.core.validation import check_input, checked_dim, ranks_of
 from tritoncomm.errors import ArgumentError, GroupError, UnsupportedError

@@ -137,7 +137,8 @@ MUTATIONS = (
     ),
     Mutation(
         "send and receive counts are exchanged", "tritoncomm/core/eager.py",
-        "plan.recv_counts, plan.send_counts", "plan.send_counts, plan.recv_counts", "tests/mappings/test_mappings.py",
+        "planned.recv_counts, planned.send_counts", "planned.send_counts, planned.recv_counts",
+        "tests/mappings/test_mappings.py",
     ),
     Mutation(
         "a DTensor is sent as a plain tensor", "tritoncomm/core/validation.py",

@@ -1,4 +1,4 @@
-"""When autograd records a mapping, and its functions without the Python around them (as long as a small mapping)."""
+"""Autograd functions of mappings: a fast ``apply``, a group that is not kept alive, and when a graph is recorded."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -23,9 +23,9 @@ _transformed = torch._C._are_functorch_transforms_active
 
 
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: under torch.compile the graph breaks, and the function runs as it does in eager mode.
+    """Decorate ``function`` so that torch.compile breaks the graph and runs it as in eager mode.
 
-    As ``torch.compiler.disable`` does, which imports torch._dynamo: 1.5 s more for every import of this.
+    ``torch.compiler.disable`` does that too, but imports torch._dynamo at once: 1.5 s more for every import.
     """
 
     @wraps(function)
@@ -45,6 +45,11 @@ def _note_forward(observer: record.Observer, node: Any) -> None:
 
 
 def _group_of(ctx: Any) -> ProcessGroup | None:
+    """Return the group of a node of autograd's graph; None if its forward stored None.
+
+    Raises:
+        GroupError: the group is gone.
+    """
     reference = ctx.group_reference
     if reference is None:
         return None
@@ -55,29 +60,30 @@ def _group_of(ctx: Any) -> ProcessGroup | None:
 
 
 def _refer_to_group(ctx: Any, group: ProcessGroup | None) -> None:
+    """Store a weak reference to ``group`` in a node of autograd's graph, and report the node to any observer."""
     ctx.group_reference = None if group is None else ref(group)
     if record.hooks.observer is not None:
         _note_forward(record.hooks.observer, ctx)
 
 
 _weak_group = property(_group_of, _refer_to_group)
-"""``ctx.group`` of a node, which does not keep the group.
+"""The attribute ``group`` of a node of autograd's graph, which does not keep the group alive.
 
-Gloo's thread may be the last to refer to a tensor that it has sent or received, and then it frees the tensor's graph. A
-group that ended there would wait for the thread that frees it, for ever: its threads and descriptors would stay.
+Gloo's thread may hold the last reference to a tensor that it has sent or received; it frees the tensor's graph then. A
+group that ended there would wait for its own thread for ever, and its threads and descriptors would stay.
 TODO: delete when ProcessGroupGloo can be destroyed from its own threads (torch 2.13 cannot).
 """
 
 
 def direct(cls: Any) -> Any:
-    """Class decorator: ``apply`` is autograd's C++ entry, the graph's node runs ``backward`` itself and keeps no group.
+    """Decorate an autograd function: ``apply`` enters autograd's C++ code, and the graph does not keep the group alive.
 
-    A group is ``ctx.group``, and not a part of another attribute: only that is referenced weakly.
+    The forward takes ctx first, is called by position, and stores its group as ``ctx.group``, which is referenced
+    weakly. The graph's node calls ``backward`` without the Python method between.
 
-    For functions whose ``forward`` takes ctx first and is called by position. What is left out is the binding of
-    defaults and a look at every argument for tensors that outlived a functorch transform. Inside such a transform, and
-    for subclasses, ``apply`` stays the ordinary one; torch.compile does not see the difference. From torch 2.15 on the
-    ordinary one is the C++ entry, and is left as it is.
+    ``torch.autograd.Function.apply`` also binds defaults, and looks at each argument for tensors that outlived a
+    functorch transform; together they take as long as a small mapping. Inside such a transform and for subclasses the
+    ordinary ``apply`` runs. From torch 2.15 on the ordinary one is the C++ entry, and it stays.
     """
     cls._backward_cls.apply, cls._backward_cls.group = cls.backward, _weak_group
     if not hasattr(_base.apply, "__func__"):
@@ -92,10 +98,10 @@ def direct(cls: Any) -> Any:
 
 
 def wants_grad(x: Tensor) -> bool:
-    """Whether operations on ``x`` must be recorded by autograd."""
+    """Whether autograd records operations on ``x``: it requires grad, and grad mode is on."""
     return x.requires_grad and torch.is_grad_enabled()
 
 
 def without_graph(x: Tensor) -> Tensor:
-    """``x`` for, or from, an operation that is not recorded: the same object unless it requires grad, else detached."""
+    """Return ``x.detach()`` if ``x`` requires grad, else ``x`` itself, which is faster."""
     return x.detach() if x.requires_grad else x

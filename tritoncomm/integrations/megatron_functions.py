@@ -20,11 +20,11 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.nn import Parameter
 
 from tritoncomm import mappings
-from tritoncomm.core import backend, cached, eager
+from tritoncomm.core import backend, eager, ops
 from tritoncomm.core.autograd import direct
 from tritoncomm.core.call import enter
-from tritoncomm.core.memory import empty
-from tritoncomm.core.plan import all_reduce_bytes, located
+from tritoncomm.core.memory import contiguous_stride, empty
+from tritoncomm.core.plan import all_reduce_bytes, cached_all_gather, cached_reduce_scatter, located
 from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.mappings.tensor_parallel import copy_to, reduce_from
 
@@ -55,10 +55,10 @@ def _all_gather(
     if span is None:
         return x, None, x
     try:
-        plan = cached.all_gather(x.shape, x.dtype, 0, span.world)
+        plan = cached_all_gather(x.shape, x.itemsize, 0, span.world, 0)
     except ShapeError as error:
         raise located(error, x.shape, name, group) from None
-    x, copied = cached.contiguous(x, plan.may_be_lazy)
+    x, copied = ops.contiguous(x)
     out = buffers().get_tensor(plan.shape, x.dtype, "mpu")
     work = backend.all_gather(out, x, group, name, asynchronous)
     span.end("torch" if copied else "view", copied, plan.bytes_sent)
@@ -80,8 +80,8 @@ def _reduce_scatter(x: Tensor, group: ProcessGroup, name: str) -> tuple[Tensor, 
     span = enter(name, "reduce_scatter", group, x, (0, None, _SUM))
     if span is None:
         return x, None
-    plan = cached.reduce_scatter(x.shape, x.dtype, 0, span.world)
-    out = empty(x, plan.shape, plan.stride, x.dtype)
+    plan = cached_reduce_scatter(x.shape, x.itemsize, 0, span.world, 0)
+    out = empty(x, plan.shape, contiguous_stride(plan.shape), x.dtype)
     work = backend.reduce_scatter(out, x, _SUM, group, name, True)
     span.end("view", 0, plan.bytes_sent)
     return out, work
