@@ -113,7 +113,8 @@ MUTATIONS = (
     ),
     Mutation(
         "an asynchronous result is not waited for", "tritoncomm/core/backend.py",
-        "            work.wait()\n", "            work.is_completed()\n", "tests/test_collective.py",
+        "None\n        if work is not None:\n            work.wait()\n",
+        "None\n        if work is not None:\n            work.is_completed()\n", "tests/test_collective.py",
     ),
     Mutation(
         "an asynchronous result is not unpacked", "tritoncomm/core/backend.py",
@@ -277,9 +278,9 @@ MUTATIONS = (
         "tests/cli/test_explain.py tests/core/test_ops.py",
     ),
     Mutation(
-        "a blocking all-gather is not waited for", "tritoncomm/core/backend.py",
-        'work.wait()\n    except RuntimeError as error:\n        raise_for(error, _failure(error, "all-gather"',
-        'work.is_completed()\n    except RuntimeError as error:\n        raise_for(error, _failure(error, "all-gather"',
+        "a blocking collective is not waited for", "tritoncomm/core/backend.py",
+        'work.wait()\n    except RuntimeError as error:\n        raise_for(error, _failure(error, what',
+        'work.is_completed()\n    except RuntimeError as error:\n        raise_for(error, _failure(error, what',
         "tests/mappings/test_mappings.py tests/debug/test_faults.py",
     ),
     Mutation(
@@ -815,7 +816,7 @@ MUTATIONS = (
     ),
     Mutation(
         "memory of a collective goes back to the stream that made it", "tritoncomm/core/backend.py",
-        "        backend.released((self.result, *self._kept))\n", "", "tests/streams",
+        "        released((self.result, *self._kept))\n", "", "tests/streams",
     ),
     Mutation(
         "a table is read before it was copied", "kernels/tritoncomm_kernels/device_table.py",
