@@ -32,8 +32,8 @@ LAYERS = [
     ["cli", "__main__"],
 ]
 CORE = [
-    "cost", "memory", "plan", "address_map", "copies", "ops", "segments", "fused", "function", "validation",
-    "backend", "handle", "cached", "compiled", "uneven", "eager", "head_plan", "heads", "__init__",
+    "cost", "memory", "plan", "address_map", "ops", "segments", "fused", "autograd", "validation", "call",
+    "backend", "compiled", "eager", "heads", "__init__",
 ]  # fmt: skip
 MAPPINGS = ["overwriting", "general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}

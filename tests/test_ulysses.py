@@ -22,7 +22,7 @@ from tritoncomm_kernels import launch
 import tritoncomm
 from tritoncomm import ParallelMode, groups
 from tritoncomm.core import heads
-from tritoncomm.core.head_plan import HeadShare, Layout, split_heads
+from tritoncomm.core.heads import HeadShare, Layout, split_heads
 from tritoncomm.ulysses import UlyssesAttention, exchange_for, to_heads, to_sequence
 
 HEADS = [(8, 8), (8, 4), (8, 2), (8, 1), (6, 6), (6, 3), (5, 5), (12, 6), (14, 7), (12, 3), (6, 2)]

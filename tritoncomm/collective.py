@@ -13,16 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from tritoncomm import record
 from tritoncomm.core import backend, eager
-from tritoncomm.core.cached import resolved
-from tritoncomm.core.function import without_graph
+from tritoncomm.core.autograd import without_graph
+from tritoncomm.core.backend import Handle
+from tritoncomm.core.call import enter
 from tritoncomm.core.fused import pack_many
-from tritoncomm.core.handle import Handle
+from tritoncomm.core.ops import resolved
 from tritoncomm.core.plan import chunk_sizes, normalize_sizes
 from tritoncomm.core.validation import check_input, checked_dim, ranks_of
 from tritoncomm.errors import ArgumentError, GroupError, UnsupportedError
 from tritoncomm.groups import group_for
+from tritoncomm.record import Span
 
 __all__ = [
     "Handle",
@@ -135,14 +136,12 @@ def reduce(tensor: Tensor, dst: int, parallel_mode: Any, op: Any = ReduceOp.SUM,
 def _rooted(name: str, tensor: Tensor, root: int, parallel_mode: Any, op: Any, async_op: bool) -> Any:
     """``reduce`` into global rank ``root``, or ``broadcast`` from it, which takes no op."""
     group = _checked(tensor, parallel_mode, name)
-    started, is_single = record.now(), eager.is_single_rank(group, name)
     ranks = ranks_of(group, name)
     if root not in ranks:
         raise GroupError(f"{name}: global rank {root!r} is not in the group {ranks}")
-    if is_single:
+    span = enter(name, name, group, tensor, (root, op))
+    if span is None:
         return (tensor, None) if async_op else tensor
-    _range = record.begin(name, name, group, tensor, (root, op)) if record.switch._is_profiler_enabled else None
-    check_input(tensor, name)
     out, root = resolved(_own_or_detached(tensor)).contiguous(), ranks.index(root)
     copied = 0 if out is tensor else 2 * tensor.nbytes
     if name == "reduce":
@@ -151,7 +150,7 @@ def _rooted(name: str, tensor: Tensor, root: int, parallel_mode: Any, op: Any, a
     else:
         work = backend.broadcast(out, root, group, name, async_op)
     is_sender = (group.rank() == root) is (name == "broadcast")
-    record.add(name, "torch" if copied else "view", copied, out.nbytes if is_sender else 0, started)
+    span.end("torch" if copied else "view", copied, out.nbytes if is_sender else 0)
     return (out, Handle(work, out, None)) if async_op else out
 
 
@@ -225,20 +224,18 @@ def _split_reduce_scatter(
     many: list[Tensor], axes: list[int], group: dist.ProcessGroup, dtype: torch.dtype | None, scale: float | None
 ) -> list[Tensor]:
     name = "split_reduce_scatter"
-    started, world, rank = record.now(), group.size(), group.rank()
-    _range = None
-    if record.switch._is_profiler_enabled and not eager.is_single_rank(group, name):
-        _range = record.begin(name, name, group, many, (tuple(axes), dtype, scale))
+    observed = enter(name, name, group, many, (tuple(axes), dtype, scale))
+    span, world, rank = observed or Span(name), group.size(), group.rank()
     plain = [resolved(x) for x in many]  # a table of segments reads the memory of several tensors as it is
     wire, shards, path, copied = pack_many(plain, axes, world, dtype=dtype, scale=scale)
     copied += sum(2 * x.nbytes for x, given in zip(plain, many, strict=True) if x is not given)
     summed = wire
-    if not eager.is_single_rank(group, name):
+    if observed is not None:
         backend.check_op(ReduceOp.SUM, wire, group, name)
         summed = wire.new_empty(wire.shape[1:])
         op = backend.op_of(ReduceOp.SUM, wire.dtype)
         backend.reduce_scatter(backend.carrier(summed), backend.carrier(wire.view(-1)), op, group, name)
-    record.add(name, path, copied, wire.nbytes * (world - 1) // world, started)
+    span.end(path, copied, wire.nbytes * (world - 1) // world)
     summed = summed.view(-1)
     return [_own(summed, x, dim, shard, world, rank) for x, dim, shard in zip(many, axes, shards, strict=True)]
 

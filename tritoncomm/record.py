@@ -9,78 +9,155 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from operator import attrgetter, sub
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any, Literal, Protocol
 
-import torch
 from torch.autograd import profiler
+from torch.distributed import ProcessGroup
 
 __all__ = [
     "CopyPath",
     "Count",
+    "Observer",
+    "Span",
     "Traffic",
     "add",
     "begin",
-    "count_call",
     "counters",
     "current",
     "failed",
-    "listeners",
+    "hooks",
+    "is_observed",
     "now",
     "observe",
+    "profiler_range",
     "recording",
     "reset",
-    "span",
-    "switch",
     "timing",
     "total",
     "wait",
 ]
 
 CopyPath = Literal["view", "torch", "triton"]
-"""How a local pass ran: not at all because its result is a view, in torch, or in a kernel."""
+"""Way of a local pass: a view without a copy, a copy by torch, or a copy by a Triton kernel."""
 _Path = CopyPath | Literal["compiled", "cpu", "device"]
-
-now: Callable[[], float] = float
-"""Start timestamp for ``add``, or 0.0 (what ``float()`` gives) while timing is off."""
-
-switch: Any = profiler
-"""Collectives call ``begin`` where its ``_is_profiler_enabled`` is set: torch's own flag of its profiler, or, while an
-observer is on, a constant. One check serves both, so an observer that is off costs nothing."""
 
 
 class Observer(Protocol):
-    """What takes the places of ``begin`` and ``add``, and hears of failures; see ``tritoncomm.debug.flight``.
+    """An object that is told of every collective and p2p step of this process, as ``tritoncomm.debug.flight`` is."""
 
-    The places, and not calls from there: two more calls of a function take as long as the observer itself.
-    """
+    def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = (), depth: int = 4) -> None:
+        """Take note that a call starts. An error raised here stops the call before anything is sent.
 
-    def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = (), depth: int = 3) -> Any:
-        """``name`` starts; may raise, and then nothing is sent. Returns its ``span`` while a profiler is on."""
+        Args:
+            name: function that the program called.
+            kind: collective that runs, a key of ``tritoncomm.debug.descriptor.KINDS``.
+            group: process group of the call.
+            x: tensor of the call, a sequence of its tensors, or None.
+            arguments: arguments of the kind, in its order; or a function followed by its arguments, which returns the
+                arguments of the kind when the flight record is written.
+            depth: number of frames from this method up to the frame of the program, or fewer.
+        """
         ...
 
-    def add(self, name: str, path: Any, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
-        """``name`` has ended; calls ``count_call`` with the same arguments."""
+    def end(self, name: str, path: str, bytes_copied: int, bytes_sent: int, calls: int) -> None:
+        """Take note that the call of ``name`` has ended, or (``calls`` is 0) that it copied and sent more bytes."""
         ...
 
     def failed(self, name: str, error: BaseException) -> None:
-        """``name`` raises ``error`` in its exchange; a ``CommError`` where the backend or another rank failed."""
+        """Take note that ``name`` raises ``error``; a ``CommError`` where the backend or another rank failed."""
         ...
 
     def current(self, name: str) -> Any:
-        """The call of ``name`` that this thread is in, for ``wait``."""
+        """Return a token of the call of ``name`` that this thread is in, for ``wait``; None without such a call."""
         ...
 
     def wait(self, call: Any, work: Any) -> None:
-        """``work.wait()``, of a call that may have returned before."""
+        """Run ``work.wait()``; the call of the token ``call`` may have returned before."""
         ...
 
-    def enter(self, node: Any) -> None:
-        """A forward has given its node of autograd's graph its group; the backward may come from another thread."""
+    def note_forward(self, node: Any) -> None:
+        """Take note that a forward runs and has made ``node`` of autograd's graph, whose backward will run later."""
         ...
 
 
-_observer: Observer | None = None
+class Hooks:
+    """The hooks by which calls report to the observer: one object, ``hooks``, that every call asks.
+
+    Attributes:
+        observer: receiver of the reports; None, as at the start, where nobody listens.
+        clock: function that returns the start time of a call in seconds; ``float``, which returns 0.0, while ``timing``
+            is off.
+    """
+
+    __slots__ = ("clock", "observer")
+
+    def __init__(self) -> None:
+        self.observer: Observer | None = None
+        self.clock: Callable[[], float] = float
+
+    def observe(self, observer: Observer | None) -> None:
+        """Report every call to ``observer`` from now on, instead of to the one before; None ends the reports."""
+        self.observer = observer
+
+    def begin(
+        self,
+        name: str,
+        kind: str,
+        group: ProcessGroup | None,
+        x: Any,
+        arguments: tuple[Any, ...] = (),
+        depth: int = 3,
+        world: int = 0,
+    ) -> "Span":
+        """Report to the observer that a call starts, and return its span, which ends the call.
+
+        Args:
+            name, kind, group, x, arguments: as ``Observer.begin`` takes them.
+            depth: number of frames from this method up to the frame of the program, or fewer.
+            world: number of ranks of the group, kept in the span; 0 where the caller does not need it.
+        """
+        if self.observer is not None:
+            self.observer.begin(name, kind, group, x, arguments, depth + 1)
+        return Span(name, world)
+
+    def current(self, name: str) -> Any:
+        """Return the observer's token of the running call of ``name``, for ``wait``; None without an observer."""
+        return None if self.observer is None else self.observer.current(name)
+
+    def wait(self, call: Any, work: Any) -> None:
+        """Run ``work.wait()``, through the observer where ``call`` is a token of ``current`` and not None."""
+        if call is None or self.observer is None:
+            work.wait()
+        else:
+            self.observer.wait(call, work)
+
+    def failed(self, name: str, error: BaseException) -> None:
+        """Report to the observer that ``name`` raises ``error``."""
+        if self.observer is not None:
+            self.observer.failed(name, error)
+
+
+hooks = Hooks()
+
+
+class Span:
+    """One call of a function, from its start to ``end``. A profiler shows it until the caller drops the span.
+
+    Attributes:
+        name: function that the program called.
+        world: number of ranks of the group; 0 where ``Hooks.begin`` was not told.
+        started: time of the start in seconds; 0.0 while ``timing`` is off.
+    """
+
+    __slots__ = ("_range", "name", "started", "world")
+
+    def __init__(self, name: str, world: int = 0) -> None:
+        self.name, self.world, self.started = name, world, hooks.clock()
+        self._range = profiler_range(name) if profiler._is_profiler_enabled else None
+
+    def end(self, path: _Path, bytes_copied: int, bytes_sent: int) -> None:
+        """Count the call by ``path`` and bytes, as ``add`` does, and report its end to the observer."""
+        add(self.name, path, bytes_copied, bytes_sent, self.started)
 
 
 class Traffic:
@@ -112,74 +189,42 @@ _counts: dict[tuple[str, _Path], Count] = {}
 
 
 def timing(on: bool) -> None:
-    """Whether to take the time of every call (two clock readings each); off at the start."""
-    global now
-    now = perf_counter if on else float
+    """Measure the host time of every call from now on, by two clock readings each, or stop; off at the start."""
+    hooks.clock = perf_counter if on else float
 
 
-def span(name: str) -> Any:
-    """A range ``tritoncomm::name`` in the profiler's trace; it ends when the caller drops the result, as by returning.
+def now() -> float:
+    """Return the time in seconds, to pass to ``add`` as the start of a call; 0.0 while ``timing`` is off."""
+    return hooks.clock()
 
-    Functions open one only while a profiler is on, as torch's own do: ``torch.autograd.profiler._is_profiler_enabled``.
+
+def is_observed() -> bool:
+    """Whether an observer or torch's profiler is on, so that it makes sense to gather the arguments of ``begin``."""
+    return hooks.observer is not None or profiler._is_profiler_enabled
+
+
+def profiler_range(name: str) -> Any:
+    """Open a range ``tritoncomm::name`` in the trace of torch's profiler; None while no profiler is on.
+
+    The range ends when the caller drops the returned object, for instance by returning.
     """
-    return torch.ops.profiler._record_function_enter_new(f"tritoncomm::{name}", None)
+    if not profiler._is_profiler_enabled:
+        return None
+    opened = profiler.record_function(f"tritoncomm::{name}")
+    opened.__enter__()
+    return opened
 
 
-def observe(observer: Observer | None) -> None:
-    """Report every call to ``observer`` from now on; None ends that."""
-    global _observer, switch, begin, add
-    _observer = observer
-    for listener in listeners:
-        listener(observer)
-    switch = profiler if observer is None else SimpleNamespace(_is_profiler_enabled=True)
-    begin, add = (_begin, count_call) if observer is None else (observer.begin, observer.add)
-
-
-listeners: list[Callable[[Observer | None], None]] = []
-"""Called by ``observe``."""
-
-
-def _begin(name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = (), depth: int = 3) -> Any:
-    """A call starts: open its ``span`` while a profiler is on, and report it where there is an observer.
+def add(name: str, path: _Path, bytes_copied: int, bytes_sent: int, started: float = 0.0, calls: int = 1) -> None:
+    """Count a call of ``name``, and report its end to the observer.
 
     Args:
-        name: the function that a caller knows.
-        kind: the collective, a key of ``tritoncomm.debug.descriptor.KINDS``.
-        group: its process group.
-        x: the tensor, or a sequence of tensors.
-        arguments: those of the kind, in its order; or a function, and what it makes them of when the record is written.
-        depth: frames from an observer's function to the program's, or fewer.
-    """
-    return span(name) if profiler._is_profiler_enabled else None
-
-
-begin: Callable[..., Any] = _begin
-
-
-def current(name: str) -> Any:
-    """What ``wait`` takes, of a call of ``name`` that returns before it is over; None without an observer."""
-    return None if _observer is None else _observer.current(name)
-
-
-def wait(call: Any, work: Any) -> None:
-    """``work.wait()``, so that an observer sees what the thread is in."""
-    if call is None or _observer is None:
-        work.wait()
-    else:
-        _observer.wait(call, work)
-
-
-def failed(name: str, error: BaseException) -> None:
-    """Report that ``name`` raises ``error``."""
-    if _observer is not None:
-        _observer.failed(name, error)
-
-
-def count_call(name: str, path: _Path, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
-    """Count one call of ``name`` that took ``path`` and began at ``now()`` value ``started``.
-
-    Under torch.compile a call is several ops: the collective counts it (path ``compiled``), pack and unpack count their
-    traffic with ``calls=0``.
+        name: function that the program called; a line of the record has its name and its path.
+        path: way of its local pass.
+        bytes_copied: bytes that local passes read plus wrote.
+        bytes_sent: bytes that this rank sent.
+        started: ``now()`` at the start of the call; 0.0 adds no time.
+        calls: 1 for a call; 0 for a pass of a call that is counted elsewhere, as pack and unpack under torch.compile.
     """
     try:
         count = _counts[name, path]
@@ -191,10 +236,11 @@ def count_call(name: str, path: _Path, bytes_copied: int, bytes_sent: int, start
     count.bytes_sent += bytes_sent
     if started:
         count.seconds += perf_counter() - started
+    if hooks.observer is not None:
+        hooks.observer.end(name, path, bytes_copied, bytes_sent, calls)
 
 
-add: Callable[..., None] = count_call
-"""``count_call``, or what an observer does at the end of a call."""
+begin, current, failed, observe, wait = hooks.begin, hooks.current, hooks.failed, hooks.observe, hooks.wait
 
 
 def counters() -> dict[tuple[str, str], Count]:

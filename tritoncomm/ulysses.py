@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
 from tritoncomm.core import compiled, eager, heads
-from tritoncomm.core.function import direct, without_graph
-from tritoncomm.core.head_plan import HEAD_DIM, HeadShare, Layout, split_heads
+from tritoncomm.core.autograd import direct, without_graph
+from tritoncomm.core.heads import HEAD_DIM, HeadShare, Layout, split_heads
 from tritoncomm.core.plan import Ints, check_split_sizes, located, normalize_sizes
 from tritoncomm.core.validation import check_kind
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError

@@ -16,7 +16,7 @@ from torch import Tensor
 from tritoncomm_kernels import launch
 from tritoncomm_kernels.launch import Launch
 
-from tritoncomm.core import fused, ops
+from tritoncomm.core import fused, ops, segments
 from tritoncomm.core.address_map import rows_layout
 from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
@@ -241,7 +241,7 @@ def test_pack_many_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pack_many_of_many_short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are all padded are not listed one by one."""
-    monkeypatch.setattr(fused, "MOST_SEGMENTS", 20)
+    monkeypatch.setattr(segments, "MOST_SEGMENTS", 20)
     fused._table.cache_clear()
     tensors = [torch.randn(30, 3), torch.randn(8)]
     with ops.path("torch"):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import tritoncomm
-from tritoncomm.core.head_plan import split_heads
+from tritoncomm.core.heads import split_heads
 from tritoncomm.integrations.deepspeed import DistributedAttention, _SeqAllToAll
 
 HEADS = [(8, 8), (8, 4), (8, 2), (6, 6), (6, 3), (5, 5), (12, 6), (14, 7), (8, 1)]

@@ -1,4 +1,4 @@
-"""The address map in integers: where the elements of a tensor, split along one dim, are in a buffer in rank order."""
+"""Address map of a split, in integers: where each element of a tensor lies in a buffer in rank order, the wire."""
 
 import math
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ class AddressMap:
 
     Attributes:
         outer: number of rows.
-        row: elements of a row.
-        run: elements of a row that go to one rank (the longest one when sizes are given).
+        row: number of elements of a row.
+        run: number of elements of a row that go to one rank; with sizes, of the largest one.
         world: number of ranks.
-        even: every rank gets the same number of elements.
-        is_view: a contiguous tensor already is the wire, no copy is needed.
-        lengths: elements of a row per rank, or None where the dim is split as ``torch.chunk`` does.
+        even: whether every rank gets the same number of elements.
+        is_view: whether a contiguous tensor already is the wire, without a copy.
+        lengths: number of elements of a row per rank; None where the dim is split as ``torch.chunk`` does.
     """
 
     outer: int
@@ -40,12 +40,13 @@ class AddressMap:
 
     @staticmethod
     def along(shape: Sequence[int], dim: int, world: int, sizes: Ints | None = None) -> "AddressMap":
-        """The map that splits ``shape[dim]`` over ``world`` ranks; made once per argument set.
+        """Return the map that splits dim ``dim`` of a tensor of ``shape`` over ``world`` ranks. Maps are cached.
 
-        Without ``sizes`` an uneven dim is split as ``torch.chunk`` does: 9 over 4 is 3, 3, 3, 0.
+        ``sizes`` is the size of the dim on each rank. Without it the dim is split as ``torch.chunk`` does: 9 over 4 is
+        3, 3, 3, 0.
 
         Raises:
-            ShapeError: no such dim, or sizes that do not add up to it.
+            ShapeError: ``shape`` has no such dim, or ``sizes`` do not add up to it.
 
         Example:
             ``AddressMap.along((2, 6), 1, 3)`` has outer 2, row 6, run 2, world 3.
@@ -55,6 +56,7 @@ class AddressMap:
 
 @lru_cache(maxsize=8192)
 def _along(shape: Ints, dim: int, world: int, sizes: Ints | None) -> AddressMap:
+    """Return the address map that ``AddressMap.along`` caches, for a shape that is a tuple."""
     dim = normalize_dim(shape, dim)
     inner = math.prod(shape[dim + 1 :])
     outer, row = math.prod(shape[:dim]), shape[dim] * inner
@@ -69,9 +71,16 @@ def _along(shape: Ints, dim: int, world: int, sizes: Ints | None) -> AddressMap:
 
 @lru_cache(maxsize=8192)
 def wire_layout(shape: Ints, stride: Ints, dim: int, world: int) -> tuple[bool, tuple[Ints, Ints] | None]:
-    """Whether the tensor is in rank order already; size and stride that read it in rank order, None when uneven.
+    """Describe the wire of a tensor that is split evenly along ``dim``.
 
-    Wire order is ``[world, *shape[:dim], shape[dim]/world, *shape[dim+1:]]``.
+    Args:
+        shape, stride: shape and strides of the tensor.
+        dim: split dim.
+        world: number of ranks.
+
+    Returns:
+        Whether the tensor already is in rank order; (shape of the wire ``[world, *shape[:dim], shape[dim]/world,
+        *shape[dim+1:]]``, strides that read the tensor in that order), or None if the dim does not divide.
     """
     dim = normalize_dim(shape, dim)
     if shape[dim] % world:
@@ -84,11 +93,17 @@ def wire_layout(shape: Ints, stride: Ints, dim: int, world: int) -> tuple[bool, 
 
 @lru_cache(maxsize=8192)
 def gathered_layout(shape: Ints, dim: int, world: int) -> tuple[Ints, Ints, Ints | None, int] | None:
-    """Size and stride that read a contiguous even wire in the order of the gathered tensor.
+    """Describe how to read a contiguous, even wire in the order of the gathered tensor.
 
-    The third value is the shape of the wire as one shard per rank where two dims still have to be merged, which copies;
-    with one element per rank along ``dim`` there is nothing to merge, a reshape would only give a view, and it is None.
-    The last is the elements of a row. None when the split is uneven or nothing moves.
+    Args:
+        shape: shape of the gathered tensor.
+        dim: dim along which the ranks' shards are concatenated.
+        world: number of ranks.
+
+    Returns:
+        None if the dim does not divide, or the wire already is in that order. Else size and strides of a view of the
+        wire; shape of the wire as one shard per rank, or None if each rank has one index of the dim, so that no two
+        dims of the view have to be merged; number of elements of a row of the gathered tensor.
     """
     dim = normalize_dim(shape, dim)
     each = shape[dim] // world
@@ -107,7 +122,10 @@ def gathered_layout(shape: Ints, dim: int, world: int) -> tuple[Ints, Ints, Ints
 
 @lru_cache(maxsize=8192)
 def rows_layout(shape: Ints, stride: Ints, dim: int) -> tuple[Ints, Ints] | None:
-    """Size and stride of a tensor seen as ``[*outer, row]`` with at most three outer dims; None when it cannot be."""
+    """Return (size, strides) of a tensor viewed as ``[*outer, row]``, where ``row`` merges the dims from ``dim`` on.
+
+    None if it would have more than three outer dims, or one stride cannot walk the row: no kernel reads it then.
+    """
     dim %= len(shape)
     if 0 in shape:
         outer, row = math.prod(shape[:dim]), math.prod(shape[dim:])
@@ -120,9 +138,14 @@ def rows_layout(shape: Ints, stride: Ints, dim: int) -> tuple[Ints, Ints] | None
 
 @lru_cache(maxsize=8192)
 def unit_bytes(shape: Ints, stride: Ints | None, dim: int, world: int, sizes: Ints | None, itemsize: int) -> int:
-    """Bytes per access with which a kernel copies between this tensor and its wire, both aligned to 16 bytes.
+    """Return the bytes per access of a kernel that copies between a tensor and its wire, both aligned to 16 bytes.
 
-    Without strides the tensor is contiguous.
+    Args:
+        shape, stride: shape and strides of the tensor; None is contiguous.
+        dim: split dim.
+        world: number of ranks.
+        sizes: size of the dim on each rank; None splits it as ``torch.chunk`` does.
+        itemsize: bytes of an element.
     """
     split = AddressMap.along(shape, dim, world, sizes)
     layout = ((split.outer, split.row), (split.row, 1)) if stride is None else rows_layout(shape, stride, dim)

@@ -1,7 +1,8 @@
-"""The only caller of torch.distributed collectives: direct process-group calls, one shim over the torch versions.
+"""Calls of the backend: process-group collectives, their handles while in flight, and their errors in words.
 
-Tensors are contiguous and in wire order here; nothing is copied. `dist.*` wrappers cost 2 to 3 us more per call.
-``name`` is the function that a caller knows: a collective that fails raises ``PeerError`` with it and the ranks.
+No other module of eager mode calls a collective of torch.distributed. Tensors are contiguous and in rank order here,
+and nothing is copied. Methods of the group are called instead of ``dist.*`` functions, which take 2 to 3 us more.
+``name`` is the function that the program called: a collective that fails raises ``PeerError`` with it and the ranks.
 """
 
 import sys
@@ -21,6 +22,7 @@ from tritoncomm import record, variables
 from tritoncomm.errors import CommError, PeerError, UnsupportedError
 
 __all__ = [
+    "Handle",
     "InFlight",
     "Transfer",
     "Work",
@@ -54,22 +56,27 @@ __all__ = [
 
 Work = Any
 Transfer = tuple[bool, int, Tensor]
-"""One message: whether this rank sends it, the other end's rank in the group, and the tensor."""
+"""One message: (whether this rank sends it, rank of the other end in the group, tensor)."""
 
 _ranks: dict[ProcessGroup, Any] = getattr(distributed_c10d, "_pg_group_ranks", {})
-_new_names = hasattr(ProcessGroup, "all_gather_single")
+_ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = (
+    ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
+    if hasattr(ProcessGroup, "all_gather_single")  # torch 2.13 and newer
+    else ("_allgather_base", "_reduce_scatter_base", "alltoall_base")
+)
 _float8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith(("float8_", "float4_")))
-_integers = (torch.int16, torch.uint16, torch.uint32, torch.uint64)  # which neither Gloo nor NCCL knows
+_integers = (torch.int16, torch.uint16, torch.uint32, torch.uint64)  # neither Gloo nor NCCL knows them
 _raw = frozenset(_float8 + _integers)
 special = _raw | {torch.complex32, torch.complex64, torch.complex128}
 not_summed = special | {torch.bool}
-"""What no backend adds up as it is: see ``carrier`` and ``op_of``."""
+"""Dtypes that no backend adds up as they are: see ``carrier`` and ``op_of``."""
 
 
 def carrier(x: Tensor) -> Tensor:
-    """The same bytes in a dtype every backend moves; one dim more where an element is several of those.
+    """Return a view of ``x`` in a dtype that every backend moves; ``x`` itself if its dtype is one.
 
-    fp8 goes as uint8, 16-bit and wider unsigned integers as their bytes, complex numbers as pairs of reals.
+    8-bit and 4-bit floats become uint8. Integers that backends lack become bytes, and complex numbers pairs of reals;
+    both have one dim more.
     """
     if x.dtype in _raw:
         return (x if x.itemsize == 1 else x.unsqueeze(-1)).view(torch.uint8)
@@ -77,14 +84,16 @@ def carrier(x: Tensor) -> Tensor:
 
 
 def op_of(op: Any, dtype: torch.dtype) -> Any:
-    """The op that a backend is called with: the sum of bools is their maximum, as NCCL has it.
+    """Return the reduction to pass to a backend for ``op``: MAX for a sum of bools, else ``op``.
 
-    Gloo adds the bytes, and 2 is no bool: ``torch.equal`` does not take it for ``True``, and 256 ranks add up to 0.
+    NCCL computes that maximum itself. Gloo adds bytes, and 2 is no bool: ``torch.equal`` does not take it for True, and
+    256 ranks add up to 0.
     """
     return ReduceOp.MAX if dtype is torch.bool and op == _SUM else op
 
 
 def _options(kind: Any, asynchronous: bool, op: Any = None) -> Any:
+    """Make an object of ``kind``, torch's class of a collective's options, with ``asynchronous`` and ``op`` if any."""
     options = kind()
     options.asyncOp = asynchronous
     if op is not None:
@@ -97,10 +106,10 @@ _exchange_options = tuple(_options(dist.AllToAllOptions, flag) for flag in (Fals
 _NOT_CARRIED = (
     "No backend type associated with device type",
     "Could not run 'c10d::",
-    "Copying from quantized Tensor",  # to the wire of an uneven collective
+    "Copying from quantized Tensor",  # into the wire of an uneven collective
     "Batching rule not implemented for c10d::",  # under torch.func.vmap
 )
-_BLOCK_THE_HOST = ("", "gloo", "mpi")  # in ``wait`` of CUDA tensors; the first is no backend for them
+_BLOCK_THE_HOST = ("", "gloo", "mpi")  # backends whose wait does so for CUDA tensors; "" has no backend for them
 _DEVICE_ERRORS = ("CUDA error", "CUDA driver error", "HIP error", "HIP driver error")
 _NO_MEMORY = "can't allocate memory"  # of the CPU: a bare RuntimeError
 _SUM = ReduceOp.SUM
@@ -112,9 +121,10 @@ _sum_scatter_options, _sum_options = _sums.values()
 
 
 def raise_for(error: RuntimeError, failure: Exception) -> NoReturn:
-    """Raise ``failure``, caused by ``error`` unless it is ``error``, without a frame that keeps either.
+    """Raise ``failure`` with ``error`` as its cause; just ``error`` if both are one object.
 
-    A traceback has this frame: the circle would keep the group until the next garbage collection.
+    Both names are deleted here: the traceback keeps this frame, and a circle of both would keep the group alive until
+    the next garbage collection.
     """
     try:
         if failure is error:
@@ -125,15 +135,15 @@ def raise_for(error: RuntimeError, failure: Exception) -> NoReturn:
 
 
 def is_not_carried(error: RuntimeError) -> bool:
-    """Whether a backend refuses the kind of tensor, and no rank has failed."""
+    """Whether ``error`` says that the backend does not take this kind of tensor; no rank has failed then."""
     return any(words in str(error) for words in _NOT_CARRIED)
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Whether a device of this rank reports an error, which any earlier kernel or copy may have caused.
+    """Whether ``error`` is one of this rank's device, which any earlier kernel or copy may have caused.
 
-    An error of NCCL does not count, whatever NCCL says of CUDA. An error of CUDA that torch's watchdog of NCCL has seen
-    counts, although it comes as a DistBackendError.
+    Errors of NCCL are not, even if their text mentions CUDA. A CUDA error that torch's NCCL watchdog reports is one,
+    although its type is DistBackendError.
     """
     if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError):
         return True
@@ -142,16 +152,19 @@ def is_device_error(error: BaseException) -> bool:
 
 
 def is_backend_error(error: RuntimeError) -> bool:
-    """Whether the backend reports a failed transfer: an error of torch.distributed, or a bare RuntimeError of Gloo."""
+    """Whether ``error`` says that a transfer failed: an error of torch.distributed, or a bare RuntimeError of Gloo.
+
+    Errors of the device and of the CPU's memory do not count.
+    """
     if is_device_error(error):
         return False
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and _NO_MEMORY not in str(error))
 
 
 def noted(error: RuntimeError, name: str, where: str) -> RuntimeError:
-    """Add to an error of the program the function in which it surfaced, and report it to the observer of ``record``.
+    """Add a note to ``error`` that names ``name`` and ``where`` it surfaced, report it to the observer, and return it.
 
-    Python 3.10 has no notes on errors; there the error stays without one.
+    A ``CommError`` is returned as it is, and on Python 3.10, which has no notes, an error gets none.
     """
     if not isinstance(error, CommError):
         add_note = getattr(error, "add_note", None)
@@ -163,14 +176,25 @@ def noted(error: RuntimeError, name: str, where: str) -> RuntimeError:
 
 
 def advice() -> str:
-    """The last line of a ``PeerError``: how to find the rank that is to blame. Empty in check mode, which names it."""
+    """Return the last line of a ``PeerError``, how to find the rank at fault; "" in check mode, which names it."""
     if variables.CHECK.value:
         return ""
     return "\nrun again with TRITONCOMM_CHECK=1, which names the rank and its call, or TRITONCOMM_FLIGHT=1 for a record"
 
 
 def _failure(error: RuntimeError, what: str, ranks: Any, name: str) -> Exception:
-    """``PeerError`` for an error of the backend, ``error`` itself for others, ``UnsupportedError`` for meta tensors."""
+    """Return the exception to raise for ``error`` of a collective, after reporting it to the observer.
+
+    Args:
+        error: error of the backend or of torch.
+        what: collective in words.
+        ranks: global ranks of the group; None where torch does not know them.
+        name: function that the program called.
+
+    Returns:
+        A ``PeerError`` where a transfer failed, an ``UnsupportedError`` where the backend does not take the tensors,
+        else ``error`` with a note.
+    """
     rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
     where = f"in the {what} over ranks {list(ranks or ())}{rank}"
     if is_not_carried(error):
@@ -183,9 +207,10 @@ def _failure(error: RuntimeError, what: str, ranks: Any, name: str) -> Exception
 
 
 def released(buffers: Iterable[Tensor]) -> None:
-    """Let the allocator reuse device memory behind the current stream, which was ordered behind all uses of it.
+    """Tell the allocator that the current stream used ``buffers``: freed, their memory is reused only behind it.
 
-    Without that the memory goes back to the stream on which it was made, which may be another one.
+    Without that the memory goes back to the stream on which it was allocated, which may be another one. Buffers in host
+    memory are skipped.
     """
     for buffer in buffers:
         if buffer.is_cuda:
@@ -193,15 +218,15 @@ def released(buffers: Iterable[Tensor]) -> None:
 
 
 def _let_go(works: Iterable[Work], group: ProcessGroup | None, buffers: Sequence[Tensor]) -> None:
-    """Order the current stream behind works that nobody will wait for, before their buffers are freed.
+    """Order the current stream behind works that nobody will wait for, so that their buffers may be freed.
 
-    torch's nccl2 keeps the inputs of such works and not their outputs. Its ``wait`` does not block the host, as that of
-    NCCL does not. Gloo's does, so nothing is done for it: it keeps all tensors itself.
+    torch's nccl2 keeps the inputs of such works, and not their outputs. Nothing happens for host memory, nor on Gloo:
+    its ``wait`` would block the host, and it keeps all tensors itself.
 
     Args:
-        works: in flight.
-        group: which they belong to; None once it is destroyed, and its works with it.
-        buffers: that the works read or write, on one device.
+        works: works in flight.
+        group: group of the works; None once it is destroyed, and its works with it.
+        buffers: tensors on one device that the works read or write.
     """
     if group is None or not buffers or not buffers[0].is_cuda or cuda_backend(group) in _BLOCK_THE_HOST:
         return
@@ -213,9 +238,9 @@ def _let_go(works: Iterable[Work], group: ProcessGroup | None, buffers: Sequence
 
 
 class InFlight:
-    """Work in flight on a device, and the tensors that it uses: dropped, it orders the current stream behind the work.
+    """A work in flight with the tensors that it uses. Dropped before its wait, it orders the current stream behind it.
 
-    An exception between the start of a work and its wait drops it, too. It keeps its group weakly.
+    An exception between start and wait drops it too. The group is referenced weakly.
     """
 
     __slots__ = ("_buffers", "_group", "_work")
@@ -232,7 +257,7 @@ class InFlight:
 
 
 class _Pending(InFlight):
-    """A collective in flight. It keeps the ranks of its group, and not the group."""
+    """A collective in flight. It keeps the ranks of its group, which an error names, and not the group."""
 
     __slots__ = ("_call", "_name", "_ranks", "_what")
 
@@ -242,7 +267,11 @@ class _Pending(InFlight):
         self._call = record.current(name)
 
     def wait(self) -> None:
-        """Order the current stream behind the collective (on the CPU: block); the buffers may be freed afterwards."""
+        """Order the current stream behind the collective, or block on the CPU; the buffers may be freed afterwards.
+
+        Raises:
+            PeerError: the collective failed.
+        """
         try:
             record.wait(self._call, self._work)
         except RuntimeError as error:
@@ -250,19 +279,67 @@ class _Pending(InFlight):
         self._buffers = ()
 
     def is_completed(self) -> bool:
+        """Whether the backend has finished."""
         return self._work.is_completed()
 
 
-def _run(
-    start: Callable[[], Work], what: str, group: ProcessGroup, name: str, asynchronous: bool, buffers: Sequence[Tensor]
-) -> Work:
-    """Start a collective and wait for it, or return what can be waited for; the hot ones below are written out.
+class Handle:
+    """A collective in flight. It owns the buffers until ``wait()``, which returns the result.
 
-    ``start`` may add to ``buffers``, which are those that the work uses.
+    A handle that is dropped does not wait. For memory of a GPU the current stream is ordered behind the collective.
+    """
+
+    __slots__ = ("_finish", "_kept", "_work", "result")
+
+    def __init__(self, work: Work, result: Tensor, finish: Callable[[], Any] | None, *kept: Tensor) -> None:
+        self._work, self.result, self._finish, self._kept = work, result, finish, kept
+
+    def wait(self) -> Tensor:
+        """Order the current stream after the collective (on the CPU: block), unpack, and return the result."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+        released((self.result, *self._kept))
+        self._kept = ()
+        return self.result
+
+    def is_completed(self) -> bool:
+        """Whether ``wait()`` would not have to wait for the backend."""
+        return self._work is None or self._work.is_completed()
+
+
+def _run(
+    call: Callable[..., Work],
+    arguments: tuple[Any, ...],
+    what: str,
+    group: ProcessGroup,
+    name: str,
+    asynchronous: bool,
+    buffers: Sequence[Tensor],
+) -> Work:
+    """Start a collective by ``call(*arguments)``, and wait for it.
+
+    Args:
+        call: function that starts the collective and returns torch's work. It may fill a list ``buffers``.
+        arguments: arguments of ``call``.
+        what: collective in words, for errors.
+        group: group of the collective.
+        name: function that the program called.
+        asynchronous: return the collective in flight instead of waiting for it.
+        buffers: tensors that the work uses.
+
+    Returns:
+        None; with ``asynchronous`` the collective in flight, or None of a backend that synchronises by itself.
+
+    Raises:
+        PeerError, UnsupportedError: see ``_failure``.
     """
     try:
-        work = start()
-        if work is None:  # of a backend that synchronised by itself
+        work = call(*arguments)
+        if work is None:
             return None
         if asynchronous:
             return _Pending(work, what, group, name, *buffers)
@@ -272,7 +349,7 @@ def _run(
 
 
 def _together(starts: Iterable[Callable[[], Work]], group: ProcessGroup, buffers: Sequence[Tensor]) -> list[Work]:
-    """Start several works; where one cannot be started, those before it are let go of."""
+    """Call every function of ``starts`` and return their works; if one raises, release the earlier works first."""
     works: list[Work] = []
     try:
         for start in starts:
@@ -284,41 +361,26 @@ def _together(starts: Iterable[Callable[[], Work]], group: ProcessGroup, buffers
 
 
 def all_gather(out: Tensor, x: Tensor, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
-    """``out = concat over ranks of x``, out has world times the elements of x."""
+    """All-gather ``x`` into ``out``, in rank order: ``out`` has world times the elements of ``x``.
+
+    Returns None after the wait; the collective in flight if ``asynchronous``.
+    """
     if x.dtype in special:
         out, x = carrier(out), carrier(x)
-    options = _gather_options[asynchronous]
-    try:
-        if _new_names:
-            work = group.all_gather_single(out, x, options)  # pyright: ignore[reportAttributeAccessIssue]
-        else:
-            work = group._allgather_base(out, x, options)
-        if work is None:  # of a backend that synchronised by itself
-            return None
-        if asynchronous:
-            return _Pending(work, "all-gather", group, name, out, x)
-        work.wait()
-    except RuntimeError as error:
-        raise_for(error, _failure(error, "all-gather", _ranks.get(group), name))
+    arguments = out, x, _gather_options[asynchronous]
+    return _run(getattr(group, _ALL_GATHER), arguments, "all-gather", group, name, asynchronous, (out, x))
 
 
 def reduce_scatter(out: Tensor, x: Tensor, op: Any, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
-    """``out = op over ranks of x[rank]``; x is in rank order with world times the elements of out."""
+    """Reduce-scatter ``x``, in rank order, by ``op``: ``out`` is this rank's part of the result.
+
+    Returns None after the wait; the collective in flight if ``asynchronous``.
+    """
     options = _sum_scatter_options[asynchronous]
     if op is not _SUM:
         options = _options(dist.ReduceScatterOptions, asynchronous, op)
-    try:
-        if _new_names:
-            work = group.reduce_scatter_single(out, x, options)  # pyright: ignore[reportAttributeAccessIssue]
-        else:
-            work = group._reduce_scatter_base(out, x, options)
-        if work is None:
-            return None
-        if asynchronous:
-            return _Pending(work, "reduce-scatter", group, name, out, x)
-        work.wait()
-    except RuntimeError as error:
-        raise_for(error, _failure(error, "reduce-scatter", _ranks.get(group), name))
+    call = getattr(group, _REDUCE_SCATTER)
+    return _run(call, (out, x, options), "reduce-scatter", group, name, asynchronous, (out, x))
 
 
 def all_to_all(
@@ -330,44 +392,53 @@ def all_to_all(
     name: str,
     asynchronous: bool = False,
 ) -> Work:
-    """Chunk w of x goes to rank w: equal chunks (no rows given), or that many rows of dim 0."""
+    """Send chunk w of ``x`` to rank w, and receive the ranks' chunks into ``out``, in rank order.
+
+    Returns None after the wait; the collective in flight if ``asynchronous``.
+
+    Args:
+        out: buffer of the received chunks.
+        x: chunks to send, in rank order.
+        out_rows: rows of dim 0 that come from each rank; empty for equal chunks.
+        in_rows: rows of dim 0 that go to each rank; empty for equal chunks.
+        group: group of the collective.
+        name: function that the program called.
+        asynchronous: return the collective in flight instead of waiting for it.
+    """
     if x.dtype in special:
         out, x = carrier(out), carrier(x)
-    options = _exchange_options[asynchronous]
-    rows = (list(out_rows), list(in_rows)) if out_rows else ([], [])
-    try:
-        if _new_names:
-            work = group.all_to_all_single(out, x, *rows, options)  # pyright: ignore[reportAttributeAccessIssue]
-        else:
-            work = group.alltoall_base(out, x, *rows, options)
-        if work is None:
-            return None
-        if asynchronous:
-            return _Pending(work, "all-to-all", group, name, out, x)
-        work.wait()
-    except RuntimeError as error:
-        raise_for(error, _failure(error, "all-to-all", _ranks.get(group), name))
+    arguments = out, x, list(out_rows), list(in_rows) if out_rows else [], _exchange_options[asynchronous]
+    return _run(getattr(group, _ALL_TO_ALL), arguments, "all-to-all", group, name, asynchronous, (out, x))
 
 
 def send_and_receive(
     sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], group: ProcessGroup, name: str
 ) -> Work:
-    """One message to or from each of these ranks of the group, all in one batch; ranks without one do not call.
+    """Start all sends and receives as one batch, and return the batch in flight; ranks without a message do not call.
 
-    For an exchange between two sets of ranks that have none in common. Neighbouring stages use ``p2p.transport``.
+    This is the exchange between two disjoint sets of ranks. Neighbouring stages of a pipeline use ``p2p.transport``.
+
+    Args:
+        sends: (rank in the group, tensor) of every message to send.
+        receives: (rank in the group, buffer) of every message to receive.
+        group: group of the ranks.
+        name: function that the program called.
+
+    Raises:
+        UnsupportedError: a tensor is on the meta device; Gloo would take it and send nothing.
     """
     transfers = [(False, peer, x) for peer, x in receives] + [(True, peer, x) for peer, x in sends]
     tensors = [x for _, _, x in transfers]
-    if any(x.is_meta for x in tensors):  # which Gloo takes, and sends nothing
+    if any(x.is_meta for x in tensors):
         raise UnsupportedError(f"{name}: meta tensors have no data to send")
-    return _run(lambda: _Works(batch(transfers, group)), "exchange", group, name, True, tensors)
+    return _run(lambda: _Works(batch(transfers, group)), (), "exchange", group, name, True, tensors)
 
 
 def batch(transfers: Sequence[Transfer], group: ProcessGroup) -> list[Work]:
-    """Start messages together; one work for all of them, or one for each where the backend does not batch.
+    """Start messages together; return one work for all of them, or one for each if the backend does not batch.
 
-    ``dist.batch_isend_irecv`` takes three times as long on the host, for its checks and objects. Where a message cannot
-    be added to a batch it leaves the batch open, and later calls of the group would become part of it.
+    ``dist.batch_isend_irecv`` takes three times as long on the host, for its checks and objects. If it cannot add a
+    message it leaves the batch open, and later calls of the group would become part of it.
     """
     if not transfers:
         return []
@@ -387,48 +458,53 @@ def batch(transfers: Sequence[Transfer], group: ProcessGroup) -> list[Work]:
 
 
 def _start(transfer: Transfer, group: ProcessGroup) -> Work:
+    """Start the send or receive of one message, and return torch's work."""
     is_send, peer, x = transfer
     return (group.send if is_send else group.recv)([x], peer, 0)
 
 
 class _Works:
-    """Several works waited for as one."""
+    """Several works as one."""
 
     def __init__(self, works: list[Work]) -> None:
         self.works = works
 
     def wait(self) -> None:
+        """Wait for each of the works."""
         for work in self.works:
             work.wait()
 
     def is_completed(self) -> bool:
+        """Whether all works have finished."""
         return all(work.is_completed() for work in self.works)
 
 
 def all_gather_list(parts: list[Tensor], x: Tensor, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
-    """``parts[w] = x of rank w``, of uneven sizes: a broadcast of every part that is not empty.
+    """All-gather tensors of uneven sizes: ``parts[w]`` receives the ``x`` of rank w.
 
-    torch's own all-gather into a list is no alternative: Gloo's wants equal sizes, and nccl2's takes two empty parts,
-    which have one address, for one buffer and gathers equal sizes.
+    Every part that is not empty is a broadcast. torch's own all-gather into a list is no alternative: Gloo's wants
+    equal sizes. nccl2's takes two empty parts, which have one address, for one buffer and gathers equal sizes.
+    Returns None after the wait; the collective in flight if ``asynchronous``.
     """
     if x.dtype in special:
         parts, x = [carrier(part) for part in parts], carrier(x)
 
     def start() -> Work:
-        if x.is_meta:  # shapes are propagated through all collectives
+        if x.is_meta:  # programs propagate shapes through all collectives
             return group.allgather([parts], [x], _gather_options[asynchronous])
         parts[group.rank()].copy_(x)
         return _rooted(group.broadcast, dist.BroadcastOptions, parts, group)
 
-    return _run(start, "all-gather", group, name, asynchronous, parts)
+    return _run(start, (), "all-gather", group, name, asynchronous, parts)
 
 
 def reduce_scatter_list(
     out: Tensor, parts: list[Tensor], op: Any, group: ProcessGroup, name: str, asynchronous: bool = False
 ) -> Work:
-    """``reduce_scatter`` with uneven split sizes: a reduce of every part that is not empty.
+    """Reduce-scatter of uneven sizes by ``op``: ``parts[w]`` goes to rank w, ``out`` is this rank's result.
 
-    torch's own reduce-scatter of a list is no alternative: versions of nccl2 want equal sizes.
+    Every part that is not empty is a reduce. torch's own reduce-scatter of a list is no alternative: versions of nccl2
+    want equal sizes. Returns None after the wait; the collective in flight if ``asynchronous``.
     """
     if out.dtype in special:
         out, parts = carrier(out), [carrier(part) for part in parts]
@@ -444,11 +520,19 @@ def reduce_scatter_list(
         buffers[:] = [out if w == rank else part if reads else part.clone() for w, part in enumerate(parts)]
         return _rooted(group.reduce, dist.ReduceOptions, [x.detach() for x in buffers], group, op)
 
-    return _run(start, "reduce-scatter", group, name, asynchronous, buffers)
+    return _run(start, (), "reduce-scatter", group, name, asynchronous, buffers)
 
 
 def _rooted(call: Any, kind: Any, parts: list[Tensor], group: ProcessGroup, op: Any = None) -> Work:
-    """Start a broadcast from, or a reduce to, rank w of every ``parts[w]`` that is not empty."""
+    """Start one collective with root w for every ``parts[w]`` that is not empty; return all of them as one work.
+
+    Args:
+        call: ``group.broadcast`` or ``group.reduce``.
+        kind: torch's class of its options.
+        parts: tensors, one per rank.
+        group: group of the collectives.
+        op: reduction; None for broadcasts.
+    """
 
     def start(w: int, part: Tensor) -> Work:
         options = _options(kind, True, op)  # they run at the same time on Gloo
@@ -460,42 +544,44 @@ def _rooted(call: Any, kind: Any, parts: list[Tensor], group: ProcessGroup, op: 
 
 
 def all_reduce(x: Tensor, op: Any, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
-    """In place; the dtype is one the backend adds up (see ``carrier``)."""
+    """All-reduce ``x`` in place by ``op``; the dtype is one that backends add up.
+
+    Returns None after the wait; the collective in flight if ``asynchronous``.
+    """
     options = _sum_options[asynchronous] if op is _SUM else _options(dist.AllreduceOptions, asynchronous, op)
-    try:
-        work = group.allreduce([x], options)
-        if work is None:
-            return None
-        if asynchronous:
-            return _Pending(work, "all-reduce", group, name, x)
-        work.wait()
-    except RuntimeError as error:
-        raise_for(error, _failure(error, "all-reduce", _ranks.get(group), name))
+    return _run(group.allreduce, ([x], options), "all-reduce", group, name, asynchronous, (x,))
 
 
 def broadcast(x: Tensor, src: int, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
-    """In place; ``src`` is the rank inside the group."""
+    """Broadcast ``x`` from rank ``src`` of the group, in place on the others.
+
+    Returns None after the wait; the collective in flight if ``asynchronous``.
+    """
     options = _options(dist.BroadcastOptions, asynchronous)
     options.rootRank, options.rootTensor = src, 0
-    return _run(lambda: group.broadcast([carrier(x)], options), "broadcast", group, name, asynchronous, [x])
+    return _run(group.broadcast, ([carrier(x)], options), "broadcast", group, name, asynchronous, [x])
 
 
 def reduce(x: Tensor, dst: int, op: Any, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
-    """In place; ``dst`` is the rank inside the group, elsewhere x is scratch afterwards."""
+    """Reduce ``x`` by ``op`` into rank ``dst`` of the group, in place; elsewhere ``x`` is scratch.
+
+    Returns None after the wait; the collective in flight if ``asynchronous``.
+    """
     options = _options(dist.ReduceOptions, asynchronous, op_of(op, x.dtype))
     options.rootRank = dst
     x = carrier(x).detach()  # an average is divided in place, which autograd refuses of a leaf
-    return _run(lambda: group.reduce([x], options), "reduce", group, name, asynchronous, [x])
+    return _run(group.reduce, ([x], options), "reduce", group, name, asynchronous, [x])
 
 
 _bitwise = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 
 def check_op(op: Any, x: Tensor, group: ProcessGroup, name: str) -> None:
-    """Refuse what the backend would refuse, or get wrong, before anything is sent.
+    """Check that the group's backend reduces tensors like ``x`` by ``op``, before anything is sent.
 
     Raises:
-        UnsupportedError: names the function, the op, the dtype and the backend.
+        UnsupportedError: the backend would refuse the dtype or compute a wrong result; the text has ``name``, the op,
+            the dtype and the backend.
     """
     if op == ReduceOp.SUM and x.dtype not in _raw:
         return
@@ -509,34 +595,34 @@ def check_op(op: Any, x: Tensor, group: ProcessGroup, name: str) -> None:
 
 
 def backend_name(group: ProcessGroup, x: Tensor) -> str:
-    """Name of the backend that carries tensors of ``x``'s device in ``group``."""
+    """Return the name, in lower case, of the backend that carries tensors of the device of ``x`` in ``group``."""
     return group._get_backend(x.device).name().lower()
 
 
 def cuda_backend(group: ProcessGroup) -> str:
-    """Name of the backend that carries CUDA tensors in ``group``, empty where none does."""
+    """Return the name, in lower case, of the backend that carries CUDA tensors in ``group``; "" if none does."""
     if all(kind.type != "cuda" for kind in group._device_types):
         return ""
     return group._get_backend(torch.device("cuda")).name().lower()
 
 
 def is_nccl(backend: str) -> bool:
-    """Whether a name of a backend, or a configuration such as ``cpu:gloo,cuda:nccl``, has an implementation of NCCL.
+    """Whether ``backend``, a name or a configuration such as ``cpu:gloo,cuda:nccl``, has an implementation of NCCL.
 
-    torch 2.15 has three of them: nccl-legacy, nccl2 and nccl-lazy.
+    torch 2.15 has three: nccl-legacy, nccl2 and nccl-lazy.
     """
     return any(name.rpartition(":")[2].strip().lower().startswith("nccl") for name in backend.split(","))
 
 
 def default_device(cuda: str) -> torch.device:
-    """The current GPU where ``cuda``, the backend of CUDA tensors, is neither Gloo nor missing; else the CPU."""
+    """Return the current GPU; the CPU if there is none, or ``cuda``, the backend of CUDA tensors, is "gloo" or ""."""
     if cuda in ("", "gloo") or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def refused(op: Any, dtype: torch.dtype, backend: str) -> str:
-    """Why ``backend`` cannot reduce ``dtype`` with ``op``, empty if it can."""
+    """Return the reason why ``backend`` cannot reduce ``dtype`` by ``op``; "" if it can."""
     if dtype in _integers:
         return "the backend has no such integers; cast to int32 or int64"
     if dtype in _raw:

@@ -1,7 +1,7 @@
-"""The collectives under torch.compile: functional collectives that inductor knows, and opaque pack and unpack ops.
+"""Collectives under torch.compile: functional collectives that inductor knows, around opaque pack and unpack operators.
 
-The ops run the eager code, so paths, counters and alignment checks happen at run time. Sizes reach them as symbols, so
-one graph serves every sequence length. Arguments are checked while a call is traced, as in eager mode.
+The operators run the eager code, so paths, counters and alignment checks happen at run time. Sizes reach them as
+symbols, so one graph serves every sequence length. Arguments are checked while a call is traced, as in eager mode.
 """
 
 import math
@@ -28,13 +28,10 @@ _library.define("unpack(Tensor wire, SymInt[] shape, int dim, int world, SymInt[
 _library.define("count(Tensor(a!) result, str name, SymInt bytes_sent) -> ()")
 
 
-def _as_sizes(sizes: list[int] | None) -> Ints | None:
-    return None if sizes is None else tuple(sizes)
-
-
 def _pack(x: Tensor, dim: int, world: int, sizes: list[int] | None, name: str) -> Tensor:
+    """Implement the operator ``pack``: a flat wire of ``x``, always new memory, counted under ``name``."""
     started = record.now()
-    wire, path, copied = ops.pack(x, dim, world, _as_sizes(sizes))
+    wire, path, copied = ops.pack(x, dim, world, None if sizes is None else tuple(sizes))
     if path == "view":
         wire, path, copied = wire.clone(), "torch", 2 * x.nbytes
     record.add(name, path, copied, 0, started, calls=0)
@@ -42,13 +39,15 @@ def _pack(x: Tensor, dim: int, world: int, sizes: list[int] | None, name: str) -
 
 
 def _unpack(wire: Tensor, shape: list[int], dim: int, world: int, sizes: list[int] | None, name: str) -> Tensor:
+    """Implement the operator ``unpack``: a tensor of ``shape`` from a flat wire, counted under ``name``."""
     started = record.now()
-    out, path, copied = ops.unpack(wire.view(-1), shape, dim, world, _as_sizes(sizes))
+    out, path, copied = ops.unpack(wire.view(-1), shape, dim, world, None if sizes is None else tuple(sizes))
     record.add(name, path, copied, 0, started, calls=0)
     return out
 
 
 def _count(result: Tensor, name: str, bytes_sent: int) -> None:
+    """Implement the operator ``count``: count a call of ``name`` when the graph runs; ``result`` stays as it is."""
     record.add(name, "compiled", 0, bytes_sent, record.now())
 
 
@@ -58,12 +57,14 @@ for _name, _function in (("pack", _pack), ("unpack", _unpack), ("count", _count)
 
 @torch.library.register_fake("tritoncomm::pack", lib=_library)
 def _(x: Tensor, dim: int, world: int, sizes: list[int] | None, name: str) -> Tensor:
+    """Make the result of ``pack`` while torch.compile traces: a tensor of its shape without data."""
     length = x.shape[dim] if sizes is not None else -(-x.shape[dim] // world) * world
     return x.new_empty(math.prod(x.shape[:dim]) * length * math.prod(x.shape[dim + 1 :]))
 
 
 @torch.library.register_fake("tritoncomm::unpack", lib=_library)
 def _(wire: Tensor, shape: list[int], dim: int, world: int, sizes: list[int] | None, name: str) -> Tensor:
+    """Make the result of ``unpack`` while torch.compile traces: a tensor of its shape without data."""
     return wire.new_empty(shape)
 
 
@@ -73,11 +74,11 @@ _c10d = torch.ops._c10d_functional
 
 
 def _finished(pending: Tensor, name: str, bytes_sent: int) -> Tensor:
-    """Wait for a collective, and count the call.
+    """Add to the graph the wait for the collective ``pending`` and the count of its call; return the result.
 
-    ``count`` is declared to write the result, and does not: an operator that writes what is used later is neither
-    dropped nor merged with its like. A tally from outside the graph would be a saved tensor of the backward graph, and
-    autograd refuses that backward once another forward has written the tally; inductor loses track of effect tokens.
+    The operator ``count`` is declared to write the result, and does not. So the compiler neither drops it nor merges
+    two of them. A tally from outside the graph would be a saved tensor of the backward graph, and autograd refuses that
+    backward once another forward has written the tally. Inductor loses track of effect tokens.
     """
     result = _c10d.wait_tensor(pending)
     torch.ops.tritoncomm.count(result, name, bytes_sent)
@@ -85,24 +86,25 @@ def _finished(pending: Tensor, name: str, bytes_sent: int) -> Tensor:
 
 
 def _result(x: Tensor) -> Tensor:
-    """A tensor of its own over the same memory, to be returned from a forward.
+    """Return a new tensor over the memory of ``x``, for a forward to return.
 
-    torch 2.11 takes every value of a compiled forward for an output of it: where the last operator returns its own
-    input (``wait_tensor``, an idle ``contiguous``) the gradient goes to the wrong one of the two, and is lost.
+    Without it torch 2.11 loses the gradient: if the last operator returns its own input, as ``wait_tensor`` does, the
+    gradient goes to the wrong one of the two.
     """
     return x.view(x.shape)
 
 
 def _sum_of(x: Tensor) -> str:
-    """The op of a sum, see ``backend.op_of``."""
+    """Return the name of the reduction that sums tensors like ``x``: "max" for bools, as ``backend.op_of`` has it."""
     return "max" if x.dtype is torch.bool else "sum"
 
 
 def traced(function: Callable[P, T], functional: Callable[P, T], name: str) -> Callable[P, T]:
-    """The form of a call that torch.compile traces: ``functional``; in check mode ``function``, outside of the graph.
+    """Return the function that torch.compile is to trace for a call of ``name``.
 
-    Check mode compares calls on the host, so the graph breaks there. With ``fullgraph=True`` torch raises, and names
-    the reason.
+    That is ``functional``, the form with functional collectives. In check mode, which compares calls on the host, the
+    graph breaks and the eager ``function`` runs outside of it. With ``fullgraph=True`` torch raises, and names the
+    reason.
     """
     if not (variables.CHECK.value or variables.HASH.value):
         return functional
@@ -112,7 +114,11 @@ def traced(function: Callable[P, T], functional: Callable[P, T], name: str) -> C
 
 
 def _plan(function: Any, x: Tensor, group: ProcessGroup, name: str, *args: Any) -> CollectivePlan:
-    """What a function of ``plan`` returns for this rank; errors name the caller's function."""
+    """Return ``function(shape of x, bytes of an element, *args)``, a function of ``plan``.
+
+    Raises:
+        CommError: the error of ``function``, to which ``name``, the shape and the rank are added.
+    """
     try:
         return function(x.shape, x.element_size(), *args)
     except CommError as error:
@@ -123,7 +129,16 @@ def _plan(function: Any, x: Tensor, group: ProcessGroup, name: str, *args: Any) 
 def _all_to_all(
     x: Tensor, out_counts: list[int], in_counts: list[int], group: ProcessGroup, name: str, bytes_sent: int
 ) -> Tensor:
-    """All-to-all of a flat tensor by numbers of elements."""
+    """Add to the graph an all-to-all of the flat tensor ``x``, and return the flat result.
+
+    Args:
+        x: elements to send, in rank order.
+        out_counts: number of elements that come from each rank.
+        in_counts: number of elements that go to each rank.
+        group: ranks that take part.
+        name: function that the program called.
+        bytes_sent: bytes to count.
+    """
     wire = torch.view_as_real(x).flatten() if x.is_complex() else x
     width = 2 if x.is_complex() else 1
     out_counts, in_counts = ([width * count for count in counts] for counts in (out_counts, in_counts))
@@ -132,7 +147,7 @@ def _all_to_all(
 
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
-    """Concatenate the ranks' tensors along ``dim``."""
+    """Add to the graph an all-gather along ``dim``, and return the gathered tensor; see ``eager.all_gather``."""
     world = group.size()
     if world == 1:
         return x
@@ -149,21 +164,25 @@ def all_gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, nam
 
 
 def _unpacked(wire: Tensor, planned: CollectivePlan, dim: int, world: int, sizes: Ints | None, name: str) -> Tensor:
-    """What arrived in rank order, as the result."""
+    """Add to the graph the unpack of ``wire``, received elements in rank order, if ``planned`` needs one.
+
+    Returns:
+        The result of the collective, concatenated along ``dim`` by ``sizes``; a view of ``wire`` without an unpack.
+    """
     if planned.in_order:
         return wire.view(planned.shape)
     return torch.ops.tritoncomm.unpack(wire, planned.shape, dim, world, None if sizes is None else list(sizes), name)
 
 
 def _packed(x: Tensor, dim: int, world: int, sizes: Ints | None, name: str) -> Tensor:
-    """x in rank order, flat."""
+    """Add to the graph the pack of ``x`` along ``dim`` by ``sizes``; return a flat wire in rank order."""
     if math.prod(x.shape[: dim % x.dim()]) == 1:
         return x.contiguous().view(-1)
     return torch.ops.tritoncomm.pack(x, dim, world, None if sizes is None else list(sizes), name)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
-    """Sum over the ranks and keep this rank's shard of ``dim``."""
+    """Add to the graph a sum over the ranks; return this rank's shard of ``dim``. See ``eager.reduce_scatter``."""
     world = group.size()
     if world == 1:
         return x
@@ -178,7 +197,7 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None,
 
 
 def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
-    """This rank's shard of ``dim``; plain torch, which inductor fuses with what follows."""
+    """Return this rank's shard of ``dim`` by plain operators of torch, which inductor fuses; see ``eager.split``."""
     if group.size() == 1:
         return x
     try:
@@ -191,7 +210,7 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, name: str) -> Tensor:
-    """Sum over the ranks, never in place: inductor reuses the buffer where it can."""
+    """Add to the graph a sum over the ranks, and return it; never in place, as inductor reuses buffers itself."""
     world = group.size()
     if world == 1:
         return x
@@ -202,7 +221,10 @@ def all_reduce(x: Tensor, group: ProcessGroup, name: str) -> Tensor:
 def all_to_all_single(
     x: Tensor, group: ProcessGroup, out_sizes: Ints | None, in_sizes: Ints | None, name: str
 ) -> Tensor:
-    """All-to-all along dim 0, always by split sizes: the functional collective has no even form."""
+    """Add to the graph an all-to-all of the rows of dim 0, and return the received rows.
+
+    It always passes split sizes: the functional collective has no even form. See ``eager.all_to_all_single``.
+    """
     world = group.size()
     if world == 1:
         return x
@@ -212,7 +234,7 @@ def all_to_all_single(
 
 
 def _counts(counts: Ints, x: Tensor, world: int) -> list[int]:
-    """Elements per rank, equal ones where the plan has none."""
+    """Return ``counts`` as a list; if it is empty, ``world`` equal shares of the elements of ``x``."""
     return list(counts) if counts else [x.numel() // world] * world
 
 
@@ -226,7 +248,10 @@ def all_to_all(
     scatter_sizes: Ints | None = None,
     gather_sizes: Ints | None = None,
 ) -> Tensor:
-    """Split ``scatter_dim`` over the ranks and concatenate ``gather_dim`` from them."""
+    """Add to the graph an all-to-all that splits ``scatter_dim`` and concatenates ``gather_dim``; return the result.
+
+    The arguments are those of ``eager.all_to_all``.
+    """
     world = group.size()
     if world == 1:
         return x if shape is None else x.reshape(shape)

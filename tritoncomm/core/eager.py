@@ -1,10 +1,11 @@
-"""The collectives in eager mode, not differentiable: pack, one call of the backend, unpack.
+"""Collectives in eager mode, not differentiable: pack, one call of the backend, unpack.
 
-Single-rank groups return early here, and under torch.compile the functions of ``compiled`` take over. ``name`` is the
-function that a caller knows; errors and counters use it. Every call of Python costs 0.1 to 1 us on tensors for which
-the host decides, so what depends on shapes only is looked up in ``cached``, and the even forms are written out here.
+Every function returns its input over a group of one rank. Under torch.compile the functions of ``compiled`` run
+instead. ``name`` is the function that the program called; errors, counters and the flight record use it.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,87 +13,94 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup, ReduceOp
 
-from tritoncomm import record
-from tritoncomm.core import backend, cached, compiled, ops
-from tritoncomm.core.handle import Handle
+from tritoncomm.core import backend, compiled, ops
+from tritoncomm.core.backend import Handle
+from tritoncomm.core.call import enter
 from tritoncomm.core.memory import contiguous_stride, empty
-from tritoncomm.core.plan import Ints, all_equal, all_reduce_bytes, located
-from tritoncomm.core.uneven import all_gather_uneven, all_to_all_uneven, reduce_scatter_uneven
-from tritoncomm.core.validation import check_input, world_of
-from tritoncomm.errors import ShapeError
+from tritoncomm.core.plan import (
+    CollectivePlan,
+    Ints,
+    all_equal,
+    all_reduce_bytes,
+    cached_all_gather,
+    cached_all_to_all,
+    cached_all_to_all_single,
+    cached_reduce_scatter,
+    cached_split,
+    located,
+)
+from tritoncomm.core.validation import check_input
+from tritoncomm.errors import CommError
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "is_single_rank",
-    "reduce_scatter",
-    "split",
-]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "reduce_scatter", "split"]
 
-_single_rank_returns_early = True  # tests of a backend on one device send a group of one rank through it
 _SUM = ReduceOp.SUM
 
 
-def is_single_rank(group: ProcessGroup, name: str) -> bool:
-    """Whether nothing has to be sent, because the group has one rank."""
-    world = world_of(group, name)
-    return _single_rank_returns_early and world == 1
+def _planned(
+    function: Callable[..., CollectivePlan], x: Tensor, group: ProcessGroup, name: str, *arguments: Any
+) -> CollectivePlan:
+    """Return ``function(shape of x, bytes of an element, *arguments)``, a cached function of ``plan``.
+
+    Raises:
+        CommError: the error of ``function``, to which ``name``, the shape and the rank are added.
+    """
+    try:
+        return function(x.shape, x.itemsize, *arguments)
+    except CommError as error:
+        raise located(error, x.shape, name, group) from None
+
+
+def _flat(like: Tensor, shape: Ints) -> Tensor:
+    """Allocate an uninitialised 1-d tensor with as many elements as ``shape``, of the dtype and device of ``like``."""
+    return empty(like, (math.prod(shape),), (1,), like.dtype)
 
 
 def all_gather(
     x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str, asynchronous: bool = False
 ) -> Any:
-    """Concatenate the ranks' tensors along ``dim``; a tensor, or (tensor, handle) when asynchronous."""
+    """Concatenate the ranks' tensors along ``dim``.
+
+    Args:
+        x: tensor of this rank.
+        dim: dim of the concatenation.
+        group: ranks that take part.
+        sizes: size of ``dim`` on every rank; None where all are equal.
+        name: function that the program called.
+        asynchronous: return before the exchange is over.
+
+    Returns:
+        The gathered tensor; (tensor, handle) if asynchronous, where the handle is None over one rank.
+    """
     if is_compiling():
         return compiled.traced(all_gather, compiled.all_gather, name)(x, dim, group, sizes, name)
-    started, world = record.now(), world_of(group, name)
-    if world == 1 and _single_rank_returns_early:
+    span = enter(name, "all_gather", group, x, (dim, sizes))
+    if span is None:
         return (x, None) if asynchronous else x
-    _range = record.begin(name, "all_gather", group, x, (dim, sizes)) if record.switch._is_profiler_enabled else None
-    check_input(x, name)
-    if sizes is not None and x.dim() and not all_equal(sizes, world, x.shape[dim]):
-        return all_gather_uneven(x, dim, group, sizes, name, asynchronous, started)
-    try:
-        plan = cached.all_gather(x.shape, x.dtype, dim, world)
-    except ShapeError as error:
-        raise located(error, x.shape, name, group) from None
-    x, copied = cached.contiguous(x, plan.may_be_lazy)
-    if asynchronous or not plan.in_order:
-        return _all_gather_staged(x, dim, group, name, asynchronous, plan, copied, started)
-    out = empty(x, plan.shape, plan.stride, x.dtype)
-    backend.all_gather(out if plan.stacked is None else out.view(plan.stacked), x, group, name)
-    record.add(name, "torch" if copied else "view", copied, plan.bytes_sent, started)
-    return out
-
-
-def _all_gather_staged(
-    x: Tensor,
-    dim: int,
-    group: ProcessGroup,
-    name: str,
-    asynchronous: bool,
-    plan: cached.EvenPlan,
-    copied: int,
-    started: float,
-) -> Any:
-    """All-gather that needs a staging buffer, or is asynchronous."""
-    world = group.size()
-    out = empty(x, plan.shape, plan.stride, x.dtype) if asynchronous else None
-    if out is not None and plan.in_order:
-        wire = out if plan.stacked is None else out.view(plan.stacked)
-    else:
-        shape = plan.stacked or plan.shape
-        wire = empty(x, shape, contiguous_stride(shape), x.dtype)
-    work = backend.all_gather(wire, x, group, name, asynchronous)
-    if out is not None:
-        path = "view" if plan.in_order else ops.path_for(out, "unpack", dim, world)
-        record.add(name, path, copied, plan.bytes_sent, started)
-        finish = None if plan.in_order else lambda: ops.unpack(wire, plan.shape, dim, world, out=out)
-        return out, Handle(work, out, finish, x, wire)
-    out, path, unpacked = ops.unpack(wire, plan.shape, dim, world)
-    record.add(name, path, copied + unpacked, plan.bytes_sent, started)
+    world = span.world
+    if sizes is not None and x.dim() and all_equal(sizes, world, x.shape[dim]):
+        sizes = None
+    rank = 0 if sizes is None else group.rank()
+    planned = _planned(cached_all_gather, x, group, name, dim, world, rank, sizes)
+    x, copied = ops.contiguous(x)
+    stride = contiguous_stride(planned.shape)
+    wire = empty(x, planned.shape, stride, x.dtype) if planned.in_order else _flat(x, planned.shape)
+    if sizes is not None:
+        parts = list(wire.view(-1).split(planned.recv_counts))
+        work = backend.all_gather_list(parts, x.view(-1), group, name, asynchronous)
+    elif planned.in_order and dim in (0, -x.dim()):
+        work = backend.all_gather(wire, x, group, name, asynchronous)
+    else:  # Gloo wants the ranks in dim 0
+        work = backend.all_gather(wire.view(-1), x.view(-1), group, name, asynchronous)
+    if planned.in_order:
+        span.end("torch" if copied else "view", copied, planned.bytes_sent)
+        return (wire, Handle(work, wire, None, x)) if asynchronous else wire
+    if asynchronous:
+        out = empty(x, planned.shape, stride, x.dtype)
+        span.end(ops.path_for(out, "unpack", dim, world, sizes), copied, planned.bytes_sent)
+        return out, Handle(work, out, lambda: ops.unpack(wire, planned.shape, dim, world, sizes, out=out), x, wire)
+    out, path, unpacked = ops.unpack(wire, planned.shape, dim, world, sizes)
+    span.end(path, copied + unpacked, planned.bytes_sent)
     return out
 
 
@@ -105,64 +113,77 @@ def reduce_scatter(
     op: Any = _SUM,
     asynchronous: bool = False,
 ) -> Any:
-    """Reduce over the ranks and keep this rank's shard of ``dim``; (tensor, handle) when asynchronous."""
+    """Reduce the ranks' tensors by ``op`` and keep this rank's shard of ``dim``.
+
+    Args:
+        x: tensor of this rank, of the same shape on all ranks.
+        dim: dim that is split over the ranks.
+        group: ranks that take part.
+        sizes: size of ``dim`` that each rank keeps; None splits it evenly.
+        name: function that the program called.
+        op: reduction, a ``ReduceOp``.
+        asynchronous: return before the exchange is over.
+
+    Returns:
+        The shard; (shard, handle) if asynchronous, where the handle is None over one rank.
+    """
     if is_compiling():
         return compiled.traced(reduce_scatter, compiled.reduce_scatter, name)(x, dim, group, sizes, name)
-    started, world = record.now(), world_of(group, name)
-    if world == 1 and _single_rank_returns_early:
+    span = enter(name, "reduce_scatter", group, x, (dim, sizes, op))
+    if span is None:
         return (x, None) if asynchronous else x
-    _range = None
-    if record.switch._is_profiler_enabled:
-        _range = record.begin(name, "reduce_scatter", group, x, (dim, sizes, op))
-    check_input(x, name)
     if op is not _SUM:
         backend.check_op(op, x, group, name)
-    if sizes is not None and x.dim() and not all_equal(sizes, world, x.shape[dim] // world):
-        return reduce_scatter_uneven(x, dim, group, sizes, name, op, asynchronous, started)
-    try:
-        plan = cached.reduce_scatter(x.shape, x.dtype, dim, world)
-    except ShapeError as error:
-        raise located(error, x.shape, name, group) from None
-    if plan.in_order:
-        wire, copied = cached.contiguous(x, plan.may_be_lazy)
+    world, is_special = span.world, x.dtype in backend.not_summed
+    if sizes is not None and x.dim() and all_equal(sizes, world, x.shape[dim] // world):
+        sizes = None
+    rank = 0 if sizes is None else group.rank()
+    planned = _planned(cached_reduce_scatter, x, group, name, dim, world, rank, sizes)
+    if is_special:
+        backend.check_op(op, x, group, name)
+    if planned.in_order and sizes is None:
+        wire, copied = ops.contiguous(x)
         path = "torch" if copied else "view"
     else:
-        wire, path, copied = ops.pack(cached.resolved(x) if plan.may_be_lazy else x, dim, world)
-    out = empty(x, plan.shape, plan.stride, x.dtype)
-    if plan.needs_cast:
-        backend.check_op(op, x, group, name)
-        work = backend.reduce_scatter(
-            backend.carrier(out.view(-1)), backend.carrier(wire.view(-1)), backend.op_of(op, x.dtype), group, name,
-            asynchronous,
-        )  # fmt: skip
-    elif plan.stacked is None:
+        wire, path, copied = ops.pack(ops.resolved(x), dim, world, sizes)
+    out = empty(x, planned.shape, contiguous_stride(planned.shape), x.dtype)
+    if sizes is not None:
+        parts = list(wire.split(planned.send_counts))
+        work = backend.reduce_scatter_list(out.view(-1), parts, op, group, name, asynchronous)
+    elif is_special or dim not in (0, -x.dim()):  # Gloo wants the ranks in dim 0
+        sent, received = backend.carrier(wire.view(-1)), backend.carrier(out.view(-1))
+        work = backend.reduce_scatter(received, sent, backend.op_of(op, x.dtype), group, name, asynchronous)
+    else:
         work = backend.reduce_scatter(out, wire, op, group, name, asynchronous)
-    else:  # Gloo wants the ranks in dim 0
-        work = backend.reduce_scatter(out.view(-1), wire.view(-1), op, group, name, asynchronous)
-    record.add(name, path, copied, plan.bytes_sent, started)
+    span.end(path, copied, planned.bytes_sent)
     return (out, Handle(work, out, None, wire)) if asynchronous else out
 
 
 def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
-    """This rank's shard of ``dim``, contiguous; a view of ``x`` where that is contiguous already."""
+    """Return this rank's shard of ``dim``, contiguous; nothing is sent. It is a view of ``x`` where that is contiguous.
+
+    Args:
+        x: tensor that every rank has.
+        dim: dim that is split over the ranks.
+        group: ranks that split the tensor.
+        sizes: size of ``dim`` that each rank keeps; None splits it evenly.
+        name: function that the program called.
+    """
     if is_compiling():
         return compiled.traced(split, compiled.split, name)(x, dim, group, sizes, name)
-    started, world = record.now(), world_of(group, name)
-    if world == 1 and _single_rank_returns_early:
+    span = enter(name, "split", group, x, (dim, sizes))
+    if span is None:
         return x
-    _range = record.begin(name, "split", group, x, (dim, sizes)) if record.switch._is_profiler_enabled else None
-    check_input(x, name)
     try:
-        start, size = cached.split(x.shape, dim, world, group.rank(), sizes)
-    except ShapeError as error:
+        start, size = cached_split(x.shape, dim, span.world, group.rank(), sizes)
+    except CommError as error:
         raise located(error, x.shape, name, group) from None
     shard = x[start : start + size] if dim == 0 else x.narrow(dim, start, size)
     if shard.is_contiguous():
-        record.add(name, "view", 0, 0, started)
+        span.end("view", 0, 0)
         return shard
-    shard = shard.contiguous()
-    record.add(name, "torch", 2 * shard.nbytes, 0, started)
-    return shard
+    span.end("torch", 2 * shard.nbytes, 0)
+    return shard.contiguous()
 
 
 def all_reduce(
@@ -173,31 +194,41 @@ def all_reduce(
     in_place: bool = False,
     asynchronous: bool = False,
 ) -> Any:
-    """Reduce over the ranks; into ``x`` itself when ``in_place`` and it is contiguous, otherwise into one copy."""
+    """Reduce the ranks' tensors by ``op``; every rank has the whole result.
+
+    Args:
+        x: tensor of this rank, of the same shape on all ranks.
+        group: ranks that take part.
+        name: function that the program called.
+        op: reduction, a ``ReduceOp``.
+        in_place: write the result into ``x``, if ``x`` is contiguous and has no lazy bits; else into a copy.
+        asynchronous: return before the exchange is over.
+
+    Returns:
+        The result; (result, handle) if asynchronous, where the handle is None over one rank.
+    """
     if is_compiling():
         return compiled.traced(all_reduce, compiled.all_reduce, name)(x, group, name)
-    started, world = record.now(), world_of(group, name)
-    if world == 1 and _single_rank_returns_early:
+    span = enter(name, "all_reduce", group, x, (op,))
+    if span is None:
         return (x, None) if asynchronous else x
-    _range = record.begin(name, "all_reduce", group, x, (op,)) if record.switch._is_profiler_enabled else None
-    check_input(x, name)
-    size, special = x.nbytes, x.dtype in backend.not_summed
-    if special or op is not _SUM:
+    size, is_special = x.nbytes, x.dtype in backend.not_summed or op is not _SUM
+    if is_special:
         backend.check_op(op, x, group, name)
-    if special or x.is_neg():  # what the backend would write to were a copy of a tensor with a lazy bit
-        x, in_place = cached.resolved(x), in_place and not (x.is_conj() or x.is_neg())
+    if is_special or x.is_neg():  # the backend would write to a copy of a tensor with a lazy bit
+        x, in_place = ops.resolved(x), in_place and not (x.is_conj() or x.is_neg())
     if not x.is_contiguous():
         out, path, copied = x.clone(memory_format=torch.contiguous_format), "torch", 2 * size
     elif in_place:
         out, path, copied = x, "view", 0
-    else:  # a clone without arguments is a microsecond faster
+    else:
         out, path, copied = x.clone(), "torch", 2 * size
-    if special or op is not _SUM:  # an average is divided in place, which autograd refuses of a leaf
+    if is_special:  # an average is divided in place, which autograd refuses of a leaf
         sent, op = backend.carrier(out).detach(), backend.op_of(op, out.dtype)
         work = backend.all_reduce(sent, op, group, name, asynchronous)
     else:
         work = backend.all_reduce(out, op, group, name, asynchronous)
-    record.add(name, path, copied, all_reduce_bytes(size, world), started)
+    span.end(path, copied, all_reduce_bytes(size, span.world))
     return (out, Handle(work, out, None)) if asynchronous else out
 
 
@@ -209,24 +240,29 @@ def all_to_all_single(
     name: str,
     asynchronous: bool = False,
 ) -> Any:
-    """All-to-all along dim 0 by split sizes; a list that is missing is even, without both it is the even collective."""
+    """Send the rows of dim 0 to the ranks, and concatenate the rows that arrive, in rank order.
+
+    Args:
+        x: tensor of this rank.
+        group: ranks that take part.
+        out_sizes: rows that come from each rank; None for equal ones.
+        in_sizes: rows that go to each rank; None for equal ones. Without both lists the backend's even call runs.
+        name: function that the program called.
+        asynchronous: return before the exchange is over.
+
+    Returns:
+        The received rows; (rows, handle) if asynchronous, where the handle is None over one rank.
+    """
     if is_compiling():
         return compiled.traced(all_to_all_single, compiled.all_to_all_single, name)(x, group, out_sizes, in_sizes, name)
-    started, world = record.now(), world_of(group, name)
-    if world == 1 and _single_rank_returns_early:
+    span = enter(name, "all_to_all_single", group, x, (out_sizes, in_sizes))
+    if span is None:
         return (x, None) if asynchronous else x
-    _range = None
-    if record.switch._is_profiler_enabled:
-        _range = record.begin(name, "all_to_all_single", group, x, (out_sizes, in_sizes))
-    check_input(x, name)
-    try:
-        plan, stride, may_be_lazy = cached.all_to_all_single(x.shape, x.dtype, world, group.rank(), out_sizes, in_sizes)
-    except ShapeError as error:
-        raise located(error, x.shape, name, group) from None
-    x, copied = cached.contiguous(x, may_be_lazy)
-    out = empty(x, plan.shape, stride, x.dtype)
-    work = backend.all_to_all(out, x, plan.recv_sizes, plan.send_sizes, group, name, asynchronous)
-    record.add(name, "torch" if copied else "view", copied, plan.bytes_sent, started)
+    planned = _planned(cached_all_to_all_single, x, group, name, span.world, group.rank(), out_sizes, in_sizes)
+    x, copied = ops.contiguous(x)
+    out = empty(x, planned.shape, contiguous_stride(planned.shape), x.dtype)
+    work = backend.all_to_all(out, x, planned.recv_sizes, planned.send_sizes, group, name, asynchronous)
+    span.end("torch" if copied else "view", copied, planned.bytes_sent)
     return (out, Handle(work, out, None, x)) if asynchronous else out
 
 
@@ -241,48 +277,49 @@ def all_to_all(
     gather_sizes: Ints | None = None,
     asynchronous: bool = False,
 ) -> Tensor:
-    """Split ``scatter_dim`` over the ranks, concatenate ``gather_dim`` from them: one pack, one all-to-all, one unpack.
+    """Split ``scatter_dim`` over the ranks and concatenate ``gather_dim`` from them: pack, exchange, unpack.
 
-    ``shape`` reshapes the result. ``asynchronous`` issues the exchange on the backend's stream, then waits.
+    Args:
+        x: tensor of this rank.
+        scatter_dim: dim that is split over the ranks.
+        gather_dim: dim along which the received shards are concatenated.
+        group: ranks that take part.
+        name: function that the program called.
+        shape: shape that the result gets at the end; None keeps that of the exchange.
+        scatter_sizes: size of ``scatter_dim`` that goes to each rank; None splits it evenly.
+        gather_sizes: size of ``gather_dim`` on each rank; None where all are equal.
+        asynchronous: run the exchange on the backend's own stream. The result is waited for in any case.
     """
     if is_compiling():
         return compiled.traced(all_to_all, compiled.all_to_all, name)(
             x, scatter_dim, gather_dim, group, name, shape, scatter_sizes, gather_sizes
         )
-    started, world = record.now(), world_of(group, name)
-    if world == 1 and _single_rank_returns_early:
+    span = enter(name, "all_to_all", group, x, (scatter_dim, gather_dim, scatter_sizes, gather_sizes))
+    if span is None:
         if shape is None:
             return x
         check_input(x, name)
         return x.reshape(shape)
-    _range = None
-    if record.switch._is_profiler_enabled:
-        _range = record.begin(name, "all_to_all", group, x, (scatter_dim, gather_dim, scatter_sizes, gather_sizes))
-    check_input(x, name)
-    if scatter_sizes is not None or gather_sizes is not None:
-        return all_to_all_uneven(x, scatter_dim, gather_dim, group, name, scatter_sizes, gather_sizes, started)
-    try:
-        plan = cached.all_to_all(x.shape, x.dtype, scatter_dim, gather_dim, world)
-    except ShapeError as error:
-        raise located(error, x.shape, name, group) from None
-    if plan.may_be_lazy:
-        x = cached.resolved(x)
-    wire, path, copied = ops.pack(x, scatter_dim, world)
-    received = empty(wire, wire.shape, contiguous_stride(wire.shape), wire.dtype)
-    if wire.shape[0] % world:  # dims of size 1 in front; torch 2.15 wants to split dim 0
-        work = backend.all_to_all(received.view(-1), wire.view(-1), (), (), group, name, asynchronous)
+    world, sizes, rank = span.world, (scatter_sizes, gather_sizes), 0
+    if sizes != (None, None):
+        rank = group.rank()
+    planned = _planned(cached_all_to_all, x, group, name, scatter_dim, gather_dim, world, rank, *sizes)
+    wire, path, copied = ops.pack(ops.resolved(x), scatter_dim, world, planned.send_sizes or None)
+    if planned.send_sizes or wire.shape[0] % world:  # dims of size 1 in front; torch 2.15 wants to split dim 0
+        received, wire = _flat(wire, planned.shape), wire.view(-1)
     else:
-        work = backend.all_to_all(received, wire, (), (), group, name, asynchronous)
+        received = empty(wire, wire.shape, contiguous_stride(wire.shape), wire.dtype)
+    work = backend.all_to_all(received, wire, planned.recv_counts, planned.send_counts, group, name, asynchronous)
     if work is not None:
         work.wait()
-    del wire  # what was sent is not needed while what arrived is unpacked
-    if plan.in_order:
-        out = received
-    else:
-        out, unpack_path, unpacked = ops.unpack(received, plan.shape, gather_dim, world)
+    del wire  # frees the sent buffer before the result is allocated
+    out = received
+    if not planned.in_order:
+        sizes = planned.recv_sizes or None
+        out, unpack_path, unpacked = ops.unpack(received, planned.shape, gather_dim, world, sizes)
         path, copied = (path if path != "view" else unpack_path), copied + unpacked
-    target = plan.shape if shape is None else shape
+    target = planned.shape if shape is None else shape
     if out.shape != target:
         out = torch.ops.aten._unsafe_view(out, target)  # a result of its own, not a view of anything
-    record.add(name, path, copied, plan.bytes_sent, started)
+    span.end(path, copied, planned.bytes_sent)
     return out

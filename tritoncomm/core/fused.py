@@ -1,4 +1,4 @@
-"""Several tensors packed into one wire."""
+"""One wire of several tensors: every rank's part holds its shards of all of them, one after the other."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from tritoncomm_kernels import PADDING, Segment, Segments
 from tritoncomm.core.address_map import AddressMap
 from tritoncomm.core.ops import pack, pack_into, path_for
 from tritoncomm.core.plan import Ints
-from tritoncomm.core.segments import MOST_SEGMENTS, block_segments, gather
+from tritoncomm.core.segments import block_segments, gather, table_of
 from tritoncomm.errors import ArgumentError
 from tritoncomm.record import CopyPath
 
@@ -27,20 +27,30 @@ def pack_many(
     dtype: torch.dtype | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, list[tuple[int, Ints]], CopyPath, int]:
-    """Pack several tensors into one wire whose rank stride is the sum of their shards: one pass over each.
+    """Pack several tensors into one wire ``[world, total]``, in rank order, by one pass over each tensor.
 
-    One launch on a GPU, and one for every other dtype that is cast.
+    Args:
+        tensors: tensors of any shapes and strides.
+        dims: dim along which each tensor is split over the ranks, as ``torch.chunk`` splits it.
+        world: number of ranks.
+        dtype: dtype of the wire; that of the tensors by default, which have to agree then.
+        scale: factor applied before the one rounding.
 
     Returns:
-        The wire ``[world, total]``; for each tensor the offset of its shard in a rank's part and the shape of that
-        shard (of the longest one when the dim is uneven); the path; the bytes read plus written.
+        The wire; for each tensor (offset of its shard in a rank's part, shape of the longest shard); the path; the
+        bytes read plus written.
+
+    Raises:
+        ArgumentError: the tensors have different dtypes, and ``dtype`` is None.
+
+    Traffic: one launch on a GPU, and one more for every further dtype that is cast.
 
     Example:
         Gradients ``[5, 8]`` and ``[16]`` split along dims 1 and 0 over 4 ranks give a wire ``[4, 5*2 + 4]``.
     """
     plans = [AddressMap.along(x.shape, dim, world) for x, dim in zip(tensors, dims, strict=True)]
     wire_dtype = dtype or _common_dtype(tensors)
-    if len(tensors) == 1:  # which may be the wire already
+    if len(tensors) == 1:  # it may be the wire already
         x, dim = tensors[0], dims[0] % tensors[0].dim()
         wire, path, copied = pack(x, dim, world, dtype=wire_dtype, scale=scale)
         shard = (*x.shape[:dim], -(-x.shape[dim] // world), *x.shape[dim + 1 :])
@@ -67,30 +77,42 @@ def pack_many(
 def _table(
     layouts: tuple[tuple[Ints, Ints, int], ...], world: int, dtype: torch.dtype
 ) -> tuple[Segments, tuple[tuple[int, Ints], ...]] | None:
-    """The segments of ``pack_many`` and its shards, for shape, stride and split dim of every tensor.
+    """Return the segment table and the shards of ``pack_many``; None if the table would have too many segments.
 
-    None where a dim that does not divide has so many rows before it, each padded, that a launch for every tensor is
-    better.
+    A dim that does not divide has that many where each of many rows before it is padded.
+
+    Args:
+        layouts: shape, strides and split dim of every tensor.
+        world: number of ranks.
+        dtype: dtype of the wire.
     """
-    plans = [AddressMap.along(shape, dim, world) for shape, _, dim in layouts]
-    total, offset = sum(plan.outer * plan.run for plan in plans), 0
-    rows: list[Segment] = []
-    shards = []
-    for i, ((shape, stride, dim), plan) in enumerate(zip(layouts, plans, strict=True)):
-        for rank in range(world):
-            at = (rank * total + offset) * dtype.itemsize
-            rows += itertools.islice(_shard(i, shape, stride, dim, plan, rank, dtype.itemsize, at), MOST_SEGMENTS + 1)
-            if len(rows) > MOST_SEGMENTS:
-                return None
-        shards.append((offset, (*shape[:dim], -(-shape[dim] // world), *shape[dim + 1 :])))
-        offset += plan.outer * plan.run
-    return Segments(rows, [dtype] * len(layouts)), tuple(shards)
+    maps = [AddressMap.along(shape, dim, world) for shape, _, dim in layouts]
+    sizes = [each.outer * each.run for each in maps]
+    offsets, total = [sum(sizes[:i]) for i in range(len(sizes))], sum(sizes)
+    shards = [
+        _shard(i, *layout, each, rank, dtype.itemsize, (rank * total + offset) * dtype.itemsize)
+        for i, (layout, each, offset) in enumerate(zip(layouts, maps, offsets, strict=True))
+        for rank in range(world)
+    ]
+    table = table_of(shards, [dtype] * len(layouts))
+    shapes = [(*shape[:dim], -(-shape[dim] // world), *shape[dim + 1 :]) for shape, _, dim in layouts]
+    return None if table is None else (table, tuple(zip(offsets, shapes, strict=True)))
 
 
 def _shard(
     tensor: int, shape: Ints, stride: Ints, dim: int, plan: AddressMap, rank: int, itemsize: int, at: int
 ) -> Iterator[Segment]:
-    """One rank's shard ``[outer, run]`` from byte ``at`` of the wire on, every row of a shorter one padded."""
+    """Yield the segments of one rank's shard of a tensor; rows of a shard that is shorter than others are padded.
+
+    Args:
+        tensor: index of the tensor in the table.
+        shape, stride: shape and strides of the tensor.
+        dim: split dim.
+        plan: address map of the split.
+        rank: rank whose shard it is.
+        itemsize: bytes of an element in the wire.
+        at: byte of the wire at which the shard ``[outer, run]`` starts.
+    """
     step = -(-shape[dim] // plan.world)
     start, size = rank * step, max(0, min(step, shape[dim] - rank * step))
     run, row = plan.run * itemsize, size * math.prod(shape[dim + 1 :]) * itemsize
@@ -109,6 +131,11 @@ def _shard(
 
 
 def _common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Return the dtype of all tensors.
+
+    Raises:
+        ArgumentError: they have different dtypes.
+    """
     kinds = {x.dtype for x in tensors}
     if len(kinds) != 1:
         raise ArgumentError(f"pack_many: tensors of different dtypes {sorted(map(str, kinds))} need an explicit dtype")

@@ -1,33 +1,371 @@
-"""The exchange of Ulysses, not differentiable: sequence shards of all heads <-> all positions of a share of the heads.
+"""Exchange of heads, the all-to-all of Ulysses: from a rank's positions of all heads to all positions of its heads.
 
-Several tensors share one message; ``head_plan`` has the order of its wire. Kernels pack them in one launch and unpack
-what arrives in another, with the sums of shared heads; torch copies block by block.
+It is not differentiable; ``to_heads`` and ``to_sequence`` are adjoint.
+Several tensors share one message. The wire has, for rank w, token by token the heads that rank w attends with, those of
+every tensor side by side: ``rank, token, [q heads | k heads | v heads]``. So one tensor arrives, and one pass unpacks
+it, if any. Blocks of ranks that have equally many heads (or positions) lie at one stride and are one copy: an uneven
+split costs two copies, not one per rank. Kernels pack all tensors in one launch and unpack in another, with the sums of
+shared heads; torch copies block by block.
 """
 
-import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from tritoncomm_kernels import Segments
 
-from tritoncomm import record
-from tritoncomm.core import backend, cached, eager, ops, segments
-from tritoncomm.core.head_plan import HEAD_DIM, BlockCopy, ExchangePlan, HeadShare, Layout, heads_plan, sequence_plan
+from tritoncomm.core import backend, eager, ops, segments
+from tritoncomm.core.call import enter
+from tritoncomm.core.memory import contiguous_stride
 from tritoncomm.core.plan import Ints, located
 from tritoncomm.core.validation import check_input
 from tritoncomm.errors import ArgumentError, ShapeError
+from tritoncomm.record import CopyPath, Span
 
-__all__ = ["to_heads", "to_sequence"]
+__all__ = [
+    "HEAD_DIM",
+    "HeadShare",
+    "Layout",
+    "split_heads",
+    "to_heads",
+    "to_sequence",
+]
+
+HEAD_DIM = 2
+
+
+class HeadShare(NamedTuple):
+    """Heads of one tensor that each rank attends with: one range per rank, in rank order.
+
+    Attributes:
+        starts: first head of every rank; ranks that share a head have overlapping ranges.
+        sizes: number of heads of every rank.
+        heads: number of heads of the tensor.
+    """
+
+    starts: Ints
+    sizes: Ints
+    heads: int
+
+    @property
+    def replicated(self) -> bool:
+        """Whether some ranks share a head."""
+        return sum(self.sizes) > self.heads
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Split of the tensors of an exchange, ``[batch, sequence, heads, head_dim]`` or sequence first, over all ranks.
+
+    Layouts are compared by identity, because every call looks its plan up by one: keep one per kind of call.
+
+    Attributes:
+        seq_dim: dim of the sequence: 1 if the batch is first, else 0. Heads are dim 2.
+        shares: split of the heads, for each tensor of the exchange.
+        seq_sizes: number of positions of every rank.
+        even: whether every pair of ranks exchanges as many elements.
+        plain: whether there is one tensor, and no two ranks share a head of it.
+    """
+
+    seq_dim: int
+    shares: tuple[HeadShare, ...]
+    seq_sizes: Ints
+    even: bool = field(init=False)
+    plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        even = len(set(self.seq_sizes)) == 1 and all(len(set(share.sizes)) == 1 for share in self.shares)
+        object.__setattr__(self, "even", even)
+        object.__setattr__(self, "plain", len(self.shares) == 1 and not self.shares[0].replicated)
+
+
+class BlockCopy(NamedTuple):
+    """One strided copy between a tensor and the wire: blocks of neighbouring ranks, of one size and at one stride.
+
+    Attributes:
+        index: tensor of the exchange.
+        size: shape of the copy, ``[ranks, two dims of tokens, heads, head_dim]``.
+        stride, start: strides and first element of the copy in the tensor, in elements.
+        wire_stride, wire_start: strides and first element of the copy in the wire, in elements.
+        head: first head of the copy in the tensor.
+        heads: number of heads of the copy.
+    """
+
+    index: int
+    size: Ints
+    stride: Ints
+    start: int
+    wire_stride: Ints
+    wire_start: int
+    head: int
+    heads: int
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangePlan:
+    """Plan of one direction of the exchange for one rank. Compared by identity: segment tables are looked up by it.
+
+    Attributes:
+        pack: copies from the tensors into the wire.
+        unpack: copies from the received wire into the results; empty if the wire already is the result.
+        packed_shape: shape of the wire if one ``torch.cat`` of all tensors makes it; None if copies fill it.
+        shapes: shapes of the results.
+        fused: shape of the tensor that has all results side by side; only to heads.
+        splits: number of heads of each result in ``fused``; of columns, if the head_dims differ.
+        split_dim: dim of ``fused`` that ``splits`` cuts.
+        send_counts, recv_counts: elements to and from each rank; empty if all are equal.
+        bytes_sent: bytes that this rank sends to the other ranks.
+        elements: number of elements of the sent wire, and of the received one.
+    """
+
+    pack: tuple[BlockCopy, ...]
+    unpack: tuple[BlockCopy, ...]
+    packed_shape: Ints | None
+    shapes: tuple[Ints, ...]
+    fused: Ints
+    splits: list[int]
+    split_dim: int
+    send_counts: Ints
+    recv_counts: Ints
+    bytes_sent: int
+    elements: tuple[int, int]
+
+
+def split_heads(q_heads: int, kv_heads: int, world: int) -> tuple[HeadShare, HeadShare]:
+    """Split the heads of an attention over ranks: return the shares of the query heads and of the key/value heads.
+
+    A query head goes to a rank that has its kv head. With at least as many kv heads as ranks, kv heads are split as
+    evenly as possible, and the first ranks get one more. With fewer, every rank has one kv head, and the ranks of a kv
+    head split its query heads.
+
+    Raises:
+        ShapeError: the number of query heads is no multiple of ``kv_heads``, or less than ``world``.
+
+    Example:
+        ``split_heads(8, 2, 4)`` gives every rank two query heads, and kv heads 0, 0, 1, 1.
+    """
+    if kv_heads < 1 or q_heads % kv_heads:
+        raise ShapeError(f"{q_heads} query heads are no multiple of {kv_heads} key/value heads")
+    if q_heads < world:
+        raise ShapeError(f"{q_heads} query heads are fewer than the {world} ranks that attend with them")
+    per = q_heads // kv_heads
+    if kv_heads >= world:
+        sizes = _evenly(kv_heads, world)
+        return _share(tuple([per * size for size in sizes])), _share(sizes)
+    ranks = _evenly(world, kv_heads)
+    q_sizes = tuple([size for count in ranks for size in _evenly(per, count)])
+    starts = tuple([head for head, count in enumerate(ranks) for _ in range(count)])
+    return _share(q_sizes), HeadShare(starts, (1,) * world, kv_heads)
+
+
+def _evenly(size: int, parts: int) -> Ints:
+    """Return ``parts`` sizes that add up to ``size`` and differ by one at most, the larger ones first."""
+    return tuple([size // parts + (part < size % parts) for part in range(parts)])
+
+
+def _share(sizes: Ints) -> HeadShare:
+    """Return the share of heads that gives rank w the next ``sizes[w]`` heads; no two ranks share one."""
+    return HeadShare(tuple([sum(sizes[:w]) for w in range(len(sizes))]), sizes, sum(sizes))
+
+
+def _runs(shares: tuple[HeadShare, ...], world: int) -> list[tuple[int, int, list[int]]]:
+    """Group neighbouring ranks whose heads one strided copy can read or write.
+
+    Ranks of a run have equally many heads of every tensor, at one stride. Of a tensor with shared heads they have the
+    same head, so that one sum adds up their blocks.
+
+    Returns:
+        For each run: first rank, number of ranks, and per tensor the number of heads from one rank's first head to the
+        next rank's.
+    """
+    runs: list[tuple[int, int, list[int]]] = []
+    for w in range(world):
+        if runs:
+            first, count, steps = runs[-1]
+            ahead = [share.starts[w] - share.starts[w - 1] for share in shares]
+            same = all(share.sizes[w] == share.sizes[first] for share in shares)
+            summed = all(step == 0 for step, share in zip(ahead, shares, strict=True) if share.replicated)
+            if same and summed and (count == 1 or ahead == steps):
+                runs[-1] = first, count + 1, ahead
+                continue
+        runs.append((w, 1, [0] * len(shares)))
+    return runs
+
+
+def _by_heads(
+    shapes: Sequence[Ints], strides: Sequence[Ints], shares: tuple[HeadShare, ...], world: int
+) -> tuple[tuple[BlockCopy, ...], Ints]:
+    """List the copies between tensors with all heads and a wire with a block of heads per rank.
+
+    Args:
+        shapes, strides: shapes and strides of the tensors, each with this rank's positions and all heads.
+        shares: split of the heads, for each tensor.
+        world: number of ranks.
+
+    Returns:
+        The copies; the number of elements of every rank's block.
+    """
+    first_dim, second_dim = shapes[0][:2]
+    tokens, start, copies = first_dim * second_dim, 0, []
+    counts = [tokens * sum(share.sizes[w] * shape[3] for share, shape in zip(shares, shapes, strict=True))
+              for w in range(world)]  # fmt: skip
+    for first, count, steps in _runs(shares, world):
+        block, column = counts[first], 0
+        width = block // tokens if tokens else 0
+        for i, (share, shape, stride) in enumerate(zip(shares, shapes, strides, strict=True)):
+            heads, head_dim, head = share.sizes[first], shape[3], share.starts[first]
+            size = count, first_dim, second_dim, heads, head_dim
+            copies.append(
+                BlockCopy(
+                    i, size, (steps[i] * stride[2], *stride), head * stride[2],
+                    (block, second_dim * width, width, head_dim, 1), start + column, head, heads,
+                )
+            )  # fmt: skip
+            column += heads * head_dim
+        start += count * block
+    return tuple(copies), tuple(counts)
+
+
+def _by_positions(
+    shapes: Sequence[Ints], strides: Sequence[Ints], seq_dim: int, seq_sizes: Ints
+) -> tuple[tuple[BlockCopy, ...], Ints]:
+    """List the copies between tensors with all positions and a wire with a block of positions per rank.
+
+    Args:
+        shapes, strides: shapes and strides of the tensors, each with all positions and this rank's heads.
+        seq_dim: dim of the sequence.
+        seq_sizes: number of positions of every rank.
+
+    Returns:
+        The copies; the number of elements of every rank's block.
+    """
+    batch, width = shapes[0][1 - seq_dim], sum(shape[2] * shape[3] for shape in shapes)
+    copies, wire_start, position = [], 0, 0
+    for size, ranks in groupby(seq_sizes):
+        count, block, column = len(list(ranks)), batch * size * width, 0
+        lead = (batch, size) if seq_dim else (size, batch)
+        for i, (shape, stride) in enumerate(zip(shapes, strides, strict=True)):
+            copies.append(
+                BlockCopy(
+                    i, (count, *lead, *shape[2:]), (size * stride[seq_dim], *stride), position * stride[seq_dim],
+                    (block, lead[1] * width, width, shape[3], 1), wire_start + column, 0, shape[2],
+                )
+            )  # fmt: skip
+            column += shape[2] * shape[3]
+        wire_start, position = wire_start + count * block, position + count * size
+    return tuple(copies), tuple([batch * size * width for size in seq_sizes])
+
+
+def _joined(copies: tuple[BlockCopy, ...]) -> Ints | None:
+    """Return the shape of the wire if one ``torch.cat`` can do all copies, else None.
+
+    It can if each tensor has one copy, and all have the same head_dim.
+    """
+    first = copies[0].size
+    if len({copy.index for copy in copies}) < len(copies) or any(copy.size[4] != first[4] for copy in copies):
+        return None
+    return (*first[:3], sum(copy.size[3] for copy in copies), first[4])
+
+
+@lru_cache(maxsize=4096)
+def heads_plan(
+    shapes: tuple[Ints, ...], strides: tuple[Ints, ...], layout: Layout, rank: int, itemsize: int
+) -> ExchangePlan:
+    """Plan the exchange from this rank's positions of all heads to all positions of its heads.
+
+    Args:
+        shapes, strides: shapes and strides of the tensors.
+        layout: split of heads and positions.
+        rank: this rank.
+        itemsize: bytes of an element.
+
+    Raises:
+        ShapeError: the shapes do not fit the layout.
+    """
+    seq_dim, shares, seq_sizes = layout.seq_dim, layout.shares, layout.seq_sizes
+    world = len(seq_sizes)
+    _check(shapes, [share.heads for share in shares], seq_sizes[rank], seq_dim)
+    pack, sent = _by_heads(shapes, strides, shares, world)
+    lead = _lead(shapes[0], seq_dim, sum(seq_sizes))
+    heads = [share.sizes[rank] for share in shares]
+    results = tuple([(*lead, n, shape[3]) for n, shape in zip(heads, shapes, strict=True)])
+    width = sum(n * shape[3] for n, shape in zip(heads, shapes, strict=True))
+    one_size = len({shape[3] for shape in shapes}) == 1
+    fused = (*lead, sum(heads), shapes[0][3]) if one_size else (*lead, 1, width)
+    unpack, arriving = _by_positions([fused], [contiguous_stride(fused)], seq_dim, seq_sizes)
+    splits = heads if one_size else [n * shape[3] for n, shape in zip(heads, shapes, strict=True)]
+    if seq_dim == 0 or lead[0] == 1:
+        unpack = ()
+    elements = sum(sent), sum(arriving)
+    counts = ((), ()) if layout.even else (sent, arriving)
+    bytes_sent = (elements[0] - sent[rank]) * itemsize
+    return ExchangePlan(
+        pack, unpack, _joined(pack), results, fused, splits, 2 if one_size else 3, *counts, bytes_sent, elements
+    )
+
+
+@lru_cache(maxsize=4096)
+def sequence_plan(
+    shapes: tuple[Ints, ...], strides: tuple[Ints, ...], layout: Layout, rank: int, itemsize: int,
+    out_strides: tuple[Ints, ...],
+) -> ExchangePlan:  # fmt: skip
+    """Plan the exchange from all positions of this rank's heads to its positions of all heads.
+
+    Args:
+        shapes, strides: shapes and strides of the tensors.
+        layout: split of heads and positions.
+        rank: this rank.
+        itemsize: bytes of an element.
+        out_strides: strides of the results; empty for contiguous ones.
+
+    Raises:
+        ShapeError: the shapes do not fit the layout.
+    """
+    seq_dim, shares, seq_sizes = layout.seq_dim, layout.shares, layout.seq_sizes
+    _check(shapes, [share.sizes[rank] for share in shares], sum(seq_sizes), seq_dim)
+    pack, sent = _by_positions(shapes, strides, seq_dim, seq_sizes)
+    lead = _lead(shapes[0], seq_dim, seq_sizes[rank])
+    results = tuple([(*lead, share.heads, shape[3]) for share, shape in zip(shares, shapes, strict=True)])
+    out_strides = out_strides or tuple([contiguous_stride(shape) for shape in results])
+    unpack, arriving = _by_heads(results, out_strides, shares, len(seq_sizes))
+    elements = sum(sent), sum(arriving)
+    counts = ((), ()) if layout.even else (sent, arriving)
+    bytes_sent = (elements[0] - sent[rank]) * itemsize
+    return ExchangePlan(pack, unpack, _joined(pack), results, (), [], 0, *counts, bytes_sent, elements)
+
+
+def _lead(shape: Ints, seq_dim: int, positions: int) -> Ints:
+    """Return the first two sizes of ``shape`` with ``positions`` as the size of the sequence."""
+    return (shape[0], positions) if seq_dim else (positions, shape[1])
+
+
+def _check(shapes: tuple[Ints, ...], heads: list[int], positions: int, seq_dim: int) -> None:
+    """Check that every tensor has four dims, ``positions`` positions, its number of ``heads`` and one common batch.
+
+    Raises:
+        ShapeError: a tensor has not.
+    """
+    for shape, count in zip(shapes, heads, strict=True):
+        if len(shape) != 4 or shape[:2] != _lead(shapes[0], seq_dim, positions) or shape[2] != count:
+            raise ShapeError(f"shape {tuple(shape)}: expected {positions} positions in dim {seq_dim}, {count} heads "
+                             f"in dim 2, and the batch of the other tensors")  # fmt: skip
+
 
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_IN_ORDER = 4  # parts that torch.sum adds up one after the other; of more it sums some first
+_IN_ORDER = 4  # number of parts that torch.sum adds in order; of more parts it sums some first
 
 
-def _checked(tensors: Sequence[Tensor], name: str) -> None:
+def _check_tensors(tensors: Sequence[Tensor], name: str) -> None:
+    """Check that ``name`` can send the tensors, and that all have one dtype and device.
+
+    Raises:
+        ArgumentError: dtypes or devices differ, or ``check_input`` refuses a tensor.
+    """
     first = tensors[0]
     for x in tensors:
         check_input(x, name)
@@ -39,16 +377,25 @@ def _checked(tensors: Sequence[Tensor], name: str) -> None:
 
 
 def _view(x: Tensor, copy: BlockCopy) -> Tensor:
+    """Return the blocks of ``copy`` as a view of the tensor ``x``."""
     return x.as_strided(copy.size, copy.stride, x.storage_offset() + copy.start)
 
 
 def _wire_view(wire: Tensor, copy: BlockCopy) -> Tensor:
+    """Return the blocks of ``copy`` as a view of the wire."""
     return wire.as_strided(copy.size, copy.wire_stride, copy.wire_start)
 
 
 @lru_cache(maxsize=512)
 def _table(plan: ExchangePlan, packs: bool, dtype: torch.dtype, count: int) -> Segments | None:
-    """One side of a plan as segments of ``count`` tensors; None where there would be too many."""
+    """Return the segment table of one side of a plan; None if it would have too many segments.
+
+    Args:
+        plan: plan of the exchange.
+        packs: whether the side is ``plan.pack``; else it is ``plan.unpack``.
+        dtype: dtype of all tensors.
+        count: number of tensors of that side.
+    """
     size = dtype.itemsize
     blocks = (
         segments.strided_segments(
@@ -58,15 +405,18 @@ def _table(plan: ExchangePlan, packs: bool, dtype: torch.dtype, count: int) -> S
         for copy in (plan.pack if packs else plan.unpack)
         for w in range(copy.size[0])
     )  # fmt: skip
-    rows = list(itertools.islice(itertools.chain.from_iterable(blocks), segments.MOST_SEGMENTS + 1))
-    return None if len(rows) > segments.MOST_SEGMENTS else Segments(rows, [dtype] * count)
+    return segments.table_of(blocks, [dtype] * count)
 
 
-def _pack(tensors: Sequence[Tensor], plan: ExchangePlan, by_kernel: bool) -> tuple[Tensor, record.CopyPath, int]:
-    """The wire, the path, and the bytes read plus written for it."""
+def _pack(tensors: Sequence[Tensor], plan: ExchangePlan, by_kernel: bool) -> tuple[Tensor, CopyPath, int]:
+    """Pack the tensors into one wire by ``plan``; by a kernel if ``by_kernel`` is set and the table is not too long.
+
+    Returns:
+        The wire, the path, and the bytes read plus written.
+    """
     first = tensors[0]
     if plan.packed_shape is not None and len(tensors) == 1:
-        wire = cached.resolved(_view(first, plan.pack[0])).contiguous()
+        wire = ops.resolved(_view(first, plan.pack[0])).contiguous()
         return (wire, "view", 0) if wire.data_ptr() == first.data_ptr() else (wire, "torch", 2 * wire.nbytes)
     table = _table(plan, True, first.dtype, len(tensors)) if by_kernel else None
     if table is not None:
@@ -81,8 +431,8 @@ def _pack(tensors: Sequence[Tensor], plan: ExchangePlan, by_kernel: bool) -> tup
     return wire, "torch", 2 * wire.nbytes
 
 
-def _sent(wire: Tensor, plan: ExchangePlan, group: ProcessGroup, name: str) -> Tensor:
-    """What arrives in exchange for the wire: of its shape where all blocks are equal, else flat."""
+def _exchange(wire: Tensor, plan: ExchangePlan, group: ProcessGroup, name: str) -> Tensor:
+    """Send the wire, and return the received one: of the same shape if all ranks' blocks are equal, else flat."""
     if not plan.send_counts and wire.shape[0] % group.size() == 0:
         received = torch.empty_like(wire)
         backend.all_to_all(received, wire, (), (), group, name)
@@ -93,24 +443,28 @@ def _sent(wire: Tensor, plan: ExchangePlan, group: ProcessGroup, name: str) -> T
 
 
 def to_heads(tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, name: str) -> Sequence[Tensor]:
-    """``[b, s, H, d] -> [b, sum(seq_sizes), H of this rank, d]`` for every tensor, in one all-to-all.
+    """Exchange this rank's positions of all heads for all positions of its heads, by one all-to-all.
 
-    The results are disjoint slices of one buffer where there are several.
+    Args:
+        tensors: tensors ``[b, s, H, d]``, or sequence first, with as many dims ``H`` as the layout has shares.
+        layout: split of heads and positions.
+        group: ranks of the exchange.
+        name: function that the program called.
+
+    Returns:
+        For each tensor ``[b, sum(seq_sizes), H of this rank, d]``; several are disjoint slices of one buffer.
     """
     if layout.plain and (layout.even or ops.path_for(tensors[0]) == "triton"):
         return [_one(tensors[0], HEAD_DIM, layout.seq_dim, layout, group, name)]
-    started = record.now()
-    _range = None
-    if record.switch._is_profiler_enabled:
-        _range = record.begin(name, "to_heads", group, tensors, (layout,))
-    _checked(tensors, name)
+    span = enter(name, "to_heads", group, tensors, (layout,)) or Span(name)
+    _check_tensors(tensors, name)
     by_kernel = ops.path_for(tensors[0], "segments") == "triton"
-    if by_kernel:  # before the plan, which is made for their strides
-        tensors = [cached.resolved(x) for x in tensors]
+    if by_kernel:  # a table reads memory as it is; before the plan, which has the strides
+        tensors = [ops.resolved(x) for x in tensors]
     plan = _planned(heads_plan, tensors, layout, group, name)
     wire, path, copied = _pack(tensors, plan, by_kernel)
-    received = _sent(wire, plan, group, name)
-    del wire  # what was sent is not needed while what arrived is unpacked
+    received = _exchange(wire, plan, group, name)
+    del wire  # frees the sent buffer before the results are allocated
     if not plan.unpack:
         fused = torch.ops.aten._unsafe_view(received, plan.fused)
     elif len(plan.unpack) == 1:
@@ -126,7 +480,7 @@ def to_heads(tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, nam
                 _view(fused, copy).copy_(_wire_view(received, copy))
             path, unpacked = "torch", 2 * fused.nbytes
         copied += unpacked
-    record.add(name, path, copied, plan.bytes_sent, started)
+    span.end(path, copied, plan.bytes_sent)
     if len(tensors) == 1:
         return [fused]
     if plan.split_dim == HEAD_DIM:
@@ -138,24 +492,31 @@ def to_heads(tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, nam
 def to_sequence(
     tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, name: str, outs: Sequence[Tensor] | None = None
 ) -> Sequence[Tensor]:
-    """The adjoint of ``to_heads``: ``[b, S, H of this rank, d] -> [b, s, H, d]``; heads that ranks share are summed.
+    """Exchange all positions of this rank's heads for its positions of all heads, by one all-to-all.
 
-    ``outs`` are filled where given.
+    It is the adjoint of ``to_heads``: heads that ranks share are summed.
+
+    Args:
+        tensors: tensors ``[b, S, H of this rank, d]``, or sequence first.
+        layout: split of heads and positions.
+        group: ranks of the exchange.
+        name: function that the program called.
+        outs: tensors to fill; new ones by default.
+
+    Returns:
+        For each tensor ``[b, s, H, d]``.
     """
     if layout.plain and outs is None and (layout.even or ops.path_for(tensors[0]) == "triton"):
         return [_one(tensors[0], layout.seq_dim, HEAD_DIM, layout, group, name)]
-    started = record.now()
-    _range = None
-    if record.switch._is_profiler_enabled:
-        _range = record.begin(name, "to_sequence", group, tensors, (layout,))
-    _checked(tensors, name)
+    span = enter(name, "to_sequence", group, tensors, (layout,)) or Span(name)
+    _check_tensors(tensors, name)
     by_kernel = ops.path_for(tensors[0], "segments") == "triton"
-    if by_kernel:  # before the plan, which is made for their strides
-        tensors = [cached.resolved(x) for x in tensors]
+    if by_kernel:  # a table reads memory as it is; before the plan, which has the strides
+        tensors = [ops.resolved(x) for x in tensors]
     out_strides = () if outs is None else tuple([x.stride() for x in outs])
     plan = _planned(sequence_plan, tensors, layout, group, name, out_strides)
     wire, path, copied = _pack(tensors, plan, by_kernel)
-    received = _sent(wire, plan, group, name)
+    received = _exchange(wire, plan, group, name)
     del wire
     table = None
     if by_kernel and (received.dtype in _SUMMED or not any(share.replicated for share in layout.shares)):
@@ -166,13 +527,18 @@ def to_sequence(
     else:
         results, unpacked = _unpack_heads(received, plan, layout, outs)
         path = "torch"
-    record.add(name, path, copied + unpacked, plan.bytes_sent, started)
+    span.end(path, copied + unpacked, plan.bytes_sent)
     return results
 
 
 def _planned(
     function: Any, tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, name: str, *more: Any
 ) -> Any:
+    """Return the cached plan that ``function``, ``heads_plan`` or ``sequence_plan``, makes for the tensors.
+
+    Raises:
+        ShapeError: the shapes do not fit the layout; the text has ``name`` and the rank.
+    """
     shapes, strides = tuple([x.shape for x in tensors]), tuple([x.stride() for x in tensors])
     try:
         return function(shapes, strides, layout, group.rank(), tensors[0].itemsize, *more)
@@ -181,7 +547,7 @@ def _planned(
 
 
 def _one(x: Tensor, scatter_dim: int, gather_dim: int, layout: Layout, group: ProcessGroup, name: str) -> Tensor:
-    """The exchange of one tensor, whose packing the kernels take."""
+    """Exchange one tensor without shared heads, by the all-to-all of ``eager`` with both dims."""
     if layout.even:
         return eager.all_to_all(x, scatter_dim, gather_dim, group, name)
     sizes = {HEAD_DIM: layout.shares[0].sizes, layout.seq_dim: layout.seq_sizes}
@@ -193,9 +559,19 @@ def _one(x: Tensor, scatter_dim: int, gather_dim: int, layout: Layout, group: Pr
 def _unpack_heads(
     received: Tensor, plan: ExchangePlan, layout: Layout, outs: Sequence[Tensor] | None
 ) -> tuple[Sequence[Tensor], int]:
-    """Every tensor out of the blocks that arrived, summed over the ranks that share a head; the bytes copied."""
+    """Unpack the received wire by torch, with the sum over ranks that share a head.
+
+    Args:
+        received: wire that has arrived.
+        plan: plan of ``to_sequence``.
+        layout: split of heads and positions.
+        outs: tensors to fill; None for new ones.
+
+    Returns:
+        The results; the bytes read plus written.
+    """
     copied = received.nbytes
-    if outs is None and len(plan.unpack) == len(plan.shapes):  # one run: every result is one strided read
+    if outs is None and len(plan.unpack) == len(plan.shapes):  # every result is one strided read
         results: Sequence[Tensor] = [
             _unpacked(received, copy, shape, layout.shares[copy.index])
             for copy, shape in zip(plan.unpack, plan.shapes, strict=True)
@@ -222,7 +598,14 @@ def _unpack_heads(
 
 
 def _unpacked(received: Tensor, copy: BlockCopy, shape: Ints, share: HeadShare) -> Tensor:
-    """A tensor whose heads lie at one stride in the blocks of all ranks, or are summed over them."""
+    """Unpack one tensor whose blocks of all ranks are one copy: put them side by side, or sum them if heads are shared.
+
+    Args:
+        received: wire that has arrived.
+        copy: blocks of the tensor.
+        shape: shape of the result.
+        share: split of the tensor's heads.
+    """
     if share.replicated:
         blocks = _wire_view(received, copy)
         return blocks.sum(0, dtype=received.dtype) if copy.size[0] <= _IN_ORDER else _summed(blocks)
@@ -233,7 +616,7 @@ def _unpacked(received: Tensor, copy: BlockCopy, shape: Ints, share: HeadShare) 
 
 
 def _summed(blocks: Tensor) -> Tensor:
-    """The sum over dim 0 in order, which torch.sum of many does not keep, with one rounding."""
+    """Return the sum over dim 0, in order and with one rounding; ``torch.sum`` of many parts changes the order."""
     if blocks.dtype not in _SUMMED:
         return blocks.sum(0, dtype=blocks.dtype)
     total = blocks[0].to(torch.promote_types(blocks.dtype, torch.float32), copy=True)

@@ -1,4 +1,4 @@
-"""Memory of tensors: new memory below torch's dispatcher, and the bytes that tensors have or share.
+"""Memory of tensors: allocation below torch's dispatcher, and the bytes that tensors occupy or share.
 
 ``new_empty`` walks through the dispatcher, which takes longer than the rest of a small mapping. Plain tensors outside
 of modes are allocated by the functions that inductor's generated code calls. torch has no public name for them; they
@@ -21,7 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 _Allocate = Callable[[Any, Any, torch.dtype], Tensor]
-"""Allocates a tensor of a shape, strides and a dtype, uninitialised."""
+"""A function of torch that allocates an uninitialised tensor from a shape, strides and a dtype."""
 
 # TODO: delete the checks for None when torch promises these names.
 _fast: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
@@ -35,32 +35,35 @@ _MOST_WORK: Any = 1_000_000  # numpy's annotations know 0 and -1 only
 
 
 def extent_of(x: Tensor) -> int:
-    """Bytes from the first element of ``x`` to the end of its last one in memory."""
+    """Return the number of bytes in memory from the first element of ``x`` to the end of its last one."""
     if x.is_contiguous():
         return x.nbytes
     return (1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))) * x.itemsize
 
 
 def has_memory(x: Tensor, extent: int) -> bool:
-    """Whether the storage of ``x`` has ``extent`` bytes from its first element on: was not freed or made smaller."""
+    """Whether the storage of ``x`` has ``extent`` bytes after its first element; a freed or shrunk one has not."""
     return not extent or x.untyped_storage().nbytes() >= x.storage_offset() * x.itemsize + extent
 
 
 def share_memory(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether a storage of one sequence has bytes of a storage of the other one, as numpy's views of one array have."""
+    """Whether a storage of ``some`` tensors overlaps a storage of the ``others`` in memory.
+
+    Storages of different objects overlap where torch views memory of numpy, for instance.
+    """
     spans = sorted(map(_span_of, others))
     ends = list(accumulate((end for _, end in spans), max))
     for start, end in map(_span_of, some):
-        before = bisect_left(spans, (end,))  # those that start before this one ends
+        before = bisect_left(spans, (end,))  # number of spans that start before this one ends
         if start < end and before and ends[before - 1] > start:
             return True
     return False
 
 
 def share_elements(x: Tensor, y: Tensor) -> bool:
-    """Whether an element of ``x`` is in the memory of one of ``y``, which begins within its extent.
+    """Whether an element of ``x`` and one of ``y`` have bytes in common; the caller knows that their extents overlap.
 
-    Where that takes too long to find out (numpy gives up after ``_MOST_WORK`` candidates) the answer is no.
+    Numpy decides for strided tensors. It stops after a million candidates, and the answer is False then.
     """
     if x.is_contiguous() and y.is_contiguous():
         return True
@@ -71,7 +74,7 @@ def share_elements(x: Tensor, y: Tensor) -> bool:
 
 
 class _Placed:
-    """Where elements are, for numpy, which looks at no memory."""
+    """A tensor's address, shape and strides as numpy's array interface, by which numpy compares without reading."""
 
     def __init__(self, x: Tensor) -> None:
         self.__array_interface__ = {
@@ -81,7 +84,7 @@ class _Placed:
 
 
 def _span_of(x: Tensor) -> tuple[int, int]:
-    """First address and end of a storage; empty where nothing of it is used."""
+    """Return (first address, end) of the storage of ``x``; (0, 0) if ``x`` has no element."""
     if not x.numel():
         return 0, 0
     storage = x.untyped_storage()
@@ -91,7 +94,7 @@ def _span_of(x: Tensor) -> tuple[int, int]:
 
 @lru_cache(maxsize=8192)
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements; a dim of size 0 counts as 1."""
+    """Return the strides, in elements, of a contiguous tensor of ``shape``; a dim of size 0 counts as 1."""
     stride, step = [], 1
     for size in reversed(shape):
         stride.append(step)
@@ -100,13 +103,13 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def empty(like: Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """``like.new_empty(shape, dtype=dtype)``, in less than half the time for plain tensors outside of modes.
+    """Allocate ``like.new_empty(shape, dtype=dtype)``, in less than half the time for plain tensors outside of modes.
 
     Args:
-        like: whose device and class the new tensor has.
-        shape: of the new tensor.
-        stride: ``contiguous_stride(shape)``, which plans have.
-        dtype: of the new tensor.
+        like: tensor whose device and class the new tensor gets.
+        shape: shape of the new tensor.
+        stride: ``contiguous_stride(shape)``.
+        dtype: dtype of the new tensor.
     """
     if like.__class__ in _PLAIN and not _modes():
         if like.is_cpu:
@@ -118,10 +121,10 @@ def empty(like: Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torc
 
 
 def empty_on(device: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """``torch.empty(shape, dtype=dtype, device=device)``, in half the time on the CPU outside of modes.
+    """Allocate ``torch.empty(shape, dtype=dtype, device=device)``, in half the time on the CPU outside of modes.
 
     Raises:
-        RuntimeError, TypeError, ValueError: what is no shape, and more memory than there is.
+        RuntimeError, TypeError, ValueError: ``shape`` is no shape, or there is less memory.
     """
     if _on_cpu is not None and device == _cpu and not _modes():
         shape = tuple(shape)

@@ -1,34 +1,42 @@
-"""pack, unpack and reduce on tensors: the only place that chooses between view, torch and triton."""
+"""Local passes over tensors, pack, unpack and reduce, each on a path: a view, a copy by torch, or a Triton kernel."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 import tritoncomm_kernels as kernels
 from torch import Tensor
-from torch.autograd import profiler
 from tritoncomm_kernels import TooLargeError, reference
 from tritoncomm_kernels.config import crossover
 
 from tritoncomm import record, variables
 from tritoncomm.core.address_map import AddressMap, gathered_layout, rows_layout, unit_bytes, wire_layout
-from tritoncomm.core.copies import pack_blocks, plain_copy, unpack_blocks
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.record import CopyPath
 from tritoncomm.variables import PathChoice
 
-__all__ = ["forced_path", "pack", "pack_into", "path", "path_for", "reduce", "unpack"]
+if TYPE_CHECKING:
+    from tritoncomm_kernels.launch import Launch
 
-_CAT_ROW, _CAT_BYTES = 2048, 1 << 15  # bytes of a row at most and of a wire at least
+__all__ = [
+    "contiguous", "forced_path", "pack", "pack_into", "path", "path_for", "reduce", "resolved", "unpack",
+]  # fmt: skip
+
+_CAT_ROW, _CAT_BYTES = 2048, 1 << 15  # torch.cat is faster for rows of at most, and wires of at least, these bytes
 _forced = variables.PATH
 
 
 def path(name: PathChoice) -> AbstractContextManager[None]:
-    """Force ``torch`` or ``triton`` for every pack and unpack of this process, or give the choice back to ``auto``.
+    """Force the path of every local pass of this process for a block: ``torch``, ``triton``, or ``auto`` for no force.
 
-    Process-wide and not per thread, because autograd runs the backward of GPU tensors in threads of its own.
+    The choice holds for all threads, because autograd runs the backward of GPU tensors in threads of its own.
+
+    Raises:
+        ArgumentError: ``name`` is none of the three.
     """
     if name not in variables.PATHS:
         raise ArgumentError(f"path must be one of {', '.join(variables.PATHS)}, not {name!r}")
@@ -38,11 +46,15 @@ def path(name: PathChoice) -> AbstractContextManager[None]:
 def path_for(
     x: Tensor, op: str = "pack", dim: int = -1, world: int = 1, sizes: Ints | None = None, shape: Ints | None = None
 ) -> CopyPath:
-    """The path ``op`` on ``x`` takes, unless one is forced: ``torch`` for CPU tensors, ``triton`` on GPUs.
+    """Return the path of a local pass: the forced one, else ``torch`` for CPU tensors and ``triton`` on GPUs.
 
-    On a GPU with a tuned table, tensors below its crossover take ``torch`` too: that of the unit in which a kernel
-    would copy ``x`` split along ``dim``, or the wire ``x`` into a contiguous tensor of ``shape``. The unit is computed
-    only for sizes where the units' crossovers disagree.
+    On a GPU with a tuned table, tensors below the crossover of the table take ``torch`` too.
+
+    Args:
+        x: tensor that is read, or the wire.
+        op: name of the pass, a key of the table.
+        dim, world, sizes: split of ``x``.
+        shape: shape of the result where ``x`` is a wire; None where ``x`` is the tensor.
     """
     if _forced.value == "auto":
         return _path_on_gpu(x, op, dim, world, sizes, shape) if x.is_cuda else "torch"
@@ -50,10 +62,10 @@ def path_for(
 
 
 def forced_path() -> PathChoice:
-    """What ``path`` or ``TRITONCOMM_PATH`` say.
+    """Return the choice of ``path`` or of the variable ``TRITONCOMM_PATH``: ``auto``, ``torch`` or ``triton``.
 
     Raises:
-        ArgumentError: the variable says nothing that is known; so says the first use, not the import.
+        ArgumentError: the variable has another value. It is checked at the first use, so that imports do not fail.
     """
     if _forced.value not in variables.PATHS:
         raise ArgumentError(f"{_forced.name} must be one of {', '.join(variables.PATHS)}, not {_forced.value!r}")
@@ -61,6 +73,11 @@ def forced_path() -> PathChoice:
 
 
 def _path_on_gpu(x: Tensor, op: str, dim: int, world: int, sizes: Ints | None, shape: Ints | None) -> CopyPath:
+    """Return ``torch`` for a GPU tensor below the crossover of the tuned table, else ``triton``; see ``path_for``.
+
+    The crossover depends on the bytes per access of the kernel. They are computed only for sizes between the smallest
+    and the largest crossover.
+    """
     limits = crossover(op, x.get_device())
     if limits is None or (nbytes := x.nbytes) >= limits.most:
         return "triton"
@@ -69,7 +86,7 @@ def _path_on_gpu(x: Tensor, op: str, dim: int, world: int, sizes: Ints | None, s
     unit = x.element_size()
     if op != "reduce":
         layout = (x.shape, x.stride()) if shape is None else (shape, None)
-        unit = math.gcd(unit_bytes(*layout, dim, world, sizes, unit), x.data_ptr() & 15)  # of 0, which is aligned, too
+        unit = math.gcd(unit_bytes(*layout, dim, world, sizes, unit), x.data_ptr() & 15)  # gcd with 0 keeps the unit
     return "torch" if nbytes < limits.by_unit[unit] else "triton"
 
 
@@ -83,25 +100,25 @@ def pack(
     scale: float | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, CopyPath, int]:
-    """Put ``x`` into rank order: ``wire[w] = chunk w of x along dim``, one pass over memory or none.
+    """Put ``x`` into rank order: ``wire[w] = chunk w of x along dim``, by one pass over memory or none.
 
     Args:
-        x: any shape and strides.
-        dim: the dim that is split over the ranks.
+        x: tensor of any shape and strides.
+        dim: dim that is split over the ranks.
         world: number of ranks.
         sizes: size of ``dim`` on every rank; by default as ``torch.chunk`` splits, padded with zeros on the wire.
-        dtype: element type of the wire, ``x.dtype`` by default.
+        dtype: dtype of the wire, ``x.dtype`` by default.
         scale: factor applied before the one rounding.
-        out: a wire to fill: ``[world, outer, run]``, or flat when sizes are given.
+        out: wire to fill: ``[world, outer, run]``, or flat with ``sizes``. A new one by default.
 
     Returns:
-        The wire, the path taken (view, torch or triton) and the bytes read plus written. Without ``out`` an even wire
-        is ``[world, *shape[:dim], shape[dim]/world, *shape[dim+1:]]``, an uneven one ``[world, outer, run]``,
-        one with sizes flat; a view of ``x`` when ``x`` already is the wire.
+        The wire, the path (view, torch or triton) and the bytes read plus written. A new even wire is ``[world,
+        *shape[:dim], shape[dim]/world, *shape[dim+1:]]``, a new uneven one ``[world, outer, run]``, one with ``sizes``
+        flat. The wire is a view of ``x`` if ``x`` already is in rank order.
 
     Traffic: reads ``x`` once, writes the wire once.
     """
-    _range = record.span("pack") if profiler._is_profiler_enabled else None
+    _range = record.profiler_range("pack")
     wire = out
     if scale is None and out is None and sizes is None and (dtype is None or dtype is x.dtype):
         shape, stride = x.shape, x.stride()
@@ -113,7 +130,7 @@ def pack(
                 return x.as_strided(*layout).contiguous(), "torch", 2 * x.nbytes
             wire = x.new_empty(layout[0])
             plain = not x.is_conj() and not x.is_neg()
-            if plain and (copied := plain_copy("pack", x, wire, shape, stride, dim, world)):
+            if plain and (copied := _plain_copy("pack", x, wire, shape, stride, dim, world)):
                 return wire, "triton", copied
     plan = AddressMap.along(x.shape, dim, world, sizes)
     plain = scale is None and out is None and dtype in (None, x.dtype)
@@ -126,6 +143,7 @@ def pack(
 
 
 def _wire_shape(plan: AddressMap, x: Tensor, dim: int, sizes: Ints | None) -> Ints:
+    """Return the shape of a new wire for ``x`` split along ``dim``, as ``pack`` documents it."""
     if sizes is not None:
         return (plan.outer * plan.row,)
     layout = wire_layout(x.shape, x.stride(), dim, plan.world)[1]
@@ -135,15 +153,23 @@ def _wire_shape(plan: AddressMap, x: Tensor, dim: int, sizes: Ints | None) -> In
 def pack_into(
     wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Ints | None, scale: float | None
 ) -> tuple[CopyPath, int]:
-    """``pack`` into a wire of the plan's shape; the path and the bytes read plus written."""
+    """Pack ``x`` into ``wire``; return the path (torch or triton) and the bytes read plus written.
+
+    Args:
+        wire: buffer ``[world, outer, run]``, or flat with ``sizes``.
+        x: tensor of any strides.
+        plan: address map of the split.
+        dim, sizes: split of ``x``, as ``pack`` takes it.
+        scale: factor applied before the one rounding; None for 1.
+    """
     taken, layout = path_for(x, "pack", dim, plan.world, sizes), rows_layout(x.shape, x.stride(), dim)
     if layout is None and plan.outer == 1 and (plan.even or sizes is not None) and wire.is_contiguous():
-        layout = rows_layout(x.shape, x.stride(), -1)  # the wire is x in its own order: any rows will do
+        layout = rows_layout(x.shape, x.stride(), -1)  # the wire has the order of x, so any rows describe it
         if layout is not None:
             wire, sizes, plan = wire.view(1, -1, x.shape[-1]), None, AddressMap.along(x.shape, -1, 1)
     if layout is None:
         _refuse_triton("pack", x, dim)
-        return "torch", pack_blocks(wire, x, plan, dim, sizes, scale)
+        return "torch", _pack_blocks(wire, x, plan, dim, sizes, scale)
     rows = x.as_strided(*layout)
     if taken == "triton":
         try:
@@ -165,25 +191,25 @@ def unpack(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> tuple[Tensor, CopyPath, int]:
-    """The inverse of ``pack``: concatenate the ranks' shards along ``dim``, one pass over memory.
+    """Concatenate the ranks' shards of a wire along ``dim``, by one pass over memory: the inverse of ``pack``.
 
     Args:
-        wire: contiguous shards in rank order, as ``pack`` makes them.
+        wire: contiguous shards in rank order.
         shape: shape of the result.
-        dim: the dim the shards are concatenated along.
+        dim: dim along which the shards are concatenated.
         world: number of ranks.
-        sizes: size of ``dim`` on every rank, when they were given to ``pack``.
-        dtype: element type of the result, ``wire.dtype`` by default.
+        sizes: size of ``dim`` on every rank; by default as ``torch.chunk`` splits.
+        dtype: dtype of the result, ``wire.dtype`` by default.
         scale: factor applied before the one rounding.
-        out: a tensor of ``shape``, any strides, to fill.
+        out: tensor of ``shape``, of any strides, to fill. A new one by default.
         accumulate: add to ``out`` instead of overwriting it.
 
     Returns:
-        The result (a tensor of its own, never a view of the wire), the path and the bytes read plus written.
+        The result, which is never a view of the wire; the path (torch or triton); the bytes read plus written.
 
-    Traffic: reads the wire once, writes the result once (reads it too when accumulating).
+    Traffic: reads the wire once, writes the result once, and reads it too when accumulating.
     """
-    _range = record.span("unpack") if profiler._is_profiler_enabled else None
+    _range = record.profiler_range("unpack")
     if out is None and scale is None and sizes is None and (dtype is None or dtype is wire.dtype):
         shape_out = tuple(shape)
         layout = gathered_layout(shape_out, dim, world)
@@ -192,7 +218,7 @@ def unpack(
                 return _gathered(wire, shape_out, dim, layout), "torch", 2 * wire.nbytes
             out = wire.new_empty(shape_out)
             plain = not wire.is_conj() and not wire.is_neg()
-            if plain and (copied := plain_copy("unpack", out, wire, shape_out, out.stride(), dim, world)):
+            if plain and (copied := _plain_copy("unpack", out, wire, shape_out, out.stride(), dim, world)):
                 return out, "triton", copied
     plan = AddressMap.along(shape, dim, world, sizes)
     if out is None:
@@ -202,7 +228,14 @@ def unpack(
 
 
 def _gathered(wire: Tensor, shape: Ints, dim: int, layout: tuple[Ints, Ints, Ints | None, int]) -> Tensor:
-    """The shards of a contiguous even wire concatenated by torch: ``cat`` where rows are short, else a strided copy."""
+    """Concatenate the shards of a contiguous, even wire by torch: ``cat`` where rows are short, else one strided copy.
+
+    Args:
+        wire: shards in rank order.
+        shape: shape of the result.
+        dim: dim of the concatenation.
+        layout: result of ``gathered_layout`` for these arguments.
+    """
     size, stride, shards, row = layout
     if shards is None:
         return wire.as_strided(size, stride).clone(memory_format=torch.contiguous_format)
@@ -214,10 +247,14 @@ def _gathered(wire: Tensor, shape: Ints, dim: int, layout: tuple[Ints, Ints, Int
 def _unpack_into(
     out: Tensor, wire: Tensor, plan: AddressMap, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
 ) -> tuple[CopyPath, int]:
+    """Unpack ``wire`` into ``out``; return the path (torch or triton) and the bytes read plus written.
+
+    The arguments are those of ``unpack``; ``plan`` is the address map of the split.
+    """
     taken, layout = path_for(out, "unpack", dim, plan.world, sizes), rows_layout(out.shape, out.stride(), dim)
     if layout is None:
         _refuse_triton("unpack", out, dim)
-        return "torch", unpack_blocks(wire, out, plan, dim, sizes, scale, accumulate)
+        return "torch", _unpack_blocks(wire, out, plan, dim, sizes, scale, accumulate)
     rows = out.as_strided(*layout)
     if taken == "triton":
         try:
@@ -228,6 +265,11 @@ def _unpack_into(
 
 
 def _refuse_triton(name: str, x: Tensor, dim: int) -> None:
+    """Raise if the path ``triton`` is forced, as no kernel reads ``x`` split along ``dim``; else return.
+
+    Raises:
+        UnsupportedError: names the pass ``name``, the shape and the strides.
+    """
     if _forced.value == "triton":
         raise UnsupportedError(
             f"{name}: path triton is forced, but no kernel walks shape {tuple(x.shape)} with strides {x.stride()} "
@@ -236,7 +278,11 @@ def _refuse_triton(name: str, x: Tensor, dim: int) -> None:
 
 
 def _leave_to_torch(error: TooLargeError) -> None:
-    """A tensor of more units than the kernels count takes torch's path, unless triton is forced."""
+    """Return, so that torch copies a tensor that is too large for the kernels' integers; raise if triton is forced.
+
+    Raises:
+        UnsupportedError: the path ``triton`` is forced; the text has ``error``.
+    """
     if _forced.value == "triton":
         raise UnsupportedError(f"path triton is forced, but {error}") from error
 
@@ -244,20 +290,22 @@ def _leave_to_torch(error: TooLargeError) -> None:
 def reduce(
     wire: Tensor, *, dtype: torch.dtype | None = None, scale: float | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, CopyPath, int]:
-    """Sum the ranks' parts in rank order: ``out = (wire[0] + wire[1] + ...) * scale``, fp32 sum, one rounding.
+    """Sum the ranks' parts of a wire in rank order: ``out = (wire[0] + wire[1] + ...) * scale``.
+
+    The sum is in fp32, with one rounding at the end.
 
     Args:
         wire: ``[world, ...]``, each part contiguous.
-        dtype: element type of the result, ``wire.dtype`` by default.
+        dtype: dtype of the result, ``wire.dtype`` by default.
         scale: factor applied to the sum.
-        out: a contiguous tensor of shape ``wire.shape[1:]`` to fill.
+        out: contiguous tensor of shape ``wire.shape[1:]`` to fill. A new one by default.
 
     Returns:
         The sum, the path (torch or triton) and the bytes read plus written.
 
     Traffic: reads the wire once, writes the result once.
     """
-    _range = record.span("reduce") if profiler._is_profiler_enabled else None
+    _range = record.profiler_range("reduce")
     if out is None:
         out = wire.new_empty(wire.shape[1:]) if dtype is None else wire.new_empty(wire.shape[1:], dtype=dtype)
     flat, total = wire, out
@@ -269,3 +317,123 @@ def reduce(
         except TooLargeError as error:
             _leave_to_torch(error)
     return out, "torch", reference.reduce(flat, total, scale)
+
+
+def contiguous(x: Tensor) -> tuple[Tensor, int]:
+    """Return ``x``, copied by torch if it is strided or has lazy bits, and the bytes read plus written by the copy."""
+    if x.is_neg() or x.is_conj():
+        return resolved(x).contiguous(), 2 * x.nbytes
+    return (x, 0) if x.is_contiguous() else (x.contiguous(), 2 * x.nbytes)
+
+
+def resolved(x: Tensor) -> Tensor:
+    """Return ``x`` itself if it has no lazy conjugate or negative bit, else a copy with the values computed."""
+    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+
+
+def _plain_copy(name: str, x: Tensor, wire: Tensor, shape: Ints, stride: Ints, dim: int, world: int) -> int:
+    """Launch the kernel of an even copy without cast or scale between ``x`` and its contiguous wire.
+
+    Almost every call is such a copy, so its launch is cached as a whole: no view of the tensor is made.
+
+    Args:
+        name: ``pack`` or ``unpack``.
+        x: tensor on a GPU.
+        wire: its wire.
+        shape, stride: shape and strides of ``x``.
+        dim, world: split of ``x``.
+
+    Returns:
+        The bytes read plus written; 0 if no kernel fits, and nothing was copied.
+    """
+    alignment = (x.data_ptr() | wire.data_ptr()) & 15
+    launch, copied = _prepared(name, x.get_device(), x.dtype, alignment, shape, stride, dim, world)
+    if launch is not None:
+        launch(x, wire, 1.0)
+    return copied
+
+
+@lru_cache(maxsize=8192)
+def _prepared(
+    name: str, device: int, dtype: torch.dtype, alignment: int, shape: Ints, stride: Ints, dim: int, world: int
+) -> "tuple[Launch | None, int]":
+    """Return the launch of ``_plain_copy`` and the bytes that it copies; (None, 0) if no kernel fits.
+
+    Args:
+        name: ``pack`` or ``unpack``.
+        device: index of the GPU.
+        dtype: dtype of both ends.
+        alignment: the last four bits of either address, combined by "or".
+        shape, stride: shape and strides of the tensor.
+        dim, world: split of the tensor.
+    """
+    layout = rows_layout(shape, stride, dim)
+    if layout is None or 0 in shape:
+        return None, 0
+    try:
+        return kernels.plain_copy(name, device, dtype, alignment, *layout, world)
+    except TooLargeError:
+        return None, 0
+
+
+def _pack_blocks(wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Ints | None, scale: float | None) -> int:
+    """Pack ``x``, whose layout no kernel reads, by one strided torch copy per rank; return the bytes read plus written.
+
+    Args:
+        wire, x, plan, dim, sizes, scale: as ``pack_into`` takes them. A scale takes a second pass.
+
+    Raises:
+        ArgumentError: a scale, and a tensor that is not of floating point.
+    """
+    if scale is not None and not (x.dtype.is_floating_point and wire.dtype.is_floating_point):
+        raise ArgumentError(f"pack: a scale needs floating point tensors, not {x.dtype} and {wire.dtype}")
+    for block, shard in _blocks(wire, x, plan, dim, sizes):
+        if scale is None:
+            block.copy_(shard)
+        else:
+            wide = torch.promote_types(torch.promote_types(x.dtype, wire.dtype), torch.float32)
+            value = shard.to(wide) * scale  # not in place: a shard of that type is the caller's memory
+            block.copy_(value.float() if wide is torch.float64 and wire.itemsize == 2 else value)
+    return x.nbytes + wire.nbytes
+
+
+def _unpack_blocks(
+    wire: Tensor, out: Tensor, plan: AddressMap, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
+) -> int:
+    """Unpack ``wire`` into ``out``, whose layout no kernel reads, by one strided torch copy per rank.
+
+    Returns:
+        The bytes read plus written.
+
+    Raises:
+        UnsupportedError: a scale, or ``accumulate``: such layouts have no arithmetic.
+    """
+    if scale is not None or accumulate:
+        raise UnsupportedError("unpack: scale and accumulate need a result whose split dims one stride can walk")
+    for block, shard in _blocks(wire, out, plan, dim, sizes):
+        shard.copy_(block)
+    return out.nbytes + out.numel() * wire.element_size()
+
+
+def _blocks(wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Ints | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield for each rank (its part of ``wire``, its shard of ``x``), views of one shape; zero the wire's padding.
+
+    Args:
+        wire, x, plan, dim, sizes: as ``pack_into`` takes them.
+    """
+    dim %= x.dim()
+    lead, tail = x.shape[:dim], x.shape[dim + 1 :]
+    step, start = -(-x.shape[dim] // plan.world), 0
+    for w in range(plan.world):
+        size = sizes[w] if sizes is not None else max(0, min(step, x.shape[dim] - start))
+        shard = x.narrow(dim, start, size)
+        if sizes is not None:
+            inner = plan.row // max(x.shape[dim], 1)
+            at = plan.outer * start * inner
+            yield wire[at : at + shard.numel()].view(shard.shape), shard
+        else:
+            block = wire[w].view(*lead, step, *tail)
+            if size < step:
+                block.narrow(dim, size, step - size).zero_()
+            yield block.narrow(dim, 0, size), shard
+        start += size

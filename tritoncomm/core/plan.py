@@ -1,11 +1,13 @@
-"""Shapes and traffic of every collective, from shapes alone: result, bytes sent and received, elements per rank.
+"""Plans of collectives: shape of the result, bytes sent and received, elements per rank, all from shapes alone.
 
-The one source of these formulas: eager calls cache what the functions return, compiled calls trace through them (sizes
-may be symbols), dry runs print it. Errors name dims and sizes; ``located`` adds the function and the rank.
+No other module has these formulas. Eager calls look plans up by the ``cached_*`` functions. Compiled calls trace
+through the plain functions, where sizes may be symbols, and dry runs print the plans. Errors name dims and sizes;
+``located`` adds the function and the rank.
 """
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,11 @@ __all__ = [
     "all_reduce_bytes",
     "all_to_all",
     "all_to_all_single",
+    "cached_all_gather",
+    "cached_all_to_all",
+    "cached_all_to_all_single",
+    "cached_reduce_scatter",
+    "cached_split",
     "check_split_sizes",
     "chunk_sizes",
     "located",
@@ -36,17 +43,19 @@ Ints = tuple[int, ...]
 
 
 class CollectivePlan(NamedTuple):
-    """One collective as one rank takes part in it.
+    """Plan of one collective for one rank of the group.
 
     Attributes:
-        shape: of the result.
-        bytes_sent: to the other ranks, by a bandwidth-optimal algorithm.
-        bytes_received: from the other ranks.
-        in_order: what is received is the result as it stands; otherwise it has to be unpacked.
-        send_sizes: size of the split dim for every rank, empty where nothing is split or split evenly.
-        recv_sizes: size of the gathered dim from every rank, empty where nothing is gathered or all sizes are equal.
-        send_counts: elements to every rank; empty with ``send_sizes``.
-        recv_counts: elements from every rank; empty with ``recv_sizes``.
+        shape: shape of the result.
+        bytes_sent: bytes that this rank sends to the other ranks, by a bandwidth-optimal algorithm.
+        bytes_received: bytes that this rank receives from the other ranks.
+        in_order: whether the received buffer, in rank order, already is the result; else it has to be unpacked. Of a
+            reduce-scatter: whether the input already is in rank order; else it has to be packed.
+        send_sizes: size of the split dim that goes to each rank; empty where no dim is split, or all sizes are equal.
+        recv_sizes: size of the gathered dim that comes from each rank; empty where no dim is gathered, or all sizes are
+            equal.
+        send_counts: number of elements that go to each rank; empty where ``send_sizes`` is.
+        recv_counts: number of elements that come from each rank; empty where ``recv_sizes`` is.
     """
 
     shape: Ints
@@ -62,10 +71,18 @@ class CollectivePlan(NamedTuple):
 def all_gather(
     shape: Ints, itemsize: int, dim: int, world: int, rank: int, sizes: Ints | None = None
 ) -> CollectivePlan:
-    """Concatenate the ranks' tensors along ``dim``: ``[..., n, ...] -> [..., n*world, ...]`` or ``sum(sizes)``.
+    """Plan an all-gather along ``dim``: ``[..., n, ...] -> [..., n*world, ...]``, or ``[..., sum(sizes), ...]``.
+
+    Args:
+        shape: shape of this rank's tensor.
+        itemsize: bytes of an element.
+        dim: dim along which the tensors of all ranks are concatenated.
+        world: number of ranks.
+        rank: this rank.
+        sizes: size of ``dim`` on every rank; None where all are equal.
 
     Raises:
-        ShapeError: no such dim, or ``sizes`` do not have this rank's size in its place.
+        ShapeError: ``shape`` has no such dim, or ``sizes[rank]`` is not this tensor's size.
     """
     dim = normalize_dim(shape, dim)
     recv_sizes, recv_counts = _gathered(shape, dim, world, rank, sizes)
@@ -78,10 +95,12 @@ def all_gather(
 def reduce_scatter(
     shape: Ints, itemsize: int, dim: int, world: int, rank: int, sizes: Ints | None = None
 ) -> CollectivePlan:
-    """Reduce over the ranks and keep this rank's shard of ``dim``: ``[..., n, ...] -> [..., n/world, ...]``.
+    """Plan a reduce-scatter along ``dim``: ``[..., n, ...] -> [..., n/world, ...]``, or ``[..., sizes[rank], ...]``.
+
+    The arguments are those of ``all_gather``, but ``sizes`` has the shard of ``dim`` that each rank keeps.
 
     Raises:
-        ShapeError: no such dim, it does not divide, or ``sizes`` do not add up to it.
+        ShapeError: ``shape`` has no such dim, its size does not divide by ``world``, or ``sizes`` do not add up to it.
     """
     dim = normalize_dim(shape, dim)
     send_sizes, send_counts = _scattered(shape, dim, world, sizes)
@@ -100,11 +119,21 @@ def all_to_all(
     scatter_sizes: Ints | None = None,
     gather_sizes: Ints | None = None,
 ) -> CollectivePlan:
-    """Split ``scatter_dim`` over the ranks and concatenate ``gather_dim`` from them; a missing list of sizes is even.
+    """Plan an all-to-all that splits ``scatter_dim`` over the ranks and concatenates ``gather_dim`` from them.
+
+    Args:
+        shape: shape of this rank's tensor.
+        itemsize: bytes of an element.
+        scatter_dim: dim that is split over the ranks.
+        gather_dim: dim along which the received shards are concatenated.
+        world: number of ranks.
+        rank: this rank.
+        scatter_sizes: size of ``scatter_dim`` that goes to each rank; None splits it evenly.
+        gather_sizes: size of ``gather_dim`` on each rank; None where all have the size of this one.
 
     Raises:
-        ShapeError: no such dim, it does not divide, or sizes that do not fit.
-        ArgumentError: sizes, and both dims are the same.
+        ShapeError: ``shape`` has no such dim, its size does not divide by ``world``, or the sizes do not fit.
+        ArgumentError: sizes are passed, and both dims are the same.
     """
     scatter_dim, gather_dim = normalize_dim(shape, scatter_dim), normalize_dim(shape, gather_dim)
     even = scatter_sizes is None and gather_sizes is None
@@ -128,12 +157,22 @@ def all_to_all(
 def all_to_all_single(
     shape: Ints, itemsize: int, world: int, rank: int, out_sizes: Ints | None = None, in_sizes: Ints | None = None
 ) -> CollectivePlan:
-    """All-to-all of the rows of dim 0; by split sizes as soon as this rank was given a list, else even.
+    """Plan an all-to-all of the rows of dim 0: ``[n, ...] -> [sum(out_sizes), ...]``.
 
-    Equal sizes of this rank say nothing about those of the others, and NCCL has another call for the even exchange.
+    The plan has split sizes as soon as one list is passed, even if its sizes are equal: the sizes of the other ranks
+    may differ, and NCCL has another call for the even exchange.
+
+    Args:
+        shape: shape of this rank's tensor.
+        itemsize: bytes of an element.
+        world: number of ranks.
+        rank: this rank.
+        out_sizes: rows that come from each rank; None for equal ones.
+        in_sizes: rows that go to each rank; None for equal ones.
 
     Raises:
-        ShapeError: no rows, they do not divide, or sizes that do not fit the tensor or each other.
+        ShapeError: ``shape`` is empty, its rows do not divide by ``world``, or the sizes do not fit the tensor or this
+            rank's entries of both lists differ.
     """
     if not shape:
         raise ShapeError("a 0-dim tensor has no rows to exchange")
@@ -155,10 +194,11 @@ def all_to_all_single(
 
 
 def split(shape: Ints, dim: int, world: int, rank: int, sizes: Ints | None = None) -> tuple[int, int]:
-    """Start and size of a rank's shard of ``dim``.
+    """Return (start, size) of the shard of ``dim`` that ``rank`` keeps when ``dim`` is split over ``world`` ranks.
 
     Raises:
-        ShapeError: no such dim, it does not divide, or ``sizes`` do not add up to it.
+        ShapeError: ``shape`` has no such dim, its size does not divide by ``world``, or ``sizes`` (one entry per rank)
+            do not add up to it.
     """
     dim = normalize_dim(shape, dim)
     if sizes is None:
@@ -168,13 +208,23 @@ def split(shape: Ints, dim: int, world: int, rank: int, sizes: Ints | None = Non
     return sum(sizes[:rank]), sizes[rank]
 
 
+_cached = lru_cache(maxsize=8192)  # shapes repeat in every step, and a plan takes as long as a small collective
+cached_all_gather, cached_reduce_scatter = _cached(all_gather), _cached(reduce_scatter)
+cached_all_to_all, cached_all_to_all_single = _cached(all_to_all), _cached(all_to_all_single)
+cached_split = _cached(split)
+
+
 def all_reduce_bytes(nbytes: int, world: int) -> int:
-    """Bytes that a rank sends in an all-reduce: a reduce-scatter and an all-gather."""
+    """Return the bytes that a rank sends in an all-reduce of ``nbytes`` bytes: a reduce-scatter and an all-gather."""
     return 2 * nbytes * (world - 1) // world
 
 
 def _scattered(shape: Ints, dim: int, world: int, sizes: Ints | None) -> tuple[Ints, Ints]:
-    """Sizes and elements per rank of what is split along ``dim``; empty when it is split evenly."""
+    """Return (``send_sizes``, ``send_counts``) of a plan that splits ``dim`` by ``sizes``; two empty tuples for None.
+
+    Raises:
+        ShapeError: ``sizes`` do not add up to the size of ``dim``.
+    """
     if sizes is None:
         return (), ()
     check_split_sizes(shape, dim, world, sizes)
@@ -183,7 +233,11 @@ def _scattered(shape: Ints, dim: int, world: int, sizes: Ints | None) -> tuple[I
 
 
 def _gathered(shape: Ints, dim: int, world: int, rank: int, sizes: Ints | None) -> tuple[Ints, Ints]:
-    """Sizes and elements per rank of what is concatenated along ``dim``; empty when all ranks have this rank's size."""
+    """Return (``recv_sizes``, ``recv_counts``) of a plan that gathers ``dim`` by ``sizes``; two empty tuples for None.
+
+    Raises:
+        ShapeError: ``sizes`` has not one entry per rank, or ``sizes[rank]`` is not this rank's size of ``dim``.
+    """
     if sizes is None:
         return (), ()
     if len(sizes) != world or any(size < 0 for size in sizes) or sizes[rank] != shape[dim]:
@@ -195,27 +249,39 @@ def _gathered(shape: Ints, dim: int, world: int, rank: int, sizes: Ints | None) 
 
 
 def resized(shape: Ints, dim: int, size: int) -> Ints:
-    """``shape`` with ``dim`` of another size."""
+    """Return ``shape`` with ``size`` as the size of ``dim``."""
     dim %= len(shape)
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def normalize_dim(shape: Ints, dim: int) -> int:
-    """``dim`` counted from the front."""
+    """Return ``dim``, which may be negative, counted from the front.
+
+    Raises:
+        ShapeError: ``shape`` has no such dim.
+    """
     if not -len(shape) <= dim < len(shape):
         raise ShapeError(f"dim {dim} is out of range")
     return dim % len(shape)
 
 
 def split_evenly(shape: Ints, dim: int, world: int) -> int:
-    """Size of ``dim`` on every rank."""
+    """Return the size of ``dim`` on each rank after an even split over ``world`` ranks.
+
+    Raises:
+        ShapeError: the size of ``dim`` does not divide by ``world``.
+    """
     if shape[dim] % world:
         raise ShapeError(f"dim {dim % len(shape)} of size {shape[dim]} does not divide over {world} ranks")
     return shape[dim] // world
 
 
 def check_split_sizes(shape: Ints, dim: int, world: int, sizes: Ints) -> None:
-    """``sizes`` have to add up to ``dim``, one for every rank."""
+    """Check that ``sizes`` has one entry per rank, none negative, and that the entries add up to the size of ``dim``.
+
+    Raises:
+        ShapeError: the check fails.
+    """
     if len(sizes) != world or sum(sizes) != shape[dim] or any(size < 0 for size in sizes):
         raise ShapeError(
             f"split sizes {list(sizes)} do not add up to dim {dim} of size {shape[dim]} over {world} ranks"
@@ -223,33 +289,36 @@ def check_split_sizes(shape: Ints, dim: int, world: int, sizes: Ints) -> None:
 
 
 def all_equal(sizes: Ints, world: int, size: int) -> bool:
-    """Whether explicit sizes are those of the collective of equal shards, which needs no sizes."""
+    """Whether ``sizes`` has ``world`` entries, all equal to ``size``: a call that needs no sizes."""
     return sizes.count(size) == len(sizes) == world
 
 
 def _leads(shape: Ints, dim: int) -> bool:
-    """Whether shards along ``dim`` lie one after the other in memory: all dims before it have size 1."""
+    """Whether shards along ``dim`` of a contiguous tensor lie one after the other: all dims before it have size 1."""
     return math.prod(shape[:dim]) == 1
 
 
 def located(error: Exception, shape: Sequence[int], name: str, group: ProcessGroup) -> Exception:
-    """The error with the function, the shape, the number of ranks and the rank."""
+    """Return a copy of ``error`` whose text names the function ``name``, the shape, the world and the rank."""
     return type(error)(f"{name}: {error} (rank {group.rank()} of {group.size()} ranks, shape {tuple(shape)})")
 
 
 def chunk_sizes(size: int, world: int) -> Ints:
-    """Sizes of the chunks of ``torch.chunk`` over ``world`` ranks, empty ones included: 9 over 4 is (3, 3, 3, 0)."""
+    """Return the sizes of the chunks that ``torch.chunk`` makes of ``size`` for ``world`` ranks, zeros included.
+
+    Example:
+        9 over 4 ranks is (3, 3, 3, 0).
+    """
     run = -(-size // world)
     return tuple(max(0, min(run, size - w * run)) for w in range(world))
 
 
 def normalize_sizes(sizes: Any, name: str) -> Ints | None:
-    """Split sizes as a tuple of ints; None stays None.
-
-    Accepted are lists, tuples, numpy arrays and CPU tensors of integers.
+    """Return split sizes (a list, tuple, numpy array or CPU tensor of integers) as a tuple of ints; None for None.
 
     Raises:
-        ArgumentError: anything else; a tensor on a device, because reading it would synchronise the device.
+        ArgumentError: ``sizes`` is of another type, or a tensor on a device, whose reading would synchronise the
+            device. ``name`` is the function that the program called.
     """
     if sizes is None:
         return None

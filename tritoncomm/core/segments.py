@@ -1,14 +1,13 @@
-"""Many blocks of several tensors and one flat wire, in one call: the path it takes, and tables of blocks."""
+"""Segment tables: blocks of several tensors and where each lies in one flat wire; copies that follow a table."""
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
 import tritoncomm_kernels as kernels
 from torch import Tensor
-from torch.autograd import profiler
 from tritoncomm_kernels import Segment, Segments, reference
 
 from tritoncomm import record
@@ -17,21 +16,21 @@ from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ShapeError
 
 __all__ = [
-    "MOST_SEGMENTS", "block_segments", "full_tensors", "gather", "scatter", "strided_segments",
+    "MOST_SEGMENTS", "block_segments", "full_tensors", "gather", "scatter", "strided_segments", "table_of",
 ]  # fmt: skip
 
-MOST_SEGMENTS = 8192  # of a table that is made for a layout instead of a launch for every tensor
+MOST_SEGMENTS = 8192  # more than that many small segments take longer than one launch for every tensor
 
 
 def gather(
     tensors: Sequence[Tensor], wire: Tensor, segments: Segments, *, scale: float | None = None
 ) -> tuple[record.CopyPath, int]:
-    """Copy the table's segments from the tensors into the wire; see ``tritoncomm_kernels.Segments``.
+    """Copy the segments of a table from the tensors into the wire.
 
     Args:
-        tensors: those of the table, in its order, any shapes and strides.
-        wire: contiguous, of any dtype, at least ``segments.wire_bytes`` long. Bytes of no segment stay as they are.
-        segments: the table; plans are cached by it.
+        tensors: tensors of the table, in its order, of any shapes and strides.
+        wire: contiguous buffer of any dtype, at least ``segments.wire_bytes`` long. Bytes outside of segments are kept.
+        segments: table of the copies, see ``tritoncomm_kernels.Segments``; the kernel's plan is cached by its identity.
         scale: factor applied before the one rounding, of floating point tensors only.
 
     Returns:
@@ -39,11 +38,11 @@ def gather(
 
     Raises:
         ValueError: the table does not fit the tensors or the wire.
-        TypeError: a cast or scale of a dtype that has no arithmetic here.
+        TypeError: a dtype has no arithmetic here, and is to be cast or scaled.
 
-    Traffic: reads and writes every segment once; one launch on a GPU, and one for every other pair of dtypes.
+    Traffic: reads and writes every segment once, in one launch on a GPU and one more for every further pair of dtypes.
     """
-    _range = record.span("gather") if profiler._is_profiler_enabled else None
+    _range = record.profiler_range("gather")
     if path_for(wire, "segments") == "triton":
         return "triton", kernels.gather_segments(tensors, wire, segments, scale=scale)
     return "torch", reference.gather_segments(tensors, wire, segments, scale=scale)
@@ -58,12 +57,19 @@ def scatter(
     accumulate: bool = False,
     sums: bool = False,
 ) -> tuple[record.CopyPath, int]:
-    """The inverse of ``gather``: copy the table's segments from the wire into the tensors, or add them.
+    """Copy the segments of a table from the wire into the tensors, or add them: the inverse of ``gather``.
 
-    Arguments, result and traffic as there; adding reads the segments of the tensors, too. With ``sums`` segments of the
-    same rows are added up, in the order of the table, with one rounding.
+    Args:
+        wire, tensors, segments, scale: as ``gather`` takes them.
+        accumulate: add to the tensors instead of overwriting them.
+        sums: add up segments that have the same rows of a tensor, in the order of the table, with one rounding.
+
+    Returns:
+        The path (torch or triton) and the bytes read plus written.
+
+    Traffic: reads and writes every segment once; with ``accumulate`` the rows of the tensors are read too.
     """
-    _range = record.span("scatter") if profiler._is_profiler_enabled else None
+    _range = record.profiler_range("scatter")
     if path_for(wire, "segments") == "triton":
         return "triton", kernels.scatter_segments(
             wire, tensors, segments, scale=scale, accumulate=accumulate, sums=sums
@@ -80,19 +86,17 @@ def block_segments(
     itemsize: int,
     wire: int,
 ) -> list[Segment]:
-    """The rows of a table for one n-d block of a tensor, contiguous from byte ``wire`` of the wire on.
-
-    As few segments as ``strided_segments`` can make of it.
+    """Return the segments of one n-d block of a tensor, which lies contiguous in the wire.
 
     Args:
         tensor: index of the tensor in the table.
-        shape, stride: of the tensor, in elements.
+        shape, stride: shape and strides of the tensor, in elements.
         start, extent: first index and number of indices of the block, for every dim.
         itemsize: bytes of an element in the wire.
         wire: byte offset of the block in the wire.
 
     Returns:
-        The segments; none for an empty block.
+        The fewest segments that ``strided_segments`` finds; an empty list for an empty block.
 
     Raises:
         ShapeError: the block is not inside the tensor.
@@ -118,15 +122,15 @@ def strided_segments(
     wire: int,
     wire_stride: Sequence[int],
 ) -> Iterator[Segment]:
-    """The rows of a table for one n-d block that is strided in the tensor and in the wire.
+    """Yield the segments of one n-d block that is strided in the tensor and in the wire.
 
-    Dims that one stride can walk on both sides are coalesced. The longest of the outer dims becomes the rows of the
-    segments, and there is one segment for each index of the others.
+    Dims that one stride walks on both sides are merged. The longest outer dim becomes the rows of the segments, and
+    each index of the other outer dims gets a segment.
 
     Args:
         tensor: index of the tensor in the table.
-        size: of the block.
-        stride, wire_stride: of the block in the tensor and in the wire, in elements.
+        size: shape of the block.
+        stride, wire_stride: strides of the block in the tensor and in the wire, in elements.
         first: elements from the tensor's data pointer to the block.
         itemsize: bytes of an element in the wire.
         wire: byte offset of the block in the wire.
@@ -159,17 +163,27 @@ def strided_segments(
 def full_tensors(
     layouts: tuple[tuple[Ints, Ints, torch.dtype], ...], starts: Ints, dtypes: tuple[torch.dtype, ...] | None = None
 ) -> Segments | None:
-    """The table of full tensors, each contiguous in the wire; None where there would be too many segments.
+    """Return the table of whole tensors, each contiguous in the wire; None if it would have too many segments.
 
     Args:
-        layouts: shape, stride and dtype of every tensor.
-        starts: byte offset of each in the wire.
-        dtypes: of their elements in the wire; their own by default.
+        layouts: shape, strides and dtype of every tensor.
+        starts: byte offset of each tensor in the wire.
+        dtypes: dtype of each tensor in the wire; the tensors' own by default.
     """
-    rows: list[Segment] = []
-    carried = dtypes or tuple(dtype for _, _, dtype in layouts)
-    for i, ((shape, stride, _), start, dtype) in enumerate(zip(layouts, starts, carried, strict=True)):
-        rows += block_segments(i, shape, stride, (0,) * len(shape), shape, dtype.itemsize, start)
-        if len(rows) > MOST_SEGMENTS:
-            return None
-    return Segments(rows, carried)
+    wire_dtypes = dtypes or tuple(dtype for _, _, dtype in layouts)
+    blocks = (
+        block_segments(i, shape, stride, (0,) * len(shape), shape, dtype.itemsize, start)
+        for i, ((shape, stride, _), start, dtype) in enumerate(zip(layouts, starts, wire_dtypes, strict=True))
+    )
+    return table_of(blocks, wire_dtypes)
+
+
+def table_of(blocks: Iterable[Iterable[Segment]], dtypes: Sequence[torch.dtype]) -> Segments | None:
+    """Return the table with the segments of all ``blocks``; None if it would have more than 8192 segments.
+
+    Args:
+        blocks: segments of each block, in the order of the table; made one after the other, up to the limit.
+        dtypes: dtype of every tensor in the wire.
+    """
+    segments = list(itertools.islice(itertools.chain.from_iterable(blocks), MOST_SEGMENTS + 1))
+    return None if len(segments) > MOST_SEGMENTS else Segments(segments, dtypes)

@@ -1,4 +1,4 @@
-"""Refuse, before the first byte is sent, tensors and groups that end in a backend's error or in a wrong result."""
+"""Checks of tensors and groups before the first byte is sent: unchecked they end in a backend's error or wrong data."""
 
 import operator
 import sys
@@ -37,35 +37,35 @@ _modes = torch._C._len_torch_dispatch_stack
 _proxy_mode = torch._C._TorchDispatchModeKey.PROXY
 _MOST = 2**62
 _members: dict[ProcessGroup, Any] = getattr(distributed_c10d, "_pg_group_ranks", {})
-"""The groups that exist, in torch's own table; the length of an entry is the number of ranks, sooner than size()."""
+"""torch's table of the groups that exist. ``len`` of an entry is the number of ranks, faster than ``group.size()``."""
 _changes_in_place = hasattr(ProcessGroup, "reconfigure")  # torch 2.14 and newer
 _Value = TypeVar("_Value")
 
 
 class PerGroup(Generic[_Value]):
-    """Values by process group. They are forgotten when the group is gone, or has another size or rank.
+    """A cache of one value per process group. A value goes when its group is freed, or gets another size or rank.
 
-    ``reconfigure()`` of torch 2.14 changes both in place. A group whose ranks were exchanged for as many others cannot
-    be told from the one before: torch counts no generations.
+    ``reconfigure()`` of torch 2.14 changes both in place. A group that exchanged its ranks for as many others looks as
+    before: torch counts no generations.
     """
 
     def __init__(self) -> None:
         self._values: WeakKeyDictionary[ProcessGroup, tuple[tuple[int, int] | None, _Value]] = WeakKeyDictionary()
 
     def get(self, group: ProcessGroup) -> _Value | None:
-        """The value of a group; None where there is none."""
+        """Return the value of ``group``; None if there is none, or it was set for another size or rank."""
         found = self._values.get(group)
         if found is None or found[0] != state_of(group):
             return None
         return found[1]
 
     def set(self, group: ProcessGroup, value: _Value) -> _Value:
-        """Keep a value for a group; returns it."""
+        """Store ``value`` for ``group``, and return it."""
         self._values[group] = state_of(group), value
         return value
 
     def forget(self, group: ProcessGroup) -> None:
-        """Forget the value of a group."""
+        """Delete the value of ``group``, if there is one."""
         self._values.pop(group, None)
 
     def __len__(self) -> int:
@@ -73,16 +73,16 @@ class PerGroup(Generic[_Value]):
 
 
 def state_of(group: ProcessGroup) -> tuple[int, int] | None:
-    """Size and own rank of a group where they may change."""
+    """Return (size, own rank) of ``group`` on torch releases that change them in place, 2.14 and newer; else None."""
     return (group.size(), group.rank()) if _changes_in_place else None
 
 
 def check_input(x: Tensor, name: str) -> None:
-    """Check what ``name`` is about to send.
+    """Check the tensor that ``name`` is about to send.
 
     Raises:
-        ArgumentError: a DTensor, or a tensor that is not one strided block of memory.
-        UnsupportedError: ``x`` carries a tangent of forward-mode AD, or the call is traced by ``make_fx``.
+        ArgumentError: ``x`` is a DTensor, or not one strided block of memory.
+        UnsupportedError: ``x`` has a tangent of forward-mode AD, or ``make_fx`` traces the call.
     """
     if forward_ad._current_level >= 0:
         refuse_forward_ad(x, name)
@@ -93,11 +93,11 @@ def check_input(x: Tensor, name: str) -> None:
 
 
 def checked_dim(x: Tensor, dim: int, name: str) -> int:
-    """``dim`` counted from the front.
+    """Return ``dim`` of ``x``, which may be negative, counted from the front.
 
     Raises:
-        ArgumentError: not an integer, or a tensor that ``check_kind`` refuses.
-        ShapeError: ``x`` has no such dim.
+        ArgumentError: ``dim`` is no integer, or ``x`` a tensor that ``check_kind`` refuses.
+        ShapeError: ``x`` has no such dim. ``name`` begins the message.
     """
     if type(dim) is not int:
         try:
@@ -111,11 +111,11 @@ def checked_dim(x: Tensor, dim: int, name: str) -> int:
 
 
 def checked_ints(values: Any, what: str) -> tuple[int, ...]:
-    """Integers as a tuple.
+    """Return ``values``, an iterable of integers, as a tuple of ints.
 
     Raises:
-        ArgumentError: something else; ``what`` begins the message.
-        ShapeError: one is beyond 2**62, which no tensor has and no index array holds.
+        ArgumentError: ``values`` is something else; ``what`` begins the message.
+        ShapeError: an integer is beyond 2**62: no tensor has such a size, and no index array holds it.
     """
     try:
         result = tuple([operator.index(each) for each in values])
@@ -127,10 +127,11 @@ def checked_ints(values: Any, what: str) -> tuple[int, ...]:
 
 
 def world_of(group: ProcessGroup, name: str) -> int:
-    """Number of ranks of a group.
+    """Return the number of ranks of ``group``.
 
     Raises:
-        GroupError: it was destroyed. A group that torch never registered is its maker's business.
+        GroupError: the group was destroyed. A group that torch never registered passes, as fault-tolerant trainers make
+            some. ``name`` begins the message.
     """
     if group in _members:
         return group.size() if _changes_in_place else len(_members[group])
@@ -150,11 +151,13 @@ def world_of(group: ProcessGroup, name: str) -> int:
 
 
 def ranks_of(group: ProcessGroup, name: str) -> list[int]:
-    """Global ranks of a group, in group order.
+    """Return the global ranks of ``group``, in the order of the group.
 
     Raises:
-        GroupError: the group was reconfigured to another size or order, and torch's table has its ranks of before.
+        GroupError: the group was destroyed; or it was reconfigured to another size or order, and torch's table has its
+            ranks of before.
     """
+    world_of(group, name)
     ranks = dist.get_process_group_ranks(group)
     if _changes_in_place and group in _members:
         rank, size = group.rank(), group.size()
@@ -167,31 +170,37 @@ def ranks_of(group: ProcessGroup, name: str) -> list[int]:
 
 
 def refuse_forward_ad(x: Tensor, name: str) -> None:
-    """Refuse a dual tensor; called where a dual level is entered.
+    """Reject a dual tensor; the caller has found that a dual level of forward-mode AD is entered.
 
     Raises:
-        UnsupportedError: a collective would send the values alone, and the tangent would come out as zero.
+        UnsupportedError: ``x`` has a tangent. A collective would send the values alone, and the tangent of the result
+            would be zero.
     """
     if is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None:
         raise UnsupportedError(f"{name}: forward-mode AD (dual tensors, torch.func.jvp) has no rule for collectives")
 
 
 def refuse_tracing(name: str) -> None:
-    """Refuse a call that ``make_fx`` traces; called where a dispatch mode is active.
+    """Reject a call that ``make_fx`` traces; the caller has found that a dispatch mode is active.
 
     Raises:
-        UnsupportedError: ``make_fx`` records the start of a collective and not the wait for it, so that its graph reads
-            the result too early.
+        UnsupportedError: ``make_fx`` traces. It records the start of a collective and not the wait, so that its graph
+            would read the result too early.
     """
     if torch._C._get_dispatch_mode(_proxy_mode) is not None:
         raise UnsupportedError(f"{name}: make_fx does not record the wait for a collective; trace with torch.export")
 
 
 def refuse_transforms(x: Tensor, name: str, key: str) -> None:
-    """Refuse tensors that are more than their data: inside of transforms of functions, or with a tangent.
+    """Reject a tensor inside a transform of torch.func, or with a tangent: an exchange would send its data alone.
+
+    Args:
+        x: tensor to check.
+        name: function that the program called.
+        key: name of the tensor in that call.
 
     Raises:
-        UnsupportedError: an exchange would send the data alone.
+        UnsupportedError: ``x`` is such a tensor.
     """
     if is_functorch_wrapped_tensor(x):
         raise UnsupportedError(
@@ -202,11 +211,11 @@ def refuse_transforms(x: Tensor, name: str, key: str) -> None:
 
 
 def check_data(x: Tensor, name: str) -> None:
-    """``check_kind``, and that there is data: a peer waits for it.
+    """Check that ``x``, which ``name`` is about to send to a waiting peer, has data and is one strided block of memory.
 
     Raises:
-        ArgumentError: a meta or fake tensor, or what ``check_kind`` refuses.
-        UnsupportedError: the call is traced by ``make_fx``.
+        ArgumentError: ``x`` is a meta or fake tensor, a sparse or nested one, or a DTensor.
+        UnsupportedError: ``make_fx`` traces the call.
     """
     if _modes():
         refuse_tracing(name)
@@ -219,10 +228,10 @@ def check_data(x: Tensor, name: str) -> None:
 
 
 def check_kind(x: Tensor, name: str) -> None:
-    """Refuse what is not one strided block of this rank's memory.
+    """Check that ``x``, an argument of ``name``, is one strided block of this rank's memory.
 
     Raises:
-        ArgumentError: a sparse or nested tensor, or a DTensor.
+        ArgumentError: ``x`` is a sparse or nested tensor, or a DTensor.
     """
     if x.is_nested:
         raise ArgumentError(

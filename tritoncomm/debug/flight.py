@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd import profiler
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from tritoncomm import record, variables
+from tritoncomm import variables
 from tritoncomm.debug.descriptor import KINDS, as_json
 from tritoncomm.debug.sites import OURS, call_site, leave_site, located, site_above, source_of, sources
 from tritoncomm.debug.torch_recorder import Active
@@ -40,7 +39,6 @@ _DEBUG = str(Path(__file__).parent) + os.sep
 _names: Mapping[ProcessGroup, str] = getattr(distributed_c10d, "_pg_names", {})
 _frame, _thread, _time = sys._getframe, threading.get_ident, time.time_ns
 _current_node: Any = torch._C._current_autograd_node
-_count_call = record.count_call
 
 
 class Call(NamedTuple):
@@ -172,7 +170,7 @@ class Flight:
         ends = [entry[_END] for _, entry, _ in list(self.last.values()) if entry is not None]
         return (sum(list(self.counts.values())), *ends, *(each.created for each in self.active))
 
-    def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = (), depth: int = 3) -> Any:
+    def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = (), depth: int = 4) -> None:
         """``record.begin`` while this is on: every line is on the hot path, so all that can be is left to the dump.
 
         Its caller is never a function that programs call, but one that such a function has called.
@@ -193,13 +191,13 @@ class Flight:
             except AttributeError:
                 shape, dtype = _several(x)
         try:  # most calls are of a mapping or a collective that the program called: its frame, and no walk
-            frame = _frame(depth if _current_node() is None else 2)  # that of a backward is passed by
+            frame = _frame(depth if _current_node() is None else depth - 1)  # that of a backward is passed by
             code, offset = frame.f_code, frame.f_lasti
             if sources[code.co_filename] or code.co_name == "<genexpr>":
                 code, offset = site_above(frame)
             del frame  # which keeps its tensors
         except (KeyError, ValueError):  # a file that was not seen yet; a thread that begins here
-            code, offset = call_site(2)
+            code, offset = call_site(3)
         thread = _thread()
         try:
             last = self.last[thread]
@@ -211,7 +209,6 @@ class Flight:
         self.entries.append(entry)
         if self.before is not None:
             self.before(entry, group, x)
-        return record.span(name) if profiler._is_profiler_enabled else None
 
     def _first_of(self, group_name: str) -> int:
         """The first call on a group of this name."""
@@ -221,9 +218,8 @@ class Flight:
             self.on_first_call()
         return 1
 
-    def add(self, name: str, path: Any, bytes_copied: int, bytes_sent: int, started: float, calls: int = 1) -> None:
-        """``record.add`` while this is on: complete the entry of the call, and count it."""
-        _count_call(name, path, bytes_copied, bytes_sent, started, calls)
+    def end(self, name: str, path: str, bytes_copied: int, bytes_sent: int, calls: int) -> None:
+        """``record.add`` while this is on: complete the entry of the call."""
         last = self.last.get(_thread())
         if last is not None and (entry := last[1])[_NAME] == name:
             if not entry[_END]:
@@ -251,7 +247,7 @@ class Flight:
         finally:
             last[2] = 0
 
-    enter = staticmethod(leave_site)
+    note_forward = staticmethod(leave_site)
 
     def failed(self, name: str, error: BaseException) -> None:
         """A call raises: note it, and write the record if the backend or another rank failed."""

@@ -72,7 +72,7 @@ def site_above(frame: Any) -> Any:
 def leave_site(node: Any) -> None:
     """Leave it on a node of autograd's graph, whose forward has called the caller of this."""
     try:
-        frame = _frame(3)
+        frame = _frame(4)
     except ValueError:  # a thread that begins with a forward
-        frame = _frame(2)
+        frame = _frame(3)
     node._tritoncomm_site = site_above(frame)

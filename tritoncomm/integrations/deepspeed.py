@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from tritoncomm import ulysses
-from tritoncomm.core.head_plan import HEAD_DIM, HeadShare, Layout, split_heads
+from tritoncomm.core.heads import HEAD_DIM, HeadShare, Layout, split_heads
 from tritoncomm.core.plan import Ints, located, split_evenly
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.mappings import all_to_all_dims

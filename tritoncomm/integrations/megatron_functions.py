@@ -19,12 +19,12 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.nn import Parameter
 
-from tritoncomm import mappings, record
-from tritoncomm.core import backend, cached, eager
-from tritoncomm.core.function import direct
-from tritoncomm.core.memory import empty
-from tritoncomm.core.plan import all_reduce_bytes, located
-from tritoncomm.core.validation import world_of
+from tritoncomm import mappings
+from tritoncomm.core import backend, eager, ops
+from tritoncomm.core.autograd import direct
+from tritoncomm.core.call import enter
+from tritoncomm.core.memory import contiguous_stride, empty
+from tritoncomm.core.plan import all_reduce_bytes, cached_all_gather, cached_reduce_scatter, located
 from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.mappings.tensor_parallel import copy_to, reduce_from
 
@@ -51,44 +51,39 @@ def _all_gather(
     x: Tensor, group: ProcessGroup, buffers: Buffers, name: str, asynchronous: bool
 ) -> tuple[Tensor, backend.Work, Tensor]:
     """All-gather dim 0 into Megatron's global memory buffer; (result, work, what is being sent)."""
-    started, world = record.now(), world_of(group, name)
-    if world == 1:
+    span = enter(name, "all_gather", group, x, (0, None))
+    if span is None:
         return x, None, x
-    _range = record.begin(name, "all_gather", group, x, (0, None)) if record.switch._is_profiler_enabled else None
     try:
-        plan = cached.all_gather(x.shape, x.dtype, 0, world)
+        plan = cached_all_gather(x.shape, x.itemsize, 0, span.world, 0)
     except ShapeError as error:
         raise located(error, x.shape, name, group) from None
-    x, copied = cached.contiguous(x, plan.may_be_lazy)
+    x, copied = ops.contiguous(x)
     out = buffers().get_tensor(plan.shape, x.dtype, "mpu")
     work = backend.all_gather(out, x, group, name, asynchronous)
-    record.add(name, "torch" if copied else "view", copied, plan.bytes_sent, started)
+    span.end("torch" if copied else "view", copied, plan.bytes_sent)
     return out, work, x
 
 
 def _reduce(x: Tensor, group: ProcessGroup, name: str) -> backend.Work:
     """Start an all-reduce of ``x`` in place."""
-    started, world = record.now(), world_of(group, name)
-    if world == 1:
+    span = enter(name, "all_reduce", group, x, (_SUM,))
+    if span is None:
         return None
-    _range = record.begin(name, "all_reduce", group, x, (_SUM,)) if record.switch._is_profiler_enabled else None
     work = backend.all_reduce(x, _SUM, group, name, True)
-    record.add(name, "view", 0, all_reduce_bytes(x.nbytes, world), started)
+    span.end("view", 0, all_reduce_bytes(x.nbytes, span.world))
     return work
 
 
 def _reduce_scatter(x: Tensor, group: ProcessGroup, name: str) -> tuple[Tensor, backend.Work]:
     """Start a reduce-scatter of dim 0 of ``x``, which is contiguous; (result, work)."""
-    started, world = record.now(), world_of(group, name)
-    if world == 1:
+    span = enter(name, "reduce_scatter", group, x, (0, None, _SUM))
+    if span is None:
         return x, None
-    _range = None
-    if record.switch._is_profiler_enabled:
-        _range = record.begin(name, "reduce_scatter", group, x, (0, None, _SUM))
-    plan = cached.reduce_scatter(x.shape, x.dtype, 0, world)
-    out = empty(x, plan.shape, plan.stride, x.dtype)
+    plan = cached_reduce_scatter(x.shape, x.itemsize, 0, span.world, 0)
+    out = empty(x, plan.shape, contiguous_stride(plan.shape), x.dtype)
     work = backend.reduce_scatter(out, x, _SUM, group, name, True)
-    record.add(name, "view", 0, plan.bytes_sent, started)
+    span.end("view", 0, plan.bytes_sent)
     return out, work
 
 

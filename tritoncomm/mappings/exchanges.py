@@ -9,8 +9,8 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from tritoncomm import record
-from tritoncomm.core import cached, eager, ops
-from tritoncomm.core.function import direct
+from tritoncomm.core import eager, ops
+from tritoncomm.core.autograd import direct
 from tritoncomm.core.plan import Ints, normalize_sizes
 from tritoncomm.core.validation import check_kind
 from tritoncomm.mappings.general import checked
@@ -76,7 +76,7 @@ def _flattened(x: Tensor, name: str) -> Tensor:
     except RuntimeError:
         check_kind(x, name)  # a sparse tensor has no such view either
         started = record.now()
-        rows, path, copied = ops.pack(cached.resolved(x), 0, 1)
+        rows, path, copied = ops.pack(ops.resolved(x), 0, 1)
         record.add(name, path, copied, 0, started, calls=0)
         return rows.view(flat)
 

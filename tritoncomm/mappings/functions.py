@@ -13,8 +13,9 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from tritoncomm.core import eager
-from tritoncomm.core.function import direct
+from tritoncomm.core.autograd import direct
 from tritoncomm.core.plan import normalize_sizes
+from tritoncomm.core.validation import world_of
 from tritoncomm.mappings.general import split_dim
 from tritoncomm.mappings.helpers import (
     _gather_along_first_dim,
@@ -66,7 +67,7 @@ class _CopyInPlace(Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         name = "copy_to_tensor_model_parallel_region.backward"
-        in_place = may_overwrite_gradient(grad_output) and not eager.is_single_rank(ctx.group, name)
+        in_place = may_overwrite_gradient(grad_output) and world_of(ctx.group, name) > 1
         if grad_output.requires_grad or not in_place:
             return _CopyToModelParallelRegion.backward(ctx, grad_output)
         grad = eager.all_reduce(grad_output, ctx.group, name, in_place=True)

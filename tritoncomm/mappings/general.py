@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 
 from tritoncomm.core import eager
-from tritoncomm.core.function import direct, wants_grad, without_graph
+from tritoncomm.core.autograd import direct, wants_grad, without_graph
 from tritoncomm.core.plan import Ints, normalize_sizes
 from tritoncomm.core.validation import checked_dim, refuse_forward_ad
 from tritoncomm.errors import ArgumentError

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from tritoncomm.core import eager
-from tritoncomm.core.function import without_graph
+from tritoncomm.core.autograd import without_graph
 from tritoncomm.core.plan import normalize_sizes
 from tritoncomm.groups import GroupLike
 from tritoncomm.mappings.general import checked

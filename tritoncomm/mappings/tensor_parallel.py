@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from tritoncomm.core import eager
-from tritoncomm.core.function import wants_grad, without_graph
+from tritoncomm.core.autograd import wants_grad, without_graph
 from tritoncomm.core.plan import normalize_sizes
 from tritoncomm.core.validation import check_kind, world_of
 from tritoncomm.errors import GroupError, ShapeError
@@ -100,7 +100,7 @@ def reduce_from(input_: Tensor, group: GroupLike | None, in_place: bool) -> Tens
     """``reduce_from_tensor_model_parallel_region``; ``in_place``: nothing else needs the input."""
     name = "reduce_from_tensor_model_parallel_region"
     group = checked(input_, group, name)
-    in_place = in_place and may_overwrite(input_) and not eager.is_single_rank(group, name)
+    in_place = in_place and may_overwrite(input_) and world_of(group, name) > 1
     if wants_grad(input_):
         return (_ReduceInPlace if in_place else _ReduceFromModelParallelRegion).apply(input_, group)
     result = eager.all_reduce(input_, group, name, in_place=in_place)

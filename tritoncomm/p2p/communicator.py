@@ -323,7 +323,7 @@ def _posted(
     """
     _range = None
     sent, received = (sends["send_next"], sends["send_prev"]), (receives["recv_prev"], receives["recv_next"])
-    if record.switch._is_profiler_enabled:
+    if record.is_observed():
         _range = begin(neighbours, name, sent, received, 3)
     wires, started, problems = _wires(sends, receives), record.now(), {}
     if checking() and not neighbours.is_single_rank:

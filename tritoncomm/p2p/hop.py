@@ -83,7 +83,7 @@ def exchange(
         MismatchError: a neighbour sent something else than was expected.
     """
     _range = None
-    if record.switch._is_profiler_enabled:
+    if record.is_observed():
         _range = begin(neighbours, name, (to_next, to_prev), (from_prev, from_next), 4, variable)
     result = None
     if not (variable or _check.value or neighbours.is_single_rank):

@@ -17,8 +17,8 @@ from torch._utils import _flatten_dense_tensors
 
 from tritoncomm.core import ops
 from tritoncomm.core.backend import carrier, is_device_error
-from tritoncomm.core.cached import resolved
 from tritoncomm.core.memory import contiguous_stride, empty_on
+from tritoncomm.core.ops import resolved
 from tritoncomm.core.segments import full_tensors, gather
 from tritoncomm.errors import ArgumentError, MismatchError, ShapeError
 from tritoncomm.p2p.neighbours import Neighbours

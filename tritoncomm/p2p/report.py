@@ -24,7 +24,7 @@ Pair = tuple[Any, Any]
 
 
 def begin(neighbours: Neighbours, name: str, sent: Pair, received: Pair, depth: int, variable: bool = False) -> Any:
-    """``record.begin`` with what goes where, of which nothing keeps a tensor alive; words are made of it by a dump.
+    """Start the span of a step with what goes where; no tensor is kept alive, and a dump makes words of it.
 
     Args:
         neighbours: of this stage.

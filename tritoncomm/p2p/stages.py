@@ -164,9 +164,7 @@ class _Sharded:
         for i, full in enumerate(self.full):
             if full is not None:
                 group, shard = groups.group_for(ParallelMode.TENSOR, full, name), tensors[i].detach()
-                started, _range = record.now(), None
-                if record.switch._is_profiler_enabled:
-                    _range = record.begin(name, "all_gather", group, shard, (0, None))
+                started, _span = record.now(), record.begin(name, "all_gather", group, shard, (0, None))
                 backend.all_gather(full.view(-1), shard, group, name)
                 record.add(name, "view", 0, full.nbytes - shard.nbytes, started, calls=0)
                 tensors[i] = full.requires_grad_(full.is_floating_point() or full.is_complex())

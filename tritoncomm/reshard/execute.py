@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import record
 from tritoncomm.core import backend
-from tritoncomm.core.function import direct
+from tritoncomm.core.autograd import direct
 from tritoncomm.core.memory import contiguous_stride, empty, share_memory
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, GroupError, UnsupportedError
@@ -165,7 +165,7 @@ class Exchange:
 
     def _begin(self, tensors: Sequence[Tensor], name: str) -> Any:
         """Report the call to the observer; returns its range for the profiler, if one is on."""
-        if record.switch._is_profiler_enabled and self.group is not None:
+        if record.is_observed() and self.group is not None:
             return record.begin(name, "reshard", self.group, list(tensors), (self._digest,))
         return None
 

@@ -370,7 +370,7 @@ def _report(name: str, group: ProcessGroup, tensors: Sequence[Tensor], plan: str
         plan: "new", which ``agree`` compares tensor by tensor afterwards, or the reason why there is none.
         error: of this rank, which comes before the error of the comparison.
     """
-    if not record.switch._is_profiler_enabled:
+    if not record.is_observed():
         return
     try:
         _range = record.begin(name, "reshard", group, list(tensors), (plan,))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tritoncomm import record
+from tritoncomm.core.autograd import outside_graphs, without_graph
 from tritoncomm.core.cost import DEFAULTS, Rates
-from tritoncomm.core.function import outside_graphs, without_graph
 from tritoncomm.core.memory import share_memory
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import check_data, refuse_transforms

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from tritoncomm.core.function import outside_graphs
+from tritoncomm.core.autograd import outside_graphs
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import check_kind, checked_dim
 from tritoncomm.errors import ArgumentError, CommError

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 import tritoncomm_kernels as kernels
 from torch import Tensor
-from torch.autograd import profiler
 from tritoncomm_kernels import Segments, in_turns
 
 from tritoncomm import record
@@ -68,7 +67,7 @@ class _Pass:
         Raises:
             ValueError, TypeError, RuntimeError: as the kernels' function, at the first call.
         """
-        _range = record.span(self._name) if profiler._is_profiler_enabled else None
+        _range = record.profiler_range(self._name)
         if self._launches is None:
             self._launches = kernels.SegmentCall(self._name, self._table, tensors, wire, self._accumulate, self._sums)
         self._launches(tensors, wire)

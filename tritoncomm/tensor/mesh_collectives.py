@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tritoncomm import record
 from tritoncomm.core import eager
-from tritoncomm.core.function import direct
+from tritoncomm.core.autograd import direct
 from tritoncomm.errors import ShapeError
 from tritoncomm.mappings.general import wants_grad
 from tritoncomm.tensor.device_mesh import DeviceMesh
@@ -154,9 +154,8 @@ def _mix_gather(x: Tensor, collective: MeshCollective) -> Tensor:
 def _mix_split(x: Tensor, collective: MeshCollective) -> Tensor:
     """Split every dim that ``_mix_gather`` gathers; its adjoint."""
     assert collective.mesh is not None
-    started, sizes, _range = record.now(), collective.mesh.mesh_shape, None
-    if record.switch._is_profiler_enabled:
-        _range = record.begin(collective.name, "split", collective.members.group, x, (collective.mixed, None))
+    sizes = collective.mesh.mesh_shape
+    span = record.begin(collective.name, "split", collective.members.group, x, (collective.mixed, None))
     at = collective.mesh.global_rank_to_logical_rank(dist.get_rank())
     shard = x
     for dim, axes in collective.mixed:
@@ -166,7 +165,7 @@ def _mix_split(x: Tensor, collective: MeshCollective) -> Tensor:
         if x.shape[dim] % parts:
             raise ShapeError(f"{collective.name}: dim {dim} of size {x.shape[dim]} does not divide over {parts} ranks")
         shard = shard.narrow(dim, index * (x.shape[dim] // parts), x.shape[dim] // parts)
-    record.add(collective.name, "torch", 2 * shard.nbytes, 0, started)
+    span.end("torch", 2 * shard.nbytes, 0)
     return shard.clone(memory_format=torch.contiguous_format)
 
 

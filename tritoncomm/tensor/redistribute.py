@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import record
 from tritoncomm.core import eager, ops
-from tritoncomm.core.function import direct, without_graph
+from tritoncomm.core.autograd import direct, without_graph
 from tritoncomm.errors import PeerError, ShapeError
 from tritoncomm.tensor.distspec import Parts, local_shape, shard_box, shard_of, uneven_sizes
 from tritoncomm.tensor.layout import plain
@@ -123,16 +123,14 @@ def _run(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> T
 
 def _split(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> Tensor:
     """This rank's shard of a replica; never a view of it."""
-    started, _range = record.now(), None
-    if record.switch._is_profiler_enabled:
-        _range = record.begin(name, "split", group, x, (transition.new, None))
+    span = record.begin(name, "split", group, x, (transition.new, None))
     shard = shard_of(x, transition.new, group.rank())
     if shard.is_contiguous() or not shard.numel():
-        record.add(name, "torch", 2 * shard.nbytes, 0, started)
+        span.end("torch", 2 * shard.nbytes, 0)
         return shard.clone(memory_format=torch.contiguous_format)
     out = shard.new_empty(shard.shape)
     _, path, bytes_copied = ops.pack(shard, 0, 1, out=out.view(1, 1, -1))
-    record.add(name, path, bytes_copied, 0, started)
+    span.end(path, bytes_copied, 0)
     return out
 
 

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import record
 from tritoncomm.core import eager, ops
-from tritoncomm.core.function import direct
+from tritoncomm.core.autograd import direct
 
 __all__ = ["cross_entropy_rows"]
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tritoncomm.core.function import wants_grad
+from tritoncomm.core.autograd import wants_grad
 from tritoncomm.tensor.layout import shape_of
 from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, from_front
 from tritoncomm.tensor.rules.reductions import extremum_over_ranks, sum_over_ranks

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import mappings
 from tritoncomm.core import eager
-from tritoncomm.core.function import direct
+from tritoncomm.core.autograd import direct
 from tritoncomm.errors import ShapeError
 from tritoncomm.mappings.tensor_parallel import reduce_from
 from tritoncomm.tensor.layout import is_colo, shape_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritoncomm.core.function import direct
+from tritoncomm.core.autograd import direct
 
 
 @direct

@@ -1,0 +1,107 @@
+"""Autograd functions of mappings: a fast ``apply``, a group that is not kept alive, and when a graph is recorded."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.distributed import ProcessGroup
+
+from tritoncomm import record
+from tritoncomm.errors import GroupError
+
+__all__ = ["direct", "outside_graphs", "wants_grad", "without_graph"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_base = torch.autograd.Function
+_transformed = torch._C._are_functorch_transforms_active
+
+
+def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate ``function`` so that torch.compile breaks the graph and runs it as in eager mode.
+
+    ``torch.compiler.disable`` does that too, but imports torch._dynamo at once: 1.5 s more for every import.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if is_dynamo_compiling():
+            outside: Any = torch.compiler.disable(function)
+            return outside(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@outside_graphs  # torch.compile traces the frame of a forward behind a graph break
+def _note_forward(observer: record.Observer, node: Any) -> None:
+    """Report to ``observer`` that a forward has made ``node`` of autograd's graph."""
+    observer.note_forward(node)
+
+
+def _group_of(ctx: Any) -> ProcessGroup | None:
+    """Return the group of a node of autograd's graph; None if its forward stored None.
+
+    Raises:
+        GroupError: the group is gone.
+    """
+    reference = ctx.group_reference
+    if reference is None:
+        return None
+    group = reference()
+    if group is None:
+        raise GroupError(f"{type(ctx)._forward_cls.__name__}.backward: its process group was destroyed")
+    return group
+
+
+def _refer_to_group(ctx: Any, group: ProcessGroup | None) -> None:
+    """Store a weak reference to ``group`` in a node of autograd's graph, and report the node to any observer."""
+    ctx.group_reference = None if group is None else ref(group)
+    if record.hooks.observer is not None:
+        _note_forward(record.hooks.observer, ctx)
+
+
+_weak_group = property(_group_of, _refer_to_group)
+"""The attribute ``group`` of a node of autograd's graph, which does not keep the group alive.
+
+Gloo's thread may hold the last reference to a tensor that it has sent or received; it frees the tensor's graph then. A
+group that ended there would wait for its own thread for ever, and its threads and descriptors would stay.
+TODO: delete when ProcessGroupGloo can be destroyed from its own threads (torch 2.13 cannot).
+"""
+
+
+def direct(cls: Any) -> Any:
+    """Decorate an autograd function: ``apply`` enters autograd's C++ code, and the graph does not keep the group alive.
+
+    The forward takes ctx first, is called by position, and stores its group as ``ctx.group``, which is referenced
+    weakly. The graph's node calls ``backward`` without the Python method between.
+
+    ``torch.autograd.Function.apply`` also binds defaults, and looks at each argument for tensors that outlived a
+    functorch transform; together they take as long as a small mapping. Inside such a transform and for subclasses the
+    ordinary ``apply`` runs. From torch 2.15 on the ordinary one is the C++ entry, and it stays.
+    """
+    cls._backward_cls.apply, cls._backward_cls.group = cls.backward, _weak_group
+    if not hasattr(_base.apply, "__func__"):
+        return cls
+    enter, ordinary = super(_base, cls).apply, _base.apply.__func__  # pyright: ignore[reportAttributeAccessIssue]
+
+    def apply(called: Any, *args: Any) -> Any:
+        return enter(*args) if called is cls and not _transformed() else ordinary(called, *args)
+
+    cls.apply = classmethod(apply)
+    return cls
+
+
+def wants_grad(x: Tensor) -> bool:
+    """Whether autograd records operations on ``x``: it requires grad, and grad mode is on."""
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def without_graph(x: Tensor) -> Tensor:
+    """Return ``x.detach()`` if ``x`` requires grad, else ``x`` itself, which is faster."""
+    return x.detach() if x.requires_grad else x
