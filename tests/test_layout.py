@@ -42,7 +42,7 @@ INTEGRATIONS = [
 ]  # fmt: skip
 DEBUG = [
     "agreement", "descriptor", "sites", "torch_recorder", "flight", "exchange", "check", "hops",
-    "transfers", "replicas", "signals", "trace", "__init__",
+    "replicas", "signals", "trace", "torch_dump", "__init__",
 ]  # fmt: skip
 RESHARD = [
     "sequence_boxes", "layout_arguments", "rows", "replicas", "layout", "cells", "sums", "plan", "builder", "tables",
