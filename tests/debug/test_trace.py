@@ -159,7 +159,8 @@ def test_errors_that_ended_ranks(tmp_path: Path) -> None:
     _change(_write(tmp_path, 1, [first], world=2), reason="uncaught ValueError: out of\nmemory")
     call = "f(float32 [4], op=SUM) at train.py:12, call 2 of group 'g' of ranks 0-2"
     assert _story(tmp_path) == [
-        f"rank 0: failed in {call}: MismatchError: f: rank 0: a; rank 1: b; rank 1 did not join it; no record of rank 2",
+        f"rank 0: failed in {call}: MismatchError: f: rank 0: a; rank 1: b; rank 1 did not join it; no record of "
+        "rank 2",
         "rank 1: ended by an uncaught ValueError: out of; memory",
     ]
 
@@ -340,12 +341,12 @@ def test_collectives_that_the_device_has_not_completed(tmp_path: Path) -> None:
     assert _story(tmp_path)[1:] == hangs
     _change(tmp_path / "tritoncomm-flight-0.json", active=[_active(2100)])
     assert _story(tmp_path)[1] == (
-        "rank 0: the device has not completed nccl:all_reduce, torch's collective 5 of group 'g' of ranks 0-2, of no call "
-        "in the record (issued, not started)"
+        "rank 0: the device has not completed nccl:all_reduce, torch's collective 5 of group 'g' of ranks 0-2, of no "
+        "call in the record (issued, not started)"
     )
     for bad in ({}, [3], [{"created": 1}]):
         _change(tmp_path / "tritoncomm-flight-0.json", active=bad)
-        with pytest.raises(tritoncomm.ArgumentError, match="is no flight record: active"):
+        with pytest.raises(tritoncomm.ArgumentError, match=r"is no flight record: record\.active"):
             _story(tmp_path)
 
 
@@ -395,7 +396,8 @@ def test_a_dump_has_the_fields_of_torchs_recorder(tmp_path: Path) -> None:
     first, second = dump["entries"]
     assert first.keys() == second.keys() > FIELDS
     expected = {
-        "record_id": 0, "process_group": ("g", "tritoncomm"), "collective_seq_id": 1, "profiling_name": "nccl:all_reduce",
+        "record_id": 0, "process_group": ("g", "tritoncomm"), "collective_seq_id": 1,
+        "profiling_name": "nccl:all_reduce",
         "input_sizes": [[4, 2]], "output_sizes": [[4, 2]], "input_dtypes": ["float32"], "output_dtypes": ["float32"],
         "state": "completed", "retired": True, "time_created_ns": 1000, "time_discovered_started_ns": 1000,
         "time_discovered_completed_ns": 1500, "is_p2p": False,
@@ -599,7 +601,8 @@ def test_torchs_analyser_names_the_first_difference(pool: Pool, tmp_path: Path) 
         "'_all_gather_base' does not match found collective type: '_reduce_scatter_base'", "all_gather_dim(float32",
     )  # fmt: skip
     first_of(
-        "missing", "Not all ranks joining collective", "collective: nccl:all_reduce", "missing ranks: {1}", "all_reduce("
+        "missing", "Not all ranks joining collective", "collective: nccl:all_reduce", "missing ranks: {1}",
+        "all_reduce(float32",
     )  # fmt: skip
     second, third = said["p2p"].split("sequence number: ")[1:]
     assert second.startswith("2 has errors\n")

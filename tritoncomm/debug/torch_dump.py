@@ -67,7 +67,7 @@ def dumps_of(records: Sequence[Record]) -> dict[int, dict[str, Any]]:
     dumps = {each.rank: _Dump(each) for each in records}
     for group in sorted({group for each in records for group in each.calls}):
         for known_ranks, holders in by_ranks(group, records).items():
-            ranks = known_ranks or tuple(each.rank for each in holders)
+            ranks = sorted({*known_ranks, *(each.rank for each in holders)})
             # A member that has no calls of the group may have made some that its record has lost.
             first = max(
                 min(each.calls.get(group, [each.data["counts"].get(group, 0) + 1]))
@@ -100,7 +100,7 @@ class _Dump:
 
         Args:
             group: name of the group.
-            ranks: global ranks of the group.
+            ranks: global ranks of the group, in ascending order.
             first: count of the first call to add.
         """
         self.add_group(group, ranks, "tritoncomm")
@@ -109,7 +109,7 @@ class _Dump:
             if count < first or kind not in _NAMES or call["error"].startswith(REFUSED):
                 continue
             is_uneven = kind in _UNEVEN_NAMES and split is not None and not is_even("sizes", split)
-            sizes = _sizes(call, sorted(ranks).index(self.record.rank), len(ranks))
+            sizes = _sizes(call, ranks.index(self.record.rank), len(ranks))
             if is_uneven:
                 sizes = (_ANY, sizes[1]) if kind == "all_gather" else (sizes[0], _ANY)
             dtype = call["arguments"].get("dtype") or call["dtype"]
@@ -117,7 +117,7 @@ class _Dump:
 
     def add_group(self, name: str, ranks: Sequence[int], description: str) -> None:
         """Add a process group with its global ranks and the description that the analyser prints."""
-        self.groups[name] = {"name": name, "desc": description, "ranks": str(sorted(ranks))}
+        self.groups[name] = {"name": name, "desc": description, "ranks": str(list(ranks))}
 
     def add(
         self, call: Call, group: str, count: int, name: str, sizes: tuple[Sizes, Sizes], dtypes: Sequence[str]
@@ -180,8 +180,9 @@ def _sizes(call: Call, place: int, world: int) -> tuple[Sizes, Sizes]:
                 math.prod(each) // (each[dim] or 1) * -(-each[dim] // world)
                 for each, dim in zip(shape, arguments["dims"], strict=True)
             ]
-            return [[sum(shards) * world]], [[sum(shards)]]
-        result = [*shape]
+            shape, result = [sum(shards) * world], [sum(shards)]
+        else:
+            result = [*shape]
         if kind in ("all_gather", "reduce_scatter"):
             dim, split = arguments["dim"], arguments["sizes"]
             even = shape[dim] * world if kind == "all_gather" else shape[dim] // world

@@ -46,9 +46,10 @@ _CALL: dict[str, Any] = {
 }  # fmt: skip
 _ACTIVE = {"name": str, "group": str, "state": str, "created": _INT, "sequence": _INT, "number": object}
 _RECORD = {
-    "rank": _RANK, "world": _RANK, "host": str, "pid": _INT, "time": _INT, "groups": ([_RANK],), "counts": (_INT,),
-    "calls": [_CALL], "active": [_ACTIVE],
+    "format": _INT, "rank": _RANK, "world": _RANK, "host": str, "pid": _INT, "time": _INT, "groups": ([_RANK],),
+    "counts": (_INT,), "calls": [_CALL], "active": [_ACTIVE],
 }  # fmt: skip
+_JSON_TYPES = {range: int, list: list, tuple: dict, dict: dict}
 
 
 @dataclass(frozen=True)
@@ -114,13 +115,12 @@ def _content(path: Path) -> dict[str, Any]:
         raise ArgumentError(f"{path} is no flight record: it is nested too deeply") from None
     except ValueError as error:
         raise ArgumentError(f"{path} is no flight record: {type(error).__name__}: {error}") from None
-    if type(data) is not dict or "format" not in data:
-        raise ArgumentError(f"{path} is no flight record: it has no format")
-    if data["format"] != FORMAT:
-        raise ArgumentError(f"{path} has format {reprlib.repr(data['format'])}, this version reads {FORMAT}")
-    data.setdefault("active", [])  # older records have none
+    if type(data) is dict:
+        if (version := data.get("format", FORMAT)) != FORMAT:
+            raise ArgumentError(f"{path} has format {reprlib.repr(version)}, this version reads {FORMAT}")
+        data.setdefault("active", [])  # older records have none
     if problem := _problem(data, _RECORD):
-        raise ArgumentError(f"{path} is no flight record: {problem.removeprefix('.')}")
+        raise ArgumentError(f"{path} is no flight record: record{problem}")
     return data
 
 
@@ -130,23 +130,19 @@ def _problem(value: Any, kind: Any) -> str:
     Returns the place and the value of the first difference, as ``.calls[3].line is 'x'`` or ``.rank is missing``; an
     empty text where there is none.
     """
-    if isinstance(kind, range):
-        is_right = type(value) is int and value in kind
-    else:
-        expected = kind if isinstance(kind, type) else list if isinstance(kind, list) else dict
-        is_right = expected is object or type(value) is expected
-    if not is_right:
+    expected = kind if isinstance(kind, type) else _JSON_TYPES[type(kind)]
+    if expected is not object and (type(value) is not expected or (expected is int and value not in kind)):
         return f" is {reprlib.repr(value)}"
-    items: Iterable[tuple[Any, Any, Any]] = ()
     if isinstance(kind, dict):
-        if missing := kind.keys() - value.keys():
-            return f".{min(missing)} is missing"
-        items = ((name, value[name], inner) for name, inner in kind.items())
+        for name, inner in kind.items():
+            if name not in value:
+                return f".{name} is missing"
+            if problem := _problem(value[name], inner):
+                return f".{name}{problem}"
     elif isinstance(kind, list | tuple):
-        items = ((i, each, kind[0]) for i, each in (value.items() if isinstance(kind, tuple) else enumerate(value)))
-    for place, each, inner in items:
-        if problem := _problem(each, inner):
-            return f"{f'.{place}' if isinstance(kind, dict) else f'[{place!r}]'}{problem}"
+        for place, each in enumerate(value) if expected is list else value.items():
+            if problem := _problem(each, kind[0]):
+                return f"[{place!r}]{problem}"
     return ""
 
 
@@ -335,10 +331,8 @@ def _job_lines(records: Sequence[Record]) -> list[str]:
     starts = {each.rank: min((call["start"] for call in each.data["calls"]), default=0) for each in records}
     last = max(starts, key=lambda rank: starts[rank])
     if older := [each.rank for each in records if each.data["calls"] and each.data["time"] < starts[last]]:
-        lines.append(
-            f"{named_ranks(older)} wrote before the first call in the record of rank {last}: rank {last} started late, or "
-            "the records are of different runs"
-        )
+        why = f"rank {last} started late, or the records are of different runs"
+        lines.append(f"{named_ranks(older)} wrote before the first call in the record of rank {last}: {why}")
     world, known = max(each.data["world"] for each in records), {each.rank for each in records}
     if absent := [rank for rank in range(world) if rank not in known]:
         lines.append(f"no record of {named_ranks(absent)} of {world}")
