@@ -371,10 +371,10 @@ def test_a_periodic_record_from_before_a_call_does_not_say_that_its_rank_did_not
         assert any("rank 1 did not send" in line for line in _story(tmp_path)) is is_told
 
 
-FIELDS = {  # of an entry, as torch's analyser documents or reads them
+FIELDS = {  # of an entry of torch's recorder; its analyser documents most of them
     "record_id", "pg_id", "process_group", "collective_seq_id", "p2p_seq_id", "op_id", "profiling_name", "is_p2p",
     "time_created_ns", "input_sizes", "output_sizes", "input_dtypes", "output_dtypes", "state", "retired", "frames",
-    "time_discovered_started_ns", "time_discovered_completed_ns",
+    "time_discovered_started_ns", "time_discovered_completed_ns", "thread_id", "thread_name", "timeout_ms",
 }  # fmt: skip
 
 
@@ -394,7 +394,7 @@ def test_a_dump_has_the_fields_of_torchs_recorder(tmp_path: Path) -> None:
     assert dump["version"] == "2.10"
     assert dump["pg_config"] == {"g": {"name": "g", "desc": "tritoncomm", "ranks": "[0, 1, 2]"}}
     first, second = dump["entries"]
-    assert first.keys() == second.keys() > FIELDS
+    assert first.keys() == second.keys() == FIELDS
     expected = {
         "record_id": 0, "process_group": ("g", "tritoncomm"), "collective_seq_id": 1,
         "profiling_name": "nccl:all_reduce",
