@@ -241,7 +241,8 @@ def test_records_of_sixty_four_ranks_take_seconds(tmp_path: Path) -> None:
     calls = [_call("f", count // 50, [4]) | {"group": f"g{count % 50}", "start": count} for count in range(50, 4146)]
     for rank in range(64):
         last = {"end": 0} if rank else {"name": "h", "end": 0}
-        _change(_write(tmp_path, rank, [*calls[:-1], calls[-1] | last], world=64), time=10**9)
+        path = _write(tmp_path, rank, [*calls[:-1], calls[-1] | last], world=64)
+        _change(path, time=10**9, counts={call["group"]: call["count"] for call in calls})
     started = time.monotonic()
     result = CliRunner().invoke(cli.app, ["trace", str(tmp_path), "--out", str(tmp_path / "job.json")])
     assert result.exit_code == 0, result.output
