@@ -42,7 +42,7 @@ INTEGRATIONS = [
 ]  # fmt: skip
 DEBUG = [
     "texts", "store", "agreement", "comparison", "descriptor", "sites", "torch_recorder", "flight", "check",
-    "p2p_check", "transfers", "replicas", "signals", "trace", "__init__",
+    "p2p_check", "replicas", "signals", "trace", "torch_dump", "__init__",
 ]  # fmt: skip
 RESHARD = [
     "sequence_boxes", "layout_arguments", "rows", "replicas", "layout", "cells", "sums", "plan", "builder", "tables",

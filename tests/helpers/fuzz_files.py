@@ -22,7 +22,7 @@ from hypothesis.strategies import SearchStrategy
 from table_cases import mutated, outcomes_of
 
 from tritoncomm import parsing, variables
-from tritoncomm.debug import trace
+from tritoncomm.debug import torch_dump, trace
 from tritoncomm.errors import MismatchError
 from tritoncomm.p2p import header
 from tritoncomm.p2p.message import Incoming
@@ -169,7 +169,7 @@ def records() -> SearchStrategy[list[bytes]]:
 
 
 def check_records(case: list[bytes]) -> None:
-    """Records are refused by name, or give a story and a trace."""
+    """Records are refused by name, or give a story, a trace and dumps."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         for rank, text in enumerate(case):
             (Path(folder) / f"tritoncomm-flight-{rank}.json").write_bytes(text)
@@ -180,6 +180,7 @@ def _read_all(folder: str) -> None:
     read = trace.read([folder])
     assert all(isinstance(line, str) for line in trace.story(read))
     json.loads(json.dumps(trace.perfetto(read)))
+    assert torch_dump.dumps_of(read).keys() == {each.rank for each in read}
 
 
 def _named_only(call: Callable[[], Any], *documented: type[Exception]) -> Any:

@@ -445,7 +445,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a forward leaves no line for its backward", "tritoncomm/debug/sites.py",
-        "    node._tritoncomm_site = site_above(frame)", "    pass", "tests/debug/test_flight.py",
+        "    node._tritoncomm_site = call_site()", "    pass", "tests/debug/test_flight.py",
     ),
     Mutation(
         "a backward that a program's own frame calls is recorded there", "tritoncomm/debug/flight.py",
@@ -522,7 +522,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a named pipe is read as a record", "tritoncomm/debug/trace.py",
-        "    if not stat.S_ISREG(mode):", "    if stat.S_ISDIR(mode):", "tests/debug/test_flight.py",
+        "    if not stat.S_ISREG(mode):", "    if stat.S_ISDIR(mode):", "tests/debug/test_trace.py",
     ),
     Mutation(
         "a group that is made again reads the verdicts of before", "tritoncomm/debug/check.py",
@@ -544,7 +544,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a rank that is terminated writes nothing", "tritoncomm/debug/signals.py",
-        '        write_on("signal SIGTERM")', "        pass", "tests/debug/test_signals.py",
+        '            write_on("signal SIGTERM")', "            pass", "tests/debug/test_signals.py",
     ),
     Mutation(
         "messages between other ranks begin at the first byte", "tritoncomm/reshard/plan.py",
@@ -799,13 +799,21 @@ MUTATIONS = (
         "place = differ[0] if differ else common", "place = 0", "tests/debug/test_replicas.py",
     ),
     Mutation(
-        "messages are counted in records that lack the first ones", "tritoncomm/debug/transfers.py",
-        "for rank, each in calls.items() if 1 in each}", "for rank, each in calls.items() if each}",
-        "tests/debug/test_flight.py",
+        "messages are counted in records that lack the first ones", "tritoncomm/debug/trace.py",
+        "for each in records if 1 in each.calls.get(group, ())}", "for each in records if group in each.calls}",
+        "tests/debug/test_trace.py",
     ),
     Mutation(
-        "a step that was refused counts as a message", "tritoncomm/debug/transfers.py",
-        ' or call["error"].startswith(_REFUSED)', "", "tests/debug/test_flight.py",
+        "a dump for torch has calls that another record has lost", "tritoncomm/debug/torch_dump.py",
+        "if count < first or kind not in _NAMES", "if kind not in _NAMES", "tests/debug/test_trace.py",
+    ),
+    Mutation(
+        "torch's analyser compares the uneven sizes of an all-gather", "tritoncomm/debug/torch_dump.py",
+        "            if is_uneven:\n", "            if False:\n", "tests/debug/test_trace.py",
+    ),
+    Mutation(
+        "a step that was refused counts as a message", "tritoncomm/debug/trace.py",
+        ' or call["error"].startswith(REFUSED)', "", "tests/debug/test_trace.py",
     ),
     Mutation(
         "a wait is not under way", "tritoncomm/debug/flight.py",

@@ -1,4 +1,4 @@
-"""The command `tritoncomm trace`: merges flight records, says where ranks diverged."""
+"""The command ``tritoncomm trace``: where the ranks of a job diverged, from their flight records."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from tritoncomm.cli._console import paragraphs, refusing, say, terminal
+from tritoncomm.debug import torch_dump
 from tritoncomm.debug.trace import perfetto, read, story
 
 __all__ = ["EPILOG", "trace"]
@@ -16,22 +17,32 @@ EPILOG = paragraphs(
     "torchrun ... train.py   (with TRITONCOMM_FLIGHT=/logs every rank writes its record where a call fails)",
     "tritoncomm trace /logs",
     "tritoncomm trace tritoncomm-flight-*.json --out job.json   (open it at ui.perfetto.dev)",
-    "Exits with 0, and with 2 for what is no record: another file, a named pipe, a device.",
+    "tritoncomm trace /logs --to-torch dumps   (then: torchfrtrace dumps, which torch installs)",
+    "Exits with 0, and with 2 for files that are no records, as named pipes, devices and other JSON.",
 )
 
 
 def trace(
     files: Annotated[list[Path], typer.Argument(help="Flight records, or folders that hold them.", show_default=False)],
     out: Annotated[Path | None, typer.Option(help="Write one trace for Perfetto.", show_default=False)] = None,
+    to_torch: Annotated[
+        Path | None, typer.Option(help="Write a folder of dumps for torch's analyser.", show_default=False)
+    ] = None,
 ) -> None:
-    """Merge the flight records of ranks: where they diverged, who waits for whom, and one trace of all."""
+    """Merge the flight records of ranks: where they diverged, who waits for whom, one trace, dumps for torch."""
     with refusing():
         records = read(files)
         if out is not None:
             out.write_text(json.dumps(perfetto(records)))
+        entries = 0 if to_torch is None else torch_dump.write(records, to_torch)
     console = terminal()
     for line in story(records):
         say(console, line)
     if out is not None:
         calls = sum(len(each.data["calls"]) for each in records)
         say(console, f"wrote {out}: {calls} calls of {len(records)} ranks")
+    if to_torch is not None:
+        ranks = {rank for each in records for group in each.data["groups"].values() for rank in group}
+        is_complete = ranks <= {each.rank for each in records}
+        say(console, f"wrote {to_torch}: {entries} entries of {len(records)} ranks for torch's analyser; run")
+        say(console, f"  torchfrtrace {to_torch}{'' if is_complete else ' --allow-incomplete-ranks'}")

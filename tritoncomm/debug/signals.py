@@ -1,12 +1,13 @@
-"""Moments at which the flight record is written without being asked: an uncaught error, a call that is late, the end of
-the process, each ten seconds into the folder that is named, and, with TRITONCOMM_FLIGHT_SIGNALS=1, two signals.
+"""Automatic writing of the flight record: after an uncaught error, by a watchdog, at exit, and on two signals.
 
-A record must not change how a process ends, so without that variable no signal has a handler of this package.
+The watchdog reports calls that are late, and every ten seconds brings the record in a named folder up to date. Signals
+write the record only with TRITONCOMM_FLIGHT_SIGNALS=1: otherwise this package installs no handler, because a record
+must not change how a process ends.
 
-Python runs a signal handler between two instructions of the main thread, which never comes while that is blocked in a
-collective. The interpreter's C handler, though, writes the signal's number to a file descriptor at once
-(``signal.set_wakeup_fd``), and a thread that reads it writes the record. Where the program has set another descriptor
-since, as asyncio does, the handler itself writes it.
+Python runs a signal handler between two instructions of the main thread, so never while that is blocked in a
+collective. The interpreter's C handler, though, writes the signal's number at once to the wakeup descriptor
+(``signal.set_wakeup_fd``), here a pipe, and a thread that reads the pipe writes the record. Where the program has
+replaced the descriptor since, as asyncio does, the Python handler writes the record itself.
 """
 
 import atexit
@@ -17,135 +18,140 @@ import signal
 import sys
 import threading
 import time
+from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 from tritoncomm import variables
 from tritoncomm.debug.flight import PERIODIC, flight, open_calls, report, write_if_changed, write_on
-from tritoncomm.debug.torch_recorder import Active, Recorder
+from tritoncomm.debug.torch_recorder import Recorder
 
 __all__ = ["PERIOD", "SHARE", "SIGNALS", "WATCHDOG_SECONDS", "handle", "install"]
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 WATCHDOG_SECONDS = 60.0
-"""Seconds after which a call that blocks the host, or has not completed on the device, is reported once."""
+"""Age at which the watchdog reports a call that blocks the host, or a collective that the device has not completed."""
 PERIOD = 10.0
-"""Seconds between two records in a named folder, and between two questions to torch's recorder, or more."""
+"""Least number of seconds between two periodic records, and between two queries of torch's recorder."""
 SHARE = 0.005
-"""Share of its time that the watchdog may spend on both."""
+"""Largest share of its time that the watchdog spends on periodic records and queries."""
 
-_installed = threading.Event()
-_is_on = False  # whether both signals write the record
-_pipe: tuple[int, int] | None = None  # that signals are written to, and read from by a thread
-_before = -1  # the program's own descriptor for signals
+_is_on = False  # whether signals write the record
+_pipe: tuple[int, int] | None = None  # read end and write end of the wakeup pipe
+_program_fd = -1  # wakeup descriptor of the program, which gets every signal too
 _ending = threading.RLock()
-_reported: set[str] = set()
-_masks = threading.local()  # of signals, of a thread that forks
+_masks = threading.local()  # signal mask of a thread that forks
 
 
+@cache
 def install() -> None:
-    """Install the hooks and start the watchdog, once per process. They do nothing while the record is off."""
-    if not _installed.is_set():
-        _installed.set()
-        _install_hooks()
-        _start_watchdog()
-        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)
+    """Start the watchdog and hook uncaught errors, the end of the process, and forks; later calls do nothing.
+
+    The hooks write the flight record while it is on. Error hooks that the program had before are still called.
+    """
+    program_hook, program_thread_hook = sys.excepthook, threading.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
+        """Write the record, then call the program's hook for an error that ends the main thread."""
+        write_on(f"uncaught {kind.__name__}: {error}")
+        return program_hook(kind, error, traceback)
+
+    def thread_hook(args: threading.ExceptHookArgs) -> Any:
+        """Write the record, then call the program's hook for an error that ends another thread."""
+        if args.exc_type is not SystemExit:  # which ends a thread silently
+            name = "" if args.thread is None else f" in thread {args.thread.name!r}"
+            write_on(f"uncaught {args.exc_type.__name__}{name}: {args.exc_value}")
+        return program_thread_hook(args)
+
+    sys.excepthook, threading.excepthook = hook, thread_hook
+    atexit.register(_at_exit)
+    _start_thread(_watch, "watchdog")
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 def handle(on: bool) -> None:
-    """Let both signals write the record, or restore their default actions; only the main thread can."""
+    """Install the signal handlers that write the flight record, or restore the default actions of both signals.
+
+    Does nothing where that is done already. Python allows it in the main thread only; in other threads a line on
+    standard error says so.
+    """
     if on == _is_on:
         return
     if threading.current_thread() is threading.main_thread():
         _install_handlers() if on else _remove_handlers()
     elif on:
-        _say_once("signals do not write the flight record: Python installs handlers in the main thread only")
+        report("signals do not write the flight record: Python installs handlers in the main thread only")
 
 
-def _start_watchdog() -> None:
-    threading.Thread(target=_watch, name="tritoncomm-watchdog", daemon=True).start()
-
-
-def _say_once(text: str) -> None:
-    if text not in _reported:
-        _reported.add(text)
-        report(text)
-
-
-def _install_hooks() -> None:
-    """Errors that end the program, or a thread of it; what was installed before is called as well."""
-    before, before_in_threads = sys.excepthook, threading.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
-        write_on(f"uncaught {kind.__name__}: {error}")
-        return before(kind, error, traceback)
-
-    def thread_hook(args: threading.ExceptHookArgs) -> Any:
-        if args.exc_type is not SystemExit:  # which ends a thread silently
-            name = "" if args.thread is None else f" in thread {args.thread.name!r}"
-            write_on(f"uncaught {args.exc_type.__name__}{name}: {args.exc_value}")
-        return before_in_threads(args)
-
-    sys.excepthook, threading.excepthook = hook, thread_hook
-    atexit.register(_at_exit)
+def _start_thread(target: Any, name: str) -> None:
+    """Start a daemon thread ``tritoncomm-NAME`` that runs a function."""
+    threading.Thread(target=target, name=f"tritoncomm-{name}", daemon=True).start()
 
 
 def _at_exit() -> None:
-    """A rank that made fewer calls than the others, and ends: where a folder is named, and nothing newer is in it."""
+    """Write the record into the named folder at the end of the process, unless it is there and complete.
+
+    So a rank that ends early, having made fewer calls than the others, leaves its record. A periodic record is replaced
+    even if complete, for the reason in it. Does nothing where no folder is named.
+    """
     if variables.FLIGHT.value[1] and (flight.written != flight.progress() or flight.reason == PERIODIC):
         write_on("the process ends")
 
 
 def _install_handlers() -> None:
-    """Give each signal a handler where the program has none. Its own handlers stay, and the record is written too."""
-    global _is_on, _pipe, _before
-    usable = []
+    """Make SIGUSR1 and SIGTERM write the record: set the wakeup descriptor, and a handler where the program has none.
+
+    A handler of the program stays installed. A signal that cannot be used is left alone, and a line on standard error
+    has the reason.
+    """
+    global _is_on, _pipe, _program_fd
+    _is_on, usable = True, False
     for number in SIGNALS:
         if reason := _reason_against(number):
-            _say_once(f"{number.name} does not write the flight record: {reason}")
+            report(f"{number.name} does not write the flight record: {reason}")
             continue
-        usable.append(number)
+        usable = True
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _handle)
-    _is_on = True
-    if not usable:
-        return
-    if _pipe is None:
-        _pipe = os.pipe()
-        os.set_blocking(_pipe[1], False)
-        threading.Thread(target=_read, args=(_pipe[0],), name="tritoncomm-signals", daemon=True).start()
-    _before = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
+    if usable:
+        if _pipe is None:
+            _pipe = os.pipe()
+            os.set_blocking(_pipe[1], False)
+            _start_thread(_read, "signals")
+        _program_fd = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
 
 
 def _remove_handlers() -> None:
-    """Restore the default action of each signal, and the program's descriptor, where the program has set no other.
+    """Restore the default action of each signal that has this package's handler, and the program's wakeup descriptor.
 
-    The pipe stays open: whoever took its descriptor for that of before may set it again.
+    A descriptor that the program has set since stays. The pipe stays open, because the program may have saved its
+    descriptor and may set it again.
     """
     global _is_on
     _is_on = False
     for number in filter(_is_ours, SIGNALS):
         signal.signal(number, signal.SIG_DFL)
     if _owns_wakeup():
-        signal.set_wakeup_fd(_before)
+        signal.set_wakeup_fd(_program_fd)
 
 
 def _is_ours(number: signal.Signals) -> bool:
+    """Whether the Python handler of a signal is the one of this package."""
     return signal.getsignal(number) is _handle
 
 
 def _owns_wakeup() -> bool:
-    """Whether signals are written to this package's descriptor. Python has no function that only reads it."""
-    now = signal.set_wakeup_fd(-1)
-    is_ours = _pipe is not None and now == _pipe[1]
-    if now != -1:
-        signal.set_wakeup_fd(now, warn_on_full_buffer=not is_ours)
+    """Whether the wakeup descriptor, which gets the numbers of signals, is the pipe of this package."""
+    descriptor = signal.set_wakeup_fd(-1)  # Python has no function that only reads it
+    is_ours = _pipe is not None and descriptor == _pipe[1]
+    if descriptor != -1:
+        signal.set_wakeup_fd(descriptor, warn_on_full_buffer=not is_ours)
     return is_ours
 
 
 def _reason_against(number: signal.Signals) -> str:
-    """Why a signal cannot be used; empty if it can."""
+    """Return why a signal cannot write the record (ignored, a handler unknown to Python); empty where it can."""
     handler = signal.getsignal(number)
     if handler is signal.SIG_IGN:
         return "the program, or what started it, ignores the signal"
@@ -155,7 +161,7 @@ def _reason_against(number: signal.Signals) -> str:
 
 
 def _is_caught(number: int) -> bool:
-    """Whether the process has a handler of a signal, Python's or not; False where the system does not say."""
+    """Whether the process has any handler of a signal, read from ``/proc/self/status``; False where that is missing."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
@@ -164,56 +170,63 @@ def _is_caught(number: int) -> bool:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    """In the main thread, unless that is blocked; the thread that reads the descriptor has the signal too."""
+    """Handle a signal in the main thread: write the record, unless the thread that reads the pipe will do it.
+
+    SIGTERM is not left to that thread, because the main thread must not go on after it.
+    """
     if number == signal.SIGTERM or not _owns_wakeup():
         _write(signal.Signals(number))
 
 
 def _write(number: signal.Signals) -> None:
-    """Write the record, and end the process by SIGTERM where the program has no handler of its own.
+    """Write the record because of a signal; after SIGTERM end the process, where the program has no handler of its own.
 
-    A handler of the program that calls this package's one decides itself how the process ends.
+    A handler of the program that calls this package's handler decides itself how the process ends. Of two threads that
+    end the process the second waits until the first has written the record.
     """
     if number == signal.SIGTERM and _is_ours(number):
-        _end()
+        with _ending:
+            write_on("signal SIGTERM")
+            # signal.signal works in the main thread only, and this may be another one.
+            ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
+            os.kill(os.getpid(), signal.SIGTERM)
     else:
         write_on(f"signal {number.name}")
 
 
-def _end() -> None:
-    """Write the record, and end the process as SIGTERM does; whoever comes second waits for that."""
-    with _ending:
-        write_on("signal SIGTERM")
-        # From any thread, while Python's own module sets actions in the main one only.
-        ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _read(descriptor: int) -> None:
+def _read() -> None:
+    """Read signal numbers from the pipe for ever, pass them on to the program's descriptor, and write the record."""
+    assert _pipe is not None
+    descriptor = _pipe[0]
     while numbers := os.read(descriptor, 64):
-        if _before != -1:
-            with contextlib.suppress(OSError):  # whoever had it may have closed it
-                os.write(_before, numbers)
+        if _program_fd != -1:
+            with contextlib.suppress(OSError):  # the program may have closed it
+                os.write(_program_fd, numbers)
         for number in SIGNALS:
             if number in numbers and _is_on:
                 _write(number)
 
 
 def _before_fork() -> None:
-    """Hold signals back: one that comes before the child has its own actions would be taken for its parent's."""
+    """Block both signals before a fork, where they write the record.
+
+    Until the child has restored its default actions, it would write a signal's number to the pipe of its parent.
+    """
     if _pipe is not None:
-        _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        _masks.saved = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def _after_fork_in_parent() -> None:
-    if (mask := _masks.__dict__.pop("before", None)) is not None:
+    """Restore the signal mask that the thread had before it forked."""
+    if (mask := _masks.__dict__.pop("saved", None)) is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _after_fork() -> None:
-    """In a forked process, as of a data loader: default actions, so that a signal ends it in native code too.
+def _after_fork_in_child() -> None:
+    """Reset a forked process, as a worker of a data loader: empty record, default signal actions, no pipe.
 
-    Its threads are gone, and what it would write would take the place of its parent's record; until it makes a call.
+    A signal then ends the process even in native code. The threads of the parent do not exist in it, and a record of it
+    would replace that of its parent. It becomes a rank of its own with its first call.
     """
     global _pipe
     flight.forget()
@@ -227,15 +240,23 @@ def _after_fork() -> None:
 
 
 def _become_rank() -> None:
-    """A forked process makes its first call: it is a rank, as a launcher that forks starts them."""
+    """Start the watchdog and the signal handlers in a forked process that makes its first call, where the record is on.
+
+    Such a process is a rank, started by a launcher that forks, and no worker of its parent.
+    """
     flight.on_first_call = None
     if variables.FLIGHT.value[0]:
-        _start_watchdog()
+        _start_thread(_watch, "watchdog")
         handle(variables.FLIGHT_SIGNALS.value)
 
 
 def _watch() -> None:
-    """Report each call that is under way for too long, and keep the record in a named folder up to date."""
+    """Watch the calls of this process for ever, in a thread of its own.
+
+    Writes the record once for each call that blocks the host for ``WATCHDOG_SECONDS``, and for each collective that the
+    device has not completed in that time. Keeps collectives that are older than ``PERIOD`` for the record, and updates
+    the record in a named folder. Reports once why torch's recorder cannot be read.
+    """
     recorder, last_call, last_collective = Recorder(), 0, 0
     due = time.monotonic() + PERIOD
     while True:
@@ -248,22 +269,14 @@ def _watch() -> None:
                 write_on(f"watchdog: {call.name} is under way for {(now - call.start) / 1e9:.0f} s, {call.which()}")
         if time.monotonic() < due or not variables.FLIGHT.value[0]:
             continue
-        begun = time.monotonic()
-        oldest = _ask(recorder, now)
-        if oldest is not None and last_collective < oldest.created <= limit:
-            last_collective = oldest.created
-            seconds = (now - oldest.created) / 1e9
-            write_on(f"watchdog: {oldest.name} of group {oldest.group!r} was {oldest.state} for {seconds:.0f} s")
+        begun, problem = time.monotonic(), recorder.problem
+        flight.active = [each for each in recorder.active() if now - each.created >= PERIOD * 1e9]
+        if recorder.problem != problem:
+            report(recorder.problem)
+        for oldest in flight.active[:1]:
+            if last_collective < oldest.created <= limit:
+                last_collective, seconds = oldest.created, (now - oldest.created) / 1e9
+                write_on(f"watchdog: {oldest.name} of group {oldest.group!r} was {oldest.state} for {seconds:.0f} s")
         write_if_changed()
         ended = time.monotonic()
         due = ended + max(PERIOD, (ended - begun) / SHARE)
-
-
-def _ask(recorder: Recorder, now: int) -> Active | None:
-    """Keep the collectives that have not completed since ``PERIOD`` for the record; return the oldest of them."""
-    had_problem = bool(recorder.problem)
-    active = recorder.active()
-    if recorder.problem and not had_problem:
-        report(recorder.problem)
-    flight.active = [each for each in active if now - each.created >= PERIOD * 1e9]
-    return flight.active[0] if flight.active else None

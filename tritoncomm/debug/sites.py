@@ -1,4 +1,8 @@
-"""Where the program called this package: file and line, looked up on the hot path and put into words later."""
+"""Call sites: the file and line of the program that called this package.
+
+A site is the code object of the program's function and the offset of an instruction in it, which takes no time to look
+up. ``located`` makes file and line of it when a record is written or an error is raised.
+"""
 
 import os
 import sys
@@ -11,12 +15,13 @@ __all__ = ["OURS", "call_site", "leave_site", "located", "site_above", "source_o
 
 _HERE = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__path__[0])) + os.sep
+# No public function returns the node whose backward runs; this one is there in torch 2.11 to 2.15.
 _current_node: Any = torch._C._current_autograd_node
 _frame = sys._getframe
 
 
 def located(site: Any) -> tuple[str, int]:
-    """File and line of a ``Call.site``; ("", 0) for None."""
+    """Return file name and line number of a call site (code object and instruction offset); ("", 0) for None."""
     if site is None:
         return "", 0
     code, offset = site
@@ -24,19 +29,24 @@ def located(site: Any) -> tuple[str, int]:
     return code.co_filename, line or code.co_firstlineno
 
 
-_PROGRAM, _ANY_TORCH, OURS = range(3)  # zero is the program, as hot paths know
-sources: dict[str, int] = {}  # whose a file is
+_PROGRAM, _ANY_TORCH, OURS = range(3)  # the program is 0, because hot paths only ask whether a file is another's
+sources: dict[str, int] = {}
+"""By file name: whether the file is the program's, torch's or this package's."""
 
 
 def source_of(file: str) -> int:
-    """Whose a file is that ``sources`` has not yet."""
-    kind = OURS if file.startswith(_HERE) else _ANY_TORCH if file.startswith((_TORCH, "<frozen")) else _PROGRAM
-    sources[file] = kind
-    return kind
+    """Return whose a source file is: the program's (0), torch's (1) or this package's (2); store it in ``sources``."""
+    source = OURS if file.startswith(_HERE) else _ANY_TORCH if file.startswith((_TORCH, "<frozen")) else _PROGRAM
+    sources[file] = source
+    return source
 
 
 def call_site(depth: int = 1) -> Any:
-    """Where the program called this package, ``depth`` frames up or further."""
+    """Return the call site in the program: of the nearest frame that is not this package's or torch's.
+
+    Args:
+        depth: frames above the caller of this function at which the search starts.
+    """
     try:
         frame = _frame(depth + 1)
     except ValueError:  # a thread that begins with a call of this package
@@ -45,9 +55,10 @@ def call_site(depth: int = 1) -> Any:
 
 
 def site_above(frame: Any) -> Any:
-    """The program's frame that is ``frame`` or called it, as code and offset.
+    """Return the call site in the program, from ``frame`` upward: code object and instruction offset.
 
-    Of a backward it is where the program called the forward, which has left it on its node of autograd's graph.
+    Frames of this package and of torch are passed by. In a backward it is the site of its forward, which ``leave_site``
+    has stored on the node of autograd's graph. Where no frame is the program's it is the site of the outermost frame.
     """
     while True:
         code = frame.f_code
@@ -70,9 +81,5 @@ def site_above(frame: Any) -> Any:
 
 
 def leave_site(node: Any) -> None:
-    """Leave it on a node of autograd's graph, whose forward has called the caller of this."""
-    try:
-        frame = _frame(4)
-    except ValueError:  # a thread that begins with a forward
-        frame = _frame(3)
-    node._tritoncomm_site = site_above(frame)
+    """Store the call site of a forward on its autograd node, where ``site_above`` finds it in the backward."""
+    node._tritoncomm_site = call_site()

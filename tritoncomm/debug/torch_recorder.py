@@ -1,7 +1,7 @@
-"""Collectives that torch's own recorder holds as issued and not completed.
+"""Reader of torch's own flight recorder: the collectives that were issued and that the device has not completed.
 
-On a GPU a call of this package has ended when it was issued, so a hang on the device is invisible to the host. torch's
-recorder queries the events of every NCCL collective. It is a ring of 2000 collectives, or TORCH_FR_BUFFER_SIZE.
+On a GPU a call of this package ends when it is issued, so the host does not see a hang on the device. torch's recorder
+queries the events of every NCCL collective. It keeps the last 2000 of them, or TORCH_FR_BUFFER_SIZE.
 """
 
 import ctypes
@@ -17,20 +17,20 @@ from torch._C import _distributed_c10d
 
 __all__ = ["Active", "Recorder", "buffer_size", "has_starts"]
 
-_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the first that is set counts, as in torch
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # torch takes the first one that is set
 _SIZE = 2000  # torch's default, in 2.11 to 2.13
-_THREAD_LOCAL = 1  # of cudaStreamCaptureMode, and of hipStreamCaptureMode
-_ON = ("1", "true", "yes", "y", "on", "t")  # as torch reads its switches
+_THREAD_LOCAL = 1  # value in the enumerations cudaStreamCaptureMode and hipStreamCaptureMode
+_ON = ("1", "true", "yes", "y", "on", "t")  # texts that torch takes for true
 
 
 class Active(NamedTuple):
-    """A collective or transfer that was issued and has not completed.
+    """A collective or p2p transfer that was issued and has not completed.
 
     Attributes:
-        created: nanoseconds since the epoch, when it was issued.
+        created: time of issue, in nanoseconds since the epoch.
         group: name of the process group.
-        name: as torch calls it, ``nccl:all_reduce``.
-        sequence: count of this collective, or of this transfer, on its group.
+        name: torch's name, as ``nccl:all_reduce``.
+        sequence: count of collectives, or of transfers, on this group, this one included.
         state: ``issued, not started``, ``started, not completed``, or, where torch does not record when a device begins
             a collective, ``issued, not completed``.
     """
@@ -43,16 +43,20 @@ class Active(NamedTuple):
 
 
 class Recorder:
-    """torch's recorder, asked from one thread.
+    """A reader of torch's recorder, for one thread.
 
     Attributes:
-        problem: why it cannot be asked, or not any more; empty while it can.
+        problem: reason why the recorder cannot be read; empty while it can.
     """
 
     def __init__(self) -> None:
+        """Look up the functions of this build of torch that dump the recorder of NCCL, and of nccl2 where it has one.
+
+        Sets ``problem`` where there is none, or the recorder is off.
+        """
         # No public function returns the recorder's entries. Tested: the entry points of torch 2.11 with CUDA, and the
-        # entries of 2.13, whose recorder of CPU groups writes the same format. nccl2 has a recorder of its own where
-        # the second function takes the name of a backend; that is read in torch's source and was never run.
+        # entries of 2.13, whose recorder of CPU groups writes the same format. Where the second function takes the name
+        # of a backend, nccl2 has a recorder of its own: so torch's source says, which was not run on a GPU.
         module: Any = _distributed_c10d
         self._dumps: list[Callable[..., bytes]] = []
         if legacy := getattr(module, "_dump_nccl_trace_json", None):
@@ -67,23 +71,27 @@ class Recorder:
             self.problem = "torch's recorder is off, as TORCH_FR_BUFFER_SIZE is 0"
 
     def active(self) -> list[Active]:
-        """Ask for the collectives that have not completed, oldest first; none where there is a ``problem``."""
+        """Read the collectives that have not completed, oldest first.
+
+        Returns none before the program has initialized CUDA, and where there is a ``problem``. An error while reading
+        becomes the ``problem``, and nothing is read after it.
+        """
         if self.problem or not torch.cuda.is_initialized():
             return []
         try:
             if not self._may_query:
                 _allow_queries()
                 self._may_query = True
-            return sorted(
-                each for dump in self._dumps for each in _read(dump(includeCollectives=True, onlyActive=True))
-            )
+            contents = [json.loads(dump(includeCollectives=True, onlyActive=True)) for dump in self._dumps]
+            entries = [entry for content in contents for entry in content.get("entries", [])]  # none before the first
+            return sorted(_active(entry) for entry in entries if not entry.get("retired"))
         except Exception as error:  # a private format must not end the watchdog, which reports the problem once
             self.problem = f"torch's recorder cannot be read: {type(error).__name__}: {error}"
             return []
 
 
 def buffer_size() -> int:
-    """Number of collectives that torch's recorder keeps; 0 where it is off."""
+    """Return the number of collectives that torch's recorder keeps, from the environment; 0 where it is off."""
     text = next((os.environ[name] for name in _SIZES if name in os.environ), str(_SIZE))
     with suppress(ValueError):
         return max(int(text), 0)
@@ -91,18 +99,21 @@ def buffer_size() -> int:
 
 
 def has_starts() -> bool:
-    """Whether torch records when a device begins a collective, which costs an event for each of them."""
+    """Whether torch's recorder sees when a device begins a collective, as variables of the environment say.
+
+    It then records one more event for each collective.
+    """
     names = ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG")
     is_detailed = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
     return is_detailed or any(os.environ.get(name, "").lower() in _ON for name in names)
 
 
-def _read(content: bytes) -> list[Active]:
-    """Parse the entries of a dump; without any collective it has no list of entries."""
-    return [_active(each) for each in json.loads(content).get("entries", []) if not each.get("retired")]
-
-
 def _active(entry: dict[str, Any]) -> Active:
+    """Parse one entry of torch's recorder.
+
+    Raises:
+        KeyError, IndexError, TypeError, ValueError: the entry has another format.
+    """
     group, name = str(entry["process_group"][0]), str(entry["profiling_name"])
     sequence = int(entry["p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id"])
     state = "issued, not completed"
@@ -114,13 +125,14 @@ def _active(entry: dict[str, Any]) -> Active:
 
 
 def _allow_queries() -> None:
-    """Let this thread query events while another thread captures a CUDA graph.
+    """Let this thread query events while another thread captures a CUDA or HIP graph, where a query ends the capture.
 
-    Otherwise a query invalidates the capture. torch's own watchdog does the same; Python has no function for it.
+    Sets the thread's capture mode by the runtime library, because torch has no function for it in Python. torch's own
+    watchdog does the same.
 
     Raises:
-        OSError: the device's runtime library is not found.
-        RuntimeError: the runtime refuses.
+        OSError: the runtime library, or its function, is not found.
+        RuntimeError: the function returns an error.
     """
     is_hip = torch.version.hip is not None
     major = (torch.version.cuda or "").split(".")[0]

@@ -1,0 +1,619 @@
+"""The merged trace of flight records: its words, its Perfetto trace, and its dumps for torch's analyser."""
+
+import importlib.util
+import json
+import os
+import pickle
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from pool import Pool
+from torch.distributed import ProcessGroup
+from typer.testing import CliRunner
+
+import tritoncomm
+from tritoncomm import MismatchError, cli, p2p, variables
+from tritoncomm import collective as c
+from tritoncomm import mappings as m
+from tritoncomm.debug import torch_dump, trace
+from tritoncomm.debug.flight import flight
+
+AGREE = "the records agree, and no call was under way when they were written"
+
+
+def _call(name: str, count: int, shape: list[int], **more: Any) -> dict[str, Any]:
+    return {
+        "number": count, "count": count, "name": name, "kind": "all_reduce", "group": "g", "shape": shape,
+        "dtype": "float32", "arguments": {"op": "SUM"}, "path": "view", "bytes_copied": 0, "bytes_sent": 8,
+        "start": 1000 * count, "end": 1000 * count + 500, "file": "train.py", "line": 10 + count, "thread": 1,
+        "error": "",
+    } | more  # fmt: skip
+
+
+def _write(folder: Path, rank: int, calls: list[dict[str, Any]], world: int = 4) -> Path:
+    path = folder / f"tritoncomm-flight-{rank}.json"
+    counts = {"g": max((call["count"] for call in calls), default=0)}
+    data = {
+        "format": 1, "rank": rank, "world": world, "host": "h", "pid": 1, "time": 9000, "reason": "",
+        "groups": {"g": [0, 1, 2]}, "counts": counts, "calls": calls,
+    }  # fmt: skip
+    path.write_text(json.dumps(data))
+    return path
+
+
+def test_records_merge_into_words_and_one_trace(tmp_path: Path) -> None:
+    same = [_call("f", count, [4]) for count in (1, 2)]
+    _write(tmp_path, 0, [*same, _call("f", 3, [4]), _call("g", 4, [4], end=0)])
+    _write(tmp_path, 1, [*same[1:], _call("f", 3, [5]), _call("h", 4, [5], end=0)])
+    _write(tmp_path, 2, same)
+    out = tmp_path / "job.json"
+    result = CliRunner().invoke(cli.app, ["trace", str(tmp_path), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    missing = "of group 'g' of ranks 0-2; rank 2 did not join it"
+    assert result.output.splitlines() == [
+        "no record of rank 3 of 4",
+        "group 'g' of ranks 0-2: call 3 is the first that differs, in shape:",
+        "  rank 0: f(float32 [4], op=SUM) at train.py:13",
+        "  rank 1: f(float32 [5], op=SUM) at train.py:13",
+        f"rank 0: in g(float32 [4], op=SUM) at train.py:14, call 4 {missing}",
+        f"rank 1: in h(float32 [5], op=SUM) at train.py:14, call 4 {missing}",
+        f"wrote {out}: 9 calls of 3 ranks",
+    ]
+    events = json.loads(out.read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert [(event["pid"], event["name"], event["ts"], event["dur"]) for event in slices][:4] == [
+        (0, "f", 0.0, 0.5), (0, "f", 1.0, 0.5), (0, "f", 2.0, 0.5), (0, "g", 3.0, 5.0)
+    ]  # fmt: skip
+    arrows = [(event["ph"], event["pid"]) for event in events if event.get("id") == "g/2"]
+    assert arrows == [("s", 0), ("t", 1), ("f", 2)]
+
+
+def _story(folder: Path) -> list[str]:
+    return trace.story(trace.read([folder]))
+
+
+def _change(path: Path, **more: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+
+
+def test_ranks_that_wait_in_one_call_share_a_line(tmp_path: Path) -> None:
+    for rank in range(3):
+        _write(tmp_path, rank, [_call("f", 1, [4]), _call("g", 2, [4], end=0)][: 1 + (rank != 1)], world=3)
+    assert _story(tmp_path) == [
+        "ranks 0, 2: in g(float32 [4], op=SUM) at train.py:12, call 2 of group 'g' of ranks 0-2; rank 1 did not join it"
+    ]
+
+
+def test_asynchronous_calls_that_other_ranks_did_not_make(tmp_path: Path) -> None:
+    """They have ended where they were issued, and nothing is under way."""
+    for rank in range(3):
+        _write(tmp_path, rank, [_call("f", count, [4]) for count in (1, 2, 3)][: 3 - rank], world=3)
+    call = "f(float32 [4], op=SUM) at train.py:12, call 2 of group 'g' of ranks 0-2"
+    assert _story(tmp_path) == [f"rank 2 did not join {call}, which rank 0 issued"]
+    _write(tmp_path, 2, [], world=3)
+    assert _story(tmp_path)[0].startswith("rank 2 did not join f(float32 [4], op=SUM) at train.py:11, call 1 of")
+    for rank in range(3):  # stages of a pipeline make different numbers of steps
+        _write(tmp_path, rank, [_call("send_forward", count, [4], kind="hop") for count in (1, 2, 3)][rank:], world=3)
+    assert _story(tmp_path) == [AGREE]
+
+
+def _hop(name: str, count: int, *transfers: list[Any], **more: Any) -> dict[str, Any]:
+    """A p2p step: of each transfer key, rank and the sizes of a tensor."""
+    listed = [[key, rank, [[shape, "float32" if key.startswith("send") else None]]] for key, rank, shape in transfers]
+    return _call(name, count, [], kind="hop", arguments={"send": "", "transfers": listed}) | {"shape": None} | more
+
+
+def test_p2p_steps_are_paired(tmp_path: Path) -> None:
+    """The second message from rank 0 has two ends that differ, the third was not sent, and rank 2 did not wait."""
+    _write(tmp_path, 0, [_hop("send", 1, ["send_next", 1, [2]]), _hop("send", 2, ["send_next", 1, [2, 2]])], world=3)
+    from_first = [_hop("recv", count, ["recv_prev", 0, [2]], ["send_next", 2, [count]]) for count in (1, 2)]
+    _write(tmp_path, 1, [*from_first, _hop("recv", 3, ["recv_prev", 0, [2]], end=0)], world=3)
+    taken = [_hop("recv", count, ["recv_prev", 1, [count]], ["send_next", 2, [2]]) for count in (1, 2, 3)]
+    _write(tmp_path, 2, taken, world=3)  # what it sends to itself has no other end
+    assert _story(tmp_path) == [
+        "message 2 from rank 0 to rank 1 is the first whose ends differ:",
+        "  rank 0: send() at train.py:12",
+        "  rank 1: recv() at train.py:12",
+        "rank 1 did not send message 3 to rank 2, whose receive is posted by recv() at train.py:13",
+        "rank 1: in recv() at train.py:13, call 3 of group 'g' of ranks 0-2; rank 0 did not join it",
+    ]
+
+    arrows = [each for each in trace.perfetto(trace.read([tmp_path]))["traceEvents"] if each["name"] == "message"]
+    assert [(each["id"], each["ph"], each["pid"], each["ts"]) for each in arrows] == [
+        ("g/0-1/1", "s", 0, 0.0), ("g/0-1/1", "f", 1, 0.0), ("g/0-1/2", "s", 0, 1.0), ("g/0-1/2", "f", 1, 1.0),
+        ("g/1-2/1", "s", 1, 0.0), ("g/1-2/1", "f", 2, 0.0), ("g/1-2/2", "s", 1, 1.0), ("g/1-2/2", "f", 2, 1.0),
+    ]  # fmt: skip
+
+
+def test_p2p_steps_that_cannot_be_paired(tmp_path: Path) -> None:
+    """Their first messages are not in the record any more, no end knows the shapes, or nothing was sent."""
+    _write(tmp_path, 0, [_hop("send", count, ["send_next", 1, [2]]) for count in (2, 3)], world=2)
+    _write(tmp_path, 1, [_hop("recv", 2, ["recv_prev", 0, [3]]), _hop("recv", 3, ["recv_prev", 0, [3]], end=0)], 2)
+    assert _story(tmp_path) == ["rank 1: in recv() at train.py:13, call 3 of group 'g' of ranks 0-2"]
+    refused = _hop("send", 1, ["send_next", 1, [7]], error="raised before anything was sent", end=0)
+    _write(tmp_path, 0, [refused, _hop("send", 2, ["send_next", 1, [2]])], world=2)
+    unknown = _hop("recv", 1, ["recv_prev", 0, [2]])
+    unknown["arguments"]["transfers"][0][2] = None
+    _write(tmp_path, 1, [unknown, _hop("recv", 2, ["recv_prev", 0, [2]], ["recv_next", 2, [2]], end=0)], world=3)
+    assert _story(tmp_path)[-1].endswith("; rank 0 did not join it; no record of rank 2")
+    for listed in (None, 3, [3], [[3]], [["send_next", 1, 3]], [["send_next", "1", None]], [[[], 1, None]]):
+        _write(tmp_path, 0, [_hop("send", 1) | {"arguments": {"transfers": listed}}], world=2)
+        assert "no record of rank 2" in _story(tmp_path)[-1]
+    twice = [_hop("recv", 1, ["recv_prev", 0, [2]], end=0), _hop("recv", 1, ["send_next", 2, [2]])]
+    _write(tmp_path, 1, twice, world=2)  # of one count, as no rank writes them
+    assert _story(tmp_path)[-1] == "rank 1: in recv() at train.py:11, call 1 of group 'g' of ranks 0-2"
+
+
+def test_errors_that_ended_ranks(tmp_path: Path) -> None:
+    """Those of the program; that of a call is beside the call, with all of its lines."""
+    first, then = _call("f", 1, [4]), _call("f", 2, [4], end=0, error="MismatchError: f:\n  rank 0: a\n  rank 1: b")
+    _change(_write(tmp_path, 0, [first, then], world=2), reason=f"uncaught {then['error']}")
+    _change(_write(tmp_path, 1, [first], world=2), reason="uncaught ValueError: out of\nmemory")
+    call = "f(float32 [4], op=SUM) at train.py:12, call 2 of group 'g' of ranks 0-2"
+    assert _story(tmp_path) == [
+        f"rank 0: failed in {call}: MismatchError: f: rank 0: a; rank 1: b; rank 1 did not join it; no record of "
+        "rank 2",
+        "rank 1: ended by an uncaught ValueError: out of; memory",
+    ]
+
+
+def test_a_call_of_another_thread_may_be_under_way(tmp_path: Path) -> None:
+    _write(tmp_path, 0, [_call("f", 1, [4], end=0), _call("g", 2, [4])], world=1)
+    assert _story(tmp_path)[-1].startswith("rank 0: in f(float32 [4], op=SUM) at train.py:11, call 1 of group 'g'")
+
+
+def test_records_of_several_runs_are_noticed(tmp_path: Path) -> None:
+    _write(tmp_path, 0, [_call("f", 1, [4])], world=2)
+    _change(_write(tmp_path, 1, [_call("f", 1, [4], start=10**12, end=10**12 + 1)], world=3), time=10**12 + 2)
+    _write(tmp_path, 2, [_call("f", 1, [4])], world=3)
+    assert _story(tmp_path) == [
+        "the records are of different runs: the world size is 2 on rank 0, 3 on ranks 1-2",
+        "ranks 0, 2 wrote before the first call in the record of rank 1: rank 1 started late, or the records are of "
+        "different runs",
+    ]
+
+
+def test_groups_of_one_name_and_other_ranks_are_not_compared(tmp_path: Path) -> None:
+    for rank in range(4):
+        path = _write(tmp_path, rank, [_call("f" if rank < 2 else "g", 1, [rank // 2])])
+        _change(path, groups={"g": [0, 1] if rank < 2 else [2, 3]})
+    assert _story(tmp_path) == [AGREE]
+    _change(_write(tmp_path, 3, [_call("h", 1, [1])]), groups={})  # and its group is gone since
+    _change(_write(tmp_path, 0, [_call("f", 1, [0])]), groups={"g": [0, 1]})
+    assert _story(tmp_path)[0] == AGREE
+    for rank in range(2):
+        (tmp_path / f"tritoncomm-flight-{rank}.json").unlink()
+    assert _story(tmp_path)[1] == "group 'g' of ranks 2-3: call 1 is the first that differs, in name:"
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("reshard", [{"plan": "p"}] * 2),
+        ("to_heads", [{"layout": "l"}] * 2),
+        ("all_gather", [{"dim": 0, "sizes": [1, 2]}] * 2),
+        ("all_to_all_single", [{"out_sizes": [1, 2]}, {"out_sizes": [2, 1]}]),
+    ],
+)
+def test_ranks_may_have_other_shapes_in_uneven_calls(tmp_path: Path, kind: str, arguments: list[Any]) -> None:
+    for rank in range(2):
+        _write(tmp_path, rank, [_call("f", 1, [1 + rank], kind=kind, arguments=arguments[rank])], world=2)
+    assert _story(tmp_path) == [AGREE]
+
+
+def test_sizes_that_are_even_are_none(tmp_path: Path) -> None:
+    for rank in range(2):
+        more = {"dim": 0, "sizes": [4, 4] if rank else None}
+        _write(tmp_path, rank, [_call("f", 1, [4], kind="all_gather", arguments=more)], world=2)
+    assert _story(tmp_path) == [AGREE]
+
+
+def test_a_story_has_no_control_characters_and_no_endless_lines(tmp_path: Path) -> None:
+    _write(tmp_path, 0, [_call("\x1b[2Jf", 1, list(range(10_000)), end=0)], world=1)
+    (line,) = _story(tmp_path)
+    assert line.startswith("rank 0: in \\x1b[2Jf(float32 [0, 1, 2, ")
+    assert len(line) < 500
+
+
+def test_a_record_that_was_not_written_to_its_end_is_refused(tmp_path: Path) -> None:
+    path = _write(tmp_path, 0, [_call("f", 1, [4])])
+    content = path.read_bytes()
+    for length in (0, 1, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(tritoncomm.ArgumentError, match="is no flight record: JSONDecodeError"):
+            trace.read([path])
+    path.write_bytes(b"\xff" + content)
+    with pytest.raises(tritoncomm.ArgumentError, match="is no flight record: UnicodeDecodeError"):
+        trace.read([path])
+
+
+@pytest.mark.slow
+def test_records_of_sixty_four_ranks_take_seconds(tmp_path: Path) -> None:
+    calls = [_call("f", count // 50, [4]) | {"group": f"g{count % 50}", "start": count} for count in range(50, 4146)]
+    for rank in range(64):
+        last = {"end": 0} if rank else {"name": "h", "end": 0}
+        path = _write(tmp_path, rank, [*calls[:-1], calls[-1] | last], world=64)
+        _change(path, time=10**9, counts={call["group"]: call["count"] for call in calls})
+    started = time.monotonic()
+    result = CliRunner().invoke(cli.app, ["trace", str(tmp_path), "--out", str(tmp_path / "job.json")])
+    assert result.exit_code == 0, result.output
+    assert len(result.output.splitlines()) == 6, result.output
+    assert time.monotonic() - started < 60
+
+
+def test_records_that_agree_say_so_and_other_files_are_refused(tmp_path: Path) -> None:
+    files = [_write(tmp_path, rank, [_call("f", 1, [2])], world=3) for rank in range(3)]
+    assert trace.story(trace.read(files)) == [AGREE]
+    (tmp_path / "other.json").write_text("[]")
+    for bad, words in ((tmp_path / "other.json", "is no flight record"), (tmp_path / "none", "none")):
+        result = CliRunner().invoke(cli.app, ["trace", str(bad)])
+        assert (result.exit_code, words in result.output) == (2, True), result.output
+    result = CliRunner().invoke(cli.app, ["trace", str(files[0]), str(files[0])])
+    assert "is a second record of rank 0" in result.output
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data: data.pop("groups"), "groups is missing"),
+        (lambda data: data.update(world=10**12), "world is 1000000000000"),
+        (lambda data: data.update(rank=None), "rank is None"),
+        (lambda data: data.update(calls=[3]), r"calls\[0\] is 3"),
+        (lambda data: data["calls"][0].pop("kind"), r"calls\[0\].kind is missing"),
+        (lambda data: data["calls"][0].update(start=10**400), r"calls\[0\].start is 1000"),
+        (lambda data: data["calls"][0].update(arguments=[]), r"calls\[0\].arguments is \[\]"),
+    ],
+)
+def test_a_damaged_record_is_refused_by_name(tmp_path: Path, change: Any, words: str) -> None:
+    call = {
+        "name": "all_gather_dim", "kind": "all_gather", "group": "0", "count": 1, "shape": [4], "dtype": "float32",
+        "arguments": {"dim": 0}, "path": "view", "bytes_copied": 0, "bytes_sent": 0, "start": 1, "end": 2, "thread": 1,
+        "file": "train.py", "line": 3, "error": "",
+    }  # fmt: skip
+    data: Any = {
+        "format": trace.FORMAT, "rank": 0, "world": 1, "host": "node", "pid": 1, "time": 3, "groups": {"0": [0]},
+        "counts": {"0": 1}, "calls": [call],
+    }  # fmt: skip
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(data))
+    assert trace.story(trace.read([path]))
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(tritoncomm.ArgumentError, match=words):
+        trace.read([path])
+
+
+def test_a_deep_record_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(tritoncomm.ArgumentError, match="nested too deeply"):
+        trace.read([path])
+
+
+@pytest.mark.parametrize("kind", ["folder", "named pipe", "socket", "device"])
+def test_what_is_no_regular_file_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    """A named pipe without a writer, or a device, would be read for ever."""
+    path = tmp_path / "tritoncomm-flight-0.json"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "named pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as end:
+        if kind == "socket":
+            end.bind(os.path.relpath(path))  # whose length is limited
+        words = f"tritoncomm-flight-0.json is no flight record: it is a {kind}"
+        with pytest.raises(tritoncomm.ArgumentError, match=words):
+            trace.read([tmp_path])
+    if kind == "named pipe":
+        command = [sys.executable, "-m", "tritoncomm", "trace", str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (2, f"error: {tmp_path}/{words}\n"), done.stdout
+
+
+def _active(created: int, **more: Any) -> dict[str, Any]:
+    return {
+        "created": created, "group": "g", "name": "nccl:all_reduce", "sequence": 5, "state": "issued, not started",
+        "number": None,
+    } | more  # fmt: skip
+
+
+def test_collectives_that_the_device_has_not_completed(tmp_path: Path) -> None:
+    """The oldest of each rank, with the call that issued it, or as torch calls it."""
+    calls = [_call("f", count, [4]) for count in (1, 2, 3)]
+    late, last = _active(2100, number=2), _active(3100, number=3)
+    _change(_write(tmp_path, 0, calls, world=3), active=[last, late])
+    _change(_write(tmp_path, 1, calls, world=3), active=[late | {"state": "started, not completed"}])
+    _write(tmp_path, 2, calls[:1], world=3)
+    call = "f(float32 [4], op=SUM) at train.py:12, call 2 of group 'g' of ranks 0-2"
+    hangs = [
+        f"rank 0: the device has not completed {call} (issued, not started); rank 2 did not join it",
+        f"rank 1: the device has not completed {call} (started, not completed); rank 2 did not join it",
+    ]
+    assert _story(tmp_path)[1:] == hangs
+    _change(tmp_path / "tritoncomm-flight-0.json", active=[_active(2100)])
+    assert _story(tmp_path)[1] == (
+        "rank 0: the device has not completed nccl:all_reduce, torch's collective 5 of group 'g' of ranks 0-2, of no "
+        "call in the record (issued, not started)"
+    )
+    for bad in ({}, [3], [{"created": 1}]):
+        _change(tmp_path / "tritoncomm-flight-0.json", active=bad)
+        with pytest.raises(tritoncomm.ArgumentError, match=r"is no flight record: record\.active"):
+            _story(tmp_path)
+
+
+def test_a_periodic_record_from_before_a_call_does_not_say_that_its_rank_did_not_come(tmp_path: Path) -> None:
+    groups = {"g": [0, 1]}
+    first, second = _call("f", 1, [4]), _call("f", 2, [4])
+    _change(_write(tmp_path, 0, [first, second | {"end": 0}], world=2), groups=groups)
+    path = _write(tmp_path, 1, [first], world=2)
+    call = "f(float32 [4], op=SUM) at train.py:12, call 2 of group 'g' of ranks 0-1"
+    _change(path, reason="periodic", time=1999, groups=groups)
+    assert _story(tmp_path) == [f"rank 0: in {call}; rank 1 wrote the record before it"]
+    _change(path, time=2001)
+    assert _story(tmp_path) == [f"rank 0: in {call}; rank 1 did not join it"]
+    _change(_write(tmp_path, 0, [first, second], world=2), groups=groups)
+    assert _story(tmp_path) == [f"rank 1 did not join {call}, which rank 0 issued"]
+    _change(path, time=1999)
+    assert _story(tmp_path) == [AGREE]
+    _write(tmp_path, 0, [_hop("recv", 1, ["recv_prev", 1, [2]])], world=2)
+    path = _write(tmp_path, 1, [_hop("send", 1, ["send_next", 2, [2]])], world=2)
+    for written, is_told in ((999, False), (1001, True)):
+        _change(path, reason="periodic", time=written)
+        assert any("rank 1 did not send" in line for line in _story(tmp_path)) is is_told
+
+
+FIELDS = {  # of an entry of torch's recorder; its analyser documents most of them
+    "record_id", "pg_id", "process_group", "collective_seq_id", "p2p_seq_id", "op_id", "profiling_name", "is_p2p",
+    "time_created_ns", "input_sizes", "output_sizes", "input_dtypes", "output_dtypes", "state", "retired", "frames",
+    "time_discovered_started_ns", "time_discovered_completed_ns", "thread_id", "thread_name", "timeout_ms",
+}  # fmt: skip
+
+
+def _dumps(folder: Path) -> dict[int, Any]:
+    return torch_dump.dumps_of(trace.read([folder]))
+
+
+def test_a_dump_has_the_fields_of_torchs_recorder(tmp_path: Path) -> None:
+    calls = [_call("f", 1, [4, 2]), _call("g", 2, [], end=0, dtype=None)]
+    _write(tmp_path, 0, [*calls, _call("split", 3, [4], kind="split")], world=3)
+    _write(tmp_path, 2, calls[:1], world=3)
+    out = tmp_path / "dumps"
+    assert torch_dump.write(trace.read([tmp_path]), out) == 3
+    assert sorted(path.name for path in out.iterdir()) == ["tritoncomm_rank_0", "tritoncomm_rank_2"]
+    dump = pickle.loads((out / "tritoncomm_rank_0").read_bytes())
+    assert dump == _dumps(tmp_path)[0]
+    assert dump["version"] == "2.10"
+    assert dump["pg_config"] == {"g": {"name": "g", "desc": "tritoncomm", "ranks": "[0, 1, 2]"}}
+    first, second = dump["entries"]
+    assert first.keys() == second.keys() == FIELDS
+    expected = {
+        "record_id": 0, "process_group": ("g", "tritoncomm"), "collective_seq_id": 1,
+        "profiling_name": "nccl:all_reduce",
+        "input_sizes": [[4, 2]], "output_sizes": [[4, 2]], "input_dtypes": ["float32"], "output_dtypes": ["float32"],
+        "state": "completed", "retired": True, "time_created_ns": 1000, "time_discovered_started_ns": 1000,
+        "time_discovered_completed_ns": 1500, "is_p2p": False,
+        "frames": [{"name": "f(float32 [4, 2], op=SUM)", "filename": "train.py", "line": 11}],
+    }  # fmt: skip
+    assert {key: first[key] for key in expected} == expected
+    assert (second["record_id"], second["state"], second["time_discovered_completed_ns"]) == (1, "started", None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "arguments", "name", "sizes"),
+    [
+        ("broadcast", [3], {"root": 0}, "broadcast", ([[3]], [[3]])),
+        ("reduce", [3], {"root": 0}, "reduce", ([[3]], [[3]])),
+        ("all_gather", [4, 3], {"dim": -1, "sizes": None}, "_all_gather_base", ([[4, 3]], [[4, 6]])),
+        ("all_gather", [4, 3], {"dim": 1, "sizes": [3, 5]}, "ALLGATHER_coalesced", ([[]], [[4, 8]])),
+        ("reduce_scatter", [4, 8], {"dim": 1, "sizes": [4, 4]}, "_reduce_scatter_base", ([[4, 8]], [[4, 4]])),
+        ("reduce_scatter", [4, 8], {"dim": 1, "sizes": [3, 5]}, "REDUCE_SCATTER_coalesced", ([[4, 8]], [[]])),
+        ("all_to_all_single", [4, 2], {"out_sizes": None}, "all_to_all", ([[4, 2]], [[4, 2]])),
+        ("all_to_all_single", [4, 2], {"out_sizes": [3, 0]}, "all_to_all", ([[4, 2]], [[3, 2]])),
+        (
+            "all_to_all", [4, 6], {"scatter_dim": 0, "gather_dim": 1, "scatter_sizes": None, "gather_sizes": None},
+            "all_to_all", ([[4, 6]], [[2, 12]]),
+        ),
+        (
+            "all_to_all", [4, 6], {"scatter_dim": 0, "gather_dim": 1, "scatter_sizes": [3, 1], "gather_sizes": [6, 2]},
+            "all_to_all", ([[4, 6]], [[3, 8]]),
+        ),
+        ("split_reduce_scatter", [[5, 8], [3]], {"dims": [1, 0], "dtype": "bfloat16"}, "_reduce_scatter_base",
+         ([[44]], [[22]])),
+        ("reshard", [[5, 8], [3]], {"plan": "p"}, "all_to_all", ([[]], [[]])),
+        ("to_heads", [[5, 8], [3]], {"layout": "l"}, "all_to_all", ([[]], [[]])),
+        ("all_gather", [4], {"dim": 1, "sizes": None}, "_all_gather_base", ([[]], [[]])),
+        ("all_gather", "4", {}, "_all_gather_base", ([[]], [[]])),
+        ("all_reduce", [-4], {}, "all_reduce", ([[]], [[]])),
+    ],
+)  # fmt: skip
+def test_a_collective_of_torch_stands_for_each_kind(
+    tmp_path: Path, kind: str, shape: Any, arguments: dict[str, Any], name: str, sizes: Any
+) -> None:
+    path = _write(tmp_path, 0, [_call("f", 1, shape, kind=kind, arguments=arguments)], world=2)
+    _change(path, groups={"g": [0, 1]})
+    (entry,) = _dumps(tmp_path)[0]["entries"]
+    assert (entry["profiling_name"], entry["input_sizes"], entry["output_sizes"]) == (f"nccl:{name}", *sizes)
+    assert entry["input_dtypes"] == [arguments.get("dtype", "float32")]
+
+
+def test_a_dump_begins_with_the_first_call_that_all_ranks_have(tmp_path: Path) -> None:
+    calls = [_call("f", count, [4]) for count in (1, 2, 3)]
+    _write(tmp_path, 0, calls)
+    _write(tmp_path, 1, [calls[2]])
+    refused = _call("f", 4, [5], end=0, error="raised before anything was sent")
+    _write(tmp_path, 2, [*calls[1:], refused])
+    dumps = _dumps(tmp_path)
+    assert [[entry["collective_seq_id"] for entry in dumps[rank]["entries"]] for rank in range(3)] == [[3]] * 3
+    _change(_write(tmp_path, 1, []), counts={"g": 3})
+    assert [dump["entries"] for dump in _dumps(tmp_path).values()] == [[]] * 3
+    _change(tmp_path / "tritoncomm-flight-0.json", groups={})  # destroyed before it was written
+    _write(tmp_path, 1, calls)
+    assert _dumps(tmp_path)[0]["pg_config"]["g"]["ranks"] == "[0, 1, 2]"
+
+
+def test_the_state_of_an_entry_is_that_on_the_device(tmp_path: Path) -> None:
+    calls = [_call("f", count, [4]) for count in (1, 2, 3)]
+    active = [_active(2100, number=2), _active(3100, number=3, state="started, not completed"), _active(1)]
+    _change(_write(tmp_path, 0, calls), active=active)
+    entries = _dumps(tmp_path)[0]["entries"]
+    assert [entry["state"] for entry in entries] == ["completed", "scheduled", "started"]
+    assert [entry["time_discovered_completed_ns"] for entry in entries] == [1500, None, None]
+
+
+def _p2p(folder: Path) -> None:
+    """Rank 2 sends three messages to rank 0, which expects another shape in the second and does not post the third."""
+    sends = [_hop("send", count, ["send_next", 0, [2]]) for count in (1, 2, 3)]
+    _write(folder, 2, sends, world=3)
+    receives = [_hop("recv", count, ["recv_prev", 2, [count + 1]]) for count in (1, 2)]
+    receives[0]["arguments"]["transfers"][0][2] = None  # of any shape
+    _write(folder, 0, receives, world=3)
+    _write(folder, 1, [], world=3)
+
+
+def test_messages_are_sends_and_receives_of_two_ranks(tmp_path: Path) -> None:
+    _p2p(tmp_path)
+    dumps = _dumps(tmp_path)
+    assert dumps[0]["pg_config"]["g 2->0"]["ranks"] == "[0, 2]"
+    names = ("profiling_name", "p2p_seq_id", "is_p2p", "input_sizes", "output_sizes", "input_dtypes")
+    assert [tuple(entry[name] for name in names) for entry in dumps[2]["entries"]] == [
+        ("nccl:send 1->0", count, True, [[2]], [], ["float32"]) for count in (1, 2, 3)
+    ]
+    assert [tuple(entry[name] for name in names) for entry in dumps[0]["entries"]] == [
+        ("nccl:recv 0<-1", 1, True, [], [[2]], ["float32"]), ("nccl:recv 0<-1", 2, True, [], [[3]], ["None"])
+    ]  # fmt: skip
+
+
+def test_the_command_writes_dumps_and_says_how_to_read_them(tmp_path: Path) -> None:
+    for rank in range(3):
+        _write(tmp_path, rank, [_call("f", 1, [4])], world=3)
+    out = tmp_path / "dumps"
+    result = CliRunner().invoke(cli.app, ["trace", str(tmp_path), "--to-torch", str(out)])
+    assert result.output.splitlines()[1:] == [
+        f"wrote {out}: 3 entries of 3 ranks for torch's analyser; run", f"  torchfrtrace {out}"
+    ]  # fmt: skip
+    (tmp_path / "tritoncomm-flight-2.json").unlink()
+    result = CliRunner().invoke(cli.app, ["trace", str(tmp_path), "--to-torch", str(out)])
+    assert (result.exit_code, "has the dump tritoncomm_rank_2 of another job" in result.output) == (2, True)
+    result = CliRunner().invoke(cli.app, ["trace", str(tmp_path), "--to-torch", str(tmp_path / "new")])
+    assert result.output.splitlines()[-1] == f"  torchfrtrace {tmp_path / 'new'} --allow-incomplete-ranks"
+
+
+def run_divergence(group: ProcessGroup, folder: str) -> dict[str, tuple[int, int]]:
+    """Make the calls of four jobs, one of which agrees; the count and the line of the first difference of each."""
+    x, first = torch.ones(4, 8), group.rank() == 0
+    differences = {}
+
+    def start(check: bool) -> None:
+        flight.forget()
+        variables.CHECK.assign(check)
+        c.all_reduce(x, group)
+
+    def end(job: str, line: int) -> None:
+        into = Path(folder) / job
+        into.mkdir(exist_ok=True)
+        tritoncomm.dump(into)
+        differences[job] = flight.calls[-1].count, line
+
+    variables.FLIGHT.assign((64, folder))
+    try:
+        with mock.patch.object(flight, "counts", {}):  # messages are counted from the first call of a group
+            start(False)
+            m.all_gather_dim(x.clone().requires_grad_(), 0, group).sum().backward()
+            m.all_gather_dim(x[: 1 + group.rank()], 0, group, sizes=[1, 2])
+            m.all_to_all_dims(x, 0, 1, group)
+            c.all_to_all(x[:3], group, [1, 1] if first else [2, 2], [1, 2])
+            m.split_dim(x, 0, group)
+            c.split_reduce_scatter([x, x[0]], [0, 0], group)
+            communicator = p2p.P2PCommunicator(group, SimpleNamespace(pipeline_dtype=torch.float32))
+            communicator.send_forward(x, group.rank() == 1)
+            communicator.recv_forward([4, 8], first)
+            end("agree", 0)
+        start(True)
+        with pytest.raises(MismatchError):
+            m.all_gather_dim(x if first else x[:, :6], 0, group)
+        end("sizes", sys._getframe().f_lineno - 1)
+        start(True)
+        with pytest.raises(MismatchError):
+            (m.all_gather_dim if first else m.reduce_scatter_dim)(x, 0, group)
+        end("collectives", sys._getframe().f_lineno - 1)
+        start(False)
+        if first:
+            _, handle = c.all_reduce(x, group, async_op=True)
+        end("missing", sys._getframe().f_lineno - 1)
+        if not first:
+            _, handle = c.all_reduce(x, group, async_op=True)
+        handle.wait()
+    finally:
+        variables.CHECK.assign(False)
+        variables.FLIGHT.assign((0, ""))
+    return differences
+
+
+ANALYSER = """
+import sys
+from torch.distributed.flight_recorder.fr_trace import main
+for folder in sys.argv[1:]:
+    print(f"folder {folder}", file=sys.stderr, flush=True)
+    main([folder])
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch.distributed.flight_recorder") is None, reason="this torch has no analyser"
+)
+def test_torchs_analyser_names_the_first_difference(pool: Pool, tmp_path: Path) -> None:
+    differences, _ = pool.run(run_divergence, str(tmp_path))
+    (tmp_path / "p2p").mkdir()
+    _p2p(tmp_path / "p2p")
+    jobs = [*differences, "p2p"]
+    for job in jobs:
+        torch_dump.write(trace.read([tmp_path / job]), tmp_path / "dumps" / job)
+    command = [sys.executable, "-c", ANALYSER, *(str(tmp_path / "dumps" / job) for job in jobs)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    said = dict(zip(jobs, re.split(r"^folder .*\n", done.stderr, flags=re.MULTILINE)[1:], strict=True))
+
+    def first_of(job: str, *lines: str) -> None:
+        """Check that these lines are what the analyser says first of a job, with its line of the program."""
+        count, line = differences[job]
+        text = said[job]
+        assert re.search(r"sequence number: (\d+)", text)[1] == str(count), text
+        position = 0
+        for each in (*lines, f"at {__file__}:{line}"):
+            position = text.find(each, position)
+            assert position >= 0, (each, text)
+
+    assert said["agree"] == ""
+    dumps = _dumps(tmp_path / "agree")
+    assert {entry["profiling_name"].removeprefix("nccl:") for dump in dumps.values() for entry in dump["entries"]} == {
+        "all_reduce", "_all_gather_base", "_reduce_scatter_base", "ALLGATHER_coalesced", "all_to_all", "send 0->1",
+        "recv 1<-0",
+    }  # fmt: skip
+    first_of(
+        "sizes", "has errors", "collective: nccl:_all_gather_base", "input sizes: [[4, 8]]",
+        "Culprit rank 1; Error type: SIZE_OR_SYNTAX_MISMATCH", "'[[4, 6]]'", "all_gather_dim(float32 [4, 8], dim=0)",
+    )  # fmt: skip
+    first_of(
+        "collectives", "has errors", "Culprit rank 1; Error type: COLLECTIVE_TYPE_MISMATCH",
+        "'_all_gather_base' does not match found collective type: '_reduce_scatter_base'", "all_gather_dim(float32",
+    )  # fmt: skip
+    first_of(
+        "missing", "Not all ranks joining collective", "collective: nccl:all_reduce", "missing ranks: {1}",
+        "all_reduce(float32",
+    )  # fmt: skip
+    second, third = said["p2p"].split("sequence number: ")[1:]
+    assert second.startswith("2 has errors\n")
+    assert "group info: g 2->0:tritoncomm p2p" in second
+    assert third.startswith("3\n")
+    assert "missing ranks: {0}" in third
