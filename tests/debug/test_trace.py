@@ -548,12 +548,11 @@ def run_divergence(group: ProcessGroup, folder: str) -> dict[str, tuple[int, int
             (m.all_gather_dim if first else m.reduce_scatter_dim)(x, 0, group)
         end("collectives", sys._getframe().f_lineno - 1)
         start(False)
-        if first:
-            _, handle = c.all_reduce(x, group, async_op=True)
+        early = [c.all_reduce(x, group, async_op=True)] if first else []
         end("missing", sys._getframe().f_lineno - 1)
-        if not first:
-            _, handle = c.all_reduce(x, group, async_op=True)
-        handle.wait()
+        late = [] if first else [c.all_reduce(x, group, async_op=True)]
+        for _, handle in early + late:
+            handle.wait()
     finally:
         variables.CHECK.assign(False)
         variables.FLIGHT.assign((0, ""))
@@ -588,7 +587,7 @@ def test_torchs_analyser_names_the_first_difference(pool: Pool, tmp_path: Path) 
         """Check that these lines are what the analyser says first of a job, with its line of the program."""
         count, line = differences[job]
         text = said[job]
-        assert re.search(r"sequence number: (\d+)", text)[1] == str(count), text
+        assert re.findall(r"sequence number: (\d+)", text)[0] == str(count), text
         position = 0
         for each in (*lines, f"at {__file__}:{line}"):
             position = text.find(each, position)

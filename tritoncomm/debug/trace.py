@@ -219,7 +219,7 @@ def _transfers(call: Call, rank: int) -> Iterator[tuple[str, int, list[list[Any]
     for key in ORDER:
         for each in listed:
             match each:
-                case [str(name), int(peer), None | [*_] as specs] if name == key and peer != rank:
+                case [str(name), int(peer), None | list() as specs] if name == key and peer != rank:
                     if all(isinstance(spec, list) and len(spec) == 2 for spec in specs or ()):
                         yield key, peer, specs
 
