@@ -55,7 +55,7 @@ def _group_of(ctx: Any) -> ProcessGroup | None:
         return None
     group = reference()
     if group is None:
-        raise GroupError(f"{type(ctx)._forward_cls.__name__}.backward: its process group was destroyed")
+        raise GroupError(f"{type(ctx).__name__.removesuffix('Backward')}.backward: its process group was destroyed")
     return group
 
 

@@ -15,10 +15,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
-from torch.distributed import ProcessGroup, ReduceOp, distributed_c10d
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.distributed_c10d import AllgatherOptions  # pyright: ignore[reportPrivateImportUsage]
 
 from tritoncomm import record, variables
+from tritoncomm.core.validation import members
 from tritoncomm.errors import CommError, PeerError, UnsupportedError
 
 __all__ = [
@@ -58,7 +59,6 @@ Work = Any
 Transfer = tuple[bool, int, Tensor]
 """One message: (whether this rank sends it, rank of the other end in the group, tensor)."""
 
-_ranks: dict[ProcessGroup, Any] = getattr(distributed_c10d, "_pg_group_ranks", {})
 _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = (
     ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
     if hasattr(ProcessGroup, "all_gather_single")  # torch 2.13 and newer
@@ -263,7 +263,7 @@ class _Pending(InFlight):
 
     def __init__(self, work: Work, what: str, group: ProcessGroup, name: str, *buffers: Tensor) -> None:
         InFlight.__init__(self, work, group, *buffers)
-        self._what, self._ranks, self._name = what, _ranks.get(group), name
+        self._what, self._ranks, self._name = what, members.get(group), name
         self._call = record.current(name)
 
     def wait(self) -> None:
@@ -345,7 +345,7 @@ def _run(
             return _Pending(work, what, group, name, *buffers)
         work.wait()
     except RuntimeError as error:
-        raise_for(error, _failure(error, what, _ranks.get(group), name))
+        raise_for(error, _failure(error, what, members.get(group), name))
 
 
 def _together(starts: Iterable[Callable[[], Work]], group: ProcessGroup, buffers: Sequence[Tensor]) -> list[Work]:
@@ -588,7 +588,7 @@ def check_op(op: Any, x: Tensor, group: ProcessGroup, name: str) -> None:
     try:
         backend = backend_name(group, x)
     except RuntimeError as error:
-        raise_for(error, _failure(error, "reduction", _ranks.get(group), name))
+        raise_for(error, _failure(error, "reduction", members.get(group), name))
     problem = refused(op, x.dtype, backend)
     if problem:
         raise UnsupportedError(f"{name}: {backend} cannot reduce {x.dtype} with {op}: {problem}")

@@ -22,6 +22,7 @@ __all__ = [
     "check_kind",
     "checked_dim",
     "checked_ints",
+    "members",
     "ranks_of",
     "refuse_forward_ad",
     "refuse_tracing",
@@ -31,12 +32,9 @@ __all__ = [
 ]
 
 _strided = torch.strided
-# The public way to ask, `torch.fx.experimental.proxy_tensor.get_proxy_mode`, costs an import of torch.fx and sympy.
-# Tested with torch 2.11, 2.13 and 2.15.
 _modes = torch._C._len_torch_dispatch_stack
-_proxy_mode = torch._C._TorchDispatchModeKey.PROXY
 _MOST = 2**62
-_members: dict[ProcessGroup, Any] = getattr(distributed_c10d, "_pg_group_ranks", {})
+members: dict[ProcessGroup, Any] = getattr(distributed_c10d, "_pg_group_ranks", {})
 """torch's table of the groups that exist. ``len`` of an entry is the number of ranks, faster than ``group.size()``."""
 _changes_in_place = hasattr(ProcessGroup, "reconfigure")  # torch 2.14 and newer
 _Value = TypeVar("_Value")
@@ -133,8 +131,8 @@ def world_of(group: ProcessGroup, name: str) -> int:
         GroupError: the group was destroyed. A group that torch never registered passes, as fault-tolerant trainers make
             some. ``name`` begins the message.
     """
-    if group in _members:
-        return group.size() if _changes_in_place else len(_members[group])
+    if group in members:
+        return group.size() if _changes_in_place else len(members[group])
     if group in distributed_c10d._world.pg_map:  # of ranks that are threads
         return group.size()
     try:
@@ -159,9 +157,9 @@ def ranks_of(group: ProcessGroup, name: str) -> list[int]:
     """
     world_of(group, name)
     ranks = dist.get_process_group_ranks(group)
-    if _changes_in_place and group in _members:
+    if _changes_in_place and group in members:
         rank, size = group.rank(), group.size()
-        if size != len(ranks) or _members[group].get(dist.get_rank()) != rank:
+        if size != len(ranks) or members[group].get(dist.get_rank()) != rank:
             raise GroupError(
                 f"{name}: the process group {group.group_name!r} was reconfigured to {size} ranks, of which torch does "
                 f"not know the global ranks (it has those of before, {ranks}); make a new group"
@@ -187,7 +185,8 @@ def refuse_tracing(name: str) -> None:
         UnsupportedError: ``make_fx`` traces. It records the start of a collective and not the wait, so that its graph
             would read the result too early.
     """
-    if torch._C._get_dispatch_mode(_proxy_mode) is not None:
+    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")  # whoever traces has imported it, with sympy
+    if tracer is not None and tracer.get_proxy_mode() is not None:
         raise UnsupportedError(f"{name}: make_fx does not record the wait for a collective; trace with torch.export")
 
 

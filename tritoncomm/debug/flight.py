@@ -1,8 +1,8 @@
-"""The flight record: the last calls of this rank, kept in memory, written as JSON by ``dump``.
+"""Flight record: the last calls of this rank, kept in memory and written as JSON by ``dump``.
 
 ``TRITONCOMM_FLIGHT=1`` keeps them, and so does check mode. The entry of a call is made before the call starts, so the
-record of a rank that hangs ends with what it hangs in. Neither tensors nor process groups are kept alive by it. The
-path of each record that is written is a line on standard error, of periodic ones once.
+record of a rank that hangs ends with the hanging call. It keeps neither tensors nor process groups alive. The path of
+each written record is a line on standard error; of periodic records, only of the first one.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, distributed_c10d
 
 from tritoncomm import variables
+from tritoncomm.core.validation import members
 from tritoncomm.debug.descriptor import KINDS, as_json
 from tritoncomm.debug.sites import OURS, call_site, leave_site, located, site_above, source_of, sources
 from tritoncomm.debug.torch_recorder import Active
@@ -34,33 +34,33 @@ __all__ = [
 
 FORMAT = 1
 PERIODIC = "periodic"
-"""Reason of the records that the watchdog writes into a named folder."""
+"""Reason of the records that the watchdog writes from time to time into a folder that the program has named."""
 _DEBUG = str(Path(__file__).parent) + os.sep
-_names: Mapping[ProcessGroup, str] = getattr(distributed_c10d, "_pg_names", {})
 _frame, _thread, _time = sys._getframe, threading.get_ident, time.time_ns
 _current_node: Any = torch._C._current_autograd_node
 
 
 class Call(NamedTuple):
-    """One call of a collective or a p2p step, as its entry in the record has it when this is made of it.
+    """One recorded call of a collective or a p2p step: a snapshot of its entry.
 
     Attributes:
-        count: of this call on its group; the calls of one group with equal counts belong together.
-        name: the function that was called.
-        kind: a key of ``descriptor.KINDS``.
+        count: number of this call on its group, from 1 on. Calls of one group with equal counts belong together.
+        name: function that the program called.
+        kind: collective that ran, a key of ``descriptor.KINDS``.
         group: name of the process group.
-        shape: of the tensor, or a list of the tensors' shapes.
-        dtype: of the (first) tensor.
-        arguments: those of the kind, or a function and what it makes them of.
-        code: of the function in which the program called; in a backward, in which it called the forward.
-        offset: of that call in the code.
+        shape: shape of the tensor, or a list of the tensors' shapes.
+        dtype: dtype of the (first) tensor.
+        arguments: arguments of the kind, in its order; or a function followed by its arguments, which returns them.
+        code: code object of the program's function that made the call; in a backward, that called the forward.
+        offset: offset of the call in that code.
         thread: identifier of the calling thread.
-        start: nanoseconds since the epoch.
-        end: the same, 0 while the call runs, or is waited for; on a GPU, when it had been issued.
-        path: view, torch or triton.
-        bytes_copied: by packing and unpacking.
-        bytes_sent: by this rank.
-        error: why it failed.
+        start: time of the start, in nanoseconds since the epoch.
+        end: time of the end, likewise; on a GPU, of the moment at which the call had been issued. 0 while the call runs
+            or is waited for.
+        path: way of the local pass: view, torch or triton.
+        bytes_copied: bytes read plus written by packing and unpacking.
+        bytes_sent: bytes that this rank sent.
+        error: type and text of the error that the call failed with; "" without one.
     """
 
     count: int
@@ -82,19 +82,20 @@ class Call(NamedTuple):
 
     @property
     def site(self) -> Any:
-        """As ``call_site`` returns it."""
+        """Place of the call in the program, (code, offset); None if unknown."""
         return None if self.code is None else (self.code, self.offset)
 
     def which(self) -> str:
-        """Its count and its group, in words."""
+        """Return the number of the call and the name of its group, in words."""
         return f"call {self.count} of group {self.group!r}"
 
     def as_json(self, number: int, places: dict[tuple[int, int], tuple[str, int]]) -> dict[str, Any]:
-        """The attributes by name, and the number of this call on this rank.
+        """Return the call as a dict of JSON values: the attributes by name, with file and line for code and offset.
 
         Args:
-            number: of this call.
-            places: files and lines found so far, by identity of the code and offset; most calls come from few lines.
+            number: number of this call on this rank.
+            places: cache of (file, line) by identity of the code and offset, filled here; most calls come from few
+                lines.
         """
         key = (id(self.code), self.offset)
         if key not in places:
@@ -112,8 +113,8 @@ class Call(NamedTuple):
         }  # fmt: skip
 
 
-# An entry of the record is a list in the order of ``Call``: of what can be completed later, it is the cheapest to make.
-# It holds as little as possible, because that of the call that it displaces has to come back into the cache.
+# An entry of the record is a list in the order of ``Call``: the cheapest object that can be completed later. It holds
+# as little as possible, because the entry that it displaces has to come back into the processor's cache.
 Entry = list[Any]
 _NAME, _START, _END, _PATH, _COPIED, _SENT, _ERROR = map(
     Call._fields.index, ("name", "start", "end", "path", "bytes_copied", "bytes_sent", "error")
@@ -122,19 +123,21 @@ _REFUSED = "raised before anything was sent"
 
 
 class Flight:
-    """The calls of this rank; the observer of ``record`` while it is on.
+    """Calls of this rank; the observer of ``record`` while the flight record or check mode is on.
 
     Attributes:
-        entries: of the last calls, oldest first.
-        before: called with every call before it starts, and its group and tensors: the comparison of check mode.
-        counts: calls so far by group.
-        last: by thread, its identifier, the entry of its last call, and since when it waits for one that had returned.
-        on_first_call: called with the first call of a forked process, which is a rank of its own then.
-        written: ``progress()`` when the record was written last.
-        reason: why the record was written last.
-        is_settled: whether the record is the same as a period ago.
-        active: collectives that the device has not completed for long, as torch's recorder said last; oldest first.
-        place: global rank and number of ranks, which the process has still after its groups were destroyed.
+        entries: entries of the last calls, oldest first.
+        before: function of check mode that compares a call with other ranks; called with the entry, the group and the
+            tensors before each call. None without check mode.
+        counts: number of calls so far, by name of the group.
+        last: by thread: [its identifier, entry of its last call, start of its wait for a call that had returned or 0].
+        on_first_call: function to call at the first call on a group; it notices a forked process that became a rank.
+        written: result of ``progress()`` when the record was last written.
+        reason: reason for which the record was last written.
+        is_settled: whether the record is the same as one period ago.
+        active: collectives that the device has not completed for long, oldest first, by the last answer of torch's
+            recorder.
+        place: (global rank, number of ranks), kept for the time after the groups were destroyed.
     """
 
     def __init__(self) -> None:
@@ -150,35 +153,39 @@ class Flight:
 
     @property
     def calls(self) -> list[Call]:
-        """The last calls, as they are now."""
+        """Snapshots of the last calls, oldest first."""
         return list(map(Call._make, list(self.entries)))
 
     def keep(self, calls: int) -> None:
-        """Keep that many calls from now on; 0 forgets everything."""
+        """Keep the last ``calls`` calls from now on; 0 deletes all."""
         if calls != self.entries.maxlen:
             self.entries = deque(self.entries, maxlen=max(calls, 1))
         if not calls:
             self.forget()
 
     def forget(self) -> None:
-        """Forget the calls so far, but for their counts."""
+        """Delete the recorded calls, and keep the counts of the groups."""
         self.entries.clear()
         self.last.clear()
 
     def progress(self) -> tuple[int, ...]:
-        """Numbers of which one differs when the record does."""
+        """Return a fingerprint of the record: it differs as soon as the record does."""
         ends = [entry[_END] for _, entry, _ in list(self.last.values()) if entry is not None]
         return (sum(list(self.counts.values())), *ends, *(each.created for each in self.active))
 
     def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = (), depth: int = 4) -> None:
-        """``record.begin`` while this is on: every line is on the hot path, so all that can be is left to the dump.
+        """Append the entry of a call that starts, then let check mode compare it with the other ranks.
 
-        Its caller is never a function that programs call, but one that such a function has called.
+        The arguments are those of ``record.Observer.begin``. Every line is on the hot path: words, files and lines are
+        left to ``dump``.
+
+        Raises:
+            CommError: check mode finds that ranks differ.
         """
         try:
-            group_name = _names[group]
-        except (KeyError, TypeError):
-            group_name = _name_of(group)
+            group_name = group.group_name
+        except (AttributeError, RuntimeError):  # torch never registered it
+            group_name = f"unregistered {type(group).__name__}"
         try:
             self.counts[group_name] = count = self.counts[group_name] + 1
         except KeyError:
@@ -190,13 +197,13 @@ class Flight:
                 shape, dtype = x.shape, x.dtype
             except AttributeError:
                 shape, dtype = _several(x)
-        try:  # most calls are of a mapping or a collective that the program called: its frame, and no walk
+        try:  # the program's frame is at ``depth`` for most calls, so there is no walk over frames
             frame = _frame(depth if _current_node() is None else depth - 1)  # that of a backward is passed by
             code, offset = frame.f_code, frame.f_lasti
             if sources[code.co_filename] or code.co_name == "<genexpr>":
                 code, offset = site_above(frame)
-            del frame  # which keeps its tensors
-        except (KeyError, ValueError):  # a file that was not seen yet; a thread that begins here
+            del frame  # it keeps tensors
+        except (KeyError, ValueError):  # a new file; a thread whose first function is closer than ``depth``
             code, offset = call_site(3)
         thread = _thread()
         try:
@@ -211,7 +218,7 @@ class Flight:
             self.before(entry, group, x)
 
     def _first_of(self, group_name: str) -> int:
-        """The first call on a group of this name."""
+        """Count the first call on a group of this name, and return 1."""
         self.counts[group_name] = 1
         self.place = _place(self.place)
         if self.on_first_call is not None:
@@ -219,7 +226,10 @@ class Flight:
         return 1
 
     def end(self, name: str, path: str, bytes_copied: int, bytes_sent: int, calls: int) -> None:
-        """``record.add`` while this is on: complete the entry of the call."""
+        """Complete the entry of this thread's last call with its end, path and bytes, if the call was of ``name``.
+
+        An entry that is complete gets the bytes added if ``calls`` is 0, and is left alone otherwise.
+        """
         last = self.last.get(_thread())
         if last is not None and (entry := last[1])[_NAME] == name:
             if not entry[_END]:
@@ -230,19 +240,19 @@ class Flight:
                 entry[_SENT] += bytes_sent
 
     def current(self, name: str) -> Entry | None:
-        """``record.current`` while this is on."""
+        """Return the entry of this thread's last call if it was of ``name``; else None."""
         last = self.last.get(_thread())
         return last[1] if last is not None and last[1][_NAME] == name else None
 
     def wait(self, call: Entry, work: Any) -> None:
-        """``record.wait`` while this is on: the call is under way again, if it had returned."""
+        """Run ``work.wait()``. Until it returns, the entry ``call`` is the running call of this thread."""
         if not call[_END]:
             work.wait()
             return
         last = self.last.setdefault(thread := _thread(), [thread, call, 0])
         call[_END], last[1], last[2] = 0, call, _time()
         try:
-            work.wait()  # where it fails, ``failed`` ends the call
+            work.wait()  # if it fails, ``failed`` ends the call
             call[_END] = _time()
         finally:
             last[2] = 0
@@ -250,7 +260,10 @@ class Flight:
     note_forward = staticmethod(leave_site)
 
     def failed(self, name: str, error: BaseException) -> None:
-        """A call raises: note it, and write the record if the backend or another rank failed."""
+        """Store ``error`` in the entry of this thread's last call if that is of ``name`` and runs.
+
+        A ``CommError``, by which the backend or another rank failed, also writes the record to a file.
+        """
         last = self.last.get(_thread())
         if last is not None and (entry := last[1])[_NAME] == name and not entry[_END]:
             entry[_ERROR] = f"{type(error).__name__}: {error}"
@@ -262,28 +275,28 @@ flight = Flight()
 
 
 def _place(before: tuple[int, int]) -> tuple[int, int]:
+    """Return (global rank, number of ranks); ``before`` if torch.distributed is not initialized."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else before
 
 
 def _several(x: Any) -> tuple[Any, Any]:
-    """Shapes, and the dtype of the first, of several tensors, or of what the call itself is about to refuse."""
+    """Return (list of shapes, dtype of the first) of a list of tensors; (None, None) of any other object.
+
+    The list may have objects that are no tensors: the call rejects them afterwards. Their shape is None here.
+    """
     if not isinstance(x, list | tuple):
         return None, None
     return [getattr(each, "shape", None) for each in x], getattr(x[0], "dtype", None) if x else None
 
 
-def _name_of(group: Any) -> str:
-    """Of a group that torch never registered: its own name, if it has one."""
-    try:
-        return group.group_name
-    except (AttributeError, RuntimeError):
-        return f"unregistered {type(group).__name__}"
-
-
 def write_on(reason: str) -> Path | None:
-    """``dump``, if the record is on (and not merely kept for check mode); None where it cannot be written.
+    """Write the flight record if ``TRITONCOMM_FLIGHT`` is on, and return the file; None if nothing was written.
 
-    A process without calls writes nothing: it may be a worker of a rank, whose record it would replace.
+    A failed write is reported on standard error instead of raised. A process without calls writes nothing: it may be a
+    worker of a rank, whose record it would replace.
+
+    Args:
+        reason: text that the file has; ``PERIODIC`` reports only the first of several writes.
     """
     if not variables.FLIGHT.value[0] or not flight.entries:
         return None
@@ -291,7 +304,7 @@ def write_on(reason: str) -> Path | None:
     flight.reason = reason
     try:
         file = _write(None, reason)
-    except Exception as error:  # what is being reported matters more, and the threads that report go on
+    except Exception as error:  # the error that is being reported matters more, and reporting threads go on
         if is_news:
             report(f"the flight record cannot be written: {type(error).__name__}: {error}")
         return None
@@ -302,9 +315,10 @@ def write_on(reason: str) -> Path | None:
 
 
 def write_if_changed() -> None:
-    """Write the record into the folder that is named, if there is one and the record has changed since it was written.
+    """Write the record into the folder of ``TRITONCOMM_FLIGHT`` if it has changed since the last write.
 
-    Once it stays the same it is written once more: its time then shows that no call followed the last one.
+    A record that stops changing is written once more: its time shows that no call followed the last one. Without a
+    folder nothing happens.
     """
     if not variables.FLIGHT.value[1]:
         return
@@ -315,21 +329,26 @@ def write_if_changed() -> None:
 
 
 def report(text: str) -> None:
-    """A line on standard error, if there is one."""
-    with suppress(OSError, ValueError, RuntimeError):  # closed, a pipe without a reader, a signal during another print
+    """Print ``text`` as a line on standard error; skip it if standard error is closed or in use."""
+    with suppress(OSError, ValueError, RuntimeError):  # no reader of the pipe, closed, a signal during another print
         print(f"tritoncomm: {text}", file=sys.stderr, flush=True)
 
 
 def open_calls(before: int) -> list[Call]:
-    """The calls that are under way since ``before`` (ns) or longer: not ended, and their thread is inside this package.
+    """Return the calls that have run since time ``before`` (ns since the epoch) or longer, one per thread at most.
 
-    Only where such a call may exist are the threads' frames looked at: a frame that is held keeps its tensors.
+    A call runs if it has not ended, and its thread is inside this package. ``start`` of a call that is waited for after
+    its return is the start of the wait. Frames of threads, which keep tensors alive, are read only if such a call may
+    exist.
     """
     return [Call._make(entry)._replace(start=since) for since, entry in _open_entries(before)]
 
 
 def _open_entries(before: int) -> list[tuple[int, Entry]]:
-    """The entries, and since when each is under way, or is waited for."""
+    """Return (start of the call or of its wait, entry) of each call that ``open_calls`` returns.
+
+    An entry of an earlier call that did not end is marked as rejected.
+    """
     open_ones = [
         (thread, since or entry[_START], entry) for thread, entry, since in list(map(tuple, flight.last.values()))
         if entry is not None and (since or entry[_START]) <= before and not entry[_END] and not entry[_ERROR]
@@ -342,12 +361,13 @@ def _open_entries(before: int) -> list[tuple[int, Entry]]:
         if thread in frames and _is_inside(frames[thread]):
             under_way.append((since, entry))
         elif not entry[_END]:
-            entry[_ERROR] = _REFUSED  # and not looked for again
-    frames.clear()  # this frame is one of them: the circle would keep those of all threads, and their groups
+            entry[_ERROR] = _REFUSED  # so that nobody looks for it again
+    frames.clear()  # this frame is in the dict: the circle would keep the frames of all threads, and their groups
     return under_way
 
 
 def _is_inside(frame: Any) -> bool:
+    """Whether ``frame`` or one of its callers is a function of this package, ``debug`` aside."""
     while frame is not None:
         file = frame.f_code.co_filename
         if source_of(file) == OURS and not file.startswith(_DEBUG):
@@ -357,8 +377,8 @@ def _is_inside(frame: Any) -> bool:
 
 
 def _snapshot(reason: str) -> dict[str, Any]:
-    """The record as ``dump`` writes it."""
-    # Entries first: one whose call ends only after this is complete, and is not taken for one that was refused.
+    """Return the flight record as JSON values, as ``dump`` writes it, and mark the entries of rejected calls."""
+    # Entries first: a call that ends from now on is complete, and is not taken for a rejected one.
     entries, counts = list(flight.entries), dict(flight.counts)
     under_way = {id(entry) for _, entry in _open_entries(time.time_ns())}
     for entry in entries:
@@ -377,9 +397,15 @@ def _snapshot(reason: str) -> dict[str, Any]:
 
 
 def _number_of(collective: Active, calls: list[Call], first: int) -> int | None:
-    """Number of the call that issued a collective: the last of its group that had begun, if that had not ended.
+    """Return the number of the call that issued a collective of torch's recorder; None if no recorded call did.
 
-    torch counts the collectives of a group, and one call may issue several or none, so times tell which call it was.
+    It is the last call of the group that had begun at that time, if it had not ended. Times decide, because one call
+    may issue several collectives or none, and torch counts collectives.
+
+    Args:
+        collective: collective of torch's recorder.
+        calls: recorded calls, oldest first.
+        first: number of the first of them.
     """
     for place in range(len(calls) - 1, -1, -1):
         call = calls[place]
@@ -389,21 +415,21 @@ def _number_of(collective: Active, calls: list[Call], first: int) -> int | None:
 
 
 def _ranks(names: Iterable[str]) -> dict[str, list[int]]:
-    """Global ranks of the groups that still exist."""
-    ranks = getattr(distributed_c10d, "_pg_group_ranks", {})
-    return {name: list(ranks[group]) for group, name in list(_names.items()) if name in names and group in ranks}
+    """Return the global ranks of each group that exists and has one of ``names``, by name."""
+    named = {group.group_name: ranks for group, ranks in list(members.items())}
+    return {name: list(named[name]) for name in names if name in named}
 
 
 def dump(path: str | os.PathLike[str] | None = None, *, reason: str = "dump()") -> Path:
-    """Write the last calls of this rank as JSON; ``tritoncomm trace FILES...`` merges those of several ranks.
+    """Write the last calls of this rank to a JSON file; ``tritoncomm trace FILES...`` merges files of several ranks.
 
-    Nothing is sent, so a rank may call it at any time, also while others wait for it. The path is a line on standard
-    error too.
+    Nothing is sent, so a rank may call it at any time, even while other ranks wait for it. The path is printed on
+    standard error.
 
     Args:
-        path: a file, or a folder for ``tritoncomm-flight-RANK.json``; by default the folder of TRITONCOMM_FLIGHT,
-            else the current one.
-        reason: kept in the file.
+        path: file, or folder for ``tritoncomm-flight-RANK.json``; by default the folder of TRITONCOMM_FLIGHT, else the
+            current one.
+        reason: text that the file has.
 
     Returns:
         The file.
@@ -414,10 +440,16 @@ def dump(path: str | os.PathLike[str] | None = None, *, reason: str = "dump()") 
 
 
 def _report_written(file: Path, reason: str) -> None:
+    """Print on standard error that the record was written to ``file``, and why."""
     report(f"the flight record ({reason}) is in {file.absolute()}")
 
 
 def _write(path: str | os.PathLike[str] | None, reason: str) -> Path:
+    """Write the record to a file at once, as ``dump`` does but without a line on standard error; return the file.
+
+    Raises:
+        OSError: the file cannot be written; no part of it is left.
+    """
     data = _snapshot(reason)
     file = Path(path if path is not None else variables.FLIGHT.value[1] or ".")
     if file.is_dir() or path is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch.distributed import FileStore
 
 from tritoncomm import launchers
 from tritoncomm.core.backend import is_nccl
