@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from tritoncomm.core.cost import DEFAULTS
-from tritoncomm.reshard.builder import transfers
+from tritoncomm.reshard.api import BUCKET_BYTES
 from tritoncomm.reshard.layout import Layout
 from tritoncomm.reshard.plan import Item
-from tritoncomm.reshard.resharding import BUCKET_BYTES
+from tritoncomm.reshard.planner import transfers
 
 __all__ = ["CASES", "Case", "items_of", "m2n_bytes", "megatron_operations", "row"]
 

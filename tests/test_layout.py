@@ -45,8 +45,8 @@ DEBUG = [
     "transfers", "replicas", "signals", "trace", "__init__",
 ]  # fmt: skip
 RESHARD = [
-    "sequence_boxes", "layout_arguments", "rows", "replicas", "layout", "cells", "sums", "plan", "builder", "tables",
-    "steps", "unanimous", "execute", "report", "specs", "request", "resharding", "owned", "sequences", "__init__",
+    "boxes", "layout_arguments", "rows", "replicas", "layout", "intersections", "overlaps", "plan", "planner", "tables",
+    "steps", "consistency", "execute", "report", "specs", "request", "api", "ownership", "sequences", "__init__",
 ]  # fmt: skip
 INSIDE = {"core": CORE, "mappings": MAPPINGS, "reshard": RESHARD, "integrations": INTEGRATIONS, "debug": DEBUG}
 COLLECTIVES = {

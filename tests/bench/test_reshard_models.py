@@ -7,9 +7,9 @@ import torch
 
 from bench.reshard_models import BATCH, CASES, Case, items_of, llama_70b, m2n_bytes
 from tritoncomm.reshard import Layout
-from tritoncomm.reshard.builder import transfers
+from tritoncomm.reshard.api import BUCKET_BYTES
 from tritoncomm.reshard.plan import Item
-from tritoncomm.reshard.resharding import BUCKET_BYTES
+from tritoncomm.reshard.planner import transfers
 
 SHARDED = sum(2 * math.prod(weight.shape) for weight in llama_70b() if weight.dim is not None)
 NORMS = sum(2 * math.prod(weight.shape) for weight in llama_70b() if weight.dim is None)

@@ -345,7 +345,7 @@ MUTATIONS = (
         "    if not differ:\n", "    if differ or not differ:\n", "tests/debug/test_check.py",
     ),
     Mutation(
-        "ranks carry out different reshard plans", "tritoncomm/reshard/unanimous.py",
+        "ranks carry out different reshard plans", "tritoncomm/reshard/consistency.py",
         "if all(each == [0, *halves] for each in theirs):", "if theirs:", "tests/reshard/test_reshard.py",
     ),
     Mutation(
@@ -353,12 +353,12 @@ MUTATIONS = (
         "if parts and count != world:", "if False:", "tests/tensor/test_tensor.py tests/tensor/test_fixes.py",
     ),
     Mutation(
-        "a block is read at its place in the full tensor", "tritoncomm/reshard/builder.py",
+        "a block is read at its place in the full tensor", "tritoncomm/reshard/planner.py",
         "to_source = (item.source.at[source] - item.source.start[source]).T", "to_source = (item.source.at[source]).T",
         "tests/reshard/test_passes.py",
     ),
     Mutation(
-        "a block is written at the place of its box", "tritoncomm/reshard/builder.py",
+        "a block is written at the place of its box", "tritoncomm/reshard/planner.py",
         "boxes[0, first:], boxes[1, first:], boxes[2, first:] = start + to_source, start + to_target, size",
         "boxes[0, first:], boxes[1, first:], boxes[2, first:] = start + to_source, to_target + 0 * start, size",
         "tests/reshard/test_passes.py",
@@ -372,16 +372,16 @@ MUTATIONS = (
         "            if overlaps.any():\n", "            if not overlaps.any() and False:\n", "tests/reshard",
     ),
     Mutation(
-        "sender and receiver of a block are exchanged", "tritoncomm/reshard/cells.py",
+        "sender and receiver of a block are exchanged", "tritoncomm/reshard/intersections.py",
         "ends = Ends(source_places[box], places[1][target.owner][into])",
         "ends = Ends(places[1][target.owner][into], source_places[box])", "tests/reshard/test_reshard.py",
     ),
     Mutation(
-        "a rank that has a block asks a replica for it", "tritoncomm/reshard/cells.py",
+        "a rank that has a block asks a replica for it", "tritoncomm/reshard/intersections.py",
         "remote = np.nonzero(~own.any(1))[0]", "remote = np.arange(len(own))", "tests/reshard/test_reshard.py",
     ),
     Mutation(
-        "one replica sends everything", "tritoncomm/reshard/cells.py",
+        "one replica sends everything", "tritoncomm/reshard/intersections.py",
         "slots = np.minimum(replicas, requests)[region]", "slots = np.ones_like(region)",
         "tests/reshard/test_reshard.py",
     ),
@@ -394,16 +394,16 @@ MUTATIONS = (
         "(bottom * period >= low).astype(np.int64)", "np.ones_like(low)", "tests/reshard/test_sequence_layout.py",
     ),
     Mutation(
-        "of many boxes those that meet late are not looked at", "tritoncomm/reshard/cells.py",
+        "of many boxes those that meet late are not looked at", "tritoncomm/reshard/intersections.py",
         'last = np.searchsorted(low[order], other_high, "left")',
         'last = np.searchsorted(low[order], other_low, "left")', "tests/reshard/test_sequence_layout.py",
     ),
     Mutation(
-        "the chunks of a zigzag sequence are in the order of rings", "tritoncomm/reshard/sequence_boxes.py",
+        "the chunks of a zigzag sequence are in the order of rings", "tritoncomm/reshard/boxes.py",
         "(2 * world - 1 - rank) * chunk", "(world + rank) * chunk", "tests/reshard/test_sequence_layout.py",
     ),
     Mutation(
-        "a part of a split block overlaps the next", "tritoncomm/reshard/cells.py",
+        "a part of a split block overlaps the next", "tritoncomm/reshard/intersections.py",
         "first, last = digit * length // along, (digit + 1) * length // along",
         "first, last = digit * length // along, (digit + 1) * length // along + (digit + 1 < along)",
         "tests/reshard/test_reshard.py",
@@ -466,7 +466,7 @@ MUTATIONS = (
         "    if own != layout:", "    if False:", "tests/reshard/test_second_calls.py",
     ),
     Mutation(
-        "a plan keeps its group", "tritoncomm/reshard/resharding.py",
+        "a plan keeps its group", "tritoncomm/reshard/api.py",
         "        self._rank = request.members.rank", "        self._rank, self._kept = request.members.rank, request",
         "tests/reshard/test_second_calls.py",
     ),
@@ -624,7 +624,7 @@ MUTATIONS = (
         "tests/kernels/test_segment_call.py",
     ),
     Mutation(
-        "results overwrite pass-through tensors before they are copied", "tritoncomm/reshard/resharding.py",
+        "results overwrite pass-through tensors before they are copied", "tritoncomm/reshard/api.py",
         "if pairs and share_memory(out, tensors):", "if False:", "tests/reshard/test_odd_uses.py",
     ),
     Mutation(

@@ -14,7 +14,7 @@ from traffic import Traffic
 import tritoncomm
 from tritoncomm import record
 from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
-from tritoncomm.reshard import Layout, builder, reshard, reshard_plan
+from tritoncomm.reshard import Layout, planner, reshard, reshard_plan
 
 case = Cases()
 
@@ -481,7 +481,7 @@ def blocks_that_stay_are_copied_again(group: TorchGroup) -> None:
     """Without a pack, from views at an offset and into them; in any form, and added up backward."""
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
-    with mock.patch.object(builder, "_SMALL", 0):
+    with mock.patch.object(planner, "_SMALL", 0):
         x = torch.zeros(3, *local_of(rows, rank, full).shape)[1].copy_(local_of(rows, rank, full))
         out = torch.zeros(2, *local_of(columns, rank, full).shape)[1]
         plan = reshard_plan([x, x + 1], rows, columns, group=group, bucket_bytes=64)

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup as TorchGroup
 from tritoncomm_kernels.launch import Launch
 
 from tritoncomm.core import ops
-from tritoncomm.reshard import Layout, builder, reshard, reshard_plan
+from tritoncomm.reshard import Layout, planner, reshard, reshard_plan
 from tritoncomm.reshard.plan import Item
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -51,7 +51,7 @@ def run_both(
 def test_kernels_copy_the_same_bits_in_the_planned_launches(
     seed: int, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builder, "_SMALL", small)
+    monkeypatch.setattr(planner, "_SMALL", small)
     items = drawn_items(random.Random(seed), 3)
     run_both(items, locals_of(items, 3, seed), 2**20, False, monkeypatch)
 
@@ -95,7 +95,7 @@ def in_order(source: Layout, target: Layout, given: list[list[Tensor]], rank: in
 def test_sums_take_one_unpack(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the ranks, also large blocks that stay; one pack and one unpack of every bucket."""
     source, target, limit = SUMS[name]
-    monkeypatch.setattr(builder, "_SMALL", 0)
+    monkeypatch.setattr(planner, "_SMALL", 0)
     dtype = BF16 if name == "replicas to replicas" else F32  # rounded once; where the order is seen
     items = [Item("a", source, target, dtype, dtype), Item("b", source, target, dtype, dtype)]
     made = torch.Generator().manual_seed(1)

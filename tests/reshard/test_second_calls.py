@@ -28,7 +28,7 @@ from tritoncomm.reshard import (
     Layout,
     OwnedExchange,
     ReshardPlan,
-    builder,
+    planner,
     request,
     reshard,
     reshard_plan,
@@ -75,7 +75,7 @@ def free_memory(group: TorchGroup, sizes: tuple[int, ...]) -> None:
     rank, full = group.rank(), ramp(8, 12)
     for small in (0, 2**22):  # blocks that stay are copied directly, and through the staging memory
         for left in sizes:
-            with mock.patch.object(builder, "_SMALL", small):
+            with mock.patch.object(planner, "_SMALL", small):
                 shard = local_of(rows, rank, full)
                 x = torch.cat([ramp(3), shard.flatten()])[3:].view(shard.shape)
                 plan = reshard_plan([x], rows, columns, group=group)

@@ -19,9 +19,9 @@ from torch.distributed import ProcessGroup as TorchGroup
 from tritoncomm.core import backend, ops
 from tritoncomm.core import segments as passes
 from tritoncomm.errors import ArgumentError, CommError, GroupError, MismatchError, ShapeError, UnsupportedError
-from tritoncomm.reshard import Layout, cells, reshard, reshard_plan, sequence_layout
+from tritoncomm.reshard import Layout, intersections, reshard, reshard_plan, sequence_layout
+from tritoncomm.reshard.boxes import KINDS
 from tritoncomm.reshard.plan import ALIGNMENT, Item
-from tritoncomm.reshard.sequence_boxes import KINDS
 
 PAIRS = list(itertools.product(KINDS, KINDS))
 F32 = torch.float32
@@ -83,7 +83,7 @@ def check_pair(kinds: tuple[str, str], bounds: tuple[list[int], list[int]], worl
 @pytest.mark.parametrize("kinds", list(itertools.combinations_with_replacement(KINDS, 2)), ids="-".join)
 def test_every_pair(world: int, kinds: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for place, bounds in enumerate(bounds_for(world, kinds)):
-        monkeypatch.setattr(cells, "_DENSE", 2**17 * (place % 2))  # where many boxes are intersected, too
+        monkeypatch.setattr(intersections, "_DENSE", 2**17 * (place % 2))  # where many boxes are intersected, too
         check_pair(kinds, (bounds, bounds), world, place % 3)
         one = [0, bounds[-1]]
         check_pair(kinds, (one, bounds) if place % 2 else (bounds, one), world, (place + 1) % 3)
@@ -182,7 +182,7 @@ def test_other_layouts_and_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(result, local(target, rank)), (source, target, rank)
 
     for place, (source, target) in enumerate(itertools.permutations(layouts, 2)):
-        monkeypatch.setattr(cells, "_DENSE", 2**17 * (place % 2))
+        monkeypatch.setattr(intersections, "_DENSE", 2**17 * (place % 2))
         check(source, target)
     with ops.path("triton"):
         for source, target in (("striped", "zigzag"), ("uneven", "striped"), ("striped", "striped over three")):

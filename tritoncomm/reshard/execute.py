@@ -17,8 +17,8 @@ from tritoncomm.core.function import direct
 from tritoncomm.core.memory import contiguous_stride, empty, share_memory
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, GroupError, UnsupportedError
-from tritoncomm.reshard.builder import transfers
 from tritoncomm.reshard.plan import Bucket, Item, Side, Transfers, digest
+from tritoncomm.reshard.planner import transfers
 from tritoncomm.reshard.steps import Step, steps_of
 
 __all__ = ["Exchange", "apply", "check_dtypes", "messages"]

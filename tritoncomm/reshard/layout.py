@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import checked_ints
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+from tritoncomm.reshard.boxes import runs_of
 from tritoncomm.reshard.layout_arguments import (
     Placement,
     boxes_of,
@@ -24,7 +25,6 @@ from tritoncomm.reshard.layout_arguments import (
 )
 from tritoncomm.reshard.replicas import replicas_of, replicas_on_mesh
 from tritoncomm.reshard.rows import Boxes, in_rows, row_steps, rows_shape
-from tritoncomm.reshard.sequence_boxes import runs_of
 
 __all__ = ["Array", "Distinct", "Layout"]
 

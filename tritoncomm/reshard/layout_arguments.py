@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import checked_ints
 from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
-from tritoncomm.reshard.sequence_boxes import KINDS, bounds_of
+from tritoncomm.reshard.boxes import KINDS, bounds_of
 
 __all__ = [
     "Placement",

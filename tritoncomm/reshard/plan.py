@@ -16,7 +16,7 @@ from tritoncomm.core.cost import Rates, collective_seconds, pass_seconds
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import GroupError, ShapeError
 from tritoncomm.reshard.layout import Array, Layout
-from tritoncomm.reshard.sums import crosses, distinct, divided
+from tritoncomm.reshard.overlaps import crosses, distinct, divided
 
 __all__ = ["ALIGNMENT", "Bucket", "Item", "Local", "Side", "Transfers", "check", "digest"]
 

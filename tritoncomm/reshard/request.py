@@ -17,10 +17,10 @@ from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import PerGroup, check_data, check_kind, ranks_of, refuse_transforms
 from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
 from tritoncomm.groups import GroupLike
+from tritoncomm.reshard.consistency import agree
 from tritoncomm.reshard.execute import Exchange, check_dtypes
 from tritoncomm.reshard.plan import Item, check, digest
 from tritoncomm.reshard.specs import Wrap, check_own_layout, local_of, named, source_of, target_of
-from tritoncomm.reshard.unanimous import agree
 
 __all__ = [
     "Members", "Options", "Request", "check_apart", "check_local", "check_memory", "check_out", "exchange_for",

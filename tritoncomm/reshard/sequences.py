@@ -10,10 +10,10 @@ from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import check_kind, checked_dim
 from tritoncomm.errors import ArgumentError, CommError
 from tritoncomm.groups import GroupLike
+from tritoncomm.reshard.api import BUCKET_BYTES, Grad, formed, planned
+from tritoncomm.reshard.boxes import KINDS, bounds_of
 from tritoncomm.reshard.layout import Layout
 from tritoncomm.reshard.request import Options, members_of, refuse
-from tritoncomm.reshard.resharding import BUCKET_BYTES, Grad, formed, planned
-from tritoncomm.reshard.sequence_boxes import KINDS, bounds_of
 from tritoncomm.reshard.specs import local_of, named
 
 __all__ = ["sequence_layout"]

@@ -10,11 +10,11 @@ import numpy as np
 
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError
-from tritoncomm.reshard.cells import Cells, Ends, cells_between, parts_of, split_cells
+from tritoncomm.reshard.intersections import Cells, Ends, cells_between, parts_of, split_cells
 from tritoncomm.reshard.layout import Array, Layout
+from tritoncomm.reshard.overlaps import overlaps
 from tritoncomm.reshard.plan import ALIGNMENT, Bucket, Item, Local, Side, Transfers
 from tritoncomm.reshard.rows import common_periods
-from tritoncomm.reshard.sums import overlaps
 
 __all__ = ["transfers"]
 

@@ -12,9 +12,9 @@ from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import check_data, checked_ints
 from tritoncomm.errors import ArgumentError, CommError, ShapeError
 from tritoncomm.groups import GroupLike
+from tritoncomm.reshard.api import BUCKET_BYTES, ReshardPlan, reshard_plan
 from tritoncomm.reshard.layout import Layout
 from tritoncomm.reshard.request import members_of, refuse
-from tritoncomm.reshard.resharding import BUCKET_BYTES, ReshardPlan, reshard_plan
 from tritoncomm.reshard.specs import is_dtensor, local_of, named, source_of
 
 __all__ = ["OwnedExchange", "balanced_owners", "exchange_owned"]
