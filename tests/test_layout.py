@@ -45,8 +45,8 @@ DEBUG = [
     "transfers", "replicas", "signals", "trace", "__init__",
 ]  # fmt: skip
 RESHARD = [
-    "boxes", "layout_arguments", "rows", "replicas", "layout", "intersections", "overlaps", "plan", "planner", "tables",
-    "steps", "consistency", "execute", "report", "specs", "request", "api", "ownership", "sequences", "__init__",
+    "boxes", "layout", "intersections", "overlaps", "plan", "planner", "tables", "execute", "consistency", "request",
+    "api", "ownership", "sequences", "__init__",
 ]  # fmt: skip
 INSIDE = {"core": CORE, "mappings": MAPPINGS, "reshard": RESHARD, "integrations": INTEGRATIONS, "debug": DEBUG}
 COLLECTIVES = {

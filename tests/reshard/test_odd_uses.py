@@ -464,7 +464,7 @@ def tensors_that_stay_are_copied_again(group: TorchGroup) -> None:
         same(outs[0]["b"], expected[1])
     # Two plans have one exchange. Here it moves a tensor into memory of a pass-through tensor.
     same_exchange = reshard_plan({"a": stays, "b": moves}, rows, {"a": rows, "b": columns}, group=group)
-    assert same_exchange._exchange is plan._exchange
+    assert same_exchange._executor is plan._executor
     into = stays.view(expected[1].shape)
     plan.execute(given, out=outs[0])
     kept = {"a": torch.empty_like(stays), "b": into}
@@ -485,7 +485,7 @@ def blocks_that_stay_are_copied_again(group: TorchGroup) -> None:
         x = torch.zeros(3, *local_of(rows, rank, full).shape)[1].copy_(local_of(rows, rank, full))
         out = torch.zeros(2, *local_of(columns, rank, full).shape)[1]
         plan = reshard_plan([x, x + 1], rows, columns, group=group, bucket_bytes=64)
-        assert any(len(bucket.local.tensor) for bucket in plan.transfers.buckets)
+        assert any(len(bucket.direct.tensor) for bucket in plan.transfers.buckets)
         more = torch.empty_like(out)
         for i in range(3):
             x += 1

@@ -188,7 +188,7 @@ def run_costs(group: TorchGroup) -> None:
     assert (count.bytes_copied, count.bytes_sent) == (plan.bytes_copied, plan.bytes_sent)
     assert traffic.moved == plan.bytes_copied
     result = 64 * 48 * 4
-    staged = sum(bucket.own_bytes for bucket in moved.buckets)
+    staged = sum(bucket.staged_bytes for bucket in moved.buckets)
     assert traffic.allocated == result + moved.bytes_sent + moved.bytes_received + staged
     sizes = [max(bucket.send.nbytes, bucket.recv.nbytes) for bucket in moved.buckets]
     assert max(sizes) <= limit

@@ -2,9 +2,7 @@
 
 import gc
 import threading
-import time
 import weakref
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -104,13 +102,13 @@ def calls_that_are_repeated(group: TorchGroup) -> None:
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
     request._plans.forget(group)
-    planned = mock.Mock(wraps=request.Exchange)
+    planned = mock.Mock(wraps=request.Executor)
 
     def check(times: int, factor: float = 1, **options: Any) -> Any:
         x, expected = local_of(rows, rank, full) * factor, local_of(columns, rank, full) * factor
         given = options.pop("given", lambda x: {"a": x, "b": x + 1})(x)
         planned.reset_mock()
-        with mock.patch.object(request, "Exchange", planned):
+        with mock.patch.object(request, "Executor", planned):
             got = reshard(given, options.pop("source", rows), options.pop("target", columns), group=group, **options)
         assert planned.call_count == times, (planned.call_args, options)
         some = [got] if isinstance(got, Tensor) else list(got.values() if isinstance(got, dict) else got)
@@ -251,15 +249,6 @@ def layouts_of_colo_tensors(group: TorchGroup) -> None:
         plan.execute([tall])
 
 
-class Slow(dict[Any, Any]):
-    """Other threads run between the start of an iteration and its first step."""
-
-    def __iter__(self) -> Iterator[Any]:
-        iterator = super().__iter__()
-        time.sleep(0.001)
-        return iterator
-
-
 @case
 def threads_that_execute_one_plan(group: TorchGroup) -> None:
     """With tensors of more strides than a plan keeps tables for."""
@@ -267,7 +256,7 @@ def threads_that_execute_one_plan(group: TorchGroup) -> None:
         return
     rows, columns = layouts(group, (2, 2))
     plan = reshard_plan([torch.ones(2, 2)], rows, columns, group=group)
-    plan._exchange._steps, memory, errors = Slow(), ramp(100), []
+    memory, errors = ramp(100), []
 
     def work(thread: int) -> None:
         try:

@@ -139,7 +139,7 @@ def test_plans_of_long_sequences_are_small() -> None:
                 continue
             source, target = (Layout.sequence(shape, 1, kind, range(world), bounds) for kind in kinds)
             plan = reshard_plan({"x": torch.bfloat16}, source, target, ranks=range(world), rank=3).transfers
-            blocks = sum(len(side.tensor) for b in plan.buckets for side in (b.send, b.recv, b.own, b.local))
+            blocks = sum(len(side.tensor) for b in plan.buckets for side in (b.send, b.recv, b.staged, b.direct))
             assert blocks <= 16 * world
             have, need = (tokens(kind, bounds or [0, shape[1]], world, 3) for kind in kinds)
             assert plan.lacking[3] == (~torch.isin(need, have)).sum() * 8 * 128 * 2
@@ -397,8 +397,8 @@ def refusals(group: TorchGroup) -> None:
         (ArgumentError, "cu_seqlens must be ints", {"cu_seqlens": torch.tensor([0.0, 4.0])}),
         (ArgumentError, "cu_seqlens must be ints", {"cu_seqlens": torch.tensor([[0, 4]])}),
         (ArgumentError, "cu_seqlens cannot be read", {"cu_seqlens": torch.empty(2, dtype=torch.int64, device="meta")}),
-        (ShapeError, "starts with 0", {"cu_seqlens": [1, 4 * world]}),
-        (ShapeError, "starts with 0", {"cu_seqlens": []}),
+        (ShapeError, "must start with 0", {"cu_seqlens": [1, 4 * world]}),
+        (ShapeError, "must start with 0", {"cu_seqlens": []}),
         (ShapeError, "descends from 4 to 2 after sequence 1", {"cu_seqlens": [0, 4, 2, 4 * world]}),
         (ShapeError, "the source: cu_seqlens starts", {"source": ("striped", [3])}),
         (ShapeError, r"\[2, 4\] on rank", {"cu_seqlens": [0, 4 * world + 4]}),

@@ -1,215 +1,178 @@
-"""The intersections of two layouts, and which rank sends each. Boxes are columns here: ``[dims, boxes]``."""
+"""Intersections of two layouts of one tensor, and the route of each: the rank that sends it and the one that gets it.
 
-from collections.abc import Callable
+Here boxes are columns of an array, ``[dims, boxes]``.
+"""
+
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tritoncomm.reshard.layout import Array, Layout
+from tritoncomm.reshard.boxes import Array
+from tritoncomm.reshard.layout import Layout
 
-__all__ = ["Cells", "Ends", "cells_between", "parts_of", "split_cells"]
+__all__ = ["Intersections", "ListedIntersections", "Routes", "part_counts", "routes_between", "split_into_parts"]
 
-_DENSE = 2**17
-"""Pairs of boxes up to which all are looked at, if the boxes are not those of meshes."""
-
-
-class Ends:
-    """Which rank sends every cell and which one gets it; tensors of layouts over the same ranks share one.
-
-    Attributes:
-        sender, receiver: positions in the group.
-    """
-
-    def __init__(self, sender: Array, receiver: Array) -> None:
-        self.sender, self.receiver = sender, receiver
-
-    @cached_property
-    def is_remote(self) -> NDArray[np.bool_]:
-        """Whether a cell goes to another rank."""
-        return self.sender != self.receiver
-
-    @cached_property
-    def remote(self) -> Array:
-        """Indices of those."""
-        return np.nonzero(self.is_remote)[0]
-
-    def pairs(self, world: int) -> Array:
-        """The pair of ranks of every remote cell, as a number."""
-        return self._cached("pairs", lambda: self.sender[self.remote] * world + self.receiver[self.remote])
-
-    def of_rank(self, position: int) -> Array:
-        """Indices of the cells that a rank sends, gets or keeps."""
-        return self._cached("of_rank", lambda: np.nonzero((self.sender == position) | (self.receiver == position))[0])
-
-    def _cached(self, name: str, make: Callable[[], Array]) -> Array:
-        """For one group and rank, which all tensors of a plan have in common."""
-        made = self.__dict__.get(f"_{name}")
-        if made is None:
-            made = self.__dict__[f"_{name}"] = make()
-        return made
-
-
-@dataclass(frozen=True, slots=True)
-class Cells:
-    """Boxes of one tensor that go from a rank to a rank, in the order in which both sides enumerate them.
-
-    Attributes:
-        ends: the ranks of every cell.
-        source: box of the source layout.
-        target: box of the target layout.
-        grid: where the cells are.
-    """
-
-    ends: Ends
-    source: Array
-    target: Array
-    grid: "Intersections | Listed"
+_DENSE = 2**17  # pairs of boxes up to which all pairs are compared
 
 
 @dataclass(frozen=True, slots=True)
 class Intersections:
-    """The parts that boxes of two layouts have in common.
+    """The boxes that regions of a source layout share with boxes of a target layout, found by comparing all pairs.
 
     Attributes:
-        region: box (or region without its replicas) of the source, of every cell.
-        into: box of the target.
-        volume: elements.
-        low, size: first index and extent for every dim, by box of the source and of the target; an axis of one where
-            the layout does not shard the dim.
+        region: source region of every intersection (source box, if replicas were not merged); ascending.
+        target: target box of every intersection.
+        volume: number of elements of every intersection.
+        low, size: per dim, first index and extent of the intersection of every pair, ``[regions, targets]``; an axis of
+            size 1 where the layout does not shard the dim.
     """
 
     region: Array
-    into: Array
+    target: Array
     volume: Array
     low: tuple[Array, ...]
     size: tuple[Array, ...]
 
     def boxes(self, index: Array) -> tuple[Array, Array]:
-        """Start and size of some cells in the index space, ``[dims, cells]``."""
-        region, into = self.region[index], self.into[index]
+        """Return first indices and extents of the intersections numbered ``index``, each ``[dims, intersections]``."""
+        region, target = self.region[index], self.target[index]
         start, size = np.empty((2, len(self.low), len(index)), np.int64)
         for dim, (low, extent) in enumerate(zip(self.low, self.size, strict=True)):
-            at = region if low.shape[0] > 1 else 0, into if low.shape[1] > 1 else 0
-            start[dim], size[dim] = low[at], extent[at]
+            pair = region if low.shape[0] > 1 else 0, target if low.shape[1] > 1 else 0
+            start[dim], size[dim] = low[pair], extent[pair]
         return start, size
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """The same of layouts with many boxes, of which few meet.
+class ListedIntersections:
+    """The boxes that regions of a source layout share with boxes of a target layout, where few of many pairs meet.
 
     Attributes:
-        region, into, volume: as there.
-        start, size: of every cell, ``[dims, cells]``.
+        region, target, volume: as those of ``Intersections``.
+        start, size: first index and extent of every intersection, ``[dims, intersections]``.
     """
 
     region: Array
-    into: Array
+    target: Array
     volume: Array
     start: Array
     size: Array
 
     def boxes(self, index: Array) -> tuple[Array, Array]:
-        """Start and size of some cells in the index space."""
+        """Return first indices and extents of the intersections numbered ``index``, each ``[dims, intersections]``."""
         return self.start[:, index], self.size[:, index]
 
 
-def cells_between(
-    source: Layout,
-    target: Layout,
-    places: tuple[Array, Array],
-    loads: Array,
-    itemsize: int,
-    known: dict[Any, tuple[Ends, Array]],
-    every_replica: bool = False,
-) -> Cells:
-    """What has to move so that every rank of ``target`` has its boxes.
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Sender and receiver of every intersection of one tensor; all ranks enumerate the intersections alike.
 
-    A rank that has an element itself takes its own. Otherwise a replica sends it: those of a region share its requests
-    by bytes, in the order of what they have to send so far.
+    Attributes:
+        sender, receiver: position in the group of the rank that sends an intersection, and of the one that gets it.
+        source: the sender's source box of every intersection.
+        intersections: the intersections themselves.
+    """
+
+    sender: Array
+    receiver: Array
+    source: Array
+    intersections: Intersections | ListedIntersections
+
+
+def routes_between(
+    source: Layout, target: Layout, positions: tuple[Array, Array], loads: Array, itemsize: int, every_replica: bool
+) -> Routes:
+    """Choose a sender for every element that a rank of ``target`` needs, so that each rank gets its target boxes.
+
+    A rank that owns an element in ``source`` keeps it. Otherwise one replica sends it: the replicas of a region share
+    the region's bytes evenly, those with the least load so far first.
 
     Args:
         source, target: layouts of one tensor.
-        places: positions in the group of the ranks of both layouts.
-        loads: bytes that every position of the group has to send as one of several replicas so far; updated.
+        positions: position in the group of every rank of the source layout, and of the target layout.
+        loads: bytes that every position of the group sends as one of several replicas; increased by this tensor's.
         itemsize: bytes of an element.
-        known: the ranks of cells, kept from tensor to tensor of a plan.
-        every_replica: each replica sends what it has, to be summed.
+        every_replica: each replica sends its elements to every receiver, so that the receivers sum them up.
     """
-    source_places = places[0][source.owner]
-    pairs = len(source.owner) * len(target.owner)
-    is_large = pairs > _DENSE and not (source.axes and target.axes)  # most boxes of two meshes meet
-    grid = (_listed if is_large else _intersections)(source, target, not every_replica)
-    region, into = grid.region, grid.into
-    boxes = source.distinct.boxes
-    if every_replica or boxes.shape[1] <= 1:
-        # Shards of meshes over the same ranks that all meet have the same ranks for every tensor.
-        every = pairs == len(region) and source.axes and target.axes
-        key = source.ranks, target.ranks
-        if every and key in known:
-            return Cells(known[key][0], known[key][1], into, grid)
-        box = region if every_replica else boxes.reshape(-1)[region]
-        ends = Ends(source_places[box], places[1][target.owner][into])
-        if every:
-            known[key] = ends, box
-        return Cells(ends, box, into, grid)
-    receiver = places[1][target.owner][into]
-    holders = np.where(boxes < 0, -1, source_places[boxes])
-    choice = _choose(region, receiver, grid.volume * itemsize, holders, source.distinct.replicas, loads)
-    return Cells(Ends(holders[region, choice], receiver), boxes[region, choice], into, grid)
+    holders, receivers = positions[0][source.owner], positions[1][target.owner]
+    is_large = len(holders) * len(receivers) > _DENSE
+    meeting = (_sparse_intersections if is_large else _dense_intersections)(source, target, not every_replica)
+    receiver = receivers[meeting.target]
+    if every_replica:
+        return Routes(holders[meeting.region], receiver, meeting.region, meeting)
+    regions = source.regions
+    if regions.boxes.shape[1] <= 1:
+        box = regions.boxes.reshape(-1)[meeting.region]
+        return Routes(holders[box], receiver, box, meeting)
+    candidates = np.where(regions.boxes < 0, -1, holders[regions.boxes])
+    nbytes = meeting.volume * itemsize
+    choice = _chosen_replicas(meeting.region, receiver, nbytes, candidates, regions.replicas, loads)
+    return Routes(candidates[meeting.region, choice], receiver, regions.boxes[meeting.region, choice], meeting)
 
 
-@lru_cache(maxsize=256)
-def _intersections(source: Layout, target: Layout, is_distinct: bool) -> Intersections:
-    owned = source.distinct if is_distinct else source
+@lru_cache(maxsize=256)  # the layers of a model repeat a few pairs of layouts
+def _dense_intersections(source: Layout, target: Layout, is_distinct: bool) -> Intersections:
+    """Intersect all pairs of source regions and target boxes.
+
+    Args:
+        source, target: layouts of one tensor.
+        is_distinct: intersect regions, in which replicas are merged; otherwise every source box.
+    """
+    owned = source.regions if is_distinct else source
     shape = len(owned.start), len(target.start)
-    overlaps, volume = np.ones(shape, bool), np.ones(shape, np.int64)
+    meets, volume = np.ones(shape, bool), np.ones(shape, np.int64)
     lows, sizes = [], []
     for dim, (a, b) in enumerate(zip(source.sharded, target.sharded, strict=True)):
         rows, columns = slice(None if a else 1), slice(None if b else 1)
         first, other = owned.start[rows, dim, None], target.start[None, columns, dim]
         low = np.maximum(first, other)
         size = np.minimum(first + owned.size[rows, dim, None], other + target.size[None, columns, dim]) - low
-        overlaps &= size > 0
+        meets &= size > 0
         volume *= size
         lows.append(low)
         sizes.append(size)
-    if overlaps.all():  # as between shards of two dims
-        region, into = _every_pair(*shape)
-        volume = volume.reshape(-1)
-    else:
-        region, into = np.nonzero(overlaps)
-        volume = volume[overlaps]
-    return Intersections(region, into, volume, tuple(lows), tuple(sizes))
+    return Intersections(*np.nonzero(meets), volume[meets], tuple(lows), tuple(sizes))
 
 
 @lru_cache(maxsize=8)
-def _listed(source: Layout, target: Layout, is_distinct: bool) -> Listed:
-    """Of the pairs of boxes that meet along one dim, the one along which the fewest do, those that meet along all."""
-    owned = source.distinct if is_distinct else source
+def _sparse_intersections(source: Layout, target: Layout, is_distinct: bool) -> ListedIntersections:
+    """Intersect source regions and target boxes of which few meet.
+
+    Pairs that meet along one dim are listed first, along the dim with the fewest of them; pairs that do not meet along
+    the other dims are dropped.
+
+    Args:
+        source, target: layouts of one tensor.
+        is_distinct: intersect regions, in which replicas are merged; otherwise every source box.
+    """
+    owned = source.regions if is_distinct else source
     ends = owned.start + owned.size, target.start + target.size
     sides = [
-        _meeting(owned.start[:, dim], ends[0][:, dim], target.start[:, dim], ends[1][:, dim])
+        _candidates(owned.start[:, dim], ends[0][:, dim], target.start[:, dim], ends[1][:, dim])
         for dim in range(len(source.shape))
     ]
     order, first, counts = min(sides, key=lambda side: int(side[2].sum()))
-    into = np.repeat(np.arange(len(target.owner)), counts)
-    region = order[np.arange(len(into)) - np.repeat(np.cumsum(counts) - counts - first, counts)]
-    low = np.maximum(owned.start[region], target.start[into])
-    size = np.minimum(ends[0][region], ends[1][into]) - low
+    box = np.repeat(np.arange(len(target.owner)), counts)
+    region = order[np.arange(len(box)) - np.repeat(np.cumsum(counts) - counts - first, counts)]
+    low = np.maximum(owned.start[region], target.start[box])
+    size = np.minimum(ends[0][region], ends[1][box]) - low
     meets = np.nonzero((size > 0).all(1))[0]
-    meets = meets[np.lexsort((into[meets], region[meets]))]
+    meets = meets[np.lexsort((box[meets], region[meets]))]
     size = np.ascontiguousarray(size[meets].T)
-    return Listed(region[meets], into[meets], size.prod(0), np.ascontiguousarray(low[meets].T), size)
+    return ListedIntersections(region[meets], box[meets], size.prod(0), np.ascontiguousarray(low[meets].T), size)
 
 
-def _meeting(low: Array, high: Array, other_low: Array, other_high: Array) -> tuple[Array, Array, Array]:
-    """Intervals in the order of their starts, and for every other one the first of them that may meet it, and how many.
+def _candidates(low: Array, high: Array, other_low: Array, other_high: Array) -> tuple[Array, Array, Array]:
+    """List intervals that may meet each of some other intervals; no interval that meets one is left out.
 
-    None that does is left out; of those that start before it ends, intervals in between may end before it starts.
+    Args:
+        low, high: start and end of the intervals.
+        other_low, other_high: start and end of the other intervals.
+
+    Returns:
+        The intervals sorted by start; and for each other interval its candidates in that order: the place of the first
+        candidate, and their number. A candidate in between may end before the other interval starts.
     """
     order = np.argsort(low, kind="stable")
     first = np.searchsorted(np.maximum.accumulate(high[order]), other_low, "right")
@@ -217,24 +180,32 @@ def _meeting(low: Array, high: Array, other_low: Array, other_high: Array) -> tu
     return order, first, np.maximum(last - first, 0)
 
 
-@lru_cache(maxsize=16)
-def _every_pair(regions: int, boxes: int) -> tuple[Array, Array]:
-    """Indices of both, the second one fastest."""
-    region, into = (each.flatten() for each in np.indices((regions, boxes), np.int64))
-    return region, into
+def _chosen_replicas(
+    region: Array, receiver: Array, nbytes: Array, holders: Array, replicas: Array, loads: Array
+) -> Array:
+    """Choose the replica that sends each intersection: the receiver's own, else replicas in turn by their loads.
 
+    Args:
+        region: region of every intersection, ascending.
+        receiver: position in the group of every intersection's receiver.
+        nbytes: bytes of every intersection.
+        holders: positions of the ranks that hold each region, ``[regions, most]``, padded with -1.
+        replicas: number of ranks that hold each region.
+        loads: bytes that every position of the group sends so far; increased by the chosen bytes.
 
-def _choose(region: Array, receiver: Array, nbytes: Array, holders: Array, replicas: Array, loads: Array) -> Array:
-    """Which replica sends every cell, as an index into the holders of its region."""
+    Returns:
+        For every intersection, a column of ``holders``.
+    """
     own = holders[region] == receiver[:, None]
     choice = own.argmax(1)
     remote = np.nonzero(~own.any(1))[0]
     if not len(remote):
         return choice
-    region, nbytes = region[remote], nbytes[remote]  # regions ascend
+    region, nbytes = region[remote], nbytes[remote]
     requests = np.bincount(region, minlength=len(holders))
     totals = np.bincount(region, nbytes, len(holders)).astype(np.int64)
     before = np.cumsum(nbytes) - nbytes - (np.cumsum(totals) - totals)[region]
+    # Each replica sends an equal stretch of its region's requested bytes; a request counts where its middle lies.
     slots = np.minimum(replicas, requests)[region]
     slot = (2 * before + nbytes) * slots // (2 * totals[region])
     by_load = np.argsort(np.where(holders < 0, np.iinfo(np.int64).max, loads[holders]), 1, kind="stable")
@@ -243,15 +214,16 @@ def _choose(region: Array, receiver: Array, nbytes: Array, holders: Array, repli
     return choice
 
 
-def parts_of(size: Array, parts: int) -> tuple[Array, Array]:
-    """Into how many slices along each dim boxes are divided to make that many parts.
+def part_counts(size: Array, parts: int) -> tuple[Array, Array]:
+    """Return the number of slices along each dim that cuts boxes into at least ``parts`` pieces, longest dims first.
 
     Args:
-        size: of the boxes, ``[dims, boxes]``.
-        parts: how many parts, at least.
+        size: extents of the boxes, ``[dims, boxes]``.
+        parts: number of pieces wanted of every box; a box of fewer elements has a piece per element.
 
     Returns:
-        Slices along each dim, the longest dims first, and the elements of the largest part of every box.
+        The slices along each dim of every box, ``[dims, boxes]``; and for every box the most elements in one of
+        ``parts`` groups of consecutive pieces.
     """
     slices, remaining = np.ones_like(size), np.full(size.shape[1], parts, np.int64)
     columns = np.arange(size.shape[1])
@@ -261,9 +233,17 @@ def parts_of(size: Array, parts: int) -> tuple[Array, Array]:
     return slices, -(-slices.prod(0) // parts) * (-(-size // slices)).prod(0)
 
 
-def split_cells(start: Array, size: Array, parts: int) -> tuple[Array, Array, Array, Array]:
-    """Boxes divided into parts: the box, the part, start and size of every slice; none is empty."""
-    slices, _ = parts_of(size, parts)
+def split_into_parts(start: Array, size: Array, parts: int) -> tuple[Array, Array, Array, Array]:
+    """Cut boxes into pieces by ``part_counts`` and deal each box's pieces to parts 0 to ``parts - 1`` in order.
+
+    Args:
+        start, size: first index and extent of the boxes, ``[dims, boxes]``.
+        parts: number of parts.
+
+    Returns:
+        For every piece, none of which is empty: its box, its part, its first index and its extent.
+    """
+    slices, _ = part_counts(size, parts)
     counts = slices.prod(0)
     box = np.repeat(np.arange(size.shape[1]), counts)
     index = np.arange(len(box)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,80 +1,115 @@
-"""Blocks that are added up where they overlap: divided until those of a tensor are equal or disjoint."""
+"""Overlaps of blocks whose values are summed: found, and cut until two pieces are either equal or disjoint.
 
-from collections.abc import Callable, Iterator
+Blocks are columns of an array, ``[dims, blocks]``; each belongs to a tensor, and blocks of two tensors never overlap.
+"""
+
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tritoncomm.reshard.layout import Array
+from tritoncomm.reshard.boxes import Array
 
-__all__ = ["crosses", "distinct", "divided", "overlaps"]
-
-_Boxes = tuple[Array, Array, Array, Array]
+__all__ = ["cut_at_edges", "distinct_blocks", "has_overlap", "tensors_across_buckets"]
 
 
-def overlaps(tensor: Array, start: Array, size: Array) -> NDArray[np.bool_]:
-    """Whether a block has elements in common with another one of its tensor.
+def has_overlap(tensor: Array, start: Array, size: Array) -> NDArray[np.bool_]:
+    """Return for every block whether it shares an element with another block of its tensor.
 
     Args:
         tensor: index of every block's tensor.
-        start, size: of the blocks, ``[dims, blocks]``; none is empty.
+        start, size: first index and extent of every block, ``[dims, blocks]``; none is empty.
     """
     result = np.zeros(len(tensor), bool)
-    for mine, boxes, box, counts in _by_tensor(tensor, start, size):
-        result[mine] = ((counts > 1) | _meets(boxes).any(0))[box]
+    for index, boxes, box, counts in _by_tensor(tensor, start, size):
+        result[index] = ((counts > 1) | _meeting_pairs(boxes).any(0))[box]
     return result
 
 
-def crosses(tensor: Array, start: Array, size: Array, bucket: Array) -> set[int]:
-    """Tensors of which blocks of different buckets have elements in common."""
+def tensors_across_buckets(tensor: Array, start: Array, size: Array, bucket: Array) -> set[int]:
+    """Return the tensors that have an element in blocks of two different buckets.
+
+    Args:
+        tensor, bucket: index of every block's tensor and bucket.
+        start, size: first index and extent of every block, ``[dims, blocks]``.
+    """
     labelled = np.concatenate([start, bucket[None]]), np.concatenate([size, np.ones_like(bucket)[None]])
     result = set()
-    for mine, boxes, _, _ in _by_tensor(tensor, *labelled):
-        low = boxes[len(start)]
-        if (low != low[0]).any() and (_meets(np.delete(boxes, [len(start), -1], 0)) & (low[:, None] != low)).any():
-            result.add(int(tensor[mine[0]]))
+    for index, boxes, _, _ in _by_tensor(tensor, *labelled):
+        label = boxes[len(start)]
+        if (label != label[0]).any():
+            meets = _meeting_pairs(np.delete(boxes, [len(start), -1], 0))
+            if (meets & (label[:, None] != label)).any():
+                result.add(int(tensor[index[0]]))
     return result
 
 
-def divided(tensor: Array, start: Array, size: Array) -> tuple[Array, Array, Array, Array]:
-    """The block that every part is of, its tensor, and the part's start and size, in the order of the blocks.
+def cut_at_edges(tensor: Array, start: Array, size: Array) -> tuple[Array, Array, Array, Array]:
+    """Cut overlapping blocks at each other's edges, so that two pieces of a tensor are either equal or disjoint.
 
-    Parts of a tensor are equal or disjoint: blocks that overlap otherwise are split where others start and end.
+    Args:
+        tensor: index of every block's tensor.
+        start, size: first index and extent of every block, ``[dims, blocks]``.
+
+    Returns:
+        For every piece, in the order of the blocks: its block, its tensor, its first index and its extent.
 
     Example:
-        ``[0, 5)`` and ``[3, 8)`` are the parts ``[0, 3)``, ``[3, 5)``, ``[3, 5)`` and ``[5, 8)``.
+        ``[0, 5)`` and ``[3, 8)`` are cut into ``[0, 3)``, ``[3, 5)``, ``[3, 5)`` and ``[5, 8)``.
     """
-    parts = [(np.empty(0, np.int64), np.empty((len(start), 0), np.int64), np.empty((len(start), 0), np.int64))]
-    for mine, boxes, _, _ in _by_tensor(tensor, start, size):
-        first, extent = start[:, mine], size[:, mine]
-        parts.append(_split(mine, first, extent) if _meets(boxes).any() else (mine, first, extent))
-    block, first, extent = (np.concatenate([part[i] for part in parts], -1) for i in range(3))
+    pieces = [(np.empty(0, np.int64), np.empty((len(start), 0), np.int64), np.empty((len(start), 0), np.int64))]
+    for index, boxes, _, _ in _by_tensor(tensor, start, size):
+        blocks = index, start[:, index], size[:, index]
+        pieces.append(_cut(*blocks) if _meeting_pairs(boxes).any() else blocks)
+    block, first, extent = (np.concatenate([piece[i] for piece in pieces], -1) for i in range(3))
     order = np.argsort(block, kind="stable")
     return block[order], tensor[block[order]], first[:, order], extent[:, order]
 
 
-def distinct(tensor: Array, start: Array, size: Array) -> tuple[Array, Array, Array, Array]:
-    """Blocks without those that are equal to others of their tensor, and how many each stands for."""
+def distinct_blocks(tensor: Array, start: Array, size: Array) -> tuple[Array, Array, Array, Array]:
+    """Drop blocks that repeat an equal block of their tensor.
+
+    Args:
+        tensor: index of every block's tensor.
+        start, size: first index and extent of every block, ``[dims, blocks]``.
+
+    Returns:
+        For every block that stays: its tensor, its first index, its extent, and the number of blocks equal to it,
+        itself included.
+    """
     firsts, numbers = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for mine, _, box, counts in _by_tensor(tensor, start, size):
-        firsts.append(mine[np.unique(box, return_index=True)[1]])
+    for index, _, box, counts in _by_tensor(tensor, start, size):
+        firsts.append(index[np.unique(box, return_index=True)[1]])
         numbers.append(counts)
-    kept = np.concatenate(firsts)
-    return tensor[kept], start[:, kept], size[:, kept], np.concatenate(numbers)
+    chosen = np.concatenate(firsts)
+    return tensor[chosen], start[:, chosen], size[:, chosen], np.concatenate(numbers)
 
 
-def _by_tensor(tensor: Array, start: Array, size: Array) -> Iterator[_Boxes]:
-    """By tensor: its blocks, their distinct starts and sizes one below the other, which of those each has, counts."""
+def _by_tensor(tensor: Array, start: Array, size: Array) -> Iterator[tuple[Array, Array, Array, Array]]:
+    """Yield the distinct boxes of every tensor that has blocks.
+
+    Args:
+        tensor: index of every block's tensor.
+        start, size: first index and extent of every block, ``[dims, blocks]``.
+
+    Yields:
+        The indices of the tensor's blocks; its distinct boxes, ``[2 * dims, boxes]``, starts above extents; the box of
+        each of its blocks; the number of blocks of each box.
+    """
     order = np.argsort(tensor, kind="stable")
-    for mine in np.split(order, np.nonzero(np.diff(tensor[order]))[0] + 1):
-        if len(mine):
-            boxes = np.concatenate([start[:, mine], size[:, mine]])
+    for index in np.split(order, np.nonzero(np.diff(tensor[order]))[0] + 1):
+        if len(index):
+            boxes = np.concatenate([start[:, index], size[:, index]])
             boxes, box, counts = np.unique(boxes, axis=1, return_inverse=True, return_counts=True)
-            yield mine, boxes, box.reshape(-1), counts
+            yield index, boxes, box.reshape(-1), counts
 
 
-def _meets(boxes: Array) -> NDArray[np.bool_]:
-    """Which of different boxes have elements in common, ``[boxes, boxes]``."""
+def _meeting_pairs(boxes: Array) -> NDArray[np.bool_]:
+    """Return for each pair of different boxes whether they share an element, ``[boxes, boxes]``.
+
+    Args:
+        boxes: first indices above extents, ``[2 * dims, boxes]``.
+    """
     dims = len(boxes) // 2
     low, high = boxes[:dims], boxes[:dims] + boxes[dims:]
     result = ~np.eye(boxes.shape[1], dtype=bool)
@@ -83,20 +118,28 @@ def _meets(boxes: Array) -> NDArray[np.bool_]:
     return result
 
 
-def _split(block: Array, start: Array, size: Array) -> tuple[Array, Array, Array]:
-    """Blocks of one tensor, each split where any of them starts or ends."""
-    edges = [np.unique([first, first + extent]) for first, extent in zip(start, size, strict=True)]
-    place: Callable[[Array], Array] = lambda at: np.stack(  # noqa: E731
-        [np.searchsorted(edge, row) for edge, row in zip(edges, at, strict=True)]
+def _cut(block: Array, start: Array, size: Array) -> tuple[Array, Array, Array]:
+    """Cut blocks of one tensor wherever any of them starts or ends.
+
+    Args:
+        block: number of every block.
+        start, size: first index and extent of every block, ``[dims, blocks]``.
+
+    Returns:
+        For every piece: the number of its block, its first index and its extent.
+    """
+    edges = [np.unique([low, low + extent]) for low, extent in zip(start, size, strict=True)]
+    first, last = (
+        np.stack([np.searchsorted(edge, row) for edge, row in zip(edges, ends, strict=True)])
+        for ends in (start, start + size)
     )
-    first = place(start)
-    along = place(start + size) - first
+    along = last - first  # pieces of every block along each dim
     counts = along.prod(0)
-    of = np.repeat(np.arange(len(block)), counts)
-    index = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
-    low, extent = np.empty((2, len(edges), len(of)), np.int64)
+    place = np.repeat(np.arange(len(block)), counts)
+    index = np.arange(len(place)) - np.repeat(np.cumsum(counts) - counts, counts)
+    low, extent = np.empty((2, len(edges), len(place)), np.int64)
     for dim in reversed(range(len(edges))):
-        index, digit = np.divmod(index, along[dim, of])
-        at = first[dim, of] + digit
+        index, digit = np.divmod(index, along[dim, place])
+        at = first[dim, place] + digit
         low[dim], extent[dim] = edges[dim][at], edges[dim][at + 1] - edges[dim][at]
-    return block[of], low, extent
+    return block[place], low, extent
