@@ -430,7 +430,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a kernel copies blocks that stay over each other", "tritoncomm/reshard/execute.py",
-        "copies = None if in_place else tables.copies_of(", "copies = tables.copies_of(", "tests/reshard/test_reshard.py",
+        "copies = None if in_place else tables.copies_of(", "copies = tables.copies_of(",
+        "tests/reshard/test_reshard.py",
     ),
     Mutation(
         "targets are taken for as aligned as tensors", "kernels/tritoncomm_kernels/segment_copy.py",

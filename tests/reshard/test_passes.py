@@ -127,10 +127,10 @@ def test_small_blocks_that_stay_cost_no_launches() -> None:
 
     small, large, still = plan(64, 9), plan(2048, 2), plan(64, 2, Layout.on_mesh((64, 4096), [[0], [1]], [0, None]))
     assert (small.launches, small.local_copies) == (2, 0)
-    assert small.own_bytes == 9 * 32 * 2048 * 4
-    assert (large.launches, large.local_copies, large.own_bytes) == (3, 2, 0)
+    assert small.staged_bytes == 9 * 32 * 2048 * 4
+    assert (large.launches, large.local_copies, large.staged_bytes) == (3, 2, 0)
     many = plan(64, 17)
-    assert (many.launches, many.local_copies, many.own_bytes) == (3, 17, 0), "4 MiB together"
+    assert (many.launches, many.local_copies, many.staged_bytes) == (3, 17, 0), "4 MiB together"
     assert (still.launches, still.local_copies) == (0, 0), "the same layout: handed back"
     cast = reshard_plan({"w": F32, "v": F32}, ROWS, ROWS, ranks=[0, 1], dtype=BF16).transfers
     assert (cast.launches, cast.local_copies) == (1, 2)

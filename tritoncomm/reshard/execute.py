@@ -147,20 +147,21 @@ class BucketStep:
             path = self._pack.run(sources, wire)
         copies = self._copies if self._copies is not None and path_for(sources[0], "segments") == "triton" else None
         # Views are taken before the exchange: it may overwrite blocks of tensors that share memory with results.
-        copied = self._views(self._direct, sources, targets) if copies is None else ([], [])
-        summed = self._views(self._summed, sources, targets)
+        copied = self._views(self._direct, sources, targets) if self._direct and copies is None else None
+        summed = self._views(self._summed, sources, targets) if self._summed else None
         work = None
         if not self._bucket.is_quiet:
             work = executor.exchange(self._bucket, send, receive, name, bool(self._direct or self._summed))
         if copies is not None:
             path, pairs = "triton", in_turns([sources[i] for i in copies.used], [targets[i] for i in copies.used])
             copies.launch(pairs, pairs[-1])
-        elif copied[0]:
+        elif copied is not None:
             path = "torch"
             torch._foreach_copy_(copied[1], copied[0])  # pyright: ignore[reportPrivateImportUsage]
-        for block, target in zip(*summed, strict=True):
+        if summed is not None:
             path = "torch"
-            target.add_(block)
+            for block, target in zip(*summed, strict=True):
+                target.add_(block)
         if work is not None:
             work.wait()
         del wire, send, receive  # the sent bytes are not needed while the received ones are unpacked

@@ -144,6 +144,8 @@ def parse(
         layout = source_of(x, layouts[key], name, key)
         goal, wrap = _target_of(targets[key], layout.shape, name, key)
         local = like = local_of(x)
+        if local.is_quantized:
+            raise ArgumentError(f"{name}: {key} is quantized, and its scale would not move; call .int_repr()")
         if out is not None:
             like = local_of(outs_by_name[key])
             outs.append((outs_by_name[key], like))
@@ -350,9 +352,8 @@ def check_locals(
             _check_memory(local, label)
         else:
             check_kind(local, label)
-        if local.is_quantized:
-            raise ArgumentError(f"{label} is quantized, and its scale would not move; call .int_repr()")
-        _check_local_shape(local, shape, name, item.name, rank)
+        if local.shape != shape:
+            _refuse_shape(local, shape, name, item.name, rank)
         if local.dtype != item.dtype:
             raise ArgumentError(f"{label} is {local.dtype}, but the plan is for {item.dtype}")
         if may_record and local.requires_grad and not item.has_grad:
@@ -382,7 +383,8 @@ def _check_result(out: Any, local: Any, item: Item, shape: Ints | None, name: st
         _check_own_layout(out, item.target, name, key)
     check_data(local, label)
     _check_memory(local, label)
-    _check_local_shape(local, shape, name, key, rank)
+    if local.shape != shape:
+        _refuse_shape(local, shape, name, key, rank)
     if local.dtype != item.result:
         raise ArgumentError(f"{label} is {local.dtype}, not {item.result}")
     if local.requires_grad and torch.is_grad_enabled():
@@ -411,8 +413,8 @@ def _check_own_layout(tensor: Any, layout: Layout, name: str, key: str) -> None:
         raise ShapeError(f"{name}: {key} is laid out as {own}, not as {layout}")
 
 
-def _check_local_shape(x: Tensor, shape: Ints | None, name: str, key: str, rank: int) -> None:
-    """Check the shape of a local tensor against its layout.
+def _refuse_shape(x: Tensor, shape: Ints | None, name: str, key: str, rank: int) -> None:
+    """Reject a local tensor whose shape is not that of its layout; accept an empty one on a rank without a part.
 
     Args:
         x: the local tensor.
@@ -422,16 +424,15 @@ def _check_local_shape(x: Tensor, shape: Ints | None, name: str, key: str, rank:
         rank: this global rank, for errors.
 
     Raises:
-        ShapeError: the shape is another one, or the tensor of a rank without a part has elements.
+        ShapeError: the layout has another shape there, or no part and the tensor has elements.
     """
-    if shape is None:
-        if x.numel():
-            raise ShapeError(
-                f"{name}: {key} is {list(x.shape)} on rank {rank}, which its layout does not have; pass an empty "
-                "tensor there"
-            )
-    elif x.shape != shape:
+    if shape is not None:
         raise ShapeError(f"{name}: {key} is {list(x.shape)} on rank {rank}, but its layout has {list(shape)} there")
+    if x.numel():
+        raise ShapeError(
+            f"{name}: {key} is {list(x.shape)} on rank {rank}, which its layout does not have; pass an empty tensor "
+            "there"
+        )
 
 
 def _check_apart(names: Sequence[str], outs: Sequence[Tensor], name: str) -> None:
