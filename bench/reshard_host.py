@@ -148,7 +148,7 @@ def sequence_planning(kinds: Any, bounds: list[int] | None, world: int = 8) -> t
         plan = reshard_plan({"q": torch.bfloat16}, source, target, ranks=range(world), rank=3)
         given, result = (torch.empty(each.local_shape(3) or 0, device="meta") for each in (source, target))
         if plan.transfers.items:  # the same layouts have no plan
-            plan._executor._prepare(((given.stride(), 0),), ((result.stride(), 0),), False)
+            plan._executor._prepared(((given.stride(), 0),), ((result.stride(), 0),), False)
         times.append(time.perf_counter() - started)
     assert plan is not None
     blocks = sum(len(s.tensor) for b in plan.transfers.buckets for s in (b.send, b.recv, b.staged, b.direct))

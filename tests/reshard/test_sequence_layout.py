@@ -400,7 +400,7 @@ def refusals(group: TorchGroup) -> None:
         (ShapeError, "must start with 0", {"cu_seqlens": [1, 4 * world]}),
         (ShapeError, "must start with 0", {"cu_seqlens": []}),
         (ShapeError, "descends from 4 to 2 after sequence 1", {"cu_seqlens": [0, 4, 2, 4 * world]}),
-        (ShapeError, "the source: cu_seqlens starts", {"source": ("striped", [3])}),
+        (ShapeError, "the source: cu_seqlens must start", {"source": ("striped", [3])}),
         (ShapeError, r"\[2, 4\] on rank", {"cu_seqlens": [0, 4 * world + 4]}),
         (ShapeError, "cu_seqlens ends with 9, but dim 1", {"source": ("striped", [0, 8]), "target": ("full", [0, 9])}),
         (ShapeError, "into .* chunks .* but the sequence has", {"target": "zigzag", "x": torch.ones(2, 1)}),

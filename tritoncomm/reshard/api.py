@@ -175,7 +175,7 @@ class ReshardPlan(record.Traffic):
 
     @cached_property
     def _shapes(self) -> list[LocalShapes]:
-        """Shapes of this rank's local tensors before and after a resharding; None where the rank has no part."""
+        """Local shape of every tensor of a plan on this rank, before and after; None if the rank has no part there."""
         return [(item.source.local_shape(self._rank), item.target.local_shape(self._rank)) for item in self.items]
 
     @outside_graphs
@@ -226,7 +226,7 @@ class ReshardPlan(record.Traffic):
         return list(out)
 
     def _moving(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of a call without the pass-through tensors."""
+        """Drop the pass-through tensors, whose layout and dtype a plan leaves unchanged; return the others in order."""
         return [x for x, passes in zip(tensors, self._passes_through, strict=True) if not passes]
 
     def text(self, rates: Rates | None = None) -> str:

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -201,7 +201,7 @@ class BucketStep:
 
 
 def _view(x: Tensor, size: Ints, stride: Ints, offset: int) -> Tensor:
-    """Return a strided view of a tensor; the offset counts elements from the tensor's first one."""
+    """Return a view of a tensor's memory with another size and stride, ``offset`` elements behind its first element."""
     return x.as_strided(size, stride, int(x.storage_offset()) + offset)
 
 
@@ -228,7 +228,7 @@ class Executor:
         self._group = None if group is None else weakref.ref(group)  # plans are cached by their group
         self.device = "cpu" if group is not None and backend.cuda_backend(group) in ("", "gloo") else "cuda"
         self.transfers = plan = plan_transfers(items, ranks, position, bucket_bytes, every_replica=sums)
-        self._source_shapes = [item.source.local_shape(ranks[position]) for item in self.items]
+        sources = [item.source.local_shape(ranks[position]) or () for item in self.items]
         shapes = [item.target.local_shape(ranks[position]) for item in self.items]
         shapes = [(0,) if shape is None else shape for shape in shapes]
         # Shape, strides and dtype of every new result, and whether its memory needs no zeros.
@@ -236,16 +236,18 @@ class Executor:
             (shape, contiguous_stride(shape), plan.arrives(i), is_complete and i not in plan.accumulated)
             for i, (shape, is_complete) in enumerate(zip(shapes, plan.complete, strict=True))
         ]
-        self._prepared = lru_cache(_PREPARED)(self._prepare)
+        # The cache is thread-safe, and does not refer to the executor: without a circle plans are freed at once.
+        strides = [stride for _, stride, _, _ in self._results]
+        self._prepared = lru_cache(_PREPARED)(partial(_prepared_steps, plan, sources, strides))
 
     @cached_property
     def _digest(self) -> str:
-        """Hexadecimal hash of all values of a plan that are equal on all ranks."""
+        """Hash of a plan's tensors, options and ranks as hexadecimal text; check mode compares it between ranks."""
         return digest_of(self.items, (self.bucket_bytes, self.grad, self.transfers.sums, self.transfers.ranks)).hex()
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The process group of a plan; None for a plan that is only looked at.
+        """The process group that a plan was made for, which is referenced weakly; None for a plan without a group.
 
         Raises:
             GroupError: the group was destroyed.
@@ -354,34 +356,6 @@ class Executor:
             )
         return in_place
 
-    def _prepare(
-        self, before: Sequence[tuple[Ints, int]], after: Sequence[tuple[Ints, int]] | None, in_place: bool
-    ) -> tuple[list[int], list[BucketStep]]:
-        """Prepare the steps of all buckets for tensors of certain strides; ``run`` caches the steps.
-
-        Args:
-            before: strides and device number of every source tensor. Launches of a step belong to a device.
-            after: strides and device number of every result; None for new results, which are contiguous.
-            in_place: results share memory with source tensors.
-
-        Returns:
-            Indices of the source tensors whose rows are not contiguous, which have to be made contiguous first; and the
-            steps of all buckets that are not empty.
-        """
-        uneven, sources = [], []
-        for i, ((stride, _), shape) in enumerate(zip(before, self._source_shapes, strict=True)):
-            is_uneven = shape is not None and not _has_dense_rows(shape, stride)
-            uneven += [i] if is_uneven else []
-            sources.append(contiguous_stride(shape) if is_uneven else stride)
-        targets = [stride for _, stride, _, _ in self._results] if after is None else [stride for stride, _ in after]
-        items = self.transfers.items  # strides are those of the plan's index space, in which boxes are dense
-        strides = (
-            tuple(item.source.strides_of(stride) for item, stride in zip(items, sources, strict=True)),
-            tuple(item.target.strides_of(stride) for item, stride in zip(items, targets, strict=True)),
-        )
-        steps = [BucketStep(bucket, self.transfers, strides, in_place) for bucket in self.transfers.buckets]
-        return uneven, [step for step in steps if step]
-
     def exchange(self, bucket: Bucket, wire: Tensor, received: Tensor, name: str, asynchronous: bool) -> Any:
         """Start the exchange of one bucket: an all-to-all-v, or a batch of messages between disjoint sets of ranks.
 
@@ -407,13 +381,57 @@ class Executor:
         return backend.all_to_all(received, wire, bucket.recv.counts, bucket.send.counts, group, name, asynchronous)
 
 
+def _prepared_steps(
+    plan: TransferPlan,
+    source_shapes: Sequence[Ints],
+    result_strides: Sequence[Ints],
+    before: Sequence[tuple[Ints, int]],
+    after: Sequence[tuple[Ints, int]] | None,
+    in_place: bool,
+) -> tuple[list[int], list[BucketStep]]:
+    """Prepare the steps of all buckets of a plan for tensors of certain strides.
+
+    Args:
+        plan: the plan.
+        source_shapes: shapes of this rank's source tensors; ``()`` for a layout without a part on this rank.
+        result_strides: strides of new results.
+        before: strides and device number of every source tensor. Launches of a step belong to a device.
+        after: strides and device number of every result that the caller passed; None for new results.
+        in_place: results share memory with source tensors.
+
+    Returns:
+        Indices of the source tensors whose rows are not contiguous, which have to be made contiguous first; and the
+        steps of all buckets that are not empty.
+    """
+    uneven = [i for i, (stride, _) in enumerate(before) if not _has_dense_rows(source_shapes[i], stride)]
+    sources = [contiguous_stride(source_shapes[i]) if i in uneven else stride for i, (stride, _) in enumerate(before)]
+    targets = result_strides if after is None else [stride for stride, _ in after]
+    strides = (  # those of the plan's index space, in which boxes are dense
+        tuple(item.source.strides_of(stride) for item, stride in zip(plan.items, sources, strict=True)),
+        tuple(item.target.strides_of(stride) for item, stride in zip(plan.items, targets, strict=True)),
+    )
+    steps = [BucketStep(bucket, plan, strides, in_place) for bucket in plan.buckets]
+    return uneven, [step for step in steps if step]
+
+
 def messages(wire: Tensor, side: Side) -> list[tuple[int, Tensor]]:
-    """Cut the bytes of one side of a bucket into messages; return each peer's position in the group and its bytes."""
+    """Cut the bytes that a rank sends in a bucket, or receives, into one message per peer.
+
+    Args:
+        wire: the bytes.
+        side: the size of every message.
+
+    Returns:
+        For every peer with a message, its position in the group and a view of its bytes.
+    """
     return [(peer, wire.narrow(0, start, count)) for peer, start, count in side.parts]
 
 
 def _has_dense_rows(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether the last dim of a tensor is contiguous, so that few segments describe the tensor."""
+    """Return whether the rows of a tensor of this shape and stride are contiguous: its last dim has stride 1.
+
+    Tensors with other rows are copied before they are sent, because each of their elements would be a segment.
+    """
     return not shape or shape[-1] <= 1 or stride[-1] == 1
 
 

@@ -35,7 +35,11 @@ class Intersections:
     size: tuple[Array, ...]
 
     def boxes(self, index: Array) -> tuple[Array, Array]:
-        """Return first indices and extents of the intersections numbered ``index``, each ``[dims, intersections]``."""
+        """Return the boxes of some intersections: first indices and extents, each ``[dims, intersections]``.
+
+        Args:
+            index: numbers of the intersections.
+        """
         region, target = self.region[index], self.target[index]
         start, size = np.empty((2, len(self.low), len(index)), np.int64)
         for dim, (low, extent) in enumerate(zip(self.low, self.size, strict=True)):
@@ -60,7 +64,11 @@ class ListedIntersections:
     size: Array
 
     def boxes(self, index: Array) -> tuple[Array, Array]:
-        """Return first indices and extents of the intersections numbered ``index``, each ``[dims, intersections]``."""
+        """Return the boxes of some intersections: first indices and extents, each ``[dims, intersections]``.
+
+        Args:
+            index: numbers of the intersections.
+        """
         return self.start[:, index], self.size[:, index]
 
 
@@ -94,6 +102,9 @@ def routes_between(
         loads: bytes that every position of the group sends as one of several replicas; increased by this tensor's.
         itemsize: bytes of an element.
         every_replica: each replica sends its elements to every receiver, so that the receivers sum them up.
+
+    Returns:
+        Sender and receiver of every intersection; both are the same rank if the element stays.
     """
     holders, receivers = positions[0][source.owner], positions[1][target.owner]
     is_large = len(holders) * len(receivers) > _DENSE
@@ -113,11 +124,14 @@ def routes_between(
 
 @lru_cache(maxsize=256)  # the layers of a model repeat a few pairs of layouts
 def _dense_intersections(source: Layout, target: Layout, is_distinct: bool) -> Intersections:
-    """Intersect all pairs of source regions and target boxes.
+    """Intersect the source boxes of a tensor with its target boxes, by a comparison of all pairs; cached.
 
     Args:
-        source, target: layouts of one tensor.
-        is_distinct: intersect regions, in which replicas are merged; otherwise every source box.
+        source, target: layouts of the tensor.
+        is_distinct: merge equal source boxes into one region first.
+
+    Returns:
+        The pairs that share an element, by source and then by target, with the boxes that they share.
     """
     owned = source.regions if is_distinct else source
     shape = len(owned.start), len(target.start)
@@ -137,14 +151,17 @@ def _dense_intersections(source: Layout, target: Layout, is_distinct: bool) -> I
 
 @lru_cache(maxsize=8)
 def _sparse_intersections(source: Layout, target: Layout, is_distinct: bool) -> ListedIntersections:
-    """Intersect source regions and target boxes of which few meet.
+    """Intersect many source boxes of a tensor with its target boxes, without a comparison of all pairs; cached.
 
     Pairs that meet along one dim are listed first, along the dim with the fewest of them; pairs that do not meet along
     the other dims are dropped.
 
     Args:
-        source, target: layouts of one tensor.
-        is_distinct: intersect regions, in which replicas are merged; otherwise every source box.
+        source, target: layouts of the tensor.
+        is_distinct: merge equal source boxes into one region first.
+
+    Returns:
+        The pairs that share an element, by source and then by target, with the boxes that they share.
     """
     owned = source.regions if is_distinct else source
     ends = owned.start + owned.size, target.start + target.size

@@ -251,7 +251,10 @@ class Layout:
         return _RowLayout(self, periods)
 
     def strides_of(self, strides: Ints) -> Ints:
-        """Return strides of a local tensor for the dims of this layout's boxes; they differ after ``in_rows`` only."""
+        """Return the strides of a local tensor, one per dim of the layout's boxes: ``strides`` as they are.
+
+        A layout made by ``in_rows``, whose boxes have other dims than the tensor, converts them.
+        """
         return strides
 
     @cached_property
@@ -261,12 +264,12 @@ class Layout:
 
     @cached_property
     def sharded(self) -> tuple[bool, ...]:
-        """For every dim, whether a box of the layout has less than the full extent."""
+        """For every dim of the global tensor, whether a box of the layout has less than the dim's full extent."""
         return tuple((self.size != np.array(self.shape, np.int64)).any(0).tolist())
 
     @cached_property
     def regions(self) -> Regions:
-        """The layout's distinct boxes, each with the indices of all boxes equal to it."""
+        """The distinct boxes of a layout: start and extent, the indices of all equal boxes, and their number."""
         firsts, boxes, replicas = replicas_of(np.concatenate([self.start, self.size], 1))
         return Regions(self.start[firsts], self.size[firsts], boxes, replicas)
 

@@ -75,7 +75,7 @@ class Item:
         return self.result if self.result.itemsize < self.dtype.itemsize else self.dtype
 
     def reversed(self) -> "Item":
-        """Return the item of the tensor's gradient: layouts and dtypes change places."""
+        """Return the description of a tensor's gradient: source and target change places, and so do both dtypes."""
         return Item(self.name, self.target, self.source, self.result, self.dtype, self.has_grad)
 
     def __str__(self) -> str:
@@ -137,7 +137,12 @@ class StayingBlocks:
     wire: Array
 
     def pick(self, index: Array, wire: Array) -> "StayingBlocks":
-        """Return the blocks numbered ``index``, with the offsets ``wire`` in the staging memory."""
+        """Return some of the blocks, at other places of the staging memory.
+
+        Args:
+            index: numbers of the blocks.
+            wire: byte offset of each of them.
+        """
         return StayingBlocks(
             self.tensor[index], self.source[:, index], self.target[:, index], self.size[:, index], wire
         )
@@ -303,7 +308,7 @@ class TransferPlan(record.Traffic):
         return tuple(launches)
 
     def _unpack_launches(self, bucket: Bucket) -> int:
-        """Return the number of launches of a bucket's unpack; see ``bucket_launches``."""
+        """Return the number of kernel launches that unpack a bucket: copies, casts and sums of each pair of dtypes."""
         tensor, start, size = bucket.unpacked
         counts = np.ones_like(tensor)
         if self.sums:
@@ -345,7 +350,11 @@ class TransferPlan(record.Traffic):
         return sum(len(bucket.direct.tensor) for bucket in self.buckets)
 
     def seconds(self, rates: Rates) -> tuple[float, float]:
-        """Predict the seconds of this rank's local passes and the seconds of its collectives, at given rates."""
+        """Predict the seconds of this rank's packs, unpacks and copies, and the seconds of its collectives.
+
+        Args:
+            rates: bandwidths and latencies of the prediction.
+        """
         collectives = sum(
             collective_seconds("all-to-all", bucket.send.nbytes, len(self.ranks), rates, bucket.recv.nbytes)
             for bucket in self.buckets

@@ -51,7 +51,7 @@ def plan_transfers(
 
 
 def _in_rows(item: Item) -> Item:
-    """Return a tensor with both layouts in a common view of rows, in which no box is strided."""
+    """Convert both layouts of a tensor to a common view of rows, in which no box is strided; return a new item."""
     source, target = item.source, item.target
     periods = tuple(map(math.lcm, source.step, target.step))
     if max(periods, default=1) == 1:
@@ -104,7 +104,11 @@ class _Planner:
         self.boxes: list[Array] = []  # start in the source, start in the target, and size of this rank's blocks
 
     def add(self, index: int) -> None:
-        """Route one tensor, put its messages into a bucket or several, and note this rank's blocks."""
+        """Choose senders for one tensor, put its messages into one bucket or several, and note this rank's blocks.
+
+        Args:
+            index: number of the tensor.
+        """
         item = self.items[index]
         self.sources.update(item.source.ranks)
         self.targets.update(item.target.ranks)
@@ -116,7 +120,7 @@ class _Planner:
         self._note(index, routes, self._fit(index, routes, is_remote) if is_remote.any() else [0])
 
     def _positions_of(self, layout: Layout) -> Array:
-        """Return the position in the group of every rank of a layout."""
+        """Return the positions in the process group of a layout's ranks, in the order of the layout."""
         return np.array([self.positions[rank] for rank in layout.ranks], np.int64)
 
     def _fit(self, index: int, routes: Routes, is_remote: NDArray[np.bool_]) -> list[int]:
@@ -211,7 +215,7 @@ class _Planner:
         return np.stack([_totals(place, nbytes, self.world) for place in (sender, receiver)])
 
     def _close(self, count: int) -> None:
-        """Close the first ``count`` open buckets and add their bytes and messages to the totals."""
+        """Close the ``count`` oldest open buckets: add their bytes and messages to the totals, and drop them."""
         for slot in range(count):
             self.total += self.loaded[slot]
             self.messages += self.pairs[slot].reshape(self.world, -1).sum(1)
@@ -252,7 +256,7 @@ class _Planner:
         self.boxes.append(boxes)
 
     def finish(self) -> TransferPlan:
-        """Close all buckets and return the plan of this rank."""
+        """Close all buckets and return the transfer plan of this rank: every bucket's blocks, and all ranks' totals."""
         self._close(len(self.numbers))
         is_quiet, self.count = not self.count, self.count or 1  # without messages one bucket has the staying blocks
         flat = np.concatenate([np.empty((4, 0), np.int64), *self.flat], 1)

@@ -73,12 +73,12 @@ class Request:
 
     @cached_property
     def moving(self) -> tuple[Item, ...]:
-        """The items of a request's tensors that do not pass through."""
+        """Layouts and dtypes of the tensors that a plan moves: without pass-through tensors."""
         return tuple([item for item, passes in zip(self.items, self.passes_through, strict=True) if not passes])
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """The values that a plan depends on besides the rank: the key under which the plan is cached."""
+        """The key under which a plan is cached: all arguments that the plan depends on, equal on all ranks."""
         return self.bucket_bytes, self.grad, self.name, self.moving
 
 
@@ -231,12 +231,12 @@ def _per_tensor(values: Any, names: Sequence[str], name: str) -> Mapping[str, An
 
 
 def is_dtensor(x: Any) -> bool:
-    """Return whether a value is a DTensor, without an import of torch's DTensor."""
+    """Return whether a value is a DTensor: has ``device_mesh`` and ``placements``. Torch's DTensor is not imported."""
     return hasattr(x, "device_mesh") and hasattr(x, "placements")
 
 
 def local_of(tensor: Any) -> Tensor:
-    """Return the local tensor of a DTensor or ColoTensor; other values as they are."""
+    """Return the local tensor of a DTensor or ColoTensor; return any other value as it is."""
     if tensor.__class__ is Tensor:  # asking a tensor for a missing attribute takes a microsecond
         return tensor
     if is_dtensor(tensor):

@@ -57,7 +57,7 @@ class Blocks(NamedTuple):
     gaps: Array
 
     def pick(self, index: Any) -> "Blocks":
-        """Return the blocks at an index array or under a mask."""
+        """Return the blocks that an index array or a boolean mask selects."""
         return Blocks(*(array[..., index] for array in self))
 
     def cut(self, block: Array, start: Array, size: Array, dtypes: Sequence[torch.dtype]) -> "Blocks":
@@ -88,7 +88,7 @@ def blocks_of(side: Side | StayingBlocks, start: Array, shift: int = 0) -> Block
 
 
 def concatenated(*groups: Blocks) -> Blocks:
-    """Return the blocks of all groups, one group after the other."""
+    """Concatenate several groups of blocks into one, in order."""
     return Blocks(*(np.concatenate(arrays, -1) for arrays in zip(*groups, strict=True)))
 
 
