@@ -215,6 +215,7 @@ class ReshardPlan(record.Traffic):
         moving = self._moving(tensors)
         if out is None:
             moved = iter(apply(self._executor, moving, self._name))
+            # Under no_grad a result has no graph, as those of other torch functions.
             passing = tensors if torch.is_grad_enabled() else map(without_graph, tensors)
             return [x if passes else next(moved) for x, passes in zip(passing, self._passes_through, strict=True)]
         pairs = [(x.detach(), y) for x, y, passes in zip(tensors, out, self._passes_through, strict=True) if passes]

@@ -103,7 +103,7 @@ def runs_of(kind: str, bounds: Sequence[int], world: int, name: str) -> Runs:
     rank = np.arange(world)[:, None]
     step = 1
     if kind == "contiguous":
-        run = -(-length // world)
+        run = -(-length // world)  # ceil, as torch.chunk
         low = np.minimum(rank * run, length)
         start, size = first + low, np.minimum(low + run, length) - low
     elif kind == "striped":
@@ -135,6 +135,7 @@ def _merged(owner: Array, start: Array, size: Array, world: int, step: int) -> R
     """
     filled = size > 0
     owner, start, size = owner[filled], start[filled], size[filled]
+    # The two chunks of the last rank of a zigzag adjoin, and so do whole packed sequences of one rank.
     opens = np.ones(len(owner), bool)
     opens[1:] = (owner[1:] != owner[:-1]) | (start[1:] != (start + size * step)[:-1])
     firsts = np.nonzero(opens)[0]
@@ -170,7 +171,7 @@ def in_rows(boxes: Boxes, steps: Ints, periods: Ints) -> Boxes:
             dim += 1
             continue
         boxes = _columns(boxes, dim, period, step) if step > 1 else _ranges(boxes, dim, period)
-        dim += 2
+        dim += 2  # a row and a column
     return boxes
 
 
@@ -233,7 +234,7 @@ def replicas_of(boxes: Array) -> tuple[Array, Array, Array]:
         ``[groups, most]``, padded with -1; the number of its rows.
     """
     _, firsts, group, counts = np.unique(boxes, axis=0, return_index=True, return_inverse=True, return_counts=True)
-    order = np.argsort(group.reshape(-1), kind="stable")
+    order = np.argsort(group.reshape(-1), kind="stable")  # stable, so that the members of a group ascend
     nth = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
     members = np.full((len(firsts), counts.max(initial=0)), -1)
     members[np.repeat(np.arange(len(firsts)), counts), nth] = order

@@ -46,6 +46,7 @@ def agree(
         if error is not None:
             raise error
         return
+    # As integers, because texts would differ in length, which takes a second all-gather.
     halves = [int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:])]
     own = [0, *halves] if error is None else [1, 0, 0]
     try:
@@ -83,6 +84,7 @@ def _gathered_texts(own: dict[str, object], group: ProcessGroup, name: str) -> l
     """
     text = json.dumps(own).encode()
     longest = max(length for (length,) in _gathered(torch.tensor([len(text)], device="cpu"), group, name))
+    # An all-gather takes equal lengths, and JSON ignores the blanks.
     padded = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8, device="cpu")
     return [json.loads(bytes(row)) for row in _gathered(padded, group, name)]
 

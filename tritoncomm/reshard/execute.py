@@ -150,6 +150,7 @@ class BucketStep:
         copied = self._views(self._direct, sources, targets) if self._direct and copies is None else None
         summed = self._views(self._summed, sources, targets) if self._summed else None
         work = None
+        # The exchange returns at once only if there are blocks to copy meanwhile.
         if not self._bucket.is_quiet:
             work = executor.exchange(self._bucket, send, receive, name, bool(self._direct or self._summed))
         if copies is not None:
@@ -292,6 +293,7 @@ class Executor:
         started, _range = record.now(), None
         if record.switch._is_profiler_enabled and self.group is not None:
             _range = record.begin(name, "reshard", self.group, list(tensors), (self._digest,))
+        # Kernels copy bits, and lazy conjugates and negatives are not in the bits.
         sources, copied = tensors, 0
         if any(x.requires_grad or x.is_conj() or x.is_neg() for x in tensors):
             sources = [x.detach().resolve_conj().resolve_neg() for x in tensors]
@@ -324,7 +326,7 @@ class Executor:
             taken = step.run(sources, targets, self, name)
             path = path if taken == "view" else taken
         if results is not None:
-            increment_version(results)
+            increment_version(results)  # kernels write below autograd, which would miss that saved tensors changed
             for x, target in zip(results, targets, strict=True):
                 if x.data_ptr() != target.data_ptr():
                     x.copy_(target)
@@ -464,6 +466,7 @@ class _Reshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         executor: Executor = ctx.executor
+        # Missing gradients are zeros: all ranks of a plan have to send the same tensors.
         present = [
             torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
             for grad, (shape, dtype, device), item in zip(grads, ctx.like, executor.items, strict=True)

@@ -113,7 +113,7 @@ def routes_between(
     if every_replica:
         return Routes(holders[meeting.region], receiver, meeting.region, meeting)
     regions = source.regions
-    if regions.boxes.shape[1] <= 1:
+    if regions.boxes.shape[1] <= 1:  # no replicas: nothing to choose, no load to balance
         box = regions.boxes.reshape(-1)[meeting.region]
         return Routes(holders[box], receiver, box, meeting)
     candidates = np.where(regions.boxes < 0, -1, holders[regions.boxes])
@@ -138,6 +138,7 @@ def _dense_intersections(source: Layout, target: Layout, is_distinct: bool) -> I
     meets, volume = np.ones(shape, bool), np.ones(shape, np.int64)
     lows, sizes = [], []
     for dim, (a, b) in enumerate(zip(source.sharded, target.sharded, strict=True)):
+        # All boxes have the full extent of a dim that is not sharded: one of them stands for all.
         rows, columns = slice(None if a else 1), slice(None if b else 1)
         first, other = owned.start[rows, dim, None], target.start[None, columns, dim]
         low = np.maximum(first, other)
@@ -192,6 +193,7 @@ def _candidates(low: Array, high: Array, other_low: Array, other_high: Array) ->
         candidate, and their number. A candidate in between may end before the other interval starts.
     """
     order = np.argsort(low, kind="stable")
+    # The running maximum of the ends ascends although the ends of intervals with ascending starts need not.
     first = np.searchsorted(np.maximum.accumulate(high[order]), other_low, "right")
     last = np.searchsorted(low[order], other_high, "left")
     return order, first, np.maximum(last - first, 0)
@@ -242,6 +244,7 @@ def part_counts(size: Array, parts: int) -> tuple[Array, Array]:
         The slices along each dim of every box, ``[dims, boxes]``; and for every box the most elements in one of
         ``parts`` groups of consecutive pieces.
     """
+    # Longest dims first: slices of a long dim leave the longest rows to copy.
     slices, remaining = np.ones_like(size), np.full(size.shape[1], parts, np.int64)
     columns = np.arange(size.shape[1])
     for dim in np.argsort(-size, 0, kind="stable"):
@@ -264,7 +267,7 @@ def split_into_parts(start: Array, size: Array, parts: int) -> tuple[Array, Arra
     counts = slices.prod(0)
     box = np.repeat(np.arange(size.shape[1]), counts)
     index = np.arange(len(box)) - np.repeat(np.cumsum(counts) - counts, counts)
-    part, rest = index * parts // counts[box], index
+    part, rest = index * parts // counts[box], index  # consecutive pieces, as evenly as their number allows
     low, extent = np.empty((2, len(size), len(box)), np.int64)
     for dim in reversed(range(len(size))):
         along, length = slices[dim, box], size[dim, box]

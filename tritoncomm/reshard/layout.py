@@ -72,12 +72,13 @@ class Layout:
     ) -> None:
         self.shape, self.ranks = tuple(shape), tuple(ranks)
         self.step: Ints = (1,) * len(self.shape) if step is None else tuple(step)
-        filled = size.all(1)
+        filled = size.all(1)  # empty boxes would be replicas of each other
         if not filled.all():
             owner, start, size, at = owner[filled], start[filled], size[filled], at[filled]
         self.owner, self.start, self.size, self.at, self._local = owner, start, size, at, local
         self.elements, self._problem = math.prod(self.shape), "" if is_tiling else None
         self._check()
+        # Digests are compared instead of arrays, which have an entry per box: every call looks its layouts up.
         state = hashlib.blake2b(repr((self.shape, self.ranks, self.step)).encode(), digest_size=16)
         for array in (owner, start, size, at, local):
             state.update(array.tobytes())  # in C order, whatever the strides
@@ -120,7 +121,7 @@ class Layout:
         try:
             grid = np.asarray(axes)
         except (TypeError, ValueError, RuntimeError):
-            grid = np.asarray(None)
+            grid = np.asarray(None)  # a 0-dim array, which the next line rejects
         if not grid.ndim or not grid.size or grid.dtype.kind not in "iu":
             raise ArgumentError(f"Layout: a mesh must be global ranks, as deep as it has axes, not {axes!r:.80}")
         shape, ranks = _checked_shape(shape), tuple(grid.flatten().tolist())
@@ -367,6 +368,7 @@ def _on_mesh(shape: Ints, mesh: Ints, ranks: Ints, placements: tuple[_Placement,
     start, size = np.zeros((count, dims), np.int64), np.empty((count, dims), np.int64)
     size[:] = shape
     coordinates = np.indices(mesh, np.int64).reshape(len(mesh), count)
+    # Every axis divides what the axes before it left of the dim, so that uneven sizes come out as DTensor's.
     for axis in _splitting_order(shape, mesh, placements):
         placement = placements[axis]
         assert placement is not None
@@ -395,6 +397,7 @@ def _splitting_order(shape: Ints, mesh: Ints, placements: tuple[_Placement, ...]
             the axes after it.
     """
     order: list[int] = []
+    # From right to left: a strided shard has to know how many shards the axes right of it make.
     for axis, placement in reversed(list(enumerate(placements))):
         if placement is None:
             continue

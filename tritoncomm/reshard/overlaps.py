@@ -33,6 +33,7 @@ def tensors_across_buckets(tensor: Array, start: Array, size: Array, bucket: Arr
         tensor, bucket: index of every block's tensor and bucket.
         start, size: first index and extent of every block, ``[dims, blocks]``.
     """
+    # The bucket is one more dim, so that equal blocks of two buckets are not merged into one box.
     labelled = np.concatenate([start, bucket[None]]), np.concatenate([size, np.ones_like(bucket)[None]])
     result = set()
     for index, boxes, _, _ in _by_tensor(tensor, *labelled):
@@ -60,6 +61,7 @@ def cut_at_edges(tensor: Array, start: Array, size: Array) -> tuple[Array, Array
     pieces = [(np.empty(0, np.int64), np.empty((len(start), 0), np.int64), np.empty((len(start), 0), np.int64))]
     for index, boxes, _, _ in _by_tensor(tensor, start, size):
         blocks = index, start[:, index], size[:, index]
+        # Blocks that are apart or equal stay whole: cutting them would only lengthen the tables.
         pieces.append(_cut(*blocks) if _meeting_pairs(boxes).any() else blocks)
     block, first, extent = (np.concatenate([piece[i] for piece in pieces], -1) for i in range(3))
     order = np.argsort(block, kind="stable")

@@ -42,6 +42,7 @@ def balanced_owners(
     if shapes and not loads:
         raise ArgumentError("balanced_owners: there are no ranks to own anything")
     owners = {}
+    # Ties go by name and by rank, so that every rank assigns the same owners.
     for name in sorted(shapes, key=lambda name: (-cost(shapes[name]), name)):
         owners[name] = min(loads, key=lambda rank: (loads[rank], rank))
         loads[owners[name]] += cost(shapes[name])

@@ -320,6 +320,7 @@ class TransferPlan(record.Traffic):
             adds = i in self.accumulated
             is_copy = dtypes[0] is dtypes[1] and not is_sum and not adds
             kinds.setdefault((adds, is_sum), set()).add(None if is_copy else dtypes)
+        # Sums take the launch of the casts of their dtypes, or of the plain copies, if there is one.
         launches = 0
         for adds in (False, True):
             others, sums = kinds.get((adds, False), set()), kinds.get((adds, True), set())
@@ -333,6 +334,7 @@ class TransferPlan(record.Traffic):
             For every piece: its block, numbered as in ``Bucket.unpacked``; its first index; its extent.
         """
         received = bucket.recv
+        # The wire is in the order of the senders, so an offset tells the sender; staying blocks are this rank's.
         senders = np.searchsorted(np.cumsum(received.counts), received.wire, side="right")
         order = np.argsort(np.concatenate([np.full_like(bucket.staged.tensor, self.position), senders]), kind="stable")
         tensor, start, size = bucket.unpacked
@@ -426,7 +428,7 @@ def check_items(items: Sequence[Item], ranks: Sequence[int], name: str, grad: st
         GroupError: a rank of a layout is not in the group.
         UnsupportedError: a cast, or a gradient to be summed, of anything but fp16, bf16, fp32 and fp64.
     """
-    members = set(ranks)
+    members = set(ranks)  # a list would make the check quadratic in the ranks
     for item in items:
         if item.source.shape != item.target.shape:
             raise ShapeError(

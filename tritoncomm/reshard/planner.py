@@ -71,6 +71,7 @@ def _interleaved(items: Sequence[Item]) -> list[int]:
         key, nbytes = (item.source.ranks, item.target.ranks), math.prod(item.source.shape) * item.carried.itemsize
         middles.append((key, 2 * totals.get(key, 0) + nbytes))
         totals[key] = totals.get(key, 0) + nbytes
+    # Fractions compare exactly, so every rank gets the same order.
     places = [Fraction(middle, max(totals[key], 1)) for key, middle in middles]
     return sorted(range(len(items)), key=lambda index: (places[index], index))
 
@@ -137,7 +138,9 @@ class _Planner:
         item = self.items[index]
         itemsize = item.carried.itemsize
         nbytes = routes.intersections.volume * itemsize * is_remote
+        # Counted before the alignment, which is on the wire only.
         self.lacking += _totals(routes.receiver, nbytes, self.world)
+        # One box per rank on both sides is one block per pair of ranks, and needs no sum over pairs.
         is_single = item.source.is_single and item.target.is_single
         loads = [self._load_of(routes.sender, routes.receiver, nbytes, is_single)]
         remote = np.nonzero(is_remote)[0]
@@ -195,6 +198,7 @@ class _Planner:
                     f"reshard: bucket_bytes {self.limit} is too small for {item.name}: one element for every peer "
                     f"takes {int(load.max())} bytes"
                 )
+            # Alignment makes the bytes of a part more than its share, so the estimate may need another round.
             parts = min(most, max(parts + 1, parts * int(load.max()) // self.limit))
             load = self._load_of(sender, receiver, part_counts(size, parts)[1] * item.carried.itemsize, False)
         return parts
@@ -221,6 +225,7 @@ class _Planner:
             self.messages += self.pairs[slot].reshape(self.world, -1).sum(1)
             self.largest = max(self.largest, int(self.loaded[slot].max()))
             self.critical += int(self.loaded[slot].max())
+        # The other buckets keep their order: the first bucket with room takes a tensor.
         left = len(self.numbers) - count
         self.loaded[:left], self.pairs[:left] = self.loaded[count:][:left].copy(), self.pairs[count:][:left].copy()
         self.loaded[left:], self.pairs[left:] = 0, False
@@ -250,7 +255,7 @@ class _Planner:
             to_source, to_target = to_source[:, place], to_target[:, place]
         boxes = np.zeros((3, self.dims, len(part)), np.int64)
         boxes[2] = 1
-        first = self.dims - len(size)
+        first = self.dims - len(size)  # tensors of fewer dims have leading ones
         boxes[0, first:], boxes[1, first:], boxes[2, first:] = start + to_source, start + to_target, size
         self.flat.append(np.stack([np.array(buckets, np.int64)[part], np.full_like(part, index), sender, receiver]))
         self.boxes.append(boxes)

@@ -79,7 +79,7 @@ class Request:
     @cached_property
     def key(self) -> tuple[Any, ...]:
         """The key under which a plan is cached: all arguments that the plan depends on, equal on all ranks."""
-        return self.bucket_bytes, self.grad, self.name, self.moving
+        return self.bucket_bytes, self.grad, self.name, self.moving  # the name, as in the digest
 
 
 def participants_of(group: GroupLike | None, name: str) -> Participants:
@@ -446,6 +446,7 @@ def _check_apart(names: Sequence[str], outs: Sequence[Tensor], name: str) -> Non
     Raises:
         ArgumentError: two tensors share an element.
     """
+    # Sorted by address, so that only neighbours are compared: a state dict has thousands of tensors.
     starts = [(x.data_ptr(), key, x) for key, x in zip(names, outs, strict=False) if x.numel()]
     open_ends: list[tuple[int, str, Tensor]] = []  # tensors that end after the next one begins
     for start, key, x in sorted(starts, key=lambda entry: entry[0]):
@@ -485,6 +486,7 @@ def _may_overlap_itself(x: Tensor) -> bool:
     """
     if not x.numel():
         return False
+    # With strides in ascending order, each has to step over everything that the smaller ones reach.
     reach = 0
     for step, size in sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1):
         if step <= reach:
@@ -546,6 +548,7 @@ def refusing(participants: Participants, name: str) -> Iterator[None]:
     try:
         yield
     except CommError as error:
+        # The other ranks may be comparing plans: without this rank they would wait for the group's timeout.
         if participants.group is not None:
             _report(name, participants.group, (), "new", error)
             agree(name, participants.group, bytes(16), error, dict)

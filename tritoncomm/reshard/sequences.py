@@ -101,6 +101,7 @@ def _layouts(
         local = local_of(tensor)
         check_kind(local, _NAME)
         place = checked_dim(local, dim, _NAME)
+        # Boundaries tell the length; without any, all ranks have as many tokens as this one.
         length = local.shape[place] * (1 if divisions[0][0] == "full" else len(ranks))
         length = next((bounds[-1] for _, bounds in divisions if bounds is not None), length)
         shape = (*local.shape[:place], length, *local.shape[place + 1 :])

@@ -104,6 +104,7 @@ def table_of(blocks: Blocks, strides: Strides, dtypes: Sequence[torch.dtype]) ->
     """
     if not len(blocks.tensor):
         return None
+    # A launch takes the addresses of its tensors as arguments, so a table numbers the tensors that it has.
     tensors, place = np.unique(blocks.tensor, return_inverse=True)
     used = tuple(tensors.tolist())
     padded = [(0,) * (len(blocks.size) - len(strides[i])) + tuple(strides[i]) for i in used]
