@@ -499,7 +499,7 @@ def test_torch_compile_breaks_its_graph(pool: Pool) -> None:
         (((4, 4), 0, np.array(["full", "full"]), [0]), "the kind must be one of"),
         (((4, 4), 0, "striped", []), "no ranks"),
         (((4, 4), 0, "striped", [0, 0]), "listed twice"),
-        (((4, 4), 0, "striped", 3), "ranks must be a sequence"),
+        (((4, 4), 0, "striped", 3), "ranks must be ints"),
         (((4, 4), 0, "zigzag", [0, 1, 2]), "divides each sequence into 6 chunks for 3 ranks, but the sequence has 4"),
         (((4, 4), 0, "striped", [0, 1], [0, 3]), "ends with 3, but dim 0"),
         ((3, 0, "striped", [0, 1]), "a shape must be ints"),

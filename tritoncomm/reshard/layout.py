@@ -229,7 +229,7 @@ class Layout:
             raise ArgumentError(f"{name}: the kind must be one of {', '.join(KINDS)}, not {kind!r:.80}")
         members = checked_ints(ranks, f"{name}: ranks")
         if not members:
-            raise ArgumentError(f"{name}: a sequence needs at least one rank")
+            raise ArgumentError(f"{name}: there are no ranks to divide the sequence among")
         bounds = (0, shape[dim]) if cu_seqlens is None else bounds_of(cu_seqlens, name)
         if bounds[-1] != shape[dim]:
             raise ShapeError(
