@@ -147,7 +147,8 @@ def _dense_intersections(source: Layout, target: Layout, is_distinct: bool) -> I
         volume *= size
         lows.append(low)
         sizes.append(size)
-    return Intersections(*np.nonzero(meets), volume[meets], tuple(lows), tuple(sizes))
+    region, box = np.nonzero(meets)
+    return Intersections(region, box, volume[meets], tuple(lows), tuple(sizes))
 
 
 @lru_cache(maxsize=8)

@@ -193,8 +193,8 @@ class Layout:
             size += [box[1] for box in own]
             at += positions
             local.append(local_shape)
-        arrays = (np.array(rows, np.int64).reshape(len(rows), len(shape)) for rows in (start, size, at, local))
-        return Layout(shape, list(by_rank), np.array(owner, np.int64), *arrays)
+        start, size, at, local = (np.array(x, np.int64).reshape(len(x), len(shape)) for x in (start, size, at, local))
+        return Layout(shape, list(by_rank), np.array(owner, np.int64), start, size, at, local)
 
     @staticmethod
     def sequence(shape: Sequence[int], dim: int, kind: str, ranks: Sequence[int], cu_seqlens: Any = None) -> "Layout":

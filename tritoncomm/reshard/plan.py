@@ -386,7 +386,7 @@ class TransferPlan(record.Traffic):
             f"{'bucket':<8}{'to':>5}{'from':>6}{f'{unit} sent':>13}{f'{unit} received':>16}{'launches':>10}"
             f"{'copies':>8}",
         ]
-        table = [(str(index), row) for index, row in enumerate(rows[:_SHOWN])]
+        table: list[tuple[str, tuple[int, ...]]] = [(str(index), row) for index, row in enumerate(rows[:_SHOWN])]
         if len(rows) > _SHOWN:
             table.append(("...", tuple(map(sum, zip(*rows[_SHOWN:], strict=True)))))
         table.append(("all", tuple(map(sum, zip(*rows, strict=True)))))

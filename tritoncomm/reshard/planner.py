@@ -95,12 +95,11 @@ class _Planner:
         self.sources, self.targets = set[int](), set[int]()  # ranks with a part of a source, of a target
         self.loads, self.lacking, self.messages = np.zeros((3, world), np.int64)
         self.total = np.zeros((2, world), np.int64)
-        self.largest, self.critical = 0, 0
+        self.largest, self.critical, self.count = 0, 0, 0  # the count is of buckets
         # Open buckets: number, bytes that every rank sends and receives, pairs of ranks with a message.
         self.numbers: list[int] = []
         self.loaded = np.zeros((_OPEN, 2, world), np.int64)
         self.pairs = np.zeros((_OPEN, world * world), bool)
-        self.count = 0  # of all buckets
         self.flat: list[Array] = []  # bucket, tensor, sender and receiver of this rank's blocks
         self.boxes: list[Array] = []  # start in the source, start in the target, and size of this rank's blocks
 
