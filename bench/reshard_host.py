@@ -29,10 +29,10 @@ from bench.hosts import helpers, no_op_group
 from bench.reshard_models import CASES as MODELS
 from bench.reshard_models import Case, items_of
 from tritoncomm.core import backend
-from tritoncomm.reshard import Layout, builder, cells, layout, reshard, reshard_plan, sequence_layout, sequences
+from tritoncomm.reshard import Layout, intersections, layout, planner, reshard, reshard_plan, sequence_layout
+from tritoncomm.reshard.api import BUCKET_BYTES
+from tritoncomm.reshard.boxes import KINDS
 from tritoncomm.reshard.execute import messages
-from tritoncomm.reshard.resharding import BUCKET_BYTES
-from tritoncomm.reshard.sequence_boxes import KINDS
 
 __all__ = ["execution", "model", "packed", "planning", "sequence", "sequence_planning"]
 
@@ -97,7 +97,7 @@ def model(host: Any, case: Case, rounds: int = 80) -> dict[str, float]:
     the plan is about that of the model.
     """
     less = DIVISOR**2
-    with host, no_op_group(case.world) as group, mock.patch.object(builder, "_SMALL", builder._SMALL // less):
+    with host, no_op_group(case.world) as group, mock.patch.object(planner, "_SMALL", planner._SMALL // less):
         items = items_of(case, DIVISOR)
         given = {item.name: torch.ones(item.source.local_shape(0) or 0, dtype=item.dtype) for item in items}
         source, target = ({item.name: getattr(item, side) for item in items} for side in ("source", "target"))
@@ -118,7 +118,7 @@ def model(host: Any, case: Case, rounds: int = 80) -> dict[str, float]:
         return {
             "tensors": len(items),
             "buckets": len(buckets),
-            "blocks that are copied directly": sum(len(b.local.tensor) for b in buckets) / len(buckets),
+            "blocks that are copied directly": sum(len(b.direct.tensor) for b in buckets) / len(buckets),
             "plan.execute": median(lambda: plan.execute(given), rounds) / len(buckets),
             "plan.execute(out=)": median(lambda: plan.execute(given, out=out), rounds) / len(buckets),
             "the group alone": median(exchanges, rounds) / len(buckets),
@@ -141,17 +141,17 @@ def sequence_planning(kinds: Any, bounds: list[int] | None, world: int = 8) -> t
     """Milliseconds of a plan of q ``[1, 131072, 8, 128]`` with nothing cached, tables included; its blocks."""
     times, plan = [], None
     for _ in range(5 if bounds is None or len(bounds) < 200 else 1):
-        for cache in (layout._sequence, sequences._pair, cells._intersections, cells._listed):
+        for cache in (layout._sequence, intersections._dense_intersections, intersections._sparse_intersections):
             cache.cache_clear()
         started = time.perf_counter()
         source, target = (Layout.sequence((1, TOKENS, 8, 128), 1, kind, range(world), bounds) for kind in kinds)
         plan = reshard_plan({"q": torch.bfloat16}, source, target, ranks=range(world), rank=3)
         given, result = (torch.empty(each.local_shape(3) or 0, device="meta") for each in (source, target))
         if plan.transfers.items:  # the same layouts have no plan
-            plan._exchange._steps_for(("measured", False), [given], [result])
+            plan._executor._prepared(((given.stride(), 0),), ((result.stride(), 0),), False)
         times.append(time.perf_counter() - started)
     assert plan is not None
-    blocks = sum(len(s.tensor) for b in plan.transfers.buckets for s in (b.send, b.recv, b.own, b.local))
+    blocks = sum(len(s.tensor) for b in plan.transfers.buckets for s in (b.send, b.recv, b.staged, b.direct))
     return min(times) * 1e3, blocks
 
 

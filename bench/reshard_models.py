@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from tritoncomm.core.cost import DEFAULTS
-from tritoncomm.reshard.builder import transfers
+from tritoncomm.reshard.api import BUCKET_BYTES
 from tritoncomm.reshard.layout import Layout
 from tritoncomm.reshard.plan import Item
-from tritoncomm.reshard.resharding import BUCKET_BYTES
+from tritoncomm.reshard.planner import plan_transfers
 
 __all__ = ["CASES", "Case", "items_of", "m2n_bytes", "megatron_operations", "row"]
 
@@ -236,7 +236,7 @@ def row(case: Case) -> dict[str, Any]:
     ranks, moved, seconds, launches = tuple(range(case.world)), None, [], []
     for position in (0, case.world - 1):
         started = time.perf_counter()
-        moved = transfers(items, ranks, position, BUCKET_BYTES)
+        moved = plan_transfers(items, ranks, position, BUCKET_BYTES)
         seconds.append(time.perf_counter() - started)
         launches.append(moved.launches)
     assert moved is not None

@@ -45,8 +45,8 @@ DEBUG = [
     "p2p_check", "replicas", "signals", "trace", "torch_dump", "__init__",
 ]  # fmt: skip
 RESHARD = [
-    "sequence_boxes", "layout_arguments", "rows", "replicas", "layout", "cells", "sums", "plan", "builder", "tables",
-    "steps", "unanimous", "execute", "report", "specs", "request", "resharding", "owned", "sequences", "__init__",
+    "boxes", "layout", "intersections", "overlaps", "plan", "planner", "tables", "execute", "consistency", "request",
+    "api", "ownership", "sequences", "__init__",
 ]  # fmt: skip
 INSIDE = {"core": CORE, "mappings": MAPPINGS, "reshard": RESHARD, "integrations": INTEGRATIONS, "debug": DEBUG}
 COLLECTIVES = {

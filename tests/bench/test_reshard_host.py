@@ -7,8 +7,8 @@ import pytest
 
 from bench import reshard_host
 from bench.reshard_models import CASES, items_of
-from tritoncomm.reshard import builder
-from tritoncomm.reshard.resharding import BUCKET_BYTES
+from tritoncomm.reshard import planner
+from tritoncomm.reshard.api import BUCKET_BYTES
 
 LESS = reshard_host.DIVISOR**2
 
@@ -16,7 +16,7 @@ LESS = reshard_host.DIVISOR**2
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_a_divided_model_has_the_plan_of_the_model(case: reshard_host.Case) -> None:
     real, small = (
-        builder.transfers(items_of(case, divisor), range(case.world), 0, BUCKET_BYTES // divisor**2)
+        planner.plan_transfers(items_of(case, divisor), range(case.world), 0, BUCKET_BYTES // divisor**2)
         for divisor in (1, reshard_host.DIVISOR)
     )
     assert len(small.buckets) == pytest.approx(len(real.buckets), rel=0.03)

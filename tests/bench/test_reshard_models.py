@@ -7,9 +7,9 @@ import torch
 
 from bench.reshard_models import BATCH, CASES, Case, items_of, llama_70b, m2n_bytes
 from tritoncomm.reshard import Layout
-from tritoncomm.reshard.builder import transfers
+from tritoncomm.reshard.api import BUCKET_BYTES
 from tritoncomm.reshard.plan import Item
-from tritoncomm.reshard.resharding import BUCKET_BYTES
+from tritoncomm.reshard.planner import plan_transfers
 
 SHARDED = sum(2 * math.prod(weight.shape) for weight in llama_70b() if weight.dim is not None)
 NORMS = sum(2 * math.prod(weight.shape) for weight in llama_70b() if weight.dim is None)
@@ -46,7 +46,7 @@ def test_the_service_refuses_ranks_on_both_sides() -> None:
 def widths(items: list[Item], world: int, position: int) -> set[int]:
     """Bytes of the widest unit, 16 at most, that divides all offsets, rows and strides of each block of a rank."""
     found: set[int] = set()
-    moved = transfers(items, tuple(range(world)), position, BUCKET_BYTES)
+    moved = plan_transfers(items, tuple(range(world)), position, BUCKET_BYTES)
     for bucket in moved.buckets:
         for side, name in ((bucket.send, "source"), (bucket.recv, "target")):
             for block, index in enumerate(side.tensor.tolist()):

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm.reshard import Layout
-from tritoncomm.reshard.execute import Exchange
-from tritoncomm.reshard.plan import Item, check
+from tritoncomm.reshard.execute import Executor
+from tritoncomm.reshard.plan import Item, Participants, check_items
 
 __all__ = [
     "DTYPES",
@@ -173,13 +173,13 @@ def lacking(item: Item, rank: int) -> int:
     return missing * item.carried.itemsize
 
 
-class Recorded(Exchange):
-    """An exchange whose wires are kept, and delivered in a second pass."""
+class Recorded(Executor):
+    """An executor whose wires are kept, and delivered in a second pass."""
 
     wires: list[Tensor]
     delivered: list[Tensor] | None = None
 
-    def _exchange(self, bucket: Any, wire: Tensor, received: Tensor, name: str, asynchronous: bool) -> Any:
+    def exchange(self, bucket: Any, wire: Tensor, received: Tensor, name: str, asynchronous: bool) -> Any:
         if self.delivered is not None:
             received.copy_(self.delivered.pop(0))
         else:
@@ -191,9 +191,11 @@ def simulate(
 ) -> tuple[list[list[Tensor]], list[Recorded]]:
     """Results of every rank, and their plans; all ranks run one after the other, twice."""
     world = len(tensors)
-    check(items, range(world), "simulate", tiles=not sums)
+    if not sums:  # sources of sums may overlap
+        check_items(items, range(world), "simulate", "replicated")
     plans = [
-        Recorded(items, tuple(range(world)), rank, None, bucket_bytes, "replicated", sums) for rank in range(world)
+        Recorded(items, Participants(None, tuple(range(world)), rank), bucket_bytes, "replicated", sums)
+        for rank in range(world)
     ]
     for plan, mine in zip(plans, tensors, strict=True):
         plan.wires = []

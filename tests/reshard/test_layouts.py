@@ -44,9 +44,9 @@ def check_costs(items: list[Item], plans: list[Recorded], bucket_bytes: int, wor
             assert bucket.send.counts[rank] == bucket.recv.counts[rank] == 0
         casts = {(item.dtype, item.result) for item in items if item.dtype is not item.result}
         for bucket, launches in zip(moved.buckets, moved.bucket_launches, strict=True):
-            copies = 1 + len(casts) if len(bucket.local.tensor) else 0
+            copies = 1 + len(casts) if len(bucket.direct.tensor) else 0
             assert launches <= 2 + len(casts) + copies
-        assert moved.own_bytes <= bucket_bytes
+        assert moved.staged_bytes <= bucket_bytes
         assert [int(other.transfers.sent[rank]) for other in plans] == [moved.bytes_sent] * world
 
 

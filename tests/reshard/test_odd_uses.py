@@ -14,7 +14,7 @@ from traffic import Traffic
 import tritoncomm
 from tritoncomm import record
 from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
-from tritoncomm.reshard import Layout, builder, reshard, reshard_plan
+from tritoncomm.reshard import Layout, planner, reshard, reshard_plan
 
 case = Cases()
 
@@ -38,8 +38,8 @@ def views_as_sources(group: TorchGroup) -> None:
 
 
 @case
-def columns_of_no_rows(group: TorchGroup) -> None:
-    """A view with an offset into a storage without bytes, as a rank has that owns no rows: nothing is missing there."""
+def empty_views_with_an_offset(group: TorchGroup) -> None:
+    """An empty view with an offset into a storage without bytes is accepted: a rank without rows has such columns."""
     rows, columns = layouts(group, (1, 12))
     rank, full = group.rank(), ramp(1, 12)
     wide = torch.zeros(local_of(rows, rank, full).shape[0], 20)
@@ -56,7 +56,7 @@ def columns_of_no_rows(group: TorchGroup) -> None:
 
 @case
 def results_are_independent(group: TorchGroup) -> None:
-    """Each has memory of its own, and what is written to it is nowhere else; in calls that come again, too."""
+    """Every result has memory of its own, in the first and in later calls."""
     rows, columns = layouts(group)
     rank, names = group.rank(), ("a", "b", "c")
     given = {name: local_of(rows, rank, ramp(8, 12) + 100 * i) for i, name in enumerate(names)}
@@ -77,8 +77,8 @@ def results_are_independent(group: TorchGroup) -> None:
 
 
 @case
-def results_into_the_same_memory(group: TorchGroup) -> None:
-    """Into the same tensors again, into others and into parameters; changed sources are read again."""
+def out_tensors_are_reused(group: TorchGroup) -> None:
+    """``out`` tensors are reused, replaced, and parameters; changed sources are read again."""
     rows, columns = layouts(group)
     rank, names = group.rank(), [f"w{i}" for i in range(17)]
     fulls = {name: ramp(8, 12) + 100 * i for i, name in enumerate(names)}
@@ -122,8 +122,8 @@ def results_into_the_same_memory(group: TorchGroup) -> None:
 
 
 @case
-def other_tensors_than_before(group: TorchGroup) -> None:
-    """What a call that came again would not look at is refused by name all the same, and the plan is usable."""
+def later_tensors_are_checked(group: TorchGroup) -> None:
+    """A wrong tensor in a later execution is rejected by name, and the plan stays usable."""
     rows, columns = layouts(group)
     x = local_of(rows, group.rank(), ramp(8, 12))
     plan = reshard_plan({"w": x}, rows, columns, group=group)
@@ -151,8 +151,8 @@ def other_tensors_than_before(group: TorchGroup) -> None:
 
 
 @case
-def modes(group: TorchGroup) -> None:
-    """Calls that come again under other modes than the first: gradients, inference, dispatch."""
+def gradient_and_inference_modes(group: TorchGroup) -> None:
+    """Later calls run under other modes than the first: gradients, inference, dispatch."""
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
     expected = local_of(columns, rank, full)
@@ -198,8 +198,8 @@ def the_same_tensor_twice(group: TorchGroup) -> None:
 
 
 @case
-def nothing(group: TorchGroup) -> None:
-    """No tensors, no elements, no part of a layout."""
+def empty_requests(group: TorchGroup) -> None:
+    """No tensors, no elements, or no part of a layout."""
     rows, columns = layouts(group, (0, 5))
     assert reshard({}, rows, columns, group=group) == {}
     assert reshard([], rows, columns, group=group) == []
@@ -216,7 +216,7 @@ def nothing(group: TorchGroup) -> None:
 
 @case
 def kinds_of_tensors(group: TorchGroup) -> None:
-    """Bits of every dtype; lazy views; what is no strided memory is refused by name."""
+    """Every dtype keeps its bits, lazy views are resolved, and tensors that are not strided are rejected by name."""
     rows, columns = layouts(group)
     rank = group.rank()
     for dtype in (torch.bool, torch.complex64, torch.complex128, torch.float8_e5m2, torch.int16, torch.uint8):
@@ -239,8 +239,8 @@ def kinds_of_tensors(group: TorchGroup) -> None:
 
 
 @case
-def outputs(group: TorchGroup) -> None:
-    """Into views with gaps, into the sources; what shares elements is refused."""
+def out_in_views_and_sources(group: TorchGroup) -> None:
+    """``out`` is a view with gaps, or a source; ``out`` tensors that share elements are rejected."""
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
     x, expected = local_of(rows, rank, full), local_of(columns, rank, full)
@@ -266,7 +266,7 @@ def outputs(group: TorchGroup) -> None:
 
 @case
 def options(group: TorchGroup) -> None:
-    """Buckets of any size, and what is no size; names that are equal as text; a call under vmap."""
+    """Buckets of any size are accepted; other sizes, names that are equal as text, and vmap are rejected."""
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
     x, expected = local_of(rows, rank, full), local_of(columns, rank, full)
@@ -283,8 +283,8 @@ def options(group: TorchGroup) -> None:
 
 
 @case
-def lazy_results(group: TorchGroup) -> None:
-    """Results into conjugate and negative views: the values are theirs, and the passes are counted once."""
+def out_in_conjugate_and_negative_views(group: TorchGroup) -> None:
+    """``out`` is a conjugate or negative view: values are right, and passes are counted once."""
     rows, columns = layouts(group)
     rank, full = group.rank(), torch.complex(ramp(8, 12), ramp(8, 12) + 1)
     expected = local_of(columns, rank, full)
@@ -304,8 +304,8 @@ def lazy_results(group: TorchGroup) -> None:
 
 
 @case
-def results_are_seen_to_be_written(group: TorchGroup) -> None:
-    """By autograd, on every path: a graph that saved what was there before does not use what is there now."""
+def autograd_notices_written_outs(group: TorchGroup) -> None:
+    """Autograd notices that ``out`` tensors were written: a graph that saved them raises."""
     rows, columns = layouts(group)
     x = local_of(rows, group.rank(), ramp(8, 12))
     out, leaf = torch.ones(local_of(columns, group.rank(), ramp(8, 12)).shape), torch.ones((), requires_grad=True)
@@ -320,8 +320,8 @@ def results_are_seen_to_be_written(group: TorchGroup) -> None:
 
 
 @case
-def tensors_that_stay_share_memory(group: TorchGroup) -> None:
-    """Of a plan that moves one tensor of two, the results are written over each other's sources."""
+def outs_share_memory_with_pass_through_tensors(group: TorchGroup) -> None:
+    """A plan moves one of two tensors, and each ``out`` tensor shares memory with the source of the other."""
     rows, columns = layouts(group)
     rank = group.rank()
     stays, moves = (local_of(rows, rank, ramp(8, 12) + 100 * i).contiguous() for i in range(2))
@@ -338,8 +338,8 @@ def tensors_that_stay_share_memory(group: TorchGroup) -> None:
 
 
 @case
-def tensors_that_stay_come_again(group: TorchGroup) -> None:
-    """Beside tensors that move they are handed back, in every call and whatever they were in the last one."""
+def pass_through_tensors_are_returned(group: TorchGroup) -> None:
+    """Pass-through tensors are returned as they are beside moved tensors, in every call."""
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
     given = {name: local_of(rows, rank, full + i).contiguous() for i, name in enumerate("abcd")}
@@ -382,7 +382,7 @@ def tensors_that_stay_come_again(group: TorchGroup) -> None:
 
 
 @case
-def a_state_dict_comes_again(group: TorchGroup) -> None:
+def state_dicts_are_resharded_repeatedly(group: TorchGroup) -> None:
     """``state_dict()`` makes new tensors in an ``OrderedDict`` every time; ``out`` is that of a second model."""
     rows, columns = layouts(group)
     module, other = torch.nn.Module(), torch.nn.Module()
@@ -403,8 +403,8 @@ def a_state_dict_comes_again(group: TorchGroup) -> None:
 
 
 @case
-def tensors_that_stay_come_again_with_gradients(group: TorchGroup) -> None:
-    """Tensors that move are inside autograd; without it nothing requires grad."""
+def pass_through_tensors_with_gradients(group: TorchGroup) -> None:
+    """Moved tensors are in the graph beside pass-through tensors; under no_grad no result requires grad."""
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
     given = {name: local_of(rows, rank, full).clone().requires_grad_() for name in "ab"}
@@ -426,8 +426,8 @@ def tensors_that_stay_come_again_with_gradients(group: TorchGroup) -> None:
 
 
 @case
-def tensors_that_stay_are_copied_again(group: TorchGroup) -> None:
-    """Into ``out``, the same memory, other memory and memory that is shared."""
+def pass_through_tensors_are_copied_into_out(group: TorchGroup) -> None:
+    """Pass-through tensors are copied into ``out``: equal memory, other memory, shared memory."""
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
     stays, moves = (local_of(rows, rank, full + 100 * i).contiguous() for i in range(2))
@@ -464,7 +464,7 @@ def tensors_that_stay_are_copied_again(group: TorchGroup) -> None:
         same(outs[0]["b"], expected[1])
     # Two plans have one exchange. Here it moves a tensor into memory of a pass-through tensor.
     same_exchange = reshard_plan({"a": stays, "b": moves}, rows, {"a": rows, "b": columns}, group=group)
-    assert same_exchange._exchange is plan._exchange
+    assert same_exchange._executor is plan._executor
     into = stays.view(expected[1].shape)
     plan.execute(given, out=outs[0])
     kept = {"a": torch.empty_like(stays), "b": into}
@@ -477,15 +477,15 @@ def tensors_that_stay_are_copied_again(group: TorchGroup) -> None:
 
 
 @case
-def blocks_that_stay_are_copied_again(group: TorchGroup) -> None:
-    """Without a pack, from views at an offset and into them; in any form, and added up backward."""
+def direct_blocks_without_a_pack(group: TorchGroup) -> None:
+    """Direct blocks without a pack, from and into views with an offset, in any form, and summed in backward."""
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
-    with mock.patch.object(builder, "_SMALL", 0):
+    with mock.patch.object(planner, "_SMALL", 0):
         x = torch.zeros(3, *local_of(rows, rank, full).shape)[1].copy_(local_of(rows, rank, full))
         out = torch.zeros(2, *local_of(columns, rank, full).shape)[1]
         plan = reshard_plan([x, x + 1], rows, columns, group=group, bucket_bytes=64)
-        assert any(len(bucket.local.tensor) for bucket in plan.transfers.buckets)
+        assert any(len(bucket.direct.tensor) for bucket in plan.transfers.buckets)
         more = torch.empty_like(out)
         for i in range(3):
             x += 1
@@ -512,8 +512,8 @@ def blocks_that_stay_are_copied_again(group: TorchGroup) -> None:
 
 
 @case
-def wrong_results(group: TorchGroup) -> None:
-    """What cannot be written into is refused by name, by a plan too, and on all ranks together."""
+def wrong_outs_are_rejected(group: TorchGroup) -> None:
+    """``out`` tensors that cannot be written are rejected by name, by a plan too, and on all ranks together."""
     rows, columns = layouts(group)
     x, out = local_of(rows, group.rank(), ramp(8, 12)), torch.empty(local_of(columns, group.rank(), ramp(8, 12)).shape)
     plan = reshard_plan({"w": x}, rows, columns, group=group)

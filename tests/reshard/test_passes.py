@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup as TorchGroup
 from tritoncomm_kernels.launch import Launch
 
 from tritoncomm.core import ops
-from tritoncomm.reshard import Layout, builder, reshard, reshard_plan
+from tritoncomm.reshard import Layout, planner, reshard, reshard_plan
 from tritoncomm.reshard.plan import Item
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -51,7 +51,7 @@ def run_both(
 def test_kernels_copy_the_same_bits_in_the_planned_launches(
     seed: int, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builder, "_SMALL", small)
+    monkeypatch.setattr(planner, "_SMALL", small)
     items = drawn_items(random.Random(seed), 3)
     run_both(items, locals_of(items, 3, seed), 2**20, False, monkeypatch)
 
@@ -95,7 +95,7 @@ def in_order(source: Layout, target: Layout, given: list[list[Tensor]], rank: in
 def test_sums_take_one_unpack(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the ranks, also large blocks that stay; one pack and one unpack of every bucket."""
     source, target, limit = SUMS[name]
-    monkeypatch.setattr(builder, "_SMALL", 0)
+    monkeypatch.setattr(planner, "_SMALL", 0)
     dtype = BF16 if name == "replicas to replicas" else F32  # rounded once; where the order is seen
     items = [Item("a", source, target, dtype, dtype), Item("b", source, target, dtype, dtype)]
     made = torch.Generator().manual_seed(1)
@@ -127,10 +127,10 @@ def test_small_blocks_that_stay_cost_no_launches() -> None:
 
     small, large, still = plan(64, 9), plan(2048, 2), plan(64, 2, Layout.on_mesh((64, 4096), [[0], [1]], [0, None]))
     assert (small.launches, small.local_copies) == (2, 0)
-    assert small.own_bytes == 9 * 32 * 2048 * 4
-    assert (large.launches, large.local_copies, large.own_bytes) == (3, 2, 0)
+    assert small.staged_bytes == 9 * 32 * 2048 * 4
+    assert (large.launches, large.local_copies, large.staged_bytes) == (3, 2, 0)
     many = plan(64, 17)
-    assert (many.launches, many.local_copies, many.own_bytes) == (3, 17, 0), "4 MiB together"
+    assert (many.launches, many.local_copies, many.staged_bytes) == (3, 17, 0), "4 MiB together"
     assert (still.launches, still.local_copies) == (0, 0), "the same layout: handed back"
     cast = reshard_plan({"w": F32, "v": F32}, ROWS, ROWS, ranks=[0, 1], dtype=BF16).transfers
     assert (cast.launches, cast.local_copies) == (1, 2)

@@ -18,7 +18,7 @@ from traffic import Traffic
 from tritoncomm import record
 from tritoncomm.core import ops
 from tritoncomm.errors import ArgumentError, CommError, GroupError, MismatchError, ShapeError, UnsupportedError
-from tritoncomm.reshard import Layout, OwnedExchange, builder, exchange_owned, request, reshard, reshard_plan
+from tritoncomm.reshard import Layout, OwnedExchange, exchange_owned, planner, request, reshard, reshard_plan
 from tritoncomm.reshard.plan import ALIGNMENT, Item
 
 
@@ -188,7 +188,7 @@ def run_costs(group: TorchGroup) -> None:
     assert (count.bytes_copied, count.bytes_sent) == (plan.bytes_copied, plan.bytes_sent)
     assert traffic.moved == plan.bytes_copied
     result = 64 * 48 * 4
-    staged = sum(bucket.own_bytes for bucket in moved.buckets)
+    staged = sum(bucket.staged_bytes for bucket in moved.buckets)
     assert traffic.allocated == result + moved.bytes_sent + moved.bytes_received + staged
     sizes = [max(bucket.send.nbytes, bucket.recv.nbytes) for bucket in moved.buckets]
     assert max(sizes) <= limit
@@ -225,7 +225,7 @@ def check_in_place(group: TorchGroup) -> None:
     full, source, target = rows_to_columns(128, 192)
     memory = local_of(source, rank, full).flatten()
     request._plans.forget(group)  # another test may have had this plan, without direct copies
-    with mock.patch.object(builder, "_SMALL", 0):
+    with mock.patch.object(planner, "_SMALL", 0):
         assert reshard_plan(full[:64], source, target, group=group).transfers.local_copies
         reshard(memory.view(64, 192), source, target, group=group, out=memory.view(128, 96))
     assert torch.equal(memory.view(128, 96), local_of(target, rank, full))

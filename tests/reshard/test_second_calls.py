@@ -1,10 +1,8 @@
-"""What a second execution of a plan may meet: other memory, modes, layouts, threads, a group that is gone."""
+"""Second executions of a plan: other memory, modes, layouts and threads, and a destroyed group."""
 
 import gc
 import threading
-import time
 import weakref
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -28,7 +26,7 @@ from tritoncomm.reshard import (
     Layout,
     OwnedExchange,
     ReshardPlan,
-    builder,
+    planner,
     request,
     reshard,
     reshard_plan,
@@ -40,8 +38,8 @@ case = Cases()
 
 
 @case
-def results_over_a_tensor_that_stays(group: TorchGroup) -> None:
-    """In a call, and again after one whose tensors need copies: what stays is copied before it is overwritten."""
+def out_overwrites_a_pass_through_tensor(group: TorchGroup) -> None:
+    """An ``out`` tensor shares memory with a pass-through tensor, which is copied before the exchange overwrites it."""
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
     first, moves = local_of(rows, rank, full).clone(), local_of(rows, rank, full + 1000).clone()
@@ -63,8 +61,8 @@ def results_over_a_tensor_that_stays(group: TorchGroup) -> None:
 
 
 @case
-def memory_that_is_gone(group: TorchGroup) -> None:
-    """Freed, as FSDP frees parameters, or made smaller: an error by name in the first call and in a later one."""
+def freed_memory_is_rejected(group: TorchGroup) -> None:
+    """Storage that was freed (as FSDP frees parameters) or shrunk is rejected by name, in first and later calls."""
     for path in ("torch", "triton"):
         with ops.path(path):
             free_memory(group, (0, 8))
@@ -75,7 +73,7 @@ def free_memory(group: TorchGroup, sizes: tuple[int, ...]) -> None:
     rank, full = group.rank(), ramp(8, 12)
     for small in (0, 2**22):  # blocks that stay are copied directly, and through the staging memory
         for left in sizes:
-            with mock.patch.object(builder, "_SMALL", small):
+            with mock.patch.object(planner, "_SMALL", small):
                 shard = local_of(rows, rank, full)
                 x = torch.cat([ramp(3), shard.flatten()])[3:].view(shard.shape)
                 plan = reshard_plan([x], rows, columns, group=group)
@@ -99,18 +97,18 @@ def free_memory(group: TorchGroup, sizes: tuple[int, ...]) -> None:
 
 
 @case
-def calls_that_are_repeated(group: TorchGroup) -> None:
-    """A plan is made once for equal arguments, whatever else differs: objects, forms, strides, results."""
+def equal_arguments_share_a_plan(group: TorchGroup) -> None:
+    """Equal arguments share one plan, also if objects, forms, strides or results differ."""
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
     request._plans.forget(group)
-    planned = mock.Mock(wraps=request.Exchange)
+    planned = mock.Mock(wraps=request.Executor)
 
     def check(times: int, factor: float = 1, **options: Any) -> Any:
         x, expected = local_of(rows, rank, full) * factor, local_of(columns, rank, full) * factor
         given = options.pop("given", lambda x: {"a": x, "b": x + 1})(x)
         planned.reset_mock()
-        with mock.patch.object(request, "Exchange", planned):
+        with mock.patch.object(request, "Executor", planned):
             got = reshard(given, options.pop("source", rows), options.pop("target", columns), group=group, **options)
         assert planned.call_count == times, (planned.call_args, options)
         some = [got] if isinstance(got, Tensor) else list(got.values() if isinstance(got, dict) else got)
@@ -158,8 +156,8 @@ def calls_that_are_repeated(group: TorchGroup) -> None:
 
 
 @case
-def plans_are_forgotten_together(group: TorchGroup) -> None:
-    """All ranks evict the same plans, whatever their tensors are: or one would compare alone, and wait."""
+def all_ranks_evict_the_same_plans(group: TorchGroup) -> None:
+    """All ranks evict the same plans, whatever their tensors are; else one rank would compare digests alone."""
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
     kept = local_of(rows, rank, full)
@@ -179,8 +177,8 @@ def first_of(plan: ReshardPlan, x: Tensor) -> Tensor:
 
 
 @case
-def modes_of_torch(group: TorchGroup) -> None:
-    """Fake tensors come out as fake ones, and ``make_fx`` is refused."""
+def fake_tensors_and_make_fx(group: TorchGroup) -> None:
+    """Fake tensors give fake results, and ``make_fx`` is rejected."""
     if group.size() > 1:
         return  # the modes are of one rank, and what they run sends nothing
     rows, columns = layouts(group)
@@ -197,8 +195,8 @@ def modes_of_torch(group: TorchGroup) -> None:
 
 
 @case
-def layouts_of_other_tensors(group: TorchGroup) -> None:
-    """DTensors and ColoTensors of the same local shape that are laid out otherwise, given or to write into."""
+def dtensors_of_another_layout_are_rejected(group: TorchGroup) -> None:
+    """DTensors of another layout but an equal local shape are rejected, as sources and as ``out``."""
     if group.size() != 4:
         return
     rank, full = group.rank(), ramp(8, 12)
@@ -237,8 +235,8 @@ def layouts_of_other_tensors(group: TorchGroup) -> None:
         same(right.to_local(), placed(*target[1]).to_local())
 
 
-def layouts_of_colo_tensors(group: TorchGroup) -> None:
-    """As those of DTensors; all ranks of the job make its groups."""
+def colo_tensors_of_another_layout_are_rejected(group: TorchGroup) -> None:
+    """ColoTensors of another layout but an equal local shape are rejected; all ranks of the job make the groups."""
     full = ramp(8, 12)
     spec = ColoTensorSpec(ColoGroup(tp_degree=4), ReplicaSpec())
     square, rows = full[:, :8].contiguous(), ShardSpec([0], [4])
@@ -251,23 +249,14 @@ def layouts_of_colo_tensors(group: TorchGroup) -> None:
         plan.execute([tall])
 
 
-class Slow(dict[Any, Any]):
-    """Other threads run between the start of an iteration and its first step."""
-
-    def __iter__(self) -> Iterator[Any]:
-        iterator = super().__iter__()
-        time.sleep(0.001)
-        return iterator
-
-
 @case
-def threads_that_execute_one_plan(group: TorchGroup) -> None:
-    """With tensors of more strides than a plan keeps tables for."""
+def threads_execute_one_plan(group: TorchGroup) -> None:
+    """Eight threads execute one plan with tensors of more strides than its cache of steps holds."""
     if group.size() > 1:
         return
     rows, columns = layouts(group, (2, 2))
     plan = reshard_plan([torch.ones(2, 2)], rows, columns, group=group)
-    plan._exchange._steps, memory, errors = Slow(), ramp(100), []
+    memory, errors = ramp(100), []
 
     def work(thread: int) -> None:
         try:
@@ -285,8 +274,8 @@ def threads_that_execute_one_plan(group: TorchGroup) -> None:
     assert errors == []
 
 
-def a_group_that_was_destroyed(group: TorchGroup) -> None:
-    """A plan does not keep its group, and says so where something is to be sent."""
+def destroyed_groups_are_named(group: TorchGroup) -> None:
+    """A plan does not keep its group alive, and names the destroyed group in ``execute``."""
     rows, columns = layouts(group)
     x = local_of(rows, group.rank(), ramp(8, 12))
     own = dist.new_group(list(range(group.size())), backend="gloo")
@@ -310,8 +299,8 @@ def a_group_that_was_destroyed(group: TorchGroup) -> None:
 
 
 @case
-def memory_of_others(group: TorchGroup) -> None:
-    """``out`` over a source, each with a storage of its own: seen by its addresses."""
+def out_shares_memory_through_another_storage(group: TorchGroup) -> None:
+    """``out`` shares memory with a source through another storage: the addresses tell."""
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
     x, expected = local_of(rows, rank, full), local_of(columns, rank, full)
@@ -332,8 +321,8 @@ def memory_of_others(group: TorchGroup) -> None:
 
 
 @case
-def what_is_refused_by_name(group: TorchGroup) -> None:
-    """Inference tensors and elements that share memory as ``out``, names that are no strings; a dtype alone is fine."""
+def outs_that_cannot_be_written_are_rejected(group: TorchGroup) -> None:
+    """Inference tensors and self-overlapping tensors as ``out`` are rejected, and names that are no strings."""
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
     x, expected = local_of(rows, rank, full), local_of(columns, rank, full)
@@ -371,5 +360,5 @@ def test_second_calls(pool: Pool, world: int) -> None:
 
 
 def test_what_all_ranks_of_the_job_make(pool: Pool) -> None:
-    pool.run(layouts_of_colo_tensors, world=8)
-    pool.run(a_group_that_was_destroyed, world=8)
+    pool.run(colo_tensors_of_another_layout_are_rejected, world=8)
+    pool.run(destroyed_groups_are_named, world=8)

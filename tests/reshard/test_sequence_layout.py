@@ -19,9 +19,9 @@ from torch.distributed import ProcessGroup as TorchGroup
 from tritoncomm.core import backend, ops
 from tritoncomm.core import segments as passes
 from tritoncomm.errors import ArgumentError, CommError, GroupError, MismatchError, ShapeError, UnsupportedError
-from tritoncomm.reshard import Layout, cells, reshard, reshard_plan, sequence_layout
+from tritoncomm.reshard import Layout, intersections, reshard, reshard_plan, sequence_layout
+from tritoncomm.reshard.boxes import KINDS
 from tritoncomm.reshard.plan import ALIGNMENT, Item
-from tritoncomm.reshard.sequence_boxes import KINDS
 
 PAIRS = list(itertools.product(KINDS, KINDS))
 F32 = torch.float32
@@ -83,7 +83,7 @@ def check_pair(kinds: tuple[str, str], bounds: tuple[list[int], list[int]], worl
 @pytest.mark.parametrize("kinds", list(itertools.combinations_with_replacement(KINDS, 2)), ids="-".join)
 def test_every_pair(world: int, kinds: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for place, bounds in enumerate(bounds_for(world, kinds)):
-        monkeypatch.setattr(cells, "_DENSE", 2**17 * (place % 2))  # where many boxes are intersected, too
+        monkeypatch.setattr(intersections, "_DENSE", 2**17 * (place % 2))  # where many boxes are intersected, too
         check_pair(kinds, (bounds, bounds), world, place % 3)
         one = [0, bounds[-1]]
         check_pair(kinds, (one, bounds) if place % 2 else (bounds, one), world, (place + 1) % 3)
@@ -139,7 +139,7 @@ def test_plans_of_long_sequences_are_small() -> None:
                 continue
             source, target = (Layout.sequence(shape, 1, kind, range(world), bounds) for kind in kinds)
             plan = reshard_plan({"x": torch.bfloat16}, source, target, ranks=range(world), rank=3).transfers
-            blocks = sum(len(side.tensor) for b in plan.buckets for side in (b.send, b.recv, b.own, b.local))
+            blocks = sum(len(side.tensor) for b in plan.buckets for side in (b.send, b.recv, b.staged, b.direct))
             assert blocks <= 16 * world
             have, need = (tokens(kind, bounds or [0, shape[1]], world, 3) for kind in kinds)
             assert plan.lacking[3] == (~torch.isin(need, have)).sum() * 8 * 128 * 2
@@ -182,7 +182,7 @@ def test_other_layouts_and_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(result, local(target, rank)), (source, target, rank)
 
     for place, (source, target) in enumerate(itertools.permutations(layouts, 2)):
-        monkeypatch.setattr(cells, "_DENSE", 2**17 * (place % 2))
+        monkeypatch.setattr(intersections, "_DENSE", 2**17 * (place % 2))
         check(source, target)
     with ops.path("triton"):
         for source, target in (("striped", "zigzag"), ("uneven", "striped"), ("striped", "striped over three")):
@@ -397,10 +397,10 @@ def refusals(group: TorchGroup) -> None:
         (ArgumentError, "cu_seqlens must be ints", {"cu_seqlens": torch.tensor([0.0, 4.0])}),
         (ArgumentError, "cu_seqlens must be ints", {"cu_seqlens": torch.tensor([[0, 4]])}),
         (ArgumentError, "cu_seqlens cannot be read", {"cu_seqlens": torch.empty(2, dtype=torch.int64, device="meta")}),
-        (ShapeError, "starts with 0", {"cu_seqlens": [1, 4 * world]}),
-        (ShapeError, "starts with 0", {"cu_seqlens": []}),
+        (ShapeError, "must start with 0", {"cu_seqlens": [1, 4 * world]}),
+        (ShapeError, "must start with 0", {"cu_seqlens": []}),
         (ShapeError, "descends from 4 to 2 after sequence 1", {"cu_seqlens": [0, 4, 2, 4 * world]}),
-        (ShapeError, "the source: cu_seqlens starts", {"source": ("striped", [3])}),
+        (ShapeError, "the source: cu_seqlens must start", {"source": ("striped", [3])}),
         (ShapeError, r"\[2, 4\] on rank", {"cu_seqlens": [0, 4 * world + 4]}),
         (ShapeError, "cu_seqlens ends with 9, but dim 1", {"source": ("striped", [0, 8]), "target": ("full", [0, 9])}),
         (ShapeError, "into .* chunks .* but the sequence has", {"target": "zigzag", "x": torch.ones(2, 1)}),
@@ -499,7 +499,7 @@ def test_torch_compile_breaks_its_graph(pool: Pool) -> None:
         (((4, 4), 0, np.array(["full", "full"]), [0]), "the kind must be one of"),
         (((4, 4), 0, "striped", []), "no ranks"),
         (((4, 4), 0, "striped", [0, 0]), "listed twice"),
-        (((4, 4), 0, "striped", 3), "ranks must be a sequence"),
+        (((4, 4), 0, "striped", 3), "ranks must be ints"),
         (((4, 4), 0, "zigzag", [0, 1, 2]), "divides each sequence into 6 chunks for 3 ranks, but the sequence has 4"),
         (((4, 4), 0, "striped", [0, 1], [0, 3]), "ends with 3, but dim 0"),
         ((3, 0, "striped", [0, 1]), "a shape must be ints"),

@@ -20,7 +20,7 @@ from tritoncomm.explain import OPS, Explanation, explain
 from tritoncomm.explain.steps import Movement, Step
 from tritoncomm.parsing import counted, dtype_name, parse_dtype, parse_ints
 from tritoncomm.reshard import ReshardPlan
-from tritoncomm.reshard.resharding import BUCKET_BYTES
+from tritoncomm.reshard.api import BUCKET_BYTES
 
 __all__ = ["EPILOG", "plan"]
 

@@ -1,4 +1,4 @@
-"""`tritoncomm plan reshard`: layouts as text, and the plan of one rank."""
+"""The command `tritoncomm plan reshard`: reads two layouts from text and prints the plan of one rank."""
 
 import math
 import re
@@ -20,10 +20,17 @@ _MAX_RANKS = 4096
 
 
 def parse_layout(text: str, shape: tuple[int, ...], option: str) -> Layout:
-    """``S0*8``, ``R*2,S1*4`` or ``S0*4@8``: shards and replicas along mesh axes, from rank 0 or another one on.
+    """Read a layout from text: ``S0*8``, ``R*2,S1*4`` or ``S0*4@8``.
+
+    The text lists mesh axes: ``S0*8`` shards dim 0 over 8 ranks, ``R*2`` makes 2 replicas. ``@8`` is the first rank.
+
+    Args:
+        text: the layout.
+        shape: shape of the global tensor.
+        option: the command-line option, for errors.
 
     Raises:
-        ValueError: anything else, or more than 4096 ranks.
+        ValueError: other text, or more than 4096 ranks.
     """
     axes, _, first = text.replace(" ", "").partition("@")
     matches = [_AXIS.fullmatch(axis) for axis in axes.split(",")]
@@ -41,10 +48,17 @@ def parse_layout(text: str, shape: tuple[int, ...], option: str) -> Layout:
 
 
 def plan_reshard(shape: str, source: str, target: str, dtype: str, rank: int, bucket_bytes: int) -> ReshardPlan:
-    """The plan of one tensor between two layouts.
+    """Read the options of the command and return the plan of one tensor between two layouts, for one rank.
+
+    Args:
+        shape: shape of the global tensor, as text.
+        source, target: layouts, as text.
+        dtype: name of the dtype.
+        rank: the global rank to plan for.
+        bucket_bytes: bytes of a bucket at most.
 
     Raises:
-        ValueError: arguments that describe none.
+        ValueError: an option that cannot be read, or a rank that is in neither layout.
     """
     sizes, kind = parse_ints(shape, "--shape", 0), parse_dtype(dtype)
     if not source or not target:
@@ -57,13 +71,13 @@ def plan_reshard(shape: str, source: str, target: str, dtype: str, rank: int, bu
 
 
 def show(plan: ReshardPlan, rates: Rates, console: Console) -> None:
-    """Print a plan."""
+    """Print the table of a plan to a console, with times predicted at given rates."""
     for line in plan.text(rates).splitlines():
         say(console, line)
 
 
 def as_json(plan: ReshardPlan, rates: Rates) -> dict[str, Any]:
-    """A plan as numbers."""
+    """Return the numbers of a plan for JSON output, with times predicted at given rates."""
     moved, (local, collective) = plan.transfers, plan.transfers.seconds(rates)
     return {
         "mapping": "reshard",

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm import ulysses, variables
 from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
-from tritoncomm.reshard.unanimous import agree
+from tritoncomm.reshard.consistency import agree
 
 __all__ = ["NAME", "group_of", "register", "shard_batch", "switch", "unregister"]
 

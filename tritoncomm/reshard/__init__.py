@@ -1,8 +1,8 @@
 """Resharding: tensors from any layout to any other, over the same, other or overlapping ranks."""
 
+from tritoncomm.reshard.api import ReshardPlan, reshard, reshard_plan
 from tritoncomm.reshard.layout import Layout
-from tritoncomm.reshard.owned import OwnedExchange, balanced_owners, exchange_owned
-from tritoncomm.reshard.resharding import ReshardPlan, reshard, reshard_plan
+from tritoncomm.reshard.ownership import OwnedExchange, balanced_owners, exchange_owned
 from tritoncomm.reshard.sequences import sequence_layout
 
 __all__ = [

@@ -1,156 +1,331 @@
-"""Carrying out a plan, bucket by bucket, and its autograd."""
+"""The executor of a transfer plan: one step per bucket (pack, exchange, unpack), and its autograd function."""
 
-import threading
 import weakref
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import Any, Literal
 
+import numpy as np
 import torch
+import tritoncomm_kernels as kernels
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
+from tritoncomm_kernels import Segments, in_turns
 
 from tritoncomm import record
-from tritoncomm.core import backend
+from tritoncomm.core import backend, segments
 from tritoncomm.core.autograd import direct
 from tritoncomm.core.memory import contiguous_stride, empty, share_memory
+from tritoncomm.core.ops import path_for
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, GroupError, UnsupportedError
-from tritoncomm.reshard.builder import transfers
-from tritoncomm.reshard.plan import Bucket, Item, Side, Transfers, digest
-from tritoncomm.reshard.steps import Step, steps_of
+from tritoncomm.reshard import tables
+from tritoncomm.reshard.plan import Bucket, Item, Participants, Side, TransferPlan, digest_of
+from tritoncomm.reshard.planner import plan_transfers
 
-__all__ = ["Exchange", "apply", "check_dtypes", "messages"]
+__all__ = ["Executor", "apply", "messages"]
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_TABLES = 8
-
-
-def check_dtypes(item: Item, grad: str, name: str) -> None:
-    """Refuse arithmetic that the copy kernels do not have.
-
-    Raises:
-        UnsupportedError: a cast, or a gradient to be summed, of anything but fp16, bf16, fp32 and fp64.
-    """
-    if item.dtype != item.result and not {item.dtype, item.result} <= set(_FLOATS):
-        raise UnsupportedError(
-            f"{name}: {item.name} cannot be cast from {item.dtype} to {item.result} on the way: only fp16, bf16, fp32 "
-            "and fp64 are"
-        )
-    if item.has_grad and grad == "partial" and item.dtype not in _FLOATS:
-        raise UnsupportedError(f"{name}: gradients of {item.name} cannot be summed as {item.dtype}")
+_PREPARED = 8  # combinations of strides whose steps an executor keeps
 
 
-class Exchange:
-    """A plan with its group, which can be executed repeatedly.
-
-    Args:
-        items: the tensors.
-        ranks: global ranks of the group.
-        position: of this rank in the group.
-        group: None for a plan that is only looked at.
-        bucket_bytes: bytes of a bucket at most, on each side.
-        grad: ``replicated`` or ``partial``, see ``reshard``.
-        sums: every replica of the source sends and the target adds them up, in the order of the ranks.
-        adjoint: the exchange of which this one is the adjoint, where that is the other way round, too.
+@dataclass
+class _Pass:
+    """One pass over a table: a gather into the wire, a scatter from it, or direct copies.
 
     Attributes:
-        device: kind of device that the exchange is for, ``cpu`` or ``cuda``.
+        name: the kernels' function.
+        used: indices of the tensors in the table.
+        table: the segments.
+        accumulate: a scatter adds to the tensors' values.
+        sums: a scatter sums segments of the same rows.
+        launches: the prepared launches; None before the first call. They stay here instead of in the kernels' cache: a
+            plan of a large model has more passes than that cache has entries (128).
+    """
+
+    name: Literal["gather_segments", "scatter_segments", "copy_segments"]
+    used: Ints
+    table: Segments
+    accumulate: bool = False
+    sums: bool = False
+    launches: "kernels.SegmentCall | None" = None
+
+    def run(self, tensors: Sequence[Tensor], wire: Tensor) -> record.CopyPath:
+        """Gather from the plan's tensors into the wire, or scatter the wire into them; return the path taken.
+
+        Args:
+            tensors: all tensors of the plan.
+            wire: the bytes of a bucket.
+        """
+        chosen = [tensors[i] for i in self.used]
+        if path_for(wire, "segments") == "triton":
+            self.launch(chosen, wire)
+            return "triton"
+        if self.name == "gather_segments":
+            return segments.gather(chosen, wire, self.table)[0]
+        return segments.scatter(wire, chosen, self.table, accumulate=self.accumulate, sums=self.sums)[0]
+
+    def launch(self, tensors: Sequence[Tensor], wire: Tensor) -> None:
+        """Launch the kernels of a pass; the first call prepares them.
+
+        Args:
+            tensors: the tensors of the table; of direct copies, each tensor followed by its result.
+            wire: the bytes of a bucket; of direct copies, the last result.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: the table does not fit the tensors; at the first call.
+        """
+        _range = record.profiler_range(self.name)
+        if self.launches is None:
+            self.launches = kernels.SegmentCall(self.name, self.table, tensors, wire, self.accumulate, self.sums)
+        self.launches(tensors, wire)
+
+
+class BucketStep:
+    """The passes of one bucket, prepared for tensors of certain strides, and the exchange between them.
+
+    Args:
+        bucket: the blocks to move.
+        plan: the plan that the bucket belongs to.
+        strides: strides of all tensors before and after, in elements.
+        in_place: results share memory with the tensors.
     """
 
     def __init__(
-        self,
-        items: Sequence[Item],
-        ranks: Ints,
-        position: int,
-        group: ProcessGroup | None,
-        bucket_bytes: int,
-        grad: str,
-        sums: bool = False,
-        adjoint: "Exchange | None" = None,
+        self, bucket: Bucket, plan: TransferPlan, strides: tuple[tables.Strides, tables.Strides], in_place: bool
     ) -> None:
-        self.items, self.grad, self.sums, self._adjoint = tuple(items), grad, sums, adjoint
+        self._bucket, self._in_place = bucket, in_place
+        carried = [item.carried for item in plan.items]
+        self._sizes = sent, staged, _ = bucket.send.nbytes, bucket.staged_bytes, bucket.recv.nbytes
+        packed = tables.concatenated(
+            tables.blocks_of(bucket.send, bucket.send.start),
+            tables.blocks_of(bucket.staged, bucket.staged.source, sent),
+        )
+        pack = tables.table_of(packed, strides[0], carried)
+        self._pack = None if pack is None else _Pass("gather_segments", *pack)
+        unpacked = tables.concatenated(
+            tables.blocks_of(bucket.staged, bucket.staged.target, sent),
+            tables.blocks_of(bucket.recv, bucket.recv.start, sent + staged if staged else 0),
+        )
+        groups = [(unpacked, False)]
+        if plan.sums:
+            pieces = unpacked.cut(*plan.summands(bucket), carried)
+            adds = np.isin(pieces.tensor, list(plan.accumulated))
+            groups = [(pieces.pick(~adds), False), (pieces.pick(adds), True)]
+        unpacks = [(tables.table_of(blocks, strides[1], carried), accumulate) for blocks, accumulate in groups]
+        self._unpacks = [
+            _Pass("scatter_segments", *table, accumulate, plan.sums) for table, accumulate in unpacks if table
+        ]
+        pairs = tables.pairs_of(bucket.direct, strides)
+        self._direct, self._summed = (
+            [pair for pair in pairs if (pair.tensor in plan.accumulated) is adds] for adds in (False, True)
+        )
+        copies = None if in_place else tables.copies_of(self._direct, [item.result for item in plan.items])
+        self._copies = None if copies is None else _Pass("copy_segments", *copies)
+
+    def __bool__(self) -> bool:
+        return not self._bucket.is_quiet or self._pack is not None or bool(self._direct or self._summed)
+
+    def run(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], executor: "Executor", name: str
+    ) -> record.CopyPath:
+        """Pack, exchange and unpack one bucket; copy the direct blocks while the exchange runs.
+
+        Args:
+            sources, targets: all tensors of the plan, and their results.
+            executor: starts the exchange.
+            name: the calling function, for errors.
+
+        Returns:
+            The path of the passes; ``view`` if there was no pass.
+        """
+        path: record.CopyPath = "view"
+        wire, base, send, receive = self._staging(sources[0])
+        if self._pack is not None:
+            path = self._pack.run(sources, wire)
+        copies = self._copies if self._copies is not None and path_for(sources[0], "segments") == "triton" else None
+        # Views are taken before the exchange: it may overwrite blocks of tensors that share memory with results.
+        copied = self._views(self._direct, sources, targets) if self._direct and copies is None else None
+        summed = self._views(self._summed, sources, targets) if self._summed else None
+        work = None
+        # The exchange returns at once only if there are blocks to copy meanwhile.
+        if not self._bucket.is_quiet:
+            work = executor.exchange(self._bucket, send, receive, name, bool(self._direct or self._summed))
+        if copies is not None:
+            path, pairs = "triton", in_turns([sources[i] for i in copies.used], [targets[i] for i in copies.used])
+            copies.launch(pairs, pairs[-1])
+        elif copied is not None:
+            path = "torch"
+            torch._foreach_copy_(copied[1], copied[0])  # pyright: ignore[reportPrivateImportUsage]
+        if summed is not None:
+            path = "torch"
+            for block, target in zip(*summed, strict=True):
+                target.add_(block)
+        if work is not None:
+            work.wait()
+        del wire, send, receive  # the sent bytes are not needed while the received ones are unpacked
+        for unpack in self._unpacks:
+            path = unpack.run(targets, base)
+        return path
+
+    def _staging(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Allocate the staging memory of one bucket, on the device of a tensor ``like``.
+
+        Returns:
+            The memory that the pack writes, the memory that the unpack reads (the same memory if blocks are staged),
+            the bytes to send, and the bytes to receive into.
+        """
+        sent, staged, received = self._sizes
+        if staged:
+            size = sent + staged + received
+            memory = empty(like, (size,), (1,), torch.uint8)
+            return memory, memory, memory.narrow(0, 0, sent), memory.narrow(0, sent + staged, received)
+        wire, base = (empty(like, (size,), (1,), torch.uint8) for size in (sent, received))
+        return wire, base, wire, base
+
+    def _views(
+        self, pairs: list[tables.StridedPair], sources: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return views of blocks that stay on the rank and of their places in the results.
+
+        Blocks are cloned if results share memory with the tensors.
+
+        Args:
+            pairs: the blocks.
+            sources, targets: all tensors of the plan, and their results.
+        """
+        blocks = [_view(sources[pair.tensor], pair.size, pair.source_stride, pair.source_offset) for pair in pairs]
+        places = [_view(targets[pair.tensor], pair.size, pair.target_stride, pair.target_offset) for pair in pairs]
+        return [x.clone() for x in blocks] if self._in_place else blocks, places
+
+
+def _view(x: Tensor, size: Ints, stride: Ints, offset: int) -> Tensor:
+    """Return a view of a tensor's memory with another size and stride, ``offset`` elements behind its first element."""
+    return x.as_strided(size, stride, int(x.storage_offset()) + offset)
+
+
+class Executor:
+    """A transfer plan with its group, which can be executed repeatedly, by several threads at once.
+
+    Args:
+        items: the tensors.
+        participants: the ranks of the plan.
+        bucket_bytes: the most bytes of a bucket, on each side.
+        grad: ``replicated`` or ``partial``, see ``reshard``.
+        sums: every replica of a source sends, and the receivers sum in the order of the ranks.
+
+    Attributes:
+        transfers: the transfer plan.
+        device: kind of device that the plan is for, ``cpu`` or ``cuda``.
+    """
+
+    def __init__(
+        self, items: Sequence[Item], participants: Participants, bucket_bytes: int, grad: str, sums: bool = False
+    ) -> None:
+        group, ranks, position = participants
+        self.items, self.grad, self.bucket_bytes = tuple(items), grad, bucket_bytes
         self._group = None if group is None else weakref.ref(group)  # plans are cached by their group
         self.device = "cpu" if group is not None and backend.cuda_backend(group) in ("", "gloo") else "cuda"
-        self.transfers: Transfers = transfers(items, ranks, position, bucket_bytes, every_replica=sums)
-        self.bucket_bytes = bucket_bytes
-        self.carried = [item.carried for item in self.items]
-        rank = ranks[position]
-        self.source_shapes = [item.source.local_shape(rank) for item in self.items]
-        shapes = (item.target.local_shape(rank) for item in self.items)
-        self.shapes = [(0,) if shape is None else shape for shape in shapes]
-        self._makes = [
-            (shape, contiguous_stride(shape), self.transfers.arrives(i), covers and i not in self.transfers.accumulated)
-            for i, (shape, covers) in enumerate(zip(self.shapes, self.transfers.complete, strict=True))
+        self.transfers = plan = plan_transfers(items, ranks, position, bucket_bytes, every_replica=sums)
+        sources = [item.source.local_shape(ranks[position]) or () for item in self.items]
+        shapes = [item.target.local_shape(ranks[position]) for item in self.items]
+        shapes = [(0,) if shape is None else shape for shape in shapes]
+        # Shape, strides and dtype of every new result, and whether its memory needs no zeros.
+        self._results = [
+            (shape, contiguous_stride(shape), plan.arrives(i), is_complete and i not in plan.accumulated)
+            for i, (shape, is_complete) in enumerate(zip(shapes, plan.complete, strict=True))
         ]
-        self._steps: dict[Any, tuple[list[int], list[Step]]] = {}
-        self._lock = threading.Lock()
+        # The cache is thread-safe, and does not refer to the executor: without a circle plans are freed at once.
+        strides = [stride for _, stride, _, _ in self._results]
+        self._prepared = lru_cache(_PREPARED)(partial(_prepared_steps, plan, sources, strides))
 
     @cached_property
     def _digest(self) -> str:
-        """Digest of everything that the ranks have to agree on, in hexadecimal."""
-        return digest(self.items, (self.bucket_bytes, self.grad, self.sums, self.transfers.ranks)).hex()
+        """Hash of a plan's tensors, options and ranks as hexadecimal text; check mode compares it between ranks."""
+        return digest_of(self.items, (self.bucket_bytes, self.grad, self.transfers.sums, self.transfers.ranks)).hex()
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The group; None for a plan that is only looked at.
+        """The process group that a plan was made for, which is referenced weakly; None for a plan without a group.
 
         Raises:
-            GroupError: it was destroyed.
+            GroupError: the group was destroyed.
         """
         group = None if self._group is None else self._group()
         if group is None and self._group is not None:
             raise GroupError("reshard: the process group of this plan was destroyed")
         return group
 
-    @property
-    def adjoint(self) -> "Exchange":
-        """The exchange of the gradients, of those tensors that have one."""
-        if self._adjoint is None:
-            self._adjoint = self._reversed()
-        return self._adjoint
+    @cached_property
+    def adjoint(self) -> "Executor":
+        """The executor of the gradients: from target to source layouts, for the tensors that have a gradient.
 
-    def _reversed(self) -> "Exchange":
-        plan = self.transfers
+        Raises:
+            UnsupportedError: target boxes overlap in part, and gradients are not to be summed.
+        """
         items = [item.reversed() for item in self.items if item.has_grad]
-        sums = self.grad == "partial" and not self.sums
+        sums = self.grad == "partial" and not self.transfers.sums
         for item in items:
             if not sums and item.source.problem and "overlap" in item.source.problem:
                 raise UnsupportedError(
                     f"reshard.backward: the gradient of {item.name} is ambiguous, as {item.source.problem}; "
                     'pass grad="partial" if they are to be summed'
                 )
-        adjoint = self if len(items) == len(self.items) else None
-        return Exchange(items, plan.ranks, plan.position, self.group, self.bucket_bytes, self.grad, sums, adjoint)
+        participants = Participants(self.group, self.transfers.ranks, self.transfers.position)
+        return Executor(items, participants, self.bucket_bytes, self.grad, sums)
 
     def run(self, tensors: Sequence[Tensor], results: Sequence[Tensor] | None, name: str) -> Sequence[Tensor]:
-        """Exchange the tensors of this rank; without autograd.
+        """Reshard the local tensors of this rank, without autograd, and return the local results.
 
         Args:
-            tensors: of the source; those of a layout without this rank are not looked at, but for their device.
-            results: to write into; new ones by default.
-            name: the function, for errors and counters.
+            tensors: local source tensors. Of a layout without this rank, only the device matters.
+            results: tensors to write into; new ones by default. They may share memory with ``tensors`` if the plan has
+                one bucket.
+            name: the calling function, for errors and counters.
+
+        Raises:
+            ArgumentError: results share memory with tensors, and there are several buckets.
+            GroupError: the group was destroyed, or the plan has none.
+            PeerError: another rank failed or did not come.
         """
-        started, _range = record.now(), self._begin(tensors, name)
+        started, _range = record.now(), None
+        if record.is_observed() and self.group is not None:
+            _range = record.begin(name, "reshard", self.group, list(tensors), (self._digest,))
+        # Kernels copy bits, and lazy conjugates and negatives are not in the bits.
         sources, copied = tensors, 0
         if any(x.requires_grad or x.is_conj() or x.is_neg() for x in tensors):
             sources = [x.detach().resolve_conj().resolve_neg() for x in tensors]
             pairs = zip(tensors, sources, strict=True)
             copied = sum(2 * x.nbytes for x, source in pairs if x.data_ptr() != source.data_ptr())
-        targets = self._made(sources) if results is None else self._into(results)
-        in_place = results is not None and self._is_in_place(sources, targets, name)
-        after = None if results is None else tuple([(x.stride(), x.get_device()) for x in targets])
-        key = tuple([(x.stride(), x.get_device()) for x in sources]), after, in_place
-        uneven, steps = self._steps.get(key) or self._steps_for(key, sources, targets)
+        if results is None:
+            # A result starts as zeros if no block writes a part of it, or if buckets add to it.
+            targets = [
+                empty(x, shape, stride, dtype) if is_complete else x.new_zeros(shape, dtype=dtype)
+                for x, (shape, stride, dtype, is_complete) in zip(sources, self._results, strict=True)
+            ]
+            after, in_place = None, False
+        else:
+            detached = [x.detach() for x in results]
+            targets = [
+                x if _has_dense_rows(x.shape, x.stride()) and not (x.is_conj() or x.is_neg()) else x.new_empty(x.shape)
+                for x in detached
+            ]
+            after = tuple([(x.stride(), x.get_device()) for x in targets])
+            in_place = self._is_in_place(sources, targets, name)
+        before = tuple([(x.stride(), x.get_device()) for x in sources])
+        uneven, steps = self._prepared(before, after, in_place)
         if uneven:
             sources = list(sources)
             for i in uneven:
                 sources[i] = sources[i].contiguous()
                 copied += 2 * sources[i].nbytes
-        path = self._run_steps(steps, sources, targets, name)
+        path: record.CopyPath = "view"
+        for step in steps:
+            taken = step.run(sources, targets, self, name)
+            path = path if taken == "view" else taken
         if results is not None:
-            increment_version(results)
+            increment_version(results)  # kernels write below autograd, which would miss that saved tensors changed
             for x, target in zip(results, targets, strict=True):
                 if x.data_ptr() != target.data_ptr():
                     x.copy_(target)
@@ -163,77 +338,41 @@ class Exchange:
         record.add(name, path, copied + self.transfers.bytes_copied, self.transfers.bytes_sent, started)
         return targets
 
-    def _begin(self, tensors: Sequence[Tensor], name: str) -> Any:
-        """Report the call to the observer; returns its range for the profiler, if one is on."""
-        if record.is_observed() and self.group is not None:
-            return record.begin(name, "reshard", self.group, list(tensors), (self._digest,))
-        return None
-
-    def _run_steps(
-        self,
-        steps: list[Step],
-        sources: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        name: str,
-    ) -> record.CopyPath:
-        path: record.CopyPath = "view"
-        try:
-            for step in steps:
-                taken = step.run(sources, targets, self._exchange, name)
-                path = path if taken == "view" else taken
-        except ValueError as failure:
-            if any(x.is_meta for x in sources):  # looked at only now, as it costs every tensor of every call
-                raise ArgumentError(f"{name}: a meta tensor has no data to send") from failure
-            raise
-        return path
-
-    def _made(self, sources: Sequence[Tensor]) -> list[Tensor]:
-        """Contiguous memory for the results; zeros where something may not be written, or is added."""
-        return [
-            empty(x, shape, stride, dtype) if covers else x.new_zeros(shape, dtype=dtype)
-            for x, (shape, stride, dtype, covers) in zip(sources, self._makes, strict=True)
-        ]
-
-    def _into(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """The results, or contiguous memory where rows, or their bits, cannot be written into them."""
-        results = [x.detach() for x in results]
-        return [x if _is_readable(x) and not (x.is_conj() or x.is_neg()) else x.new_empty(x.shape) for x in results]
-
     def _is_in_place(self, sources: Sequence[Tensor], targets: Sequence[Tensor], name: str) -> bool:
-        """Whether results share memory with the tensors.
+        """Return whether results share memory with source tensors.
+
+        Args:
+            sources, targets: all tensors of the plan, and the memory of their results.
+            name: the calling function, for errors.
 
         Raises:
-            ArgumentError: they do, and there are several buckets.
+            ArgumentError: they share memory, and the plan has several buckets.
         """
-        if not share_memory([x for x in sources if _is_readable(x)], targets):
-            return False
-        if sum(not bucket.is_quiet for bucket in self.transfers.buckets) > 1:
+        # Source tensors with other rows are copied before.
+        in_place = share_memory([x for x in sources if _has_dense_rows(x.shape, x.stride())], targets)
+        if in_place and sum(not bucket.is_quiet for bucket in self.transfers.buckets) > 1:
             raise ArgumentError(
                 f"{name}: out shares memory with the tensors, which needs a single bucket: bucket_bytes of at least "
                 f"{int(max(self.transfers.sent.max(), self.transfers.received.max()))}"
             )
-        return True
+        return in_place
 
-    def _steps_for(
-        self, key: Any, sources: Sequence[Tensor], targets: Sequence[Tensor]
-    ) -> tuple[list[int], list[Step]]:
-        """Tensors whose rows are not contiguous, and all buckets, prepared for these strides once."""
-        uneven = [i for i, x in enumerate(sources) if not _is_readable(x)]
-        items = self.transfers.items  # in the index space of the plan
-        before = tuple(
-            item.source.strides_of((x.contiguous() if i in uneven else x).stride())
-            for i, (item, x) in enumerate(zip(items, sources, strict=True))
-        )
-        after = tuple(item.target.strides_of(x.stride()) for item, x in zip(items, targets, strict=True))
-        made = uneven, steps_of(self.transfers, before, after, key[-1])
-        with self._lock:  # several threads may execute one plan
-            while len(self._steps) >= _TABLES:
-                self._steps.pop(next(iter(self._steps)))
-            self._steps[key] = made
-        return made
+    def exchange(self, bucket: Bucket, wire: Tensor, received: Tensor, name: str, asynchronous: bool) -> Any:
+        """Start the exchange of one bucket: an all-to-all-v, or a batch of messages between disjoint sets of ranks.
 
-    def _exchange(self, bucket: Bucket, wire: Tensor, received: Tensor, name: str, asynchronous: bool) -> Any:
-        """Start one all-to-all-v, or a batch of messages between disjoint sets of ranks; None when it is over."""
+        Args:
+            bucket: the bucket.
+            wire: bytes to send.
+            received: memory to receive into.
+            name: the calling function, for errors.
+            asynchronous: return before the exchange is over.
+
+        Returns:
+            A handle to wait for; None if the exchange is over.
+
+        Raises:
+            GroupError: the plan was made without a group.
+        """
         group = self.group
         if group is None:
             raise GroupError(f"{name}: this plan was made without a group, to be looked at")
@@ -243,47 +382,98 @@ class Exchange:
         return backend.all_to_all(received, wire, bucket.recv.counts, bucket.send.counts, group, name, asynchronous)
 
 
+def _prepared_steps(
+    plan: TransferPlan,
+    source_shapes: Sequence[Ints],
+    result_strides: Sequence[Ints],
+    before: Sequence[tuple[Ints, int]],
+    after: Sequence[tuple[Ints, int]] | None,
+    in_place: bool,
+) -> tuple[list[int], list[BucketStep]]:
+    """Prepare the steps of all buckets of a plan for tensors of certain strides.
+
+    Args:
+        plan: the plan.
+        source_shapes: shapes of this rank's source tensors; ``()`` for a layout without a part on this rank.
+        result_strides: strides of new results.
+        before: strides and device number of every source tensor. Launches of a step belong to a device.
+        after: strides and device number of every result that the caller passed; None for new results.
+        in_place: results share memory with source tensors.
+
+    Returns:
+        Indices of the source tensors whose rows are not contiguous, which have to be made contiguous first; and the
+        steps of all buckets that are not empty.
+    """
+    uneven = [i for i, (stride, _) in enumerate(before) if not _has_dense_rows(source_shapes[i], stride)]
+    sources = [contiguous_stride(source_shapes[i]) if i in uneven else stride for i, (stride, _) in enumerate(before)]
+    targets = result_strides if after is None else [stride for stride, _ in after]
+    strides = (  # those of the plan's index space, in which boxes are dense
+        tuple(item.source.strides_of(stride) for item, stride in zip(plan.items, sources, strict=True)),
+        tuple(item.target.strides_of(stride) for item, stride in zip(plan.items, targets, strict=True)),
+    )
+    steps = [BucketStep(bucket, plan, strides, in_place) for bucket in plan.buckets]
+    return uneven, [step for step in steps if step]
+
+
 def messages(wire: Tensor, side: Side) -> list[tuple[int, Tensor]]:
-    """What goes to, or comes from, each rank on the other side."""
+    """Cut the bytes that a rank sends in a bucket, or receives, into one message per peer.
+
+    Args:
+        wire: the bytes.
+        side: the size of every message.
+
+    Returns:
+        For every peer with a message, its position in the group and a view of its bytes.
+    """
     return [(peer, wire.narrow(0, start, count)) for peer, start, count in side.parts]
 
 
-def _is_readable(x: Tensor) -> bool:
-    """Whether rows of ``x`` are contiguous, so that tables describe it well."""
-    return x.dim() == 0 or x.shape[-1] <= 1 or x.stride(-1) == 1
+def _has_dense_rows(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether the rows of a tensor of this shape and stride are contiguous: its last dim has stride 1.
+
+    Tensors with other rows are copied before they are sent, because each of their elements would be a segment.
+    """
+    return not shape or shape[-1] <= 1 or stride[-1] == 1
 
 
-def apply(exchange: Exchange, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
-    """The exchange, inside autograd if one of the tensors wants a gradient."""
-    if any(item.has_grad for item in exchange.items) and torch.is_grad_enabled():
-        return _Reshard.apply(exchange, name, *tensors)
-    return exchange.run(tensors, None, name)
+def apply(executor: Executor, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
+    """Reshard local tensors and return the local results; autograd records the call if a gradient is wanted.
+
+    Args:
+        executor: the executor of the plan.
+        tensors: local source tensors.
+        name: the calling function, for errors and counters.
+    """
+    if any(item.has_grad for item in executor.items) and torch.is_grad_enabled():
+        return _Reshard.apply(executor, name, *tensors)
+    return executor.run(tensors, None, name)
 
 
 @direct
 class _Reshard(torch.autograd.Function):
-    """Forward: the exchange. Backward: its adjoint, of those tensors that have a gradient."""
+    """Forward: execute the plan. Backward: execute the plan's adjoint, for the tensors that have a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.group, ctx.name = exchange, exchange.group, name
-        results = exchange.run(tensors, None, name)
-        ctx.mark_non_differentiable(*(x for x, item in zip(results, exchange.items, strict=True) if not item.has_grad))
+    def forward(ctx: Any, executor: Executor, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.executor, ctx.group, ctx.name = executor, executor.group, name
+        results = executor.run(tensors, None, name)
+        ctx.mark_non_differentiable(*(x for x, item in zip(results, executor.items, strict=True) if not item.has_grad))
         ctx.set_materialize_grads(False)
         ctx.like = [(x.shape, x.dtype, x.device) for x in results]
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        exchange: Exchange = ctx.exchange
-        made = [
+        executor: Executor = ctx.executor
+        # Missing gradients are zeros: all ranks of a plan have to send the same tensors.
+        present = [
             torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
-            for grad, (shape, dtype, device), item in zip(grads, ctx.like, exchange.items, strict=True)
+            for grad, (shape, dtype, device), item in zip(grads, ctx.like, executor.items, strict=True)
             if item.has_grad
         ]
         name = ctx.name if ctx.name.endswith(".backward") else f"{ctx.name}.backward"
-        if any(grad.requires_grad for grad in made):
-            results = iter(_Reshard.apply(exchange.adjoint, name, *made))
+        if any(grad.requires_grad for grad in present):
+            results = iter(_Reshard.apply(executor.adjoint, name, *present))
         else:
-            results = iter(exchange.adjoint.run(made, None, name))
-        return None, None, *(next(results) if item.has_grad else None for item in exchange.items)
+            results = iter(executor.adjoint.run(present, None, name))
+        return None, None, *(next(results) if item.has_grad else None for item in executor.items)

@@ -1,4 +1,4 @@
-"""The plan of a resharding as one rank takes part in it: messages, buckets, and what they cost."""
+"""The transfer plan of one rank: its buckets, the messages and blocks of each, totals of all ranks, and its table."""
 
 import hashlib
 import itertools
@@ -6,34 +6,60 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed import ProcessGroup
 
 from tritoncomm import record
 from tritoncomm.core.cost import Rates, collective_seconds, pass_seconds
 from tritoncomm.core.plan import Ints
-from tritoncomm.errors import GroupError, ShapeError
-from tritoncomm.reshard.layout import Array, Layout
-from tritoncomm.reshard.sums import crosses, distinct, divided
+from tritoncomm.errors import GroupError, ShapeError, UnsupportedError
+from tritoncomm.parsing import counted
+from tritoncomm.reshard.boxes import Array
+from tritoncomm.reshard.layout import Layout
+from tritoncomm.reshard.overlaps import cut_at_edges, distinct_blocks, tensors_across_buckets
 
-__all__ = ["ALIGNMENT", "Bucket", "Item", "Local", "Side", "Transfers", "check", "digest"]
+__all__ = [
+    "ALIGNMENT", "Bucket", "Item", "Participants", "Side", "StayingBlocks", "TransferPlan", "check_items", "digest_of",
+]  # fmt: skip
 
 ALIGNMENT = 16
 """Bytes that the blocks of a tensor in a message start at a multiple of: the widest access of the copy kernels."""
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SHOWN = 12  # buckets of a printed table
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
+
+
+class Participants(NamedTuple):
+    """The ranks of a call.
+
+    Attributes:
+        group: the process group; None for a plan that is only looked at.
+        ranks: global ranks of the group.
+        position: position of this rank in the group.
+    """
+
+    group: ProcessGroup | None
+    ranks: Ints
+    position: int
+
+    @property
+    def rank(self) -> int:
+        """The global rank of this process."""
+        return self.ranks[self.position]
 
 
 @dataclass(frozen=True)
 class Item:
-    """One tensor to reshard.
+    """One tensor of a request.
 
     Attributes:
-        name: in messages.
-        source, target: its layouts.
-        dtype: before.
-        result: dtype afterwards.
-        has_grad: a gradient comes back.
+        name: the tensor's name.
+        source, target: layouts before and after.
+        dtype, result: dtypes before and after.
+        has_grad: whether a gradient comes back.
     """
 
     name: str
@@ -45,11 +71,11 @@ class Item:
 
     @property
     def carried(self) -> torch.dtype:
-        """The dtype on the wire: the smaller of the two."""
+        """The dtype of a tensor's elements on the wire: the smaller one of its dtypes before and after."""
         return self.result if self.result.itemsize < self.dtype.itemsize else self.dtype
 
     def reversed(self) -> "Item":
-        """The way of the gradient."""
+        """Return the description of a tensor's gradient: source and target change places, and so do both dtypes."""
         return Item(self.name, self.target, self.source, self.result, self.dtype, self.has_grad)
 
     def __str__(self) -> str:
@@ -59,13 +85,14 @@ class Item:
 
 @dataclass(frozen=True)
 class Side:
-    """What a rank sends, or receives, in one bucket: blocks in the order of the wire.
+    """The blocks that a rank sends in one bucket, or the blocks that it receives, in the order of the wire.
 
     Attributes:
         tensor: index of every block's tensor.
-        start, size: of the blocks in their local tensors, ``[dims, blocks]``; tensors of fewer dims have leading ones.
+        start, size: first index and extent of every block in its local tensor, ``[dims, blocks]``; tensors of fewer
+            dims have leading ones.
         wire: byte offset of every block.
-        counts: bytes for every position of the group, alignment included.
+        counts: bytes of the message to, or from, every position of the group, alignment included.
     """
 
     tensor: Array
@@ -76,33 +103,31 @@ class Side:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the wire."""
+        """Bytes that a rank sends, or receives, in one bucket, alignment included."""
         return sum(self.counts)
 
     @cached_property
     def messages(self) -> int:
-        """Ranks on the other side."""
+        """Number of peers that a rank sends a message to, or gets one from, in one bucket."""
         return sum(count > 0 for count in self.counts)
 
     @cached_property
     def parts(self) -> list[tuple[int, int, int]]:
-        """Position in the group, first byte and bytes of every message."""
+        """For every message of one side of a bucket: the peer's position in the group, the first byte, the bytes."""
         ends = itertools.accumulate(self.counts)
         sizes = enumerate(zip(ends, self.counts, strict=True))
         return [(peer, end - count, count) for peer, (end, count) in sizes if count]
 
-    @cached_property
-    def elements(self) -> Array:
-        """Elements of every block."""
-        return self.size.prod(0)
-
 
 @dataclass(frozen=True)
-class Local:
-    """Blocks that stay on the rank: their tensors, and where they are in the source and in the target.
+class StayingBlocks:
+    """Blocks of one bucket that stay on their rank.
 
     Attributes:
-        wire: byte offset of every block in the staging memory, if they go through it.
+        tensor: index of every block's tensor.
+        source, target: first index of every block in the local tensor before and after, ``[dims, blocks]``.
+        size: extent of every block, ``[dims, blocks]``.
+        wire: byte offset of every block in the staging memory; empty for blocks that are copied directly.
     """
 
     tensor: Array
@@ -111,53 +136,64 @@ class Local:
     size: Array
     wire: Array
 
-    @cached_property
-    def elements(self) -> Array:
-        """Elements of every block."""
-        return self.size.prod(0)
+    def pick(self, index: Array, wire: Array) -> "StayingBlocks":
+        """Return some of the blocks, at other places of the staging memory.
 
-    def pick(self, index: Array, wire: Array) -> "Local":
-        """Those at an index, with other offsets."""
-        return Local(self.tensor[index], self.source[:, index], self.target[:, index], self.size[:, index], wire)
+        Args:
+            index: numbers of the blocks.
+            wire: byte offset of each of them.
+        """
+        return StayingBlocks(
+            self.tensor[index], self.source[:, index], self.target[:, index], self.size[:, index], wire
+        )
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """One exchange: pack, one collective, unpack.
+    """The tensors, or parts of tensors, that one exchange moves: a pack, one collective, an unpack.
 
     Attributes:
-        own: blocks that stay on the rank where they are few bytes, and those that are added to others: the pack puts
-            them between what is sent and what arrives, and the unpack takes them from there, so that they cost no
-            launches.
-        own_bytes: of those, alignment included.
-        local: those that stay where they are many bytes, which are copied directly while the collective runs.
+        send, recv: what the rank sends and receives.
+        staged: blocks that stay on the rank and go through the staging memory: few bytes, or summands of a sum. The
+            pack puts them between the sent and the received bytes, and the unpack takes them, so they cost no launch.
+        staged_bytes: bytes of the staged blocks, alignment included.
+        direct: the other blocks that stay; they are copied while the collective runs.
         is_quiet: no rank sends anything, so there is no collective.
     """
 
     send: Side
     recv: Side
-    own: Local
-    own_bytes: int
-    local: Local
+    staged: StayingBlocks
+    staged_bytes: int
+    direct: StayingBlocks
     is_quiet: bool
+
+    @property
+    def unpacked(self) -> tuple[Array, Array, Array]:
+        """Tensor, first index and extent of all blocks that a bucket's unpack writes: the staged, then the received."""
+        return (
+            np.concatenate([self.staged.tensor, self.recv.tensor]),
+            np.concatenate([self.staged.target, self.recv.start], 1),
+            np.concatenate([self.staged.size, self.recv.size], 1),
+        )
 
 
 @dataclass(frozen=True)
-class Transfers(record.Traffic):
-    """What one rank does, bucket by bucket, and totals of all ranks.
+class TransferPlan(record.Traffic):
+    """Everything that one rank sends, receives and copies, bucket by bucket, and totals of all ranks.
 
     Attributes:
-        items: the tensors.
+        items: the tensors, in the index space of their dense boxes.
         ranks: global ranks of the group.
-        position: of this rank in the group.
-        buckets: in order.
+        position: position of the rank in the group.
+        buckets: the rank's part of every bucket.
         sent, received: bytes of every rank on the wire, alignment included.
         lacking: bytes that every rank needs and does not have.
-        messages: sent by every rank, all buckets together.
+        messages: number of messages that every rank sends, all buckets together.
         largest: the most bytes that any rank sends or receives in one bucket: the extra memory on each side.
         critical: the most bytes that any rank sends or receives in a bucket, summed over the buckets.
-        is_disjoint: no rank is in a source and in a target.
-        sums: what arrives is added up, in the order of the senders.
+        is_disjoint: no rank is both in a source and in a target layout.
+        sums: whether received elements are summed, in the order of the senders.
     """
 
     items: tuple[Item, ...]
@@ -175,59 +211,57 @@ class Transfers(record.Traffic):
 
     @cached_property
     def bytes_sent(self) -> int:
-        """Bytes this rank sends, alignment included."""
+        """Bytes that this rank sends in all buckets of a plan, alignment included."""
         return int(self.sent[self.position])
 
     @cached_property
     def bytes_received(self) -> int:
-        """Bytes this rank receives, alignment included."""
+        """Bytes that this rank receives in all buckets of a plan, alignment included."""
         return int(self.received[self.position])
 
     @cached_property
-    def own_bytes(self) -> int:
-        """Most bytes of blocks that stay on this rank and go through the staging memory of a bucket."""
-        return max((bucket.own_bytes for bucket in self.buckets), default=0)
+    def staged_bytes(self) -> int:
+        """The most bytes of one bucket that stay on this rank and are copied through the staging memory."""
+        return max((bucket.staged_bytes for bucket in self.buckets), default=0)
 
     @cached_property
     def bytes_copied(self) -> int:
-        """Bytes read plus written by this rank's passes: pack, unpack and local copies."""
-        before, carried, after = self._itemsizes
-        copied = 0
-        for b in self.buckets:
-            copied += int((b.send.elements * (before + carried)[b.send.tensor]).sum())
-            copied += int((b.own.elements * (before + 2 * carried)[b.own.tensor]).sum())
-            copied += int((b.recv.elements * carried[b.recv.tensor]).sum())
-            copied += int((b.local.elements * (before + after)[b.local.tensor]).sum())
-            tensor, start, size = _blocks(b)
-            if self.sums:  # what overlaps is written once
-                tensor, start, size = distinct(*divided(tensor, start, size)[1:])[:3]
-            copied += int((size.prod(0) * after[tensor]).sum())
-        return copied
-
-    @cached_property
-    def _itemsizes(self) -> tuple[Array, Array, Array]:
-        """Bytes of an element of every tensor: before, on the wire, and where it arrives, twice where it is added."""
+        """Bytes that this rank's packs, unpacks and direct copies read plus write, all buckets together."""
+        # Bytes of an element before, on the wire, and where it arrives; the last twice where a bucket adds to it.
         sizes = [
             (item.dtype.itemsize, item.carried.itemsize, self.arrives(i).itemsize * (1 + (i in self.accumulated)))
             for i, item in enumerate(self.items)
         ]
-        return tuple(np.array(sizes, np.int64).reshape(-1, 3).T)
+        before, carried, after = np.array(sizes, np.int64).reshape(-1, 3).T
+        copied = 0
+        for bucket in self.buckets:
+            unpacked = bucket.unpacked
+            if self.sums:  # elements that are summed are written once
+                unpacked = distinct_blocks(*cut_at_edges(*unpacked)[1:])[:3]
+            for tensor, size, itemsizes in (
+                (bucket.send.tensor, bucket.send.size, before + carried),
+                (bucket.staged.tensor, bucket.staged.size, before + 2 * carried),
+                (bucket.recv.tensor, bucket.recv.size, carried),
+                (bucket.direct.tensor, bucket.direct.size, before + after),
+                (unpacked[0], unpacked[2], after),
+            ):
+                copied += int((size.prod(0) * itemsizes[tensor]).sum())
+        return copied
 
     @cached_property
     def accumulated(self) -> frozenset[int]:
-        """Tensors that have elements to which several buckets contribute: each adds to what is there."""
+        """Indices of the tensors that have an element to which several buckets contribute, so that each adds to it."""
         if not self.sums or len(self.buckets) < 2:
             return frozenset()
-        tensor, start, size = self._every_block
-        counts = [len(_blocks(b)[0]) + len(b.local.tensor) for b in self.buckets]
-        return frozenset(crosses(tensor, start, size, np.repeat(np.arange(len(counts)), counts)))
+        counts = [len(b.recv.tensor) + len(b.staged.tensor) + len(b.direct.tensor) for b in self.buckets]
+        return frozenset(tensors_across_buckets(*self._written, np.repeat(np.arange(len(counts)), counts)))
 
     @cached_property
     def complete(self) -> tuple[bool, ...]:
-        """For every tensor, whether all elements that this rank has of it are received or copied."""
+        """For every tensor, whether this rank receives or copies all elements of its local result."""
         if not self.sums:
             return tuple(not item.source.problem for item in self.items)
-        tensor, _, size, _ = distinct(*divided(*self._every_block)[1:])
+        tensor, _, size, _ = distinct_blocks(*cut_at_edges(*self._written)[1:])
         elements = np.bincount(tensor, size.prod(0), len(self.items)).astype(np.int64).tolist()
         shapes = (item.target.local_shape(self.ranks[self.position]) for item in self.items)
         return tuple(
@@ -235,14 +269,19 @@ class Transfers(record.Traffic):
         )
 
     @cached_property
-    def _every_block(self) -> tuple[Array, Array, Array]:
-        """Tensor, start and size of all blocks that are received or copied, bucket by bucket."""
-        every = [each for b in self.buckets for each in (_blocks(b), (b.local.tensor, b.local.target, b.local.size))]
-        tensor, start, size = (np.concatenate(each, -1) for each in zip(*every, strict=True))
+    def _written(self) -> tuple[Array, Array, Array]:
+        """Tensor, first index and extent of all blocks that this rank receives or copies, bucket by bucket."""
+        blocks = [
+            each for b in self.buckets for each in (b.unpacked, (b.direct.tensor, b.direct.target, b.direct.size))
+        ]
+        tensor, start, size = (np.concatenate(each, -1) for each in zip(*blocks, strict=True))
         return tensor, start, size
 
     def arrives(self, index: int) -> torch.dtype:
-        """The dtype that a tensor is received into: fp32, of fp64 fp64, where several buckets add to it."""
+        """Return the dtype of the memory that a tensor's elements arrive in.
+
+        It is the result's dtype. If several buckets add to the tensor it is fp32 (fp64 for fp64), rounded at the end.
+        """
         result = self.items[index].result
         if index not in self.accumulated:
             return result
@@ -250,64 +289,74 @@ class Transfers(record.Traffic):
 
     @cached_property
     def bucket_launches(self) -> tuple[int, ...]:
-        """Passes of every bucket: a pack, an unpack and direct copies, one of each for all tensors of one dtype.
+        """Number of kernel launches of every bucket: of its pack, its unpack and its direct copies.
 
-        There is one more of each per pair of dtypes that are cast. Sums of one pair are in the launch of the copies,
-        and those of others in one each; sums that several buckets contribute to are apart from the rest.
+        Each takes one launch for all tensors whose dtype stays, and one for each pair of dtypes that is cast. Sums of
+        one pair of dtypes are in the launch of the copies, sums of another pair take one launch each. Sums to which
+        several buckets contribute have launches of their own.
         """
-        return tuple(self._packs(bucket) + self._unpacks(bucket) + self._copies(bucket) for bucket in self.buckets)
+        launches = []
+        for bucket in self.buckets:
+            packed = [self.items[i] for i in {*bucket.send.tensor.tolist(), *bucket.staged.tensor.tolist()}]
+            # torch adds blocks that are summed over several buckets one by one, without a launch of ours.
+            copied = [self.items[i] for i in {*bucket.direct.tensor.tolist()} - self.accumulated]
+            launches.append(
+                _copy_launches([(item.dtype, item.carried) for item in packed])
+                + self._unpack_launches(bucket)
+                + _copy_launches([(item.dtype, item.result) for item in copied])
+            )
+        return tuple(launches)
 
-    def _packs(self, bucket: Bucket) -> int:
-        given = [self.items[i] for i in {*bucket.send.tensor.tolist(), *bucket.own.tensor.tolist()}]
-        return len({None if item.dtype is item.carried else (item.dtype, item.carried) for item in given})
-
-    def _copies(self, bucket: Bucket) -> int:
-        """Direct copies, without blocks that are added to what other buckets made: torch adds those one by one."""
-        given = [self.items[i] for i in {*bucket.local.tensor.tolist()} - self.accumulated]
-        return len({None if item.dtype is item.result else (item.dtype, item.result) for item in given})
-
-    def _unpacks(self, bucket: Bucket) -> int:
-        tensor, start, size = _blocks(bucket)
+    def _unpack_launches(self, bucket: Bucket) -> int:
+        """Return the number of kernel launches that unpack a bucket: copies, casts and sums of each pair of dtypes."""
+        tensor, start, size = bucket.unpacked
         counts = np.ones_like(tensor)
         if self.sums:
-            tensor, _, _, counts = distinct(*divided(tensor, start, size)[1:])
-        kinds: dict[tuple[bool, bool], set[Any]] = {}  # by whether it adds to what is there, and whether it adds parts
+            tensor, _, _, counts = distinct_blocks(*cut_at_edges(tensor, start, size)[1:])
+        # Pairs of dtypes by whether a block adds to earlier buckets, and whether it is a sum of several blocks.
+        kinds: dict[tuple[bool, bool], set[Any]] = {}
         for i, is_sum in {*zip(tensor.tolist(), (counts > 1).tolist(), strict=True)}:
-            ends = self.items[i].carried, self.arrives(i)
+            dtypes = self.items[i].carried, self.arrives(i)
             adds = i in self.accumulated
-            is_copy = ends[0] is ends[1] and not is_sum and not adds
-            kinds.setdefault((adds, is_sum), set()).add(None if is_copy else ends)
+            is_copy = dtypes[0] is dtypes[1] and not is_sum and not adds
+            kinds.setdefault((adds, is_sum), set()).add(None if is_copy else dtypes)
+        # Sums take the launch of the casts of their dtypes, or of the plain copies, if there is one.
         launches = 0
         for adds in (False, True):
             others, sums = kinds.get((adds, False), set()), kinds.get((adds, True), set())
             launches += len(others) + max(0, len(sums - others) - (None in others))
         return launches
 
-    def added(self, bucket: Bucket) -> tuple[Array, Array, Array]:
-        """Parts of the blocks that an unpack adds up, in the order of the senders: equal or disjoint, see ``divided``.
+    def summands(self, bucket: Bucket) -> tuple[Array, Array, Array]:
+        """Cut the blocks that a bucket's unpack sums into pieces that are equal or disjoint, in the senders' order.
 
         Returns:
-            The block of every part, counted from the small ones that stay on to those that arrive; start and size.
+            For every piece: its block, numbered as in ``Bucket.unpacked``; its first index; its extent.
         """
         received = bucket.recv
+        # The wire is in the order of the senders, so an offset tells the sender; staying blocks are this rank's.
         senders = np.searchsorted(np.cumsum(received.counts), received.wire, side="right")
-        order = np.argsort(np.concatenate([np.full_like(bucket.own.tensor, self.position), senders]), kind="stable")
-        tensor, start, size = _blocks(bucket)
-        block, _, start, size = divided(tensor[order], start[:, order], size[:, order])
+        order = np.argsort(np.concatenate([np.full_like(bucket.staged.tensor, self.position), senders]), kind="stable")
+        tensor, start, size = bucket.unpacked
+        block, _, start, size = cut_at_edges(tensor[order], start[:, order], size[:, order])
         return order[block], start, size
 
     @cached_property
     def launches(self) -> int:
-        """Passes of this rank on the kernel path."""
+        """Number of kernel launches of this rank in all buckets of a plan."""
         return sum(self.bucket_launches)
 
     @cached_property
     def local_copies(self) -> int:
-        """Blocks that this rank copies directly from its own tensors to its own results."""
-        return sum(len(bucket.local.tensor) for bucket in self.buckets)
+        """Number of blocks that this rank copies directly from its own tensors to its own results."""
+        return sum(len(bucket.direct.tensor) for bucket in self.buckets)
 
     def seconds(self, rates: Rates) -> tuple[float, float]:
-        """Predicted seconds of the local passes of this rank, and of the collectives."""
+        """Predict the seconds of this rank's packs, unpacks and copies, and the seconds of its collectives.
+
+        Args:
+            rates: bandwidths and latencies of the prediction.
+        """
         collectives = sum(
             collective_seconds("all-to-all", bucket.send.nbytes, len(self.ranks), rates, bucket.recv.nbytes)
             for bucket in self.buckets
@@ -315,25 +364,71 @@ class Transfers(record.Traffic):
         )
         return pass_seconds(self.bytes_copied, rates), collectives
 
+    def text(self, rates: Rates) -> str:
+        """Return a plan as a table for people: buckets, messages, bytes, launches, memory and predicted time.
 
-def _blocks(bucket: Bucket) -> tuple[Array, Array, Array]:
-    """Tensor, start and size of what an unpack takes: small blocks that stay, then those that arrive."""
-    own, received = bucket.own, bucket.recv
-    return (
-        np.concatenate([own.tensor, received.tensor]),
-        np.concatenate([own.target, received.start], 1),
-        np.concatenate([own.size, received.size], 1),
-    )
+        Args:
+            rates: bandwidths and latencies of the prediction.
+        """
+        largest = max(int(self.sent.max()), int(self.received.max()))
+        scale, unit = next((row for row in _UNITS if largest >= row[0]), _UNITS[-1])
+
+        def amount(nbytes: float) -> str:
+            return f"{nbytes / scale:.{3 if scale > 1 else 0}f}"
+
+        rows = [
+            (b.send.messages, b.recv.messages, b.send.nbytes, b.recv.nbytes, launches, len(b.direct.tensor))
+            for b, launches in zip(self.buckets, self.bucket_launches, strict=True)
+        ]
+        lines = [
+            f"{counted(len(self.items), 'tensor')} over {counted(len(self.ranks), 'rank')}; rank "
+            f"{self.ranks[self.position]} in {counted(sum(not b.is_quiet for b in self.buckets), 'bucket')}:",
+            f"{'bucket':<8}{'to':>5}{'from':>6}{f'{unit} sent':>13}{f'{unit} received':>16}{'launches':>10}"
+            f"{'copies':>8}",
+        ]
+        table: list[tuple[str, tuple[int, ...]]] = [(str(index), row) for index, row in enumerate(rows[:_SHOWN])]
+        if len(rows) > _SHOWN:
+            table.append(("...", tuple(map(sum, zip(*rows[_SHOWN:], strict=True)))))
+        table.append(("all", tuple(map(sum, zip(*rows, strict=True)))))
+        for label, (receivers, senders, sent, received, launches, copies) in table:
+            bytes_columns = f"{amount(sent):>13}{amount(received):>16}"
+            lines.append(f"{label:<8}{receivers:>5}{senders:>6}{bytes_columns}{launches:>10}{copies:>8}")
+        passes, exchange = (1e6 * seconds for seconds in self.seconds(rates))
+        lines += [
+            f"all ranks: {amount(self.sent.sum())} {unit} sent, {amount(self.lacking.sum())} lacking, in "
+            f"{counted(int(self.messages.sum()), 'message')}",
+            f"largest rank: {amount(self.sent.max())} {unit} sent, {amount(self.received.max())} received",
+            f"extra memory: {amount(self.largest)} {unit} at most on each side, {amount(self.staged_bytes)} for blocks "
+            "that stay",
+            f"predicted, not measured: {passes:.1f} us of passes, {exchange:.1f} us of exchange, at {rates}",
+        ]
+        return "\n".join(lines)
 
 
-def check(items: Sequence[Item], ranks: Sequence[int], name: str, *, tiles: bool = True) -> None:
-    """Check what every rank can see: layouts that fit each other, and a group with all of their ranks.
+def _copy_launches(dtypes: Sequence[tuple[torch.dtype, torch.dtype]]) -> int:
+    """Return the number of launches that copy tensors: one for all whose dtype stays, one per pair of cast dtypes.
+
+    Args:
+        dtypes: dtypes before and after of every tensor.
+    """
+    return len({None if before is after else (before, after) for before, after in dtypes})
+
+
+def check_items(items: Sequence[Item], ranks: Sequence[int], name: str, grad: str) -> None:
+    """Check what every rank can check of a request's tensors: layouts that fit each other and the group, and casts.
+
+    Args:
+        items: the tensors.
+        ranks: global ranks of the group.
+        name: the calling function, for errors.
+        grad: whether gradients of replicas are equal (``replicated``) or are summed (``partial``).
 
     Raises:
-        ShapeError: layouts of different shapes, or a source that is no tiling.
+        ShapeError: two layouts of one tensor have different shapes, or a source layout is no tiling.
         GroupError: a rank of a layout is not in the group.
+        UnsupportedError: a cast, or a gradient to be summed, of anything but fp16, bf16, fp32 and fp64.
     """
-    known = set(ranks)
+    members = set(ranks)  # a list would make the check quadratic in the ranks
     for item in items:
         if item.source.shape != item.target.shape:
             raise ShapeError(
@@ -341,17 +436,29 @@ def check(items: Sequence[Item], ranks: Sequence[int], name: str, *, tiles: bool
                 f"{list(item.target.shape)} in the target layout"
             )
         for side, layout in (("source", item.source), ("target", item.target)):
-            missing = [rank for rank in layout.ranks if rank not in known]
+            missing = [rank for rank in layout.ranks if rank not in members]
             if missing:
                 raise GroupError(
                     f"{name}: ranks {missing} of the {side} layout of {item.name} are not in the group {list(ranks)}"
                 )
-        if tiles and item.source.problem:
+        if item.source.problem:
             raise ShapeError(f"{name}: the source layout of {item.name} is no tiling: {item.source.problem}")
+        if item.dtype != item.result and not {item.dtype, item.result} <= set(_FLOATS):
+            raise UnsupportedError(
+                f"{name}: {item.name} cannot be cast from {item.dtype} to {item.result} on the way: only fp16, bf16, "
+                "fp32 and fp64 are"
+            )
+        if item.has_grad and grad == "partial" and item.dtype not in _FLOATS:
+            raise UnsupportedError(f"{name}: gradients of {item.name} cannot be summed as {item.dtype}")
 
 
-def digest(items: Sequence[Item], options: tuple[Any, ...]) -> bytes:
-    """A fingerprint of everything that a plan depends on, but for the rank."""
+def digest_of(items: Sequence[Item], options: tuple[Any, ...]) -> bytes:
+    """Return a 16-byte hash of all values that a plan depends on and that are equal on all ranks.
+
+    Args:
+        items: the tensors.
+        options: further values, hashed by their ``repr``.
+    """
     state = hashlib.blake2b(repr(options).encode(), digest_size=16)
     for item in items:
         state.update(

@@ -1,10 +1,11 @@
-"""The request of one call: its arguments, read and checked once, and the exchange that is cached or planned for it."""
+"""The request of one call: its arguments, read and checked once, and the executor that is cached or planned for it."""
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,58 +13,34 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import groups, record
-from tritoncomm.core.memory import extent_of, has_memory, share_elements
+from tritoncomm.core.memory import contiguous_stride, extent_of, has_memory, share_elements
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import PerGroup, check_data, check_kind, ranks_of, refuse_transforms
 from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
 from tritoncomm.groups import GroupLike
-from tritoncomm.reshard.execute import Exchange, check_dtypes
-from tritoncomm.reshard.plan import Item, check, digest
-from tritoncomm.reshard.specs import Wrap, check_own_layout, local_of, named, source_of, target_of
-from tritoncomm.reshard.unanimous import agree
+from tritoncomm.reshard.consistency import agree
+from tritoncomm.reshard.execute import Executor
+from tritoncomm.reshard.layout import Layout
+from tritoncomm.reshard.plan import Item, Participants, check_items, digest_of
 
 __all__ = [
-    "Members", "Options", "Request", "check_apart", "check_local", "check_memory", "check_out", "exchange_for",
-    "members_of", "parse", "refuse",
+    "LocalShapes", "Request", "Wrap", "check_locals", "executor_for", "is_dtensor", "local_of", "named", "parse",
+    "participants_of", "refusing", "source_of",
 ]  # fmt: skip
 
+Wrap = Callable[[Tensor], Any]
+"""Makes a DTensor or a ColoTensor of a local result."""
+LocalShapes = tuple[Ints | None, Ints | None]
+"""Shapes of a local tensor before and after; None for a layout without a part on the rank."""
+_Pairs = Sequence[tuple[Any, Any]]
 _PLANS = 64
 _PLAIN = (Tensor, torch.nn.Parameter)
-_plans: "PerGroup[OrderedDict[Any, Exchange]]" = PerGroup()
-"""Exchanges by ``Request.key``, the most recently used last.
+_plans: "PerGroup[OrderedDict[Any, Executor]]" = PerGroup()
+"""Executors by ``Request.key``, the most recently used last.
 
 Every call reads its arguments before it looks here, and marks its plan as used. So all ranks evict the same plans:
 either every rank of a call compares digests or none does.
 """
-
-
-class Members(NamedTuple):
-    """The ranks of a call.
-
-    Attributes:
-        group: None for a plan that is only looked at.
-        ranks: global ranks of the group.
-        position: of this rank in the group.
-    """
-
-    group: ProcessGroup | None
-    ranks: Ints
-    position: int
-
-    @property
-    def rank(self) -> int:
-        """The global rank of this rank."""
-        return self.ranks[self.position]
-
-
-class Options(NamedTuple):
-    """The arguments of a call besides tensors and layouts, unchecked; see ``reshard``."""
-
-    name: str
-    dtype: Any = None
-    bucket_bytes: Any = 0
-    grad: Any = "replicated"
-    out: Any = None
 
 
 @dataclass(frozen=True)
@@ -71,18 +48,20 @@ class Request:
     """The arguments of one call.
 
     Attributes:
-        name: the function, for messages.
-        members: the ranks of the call.
+        name: the calling function, for messages.
+        participants: the ranks of the call.
         bucket_bytes, grad: as for ``reshard``.
-        items: source, target and dtypes of every tensor.
+        items: layouts and dtypes of every tensor.
         tensors: local source tensors of this rank.
         outs: local tensors to write into; empty without ``out``.
         wraps: functions that make local results DTensors or ColoTensors; None for plain results.
-        passes_through: for every tensor, whether layout and dtype are unchanged, so that it is returned as it is.
+        passes_through: for every tensor, whether its layout and dtype are unchanged, so that it is returned as it is.
+        error: the error of this rank's local tensors, if any. It is raised after the plan is looked up, because the
+            key tells whether the other ranks compare plans now, and have to hear of the error.
     """
 
     name: str
-    members: Members
+    participants: Participants
     bucket_bytes: int
     grad: str
     items: tuple[Item, ...]
@@ -90,25 +69,25 @@ class Request:
     outs: tuple[Tensor, ...]
     wraps: tuple[Wrap | None, ...]
     passes_through: tuple[bool, ...]
+    error: CommError | None
 
     @cached_property
     def moving(self) -> tuple[Item, ...]:
-        """Items of the tensors that do not pass through."""
+        """Layouts and dtypes of the tensors that a plan moves: without pass-through tensors."""
         return tuple([item for item, passes in zip(self.items, self.passes_through, strict=True) if not passes])
-
-    @property
-    def passing(self) -> list[Item]:
-        """Items of the tensors that pass through."""
-        return [item for item, passes in zip(self.items, self.passes_through, strict=True) if passes]
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """The arguments that an exchange depends on; equal on all ranks of a right call, like the digest."""
-        return self.bucket_bytes, self.grad, self.name, self.moving
+        """The key under which a plan is cached: all arguments that the plan depends on, equal on all ranks."""
+        return self.bucket_bytes, self.grad, self.name, self.moving  # the name, as in the digest
 
 
-def members_of(group: GroupLike | None, name: str) -> Members:
-    """The ranks of a group; of the job without one.
+def participants_of(group: GroupLike | None, name: str) -> Participants:
+    """Return the ranks of a group; without a group, all ranks of the job.
+
+    Args:
+        group: the group.
+        name: the calling function, for errors.
 
     Raises:
         GroupError: there is no such group.
@@ -116,273 +95,129 @@ def members_of(group: GroupLike | None, name: str) -> Members:
     process_group = dist.group.WORLD if group is None else groups.as_group(group, name)
     if process_group is None:
         raise GroupError(f"{name}: torch.distributed is not initialized; call tritoncomm.initialize() or pass a group")
-    return Members(process_group, tuple(ranks_of(process_group, name)), process_group.rank())
+    return Participants(process_group, tuple(ranks_of(process_group, name)), process_group.rank())
 
 
 def parse(
-    tensors: Any, source: Any, target: Any, members: Members, options: Options
-) -> tuple[Request, CommError | None]:
-    """Read the arguments of a call.
+    name: str,
+    participants: Participants,
+    tensors: Any,
+    source: Any,
+    target: Any,
+    *,
+    bucket_bytes: Any,
+    grad: Any,
+    dtype: Any = None,
+    out: Any = None,
+) -> Request:
+    """Read and check the arguments of a call, and return them as a request.
 
-    Returns:
-        The request, and the error of this rank's local tensors. Such an error does not prevent the request: its key
-        tells whether the other ranks compare plans now, and have to hear of the error.
+    An error of a local tensor (another shape, no memory, ...) is returned in the request.
+
+    Args:
+        name: the calling function.
+        participants: the ranks of the call.
+        tensors, source, target, bucket_bytes, grad, dtype, out: as for ``reshard``.
 
     Raises:
-        CommError: arguments that cannot be read.
+        CommError: an argument that cannot be read.
     """
-    name, given_tensors = options.name, named(tensors, options.name)
-    if options.grad not in ("replicated", "partial"):
-        raise ArgumentError(f"{name}: grad must be replicated or partial, not {options.grad!r}")
-    given_outs = {} if options.out is None else named(options.out, name)
-    if options.out is not None and list(given_outs) != list(given_tensors):
-        raise ArgumentError(f"{name}: out has {list(given_outs)}, not {list(given_tensors)}")
-    values = (source, target, options.dtype)
-    sources, targets, dtypes = (_by_name(each, list(given_tensors), name) for each in values)
-    may_record = options.out is None and torch.is_grad_enabled()
+    by_name = named(tensors, name)
+    if grad not in ("replicated", "partial"):
+        raise ArgumentError(f"{name}: grad must be replicated or partial, not {grad!r}")
+    outs_by_name = {} if out is None else named(out, name)
+    if out is not None and list(outs_by_name) != list(by_name):
+        raise ArgumentError(f"{name}: out has {list(outs_by_name)}, not {list(by_name)}")
+    layouts, targets, dtypes = (_per_tensor(each, list(by_name), name) for each in (source, target, dtype))
+    may_record = out is None and torch.is_grad_enabled()
+    is_plan = name == "reshard_plan"  # a plan may be made of dtypes, and of tensors without data
     items: list[Item] = []
-    locals_: list[Tensor] = []
-    outs: list[Tensor] = []
+    shapes: list[LocalShapes] = []
+    sources: list[tuple[Any, Tensor]] = []
+    outs: list[tuple[Any, Tensor]] = []
     wraps: list[Wrap | None] = []
-    error: CommError | None = None
-    for key, x in given_tensors.items():
-        is_dtype = isinstance(x, torch.dtype) and name == "reshard_plan"
-        if not isinstance(x, Tensor) and not is_dtype:
+    for key, value in by_name.items():
+        is_dtype = is_plan and isinstance(value, torch.dtype)
+        x = torch.empty(0, dtype=value, device="meta") if is_dtype else value
+        if not isinstance(x, Tensor):
             raise ArgumentError(f"{name}: {key} must be a tensor, not {type(x).__name__}")
-        x = torch.empty(0, dtype=x, device="meta") if isinstance(x, torch.dtype) else x
-        out = given_outs.get(key)
-        layout = source_of(x, sources[key], name, key)
-        goal, wrap = target_of(targets[key], layout.shape, name, key)
-        if given_outs and not isinstance(out, Tensor):
-            raise ArgumentError(f"{name}: out {key} must be a tensor, not {type(out).__name__}")
-        local, local_out = local_of(x), None if out is None else local_of(out)
-        if local is not x:
-            check_own_layout(x, layout, name, key)
-        if local_out is not out:
-            check_own_layout(out, goal, name, f"out {key}")
-        check_kind(local, name)
-        refuse_transforms(local, name, key)
+        layout = source_of(x, layouts[key], name, key)
+        goal, wrap = _target_of(targets[key], layout.shape, name, key)
+        local = like = local_of(x)
         if local.is_quantized:
             raise ArgumentError(f"{name}: {key} is quantized, and its scale would not move; call .int_repr()")
-        result = dtypes[key] or (local.dtype if local_out is None else local_out.dtype)
+        if out is not None:
+            like = local_of(outs_by_name[key])
+            outs.append((outs_by_name[key], like))
+            if not isinstance(like, Tensor):
+                raise ArgumentError(f"{name}: out {key} must be a tensor, not {type(like).__name__}")
+        result = dtypes[key] or like.dtype
         if not isinstance(result, torch.dtype):
             raise ArgumentError(f"{name}: the dtype of {key} must be a torch.dtype, not {result!r:.80}")
-        item = Item(key, layout, goal, local.dtype, result, may_record and x.requires_grad)
-        items.append(item)
-        locals_.append(local)
+        items.append(Item(key, layout, goal, local.dtype, result, may_record and x.requires_grad))
+        source_shape, target_shape = (each.local_shape(participants.rank) for each in (layout, goal))
+        shapes.append((None if is_dtype else source_shape, target_shape))
+        sources.append((x, local))
         wraps.append(wrap)
-        try:
-            if not is_dtype:
-                check_local(local, layout.local_shape(members.rank), name, key, members.rank)
-            if name != "reshard_plan":  # a plan may be made for tensors without data
-                check_data(local, f"{name}: {key}")
-                check_memory(local, f"{name}: {key}")
-            if local_out is not None:
-                check_out(local_out, item, goal.local_shape(members.rank), name, members.rank)
-                outs.append(local_out)
-        except CommError as problem:
-            error = error or problem
+    error: CommError | None = None
     try:
-        check_apart([item.name for item in items], outs, name)
-    except CommError as problem:
-        error = error or problem
-    bucket_bytes = options.bucket_bytes
-    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise error or ArgumentError(f"{name}: bucket_bytes must be an int of 1 or more, not {bucket_bytes!r:.80}")
-    passes_through = tuple([options.out is None and _passes_through(item, options.grad) for item in items])
-    request = Request(
-        name, members, bucket_bytes, options.grad, tuple(items), tuple(locals_), tuple(outs), tuple(wraps),
-        passes_through,
-    )  # fmt: skip
-    return request, error
-
-
-def _passes_through(item: Item, grad: str) -> bool:
-    """Whether a tensor is returned as it is; partial gradients of replicas have to be summed all the same."""
-    is_same = item.dtype == item.result and item.source == item.target
-    return is_same and not (item.has_grad and grad == "partial")
-
-
-def check_local(x: Tensor, shape: Ints | None, name: str, key: str, rank: int) -> None:
-    """Check the shape of a local tensor against that of its layout; None for a rank without a part.
-
-    Raises:
-        ShapeError: another shape; on a rank without a part, elements.
-    """
-    if shape is None:
-        if x.numel():
-            raise ShapeError(
-                f"{name}: {key} is {list(x.shape)} on rank {rank}, which its layout does not have; pass an empty "
-                "tensor there"
-            )
-    elif x.shape != shape:
-        raise ShapeError(f"{name}: {key} is {list(x.shape)} on rank {rank}, but its layout has {list(shape)} there")
-
-
-def check_out(out: Any, item: Item, shape: Ints | None, name: str, rank: int) -> None:
-    """Check a local tensor to write into.
-
-    Args:
-        out: the tensor.
-        item: whose result it gets.
-        shape: of the target on this rank, as for ``check_local``.
-        name: the function.
-        rank: this global rank.
-
-    Raises:
-        ShapeError: another shape.
-        ArgumentError: no tensor, another dtype, or memory that cannot be written.
-    """
-    key = f"out {item.name}"
-    if not isinstance(out, Tensor):
-        raise ArgumentError(f"{name}: {key} must be a tensor, not {type(out).__name__}")
-    check_data(out, f"{name}: {key}")
-    check_memory(out, f"{name}: {key}")
-    check_local(out, shape, name, key, rank)
-    if out.dtype != item.result:
-        raise ArgumentError(f"{name}: {key} is {out.dtype}, not {item.result}")
-    if out.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(f"{name}: {key} requires grad, and is written into; use torch.no_grad()")
-    if out.is_inference() and not torch.is_inference_mode_enabled():
-        raise ArgumentError(f"{name}: {key} is an inference tensor; use torch.inference_mode()")
-    if not out.is_contiguous() and _overlaps_itself(out):
-        raise ArgumentError(f"{name}: elements of {key} share memory; it cannot be written into")
-
-
-def check_apart(names: Sequence[str], outs: Sequence[Tensor], name: str) -> None:
-    """Check that no two tensors to write into share elements.
-
-    Raises:
-        ArgumentError: two do.
-    """
-    starts = [(x.data_ptr(), key, x) for key, x in zip(names, outs, strict=False) if x.numel()]
-    open_ends: list[tuple[int, str, Tensor]] = []  # tensors that end after the next one begins
-    for start, key, x in sorted(starts, key=lambda each: each[0]):
-        open_ends = [each for each in open_ends if each[0] > start]
-        for _, other, y in open_ends:
-            if share_elements(x, y):
-                raise ArgumentError(f"{name}: out {other} and out {key} share memory; they cannot both be written")
-        open_ends.append((start + extent_of(x), key, x))
-
-
-def check_memory(x: Tensor, name: str) -> None:
-    """Reject subclasses without storage of their own, and tensors whose storage was freed (FSDP) or shrunk.
-
-    Raises:
-        ArgumentError: such a tensor.
-    """
-    if type(x) in _PLAIN:
-        simple = x.is_contiguous() and not x.storage_offset()
-        if not (simple and x.untyped_storage().nbytes() >= x.nbytes) and not has_memory(x, extent_of(x)):
-            raise ArgumentError(f"{name} has no memory: its storage was freed, or made smaller than the tensor")
-    elif x.numel() and not x.is_meta:
-        try:
-            address = x.data_ptr()
-        except RuntimeError:
-            address = 0
-        if not address:
-            raise ArgumentError(f"{name} is a {type(x).__name__} without memory of its own; pass the tensor inside it")
-
-
-def exchange_for(request: Request, error: CommError | None) -> Exchange:
-    """Look the exchange up, or plan it and agree on its digest with the other ranks.
-
-    Args:
-        request: the arguments.
-        error: of this rank's local tensors, if any.
-
-    Raises:
-        CommError: ``error``; layouts that do not fit, or another rank's error or other plan: see ``reshard``.
-    """
-    group, moving = request.members.group, request.moving
-    if group is None:
-        _check_layouts(request, request.items)
-        if error is not None:
-            raise error
-        return _planned(request)
-    plans = _plans.get(group)
-    if plans is None:
-        plans = _plans.set(group, OrderedDict())
-    cached_plan = plans.get(request.key)
-    if cached_plan is not None:
-        plans.move_to_end(request.key)
-        try:
-            _check_layouts(request, request.passing)
-            if error is not None:
-                raise error
-        except CommError as problem:  # the other ranks compare no plans, and hear of it in check mode alone
-            _report(request.name, group, request.tensors, f"refused: {problem}", problem)
-            raise
-        return cached_plan
-    exchange: Exchange | None = None
-    try:
-        _check_layouts(request, request.items)
-        if error is None:
-            exchange = _planned(request)
+        check_locals(items, shapes, sources, outs, name, participants.rank, has_data=not is_plan)
     except CommError as problem:
         error = problem
-    state = digest(moving, (request.name, request.bucket_bytes, request.grad, request.members.ranks))
-    options = {"bucket_bytes": str(request.bucket_bytes), "grad": request.grad}
-    _report(request.name, group, request.tensors, "new", error)
-    agree(request.name, group, state, error, lambda: {item.name: str(item) for item in moving} | options)
-    assert exchange is not None  # an error is raised by ``agree``
-    plans[request.key] = exchange
-    if len(plans) > _PLANS:
-        plans.popitem(last=False)
-    return exchange
+    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise error or ArgumentError(f"{name}: bucket_bytes must be an int of 1 or more, not {bucket_bytes!r:.80}")
+    # Partial gradients of a tensor's replicas have to be summed even if its layout is unchanged.
+    passes_through = tuple([
+        out is None
+        and item.dtype == item.result
+        and item.source == item.target
+        and not (item.has_grad and grad == "partial")
+        for item in items
+    ])  # fmt: skip
+    return Request(
+        name, participants, bucket_bytes, grad, tuple(items), tuple([x for _, x in sources]),
+        tuple([x for _, x in outs]), tuple(wraps), passes_through, error,
+    )  # fmt: skip
 
 
-def refuse(error: CommError, members: Members, name: str) -> NoReturn:
-    """Raise an error of this rank's arguments, and let the ranks that make a plan meanwhile raise, too.
-
-    Raises:
-        CommError: ``error``.
-    """
-    if members.group is not None:
-        _report(name, members.group, (), "new", error)
-        agree(name, members.group, bytes(16), error, dict)
-    raise error
-
-
-def _check_layouts(request: Request, items: Sequence[Item]) -> None:
-    """Check layouts and dtypes of tensors.
-
-    Raises:
-        CommError: as ``plan.check`` and ``check_dtypes``.
-    """
-    check(items, request.members.ranks, request.name)
-    for item in items:
-        check_dtypes(item, request.grad, request.name)
-
-
-def _planned(request: Request) -> Exchange:
-    members = request.members
-    return Exchange(request.moving, members.ranks, members.position, members.group, request.bucket_bytes, request.grad)
-
-
-def _report(name: str, group: ProcessGroup, tensors: Sequence[Tensor], plan: str, error: CommError | None) -> None:
-    """Report a call that executes no cached plan to the observer: in check mode ranks with a plan hear of it.
+def named(tensors: Any, name: str) -> dict[str, Any]:
+    """Return tensors, or their dtypes, by name: a sequence by its indices, a single one as ``tensor``.
 
     Args:
-        name: the function.
-        group: of the call.
-        tensors: local tensors, for the text of the call.
-        plan: "new", which ``agree`` compares tensor by tensor afterwards, or the reason why there is none.
-        error: of this rank, which comes before the error of the comparison.
+        tensors: one, a sequence, or a mapping.
+        name: the calling function, for errors.
+
+    Raises:
+        ArgumentError: ``tensors`` is of another kind, or two names are equal as text.
     """
-    if not record.is_observed():
-        return
-    try:
-        _range = record.begin(name, "reshard", group, list(tensors), (plan,))
-        record.add(name, "view", 0, 0, record.now(), calls=0)
-    except CommError:
-        if error is not None:
-            raise error from None
-        raise
+    if isinstance(tensors, Tensor | torch.dtype):
+        return {"tensor": tensors}
+    if isinstance(tensors, list | tuple):
+        return {str(index): x for index, x in enumerate(tensors)}
+    if not isinstance(tensors, Mapping):
+        raise ArgumentError(
+            f"{name}: expected a tensor, a mapping or a sequence of tensors, not {type(tensors).__name__}"
+        )
+    by_name = {str(key): x for key, x in tensors.items()}
+    if len(by_name) < len(tensors):
+        texts = [str(key) for key in tensors]
+        raise ArgumentError(
+            f"{name}: several names are {sorted({text for text in texts if texts.count(text) > 1})} as text"
+        )
+    return by_name
 
 
-def _by_name(values: Any, names: Sequence[str], name: str) -> Mapping[str, Any]:
-    """An argument for every tensor: a mapping by name, a list by position, or one value for all."""
+def _per_tensor(values: Any, names: Sequence[str], name: str) -> Mapping[str, Any]:
+    """Return one argument's value for every tensor, by the tensor's name.
+
+    Args:
+        values: a mapping by name, a list by position, or one value for all tensors.
+        names: names of the tensors.
+        name: the calling function, for errors.
+
+    Raises:
+        ArgumentError: a tensor has no value.
+    """
     if isinstance(values, list):
         if len(values) != len(names):
             raise ArgumentError(f"{name}: {len(values)} entries for {len(names)} tensors")
@@ -395,16 +230,350 @@ def _by_name(values: Any, names: Sequence[str], name: str) -> Mapping[str, Any]:
     return values
 
 
-def _overlaps_itself(x: Tensor) -> bool:
-    """Whether elements share memory: a step that is not beyond all elements of the smaller steps.
+def is_dtensor(x: Any) -> bool:
+    """Return whether a value is a DTensor: has ``device_mesh`` and ``placements``. Torch's DTensor is not imported."""
+    return hasattr(x, "device_mesh") and hasattr(x, "placements")
 
-    Some strides of which only arithmetic shows that no two elements meet count as if they did.
+
+def local_of(tensor: Any) -> Tensor:
+    """Return the local tensor of a DTensor or ColoTensor; return any other value as it is."""
+    if tensor.__class__ is Tensor:  # asking a tensor for a missing attribute takes a microsecond
+        return tensor
+    if is_dtensor(tensor):
+        return tensor.to_local()
+    return tensor.reshard_local() if hasattr(tensor, "reshard_local") else tensor
+
+
+def source_of(tensor: Any, layout: Any, name: str, key: str) -> Layout:
+    """Return the source layout of a tensor: the given one, or the tensor's own.
+
+    Args:
+        tensor: a tensor, DTensor or ColoTensor.
+        layout: the given layout; None for a DTensor or ColoTensor.
+        name: the calling function, for errors.
+        key: name of the tensor, for errors.
+
+    Raises:
+        ArgumentError: a plain tensor without a layout, or ``layout`` is no ``Layout``.
+        UnsupportedError: a DTensor with partial placements.
+    """
+    if isinstance(layout, Layout):
+        return layout
+    if layout is None and is_dtensor(tensor):
+        try:
+            return Layout.of_dtensor(tensor)
+        except CommError as error:
+            raise type(error)(f"{name}: {key}: {error}") from None
+    if layout is None and hasattr(tensor, "reshard_layout"):
+        return tensor.reshard_layout()
+    what = "a plain tensor, which needs a Layout" if layout is None else f"given {type(layout).__name__}, not a Layout"
+    raise ArgumentError(f"{name}: the source of {key} is {what}")
+
+
+def _target_of(target: Any, shape: Ints, name: str, key: str) -> tuple[Layout, Wrap | None]:
+    """Return the target layout of a tensor, and the function that wraps its local result; None for a plain result.
+
+    Args:
+        target: a ``Layout``; ``(mesh, placements)``, for a DTensor; or an object with ``reshard_layout(shape)`` and
+            ``reshard_wrap(local, shape)``, such as a ``ColoTensorSpec``.
+        shape: shape of the global tensor.
+        name: the calling function, for errors.
+        key: name of the tensor, for errors.
+
+    Raises:
+        ArgumentError: ``target`` is of another kind.
+    """
+    if isinstance(target, Layout):
+        return target, None
+    if hasattr(target, "reshard_layout"):
+        return target.reshard_layout(shape), lambda local: target.reshard_wrap(local, shape)
+    if isinstance(target, tuple) and len(target) == 2 and hasattr(target[0], "get_coordinate"):
+        mesh, placements = target
+        layout = Layout.on_mesh(shape, mesh, placements)
+        return layout, lambda local: _as_dtensor(local, mesh, placements, shape)
+    raise ArgumentError(
+        f"{name}: the target of {key} must be a Layout, (mesh, placements) or a ColoTensorSpec, not "
+        f"{type(target).__name__}"
+    )
+
+
+def _as_dtensor(local: Tensor, mesh: Any, placements: Any, shape: Ints) -> Any:
+    """Wrap a local result in a DTensor; return it as it is on a rank outside of the mesh, where backward needs it.
+
+    Args:
+        local: the local result.
+        mesh: a torch ``DeviceMesh``.
+        placements: the DTensor's placements.
+        shape: shape of the global tensor.
+    """
+    if mesh.get_coordinate() is None:
+        return local
+    # Imported here because it takes as long as everything else, and only users of DTensors have it anyway.
+    from torch.distributed.tensor import DTensor
+
+    stride = contiguous_stride(shape)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def check_locals(
+    items: Sequence[Item], shapes: Sequence[LocalShapes], sources: _Pairs, outs: _Pairs, name: str, rank: int,
+    *, has_data: bool = True,
+) -> None:  # fmt: skip
+    """Check this rank's source tensors, and the tensors to write results into, against layouts, dtypes and memory.
+
+    Args:
+        items: layouts and dtypes of every tensor.
+        shapes: shapes of every local tensor before and after.
+        sources: every source tensor as the caller passed it, and its local tensor.
+        outs: every tensor to write into, and its local tensor; empty without ``out``.
+        name: the calling function, for errors.
+        rank: this global rank, for errors.
+        has_data: whether source tensors need memory.
+
+    Raises:
+        ShapeError: a local tensor has another shape, or a DTensor or ColoTensor another layout.
+        ArgumentError: a value that is no tensor, another dtype, a gradient that the plan has not, or memory that is
+            missing or cannot be written.
+        UnsupportedError: a tensor is inside a function transform or traced.
+    """
+    for item, (_, shape), (x, local) in zip(items, shapes, outs, strict=False):
+        _check_result(x, local, item, shape, name, rank)
+    _check_apart([item.name for item in items], [local for _, local in outs], name)
+    may_record = not outs and torch.is_grad_enabled()
+    for item, (shape, _), (x, local) in zip(items, shapes, sources, strict=True):
+        label = f"{name}: {item.name}"
+        if not isinstance(local, Tensor):
+            raise ArgumentError(f"{label} must be a tensor, not {type(local).__name__}")
+        if local is not x:
+            _check_own_layout(x, item.source, name, item.name)
+        refuse_transforms(local, name, item.name)
+        if has_data:
+            check_data(local, label)
+            _check_memory(local, label)
+        else:
+            check_kind(local, label)
+        if local.shape != shape:
+            _refuse_shape(local, shape, name, item.name, rank)
+        if local.dtype != item.dtype:
+            raise ArgumentError(f"{label} is {local.dtype}, but the plan is for {item.dtype}")
+        if may_record and local.requires_grad and not item.has_grad:
+            raise ArgumentError(f"{label} requires grad, but did not when the plan was made")
+
+
+def _check_result(out: Any, local: Any, item: Item, shape: Ints | None, name: str, rank: int) -> None:
+    """Check one tensor of this rank to write a result into.
+
+    Args:
+        out: the tensor, DTensor or ColoTensor.
+        local: its local tensor.
+        item: layouts and dtypes of the source tensor.
+        shape: shape of the target layout's local tensor; None if the layout has no part on this rank.
+        name: the calling function, for errors.
+        rank: this global rank, for errors.
+
+    Raises:
+        ShapeError: the local tensor has another shape, or a DTensor or ColoTensor another layout.
+        ArgumentError: the value is no tensor, has another dtype, or its memory cannot be written.
+    """
+    key = f"out {item.name}"
+    label = f"{name}: {key}"
+    if not isinstance(local, Tensor):
+        raise ArgumentError(f"{label} must be a tensor, not {type(local).__name__}")
+    if local is not out:
+        _check_own_layout(out, item.target, name, key)
+    check_data(local, label)
+    _check_memory(local, label)
+    if local.shape != shape:
+        _refuse_shape(local, shape, name, key, rank)
+    if local.dtype != item.result:
+        raise ArgumentError(f"{label} is {local.dtype}, not {item.result}")
+    if local.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(f"{label} requires grad, and is written into; use torch.no_grad()")
+    if local.is_inference() and not torch.is_inference_mode_enabled():
+        raise ArgumentError(f"{label} is an inference tensor; use torch.inference_mode()")
+    if not local.is_contiguous() and _may_overlap_itself(local):
+        raise ArgumentError(f"{name}: elements of {key} share memory; it cannot be written into")
+
+
+def _check_own_layout(tensor: Any, layout: Layout, name: str, key: str) -> None:
+    """Check that a DTensor or a ColoTensor has the layout of the plan; its local shape may be equal in another one.
+
+    Args:
+        tensor: the DTensor or ColoTensor.
+        layout: the layout of the plan.
+        name: the calling function, for errors.
+        key: name of the tensor, for errors.
+
+    Raises:
+        ShapeError: the tensor has another layout.
+        UnsupportedError: the tensor has partial placements.
+    """
+    own = source_of(tensor, None, name, key)
+    if own != layout:
+        raise ShapeError(f"{name}: {key} is laid out as {own}, not as {layout}")
+
+
+def _refuse_shape(x: Tensor, shape: Ints | None, name: str, key: str, rank: int) -> None:
+    """Reject a local tensor whose shape is not that of its layout; accept an empty one on a rank without a part.
+
+    Args:
+        x: the local tensor.
+        shape: the layout's local shape; None if the layout has no part on this rank.
+        name: the calling function, for errors.
+        key: name of the tensor, for errors.
+        rank: this global rank, for errors.
+
+    Raises:
+        ShapeError: the layout has another shape there, or no part and the tensor has elements.
+    """
+    if shape is not None:
+        raise ShapeError(f"{name}: {key} is {list(x.shape)} on rank {rank}, but its layout has {list(shape)} there")
+    if x.numel():
+        raise ShapeError(
+            f"{name}: {key} is {list(x.shape)} on rank {rank}, which its layout does not have; pass an empty tensor "
+            "there"
+        )
+
+
+def _check_apart(names: Sequence[str], outs: Sequence[Tensor], name: str) -> None:
+    """Check that no two tensors to write into share an element.
+
+    Args:
+        names: names of the tensors.
+        outs: the tensors.
+        name: the calling function, for errors.
+
+    Raises:
+        ArgumentError: two tensors share an element.
+    """
+    # Sorted by address, so that only neighbours are compared: a state dict has thousands of tensors.
+    starts = [(x.data_ptr(), key, x) for key, x in zip(names, outs, strict=False) if x.numel()]
+    open_ends: list[tuple[int, str, Tensor]] = []  # tensors that end after the next one begins
+    for start, key, x in sorted(starts, key=lambda entry: entry[0]):
+        open_ends = [entry for entry in open_ends if entry[0] > start]
+        for _, other, y in open_ends:
+            if share_elements(x, y):
+                raise ArgumentError(f"{name}: out {other} and out {key} share memory; they cannot both be written")
+        open_ends.append((start + extent_of(x), key, x))
+
+
+def _check_memory(x: Tensor, label: str) -> None:
+    """Check that a local tensor has memory of its own, which was not freed (as FSDP frees parameters) or made smaller.
+
+    Args:
+        x: the local tensor.
+        label: the calling function and the tensor's name, for errors.
+
+    Raises:
+        ArgumentError: the tensor has no memory, or is a subclass whose data lies in another tensor.
+    """
+    if type(x) in _PLAIN:
+        if not has_memory(x, extent_of(x)):
+            raise ArgumentError(f"{label} has no memory: its storage was freed, or made smaller than the tensor")
+    elif x.numel() and not x.is_meta:
+        try:
+            address = x.data_ptr()
+        except RuntimeError:
+            address = 0
+        if not address:
+            raise ArgumentError(f"{label} is a {type(x).__name__} without memory of its own; pass the tensor inside it")
+
+
+def _may_overlap_itself(x: Tensor) -> bool:
+    """Return whether two elements of a tensor may share memory: a stride lies within the reach of the smaller ones.
+
+    True also for some tensors whose strides interleave without a shared element.
     """
     if not x.numel():
         return False
+    # With strides in ascending order, each has to step over everything that the smaller ones reach.
     reach = 0
     for step, size in sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1):
         if step <= reach:
             return True
         reach += step * (size - 1)
     return False
+
+
+def executor_for(request: Request) -> Executor:
+    """Return the executor of a request: a cached one, or a new one whose digest all ranks of the group agree on.
+
+    Raises:
+        CommError: the request's own error, layouts that do not fit, or the error or other plan of another rank.
+    """
+    name, participants, error = request.name, request.participants, request.error
+    group, ranks = participants.group, participants.ranks
+    try:
+        check_items(request.items, ranks, name, request.grad)
+    except CommError as problem:
+        error = problem
+    plans = OrderedDict() if group is None else _plans.get(group) or _plans.set(group, OrderedDict())
+    executor = plans.get(request.key)
+    if executor is not None and group is not None:
+        plans.move_to_end(request.key)
+        if error is not None:  # the other ranks compare no plans, and hear of the error in check mode alone
+            _report(name, group, request.tensors, f"refused: {error}", error)
+            raise error
+        return executor
+    if error is None:
+        try:
+            executor = Executor(request.moving, participants, request.bucket_bytes, request.grad)
+        except CommError as problem:
+            error = problem
+    if group is not None:
+        digest = digest_of(request.moving, (name, request.bucket_bytes, request.grad, ranks))
+        options = {"bucket_bytes": str(request.bucket_bytes), "grad": request.grad}
+        _report(name, group, request.tensors, "new", error)
+        agree(name, group, digest, error, lambda: {item.name: str(item) for item in request.moving} | options)
+    if error is not None:
+        raise error
+    assert executor is not None
+    plans[request.key] = executor
+    if len(plans) > _PLANS:
+        plans.popitem(last=False)
+    return executor
+
+
+@contextmanager
+def refusing(participants: Participants, name: str) -> Iterator[None]:
+    """Context manager: an error of this rank's arguments raises on the ranks that make a plan meanwhile, too.
+
+    Args:
+        participants: the ranks of the call.
+        name: the calling function, for messages.
+
+    Raises:
+        CommError: the error itself, after the other ranks of the group have heard of it.
+    """
+    try:
+        yield
+    except CommError as error:
+        # The other ranks may be comparing plans: without this rank they would wait for the group's timeout.
+        if participants.group is not None:
+            _report(name, participants.group, (), "new", error)
+            agree(name, participants.group, bytes(16), error, dict)
+        raise
+
+
+def _report(name: str, group: ProcessGroup, tensors: Sequence[Tensor], plan: str, error: CommError | None) -> None:
+    """Report a call without a cached plan to the observer: in check mode the ranks with a cached plan hear of it.
+
+    Args:
+        name: the calling function.
+        group: the group of the call.
+        tensors: local tensors, for the text of the call.
+        plan: "new" for a plan that ``agree`` compares afterwards, or the reason why there is none.
+        error: the error of this rank, if any; raised in place of the observer's.
+
+    Raises:
+        CommError: ``error``, or in check mode a difference between ranks.
+    """
+    if not record.is_observed():
+        return
+    try:
+        _range = record.begin(name, "reshard", group, list(tensors), (plan,))
+        record.add(name, "view", 0, 0, record.now(), calls=0)
+    except CommError:
+        if error is not None:
+            raise error from None
+        raise

@@ -1,6 +1,5 @@
 """``sequence_layout``: sequence-sharded tensors between contiguous, zigzag, striped and replicated tokens."""
 
-from functools import lru_cache
 from typing import Any, Literal
 
 from torch import Tensor
@@ -8,20 +7,19 @@ from torch import Tensor
 from tritoncomm.core.autograd import outside_graphs
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import check_kind, checked_dim
-from tritoncomm.errors import ArgumentError, CommError
+from tritoncomm.errors import ArgumentError
 from tritoncomm.groups import GroupLike
+from tritoncomm.reshard.api import BUCKET_BYTES, Grad, in_form_of, planned
+from tritoncomm.reshard.boxes import KINDS, bounds_of
 from tritoncomm.reshard.layout import Layout
-from tritoncomm.reshard.request import Options, members_of, refuse
-from tritoncomm.reshard.resharding import BUCKET_BYTES, Grad, formed, planned
-from tritoncomm.reshard.sequence_boxes import KINDS, bounds_of
-from tritoncomm.reshard.specs import local_of, named
+from tritoncomm.reshard.request import local_of, named, participants_of, refusing
 
 __all__ = ["sequence_layout"]
 
 _NAME = "sequence_layout"
 Kind = Literal["contiguous", "zigzag", "striped", "full"]
-Side = tuple[str, Ints | None]
-"""A kind, and where the packed sequences begin and end."""
+_Division = tuple[str, Ints | None]
+"""A kind of layout, and the boundaries of the packed sequences, if any."""
 
 
 @outside_graphs
@@ -35,19 +33,19 @@ def sequence_layout(
     group: GroupLike | None = None,
     grad: Grad = "replicated",
 ) -> Any:
-    """Sequence-sharded tensors in another layout of the sequence, over a context- or sequence-parallel group.
+    """Bring sequence-sharded tensors to another layout of the sequence, over a context- or sequence-parallel group.
 
     With ``S`` tokens and ``n`` ranks, rank ``r`` has, in this order:
 
     - ``contiguous``: tokens ``r*run`` to ``(r + 1)*run``, ``run = ceil(S / n)``;
     - ``zigzag``: chunks ``r`` and ``2n - 1 - r`` of ``2n`` chunks;
     - ``striped``: tokens ``r, r + n, r + 2n, ...``;
-    - ``full``: all of them.
+    - ``full``: all tokens.
 
     Forward: from source to target. Backward: from target to source. Each is one pack, one all-to-all-v and one unpack
     for all tensors (per 256 MiB, as of ``reshard``) of exactly the tokens that ranks lack; the plan is cached. From
-    ``full`` nothing is sent. Where the layouts are the same the tensors are handed back. Every rank of the group calls.
-    Under torch.compile the graph breaks here. For other ranks, casts, ``out`` or a plan to keep, give
+    ``full`` nothing is sent. Tensors whose layout is unchanged are returned as they are. Every rank of the group calls.
+    Under torch.compile the graph breaks here. For other ranks, casts, ``out`` or a plan to keep, pass
     ``Layout.sequence`` to ``reshard`` or ``reshard_plan``.
 
     Sources: ring attention's causal load balance as Megatron-LM's and TransformerEngine's context parallelism has it
@@ -56,69 +54,80 @@ def sequence_layout(
     Args:
         x: this rank's local tensor, ``[.., local tokens, ..]``, or a sequence or mapping of them (q, k, v, position
             ids, labels at once), of any dtypes and other dims.
-        source: the kind of the layout now; or ``(kind, cu_seqlens)``, where the sides are packed differently.
-        target: of the result, as ``source``; ``("contiguous", None)`` has packed sequences as one.
-        dim: of the sequence in every tensor.
-        cu_seqlens: where packed sequences begin and end, ``0, ..., S``: ints or a tensor (one on a GPU is read, which
-            waits for it). Each is laid out by itself, and a rank has its part of each, one after the other. None: one
-            sequence of ``n`` times the local tokens; where ranks have different numbers of tokens, pass ``(0, S)``.
-        group: of the ranks, in the order of the layouts; all ranks of the job by default.
+        source: the kind of the layout before; or ``(kind, cu_seqlens)``, if the two sides are packed differently.
+        target: the kind of the layout after, as ``source``; ``("contiguous", None)`` has packed sequences as one.
+        dim: the sequence dim of every tensor.
+        cu_seqlens: boundaries ``0, ..., S`` of packed sequences: ints or a tensor (reading one on a GPU waits for the
+            GPU). Each sequence is laid out by itself, and a rank has its part of each, one after the other. None: one
+            sequence of ``n`` times the local tokens; if ranks have different numbers of tokens, pass ``(0, S)``.
+        group: the ranks, in the order of the layouts; all ranks of the job by default.
         grad: as for ``reshard``; matters for ``full`` targets: whether their gradients are equal, or are summed.
 
     Returns:
-        As ``x``: tensors ``[.., local tokens of the target, ..]``; of a DTensor or ColoTensor, its local tensor's.
+        Tensors ``[.., local tokens of the target, ..]`` in the form of ``x``; for a DTensor or ColoTensor, a local
+        tensor.
 
     Raises:
         ShapeError: no such dim, boundaries that do not go from 0 to ``S``, a local tensor of another size, or a zigzag
             sequence that is no multiple of ``2n`` tokens.
-        ArgumentError: no such kind, or what is no tensor, dim or boundary.
+        ArgumentError: no such kind, or an argument of another type.
         MismatchError: another rank has other arguments, or refused its own. Nothing was sent; but see ``reshard``.
     """
-    members = members_of(group, _NAME)
-    try:
-        layouts = _layouts(x, source, target, dim, cu_seqlens, members.ranks)
-    except CommError as error:
-        refuse(error, members, _NAME)
-    request, plan = planned(x, *layouts, members, Options(_NAME, bucket_bytes=BUCKET_BYTES, grad=grad))
-    return formed(x, plan.run(request.tensors, None), request.wraps)
+    participants = participants_of(group, _NAME)
+    with refusing(participants, _NAME):
+        layouts = _layouts(x, source, target, dim, cu_seqlens, participants.ranks)
+    request, plan = planned(_NAME, participants, x, *layouts, bucket_bytes=BUCKET_BYTES, grad=grad)
+    return in_form_of(x, plan.run(request.tensors, None), request.wraps)
 
 
 def _layouts(
     x: Any, source: Any, target: Any, dim: Any, cu_seqlens: Any, ranks: Ints
 ) -> tuple[dict[str, Layout], dict[str, Layout]]:
-    """Of every tensor, by name."""
-    packed = None if cu_seqlens is None else bounds_of(cu_seqlens, _NAME)
-    sides = _side(source, packed, "source"), _side(target, packed, "target")
-    made: tuple[dict[str, Layout], dict[str, Layout]] = ({}, {})
-    for name, given in named(x, _NAME).items():
-        if not isinstance(given, Tensor):
-            raise ArgumentError(f"{_NAME}: {name} must be a tensor, not {type(given).__name__}")
-        local = local_of(given)
+    """Return the source and the target layouts of all sequence-sharded tensors of a call, by the tensors' names.
+
+    Args:
+        x, source, target, dim, cu_seqlens: as for ``sequence_layout``.
+        ranks: global ranks of the group.
+
+    Raises:
+        CommError: an argument that cannot be read; see ``sequence_layout``.
+    """
+    common = None if cu_seqlens is None else bounds_of(cu_seqlens, _NAME)
+    divisions = _division(source, common, "source"), _division(target, common, "target")
+    layouts: tuple[dict[str, Layout], dict[str, Layout]] = ({}, {})
+    for name, tensor in named(x, _NAME).items():
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(f"{_NAME}: {name} must be a tensor, not {type(tensor).__name__}")
+        local = local_of(tensor)
         check_kind(local, _NAME)
         place = checked_dim(local, dim, _NAME)
-        for layouts, layout in zip(made, _pair(tuple(local.shape), place, *sides, ranks), strict=True):
-            layouts[name] = layout
-    return made
+        # Boundaries tell the length; without any, all ranks have as many tokens as this one.
+        length = local.shape[place] * (1 if divisions[0][0] == "full" else len(ranks))
+        length = next((bounds[-1] for _, bounds in divisions if bounds is not None), length)
+        shape = (*local.shape[:place], length, *local.shape[place + 1 :])
+        for by_name, (kind, bounds) in zip(layouts, divisions, strict=True):
+            by_name[name] = Layout.sequence(shape, place, kind, ranks, bounds)
+    return layouts
 
 
-def _side(given: Any, packed: Ints | None, what: str) -> Side:
-    """A kind with its own boundaries, or with those of both sides."""
-    kind = given
-    if isinstance(given, tuple) and len(given) == 2:
-        kind, bounds = given
-        packed = None if bounds is None else bounds_of(bounds, f"{_NAME}: the {what}")
+def _division(side: Any, common: Ints | None, what: str) -> _Division:
+    """Read one side of a call: the kind of its layout and the boundaries of its packed sequences.
+
+    Args:
+        side: a kind, or ``(kind, cu_seqlens)``.
+        common: the boundaries of a side that has no boundaries of its own.
+        what: ``source`` or ``target``, for errors.
+
+    Raises:
+        ArgumentError: there is no such kind, or boundaries are no ints.
+        ShapeError: boundaries do not start with 0, or descend.
+    """
+    kind, bounds = side, common
+    if isinstance(side, tuple) and len(side) == 2:
+        kind, own = side
+        bounds = None if own is None else bounds_of(own, f"{_NAME}: the {what}")
     if not isinstance(kind, str) or kind not in KINDS:
         raise ArgumentError(
-            f"{_NAME}: the {what} must be one of {', '.join(KINDS)}, or one with its cu_seqlens, not {given!r:.80}"
+            f"{_NAME}: the {what} must be one of {', '.join(KINDS)}, or one with its cu_seqlens, not {side!r:.80}"
         )
-    return kind, packed
-
-
-@lru_cache(maxsize=64)
-def _pair(shape: Ints, dim: int, source: Side, target: Side, ranks: Ints) -> tuple[Layout, Layout]:
-    """Both layouts of a tensor whose local shape this is."""
-    (kind, bounds), (other, others) = source, target
-    length = shape[dim] * (1 if kind == "full" else len(ranks))
-    ends = [each[-1] for each in (bounds, others) if each is not None]
-    shape = (*shape[:dim], ends[0] if ends else length, *shape[dim + 1 :])
-    return Layout.sequence(shape, dim, kind, ranks, bounds), Layout.sequence(shape, dim, other, ranks, others)
+    return kind, bounds

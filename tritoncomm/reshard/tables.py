@@ -1,4 +1,4 @@
-"""Blocks of local tensors as tables for the copy kernels, and as pairs of views."""
+"""Tables of the copy kernels: blocks of local tensors as segments, and staying blocks as pairs of strided views."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,26 +9,45 @@ from tritoncomm_kernels import Copies, Segment, Segments
 
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.segments import MOST_SEGMENTS, strided_segments
-from tritoncomm.reshard.layout import Array
-from tritoncomm.reshard.plan import Local, Side
+from tritoncomm.reshard.boxes import Array
+from tritoncomm.reshard.plan import Side, StayingBlocks
 
-__all__ = ["Blocks", "Pair", "Strides", "Table", "blocks_of", "copies_of", "joined", "local_pairs", "table_of"]
+__all__ = [
+    "Blocks", "StridedPair", "Strides", "Table", "blocks_of", "concatenated", "copies_of", "pairs_of", "table_of",
+]  # fmt: skip
 
-Strides = tuple[tuple[int, ...], ...]
-Pair = tuple[int, Ints, Ints, int, Ints, int]
-"""A block that stays: tensor, size, strides and offset in the source, strides and offset in the result."""
-Table = tuple[tuple[int, ...], Segments]
-"""The tensors of a bucket, and its segments, whose indices count those."""
+Strides = tuple[Ints, ...]
+"""Strides of all tensors of a plan, in elements."""
+Table = tuple[Ints, Segments]
+"""The tensors that a table refers to, and its segments; a segment counts those tensors."""
+
+
+class StridedPair(NamedTuple):
+    """A block that stays on its rank, as a strided view of its tensor and one of its result.
+
+    Attributes:
+        tensor: index of the tensor.
+        size: extent of the block.
+        source_stride, source_offset: the view of the tensor, in elements.
+        target_stride, target_offset: the view of the result, in elements.
+    """
+
+    tensor: int
+    size: Ints
+    source_stride: Ints
+    source_offset: int
+    target_stride: Ints
+    target_offset: int
 
 
 class Blocks(NamedTuple):
-    """Boxes of tensors, and where they are in the wire.
+    """Boxes of local tensors and their places on the wire.
 
     Attributes:
         tensor: index of every block's tensor.
-        start, size: ``[dims, blocks]``.
-        wire: byte offset on the wire.
-        gaps: elements from one index to the next on the wire, ``[dims, blocks]``.
+        start, size: first index and extent of every block, ``[dims, blocks]``.
+        wire: byte offset of every block on the wire.
+        gaps: strides of every block on the wire, in elements, ``[dims, blocks]``.
     """
 
     tensor: Array
@@ -38,120 +57,143 @@ class Blocks(NamedTuple):
     gaps: Array
 
     def pick(self, index: Any) -> "Blocks":
-        """Those at an index or under a mask."""
-        return Blocks(*(each[..., index] for each in self))
+        """Return the blocks that an index array or a boolean mask selects."""
+        return Blocks(*(array[..., index] for array in self))
 
-    def parts(self, block: Array, start: Array, size: Array, dtypes: Sequence[torch.dtype]) -> "Blocks":
-        """Boxes inside of blocks: the block of each, its start and size."""
-        whose = self.pick(block)
-        itemsize = np.array([dtype.itemsize for dtype in dtypes], np.int64)[whose.tensor]
-        wire = whose.wire + ((start - whose.start) * whose.gaps).sum(0) * itemsize
-        return Blocks(whose.tensor, start, size, wire, whose.gaps)
+    def cut(self, block: Array, start: Array, size: Array, dtypes: Sequence[torch.dtype]) -> "Blocks":
+        """Return pieces of blocks as blocks of their own, at the pieces' places on the wire.
+
+        Args:
+            block: the block that every piece is cut from.
+            start, size: first index and extent of every piece, ``[dims, pieces]``.
+            dtypes: dtype of every tensor on the wire.
+        """
+        whole = self.pick(block)
+        itemsize = np.array([dtype.itemsize for dtype in dtypes], np.int64)[whole.tensor]
+        wire = whole.wire + ((start - whole.start) * whole.gaps).sum(0) * itemsize
+        return Blocks(whole.tensor, start, size, wire, whole.gaps)
 
 
-def blocks_of(side: Side | Local, start: Array, shift: int = 0) -> Blocks:
-    """Blocks of a side of a bucket, contiguous on the wire, that many bytes further on."""
+def blocks_of(side: Side | StayingBlocks, start: Array, shift: int = 0) -> Blocks:
+    """Return the blocks of a side of a bucket, or blocks that stay, each contiguous on the wire.
+
+    Args:
+        side: the blocks.
+        start: first index of every block in its local tensor, ``[dims, blocks]``.
+        shift: bytes added to every offset on the wire.
+    """
     gaps = np.ones_like(side.size)
     gaps[:-1] = side.size[:0:-1].cumprod(0)[::-1]
     return Blocks(side.tensor, start, side.size, side.wire + shift, gaps)
 
 
-def joined(*parts: Blocks) -> Blocks:
-    """All blocks, one part after the other."""
-    return Blocks(*(np.concatenate(each, -1) for each in zip(*parts, strict=True)))
+def concatenated(*groups: Blocks) -> Blocks:
+    """Concatenate several groups of blocks into one, in order."""
+    return Blocks(*(np.concatenate(arrays, -1) for arrays in zip(*groups, strict=True)))
 
 
 def table_of(blocks: Blocks, strides: Strides, dtypes: Sequence[torch.dtype]) -> Table | None:
-    """The segments of blocks, in their order; None if there are none.
+    """Convert blocks to the segments of a copy kernel, in the order of the blocks; None without blocks.
 
-    Equal blocks of a tensor are segments of equal rows, wherever they are on the wire.
+    Equal blocks of a tensor become segments with equal rows, wherever they are on the wire.
 
     Args:
         blocks: the blocks.
-        strides: of all tensors, in elements.
-        dtypes: of all tensors on the wire.
+        strides: strides of all tensors, in elements.
+        dtypes: dtypes of all tensors on the wire.
     """
-    tensor, start, size, wire, gaps = blocks
-    if not len(tensor):
+    if not len(blocks.tensor):
         return None
-    ids, position = np.unique(tensor, return_inverse=True)
-    steps = _padded(strides, len(size), ids)[position].T
-    itemsize = np.array([dtypes[i].itemsize for i in ids], np.int64)[position]
-    rows = _rows(start, size, steps, (wire, gaps, itemsize))
-    rows[0] = position[rows[0]]
-    used = tuple(ids.tolist())
-    return used, Segments(zip(*(each.tolist() for each in rows), strict=True), [dtypes[i] for i in used])
+    # A launch takes the addresses of its tensors as arguments, so a table numbers the tensors that it has.
+    tensors, place = np.unique(blocks.tensor, return_inverse=True)
+    used = tuple(tensors.tolist())
+    padded = [(0,) * (len(blocks.size) - len(strides[i])) + tuple(strides[i]) for i in used]
+    itemsizes = np.array([dtypes[i].itemsize for i in used], np.int64)
+    rows = _segment_rows(blocks, np.array(padded, np.int64).reshape(len(used), -1)[place].T, itemsizes[place])
+    rows[0] = place[rows[0]]
+    return used, Segments(zip(*(column.tolist() for column in rows), strict=True), [dtypes[i] for i in used])
 
 
-def _padded(strides: Strides, dims: int, ids: Array) -> Array:
-    """Strides of the tensors ``ids`` with leading zeros."""
-    padded = [(0,) * (dims - len(strides[i])) + tuple(strides[i]) for i in ids.tolist()]
-    return np.array(padded, np.int64).reshape(len(ids), dims)
+def _segment_rows(blocks: Blocks, steps: Array, itemsize: Array) -> list[Array]:
+    """Convert blocks to segments of equidistant rows; return a column of values per field of a segment.
 
-
-def _rows(start: Array, size: Array, steps: Array, ends: tuple[Array, Array, Array]) -> list[Array]:
-    """Block, offset, rows, row, stride, wire offset and stride there of every segment.
-
-    Dims are coalesced where one stride can walk them in the tensor. It can on the wire, too: a dim that a block has in
-    full has its full extent there.
+    Dims that one stride walks in the tensor are merged. One stride walks them on the wire, too, because a dim that a
+    block has in full has its full extent there.
 
     Args:
-        start, size: of the blocks.
-        steps: strides of their tensors.
-        ends: of the wire: byte offsets, strides, bytes of an element.
+        blocks: the blocks.
+        steps: strides of every block's tensor, ``[dims, blocks]``.
+        itemsize: bytes of an element of every block on the wire.
+
+    Returns:
+        Of every segment: its block, the element offset in the tensor, the number of rows, the elements of a row, the
+        stride of the rows, the byte offset on the wire, the stride of the rows there.
+
+    Example:
+        A block ``[2, 3, 4]`` at strides ``(24, 8, 1)`` has merged dims of 6 rows and 4 columns, and becomes one segment
+        of 6 rows of 4 elements, 8 apart in the tensor and 4 apart on the wire.
     """
-    count, (wire, gaps, itemsize) = size.shape[1], ends
+    count = blocks.size.shape[1]
     columns = np.arange(count)
-    # Levels from the innermost dim out: extent and steps of each; ``top`` is the outermost level so far.
-    extent, step, gap = np.ones((3, len(size) + 2, count), np.int64)
+    # Merged dims, called levels, from the innermost out: extent, stride and gap; ``top`` is a block's outermost level.
+    extent, step, gap = np.ones((3, len(blocks.size) + 2, count), np.int64)
     top = np.zeros(count, np.int64)
-    for dim in reversed(range(len(size))):
-        length, stride = size[dim], steps[dim]
+    for dim in reversed(range(len(blocks.size))):
+        length, stride = blocks.size[dim], steps[dim]
         joins = (length == 1) | (stride == extent[top, columns] * step[top, columns])
         extent[top, columns] *= np.where(joins, length, 1)
         opens = np.nonzero(~joins)[0]
         top[opens] += 1
         extent[top[opens], opens], step[top[opens], opens] = length[opens], stride[opens]
-        gap[top[opens], opens] = gaps[dim, opens]
-    offset = (start * steps).sum(0)
+        gap[top[opens], opens] = blocks.gaps[dim, opens]
+    # Levels 0 and 1 are the row and the rows of a segment; there is a segment for each index of the outer levels.
     outer = extent[2:].prod(0)
     block = np.repeat(columns, outer)
     index = np.arange(len(block)) - np.repeat(np.cumsum(outer) - outer, outer)
-    offset, at = offset[block], np.zeros_like(block)
+    offset, on_wire = (blocks.start * steps).sum(0)[block], np.zeros_like(block)
     for level in range(2, len(extent)):
         index, digit = np.divmod(index, extent[level, block])
         offset = offset + digit * step[level, block]
-        at += digit * gap[level, block]
-    at = wire[block] + at * itemsize[block]
-    return [block, offset, extent[1, block], extent[0, block], step[1, block], at, gap[1, block]]
+        on_wire += digit * gap[level, block]
+    on_wire = blocks.wire[block] + on_wire * itemsize[block]
+    return [block, offset, extent[1, block], extent[0, block], step[1, block], on_wire, gap[1, block]]
 
 
-def copies_of(pairs: Sequence[Pair], dtypes: Sequence[torch.dtype]) -> tuple[Ints, Copies] | None:
-    """The tensors of these pairs, and the table of their copies; None where there is none, or too many segments.
+def copies_of(pairs: Sequence[StridedPair], dtypes: Sequence[torch.dtype]) -> tuple[Ints, Copies] | None:
+    """Convert pairs of views to one table of direct copies; None without pairs, or if the table would be too long.
 
     Args:
         pairs: blocks that stay.
-        dtypes: of all results.
+        dtypes: dtypes of all results.
+
+    Returns:
+        The tensors that the table refers to, and the table.
     """
-    used = sorted({pair[0] for pair in pairs})
+    used = sorted({pair.tensor for pair in pairs})
     rows: list[Segment] = []
-    for index, size, stride, offset, into, at in pairs:
-        itemsize = dtypes[index].itemsize
-        rows += strided_segments(used.index(index), size, stride, offset, itemsize, at * itemsize, into)
+    for tensor, size, stride, offset, target_stride, target_offset in pairs:
+        itemsize = dtypes[tensor].itemsize
+        rows += strided_segments(
+            used.index(tensor), size, stride, offset, itemsize, target_offset * itemsize, target_stride
+        )
         if len(rows) > MOST_SEGMENTS:
             return None
     return (tuple(used), Copies(rows, [dtypes[i] for i in used])) if rows else None
 
 
-def local_pairs(local: Local, strides: tuple[Strides, Strides]) -> list[Pair]:
-    """Blocks that stay, as a plan's index space has them."""
-    pairs: list[Pair] = []
-    sides = (local.source.T.tolist(), local.target.T.tolist())
-    for place, (index, extent) in enumerate(zip(local.tensor.tolist(), local.size.T.tolist(), strict=True)):
-        dims = len(strides[0][index])
-        described: list[Any] = []
-        for side, steps in zip(sides, strides, strict=True):
-            start = side[place][len(extent) - dims :]
-            described += [steps[index], sum(a * b for a, b in zip(start, steps[index], strict=True))]
-        pairs.append((index, tuple(extent[len(extent) - dims :]), *described))
+def pairs_of(blocks: StayingBlocks, strides: tuple[Strides, Strides]) -> list[StridedPair]:
+    """Convert blocks that stay to pairs of strided views.
+
+    Args:
+        blocks: the blocks.
+        strides: strides of all tensors before and after, in elements.
+    """
+    pairs: list[StridedPair] = []
+    starts = zip(blocks.source.T.tolist(), blocks.target.T.tolist(), strict=True)
+    for tensor, extent, start in zip(blocks.tensor.tolist(), blocks.size.T.tolist(), starts, strict=True):
+        first = len(extent) - len(strides[0][tensor])
+        views: list[Any] = []
+        for at, steps in zip(start, (strides[0][tensor], strides[1][tensor]), strict=True):
+            views += [steps, sum(a * step for a, step in zip(at[first:], steps, strict=True))]
+        pairs.append(StridedPair(tensor, tuple(extent[first:]), *views))
     return pairs

@@ -1,0 +1,243 @@
+"""``reshard`` and ``reshard_plan``: tensors from one layout to another, over any ranks."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tritoncomm import record
+from tritoncomm.core.autograd import outside_graphs, without_graph
+from tritoncomm.core.cost import DEFAULTS, Rates
+from tritoncomm.core.memory import share_memory
+from tritoncomm.errors import ArgumentError, GroupError
+from tritoncomm.groups import GroupLike
+from tritoncomm.reshard.execute import Executor, apply
+from tritoncomm.reshard.plan import Participants
+from tritoncomm.reshard.request import (
+    LocalShapes,
+    Request,
+    Wrap,
+    check_locals,
+    executor_for,
+    local_of,
+    named,
+    parse,
+    participants_of,
+    refusing,
+)
+
+__all__ = ["BUCKET_BYTES", "Grad", "ReshardPlan", "in_form_of", "planned", "reshard", "reshard_plan"]
+
+BUCKET_BYTES = 256 * 2**20
+Grad = Literal["replicated", "partial"]
+
+
+@outside_graphs
+def reshard(
+    tensors: Any,
+    source: Any = None,
+    target: Any = None,
+    *,
+    group: GroupLike | None = None,
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    grad: Grad = "replicated",
+    out: Any = None,
+) -> Any:
+    """Bring tensors from one layout to another, over the same, other or overlapping ranks.
+
+    Forward: every rank gets its boxes of the target layout from ranks that have them, and copies its own. Backward: the
+    same from target to source. Per bucket one pack, one all-to-all-v (between disjoint sets of ranks one batch of
+    messages) and one unpack. A tensor whose layout and dtype are unchanged is returned as it is. Every rank of the
+    group calls, with the same layouts and names in the same order. Under torch.compile the graph breaks here.
+
+    Args:
+        tensors: one, a sequence, or a mapping by name: local tensors, DTensors or ColoTensors. A rank without a part
+            of the source passes an empty tensor of the dtype, on its device, that requires grad if the others do.
+        source: a ``Layout``, or one per tensor; None for DTensors and ColoTensors, which have their own.
+        target: a ``Layout``, ``(mesh, placements)`` or a ``ColoTensorSpec``; or one per tensor.
+        group: a group with all ranks of both layouts; all ranks of the job by default.
+        dtype: dtype of the results, or by name; fp16, bf16, fp32 and fp64 are cast on the way, at the smaller width.
+        bucket_bytes: extra memory at most on the sending and on the receiving side.
+        grad: the gradients of the replicas of a result are equal and count once (``replicated``), or differ and are
+            summed in rank order (``partial``).
+        out: tensors to write into, in the form of ``tensors``; then no gradient is recorded. They may share memory with
+            the tensors if one bucket has room for all.
+
+    Returns:
+        Results in the form of ``tensors``: local tensors for a ``Layout``, DTensors or ColoTensors for other targets.
+        On a rank without a part of the target an empty tensor, through which backward has to go there.
+
+    Raises:
+        ShapeError: shapes that differ, a source that does not cover its tensor, a local tensor of another shape.
+        GroupError: a layout has ranks that are not in the group.
+        MismatchError: another rank has other arguments, or refused its own. Nothing was sent.
+        PeerError: another rank failed, or did not come within the group's timeout. Ranks that have a plan for their
+            arguments do not compare them; a rank with others is named with ``TRITONCOMM_CHECK=1``.
+        UnsupportedError: partial placements, or a cast of other dtypes.
+    """
+    request, plan = planned(
+        "reshard", participants_of(group, "reshard"), tensors, source, target,
+        dtype=dtype, bucket_bytes=bucket_bytes, grad=grad, out=out,
+    )  # fmt: skip
+    results = plan.run(request.tensors, None if out is None else request.outs)
+    return in_form_of(tensors, results, request.wraps) if out is None else out
+
+
+def reshard_plan(
+    tensors: Any,
+    source: Any = None,
+    target: Any = None,
+    *,
+    group: GroupLike | None = None,
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    grad: Grad = "replicated",
+    ranks: Sequence[int] | None = None,
+    rank: int = 0,
+) -> "ReshardPlan":
+    """Make the plan of a ``reshard``, to look at or to execute repeatedly; ranks compare plans here, not in execution.
+
+    Args:
+        tensors: as for ``reshard``, or their dtypes.
+        source, target, group, dtype, bucket_bytes, grad: as for ``reshard``.
+        ranks: global ranks of a group that does not exist: a plan to look at, without communication.
+        rank: the global rank that such a plan is for.
+
+    Raises:
+        CommError: as ``reshard``.
+    """
+    if ranks is None:
+        participants = participants_of(group, "reshard_plan")
+    else:
+        members = tuple(ranks)
+        if rank not in members:
+            raise GroupError(f"reshard_plan: rank {rank!r} is not among the ranks {list(members)}")
+        participants = Participants(None, members, members.index(rank))
+    options: dict[str, Any] = {"dtype": dtype, "bucket_bytes": bucket_bytes, "grad": grad}
+    return planned("reshard_plan", participants, tensors, source, target, **options)[1]
+
+
+def planned(
+    name: str, participants: Participants, tensors: Any, source: Any, target: Any, **options: Any
+) -> tuple[Request, "ReshardPlan"]:
+    """Read the arguments of a call; return its request and its plan, which is cached or agreed on by all ranks.
+
+    Args:
+        name: the calling function.
+        participants: the ranks of the call.
+        tensors, source, target: as for ``reshard``.
+        options: ``bucket_bytes``, ``grad``, and maybe ``dtype`` and ``out``, as for ``reshard``.
+
+    Raises:
+        CommError: as ``reshard``, on all ranks that make a plan.
+    """
+    with refusing(participants, name):
+        request = parse(name, participants, tensors, source, target, **options)
+    return request, ReshardPlan(request, executor_for(request))
+
+
+def in_form_of(tensors: Any, results: Sequence[Tensor], wraps: Sequence[Wrap | None]) -> Any:
+    """Return results in the form of the tensors that a caller passed: one, a list, or a dict by name.
+
+    Args:
+        tensors: the tensors that the caller passed.
+        results: local results.
+        wraps: functions that make local results DTensors or ColoTensors; None for plain results.
+    """
+    wrapped = [x if wrap is None else wrap(x) for x, wrap in zip(results, wraps, strict=True)]
+    if isinstance(tensors, Tensor):
+        return wrapped[0]
+    return dict(zip(tensors, wrapped, strict=True)) if isinstance(tensors, Mapping) else wrapped
+
+
+class ReshardPlan(record.Traffic):
+    """A resharding that can be looked at and executed repeatedly; prints as a table.
+
+    It keeps no tensors, and does not keep its process group alive.
+
+    Attributes:
+        items: layouts and dtypes of every tensor, pass-through tensors included.
+        transfers: messages, buckets and bytes of this rank, and totals of all ranks; without pass-through tensors.
+    """
+
+    def __init__(self, request: Request, executor: Executor) -> None:
+        self.items, self.transfers = request.items, executor.transfers
+        self._executor, self._wraps, self._passes_through = executor, request.wraps, request.passes_through
+        self._name = "reshard" if request.name == "reshard_plan" else request.name
+        self._rank = request.participants.rank
+
+    bytes_sent = property(attrgetter("transfers.bytes_sent"), doc="Bytes this rank sends, alignment included.")
+    bytes_copied = property(attrgetter("transfers.bytes_copied"), doc="Bytes read plus written by this rank's passes.")
+
+    @cached_property
+    def _shapes(self) -> list[LocalShapes]:
+        """Local shape of every tensor of a plan on this rank, before and after; None if the rank has no part there."""
+        return [(item.source.local_shape(self._rank), item.target.local_shape(self._rank)) for item in self.items]
+
+    @outside_graphs
+    def execute(self, tensors: Any, out: Any = None) -> Any:
+        """Reshard tensors by this plan, as ``reshard`` does, without a comparison of plans between ranks.
+
+        Args:
+            tensors: as for ``reshard``, with the names, shapes and dtypes that the plan was made for.
+            out: tensors to write into, in the form of ``tensors``; see ``reshard``.
+
+        Returns:
+            Results in the form of ``tensors``; ``out`` if it is given.
+
+        Raises:
+            ShapeError: a tensor of another shape than the plan was made for, or a DTensor of another layout.
+            ArgumentError: other tensors or dtypes, or a gradient where the plan has none.
+        """
+        names = [item.name for item in self.items]
+        by_name, outs_by_name = named(tensors, "reshard"), {} if out is None else named(out, "reshard")
+        for values in [by_name] if out is None else [by_name, outs_by_name]:
+            if list(values) != names:
+                raise ArgumentError(f"reshard: the plan is for {names}, not for {list(values)}")
+        sources, outs = ([(x, local_of(x)) for x in values.values()] for values in (by_name, outs_by_name))
+        check_locals(self.items, self._shapes, sources, outs, "reshard", self._rank)
+        results = self.run([x for _, x in sources], None if out is None else [x for _, x in outs])
+        return in_form_of(tensors, results, self._wraps) if out is None else out
+
+    def run(self, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
+        """Reshard checked local tensors and return local results.
+
+        Pass-through tensors, whose layout and dtype are unchanged, are returned as they are, or copied into ``out``.
+
+        Args:
+            tensors: this rank's local tensors, one per item.
+            out: local tensors to write into; new ones by default.
+        """
+        moving = self._moving(tensors)
+        if out is None:
+            moved = iter(apply(self._executor, moving, self._name))
+            # Under no_grad a result has no graph, as those of other torch functions.
+            passing = tensors if torch.is_grad_enabled() else map(without_graph, tensors)
+            return [x if passes else next(moved) for x, passes in zip(passing, self._passes_through, strict=True)]
+        pairs = [(x.detach(), y) for x, y, passes in zip(tensors, out, self._passes_through, strict=True) if passes]
+        if pairs and share_memory(out, tensors):  # the exchange may overwrite pass-through tensors
+            pairs = [(x.clone(), y) for x, y in pairs]
+        self._executor.run(moving, self._moving(out), self._name)
+        for x, y in pairs:
+            y.detach().copy_(x)
+        return list(out)
+
+    def _moving(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Drop the pass-through tensors, whose layout and dtype a plan leaves unchanged; return the others in order."""
+        return [x for x, passes in zip(tensors, self._passes_through, strict=True) if not passes]
+
+    def text(self, rates: Rates | None = None) -> str:
+        """Return a plan as a table: buckets, messages, bytes, launches, memory and predicted time.
+
+        Args:
+            rates: rates of the prediction; by default ``cost.DEFAULTS`` of GPUs, or of the CPU for a group without
+                GPUs.
+        """
+        return self.transfers.text(DEFAULTS[self._executor.device] if rates is None else rates)
+
+    def __str__(self) -> str:
+        return self.text()

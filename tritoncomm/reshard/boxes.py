@@ -1,0 +1,241 @@
+"""Boxes of an index space as numpy arrays: runs of tokens per rank, strided boxes as dense ones, replicas.
+
+A strided box holds every ``step``-th index of a dim. A dim with a *period* is viewed as rows of ``period`` columns:
+index ``t`` is column ``t % period`` of row ``t // period``. If the period is a multiple of the step, a strided box is a
+few dense columns, and a range of indices is at most three dense boxes: the end of a row, full rows, the start of a row.
+So a striped sequence costs a few boxes instead of one per token, whatever divides.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tritoncomm.core.plan import Ints
+from tritoncomm.core.validation import checked_ints
+from tritoncomm.errors import ArgumentError, ShapeError
+
+__all__ = ["KINDS", "Array", "Boxes", "Runs", "bounds_of", "in_rows", "replicas_of", "rows_shape", "runs_of"]
+
+Array = NDArray[np.int64]
+KINDS = ("contiguous", "zigzag", "striped", "full")
+"""The ways to divide a sequence among ranks; see ``Layout.sequence``."""
+
+
+class Boxes(NamedTuple):
+    """Boxes of an index space and the ranks that own them.
+
+    Attributes:
+        owner: index of every box's rank.
+        start, size: first index and extent of every box, ``[boxes, dims]``.
+        at: position of every box in the local tensor of its rank, ``[boxes, dims]``.
+    """
+
+    owner: Array
+    start: Array
+    size: Array
+    at: Array
+
+
+class Runs(NamedTuple):
+    """Runs of tokens ``start, start + step, ...`` and the ranks that own them.
+
+    Attributes:
+        owner: index of every run's rank; ascending. The runs of a rank are in the order of its local tensor.
+        start, size: first token and number of tokens of every run.
+        at: position of every run in the local tensor of its rank.
+        local: number of tokens of every rank.
+        step: distance of two tokens of a run; the same for all runs.
+    """
+
+    owner: Array
+    start: Array
+    size: Array
+    at: Array
+    local: Array
+    step: int
+
+
+def bounds_of(cu_seqlens: Any, name: str) -> Ints:
+    """Read the boundaries ``0, ..., S`` of packed sequences and return them as ints.
+
+    Args:
+        cu_seqlens: ints, or a tensor or array of one dim. Reading a tensor on a GPU waits for the GPU.
+        name: the calling function, for errors.
+
+    Raises:
+        ArgumentError: the boundaries are not integers.
+        ShapeError: the first boundary is not 0, or a boundary is below its predecessor.
+    """
+    values = cu_seqlens
+    if hasattr(values, "tolist"):
+        try:
+            values = values.tolist()
+        except (RuntimeError, TypeError) as error:  # a tensor without data, or a subclass that hides it
+            raise ArgumentError(f"{name}: cu_seqlens cannot be read: {error}") from error
+    bounds = checked_ints(values, f"{name}: cu_seqlens")
+    if not bounds or bounds[0]:
+        raise ShapeError(f"{name}: cu_seqlens must start with 0, not as {list(bounds[:4])}")
+    for index, (low, high) in enumerate(itertools.pairwise(bounds)):
+        if high < low:
+            raise ShapeError(f"{name}: cu_seqlens descends from {low} to {high} after sequence {index}")
+    return bounds
+
+
+def runs_of(kind: str, bounds: Sequence[int], world: int, name: str) -> Runs:
+    """Divide packed sequences among ranks and return the runs of tokens of every rank.
+
+    Each sequence is divided by itself. Runs of one rank that continue each other are merged into one run.
+
+    Args:
+        kind: ``contiguous``, ``zigzag`` or ``striped``; see ``Layout.sequence``.
+        bounds: boundaries of the sequences, checked by ``bounds_of``.
+        world: number of ranks.
+        name: the calling function, for errors.
+
+    Raises:
+        ShapeError: the kind is zigzag, and a sequence is no multiple of ``2 * world`` tokens.
+    """
+    edges = np.array(bounds, np.int64)
+    first, length = edges[:-1], np.diff(edges)
+    rank = np.arange(world)[:, None]
+    step = 1
+    if kind == "contiguous":
+        run = -(-length // world)  # ceil, as torch.chunk
+        low = np.minimum(rank * run, length)
+        start, size = first + low, np.minimum(low + run, length) - low
+    elif kind == "striped":
+        step = world
+        start, size = first + rank, np.maximum(0, -(-(length - rank) // world))
+    else:
+        uneven = np.nonzero(length % (2 * world))[0]
+        if len(uneven):
+            which = "the sequence" if len(length) == 1 else f"sequence {uneven[0]}"
+            raise ShapeError(
+                f"{name}: zigzag divides each sequence into {2 * world} chunks for {world} ranks, but {which} has "
+                f"{length[uneven[0]]} tokens; pad it to a multiple of {2 * world}"
+            )
+        chunk = length // (2 * world)
+        start = np.stack([first + rank * chunk, first + (2 * world - 1 - rank) * chunk], 2)
+        size = np.broadcast_to(chunk[None, :, None], start.shape)
+    owner = np.repeat(np.arange(world), start[0].size)
+    return _merged(owner, start.reshape(-1), size.reshape(-1), world, step)
+
+
+def _merged(owner: Array, start: Array, size: Array, world: int, step: int) -> Runs:
+    """Drop empty runs of tokens, merge runs of one rank that continue each other, and compute local positions.
+
+    Args:
+        owner: rank of every run, ascending.
+        start, size: first token and number of tokens of every run.
+        world: number of ranks.
+        step: distance of two tokens of a run.
+    """
+    filled = size > 0
+    owner, start, size = owner[filled], start[filled], size[filled]
+    # The two chunks of the last rank of a zigzag adjoin, and so do whole packed sequences of one rank.
+    opens = np.ones(len(owner), bool)
+    opens[1:] = (owner[1:] != owner[:-1]) | (start[1:] != (start + size * step)[:-1])
+    firsts = np.nonzero(opens)[0]
+    size = np.add.reduceat(size, firsts) if len(firsts) else size
+    owner, start = owner[firsts], start[firsts]
+    local = np.bincount(owner, size, world).astype(np.int64)
+    at = np.cumsum(size) - size - (np.cumsum(local) - local)[owner]
+    return Runs(owner, start, size, at, local, step)
+
+
+def rows_shape(shape: Ints, periods: Ints) -> Ints:
+    """Return the shape of a tensor whose dims with a period above 1 are viewed as rows of ``period`` columns.
+
+    A dim of size ``n`` becomes the two dims ``ceil(n / period), period``; its last row may reach past the dim's end.
+    """
+    pairs = [(n,) if period == 1 else (-(-n // period), period) for n, period in zip(shape, periods, strict=True)]
+    return tuple(n for pair in pairs for n in pair)
+
+
+def in_rows(boxes: Boxes, steps: Ints, periods: Ints) -> Boxes:
+    """Convert strided boxes to dense boxes of the view in which each dim is rows of its period (``rows_shape``).
+
+    In the result a position in a local tensor counts indices of the original dim, and stands in the column's dim.
+
+    Args:
+        boxes: the strided boxes; none is empty.
+        steps: step of every dim.
+        periods: period of every dim, a multiple of its step; 1 leaves a dim as it is.
+    """
+    dim = 0
+    for step, period in zip(steps, periods, strict=True):
+        if period == 1:
+            dim += 1
+            continue
+        boxes = _columns(boxes, dim, period, step) if step > 1 else _ranges(boxes, dim, period)
+        dim += 2  # a row and a column
+    return boxes
+
+
+def _ranges(boxes: Boxes, dim: int, period: int) -> Boxes:
+    """Cut each box's index range of one dim into the end of a row, full rows and the start of a row.
+
+    Returns the non-empty pieces as boxes with two dims, row and column, in place of the dim.
+    """
+    low, size = boxes.start[:, dim], boxes.size[:, dim]
+    high = low + size
+    (top, left), (bottom, right) = np.divmod(low, period), np.divmod(high, period)
+    full = -(-low // period)
+    zeros, width = np.zeros_like(low), np.full_like(low, period)
+    head = top, left, (left > 0).astype(np.int64), np.minimum(width, left + size) - left, zeros
+    body = full, zeros, np.maximum(bottom - full, 0), width, full * period - low
+    tail = bottom, zeros, (bottom * period >= low).astype(np.int64), right, bottom * period - low
+    return _assembled(boxes, dim, np.stack([head, body, tail], -1))
+
+
+def _columns(boxes: Boxes, dim: int, period: int, step: int) -> Boxes:
+    """Cut each box's every ``step``-th index of one dim into ``period // step`` columns of rows.
+
+    Returns the non-empty columns as boxes with two dims, row and column, in place of the dim.
+    """
+    low, size, count = boxes.start[:, dim, None], boxes.size[:, dim, None], period // step
+    nth = np.broadcast_to(np.arange(count), (len(low), count))
+    top, left = np.divmod(low + step * nth, period)
+    return _assembled(boxes, dim, np.stack([top, left, -(-(size - nth) // count), np.ones_like(nth), nth]))
+
+
+def _assembled(boxes: Boxes, dim: int, pieces: Array) -> Boxes:
+    """Replace one dim of boxes by the row and column of the boxes' pieces; drop empty pieces.
+
+    Args:
+        boxes: the boxes that were cut.
+        dim: the dim along which they were cut.
+        pieces: first row, first column, number of rows, number of columns, and offset into the box (in indices of the
+            dim) of every piece, ``[5, boxes, pieces]``.
+    """
+    box, piece = np.nonzero((pieces[2] > 0) & (pieces[3] > 0))
+    top, left, rows, columns, offset = pieces[:, box, piece]
+    arrays = []
+    for array, (row, column) in zip(boxes[1:], ((top, left), (rows, columns), (0 * offset, offset)), strict=True):
+        widened = np.insert(array[box], dim, 0, 1)
+        if array is boxes.at:
+            column = column + widened[:, dim + 1]
+        widened[:, dim], widened[:, dim + 1] = row, column
+        arrays.append(widened)
+    return Boxes(boxes.owner[box], *arrays)
+
+
+def replicas_of(boxes: Array) -> tuple[Array, Array, Array]:
+    """Group equal rows of a matrix, such as equal boxes of several ranks.
+
+    Args:
+        boxes: one box per row.
+
+    Returns:
+        Per group of equal rows: the index of its first row; the indices of all of its rows in ascending order,
+        ``[groups, most]``, padded with -1; the number of its rows.
+    """
+    _, firsts, group, counts = np.unique(boxes, axis=0, return_index=True, return_inverse=True, return_counts=True)
+    order = np.argsort(group.reshape(-1), kind="stable")  # stable, so that the members of a group ascend
+    nth = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    members = np.full((len(firsts), counts.max(initial=0)), -1)
+    members[np.repeat(np.arange(len(firsts)), counts), nth] = order
+    return firsts, members, counts

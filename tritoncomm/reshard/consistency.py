@@ -1,0 +1,115 @@
+"""Agreement of a group's ranks on a plan (or batch) before anything is sent: they compare a digest, or all raise."""
+
+import json
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tritoncomm.core import backend
+from tritoncomm.errors import CommError, MismatchError, PeerError
+
+__all__ = ["agree"]
+
+_SHOWN = 4  # differences of a message
+
+
+def agree(
+    name: str,
+    group: ProcessGroup,
+    digest: bytes,
+    error: CommError | None,
+    describe: Callable[[], dict[str, str]],
+    things: str = "plans",
+) -> None:
+    """Compare a digest over all ranks of a group, and raise on every rank if they differ or a rank has an error.
+
+    If all digests are equal, this takes one all-gather of 24 bytes per rank. A group of one rank, or of torch's fake
+    backend, compares nothing.
+
+    Args:
+        name: the calling function, for messages.
+        group: the process group; all of its ranks call.
+        digest: 16-byte hash of all values that have to be equal.
+        error: the error of this rank's own arguments, if any.
+        describe: returns the hashed values in words, by name; called if ranks differ.
+        things: the compared objects, for messages.
+
+    Raises:
+        CommError: ``error`` itself.
+        MismatchError: another rank has an error, or another digest; names the rank, the value and both sides.
+        PeerError: another rank did not call within the group's timeout.
+    """
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        if error is not None:
+            raise error
+        return
+    # As integers, because texts would differ in length, which takes a second all-gather.
+    halves = [int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:])]
+    own = [0, *halves] if error is None else [1, 0, 0]
+    try:
+        if all(row == [0, *halves] for row in _gathered(torch.tensor(own, device="cpu"), group, name)):
+            return
+        texts = _gathered_texts({"plan": describe()} if error is None else {"error": str(error)}, group, name)
+    except PeerError as failure:
+        if error is not None:
+            raise error from failure
+        raise
+    raise error or MismatchError(f"{name}: {_difference(texts, group.rank(), things)}")
+
+
+def _gathered(x: Tensor, group: ProcessGroup, name: str) -> list[list[int]]:
+    """All-gather a tensor of integers and return every rank's values as a list.
+
+    Args:
+        x: this rank's values, on the CPU; as many on every rank.
+        group: the process group.
+        name: the calling function, for errors.
+    """
+    device = backend.default_device(backend.cuda_backend(group))
+    out = torch.empty(group.size() * x.numel(), dtype=x.dtype, device=device)
+    backend.all_gather(out, x.to(device), group, name)
+    return out.view(group.size(), -1).tolist()
+
+
+def _gathered_texts(own: dict[str, object], group: ProcessGroup, name: str) -> list[dict[str, object]]:
+    """All-gather a JSON object of any length and return every rank's, by two all-gathers: of lengths, of texts.
+
+    Args:
+        own: this rank's object.
+        group: the process group.
+        name: the calling function, for errors.
+    """
+    text = json.dumps(own).encode()
+    longest = max(length for (length,) in _gathered(torch.tensor([len(text)], device="cpu"), group, name))
+    # An all-gather takes equal lengths, and JSON ignores the blanks.
+    padded = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8, device="cpu")
+    return [json.loads(bytes(row)) for row in _gathered(padded, group, name)]
+
+
+def _difference(texts: list[dict[str, object]], rank: int, things: str) -> str:
+    """Return a sentence for this rank's error message: the errors of other ranks, else the first difference.
+
+    Args:
+        texts: of every rank, its error as ``error``, or its values in words by name as ``plan``.
+        rank: position of this rank in the group.
+        things: the compared objects.
+    """
+    errors = [(other, text["error"]) for other, text in enumerate(texts) if "error" in text]
+    if errors:
+        shown = "; ".join(f"rank {other} of the group: {error}" for other, error in errors[:_SHOWN])
+        return f"refused on other ranks, nothing was sent: {shown}"
+    plans: list[dict[str, str]] = [text["plan"] for text in texts]  # type: ignore[misc]
+    own = plans[rank]
+    other = next(place for place, plan in enumerate(plans) if list(plan.items()) != list(own.items()))
+    theirs = plans[other]
+    names = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]
+    if not names:
+        return f"ranks {rank} and {other} of the group have the same tensors in another order"
+    shown = "; ".join(
+        f"{name} is {own.get(name, 'missing')} on rank {rank}, {theirs.get(name, 'missing')} on rank {other}"
+        for name in names[:_SHOWN]
+    )
+    return f"ranks of the group have different {things}, nothing was sent: {shown}{', ...' if names[_SHOWN:] else ''}"
