@@ -1,7 +1,7 @@
 """ColoTensor: sharded tensors, their layouts, redistribution, operators and meshes."""
 
+from tritoncomm.tensor import gathered_view as gathered_view
 from tritoncomm.tensor import pickles as pickles
-from tritoncomm.tensor import shard_view as shard_view
 from tritoncomm.tensor.alpha_beta import measure_mesh
 from tritoncomm.tensor.colo_parameter import ColoParameter
 from tritoncomm.tensor.colo_tensor import ColoTensor
