@@ -56,7 +56,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an argument that is not known is taken for known", "tritoncomm/integrations/megatron.py",
-        "if len(wanted) > len(known) or ", "if ",
+        "if len(names) > len(own) or ", "if ",
         "tests/integrations/test_megatron.py",
     ),
     Mutation(
@@ -71,7 +71,7 @@ MUTATIONS = (
     ),
     Mutation(
         "weights that are gathered further are multiplied as they are", "tritoncomm/integrations/megatron_functions.py",
-        "if refused or gtp_remat_size != 1 or ", "if refused or ",
+        "if is_deferred or gtp_remat_size != 1:", "if is_deferred:",
         "tests/integrations/test_megatron.py",
     ),
     Mutation(
