@@ -138,12 +138,12 @@ def copy_segments(tensors: Sequence[Tensor], targets: Sequence[Tensor], copies: 
         for (index, offset, rows, row, stride, at, step), wide in zip(copies.segments, checked.wides, strict=True):
             source, target = tensors[index], targets[index]
             first = int(source.storage_offset()) + offset, int(target.storage_offset()) + at // target.itemsize
-            into = target.as_strided((rows, row), (step or row, 1), first[1])
+            target_rows = target.as_strided((rows, row), (step or row, 1), first[1])
             x = source.as_strided((rows, row), (stride, 1), first[0])
             if wide is None:
-                pairs.append((into, x))
+                pairs.append((target_rows, x))
             else:
-                _put(into, x, None, wide)
+                _put(target_rows, x, None, wide)
         if pairs:
             _copy_all(pairs)
     return checked.copied

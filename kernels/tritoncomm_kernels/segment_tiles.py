@@ -326,13 +326,13 @@ def _dealt(records: _Records, programs: int) -> Array:
     return program
 
 
-def _split(records: _Records, sides: _Sides, wanted: Array) -> tuple[_Records, Array]:
+def _split(records: _Records, sides: _Sides, shares: Array) -> tuple[_Records, Array]:
     """Split records so that every program gets about its wanted bytes; return the records and the program of each."""
     ends = records.count.cumsum()
     if not len(records):
         return records, ends
     total, starts = int(ends[-1]), ends - records.count
-    limits = (wanted.cumsum() / wanted.sum() * total).round().astype(np.int64)[:-1].clip(max=total)
+    limits = (shares.cumsum() / shares.sum() * total).round().astype(np.int64)[:-1].clip(max=total)
     j = ends.searchsorted(limits, "right").clip(max=len(ends) - 1)
     step = (records.unit * (_STEP // sides.nbytes // records.unit).clip(min=1))[j]
     limits = starts[j] + (limits - starts[j] + step // 2) // step * step

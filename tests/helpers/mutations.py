@@ -671,7 +671,7 @@ MUTATIONS = (
     ),
     Mutation(
         "names and shapes of replicas are not compared", "tritoncomm/debug/replicas.py",
-        "if bool((headers != mine).any()):", "if bool((headers != headers).any()):", "tests/debug/test_replicas.py",
+        "if others or max(counts) > common:", "if max(counts) > common:", "tests/debug/test_replicas.py",
     ),
     Mutation(
         "a step in flight is not waited for", "tritoncomm/p2p/in_flight.py",
@@ -774,12 +774,20 @@ MUTATIONS = (
         "            del _by_name[self.name]\n", "            pass\n", "tests/debug/test_check.py",
     ),
     Mutation(
+        "a view of a sharded dim is taken for a replica", "tritoncomm/tensor/gathered_view.py",
+        "_is_view: ClassVar[bool] = True", "_is_view: ClassVar[bool] = False", "tests/tensor/test_views.py",
+    ),
+    Mutation(
+        "shards are compared as if they were replicas", "tritoncomm/tensor/process_group.py",
+        "if self._tp > 1 and not is_sharded:", "if self._tp > 1:", "tests/tensor/test_training.py",
+    ),
+    Mutation(
         "watched replicas are compared when others are updated", "tritoncomm/debug/replicas.py",
         "if id(x) in updated}", "if x is not None}", "tests/debug/test_replicas.py",
     ),
     Mutation(
         "the first parameter is named instead of the first that differs", "tritoncomm/debug/replicas.py",
-        "place = differ[0] if differ else common", "place = 0", "tests/debug/test_replicas.py",
+        "place = others[0] if others else common", "place = 0", "tests/debug/test_replicas.py",
     ),
     Mutation(
         "messages are counted in records that lack the first ones", "tritoncomm/debug/transfers.py",
