@@ -775,7 +775,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a view of a sharded dim is taken for a replica", "tritoncomm/tensor/gathered_view.py",
-        "_is_view: ClassVar[bool] = True", "_is_view: ClassVar[bool] = False", "tests/tensor/test_views.py",
+        "_is_gathered: ClassVar[bool] = True", "_is_gathered: ClassVar[bool] = False", "tests/tensor/test_views.py",
     ),
     Mutation(
         "shards are compared as if they were replicas", "tritoncomm/tensor/process_group.py",

@@ -283,7 +283,7 @@ class ShardView(ColoTensor):
     """
 
     _snapshot: Snapshot
-    _is_view: ClassVar[bool] = True
+    _is_gathered: ClassVar[bool] = True
     _run = staticmethod(run)
 
     @property

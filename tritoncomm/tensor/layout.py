@@ -34,7 +34,7 @@ class LocalShard(Tensor):
     _type: TensorType
     global_shape: tuple[int, ...]
     partitions: tuple[tuple[int, int], ...]
-    _is_view: ClassVar[bool] = False
+    _is_gathered: ClassVar[bool] = False
     _wrap: Callable[[Tensor, ProcessGroup, _DistSpec, Sequence[int]], Any]
     _wrap_like: Callable[[Tensor], Any]
 
@@ -46,7 +46,7 @@ def is_colo(x: Any) -> TypeGuard[LocalShard]:
 
 def is_view(x: Any) -> bool:
     """Whether ``x`` is a view of a sharded dim, whose memory is a gathered copy."""
-    return isinstance(x, LocalShard) and x._is_view
+    return isinstance(x, LocalShard) and x._is_gathered
 
 
 def plain(x: Tensor) -> Tensor:
