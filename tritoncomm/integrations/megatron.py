@@ -31,6 +31,7 @@ _LINEAR = "linear_with_grad_accumulation_and_async_allreduce", "LinearWithGradAc
 _FROZEN = "linear_with_frozen_weight", "LinearWithFrozenWeight"
 _CROSS_ENTROPY = "vocab_parallel_cross_entropy"
 Swaps = list[tuple[Any, Any]]  # Megatron's, ours
+Make = Callable[..., Sequence[Any]]  # from Megatron's objects to ours
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class _State:
     Attributes:
         originals: every object that a name of Megatron's has had, the newest last. ``importlib.reload`` makes new
             objects, and modules that imported a name before keep the older ones.
+        replacements: by names the newest originals and our objects for them.
     """
 
     def __init__(self) -> None:
@@ -85,6 +87,7 @@ class _State:
         self.contexts: list[tuple[object, _Options]] = []
         self.active: _Active | None = None
         self.originals: dict[tuple[str, str], list[Any]] = {}
+        self.replacements: dict[tuple[str, ...], tuple[Sequence[Any], Sequence[Any]]] = {}
 
     def settle(self) -> None:
         """Apply the requested patch, all or nothing."""
@@ -115,6 +118,13 @@ class _State:
             raise UnsupportedError(f"{found.__name__}.{name} is missing")
         value = getattr(found, name)
         return value if self.active is None else self.active.rebinding.original(value)
+
+    def ours(self, names: tuple[str, ...], originals: Sequence[Any], make: Make) -> Sequence[Any]:
+        """Return our objects for these originals, the same ones in every patch, so that a block restores all names."""
+        before, _ = self.replacements.get(names, ((), ()))
+        if list(map(id, before)) != list(map(id, originals)):
+            self.replacements[names] = originals, make(*originals)
+        return self.replacements[names][1]
 
     def all_originals(self, module: str, name: str, newest: Any) -> list[Any]:
         """Return the objects that the name has had, ``newest`` last."""
@@ -259,7 +269,7 @@ def _swaps(cross_entropy: bool) -> tuple[Swaps, tuple[str, ...]]:
     for module, names, replacements in _sets(cross_entropy):
         try:
             originals = [_state.original(module, name) for name in names]
-            ours = replacements(*originals)
+            ours = _state.ours(names, originals, replacements)
             for name, original, replacement in zip(names, originals, ours, strict=True):
                 _check_signature(f"megatron.core.{module}.{name}", original, replacement)
         except UnsupportedError as error:
@@ -275,7 +285,7 @@ def _swaps(cross_entropy: bool) -> tuple[Swaps, tuple[str, ...]]:
     return swaps, (*_kept(cross_entropy, replaced), *refused, *_unknown())
 
 
-def _sets(cross_entropy: bool) -> Iterator[tuple[str, tuple[str, ...], Callable[..., Sequence[Any]]]]:
+def _sets(cross_entropy: bool) -> Iterator[tuple[str, tuple[str, ...], Make]]:
     """Yield (module, names, function from originals to replacements) of names that are replaced all or none."""
     theirs = _core(_MAPPINGS)
     for name in mappings.__all__:
@@ -289,7 +299,7 @@ def _sets(cross_entropy: bool) -> Iterator[tuple[str, tuple[str, ...], Callable[
         yield "tensor_parallel.cross_entropy", (_CROSS_ENTROPY,), _cross_entropy
 
 
-def _always(ours: Any) -> Callable[[Any], Sequence[Any]]:
+def _always(ours: Any) -> Make:
     return lambda theirs: [ours]
 
 

@@ -325,9 +325,9 @@ class LinearWithGradAccumulationAndAsyncCommunication:
         buffers: returns Megatron's global memory buffer.
     """
 
-    theirs: Any
-    passes_gtp: bool
-    buffers: Buffers
+    theirs: ClassVar[Any]
+    passes_gtp: ClassVar[bool]
+    buffers: ClassVar[Buffers]
 
     @classmethod
     def over(cls, theirs: Any, buffers: Buffers) -> type:
@@ -447,8 +447,8 @@ class LinearWithFrozenWeight:
         function: our linear function of a frozen weight.
     """
 
-    theirs: Any
-    function: FrozenLinear
+    theirs: ClassVar[Any]
+    function: ClassVar[FrozenLinear]
 
     @classmethod
     def over(cls, theirs: Any, function: FrozenLinear) -> type:
