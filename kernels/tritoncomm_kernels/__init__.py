@@ -1,7 +1,7 @@
-"""Triton kernels for the memory work around collectives, and the same functions in plain torch.
+"""Triton kernels for the memory work around collectives, with a twin of each in plain torch.
 
-Nothing here imports Triton before the first kernel is asked for: its import takes longer than that of all the rest, and
-where only torch's path is taken it is never needed.
+Triton is imported when the first kernel is asked for, because its import takes longer than all other imports together.
+A program that takes only torch's path never imports it.
 """
 
 import importlib
@@ -44,7 +44,7 @@ __all__ = [
     "unpack",
 ]
 
-# What is in modules that import Triton, by the module. None is named as a module is, which would take its name.
+# Names of the modules that import Triton. No name may be a module's: importing that module would rebind it.
 _LAZY = {
     "SegmentCall": "segment_copy",
     "copy_segments": "segment_copy",
@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tritoncomm_kernels' has no attribute {name!r}")
     installed_triton.require()
     value = getattr(importlib.import_module(f"tritoncomm_kernels.{_LAZY[name]}"), name)
-    globals()[name] = value  # from now on an attribute as any other: a warm call does not come here
+    globals()[name] = value  # an ordinary attribute from now on: a warm call does not come here
     return value
 
 

@@ -1,8 +1,10 @@
-"""The kernels of pack and unpack: one address map, walked in either direction.
+"""Kernels of pack and unpack: one address map between rows and a wire, walked in either direction.
 
-A tile is BLOCK_ROWS rows by BLOCK_COLS columns of the row. With equal shards columns run over all ranks, so reads stay
-contiguous for any run; with split sizes a tile belongs to one rank, and there is one program for every tile there is.
-Every integer is int32 in units of VEC elements and never specialised; products widen to int64.
+A tile is BLOCK_ROWS rows by BLOCK_COLS columns of the row, and each program moves one tile. With equal shards the
+columns run over all ranks, so reads stay contiguous for any run. With split sizes a tile belongs to one rank.
+Every integer is int32, counts units of VEC elements and is never specialised; products widen to int64.
+
+In the examples ``_`` is memory that the program does not write.
 """
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
@@ -13,38 +15,52 @@ from tritoncomm_kernels.numerics import INTERPRETED, converted
 
 __all__ = ["BY_VALUE", "TABLE_RANKS", "_copy_kernel", "_copy_split_kernel", "_copy_table_kernel"]
 
-BY_VALUE = 16  # ranks whose split sizes are arguments of the kernel; those of more ranks are in a table
-TABLE_RANKS = 128  # ranks that a kernel looks at in one step
+BY_VALUE = 16  # up to this many ranks the split sizes are arguments of the kernel; beyond it a table holds them
+TABLE_RANKS = 128  # ranks whose table entries a kernel compares in one step
 
 _WALK = ["scale", "stride_0", "stride_1", "stride_2", "size_1", "size_2", "stride_element"]
 _STARTS = [f"{name}_{w}" for name in ("start", "tile") for w in range(1, BY_VALUE)]
 
-# Triton 3.6 lets the lanes of a warp walk down the rows where it does not see that neighbouring columns are neighbours
-# in memory: every lane has a sector of its own then, and the tile is transposed in shared memory. A hint that they are,
-# of two only, makes them walk along a row; nothing is joined, as pointers are known to be aligned to one element.
-# It has to stand where the pointers are computed: a hint to an argument of a function is lost.
+# Triton 3.6 lets the lanes of a warp walk down the rows unless it sees that neighbouring columns are neighbours in
+# memory. Every lane then has a sector of its own, and the tile is transposed in shared memory. The hint
+# ``max_contiguous(..., [1, 2])`` makes the lanes walk along a row. It widens no access, because pointers are known to
+# be aligned to one element only. The hint stands beside the pointer arithmetic: on a function's argument it is lost.
 # TODO: delete when Triton 3.7 is the oldest.
 _WALKS_DOWN = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
 
 
 @triton.jit
 def _divide(a, b):
-    """``a // b`` where neither is negative: a signed division takes more instructions to get the signs right."""
+    """Return ``a // b`` of two numbers that are not negative; a signed division takes more instructions.
+
+    Example:
+        ``[0, 6, 7, 8]`` by 3 is ``[0, 2, 2, 2]``.
+    """
     return (a.to(tl.uint32) // b.to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit
 def _sum(a, b):
+    """Add two partial sums of ``tl.reduce``.
+
+    Example:
+        ``tl.reduce([1, 1, 1, 0], 0, _sum)`` is 3.
+    """
     return a + b
 
 
-if INTERPRETED:  # which reduces by any function but this one element by element
+if INTERPRETED:  # the interpreter reduces by its own function at once, by any other one element by element
     _sum = getattr(tl.standard, "_sum_combine", _sum)
 
 
 @triton.jit
 def _row_offset(o, stride_0, stride_1, stride_2, size_1, size_2, OUTER_DIMS: tl.constexpr):
-    """Where row ``o`` starts, in units; the outer dims are walked with the last one fastest."""
+    """Return where row ``o`` starts, in units; rows are counted through the outer dims with the last one fastest.
+
+    Example:
+        Outer dims ``[2, 3]`` with strides 20 and 5 (``size_1`` is 3): rows ``[0, 1, 2, 3]`` start at
+        ``[0, 5, 10, 20]``.
+    """
     if OUTER_DIMS == 1:
         offset = o.to(tl.int64) * stride_0
     elif OUTER_DIMS == 2:
@@ -63,13 +79,18 @@ def _in_rows(
     rows_ptr, o, c, element, stride_0, stride_1, stride_2, size_1, size_2, stride_element,
     VEC: tl.constexpr, OUTER_DIMS: tl.constexpr, STRIDED: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to the elements of units ``c`` of rows ``o``."""
+    """Return pointers to element ``element`` of unit ``c`` of row ``o``, for a tile of rows by columns.
+
+    Example:
+        Units of 2 elements (VEC 2), rows 3 units apart. Rows ``[[0], [1]]``, units ``[[0, 0, 1, 1]]`` and elements
+        ``[[0, 1, 0, 1]]`` are at ``[[0, 1, 2, 3], [6, 7, 8, 9]]``, counted in elements.
+    """
     offset = _row_offset(o, stride_0, stride_1, stride_2, size_1, size_2, OUTER_DIMS)
     if STRIDED:
         columns = c.to(tl.int64) * stride_element
     else:
         columns = c.to(tl.int64)
-    if VEC == 1 or STRIDED:  # one after the other takes fewer registers where accesses are narrow, and more elsewhere
+    if VEC == 1 or STRIDED:  # two additions take fewer registers than one sum if accesses are narrow, else more
         rows_ptr += offset * VEC
         rows_ptr += columns * VEC + element
     else:
@@ -84,9 +105,13 @@ def _move(
     rows_ptr, wire_ptr, in_row, in_wire, scale, UNPACK: tl.constexpr, WIDE: tl.constexpr, HAS_SCALE: tl.constexpr,
     ACCUMULATE: tl.constexpr, EVICT_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """One tile from rows to wire, with zeros where a row has ended, or back.
+    """Copy one tile from rows to wire, with zeros past the end of a row; with UNPACK from wire to rows.
 
-    With EVICT_FIRST what is read leaves the caches first: nothing reads it again soon, but what is written is.
+    With EVICT_FIRST the elements read leave the caches first: only the elements written are read again soon.
+
+    Example:
+        Four columns, of which the row has three. Pack of rows ``[5, 6, 7, 8]`` writes the wire ``[5, 6, 7, 0]``.
+        Unpack of that wire writes the rows ``[5, 6, 7, _]``.
     """
     if UNPACK:
         x = tl.load(wire_ptr, mask=in_row, eviction_policy="evict_first" if EVICT_FIRST else "")
@@ -95,7 +120,7 @@ def _move(
     else:
         x = tl.load(rows_ptr, mask=in_row, other=0, eviction_policy="evict_first" if EVICT_FIRST else "")
         x = converted(x, scale, wire_ptr, in_wire, wire_ptr.dtype.element_ty, WIDE, HAS_SCALE, False)
-        if HAS_SCALE:  # also an infinite one
+        if HAS_SCALE:  # an infinite scale makes NaN of the zeros that the masked load returns
             x = tl.where(in_row, x, 0)
         tl.store(wire_ptr, x, mask=in_wire)
 
@@ -110,7 +135,13 @@ def _copy_kernel(
     HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr, EVICT_FIRST: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """``rows[o, w*run + k] <-> wire[w, o, k]``, for ``blocks`` tiles of a row, which hold its ``cols`` units."""
+    """Copy one tile of ``rows[o, w*run + k] <-> wire[w, o, k]``; ``blocks`` tiles hold the ``cols`` units of a row.
+
+    Example:
+        Pack of one row ``[0, 1, 2, 3, 4]`` for 2 ranks: ``row`` 5, ``run`` 3, ``cols`` 6, BLOCK_COLS 4, ``blocks`` 2.
+        Program 0 reads columns 0 to 3 and writes the wire ``[0, 1, 2, 3, _, _]``.
+        Program 1 reads column 4, past which the row ends, and writes ``[_, _, _, _, 4, 0]``.
+    """
     pid = tl.program_id(0)
     po = _divide(pid, blocks)
     pk = pid - po * blocks
@@ -135,7 +166,14 @@ def _copy_shard(
     WIDE: tl.constexpr, HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr, EVICT_FIRST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Tile ``place`` of the shard that has units ``start`` to ``stop`` of every row; it starts at ``outer * start``."""
+    """Copy tile ``place`` of one rank's shard: units ``start`` to ``stop`` of every row.
+
+    The shard begins at unit ``outer * start`` of the wire.
+
+    Example:
+        Pack of rows ``[[0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15]]``, shard from 2 to 6, BLOCK_COLS 2. Tile 1 has
+        columns 4 and 5. It writes the wire ``[_, _, _, _, _, _, 4, 5, _, _, 14, 15]``.
+    """
     o = po * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     lane = tl.arange(0, BLOCK_COLS)[None, :]
     k, element = place * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
@@ -164,7 +202,15 @@ def _copy_split_kernel(
     WIDE: tl.constexpr, HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr, EVICT_FIRST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Split sizes of up to RANKS ranks by value: where each starts in a row, and its first of the row's ``tiles``."""
+    """Copy one tile of uneven shards; starts and first tiles of up to RANKS ranks are arguments.
+
+    Example:
+        Pack of rows ``[[0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15]]`` by sizes 2, 0, 4 with BLOCK_COLS 2: 3 ``tiles``.
+        Ranks 1 and 2 start at ``start_1 = start_2 = 2`` with tile 1, absent ranks at 6 with tile 3.
+        Program 0 (rank 0) writes the wire ``[0, 1, 10, 11, _, _, _, _, _, _, _, _]``.
+        Program 1 (rank 2) writes ``[_, _, _, _, 2, 3, _, _, 12, 13, _, _]``.
+        Program 2 (rank 2) writes ``[_, _, _, _, _, _, 4, 5, _, _, 14, 15]``.
+    """
     starts = (
         start_1, start_2, start_3, start_4, start_5, start_6, start_7, start_8, start_9, start_10, start_11, start_12,
         start_13, start_14, start_15, row,
@@ -198,7 +244,15 @@ def _copy_table_kernel(
     UNPACK: tl.constexpr, WIDE: tl.constexpr, HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr,
     EVICT_FIRST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """The same with a table: the first tiles of ``STEPS * RANKS`` ranks, then their starts and the end of the row."""
+    """Copy one tile of uneven shards by a table: ``STEPS * RANKS`` first tiles, the ranks' starts, the row's end.
+
+    A rank without an entry of its own has a first tile that no program reaches, 2**31 - 1.
+
+    Example:
+        Sizes 2, 0, 4 as in ``_copy_split_kernel`` with RANKS 4: the table is ``[0, 1, 1, 2147483647, 0, 2, 2, 6]``.
+        Program 1 finds 3 first tiles of at most 1, so it takes rank 2, tile 1 - 1 = 0, units 2 to 6.
+        It writes the wire ``[_, _, _, _, 2, 3, _, _, 12, 13, _, _]``.
+    """
     pid = tl.program_id(0)
     po = _divide(pid, tiles)
     tile = pid - po * tiles

@@ -1,4 +1,4 @@
-"""How large a tile is: a pure function of the call, and tables that override it per device."""
+"""Tile of a call: a pure function of its sizes, which tuned tables override per device."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ import torch
 from tritoncomm_kernels import tables
 
 _TILE, _SEGMENT = 8192, 512
-# Tile and segment where accesses are narrow: bound by instructions, so that more of them share each row's address; but
-# every access needs registers, more for unpack, whose addresses on the strided side wait for the loads.
+# Bytes of a tile and of a row's segment for narrow accesses. Instructions bound them, so longer segments share a row's
+# address. Every access needs registers, and unpack needs more: its addresses on the strided side wait for the loads.
 _NARROW_TILES = {
     ("pack", 4): (8192, 1024), ("pack", 2): (8192, 1024), ("pack", 1): (4096, 512),
     ("unpack", 4): (8192, 1024), ("unpack", 2): (4096, 1024), ("unpack", 1): (2048, 512),
@@ -30,8 +30,8 @@ class Config:
         block_rows: its rows, a power of two.
         block_cols: bytes of each row, a power of two.
         num_warps: warps that move it.
-        evict_first: whether what pack and unpack read leaves the caches first, in units of 8 and 16 bytes; narrower
-            units would take more instructions, and they are bound by those.
+        evict_first: whether the elements that pack and unpack read leave the caches first. Only in units of 8 and 16
+            bytes: narrower units are bound by instructions, and this hint adds some.
     """
 
     block_rows: int
@@ -51,9 +51,9 @@ def config_for(
     sm_count: int = 0,
     lanes: int = LANES,
 ) -> Config:
-    """The tile for ``outer`` rows of ``cols_bytes`` bytes moved in units of ``unit_bytes``.
+    """Return the tile for ``outer`` rows of ``cols_bytes`` bytes moved in units of ``unit_bytes``.
 
-    The same on every rank that reads the same tables: it depends on its arguments and on ``tables.chosen`` only.
+    It depends on the arguments and on ``tables.chosen`` only, so ranks with equal tables have equal tiles.
 
     Args:
         op: ``pack``, ``unpack`` or ``reduce``.
@@ -86,7 +86,7 @@ def tile_for(
     num_warps: int,
     evict_first: bool = False,
 ) -> Config:
-    """A tile of at most ``tile_bytes``: ``segment_bytes`` of each row, more where there are too few rows to fill it.
+    """Return a tile of at most ``tile_bytes``: ``segment_bytes`` of each row, more if the rows are too few to fill it.
 
     Each unit per thread in a row costs an integer division and registers, so a thread takes at most 8 beyond one
     segment. Each row per thread costs an address, so a thread takes at most 16 units of a tile that is not made of
@@ -103,15 +103,15 @@ def tile_for(
 
 
 def default_candidate(op: str, unit_bytes: int, lanes: int = LANES) -> tuple[int, int, int]:
-    """``tile_bytes``, ``segment_bytes`` and ``num_warps`` where no table applies, for warps of ``lanes``."""
-    if op == "reduce":  # 16 bytes for every thread at least, and no more parts in registers than fit
+    """Return ``tile_bytes``, ``segment_bytes`` and ``num_warps`` without a table, for warps of ``lanes``."""
+    if op == "reduce":  # at least 16 bytes a thread, and not more than its registers hold
         return max(min(_REDUCE_ELEMENTS * unit_bytes, _TILE), 16 * lanes * _WARPS), _SEGMENT, _WARPS
     tile, segment = _NARROW_TILES.get((op, unit_bytes), (_TILE, _SEGMENT))
     return tile * lanes // 32, segment, _WARPS
 
 
 def origin_of(op: str, unit_bytes: int, device_name: str | None, sm_count: int = 0) -> str:
-    """Where ``config_for`` takes the tile from: the path of a table, or ``built in``."""
+    """Return the source of the tile of ``config_for``: the path of a table, or ``built in``."""
     return _tuned(device_name, sm_count, op, unit_bytes)[1]
 
 
@@ -131,7 +131,7 @@ class Crossover:
 
 
 def crossover_of(op: str, device_name: str | None = None, sm_count: int = 0) -> Crossover | None:
-    """The crossovers of ``op`` in the tables of a device, None without any."""
+    """Return the crossovers of ``op`` in the tables of a device, None without any."""
     sizes: dict[int, int] = {}
     for table in tables.chosen(device_name, sm_count) if device_name else ():
         sizes = {int(unit): size for unit, size in table.crossover_bytes.get(op, {}).items()} | sizes
@@ -143,7 +143,7 @@ def crossover_of(op: str, device_name: str | None = None, sm_count: int = 0) -> 
 
 @lru_cache(maxsize=64)
 def device_key(device: int) -> dict[str, Any]:
-    """What ``config_for`` takes to find the tuned tables of a device; nothing for CPU tensors."""
+    """Return the arguments by which ``config_for`` finds the tuned tables of a device; none for CPU tensors."""
     if device < 0:
         return {}
     properties = torch.cuda.get_device_properties(device)
@@ -152,18 +152,18 @@ def device_key(device: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def lanes_of(device: int) -> int:
-    """Threads of a warp of a device: 64 on AMD's CDNA, 32 on its RDNA and on NVIDIA."""
+    """Return the threads of a warp of a device: 64 on AMD's CDNA, 32 on its RDNA and on NVIDIA."""
     return LANES if device < 0 else torch.cuda.get_device_properties(device).warp_size
 
 
 @lru_cache(maxsize=64)
 def crossover(op: str, device: int) -> Crossover | None:
-    """Bytes below which torch is faster for ``op`` on a GPU, by its tuned tables; None without any."""
+    """Return the bytes below which torch is faster for ``op`` on a GPU, by its tuned tables; None without any."""
     return crossover_of(op, **device_key(device))
 
 
 def _tuned(device_name: str | None, sm_count: int, op: str, unit_bytes: int) -> tuple[dict[str, int], str]:
-    """The first table's entry, and where that table is."""
+    """Return the entry of the first table that has one, and the path of that table."""
     for table in tables.chosen(device_name, sm_count) if device_name else ():
         entry = table.configs.get(op, {}).get(str(unit_bytes))
         if entry:

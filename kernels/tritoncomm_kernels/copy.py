@@ -43,7 +43,7 @@ def pack(
         wire: ``[world, outer, run]``, each ``[outer, run]`` contiguous, any stride between ranks; with ``sizes`` flat.
         scale: a factor; floating point tensors only.
         sizes: elements of a row per rank; rank w's block ``[outer, sizes[w]]`` starts at ``outer * sum(sizes[:w])``.
-            Those of more than 16 ranks are copied to the device at the first call with them.
+            Sizes for more than 16 ranks are copied to the device at the first call with them.
         config: the tile; ``config_for`` chooses by default.
 
     Returns:
@@ -71,7 +71,7 @@ def unpack(
     sizes: Sequence[int] | None = None,
     config: Config | None = None,
 ) -> int:
-    """Copy back from rank order: ``rows[o, w*run + k] = wire[w, o, k] * scale``, plus what was there to accumulate.
+    """Copy back from rank order: ``rows[o, w*run + k] = wire[w, o, k] * scale``; ``accumulate`` adds to the rows.
 
     Padding on the wire is not read. Arguments, arithmetic and errors as in ``pack``.
 
@@ -86,7 +86,7 @@ def unpack(
 def plain_copy(
     name: str, device: int, dtype: torch.dtype, alignment: int, shape: Ints, stride: Ints, world: int
 ) -> tuple[Launch | None, int]:
-    """The prepared launch of ``pack`` or ``unpack`` between rows and a contiguous wire of equal shards.
+    """Prepare the launch of ``pack`` or ``unpack`` between rows and a contiguous wire of equal shards.
 
     Args:
         name: ``pack`` or ``unpack``.
@@ -147,7 +147,7 @@ def _plan(
     accumulates: bool,
     config: Config | None,
 ) -> tuple[Launch | None, int, torch.dtype | None]:
-    """The launch of one kind of call (None when there is nothing to copy), the bytes it moves, the arithmetic type."""
+    """Prepare one kind of call: its launch (None with nothing to copy), the bytes it moves, its arithmetic type."""
     target = "wire" if name == "pack" else "rows"
     geo = geometry_of(name, shape, stride, wire_shape, wire_stride, sizes, target)
     ends = (rows_dtype, wire_dtype) if name == "pack" else (wire_dtype, rows_dtype)
@@ -183,7 +183,7 @@ def _plan(
 def _unit(
     geo: Geometry, rows_dtype: torch.dtype, wire_dtype: torch.dtype, wide: torch.dtype | None, alignment: int
 ) -> tuple[tuple[torch.dtype, torch.dtype], int, int, tuple[int, int]]:
-    """Types behind the pointers, elements per unit, bytes per unit, and the fraction that turns elements into units."""
+    """Return element types of the pointers, elements and bytes of a unit, and the fraction from elements to units."""
     strides = [step for size, step in zip(geo.dims, geo.strides, strict=True) if size > 1]
     numbers = [*strides, geo.stride_rank, geo.run, geo.row, *(geo.starts or ())]
     if geo.stride_element != 1:
@@ -200,36 +200,36 @@ def _unit(
 
 
 def _in_units(scaling: tuple[int, int], *numbers: int) -> Ints:
-    """Elements as units."""
+    """Convert numbers of elements to units."""
     return tuple(n * scaling[0] // scaling[1] for n in numbers)
 
 
 def _walk(geo: Geometry, scaling: tuple[int, int]) -> Ints:
-    """How the kernels walk the rows: three strides, the sizes of the inner two outer dims, the stride inside a row."""
+    """Return the kernels' strides of three outer dims, sizes of the inner two, and stride inside a row."""
     strides = [step if size > 1 else 0 for size, step in zip(geo.dims, geo.strides, strict=True)]
     sizes = (*geo.dims, 1, 1)[1:3]
     inside = 1 if geo.stride_element == 1 else _in_units(scaling, geo.stride_element)[0]
     return (*_in_units(scaling, *strides, 0, 0)[:3], *sizes, inside)
 
 
-# How the tiles of a row are shared among the ranks: the kernel that walks them, tiles of a row, the integers that it
-# takes besides those of ``_walk``, compile-time arguments of its own, what it reads on the device.
+# Distribution of a row's tiles over the ranks: the kernel, the number of tiles, its integers after those of ``_walk``,
+# its own compile-time arguments, its table on the device.
 _Shards = tuple[Any, int, Ints, dict[str, Any], Ints | None]
 
 
 def _equal_shards(geo: Geometry, scaling: tuple[int, int], cols: int, step: int) -> _Shards:
-    """Tiles of ``step`` units along the full row, padding on the wire included."""
+    """Return tiles of ``step`` units along the full row, padding on the wire included."""
     tiles = -(-cols // step)
     stride_rank, row, run = _in_units(scaling, geo.stride_rank, geo.row, geo.run)
     return _copy_kernel, tiles, (stride_rank, geo.outer, row, run, cols, tiles), {}, None
 
 
 def _given_shards(outer: int, starts: Ints, step: int) -> _Shards:
-    """Tiles of ``step`` units of each shard: by value, or for more ranks than that in a table."""
+    """Return tiles of ``step`` units of each shard, for up to BY_VALUE ranks as arguments, for more in a table."""
     lengths = _lengths(starts)
     first = tuple(accumulate((-(-length // step) for length in lengths), initial=0))
     world, row, tiles = len(lengths), starts[-1], first[-1]
-    if world <= BY_VALUE:  # a rank that is not there starts where the row ends
+    if world <= BY_VALUE:  # an absent rank starts where the row ends
         given, begun = (inner[1:-1] + (inner[-1],) * (BY_VALUE - world) for inner in (starts, first))
         constants = {"RANKS": BY_VALUE if world > BY_VALUE // 2 else BY_VALUE // 2}
         return _copy_split_kernel, tiles, (outer, row, tiles, *given, *begun), constants, None

@@ -28,23 +28,39 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = {torch.float32: torch.finfo(torch.float32).min, torch.float64: torch.finfo(torch.float64).min}
 
 
-# tl.max, tl.sum and tl.zeros are written in Triton's own language: once one of them was interpreted, nothing compiles
-# in that process any more. These reductions do without.
+# Not tl.max, tl.sum and tl.zeros, which are written in Triton's own language: once the interpreter has run one of them,
+# nothing compiles in that process any more.
 
 
 @triton.jit
 def _larger(a, b):
+    """Return the larger of two partial maxima of ``tl.reduce``.
+
+    Example:
+        ``tl.reduce([1.0, 3.0, -2.0, 0.0], 0, _larger)`` is 3.0.
+    """
     return tl.maximum(a, b)
 
 
 @triton.jit
 def _sum(a, b):
+    """Add two partial sums of ``tl.reduce``.
+
+    Example:
+        ``tl.reduce([1.0, 3.0, -2.0, 0.0], 0, _sum)`` is 2.0.
+    """
     return a + b
 
 
 @triton.jit
 def _exp(x, HAS_EX2: tl.constexpr):
-    """``e**x``. ``tl.exp`` keeps denormal results, for a comparison and two products around every exponential."""
+    """Return ``e**x``; in fp32 results below 2**-126 are zero.
+
+    ``tl.exp`` keeps them, at the price of a comparison and two products around every exponential.
+
+    Example:
+        ``[0.0, 1.0, -1.0, -inf]`` gives ``[1.0, 2.7183, 0.3679, 0.0]``.
+    """
     if x.dtype == tl.float64:
         x = tl.exp(x)
     elif HAS_EX2:
@@ -58,7 +74,12 @@ def _exp(x, HAS_EX2: tl.constexpr):
 
 @triton.jit
 def _joined(x, col_max, sum_exp, HAS_EX2: tl.constexpr):
-    """The maximum of every column and the sum of exponentials under it, with those of a tile."""
+    """Extend every column's maximum, and sum of exponentials below it, by the rows of a tile.
+
+    Example:
+        Tile ``[[0.0, 1.0], [0.0, 3.0]]``, maxima ``[0.0, 2.0]`` and sums ``[1.0, 1.0]`` so far:
+        maxima ``[0.0, 3.0]``, sums ``[3.0, 1.5032]``.
+    """
     new_max = tl.maximum(col_max, tl.reduce(x, 0, _larger))
     terms = tl.reduce(_exp(x - new_max[None, :], HAS_EX2), 0, _sum)
     return new_max, sum_exp * _exp(col_max - new_max, HAS_EX2) + terms
@@ -66,7 +87,11 @@ def _joined(x, col_max, sum_exp, HAS_EX2: tl.constexpr):
 
 @triton.jit
 def _weighted(x, weight):
-    """The weighted sum of every column of a tile; an infinite logit of weight 0 does not count."""
+    """Return the weighted sum of every column of a tile; an infinite logit of weight 0 does not count.
+
+    Example:
+        Tile ``[[1.0, 2.0], [3.0, inf]]`` by weights ``[[0.5, 0.5], [0.5, 0.0]]``: ``[2.0, 1.0]``.
+    """
     return tl.reduce(tl.where(weight == 0.0, 0.0, weight * x), 0, _sum)
 
 
@@ -76,11 +101,16 @@ def _statistics_kernel(
     SMOOTHED: tl.constexpr, WIDE: tl.constexpr, LOWEST: tl.constexpr, HAS_EX2: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: a maximum, the sum of exponentials under it, the weighted sum of the logits.
+    """Reduce one row per program: its log-sum-exp to ``out[0]``, its weighted logits to ``out[1]``.
 
-    The row is read in tiles of ROWS x COLS, of which a thread holds whole columns: each column has a maximum and sums
-    of its own, so that no thread waits for another before the last tile. The first maximum is finite, so that no
-    difference is one of two infinities.
+    The row is read in tiles of ROWS x COLS, of which a thread holds whole columns. Each column has a maximum and sums
+    of its own, so no thread waits for another before the last tile. The maximum starts at LOWEST, which is finite, so
+    that no difference is one of two infinities.
+
+    Example:
+        Logits ``[[1.0, 1.0], [2.0, 2.0]]``, target columns ``[0, -1]`` (the second is on another rank), weights 1.
+        Program 0 writes ``[1.6931, _, 1.0, _]``, which is 1 + log 2 and the logit of the target.
+        Program 1 writes ``[_, 2.6931, _, 0.0]``.
     """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_row
@@ -117,7 +147,13 @@ def _gradient_kernel(
     logits_ptr, target_col_ptr, target_weight_ptr, smoothing_ptr, row_weight_ptr, lse_ptr, upstream_ptr, out_ptr,
     stride_row, cols, blocks, SMOOTHED: tl.constexpr, WIDE: tl.constexpr, HAS_EX2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of a row."""
+    """Write the gradient of one block of a row per program.
+
+    Example:
+        Logits ``[[0.0, 0.0, 0.0, 0.0]]``, log-sum-exp log 4, target column 2, weights 1, upstream gradient 4, BLOCK 2.
+        Program 0 writes ``[1.0, 1.0, _, _]``, which is ``softmax * 4``.
+        Program 1 writes ``[_, _, -3.0, 1.0]``, which is ``(softmax - 1) * 4`` at the target.
+    """
     program = tl.program_id(0)
     row, first = (program // blocks).to(tl.int64), (program % blocks) * BLOCK
     lane = first + tl.arange(0, BLOCK)

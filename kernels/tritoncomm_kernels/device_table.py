@@ -1,7 +1,7 @@
-"""Integers that kernels read on a device: copied there once, shared by streams and graphs.
+"""Table of integers that kernels read on a device: copied there once, shared by streams and graphs.
 
-They lie in slabs, each of pinned memory and as much of the device, which outlive what is captured with them. Not to be
-confused with ``tables``, which are files of tuned tiles.
+Tables lie in slabs: pinned memory, and as much memory of the device. A slab outlives the graphs that were captured with
+it. Not to be confused with ``tables``, which are files of tuned tiles.
 """
 
 import threading
@@ -90,8 +90,8 @@ class _Slab:
     Attributes:
         room: bytes of either.
         used: bytes that tables have.
-        tables: those in it that something still refers to.
-        in_graph: a graph reads from it, and may do so for ever.
+        tables: its tables that are still referenced.
+        in_graph: whether a graph reads from it; such a slab is never freed.
     """
 
     def __init__(self, room: int, device: int, stream: torch.cuda.Stream) -> None:
@@ -104,14 +104,14 @@ class _Slab:
         self._made.record(stream)
 
     def serve(self, stream: torch.cuda.Stream) -> None:
-        """Let this stream use the slab: after what ran there before it was a slab, and until it is none."""
+        """Let a stream use the slab: after the earlier users of its memory, and before torch reuses it."""
         if stream.cuda_stream not in self._streams:
             stream.wait_event(self._made)
             self._memory.record_stream(stream)
             self._streams.add(stream.cuda_stream)
 
     def copied(self, content: Content) -> Tensor:
-        """Place a table at the end of what is used, and copy it on the current stream."""
+        """Place a table behind the used bytes, and copy it on the current stream."""
         start, end = self.used, self.used + content.nbytes
         self.used = -(-end // _ALIGNED) * _ALIGNED
         self._bytes[start:end] = content.view(np.uint8)
@@ -155,8 +155,8 @@ def _in_graph(content: Content, device: int) -> Tensor:
 def _allocated(nbytes: int, device: int, stream: torch.cuda.Stream) -> tuple[Tensor, Tensor]:
     """Pinned memory and memory of a device, in a thread of its own.
 
-    Memory that this thread asks for may come from a private pool: that of ``torch.compile(mode="reduce-overhead")``
-    while it warms up, where anything that lives longer is taken for a leak.
+    This thread may allocate in a private pool: ``torch.compile(mode="reduce-overhead")`` has one while it warms up, and
+    takes memory that lives longer for a leak.
     """
 
     def allocate() -> tuple[Tensor, Tensor]:
@@ -173,16 +173,16 @@ def _on_device(nbytes: int, device: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def table_on(content: tuple[int, ...], device: int) -> Table:
-    """One table per content and device."""
+    """Return the table of a content and device; equal contents share it."""
     return Table(np.array(content, np.int32), device)
 
 
 def table_of(content: Content | tuple[int, ...], device: int) -> Table:
-    """The table of a tuple, or one of its own for an array."""
+    """Return the shared table of a tuple, or a new table of an array."""
     return table_on(content, device) if isinstance(content, tuple) else Table(content, device)
 
 
 @lru_cache(maxsize=64)
 def addresses_on(addresses: tuple[int, ...], device: int) -> Table:
-    """Addresses of tensors on their device: copied there when they change, not while they are the same."""
+    """Return addresses of tensors on their device; they are copied when they change."""
     return Table(np.frombuffer(array("q", addresses), np.int64), device)  # a third of the time of np.array

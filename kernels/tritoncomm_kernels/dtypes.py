@@ -1,6 +1,6 @@
-"""What type arithmetic runs in, and how a scale gets there.
+"""The wide type of arithmetic, and the scale as a kernel's argument.
 
-The wide type is fp32, fp64 when either side is fp64, and an integer's own type.
+The wide type is fp32, fp64 if either side is fp64, and an integer's own type.
 """
 
 import struct
@@ -15,10 +15,11 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 def wide_type(
     name: str, source: torch.dtype, target: torch.dtype, scaled: bool, summed: bool = False
 ) -> torch.dtype | None:
-    """The type arithmetic runs in, or None when ``source`` to ``target`` is a copy of bits.
+    """Return the type of the arithmetic, or None if ``source`` to ``target`` is a copy of bits.
 
     Raises:
-        TypeError: a cast or scale of anything but fp16, bf16, fp32 and fp64, or a sum of what cannot be summed.
+        TypeError: a cast or scale of anything but fp16, bf16, fp32 and fp64, or a sum of another dtype than those and
+            the integers.
 
     Example:
         ``wide_type("pack", torch.float32, torch.bfloat16, False)`` is ``torch.float32``.
@@ -34,7 +35,7 @@ def wide_type(
 
 
 def checked_scale(name: str, scale: float, wide: torch.dtype | None) -> float:
-    """``scale`` as a Python float that the wide type can hold."""
+    """Return ``scale`` as a Python float that the wide type can hold."""
     if not isinstance(scale, (int, float)):
         raise TypeError(f"{name}: scale must be a number, not {type(scale).__name__} (a tensor would synchronise)")
     scale = float(scale)
@@ -44,5 +45,5 @@ def checked_scale(name: str, scale: float, wide: torch.dtype | None) -> float:
 
 
 def scale_argument(scale: float, wide: torch.dtype | None) -> float | int:
-    """What a kernel takes for ``scale``: the integer of its bits for fp64, since a float argument is fp32."""
+    """Return a kernel's argument for ``scale``: for fp64 the integer of its bits, because a float argument is fp32."""
     return struct.unpack("q", struct.pack("d", scale))[0] if wide is torch.float64 else scale

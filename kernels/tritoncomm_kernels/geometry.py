@@ -143,7 +143,7 @@ class IndexedRows:
 
 
 def rows_layout_of(x: Tensor) -> RowsLayout:
-    """What ``indexed_rows`` depends on, of a tensor."""
+    """Return a tensor's arguments of ``indexed_rows``: dtype, shape, stride, and whether a lazy bit is set."""
     return x.dtype, x.shape, x.stride(), x.is_conj() or x.is_neg()
 
 

@@ -1,4 +1,4 @@
-"""The Triton of this environment: its version, and a sentence with the remedy where kernels cannot use it.
+"""The Triton of this environment: its version, and the remedy if kernels cannot use it.
 
 torch is the only dependency. Its CUDA builds require Triton, its ROCm builds bring one in a distribution of another
 name, its CPU builds bring none: the import tells, the names of distributions do not.
@@ -36,7 +36,7 @@ def numbers() -> tuple[int, int]:
 
 
 def problem() -> str:
-    """Why kernels cannot run, in one sentence with the remedy; empty if they can."""
+    """Return the reason why kernels cannot run, with the remedy; empty if they can."""
     found, error = _imported()
     oldest = ".".join(map(str, OLDEST))
     if not found:

@@ -1,10 +1,10 @@
-"""Launching a compiled kernel for a few microseconds: one compiled variant per kind of call, called directly.
+"""Prepared launch: one compiled variant per kind of call, called directly for about 2 us of host time.
 
-``fn[grid](...)`` inspects every argument on every call (about 20 us). These kernels do not depend on the values
-(integers are never specialised, and no access is wider than the host proved aligned), so the variant is looked up once
-and its ``run`` is called with raw pointers, past the Python in front of Triton's C launcher where that is known. The
-ordinary launch remains for the interpreter, for profilers that hook launches, for a current device that is not the
-tensors' and for any Triton whose own way of calling a compiled kernel is not the known one.
+``fn[grid](...)`` inspects every argument on every call (about 20 us). These kernels do not depend on the values:
+integers are never specialised, and no access is wider than the host proved aligned. So the variant is looked up once,
+and its ``run`` is called with raw pointers, past the Python in front of Triton's C launcher if that launcher is known.
+The ordinary launch remains for the interpreter, for profilers that hook launches, for a current device that is not the
+tensors', and for a Triton with an unknown launcher.
 """
 
 import hashlib
@@ -31,8 +31,14 @@ from tritoncomm_kernels.numerics import INTERPRETED as _CONSTANT
 _NAMES = ("int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 INTERPRETED = bool(_CONSTANT)  # asking the constant itself is a call
 TRITON_TYPE: dict[torch.dtype, Any] = {getattr(torch, name): getattr(tl, name) for name in _NAMES}
-# Source that the direct launch stands for, by hash. The version is no proof: NVIDIA's containers and ROCm's torch have
-# builds of the same number that differ. No public API calls a compiled kernel at this cost (Triton 3.6 to 3.9).
+# Triton's launcher is private, and its argument list changes between releases. The direct launch bypasses the two
+# functions below and is taken only if their source has a known hash. A version number is no proof: NVIDIA's containers
+# and ROCm's torch have builds of one number that differ. Tested with Triton 3.6, 3.7, 3.8 and 3.9.
+# Missing public API: a call of a compiled kernel with raw pointers on a given stream. The public ``kernel[grid](...)``
+# takes about 20 us.
+# Expires: once such a call exists, or ``kernel[grid](...)`` takes less than 5 us, delete these tables, ``Variant``,
+# ``_entry``, ``_known_calls`` and ``is_direct``. Until then a new release of Triton gets the ordinary launch, and
+# ``tritoncomm doctor`` says so, until somebody compares its two functions and adds their hashes here.
 _CALLS_RUN = "77d60bb58759c35a"  # CompiledKernel.__getitem__ of 3.6 to 3.9
 _CALLS_C = {  # CudaLauncher.__call__, and whether the kernel's arguments go as one tuple
     "9412a64d532d5b5c": False,  # 3.6
@@ -40,10 +46,12 @@ _CALLS_C = {  # CudaLauncher.__call__, and whether the kernel's arguments go as 
     "6afde16b206e5650": True,  # 3.8
     "7858736667eaebc1": True,  # 3.9
 }
-_HIP_THREADS = 2**32  # that a launch of HIP has fewer than
+_HIP_THREADS = 2**32  # a launch of HIP has fewer threads
 _INTERPRETED_TILE = 128 * 1024
 _LIMIT = 2**31 - 2**20  # a tile may reach past the last row and column by its own size
 
+# Two integers for every launch. Public are torch.cuda.current_device(), which initializes CUDA lazily, and
+# torch.cuda.current_stream(), which makes an object (torch 2.11 to 2.13).
 _current_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -54,9 +62,9 @@ class Variant:
 
     Attributes:
         run: a launcher.
-        fixed: what it takes between the stream and the kernel's arguments.
-        packed: the kernel's arguments go as one tuple.
-        compiled: kept referenced because Triton unloads the module with it.
+        fixed: its arguments between the stream and the kernel's arguments.
+        packed: whether the kernel's arguments go as one tuple.
+        compiled: referenced, because Triton unloads the module with it.
     """
 
     run: Callable[..., None]
@@ -70,7 +78,7 @@ _variants: dict[tuple[Any, ...], Variant | None] = {}
 
 @dataclass
 class Launch:
-    """Everything about a call but its pointers and its scale.
+    """A call of a kernel, prepared for any pointers and any scale.
 
     Attributes:
         kernel: the ``triton.jit`` function: ``(first_ptr, second_ptr, scale, *more, *arguments, *constants)``, with a
@@ -125,7 +133,7 @@ class Launch:
             variant.run(self.grid, 1, 1, stream, *variant.fixed, *arguments)
 
     def table_for(self, stream: int) -> Tensor:
-        """The table, for the current stream of the current device."""
+        """Return the table on the device, for the current stream of the current device."""
         assert self.table is not None
         if self.resident is None:
             self.resident = table_of(self.table, self.device)
@@ -166,7 +174,7 @@ class Launch:
 
 
 def _entry(compiled: Any) -> Variant | None:
-    """How to call a compiled kernel: straight into the C launcher where it is known, else through ``run``."""
+    """Return the direct call of a compiled kernel: its C launcher if that is known, else ``run``, else None."""
     run, function, metadata = (getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
     if run is None or function is None or metadata is None:
         return None
@@ -183,7 +191,7 @@ def _entry(compiled: Any) -> Variant | None:
 
 
 def launched(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """The ordinary launch, on the device of the first argument; integers are specialised as Triton likes."""
+    """Launch as Triton does, on the device of the first argument; Triton specialises integers by their values."""
     check_place(kernel.__name__, arguments[0], arguments[0])
     device = arguments[0].get_device()
     with _quiet() if INTERPRETED else torch.cuda.device(device):
@@ -191,7 +199,7 @@ def launched(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: A
 
 
 def stream_of(device: int) -> int:
-    """The current stream of a device as an integer; 0 on the CPU."""
+    """Return the current stream of a device as an integer; 0 on the CPU."""
     if device < 0:
         return 0
     return torch.cuda.current_stream(device).cuda_stream if _current_stream is None else _current_stream(device)
@@ -224,7 +232,7 @@ def _source_hash(function: Callable[..., Any]) -> str:
 
 
 def launch_kind() -> str:
-    """How kernels are launched on a GPU: ``C`` (by Triton's launcher), ``run`` (by its Python), else ``ordinary``."""
+    """Return the launch on a GPU: ``C`` (into Triton's C launcher), ``run`` (through its Python), else ``ordinary``."""
     if not _known_calls():
         return "ordinary"
     if torch.version.hip:
@@ -237,9 +245,9 @@ def launch_kind() -> str:
 def tile_on(
     device: int, op: str, unit_bytes: int, outer: int, cols_bytes: int, addresses_are_long: bool = False
 ) -> Config:
-    """``config_for`` on a device; larger in the interpreter, where a program costs milliseconds whatever its size.
+    """Return ``config_for`` on a device; in the interpreter a larger tile, because every program costs milliseconds.
 
-    With half the rows where a thread has many addresses, as in units of 2 bytes and 1, which take registers to find.
+    With long addresses and units of 1 or 2 bytes half the rows: a thread has many addresses, which take registers.
     """
     if INTERPRETED:
         tile = tile_for(op, unit_bytes, outer, cols_bytes, _INTERPRETED_TILE, _INTERPRETED_TILE, Config.num_warps)
@@ -266,7 +274,7 @@ def check_place(name: str, first: Tensor, second: Tensor) -> None:
 
 
 def fits(name: str, numbers: Iterable[int], threads: int = 0) -> None:
-    """Refuse what 32-bit integers in units cannot hold: some Triton versions would truncate it silently.
+    """Refuse numbers that 32-bit integers cannot hold: some Triton versions would truncate them silently.
 
     Args:
         name: of the operation.
@@ -285,7 +293,7 @@ def fits(name: str, numbers: Iterable[int], threads: int = 0) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """NumPy's warnings about arithmetic that overflows or meets NaN, which is what arithmetic kernels do."""
+    """Ignore NumPy's warnings of overflow and NaN in the interpreter: kernels may meet both."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         yield

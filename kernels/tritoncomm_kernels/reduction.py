@@ -1,4 +1,4 @@
-"""reduce: the sum of the ranks' parts of a wire, in rank order, with one rounding at the end."""
+"""reduce: the sum of a wire's parts in rank order, with one rounding at the end."""
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 import math
@@ -27,9 +27,13 @@ def _total(
     part_ptr, mask, step, scale, parts, PARTS: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """The sum of what ``parts`` parts have at ``part_ptr``, ``step`` elements apart.
+    """Return the scaled sum of ``parts`` parts at ``part_ptr``, ``step`` elements apart.
 
-    PARTS are summed unrolled; with REST they are the first ones, and chunks of REST follow.
+    The first PARTS parts are summed unrolled. With REST the others follow in a loop, in chunks of REST.
+
+    Example:
+        Four parts ``[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]``, ``step`` 2, PARTS 2, REST 2, scale 0.5:
+        ``[8.0, 10.0]``, in one turn of the loop.
     """
     acc = widen(tl.load(part_ptr, mask=mask, other=0), WIDE)
     for w in tl.static_range(1, PARTS):
@@ -51,9 +55,15 @@ def _reduce_kernel(
     VEC: tl.constexpr, PARTS: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr, HAS_SCALE: tl.constexpr,
     TAIL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``units`` of VEC elements, then, with TAIL, the ``rest`` that is no whole unit, by the first program.
+    """Sum one block of ``units`` units of VEC elements; with TAIL program 0 also sums the ``rest`` after the last unit.
 
-    A mask by element over everything would make every access as narrow as an element.
+    A mask by element over the whole block would make every access as narrow as an element.
+
+    Example:
+        Parts ``[[1.0, 2.0, 3.0, 4.0, 5.0], [10.0, 20.0, 30.0, 40.0, 50.0]]``, 6 elements (``stride_rank`` 3) apart:
+        VEC 2, BLOCK 2, ``units`` 2, ``rest`` 1.
+        Program 0 writes ``[11.0, 22.0, _, _, 55.0]``.
+        Program 1 writes ``[_, _, 33.0, 44.0, _]``.
     """
     pid = tl.program_id(0)
     step = stride_rank.to(tl.int64) * VEC

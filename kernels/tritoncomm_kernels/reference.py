@@ -1,4 +1,4 @@
-"""The kernels in plain torch: what they are compared with, and but for cross entropy the path of CPU tensors too."""
+"""The kernels in plain torch: the twins of all tests, and except for cross entropy the path of CPU tensors."""
 
 from collections.abc import Iterator, Sequence
 
@@ -138,12 +138,12 @@ def copy_segments(tensors: Sequence[Tensor], targets: Sequence[Tensor], copies: 
         for (index, offset, rows, row, stride, at, step), wide in zip(copies.segments, checked.wides, strict=True):
             source, target = tensors[index], targets[index]
             first = int(source.storage_offset()) + offset, int(target.storage_offset()) + at // target.itemsize
-            into = target.as_strided((rows, row), (step or row, 1), first[1])
+            target_rows = target.as_strided((rows, row), (step or row, 1), first[1])
             x = source.as_strided((rows, row), (stride, 1), first[0])
             if wide is None:
-                pairs.append((into, x))
+                pairs.append((target_rows, x))
             else:
-                _put(into, x, None, wide)
+                _put(target_rows, x, None, wide)
         if pairs:
             _copy_all(pairs)
     return checked.copied
@@ -182,7 +182,7 @@ def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
 
 
 def _as_integers(x: Tensor) -> Tensor:
-    """The bits of elements of 1 to 8 bytes, which every operator of torch copies."""
+    """View elements of 1 to 8 bytes as integers, which every operator of torch copies."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return x.view(kinds[x.itemsize]) if x.itemsize in kinds else x
 
@@ -231,7 +231,7 @@ def _checked(
 
 
 def _shards(rows: Tensor, wire: Tensor, sizes: tuple[int, ...] | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of the wire, shaped as the rows are, and the shard of the rows each holds; one pair for an even split."""
+    """Yield (block of the wire, shaped as the rows, shard of the rows that it holds); one pair for an even split."""
     lead, row = rows.shape[:-1], rows.shape[-1]
     if sizes is not None:
         outer = rows.numel() // row if row else 0
@@ -253,7 +253,7 @@ def _shards(rows: Tensor, wire: Tensor, sizes: tuple[int, ...] | None) -> Iterat
 def _segment_views(
     tensors: Sequence[Tensor], wire: Tensor, segments: Segments, checked: CheckedSegments
 ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[tuple[Tensor, list[Tensor], torch.dtype]]]:
-    """Padding of the wire; pairs of rows and wire to be copied; those that take arithmetic, all parts, and its type."""
+    """Return padding of the wire; copies as (rows, wire); casts and sums as (rows, parts of the wire, wide type)."""
     start, dtypes = int(wire.storage_offset()) * wire.itemsize, segments.dtypes
     flat = wire.view(-1).view(torch.uint8)
     typed = {dtype: _typed(flat, dtype) for dtype in {*dtypes, torch.uint8}}
@@ -284,9 +284,9 @@ def _segment_views(
 
 
 def _block(wire: Tensor, size: Sequence[int], step: int, at: int) -> Tensor | None:
-    """Rows of the wire from byte ``at`` of its memory on, ``step`` elements apart (0: one after the other).
+    """Return rows of the wire from byte ``at`` of its memory on, ``step`` elements apart (0: one after the other).
 
-    None where no element starts there.
+    None if no element starts at that byte.
     """
     place, rest = divmod(at, wire.itemsize)
     return None if rest else wire.as_strided(size, (step or size[1], 1) if len(size) == 2 else (1,), place)
@@ -299,14 +299,14 @@ def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _typed(flat: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes as elements, as many as there are from the first aligned one on."""
+    """Return the bytes as elements, from the first aligned element to the last whole one."""
     first = -flat.storage_offset() % dtype.itemsize
     count = max(flat.numel() - first, 0) // dtype.itemsize
     return flat[first : first + count * dtype.itemsize].view(dtype)
 
 
 def _put(target: Tensor, source: Tensor, scale: float | None, wide: torch.dtype | None, add: bool = False) -> None:
-    """One strided copy, with the arithmetic of the kernels on the way."""
+    """Copy ``source`` to ``target`` with the arithmetic of the kernels: scale, add, round once."""
     if scale is None and not add:
         target.copy_(source if wide is None else _narrowed(source, target.dtype))
         return
@@ -320,5 +320,5 @@ def _put(target: Tensor, source: Tensor, scale: float | None, wide: torch.dtype 
 
 
 def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp64 reaches 16 bits through fp32."""
+    """Convert fp64 to fp32 if the target has 16 bits: a kernel rounds twice there, too."""
     return x.float() if x.dtype is torch.float64 and dtype.itemsize == 2 else x

@@ -24,7 +24,15 @@ def _rows_kernel(
     limit: tl.int64, stride_far: tl.int64, stride_near: tl.int64, count: tl.int32, row: tl.int32, blocks: tl.int32,
     INDEX: tl.constexpr, SCATTER: tl.constexpr, VEC: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """``near[i] = far[index[i]]`` for ``count`` rows of ``row`` units, zeros where there is no such row; or back."""
+    """Copy ``near[i] = far[index[i]]`` for ``count`` rows of ``row`` units, zeros for an index of no row; or back.
+
+    Example:
+        Gather from rows ``[[1, 2], [3, 4]]`` (``limit`` 2) by ``[1, -1, 1]`` with BLOCK_ROWS 2, BLOCK_COLS 2.
+        Program 0 reads the first two indices and writes ``[3, 4, 0, 0, _, _]``.
+        Program 1 reads the third index and writes ``[_, _, _, _, 3, 4]``.
+        Scatter of rows ``[[5, 6], [7, 8], [9, 10]]`` by ``[1, -1, 0]``: program 0 writes ``[_, _, 5, 6]``, program 1
+        writes ``[9, 10, _, _]``.
+    """
     pid = tl.program_id(0)
     po = _divide(pid, blocks)
     pk = pid - po * blocks

@@ -50,8 +50,8 @@ def gather_segments(tensors: Sequence[Tensor], wire: Tensor, segments: Segments,
     fp64) with one rounding at the store. Bytes of the wire that belong to no segment stay as they are.
 
     Args:
-        tensors: those of the table, in its order, any shapes and strides. Addresses of up to 16 are arguments of the
-            kernel; those of more are copied to the device when they change.
+        tensors: the table's tensors in its order, any shapes and strides. Up to 16 addresses are arguments of the
+            kernel; more are copied to the device when they change.
         wire: contiguous, of any dtype, ``segments.wire_bytes`` or longer.
         segments: the table. Its plan is made and copied to the device at the first call with it, for every layout and
             alignment of the tensors.
@@ -81,15 +81,15 @@ def scatter_segments(
     accumulate: bool = False,
     sums: bool = False,
 ) -> int:
-    """Copy the table's rows back from the wire into the tensors, or add them to what is there.
+    """Copy the table's rows back from the wire into the tensors; ``accumulate`` adds them to the tensors.
 
-    Padding is not read. Arguments, arithmetic and errors as in ``gather_segments``; here a table whose rows overlap in
-    a tensor is refused, too, but with ``sums`` segments may have the same rows: they are added up in the order of the
-    table, with one rounding, which is the adjoint of a gather that reads rows several times.
+    Padding is not read. Arguments, arithmetic and errors as in ``gather_segments``; a table whose rows overlap in a
+    tensor is refused, too. With ``sums`` several segments may have equal rows: they are added up in the order of the
+    table, with one rounding. This is the adjoint of a gather that reads rows several times.
 
     Args:
         wire, tensors, segments, scale: as there.
-        accumulate: add to what is in the tensors.
+        accumulate: add to the tensors' values.
         sums: add up segments that have tensor, offset, rows, row and stride in common.
 
     Returns:
@@ -125,8 +125,8 @@ def copy_segments(tensors: Sequence[Tensor], targets: Sequence[Tensor], copies: 
 class SegmentCall:
     """The launches of one table, for tensors and a wire whose layouts never change.
 
-    A call asks for addresses only, and has a launch for every alignment of theirs. The caller vouches that dtypes,
-    shapes, strides and the device are those of the first tensors.
+    A call asks for addresses only, and keeps launches for every alignment of them. The caller vouches that dtypes,
+    shapes, strides and the device equal those of the first tensors.
 
     Args:
         name: ``gather_segments``, ``scatter_segments`` or ``copy_segments``.
@@ -159,7 +159,7 @@ class SegmentCall:
         """Launch on the current stream.
 
         Args:
-            tensors: those of the table, in its order.
+            tensors: the table's tensors, in its order.
             wire: contiguous.
         """
         addresses = tuple(map(Tensor.data_ptr, tensors))
@@ -216,7 +216,7 @@ def _plan(
     accumulates: bool,
     sums: bool = False,
 ) -> tuple[list[tuple[Launch, torch.dtype | None]], int]:
-    """The launches of one kind of call with the type of their arithmetic, and the bytes read plus written."""
+    """Prepare one kind of call: launches with the type of their arithmetic, and the bytes read plus written."""
     dtypes = layouts.dtypes[1:]
     aligned = np.array(alignment or (0,) * len(dtypes), np.int64)
     if isinstance(segments, Copies):
@@ -230,7 +230,7 @@ def _plan(
     launches = []
     for kind, rows in copies.items():
         of_sums = kind if kind in added else None
-        if kind is None:  # the copies take sums that no casts take
+        if kind is None:  # the launch of the copies takes sums that no launch of casts takes
             of_sums = next((each for each in added if each not in copies), next(iter(added), None))
         launches.append(_launch(call, kind, rows, of_sums, added.pop(of_sums, {})))
     launches += [_launch(call, None, [], kind, rows) for kind, rows in added.items()]
@@ -239,13 +239,14 @@ def _plan(
 
 @dataclass(frozen=True)
 class _Call:
-    """What all launches of one kind of call have in common.
+    """Common data of all launches of one kind of call.
 
     Attributes:
         name: of the operation.
         segments: the table.
-        ends: addresses modulo 16 of the tensors and of the wire, or of their targets; the device.
-        scaled, accumulates: what is done on the way.
+        ends: addresses modulo 16 of the tensors and of the wire (or of the targets), and the device.
+        scaled: whether elements are multiplied by a scale.
+        accumulates: whether elements are added to the target's.
     """
 
     name: str
@@ -256,14 +257,14 @@ class _Call:
 
     @property
     def is_paired(self) -> bool:
-        """Every tensor has a target of its own, and no wire."""
+        """Whether every tensor has a target of its own instead of a common wire."""
         return isinstance(self.segments, Copies)
 
 
 def _by_kind(
     call: _Call, checked: CheckedSegments, dtypes: Sequence[torch.dtype]
 ) -> tuple[dict[_Kind, list[Any]], dict[_Kind, dict[int, list[Any]]]]:
-    """Rows of segments by their arithmetic; those that are added up also by the number of their parts."""
+    """Sort segments by their arithmetic: copies and casts, and sums by the number of their parts, too."""
     copies: dict[_Kind, list[Any]] = {}
     added: dict[_Kind, dict[int, list[Any]]] = {}
     for i, (segment, wide) in enumerate(zip(checked.targets, checked.wides, strict=True)):
@@ -284,13 +285,13 @@ def _by_kind(
 def _launch(
     call: _Call, kind: _Kind, rows: list[Any], of_sums: _Kind, added: dict[int, list[Any]]
 ) -> tuple[Launch, torch.dtype | None]:
-    """One launch, and the type of its arithmetic: of segments that are copied or cast, if any, and of sums of one kind.
+    """Return one launch and the type of its arithmetic, for copied or cast segments and for sums of one kind.
 
     Args:
         call: the call.
-        kind: of the segments that are not added up.
-        rows: those segments.
-        of_sums: kind of the sums.
+        kind: arithmetic of ``rows``.
+        rows: segments that are copied or cast.
+        of_sums: arithmetic of the sums.
         added: segments that are added up, by the number of their parts.
     """
     works = [_work(call, kind, np.array(rows))] if rows else []
@@ -317,7 +318,7 @@ def _launch(
 
 
 def _accesses(kind: _Kind, units: int) -> list[tuple[torch.dtype, torch.dtype, torch.dtype | None, int, int]]:
-    """Of every kind of unit, the widest first: elements on both sides, the type between, how many, units at a time."""
+    """Return (rows type, wire type, wide type, VEC, BLOCK) of every kind of unit, the widest first."""
     if kind is None:
         return [(bits, bits, None, 2 if i == 0 else 1, BLOCKS[i]) for i, bits in enumerate(_BITS)]
     widest = 16 // min(kind[0].itemsize, kind[1].itemsize)
@@ -325,7 +326,7 @@ def _accesses(kind: _Kind, units: int) -> list[tuple[torch.dtype, torch.dtype, t
 
 
 def _work(call: _Call, kind: _Kind, rows: Array) -> Work:
-    """The work of segments of one kind that have equally many parts, ``[n, 5 + 2*parts]``."""
+    """Return the work of segments of one arithmetic with equally many parts, ``[n, 5 + 2*parts]``."""
     aligned, wire_align, device = call.ends
     if kind is None:
         itemsizes, rows = None, _in_bytes(rows, call.segments)
@@ -337,7 +338,7 @@ def _work(call: _Call, kind: _Kind, rows: Array) -> Work:
 
 
 def _in_bytes(rows: Array, segments: Segments) -> Array:
-    """Segments of any dtypes as segments of bytes."""
+    """Convert segments of any dtypes to segments of bytes."""
     itemsizes = np.array([*(dtype.itemsize for dtype in segments.dtypes), 1])[rows[:, 0]]  # the last one: padding
     scaled = rows.copy()
     scaled[:, [1, 3, 4, 6]] *= itemsizes[:, None]
@@ -345,7 +346,11 @@ def _in_bytes(rows: Array, segments: Segments) -> Array:
 
 
 def _check_aligned(name: str, kind: tuple[torch.dtype, ...], rows: Array, aligned: Array, wire_align: Array) -> None:
-    """Elements that are cast are read as such, so that they must be where their type may be."""
+    """Refuse casts of elements at addresses that are not aligned to their type.
+
+    Raises:
+        ValueError: an element in a tensor or in the wire is not aligned.
+    """
     wrong = (rows[:, 5::2] + wire_aligned(wire_align, rows[:, 0])) % kind[1].itemsize
     if bool(wrong.any()) or bool((aligned[rows[:, 0]] % kind[0].itemsize).any()):
         raise ValueError(f"{name}: {kind[1]} in the wire cannot be cast where bytes are not aligned to it")

@@ -1,11 +1,42 @@
-"""The kernel of gather_, scatter_ and copy_segments: a list of copies in device memory, as many for every program.
+"""Kernel of gather_segments, scatter_segments and copy_segments: it copies the records of a table in device memory.
 
-A record is four int64 or more: the byte offset from the tensor's address, ``byte offset in the wire | skip << 48``,
-``units | magic << 32`` and ``gap << 32 | tensor << 4 | padding << 3 | kind``, where kind 0 has the widest units; then
-the gap between rows in the wire, and ``index in the table | parts << 32`` of a list of further parts to be added up,
-each ``byte offset from the first one, gap``. Unit i of a record is at unit ``i + (i + skip) // row * gap`` of either
-side, with that side's gap, where the division is ``(i + skip) * magic >> 31``. Addresses of tensors are arguments, or
-in a list on the device; where they are in pairs, the second is the address of that tensor's wire.
+The table is int64 words: first records of P programs, R records of WORDS words each, lists of parts.
+``segment_tiles._words`` packs the records, ``segment_tiles.joined`` places them, programs and parts;
+``segment_copy`` launches with the table. A record has 4 words, 5 if rows have gaps in the wire, 6 if parts are added.
+
+    word            bits   field      unit    written by  read by           content
+    --------------  -----  ---------  ------  ----------  ----------------  ---------------------------------------
+    starts
+    p = 0 .. P-1    0-63   first      record  joined      _segments_kernel  number of the first record of program p
+    P               0-63   R          record  joined      _segments_kernel  number of all records
+    record r, at word P + 1 + r*WORDS
+    0               0-63   rows_at    byte    _words      _segments_kernel  unit 0, from the address of its tensor
+    1               0-47   wire_at    byte    _words      _segments_kernel  unit 0, from the wire (or the target)
+    1               48-63  skip       unit    _words      _walk             units of the first row before the record
+    2               0-31   units      unit    _words      _walk             length of the record
+    2               32-63  magic      -       _words      _walk             ceil(2**31 / row); 0 without rows
+    3               0-2    kind       index   joined      _segments_kernel  of VEC, BLOCK, ...; 0 has the widest unit
+    3               3      padding    flag    _words      _walk             a gather writes zeros and reads nothing
+    3               4-31   tensor     index   _words      _segments_kernel  of the address; of a pair of addresses
+    3               32-63  gap        unit    _words      _walk             stride - row in the tensor, signed
+    4 (WORDS > 4)   0-63   wire_gap   unit    _words      _walk             stride - row in the wire
+    5 (WORDS > 5)   0-31   parts_at   word    joined      _walk             of the table: list of the further parts
+    5 (WORDS > 5)   32-63  parts      part    joined      _walk             number of the further parts
+    part k, at word parts_at + 2*k
+    0               0-63   -          byte    _words      _walk             from the record's first part in the wire
+    1               0-63   -          unit    _words      _walk             stride - row of this part in the wire
+
+A unit is VEC[kind] elements. Unit i of a record is ``i + (i + skip) // row * gap`` units from unit 0 in the tensor, and
+as far with ``wire_gap`` in the wire. The kernel divides by ``(i + skip) * magic >> 31``.
+Addresses of tensors are arguments, or a list on the device. ``copy_segments`` has pairs: a tensor, then its target.
+
+Example:
+    ``Segments([(0, 1, 2, 3, 8, 0), (1, 0, 1, 2, 2, 8)], [torch.int8, torch.int16])`` is a gather of 2 rows of 3 bytes,
+    8 bytes apart, and of 4 bytes. One program has both records. The words of the table, in hexadecimal::
+
+        starts    0  2
+        record 0  1  0  2aaaaaab00000006  500000004  # 6 units of 1 byte (kind 4), magic 2**31 / 3, gap 5, tensor 0
+        record 1  0  8  1                 12         # 1 unit of 4 bytes (kind 2), no rows, tensor 1
 """
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 # pyright: reportArgumentType=false
@@ -17,7 +48,7 @@ from tritoncomm_kernels.numerics import converted, widen
 
 __all__ = ["BY_VALUE", "_segments_kernel"]
 
-BY_VALUE = 16  # tensors whose addresses are arguments of the kernel; those of more are in a list
+BY_VALUE = 16  # up to this many addresses are arguments of the kernel; more are in a list on the device
 
 _ADDRESSES = [f"tensor_{i}" for i in range(BY_VALUE)]
 
@@ -29,7 +60,12 @@ def _walk(
     WORDS: tl.constexpr, STRIDED: tl.constexpr, SCATTER: tl.constexpr, PADDED: tl.constexpr, HAS_SCALE: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """One record in blocks of BLOCK units of VEC elements; with more than one its addresses are multiples of 16."""
+    """Copy one record in blocks of BLOCK units of VEC elements; with VEC > 1 its addresses are multiples of 16.
+
+    Example:
+        Gather of 6 units of 1 byte: ``magic`` 715827883 (rows of 3), ``gap`` 5, no skip. Of a tensor ``0, 1, 2, ...``
+        from byte 1 on it reads bytes 1 + ``[0, 1, 2, 8, 9, 10]`` and writes the wire ``[1, 2, 3, 9, 10, 11]``.
+    """
     rows_ptr, wire_ptr = rows_at.to(tl.pointer_type(ROWS)), wire_at.to(tl.pointer_type(WIRE))
     if VEC > 1:
         rows_ptr, wire_ptr = tl.multiple_of(rows_ptr, 16), tl.multiple_of(wire_ptr, 16)
@@ -82,9 +118,15 @@ def _segments_kernel(
 ):  # fmt: skip
     """Copy the records of this program, from number ``table_ptr[program]`` up to the first one of the next program.
 
-    Kind w of a record moves units of ``VEC[w]`` elements, ``BLOCK[w]`` at a time, from elements ``ROWS[w]`` of a
-    tensor to ``WIRE[w]``, or back, by way of ``WIDE[w]``; the WIDTHS first kinds occur, and the parts of those from
-    SUMS on are added up.
+    Kind w of a record moves units of ``VEC[w]`` elements, ``BLOCK[w]`` units at a time, from elements ``ROWS[w]`` of a
+    tensor to ``WIRE[w]``, or back, with arithmetic in ``WIDE[w]``. Kinds below WIDTHS occur; kinds from SUMS on add
+    up parts.
+
+    Example:
+        The two records of the module's example, one for each of 2 programs: the starts are ``0, 1, 2``. The tensors
+        are ``0, 1, 2, ...`` and ``[20, 21]``.
+        Program 0 writes the wire ``[1, 2, 3, 9, 10, 11, _, _, _, _, _, _]``.
+        Program 1 writes ``[_, _, _, _, _, _, _, _, 20, 0, 21, 0]``.
     """
     addresses = (
         tensor_0, tensor_1, tensor_2, tensor_3, tensor_4, tensor_5, tensor_6, tensor_7, tensor_8, tensor_9, tensor_10,

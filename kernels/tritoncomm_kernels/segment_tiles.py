@@ -1,8 +1,8 @@
-"""How segments are shared among programs: as many bytes and as many small segments for each, as records of a table.
+"""Work of a launch: segments split into records, so that every program has as many bytes and as many small segments.
 
-Made on the host, once for every table of segments and alignment of the tensors. Numbers of all records are in numpy's
-arrays, so that thousands of segments take a few dozen operations. torch's cost several times as much: its dispatcher is
-made for larger ones.
+Made on the host, once for every table of segments and alignment of the tensors. numpy's arrays hold the numbers of all
+records, so that thousands of segments take a few dozen operations. torch's operations cost several times as much: its
+dispatcher is made for larger tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,24 +18,24 @@ __all__ = ["BLOCKS", "Array", "Work", "divide", "joined", "wire_aligned"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-BLOCKS = tuple(LANES * units for units in (16, 32, 32, 32, 32))  # that a program copies at a time, of 16 bytes to 1
-_MOST, _LEAST = 32 * 1024, 8 * 1024  # bytes of a program, where there are enough for every multiprocessor
-_PROGRAMS = 16  # that one multiprocessor holds at a time
-_SMALL = 16  # a record of less than 1 in so many of a program's bytes is not split, and a program has so many at most
-_ROW_UNITS = 1 << 14  # of a record with rows at most, so that i * magic >> 31 is i // row for every i < 1 << 16
-_STEP = 128  # bytes to which records are split, so that no sector of memory is read twice
+BLOCKS = tuple(LANES * units for units in (16, 32, 32, 32, 32))  # units of 16 to 1 bytes that a program copies at once
+_MOST, _LEAST = 32 * 1024, 8 * 1024  # bytes of a program, if there are enough for every multiprocessor
+_PROGRAMS = 16  # programs that one multiprocessor holds at a time
+_SMALL = 16  # a record below 1/16 of a program's bytes is small: it is not split, and a program has at most 16 of them
+_ROW_UNITS = 1 << 14  # longest row of a record, so that i * magic >> 31 is i // row for every i < 1 << 16
+_STEP = 128  # bytes; records are split at multiples of it, so that no sector of memory is read twice
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the programs of one launch do.
+    """Records of the programs of one launch.
 
     Attributes:
-        starts: number of the first record of every program, and of all records.
+        starts: number of the first record of every program, then the number of all records.
         records: int64 ``[n, words]``: see ``segment_kernel``.
-        parts: int64 ``[n, parts - 1, 2]``, of the further parts of every record.
-        kinds: how many kinds of units there are, counted from the widest.
-        strided: some record has rows.
+        parts: int64 ``[n, parts - 1, 2]``, the further parts of every record.
+        kinds: number of kinds of units, counted from the widest.
+        strided: whether a record has rows.
         shares: bytes of every program, of all parts.
     """
 
@@ -61,7 +61,7 @@ class _Records:
         at: where a record starts in its tensor.
         wire: and in the wire, in bytes: ``[n, parts]``, where more than one are added up.
         count: elements.
-        has_rows: it is not contiguous on both sides.
+        has_rows: whether it is not contiguous on both sides.
         row, stride: of rows.
         wire_stride: of rows in the wire, ``[n, parts]``.
         skip: elements of the first row that are not in the record.
@@ -80,7 +80,7 @@ class _Records:
     unit: Array
 
     def pick(self, index: Array) -> "_Records":
-        """Those at an index or under a mask."""
+        """Return the records at an index or under a mask."""
         return _Records(*(getattr(self, name)[index] for name in _FIELDS))
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class _Sides:
     """The tensors and the wire.
 
     Attributes:
-        is_bits: elements are bytes to be copied; otherwise numbers of two types, or to be added.
+        is_bits: whether elements are bytes to copy; otherwise they are numbers to cast or add.
         rows, wire: bytes of an element.
         rows_align, wire_align: addresses modulo 16, of every tensor; of the wire a single one, or as many.
     """
@@ -126,7 +126,7 @@ class _Sides:
         return max(self.rows, self.wire)
 
     def addresses(self, records: _Records) -> tuple[Array, Array]:
-        """Where records start, modulo 16: in the tensors, and every part in the wire."""
+        """Return the records' addresses modulo 16: in the tensors, and of every part in the wire."""
         padding = records.tensor < 0
         in_wire = records.wire + wire_aligned(self.wire_align, records.tensor)
         in_rows = self.rows_align[records.tensor.clip(min=0)] + records.at * self.rows
@@ -136,7 +136,7 @@ class _Sides:
 def divide(
     rows: Array, itemsizes: tuple[int, int] | None, rows_align: Array, wire_align: Array, multiprocessors: int
 ) -> Work:
-    """Records of segments between tensors whose elements are all of one size and a wire.
+    """Split segments between a wire and tensors, whose elements all have one size, into records of programs.
 
     Args:
         rows: int64 ``[n, 5 + 2*parts]``, segments as ``segments.Segment`` has them, none empty, and the last two
@@ -174,16 +174,16 @@ def divide(
 
 
 def wire_aligned(wire_align: Array, tensor: Array) -> Array:
-    """Addresses modulo 16 of the wires of these tensors, for all their parts."""
+    """Return the address modulo 16 of the wire, or of the target of every tensor."""
     return wire_align if wire_align.size == 1 else wire_align[tensor][:, None]
 
 
 def joined(works: Sequence[Work], kinds: Sequence[int]) -> tuple[Array, int]:
-    """The table of one launch that does all the work, and the words of a record.
+    """Return the table of one launch that does all the work, and the words of a record.
 
     Args:
-        works: of every part of the launch; each has programs of its own.
-        kinds: number of each one's widest kind in the launch.
+        works: with programs of their own.
+        kinds: for each work the number of its widest kind in the launch.
 
     Returns:
         int64: the first record of every program and of all records; the records; the lists of their parts. A record
@@ -233,7 +233,7 @@ def _with_units(records: _Records, sides: _Sides) -> _Records:
 
 
 def _parted(flat: _Records, sides: _Sides) -> Iterator[_Records]:
-    """Contiguous records in aligned units, what is before and behind those as records of their own."""
+    """Yield contiguous records in aligned units; the bytes before and behind the units are records of their own."""
     unit, head = _unit_of_bytes(flat, sides)
     head = np.minimum(head, flat.count)
     body = (flat.count - head) // unit * unit
@@ -246,7 +246,7 @@ def _parted(flat: _Records, sides: _Sides) -> Iterator[_Records]:
 
 
 def _unit_of_rows(records: _Records, sides: _Sides) -> Array:
-    """Elements of a unit that every row starts with, on both sides: rows and strides have full units."""
+    """Return the elements of the widest unit that divides addresses, rows and strides on both sides."""
     smaller = min(sides.rows, sides.wire)
     in_rows, in_wire = sides.addresses(records)
     steps = (records.row * smaller, records.stride * smaller, _every_bit(records.wire_stride * smaller))
@@ -254,9 +254,9 @@ def _unit_of_rows(records: _Records, sides: _Sides) -> Array:
 
 
 def _unit_of_bytes(records: _Records, sides: _Sides) -> tuple[Array, Array]:
-    """Elements of a unit of contiguous records, and how many elements are before the first aligned one.
+    """Return the elements of a unit of contiguous records, and the elements before the first aligned unit.
 
-    A record that one block of narrow units has anyway is not parted for the sake of wider ones.
+    A record that fits into one block of narrow units is not parted for wider ones.
     """
     in_rows, in_parts = sides.addresses(records)
     in_wire = in_parts[:, 0]
@@ -277,7 +277,7 @@ def _narrow_unit(records: _Records, sides: _Sides) -> Array:
 
 
 def _allowed(numbers: tuple[Array, ...], sides: _Sides) -> Array:
-    """Elements of the widest unit that divides all numbers of bytes; of casts there are two."""
+    """Return the elements of the widest unit that divides all numbers of bytes; casts have two units."""
     every = reduce(np.bitwise_or, numbers)
     if sides.is_bits:
         return _low_bit(every)
@@ -285,7 +285,7 @@ def _allowed(numbers: tuple[Array, ...], sides: _Sides) -> Array:
 
 
 def _every_bit(parts: Array) -> Array:
-    """The bits that any part of a record has."""
+    """Return the bits that any part of a record has."""
     return np.bitwise_or.reduce(parts, 1)
 
 
@@ -295,7 +295,7 @@ def _low_bit(n: Array) -> Array:
 
 
 def _row_by_row(records: _Records, sides: _Sides) -> _Records:
-    """A record for every row."""
+    """Split records into one for every row."""
     counts = records.count // records.row
     which = np.repeat(np.arange(len(counts)), counts)
     r = np.arange(len(which)) - (counts.cumsum() - counts)[which]
@@ -304,7 +304,7 @@ def _row_by_row(records: _Records, sides: _Sides) -> _Records:
 
 
 def _part(records: _Records, sides: _Sides, first: Array, count: Array) -> _Records:
-    """``count`` elements of each record, from number ``first`` on."""
+    """Return ``count`` elements of each record, from number ``first`` on."""
     r = np.where(records.has_rows, first // records.row, 0)
     skip = np.where(records.has_rows, first - r * records.row, 0)
     at = records.at + np.where(records.has_rows, r * records.stride + skip, first)
@@ -315,7 +315,7 @@ def _part(records: _Records, sides: _Sides, first: Array, count: Array) -> _Reco
 
 
 def _dealt(records: _Records, programs: int) -> Array:
-    """A program for each, the largest first, forwards and backwards in turns: as many for each and nearly as much."""
+    """Return a program for every small record: dealt largest first, forwards and backwards in turns, as fair loads."""
     order = (-records.count).argsort(kind="stable")
     if not len(records):
         return order
@@ -326,13 +326,13 @@ def _dealt(records: _Records, programs: int) -> Array:
     return program
 
 
-def _split(records: _Records, sides: _Sides, wanted: Array) -> tuple[_Records, Array]:
-    """Records end to end, split so that every program gets the bytes it wants; the program of each."""
+def _split(records: _Records, sides: _Sides, shares: Array) -> tuple[_Records, Array]:
+    """Split records so that every program gets about its wanted bytes; return the records and the program of each."""
     ends = records.count.cumsum()
     if not len(records):
         return records, ends
     total, starts = int(ends[-1]), ends - records.count
-    limits = (wanted.cumsum() / wanted.sum() * total).round().astype(np.int64)[:-1].clip(max=total)
+    limits = (shares.cumsum() / shares.sum() * total).round().astype(np.int64)[:-1].clip(max=total)
     j = ends.searchsorted(limits, "right").clip(max=len(ends) - 1)
     step = (records.unit * (_STEP // sides.nbytes // records.unit).clip(min=1))[j]
     limits = starts[j] + (limits - starts[j] + step // 2) // step * step
@@ -346,19 +346,19 @@ def _split(records: _Records, sides: _Sides, wanted: Array) -> tuple[_Records, A
 
 
 def _summed(program: Array, nbytes: Array, programs: int) -> Array:
-    """Bytes of every program; exact up to 2**53."""
+    """Return the bytes of every program; exact up to 2**53."""
     return np.bincount(program, nbytes, programs).astype(np.int64)
 
 
 def _kind(unit: Array, sides: _Sides) -> Array:
-    """Number of a unit, the widest first."""
+    """Return the number of a unit's kind, the widest first."""
     if not sides.is_bits:
         return (unit < sides.widest).astype(np.int64)
     return 4 - np.array([1, 2, 4, 8]).searchsorted(unit)
 
 
 def _words(records: _Records, sides: _Sides, kind: Array) -> tuple[Array, Array]:
-    """What the kernel reads: the records, the list of parts of each yet to be placed; see ``segment_kernel``."""
+    """Pack the records, and the further parts of each, as ``segment_kernel`` has them; ``joined`` fills in words 5."""
     unit, has_rows, padding = records.unit, records.has_rows, records.tensor < 0
     row = np.where(has_rows, records.row // unit, 1)
     magic = np.where(has_rows, ((1 << 31) + row - 1) // row, 0)

@@ -150,7 +150,7 @@ class Copies(Segments):
 
 
 class Part(NamedTuple):
-    """Where in the wire one of the segments is that are added up; as in ``Segment``."""
+    """Place in the wire of one segment of a sum; as in ``Segment``."""
 
     wire: int
     wire_stride: int
@@ -158,12 +158,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckedSegments:
-    """What one table means for tensors of certain layouts.
+    """A table, checked for tensors of certain layouts.
 
     Attributes:
-        targets: the segments, of those that are added up the first one.
-        parts: all parts of those that are added up, by their place in ``targets``.
-        wides: for every target the type that arithmetic runs in, None where bits are copied.
+        targets: the segments; of the segments of a sum the first one.
+        parts: all parts of a sum, by its place in ``targets``.
+        wides: for every target the type of its arithmetic, None if bits are copied.
         copied: bytes read plus bytes written.
     """
 
@@ -174,14 +174,14 @@ class CheckedSegments:
 
 
 class Layouts(NamedTuple):
-    """What a plan depends on, of the wire and of every tensor.
+    """Properties of the wire and of every tensor on which a plan depends, the wire first.
 
     Attributes:
         dtypes: of all.
-        shapes: of all; where all are contiguous, their numbers of elements.
-        strides: of all; None where all are contiguous.
-        devices: different ones, -1 for the CPU.
-        is_lazy: some tensor is not what is in its memory.
+        shapes: of all; if all are contiguous, their numbers of elements.
+        strides: of all; None if all are contiguous.
+        devices: the distinct ones, -1 for the CPU.
+        is_lazy: whether a tensor is a lazy conjugate or negative view, or has no memory.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -191,7 +191,7 @@ class Layouts(NamedTuple):
     is_lazy: bool
 
     def extent(self, i: int) -> int:
-        """Elements from the data pointer of tensor ``i`` to the end of its last element."""
+        """Return the elements from the data pointer of tensor ``i`` to the end of its last element."""
         shape = self.shapes[i]
         if self.strides is None or isinstance(shape, int):
             return shape  # pyright: ignore[reportReturnType]
@@ -199,7 +199,7 @@ class Layouts(NamedTuple):
 
 
 def in_turns(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
-    """Every tensor and its target, as ``SegmentCall`` takes those of ``copy_segments``.
+    """Return tensors and targets in turns, the order in which ``SegmentCall`` takes them for ``copy_segments``.
 
     Raises:
         ValueError: another number of targets.
@@ -210,7 +210,7 @@ def in_turns(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tenso
 
 
 def layouts_of(wire: Tensor, tensors: Sequence[Tensor]) -> Layouts:
-    """The layouts of a call: an attribute of all tensors at a time, because the host pays for every tensor."""
+    """Return the layouts of a call; one attribute of all tensors at a time, because the host pays for every tensor."""
     every = (wire, *tensors)
     dtypes, devices = tuple(map(_dtype_of, every)), tuple(set(map(Tensor.get_device, every)))
     is_lazy = any(map(Tensor.is_neg, every)) or (_has_complex(dtypes) and any(map(Tensor.is_conj, every)))
@@ -271,7 +271,7 @@ def checked_segments(
 
 @lru_cache(maxsize=1024)
 def checked_copies(name: str, copies: Copies, layouts: Layouts) -> CheckedSegments:
-    """Check that the table fits these tensors and targets, which take turns after a first one; see above.
+    """Check that the table fits these tensors and targets, which take turns after a first layout.
 
     Raises:
         ValueError: another number of tensors or targets, a segment beyond its tensor or target, a target that is not of
@@ -302,7 +302,7 @@ def _check_memory(name: str, layouts: Layouts) -> None:
 
 
 def _shared(segments: tuple[Segment, ...]) -> tuple[tuple[Segment, ...], dict[int, tuple[Part, ...]]]:
-    """Segments of different rows, and all parts of those that several segments have in common."""
+    """Return the segments of distinct rows, and by their place all parts of rows that several segments share."""
     parts: dict[Any, list[Segment]] = {}
     for i, segment in enumerate(segments):
         parts.setdefault(i if segment.tensor == PADDING else segment[:5], []).append(segment)
@@ -329,14 +329,14 @@ def _end(segment: Segment) -> int:
 
 
 def _canonical(segment: Segment) -> Segment:
-    """With 0 for a wire stride that follows from the rest, so that equal tables compare equal."""
+    """Replace a wire stride that follows from the rest by 0, so that equal tables compare equal."""
     if segment.wire_stride and (segment.rows == 1 or segment.wire_stride == segment.row):
         return segment._replace(wire_stride=0)
     return segment
 
 
 def _check_targets(name: str, segments: Sequence[Segment]) -> None:
-    """Refuse rows that overlap in a tensor: what is written twice depends on the order, and sums would be lost."""
+    """Refuse rows that overlap in a tensor: their values would depend on the order of writes, and sums be lost."""
     by_tensor: dict[int, list[tuple[int, int, int, int]]] = {}
     for segment in segments:
         if segment.tensor == PADDING:
@@ -354,7 +354,7 @@ _Block = tuple[int, int, int, int]
 
 
 def _overlap(blocks: Sequence[_Block]) -> tuple[int, int] | None:
-    """The first range that two rows have in common."""
+    """Return the first range that two rows have in common."""
     tangle: list[_Block] = []  # blocks of which each begins before those before it end
     end = 0
     for block in sorted(blocks):
@@ -371,7 +371,7 @@ def _overlap(blocks: Sequence[_Block]) -> tuple[int, int] | None:
 
 
 def _overlap_of(tangle: Sequence[_Block]) -> tuple[int, int] | None:
-    """The first range that two rows of these blocks, sorted by their starts, have in common."""
+    """Return the first range that two rows of blocks, sorted by their starts, have in common."""
     if len(tangle) == 1 and tangle[0][1] == 1:
         return None
     first, _, _, period = tangle[0]

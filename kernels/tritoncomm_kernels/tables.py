@@ -159,7 +159,7 @@ def _check_config(place: str, entry: Any, op: str, unit: int) -> None:
 
 
 def misfit(table: Table, device_name: str, sm_count: int, *, exact: bool = True) -> str:
-    """Why the table does not apply to a device, empty if it does.
+    """Return the reason why the table does not apply to a device; empty if it does.
 
     Args:
         table: the table.
@@ -259,7 +259,7 @@ def table_in(folder: Path, device_name: str, sm_count: int) -> Path:
 
 
 def user_folder() -> Path:
-    """Where the user's own tables are: ``$XDG_CACHE_HOME/tritoncomm`` or ``~/.cache/tritoncomm``.
+    """Return the folder of the user's own tables: ``$XDG_CACHE_HOME/tritoncomm`` or ``~/.cache/tritoncomm``.
 
     Raises:
         FileNotFoundError: neither the variable nor a home directory is there.

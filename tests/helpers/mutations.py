@@ -56,7 +56,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an argument that is not known is taken for known", "tritoncomm/integrations/megatron.py",
-        "if len(wanted) > len(known) or ", "if ",
+        "if len(names) > len(own) or ", "if ",
         "tests/integrations/test_megatron.py",
     ),
     Mutation(
@@ -71,7 +71,7 @@ MUTATIONS = (
     ),
     Mutation(
         "weights that are gathered further are multiplied as they are", "tritoncomm/integrations/megatron_functions.py",
-        "if refused or gtp_remat_size != 1 or ", "if refused or ",
+        "if is_deferred or gtp_remat_size != 1:", "if is_deferred:",
         "tests/integrations/test_megatron.py",
     ),
     Mutation(
@@ -692,7 +692,7 @@ MUTATIONS = (
     ),
     Mutation(
         "names and shapes of replicas are not compared", "tritoncomm/debug/replicas.py",
-        "if bool((headers != mine).any()):", "if bool((headers != headers).any()):", "tests/debug/test_replicas.py",
+        "if others or max(counts) > common:", "if max(counts) > common:", "tests/debug/test_replicas.py",
     ),
     Mutation(
         "a step in flight is not waited for", "tritoncomm/p2p/in_flight.py",
@@ -791,12 +791,20 @@ MUTATIONS = (
         "fits = digest[:8] != _UNEQUAL and", "fits =", "tests/debug/test_comparison.py",
     ),
     Mutation(
+        "a view of a sharded dim is taken for a replica", "tritoncomm/tensor/gathered_view.py",
+        "_is_gathered: ClassVar[bool] = True", "_is_gathered: ClassVar[bool] = False", "tests/tensor/test_views.py",
+    ),
+    Mutation(
+        "shards are compared as if they were replicas", "tritoncomm/tensor/process_group.py",
+        "if self._tp > 1 and not is_sharded:", "if self._tp > 1:", "tests/tensor/test_training.py",
+    ),
+    Mutation(
         "watched replicas are compared when others are updated", "tritoncomm/debug/replicas.py",
         "if id(x) in updated}", "if x is not None}", "tests/debug/test_replicas.py",
     ),
     Mutation(
         "the first parameter is named instead of the first that differs", "tritoncomm/debug/replicas.py",
-        "place = differ[0] if differ else common", "place = 0", "tests/debug/test_replicas.py",
+        "place = others[0] if others else common", "place = 0", "tests/debug/test_replicas.py",
     ),
     Mutation(
         "messages are counted in records that lack the first ones", "tritoncomm/debug/trace.py",

@@ -40,7 +40,8 @@ from tritoncomm.tensor import (
 )
 from tritoncomm.tensor.dispatch import _warned
 from tritoncomm.tensor.distspec import _DistSpec, shard_bounds, uneven_sizes
-from tritoncomm.tensor.layout import plain
+from tritoncomm.tensor.gathered_view import ShardView
+from tritoncomm.tensor.layout import LocalShard, plain
 from tritoncomm.tensor.op_wrapper import _COLOSSAL_OPS, colo_op_impl
 from tritoncomm.tensor.redistribution_plan import redistribute_plan
 from tritoncomm.tensor.utils import full_state_dict, load_full_state_dict
@@ -680,6 +681,14 @@ def run_dtensor(group: TorchGroup) -> None:
 def test_dtensor_and_back(pool: Pool) -> None:
     pool.run(run_dtensor, world=2)
     pool.run(run_dtensor, world=4)
+
+
+@pytest.mark.parametrize("kind", [LocalShard, ColoTensor, ColoParameter, ShardView])
+def test_only_these_names_of_torch_are_replaced(kind: type) -> None:
+    """torch has private names (``_is_view``) that are easily taken for an attribute of ours."""
+    replaced = set(vars(kind)) & set(dir(torch.Tensor)) - {"__annotations__", "__doc__", "__module__"}
+    special = {name for name in replaced if name.startswith("__")}
+    assert replaced - special <= {"grad", "set_", "real", "imag"}
 
 
 def run_named(group: TorchGroup) -> None:

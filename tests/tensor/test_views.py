@@ -30,8 +30,7 @@ from tritoncomm.tensor import (
 )
 from tritoncomm.tensor.box import box_of
 from tritoncomm.tensor.distspec import _DistSpec, shard_bounds
-from tritoncomm.tensor.layout import plain
-from tritoncomm.tensor.snapshot import is_view
+from tritoncomm.tensor.layout import is_view, plain
 
 Step = Callable[[Any], Any]
 

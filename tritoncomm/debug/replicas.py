@@ -1,8 +1,11 @@
-"""Check that replicated parameters are bit-identical on all ranks: on demand, and in check mode after every step."""
+"""Comparison of replicas: tensors that have to be bit-identical on several ranks.
+
+It runs on demand, and in check mode after every step of an optimizer.
+"""
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,41 +22,41 @@ from tritoncomm.debug.texts import by_text, named_ranks
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError
 from tritoncomm.groups import GroupLike, resolve
 
-__all__ = ["Comparison", "after_steps", "check_replicas", "compare_all", "watch_replicas"]
+__all__ = ["check_replicas", "compare_by_layout", "watch_replicas"]
 
 _CHUNK = 1 << 20
 _MULTIPLIERS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)  # the odd multipliers of SplitMix64 as signed integers
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PACKED = (getattr(torch, "float4_e2m1fn_x2", None),)  # two numbers in an element, which torch does not convert
+_PACKED = (getattr(torch, "float4_e2m1fn_x2", None),)  # an element is two numbers, which torch does not convert
 _MAX_NAMED, _MAX_TEXT = 10, 200
 
 Parameters = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]
 
 
-class Comparison(NamedTuple):
+class _Comparison(NamedTuple):
     """Parameters that have to be equal across a group.
 
     Attributes:
-        what: which ranks these are, with a space behind it, for errors.
+        label: kind of the ranks, with a space behind it, for errors; empty if the caller named the group.
         ranks: global ranks of the group.
-        group: that carries the comparison.
+        group: carries the comparison.
         names: of the parameters.
     """
 
-    what: str
+    label: str
     ranks: list[int]
     group: ProcessGroup
     names: list[str]
 
 
 class _Watched(NamedTuple):
-    """Parameters that are compared after every step, none of which is kept alive, as their group is not."""
+    """Parameters to compare after every step; neither they nor their group are kept alive."""
 
     group: "weakref.ref[ProcessGroup]"
     parameters: "list[tuple[str, weakref.ref[Tensor]]]"
 
     def alive(self) -> tuple[ProcessGroup, dict[str, Tensor]] | None:
-        """The group, and the tensors that still exist; None where there is nothing to compare any more."""
+        """Return the group and the tensors that still exist; None if the group or all tensors are gone."""
         group, tensors = self.group(), {name: x for name, ref in self.parameters if (x := ref()) is not None}
         try:
             return (group, tensors) if group is not None and tensors and world_of(group, "") else None
@@ -67,151 +70,188 @@ _watched: list[_Watched] = []
 def check_replicas(parameters: Parameters, group: GroupLike | None = None) -> None:
     """Compare tensors that have to be equal on all ranks of a group, bit for bit; nothing is changed.
 
-    All ranks of the group call, with as many tensors in the same order. ``tensor.check_replicas`` is for modules with
-    ColoTensors, and knows their groups.
+    All ranks of the group call, with equally many tensors in the same order. ``tensor.check_replicas`` takes modules
+    with ColoTensors, and finds their groups.
 
-    Reads every tensor once. Sends two all-gathers, of 24 bytes and of 16 bytes a tensor.
+    Reads every tensor once. Sends two all-gathers: 8 bytes a rank, then 24 bytes a tensor and rank.
 
     Args:
-        parameters: tensors, or named ones, as ``module.named_parameters()`` or a dict has them.
-        group: whose ranks have the same; the tensor-parallel group by default.
+        parameters: a list of tensors, pairs of a name and a tensor (``module.named_parameters()``), or a dict.
+        group: ranks that hold the same tensors; the tensor-parallel group by default.
 
     Raises:
-        MismatchError: tensors, or their number, names, shapes or dtypes differ; on every rank, with their 2-norms by
-            rank.
-        ArgumentError: something else than plain strided tensors with data.
+        MismatchError: tensors, or their number, names, shapes or dtypes differ. Every rank raises it, with the
+            2-norms by rank.
+        ArgumentError: a parameter is not a plain strided tensor with data.
     """
-    named, group = _named(parameters, "check_replicas"), resolve(group, "check_replicas")
-    _compare_over(group, named, "check_replicas")
+    tensors, group = _by_name(parameters, "check_replicas"), resolve(group, "check_replicas")
+    _compare_over(group, tensors, "check_replicas")
 
 
 def watch_replicas(parameters: Parameters, group: GroupLike | None = None) -> None:
-    """In check mode, compare tensors that have to be equal on all ranks of a group after every optimizer's step.
+    """Compare tensors that have to be equal on all ranks of a group after every optimizer step in check mode.
 
-    A step compares those of them that its optimizer has. All ranks of the group watch the same, in the same order, and
-    step together. It may be called with check mode on or off. Neither the tensors nor the group are kept alive.
+    A step compares the watched tensors that its optimizer has. All ranks of the group watch the same tensors in the
+    same order, and step together. Check mode may be switched on later. Tensors and group are not kept alive.
 
     Args:
-        parameters: as of ``check_replicas``.
-        group: whose ranks have the same; the tensor-parallel group by default.
+        parameters: as for ``check_replicas``.
+        group: ranks that hold the same tensors; the tensor-parallel group by default.
 
     Raises:
-        ArgumentError: something else than plain strided tensors with data.
+        ArgumentError: a parameter is not a plain strided tensor with data.
 
     Example:
-        ``watch_replicas(model.named_parameters(), data_group)`` of a model that is trained data-parallel.
+        ``watch_replicas(model.named_parameters(), data_group)`` for a model that is trained data-parallel.
     """
-    named, group = _named(parameters, "watch_replicas"), resolve(group, "watch_replicas")
+    tensors, group = _by_name(parameters, "watch_replicas"), resolve(group, "watch_replicas")
     _watched[:] = [each for each in _watched if each.alive() is not None]
-    _watched.append(_Watched(weakref.ref(group), [(name, weakref.ref(x)) for name, x in named.items()]))
+    _watched.append(_Watched(weakref.ref(group), [(name, weakref.ref(x)) for name, x in tensors.items()]))
 
 
-def _named(parameters: Any, name: str) -> dict[str, Tensor]:
+def _by_name(parameters: Any, name: str) -> dict[str, Tensor]:
+    """Return the parameters by their names, or by ``parameter 0``, ``parameter 1``, ... if they have none.
+
+    Raises:
+        ArgumentError: no collection of plain strided tensors with data, or two parameters of one name.
+    """
     if isinstance(parameters, nn.Module | Tensor) or not isinstance(parameters, Iterable):
         what = "module.named_parameters()" if isinstance(parameters, nn.Module) else "a list of tensors"
         raise ArgumentError(f"{name}: expected {what}, not {type(parameters).__name__}")
-    listed: list[Any] = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
-    pairs = [each if isinstance(each, tuple) else (f"parameter {i}", each) for i, each in enumerate(listed)]
+    entries: list[Any] = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
+    pairs = [each if isinstance(each, tuple) else (f"parameter {i}", each) for i, each in enumerate(entries)]
     if any(len(pair) != 2 for pair in pairs):
         raise ArgumentError(f"{name}: expected tensors, or pairs of a name and a tensor, not longer tuples")
-    named: dict[str, Any] = dict(pairs)
-    if len(named) < len(listed):
+    tensors: dict[str, Any] = dict(pairs)
+    if len(tensors) < len(entries):
         raise ArgumentError(f"{name}: two parameters have one name")
-    for key, x in named.items():
+    for key, x in tensors.items():
         if type(x) not in (Tensor, nn.Parameter):
             raise ArgumentError(f"{name}: {key} must be a plain tensor, not {type(x).__name__}")
         check_data(x, f"{name}: {key}")
         if x.is_quantized:
             raise ArgumentError(f"{name}: {key} is quantized; call .int_repr()")
-    return named
+    return tensors
 
 
-def _compare_over(group: ProcessGroup, named: dict[str, Tensor], name: str) -> None:
+def _compare_over(group: ProcessGroup, tensors: dict[str, Tensor], name: str) -> None:
+    """Compare tensors over one group; over one rank do nothing."""
     if world_of(group, name) > 1:
-        ranks = dist.get_process_group_ranks(group)
-        compare_all([Comparison("", ranks, group, list(named))], named, named, name)
+        _compare([_Comparison("", dist.get_process_group_ranks(group), group, list(tensors))], tensors, name)
 
 
-def _check_watched(optimizer: Optimizer) -> None:
-    """Compare what an optimizer has just updated, of what is watched."""
-    updated = {id(x) for group in optimizer.param_groups for x in group["params"]}
-    for each in list(_watched):
-        alive = each.alive()
-        if alive is None:
-            _watched[:] = [other for other in _watched if other is not each]
-            continue
-        group, tensors = alive
-        if named := {name: x for name, x in tensors.items() if id(x) in updated}:
-            _compare_over(group, named, f"{type(optimizer).__name__}.step")
+def compare_by_layout(parameters: Mapping[str, Any], pg: Any, data_parallel: bool, name: str) -> None:
+    """Compare parameters over the groups of ranks that hold the same bits, as their layouts say.
 
-
-def compare_all(
-    comparisons: Sequence[Comparison], parameters: Mapping[str, Any], local: Mapping[str, Tensor], name: str
-) -> None:
-    """Run comparisons, in the same order on all ranks.
+    A tensor class with layouts (ColoTensor) has ``process_group``, ``partitions`` and ``reshard_local()``, and its
+    process groups have ``replica_groups``. Other tensors are replicas over the tensor-parallel ranks.
 
     Args:
-        comparisons: by group.
-        parameters: by name, for their shapes and dtypes.
-        local: the memory of those that are compared.
+        parameters: by name, the same on every rank.
+        pg: process group of the tensors without a layout; by default that of the first tensor with one.
+        data_parallel: whether to compare over the data-parallel ranks as well.
         name: the function that was called, for errors.
+
+    Raises:
+        ArgumentError: no tensor has a layout, and ``pg`` is None.
+        MismatchError: parameters differ; raised after all groups have compared.
+    """
+    pg = next((p.process_group for p in parameters.values() if _has_layout(p)), None) if pg is None else pg
+    if pg is None:
+        raise ArgumentError(f"{name}: no parameter is a ColoTensor; pass the process group as pg")
+    by_group: dict[tuple[str, tuple[int, ...]], _Comparison] = {}
+    for key, p in parameters.items():
+        owner, is_sharded = (p.process_group, bool(p.partitions)) if _has_layout(p) else (pg, False)
+        for label, ranks, group in owner.replica_groups(is_sharded, data_parallel):
+            by_group.setdefault((label, tuple(ranks)), _Comparison(label, ranks, group, [])).names.append(key)
+    _compare(list(by_group.values()), parameters, name)
+
+
+def _has_layout(x: Any) -> bool:
+    return hasattr(type(x), "reshard_local")
+
+
+def _compare(comparisons: Sequence[_Comparison], parameters: Mapping[str, Any], name: str) -> None:
+    """Run comparisons, in the same order on all ranks.
 
     Raises:
         MismatchError: parameters differ; raised after all groups have compared.
     """
-    rows = _fingerprints({key: x.detach() for key, x in local.items()})
-    problems = [text for each in comparisons if (text := _compare(each, parameters, rows))]
+    compared = {key: parameters[key] for each in comparisons for key in each.names}
+    tensors = {key: (x.reshard_local() if _has_layout(x) else x).detach() for key, x in compared.items()}
+    weights = {device: _weights(device) for device in {x.device for x in tensors.values()}}
+    fingerprints = {key: _fingerprint(x, weights[x.device]) for key, x in tensors.items()}
+    problems = [text for each in comparisons if (text := _difference(each, parameters, fingerprints))]
     if problems:
         raise MismatchError(f"{name}: " + "; ".join(problems))
 
 
-_checks: list[Callable[[Optimizer], None]] = []
 _hooks: list[Any] = []
 
 
-def after_steps(check: Callable[[Optimizer], None]) -> None:
-    """In check mode every step of an optimizer ends with ``check`` from now on."""
-    _checks.append(check)
-
-
-def _check_after_step(optimizer: Optimizer, *args: Any) -> None:
-    for check in _checks:
-        check(optimizer)
+def _after_step(optimizer: Optimizer, *args: Any) -> None:
+    """Compare the watched parameters, and the ColoTensors, that an optimizer has just updated."""
+    name = f"{type(optimizer).__name__}.step"
+    updated = {id(x) for group in optimizer.param_groups for x in group["params"]}
+    for watched in list(_watched):
+        alive = watched.alive()
+        if alive is None:
+            _watched[:] = [other for other in _watched if other is not watched]
+            continue
+        group, tensors = alive
+        if stepped := {key: x for key, x in tensors.items() if id(x) in updated}:
+            _compare_over(group, stepped, name)
+    parameters: dict[str, Tensor] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
+        parameters |= dict(zip(names, group["params"], strict=True))
+    if any(map(_has_layout, parameters.values())):
+        compare_by_layout(parameters, None, True, name)
 
 
 def _follow_check_mode() -> None:
+    """Register the hook while check mode is on; outside of it a step costs nothing."""
     if variables.CHECK.value and not _hooks:
-        _hooks.append(register_optimizer_step_post_hook(_check_after_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
     elif not variables.CHECK.value and _hooks:
         _hooks.pop().remove()
 
 
-after_steps(_check_watched)
 variables.CHECK.listeners.append(_follow_check_mode)
 _follow_check_mode()
 
 
-def _compare(each: Comparison, parameters: Mapping[str, Any], rows: dict[str, Tensor]) -> str:
-    """A description of the differences over a group; empty if there are none."""
-    over = f"over {each.what}ranks {each.ranks}"
+def _difference(each: _Comparison, parameters: Mapping[str, Any], fingerprints: dict[str, Tensor]) -> str:
+    """Compare over one group; return a description of the differences, or nothing.
+
+    Args:
+        each: the group and the names.
+        parameters: by name, for their local shapes and dtypes.
+        fingerprints: by name, of the local tensors.
+    """
+    over = f"over {each.label}ranks {each.ranks}"
     signature = [f"{name} {list(parameters[name].shape)} {_name_of(parameters[name].dtype)}" for name in each.names]
     if each.names:
-        table = torch.stack([rows[name].to(rows[each.names[0]].device) for name in each.names])
-    else:  # another rank may have some
+        device = fingerprints[each.names[0]].device
+        table = torch.stack([fingerprints[name].to(device) for name in each.names])
+    else:  # another rank may have parameters, and waits for the counts
         device = backend.default_device(backend.cuda_backend(each.group))
         table = torch.empty(0, 2, dtype=torch.int64, device=device)
-    mine = table.new_tensor([[*_digest(repr(signature), 2), len(signature)]])
-    headers = eager.all_gather(mine, 0, each.group, None, "check_replicas")
-    if bool((headers != mine).any()):
-        first = _first_different(signature, int(headers[:, 2].min()), table, each)
-        return f"{over} parameters have different names, shapes or dtypes: {first}"
-    if not each.names:
-        return ""
-    gathered = eager.all_gather(table.unsqueeze(0), 0, each.group, None, "check_replicas").cpu()
-    differ = (gathered[..., 0] != gathered[0, :, 0]).any(0).nonzero().flatten().tolist()
+    table = torch.cat([table, table.new_tensor([_digest(text) for text in signature]).view(-1, 1)], 1)
+    counts = eager.all_gather(table.new_tensor([len(signature)]), 0, each.group, None, "check_replicas").tolist()
+    common = min(counts)
+    if common:
+        tables = eager.all_gather(table[:common].unsqueeze(0), 0, each.group, None, "check_replicas").cpu()
+    else:
+        tables = torch.empty(len(counts), 0, 3, dtype=torch.int64)
+    differ, others = ((tables[..., i] != tables[0, :, i]).any(0).nonzero().flatten().tolist() for i in (0, 2))
+    if others or max(counts) > common:
+        place = others[0] if others else common
+        texts = _texts_of(signature[place] if place < len(signature) else "missing", table, each)
+        return f"{over} parameters have different names, shapes or dtypes: number {place} is {texts}"
     if not differ:
         return ""
-    shown = [f"{each.names[at]} ({_by_rank(gathered[:, at], each.ranks)})" for at in differ[:_MAX_NAMED]]
+    shown = [f"{each.names[at]} ({_by_rank(tables[:, at], each.ranks)})" for at in differ[:_MAX_NAMED]]
     more = f" and {len(differ) - _MAX_NAMED} more" if len(differ) > _MAX_NAMED else ""
     return f"{len(differ)} of {len(each.names)} parameters differ {over}: {', '.join(shown)}{more}"
 
@@ -220,30 +260,27 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _digest(text: str, words: int) -> list[int]:
-    """That many 64-bit integers, the same in every process."""
-    digest = hashlib.sha256(text.encode()).digest()
-    return [int.from_bytes(digest[8 * at : 8 * at + 8], "big", signed=True) for at in range(words)]
+def _digest(text: str) -> int:
+    """Return the first 64 bits of the SHA-256 of a text as a signed integer: the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
 
 
-def _first_different(signature: list[str], common: int, like: Tensor, each: Comparison) -> str:
-    """The first parameter that is not the same on all ranks, of which each has ``common`` or more.
+def _texts_of(text: str, like: Tensor, each: _Comparison) -> str:
+    """All-gather a text of every rank; return each distinct text with its ranks.
 
-    Two more all-gathers: of 8 bytes a parameter, and of the text of that one.
+    Args:
+        text: of this rank; cut after 200 bytes.
+        like: a tensor on the device of the comparison.
+        each: the comparison.
     """
-    digests = like.new_tensor([_digest(text, 1) for text in signature[:common]]).view(1, common)
-    rows = eager.all_gather(digests, 0, each.group, None, "check_replicas") if common else digests
-    differ = (rows != rows[0]).any(0).nonzero().flatten().tolist()
-    place = differ[0] if differ else common
-    text = (signature[place] if place < len(signature) else "missing").encode()[:_MAX_TEXT]
-    padded = torch.tensor([list(text.ljust(_MAX_TEXT))], dtype=torch.uint8).to(like.device)
-    texts = eager.all_gather(padded, 0, each.group, None, "check_replicas").cpu().tolist()
-    words = {rank: bytes(row).decode(errors="replace").rstrip() for rank, row in zip(each.ranks, texts, strict=True)}
-    return f"number {place} is " + ", ".join(f"{word} on {named_ranks(ranks)}" for word, ranks in by_text(words))
+    padded = torch.tensor([list(text.encode()[:_MAX_TEXT].ljust(_MAX_TEXT))], dtype=torch.uint8).to(like.device)
+    rows = eager.all_gather(padded, 0, each.group, None, "check_replicas").cpu().tolist()
+    texts = {rank: bytes(row).decode(errors="replace").rstrip() for rank, row in zip(each.ranks, rows, strict=True)}
+    return ", ".join(f"{text} on {named_ranks(ranks)}" for text, ranks in by_text(texts))
 
 
 def _by_rank(column: Tensor, ranks: Sequence[int]) -> str:
-    """The 2-norm of every distinct value, and the ranks that have it."""
+    """Return the 2-norm of every distinct value in words, with the ranks that have it."""
     norms = column[:, 1].contiguous().view(torch.float64).tolist()
     by_digest: dict[int, list[int]] = {}
     for position, digest in enumerate(column[:, 0].tolist()):
@@ -254,31 +291,26 @@ def _by_rank(column: Tensor, ranks: Sequence[int]) -> str:
     )
 
 
-def _fingerprints(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By name ``[digest, bits of the 2-norm]``, int64, on the tensor's device."""
-    weights = {device: _weights(device) for device in {x.device for x in tensors.values()}}
-    return {name: _fingerprint(x, weights[x.device]) for name, x in tensors.items()}
-
-
 def _weights(device: torch.device) -> Tensor:
-    """A pseudo-random number for each position of a chunk."""
+    """Return a pseudo-random number for each position of a chunk."""
     return _mixed(torch.arange(_CHUNK, dtype=torch.int64, device=device))
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """A bijective 64-bit mix (SplitMix64), in place."""
+    """Apply a bijective 64-bit mix (SplitMix64) in place, and return the tensor."""
     for shift, odd in ((32, _MULTIPLIERS[0]), (29, _MULTIPLIERS[1])):
-        x.mul_(odd).bitwise_xor_(
-            (x >> shift).bitwise_and_((1 << (64 - shift)) - 1)
-        )  # clears the sign bits of torch's arithmetic shift
+        unsigned = (1 << (64 - shift)) - 1  # clears the sign bits of torch's arithmetic shift
+        x.mul_(odd).bitwise_xor_((x >> shift).bitwise_and_(unsigned))
     return x.mul_(_MULTIPLIERS[0])
 
 
 def _fingerprint(x: Tensor, weights: Tensor) -> Tensor:
-    """The sum modulo 2**64 of the elements' bits, each mixed with its position; and the 2-norm (packed fp4: of bytes).
+    """Return ``[digest, bits of the 2-norm]``, int64, on the tensor's device.
 
-    Mixing is bijective, so a change of one element is always detected; others are missed with a probability of about
-    2**-64. The integer sum is independent of order, hence of device and number of threads.
+    The digest is the sum modulo 2**64 of the elements' bits, each mixed with its position. Mixing is bijective, so a
+    change of one element is always detected; a change of several is missed with a probability of about 2**-64. An
+    integer sum does not depend on its order, hence not on the device or the number of threads. The norm of packed fp4
+    is that of its bytes.
     """
     x = x.resolve_conj().resolve_neg().reshape(-1)
     x = torch.view_as_real(x).reshape(-1) if x.is_complex() else x

@@ -29,18 +29,18 @@ class DistributedAttention(nn.Module):
     Forward: one all-to-all of q, k and v, ``local_attention``, one all-to-all of its result. Backward: reversed.
 
     Args:
-        local_attention: called with q, k, v ``[b, S, h, d]`` (``[S, b, h, d]`` with the batch in dim 1) and what
-            follows ``rotary_pos_emb`` in ``forward``; returns ``[b, S, h, d]`` or ``[b, S, h*d]``.
+        local_attention: called with q, k, v ``[b, S, h, d]`` (``[S, b, h, d]`` with the batch in dim 1) and the
+            arguments of ``forward`` behind ``rotary_pos_emb``; returns ``[b, S, h, d]`` or ``[b, S, h*d]``.
         sequence_process_group: the ranks that hold the sequence.
         scatter_idx: the dim of heads, 2.
         gather_idx: 0 or 1; the dim of the sequence follows from ``batch_dim_idx`` of each call, as in DeepSpeed.
         sp_stream: not supported.
-        num_kv_heads: key/value heads that the split follows, those of the key tensor by default.
+        num_kv_heads: key/value heads that the split follows, by default the key tensor's.
         contiguous: hand q, k and v over as contiguous tensors, at the price of a copy; otherwise they are slices of one
             buffer, of which ``.view`` cannot merge the batch with the heads.
 
     Raises:
-        UnsupportedError: ``sp_stream``, or dims that are not those of sequence and heads.
+        UnsupportedError: ``sp_stream``, or dims other than sequence and heads.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class DistributedAttention(nn.Module):
         self.sp_overlap_comm, self.overlap_handles, self.sp_stream = False, None, None
 
     def layer_sync(self, layer: Any) -> None:
-        """Nothing: there is no second stream to wait for."""
+        """Do nothing: there is no second stream to wait for."""
 
     def forward(
         self,
@@ -103,7 +103,7 @@ class DistributedAttention(nn.Module):
         return ulysses.to_sequence(out, exchange.out, group, exchange.names)
 
     def _exchange(self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int, name: str) -> Exchange:
-        """The plan of this call; with ``num_kv_heads`` of its own, the split follows that and not the key tensor."""
+        """Return the plan of this call; an own ``num_kv_heads`` decides the split, else the key tensor does."""
         _check_batch_dim(batch_dim_idx, name)
         exchange = ulysses.exchange_for(query, key, value, self.spg, 1 - batch_dim_idx, None, name)
         kv_heads = self.num_kv_heads

@@ -1,8 +1,8 @@
 """Megatron-core on tritoncomm, unedited: ``patch()`` once Megatron is imported, ``unpatch()`` to undo it.
 
-Replaced are the tensor-parallel mappings, ``P2PCommunicator``, and the linear layers' functions, in which half of the
-tensor-parallel traffic is. Losses and gradients keep their bits. docs/integrations_megatron.md says what stays
-Megatron's.
+It replaces the tensor-parallel mappings, ``P2PCommunicator`` and the functions of the linear layers, which carry half
+of the tensor-parallel traffic. Losses and gradients keep their bits. docs/integrations_megatron.md lists the calls that
+stay Megatron's.
 """
 
 import importlib
@@ -31,17 +31,18 @@ _LINEAR = "linear_with_grad_accumulation_and_async_allreduce", "LinearWithGradAc
 _FROZEN = "linear_with_frozen_weight", "LinearWithFrozenWeight"
 _CROSS_ENTROPY = "vocab_parallel_cross_entropy"
 Swaps = list[tuple[Any, Any]]  # Megatron's, ours
+Make = Callable[..., Sequence[Any]]  # from Megatron's objects to ours
 
 
 @dataclass(frozen=True)
 class Report:
-    """What ``patch`` did.
+    """Report of ``patch``.
 
     Attributes:
         version: of megatron-core, as it says itself.
         replaced: (module, name) of every name that refers to ours now, in order.
-        kept: a line for each thing that remains Megatron's, with the reason. A name whose arguments are not known is
-            here with its arguments and ours.
+        kept: a line for each call or name that remains Megatron's, with the reason. A name with unknown arguments is
+            listed with its signature and ours.
     """
 
     version: str
@@ -72,11 +73,12 @@ class _Active:
 
 
 class _State:
-    """The patch that should hold (``base``, and the open contexts above it), and the one that does.
+    """The requested patch (``base``, or the last open context) and the active one.
 
     Attributes:
-        originals: every object that a name of Megatron's has had, the newest last; ``importlib.reload`` makes others,
-            and modules that had imported a name before still have the older ones.
+        originals: every object that a name of Megatron's has had, the newest last. ``importlib.reload`` makes new
+            objects, and modules that imported a name before keep the older ones.
+        replacements: by names the newest originals and our objects for them.
     """
 
     def __init__(self) -> None:
@@ -85,12 +87,13 @@ class _State:
         self.contexts: list[tuple[object, _Options]] = []
         self.active: _Active | None = None
         self.originals: dict[tuple[str, str], list[Any]] = {}
+        self.replacements: dict[tuple[str, ...], tuple[Sequence[Any], Sequence[Any]]] = {}
 
     def settle(self) -> None:
-        """Make the patch that should hold the one that does; on an error nothing changes."""
-        wanted = self.contexts[-1][1] if self.contexts else self.base
+        """Apply the requested patch, all or nothing."""
+        requested = self.contexts[-1][1] if self.contexts else self.base
         before = self.active
-        if before is not None and before.options == wanted:
+        if before is not None and before.options == requested:
             swaps, kept = _swaps(before.options.cross_entropy)
             before.rebinding.extend(swaps)
             before.rebinding.apply()  # modules that were imported or reloaded since
@@ -98,14 +101,14 @@ class _State:
             return
         redo = None if before is None else before.rebinding.undo()
         try:
-            self.active = None if wanted is None else _activate(wanted)
+            self.active = None if requested is None else _activate(requested)
         except BaseException:
             if redo is not None:
                 redo()
             raise
 
     def original(self, module: str, name: str) -> Any:
-        """Megatron's own object of a name, replaced or not.
+        """Return Megatron's own object of a name, replaced or not.
 
         Raises:
             UnsupportedError: this version does not have it.
@@ -116,8 +119,15 @@ class _State:
         value = getattr(found, name)
         return value if self.active is None else self.active.rebinding.original(value)
 
+    def ours(self, names: tuple[str, ...], originals: Sequence[Any], make: Make) -> Sequence[Any]:
+        """Return our objects for these originals, the same ones in every patch, so that a block restores all names."""
+        before, _ = self.replacements.get(names, ((), ()))
+        if list(map(id, before)) != list(map(id, originals)):
+            self.replacements[names] = originals, make(*originals)
+        return self.replacements[names][1]
+
     def all_originals(self, module: str, name: str, newest: Any) -> list[Any]:
-        """The objects that the name has had, ``newest`` last."""
+        """Return the objects that the name has had, ``newest`` last."""
         others = [each for each in self.originals.get((module, name), []) if each is not newest]
         self.originals[module, name] = [*others, newest]
         return self.originals[module, name]
@@ -127,19 +137,19 @@ _state = _State()
 
 
 def patch(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron",)) -> Report:
-    """Let Megatron-core use tritoncomm, in all modules that are loaded and all that will be.
+    """Let Megatron-core use tritoncomm, in all modules that are loaded now or later.
 
     Every name that refers to one of Megatron's mappings (their autograd classes and underscore helpers included), to
     its ``P2PCommunicator`` or to its two linear functions is bound to ours, whichever module has imported it. Losses
-    and gradients are the same bits. As in Megatron, ``reduce_from_tensor_model_parallel_region`` overwrites its input,
+    and gradients keep their bits. As in Megatron, ``reduce_from_tensor_model_parallel_region`` overwrites its input,
     ``copy_to_tensor_model_parallel_region`` overwrites its gradient in backward, and sequence-parallel gathers of the
     linear layers use Megatron's global memory buffer. ``mappings.overwrite_inputs`` is not switched.
 
-    A second call with the same arguments only reaches modules that were imported in between; with other arguments it
+    A second call with equal arguments only reaches modules that were imported in between; with other arguments it
     replaces the first. The patch is one of the process: all threads see it. Objects that were made before keep their
     class (a ``P2PCommunicator`` in use), and so do names in local variables, default arguments and closures.
 
-    What remains Megatron's: calls with fused gradient accumulation, with deferred embedding gradients, with weights
+    These remain Megatron's: calls with fused gradient accumulation, with deferred embedding gradients, with weights
     that are gathered over a further axis (``gtp_remat_size``), or under autocast; TransformerEngine's layers, which
     call torch.distributed themselves; data-parallel and MoE bookkeeping.
 
@@ -154,7 +164,7 @@ def patch(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron",
         packages: top-level packages whose modules are searched; add your own if it imports Megatron's mappings by name.
 
     Returns:
-        What was replaced and what was not.
+        The replaced names, and the calls and names that remain Megatron's.
 
     Raises:
         ArgumentError: ``packages`` is not a list of names, or nothing of one of them is imported yet.
@@ -185,7 +195,7 @@ def unpatch() -> None:
 
 @contextmanager
 def patched(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron",)) -> Iterator[Report]:
-    """``patch(...)`` for a block; afterwards holds what held before, a patch with other arguments included.
+    """Run ``patch(...)`` for a block; the earlier patch, if any, holds again afterwards, with its own arguments.
 
     Blocks may be nested, and may overlap in several threads: the one entered last decides.
     """
@@ -243,12 +253,12 @@ def _activate(options: _Options) -> _Active:
 
 
 def _swaps(cross_entropy: bool) -> tuple[Swaps, tuple[str, ...]]:
-    """Every object that is replaced with its replacement, and the report's lines on those that are not.
+    """Return (original, replacement) of every replaced object, and the report's lines on the kept ones.
 
     A name is replaced if ours takes every call that Megatron's takes. A linear function and its autograd class are
-    replaced together or not at all: the function decides which collectives the class runs, so that an argument of
-    either which is not known may change the meaning of the other. Mappings only hand their arguments to their classes,
-    which are judged by their own, and all methods of a class are one name.
+    replaced together or not at all: the function decides which collectives the class runs, so an unknown argument of
+    one may change the meaning of the other. Mappings only hand their arguments to their classes, which are judged by
+    their own arguments. All methods of a class are one name.
 
     Raises:
         UnsupportedError: no name at all can be replaced.
@@ -259,7 +269,7 @@ def _swaps(cross_entropy: bool) -> tuple[Swaps, tuple[str, ...]]:
     for module, names, replacements in _sets(cross_entropy):
         try:
             originals = [_state.original(module, name) for name in names]
-            ours = replacements(*originals)
+            ours = _state.ours(names, originals, replacements)
             for name, original, replacement in zip(names, originals, ours, strict=True):
                 _check_signature(f"megatron.core.{module}.{name}", original, replacement)
         except UnsupportedError as error:
@@ -275,8 +285,8 @@ def _swaps(cross_entropy: bool) -> tuple[Swaps, tuple[str, ...]]:
     return swaps, (*_kept(cross_entropy, replaced), *refused, *_unknown())
 
 
-def _sets(cross_entropy: bool) -> Iterator[tuple[str, tuple[str, ...], Callable[..., Sequence[Any]]]]:
-    """(module, names, replacements of the originals) of names that are replaced together or not at all."""
+def _sets(cross_entropy: bool) -> Iterator[tuple[str, tuple[str, ...], Make]]:
+    """Yield (module, names, function from originals to replacements) of names that are replaced all or none."""
     theirs = _core(_MAPPINGS)
     for name in mappings.__all__:
         if hasattr(theirs, name):
@@ -289,7 +299,7 @@ def _sets(cross_entropy: bool) -> Iterator[tuple[str, tuple[str, ...], Callable[
         yield "tensor_parallel.cross_entropy", (_CROSS_ENTROPY,), _cross_entropy
 
 
-def _always(ours: Any) -> Callable[[Any], Sequence[Any]]:
+def _always(ours: Any) -> Make:
     return lambda theirs: [ours]
 
 
@@ -309,20 +319,20 @@ def _frozen_linear(theirs: Any, linear_class: Any) -> Sequence[Any]:
 
 def _cross_entropy(theirs: Any) -> Sequence[Any]:
     group = _state.original("parallel_state", "get_tensor_model_parallel_group")
-    return [megatron_functions.cross_entropy_function(theirs, group)]
+    return [megatron_functions.VocabParallelCrossEntropy(theirs, group)]
 
 
 def _check_signature(label: str, theirs: Any, ours: Any) -> None:
-    """Refuse a function of Megatron's that takes a call which ours does not take.
+    """Refuse a function of Megatron's if ours does not take every call that it takes.
 
     Raises:
         UnsupportedError: the function's name, and both signatures.
     """
     for suffix, expected, offered in _callables(label, theirs, ours):
-        wanted, known = _parameters(expected), _parameters(offered)
-        more = known[len(wanted) :]
-        if len(wanted) > len(known) or any(p.default is p.empty for p in more) or not all(map(_takes, known, wanted)):
-            signatures = f"({', '.join(map(str, wanted))}), ours takes ({', '.join(map(str, known))})"
+        names, own = _parameters(expected), _parameters(offered)
+        more = own[len(names) :]
+        if len(names) > len(own) or any(p.default is p.empty for p in more) or not all(map(_takes, own, names)):
+            signatures = f"({', '.join(map(str, names))}), ours takes ({', '.join(map(str, own))})"
             raise UnsupportedError(f"{label}{suffix} takes {signatures}")
 
 
@@ -333,7 +343,7 @@ def _takes(ours: inspect.Parameter, theirs: inspect.Parameter) -> bool:
 
 
 def _parameters(function: Any) -> list[inspect.Parameter]:
-    """Parameters that a caller passes; annotations, which may differ, left out.
+    """Return the parameters that a caller passes, without annotations, which may differ.
 
     Raises:
         UnsupportedError: the function has no signature.
@@ -346,15 +356,15 @@ def _parameters(function: Any) -> list[inspect.Parameter]:
 
 
 def _forward(autograd_class: Any) -> Any:
-    """The function whose arguments ``apply`` takes; of a class of ours that has no ``forward``, ``apply`` itself."""
+    """Return the function with the arguments of ``apply``: ``forward``, or ``apply`` of our classes without it."""
     return getattr(autograd_class, "forward", None) or getattr(autograd_class, "apply", None)
 
 
 def _callables(label: str, theirs: Any, ours: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(suffix of the name, Megatron's, ours) of a function, or of what is called on a class.
+    """Yield (suffix of the name, Megatron's, ours) of a function, or of the functions that callers of a class call.
 
     Raises:
-        UnsupportedError: Megatron's is of another kind, or has a method or property that ours does not have.
+        UnsupportedError: Megatron's object is of another kind, or has a method or property that ours does not have.
     """
     if inspect.isclass(theirs) != inspect.isclass(ours) or not callable(theirs):
         raise UnsupportedError(f"{label} is an object of {type(theirs).__name__}")
@@ -374,7 +384,7 @@ def _callables(label: str, theirs: Any, ours: Any) -> Iterator[tuple[str, Any, A
 
 
 def _kept(cross_entropy: bool, replaced: Set[str]) -> Iterator[str]:
-    """Lines of the report on calls that remain Megatron's by design, of names that are replaced."""
+    """Yield the report's lines on calls of replaced names that remain Megatron's by design."""
     if replaced & {*_LINEAR, *_FROZEN}:
         yield (
             "linear layers with gradient_accumulation_fusion, with deferred embedding gradients, with a gtp_remat_size "
@@ -390,7 +400,7 @@ def _kept(cross_entropy: bool, replaced: Set[str]) -> Iterator[str]:
 
 
 def _unknown() -> Iterator[str]:
-    """Lines of the report on mappings without a counterpart."""
+    """Yield the report's lines on mappings without a counterpart."""
     theirs = _core(_MAPPINGS)
     for name, value in vars(theirs).items():
         is_own = (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == theirs.__name__

@@ -9,8 +9,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,14 +28,17 @@ from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.mappings.tensor_parallel import copy_to, reduce_from
 
 __all__ = [
+    "FrozenLinear",
+    "TrainedLinear",
+    "VocabParallelCrossEntropy",
     "copy_to_tensor_model_parallel_region",
-    "cross_entropy_function",
     "frozen_linear_functions",
     "linear_functions",
     "reduce_from_tensor_model_parallel_region",
 ]
 
 Buffers = Callable[[], Any]  # Megatron's global memory buffer
+ResolveGroup = Callable[[Any], Any]
 Options = tuple[bool, bool, Any, Buffers | None]  # bias, allreduce_dgrad, group; buffers with sequence parallelism
 
 _LINEAR = "linear_with_grad_accumulation_and_async_allreduce"
@@ -50,7 +52,7 @@ _is_autocast = torch._C._is_any_autocast_enabled
 def _all_gather(
     x: Tensor, group: ProcessGroup, buffers: Buffers, name: str, asynchronous: bool
 ) -> tuple[Tensor, backend.Work, Tensor]:
-    """All-gather dim 0 into Megatron's global memory buffer; (result, work, what is being sent)."""
+    """All-gather dim 0 into Megatron's global memory buffer; return (result, work, contiguous input that is sent)."""
     span = enter(name, "all_gather", group, x, (0, None))
     if span is None:
         return x, None, x
@@ -76,7 +78,7 @@ def _reduce(x: Tensor, group: ProcessGroup, name: str) -> backend.Work:
 
 
 def _reduce_scatter(x: Tensor, group: ProcessGroup, name: str) -> tuple[Tensor, backend.Work]:
-    """Start a reduce-scatter of dim 0 of ``x``, which is contiguous; (result, work)."""
+    """Start a reduce-scatter of dim 0 of a contiguous ``x``; return (result, work)."""
     span = enter(name, "reduce_scatter", group, x, (0, None, _SUM))
     if span is None:
         return x, None
@@ -89,9 +91,9 @@ def _reduce_scatter(x: Tensor, group: ProcessGroup, name: str) -> tuple[Tensor, 
 
 @direct
 class _Linear(Function):
-    """Forward: ``x @ weight.t() + bias``, x all-gathered along dim 0 where ``buffers`` are given.
+    """Forward: ``x @ weight.t() + bias``; with ``buffers`` x is all-gathered along dim 0 first.
 
-    Backward: the gradient of x is reduce-scattered there, else all-reduced where ``allreduce_dgrad`` says so.
+    Backward: with ``buffers`` the gradient of x is reduce-scattered, else with ``allreduce_dgrad`` all-reduced.
     """
 
     @staticmethod
@@ -112,7 +114,7 @@ class _Linear(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         options = ctx.has_bias, ctx.allreduce_dgrad, ctx.group, ctx.buffers
-        if _is_autocast():  # the forward ran without
+        if _is_autocast():  # the forward ran without autocast
             with torch.autocast(grad.device.type, enabled=False):
                 return *_gradients(x, weight, grad, options), None, None, None
         return *_gradients(x, weight, grad, options), None, None, None
@@ -131,7 +133,7 @@ def _product(
 
 
 def _gradients(x: Tensor, weight: Tensor, grad: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of x, weight and bias."""
+    """Return the gradients of x, weight and bias; collectives run while the products do."""
     if torch.is_grad_enabled() or is_compiling():
         return _recorded_gradients(x, weight, grad, options)
     has_bias, allreduce_dgrad, group, buffers = options
@@ -139,7 +141,7 @@ def _gradients(x: Tensor, weight: Tensor, grad: Tensor, options: Options) -> tup
     if not grad.is_contiguous():
         grad = grad.contiguous()
     if buffers is not None:
-        x, gathering, _sent = _all_gather(x, group, buffers, name, True)  # what is sent lives until the end
+        x, gathering, _sent = _all_gather(x, group, buffers, name, True)  # `_sent` lives until the all-gather ends
         grad_x = grad.matmul(weight)
         if gathering is not None:
             gathering.wait()
@@ -160,7 +162,7 @@ def _gradients(x: Tensor, weight: Tensor, grad: Tensor, options: Options) -> tup
 def _recorded_gradients(
     x: Tensor, weight: Tensor, grad: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``_gradients`` by mappings, which autograd can record (``create_graph``) and torch.compile can trace."""
+    """Return the gradients by mappings, which autograd can record (``create_graph``) and torch.compile can trace."""
     has_bias, allreduce_dgrad, group, buffers = options
     grad_x = grad.matmul(weight)
     if buffers is not None:
@@ -176,7 +178,7 @@ def _recorded_gradients(
 
 @direct
 class _FrozenLinear(Function):
-    """Forward: ``x @ weight.t() + bias``. Backward: the gradient of x alone, all-reduced where ``group`` is given."""
+    """Forward: ``x @ weight.t() + bias``. Backward: the gradient of x, all-reduced with a ``group``; none of weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None) -> Tensor:
@@ -187,7 +189,7 @@ class _FrozenLinear(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (weight,), group = ctx.saved_tensors, ctx.group
-        with torch.autocast(grad.device.type, enabled=False):  # the forward ran without
+        with torch.autocast(grad.device.type, enabled=False):  # the forward ran without autocast
             grad_x = grad.matmul(weight)
         if group is not None and (torch.is_grad_enabled() or is_compiling()):
             grad_x = mappings.reduce_from_tensor_model_parallel_region(grad_x, group=group)
@@ -198,8 +200,16 @@ class _FrozenLinear(Function):
         return grad_x, None, None, None
 
 
-def _is_plain(input: Tensor, weight: Tensor) -> bool:
-    """Whether both are tensors of torch itself, and no autocast chooses the dtype of their product."""
+def _is_ours(input: Tensor, weight: Tensor, gtp_remat_size: int, is_deferred: bool) -> bool:
+    """Return whether our linear functions take a call: plain tensors, no autocast, and an own gradient of the weight.
+
+    Args:
+        input, weight: the factors. Subclasses of tensors stay Megatron's, and a ``Parameter`` counts as plain.
+        gtp_remat_size: ranks over which Megatron gathers the weight along a further axis.
+        is_deferred: the gradient of the weight is fused into Megatron's buffer, or computed later.
+    """
+    if is_deferred or gtp_remat_size != 1:
+        return False
     autocast = torch.is_autocast_enabled(input.device.type) if is_compiling() else _is_autocast()
     return not autocast and type(input) is Tensor and (type(weight) is Parameter or type(weight) is Tensor)
 
@@ -208,37 +218,51 @@ def _takes(function: Any, name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
-@lru_cache(maxsize=1)
-def linear_functions(theirs: Any, linear_class: Any, resolve_group: Callable[[Any], Any], buffers: Buffers) -> Any:
-    """Ours of the linear function of a trained weight and of its autograd class; cached by the arguments.
+class TrainedLinear:
+    """Linear function of a trained weight with the arguments of Megatron 0.17 and newer.
+
+    Forward: ``input @ weight.t() + bias``; with ``sequence_parallel`` the input is all-gathered first. Backward: the
+    input's gradient is reduce-scattered with ``sequence_parallel``, all-reduced with ``allreduce_dgrad``.
+
+    Megatron's own function runs with fused gradient accumulation, deferred weight gradients, weights that are gathered
+    over a further axis (``gtp_remat_size``), autocast, and subclasses of tensors.
 
     Args:
         theirs: Megatron's ``linear_with_grad_accumulation_and_async_allreduce``.
-        linear_class: its autograd class.
         resolve_group: Megatron's rule for a group that is None.
         buffers: returns Megatron's global memory buffer.
-    """
-    takes_gtp = _takes(linear_class.forward, _GTP)
 
-    def run(
+    Attributes:
+        warned: whether the environment was warned about; Megatron's function keeps it on the object with its name.
+    """
+
+    _frames: ClassVar[int] = 1  # of this class between the warning and the caller
+
+    def __init__(self, theirs: Any, resolve_group: ResolveGroup, buffers: Buffers) -> None:
+        self._theirs, self._resolve_group, self._buffers = theirs, resolve_group, buffers
+        self.warned: bool = getattr(theirs, "warned", False)
+
+    def __call__(
+        self,
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         gradient_accumulation_fusion: bool,
         allreduce_dgrad: bool,
         sequence_parallel: bool,
-        grad_output_buffer: list[Tensor] | None,
-        wgrad_deferral_limit: int | None,
-        tp_group: ProcessGroup | None,
-        gtp_remat_size: int,
+        grad_output_buffer: list[Tensor] | None = None,
+        wgrad_deferral_limit: int | None = 0,
+        tp_group: ProcessGroup | None = None,
+        gtp_remat_size: int = 1,
     ) -> Tensor:
-        if (
-            gradient_accumulation_fusion
-            or grad_output_buffer is not None
-            or gtp_remat_size != 1
-            or not _is_plain(input, weight)
-        ):
-            return theirs(
+        """Return ``input @ weight.t() + bias``, by our autograd function or by Megatron's.
+
+        Raises:
+            ArgumentError: both ``allreduce_dgrad`` and ``sequence_parallel``.
+        """
+        is_deferred = gradient_accumulation_fusion or grad_output_buffer is not None
+        if not _is_ours(input, weight, gtp_remat_size, is_deferred):
+            return self._theirs(
                 input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel,
                 grad_output_buffer, wgrad_deferral_limit, tp_group=tp_group, **_rematerialized(gtp_remat_size),
             )  # fmt: skip
@@ -249,102 +273,115 @@ def linear_functions(theirs: Any, linear_class: Any, resolve_group: Callable[[An
         if allreduce_dgrad and sequence_parallel:
             raise ArgumentError(f"{_LINEAR}: allreduce_dgrad and sequence_parallel exclude each other")
         if tp_group is None:
-            tp_group = resolve_group(None)
-        if not function.warned and not is_compiling():
-            function.warned = True
-            _warn_of_connections()
-        used = buffers if sequence_parallel else None
+            tp_group = self._resolve_group(None)
+        if not self.warned and not is_compiling():
+            self.warned = True
+            _warn_of_connections(self._frames)
+        buffers = self._buffers if sequence_parallel else None
         if torch.is_grad_enabled():
-            return _Linear.apply(input, weight, bias, allreduce_dgrad, tp_group, used)
-        return _product(input, weight, bias, tp_group, used)
-
-    if _takes(theirs, _ASYNC):
-
-        def linear_with_grad_accumulation_and_async_allreduce(  # pyright: ignore[reportRedeclaration]
-            input: Tensor,
-            weight: Tensor,
-            bias: Tensor | None,
-            gradient_accumulation_fusion: bool,
-            allreduce_dgrad: bool,
-            sequence_parallel: bool,
-            grad_output_buffer: list[Tensor] | None = None,
-            wgrad_deferral_limit: int | None = 0,
-            async_grad_allreduce: bool | None = None,
-            tp_group: ProcessGroup | None = None,
-        ) -> Tensor:
-            """Forward: ``input @ weight.t() + bias``, as below. Megatron warns of ``async_grad_allreduce``."""
-            arguments = (
-                input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel,
-                grad_output_buffer, wgrad_deferral_limit,
-            )  # fmt: skip
-            if async_grad_allreduce is not None:
-                return theirs(*arguments, async_grad_allreduce, tp_group)
-            return run(*arguments, tp_group, 1)
-
-    else:
-
-        def linear_with_grad_accumulation_and_async_allreduce(
-            input: Tensor,
-            weight: Tensor,
-            bias: Tensor | None,
-            gradient_accumulation_fusion: bool,
-            allreduce_dgrad: bool,
-            sequence_parallel: bool,
-            grad_output_buffer: list[Tensor] | None = None,
-            wgrad_deferral_limit: int | None = 0,
-            tp_group: ProcessGroup | None = None,
-            gtp_remat_size: int = 1,
-        ) -> Tensor:
-            """Forward: ``input @ weight.t() + bias``, all-gathered first with ``sequence_parallel``. Backward: reduced.
-
-            Megatron's own runs with fused gradient accumulation, deferred weight gradients, weights that are gathered
-            over a further axis (``gtp_remat_size``), autocast, and for subclasses of tensors.
-            """
-            return run(
-                input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel,
-                grad_output_buffer, wgrad_deferral_limit, tp_group, gtp_remat_size,
-            )  # fmt: skip
-
-    class LinearWithGradAccumulationAndAsyncCommunication:
-        """Stands where Megatron's autograd class of this name stands."""
-
-        @staticmethod
-        def apply(
-            input: Tensor, weight: Tensor, bias: Tensor | None, gradient_accumulation_fusion: bool,
-            allreduce_dgrad: bool, sequence_parallel: bool, grad_output_buffer: Any, wgrad_deferral_limit: Any,
-            tp_group: Any, gtp_remat_size: int = 1,
-        ) -> Tensor:  # fmt: skip
-            """Ours, or Megatron's for the cases that it keeps."""
-            if (
-                gradient_accumulation_fusion
-                or grad_output_buffer is not None
-                or gtp_remat_size != 1
-                or not _is_plain(input, weight)
-            ):
-                more = (gtp_remat_size,) if gtp_remat_size != 1 or takes_gtp else ()
-                return linear_class.apply(
-                    input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel,
-                    grad_output_buffer, wgrad_deferral_limit, tp_group, *more,
-                )  # fmt: skip
-            return _Linear.apply(input, weight, bias, allreduce_dgrad, tp_group, buffers if sequence_parallel else None)
-
-    function: Any = linear_with_grad_accumulation_and_async_allreduce
-    # Megatron's function, where it runs, keeps this flag on whatever has its name.
-    function.warned = getattr(theirs, "warned", False)
-    return function, LinearWithGradAccumulationAndAsyncCommunication
+            return _Linear.apply(input, weight, bias, allreduce_dgrad, tp_group, buffers)
+        return _product(input, weight, bias, tp_group, buffers)
 
 
-@lru_cache(maxsize=1)
-def frozen_linear_functions(theirs: Any, linear_class: Any, resolve_group: Callable[[Any], Any]) -> Any:
-    """Ours of the linear function of a frozen weight and of its autograd class; cached by the arguments.
+class TrainedLinear016(TrainedLinear):
+    """``TrainedLinear`` with the arguments of Megatron 0.16, which warns of ``async_grad_allreduce`` itself."""
+
+    _frames: ClassVar[int] = 2
+
+    def __call__(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        grad_output_buffer: list[Tensor] | None = None,
+        wgrad_deferral_limit: int | None = 0,
+        async_grad_allreduce: bool | None = None,
+        tp_group: ProcessGroup | None = None,
+    ) -> Tensor:
+        """Return ``input @ weight.t() + bias``, by Megatron's function if ``async_grad_allreduce`` is given."""
+        arguments = (
+            input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, grad_output_buffer,
+            wgrad_deferral_limit,
+        )  # fmt: skip
+        if async_grad_allreduce is not None:
+            return self._theirs(*arguments, async_grad_allreduce, tp_group)
+        return super().__call__(*arguments, tp_group)
+
+
+class LinearWithGradAccumulationAndAsyncCommunication:
+    """Base of the classes that stand where Megatron's autograd class of this name stands.
+
+    Attributes:
+        theirs: Megatron's class.
+        passes_gtp: whether its ``apply`` takes ``gtp_remat_size``.
+        buffers: returns Megatron's global memory buffer.
+    """
+
+    theirs: ClassVar[Any]
+    passes_gtp: ClassVar[bool]
+    buffers: ClassVar[Buffers]
+
+    @classmethod
+    def over(cls, theirs: Any, buffers: Buffers) -> type:
+        """Return a subclass for one class of Megatron's."""
+        passes_gtp = _takes(theirs.forward, _GTP)
+        return type(
+            cls.__name__, (cls,), {"theirs": theirs, "passes_gtp": passes_gtp, "buffers": staticmethod(buffers)}
+        )
+
+    @classmethod
+    def apply(
+        cls, input: Tensor, weight: Tensor, bias: Tensor | None, gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool, sequence_parallel: bool, grad_output_buffer: Any, wgrad_deferral_limit: Any,
+        tp_group: Any, gtp_remat_size: int = 1,
+    ) -> Tensor:  # fmt: skip
+        """Return ``input @ weight.t() + bias``, by our autograd function or by Megatron's."""
+        is_deferred = gradient_accumulation_fusion or grad_output_buffer is not None
+        if _is_ours(input, weight, gtp_remat_size, is_deferred):
+            buffers = cls.buffers if sequence_parallel else None
+            return _Linear.apply(input, weight, bias, allreduce_dgrad, tp_group, buffers)
+        more = (gtp_remat_size,) if gtp_remat_size != 1 or cls.passes_gtp else ()
+        return cls.theirs.apply(
+            input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, grad_output_buffer,
+            wgrad_deferral_limit, tp_group, *more,
+        )  # fmt: skip
+
+
+def linear_functions(
+    theirs: Any, linear_class: Any, resolve_group: ResolveGroup, buffers: Buffers
+) -> tuple[TrainedLinear, type]:
+    """Return our linear function of a trained weight and our autograd class, for a release of Megatron's.
+
+    Args:
+        theirs: Megatron's ``linear_with_grad_accumulation_and_async_allreduce``.
+        linear_class: its autograd class.
+        resolve_group: Megatron's rule for a group that is None.
+        buffers: returns Megatron's global memory buffer.
+    """
+    kind = TrainedLinear016 if _takes(theirs, _ASYNC) else TrainedLinear
+    own_class = LinearWithGradAccumulationAndAsyncCommunication.over(linear_class, buffers)
+    return kind(theirs, resolve_group, buffers), own_class
+
+
+class FrozenLinear:
+    """Linear function of a frozen weight with the arguments of Megatron 0.17 and newer.
+
+    Neither the weight nor, as in Megatron, ``bias`` gets a gradient. Megatron's own function runs as for
+    ``TrainedLinear``.
 
     Args:
         theirs: Megatron's ``linear_with_frozen_weight``.
-        linear_class: its autograd class.
         resolve_group: Megatron's rule for a group that is None.
     """
 
-    def run(
+    def __init__(self, theirs: Any, resolve_group: ResolveGroup) -> None:
+        self._theirs, self._resolve_group = theirs, resolve_group
+
+    def __call__(
+        self,
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -352,96 +389,110 @@ def frozen_linear_functions(theirs: Any, linear_class: Any, resolve_group: Calla
         allreduce_dgrad: bool,
         sequence_parallel: bool,
         tp_group: ProcessGroup | None,
-        grad_output_buffer: list[Tensor] | None,
-        wgrad_deferral_limit: None,
-        gtp_remat_size: int,
+        grad_output_buffer: list[Tensor] | None = None,
+        wgrad_deferral_limit: None = None,
+        gtp_remat_size: int = 1,
     ) -> Tensor:
-        refused = grad_output_buffer is not None or wgrad_deferral_limit is not None
-        if refused or gtp_remat_size != 1 or not _is_plain(input, weight):
-            return theirs(
+        """Return ``input @ weight.t() + bias``, by our autograd function or by Megatron's."""
+        is_deferred = grad_output_buffer is not None or wgrad_deferral_limit is not None
+        if not _is_ours(input, weight, gtp_remat_size, is_deferred):
+            return self._theirs(
                 input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group,
                 grad_output_buffer, wgrad_deferral_limit, **_rematerialized(gtp_remat_size),
             )  # fmt: skip
         if sequence_parallel:
-            input = mappings.gather_from_sequence_parallel_region(input, group=resolve_group(tp_group))
+            input = mappings.gather_from_sequence_parallel_region(input, group=self._resolve_group(tp_group))
         if torch.is_grad_enabled():
-            return _FrozenLinear.apply(input, weight, bias, resolve_group(tp_group) if allreduce_dgrad else None)
+            group = self._resolve_group(tp_group) if allreduce_dgrad else None
+            return _FrozenLinear.apply(input, weight, bias, group)
         return _product(input, weight, bias, None, None)
 
-    if _takes(theirs, _ASYNC):
 
-        def linear_with_frozen_weight(  # pyright: ignore[reportRedeclaration]
-            input: Tensor,
-            weight: Tensor,
-            bias: Tensor | None,
-            gradient_accumulation_fusion: bool,
-            allreduce_dgrad: bool,
-            sequence_parallel: bool,
-            tp_group: ProcessGroup | None,
-            grad_output_buffer: list[Tensor] | None = None,
-            wgrad_deferral_limit: None = None,
-            async_grad_allreduce: bool | None = None,
-        ) -> Tensor:
-            """The linear function for a frozen weight, as below. Megatron warns of ``async_grad_allreduce``."""
-            arguments = (
-                input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group,
-                grad_output_buffer, wgrad_deferral_limit,
-            )  # fmt: skip
-            if async_grad_allreduce is not None:
-                return theirs(*arguments, async_grad_allreduce)
-            return run(*arguments, 1)
+class FrozenLinear016(FrozenLinear):
+    """``FrozenLinear`` with the arguments of Megatron 0.16, which warns of ``async_grad_allreduce`` itself."""
 
-    else:
+    def __call__(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: ProcessGroup | None,
+        grad_output_buffer: list[Tensor] | None = None,
+        wgrad_deferral_limit: None = None,
+        async_grad_allreduce: bool | None = None,
+    ) -> Tensor:
+        """Return ``input @ weight.t() + bias``, by Megatron's function if ``async_grad_allreduce`` is given."""
+        arguments = (
+            input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group,
+            grad_output_buffer, wgrad_deferral_limit,
+        )  # fmt: skip
+        if async_grad_allreduce is not None:
+            return self._theirs(*arguments, async_grad_allreduce)
+        return super().__call__(*arguments)
 
-        def linear_with_frozen_weight(
-            input: Tensor,
-            weight: Tensor,
-            bias: Tensor | None,
-            gradient_accumulation_fusion: bool,
-            allreduce_dgrad: bool,
-            sequence_parallel: bool,
-            tp_group: ProcessGroup | None,
-            grad_output_buffer: list[Tensor] | None = None,
-            wgrad_deferral_limit: None = None,
-            gtp_remat_size: int = 1,
-        ) -> Tensor:
-            """The linear function without a gradient of the weight; as in Megatron, ``bias`` gets none either."""
-            return run(
-                input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group,
-                grad_output_buffer, wgrad_deferral_limit, gtp_remat_size,
-            )  # fmt: skip
 
-    class LinearWithFrozenWeight:
-        """Stands where Megatron's autograd class of this name stands."""
+class LinearWithFrozenWeight:
+    """Base of the classes that stand where Megatron's autograd class of this name stands.
 
-        @staticmethod
-        def apply(input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, tp_group: Any) -> Tensor:
-            """Ours, or Megatron's for the cases that it keeps."""
-            if not _is_plain(input, weight):
-                return linear_class.apply(input, weight, bias, allreduce_dgrad, tp_group)
-            return run(input, weight, bias, False, allreduce_dgrad, False, tp_group, None, None, 1)
+    Attributes:
+        theirs: Megatron's class.
+        function: our linear function of a frozen weight.
+    """
 
-    return linear_with_frozen_weight, LinearWithFrozenWeight
+    theirs: ClassVar[Any]
+    function: ClassVar[FrozenLinear]
+
+    @classmethod
+    def over(cls, theirs: Any, function: FrozenLinear) -> type:
+        """Return a subclass for one class of Megatron's."""
+        return type(cls.__name__, (cls,), {"theirs": theirs, "function": function})
+
+    @classmethod
+    def apply(cls, input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, tp_group: Any) -> Tensor:
+        """Return ``input @ weight.t() + bias``, by our autograd function or by Megatron's."""
+        if not _is_ours(input, weight, 1, False):
+            return cls.theirs.apply(input, weight, bias, allreduce_dgrad, tp_group)
+        return cls.function(input, weight, bias, False, allreduce_dgrad, False, tp_group)
+
+
+def frozen_linear_functions(theirs: Any, linear_class: Any, resolve_group: ResolveGroup) -> tuple[FrozenLinear, type]:
+    """Return our linear function of a frozen weight and our autograd class, for a release of Megatron's.
+
+    Args:
+        theirs: Megatron's ``linear_with_frozen_weight``.
+        linear_class: its autograd class.
+        resolve_group: Megatron's rule for a group that is None.
+    """
+    function = (FrozenLinear016 if _takes(theirs, _ASYNC) else FrozenLinear)(theirs, resolve_group)
+    return function, LinearWithFrozenWeight.over(linear_class, function)
 
 
 def _rematerialized(gtp_remat_size: int) -> dict[str, int]:
-    """The argument that versions before 0.19 do not have, where a caller passes it."""
+    """Return ``gtp_remat_size`` as a keyword argument unless it is 1: versions before 0.19 do not take it."""
     return {} if gtp_remat_size == 1 else {_GTP: gtp_remat_size}
 
 
-def _warn_of_connections() -> None:
+def _warn_of_connections(frames: int) -> None:
+    """Warn unless the environment has CUDA start kernels in the order of their launches.
+
+    Args:
+        frames: between this function and the caller that the warning names.
+    """
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
         warnings.warn(
             f"{_LINEAR}: set CUDA_DEVICE_MAX_CONNECTIONS=1, so that collectives start before the products that they "
             "overlap with",
-            stacklevel=4,
+            stacklevel=2 + frames,
         )
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Forward: identity. Backward: all-reduce into the gradient that it receives, as Megatron-LM's contract says.
 
-    The tensors that ``tritoncomm.mappings.overwrite_inputs`` excludes are copied. Autograd notices the write.
+    Tensors that ``tritoncomm.mappings.overwrite_inputs`` excludes are copied. Autograd notices the write.
     """
     return copy_to(input_, group, in_place=True)
 
@@ -449,31 +500,41 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | N
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Forward: all-reduce into ``input_``, as Megatron-LM's contract says. Backward: identity.
 
-    The tensors that ``tritoncomm.mappings.overwrite_inputs`` excludes are copied. Autograd notices the write.
+    Tensors that ``tritoncomm.mappings.overwrite_inputs`` excludes are copied. Autograd notices the write.
     """
     return reduce_from(input_, group, in_place=True)
 
 
-@lru_cache(maxsize=1)
-def cross_entropy_function(theirs: Any, tensor_group: Callable[[], ProcessGroup]) -> Any:
-    """Our vocabulary-parallel cross entropy with the arguments of Megatron's ``theirs``."""
-    # The tensor package takes longer to import than everything else here, and this function is opt-in.
-    from tritoncomm.tensor.vocab_parallel import cross_entropy_rows
+class VocabParallelCrossEntropy:
+    """Our vocabulary-parallel cross entropy with the arguments of Megatron's ``vocab_parallel_cross_entropy``.
 
-    def vocab_parallel_cross_entropy(
+    Args:
+        theirs: Megatron's function; it runs calls with label smoothing.
+        tensor_group: Megatron's default group.
+    """
+
+    def __init__(self, theirs: Any, tensor_group: Callable[[], ProcessGroup]) -> None:
+        # The tensor package takes longer to import than everything else here, and this function is opt-in.
+        from tritoncomm.tensor.vocab_parallel import cross_entropy_rows
+
+        self._theirs, self._tensor_group, self._rows = theirs, tensor_group, cross_entropy_rows
+
+    def __call__(
+        self,
         vocab_parallel_logits: Tensor,
         target: Tensor,
         label_smoothing: float = 0.0,
         tp_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """Loss of every position, fp32; one all-gather of two numbers a row, and the logits stay as they are."""
+        """Return the loss of every position in fp32.
+
+        Sends one all-gather of two numbers a row, and does not write into the logits.
+        """
         if label_smoothing:
             more = {} if tp_group is None else {"tp_group": tp_group}  # from 0.19 on
-            return theirs(vocab_parallel_logits, target, label_smoothing, **more)
-        group = tensor_group() if tp_group is None else tp_group
+            return self._theirs(vocab_parallel_logits, target, label_smoothing, **more)
+        group = self._tensor_group() if tp_group is None else tp_group
         size = vocab_parallel_logits.shape[-1]
         bounds = group.rank() * size, size
         classes = size * group.size()
-        return cross_entropy_rows(vocab_parallel_logits.float(), target, None, bounds, classes, -100, 0.0, group)[0]
-
-    return vocab_parallel_cross_entropy
+        return self._rows(vocab_parallel_logits.float(), target, None, bounds, classes, -100, 0.0, group)[0]

@@ -1,7 +1,7 @@
-"""Replace objects by identity in every loaded module of some packages, and undo it exactly.
+"""Rebinding: objects replaced by identity in every loaded module of some packages, and the exact undo.
 
-``from mappings import gather`` binds the object when it is imported, so setting ``mappings.gather`` reaches only those
-who look it up there. Here every name of every loaded module is compared with the originals.
+``from mappings import gather`` binds the object at the import, so setting ``mappings.gather`` reaches only callers that
+look it up there. A rebinding compares every name of every loaded module with the originals.
 """
 
 import sys
@@ -28,7 +28,7 @@ class Rebinding:
         self._replaced: dict[tuple[int, str], tuple[ModuleType, Any]] = {}
 
     def extend(self, swaps: Sequence[tuple[Any, Any]]) -> None:
-        """Take on (original, replacement) pairs; an original that is known keeps its replacement.
+        """Add (original, replacement) pairs; an original that was added before keeps its replacement.
 
         Of several originals of one replacement the newest is the last.
         """
@@ -41,7 +41,7 @@ class Rebinding:
         self._imported |= {(id(module), name) for module, name, value in self._bound(added)}
 
     def original(self, value: Any) -> Any:
-        """The newest original of a replacement; anything else as it is."""
+        """Return the newest original of a replacement; return any other object itself."""
         return self._originals.get(id(value), value)
 
     @property
@@ -54,7 +54,7 @@ class Rebinding:
         }
 
     def _bound(self, ids: Container[int]) -> Iterator[tuple[ModuleType, str, Any]]:
-        """(module, name, value) of every name whose value has one of these ids."""
+        """Yield (module, name, value) of every name whose value has one of these ids."""
         for module_name, module in list(sys.modules.items()):
             if module_name.partition(".")[0] not in self._packages or not isinstance(module, ModuleType):
                 continue
@@ -63,7 +63,11 @@ class Rebinding:
                     yield module, name, value
 
     def apply(self) -> None:
-        """Bind every name to the replacement; all of them, or, where one cannot be set, none."""
+        """Bind every name to its replacement, all or nothing.
+
+        Raises:
+            Exception: the error of a module that refuses to set a name; no name has changed then.
+        """
         done: list[tuple[ModuleType, str, Any]] = []
         try:
             for module, name, original in self._bound(self._replacements):
@@ -78,11 +82,11 @@ class Rebinding:
     def undo(self) -> Callable[[], None]:
         """Bind every name to the original again, in modules that were imported since ``apply`` too.
 
-        A name gets the object that ``apply`` has found there, a name that was imported since the newest original. A
-        name that has been rebound to a third object in between is left alone.
+        A name gets the object that ``apply`` found there, and a name that was imported since gets the newest original.
+        A name that was rebound to a third object in between is left alone.
 
         Returns:
-            What takes this back, without looking at any other name.
+            A function that binds these names, and no others, to their replacements again.
         """
         replaced, undone = self._replaced, []
         for module, name, replacement in self._bound(self._originals):

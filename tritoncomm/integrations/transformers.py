@@ -142,7 +142,7 @@ class _Config:
 
 
 class _Implementation:
-    """What ``register`` adds: an attention function, and the function that makes its masks."""
+    """Implementation that ``register`` adds: an attention function, and the function that makes its masks."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
 """ColoTensor: sharded tensors, their layouts, redistribution, operators and meshes."""
 
 from tritoncomm.tensor import pickles as pickles
-from tritoncomm.tensor import shard_view as shard_view
 from tritoncomm.tensor.alpha_beta import measure_mesh
 from tritoncomm.tensor.colo_parameter import ColoParameter
 from tritoncomm.tensor.colo_tensor import ColoTensor
@@ -14,7 +13,6 @@ from tritoncomm.tensor.distspec import DistPlacementPattern, ReplicaSpec, ShardS
 from tritoncomm.tensor.param_op_hook import ColoParamOpHook, ColoParamOpHookManager
 from tritoncomm.tensor.path_search import shortest_path
 from tritoncomm.tensor.process_group import ProcessGroup
-from tritoncomm.tensor.replicas import check_replicas
 from tritoncomm.tensor.sharding_spec import (
     DuplicatedShardingDimensionError,
     ShardingNotDivisibleError,
@@ -22,7 +20,7 @@ from tritoncomm.tensor.sharding_spec import (
     ShardingSpec,
 )
 from tritoncomm.tensor.tensor_spec import ColoTensorSpec
-from tritoncomm.tensor.training import clip_grad_norm_, shard_parameters, sharded_optimizer_state
+from tritoncomm.tensor.training import check_replicas, clip_grad_norm_, shard_parameters, sharded_optimizer_state
 from tritoncomm.tensor.utils import (
     convert_dim_partition_dict,
     convert_parameter,

@@ -1,4 +1,4 @@
-"""Measure the alpha-beta cost model of a device mesh."""
+"""Measured alpha-beta costs of a device mesh, for the cost model of ColossalAI's contract (``DeviceMesh``)."""
 
 import statistics
 import time
@@ -17,12 +17,12 @@ __all__ = ["measure_mesh"]
 
 
 def measure_mesh(mesh: DeviceMesh, *, small: int = 256, large: int = 1 << 20, repeats: int = 10) -> DeviceMesh:
-    """The same mesh with measured alpha (microseconds) and beta (microseconds per fp32 element) of each axis.
+    """Return the mesh with measured alpha (microseconds) and beta (microseconds per fp32 element) of each axis.
 
     Both are fitted to all-reduces of two sizes: ``t(B) = alpha + 2*beta*(k-1)/k*B`` for k ranks that hold B elements.
-    All ranks of the mesh call and get the same numbers, those of the slowest rank. All groups of an axis run at the
-    same time, so that links they share are measured under load. Runs on the GPU if the groups have a backend for CUDA
-    tensors other than Gloo (``nccl``, ``cpu:gloo,cuda:nccl``), otherwise on the CPU.
+    All ranks of the mesh call and get the numbers of the slowest rank. All groups of an axis run at once, so that links
+    they share are measured under load. Runs on the GPU if the groups have a backend for CUDA tensors other than Gloo
+    (``nccl``, ``cpu:gloo,cuda:nccl``), otherwise on the CPU.
 
     Args:
         mesh: with process groups.
@@ -62,12 +62,12 @@ def measure_mesh(mesh: DeviceMesh, *, small: int = 256, large: int = 1 << 20, re
 
 
 def _device(group: ProcessGroup) -> torch.device:
-    """Decided per device, because a group may have one backend for each (``cpu:gloo,cuda:nccl``)."""
+    """Return the device of the group's tensors; a group may have one backend per device (``cpu:gloo,cuda:nccl``)."""
     return default_device(cuda_backend(group))
 
 
 def _microseconds(group: ProcessGroup, size: int, repeats: int) -> float:
-    """Median time of an all-reduce of ``size`` fp32 elements, after two warm-up calls."""
+    """Return the median time of an all-reduce of ``size`` fp32 elements, after two warm-up calls."""
     x = torch.ones(size, device=_device(group))
     times = []
     for _ in range(repeats + 2):

@@ -1,14 +1,20 @@
-"""The elements of a contiguous tensor that a strided view selects, dim by dim, and their intersection with a shard."""
+"""Box: the elements of a contiguous tensor that a strided view selects, and writes into a shard's part of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Box", "box_of"]
+from tritoncomm.errors import UnsupportedError
+from tritoncomm.tensor.distspec import Parts, shard_bounds
+from tritoncomm.tensor.process_group import ProcessGroup
+
+__all__ = ["Box", "box_of", "refuse_graph", "write_shard"]
 
 Slices = tuple[slice, ...]
+Write = Callable[[Tensor, Slices], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +33,9 @@ class Box:
     dims: tuple[int | None, ...]
 
     def within(self, shard: Sequence[tuple[int, int, int]]) -> tuple["Box", Slices] | None:
-        """The intersection with a shard, relative to its start, and its place in the view; None if it is empty.
+        """Return the intersection with a shard, relative to its start, and the intersection's slices of the view.
+
+        None if the intersection is empty.
 
         Args:
             shard: (dim, start, size) of every sharded dim of the base.
@@ -45,7 +53,7 @@ class Box:
         return Box(tuple(ranges), self.dims), slices
 
     def select(self, base: Tensor) -> Tensor:
-        """The elements as a view of ``base``, with the dims of the view in their order."""
+        """Return the elements as a view of ``base``, with the dims of the view in their order."""
         index = tuple(
             slice(start, start + (count - 1) * step + 1, step) if dim in self.dims else start
             for dim, (start, count, step) in enumerate(self.ranges)
@@ -56,9 +64,9 @@ class Box:
 
 
 def box_of(shape: Sequence[int], view: Tensor, offset: int = 0) -> Box | None:
-    """How a view indexes a contiguous base of this shape: by integers and slices, its dims in any order.
+    """Return the box of a view that indexes a contiguous base by integers and slices, its dims in any order.
 
-    None for a view of no elements, or one with merged, repeated or diagonal dims.
+    None for a view without elements, or with merged, repeated or diagonal dims.
 
     Args:
         shape: of the base.
@@ -87,9 +95,54 @@ def box_of(shape: Sequence[int], view: Tensor, offset: int = 0) -> Box | None:
 def _base_dim(
     shape: Sequence[int], strides: Sequence[int], ranges: Sequence[tuple[int, int, int]], count: int, stride: int
 ) -> int | None:
-    """The dim of the base along which a dim of the view steps within bounds; at most one exists."""
+    """Return the dim of the base along which a dim of the view steps within bounds; at most one exists."""
     for dim, (size, unit) in enumerate(zip(shape, strides, strict=True)):
         step, rest = divmod(stride, unit)
         if step and not rest and ranges[dim][0] + step * (count - 1) < size:
             return dim
     return None
+
+
+def write_shard(
+    name: str, memory: Tensor, shape: Sequence[int], parts: Parts, pg: ProcessGroup, box: Box | None, write: Write
+) -> None:
+    """Call ``write(region, slices)`` with the part of a box in this rank's shard, and the part's slices of the view.
+
+    A rank without such a part bumps the version of its memory too, so that autograd's check of saved tensors has the
+    same outcome on all ranks.
+
+    Args:
+        name: the operator, for errors.
+        memory: the local tensor, detached.
+        shape: of the global tensor.
+        parts: (dim, number of shards) of every sharded dim.
+        pg: the process group of the shards.
+        box: None for no elements.
+        write: writes into ``region``.
+
+    Raises:
+        UnsupportedError: elements of the shard share memory, or the shard was made in inference mode, which is off now.
+    """
+    sharded = dict(parts)
+    shared = any(not memory.stride(dim) and size > 1 for dim, size in enumerate(shape) if dim not in sharded)
+    if shared or (memory.is_inference() and not torch.is_inference_mode_enabled()):
+        why = "elements of the shard share memory" if shared else "the shard was made in inference mode"
+        raise UnsupportedError(f"{name}: {why}; clone() it first")
+    part = None if box is None else box.within(shard_bounds(tuple(shape), parts, pg.tp_local_rank()))
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        if part is None:
+            memory.narrow(next(iter(sharded)), 0, 0).zero_()
+        else:
+            write(part[0].select(memory), part[1])
+
+
+def refuse_graph(name: str, tensors: Iterable[Any]) -> None:
+    """Refuse a write that autograd would have to record.
+
+    Raises:
+        UnsupportedError: a tensor requires grad and grad mode is on.
+    """
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
+        raise UnsupportedError(
+            f"{name}: a write into a part of a sharded dim has no gradient; use torch.no_grad(), or redistribute first"
+        )

@@ -23,7 +23,7 @@ def chunks(tensor: Any) -> list[ChunkStorageMetadata]:
 
 
 def write_items(tensor: Any, fqn: str) -> list[WriteItem]:
-    """This rank's shard; shards that several ranks hold are written once."""
+    """Return the write items of this rank's shard; a checkpoint writes shards that several ranks hold once."""
     local = plain(tensor)
     properties, size = TensorProperties.create_from_tensor(local), torch.Size(tensor.global_shape)
     return [

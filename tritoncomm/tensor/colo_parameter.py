@@ -32,9 +32,9 @@ class ColoParameter(ColoTensor, torch.nn.Parameter):
     def __new__(
         cls, data: Tensor | None = None, requires_grad: bool = True, spec: ColoTensorSpec | None = None
     ) -> "ColoParameter":
-        made = cls._make(data, requires_grad, spec)
-        made.shared_param_modules = []
-        return made
+        parameter = cls._make(data, requires_grad, spec)
+        parameter.shared_param_modules = []
+        return parameter
 
     shared_param_modules: list[Any]
 
@@ -47,9 +47,9 @@ class ColoParameter(ColoTensor, torch.nn.Parameter):
 
     @classmethod
     def _rebuild(cls, data: Tensor, requires_grad: bool, state: tuple[Any, ...]) -> Any:
-        made: Any = super()._rebuild(data, requires_grad, state)
-        made.shared_param_modules = []
-        return made
+        parameter: Any = super()._rebuild(data, requires_grad, state)
+        parameter.shared_param_modules = []
+        return parameter
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return super().__repr__().replace("ColoTensor", "ColoParameter", 1)

@@ -1,4 +1,4 @@
-"""The local shard of a distributed tensor, with its global shape and layout."""
+"""ColoTensor: the local shard of a distributed tensor, with its global shape and layout."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._foreach_utils import _foreach_supported_types
 
 from tritoncomm.errors import ShapeError
+from tritoncomm.reshard import reshard
 from tritoncomm.tensor import dispatch, layout, optimizers
 from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
 from tritoncomm.tensor.const import TensorType
@@ -23,16 +24,14 @@ from tritoncomm.tensor.distspec import (
 )
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.redistribute import check_partitions
-from tritoncomm.tensor.resharding import across, layout_of
+from tritoncomm.tensor.resharding import exchange_between, layout_of
 from tritoncomm.tensor.rules import gradients
-from tritoncomm.tensor.snapshot import refuse_sharing
 from tritoncomm.tensor.tensor_spec import ColoTensorSpec
 
 __all__ = ["ColoTensor"]
 
 
-@layout.register
-class ColoTensor(torch.Tensor):
+class ColoTensor(layout.LocalShard):
     """The local shard of a distributed tensor, with its global shape and layout.
 
     ``shape`` and ``numel()`` describe the local tensor, ``size()`` and ``numel_global()`` the global one. Every
@@ -51,14 +50,6 @@ class ColoTensor(torch.Tensor):
         ShapeError: the spec does not fit the tensor or the ranks.
     """
 
-    dist_spec: _DistSpec
-    compute_spec: ComputeSpec | None
-    process_group: ProcessGroup
-    has_initialized: bool
-    _type: TensorType
-    global_shape: tuple[int, ...]
-    partitions: tuple[tuple[int, int], ...]
-
     def __new__(
         cls, data: Tensor | None, spec: ColoTensorSpec | None, global_shape: Sequence[int] | None = None
     ) -> "ColoTensor":
@@ -72,7 +63,7 @@ class ColoTensor(torch.Tensor):
         cls, data: Tensor | None, requires_grad: bool, spec: ColoTensorSpec | None, shape: Sequence[int] | None = None
     ) -> Any:
         data = torch.empty(0) if data is None else data
-        refuse_sharing(cls.__name__, data)
+        layout.refuse_sharing(cls.__name__, data)
         return torch.Tensor._make_subclass(cls, layout.plain(data), requires_grad)._set_up(spec, shape)
 
     def _set_up(self, spec: ColoTensorSpec | None, global_shape: Sequence[int] | None = None) -> "ColoTensor":
@@ -99,9 +90,28 @@ class ColoTensor(torch.Tensor):
         return self
 
     @staticmethod
+    def _wrap(local: Tensor, pg: ProcessGroup, dist_spec: _DistSpec, shape: Sequence[int]) -> "ColoTensor":
+        """Return a plain local tensor as a ColoTensor of this layout, which has to match: nothing is checked."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = local.as_subclass(ColoTensor)
+        result.has_initialized, result._type = True, ColoTensor._kind
+        result.process_group, result.dist_spec, result.compute_spec = pg, dist_spec, None
+        result.global_shape, result.partitions = tuple(shape), partitions(dist_spec, len(shape))
+        return result
+
+    def _wrap_like(self, local: Tensor) -> "ColoTensor":
+        """Return a plain tensor of this local shape as a ColoTensor of this layout; without a graph no view of it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = local.as_subclass(ColoTensor) if local.requires_grad else Tensor._make_subclass(ColoTensor, local)
+        result.has_initialized, result._type = True, ColoTensor._kind
+        result.process_group, result.dist_spec, result.compute_spec = self.process_group, self.dist_spec, None
+        result.global_shape, result.partitions = self.global_shape, self.partitions
+        return result
+
+    @staticmethod
     def from_torch_tensor(tensor: Tensor, spec: ColoTensorSpec | None = None) -> "ColoTensor":
         """A ColoTensor over the same memory, connected to the same autograd graph."""
-        refuse_sharing("from_torch_tensor", tensor)
+        layout.refuse_sharing("from_torch_tensor", tensor)
         if isinstance(tensor, ColoTensor):
             tensor = layout.plain(tensor)
         return tensor.as_subclass(ColoTensor)._set_up(spec)
@@ -184,19 +194,20 @@ class ColoTensor(torch.Tensor):
         self._set_layout(self.process_group, dist_spec, self.compute_spec, shape)
 
     def set_tensor_spec(self, dist_spec: _DistSpec | None, compute_spec: ComputeSpec | None) -> None:
-        """Set those of the two that are not None."""
+        """Set the dist spec and the compute spec; None leaves one as it is."""
         if dist_spec is not None:
             self.set_dist_spec(dist_spec)
         if compute_spec is not None:
             self.compute_spec = compute_spec
 
     def _redistributed(self, dist_spec: _DistSpec, pg: ProcessGroup) -> Tensor:
-        """The local tensor under another layout, as a plain tensor."""
+        """Return the local tensor under another layout, as a plain tensor."""
         local, spec, shape = layout.plain(self), self.dist_spec, self.global_shape
         if pg is not self.process_group and pg != self.process_group:
-            moved = across(local, spec, self.process_group, dist_spec, pg, shape)
-            if moved is not None:
-                return moved
+            exchange = exchange_between(spec, self.process_group, dist_spec, pg, shape)
+            if exchange is not None:
+                larger, source, target = exchange
+                return reshard(local, source, target, group=larger.tp_process_group())
             local = DistSpecManager.handle_trans_spec(local, spec, ReplicaSpec(), self.process_group, shape)
             spec = ReplicaSpec()
         return DistSpecManager.handle_trans_spec(local, spec, dist_spec, pg, shape)
@@ -208,14 +219,14 @@ class ColoTensor(torch.Tensor):
         another, one all-to-all-v. Backward: the adjoint. Nothing is summed.
         """
         pg = self.process_group if pg is None else pg
-        return layout.wrap(self._redistributed(dist_spec, pg), pg, dist_spec, self.global_shape)
+        return self._wrap(self._redistributed(dist_spec, pg), pg, dist_spec, self.global_shape)
 
     def reshard_layout(self) -> Any:
-        """The layout, as ``reshard`` has it."""
+        """Return the layout as ``reshard`` takes it."""
         return layout_of(self.process_group, self.dist_spec, self.global_shape)
 
     def reshard_local(self) -> Tensor:
-        """The local tensor as a plain tensor, connected to the same autograd graph."""
+        """Return the local tensor as a plain tensor, connected to the same autograd graph."""
         return layout.plain(self)
 
     def to_replicate_(self) -> None:
@@ -275,11 +286,11 @@ class ColoTensor(torch.Tensor):
     def _rebuild(cls, data: Tensor, requires_grad: bool, state: tuple[Any, ...]) -> "ColoTensor":
         optimizers.watch()
         pg, dist_spec, compute_spec, shape, initialized = state
-        made: ColoTensor = torch.Tensor._make_subclass(cls, data, requires_grad)
-        made.has_initialized, made._type = initialized, cls._kind
-        made.process_group, made.dist_spec, made.compute_spec = pg, dist_spec, compute_spec
-        made.global_shape, made.partitions = tuple(shape), partitions(dist_spec, len(shape))
-        return made
+        tensor: ColoTensor = torch.Tensor._make_subclass(cls, data, requires_grad)
+        tensor.has_initialized, tensor._type = initialized, cls._kind
+        tensor.process_group, tensor.dist_spec, tensor.compute_spec = pg, dist_spec, compute_spec
+        tensor.global_shape, tensor.partitions = tuple(shape), partitions(dist_spec, len(shape))
+        return tensor
 
     _kind = TensorType.NONMODEL
 
@@ -323,7 +334,7 @@ class ColoTensor(torch.Tensor):
         return format(layout.plain(self), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
 
     def set_(self, *_: Any, **__: Any) -> Any:
-        """Refused: torch does not dispatch this method through ``__torch_function__``.
+        """Raise: torch does not dispatch this method through ``__torch_function__``.
 
         Raises:
             UnsupportedError: always.
@@ -334,7 +345,7 @@ class ColoTensor(torch.Tensor):
 
     @classmethod
     def _runner(cls, types: Sequence[type]) -> Any:
-        """The function that runs operators on these classes; None if one of them is unrelated."""
+        """Return the function that runs operators on these classes; None if a class is unrelated to ColoTensor."""
         if not all(issubclass(cls, t) or issubclass(t, ColoTensor) for t in types):
             return None
         special = [t._run for t in types if issubclass(t, ColoTensor) and t._run is not ColoTensor._run]

@@ -1,4 +1,4 @@
-"""One collective between two sharding specs: its cost, and its action on a tensor, forward and backward."""
+"""CommSpec of ColossalAI's contract: one collective between two sharding specs, its cost and its action on a tensor."""
 
 import enum
 import math
@@ -44,7 +44,7 @@ class CommSpec:
     | MIXGATHER_FWD_SPLIT_BWD | all-gather of two dims, or of one over two axes, over the full mesh | split |
 
     Args:
-        comm_pattern: the pattern, or one with the same value.
+        comm_pattern: the pattern, or a member of another enum with an equal value.
         sharding_spec: layout of the input; its mesh has the process groups.
         gather_dim: the dim that is gathered, ``shard_dim`` by default; for a mixed gather the first result of
             ``mix_gather_simulator``.
@@ -186,7 +186,7 @@ class CommSpec:
 
 
 def _as_pattern(pattern: Any) -> CollectiveCommPattern:
-    """The pattern, one of another enum with the same value, or the value."""
+    """Return the pattern for itself, for a member of another enum with an equal value, or for the value."""
     try:
         return _Pattern(pattern.value if isinstance(pattern, enum.Enum) else pattern)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Kinds of tensors."""
+"""TensorType of ColossalAI's contract."""
 
 import enum
 

@@ -75,9 +75,9 @@ class DeviceMesh:
         if need_flatten:
             self._add_flattened()
 
-    def _connect(self, given: Sequence[dist.ProcessGroup]) -> None:
-        """Set the process groups: those given by axis, otherwise existing or new ones."""
-        self.process_groups_dict, self._members = groups_along(self._logical_mesh_id, given)
+    def _connect(self, own_groups: Sequence[dist.ProcessGroup]) -> None:
+        """Set the process groups: the given ones by axis, without them existing or new ones."""
+        self.process_groups_dict, self._members = groups_along(self._logical_mesh_id, own_groups)
         self.init_process_group = True
 
     shape = property(lambda self: self.mesh_shape, doc="Ranks along each axis.")
@@ -148,10 +148,10 @@ class DeviceMesh:
         ids = ids.reshape(-1, math.prod(self.mesh_shape[axis] for axis in rest)) if rest else ids.flatten()
         costs = [max(values[axis] for axis in axes) for values in (self.mesh_alpha, self.mesh_beta)]
         alpha, beta = ([cost] * ids.dim() for cost in costs)
-        made = DeviceMesh(self.physical_mesh_id, None, ids, alpha, beta, need_flatten=False)
+        mesh = DeviceMesh(self.physical_mesh_id, None, ids, alpha, beta, need_flatten=False)
         if self.init_process_group:
-            made._connect([])  # permuted axes may descend; `Members.order` holds the group ranks
-        return made
+            mesh._connect([])  # permuted axes may descend; `Members.order` holds the group ranks
+        return mesh
 
     def members(self, axis: int) -> Members | None:
         """This rank's process group along an axis; None on ranks outside the mesh.
@@ -201,12 +201,12 @@ class DeviceMesh:
             GroupError: ranks do not ascend along an axis.
         """
         check_mesh(mesh, "from_torch")
-        made = cls(mesh.mesh, None, None, mesh_alpha, mesh_beta, need_flatten=False)
+        result = cls(mesh.mesh, None, None, mesh_alpha, mesh_beta, need_flatten=False)
         inside = mesh.get_coordinate() is not None
-        made._connect([mesh.get_group(axis) for axis in range(mesh.ndim)] if inside else [])
+        result._connect([mesh.get_group(axis) for axis in range(mesh.ndim)] if inside else [])
         if need_flatten:
-            made._add_flattened()
-        return made
+            result._add_flattened()
+        return result
 
     def to_torch(self, device_type: str = "cpu", mesh_dim_names: Sequence[str] | None = None) -> TorchMesh:
         """A torch mesh over the same process groups; axes are named ``axis0``, ``axis1``, ... by default.

@@ -20,7 +20,7 @@ from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor import rules as rules
 from tritoncomm.tensor.distspec import ReplicaSpec
 from tritoncomm.tensor.elementwise import ELEMENTWISE, KEEPS_LAYOUT, MAKES_NEW, QUERIES, RESHAPES_IN_PLACE, writes
-from tritoncomm.tensor.layout import is_colo, plain, wrap
+from tritoncomm.tensor.layout import is_colo, plain, refuse_sharing
 from tritoncomm.tensor.op_wrapper import colo_op_impl, implementation
 from tritoncomm.tensor.rules import random_ops
 from tritoncomm.tensor.rules.engine import execute
@@ -28,7 +28,6 @@ from tritoncomm.tensor.rules.foreach import on_lists
 from tritoncomm.tensor.rules.indexing import set_item
 from tritoncomm.tensor.rules.pointwise import elementwise, keep
 from tritoncomm.tensor.rules.table import RULES
-from tritoncomm.tensor.snapshot import of_gathered, refuse_sharing
 
 __all__ = ["run"]
 
@@ -38,7 +37,7 @@ _OTHER_NAMES = {
     "axis": "dim", "keepdims": "keepdim", "axis0": "dim0", "axis1": "dim1", "split_size": "split_size_or_sections",
     "ord": "p",
 }  # fmt: skip
-"""Names of arguments that torch takes as well, in numpy's fashion or in one form of an operator."""
+"""Torch's names of arguments by their aliases: numpy's, or those of one form of an operator."""
 
 _warned: set[str] = set()
 
@@ -54,7 +53,7 @@ def _length(self: Any) -> int:
 
 
 def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``func(*args, **kwargs)`` with ColoTensors among the arguments."""
+    """Run ``func(*args, **kwargs)`` with ColoTensors among the arguments."""
     impl = implementation(func)
     if impl is not None:
         return impl(*args, **kwargs)
@@ -72,8 +71,8 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
             return _run_local(func, args, kwargs)  # a plain tensor that takes dtype and device of a ColoTensor
         return keep(func, args, kwargs, next(_colo_tensors(args, kwargs)))
     if name in MAKES_NEW:
-        made = _run_local(func, args, kwargs)
-        return wrap(made, args[0].process_group, ReplicaSpec(), made.shape)
+        x = _run_local(func, args, kwargs)
+        return args[0]._wrap(x, args[0].process_group, ReplicaSpec(), x.shape)
     if name in ELEMENTWISE and not (name == "where" and len(args) + len(kwargs) == 1):  # which is nonzero
         return elementwise(func, name, args, kwargs)
     if name.startswith(("_foreach_", "_fused_")):
@@ -92,11 +91,19 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     if call is None:
         return _on_replicas(func, name, args, kwargs)
     result = execute(call)
-    return of_gathered(result, call.gathered, func) if call.gathered else result
+    return _with_views(result, call.gathered, func) if call.gathered else result
+
+
+def _with_views(result: Any, gathered: Sequence[tuple[Any, Tensor]], func: Callable[..., Any]) -> Any:
+    """Return the result of ``func`` on gathered shards, in which views of them write to the shards."""
+    # Imported here because that module imports this one.
+    from tritoncomm.tensor.gathered_view import of_gathered
+
+    return of_gathered(result, gathered, func)
 
 
 def _describe(describe: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The rule's description of the call; None if the rule does not accept these arguments, as none does ``out=``."""
+    """Return the rule's description of the call; None if it does not accept the arguments. No rule accepts ``out=``."""
     if kwargs.get("out") is not None:
         return None
     kwargs = {_OTHER_NAMES.get(name, name): value for name, value in kwargs.items() if name != "out"}
@@ -183,12 +190,12 @@ def _on_replicas(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
     def as_replica(x: Any) -> Any:
         if id(x) in written:
             return written[id(x)]
-        return wrap(x, pg, ReplicaSpec(), x.shape) if isinstance(x, Tensor) else x
+        return tensors[0]._wrap(x, pg, ReplicaSpec(), x.shape) if isinstance(x, Tensor) else x
 
     if writes(name) and result is not None:
         return first if is_colo(first) else result
     result = tree_map(as_replica, result)
-    return of_gathered(result, gathered, func) if gathered else result
+    return _with_views(result, gathered, func) if gathered else result
 
 
 def _resizable(out: Any) -> Tensor:
@@ -197,15 +204,15 @@ def _resizable(out: Any) -> Tensor:
 
 
 def _copy_outs(name: str, outs: Sequence[tuple[Any, Tensor]]) -> dict[int, Any]:
-    """Copy the results into the tensors of ``out=``; those by ``id`` of the result.
+    """Copy the results into the tensors of ``out=``; return these tensors by ``id`` of the result.
 
     Raises:
         UnsupportedError: a result has another shape; nothing has been written then.
     """
-    for x, made in outs:
-        if made.shape != plain(x).shape:
-            sizes = f"{list(plain(x).shape)} cannot be resized to {list(made.shape)}"
+    for x, result in outs:
+        if result.shape != plain(x).shape:
+            sizes = f"{list(plain(x).shape)} cannot be resized to {list(result.shape)}"
             raise UnsupportedError(f"{name}: out= of shape {sizes}")
-    for x, made in outs:
-        plain(x).copy_(made)
-    return {id(made): x for x, made in outs}
+    for x, result in outs:
+        plain(x).copy_(result)
+    return {id(result): x for x, result in outs}

@@ -26,7 +26,7 @@ _depth = _Depth()
 
 
 def transition_between(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec, pg: ProcessGroup) -> Transition:
-    """The transition between two specs of a tensor of global ``shape``.
+    """Return the transition between two specs of a tensor of global ``shape``.
 
     Raises:
         ShapeError: a dim that does not exist, or a number of shards other than the number of ranks.

@@ -104,11 +104,11 @@ def partitions(spec: _DistSpec, ndim: int) -> Parts:
 
 
 def check_spec(spec: Any, ndim: int) -> Parts:
-    """``partitions`` of a spec that comes out of a file.
+    """Return ``partitions`` of a spec that comes out of a file.
 
     Raises:
-        ArgumentError: it is none.
-        ShapeError: it does not fit a tensor of so many dims.
+        ArgumentError: the object is no spec.
+        ShapeError: the spec does not fit a tensor of ``ndim`` dims.
     """
     placement = getattr(spec, "placement", None)
     if placement is DistPlacementPattern.SHARD:
@@ -135,7 +135,7 @@ def _partitions(dims: tuple[int, ...], counts: tuple[int, ...], ndim: int) -> Pa
 def bounds_by_label(
     sizes: Mapping[Any, int] | Sequence[int], parts: Sequence[tuple[Any, int]], rank: int
 ) -> tuple[tuple[Any, int, int], ...]:
-    """(label, start, size) of a rank's shard along every sharded label; ranks are assigned row-major."""
+    """Return (label, start, size) of a rank's shard along every sharded label; ranks are assigned row-major."""
     bounds = []
     for label, count in reversed(parts):
         rank, index = divmod(rank, count)
@@ -145,7 +145,7 @@ def bounds_by_label(
 
 
 shard_bounds = lru_cache(maxsize=4096)(bounds_by_label)
-"""The same by dim, for a shape; cached."""
+"""``bounds_by_label`` of a shape, whose labels are dims; cached."""
 
 
 @lru_cache(maxsize=4096)
@@ -170,7 +170,7 @@ def local_shape(shape: tuple[int, ...], parts: Parts, rank: int) -> tuple[int, .
 
 @lru_cache(maxsize=4096)
 def uneven_sizes(size: int, count: int) -> tuple[int, ...] | None:
-    """Sizes of the shards of a dim that does not divide; None for one that does, whose collectives need no sizes."""
+    """Return the shards' sizes of a dim that does not divide; None for one that does, whose collectives need none."""
     return None if size % count == 0 else chunk_sizes(size, count)
 
 

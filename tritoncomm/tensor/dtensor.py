@@ -16,7 +16,7 @@ from tritoncomm.tensor import optimizers
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.device_mesh import DeviceMesh
 from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec, shard_box
-from tritoncomm.tensor.layout import plain, wrap
+from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.process_group import ProcessGroup
 
 __all__ = ["from_dtensor", "to_dtensor"]
@@ -37,11 +37,15 @@ def from_dtensor(tensor: DTensor) -> ColoTensor:
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     spec = _spec_of(shape, tuple(mesh.shape), tensor.placements)
     pg = ProcessGroup.from_device_mesh(mesh) if mesh.ndim == 1 else ProcessGroup.over_device_mesh(mesh)
-    return wrap(tensor.to_local(), pg, spec, shape)
+    return ColoTensor._wrap(tensor.to_local(), pg, spec, shape)
 
 
 def _spec_of(shape: tuple[int, ...], mesh: tuple[int, ...], placements: Sequence[Any]) -> _DistSpec:
-    """The layout of a DTensor of that shape."""
+    """Return the layout of a DTensor of this global shape.
+
+    Raises:
+        UnsupportedError: no ``ShardSpec`` describes its shards.
+    """
     parts: dict[int, int] = {}
     replicated = False
     for size, placement in zip(mesh, placements, strict=True):
@@ -58,9 +62,9 @@ def _spec_of(shape: tuple[int, ...], mesh: tuple[int, ...], placements: Sequence
         raise UnsupportedError(f"{prefix} shards along some axes only; redistribute first")
     counts = tuple((dim, count) for dim, count in parts.items() if count > 1)
     for rank, coordinate in enumerate(itertools.product(*map(range, mesh))):
-        theirs, ours = _dtensor_box(shape, mesh, placements, coordinate), list(shard_box(shape, counts, rank))
-        sizes, expected = ([size for _, size in box] for box in (theirs, ours))
-        if sizes != expected or (theirs != ours and math.prod(sizes)):  # the start of an empty shard is arbitrary
+        placed, own = _dtensor_box(shape, mesh, placements, coordinate), list(shard_box(shape, counts, rank))
+        sizes, expected = ([size for _, size in box] for box in (placed, own))
+        if sizes != expected or (placed != own and math.prod(sizes)):  # the start of an empty shard is arbitrary
             raise UnsupportedError(
                 f"{prefix} gives {list(shape)} shards that no ShardSpec describes; redistribute first"
             )

@@ -1,4 +1,4 @@
-"""Operator names by their effect on a layout; one name covers the function, the method and the in-place form."""
+"""Operator names by their effect on a layout; a name covers the function and the method."""
 
 __all__ = ["ELEMENTWISE", "KEEPS_LAYOUT", "MAKES_NEW", "QUERIES", "RESHAPES_IN_PLACE", "writes"]
 

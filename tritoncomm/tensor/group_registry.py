@@ -1,4 +1,4 @@
-"""Process groups by rank list: existing ones are reused, missing ones are made by their members only."""
+"""Registry of process groups by rank list: existing groups are reused, missing ones are made by their members only."""
 
 import hashlib
 import weakref
@@ -15,14 +15,14 @@ from tritoncomm.errors import GroupError
 
 __all__ = ["Line", "Members", "adopt", "find", "group_over", "groups_along", "lookup", "make_groups"]
 
-# Weakly: torch keeps the groups that exist, and one that was destroyed ends with its threads and sockets.
+# Weak references: torch keeps living groups, and a destroyed group can end with its threads and sockets.
 _groups: dict[tuple[str, tuple[int, ...]], weakref.ref[dist.ProcessGroup]] = {}
 _times: dict[tuple[str, tuple[int, ...]], int] = {}
 _made_collectively: weakref.WeakKeyDictionary[Any, set[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
 
 
 def lookup(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """The registered group of these ranks, the default group, or one of ``initialize()``."""
+    """Return the group of these ranks: a registered one, the default group, or one of ``initialize()``; else None."""
     world = dist.group.WORLD
     reference = _groups.get((backend, ranks))
     if reference is not None and (registered := reference()) is not None and _is_alive(registered):
@@ -38,7 +38,7 @@ def lookup(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
 
 
 def _is_alive(group: dist.ProcessGroup) -> bool:
-    """False after torch.distributed was shut down or restarted."""
+    """Whether torch.distributed still has the group; false after a shutdown or restart."""
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):
@@ -47,7 +47,7 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
 
 
 def _find_in_torch(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """A group of these ranks that the program made with torch."""
+    """Return a group of these ranks that the program made with torch, else None."""
     for group, members in c10d._world.pg_group_ranks.items():
         if tuple(sorted(members, key=members.__getitem__)) == ranks and dist.get_backend(group) == backend:
             return group
@@ -60,7 +60,7 @@ def make_groups(lists: Sequence[tuple[int, ...]], rank: int, backend: str | None
     Args:
         lists: global ranks in ascending order.
         rank: this process.
-        backend: that of the default group by default.
+        backend: the default group's by default.
     """
     backend = dist.get_backend() if backend is None else backend
     # ``new_group`` involves the full job where it splits groups off a bound default group, or ends in a barrier.
@@ -75,8 +75,8 @@ def make_groups(lists: Sequence[tuple[int, ...]], rank: int, backend: str | None
 def _make_collectively(lists: Sequence[tuple[int, ...]], rank: int, backend: str) -> None:
     """Make every group, including those without this rank.
 
-    Only groups made here count as existing, because all processes know those: a rank outside a group cannot see that
-    the program made one for its members, and would wait for them.
+    Only groups made here count as existing, because all processes know them. A rank outside a group cannot see that
+    the program made the group for its members, and would wait for them.
     """
     known_groups = _made_collectively.setdefault(dist.group.WORLD, set())
     for ranks in lists:
@@ -90,7 +90,7 @@ def _make_collectively(lists: Sequence[tuple[int, ...]], rank: int, backend: str
 
 
 def find(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """An existing group, made here or by the program; registers it."""
+    """Return an existing group, made here or by the program, and register it; else None."""
     group = lookup(backend, ranks) or _find_in_torch(backend, ranks)
     if group is not None:
         _register(group, backend, ranks)
@@ -98,7 +98,7 @@ def find(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
 
 
 def group_over(ranks: tuple[int, ...], rank: int, backend: str | None = None) -> dist.ProcessGroup:
-    """The group over these ranks, which exists by now; that of a single rank is made here."""
+    """Return the group over these ranks; missing ones are made as by ``make_groups``."""
     make_groups([ranks], rank, backend)
     group = lookup(dist.get_backend() if backend is None else backend, ranks)
     assert group is not None, ranks
@@ -106,7 +106,7 @@ def group_over(ranks: tuple[int, ...], rank: int, backend: str | None = None) ->
 
 
 def _by_members(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
-    """A group that only its members take part in making.
+    """Make a group; only its members call.
 
     torch names groups by a per-process counter, so processes that make different groups disagree about the next name
     and deadlock. During the call the counter is derived from the ranks alone.
@@ -151,14 +151,16 @@ class Members:
     order: tuple[int, ...] | None
 
 
-def groups_along(ids: Tensor, given: Sequence[dist.ProcessGroup]) -> tuple[dict[int, list[Line]], dict[int, Members]]:
-    """By axis every line of ranks with its group, and this rank's own group.
+def groups_along(
+    ids: Tensor, own_groups: Sequence[dist.ProcessGroup]
+) -> tuple[dict[int, list[Line]], dict[int, Members]]:
+    """Return by axis every line of ranks with its group, and this rank's own group.
 
     Groups of lines this rank is not in are torch's ``NON_GROUP_MEMBER``.
 
     Args:
         ids: global ranks as a grid.
-        given: this rank's groups by axis; if empty, groups are looked up and missing ones are made.
+        own_groups: this rank's groups by axis; if empty, groups are looked up and missing ones are made.
 
     Raises:
         GroupError: torch.distributed is not initialized.
@@ -167,7 +169,7 @@ def groups_along(ids: Tensor, given: Sequence[dist.ProcessGroup]) -> tuple[dict[
         raise GroupError("DeviceMesh: torch.distributed is not initialized; call tritoncomm.initialize() first")
     me = dist.get_rank()
     axes = [ids.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(ids.shape)]
-    if not given:
+    if not own_groups:
         lines = [tuple(sorted(ranks)) for lines in axes for ranks in lines if len(ranks) > 1]
         make_groups(lines, me)
     lines_by_axis: dict[int, list[Line]] = {}
@@ -177,7 +179,7 @@ def groups_along(ids: Tensor, given: Sequence[dist.ProcessGroup]) -> tuple[dict[
         for ranks in lines:
             group: Any = dist.GroupMember.NON_GROUP_MEMBER
             if me in ranks:
-                group = given[axis] if given else group_over(tuple(sorted(ranks)), me)
+                group = own_groups[axis] if own_groups else group_over(tuple(sorted(ranks)), me)
                 ranks_in_group = dist.get_process_group_ranks(group)
                 members[axis] = Members(
                     group, None if ranks_in_group == ranks else tuple(map(ranks_in_group.index, ranks))

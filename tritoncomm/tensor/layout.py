@@ -1,38 +1,56 @@
-"""Wrap and unwrap ColoTensors without validation."""
+"""The base class of ColoTensor: a local tensor with its layout, and functions that need no operator of it."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
 
-from tritoncomm.tensor.distspec import _DistSpec, partitions
+from tritoncomm.errors import UnsupportedError
+from tritoncomm.tensor.compute_spec import ComputeSpec
+from tritoncomm.tensor.const import TensorType
+from tritoncomm.tensor.distspec import _DistSpec
 from tritoncomm.tensor.process_group import ProcessGroup
 
-__all__ = ["is_colo", "plain", "register", "shape_of", "shares_storage", "wrap", "wrap_like"]
-
-if TYPE_CHECKING:
-    from tritoncomm.tensor.colo_tensor import ColoTensor
-
-T = TypeVar("T")
-
-_colo: Any = ()
+__all__ = ["LocalShard", "is_colo", "is_view", "plain", "refuse_sharing", "shape_of", "shares_storage"]
 
 
-def register(cls: type[T]) -> type[T]:
-    """Class decorator of ColoTensor, whose module imports this one."""
-    global _colo
-    _colo = cls
-    return cls
+class LocalShard(Tensor):
+    """A local tensor with its layout; ``ColoTensor``, the only direct subclass, adds the operators.
+
+    Attributes:
+        dist_spec: the placement.
+        compute_spec: the compute pattern of operators on this tensor, if any.
+        process_group: ranks of the shards.
+        has_initialized: whether the caller gave a spec.
+        global_shape: shape of the global tensor.
+        partitions: (dim, number of shards) of every sharded dim, in the order of the spec; empty for a replica.
+    """
+
+    dist_spec: _DistSpec
+    compute_spec: ComputeSpec | None
+    process_group: ProcessGroup
+    has_initialized: bool
+    _type: TensorType
+    global_shape: tuple[int, ...]
+    partitions: tuple[tuple[int, int], ...]
+    _is_gathered: ClassVar[bool] = False
+    _wrap: Callable[[Tensor, ProcessGroup, _DistSpec, Sequence[int]], Any]
+    _wrap_like: Callable[[Tensor], Any]
 
 
-def is_colo(x: Any) -> "TypeGuard[ColoTensor]":
+def is_colo(x: Any) -> TypeGuard[LocalShard]:
     """Whether ``x`` is a ColoTensor."""
-    return isinstance(x, _colo)
+    return isinstance(x, LocalShard)
+
+
+def is_view(x: Any) -> bool:
+    """Whether ``x`` is a view of a sharded dim, whose memory is a gathered copy."""
+    return isinstance(x, LocalShard) and x._is_gathered
 
 
 def plain(x: Tensor) -> Tensor:
-    """The local tensor as a plain tensor, connected to the same autograd graph."""
+    """Return the local tensor as a plain tensor, connected to the same autograd graph."""
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(torch.Tensor)
 
@@ -43,28 +61,15 @@ def shares_storage(x: Tensor, y: Tensor) -> bool:
 
 
 def shape_of(x: Tensor) -> tuple[int, ...]:
-    """Global shape."""
+    """Return the global shape."""
     return x.global_shape if is_colo(x) else tuple(x.shape)
 
 
-def wrap(x: Tensor, pg: ProcessGroup, dist_spec: _DistSpec, global_shape: Sequence[int]) -> Any:
-    """A plain local tensor as a ColoTensor of this layout, which is known to match."""
-    with torch._C.DisableTorchFunctionSubclass():
-        result = x.as_subclass(_colo)
-    result.has_initialized, result._type = True, _colo._kind
-    result.process_group, result.dist_spec, result.compute_spec = pg, dist_spec, None
-    result.global_shape, result.partitions = tuple(global_shape), partitions(dist_spec, len(global_shape))
-    return result
+def refuse_sharing(name: str, x: Any) -> None:
+    """Refuse to share the memory of a view, which is a gathered copy.
 
-
-def wrap_like(x: Tensor, like: "ColoTensor") -> Any:
-    """A plain local tensor as a ColoTensor of the layout of ``like``, which has the same local shape.
-
-    A tensor without a graph is no view of ``x``.
+    Raises:
+        UnsupportedError: ``x`` is a view of a sharded dim.
     """
-    with torch._C.DisableTorchFunctionSubclass():
-        result = x.as_subclass(_colo) if x.requires_grad else Tensor._make_subclass(_colo, x)
-    result.has_initialized, result._type = True, _colo._kind
-    result.process_group, result.dist_spec, result.compute_spec = like.process_group, like.dist_spec, None
-    result.global_shape, result.partitions = like.global_shape, like.partitions
-    return result
+    if is_view(x):
+        raise UnsupportedError(f"{name}: this is a view of a sharded dim, whose memory is a copy; clone() it first")

@@ -1,4 +1,4 @@
-"""The collectives of CommSpec over one process group of a mesh, each with its adjoint as backward."""
+"""Collectives of ``CommSpec`` (ColossalAI's contract) over one group of a mesh, each with its adjoint as backward."""
 
 import math
 from collections.abc import Sequence
@@ -34,9 +34,9 @@ class MeshCollective:
         name: for errors and counters.
         shard_dim: dim that is split.
         gather_dim: dim that is gathered.
-        mixed: of a mixed gather, the mesh axes of every sharded dim.
-        mesh: of a mixed gather, the mesh.
-        backward: whether the input is a gradient, of which the result must not be a view.
+        mixed: for a mixed gather the mesh axes of every sharded dim.
+        mesh: for a mixed gather the mesh.
+        backward: whether the input is a gradient; the result must not be a view of a gradient.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class MeshCollective:
     backward: bool = False
 
     def adjoint(self) -> "MeshCollective":
-        """The collective of the gradients."""
+        """Return the collective of the gradients."""
         kind, name = _KINDS[self.kind][1], f"{self.name.removesuffix('.backward')}.backward"
         dims = {"shard_dim": self.gather_dim, "gather_dim": self.shard_dim}
         return replace(self, kind=kind, name=name, backward=True, **dims)
@@ -94,7 +94,7 @@ def _inverse(order: Axes | None) -> list[int] | None:
 
 
 def _own_memory(result: Tensor, x: Tensor, collective: MeshCollective) -> Tensor:
-    """Copy a result that is the input, as over a group of one rank, unless it is a gradient."""
+    """Copy a result that is the input itself (over one rank), unless it is a gradient."""
     if result is not x or collective.backward:
         return result
     record.add(collective.name, "torch", 2 * x.nbytes, 0, record.now())
@@ -169,7 +169,7 @@ def _mix_split(x: Tensor, collective: MeshCollective) -> Tensor:
     return shard.clone(memory_format=torch.contiguous_format)
 
 
-# The function of a kind, and its adjoint.
+# By kind the function, and the kind of its adjoint.
 _KINDS = {
     "gather": (_all_gather, "split"),
     "split": (_split, "gather"),

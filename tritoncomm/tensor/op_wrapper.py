@@ -1,4 +1,4 @@
-"""Registry of operator overrides for ColoTensors."""
+"""Registry of operator overrides for ColoTensors; ``colo_op_impl`` is ColossalAI's contract."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,7 @@
-"""Check that only element-wise optimizers update shards.
+"""Check of optimizers: only element-wise ones may update shards.
 
-Parameters and their gradients are ColoTensors, whose norms are global. Optimizers that take apart a full parameter, or
-compute with its local memory (``.data``, state by ``numel()``), would take the shard for it, without an error.
+Parameters and their gradients are ColoTensors, whose norms are global. An optimizer that takes apart a full parameter,
+or computes with its local memory (``.data``, state by ``numel()``), would take the shard for the parameter, silently.
 """
 
 import inspect
@@ -72,7 +72,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @cache
 def _verdict(kind: type[Optimizer]) -> str | None:
-    """None for an element-wise optimizer, the reason to refuse one, or an empty string for an unknown one.
+    """Return None for an element-wise optimizer, the reason to refuse it, or an empty string for an unknown one.
 
     A subclass counts as the class whose ``step`` it inherits.
     """

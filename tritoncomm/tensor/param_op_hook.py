@@ -12,8 +12,7 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tritoncomm.mappings.general import wants_grad
-from tritoncomm.tensor.layout import is_colo, wrap
-from tritoncomm.tensor.snapshot import is_view
+from tritoncomm.tensor.layout import is_colo, is_view
 
 __all__ = ["ColoParamOpHook", "ColoParamOpHookManager", "params_in"]
 
@@ -123,15 +122,15 @@ def _through_identity(callbacks: Callbacks, params: list[Tensor], tree: Any) -> 
 
 
 def _wrap_like(x: Tensor, like: Tensor) -> Tensor:
-    """``x`` with the layout of ``like``, if that is a ColoTensor, and what else it carries."""
+    """Return ``x`` with class, layout and attributes of ``like``, if ``like`` is a ColoTensor."""
     if not is_colo(like):
         return x
-    made = wrap(x, like.process_group, like.dist_spec, like.global_shape)
+    wrapped = like._wrap(x, like.process_group, like.dist_spec, like.global_shape)
     if is_view(like):
         with torch._C.DisableTorchFunctionSubclass():
-            made = made.as_subclass(type(like))
-    vars(made).update(vars(like))
-    return made
+            wrapped = wrapped.as_subclass(type(like))
+    vars(wrapped).update(vars(like))
+    return wrapped
 
 
 def params_in(tree: Any, kind: type) -> list[Tensor]:

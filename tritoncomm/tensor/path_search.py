@@ -1,4 +1,4 @@
-"""The cheapest sequence of collectives between two sharding specs of a tensor."""
+"""Cheapest path of ``CommSpec`` collectives (ColossalAI's contract) between two sharding specs of a tensor."""
 
 import heapq
 import itertools
@@ -73,12 +73,12 @@ class Path:
 def shortest_path(
     source_spec: ShardingSpec, target_spec: ShardingSpec, *, forward_only: bool = False, shard_cost: float = 100
 ) -> Path:
-    """The cheapest sequence of collectives from one layout to another, by Dijkstra's algorithm.
+    """Find the cheapest sequence of collectives from one layout to another, by Dijkstra's algorithm.
 
     A step gathers the last axes of a dim, shards a dim along free axes, moves the last axes of one dim to the end of
     another, or gathers everything over a mesh of two axes. Several axes are merged into one. The cost of a step is
     ``CommSpec.get_comm_cost``, forward and backward, for its local shape. Intermediate layouts divide the tensor
-    evenly. The result is the same on every rank; if the mesh has process groups, all its ranks call.
+    evenly. Every rank finds the same path; if the mesh has process groups, all its ranks call.
 
     Args:
         source_spec: the current layout; steps use its mesh.
@@ -138,7 +138,7 @@ class _Search:
         return best[target][0], hops[::-1]
 
     def _price(self, layout: Layout, kwargs: CommKwargs) -> float:
-        """``CommSpec.get_comm_cost``, cached by what it depends on: pattern, axes and local number of elements."""
+        """Return ``CommSpec.get_comm_cost``, cached by pattern, axes and the axes that shard the tensor."""
         key = (kwargs["comm_pattern"], str(kwargs["logical_process_axis"]), frozenset(itertools.chain(*layout)))
         if key not in self._prices:
             spec = CommSpec(sharding_spec=_spec(self.mesh, self.shape, layout), **kwargs, **self.options)

@@ -1,4 +1,4 @@
-"""Serialization of ColoTensors; ``torch.load`` accepts them with its default arguments."""
+"""Pickles of ColoTensors, which ``torch.load`` accepts with its default arguments; files refer to ``rebuild``."""
 
 import math
 import reprlib
@@ -21,10 +21,10 @@ _CLASSES: dict[str, Any] = {"ColoTensor": ColoTensor, "ColoParameter": ColoParam
 
 
 def rebuild(name: str, data: Tensor, requires_grad: bool, state: tuple[Any, ...]) -> ColoTensor:
-    """A tensor from its local data and layout; the process group is looked up on first use.
+    """Make a tensor from its local data and layout; the process group is looked up on first use.
 
     Raises:
-        ArgumentError: a file that ``torch.save`` did not write holds something else in their place.
+        ArgumentError: an argument of another kind, from a file that ``torch.save`` did not write.
         ShapeError: the layout does not fit the tensor, or the data is no rank's shard of it.
     """
     kinds = (ProcessGroup, _DistSpec, ComputeSpec | None, tuple, bool)

@@ -159,6 +159,20 @@ class ProcessGroup:
         """The data-parallel process group."""
         return self._lookup(self._dp_ranks)
 
+    def replica_groups(self, is_sharded: bool, data_parallel: bool) -> list[tuple[str, list[int], dist.ProcessGroup]]:
+        """Return (label, ranks, group) of every group with this rank whose ranks hold the same bits of a tensor.
+
+        Args:
+            is_sharded: whether the tensor is sharded over the tensor-parallel ranks, or a replica there.
+            data_parallel: whether to include the data-parallel ranks.
+        """
+        groups = []
+        if self._tp > 1 and not is_sharded:
+            groups.append(("tensor-parallel ", self.tp_rank_list() or [], self.tp_process_group()))
+        if self._dp > 1 and data_parallel:
+            groups.append(("data-parallel ", self.dp_rank_list() or [], self.dp_process_group()))
+        return groups
+
     @property
     def has_cpu_groups(self) -> bool:
         """Whether ``set_cpu_groups()`` was called."""
@@ -244,8 +258,8 @@ def _axis(mesh: TorchMesh, axis: str | int | None, default: int) -> int:
 def _degrees(size: int, tp: int | None, dp: int | None) -> tuple[int, int]:
     """(tp, dp) with ``tp * dp == size``; tp is 1 when neither is given."""
     if not tp or not dp:
-        given = tp or dp or 1
-        assert size % given == 0, f"a degree of {given} does not divide {size} ranks"
-        return (size // given, given) if dp else (given, size // given)
+        degree = tp or dp or 1
+        assert size % degree == 0, f"a degree of {degree} does not divide {size} ranks"
+        return (size // degree, degree) if dp else (degree, size // degree)
     assert tp * dp == size, f"tp {tp} * dp {dp} is not {size}, the number of ranks"
     return tp, dp

@@ -34,12 +34,12 @@ __all__ = ["Transition", "check_partitions", "redistribute", "steps", "unchanged
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """From one sharding of a tensor to another, over the same ranks.
+    """Change from one sharding of a tensor to another, over the same ranks.
 
     Attributes:
         shape: of the global tensor.
         old: (dim, number of shards) of every sharded dim before; empty for a replica.
-        new: the same afterwards.
+        new: (dim, number of shards) of every sharded dim afterwards.
     """
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Transition:
     new: Parts
 
     def reversed(self) -> "Transition":
-        """The reverse transition, which is that of the gradients."""
+        """Return the reverse transition, by which gradients travel."""
         return Transition(self.shape, self.new, self.old)
 
 
@@ -73,7 +73,7 @@ def check_partitions(parts: Parts, world: int, name: str) -> None:
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """An input returned as the result: the same tensor, detached if grad mode is off."""
+    """Return the input itself as a result, detached if grad mode is off."""
     return x if torch.is_grad_enabled() else without_graph(x)
 
 
@@ -122,7 +122,7 @@ def _run(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> T
 
 
 def _split(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> Tensor:
-    """This rank's shard of a replica; never a view of it."""
+    """Copy this rank's shard of a replica; the result is never a view."""
     span = record.begin(name, "split", group, x, (transition.new, None))
     shard = shard_of(x, transition.new, group.rank())
     if shard.is_contiguous() or not shard.numel():
@@ -135,7 +135,7 @@ def _split(x: Tensor, transition: Transition, group: ProcessGroup, name: str) ->
 
 
 def _all_gather(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> Tensor:
-    """The global tensor from the shards of all ranks."""
+    """Gather the global tensor from the shards of all ranks."""
     shape, parts, world = transition.shape, transition.old, group.size()
     if len(parts) == 1:
         ((dim, count),) = parts
@@ -180,7 +180,7 @@ def _all_to_all_blocks(x: Tensor, transition: Transition, group: ProcessGroup, n
 
 
 def _in_rank_order(x: Tensor, sent: "Blocks") -> tuple[Tensor, int]:
-    """The wire, and the bytes copied for it."""
+    """Return the wire, and the bytes copied for it."""
     if sent.in_order and x.is_contiguous() and not (x.is_conj() or x.is_neg()):
         return x.view(-1), 0
     wire = x.new_empty(x.numel())
@@ -212,7 +212,7 @@ class Blocks:
 
 @lru_cache(maxsize=4096)
 def blocks(transition: Transition, rank: int, world: int) -> Blocks:
-    """The intersections of a rank's old shard with all ranks' new shards."""
+    """Return the intersections of a rank's old shard with all ranks' new shards."""
     own = shard_box(transition.shape, transition.old, rank)
     shape = tuple(size for _, size in own)
     boxes = tuple(_common(own, shard_box(transition.shape, transition.new, w)) for w in range(world))
@@ -221,7 +221,7 @@ def blocks(transition: Transition, rank: int, world: int) -> Blocks:
 
 
 def _common(own: Box, other: Box) -> Box:
-    """The intersection, relative to the start of ``own``; an empty one starts at 0."""
+    """Return the intersection relative to the start of ``own``; an empty one starts at 0."""
     intersection = []
     for (start, size), (begin, length) in zip(own, other, strict=True):
         first, last = max(start, begin), min(start + size, begin + length)

@@ -1,4 +1,4 @@
-"""Dry run of a redistribution: steps, passes, bytes and predicted time."""
+"""Plan of a redistribution, made without communication: steps, passes, bytes and predicted time."""
 
 import math
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from tritoncomm import record
 from tritoncomm.core import ops, plan
 from tritoncomm.core.cost import DEFAULTS, Rates, collective_seconds, pass_seconds
 from tritoncomm.errors import ArgumentError
-from tritoncomm.reshard import ReshardPlan
+from tritoncomm.reshard import ReshardPlan, reshard_plan
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.dist_spec_mgr import transition_between
 from tritoncomm.tensor.distspec import ReplicaSpec, _DistSpec, local_shape, uneven_sizes
 from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.redistribute import Transition, blocks, steps
-from tritoncomm.tensor.resharding import dry_run
+from tritoncomm.tensor.resharding import exchange_between
 
 __all__ = ["RedistributionPlan", "Step", "redistribute_plan"]
 
@@ -90,12 +90,12 @@ def redistribute_plan(
     bandwidth: float | None = None,
     copy_bandwidth: float | None = None,
 ) -> RedistributionPlan:
-    """The steps that ``redistribute(target, pg)`` would run.
+    """Return the steps that ``redistribute(target, pg)`` would run.
 
     Args:
         tensor_or_spec: a ColoTensor, or a layout together with ``pg`` and ``shape``.
         target: the target layout.
-        pg: the target process group; that of the tensor by default.
+        pg: the target process group; the tensor's by default.
         shape: global shape, for a layout.
         dtype: of the tensor, for a layout.
         latency: seconds per step of a collective; this and the others by default as in ``cost.DEFAULTS``.
@@ -117,10 +117,12 @@ def redistribute_plan(
     shape = tuple(shape)
     target_pg = source_pg if pg is None else pg
     figures = {"latency": latency, "link": bandwidth, "network": bandwidth, "memory": copy_bandwidth}
-    given = {name: value for name, value in figures.items() if value is not None}
-    rates = replace(DEFAULTS["cuda" if x.is_cuda else "cpu"], **given)
-    direct = dry_run(x.dtype, old, source_pg, target, target_pg, shape) if target_pg != source_pg else None
-    if direct is not None:
+    overrides = {name: value for name, value in figures.items() if value is not None}
+    rates = replace(DEFAULTS["cuda" if x.is_cuda else "cpu"], **overrides)
+    exchange = exchange_between(old, source_pg, target, target_pg, shape) if target_pg != source_pg else None
+    if exchange is not None:
+        larger, before, after = exchange
+        direct = reshard_plan({"tensor": x.dtype}, before, after, ranks=larger.tp_rank_list(), rank=source_pg.rank())
         return RedistributionPlan((_across(direct, x, rates),))
     if target_pg == source_pg:
         transitions = [(transition_between(shape, old, target, source_pg), source_pg)]

@@ -1,19 +1,18 @@
-"""Layouts of ColoTensors as ``reshard`` has them, and redistribution between process groups without a replica."""
+"""Layouts of ColoTensors for ``reshard``, which redistributes between process groups without a replica."""
 
 import torch
-from torch import Tensor
 
 from tritoncomm.core.plan import Ints
-from tritoncomm.reshard import Layout, ReshardPlan, reshard, reshard_plan
+from tritoncomm.reshard import Layout
 from tritoncomm.tensor.distspec import _DistSpec, partitions
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.redistribute import check_partitions
 
-__all__ = ["across", "dry_run", "layout_of"]
+__all__ = ["exchange_between", "layout_of"]
 
 
 def layout_of(pg: ProcessGroup, dist_spec: _DistSpec, shape: Ints, ranks: Ints | None = None) -> Layout:
-    """The layout over all ranks of a process group, whose data-parallel ranks are replicas.
+    """Return ``reshard``'s layout over all ranks of a process group, whose data-parallel ranks are replicas.
 
     Args:
         pg: the process group.
@@ -31,13 +30,18 @@ def layout_of(pg: ProcessGroup, dist_spec: _DistSpec, shape: Ints, ranks: Ints |
     return Layout.on_mesh(shape, grid, [None, *([dim for dim, _ in parts] or [None])])
 
 
-def _layouts(
+def exchange_between(
     spec: _DistSpec, pg: ProcessGroup, target: _DistSpec, target_pg: ProcessGroup, shape: Ints
 ) -> tuple[ProcessGroup, Layout, Layout] | None:
-    """The larger of two process groups, and both layouts over its tensor-parallel ranks.
+    """Return the process group with more tensor-parallel ranks, and both layouts over these ranks.
 
-    None where one exchange is not what happens: a side is a replica, or not every tensor-parallel group of one of them
-    is inside one of the other.
+    Redistribution is one all-to-all-v over them. None if that does not suffice: a side is a replica, or a
+    tensor-parallel group of the smaller process group is not inside one of the larger.
+
+    Args:
+        spec, pg: placement and process group before.
+        target, target_pg: placement and process group afterwards.
+        shape: of the global tensor.
     """
     dims, (tp, other) = len(shape), (pg.tp_world_size(), target_pg.tp_world_size())
     if not partitions(spec, dims) or not partitions(target, dims) or pg.ranks_in_group() != target_pg.ranks_in_group():
@@ -47,28 +51,3 @@ def _layouts(
     larger = pg if tp >= other else target_pg
     ranks = tuple(larger.tp_rank_list() or ())
     return larger, layout_of(pg, spec, shape, ranks), layout_of(target_pg, target, shape, ranks)
-
-
-def across(
-    local: Tensor, spec: _DistSpec, pg: ProcessGroup, target: _DistSpec, target_pg: ProcessGroup, shape: Ints
-) -> Tensor | None:
-    """A local shard in another layout over another process group; None where that takes a replica in between.
-
-    Forward: one all-to-all-v over the larger of the two tensor-parallel groups. Backward: its adjoint.
-    """
-    layouts = _layouts(spec, pg, target, target_pg, shape)
-    if layouts is None:
-        return None
-    larger, source, goal = layouts
-    return reshard(local, source, goal, group=larger.tp_process_group())
-
-
-def dry_run(
-    dtype: torch.dtype, spec: _DistSpec, pg: ProcessGroup, target: _DistSpec, target_pg: ProcessGroup, shape: Ints
-) -> ReshardPlan | None:
-    """What ``across`` does, without communication."""
-    layouts = _layouts(spec, pg, target, target_pg, shape)
-    if layouts is None:
-        return None
-    larger, source, goal = layouts
-    return reshard_plan({"tensor": dtype}, source, goal, ranks=larger.tp_rank_list(), rank=pg.rank())

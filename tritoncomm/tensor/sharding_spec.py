@@ -1,4 +1,4 @@
-"""Sharding of tensor dims over mesh axes: ``[S0, R, S1]`` is dim 0 over axis 0 and dim 2 over axis 1."""
+"""ShardingSpec of ColossalAI's contract: ``[S0, R, S1]`` shards dim 0 over mesh axis 0 and dim 2 over axis 1."""
 
 import math
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ class _DimSpec:
         return not self.shard_list
 
     def difference(self, other: "_DimSpec") -> int:
-        """Cost of the change to ``other``: 20 per axis gathered, 5 per axis sharded, 6 between two of these steps.
+        """Return the cost of the change to ``other``: 20 per axis gathered, 5 per axis sharded, 6 between two steps.
 
         A common prefix is kept. ``S1`` to ``S01`` gathers one axis and shards two: 20 + 6 + 5 + 6 + 5 = 42.
         """
@@ -117,9 +117,10 @@ class ShardingSpec:
             self.sharding_sequence = [_DimSpec.named(s) if isinstance(s, str) else s for s in sharding_sequence]
             self.convert_shard_sequence_to_dict()
         if dim_partition_dict is not None:
-            given = self.dim_partition_dict if sharding_sequence is not None else None
+            by_sequence = self.dim_partition_dict if sharding_sequence is not None else None
             self.dim_partition_dict = merge_same_dim_mesh_list(len(self.entire_shape), dim_partition_dict)
-            if given is not None and given != {dim: axes for dim, axes in self.dim_partition_dict.items() if axes}:
+            by_dict = {dim: axes for dim, axes in self.dim_partition_dict.items() if axes}
+            if by_sequence is not None and by_sequence != by_dict:
                 raise ShapeError(f"{dim_partition_dict} and {self.sharding_sequence} are different layouts")
             self.convert_dict_to_shard_sequence()
         self._check()
@@ -166,7 +167,7 @@ class ShardingSpec:
         return sum(own.difference(target) for own, target in zip(own_sequence, other_sequence, strict=True))
 
     def get_sharded_shape_per_device(self) -> torch.Size:
-        """Shape of the local tensor, the same on every rank."""
+        """Return the shape of the local tensor, which is equal on all ranks."""
         parts = [self._num_shards(spec.shard_list) for spec in self.sharding_sequence]
         return torch.Size([size // count for size, count in zip(self.entire_shape, parts, strict=True)])
 
@@ -189,5 +190,5 @@ class ShardingSpec:
                 )
 
     def __repr__(self) -> str:
-        given = ",".join(map(str, self.sharding_sequence))
-        return f"DistSpec:\n\tshard_sequence: {given}\n\tdevice_mesh_shape: {self.device_mesh.mesh_shape}"
+        sequence = ",".join(map(str, self.sharding_sequence))
+        return f"DistSpec:\n\tshard_sequence: {sequence}\n\tdevice_mesh_shape: {self.device_mesh.mesh_shape}"

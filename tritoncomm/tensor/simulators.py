@@ -1,4 +1,4 @@
-"""Effect of each collective on the mesh axes of a dim: lists of axes in, new lists out."""
+"""Simulators of ColossalAI's contract: the effect of each collective on the mesh axes of a dim, as new lists."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -70,7 +70,7 @@ def all_to_all_simulator(f_target_pair: Pair, b_target_pair: Pair) -> tuple[list
 
     Args:
         f_target_pair: the first dim and its mesh axes; they move to the second dim if that has none.
-        b_target_pair: the second dim; its axes, if any, are appended to those of the first.
+        b_target_pair: the second dim; its axes, if any, are appended to the axes of the first.
 
     Returns:
         New axes of the first and of the second dim.
@@ -94,7 +94,7 @@ def shard_simulator(target_pair: Pair, legal_sharding_dims: Iterable[int]) -> li
 
 
 def mix_gather_simulator(f_target_pair: Pair, b_target_pair: Pair) -> tuple[list[int], list[int]]:
-    """How to gather two dims at once that use both axes of a mesh: ``(gather_dim, logical_process_axes)``.
+    """Return ``(gather_dim, logical_process_axes)`` of one gather of two dims that use both axes of a mesh.
 
     Two dims are returned with their axes, the second dim first. One dim is returned alone, with ``[1, 1]`` if axis 1
     counts fastest through its shards (``S01``) and ``[0, 0]`` if axis 0 does (``S10``).

@@ -9,7 +9,6 @@ from tritoncomm.core.plan import Ints
 from tritoncomm.reshard import Layout
 from tritoncomm.tensor.compute_spec import ComputeSpec
 from tritoncomm.tensor.distspec import ReplicaSpec, _DistSpec
-from tritoncomm.tensor.layout import wrap
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.resharding import layout_of
 
@@ -40,9 +39,12 @@ class ColoTensorSpec:
         self.compute_attr = compute_attr
 
     def reshard_layout(self, shape: Ints) -> Layout:
-        """The layout of a tensor of this global shape, as ``reshard`` has it."""
+        """Return the layout of a tensor of this global shape, as ``reshard`` takes it."""
         return layout_of(self.pg, self.dist_attr, shape)
 
     def reshard_wrap(self, local: Tensor, shape: Ints) -> Any:
-        """A local tensor of that layout as a ColoTensor; on other ranks as it is."""
-        return local if self.pg.tp_rank_list() is None else wrap(local, self.pg, self.dist_attr, shape)
+        """Return a local tensor of that layout as a ColoTensor; ranks outside the process group get it back plain."""
+        # Imported here because that module imports this one.
+        from tritoncomm.tensor.colo_tensor import ColoTensor
+
+        return local if self.pg.tp_rank_list() is None else ColoTensor._wrap(local, self.pg, self.dist_attr, shape)

@@ -1,4 +1,4 @@
-"""Training with sharded parameters: sharding by name, gradient clipping, optimizer state."""
+"""Steps of a training loop with sharded parameters: sharding by name, clipping, optimizer state, checks of replicas."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -10,15 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tritoncomm.core import eager
+from tritoncomm.debug.replicas import compare_by_layout
 from tritoncomm.errors import ArgumentError
 from tritoncomm.tensor.colo_parameter import ColoParameter
 from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
 from tritoncomm.tensor.distspec import ReplicaSpec, _DistSpec
-from tritoncomm.tensor.layout import is_colo, plain, wrap
+from tritoncomm.tensor.layout import is_colo, plain
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.tensor_spec import ColoTensorSpec
 
-__all__ = ["clip_grad_norm_", "shard_parameters", "sharded_optimizer_state"]
+__all__ = ["check_replicas", "clip_grad_norm_", "shard_parameters", "sharded_optimizer_state"]
 
 
 def shard_parameters(
@@ -94,7 +95,29 @@ def sharded_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _wrap_as_shard(p: Any, value: Any) -> Any:
     if not isinstance(value, Tensor) or is_colo(value) or value.dim() == 0 or value.shape != plain(p).shape:
         return value
-    return wrap(value, p.process_group, p.dist_spec, p.global_shape)
+    return p._wrap(value, p.process_group, p.dist_spec, p.global_shape)
+
+
+def check_replicas(module: nn.Module, pg: ProcessGroup | None = None, *, data_parallel: bool = True) -> None:
+    """Compare replicated parameters across ranks, bit for bit; nothing is changed.
+
+    Replicas, and parameters that are not ColoTensors, are compared over their tensor-parallel ranks. They diverge if
+    ranks update them differently: after a scaling by the norm of each rank's shards (of ``p.grad.data``), after
+    different seeds, or after a state dict that was loaded on some ranks only. All ranks call.
+
+    Reads every parameter once. Each group sends two all-gathers: 8 bytes a rank, then 24 bytes a parameter and rank.
+
+    Args:
+        module: with equal parameter names on every rank.
+        pg: process group of parameters that are not ColoTensors; by default the first ColoTensor's.
+        data_parallel: whether to compare all parameters, shards included, over the data-parallel ranks as well.
+
+    Raises:
+        MismatchError: parameters differ, or their names, shapes or dtypes. Raised after all groups have compared, on
+            every rank of a group with a difference; lists the parameters with their 2-norms by rank.
+        ArgumentError: no parameter is a ColoTensor, and no ``pg`` is given.
+    """
+    compare_by_layout(dict(module.named_parameters()), pg, data_parallel, "check_replicas")
 
 
 def clip_grad_norm_(
@@ -145,7 +168,7 @@ def clip_grad_norm_(
 
 
 def _power_sum(grads: list[Tensor], power: float, device: torch.device) -> Tensor:
-    """Sum of |g|^p over all elements (the maximum for infinity), in fp32 or wider."""
+    """Return the sum of |g|^p over all elements (the maximum for infinity), in fp32 or wider."""
     wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
     norms = [torch.linalg.vector_norm(grad, power, dtype=wide) for grad in grads if grad.numel()]
     if not norms:

@@ -1,4 +1,4 @@
-"""Module parameters as ColoTensors, unsharded state dicts, and helpers of sharding specs."""
+"""Helpers of ColossalAI's contract for modules and sharding specs, and state dicts of the unsharded module."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -65,7 +65,7 @@ def cross_entropy_rows(
     smoothing: float,
     group: ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of every row, the same on all ranks, and the divisor of the mean.
+    """Return the loss of every row, equal on all ranks, and the divisor of the mean.
 
     Args:
         logits: ``[..., local classes]``, the local shard.
@@ -185,7 +185,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _statistics(x: Tensor, targets: _RowTargets, block: slice, stats: Tensor) -> None:
-    """Statistics of a block of rows, in torch."""
+    """Write the log-sum-exp and the weighted logits of a block of rows into ``stats``, in torch."""
     if not x.shape[1]:
         stats[0, block], stats[1, block] = -torch.inf, 0.0
         return
@@ -204,7 +204,7 @@ def _statistics(x: Tensor, targets: _RowTargets, block: slice, stats: Tensor) ->
 
 
 def _gradient(x: Tensor, targets: _RowTargets, block: slice, share: Tensor, grad_rows: Tensor, out: Tensor) -> None:
-    """Gradient of a block of rows, in torch."""
+    """Write the gradient of a block of rows into ``out``, in torch."""
     grad_rows, target_col, valid = grad_rows[block], targets.target_col[block], targets.valid[block]
     same_dtype = x.dtype is grad_rows.dtype
     part = out[block] if same_dtype else torch.empty(x.shape, dtype=grad_rows.dtype, device=x.device)
@@ -227,7 +227,7 @@ def _gradient(x: Tensor, targets: _RowTargets, block: slice, share: Tensor, grad
 
 
 def _blocks(rows: Tensor) -> list[slice]:
-    """Blocks of rows that fit into the cache; all rows at once on a GPU, where each block costs launches."""
+    """Return blocks of rows that fit into the cache; on a GPU one block, because each block costs launches."""
     count, width = rows.shape
     step = count if rows.is_cuda else max(1, _BLOCK // max(width, 1))
     return [slice(i, min(i + step, count)) for i in range(0, count, max(step, 1))]

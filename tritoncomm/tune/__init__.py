@@ -1,3 +1,3 @@
-"""Searching the tile of every kernel: what compiles well, what is fastest on a GPU, and the table that keeps it."""
+"""Search of the tile of every kernel: candidates judged by machine code, timed on a GPU, kept in a table."""
 
 __all__: list[str] = []

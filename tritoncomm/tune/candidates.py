@@ -23,7 +23,8 @@ class Candidate:
         tile_bytes: bytes of a tile.
         segment_bytes: bytes of a row in a tile, where there are rows enough to fill it; unused by ``reduce``.
         num_warps: warps per program.
-        evict_first: what is read leaves the caches first; only ``pack`` and ``unpack`` in units of 8 and 16 bytes.
+        evict_first: whether elements that were read leave the caches first; ``pack`` and ``unpack`` in units of 8 and
+            16 bytes only.
     """
 
     tile_bytes: int
@@ -42,7 +43,7 @@ class Candidate:
 
 
 def default(op: str, unit: int, lanes: int = 32) -> Candidate:
-    """What ``config_for`` takes without a table, for warps of ``lanes`` threads."""
+    """Return the candidate of ``config_for`` without a table, for warps of ``lanes`` threads."""
     return Candidate(*default_candidate(op, unit, lanes))
 
 

@@ -172,7 +172,7 @@ def from_model(
 def from_shapes(
     shapes: Sequence[tuple[int, ...]], worlds: Sequence[int], dtypes: Sequence[torch.dtype], ops: Sequence[str]
 ) -> list[Case]:
-    """Every combination; the last dim of a shape is split, for ``reduce`` a shape is that of one part.
+    """Return every combination; the last dim of a shape is split, and for ``reduce`` a shape is of one part.
 
     Raises:
         ValueError: no ranks, or more than an operation takes.

@@ -1,4 +1,4 @@
-"""Cross-compiles kernels without a GPU and counts what is in the machine code."""
+"""Machine code of the kernels, cross-compiled without a GPU: its accesses, registers and instructions."""
 
 import importlib
 import math
@@ -23,7 +23,7 @@ __all__ = ["TARGETS", "Build", "Code", "Target", "build_all", "can_read", "compi
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU architecture to compile for, and what one of its multiprocessors holds at a time.
+    """A GPU architecture to compile for, and the capacity of one of its multiprocessors.
 
     Attributes:
         backend: ``cuda`` or ``hip``.
@@ -129,10 +129,10 @@ def compiled_kernels() -> dict[str, ModuleType]:
 def build_all(builds: Sequence[Build], target: str) -> list[Code]:
     """Compile with 16-byte aligned pointers, as the launcher does, and read the machine code.
 
-    One disassembler run reads all of them, because its start is what takes time.
+    One disassembler run reads all kernels, because most of its time is its start.
 
     Args:
-        builds: what to compile.
+        builds: the kernels to compile.
         target: a key of ``TARGETS``.
     """
     assembled = [_compile(one, target) for one in builds]
@@ -247,7 +247,7 @@ def _code(
 
 
 def can_read(target: str) -> bool:
-    """Whether the tools that read machine code of a target are there: those of NVIDIA come with Triton."""
+    """Whether the tools that read machine code of a target are installed; Triton brings NVIDIA's."""
     return TARGETS[target].backend == "hip" or all((_tools() / name).is_file() for name in ("nvdisasm", "cuobjdump"))
 
 

@@ -1,4 +1,4 @@
-"""Checking and timing on a GPU: every tile's output against plain torch before its time counts.
+"""Bench of tiles on a GPU: every tile's output is compared with plain torch before its time counts.
 
 A tile's time is the median of CUDA events around one launch, the L2 cache flushed before each. Where ``evict_first`` is
 an axis, the time includes a pass that reads the result, as a collective or a product does next. The crossover between
@@ -54,7 +54,7 @@ class Bench:
     _prepared: tuple[Case, Tensor, Tensor, Tensor] | None = field(init=False, default=None)
 
     def check(self, case: Case, candidate: Candidate) -> str:
-        """What differs from ``reference`` in a candidate's output, bit by bit; empty if nothing does."""
+        """Return how many elements of a candidate's output differ from ``reference`` in any bit; empty if none does."""
         _, target, expected = self._prepare(case)
         _bits(target).fill_(-1)  # the last candidate's output is still there
         self._launch(case, candidate)()
@@ -72,7 +72,7 @@ class Bench:
     def paths(self, case: Case) -> tuple[float, float]:
         """Microseconds of a call on torch's path and on triton's: median over rounds of calls back to back.
 
-        Every round has both paths, for the same disturbances.
+        Every round runs both paths, so that disturbances hit both.
         """
         arguments = {"pack": (1, case.world), "unpack": ((case.outer, case.row), 1, case.world), "reduce": ()}
         call = partial(getattr(ops, case.op), self._prepare(case)[0], *arguments[case.op])
@@ -96,7 +96,7 @@ class Bench:
         return partial(getattr(kernels, case.op), source, target, config=config)
 
     def _prepare(self, case: Case) -> tuple[Tensor, Tensor, Tensor]:
-        """Source, target and expected target of a case; those of the last one are kept."""
+        """Return source, target and expected target of a case; the last case's tensors are kept."""
         if self._prepared is None or self._prepared[0] != case:
             self._prepared = None  # frees the memory first
             rows, wire = (case.outer, case.row), (case.world, case.outer, case.run)

@@ -60,7 +60,7 @@ def tasks(bench: Bench, cases: Sequence[Case], tried: Mapping[tuple[str, int], S
 
 
 def crossover_tasks(bench: Bench, groups: Sequence[tuple[str, int]]) -> Iterator[Task]:
-    """One task per operation, unit and size: both paths of the same call."""
+    """Yield a task per operation, unit and size, which times a call on both paths."""
     for op, unit in groups:
         for nbytes in _SIZES:
             case = _case(op, unit, nbytes)
@@ -85,9 +85,9 @@ def _case(op: str, unit: int, nbytes: int) -> Case:
 def configs(results: Mapping[str, Mapping[str, Any]], lanes: int = 32) -> dict[str, dict[str, dict[str, int]]]:
     """The fastest candidate of every operation and unit, by the geometric mean of its times over the cases.
 
-    A case counts when no other of its group was measured with more candidates, so a search that was stopped gives
-    what it had finished. The default stays where nothing is at least 1 percent faster, and where the default was not
-    measured there is no entry; a candidate that was wrong once is out.
+    A case counts if no other case of its group was measured with more candidates, so a search that was stopped gives
+    its finished cases. The default stays unless a candidate is at least 1 percent faster. If the default was not
+    measured there is no entry. A candidate with a wrong output is out.
     """
     return _table(results, "case", lambda op, unit, timed: _winner(timed, default(op, unit, lanes)))
 
@@ -160,7 +160,7 @@ def _versions() -> dict[str, str]:
 
 
 def user_path(device_name: str, sm_count: int) -> Path:
-    """Where ``config_for`` looks for the user's own table of a device."""
+    """Return the path of the user's own table of a device, which ``config_for`` reads."""
     return tables.table_in(tables.user_folder(), device_name, sm_count)
 
 
@@ -186,7 +186,7 @@ def resume(path: Path | None, key: dict[str, Any]) -> dict[str, Any]:
 
 
 def _difference(content: Any, key: dict[str, Any]) -> str:
-    """Why a search cannot go on with what a file holds, empty if it can."""
+    """Return the reason why a search cannot go on with a file's content; empty if it can."""
     if not isinstance(content, dict):
         return "not an object"
     if isinstance(content.get("format"), int) and content["format"] > tables.FORMAT:

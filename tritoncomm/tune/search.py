@@ -36,7 +36,7 @@ class Task:
     """Work that gives one result per key.
 
     Attributes:
-        group: what the progress bar calls it.
+        group: its name in the progress bar.
         keys: names of the results, unique in a search.
         work: makes the results, in the order of the keys; values that JSON can hold.
     """

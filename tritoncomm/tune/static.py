@@ -1,4 +1,4 @@
-"""Static judgement of a candidate by its machine code, without a GPU: whether it may be used, and a cost.
+"""Verdict on a candidate by its machine code, without a GPU: whether it may be used, and a cost.
 
     cost = instructions per 16 bytes * max(1, 64 KiB / bytes of loads in flight on one multiprocessor)
 
@@ -57,7 +57,7 @@ class Check:
     """Something that has to compile well with a tile.
 
     Attributes:
-        name: what it is.
+        name: for messages.
         build: the kernel.
         width: bytes that every load and store should have, 0 if any will do.
         budget: registers a thread may have.
@@ -121,7 +121,7 @@ def _address(kernel: Any, kinds: tuple[str, str], vec: int, config: Config, **ch
 
 
 def fault(code: Code, check: Check) -> str:
-    """Why machine code is not good enough, empty if it is."""
+    """Return the reason why machine code is not good enough; empty if it is."""
     widths = sorted({*code.loads, *code.stores})
     if code.spills:
         return f"{check.name}: spills {code.spills}"
@@ -133,7 +133,7 @@ def fault(code: Code, check: Check) -> str:
 
 
 def judge(op: str, unit: int, tried: Sequence[Candidate], target: str) -> list[Verdict]:
-    """Compile candidates for a target; their verdicts in the same order."""
+    """Compile candidates for a target, and return their verdicts in order."""
     lists = [checks(op, unit, candidate.config(op, unit)) for candidate in tried]
     codes = iter(build_all([check.build for mine in lists for check in mine], target))
     verdicts = []

@@ -230,7 +230,7 @@ def _verdicts(op: str, unit: int, done: Mapping[str, Mapping[str, Any]]) -> dict
 
 
 def _usable(op: str, unit: int, bench: Bench, judged: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:
-    """The default, then what was judged and not pruned, cheapest first, then what was not judged."""
+    """Return the default, then the judged candidates that may be used, cheapest first, then the unjudged ones."""
     tried = candidates(op, unit, bench.lanes)
     verdicts = _verdicts(op, unit, judged)
     ranked = static.rank(op, unit, verdicts, bench.target) if bench.target is not None else []

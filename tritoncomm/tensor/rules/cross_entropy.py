@@ -35,9 +35,16 @@ def _log_softmax(
     return _softmax_like(input, dim, _stacklevel if dtype is None else dtype, True)
 
 
-def _softmax_like(input: Tensor, dim: int | None, given: Any, log: bool) -> Call | None:
-    """``given``: the dtype, or the stack level that ``F.softmax`` has where ``torch.softmax(x, dim, dtype)`` has it."""
-    count, dtype = len(shape_of(input)), given if isinstance(given, torch.dtype) else None
+def _softmax_like(input: Tensor, dim: int | None, dtype_or_level: Any, log: bool) -> Call | None:
+    """Describe softmax or its logarithm.
+
+    Args:
+        input: the logits.
+        dim: None runs on replicas.
+        dtype_or_level: the dtype; or ``_stacklevel``, which ``F.softmax`` has where ``torch.softmax`` has the dtype.
+        log: whether to return the logarithm.
+    """
+    count, dtype = len(shape_of(input)), dtype_or_level if isinstance(dtype_or_level, torch.dtype) else None
     if dim is None or not count:
         return None
     dim = from_front(dim, count)

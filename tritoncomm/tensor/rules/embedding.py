@@ -81,8 +81,8 @@ def _embedding_bag(
     extra = [Operand(x, labels) for x, labels in ((offsets, ("o",)), (per_sample_weights, ids)) if x is not None]
 
     def run(_: Sharding, tokens: Tensor, table: Tensor, *rest: Tensor) -> Tensor:
-        given = iter(rest)
-        bags, weights = (None if x is None else next(given) for x in (offsets, per_sample_weights))
+        remaining = iter(rest)
+        bags, weights = (None if x is None else next(remaining) for x in (offsets, per_sample_weights))
         return F.embedding_bag(
             tokens, table, bags, None, norm_type, scale_grad_by_freq, mode, False, weights, include_last_offset,
             padding_idx,

@@ -21,7 +21,7 @@ from tritoncomm.mappings.general import wants_grad
 from tritoncomm.mappings.tensor_parallel import copy_to, reduce_from
 from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
 from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec, bounds_by_label, uneven_sizes
-from tritoncomm.tensor.layout import is_colo, plain, shape_of, wrap
+from tritoncomm.tensor.layout import is_colo, plain, shape_of
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.redistribute import Transition, redistribute
 
@@ -143,10 +143,10 @@ class Call:
 
 
 def broadcast_shapes(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape to which all of them are broadcast.
+    """Return the shape to which all shapes are broadcast.
 
     Raises:
-        ShapeError: there is none.
+        ShapeError: the shapes do not broadcast.
     """
     sizes = [1] * max(map(len, shapes), default=0)
     for shape in shapes:
@@ -158,10 +158,10 @@ def broadcast_shapes(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def broadcast_labels(shape: Sequence[int], sizes: Sequence[int], names: Sequence[Any] | None = None) -> Labels:
-    """Labels of an operand that is broadcast to ``sizes``: the dims from the last one, -1, or their names.
+    """Return the labels of an operand that is broadcast to ``sizes``: the dims from the last one, -1, or their names.
 
     Raises:
-        ShapeError: it cannot be. Its shard on a rank could, to that of another operand.
+        ShapeError: the global shapes do not broadcast, even if the shards on a rank do.
     """
     dims = range(-len(shape), 0)
     if len(shape) > len(sizes) or any(shape[dim] not in (1, sizes[dim]) for dim in dims):
@@ -170,10 +170,10 @@ def broadcast_labels(shape: Sequence[int], sizes: Sequence[int], names: Sequence
 
 
 def from_front(dim: int, count: int) -> int:
-    """``dim`` of a tensor of ``count`` dims, counted from the front; a number has dim 0, as in torch.
+    """Return ``dim`` of a tensor of ``count`` dims, counted from the front; a number has dim 0, as in torch.
 
     Raises:
-        IndexError: there is no such dim.
+        IndexError: the tensor does not have the dim.
     """
     count = max(count, 1)
     if not -count <= dim < count:
@@ -221,13 +221,17 @@ def execute(call: Call) -> Any:
 
 
 def _refuse_sizes(call: Call, operands: Sequence[Operand]) -> NoReturn:
-    """Shapes that do not fit: the shards of some ranks may, and those ranks would wait for the others."""
+    """Raise on every rank: on some ranks the local shards would fit, and those ranks would hang.
+
+    Raises:
+        ShapeError: always.
+    """
     shapes = " and ".join(str(list(shape_of(each.tensor))) for each in operands)
     raise ShapeError(f"the sizes of {shapes} do not fit each other")
 
 
 def choose(call: Call, pg: ProcessGroup) -> Parts | None:
-    """The cheapest legal one of the operands' shardings; None if there are shards but no legal sharding."""
+    """Return the cheapest legal sharding of an operand; None if there are shards but no legal sharding."""
     candidates: list[Parts] = []
     sharded = False
     for index, each in enumerate(call.operands):
@@ -281,7 +285,7 @@ def is_legal(call: Call, parts: Parts) -> bool:
 
 
 def _bytes_moved(call: Call, parts: Parts, world: int) -> float:
-    """Bytes sent per rank, forward and backward, in units of (world - 1) / world."""
+    """Return the bytes sent per rank, forward and backward, in units of (world - 1) / world."""
     total, labels = 0.0, [label for label, _ in parts]
     for each in call.operands:
         x = each.tensor
@@ -299,9 +303,10 @@ def _bytes_moved(call: Call, parts: Parts, world: int) -> float:
 
 
 def local_operand(each: Operand, parts: Parts, pg: ProcessGroup) -> Tensor:
-    """The operand as a plain local tensor under this sharding; replicated if it has none of the labels.
+    """Return the operand as a plain local tensor under this sharding; replicated if it has none of the labels.
 
-    A shard that has to be replicated is all-gathered, its gradient reduce-scattered; that of a replica is all-reduced.
+    A shard that has to be replicated is all-gathered, and its gradient reduce-scattered. The gradient of a replica is
+    all-reduced.
     """
     x = each.tensor
     if each.is_local:
@@ -324,12 +329,12 @@ def local_operand(each: Operand, parts: Parts, pg: ProcessGroup) -> Tensor:
 
 
 def replicated(x: Tensor, pg: ProcessGroup) -> Tensor:
-    """The global tensor as a plain tensor without gradient."""
+    """Return the global tensor as a plain tensor without gradient."""
     return local_operand(Operand(x, (None,) * len(shape_of(x))), (), pg).detach()
 
 
 def _reduce_outputs(outputs: list[Any], call: Call, sharding: Sharding, pg: ProcessGroup) -> tuple[list[Any], Parts]:
-    """Reduce partial results over the ranks, then apply ``finish``; also their sharding."""
+    """Reduce partial results over the ranks, then apply ``finish``; return the results and their sharding."""
     group, parts = pg.tp_process_group(), ()
     if call.scatter is None:
         outputs = [reduce_from(x, group, in_place=True) for x in outputs]
@@ -349,7 +354,7 @@ def _reduce_outputs(outputs: list[Any], call: Call, sharding: Sharding, pg: Proc
 def _wrap_result(
     x: Tensor, labels: Labels, call: Call, parts: Parts, pg: ProcessGroup, colo_operands: Sequence[Any], gather: bool
 ) -> Any:
-    """A result as a ColoTensor, with the spec of an operand of the same layout, which keeps its notation."""
+    """Wrap a result as a ColoTensor; the spec of an operand of this layout is reused, to keep its notation."""
     result_parts = tuple((labels.index(label), count) for label, count in parts if label in labels)
     shape = list(x.shape)
     for dim, _ in result_parts:
@@ -358,12 +363,12 @@ def _wrap_result(
         x, result_parts = redistribute(x, Transition(tuple(shape), result_parts, ()), pg.tp_process_group()), ()
     for each in colo_operands:
         if each.labels == labels and each.tensor.partitions == result_parts:
-            return wrap(x, pg, each.tensor.dist_spec, shape)
-    return wrap(x, pg, spec_of(result_parts, len(shape)), shape)
+            return each.tensor._wrap(x, pg, each.tensor.dist_spec, shape)
+    return colo_operands[0].tensor._wrap(x, pg, spec_of(result_parts, len(shape)), shape)
 
 
 def spec_of(parts: Sequence[tuple[int, int]], ndim: int) -> _DistSpec:
-    """The spec of these partitions; the last of several dims is written -1."""
+    """Return the spec of these partitions; the last of several dims is written -1."""
     if not parts:
         return ReplicaSpec()
     dims = [-1 if dim == ndim - 1 and ndim > 1 else dim for dim, _ in parts]

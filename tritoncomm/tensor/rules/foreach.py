@@ -11,7 +11,7 @@ from tritoncomm.errors import UnsupportedError
 from tritoncomm.mappings.general import wants_grad
 from tritoncomm.tensor.distspec import ReplicaSpec
 from tritoncomm.tensor.elementwise import ELEMENTWISE
-from tritoncomm.tensor.layout import is_colo, plain, wrap
+from tritoncomm.tensor.layout import is_colo, plain
 from tritoncomm.tensor.rules.gradients import groups_of_shards
 from tritoncomm.tensor.rules.table import rule
 
@@ -49,13 +49,13 @@ def on_lists(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: d
         return result
     return type(result)(
         x if is_colo(x) or like is None or not isinstance(x, Tensor)
-        else wrap(x, like.process_group, like.dist_spec, like.global_shape)
+        else like._wrap(x, like.process_group, like.dist_spec, like.global_shape)
         for x, like in zip(result, likes, strict=True)
     )  # fmt: skip
 
 
 def _norms(self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    """The norm of every tensor, that of the global one for shards, which share an all-gather per process group.
+    """Return the norm of every tensor, for shards the global norm; shards share an all-gather per process group.
 
     Orders for which the norm of the vector of local norms is not the global norm, and gradients, take the rule of one
     tensor.
@@ -69,11 +69,11 @@ def _norms(self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = N
         partial = torch.stack([_local_norm(plain(x), ord, dtype) for x in of_group])
         gathered = eager.all_gather(partial.unsqueeze(0), 0, pg.tp_process_group(), None, "_foreach_norm")
         for x, norm in zip(of_group, torch.linalg.vector_norm(gathered, ord, 0), strict=True):
-            norms[id(x)] = wrap(norm.to(dtype or x.dtype), pg, ReplicaSpec(), ())
+            norms[id(x)] = x._wrap(norm.to(dtype or x.dtype), pg, ReplicaSpec(), ())
     return tuple(norms[id(x)] for x in self)
 
 
 def _local_norm(x: Tensor, ord: float, dtype: torch.dtype | None) -> Tensor:
-    """The norm of a shard in fp32 or wider; 0 for an empty one, which has no maximum."""
+    """Return the norm of a shard in fp32 or wider; 0 for an empty shard, which has no maximum."""
     wide = torch.promote_types(dtype or x.dtype, torch.float32)
     return torch.linalg.vector_norm(x, ord, dtype=wide) if x.numel() else x.new_zeros((), dtype=wide)

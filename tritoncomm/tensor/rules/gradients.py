@@ -1,4 +1,4 @@
-"""Gradients of ColoTensors: ColoTensors of the same layout, so that their norms are those of the global gradient.
+"""Gradients of ColoTensors: ColoTensors of the tensor's layout, so that norms are of the global gradient.
 
 Autograd makes plain local tensors. They are wrapped where Python reads them: by ``x.grad``, in hooks of
 ``register_hook`` and in the results of ``torch.autograd.grad``. The wrapped gradient replaces the plain one in
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tritoncomm.core import eager
 from tritoncomm.errors import UnsupportedError
-from tritoncomm.tensor.layout import is_colo, plain, wrap, wrap_like
+from tritoncomm.tensor.layout import is_colo, plain
 from tritoncomm.tensor.op_wrapper import colo_op_impl
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.rules.table import rule
@@ -31,12 +31,12 @@ _check_and_unscale: Any = torch._amp_foreach_non_finite_check_and_unscale_  # py
 
 
 def gradient_of(x: Any) -> Tensor | None:
-    """The gradient of a ColoTensor as a ColoTensor of its layout; a sparse one stays plain."""
+    """Return the gradient of a ColoTensor as a ColoTensor of its layout; a sparse gradient stays plain."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient = _get(x)
         if type(gradient) is not Tensor or gradient.layout is not torch.strided:
             return gradient
-        wrapped = wrap_like(gradient, x)
+        wrapped = x._wrap_like(gradient)
         _set(x, wrapped)
     return wrapped
 
@@ -73,11 +73,11 @@ def _check_layout(name: str, like: Any, gradient: Any) -> None:
 def _register_hook(x: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """Register ``hook`` for gradients of the layout of ``x``; a leaf may be redistributed before it has one."""
     leaf = ref(x) if x.is_leaf else None  # not x itself, which refers to its hooks
-    pg, dist_spec, shape = x.process_group, x.dist_spec, x.global_shape
+    wrap, pg, dist_spec, shape = x._wrap, x.process_group, x.dist_spec, x.global_shape
 
     def hooked(gradient: Tensor) -> Tensor | None:
         owner: Any = None if leaf is None else leaf()
-        wrapped = wrap(gradient, pg, dist_spec, shape) if owner is None else wrap_like(gradient, owner)
+        wrapped = wrap(gradient, pg, dist_spec, shape) if owner is None else owner._wrap_like(gradient)
         result = hook(wrapped)
         _check_layout("register_hook", wrapped, result)
         return plain(result) if is_colo(result) else result
@@ -87,13 +87,13 @@ def _register_hook(x: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
 
 
 def _local(tensors: Any) -> Any:
-    """The arguments with plain tensors, of the same graph, in place of ColoTensors."""
+    """Replace ColoTensors in the arguments by plain tensors of their graph."""
     with torch.enable_grad():
         return tree_map(lambda x: plain(x) if is_colo(x) else x, tensors)
 
 
 def _edges(tensors: Any) -> Any:
-    """The arguments with edges of the graph, which autograd takes for inputs, in place of ColoTensors."""
+    """Replace ColoTensors in the arguments by edges of the graph, which autograd takes as inputs."""
     with torch._C.DisableTorchFunctionSubclass():
         return tree_map(lambda x: get_gradient_edge(x) if is_colo(x) else x, tensors)
 
@@ -120,7 +120,7 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = 
 def _gradients(
     outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, materialize_grads: bool = False, **kwargs: Any
 ) -> tuple[Any, ...]:
-    """The gradients of ColoTensors as ColoTensors; batched ones (``is_grads_batched``) stay plain."""
+    """Return gradients of ColoTensors as ColoTensors; batched gradients (``is_grads_batched``) stay plain."""
     if materialize_grads and kwargs.get("allow_unused") is None:
         kwargs["allow_unused"] = True
     gradients = torch.autograd.grad(_local(outputs), _edges(inputs), _local(grad_outputs), *args, **kwargs)
@@ -128,14 +128,14 @@ def _gradients(
     def wrapped(x: Any, gradient: Any) -> Any:
         if gradient is None:
             return torch.zeros_like(x) if materialize_grads else None
-        return wrap_like(gradient, x) if is_colo(x) and gradient.dim() == x.dim() else gradient
+        return x._wrap_like(gradient) if is_colo(x) and gradient.dim() == x.dim() else gradient
 
     sources = (inputs,) if isinstance(inputs, Tensor) else inputs
     return tuple(wrapped(x, gradient) for x, gradient in zip(sources, gradients, strict=True))
 
 
 def groups_of_shards(tensors: Sequence[Any]) -> list[ProcessGroup]:
-    """The process groups of the sharded tensors, each once, in the same order on every rank."""
+    """Return the process groups of the sharded tensors, each once, in one order on all ranks."""
     found: dict[tuple[int, ...], ProcessGroup] = {}
     for x in tensors:
         if is_colo(x) and x.partitions:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritoncomm.errors import UnsupportedError
-from tritoncomm.tensor.box import box_of
+from tritoncomm.tensor.box import box_of, refuse_graph, write_shard
 from tritoncomm.tensor.layout import is_colo, plain, shape_of, shares_storage
 from tritoncomm.tensor.rules.engine import (
     Call,
@@ -20,7 +20,6 @@ from tritoncomm.tensor.rules.engine import (
     replicated,
 )
 from tritoncomm.tensor.rules.table import rule
-from tritoncomm.tensor.snapshot import refuse_graph, write_shard
 
 __all__ = ["set_by_mask", "set_item", "without_leading_ones"]
 
@@ -88,22 +87,22 @@ def _unbind(input: Tensor, dim: int = 0) -> Call | None:
 
 
 def _parse_index(index: Any, count: int) -> tuple[list[Any], tuple[Any, ...], tuple[Any, ...]] | None:
-    """The index by dim, labels of dims taken in full, labels of the result; None for advanced indexing."""
-    given = list(index) if isinstance(index, tuple) else [index]
+    """Return the index by dim, labels of dims taken in full, and labels of the result; None for advanced indexing."""
+    entries = list(index) if isinstance(index, tuple) else [index]
     kinds = (int, slice, type(None), type(Ellipsis))
-    if any(isinstance(i, bool) or not isinstance(i, kinds) for i in given):
+    if any(isinstance(i, bool) or not isinstance(i, kinds) for i in entries):
         return None
-    used = sum(i is not None and i is not Ellipsis for i in given)
+    used = sum(i is not None and i is not Ellipsis for i in entries)
     if used > count:
         return None
-    if not any(i is Ellipsis for i in given):
-        given.append(Ellipsis)
-    dots = next(p for p, i in enumerate(given) if i is Ellipsis)
-    given[dots : dots + 1] = [slice(None)] * (count - used)
+    if not any(i is Ellipsis for i in entries):
+        entries.append(Ellipsis)
+    dots = next(p for p, i in enumerate(entries) if i is Ellipsis)
+    entries[dots : dots + 1] = [slice(None)] * (count - used)
     dims = iter(range(count))
     labels: list[Any] = [None] * count
     result: list[Any] = []
-    for i in given:
+    for i in entries:
         if i is None:
             result.append(None)
             continue
@@ -113,7 +112,7 @@ def _parse_index(index: Any, count: int) -> tuple[list[Any], tuple[Any, ...], tu
         if i == slice(None):
             labels[dim] = dim
         result.append(labels[dim])
-    return given, tuple(labels), tuple(result)
+    return entries, tuple(labels), tuple(result)
 
 
 @rule(
@@ -124,12 +123,12 @@ def _getitem(input: Tensor, index: Any) -> Call | None:
     parsed = _parse_index(index, len(shape_of(input)))
     if parsed is None or not is_colo(input):
         return None
-    given, labels, result = parsed
-    return Call([Operand(input, labels)], [result], lambda _, x: x[tuple(given)])
+    entries, labels, result = parsed
+    return Call([Operand(input, labels)], [result], lambda _, x: x[tuple(entries)])
 
 
 def set_item(target: Any, index: Any, value: Any) -> None:
-    """``target[index] = value`` on local tensors; a number where a mask is true, by ``masked_fill_``.
+    """Run ``target[index] = value`` on local tensors; a number at the true places of a mask by ``masked_fill_``.
 
     Raises:
         UnsupportedError: advanced indexing of a shard, or part of a sharded dim where autograd would record the write.
@@ -153,25 +152,25 @@ def set_item(target: Any, index: Any, value: Any) -> None:
                 _set_part(target, index, value)
             return
         parsed = index, (), ()
-    given, labels, result = parsed
+    entries, labels, result = parsed
     parts = tuple((labels[dim], count) for dim, count in target.partitions)
     operands = []
     if isinstance(value, Tensor) and parts:  # shards of a value that does not fit may fit, or be broadcast
         value = without_leading_ones(value, len(result))
-        sizes = torch.empty(target.global_shape, device="meta")[tuple(given)].shape
+        sizes = torch.empty(target.global_shape, device="meta")[tuple(entries)].shape
         operands = [Operand(value, broadcast_labels(shape_of(value), sizes, result))]
     elif isinstance(value, Tensor):
         operands = [Operand(value, (None,) * len(shape_of(value)))]
     if not is_legal(Call(operands, [], set_item), parts):
-        _set_part(target, tuple(given), value)
+        _set_part(target, tuple(entries), value)
         return
     with torch._C.DisableTorchFunctionSubclass():
         local = local_operand(operands[0], parts, target.process_group) if operands else value
-        target[tuple(given) if isinstance(given, list) else given] = local
+        target[tuple(entries) if isinstance(entries, list) else entries] = local
 
 
 def set_by_mask(target: Any, index: Any, value: Any) -> bool:
-    """``target[index] = value`` of a number and a mask of the first dims, by ``masked_fill_``; False for others."""
+    """Run ``target[index] = value`` of a number and a mask of the first dims, by ``masked_fill_``; False for others."""
     (mask,) = index if type(index) is tuple and len(index) == 1 else (index,)
     if isinstance(value, Tensor) or not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
         return False
@@ -184,18 +183,22 @@ def set_by_mask(target: Any, index: Any, value: Any) -> bool:
 
 
 def _number(value: Any, dtype: torch.dtype) -> Any:
-    """A number as torch converts it where it is assigned."""
+    """Convert a number as torch converts it in an assignment."""
     return torch.full((), value, dtype=dtype).item()
 
 
 def without_leading_ones(value: Tensor, ndim: int) -> Tensor:
-    """A value that is assigned to ``ndim`` dims: torch drops leading dims of size 1 in excess."""
+    """Return a value for an assignment to ``ndim`` dims: torch drops leading dims of size 1 in excess."""
     shape, extra = shape_of(value), max(len(shape_of(value)) - ndim, 0)
     return value.reshape(shape[extra:]) if extra and math.prod(shape[:extra]) == 1 else value
 
 
 def _selected(target: Any, index: Any) -> Tensor:
-    """``target[index]`` of a meta tensor of the global shape."""
+    """Return ``target[index]`` of a meta tensor of the global shape.
+
+    Raises:
+        UnsupportedError: advanced indexing, of which no write can be mapped to the shard.
+    """
     base = torch.empty(target.global_shape, device="meta")
     try:
         view = base[index]
@@ -207,7 +210,7 @@ def _selected(target: Any, index: Any) -> Tensor:
 
 
 def _set_part(target: Any, index: Any, value: Any) -> None:
-    """``target[index] = value`` for part of a sharded dim: each rank writes the elements it holds."""
+    """Run ``target[index] = value`` for part of a sharded dim: each rank writes the elements that it holds."""
     selected = _selected(target, index)
     refuse_graph("__setitem__", (target, value))
     shape, pg = target.global_shape, target.process_group

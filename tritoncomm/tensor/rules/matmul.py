@@ -80,14 +80,14 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call |
 
 
 def _linear_local(sharding: Sharding, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
-    """Product of local tensors; a partial one includes the bias on the first rank, which costs no pass of its own."""
+    """Multiply local tensors; a partial product includes the bias on the first rank, without a pass of its own."""
     if bias and sharding.has("k"):
         bias = (_OnFirstRank.apply(bias[0], sharding.rank),)
     return F.linear(x, weight, *bias)
 
 
 def _linear_rows(sharding: Sharding, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
-    """The same; a partial product as ``[rows, n]``."""
+    """Return ``_linear_local``, with the rows of a partial product flattened to ``[rows, n]``."""
     return _linear_local(sharding, x.flatten(0, -2) if sharding.has("k") else x, weight, *bias)
 
 

@@ -21,15 +21,15 @@ def _affine(
     input: Tensor, tensors: Sequence[Tensor | None], dims: Sequence[int], replicated: Sequence[int],
     local: Callable[..., Tensor],
 ) -> Call:  # fmt: skip
-    """``local(input, *tensors)``, where the tensors, or None, have these dims of the input."""
+    """Describe ``local(input, *tensors)``: each tensor is None or has the dims ``dims`` of the input."""
     labels = tuple(range(len(shape_of(input))))
-    given = [Operand(x, tuple(dims)) for x in tensors if x is not None]
+    operands = [Operand(x, tuple(dims)) for x in tensors if x is not None]
 
     def run(_: Sharding, x: Tensor, *rest: Tensor) -> Tensor:
         remaining = iter(rest)
         return local(x, *(None if each is None else next(remaining) for each in tensors))
 
-    return Call([Operand(input, labels), *given], [labels], run, frozenset(replicated))
+    return Call([Operand(input, labels), *operands], [labels], run, frozenset(replicated))
 
 
 def _normalize(function: Any, input: Tensor, shape: Any, tensors: Sequence[Tensor | None], eps: Any) -> Call:

@@ -12,7 +12,7 @@ from tritoncomm.errors import UnsupportedError
 from tritoncomm.mappings.general import wants_grad
 from tritoncomm.tensor.distspec import ReplicaSpec
 from tritoncomm.tensor.elementwise import writes
-from tritoncomm.tensor.layout import is_colo, shape_of, wrap
+from tritoncomm.tensor.layout import is_colo, shape_of
 from tritoncomm.tensor.rules.engine import (
     Call,
     Operand,
@@ -91,9 +91,9 @@ def keep(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
     if is_colo(result) or not isinstance(result, Tensor) or (args and result is args[0]):
         return result
     if like.partitions:
-        return wrap(result, like.process_group, like.dist_spec, like.global_shape)
+        return like._wrap(result, like.process_group, like.dist_spec, like.global_shape)
     spec = like.dist_spec if result.dim() == len(like.global_shape) else ReplicaSpec()
-    return wrap(result, like.process_group, spec, result.shape)
+    return like._wrap(result, like.process_group, spec, result.shape)
 
 
 def _shapes(tensors: list[Any]) -> tuple[list[tuple[int, ...]], list[bool]]:
@@ -118,7 +118,7 @@ def broadcast_operands(tensors: list[Any]) -> tuple[list[Operand], tuple[int, ..
 def _is_local(x: Tensor, sharded: Any) -> bool:
     """Whether a plain tensor is a local shard, decided identically on every rank.
 
-    Without a gradient both readings agree: a replicated tensor of the local shape broadcasts to the same values.
+    Without a gradient both readings agree: a replica of the local shape broadcasts to equal values.
     """
     if x.shape != sharded.shape:
         return False

@@ -73,7 +73,7 @@ _calls: WeakKeyDictionary[TorchGroup, int] = WeakKeyDictionary()
 
 
 def agreed_seed(pg: ProcessGroup, like: Tensor) -> int:
-    """A random number that is the same on all tensor-parallel ranks.
+    """Draw a random number that is equal on all tensor-parallel ranks.
 
     Raises:
         MismatchError: the ranks drew different numbers, so they were seeded differently.
@@ -110,7 +110,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def seeded_shard(seed: int, sharding: Sharding, device: torch.device) -> AbstractContextManager[None]:
-    """``seeded`` by a seed of this rank's own if something is sharded."""
+    """Return ``seeded`` by a seed of this rank's own if a label is sharded."""
     return seeded((seed + (sharding.rank + 1) * _GOLDEN) % 2**63 if sharding.parts else seed, device)
 
 
@@ -124,13 +124,13 @@ def draws_on_replicas(name: str, args: Sequence[Any]) -> bool:
 
 def _is_training(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     position, default = _TRAINING.get(name, (len(args), True))
-    given = args[position] if len(args) > position else kwargs.get("training", kwargs.get("train"))
-    return default if given is None else given
+    flag = args[position] if len(args) > position else kwargs.get("training", kwargs.get("train"))
+    return default if flag is None else flag
 
 
 @rule(named="dropout, bernoulli, rand_like, ...", result="same sharding; replicas stay equal, shards are independent")
 def random_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An element-wise random operator on its first argument."""
+    """Run an element-wise random operator on its first ColoTensor."""
     x = next(x for x in tree_leaves((args, kwargs)) if is_colo(x))
     if x.process_group.tp_world_size() == 1 or not _is_training(func.__name__, args, kwargs):
         return keep(func, args, kwargs, x)

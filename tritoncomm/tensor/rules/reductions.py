@@ -43,7 +43,7 @@ def extremum_over_ranks(x: Tensor, dims: tuple[int, ...], group: ProcessGroup, s
 
 
 def _identity(dtype: torch.dtype, smallest: bool) -> float | int | bool:
-    """The maximum (or minimum) of no elements: the least (greatest) value of the dtype."""
+    """Return the maximum (or minimum) of no elements: the least (greatest) value of the dtype."""
     if dtype is torch.bool:
         return smallest
     if dtype.is_floating_point:
@@ -54,14 +54,14 @@ def _identity(dtype: torch.dtype, smallest: bool) -> float | int | bool:
 def _has_order(dtype: torch.dtype) -> bool:
     """Whether torch compares elements of the dtype, on every device.
 
-    Others are gathered, and compared or refused by torch on all ranks: it looks at the dtype where there are several
-    elements only, so that a rank with an empty shard would wait for those that raise.
+    Tensors of other dtypes are gathered, and compared or refused by torch on all ranks. Torch looks at the dtype only
+    if there are several elements, so a rank with an empty shard would wait for ranks that raise.
     """
     return dtype not in _UNORDERED and not dtype.is_complex and (dtype.itemsize > 1 or not dtype.is_floating_point)
 
 
 def _dims_of(dim: Any, input: Tensor) -> tuple[int, ...]:
-    """Reduced dims counted from the front; all by default."""
+    """Return the reduced dims counted from the front; all by default."""
     count = len(shape_of(input))
     if dim is None or dim == () or dim == []:
         return tuple(range(count))
@@ -72,7 +72,7 @@ def _reduce(
     input: Tensor, dims: Sequence[int], keepdim: bool, local: Callable[[Tensor], Any],
     across: Callable[[Sharding, Tensor], Any] | None = None, results: int = 1,
 ) -> Call:  # fmt: skip
-    """A reduction by ``local``, or by ``across`` if a dim is sharded; without it partial results are all-reduced."""
+    """Describe a reduction by ``local``; if a reduced dim is sharded by ``across``, or by an all-reduce without it."""
     labels = tuple(range(len(shape_of(input))))
     left = tuple(None if d in dims else d for d in labels if keepdim or d not in dims)
 
@@ -122,7 +122,7 @@ def _any(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call:
 
 
 def _on_all_ranks(input: Any, other: Any, local: Callable[[Tensor, Tensor], bool], broadcasts: bool) -> Call | None:
-    """Whether ``local`` holds for the operands, with the same answer on every rank.
+    """Describe a call that returns whether ``local`` holds on all ranks, with one answer for all of them.
 
     Different shapes do not return early: a plain tensor may have the wrong shape on one rank only, and the others would
     wait in the all-reduce.

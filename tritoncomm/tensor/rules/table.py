@@ -49,11 +49,11 @@ def rule(
     Without ``functions`` it only adds the row: `dispatch` calls the decorated function itself.
 
     Args:
-        functions: what is called; a name stands for the function of torch and the method of tensors.
-        accepts: as in the documentation.
-        result: the same.
-        collectives: the same.
-        named: the operators in the documentation; their names by default.
+        functions: the operators; a name stands for the function of torch and the method of tensors.
+        accepts: the row's column of this name.
+        result: the row's column of this name.
+        collectives: the row's column of this name.
+        named: the operators in the documentation; the names of ``functions`` by default.
     """
 
     def add(describe: Describe) -> Describe:

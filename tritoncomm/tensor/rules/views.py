@@ -1,4 +1,4 @@
-"""Transposes and views: the same elements under permuted dims or another shape, with the sharding carried over."""
+"""Transposes and views: elements under permuted dims or another shape, with the sharding carried over."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _reshaped = partial(
 
 
 def _getter(name: str) -> Any:
-    """The function that ``__torch_function__`` receives for an attribute."""
+    """Return the function that ``__torch_function__`` receives for an attribute."""
     return getattr(Tensor, name).__get__
 
 
@@ -73,31 +73,40 @@ def _movedim(input: Tensor, source: Any, destination: Any) -> Call:
     return _ordered(input, [placed[dim] if dim in placed else next(rest) for dim in range(count)])
 
 
-def _sizes(given: Sequence[Any]) -> tuple[int, ...] | None:
-    """Sizes given separately or as one sequence; None for anything else (a dtype)."""
-    sizes = given[0] if len(given) == 1 and not isinstance(given[0], int) else given
+def _sizes(arguments: Sequence[Any]) -> tuple[int, ...] | None:
+    """Return sizes that are separate arguments or one sequence; None for anything else (a dtype)."""
+    sizes = arguments[0] if len(arguments) == 1 and not isinstance(arguments[0], int) else arguments
     if not isinstance(sizes, list | tuple) or not all(isinstance(size, int) for size in sizes):
         return None
     return tuple(sizes)
 
 
-def _target(given: Sequence[Any], names: dict[str, Any]) -> tuple[int, ...] | None:
-    """The global shape that a call of view, reshape, view_as or reshape_as asks for."""
-    given = given or [names[name] for name in ("shape", "size", "other") if name in names]
-    return shape_of(given[0]) if given and isinstance(given[0], Tensor) else _sizes(given)
+def _target(arguments: Sequence[Any], names: dict[str, Any]) -> tuple[int, ...] | None:
+    """Return the global shape that a call of view, reshape, view_as or reshape_as requests."""
+    arguments = arguments or [names[name] for name in ("shape", "size", "other") if name in names]
+    return shape_of(arguments[0]) if arguments and isinstance(arguments[0], Tensor) else _sizes(arguments)
 
 
 def _dims_by_size_before(shape: Sequence[int]) -> dict[int, int]:
-    """The dims of more than one element by the number of elements of all dims before them.
+    """Return the dims of more than one element by the number of elements of all dims before them.
 
-    A dim of one shape and a dim of another with the same key are the first of their merged or split dims: (2, 3, 4) has
-    ``{1: 0, 2: 1, 6: 2}`` and (6, 2, 2) has ``{1: 0, 6: 1, 12: 2}``, so dim 0 becomes dim 0, and dim 2 becomes dim 1.
+    Dims of two shapes with one key are the first of their merged or split dims.
+
+    Example:
+        (2, 3, 4) has ``{1: 0, 2: 1, 6: 2}`` and (6, 2, 2) has ``{1: 0, 6: 1, 12: 2}``: dim 0 becomes dim 0, and dim 2
+        becomes dim 1.
     """
     return {math.prod(shape[:dim]): dim for dim, size in enumerate(shape) if size > 1}
 
 
 def _viewed(input: Tensor, target: Sequence[int] | None, copies: bool = False) -> Call | None:
-    """``input`` in the global shape ``target``, which may have one -1; ``copies``: copy if torch's view would fail."""
+    """Describe ``input`` in the global shape ``target``, which may have one -1.
+
+    Args:
+        input: the operand.
+        target: None runs on replicas.
+        copies: whether to copy if torch's view would fail.
+    """
     if target is None:
         return None
     shape, sizes = shape_of(input), list(target)
@@ -124,11 +133,11 @@ def _viewed(input: Tensor, target: Sequence[int] | None, copies: bool = False) -
             local[new] = sharding.shard(label)[1] if shape[label] == sizes[new] else sizes[new] // count
         if not copies:
             return x.view(local)
-        made = x.reshape(local)
+        reshaped = x.reshape(local)
         single = tuple((label, new_dims[label]) for label, _ in sharding.parts if x.shape[label] == 1 < shape[label])
-        if single and shares_storage(made, x) and _hides_copy(x.shape, x.stride(), tuple(local), single):
-            return made.clone()
-        return made
+        if single and shares_storage(reshaped, x) and _hides_copy(x.shape, x.stride(), tuple(local), single):
+            return reshaped.clone()
+        return reshaped
 
     out = {old: sizes[new] for old, new in new_dims.items()}
     return Call(
@@ -143,7 +152,7 @@ def _hides_copy(
     """Whether a local tensor reshapes without a copy only because sharded dims have size 1 locally.
 
     Other ranks, and torch on the global tensor, copy in this case, so later writes must not be visible here either.
-    Dims with a stride at least that of such a dim enclose it in memory: their strides would grow with its size.
+    Dims whose stride is at least a sharded dim's enclose it in memory: their strides would grow with its size.
 
     Args:
         shape: of the local tensor.
@@ -163,13 +172,13 @@ def _hides_copy(
 
 
 @_reshaped("view", "view_as")
-def _view(input: Tensor, *given: Any, **names: Any) -> Call | None:
-    return _viewed(input, _target(given, names))
+def _view(input: Tensor, *arguments: Any, **names: Any) -> Call | None:
+    return _viewed(input, _target(arguments, names))
 
 
 @_reshaped("reshape", "reshape_as")
-def _reshape(input: Tensor, *given: Any, **names: Any) -> Call | None:
-    return _viewed(input, _target(given, names), copies=True)
+def _reshape(input: Tensor, *arguments: Any, **names: Any) -> Call | None:
+    return _viewed(input, _target(arguments, names), copies=True)
 
 
 @_reshaped("flatten")
@@ -183,10 +192,10 @@ def _flatten(input: Tensor, start_dim: int = 0, end_dim: int = -1) -> Call | Non
 
 @_reshaped("unflatten")
 def _unflatten(input: Tensor, dim: int, sizes: Any) -> Call | None:
-    shape, given = shape_of(input), _sizes((sizes,))
-    if given is None:
+    shape, requested = shape_of(input), _sizes((sizes,))
+    if requested is None:
         return None
-    dim, parts = from_front(dim, len(shape)), list(given)
+    dim, parts = from_front(dim, len(shape)), list(requested)
     if -1 in parts:
         parts[parts.index(-1)] = shape[dim] // -math.prod(parts)
     return _viewed(input, (*shape[:dim], *parts, *shape[dim + 1 :]))
@@ -208,9 +217,10 @@ def _unsqueeze(input: Tensor, dim: int) -> Call | None:
 
 
 @_renumbered("expand", "expand_as", "broadcast_to", accepts="any sharding of a dim that is not expanded")
-def _expand(input: Tensor, *given: Any, **names: Any) -> Call | None:
-    given = (names["size"],) if "size" in names else given
-    requested = shape_of(given[0]) if len(given) == 1 and isinstance(given[0], Tensor) else _sizes(given)
+def _expand(input: Tensor, *arguments: Any, **names: Any) -> Call | None:
+    arguments = (names["size"],) if "size" in names else arguments
+    is_like = len(arguments) == 1 and isinstance(arguments[0], Tensor)
+    requested = shape_of(arguments[0]) if is_like else _sizes(arguments)
     if requested is None:
         return None
     shape, sizes = shape_of(input), list(requested)

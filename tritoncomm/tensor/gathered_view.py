@@ -1,7 +1,12 @@
-"""Views along sharded dims: gathered values, whose in-place writes go to the shard."""
+"""Gathered view: a view along a sharded dim, made of a gathered copy, whose in-place writes go to the shard.
+
+An operator for which torch returns a view runs on a gathered copy if the dim is sharded. Each result that shares the
+copy's storage is such a view, and its strides determine the elements of the shard that it shows.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,42 +16,130 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor import dispatch
-from tritoncomm.tensor.box import Slices
+from tritoncomm.tensor.box import Box, Slices, box_of, refuse_graph, write_shard
 from tritoncomm.tensor.colo_tensor import ColoTensor
-from tritoncomm.tensor.distspec import _DistSpec, partitions
+from tritoncomm.tensor.distspec import ReplicaSpec, _DistSpec, partitions
 from tritoncomm.tensor.elementwise import ELEMENTWISE, KEEPS_LAYOUT, QUERIES, RESHAPES_IN_PLACE, writes
-from tritoncomm.tensor.layout import is_colo, plain, shares_storage
+from tritoncomm.tensor.layout import is_colo, is_view, plain, refuse_sharing, shares_storage
 from tritoncomm.tensor.op_wrapper import implementation
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.rules.engine import replicated
 from tritoncomm.tensor.rules.indexing import set_by_mask, without_leading_ones
 from tritoncomm.tensor.rules.random_ops import INITIALISERS, SAMPLERS
-from tritoncomm.tensor.snapshot import (
-    Snapshot,
-    is_view,
-    refuse_graph,
-    refuse_sharing,
-    register_view,
-    track,
-    write_shard,
-)
 
-__all__ = ["ShardView", "run"]
+__all__ = ["ShardView", "of_gathered", "run"]
 
 Args = Sequence[Any]
-_REAL, _IMAG = (getattr(Tensor, name).__get__ for name in ("real", "imag"))  # torch dispatches only the getters
 Kwargs = dict[str, Any]
+Sources = Sequence[tuple[Tensor, "Snapshot"]]
+
+_NAMES = """
+    __getitem__ select narrow split split_with_sizes chunk unbind tensor_split hsplit vsplit dsplit view view_as
+    unflatten squeeze unsqueeze transpose swapaxes swapdims t adjoint permute movedim moveaxis expand expand_as
+    broadcast_to diagonal alias detach
+"""
+_GETTERS = [getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data")]
+_VIEWS = frozenset(
+    [getattr(owner, name) for name in _NAMES.split() for owner in (Tensor, torch) if hasattr(owner, name)] + _GETTERS
+)
+"""Operators that return views for any strides; ``reshape`` and others copy depending on the strides."""
+
+_REAL, _IMAG = (getattr(Tensor, name).__get__ for name in ("real", "imag"))  # torch dispatches only the getters
 
 _ALIASES = frozenset(["conj", "positive", "real", "__pos__"])
 _STATISTICS = {
     F.batch_norm: slice(1, 3), F.instance_norm: slice(1, 3), torch.batch_norm: slice(3, 5),
     torch.instance_norm: slice(3, 5), torch.native_batch_norm: slice(3, 5),
 }  # fmt: skip
-"""Positions of the running statistics, which these update without a version bump."""
+"""Positions of the running statistics, which these operators update without a version bump."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """Shard of which a copy was gathered.
+
+    Attributes:
+        base: the sharded ColoTensor.
+        memory: its local tensor, detached.
+        parts: (dim, number of shards) of every sharded dim when it was gathered.
+        offset: storage offset of the copy.
+        exact: whether torch would return a view for any strides, and the copy is contiguous.
+    """
+
+    base: ColoTensor
+    memory: Tensor
+    parts: tuple[tuple[int, int], ...]
+    offset: int
+    exact: bool
+
+    def box(self, view: Tensor, name: str) -> Box | None:
+        """Return the elements of the base that ``view`` shows; None for no elements.
+
+        Raises:
+            UnsupportedError: a write into ``view`` cannot be mapped to the shard.
+        """
+        if not shares_storage(plain(self.base), self.memory) or self.base.partitions != self.parts:
+            raise UnsupportedError(f"{name}: the shard that this is a view of has other memory now; index it again")
+        same = view.dtype == self.memory.dtype and not view.is_conj() and not view.is_neg()
+        box = box_of(self.base.global_shape, view, self.offset) if self.exact and same else None
+        if box is None and view.numel():
+            raise UnsupportedError(
+                f"{name}: this may be a view of {self.base.dist_spec} by more than integers and slices of its dims, "
+                "and then no write can be mapped to the shard; clone() it, or write by index"
+            )
+        return box
+
+
+def of_gathered(result: Any, gathered: Sequence[tuple[Any, Tensor]], func: Callable[..., Any]) -> Any:
+    """Return the result of ``func`` on gathered shards; tensors that share memory with a copy become views.
+
+    Args:
+        result: tensors in any structure.
+        gathered: pairs of a sharded ColoTensor and its gathered copy, which was passed to ``func``.
+        func: the operator.
+    """
+    shared = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+    sources = [
+        (copy, Snapshot(base, plain(base).detach(), base.partitions, int(copy.storage_offset()), copy.is_contiguous()))
+        for base, copy in gathered
+        if any(shares_storage(x, copy) for x in shared)
+    ]
+    return track(result, sources, func) if sources or _is_array(result) else result
+
+
+def track(result: Any, sources: Sources, func: Callable[..., Any]) -> Any:
+    """Return the result of ``func``, in which every tensor that shares memory with a source becomes a ``ShardView``."""
+
+    def tracked(x: Any) -> Any:
+        if not isinstance(x, Tensor) or is_view(x):
+            return x
+        for copy, snapshot in sources:
+            if shares_storage(x, copy):
+                return _as_view(x, replace(snapshot, exact=snapshot.exact and func in _VIEWS))
+        return x
+
+    if _is_array(result):
+        if not result.flags.owndata:
+            result.setflags(write=False)  # writes to an array over a gathered copy would not reach the shard
+        return result
+    return tracked(result) if isinstance(result, Tensor) else tree_map(tracked, result)
+
+
+def _is_array(x: Any) -> bool:
+    return type(x).__module__ == "numpy" and hasattr(x, "setflags")
+
+
+def _as_view(x: Tensor, snapshot: Snapshot) -> Any:
+    like: Any = x if is_colo(x) else snapshot.base._wrap(x, snapshot.base.process_group, ReplicaSpec(), x.shape)
+    with torch._C.DisableTorchFunctionSubclass():
+        view = like.as_subclass(ShardView)
+    vars(view).update(vars(like))
+    view._snapshot = snapshot
+    return view
 
 
 def run(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``func(*args, **kwargs)`` with views of sharded dims among the arguments.
+    """Run ``func(*args, **kwargs)`` with views of sharded dims among the arguments.
 
     Raises:
         UnsupportedError: it would write into such a view, and the write cannot be mapped to the shard.
@@ -65,7 +158,7 @@ def run(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def _written(func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> Any:
-    """The arguments that an operator writes into."""
+    """Return the arguments that an operator writes into."""
     if name.startswith("_fused_"):
         return args, kwargs
     if func in _STATISTICS:
@@ -108,7 +201,7 @@ def _assign(func: Any, args: Args) -> Any:
 
 
 def _write(target: Any, func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> Any:
-    """A write into ``target``, carried out on the shard."""
+    """Carry out a write into ``target`` on the view's memory and on the shard."""
     if name == "__setitem__":
         return _set_item(*args)
     if name in RESHAPES_IN_PLACE:
@@ -123,7 +216,7 @@ def _write(target: Any, func: Callable[..., Any], name: str, args: Args, kwargs:
 
 
 def _draw(target: Any, func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> Any:
-    """A random or constant fill: drawn as for a replica, then copied to the shard."""
+    """Draw a random or constant fill as for a replica, then copy it to the shard."""
     snapshot = target._snapshot
     box = snapshot.box(target, name)
     result = dispatch.run(func, args, kwargs)
@@ -133,7 +226,7 @@ def _draw(target: Any, func: Callable[..., Any], name: str, args: Args, kwargs: 
 
 
 def _map(target: Any, func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> Any:
-    """An in-place element-wise operator, applied to the view's memory and to the elements of the shard it shows."""
+    """Apply an in-place element-wise operator to the view's memory, and to the elements of the shard that it shows."""
     snapshot = target._snapshot
     box, shape = snapshot.box(target, name), target.shape
     args, kwargs = tree_map(lambda x: _operand(x, target), (tuple(args), kwargs))
@@ -146,8 +239,8 @@ def _map(target: Any, func: Callable[..., Any], name: str, args: Args, kwargs: K
                 return memory
             return wide[id(x)][slices] if slices is not None and id(x) in wide else x
 
-        given, named = tree_map(operand, (args, kwargs))
-        func(*given, **named)
+        positional, keywords = tree_map(operand, (args, kwargs))
+        func(*positional, **keywords)
 
     with torch.no_grad():
         on(plain(target).detach())
@@ -161,7 +254,7 @@ def _into_shard(name: str, snapshot: Snapshot, box: Any, write: Callable[[Tensor
 
 
 def _operand(x: Any, target: Any) -> Any:
-    """An operand of a write as a plain global tensor that does not share memory with ``target``."""
+    """Return an operand of a write as a plain global tensor that does not share memory with ``target``."""
     if x is target or not is_colo(x):
         return x
     values = replicated(x, x.process_group)
@@ -169,7 +262,7 @@ def _operand(x: Any, target: Any) -> Any:
 
 
 def _set_item(target: Any, index: Any, value: Any) -> None:
-    """``target[index] = value`` as a write into the view ``target[index]``, or by ``masked_fill_``."""
+    """Run ``target[index] = value`` as a write into the view ``target[index]``, or by ``masked_fill_``."""
     if set_by_mask(target, index, value):
         return
     part = target[index]
@@ -181,9 +274,8 @@ def _set_item(target: Any, index: Any, value: Any) -> None:
         part.fill_(value)
 
 
-@register_view
 class ShardView(ColoTensor):
-    """A view of a sharded dim: a replica of its elements at the time it was made.
+    """A view of a sharded dim: a replica of the elements as they were when it was made.
 
     Element-wise in-place operators with numbers and replicas, ``copy_``, random fills and assignments by integers and
     slices write into the shard as well; other writes raise ``UnsupportedError``. Later writes to the shard are not
@@ -191,6 +283,7 @@ class ShardView(ColoTensor):
     """
 
     _snapshot: Snapshot
+    _is_gathered: ClassVar[bool] = True
     _run = staticmethod(run)
 
     @property
@@ -214,11 +307,11 @@ class ShardView(ColoTensor):
             refuse_sharing("set_dist_spec", self)
 
     def redistribute(self, dist_spec: _DistSpec, pg: ProcessGroup | None = None) -> ColoTensor:
-        """As for any ColoTensor; a replica remains a view."""
+        """Redistribute as any ColoTensor; a replica remains a view."""
         return track(super().redistribute(dist_spec, pg), [(self, self._snapshot)], Tensor.detach)
 
     def to_dtensor(self) -> Any:
-        """Refused: the memory of a view is a copy.
+        """Raise: the memory of a view is a copy.
 
         Raises:
             UnsupportedError: always.
