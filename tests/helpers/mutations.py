@@ -18,7 +18,7 @@ from pathlib import Path
 __all__ = ["MUTATIONS", "ROOT", "Mutation", "main"]
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("tritoncomm", "kernels", "tests", "bench", "docs", "examples")
+COPIED = ("tritoncomm", "kernels", "tests", "tools", "bench", "docs", "examples")
 FILES = ("pyproject.toml", "README.md", "Makefile", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "constraints.txt")
 TIMEOUT = 300
 RED, SURVIVED = 1, 0  # exit status of pytest
