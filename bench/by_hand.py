@@ -29,6 +29,10 @@ __all__ = [
     "scatter_to_tensor_model_parallel_region",
 ]
 
+# torch 2.13 has new names, and warns about the old ones in every call.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 Collective = Callable[..., Tensor]  # of a tensor, the group, and lists of sizes
 
 
@@ -67,13 +71,13 @@ def split(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def gather(x: Tensor, group: ProcessGroup) -> Tensor:
     out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    _all_gather(out, x.contiguous(), group=group)
     return out
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    _reduce_scatter(out, x.contiguous(), group=group)
     return out
 
 

@@ -11,8 +11,9 @@ from typing import Any
 from bench import guard
 from bench.guard import RESULTS, rows_of
 from bench.harness import counts
+from bench.timing import geometric_mean
 
-__all__ = ["PAGE", "page"]
+__all__ = ["PAGE", "communicating", "page"]
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
@@ -82,7 +83,13 @@ def page(results: Path = RESULTS) -> str:
     files = {
         f"{path.parent.name}/{path.stem}": json.loads(path.read_text()) for path in sorted(results.glob("*/*.json"))
     }
-    sections = [HEAD, TARGETS, "## In short\n\n" + "\n".join(_short(files)) + "\n", *_gpu(files)]
+    sections = [
+        HEAD,
+        TARGETS,
+        "## In short\n\n" + "\n".join(_short(files)) + "\n",
+        *_communicating(files),
+        *_gpu(files),
+    ]
     sections += [_section(name, content) for name, content in files.items()]
     return "\n".join(sections)
 
@@ -96,6 +103,54 @@ def _short(files: dict[str, dict[str, Any]]) -> Iterator[str]:
         by_mode = mean if isinstance(mean, dict) else {"": mean}
         told = "; ".join(f"{mode} {value:.2f}".strip() for mode, value in by_mode.items())
         yield f"| [{name}](#{name.replace('/', '')}) | {len(rows_of(content))} | {told} |"
+
+
+def communicating(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Geometric means over the rows that start a collective, by mode; rows that copy more than the peer are left out.
+
+    "megatron" and "by hand" are ratios to these peers, "with enqueue" is the one to Megatron with a backend's enqueue
+    added to both.
+    """
+    by_mode: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if "enqueue" in row["us"] and not row["mode"].endswith("copied"):
+            by_mode.setdefault(row["mode"], []).append(row)
+    ratios: dict[str, Callable[[dict[str, Any]], float]] = {
+        "megatron": lambda row: row["ratio"]["megatron"],
+        "with enqueue": _with_enqueue,
+        "by hand": lambda row: row["ratio"]["by hand"],
+    }
+    return {
+        mode: {name: geometric_mean([ratio(row) for row in chosen]) for name, ratio in ratios.items()}
+        for mode, chosen in by_mode.items()
+    }
+
+
+def _with_enqueue(row: dict[str, Any]) -> float:
+    """Ours over Megatron's host time, with the enqueue of the row's collectives added to both."""
+    enqueue = row["us"]["enqueue"]["p20"]
+    return (row["us"]["ours"]["p20"] + enqueue) / (row["us"]["megatron"]["p20"] + enqueue)
+
+
+def _communicating(files: dict[str, dict[str, Any]]) -> list[str]:
+    """The means of the mappings that communicate, which say more than those of all rows."""
+    means = communicating(rows_of(files.get("cpu/host_cost", {})))
+    if not means:
+        return []
+    lines = [
+        "## Mappings that communicate",
+        "",
+        "Means over the rows of [host time](#cpuhost_cost) that start a collective. A real backend's enqueue",
+        "costs both sides the same, so the second ratio is nearer to 1. Plain torch checks and counts nothing.",
+        "",
+        "| mode | ours / Megatron | with Gloo's enqueue added to both | ours / plain torch by hand |",
+        "|---|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {mode} | {mean['megatron']:.2f} | {mean['with enqueue']:.2f} | {mean['by hand']:.2f} |"
+        for mode, mean in means.items()
+    ]
+    return ["\n".join(lines) + "\n"]
 
 
 def _gpu(files: dict[str, dict[str, Any]]) -> list[str]:
@@ -196,8 +251,11 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     limited, shared = any("limit" in row for row in rows), any("share_of_roof" in row for row in rows)
     counted = list(dict.fromkeys(label for row in rows for label in counts(row, providers)))
     shown = {name: f"`{name}`" if "[" in name else name for name in providers}  # fn[grid](...) would be a link
+    enqueued = "enqueue" in providers
     heads = ["row", *(f"{shown[name]}, us" for name in providers), *(f"ours / {shown[peer]}" for peer in peers)]
-    heads += ["limit"] * limited + ["share of the roof", "target"] * shared
+    heads += (
+        ["ours / megatron, with enqueue"] * enqueued + ["limit"] * limited + ["share of the roof", "target"] * shared
+    )
     heads += [f"{label}: {' / '.join(providers)}" for label in counted]
     yield f"| {' | '.join(heads)} |"
     yield "|---|" + "---:|" * (len(heads) - 1)
@@ -205,6 +263,8 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
         cells = [row["row"]]
         cells += [f"{row['us'][provider]['p20']:.1f}" if provider in row["us"] else "-" for provider in providers]
         cells += [_ratio(row, peer) for peer in peers]
+        if enqueued:
+            cells.append(f"{_with_enqueue(row):.2f}" if "enqueue" in row["us"] else "-")
         cells += [_limit(row)] * limited
         if shared:
             target = row.get("target")
