@@ -18,28 +18,30 @@ __all__ = ["PAGE", "communicating", "page"]
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 NOT_MEASURED = "not measured"
+COPIED = "copied"  # the end of a mode in which ours copies more than the peer
 
 HEAD = """# Benchmarks
 
 Written by `python bench/report.py --write` from the files in `bench/results/`; a test compares the two.
 
-`make bench` measures on this machine and compares with these figures; `python -m bench` does the same part by part,
-and draws pictures. Times of different machines do not compare. What compares is a **ratio**: our time over a peer's for
-the same work, from the same process and the same rounds, in which every provider takes its turn. Smaller is better, and
+`make bench` measures on this machine and compares with these figures. `python -m bench` does the same part by part, and
+draws pictures. Times of different machines do not compare; ratios do. A **ratio** is our time over a peer's for the
+same work. Both are measured in one process, in rounds in which every provider takes its turn. Smaller is better, and
 1.00 is as fast as the peer.
 
-- Times are microseconds at p20, the sample that a fifth of the rounds does not exceed: whatever else the machine does
-  only ever adds. A ratio is ours at p20 over the peer's at p20.
+- Times are microseconds at p20: a fifth of the rounds took less. Load of the machine only ever adds, so the fast rounds
+  count. A ratio is ours at p20 over the peer's at p20.
 - `±` is half the spread of a ratio. The rounds form ten groups of neighbours, each group gives a ratio, and the
-  spread is the distance between their 20 % and 80 % quantiles. Where the figures come from several runs, each row is of
-  the run with the median ratio, and the spread is the median one, or the range of the ratios if that is larger.
-- `make bench` fails when a row is above its limit, and when its ratio is larger than here by more than 10 % and the
-  spread, after measuring it again. The second counts only on the processor model that the figures were made on (`cpu`
-  in the versions). Figures without a `cpu` are no baseline anywhere until they are measured again. `make bench-against
-  BASE=<commit>` compares two commits on any machine.
-- A *no-op process group* answers every collective at once and leaves the data alone. What is timed over it
-  is the host's work: Python, autograd, the calls into the backend. It says nothing about how fast data moves.
-- A *pass* reads and writes memory once over; local copies only, not what a backend does.
+  spread is the distance between their 20 % and 80 % quantiles.
+- Of several runs, each row is the run with the median ratio. Its spread is the median one, or the range of the ratios
+  if that is larger.
+- A row fails in `make bench` above its limit, or above its ratio here by more than 10 % and the spread. It is
+  measured again before it fails. The second rule holds only on the processor model that the figures were made on (`cpu`
+  in the versions); figures without a `cpu` are no baseline.
+- `make bench-against BASE=<commit>` compares two commits on any machine.
+- A *no-op process group* answers every collective at once and moves no data. Times over it are the host's work: Python,
+  autograd, and the calls into the backend. They say nothing about how fast data moves.
+- A *pass* reads and writes memory once over. Only local copies count, not those inside a backend.
 """
 
 _ROW, _MOST = f"{guard.ROW:.2f}", f"{guard.ROW_WITH_SPREAD:.2f}"
@@ -101,7 +103,7 @@ def _short(files: dict[str, dict[str, Any]]) -> Iterator[str]:
     for name, content in files.items():
         mean = content.get("geometric_mean", {})
         by_mode = mean if isinstance(mean, dict) else {"": mean}
-        told = "; ".join(f"{mode} {value:.2f}".strip() for mode, value in by_mode.items())
+        told = "; ".join(f"{mode} {value:.2f}".strip() for mode, value in by_mode.items() if not mode.endswith(COPIED))
         yield f"| [{name}](#{name.replace('/', '')}) | {len(rows_of(content))} | {told} |"
 
 
@@ -111,10 +113,10 @@ def communicating(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     "megatron" and "by hand" are ratios to these peers, "with enqueue" is the one to Megatron with a backend's enqueue
     added to both.
     """
-    by_mode: dict[str, list[dict[str, Any]]] = {}
+    by_mode: dict[str, list[dict[str, Any]]] = {row["mode"]: [] for row in rows if not row["mode"].endswith(COPIED)}
     for row in rows:
-        if "enqueue" in row["us"] and not row["mode"].endswith("copied"):
-            by_mode.setdefault(row["mode"], []).append(row)
+        if "enqueue" in row["us"] and row["mode"] in by_mode:
+            by_mode[row["mode"]].append(row)
     ratios: dict[str, Callable[[dict[str, Any]], float]] = {
         "megatron": lambda row: row["ratio"]["megatron"],
         "with enqueue": _with_enqueue,
@@ -123,6 +125,7 @@ def communicating(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return {
         mode: {name: geometric_mean([ratio(row) for row in chosen]) for name, ratio in ratios.items()}
         for mode, chosen in by_mode.items()
+        if chosen
     }
 
 
