@@ -84,7 +84,7 @@ fuzz: $(READY)  ## feeds 100,000 drawn inputs to all that takes input
 	PYTHONPATH=.:kernels:tests/helpers:tools $(if $(PYTHON),$(PYTHON),$(PY)) tools/fuzz.py $(ARGS)
 
 mutations: $(READY)  ## makes wrong lines that tests have to notice
-	$(PY) tests/helpers/mutations.py
+	$(PY) tools/mutations.py
 
 # The pages that are made out of code and committed figures.
 docs: $(READY)  ## writes the pages that are made out of code and figures
