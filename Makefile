@@ -45,7 +45,7 @@ test-megatron: $(READY) $(PEERS) .megatron/0.17.1 .megatron/0.18.2 .megatron/0.1
 
 # Every environment that is there; ARGS="--environments newest --parts 0.19.2" runs a part.
 test-matrix: $(READY) $(PEERS) .megatron/0.17.1 .megatron/0.18.2 .megatron/0.19.2  ## runs the table of versions
-	$(PY) tests/helpers/matrix.py $(ARGS)
+	$(PY) tools/matrix.py $(ARGS)
 
 # Releases of Megatron are for Python 3.12 and newer, so that pip offers none on an older one; unpacked they work there too.
 .megatron/%: | $(READY)
@@ -71,20 +71,20 @@ test-oldest test-newest: test-%:  ## runs the tests with other versions
 
 # Random programs of tensor operators on shards, against plain torch.
 programs: $(READY)  ## compares random programs on shards with plain torch
-	PYTHONPATH=.:kernels:tests/helpers $(if $(PYTHON),$(PYTHON),$(PY)) tests/helpers/programs.py 20000
+	PYTHONPATH=.:kernels:tests/helpers:tools $(if $(PYTHON),$(PYTHON),$(PY)) tools/programs.py 20000
 
 faults: $(READY)  ## kills, stops and delays ranks in every kind of call
 	$(PY) -m pytest tests/debug/test_faults.py tests/p2p/test_faults.py tests/debug/test_unchecked.py -q -n 3
 
 soak: $(READY)  ## calls for half an hour and watches what grows
-	PYTHONPATH=.:kernels:tests/helpers $(if $(PYTHON),$(PYTHON),$(PY)) tests/helpers/soak.py
+	PYTHONPATH=.:kernels:tests/helpers:tools $(if $(PYTHON),$(PYTHON),$(PY)) tools/soak.py
 
 # ARGS="--domains calls --seed 7 --cases 700" runs one round of one domain again.
 fuzz: $(READY)  ## feeds 100,000 drawn inputs to all that takes input
-	PYTHONPATH=.:kernels:tests/helpers $(if $(PYTHON),$(PYTHON),$(PY)) tests/helpers/fuzz.py $(ARGS)
+	PYTHONPATH=.:kernels:tests/helpers:tools $(if $(PYTHON),$(PYTHON),$(PY)) tools/fuzz.py $(ARGS)
 
 mutations: $(READY)  ## makes wrong lines that tests have to notice
-	$(PY) tests/helpers/mutations.py
+	$(PY) tools/mutations.py
 
 # The pages that are made out of code and committed figures.
 docs: $(READY)  ## writes the pages that are made out of code and figures
@@ -125,13 +125,13 @@ fake-gpu-test: $(READY)  ## runs compiled kernels on the CPU: SM=sm80, sm90, sm1
 # part ran and passed. PARTS="test ranks" runs some of them: test ranks local step bench tune tuned.
 PARTS ?=
 gpu: $(READY)  ## runs all that needs a GPU, in 25 minutes
-	$(PY) tests/helpers/gpu_run.py all $(if $(PARTS),--parts $(PARTS))
+	$(PY) tools/gpu_run.py all $(if $(PARTS),--parts $(PARTS))
 
 gpu-test: $(READY)  ## runs the tests of kernels and ranks on GPUs
-	timeout 376 $(PY) tests/helpers/gpu_run.py test
+	timeout 376 $(PY) tools/gpu_run.py test
 
 gpu-ranks: $(READY)  ## runs ranks on GPUs, and their benchmark
-	$(PY) tests/helpers/gpu_run.py all --parts ranks local
+	$(PY) tools/gpu_run.py all --parts ranks local
 
 gpu-bench: $(READY)  ## runs the benchmarks of a GPU
 	timeout 265 $(PY) bench/gpu_bench.py

@@ -1,9 +1,13 @@
-"""Host cost of every mapping against megatron-core's own, over a no-op process group.
+"""Host cost of every mapping against megatron-core's own and plain torch, over a no-op process group.
 
-With small CPU tensors and a fake process group a call is all host work: what is compared is Python, autograd and the
-calls into the backend. Megatron overwrites the input of ``reduce_from`` and the gradient of ``copy_to``. Ours does so
-under ``overwrite_inputs``, in the rows that say so; without it ours makes a copy first, in rows that are listed apart,
-without a limit and in no mean.
+With small CPU tensors and a no-op group a call is all host work: Python, autograd and the calls into the backend.
+Megatron overwrites the input of ``reduce_from`` and the gradient of ``copy_to``. Ours does so under
+``overwrite_inputs``, in the rows that say so. Without it ours makes a copy first: these rows are listed apart, without
+a limit and in no mean.
+
+"By hand" is plain torch, an ``autograd.Function`` over ``torch.distributed`` (``bench/by_hand.py``). It checks nothing
+and counts nothing. A no-op group answers at once, where a real backend has to enqueue. "enqueue" is the host time of
+the row's collectives on a Gloo group of one rank, started and not waited for. A ratio "with enqueue" adds it to both.
 ``python bench/bench_mappings.py`` prints the table; ``--json PATH`` writes it with versions.
 """
 
@@ -17,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from bench import by_hand
 from bench.guard import mean_target, row_target
 from bench.harness import Clock, Row
-from bench.hosts import cpu_device, megatron_part, no_op_group, peer, run_backward
+from bench.hosts import cpu_device, enqueue, megatron_part, no_op_group, peer, run_backward
 from tritoncomm import mappings
 
 WORLD = 4
@@ -41,6 +46,13 @@ class Case:
     copies: bool = False  # where Megatron overwrites memory
     overwrite: bool = False  # under overwrite_inputs
 
+    def collectives(self, mode: str) -> list[str]:
+        """Collectives of one call, as methods of a process group."""
+        forward, backward = COLLECTIVES[self.name]
+        if not self.arguments.get("tensor_parallel_output_grad", True):
+            backward = ""
+        return [name for name in (forward, backward if mode == MODES[2] else "") if name]
+
     @property
     def label(self) -> str:
         return f"{self.name} {list(self.shape)}{f' {self.note}' if self.note else ''}"
@@ -49,7 +61,21 @@ class Case:
 X, FLAT = (8, 2, 16), (8, 16)
 COPY_TO, REDUCE_FROM = "copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region"
 GATHER_SP, REDUCE_SCATTER_SP = "gather_from_sequence_parallel_region", "reduce_scatter_to_sequence_parallel_region"
-EXCHANGED = {"output_split_sizes_": [2, 1, 4, 3], "input_split_sizes": [1, 2, 3, 2]}
+COLLECTIVES = {  # forward, backward
+    COPY_TO: ("", "allreduce"),
+    REDUCE_FROM: ("allreduce", ""),
+    "scatter_to_tensor_model_parallel_region": ("", "_allgather_base"),
+    "gather_from_tensor_model_parallel_region": ("_allgather_base", ""),
+    "scatter_to_sequence_parallel_region": ("", "_allgather_base"),
+    GATHER_SP: ("_allgather_base", "_reduce_scatter_base"),
+    REDUCE_SCATTER_SP: ("_reduce_scatter_base", "_allgather_base"),
+    "all_gather_last_dim_from_tensor_parallel_region": ("_allgather_base", "_reduce_scatter_base"),
+    "reduce_scatter_last_dim_to_tensor_parallel_region": ("_reduce_scatter_base", "_allgather_base"),
+    "all_to_all": ("alltoall_base", "alltoall_base"),
+    "all_to_all_sp2hp": ("alltoall_base", "alltoall_base"),
+    "all_to_all_hp2sp": ("alltoall_base", "alltoall_base"),
+}
+EXCHANGED = {"output_split_sizes_": [1, 2, 4, 3], "input_split_sizes": [1, 2, 3, 2]}
 # The fake group gathers shards of one size only, so the sizes of a gather are equal here.
 CASES = [
     Case(COPY_TO, FLAT, FLAT, copies=True),
@@ -112,15 +138,23 @@ def host() -> Iterator[ProcessGroup]:
 
 
 def measure(case: Case, group: ProcessGroup, clock: Clock) -> Iterator[Row]:
-    """Both providers, a row for every mode."""
-    ours, theirs = calls(mappings, case, group), calls(peer("tensor_parallel.mappings"), case, group)
+    """All providers, a row for every mode."""
+    modules = {"ours": mappings, "megatron": peer("tensor_parallel.mappings"), "by hand": by_hand}
+    providers = {name: calls(module, case, group) for name, module in modules.items()}
     target = {} if case.copies else row_target()
     with mappings.overwrite_inputs(case.overwrite):
-        assert_agree(case, ours, theirs)
+        assert_agree(case, *providers.values())
         for mode in MODES:
-            pair = {"ours": ours[mode], "megatron": theirs[mode]}
+            timed = {name: provider[mode] for name, provider in providers.items()}
+            if collectives := case.collectives(mode):
+                timed["enqueue"] = enqueue(collectives)
             yield clock.time(
-                f"{case.label}, {mode}", pair, INNER, mode=f"{mode}, copied" if case.copies else mode, **target
+                f"{case.label}, {mode}",
+                timed,
+                INNER,
+                uncompared=("enqueue",),
+                mode=f"{mode}, copied" if case.copies else mode,
+                **target,
             )
 
 

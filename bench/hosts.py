@@ -3,7 +3,7 @@
 import importlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.harness import Part
 
-__all__ = ["MEGATRON", "cpu_device", "helpers", "megatron_part", "no_op_group", "peer", "real_ranks", "run_backward"]
+__all__ = [
+    "MEGATRON", "cpu_device", "enqueue", "helpers", "megatron_part", "no_op_group", "peer", "real_ranks",
+    "run_backward",
+]  # fmt: skip
 
 MEGATRON = "pip install --no-deps megatron-core==0.16.1"
 
@@ -65,6 +68,20 @@ def no_op_group(world: int, rank: int = 0) -> Iterator[ProcessGroup]:
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
+
+
+def enqueue(collectives: Sequence[str]) -> Callable[[], None]:
+    """Starts these collectives on a Gloo group of one rank and does not wait: the host time that a backend adds."""
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    source, out = torch.zeros(8, 16), torch.zeros(8, 16)
+    arguments: dict[str, tuple[Any, ...]] = {"allreduce": ([out],), "alltoall_base": (out, source, [], [])}
+    started = [(getattr(group, name), arguments.get(name, (out, source))) for name in collectives]
+
+    def call() -> None:
+        for collective, given in started:
+            collective(*given)
+
+    return call
 
 
 def helpers(module: str) -> Any:

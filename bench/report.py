@@ -11,34 +11,37 @@ from typing import Any
 from bench import guard
 from bench.guard import RESULTS, rows_of
 from bench.harness import counts
+from bench.timing import geometric_mean
 
-__all__ = ["PAGE", "page"]
+__all__ = ["PAGE", "communicating", "page"]
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 NOT_MEASURED = "not measured"
+COPIED = "copied"  # the end of a mode in which ours copies more than the peer
 
 HEAD = """# Benchmarks
 
 Written by `python bench/report.py --write` from the files in `bench/results/`; a test compares the two.
 
-`make bench` measures on this machine and compares with these figures; `python -m bench` does the same part by part,
-and draws pictures. Times of different machines do not compare. What compares is a **ratio**: our time over a peer's for
-the same work, from the same process and the same rounds, in which every provider takes its turn. Smaller is better, and
+`make bench` measures on this machine and compares with these figures. `python -m bench` does the same part by part, and
+draws pictures. Times of different machines do not compare; ratios do. A **ratio** is our time over a peer's for the
+same work. Both are measured in one process, in rounds in which every provider takes its turn. Smaller is better, and
 1.00 is as fast as the peer.
 
-- Times are microseconds at p20, the sample that a fifth of the rounds does not exceed: whatever else the machine does
-  only ever adds. A ratio is ours at p20 over the peer's at p20.
+- Times are microseconds at p20: a fifth of the rounds took less. Load of the machine only ever adds, so the fast rounds
+  count. A ratio is ours at p20 over the peer's at p20.
 - `±` is half the spread of a ratio. The rounds form ten groups of neighbours, each group gives a ratio, and the
-  spread is the distance between their 20 % and 80 % quantiles. Where the figures come from several runs, each row is of
-  the run with the median ratio, and the spread is the median one, or the range of the ratios if that is larger.
-- `make bench` fails when a row is above its limit, and when its ratio is larger than here by more than 10 % and the
-  spread, after measuring it again. The second counts only on the processor model that the figures were made on (`cpu`
-  in the versions). Figures without a `cpu` are no baseline anywhere until they are measured again. `make bench-against
-  BASE=<commit>` compares two commits on any machine.
-- A *no-op process group* answers every collective at once and leaves the data alone. What is timed over it
-  is the host's work: Python, autograd, the calls into the backend. It says nothing about how fast data moves.
-- A *pass* reads and writes memory once over; local copies only, not what a backend does.
+  spread is the distance between their 20 % and 80 % quantiles.
+- Of several runs, each row is the run with the median ratio. Its spread is the median one, or the range of the ratios
+  if that is larger.
+- A row fails in `make bench` above its limit, or above its ratio here by more than 10 % and the spread. It is
+  measured again before it fails. The second rule holds only on the processor model that the figures were made on (`cpu`
+  in the versions); figures without a `cpu` are no baseline.
+- `make bench-against BASE=<commit>` compares two commits on any machine.
+- A *no-op process group* answers every collective at once and moves no data. Times over it are the host's work: Python,
+  autograd, and the calls into the backend. They say nothing about how fast data moves.
+- A *pass* reads and writes memory once over. Only local copies count, not those inside a backend.
 """
 
 _ROW, _MOST = f"{guard.ROW:.2f}", f"{guard.ROW_WITH_SPREAD:.2f}"
@@ -82,7 +85,13 @@ def page(results: Path = RESULTS) -> str:
     files = {
         f"{path.parent.name}/{path.stem}": json.loads(path.read_text()) for path in sorted(results.glob("*/*.json"))
     }
-    sections = [HEAD, TARGETS, "## In short\n\n" + "\n".join(_short(files)) + "\n", *_gpu(files)]
+    sections = [
+        HEAD,
+        TARGETS,
+        "## In short\n\n" + "\n".join(_short(files)) + "\n",
+        *_communicating(files),
+        *_gpu(files),
+    ]
     sections += [_section(name, content) for name, content in files.items()]
     return "\n".join(sections)
 
@@ -94,8 +103,57 @@ def _short(files: dict[str, dict[str, Any]]) -> Iterator[str]:
     for name, content in files.items():
         mean = content.get("geometric_mean", {})
         by_mode = mean if isinstance(mean, dict) else {"": mean}
-        told = "; ".join(f"{mode} {value:.2f}".strip() for mode, value in by_mode.items())
+        told = "; ".join(f"{mode} {value:.2f}".strip() for mode, value in by_mode.items() if not mode.endswith(COPIED))
         yield f"| [{name}](#{name.replace('/', '')}) | {len(rows_of(content))} | {told} |"
+
+
+def communicating(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Geometric means over the rows that start a collective, by mode; rows that copy more than the peer are left out.
+
+    "megatron" and "by hand" are ratios to these peers, "with enqueue" is the one to Megatron with a backend's enqueue
+    added to both.
+    """
+    by_mode: dict[str, list[dict[str, Any]]] = {row["mode"]: [] for row in rows if not row["mode"].endswith(COPIED)}
+    for row in rows:
+        if "enqueue" in row["us"] and row["mode"] in by_mode:
+            by_mode[row["mode"]].append(row)
+    ratios: dict[str, Callable[[dict[str, Any]], float]] = {
+        "megatron": lambda row: row["ratio"]["megatron"],
+        "with enqueue": _with_enqueue,
+        "by hand": lambda row: row["ratio"]["by hand"],
+    }
+    return {
+        mode: {name: geometric_mean([ratio(row) for row in chosen]) for name, ratio in ratios.items()}
+        for mode, chosen in by_mode.items()
+        if chosen
+    }
+
+
+def _with_enqueue(row: dict[str, Any]) -> float:
+    """Ours over Megatron's host time, with the enqueue of the row's collectives added to both."""
+    enqueue = row["us"]["enqueue"]["p20"]
+    return (row["us"]["ours"]["p20"] + enqueue) / (row["us"]["megatron"]["p20"] + enqueue)
+
+
+def _communicating(files: dict[str, dict[str, Any]]) -> list[str]:
+    """The means of the mappings that communicate, which say more than those of all rows."""
+    means = communicating(rows_of(files.get("cpu/host_cost", {})))
+    if not means:
+        return []
+    lines = [
+        "## Mappings that communicate",
+        "",
+        "Means over the rows of [host time](#cpuhost_cost) that start a collective. A real backend's enqueue",
+        "costs both sides the same, so the second ratio is nearer to 1. Plain torch checks and counts nothing.",
+        "",
+        "| mode | ours / Megatron | with Gloo's enqueue added to both | ours / plain torch by hand |",
+        "|---|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {mode} | {mean['megatron']:.2f} | {mean['with enqueue']:.2f} | {mean['by hand']:.2f} |"
+        for mode, mean in means.items()
+    ]
+    return ["\n".join(lines) + "\n"]
 
 
 def _gpu(files: dict[str, dict[str, Any]]) -> list[str]:
@@ -196,8 +254,11 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     limited, shared = any("limit" in row for row in rows), any("share_of_roof" in row for row in rows)
     counted = list(dict.fromkeys(label for row in rows for label in counts(row, providers)))
     shown = {name: f"`{name}`" if "[" in name else name for name in providers}  # fn[grid](...) would be a link
+    enqueued = "enqueue" in providers
     heads = ["row", *(f"{shown[name]}, us" for name in providers), *(f"ours / {shown[peer]}" for peer in peers)]
-    heads += ["limit"] * limited + ["share of the roof", "target"] * shared
+    heads += (
+        ["ours / megatron, with enqueue"] * enqueued + ["limit"] * limited + ["share of the roof", "target"] * shared
+    )
     heads += [f"{label}: {' / '.join(providers)}" for label in counted]
     yield f"| {' | '.join(heads)} |"
     yield "|---|" + "---:|" * (len(heads) - 1)
@@ -205,6 +266,8 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
         cells = [row["row"]]
         cells += [f"{row['us'][provider]['p20']:.1f}" if provider in row["us"] else "-" for provider in providers]
         cells += [_ratio(row, peer) for peer in peers]
+        if enqueued:
+            cells.append(f"{_with_enqueue(row):.2f}" if "enqueue" in row["us"] else "-")
         cells += [_limit(row)] * limited
         if shared:
             target = row.get("target")

@@ -172,13 +172,13 @@ def cell(value: int) -> Cell:
 PITCH, BOX, MARGIN, LABELS, BETWEEN = 22, 21, 8, 44, 30
 SLOT = SIZE * PITCH
 PANEL = 2 * SLOT + BETWEEN
-TOP, STEP = 46, SLOT + 10
+TOP, STEP = 62, SLOT + 10
 WIDTH = 2 * MARGIN + LABELS + 2 * PANEL + BETWEEN
 HEIGHT = TOP + 2 * STEP
 BLUE, ORANGE = COLORS[:WORLD]
 STYLE = f"""<style>
-text {{ font: 11px sans-serif; fill: #444 }}
-.cell text {{ fill: white; text-anchor: middle }}
+text {{ font: 12px sans-serif; fill: #444 }}
+.cell text {{ font-size: 13px; fill: white; text-anchor: middle }}
 .title {{ font: bold 13px sans-serif; fill: #222 }}
 .r0 {{ fill: {BLUE}; font-weight: bold }}
 .r1 {{ fill: {ORANGE}; font-weight: bold }}
@@ -210,10 +210,11 @@ def draw(name: str, ranks: Sequence[Trace]) -> str:
         x = left + k * (PANEL + BETWEEN)
         middle = x + SLOT + (BETWEEN - PITCH + BOX - 14) // 2
         shift = f"translate({middle + 14 * k} {TOP + STEP - 5})"
-        parts.append(f'<text class="title" x="{x}" y="18">{title}: {words}</text>')
+        parts.append(f'<text class="title" x="{x}" y="18">{title}</text>')
+        parts.append(f'<text x="{x}" y="35">{words}</text>')  # a line of its own: fonts differ in width
         parts.append(f'<g transform="{shift}"><use href="#right"{turned}/></g>')
         for column, kind in ((x, first), (x + SLOT + BETWEEN, second)):
-            parts.append(f'<text x="{column}" y="36">{kind.replace("_grad", " gradient")}</text>')
+            parts.append(f'<text x="{column}" y="55">{kind.replace("_grad", " gradient")}</text>')
             for rank, one in enumerate(ranks):
                 parts.append(_matrix(getattr(one, kind), column, TOP + rank * STEP, f"{kind}-{rank}"))
     return "\n".join([*parts, "</svg>", ""])
@@ -221,9 +222,9 @@ def draw(name: str, ranks: Sequence[Trace]) -> str:
 
 def draw_exchange(ranks: Sequence[Exchange]) -> str:
     """The picture of an exchange: input, wire and output from left to right, a rank below the other."""
-    left, step, gap = MARGIN + LABELS, SLOT + 10, 64
+    left, top, step, gap = MARGIN + LABELS, 46, SLOT + 10, 64
     columns = (left, left + SLOT + gap, left + 2 * SLOT + 2 * gap)
-    width, height = columns[2] + SLOT, TOP + WORLD * step
+    width, height = columns[2] + SLOT, top + WORLD * step
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
         "<title>all_to_all_sp2hp on two ranks: tokens, the wire in rank order, columns</title>",
@@ -234,11 +235,11 @@ def draw_exchange(ranks: Sequence[Exchange]) -> str:
     for x, (title, words) in zip(columns, titles, strict=True):
         parts.append(f'<text class="title" x="{x}" y="18">{title}</text><text x="{x}" y="36">{words}</text>')
     for x, word in zip(columns[1:], ("pack", "all-to-all"), strict=True):
-        shift = f"translate({x - gap // 2 - 7} {TOP + step - 5})"
+        shift = f"translate({x - gap // 2 - 7} {top + step - 5})"
         parts.append(f'<g transform="{shift}"><use href="#right"/></g>')
-        parts.append(f'<text x="{x - gap // 2}" y="{TOP + step - 14}" text-anchor="middle">{word}</text>')
+        parts.append(f'<text x="{x - gap // 2}" y="{top + step - 14}" text-anchor="middle">{word}</text>')
     for rank, one in enumerate(ranks):
-        y = TOP + rank * step
+        y = top + rank * step
         parts.append(f'<text class="r{rank}" x="{MARGIN}" y="{y + SLOT // 2 + 4}">rank {rank}</text>')
         for x, kind in zip(columns, ("input", "wire", "output"), strict=True):
             parts.append(_matrix(getattr(one, kind), x, y, f"{kind}-{rank}"))

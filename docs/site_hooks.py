@@ -1,10 +1,20 @@
 """What mkdocs.yml cannot say: pages from the top of the repository, and that the site needs no network."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PAGES", "fetched", "on_files", "on_page_markdown", "on_post_page", "relinked"]
+__all__ = [
+    "PAGES",
+    "fetched",
+    "labelled",
+    "on_files",
+    "on_page_content",
+    "on_page_markdown",
+    "on_post_page",
+    "relinked",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -24,6 +34,27 @@ def fetched(html: str) -> list[str]:
     return [tag for tag in tags if re.search(r"""\b(?:src|href)=["']?(?:https?:)?//""", tag)]
 
 
+def labelled(html: str) -> str:
+    """A page whose table cells name their columns, for narrow screens that show the cells below each other.
+
+    The first cell of a row is its title and has no label, nor has a cell below an empty heading.
+    """
+
+    def of_table(table: re.Match[str]) -> str:
+        heads = [re.sub(r"<[^>]+>", "", head) for head in re.findall(r"<th\b[^>]*>(.*?)</th>", table[0], re.DOTALL)]
+        labels = ["", *(head.replace('"', "&quot;") for head in heads[1:])]
+        return re.sub(r"<tr>.*?</tr>", lambda row: of_row(row[0], iter(labels)), table[0], flags=re.DOTALL)
+
+    def of_row(row: str, labels: Iterator[str]) -> str:
+        def of_cell(cell: re.Match[str]) -> str:
+            label = next(labels, "")
+            return f'{cell[0]} data-label="{label}"' if label else cell[0]
+
+        return re.sub(r"<td\b", of_cell, row)
+
+    return re.sub(r"<table>.*?</table>", of_table, html, flags=re.DOTALL)
+
+
 def on_files(files: Any, *, config: Any) -> Any:
     """Add the pages of the top folder."""
     from mkdocs.structure.files import File  # tests use the functions above without mkdocs
@@ -36,6 +67,11 @@ def on_files(files: Any, *, config: Any) -> Any:
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
     """Make the links of every page those of the site."""
     return relinked(markdown)
+
+
+def on_page_content(html: str, *, page: Any, config: Any, files: Any) -> str:
+    """Label the cells of tables."""
+    return labelled(html)
 
 
 def on_post_page(output: str, *, page: Any, config: Any) -> str:

@@ -241,7 +241,7 @@ def test_a_stray_collective_is_seen() -> None:
     assert _collective_calls((ROOT / "tritoncomm" / "core" / "backend.py").read_text())
 
 
-@pytest.mark.parametrize("folder", ["kernels", "tests", "bench", "docs"])
+@pytest.mark.parametrize("folder", ["kernels", "tests", "tools", "bench", "docs"])
 def test_source_roots_are_no_packages(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
 

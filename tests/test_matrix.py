@@ -1,4 +1,4 @@
-"""`helpers/matrix.py`: the table of versions says what has run, and nothing else."""
+"""`tools/matrix.py`: the table of versions says what has run, and nothing else."""
 
 import json
 import os

@@ -13,7 +13,7 @@ import pytest
 from jobs import without_launcher
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("tritoncomm", "kernels", "tests", "bench", "docs", "examples")
+SOURCES = ("tritoncomm", "kernels", "tests", "tools", "bench", "docs", "examples")
 BUILT = importlib.util.find_spec("hatchling") is not None
 needs_hatchling = pytest.mark.skipif(not BUILT, reason="hatchling is not installed (the extra `test` installs it)")
 TABLE = "tritoncomm_kernels/configs/Some_GPU.json"

@@ -43,6 +43,13 @@ def test_links_between_pages_become_those_of_the_site() -> None:
     assert site_hooks.relinked(text, at_top=True) == "[a](design.md) ![b](host_time.svg) [c](contributing.md)"
 
 
+def test_cells_name_their_columns() -> None:
+    row = '<tr>\n<td><code>a</code></td>\n<td style="text-align: right;">1</td>\n<td></td>\n</tr>'
+    table = f"<table>\n<tr>\n<th>name</th>\n<th><em>us</em></th>\n<th></th>\n</tr>\n{row}\n</table>"
+    told = '<tr>\n<td><code>a</code></td>\n<td data-label="us" style="text-align: right;">1</td>\n<td></td>\n</tr>'
+    assert site_hooks.labelled(f"<p>{table}</p>{row}") == f"<p>{table.replace(row, told)}</p>{row}"
+
+
 def test_what_comes_from_other_hosts_is_seen() -> None:
     near = '<a href="https://x.org">x</a><link rel=stylesheet href="../a.css"><img src="data:image/png;base64,//x">'
     far = ['<script src="https://x.org/a.js">', '<link href=//x.org/a.css rel="stylesheet">']

@@ -134,7 +134,8 @@ def test_committed_figures_are_rows_that_hold_their_limits() -> None:
         assert not guard.compare(found, found), path
         for line in found.get("rows", ()):
             assert set(line["ratio"]) == set(line["spread"]) <= set(line["us"]), (path, line["row"])
-            peer = max(line["ratio"], key=line["ratio"].__getitem__)
+            # Limits refer to Megatron where it is measured: plain torch, without checks or counts, may take less.
+            peer = "megatron" if "megatron" in line["ratio"] else max(line["ratio"], key=line["ratio"].__getitem__)
             assert not replace(bench_mappings.PART, peer=peer).over_limit(line), (path, line["row"])
 
 

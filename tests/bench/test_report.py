@@ -63,6 +63,38 @@ def test_a_peer_on_a_gpu_is_told_by_its_worst_row(tmp_path: Path) -> None:
     assert line(("copy-in", 20.0, 0.1)).endswith(f"| {report.NOT_MEASURED} |")
 
 
+def test_mappings_that_communicate_have_means_of_their_own(tmp_path: Path) -> None:
+    """Rows without a collective, and rows that copy more than the peer, are in no mean; both sides enqueue."""
+
+    def row(name: str, mode: str, ours: float, enqueue: float | None) -> dict[str, Any]:
+        samples = {"ours": [ours] * 10, "megatron": [20.0] * 10, "by hand": [10.0] * 10}
+        if enqueue is not None:
+            samples["enqueue"] = [enqueue] * 10
+        return timing.figures(name, samples, uncompared=("enqueue",), mode=mode)
+
+    rows = [row("a", "forward", 5.0, 10.0), row("b", "forward", 1.0, None), row("c", "forward, copied", 40.0, 10.0)]
+    assert report.communicating(rows) == {"forward": {"megatron": 0.25, "with enqueue": 0.5, "by hand": 0.5}}
+    timing.write_json(tmp_path / "cpu" / "host_cost.json", {"versions": {}, "rows": rows})
+    page = report.page(tmp_path)
+    assert "| forward | 0.25 | 0.50 | 0.50 |" in page
+    assert "| row | ours, us | by hand, us | enqueue, us | megatron, us | ours / by hand | ours / megatron |" in page
+    assert "| a | 5.0 | 10.0 | 10.0 | 20.0 | 0.50 ± 0.00 | 0.25 ± 0.00 | 0.50 |" in page
+    assert "| b | 1.0 | 10.0 | - | 20.0 | 0.10 ± 0.00 | 0.05 ± 0.00 | - |" in page
+
+
+def test_the_readme_quotes_the_committed_figures() -> None:
+    readme = (report.PAGE.parents[1] / "README.md").read_text()
+    content = report.json.loads((report.RESULTS / "cpu" / "host_cost.json").read_text())
+    means = report.communicating(content["rows"])
+    assert list(means) == ["forward", "forward, with grad", "forward + backward"]
+    for name in ("megatron", "with enqueue", "by hand"):
+        assert f"| {' | '.join(f'{mean[name]:.2f}' for mean in means.values())} |" in readme, name
+    kernels = report.json.loads((report.RESULTS / "cpu" / "kernels.json").read_text())["rows"]
+    for op in ("pack", "unpack"):
+        ratios = [row["ratio"]["split + cat"] for row in kernels if row["row"].startswith(f"{op} ")]
+        assert f"{min(ratios):.2f} to {max(ratios):.2f}" in readme, op
+
+
 def test_what_is_counted_is_told_by_provider(tmp_path: Path) -> None:
     samples = {"ours": [1.0] * 10, "peer": [2.0] * 10}
     row = timing.figures("a", samples, passes={"ours": 0, "peer": 1.5}, counted={"ours": {"in": {"x": 1, "y": 2}}})

@@ -219,7 +219,7 @@ def test_the_command_needs_nothing_but_pytest(tmp_path: Path, name: str, only: s
         (tmp_path / f"{module}.py").write_text("raise ImportError('not installed')\n")
     paths = os.pathsep.join((str(tmp_path), str(ROOT), str(ROOT / "kernels")))
     env = os.environ | {"PYTHONPATH": paths, "OUT": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "tests/helpers/gpu_run.py", name, "--device", "cpu", "--only", only]
+    command = [sys.executable, "tools/gpu_run.py", name, "--device", "cpu", "--only", only]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\n1 passed, 0 failed, 0 skipped, " in done.stdout

@@ -1,4 +1,4 @@
-"""A run on a GPU within a total time: ``python tests/helpers/gpu_run.py all``, or ``test`` or ``ranks`` alone.
+"""A run on a GPU within a total time: ``python tools/gpu_run.py all``, or ``test`` or ``ranks`` alone.
 
 ``all`` runs the parts of ``PARTS`` one after the other and keeps their results in one folder. It stops after the tests
 if these fail, because wrong kernels are not worth timing.
@@ -36,7 +36,7 @@ import torch
 
 from bench.timing import results_folder, versions, write_json
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PASSED, FAILED, NO_DEVICE, LATE_STATUS = 0, 1, 2, 3  # exit status
 COMPLETE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 LOST = 75  # exit status of a process whose GPU no longer answers
@@ -417,7 +417,7 @@ class Part:
     decides: bool = False
 
 
-_RUN, _BENCH = "tests/helpers/gpu_run.py", "bench/gpu_bench.py"
+_RUN, _BENCH = "tools/gpu_run.py", "bench/gpu_bench.py"
 _TABLES = "{out}/tables"
 # The limits add up to less than 25 minutes. The benchmark runs twice: with the built-in tiles, then with the table.
 PARTS = (

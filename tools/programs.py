@@ -1,6 +1,6 @@
 """Random programs of tensor operators, drawn identically on every rank; run on shards and on global tensors.
 
-``python tests/helpers/programs.py COUNT [SEED]`` runs that many on 2, 4 and 1 ranks (``make programs``).
+``python tools/programs.py COUNT [SEED]`` runs that many on 2, 4 and 1 ranks (``make programs``).
 """
 
 import math

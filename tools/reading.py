@@ -2,9 +2,9 @@
 
 A reader sees the drawn docstrings alone and writes what each function does; a second one compares that with the code.
 
-    python tests/helpers/reading.py             # prints the drawn docstrings, numbered
-    python tests/helpers/reading.py --names     # prints the functions they are of
-    python tests/helpers/reading.py --list      # writes tests/helpers/reading.json from the tree
+    python tools/reading.py             # prints the drawn docstrings, numbered
+    python tools/reading.py --names     # prints the functions they are of
+    python tools/reading.py --list      # writes tools/reading.json from the tree
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 __all__ = ["PACKAGES", "draw", "functions"]
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_suffix(".json")
 PACKAGES = ("reshard", "debug", "p2p", "core")
 SEED, DRAWN = 17, 20

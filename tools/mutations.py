@@ -1,4 +1,4 @@
-"""Mutations of the product, each of which has to turn a test red: ``python tests/helpers/mutations.py [WORDS...]``.
+"""Mutations of the product, each of which has to turn a test red: ``python tools/mutations.py [WORDS...]``.
 
 Every mutation is made in a copy of the tree, and the tests that it names run there until the first failure. A mutation
 that passes them survives, and the command exits with 1. WORDS select mutations by what they do. Errors of collection
@@ -17,8 +17,8 @@ from pathlib import Path
 
 __all__ = ["MUTATIONS", "ROOT", "Mutation", "main"]
 
-ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("tritoncomm", "kernels", "tests", "bench", "docs", "examples")
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("tritoncomm", "kernels", "tests", "tools", "bench", "docs", "examples")
 FILES = ("pyproject.toml", "README.md", "Makefile", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "constraints.txt")
 TIMEOUT = 300
 RED, SURVIVED = 1, 0  # exit status of pytest

@@ -18,7 +18,7 @@ from typing import Any
 
 __all__ = ["PAGE", "RESULTS", "measure", "page"]
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "tests" / "compatibility.json", ROOT / "docs" / "compatibility.md"
 NOT_RUN = "not run"
 

@@ -1,4 +1,4 @@
-"""Load over time: ``python tests/helpers/soak.py [--calls 50000] [--ranks 2 4] [--json PATH]``.
+"""Load over time: ``python tools/soak.py [--calls 50000] [--ranks 2 4] [--json PATH]``.
 
 Mappings, p2p steps, resharding and attention over ever-changing shapes, groups that are made and destroyed, calls in
 hash mode with a flight record, threads on groups of their own, forked workers of a data loader. Caches are full before

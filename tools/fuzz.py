@@ -1,4 +1,4 @@
-"""Drawn inputs of everything that takes input: ``python tests/helpers/fuzz.py [--cases 100000] [--domains NAMES]``.
+"""Drawn inputs of everything that takes input: ``python tools/fuzz.py [--cases 100000] [--domains NAMES]``.
 
 What comes of a case is a right answer or an error of the library's own, within the time and the memory of its domain.
 The cases are drawn by Hypothesis, which also makes a failing one small and prints how to run it again.
