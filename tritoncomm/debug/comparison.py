@@ -65,6 +65,7 @@ class Comparison:
     ) -> None:
         self._store, self._base, self._ranks, self._place = store, base, ranks, place
         self._timeout, self._words, self._which, self._stale = timeout, words, which, stale
+        self._left = f"rank {store.rank} has left this call"
 
     def compare(self, digest: bytes, content: Callable[[], Any], judge: Callable[[list[Any]], str]) -> str:
         """Compare this call between the ranks; return the difference, the same text on all ranks, or nothing.
@@ -125,7 +126,7 @@ class Comparison:
         mine = Blocked(base, f"{self._words}{self._which}", [["", self._ranks[parent]]] if self._place else [])
         stall = Stall(self._store, mine, self._timeout, self._fail_late)
         try:
-            values = self._store.read([key], stall.pause, f"rank {self._store.rank} has left this call")
+            values = self._store.read([key], stall.pause, self._left)
         finally:
             stall.end()
             if own:
@@ -142,6 +143,9 @@ class Comparison:
         stall = Stall(self._store, mine, self._timeout, self._fail_late, f"{base}/verdict")
         try:
             return self._store.read(keys, stall.pause)
+        except KeyboardInterrupt:
+            fail(self._store, base, self._left)
+            raise
         finally:
             stall.end()
 
