@@ -400,16 +400,16 @@ def _(shown: Shown) -> None:
 
 
 @triton.jit
-def converted_kernel(x_ptr, scale, target_ptr):
+def converted_kernel(x_ptr, scale, target_ptr, count):
     lane = tl.arange(0, 2)
-    out = converted(tl.load(x_ptr + lane), scale, target_ptr + lane, lane < 2, tl.float32, tl.float32, True, True)
+    out = converted(tl.load(x_ptr + lane), scale, target_ptr + lane, lane < count, tl.float32, tl.float32, True, True)
     tl.store(target_ptr + lane, out)
 
 
 @example("numerics.converted")
 def _(shown: Shown) -> None:
     target = shown.tensor([1.0, 1.0], torch.float32)
-    _launch(converted_kernel, 1, shown.tensor([3.0, -4.0], torch.bfloat16), 0.5, target)
+    _launch(converted_kernel, 1, shown.tensor([3.0, -4.0], torch.bfloat16), 0.5, target, 2)
     shown.values(target)
 
 
@@ -417,16 +417,16 @@ def _(shown: Shown) -> None:
 
 
 @triton.jit
-def total_kernel(x_ptr, out_ptr, scale, parts):
+def total_kernel(x_ptr, out_ptr, scale, parts, count):
     lane = tl.arange(0, 2)
-    tl.store(out_ptr + lane, _total(x_ptr + lane, lane < 2, 2, scale, parts, 2, 2, tl.float32, True))
+    tl.store(out_ptr + lane, _total(x_ptr + lane, lane < count, 2, scale, parts, 2, 2, tl.float32, True))
 
 
 @example("reduction._total")
 def _(shown: Shown) -> None:
     out = shown.out(2, torch.float32)
     parts = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]
-    _launch(total_kernel, 1, shown.tensor(parts, torch.float32), out, 0.5, 4)
+    _launch(total_kernel, 1, shown.tensor(parts, torch.float32), out, 0.5, 4, 2)
     shown.values(out)
 
 
