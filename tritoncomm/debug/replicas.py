@@ -168,6 +168,7 @@ def compare_by_layout(parameters: Mapping[str, Any], pg: Any, data_parallel: boo
 
 
 def _has_layout(x: Any) -> bool:
+    """Whether ``x`` is a tensor of a class with layouts, as ColoTensor is."""
     return hasattr(type(x), "reshard_local")
 
 
@@ -257,6 +258,7 @@ def _difference(each: _Comparison, parameters: Mapping[str, Any], fingerprints: 
 
 
 def _name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 

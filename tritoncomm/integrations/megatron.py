@@ -268,7 +268,7 @@ def _swaps(cross_entropy: bool) -> tuple[Swaps, tuple[str, ...]]:
     refused: list[str] = []
     for module, names, replacements in _sets(cross_entropy):
         try:
-            originals = [_state.original(module, name) for name in names]
+            originals = tuple(_state.original(module, name) for name in names)
             ours = _state.ours(names, originals, replacements)
             for name, original, replacement in zip(names, originals, ours, strict=True):
                 _check_signature(f"megatron.core.{module}.{name}", original, replacement)

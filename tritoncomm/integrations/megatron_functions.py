@@ -233,13 +233,14 @@ class TrainedLinear:
         buffers: returns Megatron's global memory buffer.
 
     Attributes:
+        buffers: the argument.
         warned: whether the environment was warned about; Megatron's function keeps it on the object with its name.
     """
 
     _frames: ClassVar[int] = 1  # of this class between the warning and the caller
 
     def __init__(self, theirs: Any, resolve_group: ResolveGroup, buffers: Buffers) -> None:
-        self._theirs, self._resolve_group, self._buffers = theirs, resolve_group, buffers
+        self._theirs, self._resolve_group, self.buffers = theirs, resolve_group, buffers
         self.warned: bool = getattr(theirs, "warned", False)
 
     def __call__(
@@ -277,7 +278,7 @@ class TrainedLinear:
         if not self.warned and not is_compiling():
             self.warned = True
             _warn_of_connections(self._frames)
-        buffers = self._buffers if sequence_parallel else None
+        buffers = self.buffers if sequence_parallel else None
         if torch.is_grad_enabled():
             return _Linear.apply(input, weight, bias, allreduce_dgrad, tp_group, buffers)
         return _product(input, weight, bias, tp_group, buffers)
@@ -317,20 +318,18 @@ class LinearWithGradAccumulationAndAsyncCommunication:
     Attributes:
         theirs: Megatron's class.
         passes_gtp: whether its ``apply`` takes ``gtp_remat_size``.
-        buffers: returns Megatron's global memory buffer.
+        function: our linear function of a trained weight.
     """
 
     theirs: ClassVar[Any]
     passes_gtp: ClassVar[bool]
-    buffers: ClassVar[Buffers]
+    function: ClassVar[TrainedLinear]
 
     @classmethod
-    def over(cls, theirs: Any, buffers: Buffers) -> type:
+    def over(cls, theirs: Any, function: TrainedLinear) -> type:
         """Return a subclass for one class of Megatron's."""
-        passes_gtp = _takes(theirs.forward, _GTP)
-        return type(
-            cls.__name__, (cls,), {"theirs": theirs, "passes_gtp": passes_gtp, "buffers": staticmethod(buffers)}
-        )
+        members = {"theirs": theirs, "passes_gtp": _takes(theirs.forward, _GTP), "function": function}
+        return type(cls.__name__, (cls,), members)
 
     @classmethod
     def apply(
@@ -341,7 +340,7 @@ class LinearWithGradAccumulationAndAsyncCommunication:
         """Return ``input @ weight.t() + bias``, by our autograd function or by Megatron's."""
         is_deferred = gradient_accumulation_fusion or grad_output_buffer is not None
         if _is_ours(input, weight, gtp_remat_size, is_deferred):
-            buffers = cls.buffers if sequence_parallel else None
+            buffers = cls.function.buffers if sequence_parallel else None
             return _Linear.apply(input, weight, bias, allreduce_dgrad, tp_group, buffers)
         more = (gtp_remat_size,) if gtp_remat_size != 1 or cls.passes_gtp else ()
         return cls.theirs.apply(
@@ -361,9 +360,8 @@ def linear_functions(
         resolve_group: Megatron's rule for a group that is None.
         buffers: returns Megatron's global memory buffer.
     """
-    kind = TrainedLinear016 if _takes(theirs, _ASYNC) else TrainedLinear
-    own_class = LinearWithGradAccumulationAndAsyncCommunication.over(linear_class, buffers)
-    return kind(theirs, resolve_group, buffers), own_class
+    function = (TrainedLinear016 if _takes(theirs, _ASYNC) else TrainedLinear)(theirs, resolve_group, buffers)
+    return function, LinearWithGradAccumulationAndAsyncCommunication.over(linear_class, function)
 
 
 class FrozenLinear:

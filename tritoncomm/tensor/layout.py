@@ -37,6 +37,9 @@ class LocalShard(Tensor):
     _is_gathered: ClassVar[bool] = False
     _wrap: Callable[[Tensor, ProcessGroup, _DistSpec, Sequence[int]], Any]
     _wrap_like: Callable[[Tensor], Any]
+    redistribute: Callable[..., Any]
+    is_sharded: Callable[[], bool]
+    numel_global: Callable[[], int]
 
 
 def is_colo(x: Any) -> TypeGuard[LocalShard]:
