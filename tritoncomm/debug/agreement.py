@@ -1,4 +1,4 @@
-"""Check that all ranks of a job have the same variables and tuned tables; where they differ one rank warns.
+"""Agreement of a job's ranks on variables and tuned tables; one rank warns where they differ.
 
 Only TRITONCOMM_CHECK decides what is sent. Paths and tiles decide speed: a collective waits for the slowest rank.
 """
@@ -41,7 +41,7 @@ def check() -> None:
 
 
 def settings() -> dict[str, str]:
-    """The effective value of every variable on this rank, and the tables that apply to its current device."""
+    """Return this rank's settings: the value of every variable, the device, and a digest of the device's tables."""
     device, digest = "CPU", ""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # the check must not be what starts CUDA
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -51,20 +51,23 @@ def settings() -> dict[str, str]:
 
 
 def compare(store: Any, rank: int, world: int, mine: Mapping[str, str]) -> str:
-    """Publish ``mine`` in the store; the last rank to arrive returns what differs in words, the others nothing.
+    """Publish the settings ``mine``; return the differences in words on the last rank to come, else nothing.
 
-    Rounds are counted per rank, so ranks that are restarted or initialize more often than others are not compared, and
-    do not wait.
+    Each rank counts its own calls. So a rank that was restarted, or initializes more often than others, is not compared
+    and does not wait.
     """
     values = last_of(store, _KEY, rank, world, json.dumps(dict(mine)))
     return "" if values is None else difference([json.loads(value) for value in values])
 
 
 def difference(settings: Sequence[Mapping[str, str]]) -> str:
-    """What ranks differ in, and what follows from it; nothing if they do not.
+    """Return a text that names the settings in which ranks differ, and the consequence; nothing if they agree.
 
-    Tables are compared on devices of one kind. Where no table was read the variable that names it is compared instead,
-    as a node may have the same table in another place.
+    Tables are compared between devices of one kind. Where no table was read, the variable with the table's path is
+    compared instead: nodes may have one table in different places.
+
+    Args:
+        settings: of all ranks, in rank order.
     """
     every = range(len(settings))
     speed = [_line(variables.PATH.name, settings, every)]
@@ -81,6 +84,7 @@ def difference(settings: Sequence[Mapping[str, str]]) -> str:
 
 
 def _by_value(name: str, settings: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> dict[str, list[int]]:
+    """Group ``ranks`` by their value of the setting ``name``."""
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         groups.setdefault(settings[rank][name], []).append(rank)
@@ -88,6 +92,7 @@ def _by_value(name: str, settings: Sequence[Mapping[str, str]], ranks: Sequence[
 
 
 def _line(name: str, settings: Sequence[Mapping[str, str]], ranks: Sequence[int], where: str = "") -> str:
+    """Return ``NAME is A on ranks 0-2, B on rank 3``; nothing if the ranks have one value."""
     groups = _by_value(name, settings, ranks)
     values = ", ".join(f"{value or 'unset'} on {named_ranks(group)}" for value, group in groups.items())
     return f"{name}{where} is {values}" if len(groups) > 1 else ""

@@ -1,7 +1,7 @@
-"""What a call is, in words and fields that can be compared between ranks.
+"""Descriptor of a call: fields that its ranks compare, and its text.
 
-A field holds what all ranks of a call have to have in common: of an uneven all-gather the shape without its dim, and
-the sizes. ``text`` has the call as this rank made it.
+All ranks of a call need equal fields. So the shape field of an uneven all-gather leaves out the gathered dim, and the
+sizes are a field of their own. The text shows the call of this rank with its own shape.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "to_sequence": ("layout",),
     "hop": ("send", "receive", "transfers"),
 }
-"""The names of the arguments of every kind of call."""
+"""Names of the arguments of every kind of call."""
 
 _ANY = "*"
 
@@ -38,11 +38,11 @@ class Descriptor(NamedTuple):
     """A call of one rank.
 
     Attributes:
-        fields: what has to be the same on all ranks, by name.
+        fields: values by name that have to be equal on all ranks.
         text: the call in words.
-        digest: of the fields, the same in every process.
-        sends: of an all-to-all by rows, the rows to every rank.
-        receives: the rows from every rank.
+        digest: 8 bytes of the fields, equal in every process.
+        sends: number of rows to every rank; of an all-to-all by rows only.
+        receives: number of rows from every rank; of an all-to-all by rows only.
     """
 
     fields: dict[str, str]
@@ -53,7 +53,7 @@ class Descriptor(NamedTuple):
 
 
 def as_json(value: Any) -> Any:
-    """A value of a call's arguments as JSON can hold it."""
+    """Return an argument of a call in a form that JSON can hold: dtypes by name, sequences as lists, ops by name."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, list | tuple):
@@ -64,7 +64,7 @@ def as_json(value: Any) -> Any:
 
 
 def _word(value: Any) -> str:
-    """Of an op its name, of a layout its parts."""
+    """Return the text of an argument: the name of a reduce op, the parts of a layout of heads, else ``str``."""
     name = getattr(getattr(value, "op", value), "name", None)  # ReduceOp(ReduceOp.SUM) is an object of its own
     if isinstance(name, str):
         return name
@@ -77,7 +77,17 @@ def _word(value: Any) -> str:
 def describe(
     name: str, kind: str, shape: Any, dtype: Any, arguments: tuple[Any, ...], world: int, rank: int, device: str
 ) -> Descriptor:
-    """The descriptor of a call as rank ``rank`` of ``world`` made it; cached."""
+    """Return the descriptor of a call, cached by its arguments.
+
+    Args:
+        name: function that the program called.
+        kind: collective, a key of ``KINDS``.
+        shape: of the tensor, or a list of the tensors' shapes.
+        dtype: of the (first) tensor; None without a tensor.
+        arguments: arguments of the kind, in the order of ``KINDS``.
+        world, rank: of the group.
+        device: type of the device.
+    """
     shapes = tuple(map(tuple, shape)) if type(shape) is list else shape
     return _describe(name, kind, shapes, dtype, arguments, world, rank, device)
 
@@ -114,16 +124,17 @@ def _describe(
 
 
 def _uneven_dim(shape: Any, dim: Any, sizes: Any, rank: int) -> Any:
-    """The dim whose size may differ between ranks, as it is this rank's; None where it may not, or is another one.
+    """Return ``dim`` if its size may differ between ranks, because the sizes list this rank's own size; else None.
 
-    A rank that is about to refuse its own sizes differs so from the others, who would wait for it.
+    A rank whose tensor contradicts its own sizes will refuse the call, and the other ranks would wait for it. So its
+    shape has to differ from theirs in the comparison.
     """
     is_dim = isinstance(dim, int) and shape and -len(shape) <= dim < len(shape)
     return dim if sizes is not None and is_dim and rank < len(sizes) and sizes[rank] == shape[dim] else None
 
 
 def _plain(kind: str, shape: Any, given: dict[str, Any], world: int, rank: int) -> dict[str, str]:
-    """Fields of the kinds with at most one dim and one list of sizes."""
+    """Return the fields of a kind of call that has at most one dim and one list of sizes."""
     sizes, dim = given.get("sizes"), given.get("dim")
     differs = None
     if sizes is not None and isinstance(dim, int) and shape and -len(shape) <= dim < len(shape):
@@ -145,21 +156,24 @@ def _plain(kind: str, shape: Any, given: dict[str, Any], world: int, rank: int) 
 
 
 def _rows(shape: Any, sizes: Any, world: int) -> tuple[int, ...]:
+    """Return the number of rows of every rank: ``sizes``, or equal parts of dim 0 where there are none."""
     if sizes is not None:
         return tuple(sizes)
     return (shape[0] // world,) * world if shape else ()
 
 
 def _dim(shape: Any, dim: Any) -> str:
+    """Return the text of a dim, counted from the front if it is a dim of the shape."""
     return str(dim % len(shape) if isinstance(dim, int) and shape and -len(shape) <= dim < len(shape) else dim)
 
 
 def _sizes(sizes: Any) -> str:
+    """Return the text of a list of sizes, ``even`` where there is none."""
     return "even" if sizes is None else str(list(sizes))
 
 
 def _shape(shape: Any, differs: int | None = None) -> str:
-    """``[4, *]``, where the size of a dim may differ between ranks."""
+    """Return the text of a shape or of several shapes, with ``*`` for dim ``differs``: ``[4, *]``."""
     if shape is None:
         return "none"
     if shape and not isinstance(shape[0], int):
@@ -176,13 +190,20 @@ def _digest(fields: Mapping[str, str]) -> bytes:
 
 
 def _in_words(name: str, kind: str, shape: Any, dtype: Any, given: Mapping[str, Any]) -> str:
+    """Return a call as text: ``all_gather_dim(float32 [4, 8], dim=0)``."""
     parts = [] if shape is None else [f"{as_json(dtype) or ''} {_shape(shape)}".strip()]
     parts += [f"{key}={as_json(value)}" for key, value in given.items() if value is not None]
     return f"{name}({', '.join(parts)})"
 
 
 def difference(descriptors: Sequence[Descriptor]) -> list[str]:
-    """Names of the fields in which the calls of a group's ranks differ, in rank order; ``sizes`` that do not match."""
+    """Return the names of the fields in which the calls of a group's ranks differ.
+
+    Where all fields are equal, ``["sizes"]`` if a rank sends another number of rows than its peer expects.
+
+    Args:
+        descriptors: of all ranks, in rank order.
+    """
     first = descriptors[0]
     names = list(dict.fromkeys(name for each in descriptors for name in each.fields))
     differ = [name for name in names if any(each.fields.get(name) != first.fields.get(name) for each in descriptors)]
@@ -194,7 +215,7 @@ def difference(descriptors: Sequence[Descriptor]) -> list[str]:
 
 
 def _rows_match(descriptors: Sequence[Descriptor]) -> bool:
-    """Whether every rank expects from every other the rows that this one sends."""
+    """Whether every rank expects from every other rank the number of rows that the other rank sends."""
     ranks = range(len(descriptors))
     if any(len(each.sends) != len(ranks) or len(each.receives) != len(ranks) for each in descriptors):
         return math.prod(map(len, (each.sends for each in descriptors))) == 0  # refused by the call itself
