@@ -1,4 +1,4 @@
-"""Private names of torch and of other packages: docs/design.md lists each one that the product uses, with its reason."""
+"""Private names of torch and of other packages: docs/design.md lists each one that is used, with its reason."""
 
 import ast
 import re

@@ -1,7 +1,7 @@
-"""Counters: what every mapping and collective did, cheap enough to be always on.
+"""Record of calls: counters, which are always on, and hooks that report every call to one observer.
 
-They are kept on the host: a CUDA graph, captured by hand or by ``torch.compile(mode="reduce-overhead")``, counts while
-it is warmed up and captured, and not when it is replayed.
+Both run on the host: a CUDA graph, captured by hand or by ``torch.compile(mode="reduce-overhead")``, counts while it is
+warmed up and captured, and not when it is replayed.
 """
 
 from collections.abc import Callable, Iterator
@@ -161,7 +161,7 @@ class Span:
 
 
 class Traffic:
-    """The names that the two quantities had first, for what has ``bytes_copied`` and ``bytes_sent``."""
+    """Mixin with the former names of two attributes: ``packed`` for ``bytes_copied``, ``wire`` for ``bytes_sent``."""
 
     __slots__ = ()
     packed = property(attrgetter("bytes_copied"), doc="The same as ``bytes_copied``.")
@@ -170,12 +170,12 @@ class Traffic:
 
 @dataclass(slots=True)
 class Count(Traffic):
-    """One line of the record.
+    """Counts of one function on one path: one line of the record.
 
     Attributes:
-        calls: how often it ran.
+        calls: number of calls.
         bytes_copied: bytes read plus bytes written by local passes (pack, unpack, reduce, strided copies).
-        bytes_sent: bytes this rank had to send, by the formula of a bandwidth-optimal algorithm.
+        bytes_sent: bytes that this rank had to send, by the formula of a bandwidth-optimal algorithm.
         seconds: host time inside the calls, in seconds, while ``timing(True)``; a GPU may still be working afterwards.
     """
 
@@ -244,7 +244,7 @@ begin, current, failed, observe, wait = hooks.begin, hooks.current, hooks.failed
 
 
 def counters() -> dict[tuple[str, str], Count]:
-    """A copy of the record: ``{(name, path): Count}``.
+    """Return a copy of the counters: ``{(name, path): Count}``.
 
     The path is view, torch or triton; compiled for a collective inside ``torch.compile``, where pack and unpack add
     their bytes under torch or triton; cpu or device for the header of a message.
@@ -253,19 +253,19 @@ def counters() -> dict[tuple[str, str], Count]:
 
 
 def total(name: str) -> Count:
-    """The counts of ``name`` over all paths."""
+    """Return the counts of the function ``name``, summed over all paths."""
     rows = [astuple(count) for (each, _), count in _counts.items() if each == name]
     return Count(*map(sum, zip(*rows, strict=True)))
 
 
 def reset() -> None:
-    """Forget everything counted so far."""
+    """Delete all counts."""
     _counts.clear()
 
 
 @contextmanager
 def recording() -> Iterator[dict[tuple[str, str], Count]]:
-    """Yield a dict that holds, once the block has ended, what was counted inside it."""
+    """Yield a dict; when the block ends, it gets the counters of the block alone, in the form of ``counters``."""
     before = counters()
     inside: dict[tuple[str, str], Count] = {}
     try:
