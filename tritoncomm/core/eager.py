@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup, ReduceOp
 
-from tritoncomm.core import backend, compiled, ops
+from tritoncomm.core import backend, compiled, ops, plan
 from tritoncomm.core.backend import Handle
 from tritoncomm.core.call import enter
 from tritoncomm.core.memory import contiguous_stride, empty
@@ -26,7 +26,6 @@ from tritoncomm.core.plan import (
     cached_all_to_all,
     cached_all_to_all_single,
     cached_reduce_scatter,
-    cached_split,
     located,
 )
 from tritoncomm.core.validation import check_input
@@ -175,7 +174,7 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
     if span is None:
         return x
     try:
-        start, size = cached_split(x.shape, dim, span.world, group.rank(), sizes)
+        start, size = plan.split(x.shape, dim, span.world, group.rank(), sizes)
     except CommError as error:
         raise located(error, x.shape, name, group) from None
     shard = x[start : start + size] if dim == 0 else x.narrow(dim, start, size)

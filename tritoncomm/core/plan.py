@@ -27,7 +27,6 @@ __all__ = [
     "cached_all_to_all",
     "cached_all_to_all_single",
     "cached_reduce_scatter",
-    "cached_split",
     "check_split_sizes",
     "chunk_sizes",
     "located",
@@ -211,7 +210,6 @@ def split(shape: Ints, dim: int, world: int, rank: int, sizes: Ints | None = Non
 _cached = lru_cache(maxsize=8192)  # shapes repeat in every step, and a plan takes as long as a small collective
 cached_all_gather, cached_reduce_scatter = _cached(all_gather), _cached(reduce_scatter)
 cached_all_to_all, cached_all_to_all_single = _cached(all_to_all), _cached(all_to_all_single)
-cached_split = _cached(split)
 
 
 def all_reduce_bytes(nbytes: int, world: int) -> int:
