@@ -256,7 +256,7 @@ def _split_reduce_scatter(
     span, world, rank = collective or Span(name), group.size(), group.rank()
     plain = [resolved(x) for x in many]  # a segment table reads memory as it is
     wire, shards, path, copied = pack_many(plain, axes, world, dtype=dtype, scale=scale)
-    copied += sum(2 * x.nbytes for x, given in zip(plain, many, strict=True) if x is not given)
+    copied += sum(2 * x.nbytes for x, tensor in zip(plain, many, strict=True) if x is not tensor)
     summed = wire
     if collective is not None:
         backend.check_op(ReduceOp.SUM, wire, group, name)

@@ -112,7 +112,11 @@ class Hooks:
         """Report to the observer that a call starts, and return its span, which ends the call.
 
         Args:
-            name, kind, group, x, arguments: as ``Observer.begin`` takes them.
+            name: function that the program called.
+            kind: collective that runs.
+            group: process group of the call.
+            x: tensor of the call, a sequence of its tensors, or None.
+            arguments: arguments of the kind, or a function followed by its arguments, which returns them.
             depth: number of frames from this method up to the frame of the program, or fewer.
             world: number of ranks of the group, kept in the span; 0 where the caller does not need it.
         """
@@ -272,6 +276,6 @@ def recording() -> Iterator[dict[tuple[str, str], Count]]:
         yield inside
     finally:
         for key, now in counters().items():
-            was = before.get(key, Count())
-            if now != was:
-                inside[key] = Count(*map(sub, astuple(now), astuple(was)))
+            earlier = before.get(key, Count())
+            if now != earlier:
+                inside[key] = Count(*map(sub, astuple(now), astuple(earlier)))

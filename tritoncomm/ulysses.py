@@ -282,10 +282,10 @@ class UlyssesAttention(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "UlyssesAttention":
         """Return a deep copy of the module that shares its process group, which cannot be copied."""
-        made = memo[id(self)] = type(self).__new__(type(self))
+        copy = memo[id(self)] = type(self).__new__(type(self))
         memo[id(self.group)] = self.group
-        made.__dict__.update(deepcopy(self.__dict__, memo))
-        return made
+        copy.__dict__.update(deepcopy(self.__dict__, memo))
+        return copy
 
     def extra_repr(self) -> str:
         """Return the layout, which ``repr`` of the module shows."""
@@ -300,7 +300,7 @@ class UlyssesAttention(nn.Module):
         sequence_sizes: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Attention of this rank's positions to those of all ranks.
+        """Compute the attention of this rank's positions to the positions of all ranks.
 
         Args:
             query: ``[b, s, heads, head_dim]``, any strides; or q, k and v in one tensor ``[b, s, 3, heads, head_dim]``.

@@ -816,7 +816,7 @@ MUTATIONS = (
     ),
     Mutation(
         "memory of a collective goes back to the stream that made it", "tritoncomm/core/backend.py",
-        "        released((self.result, *self._kept))\n", "", "tests/streams",
+        "        released((self.result, *self._buffers))\n", "", "tests/streams",
     ),
     Mutation(
         "a table is read before it was copied", "kernels/tritoncomm_kernels/device_table.py",

@@ -284,7 +284,7 @@ def all_to_all(
         gather_dim: dim along which the received shards are concatenated.
         group: ranks that take part.
         name: function that the program called.
-        shape: shape that the result gets at the end; None keeps that of the exchange.
+        shape: shape that the result gets at the end; None keeps the shape of the exchange.
         scatter_sizes: size of ``scatter_dim`` that goes to each rank; None splits it evenly.
         gather_sizes: size of ``gather_dim`` on each rank; None where all are equal.
         asynchronous: run the exchange on the backend's own stream. The result is waited for in any case.

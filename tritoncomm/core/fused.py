@@ -33,7 +33,7 @@ def pack_many(
         tensors: tensors of any shapes and strides.
         dims: dim along which each tensor is split over the ranks, as ``torch.chunk`` splits it.
         world: number of ranks.
-        dtype: dtype of the wire; that of the tensors by default, which have to agree then.
+        dtype: dtype of the wire; by default the dtype of the tensors, which have to agree then.
         scale: factor applied before the one rounding.
 
     Returns:
