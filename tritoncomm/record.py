@@ -107,7 +107,6 @@ class Hooks:
         x: Any,
         arguments: tuple[Any, ...] = (),
         depth: int = 3,
-        world: int = 0,
     ) -> "Span":
         """Report to the observer that a call starts, and return its span, which ends the call.
 
@@ -118,11 +117,10 @@ class Hooks:
             x: tensor of the call, a sequence of its tensors, or None.
             arguments: arguments of the kind, or a function followed by its arguments, which returns them.
             depth: number of frames from this method up to the frame of the program, or fewer.
-            world: number of ranks of the group, kept in the span; 0 where the caller does not need it.
         """
         if self.observer is not None:
             self.observer.begin(name, kind, group, x, arguments, depth + 1)
-        return Span(name, world)
+        return Span(name)
 
     def current(self, name: str) -> Any:
         """Return the observer's token of the running call of ``name``, for ``wait``; None without an observer."""
@@ -149,14 +147,16 @@ class Span:
 
     Attributes:
         name: function that the program called.
-        world: number of ranks of the group; 0 where ``Hooks.begin`` was not told.
+        world: number of ranks of the group; 0 in spans of ``Hooks.begin``.
         started: time of the start in seconds; 0.0 while ``timing`` is off.
     """
 
     __slots__ = ("_range", "name", "started", "world")
 
     def __init__(self, name: str, world: int = 0) -> None:
-        self.name, self.world, self.started = name, world, hooks.clock()
+        self.name = name
+        self.world = world
+        self.started = hooks.clock()
         self._range = profiler_range(name) if profiler._is_profiler_enabled else None
 
     def end(self, path: _Path, bytes_copied: int, bytes_sent: int) -> None:
