@@ -112,6 +112,18 @@ MUTATIONS = (
         "        _wait_until_connected()\n", "", "tests/test_groups.py",
     ),
     Mutation(
+        "a group of one rank sends to itself", "tritoncomm/core/call.py",
+        "    if world == 1:\n", "    if world == 0:\n", "tests/core/test_call.py",
+    ),
+    Mutation(
+        "a collective sends a tensor that nobody checked", "tritoncomm/core/call.py",
+        "        check_input(x, name)\n", "        pass\n", "tests/core/test_call.py",
+    ),
+    Mutation(
+        "an observer does not hear that calls end", "tritoncomm/record.py",
+        "        hooks.observer.end(name", "        id(name", "tests/core/test_call.py",
+    ),
+    Mutation(
         "an asynchronous result is not waited for", "tritoncomm/core/backend.py",
         "None\n        if work is not None:\n            work.wait()\n",
         "None\n        if work is not None:\n            work.is_completed()\n", "tests/test_collective.py",
@@ -847,7 +859,7 @@ MUTATIONS = (
     ),
     Mutation(
         "memory of a collective goes back to the stream that made it", "tritoncomm/core/backend.py",
-        "        released((self.result, *self._kept))\n", "", "tests/streams",
+        "        released((self.result, *self._buffers))\n", "", "tests/streams",
     ),
     Mutation(
         "a table is read before it was copied", "kernels/tritoncomm_kernels/device_table.py",

@@ -39,14 +39,21 @@ __all__ = [
 
 
 def _checked(tensor: Any, parallel_mode: Any, name: str) -> dist.ProcessGroup:
-    """The group that moves ``tensor``, which is one."""
+    """Return the group of ``parallel_mode`` that moves ``tensor``.
+
+    Raises:
+        ArgumentError: ``tensor`` is no tensor. ``name`` is the function that the program called.
+    """
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"{name}: expected a tensor, not {type(tensor).__name__}")
     return group_for(parallel_mode, tensor, name)
 
 
 def _own_or_detached(tensor: Tensor) -> Tensor:
-    """The tensor itself where a collective writes into it; a copy of any other is no part of its graph."""
+    """Return ``tensor`` if a collective can write into it, else a detached one, as the copy is no part of its graph.
+
+    A collective writes into contiguous tensors without lazy bits. A tensor that requires no grad is returned as it is.
+    """
     if tensor.requires_grad and (not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()):
         return tensor.detach()
     return tensor
@@ -134,7 +141,19 @@ def reduce(tensor: Tensor, dst: int, parallel_mode: Any, op: Any = ReduceOp.SUM,
 
 
 def _rooted(name: str, tensor: Tensor, root: int, parallel_mode: Any, op: Any, async_op: bool) -> Any:
-    """``reduce`` into global rank ``root``, or ``broadcast`` from it, which takes no op."""
+    """Run the collective ``name``, ``reduce`` into or ``broadcast`` from global rank ``root``, and return its result.
+
+    Args:
+        name: ``reduce`` or ``broadcast``.
+        tensor: tensor of this rank.
+        root: global rank of the target or source.
+        parallel_mode: ParallelMode or group.
+        op: reduction; None for a broadcast.
+        async_op: return (tensor, handle).
+
+    Raises:
+        GroupError: ``root`` is not in the group.
+    """
     group = _checked(tensor, parallel_mode, name)
     ranks = ranks_of(group, name)
     if root not in ranks:
@@ -213,7 +232,7 @@ def split_reduce_scatter(
     for x in many:
         _checked(x, group, name)
         check_input(x, name)
-        if x.is_quantized:  # which torch cannot even make a wire of
+        if x.is_quantized:  # torch cannot even allocate a wire of it
             raise UnsupportedError(f"{name}: a quantized tensor cannot be summed; call .dequantize()")
     axes = [checked_dim(x, dim, name) for x, dim in zip(many, axes, strict=True)]
     results = _split_reduce_scatter(many, axes, group, dtype, scale)
@@ -223,14 +242,23 @@ def split_reduce_scatter(
 def _split_reduce_scatter(
     many: list[Tensor], axes: list[int], group: dist.ProcessGroup, dtype: torch.dtype | None, scale: float | None
 ) -> list[Tensor]:
+    """Run ``split_reduce_scatter`` of checked arguments, and return this rank's shard of each tensor.
+
+    Args:
+        many: tensors.
+        axes: split dim of each, counted from the front.
+        group: ranks that take part; over one rank the tensors are only cast and scaled.
+        dtype: dtype of the results; None for that of the tensors.
+        scale: factor applied before the sum.
+    """
     name = "split_reduce_scatter"
-    observed = enter(name, name, group, many, (tuple(axes), dtype, scale))
-    span, world, rank = observed or Span(name), group.size(), group.rank()
-    plain = [resolved(x) for x in many]  # a table of segments reads the memory of several tensors as it is
+    collective = enter(name, name, group, many, (tuple(axes), dtype, scale))
+    span, world, rank = collective or Span(name), group.size(), group.rank()
+    plain = [resolved(x) for x in many]  # a segment table reads memory as it is
     wire, shards, path, copied = pack_many(plain, axes, world, dtype=dtype, scale=scale)
-    copied += sum(2 * x.nbytes for x, given in zip(plain, many, strict=True) if x is not given)
+    copied += sum(2 * x.nbytes for x, tensor in zip(plain, many, strict=True) if x is not tensor)
     summed = wire
-    if observed is not None:
+    if collective is not None:
         backend.check_op(ReduceOp.SUM, wire, group, name)
         summed = wire.new_empty(wire.shape[1:])
         op = backend.op_of(ReduceOp.SUM, wire.dtype)
@@ -241,6 +269,15 @@ def _split_reduce_scatter(
 
 
 def _own(summed: Tensor, x: Tensor, dim: int, shard: tuple[int, tuple[int, ...]], world: int, rank: int) -> Tensor:
+    """Return this rank's shard of ``x`` as a view of ``summed``, without the padding of a shorter shard.
+
+    Args:
+        summed: flat result of the reduce-scatter.
+        x: tensor that was split.
+        dim: dim along which it was split.
+        shard: (offset in ``summed``, shape of the longest shard), from ``pack_many``.
+        world, rank: number of ranks, this rank.
+    """
     offset, shape = shard
     block = summed[offset : offset + math.prod(shape)].view(shape)
     return block.narrow(dim, 0, chunk_sizes(x.shape[dim], world)[rank])

@@ -1,7 +1,7 @@
-"""Counters: what every mapping and collective did, cheap enough to be always on.
+"""Record of calls: counters, which are always on, and hooks that report every call to one observer.
 
-They are kept on the host: a CUDA graph, captured by hand or by ``torch.compile(mode="reduce-overhead")``, counts while
-it is warmed up and captured, and not when it is replayed.
+Both run on the host: a CUDA graph, captured by hand or by ``torch.compile(mode="reduce-overhead")``, counts while it is
+warmed up and captured, and not when it is replayed.
 """
 
 from collections.abc import Callable, Iterator
@@ -107,18 +107,20 @@ class Hooks:
         x: Any,
         arguments: tuple[Any, ...] = (),
         depth: int = 3,
-        world: int = 0,
     ) -> "Span":
         """Report to the observer that a call starts, and return its span, which ends the call.
 
         Args:
-            name, kind, group, x, arguments: as ``Observer.begin`` takes them.
+            name: function that the program called.
+            kind: collective that runs.
+            group: process group of the call.
+            x: tensor of the call, a sequence of its tensors, or None.
+            arguments: arguments of the kind, or a function followed by its arguments, which returns them.
             depth: number of frames from this method up to the frame of the program, or fewer.
-            world: number of ranks of the group, kept in the span; 0 where the caller does not need it.
         """
         if self.observer is not None:
             self.observer.begin(name, kind, group, x, arguments, depth + 1)
-        return Span(name, world)
+        return Span(name)
 
     def current(self, name: str) -> Any:
         """Return the observer's token of the running call of ``name``, for ``wait``; None without an observer."""
@@ -145,14 +147,16 @@ class Span:
 
     Attributes:
         name: function that the program called.
-        world: number of ranks of the group; 0 where ``Hooks.begin`` was not told.
+        world: number of ranks of the group; 0 in spans of ``Hooks.begin``.
         started: time of the start in seconds; 0.0 while ``timing`` is off.
     """
 
     __slots__ = ("_range", "name", "started", "world")
 
     def __init__(self, name: str, world: int = 0) -> None:
-        self.name, self.world, self.started = name, world, hooks.clock()
+        self.name = name
+        self.world = world
+        self.started = hooks.clock()
         self._range = profiler_range(name) if profiler._is_profiler_enabled else None
 
     def end(self, path: _Path, bytes_copied: int, bytes_sent: int) -> None:
@@ -161,7 +165,7 @@ class Span:
 
 
 class Traffic:
-    """The names that the two quantities had first, for what has ``bytes_copied`` and ``bytes_sent``."""
+    """Mixin with the former names of two attributes: ``packed`` for ``bytes_copied``, ``wire`` for ``bytes_sent``."""
 
     __slots__ = ()
     packed = property(attrgetter("bytes_copied"), doc="The same as ``bytes_copied``.")
@@ -170,12 +174,12 @@ class Traffic:
 
 @dataclass(slots=True)
 class Count(Traffic):
-    """One line of the record.
+    """Counts of one function on one path: one line of the record.
 
     Attributes:
-        calls: how often it ran.
+        calls: number of calls.
         bytes_copied: bytes read plus bytes written by local passes (pack, unpack, reduce, strided copies).
-        bytes_sent: bytes this rank had to send, by the formula of a bandwidth-optimal algorithm.
+        bytes_sent: bytes that this rank had to send, by the formula of a bandwidth-optimal algorithm.
         seconds: host time inside the calls, in seconds, while ``timing(True)``; a GPU may still be working afterwards.
     """
 
@@ -244,7 +248,7 @@ begin, current, failed, observe, wait = hooks.begin, hooks.current, hooks.failed
 
 
 def counters() -> dict[tuple[str, str], Count]:
-    """A copy of the record: ``{(name, path): Count}``.
+    """Return a copy of the counters: ``{(name, path): Count}``.
 
     The path is view, torch or triton; compiled for a collective inside ``torch.compile``, where pack and unpack add
     their bytes under torch or triton; cpu or device for the header of a message.
@@ -253,25 +257,25 @@ def counters() -> dict[tuple[str, str], Count]:
 
 
 def total(name: str) -> Count:
-    """The counts of ``name`` over all paths."""
+    """Return the counts of the function ``name``, summed over all paths."""
     rows = [astuple(count) for (each, _), count in _counts.items() if each == name]
     return Count(*map(sum, zip(*rows, strict=True)))
 
 
 def reset() -> None:
-    """Forget everything counted so far."""
+    """Delete all counts."""
     _counts.clear()
 
 
 @contextmanager
 def recording() -> Iterator[dict[tuple[str, str], Count]]:
-    """Yield a dict that holds, once the block has ended, what was counted inside it."""
+    """Yield a dict; when the block ends, it gets the counters of the block alone, in the form of ``counters``."""
     before = counters()
     inside: dict[tuple[str, str], Count] = {}
     try:
         yield inside
     finally:
         for key, now in counters().items():
-            was = before.get(key, Count())
-            if now != was:
-                inside[key] = Count(*map(sub, astuple(now), astuple(was)))
+            earlier = before.get(key, Count())
+            if now != earlier:
+                inside[key] = Count(*map(sub, astuple(now), astuple(earlier)))

@@ -29,12 +29,12 @@ _TO_HEADS, _TO_SEQUENCE = (heads.to_heads, heads.to_sequence), (heads.to_sequenc
 
 
 class Exchange(NamedTuple):
-    """How q, k and v, and the result of attention, are exchanged; ``plan_exchange`` makes it.
+    """Splits of the two exchanges of one attention; ``plan_exchange`` makes it.
 
     Attributes:
-        qkv: of queries, keys and values.
-        out: of the result.
-        names: of the calls that are counted: forward and backward.
+        qkv: split of queries, keys and values.
+        out: split of the result.
+        names: function names under which the calls are counted, in forward and in backward.
     """
 
     qkv: Layout
@@ -45,7 +45,14 @@ class Exchange(NamedTuple):
 def plan_exchange(
     query: Ints, key: Ints, value: Ints, world: int, rank: int, seq_dim: int, seq_sizes: Ints | None, name: str
 ) -> Exchange:
-    """The exchange for local shapes ``[b, s, heads, head_dim]``, or sequence first with ``seq_dim`` 0.
+    """Return the splits of the exchanges of an attention.
+
+    Args:
+        query, key, value: shapes of this rank's tensors, ``[b, s, heads, head_dim]``, or sequence first.
+        world, rank: number of ranks, this rank.
+        seq_dim: dim of the sequence, 1 or 0.
+        seq_sizes: number of positions of every rank; None where all have as many.
+        name: function that the program called.
 
     Raises:
         ShapeError: the shapes are not those of one attention, or the heads cannot be split over the ranks.
@@ -71,10 +78,12 @@ _cached_plan = lru_cache(maxsize=1024)(plan_exchange)
 def exchange_for(
     query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, seq_dim: int, seq_sizes: Ints | None, name: str
 ) -> Exchange:
-    """``plan_exchange`` for local tensors, looked up; made anew under torch.compile, which traces through a cache.
+    """Return the cached result of ``plan_exchange`` for this rank's tensors.
+
+    Under torch.compile, which traces through a cache, a new one is made.
 
     Raises:
-        ShapeError: as ``plan_exchange``, with the function, the ranks and the shape of the queries.
+        ShapeError: as ``plan_exchange``; the text has ``name``, the rank and the shape of the queries.
     """
     plan = plan_exchange if is_compiling() else _cached_plan
     shapes = query.shape, key.shape, value.shape
@@ -86,9 +95,10 @@ def exchange_for(
 
 @direct
 class _Exchanged(torch.autograd.Function):
-    """Forward: one all-to-all, to the heads of this rank or to its positions. Backward: the other, its adjoint.
+    """Forward: one all-to-all, to the heads of this rank or to its positions. Backward: the other one, its adjoint.
 
-    ``forward_call`` and ``backward_call`` are ``heads.to_heads`` and ``heads.to_sequence``, in either order.
+    ``forward_call`` and ``backward_call`` are ``heads.to_heads`` and ``heads.to_sequence``, in either order. A backward
+    whose gradient is differentiated again runs this function again.
     """
 
     @staticmethod
@@ -109,7 +119,10 @@ class _Exchanged(torch.autograd.Function):
 
 @direct
 class _FusedToHeads(torch.autograd.Function):
-    """``_Exchanged`` to heads of one tensor ``[.., 3, heads, head_dim]``; backward fills slices of one gradient."""
+    """Forward: all-to-all to the heads of q, k and v, which are one tensor ``[.., 3, heads, head_dim]``.
+
+    Backward: all-to-all to the positions, whose three results fill slices of one gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, layout: Layout, group: ProcessGroup, names: tuple[str, str], qkv: Tensor) -> Any:
@@ -128,7 +141,10 @@ class _FusedToHeads(torch.autograd.Function):
 
 @direct
 class _Flat(torch.autograd.Function):
-    """All-to-all of a flat tensor by numbers of elements; backward: the numbers swapped. For torch.compile."""
+    """Forward: all-to-all of a flat tensor by numbers of elements. Backward: the all-to-all with both lists swapped.
+
+    Calls that torch.compile traces use it.
+    """
 
     @staticmethod
     def forward(ctx: Any, wire: Tensor, recv: Ints, send: Ints, group: ProcessGroup, names: tuple[str, str]) -> Tensor:
@@ -169,7 +185,19 @@ def to_sequence(out: Tensor, layout: Layout, group: ProcessGroup, names: tuple[s
 
 
 def _counts(layout: Layout, batch: int, width: int, rank: int, widths: Sequence[int]) -> tuple[Ints, Ints]:
-    """Elements of every rank's block: by heads (of this rank's positions), and by positions (of this rank's heads)."""
+    """Return the number of elements of every rank's block in both directions.
+
+    Args:
+        layout: split of heads and positions.
+        batch: size of the batch.
+        width: number of elements per token of this rank's heads.
+        rank: this rank.
+        widths: number of elements per token of every rank's heads.
+
+    Returns:
+        Blocks with this rank's positions of every rank's heads; blocks with every rank's positions of this rank's
+        heads.
+    """
     by_heads = tuple([batch * layout.seq_sizes[rank] * each for each in widths])
     return by_heads, tuple([batch * size * width for size in layout.seq_sizes])
 
@@ -177,7 +205,7 @@ def _counts(layout: Layout, batch: int, width: int, rank: int, widths: Sequence[
 def _traced_to_heads(
     tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, names: tuple[str, str]
 ) -> Sequence[Tensor]:
-    """``to_heads`` in plain operators around one functional collective, which autograd and inductor see through."""
+    """Compute ``to_heads`` by plain operators around one functional collective, for torch.compile to trace."""
     rank, world, batch = group.rank(), group.size(), tensors[0].shape[1 - layout.seq_dim]
     dims = [x.shape[3] for x in tensors]
     widths = [sum(s.sizes[w] * d for s, d in zip(layout.shares, dims, strict=True)) for w in range(world)]
@@ -197,11 +225,12 @@ def _traced_to_heads(
 
 
 def _heads_of(x: Tensor, share: HeadShare, w: int) -> Tensor:
+    """Return a view of the heads of ``x`` that rank ``w`` attends with."""
     return x.narrow(HEAD_DIM, share.starts[w], share.sizes[w])
 
 
 def _traced_to_sequence(out: Tensor, layout: Layout, group: ProcessGroup, names: tuple[str, str]) -> Tensor:
-    """``to_sequence`` in plain operators around one functional collective."""
+    """Compute ``to_sequence`` by plain operators around one functional collective, for torch.compile to trace."""
     rank, (share,), head_dim = group.rank(), layout.shares, out.shape[3]
     batch, size = out.shape[1 - layout.seq_dim], layout.seq_sizes[rank]
     by_heads, by_positions = _counts(
@@ -252,14 +281,14 @@ class UlyssesAttention(nn.Module):
         self._is_sdpa = getattr(attention, "func", attention) is scaled_dot_product_attention
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "UlyssesAttention":
-        """A copy over the same group."""
-        made = memo[id(self)] = type(self).__new__(type(self))
+        """Return a deep copy of the module that shares its process group, which cannot be copied."""
+        copy = memo[id(self)] = type(self).__new__(type(self))
         memo[id(self.group)] = self.group
-        made.__dict__.update(deepcopy(self.__dict__, memo))
-        return made
+        copy.__dict__.update(deepcopy(self.__dict__, memo))
+        return copy
 
     def extra_repr(self) -> str:
-        """The layout."""
+        """Return the layout, which ``repr`` of the module shows."""
         return f"layout={self.layout!r}"
 
     def forward(
@@ -271,7 +300,7 @@ class UlyssesAttention(nn.Module):
         sequence_sizes: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Attention of this rank's positions to those of all ranks.
+        """Compute the attention of this rank's positions to the positions of all ranks.
 
         Args:
             query: ``[b, s, heads, head_dim]``, any strides; or q, k and v in one tensor ``[b, s, 3, heads, head_dim]``.
@@ -304,7 +333,11 @@ class UlyssesAttention(nn.Module):
         return to_sequence(self._attend(local, kwargs), exchange.out, group, exchange.names)
 
     def _attend(self, tensors: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
-        """``attention`` in the layout that it takes."""
+        """Call ``attention`` with q, k and v in the layout that it takes, and return its result in ``self.layout``.
+
+        Raises:
+            ArgumentError: ``attention`` returns no tensor.
+        """
         query, key, value = tensors
         if not self._is_sdpa:
             out = self.attention(query, key, value, **kwargs)
@@ -321,7 +354,12 @@ class UlyssesAttention(nn.Module):
 
 
 def _checked(query: Tensor, key: Tensor | None, value: Tensor | None, name: str) -> tuple[Tensor, ...]:
-    """q, k and v."""
+    """Return q, k and v, of three tensors or of one tensor ``query`` that holds all three in dim 2.
+
+    Raises:
+        ShapeError: ``query`` is the only tensor, and not of that shape.
+        ArgumentError: an argument is no tensor, or not one strided block of memory. ``name`` begins the message.
+    """
     for x in (query, key, value):
         if isinstance(x, Tensor):
             check_kind(x, name)
@@ -338,7 +376,12 @@ def _checked(query: Tensor, key: Tensor | None, value: Tensor | None, name: str)
 
 
 def _check_mask(mask: Any, positions: int, name: str) -> None:
-    """A mask has to be one that every rank can apply to its heads."""
+    """Check that every rank can apply the attention mask to its heads and all positions.
+
+    Raises:
+        ArgumentError: ``mask`` is no tensor of two dims or more. ``name`` begins the message.
+        UnsupportedError: the mask is one of local positions, or differs between heads.
+    """
     if not isinstance(mask, Tensor) or mask.dim() < 2:
         raise ArgumentError(f"{name}: attn_mask must be a tensor [..., positions, positions], not {mask!r:.60}")
     if any(size not in (1, positions) for size in mask.shape[-2:]):

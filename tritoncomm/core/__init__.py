@@ -1,3 +1,3 @@
-"""How bytes move, not differentiable: plans of collectives, pack and unpack, the collectives eager and compiled."""
+"""Movement of bytes, not differentiable: plans of collectives, pack and unpack, eager and compiled collectives."""
 
 __all__: list[str] = []

@@ -136,7 +136,6 @@ def rows_layout(shape: Ints, stride: Ints, dim: int) -> tuple[Ints, Ints] | None
     return outer[0] + row[0], outer[1] + (row[1] if row[0] != (1,) else (1,))
 
 
-@lru_cache(maxsize=8192)
 def unit_bytes(shape: Ints, stride: Ints | None, dim: int, world: int, sizes: Ints | None, itemsize: int) -> int:
     """Return the bytes per access of a kernel that copies between a tensor and its wire, both aligned to 16 bytes.
 

@@ -289,10 +289,10 @@ class Handle:
     A handle that is dropped does not wait. For memory of a GPU the current stream is ordered behind the collective.
     """
 
-    __slots__ = ("_finish", "_kept", "_work", "result")
+    __slots__ = ("_buffers", "_finish", "_work", "result")
 
-    def __init__(self, work: Work, result: Tensor, finish: Callable[[], Any] | None, *kept: Tensor) -> None:
-        self._work, self.result, self._finish, self._kept = work, result, finish, kept
+    def __init__(self, work: Work, result: Tensor, finish: Callable[[], Any] | None, *buffers: Tensor) -> None:
+        self._work, self.result, self._finish, self._buffers = work, result, finish, buffers
 
     def wait(self) -> Tensor:
         """Order the current stream after the collective (on the CPU: block), unpack, and return the result."""
@@ -302,8 +302,8 @@ class Handle:
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
-        released((self.result, *self._kept))
-        self._kept = ()
+        released((self.result, *self._buffers))
+        self._buffers = ()
         return self.result
 
     def is_completed(self) -> bool:

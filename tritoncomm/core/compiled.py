@@ -250,7 +250,15 @@ def all_to_all(
 ) -> Tensor:
     """Add to the graph an all-to-all that splits ``scatter_dim`` and concatenates ``gather_dim``; return the result.
 
-    The arguments are those of ``eager.all_to_all``.
+    Args:
+        x: tensor of this rank.
+        scatter_dim: dim that is split over the ranks.
+        gather_dim: dim along which the received shards are concatenated.
+        group: ranks that take part.
+        name: function that the program called.
+        shape: shape that the result gets at the end; None keeps the shape of the exchange.
+        scatter_sizes: size of ``scatter_dim`` that goes to each rank; None splits it evenly.
+        gather_sizes: size of ``gather_dim`` on each rank; None where all are equal.
     """
     world = group.size()
     if world == 1:

@@ -5,7 +5,7 @@ Local passes: ``bytes read and written / memory``. Collectives: ``steps * latenc
 - ``world - 1`` steps for an all-gather and a reduce-scatter (a ring), twice as many for an all-reduce, one for an
   all-to-all (all peers at once);
 - inside a node every rank sends at ``link``. Across nodes a ring is laid through all network ports of a node and runs
-  at the smaller of ``link`` and ``node * network``; what leaves the node in an all-to-all goes out at ``network``.
+  at the smaller of ``link`` and ``node * network``. Bytes of an all-to-all that leave the node go out at ``network``.
 """
 
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ __all__ = ["DEFAULTS", "Rates", "collective_seconds", "pass_seconds"]
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine is assumed to do.
+    """Assumed rates of a machine.
 
     Attributes:
         latency: seconds per step of a collective.
         link: bytes per second that one rank sends inside its node.
         network: bytes per second that one rank sends to other nodes.
         memory: bytes per second of a copy, read plus written.
-        node: ranks in a node.
-        source: where the figures come from, in words.
+        node: number of ranks in a node.
+        source: origin of the figures, in words.
     """
 
     latency: float
@@ -49,19 +49,19 @@ _STEPS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 
 
 def pass_seconds(bytes_copied: int, rates: Rates) -> float:
-    """Seconds of a local pass that reads and writes ``bytes_copied`` bytes in all."""
+    """Return the predicted seconds of a local pass that reads and writes ``bytes_copied`` bytes in all."""
     return bytes_copied / rates.memory
 
 
 def collective_seconds(kind: str, bytes_sent: int, world: int, rates: Rates, bytes_received: int = 0) -> float:
-    """Seconds of a collective; the larger of what a rank sends and receives takes the time.
+    """Return the predicted seconds of a collective: the larger of its bytes sent and bytes received takes the time.
 
     Args:
         kind: ``all-gather``, ``reduce-scatter``, ``all-reduce`` or ``all-to-all``.
-        bytes_sent: what each rank sends, to all others together.
+        bytes_sent: bytes that each rank sends to all others together.
         world: number of ranks; ranks of a node are neighbours.
-        rates: the machine.
-        bytes_received: what arrives from all others together.
+        rates: rates of the machine.
+        bytes_received: bytes that arrive from all others together.
 
     Example:
         7 GB all-gathered over 8 ranks with ``link`` 350e9 and no latency take 0.02 s.

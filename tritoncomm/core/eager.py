@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup, ReduceOp
 
-from tritoncomm.core import backend, compiled, ops
+from tritoncomm.core import backend, compiled, ops, plan
 from tritoncomm.core.backend import Handle
 from tritoncomm.core.call import enter
 from tritoncomm.core.memory import contiguous_stride, empty
@@ -26,7 +26,6 @@ from tritoncomm.core.plan import (
     cached_all_to_all,
     cached_all_to_all_single,
     cached_reduce_scatter,
-    cached_split,
     located,
 )
 from tritoncomm.core.validation import check_input
@@ -49,11 +48,6 @@ def _planned(
         return function(x.shape, x.itemsize, *arguments)
     except CommError as error:
         raise located(error, x.shape, name, group) from None
-
-
-def _flat(like: Tensor, shape: Ints) -> Tensor:
-    """Allocate an uninitialised 1-d tensor with as many elements as ``shape``, of the dtype and device of ``like``."""
-    return empty(like, (math.prod(shape),), (1,), like.dtype)
 
 
 def all_gather(
@@ -83,20 +77,22 @@ def all_gather(
     rank = 0 if sizes is None else group.rank()
     planned = _planned(cached_all_gather, x, group, name, dim, world, rank, sizes)
     x, copied = ops.contiguous(x)
-    stride = contiguous_stride(planned.shape)
-    wire = empty(x, planned.shape, stride, x.dtype) if planned.in_order else _flat(x, planned.shape)
+    shape = planned.shape
+    if not planned.in_order:  # Gloo wants the ranks in dim 0
+        shape = (math.prod(shape),) if sizes is not None else plan.resized(x.shape, 0, world * x.shape[0])
+    wire = empty(x, shape, contiguous_stride(shape), x.dtype)
     if sizes is not None:
         parts = list(wire.view(-1).split(planned.recv_counts))
         work = backend.all_gather_list(parts, x.view(-1), group, name, asynchronous)
-    elif planned.in_order and dim in (0, -x.dim()):
-        work = backend.all_gather(wire, x, group, name, asynchronous)
-    else:  # Gloo wants the ranks in dim 0
+    elif planned.in_order and dim not in (0, -x.dim()):
         work = backend.all_gather(wire.view(-1), x.view(-1), group, name, asynchronous)
+    else:
+        work = backend.all_gather(wire, x, group, name, asynchronous)
     if planned.in_order:
         span.end("torch" if copied else "view", copied, planned.bytes_sent)
         return (wire, Handle(work, wire, None, x)) if asynchronous else wire
     if asynchronous:
-        out = empty(x, planned.shape, stride, x.dtype)
+        out = empty(x, planned.shape, contiguous_stride(planned.shape), x.dtype)
         span.end(ops.path_for(out, "unpack", dim, world, sizes), copied, planned.bytes_sent)
         return out, Handle(work, out, lambda: ops.unpack(wire, planned.shape, dim, world, sizes, out=out), x, wire)
     out, path, unpacked = ops.unpack(wire, planned.shape, dim, world, sizes)
@@ -175,7 +171,7 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
     if span is None:
         return x
     try:
-        start, size = cached_split(x.shape, dim, span.world, group.rank(), sizes)
+        start, size = plan.split(x.shape, dim, span.world, group.rank(), sizes)
     except CommError as error:
         raise located(error, x.shape, name, group) from None
     shard = x[start : start + size] if dim == 0 else x.narrow(dim, start, size)
@@ -285,7 +281,7 @@ def all_to_all(
         gather_dim: dim along which the received shards are concatenated.
         group: ranks that take part.
         name: function that the program called.
-        shape: shape that the result gets at the end; None keeps that of the exchange.
+        shape: shape that the result gets at the end; None keeps the shape of the exchange.
         scatter_sizes: size of ``scatter_dim`` that goes to each rank; None splits it evenly.
         gather_sizes: size of ``gather_dim`` on each rank; None where all are equal.
         asynchronous: run the exchange on the backend's own stream. The result is waited for in any case.
@@ -306,7 +302,7 @@ def all_to_all(
     planned = _planned(cached_all_to_all, x, group, name, scatter_dim, gather_dim, world, rank, *sizes)
     wire, path, copied = ops.pack(ops.resolved(x), scatter_dim, world, planned.send_sizes or None)
     if planned.send_sizes or wire.shape[0] % world:  # dims of size 1 in front; torch 2.15 wants to split dim 0
-        received, wire = _flat(wire, planned.shape), wire.view(-1)
+        received, wire = empty(wire, (math.prod(planned.shape),), (1,), wire.dtype), wire.view(-1)
     else:
         received = empty(wire, wire.shape, contiguous_stride(wire.shape), wire.dtype)
     work = backend.all_to_all(received, wire, planned.recv_counts, planned.send_counts, group, name, asynchronous)

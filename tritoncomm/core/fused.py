@@ -11,7 +11,7 @@ from tritoncomm_kernels import PADDING, Segment, Segments
 
 from tritoncomm.core.address_map import AddressMap
 from tritoncomm.core.ops import pack, pack_into, path_for
-from tritoncomm.core.plan import Ints
+from tritoncomm.core.plan import Ints, resized
 from tritoncomm.core.segments import block_segments, gather, table_of
 from tritoncomm.errors import ArgumentError
 from tritoncomm.record import CopyPath
@@ -33,7 +33,7 @@ def pack_many(
         tensors: tensors of any shapes and strides.
         dims: dim along which each tensor is split over the ranks, as ``torch.chunk`` splits it.
         world: number of ranks.
-        dtype: dtype of the wire; that of the tensors by default, which have to agree then.
+        dtype: dtype of the wire; by default the dtype of the tensors, which have to agree then.
         scale: factor applied before the one rounding.
 
     Returns:
@@ -48,36 +48,33 @@ def pack_many(
     Example:
         Gradients ``[5, 8]`` and ``[16]`` split along dims 1 and 0 over 4 ranks give a wire ``[4, 5*2 + 4]``.
     """
-    plans = [AddressMap.along(x.shape, dim, world) for x, dim in zip(tensors, dims, strict=True)]
+    dims = [dim % x.dim() for x, dim in zip(tensors, dims, strict=True)]
+    maps = [AddressMap.along(x.shape, dim, world) for x, dim in zip(tensors, dims, strict=True)]
+    sizes = [each.outer * each.run for each in maps]
+    shards = [
+        (sum(sizes[:i]), resized(x.shape, dim, -(-x.shape[dim] // world)))
+        for i, (x, dim) in enumerate(zip(tensors, dims, strict=True))
+    ]
     wire_dtype = dtype or _common_dtype(tensors)
     if len(tensors) == 1:  # it may be the wire already
-        x, dim = tensors[0], dims[0] % tensors[0].dim()
-        wire, path, copied = pack(x, dim, world, dtype=wire_dtype, scale=scale)
-        shard = (*x.shape[:dim], -(-x.shape[dim] // world), *x.shape[dim + 1 :])
-        return wire.view(world, -1), [(0, shard)], path, copied
-    wire = tensors[0].new_empty((world, sum(p.outer * p.run for p in plans)), dtype=wire_dtype)
+        wire, path, copied = pack(tensors[0], dims[0], world, dtype=wire_dtype, scale=scale)
+        return wire.view(world, -1), shards, path, copied
+    wire = tensors[0].new_empty((world, sum(sizes)), dtype=wire_dtype)
     if path_for(tensors[0], "segments") == "triton":
-        layouts = tuple([(x.shape, x.stride(), dim % x.dim()) for x, dim in zip(tensors, dims, strict=True)])
-        table = _table(layouts, world, wire_dtype)
-        if table is not None:
-            segments, parts = table
-            return wire, list(parts), *gather(tensors, wire, segments, scale=scale)
-    shards: list[tuple[int, Ints]] = []
-    offset, copied, path = 0, 0, "torch"
-    for x, dim, plan in zip(tensors, dims, plans, strict=True):
-        dim %= x.dim()
-        part = wire[:, offset : offset + plan.outer * plan.run].unflatten(1, (plan.outer, plan.run))
-        path, bytes_copied = pack_into(part, x, plan, dim, None, scale)
-        shards.append((offset, (*x.shape[:dim], -(-x.shape[dim] // world), *x.shape[dim + 1 :])))
-        offset, copied = offset + plan.outer * plan.run, copied + bytes_copied
+        layouts = tuple([(x.shape, x.stride(), dim) for x, dim in zip(tensors, dims, strict=True)])
+        segments = _table(layouts, world, wire_dtype)
+        if segments is not None:
+            return wire, shards, *gather(tensors, wire, segments, scale=scale)
+    copied, path = 0, "torch"
+    for x, dim, each, part in zip(tensors, dims, maps, wire.split(sizes, 1), strict=True):
+        path, bytes_copied = pack_into(part.unflatten(1, (each.outer, each.run)), x, each, dim, None, scale)
+        copied += bytes_copied
     return wire, shards, path, copied
 
 
 @lru_cache(maxsize=1024)
-def _table(
-    layouts: tuple[tuple[Ints, Ints, int], ...], world: int, dtype: torch.dtype
-) -> tuple[Segments, tuple[tuple[int, Ints], ...]] | None:
-    """Return the segment table and the shards of ``pack_many``; None if the table would have too many segments.
+def _table(layouts: tuple[tuple[Ints, Ints, int], ...], world: int, dtype: torch.dtype) -> Segments | None:
+    """Return the segment table of ``pack_many``; None if it would have too many segments.
 
     A dim that does not divide has that many where each of many rows before it is padded.
 
@@ -88,15 +85,12 @@ def _table(
     """
     maps = [AddressMap.along(shape, dim, world) for shape, _, dim in layouts]
     sizes = [each.outer * each.run for each in maps]
-    offsets, total = [sum(sizes[:i]) for i in range(len(sizes))], sum(sizes)
-    shards = [
-        _shard(i, *layout, each, rank, dtype.itemsize, (rank * total + offset) * dtype.itemsize)
-        for i, (layout, each, offset) in enumerate(zip(layouts, maps, offsets, strict=True))
+    shards = (
+        _shard(i, *layout, each, rank, dtype.itemsize, (rank * sum(sizes) + sum(sizes[:i])) * dtype.itemsize)
+        for i, (layout, each) in enumerate(zip(layouts, maps, strict=True))
         for rank in range(world)
-    ]
-    table = table_of(shards, [dtype] * len(layouts))
-    shapes = [(*shape[:dim], -(-shape[dim] // world), *shape[dim + 1 :]) for shape, _, dim in layouts]
-    return None if table is None else (table, tuple(zip(offsets, shapes, strict=True)))
+    )
+    return table_of(shards, [dtype] * len(layouts))
 
 
 def _shard(

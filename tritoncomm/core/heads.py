@@ -1,8 +1,8 @@
 """Exchange of heads, the all-to-all of Ulysses: from a rank's positions of all heads to all positions of its heads.
 
 It is not differentiable; ``to_heads`` and ``to_sequence`` are adjoint.
-Several tensors share one message. The wire has, for rank w, token by token the heads that rank w attends with, those of
-every tensor side by side: ``rank, token, [q heads | k heads | v heads]``. So one tensor arrives, and one pass unpacks
+Several tensors share one message. The wire has, for rank w, token by token the heads that rank w attends with, of
+all tensors side by side: ``rank, token, [q heads | k heads | v heads]``. So one tensor arrives, and one pass unpacks
 it, if any. Blocks of ranks that have equally many heads (or positions) lie at one stride and are one copy: an uneven
 split costs two copies, not one per rank. Kernels pack all tensors in one launch and unpack in another, with the sums of
 shared heads; torch copies block by block.

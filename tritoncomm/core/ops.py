@@ -159,10 +159,11 @@ def pack_into(
         wire: buffer ``[world, outer, run]``, or flat with ``sizes``.
         x: tensor of any strides.
         plan: address map of the split.
-        dim, sizes: split of ``x``, as ``pack`` takes it.
+        dim: dim that is split over the ranks.
+        sizes: size of ``dim`` on every rank; None splits it as ``torch.chunk`` does.
         scale: factor applied before the one rounding; None for 1.
     """
-    taken, layout = path_for(x, "pack", dim, plan.world, sizes), rows_layout(x.shape, x.stride(), dim)
+    path, layout = path_for(x, "pack", dim, plan.world, sizes), rows_layout(x.shape, x.stride(), dim)
     if layout is None and plan.outer == 1 and (plan.even or sizes is not None) and wire.is_contiguous():
         layout = rows_layout(x.shape, x.stride(), -1)  # the wire has the order of x, so any rows describe it
         if layout is not None:
@@ -171,9 +172,9 @@ def pack_into(
         _refuse_triton("pack", x, dim)
         return "torch", _pack_blocks(wire, x, plan, dim, sizes, scale)
     rows = x.as_strided(*layout)
-    if taken == "triton":
+    if path == "triton":
         try:
-            return taken, kernels.pack(rows, wire, scale, sizes=plan.lengths)
+            return path, kernels.pack(rows, wire, scale, sizes=plan.lengths)
         except TooLargeError as error:
             _leave_to_torch(error)
     return "torch", reference.pack(rows, wire, scale, sizes=plan.lengths)
@@ -249,16 +250,23 @@ def _unpack_into(
 ) -> tuple[CopyPath, int]:
     """Unpack ``wire`` into ``out``; return the path (torch or triton) and the bytes read plus written.
 
-    The arguments are those of ``unpack``; ``plan`` is the address map of the split.
+    Args:
+        out: tensor to fill, of any strides.
+        wire: shards in rank order, ``[world, outer, run]``, or flat with ``sizes``.
+        plan: address map of the split.
+        dim: dim along which the shards are concatenated.
+        sizes: size of ``dim`` on every rank; None splits it as ``torch.chunk`` does.
+        scale: factor applied before the one rounding; None for 1.
+        accumulate: add to ``out`` instead of overwriting it.
     """
-    taken, layout = path_for(out, "unpack", dim, plan.world, sizes), rows_layout(out.shape, out.stride(), dim)
+    path, layout = path_for(out, "unpack", dim, plan.world, sizes), rows_layout(out.shape, out.stride(), dim)
     if layout is None:
         _refuse_triton("unpack", out, dim)
         return "torch", _unpack_blocks(wire, out, plan, dim, sizes, scale, accumulate)
     rows = out.as_strided(*layout)
-    if taken == "triton":
+    if path == "triton":
         try:
-            return taken, kernels.unpack(wire, rows, scale, accumulate=accumulate, sizes=plan.lengths)
+            return path, kernels.unpack(wire, rows, scale, accumulate=accumulate, sizes=plan.lengths)
         except TooLargeError as error:
             _leave_to_torch(error)
     return "torch", reference.unpack(wire, rows, scale, accumulate=accumulate, sizes=plan.lengths)
@@ -380,7 +388,12 @@ def _pack_blocks(wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Int
     """Pack ``x``, whose layout no kernel reads, by one strided torch copy per rank; return the bytes read plus written.
 
     Args:
-        wire, x, plan, dim, sizes, scale: as ``pack_into`` takes them. A scale takes a second pass.
+        wire: buffer ``[world, outer, run]``, or flat with ``sizes``.
+        x: tensor to pack.
+        plan: address map of the split.
+        dim: dim that is split over the ranks.
+        sizes: size of ``dim`` on every rank; None splits it as ``torch.chunk`` does.
+        scale: factor, which takes a second pass; None for 1.
 
     Raises:
         ArgumentError: a scale, and a tensor that is not of floating point.
@@ -419,7 +432,11 @@ def _blocks(wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Ints | N
     """Yield for each rank (its part of ``wire``, its shard of ``x``), views of one shape; zero the wire's padding.
 
     Args:
-        wire, x, plan, dim, sizes: as ``pack_into`` takes them.
+        wire: buffer ``[world, outer, run]``, or flat with ``sizes``.
+        x: tensor that is split.
+        plan: address map of the split.
+        dim: dim that is split over the ranks.
+        sizes: size of ``dim`` on every rank; None splits it as ``torch.chunk`` does.
     """
     dim %= x.dim()
     lead, tail = x.shape[:dim], x.shape[dim + 1 :]

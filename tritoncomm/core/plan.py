@@ -27,7 +27,6 @@ __all__ = [
     "cached_all_to_all",
     "cached_all_to_all_single",
     "cached_reduce_scatter",
-    "cached_split",
     "check_split_sizes",
     "chunk_sizes",
     "located",
@@ -97,7 +96,13 @@ def reduce_scatter(
 ) -> CollectivePlan:
     """Plan a reduce-scatter along ``dim``: ``[..., n, ...] -> [..., n/world, ...]``, or ``[..., sizes[rank], ...]``.
 
-    The arguments are those of ``all_gather``, but ``sizes`` has the shard of ``dim`` that each rank keeps.
+    Args:
+        shape: shape of the tensor, the same on all ranks.
+        itemsize: bytes of an element.
+        dim: dim that is split over the ranks.
+        world: number of ranks.
+        rank: this rank.
+        sizes: size of ``dim`` that each rank keeps; None splits it evenly.
 
     Raises:
         ShapeError: ``shape`` has no such dim, its size does not divide by ``world``, or ``sizes`` do not add up to it.
@@ -148,8 +153,8 @@ def all_to_all(
     own = resized(shape, scatter_dim, split_evenly(shape, scatter_dim, world) if even else send_sizes[rank])
     recv_sizes, recv_counts = _gathered(own, gather_dim, world, rank, gather_sizes)
     result = resized(own, gather_dim, own[gather_dim] * world if even else sum(recv_sizes))
-    kept = math.prod(own) * itemsize
-    sent, received = math.prod(shape) * itemsize - kept, math.prod(result) * itemsize - kept
+    local = math.prod(own) * itemsize
+    sent, received = math.prod(shape) * itemsize - local, math.prod(result) * itemsize - local
     in_order = _leads(own, gather_dim)
     return CollectivePlan(result, sent, received, in_order, send_sizes, recv_sizes, send_counts, recv_counts)
 
@@ -211,7 +216,6 @@ def split(shape: Ints, dim: int, world: int, rank: int, sizes: Ints | None = Non
 _cached = lru_cache(maxsize=8192)  # shapes repeat in every step, and a plan takes as long as a small collective
 cached_all_gather, cached_reduce_scatter = _cached(all_gather), _cached(reduce_scatter)
 cached_all_to_all, cached_all_to_all_single = _cached(all_to_all), _cached(all_to_all_single)
-cached_split = _cached(split)
 
 
 def all_reduce_bytes(nbytes: int, world: int) -> int:

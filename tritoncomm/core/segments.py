@@ -60,7 +60,10 @@ def scatter(
     """Copy the segments of a table from the wire into the tensors, or add them: the inverse of ``gather``.
 
     Args:
-        wire, tensors, segments, scale: as ``gather`` takes them.
+        wire: contiguous buffer, at least ``segments.wire_bytes`` long.
+        tensors: tensors of the table, in its order, of any shapes and strides.
+        segments: table of the copies.
+        scale: factor applied before the one rounding, of floating point tensors only.
         accumulate: add to the tensors instead of overwriting them.
         sums: add up segments that have the same rows of a tensor, in the order of the table, with one rounding.
 

@@ -162,7 +162,7 @@ def ranks_of(group: ProcessGroup, name: str) -> list[int]:
         if size != len(ranks) or members[group].get(dist.get_rank()) != rank:
             raise GroupError(
                 f"{name}: the process group {group.group_name!r} was reconfigured to {size} ranks, of which torch does "
-                f"not know the global ranks (it has those of before, {ranks}); make a new group"
+                f"not know the global ranks (it has the former ones, {ranks}); make a new group"
             )
     return ranks
 

@@ -176,8 +176,15 @@ class Flight:
     def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = (), depth: int = 4) -> None:
         """Append the entry of a call that starts, then let check mode compare it with the other ranks.
 
-        The arguments are those of ``record.Observer.begin``. Every line is on the hot path: words, files and lines are
-        left to ``dump``.
+        Every line is on the hot path: words, files and lines are left to ``dump``.
+
+        Args:
+            name: function that the program called.
+            kind: collective that runs, a key of ``descriptor.KINDS``.
+            group: process group of the call.
+            x: tensor of the call, a sequence of its tensors, or None.
+            arguments: arguments of the kind, or a function followed by its arguments, which returns them.
+            depth: number of frames from this method up to the frame of the program, or fewer.
 
         Raises:
             CommError: check mode finds that ranks differ.
@@ -198,7 +205,7 @@ class Flight:
             except AttributeError:
                 shape, dtype = _several(x)
         try:  # the program's frame is at ``depth`` for most calls, so there is no walk over frames
-            frame = _frame(depth if _current_node() is None else depth - 1)  # that of a backward is passed by
+            frame = _frame(depth if _current_node() is None else depth - 1)  # the frame of our backward comes sooner
             code, offset = frame.f_code, frame.f_lasti
             if sources[code.co_filename] or code.co_name == "<genexpr>":
                 code, offset = site_above(frame)
@@ -416,7 +423,7 @@ def _number_of(collective: Active, calls: list[Call], first: int) -> int | None:
 
 def _ranks(names: Iterable[str]) -> dict[str, list[int]]:
     """Return the global ranks of each group that exists and has one of ``names``, by name."""
-    named = {group.group_name: ranks for group, ranks in list(members.items())}
+    named: dict[str, Any] = {group.group_name: ranks for group, ranks in list(members.items())}
     return {name: list(named[name]) for name in names if name in named}
 
 
