@@ -141,7 +141,7 @@ def planned(
 
 
 def in_form_of(tensors: Any, results: Sequence[Tensor], wraps: Sequence[Wrap | None]) -> Any:
-    """Return results in the form of the tensors that a caller passed: one, a list, or a dict by name.
+    """Wrap local results and return them in the form of the tensors that a caller passed: one, a list, or a dict.
 
     Args:
         tensors: the tensors that the caller passed.

@@ -242,9 +242,10 @@ class Layout:
         return tuple(self._local[self.ranks.index(rank)].tolist()) if rank in self.ranks else None
 
     def in_rows(self, periods: Ints) -> "Layout":
-        """Return the layout as dense boxes of the view in which each dim is rows of its period (``rows_shape``).
+        """View each dim as rows of ``period`` columns, and return the layout of that view, in which no box is strided.
 
-        Local tensors keep their shapes. ``strides_of`` returns their strides for the dims of the view.
+        Every strided box becomes a few dense boxes. Local tensors keep their shapes; ``strides_of`` returns their
+        strides for the dims of the view.
 
         Args:
             periods: period of every dim, a multiple of the dim's step; 1 leaves a dim as it is.

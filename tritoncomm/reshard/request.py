@@ -556,7 +556,10 @@ def refusing(participants: Participants, name: str) -> Iterator[None]:
 
 
 def _report(name: str, group: ProcessGroup, tensors: Sequence[Tensor], plan: str, error: CommError | None) -> None:
-    """Report a call without a cached plan to the observer: in check mode the ranks with a cached plan hear of it.
+    """Report that this rank calls without a cached plan to the observer: to the flight record and to check mode.
+
+    Check mode compares the report with the calls of the other ranks, so that ranks with a cached plan raise, too.
+    Without an observer nothing happens.
 
     Args:
         name: the calling function.
