@@ -295,9 +295,9 @@ class Layout:
             high = np.minimum((start + size)[:, None], (start + size)[None])
             overlaps = np.triu((high > low).all(2), 1)
             if overlaps.any():
-                pair = (int(index[0]) for index in np.nonzero(overlaps))
                 first, other = (
-                    f"{_text(start[i], size[i])} of rank {self.ranks[int(self.owner[boxes[i, 0]])]}" for i in pair
+                    f"{_text(start[i], size[i])} of rank {self.ranks[int(self.owner[boxes[i, 0]])]}"
+                    for i in np.argwhere(overlaps)[0].tolist()
                 )
                 return f"the boxes {first} and {other} overlap in part"
         missing = self.elements - int(size.prod(1).sum())
