@@ -141,7 +141,7 @@ def planned(
 
 
 def in_form_of(tensors: Any, results: Sequence[Tensor], wraps: Sequence[Wrap | None]) -> Any:
-    """Return results in the form of the tensors that a caller passed: one, a list, or a dict by name.
+    """Wrap local results and return them in the form of the tensors that a caller passed: one, a list, or a dict.
 
     Args:
         tensors: the tensors that the caller passed.
@@ -193,15 +193,21 @@ class ReshardPlan(record.Traffic):
             ShapeError: a tensor of another shape than the plan was made for, or a DTensor of another layout.
             ArgumentError: other tensors or dtypes, or a gradient where the plan has none.
         """
-        names = [item.name for item in self.items]
-        by_name, outs_by_name = named(tensors, "reshard"), {} if out is None else named(out, "reshard")
-        for values in [by_name] if out is None else [by_name, outs_by_name]:
-            if list(values) != names:
-                raise ArgumentError(f"reshard: the plan is for {names}, not for {list(values)}")
-        sources, outs = ([(x, local_of(x)) for x in values.values()] for values in (by_name, outs_by_name))
+        sources, outs = self._pairs(tensors), [] if out is None else self._pairs(out)
         check_locals(self.items, self._shapes, sources, outs, "reshard", self._rank)
         results = self.run([x for _, x in sources], None if out is None else [x for _, x in outs])
         return in_form_of(tensors, results, self._wraps) if out is None else out
+
+    def _pairs(self, tensors: Any) -> list[tuple[Any, Tensor]]:
+        """Return every tensor that a caller passed, with its local tensor, if the names are those of the plan.
+
+        Raises:
+            ArgumentError: other names, or another order.
+        """
+        by_name, names = named(tensors, "reshard"), [item.name for item in self.items]
+        if list(by_name) != names:
+            raise ArgumentError(f"reshard: the plan is for {names}, not for {list(by_name)}")
+        return [(x, local_of(x)) for x in by_name.values()]
 
     def run(self, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
         """Reshard checked local tensors and return local results.

@@ -101,13 +101,12 @@ def runs_of(kind: str, bounds: Sequence[int], world: int, name: str) -> Runs:
     edges = np.array(bounds, np.int64)
     first, length = edges[:-1], np.diff(edges)
     rank = np.arange(world)[:, None]
-    step = 1
+    step = world if kind == "striped" else 1
     if kind == "contiguous":
         run = -(-length // world)  # ceil, as torch.chunk
         low = np.minimum(rank * run, length)
         start, size = first + low, np.minimum(low + run, length) - low
     elif kind == "striped":
-        step = world
         start, size = first + rank, np.maximum(0, -(-(length - rank) // world))
     else:
         uneven = np.nonzero(length % (2 * world))[0]

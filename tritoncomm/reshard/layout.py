@@ -242,9 +242,10 @@ class Layout:
         return tuple(self._local[self.ranks.index(rank)].tolist()) if rank in self.ranks else None
 
     def in_rows(self, periods: Ints) -> "Layout":
-        """Return the layout as dense boxes of the view in which each dim is rows of its period (``rows_shape``).
+        """View each dim as rows of ``period`` columns, and return the layout of that view, in which no box is strided.
 
-        Local tensors keep their shapes. ``strides_of`` returns their strides for the dims of the view.
+        Every strided box becomes a few dense boxes. Local tensors keep their shapes; ``strides_of`` returns their
+        strides for the dims of the view.
 
         Args:
             periods: period of every dim, a multiple of the dim's step; 1 leaves a dim as it is.
@@ -294,9 +295,9 @@ class Layout:
             high = np.minimum((start + size)[:, None], (start + size)[None])
             overlaps = np.triu((high > low).all(2), 1)
             if overlaps.any():
-                pair = (int(index[0]) for index in np.nonzero(overlaps))
                 first, other = (
-                    f"{_text(start[i], size[i])} of rank {self.ranks[int(self.owner[boxes[i, 0]])]}" for i in pair
+                    f"{_text(start[i], size[i])} of rank {self.ranks[int(self.owner[boxes[i, 0]])]}"
+                    for i in np.argwhere(overlaps)[0].tolist()
                 )
                 return f"the boxes {first} and {other} overlap in part"
         missing = self.elements - int(size.prod(1).sum())

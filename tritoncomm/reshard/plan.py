@@ -258,7 +258,7 @@ class TransferPlan(record.Traffic):
 
     @cached_property
     def complete(self) -> tuple[bool, ...]:
-        """For every tensor, whether this rank receives or copies all elements of its local result."""
+        """For every tensor, whether received and copied blocks cover the local result; if not, it starts as zeros."""
         if not self.sums:
             return tuple(not item.source.problem for item in self.items)
         tensor, _, size, _ = distinct_blocks(*cut_at_edges(*self._written)[1:])
@@ -328,7 +328,12 @@ class TransferPlan(record.Traffic):
         return launches
 
     def summands(self, bucket: Bucket) -> tuple[Array, Array, Array]:
-        """Cut the blocks that a bucket's unpack sums into pieces that are equal or disjoint, in the senders' order.
+        """Cut the blocks that a bucket's unpack sums at each other's edges: two pieces are then equal or disjoint.
+
+        Equal pieces are summed. Pieces are in the order of their senders, which is the order of the summation.
+
+        Args:
+            bucket: the bucket.
 
         Returns:
             For every piece: its block, numbered as in ``Bucket.unpacked``; its first index; its extent.
@@ -453,11 +458,11 @@ def check_items(items: Sequence[Item], ranks: Sequence[int], name: str, grad: st
 
 
 def digest_of(items: Sequence[Item], options: tuple[Any, ...]) -> bytes:
-    """Return a 16-byte hash of all values that a plan depends on and that are equal on all ranks.
+    """Return a 16-byte hash of tensors' names, layouts and dtypes and of options; ranks compare it to agree on a plan.
 
     Args:
         items: the tensors.
-        options: further values, hashed by their ``repr``.
+        options: values that have to be equal on all ranks, too; hashed by their ``repr``.
     """
     state = hashlib.blake2b(repr(options).encode(), digest_size=16)
     for item in items:

@@ -104,7 +104,7 @@ class _Planner:
         self.boxes: list[Array] = []  # start in the source, start in the target, and size of this rank's blocks
 
     def add(self, index: int) -> None:
-        """Choose senders for one tensor, put its messages into one bucket or several, and note this rank's blocks.
+        """Add one tensor to the plan: choose senders, put its messages into buckets, and store this rank's blocks.
 
         Args:
             index: number of the tensor.
@@ -203,7 +203,9 @@ class _Planner:
         return parts
 
     def _load_of(self, sender: Array, receiver: Array, nbytes: Array, is_single: bool) -> Array:
-        """Return the bytes that every rank sends and receives of one tensor, ``[2, world]``; messages are aligned.
+        """Sum the bytes that every rank sends, and that every rank receives, of one tensor: return ``[2, world]``.
+
+        The bytes of each pair of ranks are rounded up to a multiple of ``ALIGNMENT``.
 
         Args:
             sender, receiver: positions of the ranks of every block.
@@ -231,12 +233,15 @@ class _Planner:
         del self.numbers[:count]
 
     def _note(self, index: int, routes: Routes, buckets: list[int]) -> None:
-        """Note the blocks of one tensor that this rank sends, receives or keeps.
+        """Store the blocks of one tensor that this rank sends, receives or keeps, for the plan that ``finish`` returns.
+
+        Stored are each block's bucket, tensor, sender, receiver, first index in the local tensor before and after, and
+        extent. A tensor in several parts is cut, and each part goes to its own bucket.
 
         Args:
-            index: the tensor.
-            routes: its routes.
-            buckets: the bucket of every part of the tensor.
+            index: number of the tensor.
+            routes: sender and receiver of each of the tensor's intersections.
+            buckets: number of the bucket of every part of the tensor.
         """
         item = self.items[index]
         own = np.nonzero((routes.sender == self.position) | (routes.receiver == self.position))[0]
@@ -320,7 +325,10 @@ class _Planner:
             start, size: first index and extent of every block in its local tensor, ``[dims, blocks]``.
             bucket, tensor: bucket and tensor of every block.
             peer: position in the group of the rank on the other end.
-            is_chosen: the blocks of this side.
+            is_chosen: whether a block is sent (or received) by this rank; the other blocks are left out.
+
+        Returns:
+            For every bucket, the blocks in the order of the wire with their byte offsets, and the bytes of every peer.
         """
         chosen = np.nonzero(is_chosen)[0]
         chosen = chosen[np.lexsort((tensor[chosen], peer[chosen], bucket[chosen]))]

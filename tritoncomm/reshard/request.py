@@ -336,9 +336,10 @@ def check_locals(
             missing or cannot be written.
         UnsupportedError: a tensor is inside a function transform or traced.
     """
-    for item, (_, shape), (x, local) in zip(items, shapes, outs, strict=False):
-        _check_result(x, local, item, shape, name, rank)
-    _check_apart([item.name for item in items], [local for _, local in outs], name)
+    if outs:
+        for item, (_, shape), (x, local) in zip(items, shapes, outs, strict=True):
+            _check_result(x, local, item, shape, name, rank)
+        _check_apart([item.name for item in items], [local for _, local in outs], name)
     may_record = not outs and torch.is_grad_enabled()
     for item, (shape, _), (x, local) in zip(items, shapes, sources, strict=True):
         label = f"{name}: {item.name}"
@@ -468,7 +469,8 @@ def _check_memory(x: Tensor, label: str) -> None:
         ArgumentError: the tensor has no memory, or is a subclass whose data lies in another tensor.
     """
     if type(x) in _PLAIN:
-        if not has_memory(x, extent_of(x)):
+        is_simple = x.is_contiguous() and not x.storage_offset()  # nearly always; 0.2 us less for each of many tensors
+        if not (is_simple and x.untyped_storage().nbytes() >= x.nbytes) and not has_memory(x, extent_of(x)):
             raise ArgumentError(f"{label} has no memory: its storage was freed, or made smaller than the tensor")
     elif x.numel() and not x.is_meta:
         try:
@@ -556,7 +558,10 @@ def refusing(participants: Participants, name: str) -> Iterator[None]:
 
 
 def _report(name: str, group: ProcessGroup, tensors: Sequence[Tensor], plan: str, error: CommError | None) -> None:
-    """Report a call without a cached plan to the observer: in check mode the ranks with a cached plan hear of it.
+    """Report that this rank calls without a cached plan to the observer: to the flight record and to check mode.
+
+    Check mode compares the report with the calls of the other ranks, so that ranks with a cached plan raise, too.
+    Without an observer nothing happens.
 
     Args:
         name: the calling function.

@@ -18,8 +18,6 @@ __all__ = ["sequence_layout"]
 
 _NAME = "sequence_layout"
 Kind = Literal["contiguous", "zigzag", "striped", "full"]
-_Division = tuple[str, Ints | None]
-"""A kind of layout, and the boundaries of the packed sequences, if any."""
 
 
 @outside_graphs
@@ -110,8 +108,8 @@ def _layouts(
     return layouts
 
 
-def _division(side: Any, common: Ints | None, what: str) -> _Division:
-    """Read one side of a call: the kind of its layout and the boundaries of its packed sequences.
+def _division(side: Any, common: Ints | None, what: str) -> tuple[str, Ints | None]:
+    """Read one side of a call: return the kind of its layout and the boundaries of its packed sequences, if any.
 
     Args:
         side: a kind, or ``(kind, cu_seqlens)``.
