@@ -590,6 +590,12 @@ def test_torchs_analyser_names_the_first_difference(pool: Pool, tmp_path: Path) 
         for pattern in (rf"sequence number: {count}\b", *patterns, rf"at {re.escape(__file__)}:{line}\n"):
             assert re.search(pattern, first), (pattern, first)
 
+    assert said["agree"] == ""
+    dumps = _dumps(tmp_path / "agree")
+    assert {entry["profiling_name"].removeprefix("nccl:") for dump in dumps.values() for entry in dump["entries"]} == {
+        "all_reduce", "_all_gather_base", "_reduce_scatter_base", "ALLGATHER_coalesced", "all_to_all", "send 0->1",
+        "recv 1<-0",
+    }  # fmt: skip
     first_of(
         "sizes", "has errors", "collective: nccl:_all_gather_base", r"'\[\[4, 8\]\]'", r"'\[\[4, 6\]\]'",
         "Culprit rank [01]; Error type: SIZE_OR_SYNTAX_MISMATCH", r"all_gather_dim\(float32 \[4, [68]\], dim=0\) at",
