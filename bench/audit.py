@@ -113,7 +113,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one case is worth on one target; see the head of the page."""
+    """Figures of one case on one target, as the head of the page lists them."""
 
     code: Code
     programs: int

@@ -96,7 +96,7 @@ def calls(case: Case, group: ProcessGroup) -> dict[str, Callable[[], tuple[Tenso
 
 
 def count(group: ProcessGroup, case: Case) -> dict[str, Counts]:
-    """What a call costs this rank, by provider; results and gradients have to be equal bits."""
+    """Costs of a call on this rank, by provider; results and gradients have to be equal bits."""
     with warnings.catch_warnings(), cpu_device():
         warnings.simplefilter("ignore")
         timed = calls(case, group)

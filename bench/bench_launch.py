@@ -1,4 +1,4 @@
-"""What a kernel launch costs the host, without a GPU: Triton's launcher over a stub CUDA driver.
+"""Host time of a kernel launch without a GPU: Triton's launcher over a stub CUDA driver.
 
 Ours is the launch of a prepared call, and ``ops.pack`` with everything around it: the plan, the choice of the path, the
 wire that is allocated. The peer is the ordinary ``fn[grid](...)`` of the same kernel with the same arguments, after the
@@ -62,7 +62,7 @@ def seen(call: Callable[[], Any]) -> Launch:
 
 
 def by_hand(launch: Launch, first: Tensor, second: Tensor) -> Callable[[], Any]:
-    """The same launch as a wrapper around a Triton kernel has it."""
+    """Launch the kernel the ordinary way, as a wrapper around it does."""
     kernel, grid, arguments = launch.kernel, (launch.grid,), launch.arguments
     constants = {**launch.constants, "num_warps": launch.num_warps, "enable_fp_fusion": False}
     return lambda: kernel[grid](first, second, 1.0, *arguments, **constants)

@@ -29,7 +29,7 @@ CONTROL = 0.03  # of Megatron's time, between it and itself
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed: a step of the model, or one column-parallel and one row-parallel layer."""
+    """A step of the model, or of one column-parallel and one row-parallel layer."""
 
     what: str
     sequence_parallel: bool

@@ -165,7 +165,7 @@ def _settings(case: Case) -> SimpleNamespace:
 
 
 def inputs(case: Case) -> list[Tensor]:
-    """What goes to one neighbour, as it leaves a layer."""
+    """Tensors for one neighbour, as they leave a layer."""
     if case.tensors == "strided":
         return [torch.randn(*SHAPE[:-1], 2 * SHAPE[-1], requires_grad=True)[..., : SHAPE[-1]]]
     return [torch.randn(SHAPE, requires_grad=True) * 1.0 for _ in range(case.count)]
@@ -201,7 +201,7 @@ def through_stages(case: Case, tensors: list[Tensor]) -> Callable[[], Any]:
 
 
 def by_hand(group: ProcessGroup, case: Case, tensors: list[Tensor]) -> Callable[[], Any]:
-    """The same with nothing around it: a list of operations, one batch, every request waited for."""
+    """A hop by hand: a list of operations, one batch, a wait for every request."""
     peers = {"next": RANK + 1, "prev": RANK - 1}
 
     def exchanged(sent: dict[str, list[Tensor]], received: dict[str, list[Tensor]]) -> None:
@@ -241,7 +241,7 @@ def calls(case: Case, host: Host) -> dict[str, Callable[[], Any]]:
 
 
 def assert_agree(case: Case, hops: dict[str, Callable[[], Any]]) -> None:
-    """What is received has the same form; the fake group moves no data, so values are left to the tests."""
+    """Compare the form of received tensors; the fake group moves no data, so tests compare the values."""
     expected = len(case.receives) * case.count
     for provider, call in hops.items():
         received = [x for x in tree_leaves(call()) if x is not None]

@@ -87,7 +87,7 @@ def call_of(case: Case, provider: str, x: Any) -> Callable[[], Any]:
 
 
 def count(group: TorchGroup, case: Case) -> dict[str, dict[str, Counts]]:
-    """What a call costs this rank, by provider and direction; the results have to be equal bits."""
+    """Costs of a call on this rank, by provider and direction; the results have to be equal bits."""
     pg = ProcessGroup(ranks=dist.get_process_group_ranks(group), tp_degree=WORLD)
     leaves, gradients = tensors(case, pg)
     counted: dict[str, dict[str, Counts]] = {}
@@ -110,7 +110,7 @@ def count(group: TorchGroup, case: Case) -> dict[str, dict[str, Counts]]:
 
 
 def calls(case: Case, pg: ProcessGroup) -> dict[str, dict[str, Callable[[], Any]]]:
-    """What is timed, by mode and provider."""
+    """Calls to time, by mode and provider."""
     leaves, gradients = tensors(case, pg)
     timed: dict[str, dict[str, Callable[[], Any]]] = {mode: {} for mode in MODES}
     for provider in PROVIDERS:

@@ -1,4 +1,4 @@
-"""What a tensor-parallel model is made of: ours against torch's DTensor, on the same ranks, forward and backward.
+"""Parts of a tensor-parallel model: ours against torch's DTensor, on the same ranks, forward and backward.
 
 An MLP, column-parallel and then row-parallel, against ``parallelize_module`` (in "sequence" its input and output are
 sharded along the sequence); and the cross entropy of logits sharded along the vocabulary, against ``loss_parallel``.
@@ -179,7 +179,7 @@ def check(results: tuple[Any, ...], expected: list[Tensor], case: Mlp | Entropy,
 
 
 def count(group: TorchGroup, case: Mlp | Entropy) -> dict[str, Counts]:
-    """What a step costs this rank, by provider; the results have to be right."""
+    """Costs of a step on this rank, by provider; the results have to be right."""
     pg = ProcessGroup(ranks=dist.get_process_group_ranks(group), tp_degree=WORLD)
     counted: dict[str, Counts] = {}
     with loss_parallel():

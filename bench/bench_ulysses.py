@@ -58,7 +58,7 @@ class Counted(TorchDispatchMode):
 
 
 def counted(calls: dict[str, Call]) -> dict[str, dict[str, int]]:
-    """What one call of every provider sends and copies."""
+    """Messages and copies of one call of every provider."""
     made: dict[str, dict[str, int]] = {"messages": {}, "copied bytes": {}}
     for provider, call in calls.items():
         call()
@@ -211,7 +211,7 @@ def imported(module: str) -> Any:
 
 
 def missing() -> str:
-    """How to install the peers, empty where they are."""
+    """Install command of the peers; empty where they are installed."""
     try:
         for module in ("deepspeed.sequence.layer", "yunchang.comm.all_to_all", "transformers"):
             imported(module)

@@ -1,4 +1,4 @@
-"""What a call costs besides time: collective calls, passes over memory, and the most new memory held at once."""
+"""Costs of a call besides time: collective calls, passes over memory, and the most new memory held at once."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -127,7 +127,7 @@ def local(x: Any) -> Tensor:
 
 
 def least(call: Callable[[], Any]) -> Counts:
-    """What one call needs: Gloo's threads release tensors at any time, so the least of several calls counts."""
+    """Least costs of several calls, because Gloo's threads release tensors at any time."""
     runs = []
     for _ in range(REPEATS):
         with Cost() as cost:
@@ -149,7 +149,7 @@ def over_ranks(ranks: Sequence[Counts], size: float) -> dict[str, float]:
 
 
 def more_than(label: str, ours: dict[str, float], theirs: dict[str, float], peer: str) -> list[str]:
-    """Which of the counts exceed the peer's."""
+    """Describe the counts that exceed the peer's."""
     return [f"{label}: {what} {n:g}, {peer}'s {theirs[what]:g}" for what, n in ours.items() if n > theirs[what]]
 
 

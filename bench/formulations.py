@@ -1,4 +1,4 @@
-"""What torch code does today for the step that one of our kernels does: the peers of `gpu_bench.py`.
+"""Peers of `gpu_bench.py`: torch code for the step that one of our kernels does.
 
 ``rows`` are ``[outer, world*run]``, ``wire`` is ``[world, outer, run]``. The tensors of a copy-in or copy-out are
 FSDP2's parameters, flat, each cut into ``world`` runs. Names say the code; who writes it:

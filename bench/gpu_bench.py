@@ -120,7 +120,7 @@ def cases() -> Iterator[Case]:
 
 
 def shrunk(case: Case) -> Case:
-    """The same case, small enough for the interpreter."""
+    """Shrink the case for the interpreter."""
     run = min(case.run_bytes, 2048)
     if case.op in MIXED:
         return Case(case.op, case.sweep, 12 * run * case.world, run, case.world, case.dtype)
@@ -142,7 +142,7 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 @dataclass
 class Prepared:
-    """What is timed, checked already: ours and the peers by name, the bytes ours moves, and which peers were wrong."""
+    """Checked calls to time: ours and the peers by name, the bytes ours moves, and the peers that were wrong."""
 
     calls: dict[str, Call]
     moved: int
@@ -328,7 +328,7 @@ def ours(op: str, source: Any, target: Any, table: Segments) -> Call:
 
 
 def one_by_one(op: str, source: Any, target: Any) -> dict[str, Call]:
-    """The same tensors with a launch of our kernel for each, and by ``_foreach_copy_``."""
+    """Peers for several tensors: one launch of our kernel for each, and ``_foreach_copy_``."""
     packs = op == "copy-in"
     many, wire = (source, target) if packs else (target, source)
     blocks = [wire[:, i : i + 1] for i in range(len(many))]
@@ -419,7 +419,7 @@ def measure(case: Case | str, device: Device, clock: Clock) -> Iterator[Row]:
 def _plain_kernel(
     a_ptr, b_ptr, n0, n1, n2, n3, n4, n5, n6, n7, n8, n9, length, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """As many arguments as our kernels take, launched the ordinary way."""
+    """Launch a kernel with as many arguments as ours take, the ordinary way."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(b_ptr + offs, tl.load(a_ptr + offs, mask=offs < length), mask=offs < length)
 

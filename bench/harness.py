@@ -33,7 +33,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Part:
-    """What a part of the suite consists of.
+    """Definition of one part of the suite.
 
     Attributes:
         name: of the results file.
@@ -127,7 +127,7 @@ class Part:
         return [f"{row['row']}: {row['ratio'][peer]:.2f} of {peer}'s time, at most {most:.2f}"]
 
     def missed(self, row: Row) -> list[str]:
-        """What a row misses: its limit, its targets, and the committed figures where they count."""
+        """Describe the limit, targets and committed figures that a row misses."""
         worse = guard.against_committed(self.name, {"rows": [row]})
         return [*self.over_limit(row), *self.targets(row), *(f"worse: {one}" for one in worse)]
 
@@ -293,7 +293,7 @@ def _fitted(label: str, cells: Sequence[str]) -> str:
 
 
 def counts(row: Row, providers: Collection[str]) -> dict[str, str]:
-    """What a row counts besides time, by label: ``ours / peer / ...``, several figures with commas between them."""
+    """Counts of a row besides time, by label: ``ours / peer / ...``, several figures with commas between them."""
     by_label: dict[str, dict[str, str]] = {}
     for name, by_provider in row.items():
         if name in FIXED or not isinstance(by_provider, dict) or not set(by_provider) <= set(providers):

@@ -35,7 +35,7 @@ def peer(module: str) -> Any:
 
 
 def missing_megatron() -> str:
-    """How to install megatron-core, empty where it is."""
+    """Install command of megatron-core; empty where it is installed."""
     try:
         peer("tensor_parallel.mappings")
     except ImportError:

@@ -11,7 +11,7 @@ _COLORS = ("#31688e", "#bd3786", "#35b779", "#f28e2b", "#7f7f7f", "#17becf")
 
 
 def problem() -> str:
-    """How to install matplotlib where it is missing; empty where it is there."""
+    """Install command of matplotlib where it is missing; empty where it is installed."""
     return "" if find_spec("matplotlib") else "--plot needs matplotlib: pip install -e '.[bench]'"
 
 

@@ -231,7 +231,7 @@ def _between_ranks(size: int, is_sharded: bool, case: Case) -> np.ndarray:
 
 
 def row(case: Case) -> dict[str, Any]:
-    """What is counted of one case."""
+    """Counts of one case."""
     items = items_of(case)
     ranks, moved, seconds, launches = tuple(range(case.world)), None, [], []
     for position in (0, case.world - 1):

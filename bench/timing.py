@@ -74,7 +74,7 @@ def quantile(samples: Sequence[float], q: float) -> float:
 
 
 def spread(ours: Sequence[float], theirs: Sequence[float], groups: int = GROUPS) -> float:
-    """How far the ratio of the two wanders within a run: p80 - p20 of the ratios of groups of neighbouring rounds."""
+    """Spread of the ratio of the two within a run: p80 - p20 of the ratios of groups of neighbouring rounds."""
     size = max(1, len(ours) // groups)
     starts = range(0, len(ours) - size + 1, size)
     ratios = [quantile(ours[i : i + size], 0.2) / quantile(theirs[i : i + size], 0.2) for i in starts]

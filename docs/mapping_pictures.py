@@ -49,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank held, in order of the run."""
+    """Matrices that one rank held, in order of the run."""
 
     input: Matrix
     output: Matrix
@@ -126,7 +126,7 @@ CASES: dict[str, Case] = {
 
 
 def run(group: ProcessGroup) -> dict[str, Trace]:
-    """What every mapping does on this rank, one of two."""
+    """Traces of every mapping on this rank, one of two."""
     return {name: trace(case, group) for name, case in CASES.items()}
 
 
@@ -157,7 +157,7 @@ def numbered(places: Tensor, rank: int) -> Tensor:
 
 
 def cells(x: Tensor) -> Matrix:
-    """What the numbers of a matrix say."""
+    """Decode the numbers of a matrix."""
     return [[cell(int(value)) for value in row] for row in x.tolist()]
 
 

@@ -1,4 +1,4 @@
-"""What mkdocstrings cannot read off the sources: arguments of classes that are made by ``__new__``."""
+"""Arguments of classes that are made by ``__new__``, which mkdocstrings does not read off the sources."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What mkdocs.yml cannot say: pages from the top of the repository, and that the site needs no network."""
+"""Hooks of mkdocs: pages from the top of the repository, labelled tables, and a site that needs no network."""
 
 import re
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def relinked(text: str, at_top: bool = False) -> str:
 
 
 def fetched(html: str) -> list[str]:
-    """What a browser would fetch from other hosts to show a page."""
+    """Tags by which a browser would fetch from other hosts to show a page."""
     tags = re.findall(r"<(?:link|script|img|iframe|source)\b[^>]*>", html)
     return [tag for tag in tags if re.search(r"""\b(?:src|href)=["']?(?:https?:)?//""", tag)]
 

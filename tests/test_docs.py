@@ -79,7 +79,7 @@ def run_pages(store: str, pages: list[tuple[str, str]]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """What went wrong on any rank, by page."""
+    """Problems of any rank, by page."""
     store = str(tmp_path_factory.mktemp("docs") / "store")
     pages = [(path.name, path.read_text()) for path in PAGES]
     answers = run_job(run_pages, [{"RANK": str(rank)} for rank in range(2)], store, pages, timeout=100)
@@ -88,7 +88,7 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
 
 
 def left_out(path: Path) -> str:
-    """Which blocks of a page did not run for want of a framework, and how to install it; empty where all ran."""
+    """Blocks of a page that need a missing framework, with its install command; empty where all ran."""
     lines = [
         f"{path.name}:{line} needs {name}: {PEERS[name]}"
         for line, code in blocks(path.read_text())
@@ -143,7 +143,7 @@ def test_every_block_is_seen() -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_a_page_is_a_script(path: Path) -> None:
-    """What readers see runs without what they do not see, and ends the groups that it makes."""
+    """Visible blocks run without hidden ones, and end the groups that they make."""
     text = path.read_text()
     hidden = [match["setup"] for match in BLOCK.finditer(text) if match["setup"] is not None]
     assert len(hidden) == SETUPS.get(path.name, 0)

@@ -145,7 +145,7 @@ def test_an_argument_that_does_not_exist_is_seen() -> None:
 
 @pytest.fixture(scope="module")
 def traces(pool: Pool) -> list[dict[str, Trace]]:
-    """What the mappings do, by rank."""
+    """Traces of the mappings, by rank."""
     return pool.run(mapping_pictures.run, world=2)
 
 

@@ -50,7 +50,7 @@ _heap = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process holds.
+    """Usage of a process.
 
     Attributes:
         memory: resident MiB, without what was freed and glibc keeps.
@@ -91,7 +91,7 @@ class Usage:
 
 
 LIMITS = Usage(memory=4.0, objects=30_000, descriptors=0, threads=0, groups=0, cached=2_000, beyond=0)
-"""What the second half of a phase may add."""
+"""Most that the second half of a phase may add."""
 
 
 def _caches() -> list[Any]:
@@ -157,7 +157,7 @@ def _sends_nothing(*_: Any) -> None:
 
 
 def usage(_: ProcessGroup) -> Usage:
-    """What this rank holds now."""
+    """Usage of this rank now."""
     return Usage.now()
 
 
@@ -297,7 +297,7 @@ PHASES: dict[str, tuple[Callable[..., Any], Callable[[int], int]]] = {
 
 
 def _watched(step: Callable[[int], None], calls: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What this process holds after the warm-up, and at the end."""
+    """Usage of this process after the warm-up, and at the end."""
     warm: Usage | None = None
     for call in range(calls):
         if warm is None and call >= WARM_UP * calls:

@@ -1,4 +1,4 @@
-"""What the benchmarks count: passes over memory and peak memory of a call."""
+"""Counts of the benchmarks: passes over memory and peak memory of a call."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What `make gpu-bench` and `make gpu-ranks` time, on the CPU, so that the first run on a GPU is not the first run."""
+"""Benchmarks of `make gpu-bench` and `make gpu-ranks`, run on the CPU before they first run on a GPU."""
 
 import ast
 import sys

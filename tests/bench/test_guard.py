@@ -180,7 +180,7 @@ ROUNDS, INNER = 400, 5
 
 
 def plain_sp2hp(x: Tensor, group: ProcessGroup) -> Tensor:
-    """What a layer does without a library."""
+    """The exchange of a layer without a library."""
     wire = torch.cat(torch.split(x, x.shape[1] // group.size(), 1), 0)
     out = torch.empty_like(wire)
     dist.all_to_all_single(out, wire, group=group)

@@ -24,7 +24,7 @@ def measure(case: str, host: dict[str, Any], clock: Clock) -> Iterator[Row]:
 
 
 class Host:
-    """What the cases take; a case without times is interrupted by the user."""
+    """Times of the cases; a case without times is interrupted by the user."""
 
     def __init__(self, **times: Any) -> None:
         self.times = times
@@ -152,7 +152,7 @@ def test_rows_fit_a_narrow_terminal(run: Any, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("path", sorted(Path(harness.__file__).parent.glob("bench_*.py")), ids=lambda path: path.stem)
 def test_every_part_can_be_imported(path: Path) -> None:
-    """What only `make bench` imports would otherwise break unseen."""
+    """Import modules that otherwise only `make bench` imports."""
     module = importlib.import_module(f"bench.{path.stem}")
     assert module.__doc__
     assert module.PART.name
