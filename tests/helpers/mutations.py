@@ -246,8 +246,9 @@ MUTATIONS = (
         "part_ptr += REST * step", "part_ptr += step", "tests/kernels/test_kernels.py",
     ),
     Mutation(
-        "a damaged header is believed", "tritoncomm/p2p/header.py",
-        "if words[2] != _checksum(words[:end]):", "if words[2] == 0:", "tests/p2p",
+        "a shape that no tensor has is believed", "tritoncomm/p2p/header.py",
+        "        if not _is_possible(shape):\n            raise MismatchError", "        if False:\n            raise MismatchError",
+        "tests/p2p/test_communicator.py",
     ),
     Mutation(
         "gradients are posted in the order of activations", "tritoncomm/p2p/neighbours.py",

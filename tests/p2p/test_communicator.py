@@ -25,7 +25,7 @@ from tritoncomm.core import ops
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.p2p import P2PCommunicator, header, is_single_shape, message
 from tritoncomm.p2p.hop import exchange
-from tritoncomm.p2p.message import Incoming
+from tritoncomm.p2p.message import Incoming, Specs
 from tritoncomm.p2p.neighbours import Neighbours
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "bool", "complex64", "float8_e4m3fn")
@@ -267,27 +267,25 @@ def test_messages_hold_their_tensors(path: str) -> None:
 def test_headers_hold_any_shape_and_dtype() -> None:
     for count, dims in itertools.product((1, 2, 9), range(7)):
         specs = tuple((tuple(range(dims)), getattr(torch, DTYPES[i % len(DTYPES)])) for i in range(count))
-        contents = header.Contents(specs, tuple(i % 2 == 0 for i in range(count)))
-        words = header.encode(contents).tolist()
-        assert header.length(words) == 4 + count * (3 + dims)
+        words = header.encode(specs).tolist()
+        assert header.length(words) == 3 + count * (2 + dims)
         assert len(words) == max(header.WORDS, header.length(words))
-        assert header.decode(words) == contents
+        assert header.decode(words) == specs
 
 
 EXTREMES = (-1, 0, 1, 2, 64, 65, 1 << 20, (1 << 20) + 1, 1 << 31, 1 << 40, 1 << 62, (1 << 63) - 1, -(1 << 63))
 
 
-def valid_header(draw: random.Random) -> header.Contents:
+def valid_header(draw: random.Random) -> Specs:
     """The contents of a header of one part, of two, or now and then of many."""
     count = draw.choice((0, 1, 1, 1, 2, 3, 9, 20)) if draw.random() < 0.99 else 300
     dtypes = [dtype for dtype in header._DTYPES if dtype is not None]
     shapes = [tuple(draw.choice((0, 1, 2, 3, 1024)) for _ in range(draw.randint(0, 5))) for _ in range(count)]
-    flags = tuple(draw.random() < 0.5 for _ in shapes)
-    return header.Contents(tuple((shape, draw.choice(dtypes)) for shape in shapes), flags)
+    return tuple((shape, draw.choice(dtypes)) for shape in shapes)
 
 
 def mutated(draw: random.Random, words: list[int]) -> list[int]:
-    """A header with something changed; as often as not with a checksum that is right again."""
+    """A header with something changed."""
     words = list(words)
     for _ in range(draw.randint(1, 3)):
         at = min(int(draw.expovariate(0.2)), len(words) - 1)
@@ -306,12 +304,10 @@ def mutated(draw: random.Random, words: list[int]) -> list[int]:
         else:
             other = draw.randrange(len(words))
             words[at], words[other] = words[other], words[at]
-    if draw.random() < 0.6 and len(words) > 3 and 4 <= words[1] <= len(words):
-        words[2] = header._checksum(words[: words[1]])
     return words
 
 
-def decoded(words: list[int], traced: bool) -> header.Contents | str:
+def decoded(words: list[int], traced: bool) -> Specs | str:
     """What a header says, or the kind of error it is; ``traced`` bounds the memory that takes."""
     if traced:
         tracemalloc.start()
@@ -332,29 +328,29 @@ def test_mutated_headers_are_refused_by_name_or_right() -> None:
     draw, kinds = random.Random(0), Counter[str]()
     neighbours: Any = SimpleNamespace(peer=lambda key: 0)
     meta = torch.device("meta")
-    originals = [(contents, header.encode(contents).tolist()) for contents in (valid_header(draw) for _ in range(500))]
+    originals = [(specs, header.encode(specs).tolist()) for specs in (valid_header(draw) for _ in range(500))]
     started = time.process_time()
     for i in range(20_000):
         original, right = draw.choice(originals)
         words = mutated(draw, right)
-        contents = decoded(words, i % 20 == 0)
-        if isinstance(contents, str):
-            kinds[contents] += 1
+        specs = decoded(words, i % 20 == 0)
+        if isinstance(specs, str):
+            kinds[specs] += 1
             continue
         kinds["unchanged" if words == right else "another header"] += 1
-        assert header.encode.__wrapped__(contents).tolist() == words  # type: ignore[attr-defined]
-        for incoming in (Incoming(original.specs), Incoming(None, torch.float32)):
-            expected = incoming.problem(neighbours, "recv", "recv_prev", contents.specs)
+        assert header.encode(specs).tolist() == words
+        for incoming in (Incoming(original), Incoming(None, torch.float32)):
+            expected = incoming.problem(neighbours, "recv", "recv_prev", specs)
             bound = 1 << 48 if expected is None else max(1 << 30, bytes_of(incoming.specs or ()))
-            size = bytes_of(contents.specs)
+            size = bytes_of(specs)
             if size > bound:
                 with pytest.raises(MismatchError, match="bytes are not received") as caught:
-                    incoming.allocate_from_header(neighbours, "recv", "recv_prev", contents.specs, meta)
+                    incoming.allocate_from_header(neighbours, "recv", "recv_prev", specs, meta)
                 assert len(str(caught.value)) < 5000
                 continue
-            buffers, problem = incoming.allocate_from_header(neighbours, "recv", "recv_prev", contents.specs, meta)
+            buffers, problem = incoming.allocate_from_header(neighbours, "recv", "recv_prev", specs, meta)
             assert problem == expected
-            assert size <= buffers.wire.nbytes <= size + 16 * len(contents.specs)
+            assert size <= buffers.wire.nbytes <= size + 16 * len(specs)
     assert time.process_time() - started < 10
     assert min(kinds.values()) >= 5, kinds
     assert len(kinds) >= 10, kinds
@@ -376,7 +372,7 @@ def bytes_of(specs: Any) -> int:
 )
 def test_what_no_header_holds_is_refused_by_its_sender(contents: list[Any], words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
-        header.encode(header.Contents(tuple(contents), (False,) * len(contents)))
+        header.encode(tuple(contents))
 
 
 def run_strange_headers(group: ProcessGroup) -> list[str]:
@@ -385,7 +381,7 @@ def run_strange_headers(group: ProcessGroup) -> list[str]:
     Without check mode, which refuses a channel after the first of these.
     """
     c, seen = communicator(group, variable_seq_lengths=True), []
-    strange = [torch.arange(32), torch.full((32,), -1), header.encode(header.Contents((), ())).clone()]
+    strange = [torch.arange(32), torch.full((32,), -1), header.encode(()).clone()]
     strange[2][1] = 1 << 40
     for words in strange:
         if group.rank() == 0:
@@ -394,10 +390,10 @@ def run_strange_headers(group: ProcessGroup) -> list[str]:
         with pytest.raises(MismatchError) as caught:
             c.recv_forward((2,), False)
         seen.append(str(caught.value))
-    large = header.Contents((((1 << 20, 1 << 10), torch.float64),), (False,))
+    large = (((1 << 20, 1 << 10), torch.float64),)
     if group.rank() == 0:
         group.send([header.encode(large)], 1, 0).wait()
-        group.send([header.encode(header.Contents((), ()))], 1, 0).wait()
+        group.send([header.encode(())], 1, 0).wait()
     else:
         with pytest.raises(MismatchError) as caught:
             c.recv_forward((2,), False)
@@ -425,8 +421,8 @@ def test_a_receiver_names_what_is_no_header(pool: Pool) -> None:
 
 
 def exchange_headers(
-    c: P2PCommunicator, contents: dict[str, header.Contents], receives: tuple[str, ...]
-) -> dict[str, header.Contents]:
+    c: P2PCommunicator, contents: dict[str, Specs], receives: tuple[str, ...]
+) -> dict[str, Specs]:
     """Only the headers, without messages."""
     posted: list[Any] = []
     cpu = torch.device("cpu")
@@ -447,9 +443,9 @@ def run_device_headers(group: ProcessGroup) -> None:
                 "send_next": [torch.ones(1, i, stage) for i in range(count)],
                 "send_prev": [torch.ones(stage, i) for i in range(count)],
             }
-            contents = {key: header.describe_tensors(tensors) for key, tensors in sends.items()}
+            contents = {key: message.specs_of(tensors) for key, tensors in sends.items()}
             received = exchange_headers(c, contents, tuple(ends))
-            shapes = {key: [shape for shape, _ in each.specs] for key, each in received.items()}
+            shapes = {key: [shape for shape, _ in specs] for key, specs in received.items()}
             assert shapes["recv_prev"] == [(1, i, ends["recv_prev"]) for i in range(count)]
             assert shapes["recv_next"] == [(ends["recv_next"], i) for i in range(count)]
         if stages > 2:

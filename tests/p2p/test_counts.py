@@ -96,7 +96,7 @@ def test_the_only_stage_copies_to_itself_and_sends_nothing(pool: Pool, case: str
 
 
 def run_long_header(group: ProcessGroup) -> Any:
-    """Twelve tensors of three dims: 4 + 12 * (3 + 3) words."""
+    """Twelve tensors of three dims: 3 + 12 * (2 + 3) words."""
     config = SimpleNamespace(pipeline_dtype=torch.float32, variable_seq_lengths=True)
     tensors = [apart((1, 2, 2 + i)) for i in range(12)]
     with record.recording() as counts:
@@ -110,6 +110,6 @@ def test_a_long_header_counts_all_its_words(pool: Pool) -> None:
     assert pool.run(run_long_header) == [
         {
             ("send_forward_recv_forward", "torch"): (1, 2 * sum(sizes), sent),
-            ("send_forward_recv_forward.header", "cpu"): (2, 0, 8 * (4 + 12 * 6)),
+            ("send_forward_recv_forward.header", "cpu"): (2, 0, 8 * (3 + 12 * 5)),
         }
     ] * 2  # fmt: skip

@@ -18,10 +18,10 @@ from tritoncomm.debug.hops import CheckedHop
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.groups import GroupLike, as_group
 from tritoncomm.p2p import message
-from tritoncomm.p2p.header import describe_tensors, exchange_headers
+from tritoncomm.p2p.header import exchange_headers
 from tritoncomm.p2p.hop import checking, exchange
 from tritoncomm.p2p.in_flight import Hop
-from tritoncomm.p2p.message import Shape, describe, is_single_shape
+from tritoncomm.p2p.message import Shape, describe, is_single_shape, specs_of
 from tritoncomm.p2p.neighbours import Neighbours
 from tritoncomm.p2p.report import begin, contents_of
 from tritoncomm.p2p.transport import Posted, post
@@ -155,17 +155,17 @@ class P2PCommunicator:
         posted: list[Posted] = []
         tensors = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
         sends = {key: x for key, x in tensors.items() if x is not None}
-        contents = {key: describe_tensors([x]) for key, x in sends.items()}
+        contents = {key: specs_of([x]) for key, x in sends.items()}
         receives = ["recv_prev"] * recv_prev + ["recv_next"] * recv_next
         device = next((x.device for x in sends.values()), None) or self._device()
         received = dict(exchange_headers(neighbours, name, contents, receives, device, posted))
         for each in posted:
             each.wait()
-        for key, each in received.items():
-            if len(each.specs) != 1:
-                sent = f"rank {neighbours.peer(key)} sent {describe(each.specs)}"
+        for key, specs in received.items():
+            if len(specs) != 1:
+                sent = f"rank {neighbours.peer(key)} sent {describe(specs)}"
                 raise MismatchError(f"{name}: {neighbours} expects one tensor, but {sent}")
-        shapes = {key: list(each.specs[0][0]) for key, each in received.items()}
+        shapes = {key: list(specs[0][0]) for key, specs in received.items()}
         return shapes.get("recv_prev", [0, 0, 0]), shapes.get("recv_next", [0, 0, 0])
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
@@ -342,7 +342,7 @@ def _posted(
 
 def _compare(neighbours: Neighbours, name: str, tensors: dict[str, Tensor]) -> dict[str, str]:
     """By key, what is wrong with a transfer; by "" with those of earlier steps."""
-    contents = {key: describe_tensors([x]) for key, x in tensors.items()}
+    contents = {key: specs_of([x]) for key, x in tensors.items()}
     hop = Hop(checked=CheckedHop(neighbours, name, contents_of(contents, {})))
     assert hop.checked is not None
     try:

@@ -21,7 +21,7 @@ from tritoncomm.debug.hops import CheckedHop
 from tritoncomm.errors import ArgumentError, MismatchError, PeerError
 from tritoncomm.p2p import header, message
 from tritoncomm.p2p.in_flight import Handle, Hop
-from tritoncomm.p2p.message import Incoming, Message
+from tritoncomm.p2p.message import Incoming, Message, specs_of
 from tritoncomm.p2p.neighbours import Neighbours
 from tritoncomm.p2p.report import begin, contents_of
 from tritoncomm.p2p.transport import keep_alive, post, post_and_wait, post_one
@@ -291,7 +291,7 @@ def _copy_to_self(
             raise ArgumentError(f"{name}: the only stage of a pipeline has to receive just what it sends")
         if target in receives:
             tensors, incoming = sends[source], receives[target]
-            specs = header.describe_tensors(tensors).specs
+            specs = specs_of(tensors)
             if problem := incoming.problem(neighbours, name, target, specs):
                 raise MismatchError(problem)
             hop.received[target] = incoming.allocate(specs, tensors[0].device).tensors
@@ -318,7 +318,7 @@ def _post_with_headers(
         if device.type == "cpu" and (each := messages.pop(key)).wire.numel():
             hop.posted[key] = post_one(directions[key], name, each.wire)
 
-    contents = {key: header.describe_tensors(tensors) for key, tensors in sends.items()}
+    contents = {key: specs_of(tensors) for key, tensors in sends.items()}
     if _check.value:
         hop.checked = CheckedHop(neighbours, name, contents_of(contents, receives))
         hop.note(next(iter((*sends, *receives)), ""), hop.checked.earlier())
@@ -334,7 +334,7 @@ def _post_with_headers(
             hop.explain(error)
         if announced is None:
             break
-        buffers, problem = receives[key].allocate_from_header(neighbours, name, key, announced.specs, device)
+        buffers, problem = receives[key].allocate_from_header(neighbours, name, key, announced, device)
         if problem or hop.checked is not None:
             hop.note(key, problem)
             hop.compare(key)

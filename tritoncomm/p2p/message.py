@@ -29,6 +29,7 @@ __all__ = [
     "Message",
     "Shape",
     "Spec",
+    "Specs",
     "allocate",
     "as_shape",
     "as_shapes",
@@ -38,12 +39,14 @@ __all__ = [
     "no_memory",
     "pack",
     "spec_of",
+    "specs_of",
 ]
 
 _BelowAutograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)  # a fifth of its time
 
 Shape = list[int] | torch.Size
 Spec = tuple[tuple[int, ...], torch.dtype]
+Specs = tuple[Spec, ...]
 
 _ALIGNMENT = 16
 _MAX_SHOWN = 8  # tensors in an error message
@@ -105,6 +108,11 @@ def spec_of(x: Tensor) -> Spec:
     return x.shape, x.dtype
 
 
+def specs_of(tensors: Sequence[Tensor]) -> Specs:
+    """Shapes and dtypes of tensors."""
+    return tuple([spec_of(x) for x in tensors])
+
+
 def describe(specs: Sequence[Spec]) -> str:
     """Text for an error message: ``[2, 3] float32, [4] int64``."""
     shown = [f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in specs[:_MAX_SHOWN]]
@@ -135,7 +143,7 @@ class Message:
 
 
 @lru_cache(maxsize=4096)
-def _offsets(specs: tuple[Spec, ...]) -> tuple[tuple[int, ...], int]:
+def _offsets(specs: Specs) -> tuple[tuple[int, ...], int]:
     """Offset of each tensor in the buffer and size of the buffer, in bytes."""
     starts, end = [], 0
     for shape, dtype in specs:
@@ -146,7 +154,7 @@ def _offsets(specs: tuple[Spec, ...]) -> tuple[tuple[int, ...], int]:
 
 
 @lru_cache(maxsize=4096)
-def _is_dense(specs: tuple[Spec, ...]) -> bool:
+def _is_dense(specs: Specs) -> bool:
     """Whether the tensors are packed without a gap, in one dtype."""
     ends = [math.prod(shape) * dtype.itemsize for shape, dtype in specs[:-1]]
     return len({dtype for _, dtype in specs}) == 1 and not any(end % _ALIGNMENT for end in ends)
@@ -231,7 +239,7 @@ class Incoming:
         out: a buffer to receive a single tensor into.
     """
 
-    specs: tuple[Spec, ...] | None
+    specs: Specs | None
     dtype: torch.dtype | None = None
     count: int = 1
     is_single: bool = True
@@ -252,7 +260,7 @@ class Incoming:
         shapes = as_shapes(expected, name)
         return cls(tuple([(shape, dtype) for shape in shapes]), dtype, len(shapes), is_single)
 
-    def problem(self, neighbours: Neighbours, name: str, key: str, specs: tuple[Spec, ...]) -> str | None:
+    def problem(self, neighbours: Neighbours, name: str, key: str, specs: Specs) -> str | None:
         """Why ``specs`` are not what is expected, with both sides' shapes and dtypes; None where they match."""
         if self.specs is not None:
             if specs == self.specs:
@@ -266,7 +274,7 @@ class Incoming:
             expected = f"{count} of {str(self.dtype).removeprefix('torch.')}"
         return f"{name}: {neighbours} expects {expected}, but rank {neighbours.peer(key)} sent {describe(specs)}"
 
-    def allocate(self, specs: tuple[Spec, ...], device: torch.device) -> Message:
+    def allocate(self, specs: Specs, device: torch.device) -> Message:
         """Memory for tensors of ``specs``, in the thread, the stream and the grad mode of the caller."""
         buffers = allocate(specs, device, self.out)
         if self.out is None:
@@ -290,7 +298,7 @@ class Incoming:
             raise no_memory(self.specs, name, error) from error
 
     def allocate_from_header(
-        self, neighbours: Neighbours, name: str, key: str, specs: tuple[Spec, ...], device: torch.device
+        self, neighbours: Neighbours, name: str, key: str, specs: Specs, device: torch.device
     ) -> tuple[Message, str | None]:
         """Memory for the tensors that a header announces, and why they have to be refused once received.
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from tritoncomm import record
 from tritoncomm.debug.hops import Content
-from tritoncomm.p2p import header
-from tritoncomm.p2p.message import Incoming, Spec, describe, is_one_shape
+from tritoncomm.p2p.message import Incoming, Spec, Specs, describe, is_one_shape
 from tritoncomm.p2p.neighbours import Neighbours
 
 __all__ = ["begin", "contents_of"]
@@ -103,13 +102,13 @@ def _of_any_shapes(count: int, dtype: torch.dtype | None) -> Content:
     return Content(f"{count} of {str(dtype).removeprefix('torch.')}, any shapes", None, count, str(dtype))
 
 
-def contents_of(sends: dict[str, header.Contents], receives: dict[str, Incoming]) -> dict[str, Content]:
+def contents_of(sends: dict[str, Specs], receives: dict[str, Incoming]) -> dict[str, Content]:
     """What both ends of every transfer compare in check mode."""
 
     def listed(specs: Sequence[Spec]) -> list[Any]:
         return [[list(shape), str(dtype)] for shape, dtype in specs]
 
-    contents = {key: Content(describe(each.specs), listed(each.specs)) for key, each in sends.items()}
+    contents = {key: Content(describe(specs), listed(specs)) for key, specs in sends.items()}
     for key, each in receives.items():
         if each.specs is not None:
             contents[key] = Content(describe(each.specs), listed(each.specs), each.count)
