@@ -675,32 +675,32 @@ MUTATIONS = (
         "if bool((headers != mine).any()):", "if bool((headers != headers).any()):", "tests/debug/test_replicas.py",
     ),
     Mutation(
-        "a step in flight is not waited for", "tritoncomm/p2p/in_flight.py",
+        "a step in flight is not waited for", "tritoncomm/p2p/hop.py",
         "        for posted in self.posted.values():\n            posted.wait()",
         "        for posted in self.posted.values():\n            posted.is_completed()", "tests/p2p",
     ),
     Mutation(
-        "headers in flight are not waited for", "tritoncomm/p2p/in_flight.py",
+        "headers in flight are not waited for", "tritoncomm/p2p/hop.py",
         "        for posted in self.headers:\n            posted.wait()",
         "        for posted in self.headers:\n            posted.is_completed()", "tests/p2p",
     ),
     Mutation(
-        "a handle does not wait", "tritoncomm/p2p/in_flight.py",
+        "a handle does not wait", "tritoncomm/p2p/hop.py",
         "            self._hop.posted[self._key].wait()\n", "            self._hop.posted[self._key].is_completed()\n",
         "tests/p2p",
     ),
     Mutation(
-        "a handle hides what is wrong with its message", "tritoncomm/p2p/in_flight.py",
+        "a handle hides what is wrong with its message", "tritoncomm/p2p/hop.py",
         "        if self._key in self._hop.problems:\n", "        if self._key in self._hop.received:\n",
         "tests/p2p tests/debug/test_check.py",
     ),
     Mutation(
-        "a sender does not compare", "tritoncomm/p2p/in_flight.py",
+        "a sender does not compare", "tritoncomm/p2p/hop.py",
         'if each.startswith("send")), *self.empty]:', 'if each.startswith("recv") and False)]:',
         "tests/p2p/test_faults.py tests/debug/test_check.py",
     ),
     Mutation(
-        "a failed step is not given up", "tritoncomm/p2p/in_flight.py",
+        "a failed step is not given up", "tritoncomm/p2p/hop.py",
         '                self.checked.give_up(f"{type(error).__name__}: {error}")\n', "                pass\n",
         "tests/debug/test_check.py",
     ),

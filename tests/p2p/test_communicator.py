@@ -420,9 +420,7 @@ def test_a_receiver_names_what_is_no_header(pool: Pool) -> None:
         assert words in message_
 
 
-def exchange_headers(
-    c: P2PCommunicator, contents: dict[str, Specs], receives: tuple[str, ...]
-) -> dict[str, Specs]:
+def exchange_headers(c: P2PCommunicator, contents: dict[str, Specs], receives: tuple[str, ...]) -> dict[str, Specs]:
     """Only the headers, without messages."""
     posted: list[Any] = []
     cpu = torch.device("cpu")

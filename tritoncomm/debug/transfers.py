@@ -111,7 +111,7 @@ def _listed(call: Call, rank: int) -> Iterator[tuple[str, int, list[list[Any]] |
 
 
 def _is_transfer(value: Any) -> bool:
-    """Whether a value in a file is what ``p2p.report`` writes: key, rank, and a shape and a dtype for every tensor."""
+    """Whether a value in a file is what ``p2p.message`` writes: key, rank, and a shape and a dtype for every tensor."""
     if type(value) is not list or len(value) != 3 or type(value[0]) is not str or value[0] not in _KEYS:
         return False
     specs = value[2]

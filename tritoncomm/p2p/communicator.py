@@ -19,11 +19,9 @@ from tritoncomm.errors import ArgumentError, GroupError, MismatchError, ShapeErr
 from tritoncomm.groups import GroupLike, as_group
 from tritoncomm.p2p import message
 from tritoncomm.p2p.header import exchange_headers
-from tritoncomm.p2p.hop import checking, exchange
-from tritoncomm.p2p.in_flight import Hop
-from tritoncomm.p2p.message import Shape, describe, is_single_shape, specs_of
+from tritoncomm.p2p.hop import Hop, checking, exchange
+from tritoncomm.p2p.message import Shape, begin, contents_of, describe, is_single_shape, specs_of
 from tritoncomm.p2p.neighbours import Neighbours
-from tritoncomm.p2p.report import begin, contents_of
 from tritoncomm.p2p.transport import Posted, post
 
 __all__ = ["P2PCommunicator", "_batched_p2p_ops", "_p2p_ops"]

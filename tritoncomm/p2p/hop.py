@@ -6,11 +6,12 @@ moves take ``_exchange_messages``. Everything that is sent is posted before anyt
 progress independently, so that a rank never waits for a neighbour that waits for it.
 """
 
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, suppress
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed import DistNetworkError
 
 from tritoncomm import record, variables
 from tritoncomm.core.backend import special
@@ -20,13 +21,11 @@ from tritoncomm.core.validation import check_data
 from tritoncomm.debug.hops import CheckedHop
 from tritoncomm.errors import ArgumentError, MismatchError, PeerError
 from tritoncomm.p2p import header, message
-from tritoncomm.p2p.in_flight import Handle, Hop
-from tritoncomm.p2p.message import Incoming, Message, specs_of
+from tritoncomm.p2p.message import Incoming, Message, begin, contents_of, specs_of
 from tritoncomm.p2p.neighbours import Neighbours
-from tritoncomm.p2p.report import begin, contents_of
-from tritoncomm.p2p.transport import keep_alive, post, post_and_wait, post_one
+from tritoncomm.p2p.transport import Posted, keep_alive, post, post_and_wait, post_one
 
-__all__ = ["check", "checking", "exchange", "real_device"]
+__all__ = ["Handle", "Hop", "check", "checking", "exchange", "real_device"]
 
 _check = variables.CHECK
 _SHAPES = frozenset((tuple, list, torch.Size))
@@ -198,6 +197,114 @@ def _exchange_plain(
         handles = {}
     record.add(name, path, copied, sent, started)
     return before, after, handles
+
+
+class Hop:
+    """A p2p step in flight.
+
+    Attributes:
+        posted: the transfers by key.
+        headers: the headers sent.
+        received: the tensors by key, defined once waited for.
+        problems: by key, why a message is refused; raised once it has been transferred.
+        checked: in check mode, the comparison with the other ends.
+        empty: keys of sends without elements, which are not posted; in check mode their headers are sent.
+    """
+
+    __slots__ = ("checked", "empty", "headers", "posted", "problems", "received")
+
+    def __init__(self, checked: CheckedHop | None = None) -> None:
+        self.posted: dict[str, Posted] = {}
+        self.headers: list[Posted] = []
+        self.received: dict[str, list[Tensor]] = {}
+        self.problems: dict[str, str] = {}
+        self.checked = checked
+        self.empty: list[str] = []
+
+    def meet(self, key: str, in_helper: bool = False) -> None:
+        """In check mode: see whether the other end of a transfer comes, before it is waited for."""
+        if self.checked is not None:
+            self.checked.meet(key, in_helper)
+
+    def compare(self, key: str) -> None:
+        """In check mode: compare a transfer with what its other end did, and note what is wrong."""
+        if self.checked is not None:
+            self.note(key, self.checked.problem(key))
+
+    def note(self, key: str, problem: str | None) -> None:
+        """A transfer has a problem, where there is a text."""
+        if problem:
+            self.problems[key] = f"{self.problems[key]}; {problem}" if key in self.problems else problem
+
+    def explain(self, error: PeerError) -> NoReturn:
+        """Raise ``error``; in check mode with what the other end does instead, where that is known."""
+        explained = error if self.checked is None else self.checked.explained(error)
+        try:
+            if explained is error:
+                raise error
+            raise explained from error
+        finally:
+            del error, explained  # their traceback has this frame
+
+    def give_up(self, error: BaseException) -> None:
+        """In check mode: the other ends learn that their transfers will not be completed because of ``error``."""
+        if self.checked is not None:
+            with suppress(DistNetworkError):  # the error that is being raised matters more
+                self.checked.give_up(f"{type(error).__name__}: {error}")
+
+    def wait(self) -> None:
+        """Wait for every transfer."""
+        if self.checked is None:
+            self._wait()
+            return
+        try:
+            self._wait()
+        except PeerError as error:
+            self.explain(error)
+        for key in [*(each for each in self.posted if each.startswith("send")), *self.empty]:
+            self.compare(key)
+        if self.problems:
+            raise MismatchError("; ".join(self.problems.values()))
+
+    def complete_empty(self) -> None:
+        """Compare the sends without elements; where a message that has no handle to wait for is wrong, end the step."""
+        for key in self.empty:
+            self.compare(key)
+        if any(key not in self.posted for key in self.problems):
+            self.wait()
+
+    def _wait(self) -> None:
+        for posted in self.posted.values():
+            posted.wait()
+        for posted in self.headers:
+            posted.wait()
+        if self.problems and self.checked is None:
+            raise MismatchError("; ".join(self.problems.values()))
+
+
+class Handle:
+    """One transfer of a hop; ``wait()`` raises its mismatch."""
+
+    __slots__ = ("_hop", "_key")
+
+    def __init__(self, hop: Hop, key: str) -> None:
+        self._hop, self._key = hop, key
+
+    def wait(self) -> None:
+        is_checked_send = self._hop.checked is not None and self._key.startswith("send")
+        try:
+            self._hop.posted[self._key].wait()
+        except PeerError as error:
+            if is_checked_send:
+                self._hop.explain(error)
+            raise
+        if is_checked_send:
+            self._hop.compare(self._key)
+        if self._key in self._hop.problems:
+            raise MismatchError(self._hop.problems[self._key])
+
+    def is_completed(self) -> bool:
+        return self._hop.posted[self._key].is_completed()
 
 
 def real_device(device: torch.device | str, name: str) -> torch.device:
