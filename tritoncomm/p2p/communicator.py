@@ -12,17 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncomm import record
-from tritoncomm.core.backend import carrier
-from tritoncomm.debug.hops import CheckedHop
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.groups import GroupLike, as_group
-from tritoncomm.p2p import message
 from tritoncomm.p2p.header import exchange_headers
-from tritoncomm.p2p.hop import Hop, checking, exchange
-from tritoncomm.p2p.message import Shape, begin, contents_of, describe, is_single_shape, specs_of
+from tritoncomm.p2p.hop import exchange
+from tritoncomm.p2p.message import Shape, describe, is_single_shape, specs_of
 from tritoncomm.p2p.neighbours import Neighbours
-from tritoncomm.p2p.transport import Posted, post
+from tritoncomm.p2p.transport import Posted
 
 __all__ = ["P2PCommunicator", "_batched_p2p_ops", "_p2p_ops"]
 
@@ -283,9 +279,8 @@ def _batched_p2p_ops(
     Where both neighbours are one rank the activations (send_next, recv_prev) go first.
     """
     neighbours = Neighbours.of(as_group(group, "_batched_p2p_ops"), prev_pipeline_rank, next_pipeline_rank)
-    sends = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
-    receives = {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next}
-    return list(_posted(neighbours, "_batched_p2p_ops", sends, receives, True).values())
+    tensors = tensor_send_next, tensor_send_prev, tensor_recv_prev, tensor_recv_next
+    return list(exchange(neighbours, "_batched_p2p_ops", *tensors, None, batched=True, wait=False)[2].values())
 
 
 def _p2p_ops(
@@ -303,63 +298,5 @@ def _p2p_ops(
     Even stages send before they receive, odd stages receive first.
     """
     neighbours = Neighbours.of(as_group(group, "_p2p_ops"), prev_pipeline_rank, next_pipeline_rank)
-    sends = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
-    receives = {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next}
-    return _posted(neighbours, "_p2p_ops", sends, receives, False)
-
-
-def _posted(
-    neighbours: Neighbours,
-    name: str,
-    sends: dict[str, Tensor | None],
-    receives: dict[str, Tensor | None],
-    batched: bool,
-) -> dict[str, Any]:
-    """Handles of the transfers by key, which are started; in check mode they are compared before.
-
-    There is no header that would have their sizes, so transfers whose ends differ are not made.
-    """
-    _range = None
-    sent, received = (sends["send_next"], sends["send_prev"]), (receives["recv_prev"], receives["recv_next"])
-    if record.switch._is_profiler_enabled:
-        _range = begin(neighbours, name, sent, received, 3)
-    wires, started, problems = _wires(sends, receives), record.now(), {}
-    if checking() and not neighbours.is_single_rank:
-        problems = _compare(neighbours, name, {key: x for key, x in (sends | receives).items() if x is not None})
-        wires = {key: x for key, x in wires.items() if key not in problems}
-    handles = dict(post(neighbours, name, wires, batched))
-    record.add(name, "view", 0, sum([x.nbytes for key, x in wires.items() if key in sends]), started)
-    if problems:
-        for each in handles.values():
-            each.wait()
-        failure = MismatchError("; ".join(problems.values()))
-        record.failed(name, failure)
-        raise failure
-    return handles
-
-
-def _compare(neighbours: Neighbours, name: str, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """By key, what is wrong with a transfer; by "" with those of earlier steps."""
-    contents = {key: specs_of([x]) for key, x in tensors.items()}
-    hop = Hop(checked=CheckedHop(neighbours, name, contents_of(contents, {})))
-    assert hop.checked is not None
-    try:
-        for key in contents:
-            hop.meet(key)
-            hop.compare(key)
-        hop.note("", hop.checked.earlier())
-    except BaseException as error:
-        hop.give_up(error)
-        raise
-    return hop.problems
-
-
-def _wires(sends: dict[str, Tensor | None], receives: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """Sent tensors, packed, and the caller's buffers, which have to be contiguous."""
-    wires = {key: message.pack([x]).wire for key, x in sends.items() if x is not None}
-    for key, x in receives.items():
-        if x is not None:
-            if not x.is_contiguous():
-                raise ShapeError(f"{key}: a tensor to receive into must be contiguous, not of strides {x.stride()}")
-            wires[key] = carrier(x.detach())
-    return wires
+    tensors = tensor_send_next, tensor_send_prev, tensor_recv_prev, tensor_recv_next
+    return exchange(neighbours, "_p2p_ops", *tensors, None, batched=False, wait=False)[2]

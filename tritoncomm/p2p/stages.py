@@ -152,7 +152,7 @@ class _Sharded:
         except (RuntimeError, TypeError) as error:
             if backend.is_device_error(error):
                 raise
-            raise no_memory([(each, dtype) for each in shapes], name, error) from error
+            raise no_memory(tuple([(each, dtype) for each in shapes]), name, error) from error
         self.buffers: Any = [(size,) if size else each for each, size in zip(shapes, self.sizes, strict=True)]
         if self.is_single:
             (full,), (size,) = self.full, self.sizes

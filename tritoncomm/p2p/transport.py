@@ -26,7 +26,7 @@ from tritoncomm.core.backend import (
 from tritoncomm.errors import GroupError, PeerError, UnsupportedError
 from tritoncomm.p2p.neighbours import Direction, Endpoint, Neighbours, Queue
 
-__all__ = ["Posted", "keep_alive", "post", "post_and_wait", "post_one"]
+__all__ = ["Posted", "keep_alive", "post", "post_one"]
 
 _MAX_UNWAITED = 64
 
@@ -159,46 +159,6 @@ def post_one(direction: Direction, name: str, x: Tensor) -> Posted:
     except RuntimeError as error:
         raise_for(error, _failure(end, name, x, error))
     return Posted(work, direction, x, name, host)
-
-
-def post_and_wait(neighbours: Neighbours, name: str, tensors: dict[str, Tensor], batched: bool) -> None:
-    """``post`` and wait for everything, without a handle for each.
-
-    Raises:
-        PeerError: a peer died or did not post its transfer within the group's timeout.
-    """
-    works, handles, last = [], [], None
-    live: Any = None
-    try:
-        for direction in neighbours.batch if batched else neighbours.singles:
-            if (x := tensors.get(direction[0])) is None:
-                continue
-            _, is_send, group_peer, group, modes, end = direction
-            mode = modes[x.is_cuda]
-            if mode != "direct":
-                if mode == "batched":  # those come first
-                    handles += post(neighbours, name, tensors, batched).values()
-                    break
-                handles.append(post_one(direction, name, x))
-                continue
-            if group is not last:
-                live, last = group() or _alive(group), group
-            try:
-                works.append(((live.send if is_send else live.recv)([x], group_peer, 0), direction, x))
-            except RuntimeError as error:
-                raise_for(error, _failure(end, name, x, error))
-        while works:
-            work, direction, x = works[0]
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise_for(error, _failure(direction.end, name, x, error))
-            del works[0]
-        for handle in handles:
-            handle.wait()
-    except BaseException:
-        _abandon((*[Posted(work, direction, x, name) for work, direction, x in works], *handles))
-        raise
 
 
 def _alive(group: Any) -> ProcessGroup:
