@@ -101,6 +101,8 @@ BACKEND: dict[str, Callable[[ProcessGroup, bool], Any]] = {
     "post_one": lambda g, a: transport.post_one(Neighbours.of(g).singles[0], "f", T(4)),
     "post": lambda g, a: next(iter(transport.post(Neighbours.of(g), "f", _both(T(4)), False).values())),
     "post-batched": lambda g, a: next(iter(transport.post(_batched(g), "f", _both(T(4)), True).values())),
+    "post_and_wait": lambda g, a: transport.post_and_wait(Neighbours.of(g), "f", _both(T(4)), True),
+    "post_and_wait-batched": lambda g, a: transport.post_and_wait(_batched(g), "f", _both(T(4)), True),
 }
 CONFIG = SimpleNamespace(pipeline_dtype=torch.float32, batch_p2p_comm=True, variable_seq_lengths=False)
 

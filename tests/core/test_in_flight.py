@@ -192,7 +192,8 @@ def test_sends_of_a_device_are_kept_until_they_have_completed(fake: Device) -> N
     assert fake.events[-2] is fake.works[-1], "what a graph captures is joined"
 
 
-def test_a_step_whose_second_transfer_cannot_be_posted(fake: Device) -> None:
+@pytest.mark.parametrize("function", ["post", "post_and_wait"])
+def test_a_step_whose_second_transfer_cannot_be_posted(fake: Device, function: str) -> None:
     neighbours = Neighbours.of(world())
     for direction in neighbours.singles:
         if direction.end.queue is not None and (queue := direction.end.queue()) is not None:
@@ -204,7 +205,7 @@ def test_a_step_whose_second_transfer_cannot_be_posted(fake: Device) -> None:
         keys = [each.key for each in neighbours.singles]
         at = keys.index(first.key)
         with suppress(torch.OutOfMemoryError):
-            transport.post(neighbours, "f", {key: T(4) for key in keys[at : at + 2]}, False)
+            getattr(transport, function)(neighbours, "f", {key: T(4) for key in keys[at : at + 2]}, False)
         queue = first.end.queue and first.end.queue()
         if first.is_send:
             assert queue is not None

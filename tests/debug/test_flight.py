@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 import tritoncomm
-from tritoncomm import ArgumentError, PeerError, ShapeError, cli, p2p, record, variables
+from tritoncomm import PeerError, ShapeError, cli, p2p, record, variables
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
 from tritoncomm.debug import signals, trace

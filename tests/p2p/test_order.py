@@ -169,24 +169,26 @@ class Recorder:
 
 
 def _wait(handles: Any) -> None:
-    for each in handles.values():
+    for each in (handles or {}).values():
         each.wait()
 
 
-def test_cuda_tensors_are_posted_in_the_order_of_the_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("waits", [False, True], ids=["post", "post_and_wait"])
+def test_cuda_tensors_are_posted_in_the_order_of_the_directions(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     with rank_of(1, 4):
         world, pair = dist.group.WORLD, dist.new_group([0, 1])
         assert world is not None
+        call = transport.post_and_wait if waits else transport.post
         memory = SimpleNamespace(is_cuda=True, device="cuda:0", record_stream=lambda stream: None)
         tensors: Any = dict.fromkeys(KEYS, memory)
         ring, outer = Neighbours.of(world), Neighbours.of(pair, 3, 0, world)
         recorder = Recorder(monkeypatch)
-        _wait(transport.post(ring, "hop", tensors, True))
+        _wait(call(ring, "hop", tensors, True))
         assert recorder.calls.pop() == [("send", 0, world), ("recv", 0, world), ("send", 2, world), ("recv", 2, world)]
-        _wait(transport.post(ring, "hop", tensors, False))
+        _wait(call(ring, "hop", tensors, False))
         assert recorder.calls == [("recv", 0, world), ("send", 2, world), ("recv", 2, world), ("send", 0, world)]
         recorder.calls.clear()
-        _wait(transport.post(outer, "hop", tensors, True))
+        _wait(call(outer, "hop", tensors, True))
         assert recorder.calls == [[("send", 0, pair), ("recv", 0, pair)], ("recv", 3, world), ("send", 3, world)]
         monkeypatch.setattr("tritoncomm.p2p.neighbours.cuda_backend", lambda group: "gloo")
         assert {direction.modes for direction in Neighbours.of(dist.new_group([0, 1, 2])).batch} == {("direct", "host")}

@@ -13,14 +13,12 @@ from torch import Tensor
 from torch.distributed import DistNetworkError
 
 from tritoncomm import record, variables
-from tritoncomm.core.validation import check_data
 from tritoncomm.debug.hops import CheckedHop
 from tritoncomm.errors import ArgumentError, MismatchError, PeerError
 from tritoncomm.p2p import header
-from tritoncomm.p2p.message import Incoming, Message, contents_of, describe_hop, pack, specs_of
+from tritoncomm.p2p.message import Incoming, contents_of, describe_hop, pack, specs_of
 from tritoncomm.p2p.neighbours import Neighbours
-from tritoncomm.p2p.transport import Posted, keep_alive, post, post_one
-from tritoncomm.record import CopyPath
+from tritoncomm.p2p.transport import Posted, keep_alive, post, post_and_wait, post_one
 
 __all__ = ["Handle", "Hop", "check", "checking", "exchange", "real_device"]
 
@@ -45,7 +43,7 @@ def exchange(
     from_prev: Any,
     from_next: Any,
     dtype: torch.dtype | None,
-    device: torch.device | str | None = None,
+    device: torch.device | None = None,
     batched: bool = True,
     variable: bool = False,
     wait: bool = True,
@@ -75,32 +73,68 @@ def exchange(
         PeerError: a neighbour died, or did not post its side within the group's timeout.
         MismatchError: a neighbour sent something else than was expected.
     """
-    started, _range = record.now(), None
-    if device is not None:
-        device = real_device(device, name)
+    started, transfers, _range = record.now(), None, None
+    if record.switch._is_profiler_enabled:
+        transfers = {}
+        _range = record.begin(name, "hop", neighbours.group(), None, (describe_hop, neighbours, transfers), 3)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"{name}: the dtype must be a torch.dtype, not {dtype!r:.80}")
+    path, copied, sent = "view", 0, 0
     sends: dict[str, list[Tensor]] = {}
     receives: dict[str, Incoming] = {}
+    wires: dict[str, Tensor] = {}
+    received: dict[str, Any] = {}
     for key, x in (("send_next", to_next), ("send_prev", to_prev)):
-        if x is not None and (tensors := _tensors(x, name)):
-            sends[key] = tensors
+        if x is None or (message := pack(x, name)) is None:
+            continue
+        wire, sends[key], message_path, message_copied = message
+        if message_copied:
+            path, copied = message_path, copied + message_copied
+        if size := wire.nbytes:  # a wire without elements is not sent
+            wires[key] = wire if wait else wire.detach()  # the caller may set x.data while a handle is pending
+            sent += size
+        if device is None:
+            device = wire.device
+        if transfers is not None:
+            transfers[key] = specs_of(sends[key])
     for key, x in (("recv_prev", from_prev), ("recv_next", from_next)):
-        if x is not None:
-            receives[key] = Incoming.of(x, dtype, variable, name)
-    if record.switch._is_profiler_enabled:
-        transfers = {key: specs_of(tensors) for key, tensors in sends.items()}
-        transfers |= {key: each.specs for key, each in receives.items() if each.count}
-        _range = record.begin(name, "hop", neighbours.group(), None, (describe_hop, neighbours, transfers), 3)
-    hop = Hop(neighbours, name, device or _device_of(sends, receives) or neighbours.default_device())
-    try:
-        hop.start(sends, receives, batched, variable)
-        handles = hop.finish(wait)
-    except MismatchError as error:
-        record.failed(name, error)
-        raise
-    record.add(name, hop.path, hop.bytes_copied, hop.bytes_sent, started)
-    return hop.result("recv_prev", receives), hop.result("recv_next", receives), handles
+        if x is None:
+            continue
+        incoming = Incoming.of(x, dtype, variable, name)
+        if not incoming.count:  # its sender sends no message, not even a header
+            received[key] = []
+            continue
+        receives[key] = incoming
+        if device is None:
+            device = neighbours.default_device() if incoming.out is None else incoming.out.device
+        if transfers is not None:
+            transfers[key] = incoming.specs
+    handles: Any = None
+    if neighbours.is_single_rank:
+        path, copied, sent = "torch", copied + _copy_to_self(neighbours, name, sends, receives, received), 0
+        wires = {}
+    elif (variable or _check.value) and device is not None:
+        hop = Hop(neighbours, name, received)
+        try:
+            hop.start(sends, wires, receives, device, batched)
+            handles = hop.wait() if wait else hop.handles()
+        except MismatchError as error:
+            record.failed(name, error)
+            raise
+        wires = hop.posted
+    else:
+        for key, incoming in receives.items():
+            wire, tensors = incoming.allocate_expected(name, device)
+            if wire.numel():
+                wires[key] = wire
+            received[key] = incoming.form(tensors)
+        if wait:
+            post_and_wait(neighbours, name, wires, batched)
+        else:
+            handles = post(neighbours, name, wires, batched)
+            keep_alive(handles.values())
+    record.add(name, path, copied, sent, started)
+    return received.get("recv_prev"), received.get("recv_next"), handles if wires else {}
 
 
 def real_device(device: torch.device | str, name: str) -> torch.device:
@@ -118,174 +152,149 @@ def real_device(device: torch.device | str, name: str) -> torch.device:
     return device
 
 
-def _tensors(x: Any, name: str) -> list[Tensor]:
-    """Return a caller's tensor, list or tuple of tensors as a list.
+def _copy_to_self(
+    neighbours: Neighbours,
+    name: str,
+    sends: Mapping[str, list[Tensor]],
+    receives: Mapping[str, Incoming],
+    received: dict[str, Any],
+) -> int:
+    """Make the hop of a ring of one stage: copy each send into the receive from the same neighbour's other side.
+
+    Tensors for the next stage come from the previous one, and tensors for the previous stage from the next one. They
+    are added to ``received``. Return the bytes read plus written.
 
     Raises:
-        ArgumentError: ``x`` is something else, or a tensor has no strided data of this rank.
+        ArgumentError: a send has no receive, or a receive has no send.
+        MismatchError: shapes or dtypes of a send and its receive differ.
     """
-    tensors = [x] if isinstance(x, Tensor) else x
-    if not isinstance(tensors, (list, tuple)):
-        raise ArgumentError(f"{name}: expected a tensor or a list of tensors, not {type(x).__name__}")
-    for each in tensors:
-        if not isinstance(each, Tensor):
-            raise ArgumentError(f"{name}: expected a tensor or a list of tensors, not {type(each).__name__}")
-        check_data(each, name)
-    return list(tensors)
-
-
-def _device_of(sends: Mapping[str, list[Tensor]], receives: Mapping[str, Incoming]) -> torch.device | None:
-    """Return the device of the first tensor that is sent, else of the first tensor to receive into, else None."""
-    for tensors in sends.values():
-        return tensors[0].device
-    return next((each.out.device for each in receives.values() if each.out is not None), None)
+    copied = 0
+    for source, target in (("send_next", "recv_prev"), ("send_prev", "recv_next")):
+        if (source in sends) != (target in receives):
+            raise ArgumentError(f"{name}: the only stage of a pipeline has to receive just what it sends")
+        if target in receives:
+            specs = specs_of(sends[source])
+            if problem := receives[target].problem(neighbours, name, target, specs):
+                raise MismatchError(problem)
+            _, copies = receives[target].allocate(specs, sends[source][0].device)
+            for copy, x in zip(copies, sends[source], strict=True):
+                copy.detach().copy_(x.detach())
+                copied += 2 * x.nbytes
+            received[target] = receives[target].form(copies)
+    return copied
 
 
 class Hop:
-    """A p2p step of this rank, from the first transfer that is posted to the last one that is waited for.
+    """A hop whose messages have headers, from its first header to the last transfer that is waited for.
 
     Attributes:
         neighbours: of this stage.
         name: the public function, for errors and counters.
-        device: of received tensors.
         posted: the transfers of messages in flight, by key.
         headers: the sends of headers in flight.
-        received: the received tensors by key; they have values once their transfer was waited for.
-        problems: by key, the mismatch of a message, raised after its transfer; "" has the mismatches of earlier hops.
+        received: the received tensors by key, in the form that the caller expects.
+        problems: by key, the mismatch of a message, raised after its transfer; also the mismatches of earlier hops.
         checked: in check mode, the comparison with the other ends of the transfers.
-        empty: in check mode, keys of sends without elements: their headers are posted, and no message.
-        path: view, torch or triton: how messages were packed.
-        bytes_copied: bytes read plus written to pack them.
-        bytes_sent: bytes of the messages sent.
+        empty: keys of sends without elements, which have a header and no message.
     """
 
-    __slots__ = (
-        "bytes_copied", "bytes_sent", "checked", "device", "empty", "headers", "name", "neighbours", "path", "posted",
-        "problems", "received",
-    )  # fmt: skip
+    __slots__ = ("checked", "empty", "headers", "name", "neighbours", "posted", "problems", "received")
 
-    def __init__(self, neighbours: Neighbours, name: str, device: torch.device) -> None:
-        self.neighbours, self.name, self.device = neighbours, name, device
+    def __init__(self, neighbours: Neighbours, name: str, received: dict[str, Any]) -> None:
+        self.neighbours, self.name, self.received = neighbours, name, received
         self.posted: dict[str, Posted] = {}
         self.headers: list[Posted] = []
-        self.received: dict[str, list[Tensor]] = {}
         self.problems: dict[str, str] = {}
         self.checked: CheckedHop | None = None
         self.empty: list[str] = []
-        self.path: CopyPath = "view"
-        self.bytes_copied = self.bytes_sent = 0
 
     def start(
-        self, sends: Mapping[str, list[Tensor]], receives: Mapping[str, Incoming], batched: bool, variable: bool
-    ) -> None:
-        """Pack the tensors to send, allocate memory for the tensors to receive, and post all transfers.
-
-        In check mode, and for ``variable`` shapes, each message has a header ahead of it. A single rank copies from
-        its sends to its receives instead.
-        """
-        # Nothing, not even a header, is received for a list of no shapes: the sender has a list of no tensors.
-        receives = {key: each for key, each in receives.items() if each.count}
-        if self.neighbours.is_single_rank:
-            self._copy_to_self(sends, receives)
-            return
-        messages = {key: pack(tensors) for key, tensors in sends.items()}
-        for each in messages.values():
-            if each.bytes_copied:
-                self.path = each.path
-                self.bytes_copied += each.bytes_copied
-            self.bytes_sent += each.wire.nbytes
-        if variable or _check.value:
-            try:
-                self._start_with_headers(messages, receives, batched)
-            except BaseException as error:
-                self._give_up(error)
-                raise
-            return
-        for key, each in receives.items():
-            messages[key] = buffers = each.allocate_expected(self.name, self.device)
-            self.received[key] = buffers.tensors
-        self._post(messages, batched)
-
-    def _copy_to_self(self, sends: Mapping[str, list[Tensor]], receives: Mapping[str, Incoming]) -> None:
-        """Make the hop of a ring of one stage: copy sends to the next stage into receives from the previous one.
-
-        Sends to the previous stage are received from the next one.
-
-        Raises:
-            ArgumentError: a send has no receive, or a receive no send.
-            MismatchError: shapes or dtypes of a send and its receive differ.
-        """
-        self.path = "torch"
-        for source, target in (("send_next", "recv_prev"), ("send_prev", "recv_next")):
-            if (source in sends) != (target in receives):
-                raise ArgumentError(f"{self.name}: the only stage of a pipeline has to receive just what it sends")
-            if target in receives:
-                specs = specs_of(sends[source])
-                if problem := receives[target].problem(self.neighbours, self.name, target, specs):
-                    raise MismatchError(problem)
-                self.received[target] = receives[target].allocate(specs, sends[source][0].device).tensors
-                for copy, x in zip(self.received[target], sends[source], strict=True):
-                    copy.detach().copy_(x.detach())
-                    self.bytes_copied += 2 * x.nbytes
-
-    def _start_with_headers(
-        self, messages: dict[str, Message], receives: Mapping[str, Incoming], batched: bool
+        self,
+        sends: Mapping[str, list[Tensor]],
+        wires: dict[str, Tensor],
+        receives: Mapping[str, Incoming],
+        device: torch.device,
+        batched: bool,
     ) -> None:
         """Exchange headers, allocate memory for the tensors that they announce, and post the messages.
 
         A message between CPUs, where a send occupies no stream, is posted right behind its header. In check mode both
-        ends of each transfer compare specs first, and mismatches go into ``problems``.
+        ends of each transfer compare specs first. Mismatches go into ``problems``.
+
+        Args:
+            sends: the tensors to send, by key.
+            wires: the packed sends that have elements, by key; emptied here.
+            receives: the expected messages, by key.
+            device: of received tensors.
+            batched: post messages that are not between CPUs as one batch.
         """
-        directions = self.neighbours.directions[batched]
+        directions = self.neighbours.directions[bool(batched)]
 
         def start(key: str) -> None:
-            """Post the message of ``key`` if it is between CPUs."""
-            if self.device.type == "cpu" and (each := messages.pop(key)).wire.numel():
-                self.posted[key] = post_one(directions[key], self.name, each.wire)
+            """Post the message of ``key`` if it is between CPUs and has elements."""
+            if device.type == "cpu" and key in wires:
+                self.posted[key] = post_one(directions[key], self.name, wires.pop(key))
 
-        sent = {key: specs_of(each.tensors) for key, each in messages.items()}
-        self.empty = [key for key, each in messages.items() if not each.wire.numel()]
-        if _check.value:
-            self.checked = CheckedHop(self.neighbours, self.name, contents_of(sent, receives))
-            self._note(next(iter((*sent, *receives)), ""), self.checked.earlier())
-            for key in sent:
-                self._meet(key)
-        arrivals = header.exchange_headers(
-            self.neighbours, self.name, sent, tuple(receives), self.device, self.headers, start, self._meet
-        )
-        while True:
-            try:
-                key, specs = next(arrivals, ("", None))
-            except PeerError as error:
-                self.explain(error)
-            if specs is None:
-                break
-            buffers, problem = receives[key].allocate_from_header(self.neighbours, self.name, key, specs, self.device)
-            self._note(key, problem)
-            self.compare(key)
-            self.received[key], messages[key] = buffers.tensors, buffers
-            start(key)
-        if messages:
-            self._post(messages, batched)
+        try:
+            specs = {key: specs_of(tensors) for key, tensors in sends.items()}
+            self.empty = [key for key in sends if key not in wires]
+            if _check.value:
+                self.checked = CheckedHop(self.neighbours, self.name, contents_of(specs, receives))
+                self._note(next(iter((*sends, *receives)), ""), self.checked.earlier())
+                for key in sends:
+                    self._meet(key)
+            arrivals = header.exchange_headers(
+                self.neighbours, self.name, specs, tuple(receives), device, self.headers, start, self._meet
+            )
+            while True:
+                try:
+                    key, announced = next(arrivals, ("", None))
+                except PeerError as error:
+                    self.explain(error)
+                if announced is None:
+                    break
+                incoming = receives[key]
+                wire, tensors, problem = incoming.allocate_from_header(
+                    self.neighbours, self.name, key, announced, device
+                )
+                self._note(key, problem)
+                self.compare(key)
+                self.received[key] = incoming.form(tensors)
+                if wire.numel():
+                    wires[key] = wire
+                start(key)
+            if wires:
+                self.posted.update(post(self.neighbours, self.name, wires, batched))
+        except BaseException as error:
+            if self.checked is not None:  # else the other ends would wait for the timeout
+                with suppress(DistNetworkError):  # the error that is being raised matters more
+                    self.checked.give_up(f"{type(error).__name__}: {error}")
+            raise
 
-    def _post(self, messages: Mapping[str, Message], batched: bool) -> None:
-        """Post the transfers of all messages that have elements."""
-        wires = {key: each.wire for key, each in messages.items() if each.wire.numel()}
-        self.posted.update(post(self.neighbours, self.name, wires, batched))
-
-    def finish(self, wait: bool) -> dict[str, "Handle"] | None:
-        """Wait for all transfers and return None, or return a handle for each by key, and keep the sends alive.
-
-        An empty dict is returned where nothing was posted.
+    def wait(self) -> None:
+        """Wait for all transfers; in check mode compare the sends with the expectations of their receivers.
 
         Raises:
-            MismatchError: a message differs from the expected one, and has no handle that would raise.
-            PeerError: as ``Handle.wait``.
+            MismatchError: a message differs from the expected one.
+            PeerError: a neighbour died, or did not post its side within the group's timeout.
         """
-        if wait:
-            handles = None if self.posted else {}
-            self.wait()
-            return handles
+        try:
+            for posted in (*self.posted.values(), *self.headers):
+                posted.wait()
+        except PeerError as error:
+            self.explain(error)
+        for key in [*(each for each in self.posted if each.startswith("send")), *self.empty]:
+            self.compare(key)
+        if self.problems:
+            raise MismatchError("; ".join(self.problems.values()))
+
+    def handles(self) -> dict[str, "Handle"]:
+        """Return a handle of each message in flight, by key; keep its sends alive when a handle is dropped.
+
+        Raises:
+            MismatchError: a message that has no handle differs from the expected one.
+            PeerError: as ``wait``, which is called before that error is raised.
+        """
         keep_alive((*self.headers, *self.posted.values()))
         for key in self.empty:
             self.compare(key)
@@ -293,53 +302,23 @@ class Hop:
             self.wait()
         return {key: Handle(self, key) for key in self.posted}
 
-    def wait(self) -> None:
-        """Wait for all transfers; in check mode compare the sends with what their receivers expected.
-
-        Raises:
-            MismatchError: a message differs from the expected one.
-            PeerError: a neighbour died, or did not post its side within the group's timeout.
-        """
-        try:
-            for posted in self.posted.values():
-                posted.wait()
-            for posted in self.headers:
-                posted.wait()
-        except PeerError as error:
-            self.explain(error)
-        if self.checked is not None:
-            for key in [*(each for each in self.posted if each.startswith("send")), *self.empty]:
-                self.compare(key)
-        if self.problems:
-            raise MismatchError("; ".join(self.problems.values()))
-
-    def result(self, key: str, receives: Mapping[str, Incoming]) -> Any:
-        """Return the tensors received for ``key`` in the form that the caller expects: a tensor, a list, or None."""
-        incoming = receives.get(key)
-        if incoming is None:
-            return None
-        tensors = self.received.get(key, [])
-        if incoming.is_single:
-            return tensors[0] if tensors else None
-        return tensors
-
     def _meet(self, key: str, in_helper: bool = False) -> None:
         """In check mode wait up to 1 s for the other end of the transfer ``key``; ``in_helper``: in a helper thread."""
         if self.checked is not None:
             self.checked.meet(key, in_helper)
 
     def compare(self, key: str) -> None:
-        """In check mode compare this rank's end of the transfer ``key`` with the other one; keep their difference."""
+        """In check mode compare both ends of the transfer ``key``, and add their difference to ``problems``."""
         if self.checked is not None:
             self._note(key, self.checked.problem(key))
 
     def _note(self, key: str, problem: str | None) -> None:
-        """Append the text of a mismatch, unless there is none, to ``problems`` of the transfer ``key``."""
+        """Append the text of a mismatch of the transfer ``key`` to ``problems``, unless there is none."""
         if problem:
             self.problems[key] = f"{self.problems[key]}; {problem}" if key in self.problems else problem
 
     def explain(self, error: PeerError) -> NoReturn:
-        """Raise ``error`` of a transfer; in check mode raise the cause that another rank published, if there is one."""
+        """Raise the error of a transfer; in check mode raise the cause that another rank published, if there is one."""
         explained = error if self.checked is None else self.checked.explained(error)
         try:
             if explained is error:
@@ -348,15 +327,9 @@ class Hop:
         finally:
             del error, explained  # their traceback has this frame
 
-    def _give_up(self, error: BaseException) -> None:
-        """In check mode publish that ``error`` ends this hop, so that its other ends do not wait for the timeout."""
-        if self.checked is not None:
-            with suppress(DistNetworkError):  # the error that is being raised matters more
-                self.checked.give_up(f"{type(error).__name__}: {error}")
-
 
 class Handle:
-    """One transfer of a hop in flight."""
+    """One transfer of a message that has a header, in flight."""
 
     __slots__ = ("_hop", "_key")
 
@@ -364,20 +337,20 @@ class Handle:
         self._hop, self._key = hop, key
 
     def wait(self) -> None:
-        """Wait for the transfer: a sent tensor may be reused then, a received one has its values.
+        """Wait for the transfer: a sent tensor may be reused then, and a received one has its values.
 
         Raises:
             MismatchError: the message differs from the expected one.
             PeerError: the neighbour died, or did not post its side within the group's timeout.
         """
-        is_checked_send = self._hop.checked is not None and self._key.startswith("send")
+        is_send = self._key.startswith("send")
         try:
             self._hop.posted[self._key].wait()
         except PeerError as error:
-            if is_checked_send:
+            if is_send:
                 self._hop.explain(error)
             raise
-        if is_checked_send:
+        if is_send:
             self._hop.compare(self._key)
         if self._key in self._hop.problems:
             raise MismatchError(self._hop.problems[self._key])

@@ -7,26 +7,27 @@ the memory of their wire, so each of them keeps the whole wire alive.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritoncomm.core import ops
-from tritoncomm.core.backend import carrier, is_device_error
+from tritoncomm.core.backend import carrier, is_device_error, special
 from tritoncomm.core.cached import resolved
 from tritoncomm.core.memory import contiguous_stride, empty_on
 from tritoncomm.core.segments import full_tensors, gather
+from tritoncomm.core.validation import check_data
 from tritoncomm.debug.hops import Content
 from tritoncomm.errors import ArgumentError, MismatchError, ShapeError
 from tritoncomm.p2p.neighbours import Neighbours
 from tritoncomm.record import CopyPath
 
 __all__ = [
+    "Buffers",
     "Incoming",
-    "Message",
+    "Packed",
     "Shape",
     "Specs",
     "allocate",
@@ -78,16 +79,23 @@ def as_shapes(x: Any, name: str) -> list[tuple[int, ...]]:
     """
     if not isinstance(x, (list, tuple)):
         raise ArgumentError(f"{name}: expected a shape or a list of shapes, not {x!r}")
-    shapes = []
-    for shape in [x] if is_one_shape(x) else x:
-        try:
-            sizes = tuple([int(index(size)) for size in shape])
-        except TypeError:
-            raise ArgumentError(f"{name}: a shape must be a sequence of ints, not {shape!r}") from None
-        if sizes and min(sizes) < 0:
-            raise ShapeError(f"{name}: shape {list(sizes)} has a negative size")
-        shapes.append(sizes)
-    return shapes
+    return [as_shape(shape, name) for shape in ([x] if is_one_shape(x) else x)]
+
+
+def as_shape(x: Any, name: str) -> tuple[int, ...]:
+    """Convert one shape, as a caller passed it, to a tuple of ints.
+
+    Raises:
+        ArgumentError: ``x`` is no sequence of ints, and the text begins with ``name``.
+        ShapeError: a size is negative.
+    """
+    try:
+        shape = tuple(map(index, x))
+    except TypeError:
+        raise ArgumentError(f"{name}: a shape must be a sequence of ints, not {x!r}") from None
+    if shape and min(shape) < 0:
+        raise ShapeError(f"{name}: shape {list(shape)} has a negative size")
+    return shape
 
 
 def specs_of(tensors: Sequence[Tensor]) -> Specs:
@@ -154,54 +162,60 @@ def _bytes(specs: Specs) -> int:
     return sum([math.prod(shape) * dtype.itemsize for shape, dtype in specs])
 
 
-@dataclass(slots=True)
-class Message:
-    """Tensors for one peer, or from one.
+Packed = tuple[Tensor, list[Tensor], CopyPath, int]
+"""A message to send: its wire, its tensors, how the wire was packed, and the bytes read plus written for that."""
+Buffers = tuple[Tensor, list[Tensor]]
+"""A message to receive: its wire, and the tensors in the memory of the wire."""
 
-    Attributes:
-        wire: the buffer that is sent or received: contiguous, in a dtype the backend moves.
-        tensors: the tensors themselves, or for several packed ones their copies in the wire.
-        path: view, torch or triton: how the wire was packed.
-        bytes_copied: bytes read plus written for it.
+
+def pack(x: Any, name: str) -> Packed | None:
+    """Make one message of a caller's tensor, or of a list or tuple of tensors on one device; None of an empty list.
+
+    One contiguous tensor is its own wire. Other tensors are copied in one pass over memory.
+
+    Raises:
+        ArgumentError: ``x`` is something else, or a tensor has no strided data of this rank; the text begins with
+            ``name``.
     """
-
-    wire: Tensor
-    tensors: list[Tensor]
-    path: CopyPath = "view"
-    bytes_copied: int = 0
-
-
-def pack(tensors: Sequence[Tensor]) -> Message:
-    """Make one message of tensors on one device: no copy for one contiguous tensor, one pass over memory otherwise."""
-    # Detached, because a caller may set x.data while a handle is pending, and a copy needs no node of autograd.
-    tensors = [resolved(x.detach()) for x in tensors]
+    if isinstance(x, Tensor):
+        check_data(x, name)
+        if x.is_contiguous() and x.dtype not in special and not x.is_neg():
+            return x, [x], "view", 0
+        x = [x]
+    if not isinstance(x, (list, tuple)):
+        raise ArgumentError(f"{name}: expected a tensor or a list of tensors, not {type(x).__name__}")
+    for each in x:
+        if not isinstance(each, Tensor):
+            raise ArgumentError(f"{name}: expected a tensor or a list of tensors, not {type(each).__name__}")
+        check_data(each, name)
+    if not x:
+        return None
+    tensors = [resolved(each.detach()) for each in x]  # a copy needs no node of autograd
     if len(tensors) == 1:
-        (x,) = tensors
-        if x.is_contiguous():
-            return Message(carrier(x), tensors)
-        if ops.path_for(x) == "torch":
-            return Message(carrier(x.contiguous()), tensors, "torch", 2 * x.nbytes)
-        wire, path, copied = ops.pack(x, 0, 1)
-        return Message(carrier(wire.view(x.shape)), tensors, path, copied)
-    message = allocate(specs_of(tensors), tensors[0].device)
-    slots = message.tensors
+        (only,) = tensors
+        if only.is_contiguous():
+            return carrier(only), tensors, "view", 0
+        if ops.path_for(only) == "torch":
+            return carrier(only.contiguous()), tensors, "torch", 2 * only.nbytes
+        wire, path, bytes_copied = ops.pack(only, 0, 1)
+        return carrier(wire.view(only.shape)), tensors, path, bytes_copied
+    wire, slots = allocate(specs_of(tensors), tensors[0].device)
     if ops.path_for(tensors[0]) == "torch":
         torch._foreach_copy_(slots, tensors)  # pyright: ignore[reportPrivateImportUsage]
-        message.path, message.bytes_copied = "torch", 2 * sum([x.nbytes for x in tensors])
-        return message
-    starts = [slot.storage_offset() * slot.itemsize for slot in slots]
-    table = full_tensors(tuple([(x.shape, x.stride(), x.dtype) for x in tensors]), starts)
+        return wire, slots, "torch", 2 * sum([each.nbytes for each in tensors])
+    starts = tuple([slot.storage_offset() * slot.itemsize for slot in slots])
+    table = full_tensors(tuple([(each.shape, each.stride(), each.dtype) for each in tensors]), starts)
     if table is not None and table.segments:
-        message.path, message.bytes_copied = gather(tensors, message.wire, table)
-        return message
-    for x, slot in zip(tensors, slots, strict=True):
-        if x.numel():
-            _, message.path, copied = ops.pack(x if x.dim() else x.view(1), 0, 1, out=slot.view(1, 1, -1))
-            message.bytes_copied += copied
-    return message
+        return wire, slots, *gather(tensors, wire, table)
+    path, bytes_copied = "view", 0
+    for each, slot in zip(tensors, slots, strict=True):
+        if each.numel():
+            _, path, copied = ops.pack(each if each.dim() else each.view(1), 0, 1, out=slot.view(1, 1, -1))
+            bytes_copied += copied
+    return wire, slots, path, bytes_copied
 
 
-def allocate(specs: Specs, device: torch.device | str) -> Message:
+def allocate(specs: Specs, device: torch.device | str) -> Buffers:
     """Allocate an uninitialised message for tensors of these specs; several tensors share the memory of one wire.
 
     No tensor is a view of another one: each has ``_base`` None.
@@ -209,7 +223,7 @@ def allocate(specs: Specs, device: torch.device | str) -> Message:
     if len(specs) == 1:
         ((shape, dtype),) = specs
         x = empty_on(device, shape, dtype)
-        return Message(carrier(x), [x])
+        return carrier(x), [x]
     starts, end = [], 0
     for shape, dtype in specs:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -221,11 +235,10 @@ def allocate(specs: Specs, device: torch.device | str) -> Message:
     for (shape, dtype), start in zip(specs, starts, strict=True):
         x = empty_on(device, (0,), dtype)
         tensors.append(x.set_(storage, start // dtype.itemsize, shape, contiguous_stride(shape)))  # type: ignore[arg-type]
-    return Message(wire, tensors)
+    return wire, tensors
 
 
-@dataclass(slots=True)
-class Incoming:
+class Incoming(NamedTuple):
     """The message that a receiver expects from one neighbour.
 
     Attributes:
@@ -256,12 +269,14 @@ class Incoming:
             ArgumentError: ``expected`` is something else, or has no dtype.
             ShapeError: a size is negative, or the tensor is not contiguous.
         """
+        is_single = is_one_shape(expected)
+        if is_single and not variable and dtype is not None:
+            return cls(((as_shape(expected, name), dtype),), dtype)
         if isinstance(expected, Tensor):
             if not expected.is_contiguous():
                 strides = expected.stride()
                 raise ShapeError(f"{name}: a tensor to receive into must be contiguous, not of strides {strides}")
             return cls(specs_of([expected]), expected.dtype, out=expected)
-        is_single = is_one_shape(expected)
         if variable:
             if not isinstance(expected, (list, tuple)):
                 raise ArgumentError(f"{name}: expected a shape or a list of shapes, not {expected!r}")
@@ -270,6 +285,12 @@ class Incoming:
             raise ArgumentError(f"{name}: the dtype of what is received must be given")
         specs = tuple([(shape, dtype) for shape in as_shapes(expected, name)])
         return cls(specs, dtype, len(specs), is_single)
+
+    def form(self, tensors: list[Tensor]) -> Any:
+        """Return received tensors as the caller expects them: as a list, or the only tensor (None if there is none)."""
+        if self.is_single:
+            return tensors[0] if tensors else None
+        return tensors
 
     def problem(self, neighbours: Neighbours, name: str, key: str, specs: Specs) -> str | None:
         """Compare ``specs``, as the peer of ``key`` sent them, with the expected ones; None where they match.
@@ -288,21 +309,21 @@ class Incoming:
             expected = f"{count} of {_name_of(self.dtype)}"
         return f"{name}: {neighbours} expects {expected}, but rank {neighbours.peer(key)} sent {describe(specs)}"
 
-    def allocate(self, specs: Specs, device: torch.device) -> Message:
+    def allocate(self, specs: Specs, device: torch.device) -> Buffers:
         """Return a message of these specs to receive into: the caller's tensor ``out``, or new memory.
 
         New tensors of floating point and complex dtypes require a gradient. Memory belongs to the calling thread's
         stream and grad mode.
         """
         if self.out is not None:
-            return Message(carrier(self.out.detach()), [self.out])
-        buffers = allocate(specs, device)
-        for x, (_, dtype) in zip(buffers.tensors, specs, strict=True):
-            if dtype.is_floating_point or dtype.is_complex:
+            return carrier(self.out.detach()), [self.out]
+        wire, tensors = allocate(specs, device)
+        for x in tensors:
+            if x.is_floating_point() or x.is_complex():
                 x.requires_grad_()
-        return buffers
+        return wire, tensors
 
-    def allocate_expected(self, name: str, device: torch.device) -> Message:
+    def allocate_expected(self, name: str, device: torch.device) -> Buffers:
         """Return a message to receive into, of the specs that this receiver expects.
 
         Raises:
@@ -318,13 +339,13 @@ class Incoming:
 
     def allocate_from_header(
         self, neighbours: Neighbours, name: str, key: str, specs: Specs, device: torch.device
-    ) -> tuple[Message, str | None]:
-        """Return a message to receive into, of the specs that the header of ``key`` announced, and their mismatch.
+    ) -> tuple[Tensor, list[Tensor], str | None]:
+        """Allocate a message for the specs that a header announced: (wire, tensors, text of ``problem`` or None).
 
-        The mismatch is the text of ``problem``: the tensors are received nevertheless, so that the group stays usable.
+        A message that has a problem is received nevertheless, so that the group stays usable.
 
         Raises:
-            MismatchError: the message is larger than this rank receives or allocates. It stays unreceived, and the group
+            MismatchError: the message is larger than this rank receives or allocates. It is not received, and the group
                 is unusable from then on.
         """
         problem, size, limit = self.problem(neighbours, name, key, specs), _bytes(specs), _MAX_BYTES
@@ -334,7 +355,7 @@ class Incoming:
             problem = problem or f"{name}: rank {neighbours.peer(key)} announces {describe(specs)} to {neighbours}"
             raise MismatchError(f"{problem}; {size} bytes are not received, and the group is unusable from now on")
         try:
-            return allocate(specs, device) if problem else self.allocate(specs, device), problem
+            return *(allocate(specs, device) if problem else self.allocate(specs, device)), problem
         except RuntimeError as error:
             if is_device_error(error):
                 raise
