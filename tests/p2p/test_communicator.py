@@ -370,7 +370,7 @@ def bytes_of(specs: Any) -> int:
         ([((2,), torch.qint8)], r"cannot announce tensors of torch\.qint8"),
         ([((1,) * 65, torch.float32)], "a tensor of 65 dims, only up to 64"),
         ([((0, 1 << 62), torch.float32)], r"the shape \[0, 4611686018427387904\]"),
-        ([((2,), torch.int8)] * (1 << 18), "cannot announce 262144 tensors"),
+        ([((2,), torch.int8)] * (1 << 19), "cannot announce 524288 tensors"),
     ],
     ids=["dtype", "dims", "size", "count"],
 )
