@@ -16,7 +16,7 @@ from tritoncomm import record, variables
 from tritoncomm.debug.hops import CheckedHop
 from tritoncomm.errors import ArgumentError, MismatchError, PeerError
 from tritoncomm.p2p import header
-from tritoncomm.p2p.message import Incoming, contents_of, describe_hop, pack, specs_of
+from tritoncomm.p2p.message import Incoming, allocate_one, contents_of, describe_hop, pack, specs_of
 from tritoncomm.p2p.neighbours import Neighbours
 from tritoncomm.p2p.transport import Posted, keep_alive, post, post_and_wait, post_one
 
@@ -93,27 +93,31 @@ def exchange(
         if size := wire.nbytes:  # a wire without elements is not sent
             wires[key] = wire if wait else wire.detach()  # the caller may set x.data while a handle is pending
             sent += size
-        if device is None:
-            device = wire.device
         if transfers is not None:
             transfers[key] = specs_of(sends[key])
+    has_headers = variable or _check.value
     for key, x in (("recv_prev", from_prev), ("recv_next", from_next)):
         if x is None:
+            continue
+        if device is None:
+            device = _device_of(sends) or (x.device if isinstance(x, Tensor) else neighbours.default_device())
+        if not (has_headers or neighbours.is_single_rank or (tensor := allocate_one(x, dtype, device)) is None):
+            wires[key] = received[key] = tensor
+            if transfers is not None:
+                transfers[key] = specs_of([tensor])
             continue
         incoming = Incoming.of(x, dtype, variable, name)
         if not incoming.count:  # its sender sends no message, not even a header
             received[key] = []
             continue
         receives[key] = incoming
-        if device is None:
-            device = neighbours.default_device() if incoming.out is None else incoming.out.device
         if transfers is not None:
             transfers[key] = incoming.specs
     handles: Any = None
     if neighbours.is_single_rank:
         path, copied, sent = "torch", copied + _copy_to_self(neighbours, name, sends, receives, received), 0
         wires = {}
-    elif (variable or _check.value) and device is not None:
+    elif has_headers and (device := device or _device_of(sends)) is not None:
         hop = Hop(neighbours, name, received)
         try:
             hop.start(sends, wires, receives, device, batched)
@@ -135,6 +139,11 @@ def exchange(
             keep_alive(handles.values())
     record.add(name, path, copied, sent, started)
     return received.get("recv_prev"), received.get("recv_next"), handles if wires else {}
+
+
+def _device_of(sends: Mapping[str, list[Tensor]]) -> torch.device | None:
+    """Return the device of the first tensor that is sent; None if nothing is sent."""
+    return next((tensors[0].device for tensors in sends.values()), None)
 
 
 def real_device(device: torch.device | str, name: str) -> torch.device:
