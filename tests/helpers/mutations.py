@@ -251,6 +251,10 @@ MUTATIONS = (
         "tests/p2p/test_communicator.py",
     ),
     Mutation(
+        "a received tensor requires no gradient", "tritoncomm/p2p/message.py",
+        "    if dtype.is_floating_point:\n        x.requires_grad_()\n", "", "tests/p2p/test_p2p.py",
+    ),
+    Mutation(
         "gradients are posted in the order of activations", "tritoncomm/p2p/neighbours.py",
         "-source if is_gradient else source, target", "source, target", "tests/p2p/test_order.py",
     ),

@@ -42,7 +42,7 @@ class P2PCommunicator:
         pp_group: the ranks of the pipeline, in stage order.
         config: any object with ``pipeline_dtype`` and, where they apply, ``batch_p2p_comm``, ``variable_seq_lengths``,
             ``mtp_standalone``, ``use_ring_exchange_p2p``, ``virtual_pipeline_model_parallel_size`` and ``timers``.
-            ``pipeline_device`` is an addition: the device of received tensors, by default that of the group.
+            ``pipeline_device`` is an addition: the device of received tensors, by default the group's.
 
     Source: ``megatron.core.pipeline_parallel.p2p_communication``.
     """

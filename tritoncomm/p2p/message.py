@@ -143,7 +143,7 @@ def describe_hop(neighbours: Neighbours, transfers: Mapping[str, Specs | None]) 
 
 
 def contents_of(sends: Mapping[str, Specs], receives: Mapping[str, "Incoming"]) -> dict[str, Content]:
-    """Return what both ends of each transfer compare in check mode, by key: the specs sent, or the specs expected."""
+    """Return, by key, the content that both ends of a transfer compare in check mode: specs sent, or specs expected."""
     contents = {key: Content(describe(specs), _as_lists(specs)) for key, specs in sends.items()}
     for key, each in receives.items():
         if each.specs is not None:
@@ -278,7 +278,7 @@ class Incoming(NamedTuple):
 
     @classmethod
     def of(cls, expected: Any, dtype: torch.dtype | None, variable: bool, name: str) -> "Incoming":
-        """Parse the argument of a caller that says what to receive.
+        """Parse a caller's description of the tensors to receive.
 
         Args:
             expected: a shape, a list of shapes, or a contiguous tensor to receive into.
@@ -303,7 +303,7 @@ class Incoming(NamedTuple):
                 raise ArgumentError(f"{name}: expected a shape or a list of shapes, not {expected!r}")
             return cls(None, dtype, 1 if is_single else len(expected), is_single)
         if dtype is None:
-            raise ArgumentError(f"{name}: the dtype of what is received must be given")
+            raise ArgumentError(f"{name}: the dtype of received tensors must be given")
         specs = tuple([(shape, dtype) for shape in as_shapes(expected, name)])
         return cls(specs, dtype, len(specs), is_single)
 

@@ -93,7 +93,7 @@ class _Units:
         self.ahead = min((stages - stage - 1) * 2 + (chunks - 1) * stages, self.count)
 
     def microbatch(self, k: int) -> int:
-        """Return the micro-batch of the k-th forward, which is also that of the k-th backward."""
+        """Return the micro-batch of the k-th forward, and of the k-th backward."""
         return k // (self.stages * self.chunks) * self.stages + k % self.stages
 
     def forward(self, k: int) -> int:
