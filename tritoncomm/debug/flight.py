@@ -423,7 +423,10 @@ def _number_of(collective: Active, calls: list[Call], first: int) -> int | None:
 
 def _ranks(names: Iterable[str]) -> dict[str, list[int]]:
     """Return the global ranks of each group that exists and has one of ``names``, by name."""
-    named: dict[str, Any] = {group.group_name: ranks for group, ranks in list(members.items())}
+    # torch keeps a number for the groups that this rank is not a member of.
+    named: dict[str, Any] = {
+        group.group_name: ranks for group, ranks in list(members.items()) if isinstance(group, dist.ProcessGroup)
+    }
     return {name: list(named[name]) for name in names if name in named}
 
 
