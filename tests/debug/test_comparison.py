@@ -214,6 +214,18 @@ def test_a_rank_that_goes_on_while_it_is_looked_at_is_in_no_circle(
     assert here.has("c/1/verdict") is (goes_on == "no")
 
 
+def test_a_rank_whose_verdict_is_set_is_in_no_circle() -> None:
+    """Its reading thread is slow: the first rank is in the report already, and waits there for this rank."""
+    store = HashStore()
+    first, here = [JobStore(store, rank) for rank in range(2)]
+    first.publish(_blocked("c/1/report", [["c/1/report/1", 1]]))
+    mine = _blocked("c/1", [["", 0]])
+    here.set("c/1/verdict", "?")
+    assert not fail_circle(here, mine)
+    here.delete("c/1/verdict")
+    assert fail_circle(here, mine)
+
+
 def test_threads_of_a_rank_are_in_no_circle() -> None:
     """One thread may make the call that another one waits for; whoever does not come is named after the timeout."""
     job = Job(3, timeout=1.0)

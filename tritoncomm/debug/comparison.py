@@ -297,8 +297,9 @@ def fail_circle(store: JobStore, mine: Blocked) -> bool:
     if any(awaited not in _missing(store, each) for each, awaited in following):
         return False
     others = {rank: each for rank, each in circle.items() if rank != store.rank}
-    # In this order: a verdict is deleted only after its ranks have come to a later call.
-    if any(store.has(f"{each.base}/verdict") for each in others.values()):
+    # In this order: a verdict is deleted only after its ranks have come to a later call. This rank's own verdict may be
+    # set as well, while the thread that reads it has not run yet.
+    if any(store.has(f"{each.base}/verdict") for each in (mine, *others.values())):
         return False
     if any(store.blocked(rank) != each for rank, each in others.items()):
         return False
