@@ -14,12 +14,12 @@ from tritoncomm.mappings import all_to_all_hp2sp, all_to_all_sp2hp
 
 # mapping: calls of forward and of backward, at most
 MOST_CALLS: dict[Callable[..., Tensor], tuple[int, int]] = {
-    all_to_all_sp2hp: (15, 13),
-    all_to_all_hp2sp: (17, 11),
-    mappings.copy_to_tensor_model_parallel_region: (7, 8),
-    mappings.reduce_from_tensor_model_parallel_region: (14, 1),
-    mappings.gather_from_sequence_parallel_region: (14, 10),
-    mappings.reduce_scatter_to_sequence_parallel_region: (14, 10),
+    all_to_all_sp2hp: (22, 21),
+    all_to_all_hp2sp: (25, 18),
+    mappings.copy_to_tensor_model_parallel_region: (7, 12),
+    mappings.reduce_from_tensor_model_parallel_region: (18, 1),
+    mappings.gather_from_sequence_parallel_region: (19, 15),
+    mappings.reduce_scatter_to_sequence_parallel_region: (19, 15),
 }
 
 

@@ -189,10 +189,7 @@ class Flight:
         Raises:
             CommError: check mode finds that ranks differ.
         """
-        try:
-            group_name = group.group_name
-        except (AttributeError, RuntimeError):  # torch never registered it
-            group_name = f"unregistered {type(group).__name__}"
+        group_name = _name_of(group)
         try:
             self.counts[group_name] = count = self.counts[group_name] + 1
         except KeyError:
@@ -294,6 +291,14 @@ def _several(x: Any) -> tuple[Any, Any]:
     if not isinstance(x, list | tuple):
         return None, None
     return [getattr(each, "shape", None) for each in x], getattr(x[0], "dtype", None) if x else None
+
+
+def _name_of(group: Any) -> str:
+    """Return the name of a process group; "unregistered" and its type if torch never registered it."""
+    try:
+        return group.group_name
+    except (AttributeError, RuntimeError):
+        return f"unregistered {type(group).__name__}"
 
 
 def write_on(reason: str) -> Path | None:
@@ -423,10 +428,7 @@ def _number_of(collective: Active, calls: list[Call], first: int) -> int | None:
 
 def _ranks(names: Iterable[str]) -> dict[str, list[int]]:
     """Return the global ranks of each group that exists and has one of ``names``, by name."""
-    # torch keeps a number for the groups that this rank is not a member of.
-    named: dict[str, Any] = {
-        group.group_name: ranks for group, ranks in list(members.items()) if isinstance(group, dist.ProcessGroup)
-    }
+    named: dict[str, Any] = {_name_of(group): ranks for group, ranks in list(members.items())}
     return {name: list(named[name]) for name in names if name in named}
 
 
