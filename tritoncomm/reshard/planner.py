@@ -280,7 +280,8 @@ class _Planner:
         buckets = []
         for number in range(self.count):
             here = staying[ends[number] : ends[number + 1]]
-            blocks = StayingBlocks(tensor[here], *(each[:, here] for each in boxes), np.empty(0, np.int64))
+            source, target, size = boxes[:, :, here]
+            blocks = StayingBlocks(tensor[here], source, target, size, np.empty(0, np.int64))
             staged, nbytes, direct = self._staged(blocks, sent[number], received[number])
             buckets.append(Bucket(sent[number], received[number], staged, nbytes, direct, is_quiet))
         return TransferPlan(
