@@ -48,7 +48,15 @@ RESHARD = [
     "sequence_boxes", "layout_arguments", "rows", "replicas", "layout", "cells", "sums", "plan", "builder", "tables",
     "steps", "unanimous", "execute", "report", "specs", "request", "resharding", "owned", "sequences", "__init__",
 ]  # fmt: skip
-INSIDE = {"core": CORE, "mappings": MAPPINGS, "reshard": RESHARD, "integrations": INTEGRATIONS, "debug": DEBUG}
+P2P = ["neighbours", "transport", "message", "header", "hop", "communicator", "stages", "schedules", "__init__"]
+INSIDE = {
+    "p2p": P2P,
+    "core": CORE,
+    "mappings": MAPPINGS,
+    "reshard": RESHARD,
+    "integrations": INTEGRATIONS,
+    "debug": DEBUG,
+}
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
     "broadcast", "broadcast_object_list", "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",

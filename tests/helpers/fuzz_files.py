@@ -108,10 +108,10 @@ def check_words(case: list[int]) -> None:
         if sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs) > 2**26 and incoming.specs == specs:
             continue  # what is announced as expected is allocated, whatever it takes
         try:
-            message, _ = incoming.allocate_from_header(neighbours, "f", "recv_prev", specs, torch.device("cpu"))
+            _, tensors, _ = incoming.allocate_from_header(neighbours, "f", "recv_prev", specs, torch.device("cpu"))
         except MismatchError:
             continue
-        assert [(tuple(x.shape), x.dtype) for x in message.tensors] == list(specs)
+        assert [(tuple(x.shape), x.dtype) for x in tensors] == list(specs)
 
 
 # ---- files ----

@@ -24,7 +24,7 @@ from tritoncomm import p2p, record
 from tritoncomm.core import ops
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.p2p import P2PCommunicator, header, is_single_shape, message
-from tritoncomm.p2p.hop import exchange
+from tritoncomm.p2p.hop import exchange, real_device
 from tritoncomm.p2p.message import Incoming, Specs
 from tritoncomm.p2p.neighbours import Neighbours
 
@@ -246,22 +246,26 @@ def test_is_single_shape(x: Any, single: bool) -> None:
 def test_messages_hold_their_tensors(path: str) -> None:
     tensors = [strided(made(i, shape, dtype)) for i, (shape, dtype) in enumerate(itertools.product(SHAPES, DTYPES))]
     with ops.path(path):
-        packed = message.pack(tensors)
-    specs = [(tuple(x.shape), x.dtype) for x in tensors]
-    buffers = message.allocate(specs, "cpu")
-    assert packed.wire.nbytes == buffers.wire.nbytes
-    buffers.wire.copy_(packed.wire)
-    for x, sent, got in zip(tensors, packed.tensors, buffers.tensors, strict=True):
+        packed = message.pack(tensors, "f")
+    assert packed is not None
+    wire, slots, taken, copied = packed
+    arrived, received = message.allocate(message.specs_of(tensors), "cpu")
+    assert wire.nbytes == arrived.nbytes
+    arrived.copy_(wire)
+    for x, sent, got in zip(tensors, slots, received, strict=True):
         assert torch.equal(bits(sent), bits(x))
         assert torch.equal(bits(got), bits(x))
         assert got._base is None
-        assert got.numel() == 0 or got.data_ptr() % 16 == buffers.wire.data_ptr() % 16
-    assert packed.path == path
-    assert packed.bytes_copied == 2 * sum(x.nbytes for x in tensors)
+        assert got.numel() == 0 or got.data_ptr() % 16 == arrived.data_ptr() % 16
+    assert taken == path
+    assert copied == 2 * sum(x.nbytes for x in tensors)
     one = torch.ones(3, 4)
-    single = message.pack([one])
-    assert (single.path, single.bytes_copied) == ("view", 0)
-    assert single.wire.data_ptr() == one.data_ptr()
+    for form in (one, [one]):
+        single = message.pack(form, "f")
+        assert single is not None
+        assert single[2:] == ("view", 0)
+        assert single[0].data_ptr() == one.data_ptr()
+    assert message.pack([], "f") is None
 
 
 def test_headers_hold_any_shape_and_dtype() -> None:
@@ -348,9 +352,9 @@ def test_mutated_headers_are_refused_by_name_or_right() -> None:
                     incoming.allocate_from_header(neighbours, "recv", "recv_prev", specs, meta)
                 assert len(str(caught.value)) < 5000
                 continue
-            buffers, problem = incoming.allocate_from_header(neighbours, "recv", "recv_prev", specs, meta)
+            wire, _, problem = incoming.allocate_from_header(neighbours, "recv", "recv_prev", specs, meta)
             assert problem == expected
-            assert size <= buffers.wire.nbytes <= size + 16 * len(specs)
+            assert size <= wire.nbytes <= size + 16 * len(specs)
     assert time.process_time() - started < 10
     assert min(kinds.values()) >= 5, kinds
     assert len(kinds) >= 10, kinds
@@ -366,7 +370,7 @@ def bytes_of(specs: Any) -> int:
         ([((2,), torch.qint8)], r"cannot announce tensors of torch\.qint8"),
         ([((1,) * 65, torch.float32)], "a tensor of 65 dims, only up to 64"),
         ([((0, 1 << 62), torch.float32)], r"the shape \[0, 4611686018427387904\]"),
-        ([((2,), torch.int8)] * (1 << 18), "cannot announce 262144 tensors"),
+        ([((2,), torch.int8)] * (1 << 19), "cannot announce 524288 tensors"),
     ],
     ids=["dtype", "dims", "size", "count"],
 )
@@ -501,7 +505,7 @@ def run_without_memory(group: ProcessGroup) -> None:
     neighbours = Neighbours.of(group)
     for device, words in (("meta", "no memory to receive into"), ("gpu9", "is no device"), (3.5, "is no device")):
         with pytest.raises(ArgumentError, match=words):
-            exchange(neighbours, "f", x, None, (4,), None, torch.float32, device)
+            real_device(device, "f")
     for dtype in ("float32", [torch.float32], 3):
         with pytest.raises(ArgumentError, match=r"must be a torch\.dtype"):
             exchange(neighbours, "f", x, None, (4,), None, dtype)

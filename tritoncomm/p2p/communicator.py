@@ -1,7 +1,7 @@
-"""Megatron-LM's ``P2PCommunicator``: the transfers of its pipeline schedules.
+"""P2PCommunicator of Megatron-LM: the transfers of its pipeline schedules.
 
-Differences: two stages do not confuse activations and gradients, no shape waits for a tensor, no device is
-synchronised, tensors have any number of dims, non-contiguous tensors are packed, several tensors are one message, and a
+Differences: two stages do not confuse activations and gradients. No shape waits for a tensor, and no device is
+synchronised. Tensors have any number of dims, and non-contiguous ones are packed. Several tensors are one message. A
 mismatch that a header shows is an error. ``batch_p2p_sync`` is accepted and has no effect: handles and stream order say
 when data is ready.
 """
@@ -12,17 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncomm import record
-from tritoncomm.core.backend import carrier
-from tritoncomm.debug.hops import CheckedHop
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.groups import GroupLike, as_group
-from tritoncomm.p2p import message
 from tritoncomm.p2p.header import exchange_headers
-from tritoncomm.p2p.hop import Hop, checking, exchange
-from tritoncomm.p2p.message import Shape, begin, contents_of, describe, is_single_shape, specs_of
+from tritoncomm.p2p.hop import exchange, real_device
+from tritoncomm.p2p.message import Shape, describe, is_single_shape, specs_of
 from tritoncomm.p2p.neighbours import Neighbours
-from tritoncomm.p2p.transport import Posted, post
+from tritoncomm.p2p.transport import Posted
 
 __all__ = ["P2PCommunicator", "_batched_p2p_ops", "_p2p_ops"]
 
@@ -46,7 +42,7 @@ class P2PCommunicator:
         pp_group: the ranks of the pipeline, in stage order.
         config: any object with ``pipeline_dtype`` and, where they apply, ``batch_p2p_comm``, ``variable_seq_lengths``,
             ``mtp_standalone``, ``use_ring_exchange_p2p``, ``virtual_pipeline_model_parallel_size`` and ``timers``.
-            ``pipeline_device`` is an addition: the device of received tensors, by default that of the group.
+            ``pipeline_device`` is an addition: the device of received tensors, by default the group's.
 
     Source: ``megatron.core.pipeline_parallel.p2p_communication``.
     """
@@ -65,35 +61,55 @@ class P2PCommunicator:
 
     @property
     def is_pp_first_stage(self) -> bool:
-        """Whether this rank is the first of the group."""
+        """Whether this rank is the first stage of the pipeline."""
         return self._neighbours.stage == 0
 
     @property
     def is_pp_last_stage(self) -> bool:
-        """Whether this rank is the last of the group."""
+        """Whether this rank is the last stage of the pipeline."""
         return self._neighbours.stage == self._neighbours.stages - 1
 
     @property
     def total_stages(self) -> int:
-        """Ranks in the group."""
+        """Number of stages of the pipeline, which is the size of its group."""
         return self._neighbours.stages
 
     @property
     def current_stage(self) -> int:
-        """This rank in the group."""
+        """Stage of this rank: its rank in the group of the pipeline, from 0."""
         return self._neighbours.stage
 
     def _device(self) -> torch.device:
-        """Of received tensors, where nothing is sent."""
+        """Return the device of received tensors for a hop without sends: ``pipeline_device``, else the group's own.
+
+        The first answer is kept.
+        """
         if self._default_device is None:
             device = getattr(self.config, "pipeline_device", None)
-            self._default_device = self._neighbours.default_device() if device is None else torch.device(device)
+            self._default_device = (
+                self._neighbours.default_device() if device is None else real_device(device, "P2PCommunicator")
+            )
         return self._default_device
 
     def _exchange(
         self, name: str, to_next: Any, to_prev: Any, recv_prev: bool, recv_next: bool, shapes: Any, wait: bool = True
     ) -> tuple[Any, Any, Any]:
-        """Up to four transfers as the configuration says; ``shapes`` (one, or a list) are those of either side."""
+        """Make one hop as the configuration says, inside Megatron's timer of ``name``; return as ``hop.exchange`` does.
+
+        Args:
+            name: the public method, for the timer, errors and counters.
+            to_next: a tensor or a list of tensors for the next stage, or None.
+            to_prev: a tensor or a list of tensors for the previous stage, or None.
+            recv_prev: receive from the previous stage.
+            recv_next: receive from the next stage.
+            shapes: the shape, or a list of shapes, to receive from each side.
+            wait: wait for all transfers; else return handles.
+
+        Raises:
+            RuntimeError: something is received, and its dtype or shape is missing.
+            AssertionError: a batch is not waited for.
+            UnsupportedError: the configuration asks for ring exchange.
+        """
         config = self.config
         timers = getattr(config, "timers", None)
         if timers is not None and name in _TIMERS:
@@ -130,10 +146,10 @@ class P2PCommunicator:
         tensor_shape: Shape,
         wait_on_reqs: bool = True,
     ) -> tuple[Tensor | None, Tensor | None, Any]:
-        """Up to four transfers at once; (from the previous stage, from the next stage, handles).
+        """Make up to four transfers at once; return (from the previous stage, from the next stage, handles).
 
-        The handles are None once waited for. Where nothing was posted, and without ``wait_on_reqs``, they are a dict
-        (``batch_p2p_comm`` off) or an empty list.
+        The handles are None once waited for. They are a dict, or with ``batch_p2p_comm`` an empty list, where nothing
+        was posted, and a dict by key without ``wait_on_reqs``.
         """
         before, after, handles = self._exchange(
             "_communicate", tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs
@@ -145,9 +161,12 @@ class P2PCommunicator:
     def _communicate_shapes(
         self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
-        """Exchange the shapes of the tensors that follow; (from the previous stage, from the next stage).
+        """Send the shapes of tensors, and receive shapes; return (from the previous stage, from the next stage).
 
-        Any number of dims; ``[0, 0, 0]`` for a side that nothing is received from.
+        Shapes have any number of dims. A side from which nothing is received gives ``[0, 0, 0]``.
+
+        Raises:
+            MismatchError: a neighbour announced no tensor or several tensors.
         """
         name, neighbours = "_communicate_shapes", self._neighbours
         posted: list[Posted] = []
@@ -157,8 +176,8 @@ class P2PCommunicator:
         receives = ["recv_prev"] * recv_prev + ["recv_next"] * recv_next
         device = next((x.device for x in sends.values()), None) or self._device()
         received = dict(exchange_headers(neighbours, name, contents, receives, device, posted))
-        for each in posted:
-            each.wait()
+        for header in posted:
+            header.wait()
         for key, specs in received.items():
             if len(specs) != 1:
                 sent = f"rank {neighbours.peer(key)} sent {describe(specs)}"
@@ -167,37 +186,60 @@ class P2PCommunicator:
         return shapes.get("recv_prev", [0, 0, 0]), shapes.get("recv_next", [0, 0, 0])
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
-        """Receive from the previous stage: a tensor for a shape, a list for a list of shapes; None on the first."""
+        """Receive activations from the previous stage: a tensor for a shape, a list for a list of shapes.
+
+        On the first stage receive nothing, and return None for each tensor.
+        """
         if is_first_stage or _is_empty(tensor_shapes):
             return _no_tensors(tensor_shapes)
         return self._exchange("recv_forward", None, None, True, False, tensor_shapes)[0]
 
     def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        """Receive gradients from the next stage: a tensor or a list; None on the last stage."""
+        """Receive gradients from the next stage: a tensor for a shape, a list for a list of shapes.
+
+        On the last stage receive nothing, and return None for each tensor.
+        """
         if is_last_stage or _is_empty(tensor_shapes):
             return _no_tensors(tensor_shapes)
         return self._exchange("recv_backward", None, None, False, True, tensor_shapes)[1]
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
-        """Send a tensor or a list of tensors to the next stage; nothing on the last stage."""
+        """Send a tensor or a list of tensors to the next stage; on the last stage send nothing."""
         if not is_last_stage:
-            self._exchange("send_forward", _given(output_tensors), None, False, False, None)
+            self._exchange("send_forward", _without_none(output_tensors), None, False, False, None)
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
-        """Send a gradient or a list of them to the previous stage; nothing on the first stage."""
+        """Send a gradient or a list of gradients to the previous stage; on the first stage send nothing."""
         if not is_first_stage:
-            self._exchange("send_backward", None, _given(input_tensor_grads), False, False, None)
+            self._exchange("send_backward", None, _without_none(input_tensor_grads), False, False, None)
 
     def send_forward_recv_backward(self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        """Send outputs to the next stage and receive their gradients: a tensor for a tensor, else a list."""
+        """Send outputs to the next stage and receive their gradients from it: a tensor for a tensor, a list for a list.
+
+        On the last stage transfer nothing, and return None for each output.
+        """
         return self._pair("send_forward_recv_backward", True, output_tensors, tensor_shapes, is_last_stage)
 
     def send_backward_recv_forward(self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool) -> Any:
-        """Send gradients to the previous stage and receive the next inputs: a tensor for a tensor, else a list."""
+        """Send gradients to the previous stage and receive inputs from it: a tensor for a tensor, a list for a list.
+
+        On the first stage transfer nothing, and return None for each gradient.
+        """
         return self._pair("send_backward_recv_forward", False, input_tensor_grads, tensor_shapes, is_first_stage)
 
     def _pair(self, name: str, with_next: bool, sent: Any, shapes: Any, is_edge: bool) -> Any:
-        """Send to and receive from one neighbour; the form of what is sent decides the form of the result."""
+        """Send tensors to one neighbour and receive tensors from it: a tensor for a tensor, a list for a list.
+
+        Args:
+            name: the public method.
+            with_next: the neighbour is the next stage; else the previous one.
+            sent: a tensor, or a list in which None stands for no tensor.
+            shapes: one shape, or a list of shapes to receive.
+            is_edge: there is no such neighbour: transfer nothing, and return None for each tensor.
+
+        Raises:
+            ShapeError: there are not as many shapes as tensors.
+        """
         if not is_edge and isinstance(sent, Tensor) and len(shapes) > 0:
             shape = shapes if len(shapes) != 1 or type(shapes[0]) is int else shapes[0]
             if isinstance(shape, tuple | list) and shape and type(shape[0]) is int:  # one tensor of one shape
@@ -210,14 +252,17 @@ class P2PCommunicator:
             raise ShapeError(f"{name}: {count} tensors to send, but {len(expected)} shapes to receive")
         if is_edge:
             return [None] * count if is_list else None
-        to_next, to_prev = (_given(sent), None) if with_next else (None, _given(sent))
+        to_next, to_prev = (_without_none(sent), None) if with_next else (None, _without_none(sent))
         received = self._exchange(name, to_next, to_prev, not with_next, with_next, expected)[with_next]
         return received if is_list else received[0]
 
     def send_forward_recv_forward(
         self, output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Send to the next stage, receive from the previous one; (tensor, handles) with ``overlap_p2p_comm``."""
+        """Send an activation to the next stage; with ``recv_prev`` receive one from the previous stage, and return it.
+
+        With ``overlap_p2p_comm`` wait for nothing, and return (tensor, handles by key).
+        """
         received, _, handles = self._exchange(
             "send_forward_recv_forward", output_tensor, None, recv_prev, False, tensor_shape, not overlap_p2p_comm
         )
@@ -226,7 +271,10 @@ class P2PCommunicator:
     def send_backward_recv_backward(
         self, input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Send to the previous stage, receive from the next one; (tensor, handles) with ``overlap_p2p_comm``."""
+        """Send a gradient to the previous stage; with ``recv_next`` receive one from the next stage, and return it.
+
+        With ``overlap_p2p_comm`` wait for nothing, and return (tensor, handles by key).
+        """
         _, received, handles = self._exchange(
             "send_backward_recv_backward", None, input_tensor_grad, False, recv_next, tensor_shape, not overlap_p2p_comm
         )
@@ -240,22 +288,26 @@ class P2PCommunicator:
         recv_next: bool,
         tensor_shape: Shape,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """All four directions at once; (input from the previous stage, gradient from the next stage)."""
+        """Send an activation forward and a gradient backward, and receive one of each, at once.
+
+        Return (input from the previous stage, gradient from the next stage); None for a tensor that is not received.
+        """
         name = "send_forward_backward_recv_forward_backward"
         before, after, _ = self._exchange(name, output_tensor, input_tensor_grad, recv_prev, recv_next, tensor_shape)
         return before, after
 
 
 def _missing(key: str, dtype: torch.dtype | None) -> RuntimeError:
+    """Return Megatron's error of a receive (``recv_prev`` or ``recv_next``) without a dtype, else without a shape."""
     if dtype is None:
         return RuntimeError(f"{'pipeline_dtype' if key == 'recv_prev' else 'dtype'} must be provided if {key} is True")
     common = "Common tensor_shape is (seq_length, micro_batch_size, hidden_size)"
     return RuntimeError(f"tensor_shape must be specified if {key} is True. {common}")
 
 
-def _given(tensors: Any) -> Any:
-    """A tensor, or a list without the entries that are None; None where nothing is left."""
-    return [x for x in tensors if x is not None] or None if isinstance(tensors, list | tuple) else tensors
+def _without_none(tensors: Any) -> Any:
+    """Return a list or tuple of tensors without its None entries, or None if no tensor is left; a tensor as it is."""
+    return [x for x in tensors if x is not None] or None if isinstance(tensors, (list, tuple)) else tensors
 
 
 def _is_empty(shapes: Any) -> bool:
@@ -264,7 +316,7 @@ def _is_empty(shapes: Any) -> bool:
 
 
 def _no_tensors(shapes: Any) -> Any:
-    """What an edge stage returns for a shape, or for a list of shapes."""
+    """Return the result of a receive on an edge stage: None for a shape, a list of None for a list of shapes."""
     return None if is_single_shape(shapes) else [None] * len(shapes)
 
 
@@ -278,14 +330,14 @@ def _batched_p2p_ops(
     prev_pipeline_rank: int,
     next_pipeline_rank: int,
 ) -> list[Any]:
-    """Start up to four transfers as one batch: send_prev, recv_prev, send_next, recv_next; a list of handles.
+    """Start up to four transfers as one batch: send_prev, recv_prev, send_next, recv_next; return a list of handles.
 
-    Where both neighbours are one rank the activations (send_next, recv_prev) go first.
+    Where both neighbours are one rank the activations (send_next, recv_prev) go first. Received values are written into
+    the tensors of the caller.
     """
     neighbours = Neighbours.of(as_group(group, "_batched_p2p_ops"), prev_pipeline_rank, next_pipeline_rank)
-    sends = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
-    receives = {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next}
-    return list(_posted(neighbours, "_batched_p2p_ops", sends, receives, True).values())
+    tensors = tensor_send_next, tensor_send_prev, tensor_recv_prev, tensor_recv_next
+    return list(exchange(neighbours, "_batched_p2p_ops", *tensors, None, batched=True, wait=False)[2].values())
 
 
 def _p2p_ops(
@@ -298,68 +350,11 @@ def _p2p_ops(
     prev_pipeline_rank: int,
     next_pipeline_rank: int,
 ) -> dict[str, Any]:
-    """Start up to four transfers one by one; handles by ``send_next``, ``recv_prev``, ``send_prev``, ``recv_next``.
+    """Start up to four transfers one by one; return handles by ``send_next``, ``recv_prev``, ``send_prev``, ...
 
-    Even stages send before they receive, odd stages receive first.
+    Even stages send before they receive, odd stages receive first. Received values are written into the tensors of the
+    caller.
     """
     neighbours = Neighbours.of(as_group(group, "_p2p_ops"), prev_pipeline_rank, next_pipeline_rank)
-    sends = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
-    receives = {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next}
-    return _posted(neighbours, "_p2p_ops", sends, receives, False)
-
-
-def _posted(
-    neighbours: Neighbours,
-    name: str,
-    sends: dict[str, Tensor | None],
-    receives: dict[str, Tensor | None],
-    batched: bool,
-) -> dict[str, Any]:
-    """Handles of the transfers by key, which are started; in check mode they are compared before.
-
-    There is no header that would have their sizes, so transfers whose ends differ are not made.
-    """
-    _range = None
-    sent, received = (sends["send_next"], sends["send_prev"]), (receives["recv_prev"], receives["recv_next"])
-    if record.switch._is_profiler_enabled:
-        _range = begin(neighbours, name, sent, received, 3)
-    wires, started, problems = _wires(sends, receives), record.now(), {}
-    if checking() and not neighbours.is_single_rank:
-        problems = _compare(neighbours, name, {key: x for key, x in (sends | receives).items() if x is not None})
-        wires = {key: x for key, x in wires.items() if key not in problems}
-    handles = dict(post(neighbours, name, wires, batched))
-    record.add(name, "view", 0, sum([x.nbytes for key, x in wires.items() if key in sends]), started)
-    if problems:
-        for each in handles.values():
-            each.wait()
-        failure = MismatchError("; ".join(problems.values()))
-        record.failed(name, failure)
-        raise failure
-    return handles
-
-
-def _compare(neighbours: Neighbours, name: str, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """By key, what is wrong with a transfer; by "" with those of earlier steps."""
-    contents = {key: specs_of([x]) for key, x in tensors.items()}
-    hop = Hop(checked=CheckedHop(neighbours, name, contents_of(contents, {})))
-    assert hop.checked is not None
-    try:
-        for key in contents:
-            hop.meet(key)
-            hop.compare(key)
-        hop.note("", hop.checked.earlier())
-    except BaseException as error:
-        hop.give_up(error)
-        raise
-    return hop.problems
-
-
-def _wires(sends: dict[str, Tensor | None], receives: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """Sent tensors, packed, and the caller's buffers, which have to be contiguous."""
-    wires = {key: message.pack([x]).wire for key, x in sends.items() if x is not None}
-    for key, x in receives.items():
-        if x is not None:
-            if not x.is_contiguous():
-                raise ShapeError(f"{key}: a tensor to receive into must be contiguous, not of strides {x.stride()}")
-            wires[key] = carrier(x.detach())
-    return wires
+    tensors = tensor_send_next, tensor_send_prev, tensor_recv_prev, tensor_recv_next
+    return exchange(neighbours, "_p2p_ops", *tensors, None, batched=False, wait=False)[2]

@@ -1,11 +1,10 @@
-"""One p2p step: send to and receive from both neighbours. The only exchange path of both APIs.
+"""Hop: one p2p step of a rank, up to four transfers with its two neighbours. Both APIs make their steps here.
 
-Most calls move one tensor of known shape each way: those take ``_exchange_plain``, at a fraction of the host time.
-Several tensors per neighbour, headers (variable lengths, check mode), single-rank groups and dtypes that no backend
-moves take ``_exchange_messages``. Everything that is sent is posted before anything is waited for, and both directions
-progress independently, so that a rank never waits for a neighbour that waits for it.
+Everything that is sent is posted before anything is waited for, and the directions progress independently. So a rank
+never waits for a neighbour that waits for this rank.
 """
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any, NoReturn
 
@@ -14,27 +13,20 @@ from torch import Tensor
 from torch.distributed import DistNetworkError
 
 from tritoncomm import record, variables
-from tritoncomm.core.backend import special
-from tritoncomm.core.memory import empty_on
-from tritoncomm.core.ops import path_for
-from tritoncomm.core.validation import check_data
 from tritoncomm.debug.hops import CheckedHop
 from tritoncomm.errors import ArgumentError, MismatchError, PeerError
-from tritoncomm.p2p import header, message
-from tritoncomm.p2p.message import Incoming, Message, begin, contents_of, specs_of
+from tritoncomm.p2p import header
+from tritoncomm.p2p.message import Incoming, allocate_one, contents_of, describe_hop, pack, specs_of
 from tritoncomm.p2p.neighbours import Neighbours
 from tritoncomm.p2p.transport import Posted, keep_alive, post, post_and_wait, post_one
 
 __all__ = ["Handle", "Hop", "check", "checking", "exchange", "real_device"]
 
 _check = variables.CHECK
-_SHAPES = frozenset((tuple, list, torch.Size))
-
-Result = tuple[Any, Any, Any]
 
 
 def checking() -> bool:
-    """Whether every message has a header that is compared with what its receiver expects."""
+    """Whether check mode is on: each message has a header, and both ends compare what they send and expect."""
     return _check.value
 
 
@@ -51,264 +43,115 @@ def exchange(
     from_prev: Any,
     from_next: Any,
     dtype: torch.dtype | None,
-    device: torch.device | str | None = None,
+    device: torch.device | None = None,
     batched: bool = True,
     variable: bool = False,
     wait: bool = True,
-) -> Result:
-    """Up to four transfers at once.
+) -> tuple[Any, Any, Any]:
+    """Make one hop: up to four transfers at once.
 
     Args:
         neighbours: of this stage.
         name: the public function, for errors and counters.
         to_next: a tensor or a sequence of tensors for the next stage, any strides; None for nothing.
-        to_prev: the same for the previous stage.
+        to_prev: a tensor or a sequence of tensors for the previous stage; None for nothing.
         from_prev: the shape of the tensor from the previous stage, a list of shapes, or a contiguous tensor to receive
             into; None for nothing.
-        from_next: the same for the next stage.
+        from_next: the shape, the shapes or the tensor for the transfer from the next stage; None for nothing.
         dtype: of received tensors.
-        device: of received tensors; None for that of the tensors sent, else the group's.
+        device: of received tensors; None for the device of the tensors sent, else the group's.
         batched: post all transfers as one batch, or in the order that single blocking calls need.
         variable: only the number of tensors and their dtype are known; a header announces the shapes. The neighbours
             have to agree.
-        wait: for all transfers; else return handles.
+        wait: wait for all transfers; else return handles.
 
     Returns:
-        (from the previous stage, from the next stage, handles): a tensor for a shape, a list for a list. The handles
-        are None once waited for, and an empty dict where nothing was posted.
+        (from the previous stage, from the next stage, handles): a tensor for a shape, a list for a list, None for
+        nothing. The handles are None once waited for, an empty dict where nothing was posted, else by key.
 
     Raises:
         PeerError: a neighbour died, or did not post its side within the group's timeout.
         MismatchError: a neighbour sent something else than was expected.
     """
-    _range = None
+    started, transfers, _range = record.now(), None, None
     if record.switch._is_profiler_enabled:
-        _range = begin(neighbours, name, (to_next, to_prev), (from_prev, from_next), 4, variable)
-    result = None
-    if not (variable or _check.value or neighbours.is_single_rank):
-        try:
-            result = _exchange_plain(
-                neighbours, name, to_next, to_prev, from_prev, from_next, dtype, device, batched, wait
-            )  # fmt: skip
-        except RuntimeError:  # looked at only now: each property of a tensor takes 50 ns
-            _refuse(name, to_next, to_prev)
-            raise
-    if result is None:
-        sends: dict[str, list[Tensor]] = {}
-        receives: dict[str, Incoming] = {}
-        if device is not None:
-            device = real_device(device, name)
-        for key, x in (("send_next", to_next), ("send_prev", to_prev)):
-            if x is not None and (tensors := _tensors(x, name)):
-                sends[key] = tensors
-                device = tensors[0].device if device is None else device
-        if not isinstance(dtype, torch.dtype | None):
-            raise ArgumentError(f"{name}: the dtype must be a torch.dtype, not {dtype!r:.80}")
-        for key, x in (("recv_prev", from_prev), ("recv_next", from_next)):
-            if x is not None:
-                receives[key] = Incoming.of(x, dtype, variable, name)
-        if device is None:
-            device = neighbours.default_device()
-        try:
-            result = _exchange_messages(neighbours, name, sends, receives, device, batched, variable, wait)
-        except MismatchError as error:  # of messages that both ends have transferred
-            record.failed(name, error)
-            raise
-    return result
-
-
-def _exchange_plain(
-    neighbours: Neighbours,
-    name: str,
-    to_next: Any,
-    to_prev: Any,
-    from_prev: Any,
-    from_next: Any,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    batched: bool,
-    wait: bool,
-) -> Result | None:
-    """``exchange`` of at most one tensor each way, without a header.
-
-    Returns None, with nothing sent, for everything else: several tensors, dtypes that no backend moves, single
-    elements, empty tensors, invalid arguments.
-    """
-    started, tensors, sent, path, copied = record.now(), {}, 0, "view", 0
+        transfers = {}
+        _range = record.begin(name, "hop", neighbours.group(), None, (describe_hop, neighbours, transfers), 3)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"{name}: the dtype must be a torch.dtype, not {dtype!r:.80}")
+    path, copied, sent = "view", 0, 0
+    sends: dict[str, list[Tensor]] = {}
+    receives: dict[str, Incoming] = {}
+    wires: dict[str, Tensor] = {}
+    received: dict[str, Any] = {}
     for key, x in (("send_next", to_next), ("send_prev", to_prev)):
+        if x is None or (message := pack(x, name)) is None:
+            continue
+        wire, sends[key], message_path, message_copied = message
+        if message_copied:
+            path, copied = message_path, copied + message_copied
+        if size := wire.nbytes:  # a wire without elements is not sent
+            wires[key] = wire if wait else wire.detach()  # the caller may set x.data while a handle is pending
+            sent += size
+        if transfers is not None:
+            transfers[key] = specs_of(sends[key])
+    has_headers = variable or _check.value
+    for key, x in (("recv_prev", from_prev), ("recv_next", from_next)):
         if x is None:
             continue
-        if not isinstance(x, Tensor):
-            if type(x) is not list or len(x) != 1 or not isinstance(x[0], Tensor):
-                return None
-            x = x[0]
-        if type(x) is not Tensor or x.is_meta or x.is_nested:  # which a backend takes, or refuses after a receive
-            check_data(x, name)
-        if x.dtype in special or (nbytes := x.nbytes) <= 8:
-            return None  # one element may carry a lazy negative bit
-        if x.is_contiguous():
-            if not wait:
-                x = x.detach()  # the caller may set x.data while a handle is pending
-        elif path_for(x) == "torch" and not x.is_neg():
-            x, path, copied = x.detach().contiguous(), "torch", copied + 2 * nbytes
-        else:
-            packed = message.pack([x])
-            x, path, copied = packed.wire, packed.path, copied + packed.bytes_copied
-        tensors[key] = x
-        sent += nbytes
-    before = after = None
-    if from_prev is not None or from_next is not None:
-        if type(dtype) is not torch.dtype or dtype in special:
-            return None
-        is_given = device is not None  # and may have no memory
         if device is None:
-            device = next(iter(tensors.values())).device if tensors else neighbours.default_device()
-        with_grad = dtype.is_floating_point
-        for key, expected in (("recv_prev", from_prev), ("recv_next", from_next)):
-            if expected is None:
-                continue
-            shape = expected
-            if type(shape) is list and len(shape) == 1 and type(shape[0]) is not int:
-                shape = shape[0]
-            if type(shape) not in _SHAPES or not shape or 0 in shape:
-                return None
-            try:
-                x = empty_on(device, shape, dtype)
-            except (RuntimeError, TypeError, ValueError):
-                return None  # Incoming names what is wrong with a shape
-            if is_given and x.is_meta:
-                return None
-            if with_grad:
-                x.requires_grad_()
-            tensors[key] = x
-            if shape is not expected:
-                x = [x]
-            if key == "recv_prev":
-                before = x
-            else:
-                after = x
+            device = _device_of(sends) or (x.device if isinstance(x, Tensor) else neighbours.default_device())
+        if not (has_headers or neighbours.is_single_rank or (tensor := allocate_one(x, dtype, device)) is None):
+            wires[key] = received[key] = tensor
+            if transfers is not None:
+                transfers[key] = specs_of([tensor])
+            continue
+        incoming = Incoming.of(x, dtype, variable, name)
+        if not incoming.count:  # its sender sends no message, not even a header
+            received[key] = []
+            continue
+        receives[key] = incoming
+        if transfers is not None:
+            transfers[key] = incoming.specs
     handles: Any = None
-    if not wait:
-        handles = post(neighbours, name, tensors, batched)
-        keep_alive(handles.values())
-    elif tensors:
-        post_and_wait(neighbours, name, tensors, batched)
-    else:
-        handles = {}
-    record.add(name, path, copied, sent, started)
-    return before, after, handles
-
-
-class Hop:
-    """A p2p step in flight.
-
-    Attributes:
-        posted: the transfers by key.
-        headers: the headers sent.
-        received: the tensors by key, defined once waited for.
-        problems: by key, why a message is refused; raised once it has been transferred.
-        checked: in check mode, the comparison with the other ends.
-        empty: keys of sends without elements, which are not posted; in check mode their headers are sent.
-    """
-
-    __slots__ = ("checked", "empty", "headers", "posted", "problems", "received")
-
-    def __init__(self, checked: CheckedHop | None = None) -> None:
-        self.posted: dict[str, Posted] = {}
-        self.headers: list[Posted] = []
-        self.received: dict[str, list[Tensor]] = {}
-        self.problems: dict[str, str] = {}
-        self.checked = checked
-        self.empty: list[str] = []
-
-    def meet(self, key: str, in_helper: bool = False) -> None:
-        """In check mode: see whether the other end of a transfer comes, before it is waited for."""
-        if self.checked is not None:
-            self.checked.meet(key, in_helper)
-
-    def compare(self, key: str) -> None:
-        """In check mode: compare a transfer with what its other end did, and note what is wrong."""
-        if self.checked is not None:
-            self.note(key, self.checked.problem(key))
-
-    def note(self, key: str, problem: str | None) -> None:
-        """A transfer has a problem, where there is a text."""
-        if problem:
-            self.problems[key] = f"{self.problems[key]}; {problem}" if key in self.problems else problem
-
-    def explain(self, error: PeerError) -> NoReturn:
-        """Raise ``error``; in check mode with what the other end does instead, where that is known."""
-        explained = error if self.checked is None else self.checked.explained(error)
+    if neighbours.is_single_rank:
+        path, copied, sent = "torch", copied + _copy_to_self(neighbours, name, sends, receives, received), 0
+        wires = {}
+    elif has_headers and (device := device or _device_of(sends)) is not None:
+        hop = Hop(neighbours, name, received)
         try:
-            if explained is error:
-                raise error
-            raise explained from error
-        finally:
-            del error, explained  # their traceback has this frame
-
-    def give_up(self, error: BaseException) -> None:
-        """In check mode: the other ends learn that their transfers will not be completed because of ``error``."""
-        if self.checked is not None:
-            with suppress(DistNetworkError):  # the error that is being raised matters more
-                self.checked.give_up(f"{type(error).__name__}: {error}")
-
-    def wait(self) -> None:
-        """Wait for every transfer."""
-        if self.checked is None:
-            self._wait()
-            return
-        try:
-            self._wait()
-        except PeerError as error:
-            self.explain(error)
-        for key in [*(each for each in self.posted if each.startswith("send")), *self.empty]:
-            self.compare(key)
-        if self.problems:
-            raise MismatchError("; ".join(self.problems.values()))
-
-    def complete_empty(self) -> None:
-        """Compare the sends without elements; where a message that has no handle to wait for is wrong, end the step."""
-        for key in self.empty:
-            self.compare(key)
-        if any(key not in self.posted for key in self.problems):
-            self.wait()
-
-    def _wait(self) -> None:
-        for posted in self.posted.values():
-            posted.wait()
-        for posted in self.headers:
-            posted.wait()
-        if self.problems and self.checked is None:
-            raise MismatchError("; ".join(self.problems.values()))
-
-
-class Handle:
-    """One transfer of a hop; ``wait()`` raises its mismatch."""
-
-    __slots__ = ("_hop", "_key")
-
-    def __init__(self, hop: Hop, key: str) -> None:
-        self._hop, self._key = hop, key
-
-    def wait(self) -> None:
-        is_checked_send = self._hop.checked is not None and self._key.startswith("send")
-        try:
-            self._hop.posted[self._key].wait()
-        except PeerError as error:
-            if is_checked_send:
-                self._hop.explain(error)
+            hop.start(sends, wires, receives, device, batched)
+            handles = hop.wait() if wait else hop.handles()
+        except MismatchError as error:
+            record.failed(name, error)
             raise
-        if is_checked_send:
-            self._hop.compare(self._key)
-        if self._key in self._hop.problems:
-            raise MismatchError(self._hop.problems[self._key])
+        wires = hop.posted
+    else:
+        for key, incoming in receives.items():
+            wire, tensors = incoming.allocate_expected(name, device)
+            if wire.numel():
+                wires[key] = wire
+            received[key] = incoming.form(tensors)
+        if wait:
+            post_and_wait(neighbours, name, wires, batched)
+        else:
+            handles = post(neighbours, name, wires, batched)
+            keep_alive(handles.values())
+    record.add(name, path, copied, sent, started)
+    return received.get("recv_prev"), received.get("recv_next"), handles if wires else {}
 
-    def is_completed(self) -> bool:
-        return self._hop.posted[self._key].is_completed()
+
+def _device_of(sends: Mapping[str, list[Tensor]]) -> torch.device | None:
+    """Return the device of the first tensor that is sent; None if nothing is sent."""
+    return next((tensors[0].device for tensors in sends.values()), None)
 
 
 def real_device(device: torch.device | str, name: str) -> torch.device:
-    """A device that has memory to receive into."""
+    """Return a caller's device as a ``torch.device``.
+
+    Raises:
+        ArgumentError: it is no device, or has no memory to receive into.
+    """
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -318,134 +161,209 @@ def real_device(device: torch.device | str, name: str) -> torch.device:
     return device
 
 
-def _refuse(name: str, *sent: Any) -> None:
-    """Name what cannot be sent."""
-    for x in sent:
-        _tensors(() if x is None else x, name)
-
-
-def _tensors(x: Any, name: str) -> list[Tensor]:
-    if not isinstance(x, Tensor | list | tuple):
-        raise ArgumentError(f"{name}: expected a tensor or a list of tensors, not {type(x).__name__}")
-    tensors = [x] if isinstance(x, Tensor) else list(x)
-    for each in tensors:
-        if not isinstance(each, Tensor):
-            raise ArgumentError(f"{name}: expected a tensor or a list of tensors, not {type(each).__name__}")
-        check_data(each, name)
-    return tensors
-
-
-def _exchange_messages(
+def _copy_to_self(
     neighbours: Neighbours,
     name: str,
-    sends: dict[str, list[Tensor]],
-    receives: dict[str, Incoming],
-    device: torch.device,
-    batched: bool,
-    variable: bool,
-    wait: bool,
-) -> Result:
-    """``exchange`` with one message per neighbour, and a header where shapes vary or are checked."""
-    started, hop = record.now(), Hop()
-    path, copied, sent = "view", 0, 0
-    # Of a list of no shapes nothing comes, not even a header: lists of no tensors are not sent.
-    expected = {key: each for key, each in receives.items() if each.count}
-    if neighbours.is_single_rank:
-        path, copied = "torch", _copy_to_self(hop, neighbours, name, sends, expected)
-    else:
-        messages = {key: message.pack(tensors) for key, tensors in sends.items()}
-        for each in messages.values():
-            path = path if each.path == "view" else each.path
-            copied, sent = copied + each.bytes_copied, sent + each.wire.nbytes
-        hop.empty = [key for key, each in messages.items() if not each.wire.numel()]
-        if variable or _check.value:
-            try:
-                _post_with_headers(hop, neighbours, name, sends, messages, expected, device, batched)
-            except BaseException as error:
-                hop.give_up(error)
-                raise
-        else:
-            buffers = {key: each.allocate_expected(name, device) for key, each in expected.items()}
-            hop.received = {key: each.tensors for key, each in buffers.items()}
-            _post(hop, neighbours, name, messages | buffers, batched)
-    handles: Any = None if hop.posted else {}
-    if wait:
-        hop.wait()
-    else:
-        keep_alive((*hop.headers, *hop.posted.values()))
-        hop.complete_empty()
-        handles = {key: Handle(hop, key) for key in hop.posted}
-    record.add(name, path, copied, sent, started)
-    received: dict[str, Any] = {}
-    for key, incoming in receives.items():
-        tensors = hop.received.get(key, [])
-        received[key] = (tensors[0] if tensors else None) if incoming.is_single else tensors
-    return received.get("recv_prev"), received.get("recv_next"), handles
-
-
-def _post(hop: Hop, neighbours: Neighbours, name: str, messages: dict[str, Message], batched: bool) -> None:
-    wires = {key: each.wire for key, each in messages.items() if each.wire.numel()}
-    hop.posted.update(post(neighbours, name, wires, batched))
-
-
-def _copy_to_self(
-    hop: Hop, neighbours: Neighbours, name: str, sends: dict[str, list[Tensor]], receives: dict[str, Incoming]
+    sends: Mapping[str, list[Tensor]],
+    receives: Mapping[str, Incoming],
+    received: dict[str, Any],
 ) -> int:
-    """A ring of one stage: what goes to the next stage comes from the previous one; the bytes read plus written."""
+    """Make the hop of a ring of one stage: copy each send into the receive from the same neighbour's other side.
+
+    Tensors for the next stage come from the previous one, and tensors for the previous stage from the next one. They
+    are added to ``received``. Return the bytes read plus written.
+
+    Raises:
+        ArgumentError: a send has no receive, or a receive has no send.
+        MismatchError: shapes or dtypes of a send and its receive differ.
+    """
     copied = 0
     for source, target in (("send_next", "recv_prev"), ("send_prev", "recv_next")):
         if (source in sends) != (target in receives):
             raise ArgumentError(f"{name}: the only stage of a pipeline has to receive just what it sends")
         if target in receives:
-            tensors, incoming = sends[source], receives[target]
-            specs = specs_of(tensors)
-            if problem := incoming.problem(neighbours, name, target, specs):
+            specs = specs_of(sends[source])
+            if problem := receives[target].problem(neighbours, name, target, specs):
                 raise MismatchError(problem)
-            hop.received[target] = incoming.allocate(specs, tensors[0].device).tensors
-            for buffer, x in zip(hop.received[target], tensors, strict=True):
-                buffer.detach().copy_(x.detach())
+            _, copies = receives[target].allocate(specs, sends[source][0].device)
+            for copy, x in zip(copies, sends[source], strict=True):
+                copy.detach().copy_(x.detach())
                 copied += 2 * x.nbytes
+            received[target] = receives[target].form(copies)
     return copied
 
 
-def _post_with_headers(
-    hop: Hop,
-    neighbours: Neighbours,
-    name: str,
-    sends: dict[str, list[Tensor]],
-    messages: dict[str, Message],
-    receives: dict[str, Incoming],
-    device: torch.device,
-    batched: bool,
-) -> None:
-    """Headers ahead of the messages; on the CPU, where a send occupies no stream, each message follows its header."""
-    directions = neighbours.directions[bool(batched)]
+class Hop:
+    """A hop whose messages have headers, from its first header to the last transfer that is waited for.
 
-    def start(key: str) -> None:
-        if device.type == "cpu" and (each := messages.pop(key)).wire.numel():
-            hop.posted[key] = post_one(directions[key], name, each.wire)
+    Attributes:
+        neighbours: of this stage.
+        name: the public function, for errors and counters.
+        posted: the transfers of messages in flight, by key.
+        headers: the sends of headers in flight.
+        received: the received tensors by key, in the form that the caller expects.
+        problems: by key, the mismatch of a message, raised after its transfer; also the mismatches of earlier hops.
+        checked: in check mode, the comparison with the other ends of the transfers.
+        empty: keys of sends without elements, which have a header and no message.
+    """
 
-    contents = {key: specs_of(tensors) for key, tensors in sends.items()}
-    if _check.value:
-        hop.checked = CheckedHop(neighbours, name, contents_of(contents, receives))
-        hop.note(next(iter((*sends, *receives)), ""), hop.checked.earlier())
-        for key in sends:
-            hop.meet(key)
-    announcements = header.exchange_headers(
-        neighbours, name, contents, tuple(receives), device, hop.headers, start, hop.meet
-    )
-    while True:
+    __slots__ = ("checked", "empty", "headers", "name", "neighbours", "posted", "problems", "received")
+
+    def __init__(self, neighbours: Neighbours, name: str, received: dict[str, Any]) -> None:
+        self.neighbours, self.name, self.received = neighbours, name, received
+        self.posted: dict[str, Posted] = {}
+        self.headers: list[Posted] = []
+        self.problems: dict[str, str] = {}
+        self.checked: CheckedHop | None = None
+        self.empty: list[str] = []
+
+    def start(
+        self,
+        sends: Mapping[str, list[Tensor]],
+        wires: dict[str, Tensor],
+        receives: Mapping[str, Incoming],
+        device: torch.device,
+        batched: bool,
+    ) -> None:
+        """Exchange headers, allocate memory for the tensors that they announce, and post the messages.
+
+        A message between CPUs, where a send occupies no stream, is posted right behind its header. In check mode both
+        ends of each transfer compare specs first. Mismatches go into ``problems``.
+
+        Args:
+            sends: the tensors to send, by key.
+            wires: the packed sends that have elements, by key; emptied here.
+            receives: the expected messages, by key.
+            device: of received tensors.
+            batched: post messages that are not between CPUs as one batch.
+        """
+        directions = self.neighbours.directions[bool(batched)]
+
+        def start(key: str) -> None:
+            """Post the message of ``key`` if it is between CPUs and has elements."""
+            if device.type == "cpu" and key in wires:
+                self.posted[key] = post_one(directions[key], self.name, wires.pop(key))
+
         try:
-            key, announced = next(announcements, ("", None))
+            specs = {key: specs_of(tensors) for key, tensors in sends.items()}
+            self.empty = [key for key in sends if key not in wires]
+            if _check.value:
+                self.checked = CheckedHop(self.neighbours, self.name, contents_of(specs, receives))
+                self._note(next(iter((*sends, *receives)), ""), self.checked.earlier())
+                for key in sends:
+                    self._meet(key)
+            arrivals = header.exchange_headers(
+                self.neighbours, self.name, specs, tuple(receives), device, self.headers, start, self._meet
+            )
+            while True:
+                try:
+                    key, announced = next(arrivals, ("", None))
+                except PeerError as error:
+                    self.explain(error)
+                if announced is None:
+                    break
+                incoming = receives[key]
+                wire, tensors, problem = incoming.allocate_from_header(
+                    self.neighbours, self.name, key, announced, device
+                )
+                self._note(key, problem)
+                self.compare(key)
+                self.received[key] = incoming.form(tensors)
+                if wire.numel():
+                    wires[key] = wire
+                start(key)
+            if wires:
+                self.posted.update(post(self.neighbours, self.name, wires, batched))
+        except BaseException as error:
+            if self.checked is not None:  # else the other ends would wait for the timeout
+                with suppress(DistNetworkError):  # the error that is being raised matters more
+                    self.checked.give_up(f"{type(error).__name__}: {error}")
+            raise
+
+    def wait(self) -> None:
+        """Wait for all transfers; in check mode compare the sends with the expectations of their receivers.
+
+        Raises:
+            MismatchError: a message differs from the expected one.
+            PeerError: a neighbour died, or did not post its side within the group's timeout.
+        """
+        try:
+            for posted in (*self.posted.values(), *self.headers):
+                posted.wait()
         except PeerError as error:
-            hop.explain(error)
-        if announced is None:
-            break
-        buffers, problem = receives[key].allocate_from_header(neighbours, name, key, announced, device)
-        if problem or hop.checked is not None:
-            hop.note(key, problem)
-            hop.compare(key)
-        hop.received[key], messages[key] = buffers.tensors, buffers
-        start(key)
-    if messages:
-        _post(hop, neighbours, name, messages, batched)
+            self.explain(error)
+        for key in [*(each for each in self.posted if each.startswith("send")), *self.empty]:
+            self.compare(key)
+        if self.problems:
+            raise MismatchError("; ".join(self.problems.values()))
+
+    def handles(self) -> dict[str, "Handle"]:
+        """Return a handle of each message in flight, by key; keep its sends alive when a handle is dropped.
+
+        Raises:
+            MismatchError: a message that has no handle differs from the expected one.
+            PeerError: as ``wait``, which is called before that error is raised.
+        """
+        keep_alive((*self.headers, *self.posted.values()))
+        for key in self.empty:
+            self.compare(key)
+        if any(key not in self.posted for key in self.problems):
+            self.wait()
+        return {key: Handle(self, key) for key in self.posted}
+
+    def _meet(self, key: str, in_helper: bool = False) -> None:
+        """In check mode wait up to 1 s for the other end of the transfer ``key``; ``in_helper``: in a helper thread."""
+        if self.checked is not None:
+            self.checked.meet(key, in_helper)
+
+    def compare(self, key: str) -> None:
+        """In check mode compare both ends of the transfer ``key``, and add their difference to ``problems``."""
+        if self.checked is not None:
+            self._note(key, self.checked.problem(key))
+
+    def _note(self, key: str, problem: str | None) -> None:
+        """Append the text of a mismatch of the transfer ``key`` to ``problems``, unless there is none."""
+        if problem:
+            self.problems[key] = f"{self.problems[key]}; {problem}" if key in self.problems else problem
+
+    def explain(self, error: PeerError) -> NoReturn:
+        """Raise the error of a transfer; in check mode raise the cause that another rank published, if there is one."""
+        explained = error if self.checked is None else self.checked.explained(error)
+        try:
+            if explained is error:
+                raise error
+            raise explained from error
+        finally:
+            del error, explained  # their traceback has this frame
+
+
+class Handle:
+    """One transfer of a message that has a header, in flight."""
+
+    __slots__ = ("_hop", "_key")
+
+    def __init__(self, hop: Hop, key: str) -> None:
+        self._hop, self._key = hop, key
+
+    def wait(self) -> None:
+        """Wait for the transfer: a sent tensor may be reused then, and a received one has its values.
+
+        Raises:
+            MismatchError: the message differs from the expected one.
+            PeerError: the neighbour died, or did not post its side within the group's timeout.
+        """
+        is_send = self._key.startswith("send")
+        try:
+            self._hop.posted[self._key].wait()
+        except PeerError as error:
+            if is_send:
+                self._hop.explain(error)
+            raise
+        if is_send:
+            self._hop.compare(self._key)
+        if self._key in self._hop.problems:
+            raise MismatchError(self._hop.problems[self._key])
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` returns without waiting for the backend."""
+        return self._hop.posted[self._key].is_completed()

@@ -1,10 +1,10 @@
-"""The neighbours of a pipeline stage: possible transfers, the process group of each, and the order of posting them.
+"""Neighbours of a pipeline stage: the directions of its transfers, their process groups, and the order of posting.
 
-A transfer between neighbours on the ring of a group is part of a batch. Any other pair of ranks (a neighbour that the
-caller names, inside the pipeline's group or not) exchanges one by one: NCCL creates a communicator of the whole group
-for a batch, so the first batch of a group waits until all of its ranks post one. A single transfer connects only its
-two ranks over torch's nccl-lazy, and over its older nccl without a bound device. nccl2 has one communicator and stream
-for all transfers of a group.
+A transfer between neighbours on the ring of a group is part of a batch. Transfers of any other pair of ranks (a
+neighbour that the caller names, in the pipeline's group or not) are posted one by one. NCCL creates a communicator of
+the whole group for a batch, so the first batch of a group waits until all ranks of the group post one. A single
+transfer connects only its two ranks over torch's nccl-lazy, and over its older nccl without a bound device. nccl2 has
+one communicator and stream for all transfers of a group.
 """
 
 import weakref
@@ -28,12 +28,12 @@ Queue = deque[Any]
 
 
 class _Shared(NamedTuple):
-    """State per process group.
+    """State that all neighbours of one process group share.
 
     Attributes:
-        backend: carries its CUDA tensors, empty where none does.
-        queues: sends that have not been waited for, by the receiver's rank in the group.
-        neighbours: those looked up so far, by (prev, next, outside).
+        backend: name of the backend that carries CUDA tensors of the group; empty if none does.
+        queues: sends in flight whose handles were dropped or are pending, by the receiver's rank in the group.
+        neighbours: the ``Neighbours`` made so far, by (prev, next, outside).
     """
 
     backend: str
@@ -46,6 +46,7 @@ _shared: PerGroup[_Shared] = PerGroup()
 
 
 def _shared_by(group: ProcessGroup) -> _Shared:
+    """Return the shared state of a process group, made at the first call."""
     shared = _shared.get(group)
     if shared is None:
         shared = _shared.set(group, _Shared(cuda_backend(group), {}, {}))
@@ -53,7 +54,7 @@ def _shared_by(group: ProcessGroup) -> _Shared:
 
 
 def posting_order(key: str, source: int, target: int, in_ring: bool) -> tuple[bool, int, int, int]:
-    """Sort key of a transfer, equal on both of its ranks.
+    """Compute the sort key of a transfer, equal on its sender and its receiver.
 
     Ranks that post their transfers in this order cannot deadlock, even if every transfer blocks until its other side is
     posted: the smallest transfer of the job that is still open is the next one of both its ranks. On a ring this is
@@ -62,7 +63,7 @@ def posting_order(key: str, source: int, target: int, in_ring: bool) -> tuple[bo
     Args:
         key: of either side: send_next and recv_prev carry activations, send_prev and recv_next gradients.
         source: the sender's rank in the ring's group, or global rank outside of it.
-        target: the receiver's.
+        target: the receiver's rank in the ring's group, or global rank outside of it.
         in_ring: whether both are in the ring's group.
     """
     is_gradient = key in ("send_prev", "recv_next")
@@ -70,13 +71,13 @@ def posting_order(key: str, source: int, target: int, in_ring: bool) -> tuple[bo
 
 
 class Endpoint(NamedTuple):
-    """One end of a transfer, without a reference to its group.
+    """This rank's end of a transfer, as errors name it; without a reference to its group.
 
     Attributes:
-        stage: this rank, as errors name it.
-        is_send: whether it sends.
+        stage: this stage and rank in words.
+        is_send: whether this rank sends.
         peer: global rank of the other end.
-        queue: of a sender: the sends to that rank that have not been waited for; dead once their group is gone.
+        queue: for a send: weak reference to the sends in flight to the same peer, dead once their group is gone.
     """
 
     stage: str
@@ -86,15 +87,16 @@ class Endpoint(NamedTuple):
 
 
 class Direction(NamedTuple):
-    """One direction of transfer.
+    """Direction of a transfer: from or to one neighbour, and how it is posted.
 
     Attributes:
         key: send_prev, recv_prev, send_next or recv_next.
         is_send: whether this rank sends.
         group_peer: the peer's rank in ``group``.
         group: the process group that carries it.
-        modes: of CPU and of CUDA tensors: ``direct``, ``batched`` (all in one call), ``host`` (through pinned memory).
-        end: how errors name it, and the queue of its sends.
+        modes: how to post CPU tensors, and CUDA tensors: ``direct``, ``batched`` (all in one call) or ``host`` (through
+            pinned memory).
+        end: this rank's end, as errors name it.
     """
 
     key: str
@@ -106,21 +108,21 @@ class Direction(NamedTuple):
 
 
 class Neighbours:
-    """A stage and its neighbours, unchanged once made. The groups are referenced weakly: callers keep them alive.
+    """A stage and its neighbours, immutable. Groups are referenced weakly: callers keep them alive.
 
     Attributes:
         group: the process group of the stages.
         outside: the group for a neighbour that is not in ``group``, if there may be one.
-        prev: global rank of the previous stage, on a ring.
-        next: global rank of the next stage.
+        prev: global rank of the previous stage; of the last stage for the first one.
+        next: global rank of the next stage; of the first stage for the last one.
         rank: global rank of this stage.
-        stage: its rank in the group.
+        stage: rank of this stage in the group.
         stages: ranks in the group.
         is_single_rank: whether this rank is its own neighbour on both sides.
         backend: carries the group's CUDA tensors, empty where none does.
-        batch: the directions in the order of a batch, those that are posted one by one last.
+        batch: the directions in the order of a batch; directions that are posted one by one come last.
         singles: the directions in an order that cannot deadlock on a backend with blocking single calls.
-        directions: those of ``singles`` and of ``batch``, by key.
+        directions: the directions of ``singles`` by key, and the directions of ``batch`` by key.
     """
 
     def __init__(self, group: ProcessGroup, prev: int | None, next: int | None, outside: ProcessGroup | None) -> None:
@@ -157,9 +159,15 @@ class Neighbours:
         next: int | None = None,
         outside: ProcessGroup | None = None,
     ) -> "Neighbours":
-        """The ring of ``group``, or other neighbours (global ranks); built once per group.
+        """Return the neighbours of this rank on the ring of ``group``, or the named ones; made once per group.
 
-        Two stages use the default group for every other single call: one group may have one stream for all of them.
+        Two stages use the default group for every other single transfer: a group may have one stream for all of them.
+
+        Args:
+            group: the ranks of the pipeline.
+            prev: global rank of the previous stage, or None for the ring's.
+            next: global rank of the next stage, or None for the ring's.
+            outside: the group of a named neighbour that is not in ``group``.
 
         Raises:
             GroupError: a neighbour is in neither group.
@@ -171,22 +179,27 @@ class Neighbours:
         return neighbours
 
     def peer(self, key: str) -> int:
-        """Global rank at the other end of ``send_prev``, ``recv_next``, ..."""
+        """Return the global rank at the other end of the transfer ``key`` (``send_prev``, ``recv_next``, ...)."""
         return self.prev if key.endswith("prev") else self.next
 
     def channel(self, key: str) -> str:
-        """Name of the group over which ``key`` is exchanged, the same at both ends: a peer of another ring has none."""
+        """Return the name of the group that both ends of the transfer ``key`` share; ``-`` where they share none."""
         group = self.group()
         return group.group_name if group is not None and self.peer(key) in dist.get_process_group_ranks(group) else "-"
 
     def default_device(self) -> torch.device:
-        """The current GPU where the group carries CUDA tensors over NCCL, else the CPU."""
+        """Return the current GPU if the group carries CUDA tensors over another backend than Gloo, else the CPU."""
         return default_device(self.backend)
 
     def __str__(self) -> str:
         return f"stage {self.stage} of {self.stages} (rank {self.rank})"
 
     def _peer(self, rank: int, ranks: list[int], group: ProcessGroup, outside: ProcessGroup | None) -> "_Peer":
+        """Find a neighbour by its global rank in ``group``, whose global ranks are ``ranks``, or else in ``outside``.
+
+        Raises:
+            GroupError: the rank is in neither group.
+        """
         if rank in ranks:
             group_peer = ranks.index(rank)
             is_adjacent = (group_peer - self.stage) % len(ranks) in (0, 1, len(ranks) - 1)
@@ -197,11 +210,13 @@ class Neighbours:
         return _Peer(rank, dist.get_group_rank(outside, rank), outside, False, False)
 
     def _order(self, key: str, peer: "_Peer") -> tuple[bool, int, int, int]:
+        """Compute the ``posting_order`` of the transfer ``key`` between this rank and ``peer``."""
         own, other = (self.stage, peer.group_peer) if peer.in_ring else (self.rank, peer.rank)
         source, target = (own, other) if key.startswith("send") else (other, own)
         return posting_order(key, source, target, peer.in_ring)
 
     def _direction(self, key: str, peer: "_Peer") -> Direction:
+        """Make the direction of the transfer ``key``: through host memory on Gloo, in a batch for an adjacent peer."""
         shared, is_send = _shared_by(peer.group), key.startswith("send")
         queue = weakref.ref(shared.queues.setdefault(peer.group_peer, deque())) if is_send else None
         modes = ("direct", "host" if shared.backend == "gloo" else "batched" if peer.is_adjacent else "direct")
@@ -210,14 +225,14 @@ class Neighbours:
 
 
 class _Peer(NamedTuple):
-    """A neighbour.
+    """A neighbour of this stage.
 
     Attributes:
-        rank: its global rank.
-        group_peer: its rank in ``group``.
+        rank: global rank of the neighbour.
+        group_peer: rank of the neighbour in ``group``.
         group: the group that both ends use.
-        in_ring: whether it is in the pipeline's group.
-        is_adjacent: whether it is next to this stage on the ring, so that a batch serves it.
+        in_ring: whether the neighbour is in the pipeline's group.
+        is_adjacent: whether the neighbour is next to this stage on the ring, so that a batch serves both.
     """
 
     rank: int

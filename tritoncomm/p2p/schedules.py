@@ -1,4 +1,4 @@
-"""Pipeline schedules: one forward, one backward (1F1B), plain and interleaved.
+"""Schedules of a pipeline: one forward, one backward (1F1B), plain and interleaved.
 
 A stage's work is a callable ``chunk(x, microbatch)``: ``x`` is the activation from the previous stage (None on the
 first), the result the activation for the next stage, or on the last stage the scalar loss. Gradients accumulate in
@@ -20,7 +20,10 @@ Chunk = Callable[[Tensor | None, int], Tensor]
 
 
 def _backward(x: Tensor | None, y: Tensor, grad: Tensor | None) -> Tensor | None:
-    """Backward of one micro-batch; the gradient of its input."""
+    """Run the backward of one micro-batch from its output ``y`` and gradient ``grad``; return the gradient of ``x``.
+
+    ``x`` is the input of the forward, or None on the first stage, which gives None.
+    """
     torch.autograd.backward(y, grad)
     return None if x is None else x.grad
 
@@ -28,13 +31,13 @@ def _backward(x: Tensor | None, y: Tensor, grad: Tensor | None) -> Tensor | None
 def one_forward_one_backward(
     chunk: Chunk, microbatches: int, communicator: P2PCommunicator, shape: Sequence[int]
 ) -> list[Tensor]:
-    """Forward and backward of all micro-batches, each stage holding at most ``stages - stage`` of them.
+    """Run forward and backward of all micro-batches; stage s holds at most ``stages - s`` of them at a time.
 
     Stage s runs ``stages - s - 1`` forwards ahead, then one backward after each forward, then the backwards left over.
 
     Args:
-        chunk: the work of this stage.
-        microbatches: how many.
+        chunk: the forward of this stage, a callable ``chunk(x, microbatch)``.
+        microbatches: number of micro-batches.
         communicator: of the pipeline.
         shape: of an activation (any, where the communicator's lengths vary).
 
@@ -49,6 +52,7 @@ def one_forward_one_backward(
     losses: list[Tensor] = []
 
     def forward(x: Tensor | None, microbatch: int) -> Tensor:
+        """Run the chunk on one micro-batch, and queue its input and output for the backward; return the output."""
         y = chunk(x, microbatch)
         waiting.append((x, y))
         if last:
@@ -56,6 +60,7 @@ def one_forward_one_backward(
         return y
 
     def backward(grad: Tensor | None) -> Tensor | None:
+        """Run the backward of the oldest micro-batch in flight; return the gradient of its input."""
         return _backward(*waiting.pop(0), grad)
 
     shape = torch.Size(shape)
@@ -75,7 +80,7 @@ def one_forward_one_backward(
 
 
 class _Units:
-    """The order in which one rank works through its chunks: unit k is one micro-batch in one chunk.
+    """Order in which one rank works through its chunks: unit k is one micro-batch in one chunk.
 
     Micro-batches go in groups of ``stages`` through chunk 0, then through chunk 1, and so on; backwards go through the
     chunks from the last to the first. Chunk c of stage s is followed by chunk c of stage s + 1, chunk c of the last
@@ -88,42 +93,42 @@ class _Units:
         self.ahead = min((stages - stage - 1) * 2 + (chunks - 1) * stages, self.count)
 
     def microbatch(self, k: int) -> int:
-        """Micro-batch of unit k, forward or backward."""
+        """Return the micro-batch of the k-th forward, and of the k-th backward."""
         return k // (self.stages * self.chunks) * self.stages + k % self.stages
 
     def forward(self, k: int) -> int:
-        """Chunk of the k-th forward."""
+        """Return the chunk of this rank that the k-th forward runs."""
         return k // self.stages % self.chunks
 
     def backward(self, k: int) -> int:
-        """Chunk of the k-th backward."""
+        """Return the chunk of this rank that the k-th backward runs."""
         return self.chunks - 1 - self.forward(k)
 
     def is_first(self, chunk: int) -> bool:
-        """Whether the chunk is the first of the model."""
+        """Whether this chunk of this rank is the first chunk of the model."""
         return self.stage == 0 and chunk == 0
 
     def is_last(self, chunk: int) -> bool:
-        """Whether the chunk is the last of the model."""
+        """Whether this chunk of this rank is the last chunk of the model."""
         return self.stage == self.stages - 1 and chunk == self.chunks - 1
 
     def takes_input(self, k: int) -> bool:
-        """Whether the k-th forward needs an activation from the previous stage."""
+        """Whether a k-th forward exists and needs an activation from the previous stage."""
         return k < self.count and not self.is_first(self.forward(k))
 
     def takes_gradient(self, k: int) -> bool:
-        """Whether the k-th backward needs a gradient from the next stage."""
+        """Whether a k-th backward exists and needs a gradient from the next stage."""
         return k < self.count and not self.is_last(self.backward(k))
 
 
 def interleaved(
     chunks: Sequence[Chunk], microbatches: int, communicator: P2PCommunicator, shape: Sequence[int]
 ) -> list[Tensor]:
-    """1F1B with several chunks of the model per stage: a smaller bubble for more messages.
+    """Run 1F1B with several chunks of the model per stage, which has a smaller bubble for more messages.
 
     Args:
-        chunks: the work of this stage; chunk c of stage s is part ``c * stages + s`` of the model.
-        microbatches: how many, a multiple of the number of stages.
+        chunks: the forwards of this stage; chunk c of stage s is part ``c * stages + s`` of the model.
+        microbatches: number of micro-batches, a multiple of the number of stages.
         communicator: of the pipeline.
         shape: of an activation (any, where the communicator's lengths vary).
 
@@ -145,7 +150,10 @@ def interleaved(
     shape = torch.Size(shape)
 
     def forward(k: int, x: Tensor | None) -> Tensor | None:
-        """The k-th forward; what the next stage gets."""
+        """Run the k-th forward on the input ``x``; return the activation to send, or None for the last chunk.
+
+        The loss of the last chunk is appended to ``losses``.
+        """
         chunk = units.forward(k)
         y = chunks[chunk](x, units.microbatch(k))
         waiting[chunk].append((x, y))
@@ -155,7 +163,7 @@ def interleaved(
         return y
 
     def backward(k: int, grad: Tensor | None) -> Tensor | None:
-        """The k-th backward; what the previous stage gets."""
+        """Run the k-th backward from the gradient ``grad``; return the gradient for the previous stage."""
         return _backward(*waiting[units.backward(k)].pop(0), grad)
 
     ahead, count = units.ahead, units.count
@@ -170,8 +178,8 @@ def interleaved(
             x = communicator.send_forward_recv_forward(y, takes, shape)
     for k in range(count - ahead):
         y, sent = forward(k + ahead, x), backward(k, grad)
-        wanted = (units.takes_input(k + ahead + 1), units.takes_gradient(k + 1))
-        x, grad = communicator.send_forward_backward_recv_forward_backward(y, sent, *wanted, shape)
+        receives = (units.takes_input(k + ahead + 1), units.takes_gradient(k + 1))
+        x, grad = communicator.send_forward_backward_recv_forward_backward(y, sent, *receives, shape)
     if ahead == count:
         grad = communicator.recv_backward(shape, not units.takes_gradient(0))
     for k in range(count - ahead, count):

@@ -1,10 +1,10 @@
-"""ColossalAI's stage functions: activations go to the next stage of the pipeline, gradients to the previous one.
+"""Stage functions of ColossalAI: activations go to the next stage of the pipeline, gradients to the previous one.
 
 Names, arguments and guards are those of ``colossalai.communication.p2p``. Neighbours are global ranks and default to
 the ring of ``ParallelMode.PIPELINE``. All calls block. They take a tensor, or a list or tuple of tensors with a list of
 shapes; several tensors are one message. A received tensor is a leaf with ``requires_grad=True`` where its dtype allows
-it. ``dtype`` is that of every received tensor, and ``device`` their device: by default that of the tensors sent, else
-the group's.
+it. ``dtype`` is the dtype of every received tensor, and ``device`` their device: by default the device of the tensors
+sent, else the group's.
 
 With ``scatter_gather_tensors=True`` each tensor-parallel rank sends its shard of the flattened tensor, and the
 receivers all-gather the full tensor over the tensor group. The tensor has to be replicated there, and both sides have
@@ -49,7 +49,10 @@ _warned: set[tuple[int, ...]] = set()
 
 
 def _neighbours(prev_rank: int | None, next_rank: int | None) -> Neighbours:
-    """The pipeline's ring, or the named neighbours: over the default group where they are not in the pipeline's."""
+    """Return the neighbours of this rank on the pipeline's ring, or with the named global ranks in their place.
+
+    A named neighbour that is not in the pipeline's group is reached over the default group.
+    """
     key = "p2p.stages", prev_rank, next_rank
     neighbours = groups.derived.get(key)
     if neighbours is None:
@@ -70,19 +73,31 @@ def _exchange(
     split: bool,
     device: torch.device | str | None,
 ) -> tuple[Any, Any]:
-    """Shared by the functions below: (from the previous stage, from the next stage).
+    """Make the hop of a stage function; return (from the previous stage, from the next stage).
 
-    ``activation`` is what goes to the next stage, the shape of what the previous one sends, and whether that is
-    received; ``gradient`` is the same in the other direction.
+    Args:
+        name: the stage function, for errors and counters.
+        activation: tensors for the next stage, the shape to receive from the previous one, and whether to receive it.
+        gradient: tensors for the previous stage, the shape to receive from the next one, and whether to receive it.
+        prev_rank: global rank of the previous stage, or None for the ring's.
+        next_rank: global rank of the next stage, or None for the ring's.
+        dtype: of received tensors.
+        split: send a shard of each tensor from each tensor-parallel rank, and all-gather the received shards.
+        device: of received tensors, or None for the device of the tensors sent, else the group's.
+
+    Raises:
+        ArgumentError: something is received, and its shape is None.
     """
     neighbours = _neighbours(prev_rank, next_rank)
     (output, input_shape, recv_prev), (grad, grad_shape, recv_next) = activation, gradient
     before, after = input_shape if recv_prev else None, grad_shape if recv_next else None
     if (recv_prev and before is None) or (recv_next and after is None):
         raise ArgumentError(f"{name}: the shape of what is received must be given")
+    if device is not None:
+        device = real_device(device, name)
     if not split:
         return exchange(neighbours, name, output, grad, before, after, dtype, device)[:2]
-    sent = next((x[0] for x in map(_listed, (output, grad)) if x), None)
+    sent = next((x[0] for x in map(_as_list, (output, grad)) if x), None)
     if device is None:
         device = sent.device if isinstance(sent, Tensor) else neighbours.default_device()
     first = None if before is None else _Sharded(before, dtype, device, name)
@@ -93,12 +108,17 @@ def _exchange(
     return first and first.gather(x, name), second and second.gather(grad, name)
 
 
-def _listed(x: Tensors | None) -> list[Any]:
+def _as_list(x: Tensors | None) -> list[Any]:
+    """Return a tensor, or a list or tuple of tensors, as a list; an empty list for None."""
     return [] if x is None else list(x) if isinstance(x, list | tuple) else [x]
 
 
 def _shard_size(shape: tuple[int, ...], name: str) -> int:
-    """Elements of one tensor rank's shard; 0 where the full tensor is sent."""
+    """Return the number of elements of one tensor-parallel rank's shard of a flattened tensor of ``shape``.
+
+    Return 0 where the full tensor is sent: for one tensor-parallel rank, and with a warning for a size that does not
+    divide over the ranks. Each shape is warned of once.
+    """
     world, size = groups.get_world_size(ParallelMode.TENSOR), math.prod(shape)
     if world == 1:
         return 0
@@ -114,13 +134,20 @@ def _shard_size(shape: tuple[int, ...], name: str) -> int:
 
 
 def _own_shard(flat: Tensor, size: int) -> Tensor:
+    """Return this tensor-parallel rank's shard of a flattened tensor, a view of ``size`` elements."""
     start = groups.get_local_rank(ParallelMode.TENSOR) * size
     return flat[start : start + size]
 
 
 def _shard(x: Tensors | None, name: str) -> Any:
-    """This tensor rank's shard of each tensor to send."""
-    tensors = _listed(x)
+    """Return this tensor-parallel rank's shard of each tensor to send, as a list; None for no tensors.
+
+    A tensor that is not split stays as it is.
+
+    Raises:
+        ArgumentError: a tensor has no strided data of this rank.
+    """
+    tensors = _as_list(x)
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, Tensor):
             check_data(tensor, name)
@@ -133,10 +160,13 @@ def _shard(x: Tensors | None, name: str) -> Any:
 
 
 class _Sharded:
-    """Tensors of which this rank receives a shard.
+    """Received tensors of which each tensor-parallel rank receives a shard.
 
     Attributes:
-        buffers: what to receive, as ``exchange`` takes it: a single shard goes straight into the full tensor.
+        is_single: whether the caller expects a tensor and not a list.
+        sizes: elements of each tensor's shard; 0 for a tensor that is received in full.
+        full: the full tensors, to gather the shards into; None for a tensor that is received in full.
+        buffers: argument of ``hop.exchange``: shapes, or the part of the full tensor to receive a shard into.
     """
 
     def __init__(self, shape: Any, dtype: torch.dtype, device: torch.device | str, name: str) -> None:
@@ -146,20 +176,25 @@ class _Sharded:
             raise ArgumentError(f"{name}: the dtype must be a torch.dtype, not {dtype!r:.80}")
         try:
             self.full = [
-                torch.empty(each, dtype=dtype, device=real_device(device, name)) if size else None
+                torch.empty(each, dtype=dtype, device=device) if size else None
                 for each, size in zip(shapes, self.sizes, strict=True)
             ]
         except (RuntimeError, TypeError) as error:
             if backend.is_device_error(error):
                 raise
-            raise no_memory([(each, dtype) for each in shapes], name, error) from error
+            raise no_memory(tuple([(each, dtype) for each in shapes]), name, error) from error
         self.buffers: Any = [(size,) if size else each for each, size in zip(shapes, self.sizes, strict=True)]
         if self.is_single:
             (full,), (size,) = self.full, self.sizes
             self.buffers = shapes[0] if full is None else _own_shard(full.view(-1), size)
 
     def gather(self, received: Any, name: str) -> Any:
-        """The full tensors, all-gathered over the tensor group."""
+        """All-gather the received shards over the tensor-parallel group; return the full tensor, or a list of them.
+
+        Args:
+            received: the tensor or the list that ``hop.exchange`` received for ``buffers``.
+            name: the stage function, for errors and counters.
+        """
         tensors = [received] if self.is_single else received
         for i, full in enumerate(self.full):
             if full is not None:
@@ -180,7 +215,7 @@ def recv_forward(
     scatter_gather_tensors: bool = False,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Receive the input from the previous stage; None on the first stage."""
+    """Receive an activation from the previous stage and return it; on the first stage receive nothing, return None."""
     if groups.is_pipeline_first_stage():
         return None
     options = prev_rank, None, dtype, scatter_gather_tensors, device
@@ -194,7 +229,7 @@ def recv_backward(
     scatter_gather_tensors: bool = False,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Receive the gradient of the output from the next stage; None on the last stage."""
+    """Receive a gradient from the next stage and return it; on the last stage receive nothing, return None."""
     if groups.is_pipeline_last_stage():
         return None
     options = None, next_rank, dtype, scatter_gather_tensors, device
@@ -202,14 +237,14 @@ def recv_backward(
 
 
 def send_forward(output_tensor: Any, next_rank: int | None = None, scatter_gather_tensors: bool = False) -> None:
-    """Send the output to the next stage; nothing on the last stage."""
+    """Send an activation to the next stage; on the last stage send nothing."""
     if not groups.is_pipeline_last_stage():
         options = None, next_rank, torch.float32, scatter_gather_tensors, None
         _exchange("send_forward", (output_tensor, None, False), _NOTHING, *options)
 
 
 def send_backward(input_tensor_grad: Any, prev_rank: int | None = None, scatter_gather_tensors: bool = False) -> None:
-    """Send the gradient of the input to the previous stage; nothing on the first stage."""
+    """Send a gradient to the previous stage; on the first stage send nothing."""
     if not groups.is_pipeline_first_stage():
         options = prev_rank, None, torch.float32, scatter_gather_tensors, None
         _exchange("send_backward", _NOTHING, (input_tensor_grad, None, False), *options)
@@ -224,7 +259,7 @@ def send_forward_recv_backward(
     scatter_gather_tensors: bool = False,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Send the output to the next stage and receive its gradient; None, and nothing sent, on the last stage."""
+    """Send an activation to the next stage, receive its gradient and return it; on the last stage only return None."""
     if groups.is_pipeline_last_stage():
         return None
     options = None, next_rank, dtype, scatter_gather_tensors, device
@@ -242,7 +277,7 @@ def send_backward_recv_forward(
     scatter_gather_tensors: bool = False,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Send a gradient to the previous stage and receive the next input; None, and nothing sent, on the first stage."""
+    """Send a gradient to the previous stage, receive an activation, return it; on the first stage only return None."""
     if groups.is_pipeline_first_stage():
         return None
     options = prev_rank, None, dtype, scatter_gather_tensors, device
@@ -261,7 +296,10 @@ def send_forward_recv_forward(
     scatter_gather_tensors: bool = False,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Send an output to the next stage and receive an input from the previous one, round the ring at its ends."""
+    """Send an activation to the next stage, receive one from the previous stage, and return it.
+
+    The last stage sends to the first one.
+    """
     options = prev_rank, next_rank, dtype, scatter_gather_tensors, device
     return _exchange("send_forward_recv_forward", (output_tensor, input_tensor_shape, recv_prev), _NOTHING, *options)[0]
 
@@ -276,7 +314,10 @@ def send_backward_recv_backward(
     scatter_gather_tensors: bool = False,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Send a gradient to the previous stage and receive one from the next stage, round the ring at its ends."""
+    """Send a gradient to the previous stage, receive one from the next stage, and return it.
+
+    The first stage sends to the last one.
+    """
     options = prev_rank, next_rank, dtype, scatter_gather_tensors, device
     return _exchange(
         "send_backward_recv_backward", _NOTHING, (input_tensor_grad, output_grad_shape, recv_next), *options
@@ -296,7 +337,10 @@ def send_forward_backward_recv_forward_backward(
     scatter_gather_tensors: bool = False,
     device: torch.device | str | None = None,
 ) -> tuple[Any, Any]:
-    """Send an output and a gradient, receive an input and a gradient, round the ring; (input, gradient)."""
+    """Send an activation forward and a gradient backward, receive one of each, and return (activation, gradient).
+
+    The last stage and the first one are neighbours, too.
+    """
     options = prev_rank, next_rank, dtype, scatter_gather_tensors, device
     return _exchange(
         "send_forward_backward_recv_forward_backward",
