@@ -319,8 +319,10 @@ def _cpu_neighbours(neighbours: Neighbours, device: torch.device) -> Neighbours 
     if key not in groups.derived:
         own, outside = neighbours.group(), neighbours.outside and neighbours.outside()
         group, outer = own and _cpu_group(own), outside and _cpu_group(outside)
-        is_missing = group is None or (outside is not None and outer is None)
-        groups.derived[key] = None if is_missing else Neighbours.of(group, neighbours.prev, neighbours.next, outer)
+        if group is None or (outside is not None and outer is None):
+            groups.derived[key] = None
+        else:
+            groups.derived[key] = Neighbours.of(group, neighbours.prev, neighbours.next, outer)
     return groups.derived[key]
 
 

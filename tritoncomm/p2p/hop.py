@@ -4,7 +4,7 @@ Everything that is sent is posted before anything is waited for, and the directi
 never waits for a neighbour that waits for this rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from contextlib import AbstractContextManager, suppress
 from typing import Any, NoReturn
 
@@ -114,9 +114,10 @@ def exchange(
         if transfers is not None:
             transfers[key] = incoming.specs
     handles: Any = None
+    posted: Sized = wires
     if neighbours.is_single_rank:
         path, copied, sent = "torch", copied + _copy_to_self(neighbours, name, sends, receives, received), 0
-        wires = {}
+        posted = ()
     elif has_headers and (device := device or _device_of(sends)) is not None:
         hop = Hop(neighbours, name, received)
         try:
@@ -125,7 +126,7 @@ def exchange(
         except MismatchError as error:
             record.failed(name, error)
             raise
-        wires = hop.posted
+        posted = hop.posted
     else:
         for key, incoming in receives.items():
             wire, tensors = incoming.allocate_expected(name, device)
@@ -138,7 +139,7 @@ def exchange(
             handles = post(neighbours, name, wires, batched)
             keep_alive(handles.values())
     record.add(name, path, copied, sent, started)
-    return received.get("recv_prev"), received.get("recv_next"), handles if wires else {}
+    return received.get("recv_prev"), received.get("recv_next"), handles if posted else {}
 
 
 def _device_of(sends: Mapping[str, list[Tensor]]) -> torch.device | None:
