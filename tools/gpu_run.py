@@ -96,6 +96,7 @@ ORDER = {
         f"{KERNELS}::test_broadcast_rows_are_read",
         f"{KERNELS}::test_rows_beyond_32_bits",
         f"{KERNELS}::test_tensors_beyond_32_bits",
+        "tests/kernels/test_examples.py::test_an_example_has_the_numbers_that_it_shows",
     ),
     "ranks": (f"{RANKS}::test_backward_runs_in_the_thread_of_its_rank", f"{RANKS}::test_ranks"),
 }

@@ -64,7 +64,7 @@ class Comparison:
         stale: list[str],
     ) -> None:
         self._store, self._base, self._ranks, self._place = store, base, ranks, place
-        self._timeout, self._words, self._which, self._stale = timeout, words, which, stale
+        self._limit, self._words, self._which, self._stale = timeout, words, which, stale
         self._left = f"rank {store.rank} has left this call"
 
     def compare(self, digest: bytes, content: Callable[[], Any], judge: Callable[[list[Any]], str]) -> str:
@@ -124,7 +124,7 @@ class Comparison:
         """Wait for the verdict, and return it; then delete ``own``, the key that this rank has set."""
         key, parent = f"{base}/verdict", (self._place - 1) // FANOUT if base == self._base else 0
         mine = Blocked(base, f"{self._words}{self._which}", [["", self._ranks[parent]]] if self._place else [])
-        stall = Stall(self._store, mine, self._timeout, self._fail_late)
+        stall = Stall(self._store, mine, self._limit, self._fail_late)
         try:
             values = self._store.read([key], stall.pause, self._left)
         finally:
@@ -140,7 +140,7 @@ class Comparison:
         """Wait for keys that other ranks of the group set, and return their values; None once the call has failed."""
         awaited = [[key, self._ranks[place]] for key, place in zip(keys, places, strict=True)]
         mine = Blocked(base, f"{self._words}{self._which}", awaited)
-        stall = Stall(self._store, mine, self._timeout, self._fail_late, f"{base}/verdict")
+        stall = Stall(self._store, mine, self._limit, self._fail_late, f"{base}/verdict")
         try:
             return self._store.read(keys, stall.pause)
         except KeyboardInterrupt:
@@ -165,7 +165,7 @@ class Comparison:
                 absent.append(rank)
                 texts[rank] = "no call" if each is None else f"no call; blocked in {each.words}"
         came = f"{named_ranks(absent)} did not come" if absent else "the ranks came too late"
-        fail(self._store, base, f"{came} to{self._which.lstrip(',')} within {self._timeout:g} s:\n{table_of(texts)}")
+        fail(self._store, base, f"{came} to{self._which.lstrip(',')} within {self._limit:g} s:\n{table_of(texts)}")
 
 
 def fail(store: JobStore, base: str, text: str) -> None:
@@ -204,7 +204,7 @@ class Stall:
         verdict: str = "",
         in_helper: bool = False,
     ) -> None:
-        self._store, self._mine, self._timeout, self._fail_late = store, mine, timeout, fail_late
+        self._store, self._mine, self._limit, self._fail_late = store, mine, timeout, fail_late
         self._verdict, self._in_helper = verdict, in_helper
         self._is_published = self.has_looked = False
         self._look_at = PATIENCE
@@ -228,10 +228,10 @@ class Stall:
             waited: seconds since the wait began; 0 in the first call.
         """
         if not waited:
-            return min(_FIRST_PAUSE, PATIENCE, self._timeout)
+            return min(_FIRST_PAUSE, PATIENCE, self._limit)
         if self._verdict and self._store.has(self._verdict):
             return None
-        is_late = waited >= self._timeout
+        is_late = waited >= self._limit
         if is_late and self.has_looked:
             self._claim(waited)
         else:
@@ -240,8 +240,8 @@ class Stall:
             return None
         if is_late:
             return _LATE_PAUSE
-        longest = _LONGEST_PAUSE if self._verdict else self._timeout  # whoever waits for its verdict sees it at once
-        return max(0.001, min(longest, self._look_at - waited, self._timeout - waited))
+        longest = _LONGEST_PAUSE if self._verdict else self._limit  # whoever waits for its verdict sees it at once
+        return max(0.001, min(longest, self._look_at - waited, self._limit - waited))
 
     def look_if_due(self, waited: float, is_late: bool) -> None:
         """Publish where this rank is, and look for a reason: after ``PATIENCE``, then ever more rarely, or if late."""
@@ -264,7 +264,7 @@ class Stall:
         """Fail the call because of its timeout, unless another rank is about to do so."""
         base, mine = self._mine.base, str(self._store.rank)
         assert self._fail_late is not None, "a wait with a timeout can fail"
-        if self._store.set_once(f"{base}/late", mine).decode() == mine or waited > self._timeout + _CLAIMED:
+        if self._store.set_once(f"{base}/late", mine).decode() == mine or waited > self._limit + _CLAIMED:
             self._fail_late(base)
             self._store.delete(f"{base}/late")
 
