@@ -151,7 +151,11 @@ def _with_line(call: Call, descriptor: Descriptor) -> str:
 
 
 def compare(member: _Member) -> str:
-    """Compare the calls of a member's window between the ranks, and empty it; return the difference, or nothing."""
+    """Compare the calls of a member's window between the ranks, empty the window, and return the difference as text.
+
+    The text is empty if the calls agree. Members without an incarnation agree on one in the store before; after a
+    difference they forget it, and their count of calls with it.
+    """
     window, member.window = member.window, []
     if member.incarnation is not None:
         return _compare(member, window)

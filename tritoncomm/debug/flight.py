@@ -157,7 +157,10 @@ class Flight:
         return list(map(Call._make, list(self.entries)))
 
     def keep(self, calls: int) -> None:
-        """Keep the last ``calls`` calls from now on; 0 deletes all."""
+        """Set how many of the last calls the record keeps; 0 deletes the recorded calls, and keeps one call from then on.
+
+        The counts of the groups stay.
+        """
         if calls != self.entries.maxlen:
             self.entries = deque(self.entries, maxlen=max(calls, 1))
         if not calls:
@@ -389,7 +392,10 @@ def _is_inside(frame: Any) -> bool:
 
 
 def _snapshot(reason: str) -> dict[str, Any]:
-    """Return the flight record as JSON values, as ``dump`` writes it, and mark the entries of rejected calls."""
+    """Return the flight record as a dict of JSON values with the text ``reason``, as ``dump`` writes it.
+
+    In the live record it sets the error of entries whose calls ended before anything was sent.
+    """
     # Entries first: a call that ends from now on is complete, and is not taken for a rejected one.
     entries, counts = list(flight.entries), dict(flight.counts)
     under_way = {id(entry) for _, entry in _open_entries(time.time_ns())}

@@ -135,7 +135,11 @@ def _by_name(parameters: Any, name: str) -> dict[str, Tensor]:
 
 
 def _compare_over(group: ProcessGroup, tensors: dict[str, Tensor], name: str) -> None:
-    """Compare tensors over one group; over one rank do nothing."""
+    """Compare tensors between the ranks of one group; over one rank do nothing.
+
+    Raises:
+        MismatchError: the tensors of some ranks differ, on every rank of the group.
+    """
     if world_of(group, name) > 1:
         _compare([_Comparison("", dist.get_process_group_ranks(group), group, list(tensors))], tensors, name)
 
@@ -299,7 +303,7 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Apply a bijective 64-bit mix (SplitMix64) in place, and return the tensor."""
+    """Apply a bijective 64-bit mix (multiply and shift) in place, and return the tensor."""
     for shift, odd in ((32, _MULTIPLIERS[0]), (29, _MULTIPLIERS[1])):
         unsigned = (1 << (64 - shift)) - 1  # clears the sign bits of torch's arithmetic shift
         x.mul_(odd).bitwise_xor_((x >> shift).bitwise_and_(unsigned))

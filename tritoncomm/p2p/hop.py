@@ -328,7 +328,11 @@ class Hop:
             self.problems[key] = f"{self.problems[key]}; {problem}" if key in self.problems else problem
 
     def explain(self, error: PeerError) -> NoReturn:
-        """Raise the error of a transfer; in check mode raise the cause that another rank published, if there is one."""
+        """Raise the error of a transfer.
+
+        In check mode abandon the hop first, which tells its other ends through the store. Then raise the cause that
+        another rank has published, if there is one; else ``error``, with the names of peers that have ended.
+        """
         explained = error if self.checked is None else self.checked.explained(error)
         try:
             if explained is error:

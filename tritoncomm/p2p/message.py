@@ -171,9 +171,13 @@ Buffers = tuple[Tensor, list[Tensor]]
 
 
 def pack(x: Any, name: str) -> Packed | None:
-    """Make one message of a caller's tensor, or of a list or tuple of tensors on one device; None of an empty list.
+    """Pack a caller's tensor, or a list or tuple of tensors on one device, into one message.
 
     One contiguous tensor is its own wire. Other tensors are copied in one pass over memory.
+
+    Returns:
+        The wire to send, the list of tensors with their shapes, the path of the copy, and the bytes copied; None of an
+        empty list.
 
     Raises:
         ArgumentError: ``x`` is something else, or a tensor has no strided data of this rank; the text begins with

@@ -141,7 +141,7 @@ class Layout:
 
     @staticmethod
     def split(shape: Sequence[int], dim: int, sizes: Mapping[int, int] | Sequence[int]) -> "Layout":
-        """Build the layout of uneven shards of one dim, in rank order.
+        """Build the layout of uneven shards of one dim, in the order of ``sizes``.
 
         Args:
             shape: shape of the global tensor.
@@ -498,7 +498,7 @@ def _checked_placement(placement: Any, shape: Ints) -> _Placement:
 
 
 def _checked_boxes(boxes: Any) -> dict[int, list[tuple[Ints, Ints]]]:
-    """Check a mapping from global ranks to boxes (start, extent) and return it with tuples of ints.
+    """Check a mapping from global ranks to lists of boxes (start, extent), and return it with tuples of ints.
 
     Raises:
         ArgumentError: ``boxes`` is no such mapping.

@@ -293,7 +293,7 @@ class TransferPlan(record.Traffic):
 
         Each takes one launch for all tensors whose dtype stays, and one for each pair of dtypes that is cast. Sums of
         one pair of dtypes are in the launch of the copies, sums of another pair take one launch each. Sums to which
-        several buckets contribute have launches of their own.
+        several buckets contribute take one more launch in each of these buckets.
         """
         launches = []
         for bucket in self.buckets:
