@@ -157,7 +157,7 @@ class Flight:
         return list(map(Call._make, list(self.entries)))
 
     def keep(self, calls: int) -> None:
-        """Set how many of the last calls the record keeps; 0 deletes the recorded calls, and keeps one call from then on.
+        """Set how many of the last calls the record keeps; 0 deletes the recorded calls, and keeps one from then on.
 
         The counts of the groups stay.
         """
