@@ -82,7 +82,7 @@ def triton_after_calls(store: str, world: int) -> list[Any]:
     return [*imported, "triton" in sys.modules, same]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_triton_is_imported_for_the_first_kernel(world: int, tmp_path: Path) -> None:
     """Not with the package, nor by calls on CPU tensors: it would be most of the time that the import takes."""
     store = str(tmp_path / "store") if world > 1 else ""

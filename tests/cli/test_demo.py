@@ -118,6 +118,7 @@ def test_losses_of_the_tensor_layer_are_those_of_plain_torch(ranks, dtype):
     assert not names & {"redistribute", "all_gather_dim"}, "an activation was gathered"
 
 
+@pytest.mark.slow
 def test_exit_status_is_one_when_losses_differ(monkeypatch):
     break_ranks(monkeypatch, remove_gather_backward)
     result = CliRunner().invoke(cli.app, ["demo", "--steps", "3"])

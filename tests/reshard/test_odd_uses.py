@@ -530,6 +530,6 @@ def run_all(group: TorchGroup) -> None:
     run_cases(case, group)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_odd_uses(pool: Pool, world: int) -> None:
     pool.run(run_all, world=world)
