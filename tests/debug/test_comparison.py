@@ -130,8 +130,15 @@ def test_the_store_does_not_grow(kind: str) -> None:
 
 
 @pytest.mark.parametrize("absent", [0, 1, 17, 19])
-def test_a_rank_that_does_not_come_is_named_by_all(absent: int) -> None:
-    """Before and after its parent in the tree; and then the group is usable."""
+def test_a_rank_that_does_not_come_is_named_by_all(absent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after its parent in the tree; one rank makes the table, and then the group is usable."""
+    tables, fail_late = [], Comparison._fail_late
+
+    def counted(self: Comparison, base: str) -> None:
+        tables.append(base)
+        fail_late(self, base)
+
+    monkeypatch.setattr(Comparison, "_fail_late", counted)
     job = Job(20, timeout=1.0)
     digests: list[bytes | None] = [DIGEST] * 20
     digests[absent] = None
@@ -140,6 +147,7 @@ def test_a_rank_that_does_not_come_is_named_by_all(absent: int) -> None:
     assert len(set(texts)) == 1
     assert f"rank {absent} did not come to call 1 of group 'g' within 1 s" in texts[0]
     assert texts[0].count("at a.py:1") == 19
+    assert tables == ["g/1"]
     job.timeout = 60.0
     late: list[bytes | None] = [None] * 20
     late[absent] = DIGEST

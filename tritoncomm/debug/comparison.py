@@ -265,7 +265,8 @@ class Stall:
         base, mine = self._mine.base, str(self._store.rank)
         assert self._fail_late is not None, "a wait with a timeout can fail"
         if self._store.set_once(f"{base}/late", mine).decode() == mine or waited > self._limit + _CLAIMED:
-            self._fail_late(base)
+            if not self._store.has(f"{base}/verdict"):  # set by a rank that has deleted its claim again
+                self._fail_late(base)
             self._store.delete(f"{base}/late")
 
 
