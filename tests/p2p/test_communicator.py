@@ -469,8 +469,9 @@ def run_long_headers(group: ProcessGroup) -> None:
     for count in (1, 9, 2):
         out = [made(stage, (1, 2, 1, 3, i)) for i in range(1, count + 1)]
         back = [made(stage, (i,), sign=3) for i in range(1, count + 1)]
-        before, after, _ = c._exchange("hop", out, back, True, True, [()] * count)
-        for i, (x, dx) in enumerate(zip(before, after, strict=True), 1):
+        outgoing = {"send_next": out, "send_prev": back}
+        received, _ = c._exchange("hop", outgoing, ("recv_prev", "recv_next"), [()] * count)
+        for i, (x, dx) in enumerate(zip(received["recv_prev"], received["recv_next"], strict=True), 1):
             same(x, made(other, (1, 2, 1, 3, i)), count)
             same(dx, made(other, (i,), sign=3), count)
 
@@ -508,7 +509,7 @@ def run_without_memory(group: ProcessGroup) -> None:
             real_device(device, "f")
     for dtype in ("float32", [torch.float32], 3):
         with pytest.raises(ArgumentError, match=r"must be a torch\.dtype"):
-            exchange(neighbours, "f", x, None, (4,), None, dtype)
+            exchange(neighbours, "f", {"send_next": x}, {"recv_prev": (4,)}, dtype)
     assert torch.equal(ring(x, True, [4]).detach(), torch.full((4,), float((rank - 1) % world)))
 
 

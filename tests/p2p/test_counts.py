@@ -62,10 +62,11 @@ def run_case(group: ProcessGroup, case: str, path: str, variable: bool, checked:
     ahead, back = CASES[case][0](), CASES[case][1]()
     dtype = (ahead if isinstance(ahead, Tensor) else ahead[0]).dtype
     with ops.path(path), p2p.check(checked), record.recording() as counts:
-        *_, handles = exchange(
-            Neighbours.of(group), "hop", ahead, back, shapes_of(ahead), shapes_of(back), dtype, variable=variable,
-            batched=False, wait=wait,
-        )  # fmt: skip
+        outgoing = {"send_next": ahead, "send_prev": back}
+        expected = {"recv_prev": shapes_of(ahead), "recv_next": shapes_of(back)}
+        _, handles = exchange(
+            Neighbours.of(group), "hop", outgoing, expected, dtype, variable=variable, batched=False, wait=wait
+        )
         for handle in (handles or {}).values():
             handle.wait()
     return {key: (each.calls, each.bytes_copied, each.bytes_sent) for key, each in counts.items()}

@@ -92,16 +92,14 @@ class P2PCommunicator:
         return self._default_device
 
     def _exchange(
-        self, name: str, to_next: Any, to_prev: Any, recv_prev: bool, recv_next: bool, shapes: Any, wait: bool = True
-    ) -> tuple[Any, Any, Any]:
+        self, name: str, outgoing: dict[str, Any], receives: tuple[str, ...], shapes: Any, wait: bool = True
+    ) -> tuple[dict[str, Any], Any]:
         """Make one hop as the configuration says, inside Megatron's timer of ``name``; return as ``hop.exchange`` does.
 
         Args:
             name: the public method, for the timer, errors and counters.
-            to_next: a tensor or a list of tensors for the next stage, or None.
-            to_prev: a tensor or a list of tensors for the previous stage, or None.
-            recv_prev: receive from the previous stage.
-            recv_next: receive from the next stage.
+            outgoing: by ``send_next`` and ``send_prev``, a tensor or a list of tensors for that stage, or None.
+            receives: the keys of the transfers to receive, ``recv_prev`` and ``recv_next``.
             shapes: the shape, or a list of shapes, to receive from each side.
             wait: wait for all transfers; else return handles.
 
@@ -121,17 +119,16 @@ class P2PCommunicator:
             if batched and not wait:
                 raise AssertionError(f"{name}: overlap_p2p_comm needs batch_p2p_comm=False")
             variable = getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)
-            dtype = device = before = after = None
-            if recv_prev or recv_next:
+            dtype = device = None
+            expected: dict[str, Any] = {}
+            if receives:
                 dtype = getattr(config, "pipeline_dtype", None)
                 if dtype is None or shapes is None:
-                    raise _missing("recv_prev" if recv_prev else "recv_next", dtype)
-                if to_next is None and to_prev is None:
+                    raise _missing(receives[0], dtype)
+                if not [x for x in outgoing.values() if x is not None]:
                     device = self._device()
-                before, after = shapes if recv_prev else None, shapes if recv_next else None
-            return exchange(
-                self._neighbours, name, to_next, to_prev, before, after, dtype, device, batched, variable, wait
-            )  # fmt: skip
+                expected = dict.fromkeys(receives, shapes)
+            return exchange(self._neighbours, name, outgoing, expected, dtype, device, batched, variable, wait)
         finally:
             if timers is not None and name in _TIMERS:
                 timers(_TIMERS[name]).stop()
@@ -151,12 +148,12 @@ class P2PCommunicator:
         The handles are None once waited for. They are a dict, or with ``batch_p2p_comm`` an empty list, where nothing
         was posted, and a dict by key without ``wait_on_reqs``.
         """
-        before, after, handles = self._exchange(
-            "_communicate", tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs
-        )
-        if handles is None or not getattr(self.config, "batch_p2p_comm", True):
-            return before, after, handles
-        return before, after, list(handles)
+        outgoing = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
+        receives = _keys(recv_prev, recv_next)
+        received, handles = self._exchange("_communicate", outgoing, receives, tensor_shape, wait_on_reqs)
+        if handles is not None and getattr(self.config, "batch_p2p_comm", True):
+            handles = list(handles)
+        return received.get("recv_prev"), received.get("recv_next"), handles
 
     def _communicate_shapes(
         self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
@@ -173,7 +170,7 @@ class P2PCommunicator:
         tensors = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
         sends = {key: x for key, x in tensors.items() if x is not None}
         contents = {key: specs_of([x]) for key, x in sends.items()}
-        receives = ["recv_prev"] * recv_prev + ["recv_next"] * recv_next
+        receives = _keys(recv_prev, recv_next)
         device = next((x.device for x in sends.values()), None) or self._device()
         received = dict(exchange_headers(neighbours, name, contents, receives, device, posted))
         for header in posted:
@@ -192,7 +189,8 @@ class P2PCommunicator:
         """
         if is_first_stage or _is_empty(tensor_shapes):
             return _no_tensors(tensor_shapes)
-        return self._exchange("recv_forward", None, None, True, False, tensor_shapes)[0]
+        received, _ = self._exchange("recv_forward", {}, ("recv_prev",), tensor_shapes)
+        return received["recv_prev"]
 
     def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
         """Receive gradients from the next stage: a tensor for a shape, a list for a list of shapes.
@@ -201,38 +199,39 @@ class P2PCommunicator:
         """
         if is_last_stage or _is_empty(tensor_shapes):
             return _no_tensors(tensor_shapes)
-        return self._exchange("recv_backward", None, None, False, True, tensor_shapes)[1]
+        received, _ = self._exchange("recv_backward", {}, ("recv_next",), tensor_shapes)
+        return received["recv_next"]
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
         """Send a tensor or a list of tensors to the next stage; on the last stage send nothing."""
         if not is_last_stage:
-            self._exchange("send_forward", _without_none(output_tensors), None, False, False, None)
+            self._exchange("send_forward", {"send_next": _without_none(output_tensors)}, (), None)
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
         """Send a gradient or a list of gradients to the previous stage; on the first stage send nothing."""
         if not is_first_stage:
-            self._exchange("send_backward", None, _without_none(input_tensor_grads), False, False, None)
+            self._exchange("send_backward", {"send_prev": _without_none(input_tensor_grads)}, (), None)
 
     def send_forward_recv_backward(self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool) -> Any:
         """Send outputs to the next stage and receive their gradients from it: a tensor for a tensor, a list for a list.
 
         On the last stage transfer nothing, and return None for each output.
         """
-        return self._pair("send_forward_recv_backward", True, output_tensors, tensor_shapes, is_last_stage)
+        return self._pair("send_forward_recv_backward", "next", output_tensors, tensor_shapes, is_last_stage)
 
     def send_backward_recv_forward(self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool) -> Any:
         """Send gradients to the previous stage and receive inputs from it: a tensor for a tensor, a list for a list.
 
         On the first stage transfer nothing, and return None for each gradient.
         """
-        return self._pair("send_backward_recv_forward", False, input_tensor_grads, tensor_shapes, is_first_stage)
+        return self._pair("send_backward_recv_forward", "prev", input_tensor_grads, tensor_shapes, is_first_stage)
 
-    def _pair(self, name: str, with_next: bool, sent: Any, shapes: Any, is_edge: bool) -> Any:
+    def _pair(self, name: str, side: str, sent: Any, shapes: Any, is_edge: bool) -> Any:
         """Send tensors to one neighbour and receive tensors from it: a tensor for a tensor, a list for a list.
 
         Args:
             name: the public method.
-            with_next: the neighbour is the next stage; else the previous one.
+            side: of the neighbour: ``next`` or ``prev``.
             sent: a tensor, or a list in which None stands for no tensor.
             shapes: one shape, or a list of shapes to receive.
             is_edge: there is no such neighbour: transfer nothing, and return None for each tensor.
@@ -240,11 +239,11 @@ class P2PCommunicator:
         Raises:
             ShapeError: there are not as many shapes as tensors.
         """
+        sends, receives = f"send_{side}", f"recv_{side}"
         if not is_edge and isinstance(sent, Tensor) and len(shapes) > 0:
             shape = shapes if len(shapes) != 1 or type(shapes[0]) is int else shapes[0]
             if isinstance(shape, tuple | list) and shape and type(shape[0]) is int:  # one tensor of one shape
-                to_next, to_prev = (sent, None) if with_next else (None, sent)
-                return self._exchange(name, to_next, to_prev, not with_next, with_next, shape)[with_next]
+                return self._exchange(name, {sends: sent}, (receives,), shape)[0][receives]
         is_list = isinstance(sent, list | tuple)
         expected = [shapes] if len(shapes) == 0 or is_single_shape(shapes) else list(shapes)
         count = len(sent) if is_list else 1
@@ -252,8 +251,7 @@ class P2PCommunicator:
             raise ShapeError(f"{name}: {count} tensors to send, but {len(expected)} shapes to receive")
         if is_edge:
             return [None] * count if is_list else None
-        to_next, to_prev = (_without_none(sent), None) if with_next else (None, _without_none(sent))
-        received = self._exchange(name, to_next, to_prev, not with_next, with_next, expected)[with_next]
+        received = self._exchange(name, {sends: _without_none(sent)}, (receives,), expected)[0][receives]
         return received if is_list else received[0]
 
     def send_forward_recv_forward(
@@ -263,10 +261,10 @@ class P2PCommunicator:
 
         With ``overlap_p2p_comm`` wait for nothing, and return (tensor, handles by key).
         """
-        received, _, handles = self._exchange(
-            "send_forward_recv_forward", output_tensor, None, recv_prev, False, tensor_shape, not overlap_p2p_comm
-        )
-        return (received, handles) if overlap_p2p_comm else received
+        name, outgoing, receives = "send_forward_recv_forward", {"send_next": output_tensor}, _keys(recv_prev, False)
+        received, handles = self._exchange(name, outgoing, receives, tensor_shape, not overlap_p2p_comm)
+        x = received.get("recv_prev")
+        return (x, handles) if overlap_p2p_comm else x
 
     def send_backward_recv_backward(
         self, input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
@@ -275,10 +273,11 @@ class P2PCommunicator:
 
         With ``overlap_p2p_comm`` wait for nothing, and return (tensor, handles by key).
         """
-        _, received, handles = self._exchange(
-            "send_backward_recv_backward", None, input_tensor_grad, False, recv_next, tensor_shape, not overlap_p2p_comm
-        )
-        return (received, handles) if overlap_p2p_comm else received
+        name, outgoing = "send_backward_recv_backward", {"send_prev": input_tensor_grad}
+        receives = _keys(False, recv_next)
+        received, handles = self._exchange(name, outgoing, receives, tensor_shape, not overlap_p2p_comm)
+        grad = received.get("recv_next")
+        return (grad, handles) if overlap_p2p_comm else grad
 
     def send_forward_backward_recv_forward_backward(
         self,
@@ -293,8 +292,14 @@ class P2PCommunicator:
         Return (input from the previous stage, gradient from the next stage); None for a tensor that is not received.
         """
         name = "send_forward_backward_recv_forward_backward"
-        before, after, _ = self._exchange(name, output_tensor, input_tensor_grad, recv_prev, recv_next, tensor_shape)
-        return before, after
+        outgoing = {"send_next": output_tensor, "send_prev": input_tensor_grad}
+        received, _ = self._exchange(name, outgoing, _keys(recv_prev, recv_next), tensor_shape)
+        return received.get("recv_prev"), received.get("recv_next")
+
+
+def _keys(recv_prev: bool, recv_next: bool) -> tuple[str, ...]:
+    """Return the keys of the transfers that are received."""
+    return ("recv_prev",) * bool(recv_prev) + ("recv_next",) * bool(recv_next)
 
 
 def _missing(key: str, dtype: torch.dtype | None) -> RuntimeError:
@@ -336,8 +341,10 @@ def _batched_p2p_ops(
     the tensors of the caller.
     """
     neighbours = Neighbours.of(as_group(group, "_batched_p2p_ops"), prev_pipeline_rank, next_pipeline_rank)
-    tensors = tensor_send_next, tensor_send_prev, tensor_recv_prev, tensor_recv_next
-    return list(exchange(neighbours, "_batched_p2p_ops", *tensors, None, batched=True, wait=False)[2].values())
+    outgoing = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
+    expected = {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next}
+    _, handles = exchange(neighbours, "_batched_p2p_ops", outgoing, expected, None, batched=True, wait=False)
+    return list(handles.values())
 
 
 def _p2p_ops(
@@ -356,5 +363,7 @@ def _p2p_ops(
     caller.
     """
     neighbours = Neighbours.of(as_group(group, "_p2p_ops"), prev_pipeline_rank, next_pipeline_rank)
-    tensors = tensor_send_next, tensor_send_prev, tensor_recv_prev, tensor_recv_next
-    return exchange(neighbours, "_p2p_ops", *tensors, None, batched=False, wait=False)[2]
+    outgoing = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
+    expected = {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next}
+    _, handles = exchange(neighbours, "_p2p_ops", outgoing, expected, None, batched=False, wait=False)
+    return handles

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.distributed import DistNetworkError
 
 from tritoncomm import record, variables
@@ -19,6 +20,7 @@ from tritoncomm.p2p import header
 from tritoncomm.p2p.message import Incoming, allocate_one, contents_of, describe_hop, pack, specs_of
 from tritoncomm.p2p.neighbours import Neighbours
 from tritoncomm.p2p.transport import Posted, keep_alive, post, post_and_wait, post_one
+from tritoncomm.record import hooks
 
 __all__ = ["Handle", "Hop", "check", "checking", "exchange", "real_device"]
 
@@ -38,26 +40,23 @@ def check(on: bool = True) -> AbstractContextManager[None]:
 def exchange(
     neighbours: Neighbours,
     name: str,
-    to_next: Any,
-    to_prev: Any,
-    from_prev: Any,
-    from_next: Any,
+    outgoing: Mapping[str, Any],
+    expected: Mapping[str, Any],
     dtype: torch.dtype | None,
     device: torch.device | None = None,
     batched: bool = True,
     variable: bool = False,
     wait: bool = True,
-) -> tuple[Any, Any, Any]:
+) -> tuple[dict[str, Any], Any]:
     """Make one hop: up to four transfers at once.
 
     Args:
         neighbours: of this stage.
         name: the public function, for errors and counters.
-        to_next: a tensor or a sequence of tensors for the next stage, any strides; None for nothing.
-        to_prev: a tensor or a sequence of tensors for the previous stage; None for nothing.
-        from_prev: the shape of the tensor from the previous stage, a list of shapes, or a contiguous tensor to receive
-            into; None for nothing.
-        from_next: the shape, the shapes or the tensor for the transfer from the next stage; None for nothing.
+        outgoing: by ``send_next`` and ``send_prev``, a tensor or a sequence of tensors of any strides for that stage;
+            None for nothing.
+        expected: by ``recv_prev`` and ``recv_next``, the shape of the tensor from that stage, a list of shapes, or a
+            contiguous tensor to receive into; None for nothing.
         dtype: of received tensors.
         device: of received tensors; None for the device of the tensors sent, else the group's.
         batched: post all transfers as one batch, or in the order that single blocking calls need.
@@ -66,17 +65,17 @@ def exchange(
         wait: wait for all transfers; else return handles.
 
     Returns:
-        (from the previous stage, from the next stage, handles): a tensor for a shape, a list for a list, None for
-        nothing. The handles are None once waited for, an empty dict where nothing was posted, else by key.
+        (received, handles): by key of ``expected`` a tensor for a shape and a list for a list. The handles are None
+        once waited for, an empty dict where nothing was posted, else by key.
 
     Raises:
         PeerError: a neighbour died, or did not post its side within the group's timeout.
         MismatchError: a neighbour sent something else than was expected.
     """
-    started, transfers, _range = record.now(), None, None
-    if record.is_observed():
+    started, transfers, _range = hooks.clock(), None, None
+    if hooks.observer is not None or profiler._is_profiler_enabled:
         transfers = {}
-        _range = record.begin(name, "hop", neighbours.group(), None, (describe_hop, neighbours, transfers), 3)
+        _range = hooks.begin(name, "hop", neighbours.group(), None, (describe_hop, neighbours, transfers), 3)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"{name}: the dtype must be a torch.dtype, not {dtype!r:.80}")
     path, copied, sent = "view", 0, 0
@@ -84,35 +83,32 @@ def exchange(
     receives: dict[str, Incoming] = {}
     wires: dict[str, Tensor] = {}
     received: dict[str, Any] = {}
-    for key, x in (("send_next", to_next), ("send_prev", to_prev)):
-        if x is None or (message := pack(x, name)) is None:
-            continue
-        wire, sends[key], message_path, message_copied = message
-        if message_copied:
-            path, copied = message_path, copied + message_copied
-        if size := wire.nbytes:  # a wire without elements is not sent
-            wires[key] = wire if wait else wire.detach()  # the caller may set x.data while a handle is pending
-            sent += size
-        if transfers is not None:
-            transfers[key] = specs_of(sends[key])
+    for key, x in outgoing.items():
+        if x is not None and (message := pack(x, name)) is not None:
+            wire, sends[key], message_path, message_copied = message
+            if message_copied:
+                path, copied = message_path, copied + message_copied
+            if size := wire.nbytes:  # a wire without elements is not sent
+                wires[key] = wire if wait else wire.detach()  # the caller may set x.data while a handle is pending
+                sent += size
     has_headers = variable or _check.value
-    for key, x in (("recv_prev", from_prev), ("recv_next", from_next)):
+    for key, x in expected.items():
         if x is None:
             continue
         if device is None:
             device = _device_of(sends) or (x.device if isinstance(x, Tensor) else neighbours.default_device())
         if not (has_headers or neighbours.is_single_rank or (tensor := allocate_one(x, dtype, device)) is None):
             wires[key] = received[key] = tensor
-            if transfers is not None:
-                transfers[key] = specs_of([tensor])
             continue
         incoming = Incoming.of(x, dtype, variable, name)
         if not incoming.count:  # its sender sends no message, not even a header
             received[key] = []
             continue
         receives[key] = incoming
-        if transfers is not None:
-            transfers[key] = incoming.specs
+    if transfers is not None:
+        transfers |= {key: specs_of(tensors) for key, tensors in sends.items()}
+        transfers |= {key: specs_of([x]) for key, x in received.items() if key in wires}
+        transfers |= {key: incoming.specs for key, incoming in receives.items()}
     handles: Any = None
     posted: Sized = wires
     if neighbours.is_single_rank:
@@ -129,6 +125,7 @@ def exchange(
         posted = hop.posted
     else:
         for key, incoming in receives.items():
+            assert device is not None
             wire, tensors = incoming.allocate_expected(name, device)
             if wire.numel():
                 wires[key] = wire
@@ -139,7 +136,7 @@ def exchange(
             handles = post(neighbours, name, wires, batched)
             keep_alive(handles.values())
     record.add(name, path, copied, sent, started)
-    return received.get("recv_prev"), received.get("recv_next"), handles if posted else {}
+    return received, handles if posted else {}
 
 
 def _device_of(sends: Mapping[str, list[Tensor]]) -> torch.device | None:

@@ -95,17 +95,19 @@ def _exchange(
         raise ArgumentError(f"{name}: the shape of what is received must be given")
     if device is not None:
         device = real_device(device, name)
+    outgoing, expected = {"send_next": output, "send_prev": grad}, {"recv_prev": before, "recv_next": after}
     if not split:
-        return exchange(neighbours, name, output, grad, before, after, dtype, device)[:2]
+        received, _ = exchange(neighbours, name, outgoing, expected, dtype, device)
+        return received.get("recv_prev"), received.get("recv_next")
     sent = next((x[0] for x in map(_as_list, (output, grad)) if x), None)
     if device is None:
         device = sent.device if isinstance(sent, Tensor) else neighbours.default_device()
-    first = None if before is None else _Sharded(before, dtype, device, name)
-    second = None if after is None else _Sharded(after, dtype, device, name)
-    from_prev, from_next = first and first.buffers, second and second.buffers
-    shards = _shard(output, name), _shard(grad, name)
-    x, grad, _ = exchange(neighbours, name, *shards, from_prev, from_next, dtype, device)
-    return first and first.gather(x, name), second and second.gather(grad, name)
+    sharded = {key: _Sharded(shape, dtype, device, name) for key, shape in expected.items() if shape is not None}
+    buffers = {key: each.buffers for key, each in sharded.items()}
+    shards = {key: _shard(x, name) for key, x in outgoing.items()}
+    received, _ = exchange(neighbours, name, shards, buffers, dtype, device)
+    full = {key: each.gather(received[key], name) for key, each in sharded.items()}
+    return full.get("recv_prev"), full.get("recv_next")
 
 
 def _as_list(x: Tensors | None) -> list[Any]:

@@ -183,33 +183,30 @@ def post_and_wait(neighbours: Neighbours, name: str, wires: dict[str, Tensor], b
     Raises:
         PeerError: a peer died or did not post its transfer within the group's timeout.
     """
-    works, handles, last = [], [], None
-    live: Any = None
+    works, handles = [], []
+    directions = neighbours.directions[bool(batched)]
     try:
-        for direction in neighbours.batch if batched else neighbours.singles:
-            if (x := wires.get(direction[0])) is None:
+        for key in directions if len(wires) > 1 else wires:  # one transfer has no order
+            if key not in wires:
                 continue
+            x, direction = wires[key], directions[key]
             _, is_send, group_peer, group, modes, end = direction
-            mode = modes[x.is_cuda]
-            if mode != "direct":
+            if (mode := modes[x.is_cuda]) != "direct":
                 if mode == "batched":  # these directions come first, so nothing is started yet
                     handles += post(neighbours, name, wires, batched).values()
                     break
                 handles.append(post_one(direction, name, x))
                 continue
-            if group is not last:
-                live, last = group() or _alive(group), group
+            live = group() or _alive(group)
             try:
                 works.append(((live.send if is_send else live.recv)([x], group_peer, 0), direction, x))
             except RuntimeError as error:
                 raise_for(error, _failure(end, name, x, error))
-        while works:
-            work, direction, x = works[0]
+        for work, direction, x in works:
             try:
                 work.wait()
             except RuntimeError as error:
                 raise_for(error, _failure(direction.end, name, x, error))
-            del works[0]
         for handle in handles:
             handle.wait()
     except BaseException:

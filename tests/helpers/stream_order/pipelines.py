@@ -133,9 +133,9 @@ def _communicated(program: Program, x: Tensor) -> Posted:
 def _several(program: Program, x: Tensor) -> Posted:
     """Messages of several tensors, whose buffers only the handles refer to."""
     neighbours, shapes = communicator(program, False)._neighbours, [SHAPE, SHAPE]
-    arguments = neighbours, "test", [x, x], None, shapes, None, torch.float32, DEVICE, False, False, False
-    received, _, handles = exchange(*arguments)
-    return Posted.of([*received], {key: handles[key] for key in handles})
+    arguments = neighbours, "test", {"send_next": [x, x]}, {"recv_prev": shapes}, torch.float32, DEVICE, False, False
+    received, handles = exchange(*arguments, wait=False)
+    return Posted.of([*received["recv_prev"]], {key: handles[key] for key in handles})
 
 
 POSTINGS: dict[str, Posting] = {
