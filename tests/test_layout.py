@@ -33,7 +33,7 @@ LAYERS = [
 ]
 CORE = [
     "cost", "memory", "plan", "address_map", "ops", "segments", "fused", "autograd", "validation", "call",
-    "backend", "compiled", "eager", "heads", "__init__",
+    "backend", "node_exchange", "compiled", "eager", "heads", "__init__",
 ]  # fmt: skip
 MAPPINGS = ["overwriting", "general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}

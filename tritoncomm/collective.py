@@ -18,6 +18,7 @@ from tritoncomm.core.autograd import without_graph
 from tritoncomm.core.backend import Handle
 from tritoncomm.core.call import enter
 from tritoncomm.core.fused import pack_many
+from tritoncomm.core.node_exchange import Levels
 from tritoncomm.core.ops import resolved
 from tritoncomm.core.plan import chunk_sizes, normalize_sizes
 from tritoncomm.core.validation import check_input, checked_dim, ranks_of
@@ -179,6 +180,8 @@ def all_to_all(
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
     async_op: bool = False,
+    *,
+    exchange: Levels = "flat",
 ) -> Any:
     """Send chunk w of dim 0 to rank w and concatenate what arrives, in rank order.
 
@@ -188,13 +191,20 @@ def all_to_all(
         output_split_sizes: rows that arrive from each rank; even by default.
         input_split_sizes: rows that go to each rank; even by default. Lists, tuples or numpy arrays, zeros allowed.
         async_op: return ``(out, handle)``.
+        exchange: ``flat`` from rank to rank. ``node``: in two levels, with N + L instead of N * L messages of each rank
+            for N nodes of L ranks; each row moves twice and is copied twice. ``auto``: two levels for even messages of
+            at most 16 KiB, else flat. All ranks have to agree. ``TRITONCOMM_NODE`` sets the ranks per node.
+
+    Raises:
+        ArgumentError: the number of ranks per node is unknown.
+        UnsupportedError: nodes have different numbers of ranks of the group; or the call is compiled.
 
     Shape: ``[n, ...] -> [sum(output_split_sizes), ...]``, ``[n, ...]`` without them.
     """
     name = "all_to_all"
     group = _checked(tensor, parallel_mode, name)
     out_sizes, in_sizes = normalize_sizes(output_split_sizes, name), normalize_sizes(input_split_sizes, name)
-    return eager.all_to_all_single(without_graph(tensor), group, out_sizes, in_sizes, name, async_op)
+    return eager.all_to_all_single(without_graph(tensor), group, out_sizes, in_sizes, name, async_op, exchange)
 
 
 def split_reduce_scatter(

@@ -7,6 +7,7 @@
 | TRITONCOMM_FLIGHT | a switch, a number, a folder | keep the last calls of this rank; dumps go to the folder |
 | TRITONCOMM_FLIGHT_SIGNALS | a switch | SIGUSR1 and SIGTERM write the record too; needs TRITONCOMM_FLIGHT |
 | TRITONCOMM_STRICT | a switch | an optimizer that may be wrong for shards raises, and does not warn |
+| TRITONCOMM_NODE | a number | ranks per node for exchanges in two levels; by default as the launcher says |
 | TRITONCOMM_TABLE | a file, a folder, ``none`` | the tuned tables that apply (read by ``tritoncomm_kernels.tables``) |
 
 With ``hash`` and ``hash:N`` ranks compare collectives only; p2p steps are compared with ``TRITONCOMM_CHECK=1``.
@@ -30,6 +31,7 @@ __all__ = [
     "FLIGHT",
     "FLIGHT_SIGNALS",
     "HASH",
+    "NODE",
     "PATH",
     "PATHS",
     "STRICT",
@@ -154,13 +156,14 @@ HASH = Setting(CHECK.name, hash_interval)
 FLIGHT = Setting("TRITONCOMM_FLIGHT", flight_of)
 FLIGHT_SIGNALS = Setting("TRITONCOMM_FLIGHT_SIGNALS", is_on)
 STRICT = Setting("TRITONCOMM_STRICT", is_on)
+NODE = Setting("TRITONCOMM_NODE", _count)
 _table = tables.variable()
 
 
 def read() -> None:
     """Read all variables again. Kinds of GPU calls that were made before keep the tiles of the table they used."""
     global _table
-    for setting in (PATH, CHECK, HASH, FLIGHT, FLIGHT_SIGNALS, STRICT):
+    for setting in (PATH, CHECK, HASH, FLIGHT, FLIGHT_SIGNALS, STRICT, NODE):
         setting.read()
     if tables.variable() != _table:
         _table = tables.variable()

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup, ReduceOp
 
-from tritoncomm.core import backend, compiled, ops, plan
+from tritoncomm.core import backend, compiled, node_exchange, ops, plan
 from tritoncomm.core.backend import Handle
 from tritoncomm.core.call import enter
 from tritoncomm.core.memory import contiguous_stride, empty
+from tritoncomm.core.node_exchange import Levels
 from tritoncomm.core.plan import (
     CollectivePlan,
     Ints,
@@ -28,8 +29,8 @@ from tritoncomm.core.plan import (
     cached_reduce_scatter,
     located,
 )
-from tritoncomm.core.validation import check_input
-from tritoncomm.errors import CommError
+from tritoncomm.core.validation import check_input, world_of
+from tritoncomm.errors import CommError, UnsupportedError
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "reduce_scatter", "split"]
 
@@ -235,6 +236,7 @@ def all_to_all_single(
     in_sizes: Ints | None,
     name: str,
     asynchronous: bool = False,
+    levels: Levels = "flat",
 ) -> Any:
     """Send the rows of dim 0 to the ranks, and concatenate the rows that arrive, in rank order.
 
@@ -245,18 +247,31 @@ def all_to_all_single(
         in_sizes: rows that go to each rank; None for equal ones. Without both lists the backend's even call runs.
         name: function that the program called.
         asynchronous: return before the exchange is over.
+        levels: from rank to rank, or in two levels: see ``node_exchange``.
 
     Returns:
         The received rows; (rows, handle) if asynchronous, where the handle is None over one rank.
     """
     if is_compiling():
+        if levels != "flat":
+            raise UnsupportedError(f"{name}: an exchange in two levels cannot be traced by torch.compile")
         return compiled.traced(all_to_all_single, compiled.all_to_all_single, name)(x, group, out_sizes, in_sizes, name)
-    span = enter(name, "all_to_all_single", group, x, (out_sizes, in_sizes))
+    nodes = None
+    if levels != "flat":
+        message_bytes = x.nbytes // world_of(group, name) if out_sizes is None and in_sizes is None else None
+        nodes = node_exchange.chosen(levels, message_bytes, group, name)
+    span = enter(name, "all_to_all_single", group, x, (out_sizes, in_sizes, nodes and nodes.size))
     if span is None:
         return (x, None) if asynchronous else x
     planned = _planned(cached_all_to_all_single, x, group, name, span.world, group.rank(), out_sizes, in_sizes)
     x, copied = ops.contiguous(x)
     out = empty(x, planned.shape, contiguous_stride(planned.shape), x.dtype)
+    if nodes is not None:
+        path, passes, sent = node_exchange.all_to_all(
+            out, x, planned.recv_sizes, planned.send_sizes, nodes, group, name
+        )
+        span.end(path, copied + passes, sent)
+        return (out, Handle(None, out, None)) if asynchronous else out
     work = backend.all_to_all(out, x, planned.recv_sizes, planned.send_sizes, group, name, asynchronous)
     span.end("torch" if copied else "view", copied, planned.bytes_sent)
     return (out, Handle(work, out, None, x)) if asynchronous else out

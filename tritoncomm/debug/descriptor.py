@@ -19,7 +19,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "reduce_scatter": ("dim", "sizes", "op"),
     "split": ("dim", "sizes"),
     "all_reduce": ("op",),
-    "all_to_all_single": ("out_sizes", "in_sizes"),
+    "all_to_all_single": ("out_sizes", "in_sizes", "node_size"),
     "all_to_all": ("scatter_dim", "gather_dim", "scatter_sizes", "gather_sizes"),
     "broadcast": ("root", "op"),
     "reduce": ("root", "op"),
@@ -107,6 +107,7 @@ def _describe(
         uneven = given["in_sizes"] is not None or given["out_sizes"] is not None
         fits = bool(shape) and sum(sends) == shape[0]
         fields |= {"shape": _shape(shape, 0 if uneven and fits else None), "sizes": "given" if uneven else "even"}
+        fields["exchange"] = "flat" if given["node_size"] is None else f"over nodes of {given['node_size']} ranks"
     elif kind == "all_to_all":
         fields["shape"] = _shape(shape, _uneven_dim(shape, given["gather_dim"], given["gather_sizes"], rank))
         fields |= {key: _dim(shape, given[key]) for key in ("scatter_dim", "gather_dim")}

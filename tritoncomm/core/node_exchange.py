@@ -1,0 +1,207 @@
+"""Two-level exchange: an all-to-all over nodes of equally many ranks, with messages of a node to a node.
+
+Rank (n, l) is local rank l of node n. On the first level it sends to rank (m, l) of each node m the rows for all ranks
+of m, which lie together. On the second level rank (m, l) hands the rows out inside its node. Of N nodes of L ranks each
+rank sends N + L messages instead of N * L, and its rows move twice. Both levels are all-to-alls over the same group,
+in which most ranks send nothing to each other: backends skip empty messages, and connect no ranks for them.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tritoncomm import launchers, variables
+from tritoncomm.core import backend, ops
+from tritoncomm.core.memory import empty_on
+from tritoncomm.core.plan import Ints
+from tritoncomm.core.validation import ranks_of
+from tritoncomm.errors import ArgumentError, UnsupportedError
+from tritoncomm.record import CopyPath
+
+__all__ = ["AUTO_BYTES", "Levels", "Nodes", "all_to_all", "chosen", "row_counts"]
+
+Levels = Literal["flat", "node", "auto"]
+"""Ways of an exchange: from rank to rank, in two levels, or in two levels where its messages are small."""
+AUTO_BYTES = 1 << 14
+"""Largest message of a flat exchange in bytes for which ``auto`` takes two levels: below about 16 KiB a network is
+assumed to be limited by the number of messages and not by their bytes. The figure was not measured on a network."""
+
+
+class Nodes(NamedTuple):
+    """Nodes of a group: rank ``node * size + local`` of the group is local rank ``local`` of node ``node``.
+
+    Attributes:
+        count: number of nodes.
+        size: ranks of the group on each node.
+        node: node of this rank, from 0.
+        local: number of this rank on its node, from 0.
+    """
+
+    count: int
+    size: int
+    node: int
+    local: int
+
+    @property
+    def world(self) -> int:
+        """Number of ranks of the group."""
+        return self.count * self.size
+
+    def across(self, counts: Sequence[int]) -> Ints:
+        """Spread one count per node over the group: each for the rank of that node with this rank's local number."""
+        spread = [0] * self.world
+        spread[self.local :: self.size] = counts
+        return tuple(spread)
+
+    def inside(self, counts: Sequence[int]) -> Ints:
+        """Spread one count per rank of this rank's node over the group."""
+        spread = [0] * self.world
+        spread[self.node * self.size : (self.node + 1) * self.size] = counts
+        return tuple(spread)
+
+    @classmethod
+    def of(cls, group: ProcessGroup, name: str) -> "Nodes":
+        """Return the nodes of ``group``, of as many ranks as ``TRITONCOMM_NODE`` or the launcher says.
+
+        Raises:
+            ArgumentError: neither of them says it.
+            GroupError: the launcher's variables contradict each other.
+            UnsupportedError: nodes have different numbers of ranks of the group, or the group mixes them.
+        """
+        launch = None if variables.NODE.value else launchers.started_by(os.environ)
+        per_node = variables.NODE.value or (launch.local_size if launch is not None else None)
+        if not per_node:
+            raise ArgumentError(
+                f"{name}: the launcher does not say how many ranks a node has; set {variables.NODE.name}"
+            )
+        places = [rank // per_node for rank in ranks_of(group, name)]
+        size = places.count(places[0])
+        count, position = len(places) // size, group.rank()
+        if places != [place for place in dict.fromkeys(places) for _ in range(size)]:
+            raise UnsupportedError(
+                f"{name}: a two-level exchange needs a group with equally many ranks on each node, in the order of the "
+                f"nodes; with {per_node} ranks per node its ranks are on nodes {places[:16]}"
+            )
+        return cls(count, size, position // size, position % size)
+
+
+def chosen(levels: str, message_bytes: int | None, group: ProcessGroup, name: str) -> Nodes | None:
+    """Return the nodes for an exchange in two levels, or None for a flat one. All ranks come to the same answer.
+
+    Args:
+        levels: the caller's choice.
+        message_bytes: bytes of one message of the flat exchange; None where ranks may have different ones, for which
+            ``auto`` is flat.
+        group: ranks of the exchange.
+        name: function that the program called, for errors.
+
+    Raises:
+        ArgumentError: ``levels`` is no way of an exchange, or the number of ranks per node is unknown.
+        UnsupportedError: the nodes of ``group`` differ in size; ``auto`` is flat then.
+    """
+    if levels not in ("flat", "node", "auto"):
+        raise ArgumentError(f"{name}: exchange must be 'flat', 'node' or 'auto', not {levels!r:.80}")
+    if levels == "flat" or (levels == "auto" and (message_bytes is None or message_bytes > AUTO_BYTES)):
+        return None
+    try:
+        nodes = Nodes.of(group, name)
+    except (ArgumentError, UnsupportedError):
+        if levels == "auto":
+            return None
+        raise
+    return None if nodes.count == 1 or nodes.size == 1 else nodes
+
+
+def row_counts(in_rows: Ints, nodes: Nodes, group: ProcessGroup, name: str, device: torch.device) -> list[list[int]]:
+    """Exchange numbers of rows: ``[n][l]`` is the number that the rank of node n sends through this rank to rank l.
+
+    The rank of node n is the one with this rank's local number, and rank l is on this rank's node. The host waits for
+    the device.
+
+    Args:
+        in_rows: rows that this rank sends to each rank of the group.
+        nodes: nodes of the group.
+        group: ranks of the exchange, all of which call.
+        name: function that the program called.
+        device: of the exchange.
+    """
+    sent = torch.tensor(in_rows, dtype=torch.int64).to(device)
+    received = empty_on(device, (nodes.count, nodes.size), torch.int64)
+    sizes = nodes.across([nodes.size] * nodes.count)
+    backend.all_to_all(received.view(-1), sent, sizes, sizes, group, name)
+    return received.tolist()
+
+
+def all_to_all(
+    out: Tensor,
+    x: Tensor,
+    out_rows: Ints,
+    in_rows: Ints,
+    nodes: Nodes,
+    group: ProcessGroup,
+    name: str,
+    counts: list[list[int]] | None = None,
+) -> tuple[CopyPath, int, int]:
+    """Send chunk w of ``x`` to rank w in two levels, and receive the ranks' chunks into ``out``, in rank order.
+
+    Args:
+        out: contiguous buffer of the received chunks.
+        x: contiguous chunks to send, in rank order.
+        out_rows: rows of dim 0 that come from each rank; empty for equal chunks.
+        in_rows: rows of dim 0 that go to each rank; empty for equal chunks.
+        nodes: nodes of the group.
+        group: ranks of the exchange, all of which call.
+        name: function that the program called.
+        counts: ``row_counts`` of ``in_rows``, exchanged here by default; equal chunks need none.
+
+    Returns:
+        The path of the two local passes, the bytes that they read plus wrote, and the bytes sent to other ranks.
+
+    Traffic: besides both all-to-alls the rows are copied twice on each rank, once after each level.
+    """
+    if x.dtype in backend.special:
+        out, x = backend.carrier(out), backend.carrier(x)
+    count, size = nodes.count, nodes.size
+    row_bytes = x[:1].nbytes
+    if not in_rows:
+        chunk = x.shape[0] // nodes.world
+        across = nodes.across([size * chunk] * count)
+        middle = x.new_empty(x.shape)
+        backend.all_to_all(middle, x, across, across, group, name)
+        shape = (count, size * chunk, *x.shape[1:])
+        packed, path, copied = ops.pack(middle.view(shape), 1, size)
+        inside = nodes.inside([count * chunk] * size)
+        backend.all_to_all(middle, packed.reshape(x.shape), inside, inside, group, name)
+        _, _, copied_back = ops.unpack(middle, shape, 1, size, out=out.view(shape))
+        sent = ((count - 1) * size + (size - 1) * count) * chunk * row_bytes
+        return path, copied + copied_back, sent
+    if counts is None:
+        counts = row_counts(in_rows, nodes, group, name, x.device)
+    ahead = [sum(in_rows[node * size : (node + 1) * size]) for node in range(count)]
+    middle = x.new_empty((sum(map(sum, counts)), *x.shape[1:]))
+    backend.all_to_all(middle, x, nodes.across([sum(row) for row in counts]), nodes.across(ahead), group, name)
+    packed = _transposed(middle, counts)
+    away = [sum(column) for column in zip(*counts, strict=True)]
+    arriving = [list(out_rows[local::size]) for local in range(size)]  # [local rank][node]
+    inside = nodes.inside([sum(rows) for rows in arriving])
+    received = x.new_empty(out.shape)
+    backend.all_to_all(received, packed, inside, nodes.inside(away), group, name)
+    _transposed(received, arriving, out)
+    sent = sum(ahead) - ahead[nodes.node] + sum(away) - away[nodes.local]
+    return "torch", 2 * (middle.nbytes + received.nbytes), sent * row_bytes
+
+
+def _transposed(x: Tensor, rows: list[list[int]], out: Tensor | None = None) -> Tensor:
+    """Reorder blocks of rows: block (i, j) of ``rows[i][j]`` rows lies behind block (j', i) for all j' < j afterwards.
+
+    Example:
+        rows ``[[1, 2], [0, 1]]`` bring ``[a, b, b, c]`` to ``[a, b, b, c]``: a, then nothing, then b, b, then c.
+    """
+    width = len(rows[0])
+    blocks = x.split([count for row in rows for count in row])
+    ordered = [block for j in range(width) for block in blocks[j::width]]
+    return torch.cat(ordered, out=out) if out is not None else torch.cat(ordered)
