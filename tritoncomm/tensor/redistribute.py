@@ -52,7 +52,6 @@ class Transition:
         return Transition(self.shape, self.new, self.old)
 
 
-@lru_cache(maxsize=4096)
 def steps(old: Parts, new: Parts) -> tuple[str, ...]:
     """Names of the steps from ``old`` to ``new``: split, all_gather or all_to_all."""
     if old == new:
