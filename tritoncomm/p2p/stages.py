@@ -99,7 +99,7 @@ def _exchange(
     if not split:
         received, _ = exchange(neighbours, name, outgoing, expected, dtype, device)
         return received.get("recv_prev"), received.get("recv_next")
-    shards = {key: _shard(x, name) for key, x in outgoing.items()}
+    shards = {"send_next": _shard(output, name), "send_prev": _shard(grad, name)}
     parts = {key: _shapes_of_shards(shape, name) for key, shape in expected.items()}
     received, _ = exchange(neighbours, name, shards, parts, dtype, device)
     full = {key: _gather(received.get(key), shape, name) for key, shape in expected.items()}
