@@ -15,9 +15,8 @@ from tritoncomm.tensor.distspec import _DistSpec
 
 __all__ = [
     "SHAPES",
-    "blocks_in_order",
+    "by_reshard",
     "chunked",
-    "common",
     "dims_of",
     "documented",
     "layouts",
@@ -31,6 +30,10 @@ SHAPES = (
     (4, 8, 4), (5, 4, 6), (1, 6, 7), (3, 1, 9),
     (4, 2, 8, 4), (3, 4, 5, 2), (1, 1, 8, 3),
 )  # fmt: skip
+
+
+ALIGNMENT = 4
+"""Elements of 4 bytes to which ``reshard`` aligns a message of each peer."""
 
 
 def ranks_of(group: TorchGroup) -> ProcessGroup:
@@ -64,14 +67,11 @@ def leads(shape: tuple[int, ...], dim: int) -> bool:
     return math.prod(shape[:dim]) == 1
 
 
-def blocks_in_order(shard_of: Tensor, parts: list[Tensor]) -> bool:
-    """Whether a contiguous shard is the concatenation of the parts."""
-    places = torch.cat([part.flatten() for part in parts])
-    return torch.equal(places, shard_of.flatten())
-
-
 def documented(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec, rank: int, world: int) -> tuple[int, int]:
-    """(elements read plus written, elements of new memory) by the tables of docs/tensor.md."""
+    """(elements read plus written, elements of new memory) by the tables of docs/tensor.md.
+
+    Both are upper bounds with ``by_reshard``, of elements of 4 bytes or more.
+    """
     before, after = dims_of(old, len(shape)), dims_of(new, len(shape))
     places = torch.arange(math.prod(shape)).view(shape)
     mine, kept = chunked(places, old, rank), chunked(places, new, rank)
@@ -85,14 +85,12 @@ def documented(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec, rank: int
     if len(before) == len(after) == 1:
         packs, unpacks = not leads(mine.shape, after[0]), not leads(kept.shape, before[0])
         return 2 * (n * packs + k * unpacks), max(n * packs + k, k * (1 + unpacks))
-    packs = not blocks_in_order(mine, common(mine, [chunked(places, new, w) for w in range(world)]))
-    unpacks = not blocks_in_order(kept, common(kept, [chunked(places, old, w) for w in range(world)]))
-    return 2 * (n * packs + k * unpacks), max(n * packs + k, k * (1 + unpacks))
+    return 2 * (n + k), n + 2 * k + 2 * ALIGNMENT * (world - 1)
 
 
-def common(shard_of: Tensor, others: list[Tensor]) -> list[Tensor]:
-    """The intersections of a shard with others, given as element numbers."""
-    return [shard_of.flatten()[torch.isin(shard_of.flatten(), other.flatten())] for other in others]
+def by_reshard(old: _DistSpec, new: _DistSpec) -> bool:
+    """Whether the shards of one side are along several dims, and those of the other along some."""
+    return min(count := [len(getattr(spec, "dims", ())) for spec in (old, new)]) > 0 and max(count) > 1
 
 
 def transitions(world: int, shapes: Any = SHAPES) -> Iterator[tuple[tuple[int, ...], _DistSpec, _DistSpec]]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import Pool
-from redistributions import SHAPES, chunked, documented, ranks_of, transitions
+from redistributions import SHAPES, by_reshard, chunked, documented, ranks_of, transitions
 from shards import sharded
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
@@ -114,7 +114,8 @@ def run_floor(group: TorchGroup, shapes: Any) -> None:
         assert recorded == forward.moved + backward.moved, f"{context}: the record has {recorded}"
         for which, traffic, (a, b) in (("forward", forward, (old, new)), ("backward", backward, (new, old))):
             copied, memory = (4 * elements for elements in documented(shape, a, b, rank, world))
-            assert traffic.moved == copied, f"{context}: {which} copied {traffic.moved} bytes, not {copied}"
+            fits = traffic.moved <= copied if by_reshard(old, new) else traffic.moved == copied
+            assert fits, f"{context}: {which} copied {traffic.moved} bytes, not {copied}"
             assert traffic.peak <= memory, f"{context}: {which} peaked at {traffic.peak} bytes, at most {memory}"
 
 
@@ -170,7 +171,7 @@ def run_wasteful(group: TorchGroup, which: str, waste: str) -> None:
 
 
 @pytest.mark.parametrize("waste", ["clone", "buffer"])
-@pytest.mark.parametrize("which", ["all_gather", "all_to_all", "all_to_all_single"])
+@pytest.mark.parametrize("which", ["all_gather", "all_to_all"])
 def test_waste_is_detected(pool: Pool, which: str, waste: str) -> None:
     pool.run(run_wasteful, which, waste, world=4)
 
@@ -185,6 +186,5 @@ def test_the_documented_steps() -> None:
         ["all-gather, another dim or several", "-", "one pass over the global tensor", "wire and global tensor"],
         ["all-to-all, new dim i, old dim j", "one pass unless i is outermost in memory", "one pass unless j is",
          "wire and shard"],
-        ["all-to-all, several dims", "one pass unless the blocks are in rank order", "one pass unless they are",
-         "wire and shard"],
+        ["all-to-all, several dims", "one pass at most", "one pass at most", "wires of both sides and shard"],
     ]  # fmt: skip

@@ -52,7 +52,7 @@ class Gpu(FakeBench):
 def in_threads(monkeypatch: pytest.MonkeyPatch, pool: Callable[..., Executor] = ThreadPoolExecutor) -> None:
     """Threads for processes, on a machine of four cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
-    monkeypatch.setattr(search, "ProcessPoolExecutor", lambda workers, context: pool(workers))
+    monkeypatch.setattr(search, "ProcessPoolExecutor", lambda workers, *_: pool(workers))
 
 
 def test_a_budget_that_judging_would_use_up_ends_with_a_table(

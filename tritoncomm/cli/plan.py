@@ -19,7 +19,6 @@ from tritoncomm.core import cost
 from tritoncomm.explain import OPS, Explanation, explain
 from tritoncomm.explain.steps import Movement, Step
 from tritoncomm.parsing import counted, dtype_name, parse_dtype, parse_ints
-from tritoncomm.reshard import ReshardPlan
 from tritoncomm.reshard.api import BUCKET_BYTES
 
 __all__ = ["EPILOG", "plan"]
@@ -87,7 +86,10 @@ def plan(
         if op == "reshard":
             if world is not None:
                 raise ValueError("--world: the layouts of reshard have their ranks, --source 'S0*8' for example 8")
-            _reshard(plan_reshard(shape, source, target, dtype, rank, bucket), rates, as_json, console)
+            planned = plan_reshard(shape, source, target, dtype, rank, bucket)
+            print(json.dumps(reshard.as_json(planned, rates), indent=1)) if as_json else say(
+                console, planned.text(rates)
+            )
             return
         if op not in (*OPS, *OPS.values()):
             near = get_close_matches(op, (*OPS, *OPS.values(), "reshard"), 1)
@@ -116,13 +118,6 @@ def plan(
 def _mappings() -> str:
     """Short names of all mappings, in words."""
     return f"{', '.join(OPS)}, and reshard"
-
-
-def _reshard(planned: ReshardPlan, rates: cost.Rates, as_json: bool, console: Console) -> None:
-    if as_json:
-        print(json.dumps(reshard.as_json(planned, rates), indent=1))
-    else:
-        reshard.show(planned, rates, console)
 
 
 def _rates(kind: str, figures: dict[str, float | None]) -> cost.Rates:

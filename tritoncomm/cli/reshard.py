@@ -6,14 +6,12 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
-from tritoncomm.cli._console import say
 from tritoncomm.core.cost import Rates
 from tritoncomm.parsing import dtype_name, parse_dtype, parse_ints
 from tritoncomm.reshard import Layout, ReshardPlan, reshard_plan
 
-__all__ = ["as_json", "parse_layout", "plan_reshard", "show"]
+__all__ = ["as_json", "parse_layout", "plan_reshard"]
 
 _AXIS = re.compile(r"(?:S(-?\d+)|R)\*(\d+)")
 _MAX_RANKS = 4096
@@ -68,12 +66,6 @@ def plan_reshard(shape: str, source: str, target: str, dtype: str, rank: int, bu
     if rank not in ranks:
         raise ValueError(f"--rank {rank} is in neither layout: ranks {ranks[0]} to {ranks[-1]}")
     return reshard_plan({"tensor": kind}, *layouts, ranks=ranks, rank=rank, bucket_bytes=bucket_bytes)
-
-
-def show(plan: ReshardPlan, rates: Rates, console: Console) -> None:
-    """Print the table of a plan to a console, with times predicted at given rates."""
-    for line in plan.text(rates).splitlines():
-        say(console, line)
 
 
 def as_json(plan: ReshardPlan, rates: Rates) -> dict[str, Any]:

@@ -1,23 +1,24 @@
 """Spawns the ranks and the single process, follows them, and compares their losses."""
 
-import queue as queues
+import signal
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch.multiprocessing as multiprocessing
+from torch import multiprocessing
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from tritoncomm.demo.data import check_text
 from tritoncomm.demo.settings import Settings
-from tritoncomm.demo.train import rank_main
+from tritoncomm.demo.train import Trained, rank_main
 from tritoncomm.record import Count
 
 __all__ = ["DemoError", "Outcome", "run"]
 
 Follow = Callable[[str, int, float], None]
-Processes = dict[tuple[str, int], Any]
+_POLL_S = 0.1
 
 
 class DemoError(RuntimeError):
@@ -67,76 +68,48 @@ def run(settings: Settings, follow: Follow | None = None, prepare: Callable[[], 
     check_text(settings)
     context: Any = multiprocessing.get_context("forkserver")  # imports torch once; with spawn every process does
     context.set_forkserver_preload(["torch", "torch.distributed"])
-    queue, port = context.Queue(), _free_port()
-    jobs = {("ranks", rank): (settings, prepare) for rank in range(settings.ranks)}
-    jobs["single process", 0] = (replace(settings, ranks=1, pipeline=1, virtual=1), None)
-    processes: Processes = {
-        (role, rank): context.Process(target=rank_main, args=(role, job, rank, port, queue, first), daemon=True)
-        for (role, rank), (job, first) in jobs.items()
-    }
+    results: dict[str, Trained] = {}
+    queue, last_message = context.Queue(), time.monotonic()
+    arguments = settings, _free_port(), queue, prepare
+    started: Any = multiprocessing.start_processes(
+        rank_main, arguments, settings.ranks + 1, join=False, daemon=True, start_method="forkserver"
+    )
     try:
-        for process in processes.values():
-            process.start()
-        results = _collect(queue, processes, settings.timeout, follow or (lambda *_: None))
-        wait_until = time.monotonic() + 10
-        for process in processes.values():
-            process.join(max(0.0, wait_until - time.monotonic()))
+        have_ended = False
+        while not have_ended:
+            have_ended = started.join(timeout=_POLL_S)
+            while not queue.empty():
+                role, news = queue.get()
+                last_message = time.monotonic()
+                if isinstance(news, Trained):
+                    results[role] = news
+                elif follow is not None:
+                    follow(role, *news)
+            quiet = time.monotonic() - last_message
+            if quiet > settings.timeout:
+                finished = sum(process.exitcode == 0 for process in started.processes)
+                raise DemoError(
+                    f"nothing happened for {quiet:.0f} s; {finished} of {settings.ranks + 1} processes had finished"
+                )
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        raise DemoError(_reason(error, started.processes)) from None
     finally:
-        _stop(processes)
-    losses, seconds, counters = results["ranks", 0]
-    return Outcome(settings, losses, results["single process", 0][0], seconds, counters)
+        for process in started.processes:
+            process.kill()
+    ours = results["ranks"]
+    return Outcome(settings, ours.losses, results["single process"].losses, ours.seconds, ours.counters)
+
+
+def _reason(error: ProcessRaisedException | ProcessExitedException, processes: Sequence[Any]) -> str:
+    """Return the first error of a process, behind the processes that were killed, whose peers only show symptoms."""
+    names = [*(f"rank {rank}" for rank in range(len(processes) - 1)), "single process"]
+    ended = [(name, process.exitcode) for name, process in zip(names, processes, strict=True)]
+    lines = [f"{name} was killed by signal {-code}" for name, code in ended if code < 0 and code != -signal.SIGTERM]
+    if isinstance(error, ProcessRaisedException) or not lines:
+        lines.append(f"{names[error.error_index]} failed:\n{error}")
+    return "\n".join(lines)
 
 
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
-
-
-def _stop(processes: Processes) -> None:
-    started = [process for process in processes.values() if process.pid is not None]
-    for process in started:
-        process.kill()
-    for process in started:
-        process.join(timeout=10)
-
-
-def _collect(queue: Any, processes: Processes, timeout: float, follow: Follow) -> dict[tuple[str, int], Any]:
-    results: dict[tuple[str, int], Any] = {}
-    last_message = time.monotonic()
-    while len(results) < len(processes):
-        try:
-            role, rank, kind, value = queue.get(timeout=1)
-        except queues.Empty:
-            _raise_if_stuck(processes, len(results), time.monotonic() - last_message, timeout)
-            continue
-        last_message = time.monotonic()
-        if kind == "failed":
-            time.sleep(0.5)  # the fork server may report a killed process after its peers' failures
-            killed = [f"{why}\n" for why, code in _ended(processes) if code < 0]  # what peers report then is a symptom
-            raise DemoError(f"{''.join(killed)}{_name(role, rank)} failed:\n{value}")
-        if kind == "done":
-            results[role, rank] = value
-        elif rank == 0:
-            follow(role, *value)
-    return results
-
-
-def _name(role: str, rank: int) -> str:
-    return f"rank {rank}" if role == "ranks" else role
-
-
-def _ended(processes: Processes) -> list[tuple[str, int]]:
-    """Which processes ended badly, in words, with their exit code; below zero it is the signal that killed them."""
-    codes = [(_name(*key), process.exitcode) for key, process in processes.items() if process.exitcode]
-    return [
-        (f"{name} was killed by signal {-code}" if code < 0 else f"{name} exited with {code}", code)
-        for name, code in codes
-    ]
-
-
-def _raise_if_stuck(processes: Processes, finished: int, quiet: float, timeout: float) -> None:
-    what = [why for why, _ in _ended(processes)]
-    if quiet > timeout:
-        what.append(f"nothing happened for {quiet:.0f} s")
-    if what:
-        raise DemoError(f"{', '.join(what)}; {finished} of {len(processes)} processes had finished")

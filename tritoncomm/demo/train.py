@@ -2,9 +2,9 @@
 
 import os
 import time
-import traceback
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,24 +19,39 @@ from tritoncomm.demo.settings import Settings
 from tritoncomm.groups import ParallelMode
 from tritoncomm.tensor import ProcessGroup
 
-__all__ = ["rank_main"]
+__all__ = ["Trained", "rank_main"]
 
 
-def rank_main(
-    role: str, settings: Settings, rank: int, port: int, queue: Any, prepare: Callable[[], None] | None
-) -> None:
-    """Train as rank ``rank``; steps, results and failures go into ``queue`` as (role, rank, kind, value)."""
-    try:
-        if prepare is not None:
-            prepare()
-        losses, seconds = _train(settings, rank, port, lambda *step: queue.put((role, rank, "step", step)))
-        queue.put((role, rank, "done", (losses, seconds, record.counters())))
-    except BaseException:
-        queue.put((role, rank, "failed", traceback.format_exc()))
-        raise SystemExit(1) from None
+class Trained(NamedTuple):
+    """Losses by step, seconds and counters of a process that has trained."""
+
+    losses: list[float]
+    seconds: float
+    counters: dict[tuple[str, str], record.Count]
 
 
-def _train(settings: Settings, rank: int, port: int, report: Callable[[int, float], None]) -> tuple[list[float], float]:
+def rank_main(rank: int, settings: Settings, port: int, queue: Any, prepare: Callable[[], None] | None) -> None:
+    """Train as rank ``rank``, or behind the last rank as the single process.
+
+    Rank 0 and the single process put (role, (step, loss)) into ``queue``, and (role, ``Trained``) at the end.
+    """
+    role = "ranks" if rank < settings.ranks else "single process"
+    if role == "single process":
+        settings, rank = replace(settings, ranks=1, pipeline=1, virtual=1), 0
+    elif prepare is not None:
+        prepare()
+
+    def report(news: Any) -> None:
+        """Put a step or the result into the queue, on rank 0."""
+        if rank == 0:
+            queue.put((role, news))
+
+    report(Trained(*_train(settings, rank, port, report), record.counters()))
+
+
+def _train(
+    settings: Settings, rank: int, port: int, report: Callable[[tuple[int, float]], None]
+) -> tuple[list[float], float]:
     torch.set_num_threads(1)
     device = _join(settings, rank, port)
     model = _model(settings, rank, device)
@@ -58,7 +73,7 @@ def _train(settings: Settings, rank: int, port: int, report: Callable[[int, floa
             _sum_gradients(model)
         optimizer.step()
         losses.append(loss.item())
-        report(step, losses[-1])
+        report((step, losses[-1]))
     seconds = time.perf_counter() - started
     runtime.destroy()
     return losses, seconds

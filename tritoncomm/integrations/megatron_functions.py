@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.compiler import is_compiling
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from tritoncomm import mappings
 from tritoncomm.core import backend, eager, ops
 from tritoncomm.core.autograd import direct
 from tritoncomm.core.call import enter
-from tritoncomm.core.memory import contiguous_stride, empty
-from tritoncomm.core.plan import all_reduce_bytes, cached_all_gather, cached_reduce_scatter, located
+from tritoncomm.core.plan import cached_all_gather, located
 from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.mappings.tensor_parallel import copy_to, reduce_from
 
@@ -44,7 +43,6 @@ Options = tuple[bool, bool, Any, Buffers | None]  # bias, allreduce_dgrad, group
 _LINEAR = "linear_with_grad_accumulation_and_async_allreduce"
 _FROZEN = "linear_with_frozen_weight"
 _ASYNC, _GTP = "async_grad_allreduce", "gtp_remat_size"  # up to 0.16.1, and from 0.19 on
-_SUM = ReduceOp.SUM
 _matmul = torch.nn.functional.linear  # without bias: one call instead of `t` and `matmul`
 _is_autocast = torch._C._is_any_autocast_enabled
 
@@ -65,28 +63,6 @@ def _all_gather(
     work = backend.all_gather(out, x, group, name, asynchronous)
     span.end("torch" if copied else "view", copied, plan.bytes_sent)
     return out, work, x
-
-
-def _reduce(x: Tensor, group: ProcessGroup, name: str) -> backend.Work:
-    """Start an all-reduce of ``x`` in place."""
-    span = enter(name, "all_reduce", group, x, (_SUM,))
-    if span is None:
-        return None
-    work = backend.all_reduce(x, _SUM, group, name, True)
-    span.end("view", 0, all_reduce_bytes(x.nbytes, span.world))
-    return work
-
-
-def _reduce_scatter(x: Tensor, group: ProcessGroup, name: str) -> tuple[Tensor, backend.Work]:
-    """Start a reduce-scatter of dim 0 of a contiguous ``x``; return (result, work)."""
-    span = enter(name, "reduce_scatter", group, x, (0, None, _SUM))
-    if span is None:
-        return x, None
-    plan = cached_reduce_scatter(x.shape, x.itemsize, 0, span.world, 0)
-    out = empty(x, plan.shape, contiguous_stride(plan.shape), x.dtype)
-    work = backend.reduce_scatter(out, x, _SUM, group, name, True)
-    span.end("view", 0, plan.bytes_sent)
-    return out, work
 
 
 @direct
@@ -137,7 +113,7 @@ def _gradients(x: Tensor, weight: Tensor, grad: Tensor, options: Options) -> tup
     if torch.is_grad_enabled() or is_compiling():
         return _recorded_gradients(x, weight, grad, options)
     has_bias, allreduce_dgrad, group, buffers = options
-    name, work = f"{_LINEAR}.backward", None
+    name, handle = f"{_LINEAR}.backward", None
     if not grad.is_contiguous():
         grad = grad.contiguous()
     if buffers is not None:
@@ -145,17 +121,17 @@ def _gradients(x: Tensor, weight: Tensor, grad: Tensor, options: Options) -> tup
         grad_x = grad.matmul(weight)
         if gathering is not None:
             gathering.wait()
-        grad_x, work = _reduce_scatter(grad_x, group, name)
+        grad_x, handle = eager.reduce_scatter(grad_x, 0, group, None, name, asynchronous=True)
     else:
         grad_x = grad.matmul(weight)
         if allreduce_dgrad:
-            work = _reduce(grad_x, group, name)
+            grad_x, handle = eager.all_reduce(grad_x, group, name, in_place=True, asynchronous=True)
     if grad.dim() != 2:
         grad, x = grad.view(-1, grad.shape[-1]), x.contiguous().view(-1, x.shape[-1])
     grad_weight = grad.t().mm(x)
     grad_bias = grad.sum(dim=0) if has_bias else None
-    if work is not None:
-        work.wait()
+    if handle is not None:
+        handle.wait()
     return grad_x, grad_weight, grad_bias
 
 
@@ -194,9 +170,7 @@ class _FrozenLinear(Function):
         if group is not None and (torch.is_grad_enabled() or is_compiling()):
             grad_x = mappings.reduce_from_tensor_model_parallel_region(grad_x, group=group)
         elif group is not None:
-            work = _reduce(grad_x, group, f"{_FROZEN}.backward")
-            if work is not None:
-                work.wait()
+            grad_x = eager.all_reduce(grad_x, group, f"{_FROZEN}.backward", in_place=True)
         return grad_x, None, None, None
 
 

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncomm import groups, record
-from tritoncomm.core import backend
+from tritoncomm import groups
+from tritoncomm.core import eager
 from tritoncomm.core.ops import pack
 from tritoncomm.core.validation import check_data
 from tritoncomm.errors import ArgumentError
 from tritoncomm.groups import ParallelMode
 from tritoncomm.p2p.hop import exchange, real_device
-from tritoncomm.p2p.message import as_shapes, is_one_shape, no_memory
+from tritoncomm.p2p.message import as_shapes, is_one_shape
 from tritoncomm.p2p.neighbours import Neighbours
 
 __all__ = [
@@ -99,15 +99,11 @@ def _exchange(
     if not split:
         received, _ = exchange(neighbours, name, outgoing, expected, dtype, device)
         return received.get("recv_prev"), received.get("recv_next")
-    sent = next((x[0] for x in map(_as_list, (output, grad)) if x), None)
-    if device is None:
-        device = sent.device if isinstance(sent, Tensor) else neighbours.default_device()
-    sharded = {key: _Sharded(shape, dtype, device, name) for key, shape in expected.items() if shape is not None}
-    buffers = {key: each.buffers for key, each in sharded.items()}
-    shards = {key: _shard(x, name) for key, x in outgoing.items()}
-    received, _ = exchange(neighbours, name, shards, buffers, dtype, device)
-    full = {key: each.gather(received[key], name) for key, each in sharded.items()}
-    return full.get("recv_prev"), full.get("recv_next")
+    shards = {"send_next": _shard(output, name), "send_prev": _shard(grad, name)}
+    parts = {key: _shapes_of_shards(shape, name) for key, shape in expected.items()}
+    received, _ = exchange(neighbours, name, shards, parts, dtype, device)
+    full = {key: _gather(received.get(key), shape, name) for key, shape in expected.items()}
+    return full["recv_prev"], full["recv_next"]
 
 
 def _as_list(x: Tensors | None) -> list[Any]:
@@ -135,12 +131,6 @@ def _shard_size(shape: tuple[int, ...], name: str) -> int:
     return 0
 
 
-def _own_shard(flat: Tensor, size: int) -> Tensor:
-    """Return this tensor-parallel rank's shard of a flattened tensor, a view of ``size`` elements."""
-    start = groups.get_local_rank(ParallelMode.TENSOR) * size
-    return flat[start : start + size]
-
-
 def _shard(x: Tensors | None, name: str) -> Any:
     """Return this tensor-parallel rank's shard of each tensor to send, as a list; None for no tensors.
 
@@ -157,55 +147,37 @@ def _shard(x: Tensors | None, name: str) -> Any:
             full = tensor.detach()
             if not full.is_contiguous():
                 full = pack(full, 0, 1)[0]
-            tensors[i] = _own_shard(full.view(-1), size)
+            tensors[i] = full.view(-1).narrow(0, groups.get_local_rank(ParallelMode.TENSOR) * size, size)
     return tensors or None
 
 
-class _Sharded:
-    """Received tensors of which each tensor-parallel rank receives a shard.
+def _shapes_of_shards(shape: Any, name: str) -> Any:
+    """Return the shape, or the list of shapes, of this rank's shards of flattened tensors; None for no shape."""
+    if shape is None:
+        return None
+    shapes = [(size,) if (size := _shard_size(each, name)) else each for each in as_shapes(shape, name)]
+    return shapes[0] if is_one_shape(shape) else shapes
 
-    Attributes:
-        is_single: whether the caller expects a tensor and not a list.
-        sizes: elements of each tensor's shard; 0 for a tensor that is received in full.
-        full: the full tensors, to gather the shards into; None for a tensor that is received in full.
-        buffers: argument of ``hop.exchange``: shapes, or the part of the full tensor to receive a shard into.
+
+def _gather(received: Any, shape: Any, name: str) -> Any:
+    """All-gather received shards over the tensor-parallel group; return the full tensor, or a list of them.
+
+    Args:
+        received: the tensor, the list of tensors, or None, that ``hop.exchange`` returned.
+        shape: the shape of the full tensor, or a list of shapes, or None.
+        name: the stage function, for errors and counters.
     """
-
-    def __init__(self, shape: Any, dtype: torch.dtype, device: torch.device | str, name: str) -> None:
-        self.is_single, shapes = is_one_shape(shape), as_shapes(shape, name)
-        self.sizes = [_shard_size(each, name) for each in shapes]
-        if not isinstance(dtype, torch.dtype):
-            raise ArgumentError(f"{name}: the dtype must be a torch.dtype, not {dtype!r:.80}")
-        try:
-            self.full = [
-                torch.empty(each, dtype=dtype, device=device) if size else None
-                for each, size in zip(shapes, self.sizes, strict=True)
-            ]
-        except (RuntimeError, TypeError) as error:
-            if backend.is_device_error(error):
-                raise
-            raise no_memory(tuple([(each, dtype) for each in shapes]), name, error) from error
-        self.buffers: Any = [(size,) if size else each for each, size in zip(shapes, self.sizes, strict=True)]
-        if self.is_single:
-            (full,), (size,) = self.full, self.sizes
-            self.buffers = shapes[0] if full is None else _own_shard(full.view(-1), size)
-
-    def gather(self, received: Any, name: str) -> Any:
-        """All-gather the received shards over the tensor-parallel group; return the full tensor, or a list of them.
-
-        Args:
-            received: the tensor or the list that ``hop.exchange`` received for ``buffers``.
-            name: the stage function, for errors and counters.
-        """
-        tensors = [received] if self.is_single else received
-        for i, full in enumerate(self.full):
-            if full is not None:
-                group, shard = groups.group_for(ParallelMode.TENSOR, full, name), tensors[i].detach()
-                started, _span = record.now(), record.begin(name, "all_gather", group, shard, (0, None))
-                backend.all_gather(full.view(-1), shard, group, name)
-                record.add(name, "view", 0, full.nbytes - shard.nbytes, started, calls=0)
-                tensors[i] = full.requires_grad_(full.is_floating_point() or full.is_complex())
-        return tensors[0] if self.is_single else tensors
+    if shape is None:
+        return received
+    tensors = [received] if is_one_shape(shape) else received
+    for i, full_shape in enumerate(as_shapes(shape, name)):
+        if _shard_size(full_shape, name):
+            shard = tensors[i].detach()
+            group = groups.group_for(ParallelMode.TENSOR, shard, name)
+            gathered = eager.all_gather(shard, 0, group, None, f"{name}.all_gather")
+            full = torch.ops.aten._unsafe_view(gathered, full_shape)  # no view, as every other received tensor
+            tensors[i] = full.requires_grad_(full.is_floating_point() or full.is_complex())
+    return tensors[0] if is_one_shape(shape) else tensors
 
 
 def recv_forward(

@@ -52,7 +52,9 @@ def measure_mesh(mesh: DeviceMesh, *, small: int = 256, large: int = 1 << 20, re
         beta.append(slope)
     costs = torch.tensor([alpha, beta], dtype=torch.float64)
     for group in groups:
-        costs = eager.all_reduce(costs.to(_device(group)), group, "measure_mesh", dist.ReduceOp.MAX).cpu()
+        costs = eager.all_reduce(
+            costs.to(default_device(cuda_backend(group))), group, "measure_mesh", dist.ReduceOp.MAX
+        ).cpu()
     alpha, beta = costs.tolist()
     measured = DeviceMesh(mesh.physical_mesh_id, None, mesh.logical_mesh_id, alpha, beta, need_flatten=False)
     measured._connect(groups)
@@ -61,14 +63,10 @@ def measure_mesh(mesh: DeviceMesh, *, small: int = 256, large: int = 1 << 20, re
     return measured
 
 
-def _device(group: ProcessGroup) -> torch.device:
-    """Return the device of the group's tensors; a group may have one backend per device (``cpu:gloo,cuda:nccl``)."""
-    return default_device(cuda_backend(group))
-
-
 def _microseconds(group: ProcessGroup, size: int, repeats: int) -> float:
     """Return the median time of an all-reduce of ``size`` fp32 elements, after two warm-up calls."""
-    x = torch.ones(size, device=_device(group))
+    # A group may have one backend per device (``cpu:gloo,cuda:nccl``).
+    x = torch.ones(size, device=default_device(cuda_backend(group)))
     times = []
     for _ in range(repeats + 2):
         _wait(x)

@@ -27,7 +27,7 @@ class ColoParameter(ColoTensor, torch.nn.Parameter):
         shared_param_modules: (module, name) pairs that hold the same parameter, maintained by the caller.
     """
 
-    _kind = TensorType.MODEL
+    _type = TensorType.MODEL
 
     def __new__(
         cls, data: Tensor | None = None, requires_grad: bool = True, spec: ColoTensorSpec | None = None

@@ -16,6 +16,7 @@ from tritoncomm.tensor.const import TensorType
 from tritoncomm.tensor.dist_spec_mgr import DistSpecManager
 from tritoncomm.tensor.distspec import (
     DistPlacementPattern,
+    Parts,
     ReplicaSpec,
     _DistSpec,
     global_shape_of,
@@ -50,6 +51,9 @@ class ColoTensor(layout.LocalShard):
         ShapeError: the spec does not fit the tensor or the ranks.
     """
 
+    _type = TensorType.NONMODEL
+    has_initialized = True
+
     def __new__(
         cls, data: Tensor | None, spec: ColoTensorSpec | None, global_shape: Sequence[int] | None = None
     ) -> "ColoTensor":
@@ -67,7 +71,7 @@ class ColoTensor(layout.LocalShard):
         return torch.Tensor._make_subclass(cls, layout.plain(data), requires_grad)._set_up(spec, shape)
 
     def _set_up(self, spec: ColoTensorSpec | None, global_shape: Sequence[int] | None = None) -> "ColoTensor":
-        self.has_initialized, self._type = spec is not None, self._kind
+        self.has_initialized = spec is not None
         spec = ColoTensorSpec(ProcessGroup()) if spec is None else spec
         return self._set_layout(spec.pg, spec.dist_attr, spec.compute_attr, global_shape)
 
@@ -85,6 +89,12 @@ class ColoTensor(layout.LocalShard):
             expected = local_shape(tuple(shape), parts, pg.tp_local_rank())
             if expected != local:
                 raise ShapeError(f"ColoTensor: the local shard of {list(shape)} is {list(expected)}, not {list(local)}")
+        return self._attach(pg, dist_spec, compute, shape, parts)
+
+    def _attach(
+        self, pg: ProcessGroup, dist_spec: _DistSpec, compute: ComputeSpec | None, shape: Sequence[int], parts: Parts
+    ) -> "ColoTensor":
+        """Set the layout, which has to match: nothing is checked."""
         self.process_group, self.dist_spec, self.compute_spec = pg, dist_spec, compute
         self.global_shape, self.partitions = tuple(shape), parts
         return self
@@ -94,19 +104,13 @@ class ColoTensor(layout.LocalShard):
         """Return a plain local tensor as a ColoTensor of this layout, which has to match: nothing is checked."""
         with torch._C.DisableTorchFunctionSubclass():
             result = local.as_subclass(ColoTensor)
-        result.has_initialized, result._type = True, ColoTensor._kind
-        result.process_group, result.dist_spec, result.compute_spec = pg, dist_spec, None
-        result.global_shape, result.partitions = tuple(shape), partitions(dist_spec, len(shape))
-        return result
+        return result._attach(pg, dist_spec, None, shape, partitions(dist_spec, len(shape)))
 
     def _wrap_like(self, local: Tensor) -> "ColoTensor":
         """Return a plain tensor of this local shape as a ColoTensor of this layout; without a graph no view of it."""
         with torch._C.DisableTorchFunctionSubclass():
             result = local.as_subclass(ColoTensor) if local.requires_grad else Tensor._make_subclass(ColoTensor, local)
-        result.has_initialized, result._type = True, ColoTensor._kind
-        result.process_group, result.dist_spec, result.compute_spec = self.process_group, self.dist_spec, None
-        result.global_shape, result.partitions = self.global_shape, self.partitions
-        return result
+        return result._attach(self.process_group, self.dist_spec, None, self.global_shape, self.partitions)
 
     @staticmethod
     def from_torch_tensor(tensor: Tensor, spec: ColoTensorSpec | None = None) -> "ColoTensor":
@@ -287,12 +291,8 @@ class ColoTensor(layout.LocalShard):
         optimizers.watch()
         pg, dist_spec, compute_spec, shape, initialized = state
         tensor: ColoTensor = torch.Tensor._make_subclass(cls, data, requires_grad)
-        tensor.has_initialized, tensor._type = initialized, cls._kind
-        tensor.process_group, tensor.dist_spec, tensor.compute_spec = pg, dist_spec, compute_spec
-        tensor.global_shape, tensor.partitions = tuple(shape), partitions(dist_spec, len(shape))
-        return tensor
-
-    _kind = TensorType.NONMODEL
+        tensor.has_initialized = initialized
+        return tensor._attach(pg, dist_spec, compute_spec, shape, partitions(dist_spec, len(shape)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Imported here because that module imports this one.

@@ -10,7 +10,7 @@ from tritoncomm.core.validation import checked_dim
 from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.mappings.general import wants_grad
 from tritoncomm.tensor.group_registry import Members
-from tritoncomm.tensor.mesh_collectives import MeshCollective, run_collective
+from tritoncomm.tensor.mesh_collectives import MeshCollective, mixed_gather, run_collective
 from tritoncomm.tensor.sharding_spec import ShardingSpec
 
 __all__ = ["CollectiveCommPattern", "CommSpec"]
@@ -143,7 +143,15 @@ class CommSpec:
             GroupError: the mesh has no process groups.
         """
         members = self.device_mesh.members(self._axis())
-        return None if members is None else run_collective(tensor, self._collective(tensor, members))
+        if members is None:
+            return None
+        if self.comm_pattern is not _Pattern.MIXGATHER_FWD_SPLIT_BWD:
+            return run_collective(tensor, self._collective(tensor, members))
+        dims = [checked_dim(tensor, dim, self.comm_pattern.value) for dim in self.gather_dim]
+        first, second = self.logical_process_axes
+        axes_by_dim = ((first,), (second,)) if first != second else ((1 - first, first),)
+        mesh = self.sharding_spec.device_mesh
+        return mixed_gather(tensor, dict(zip(dims, axes_by_dim, strict=True)), mesh, members.group)
 
     convert_spec_to_action = covert_spec_to_action
 
@@ -158,12 +166,6 @@ class CommSpec:
         kind, name = _KINDS[self.comm_pattern], self.comm_pattern.value
         if kind in ("all_reduce", "identity"):
             return MeshCollective(kind, members, name)
-        if kind == "mixgather":
-            dims = [checked_dim(x, dim, name) for dim in self.gather_dim]
-            first, second = self.logical_process_axes
-            axes_by_dim = ((first,), (second,)) if first != second else ((1 - first, first),)
-            mixed = tuple(zip(dims, axes_by_dim, strict=True))
-            return MeshCollective(kind, members, name, mixed=mixed, mesh=self.sharding_spec.device_mesh)
         if self.gather_dim is None or self.shard_dim is None:
             raise ArgumentError(f"{name}: gather_dim is {self.gather_dim}, shard_dim is {self.shard_dim}")
         gather_dim, shard_dim = checked_dim(x, self.gather_dim, name), checked_dim(x, self.shard_dim, name)

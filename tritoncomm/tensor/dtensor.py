@@ -1,23 +1,23 @@
 """Conversion from and to torch's DTensor, without a copy."""
 
-import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.errors import UnsupportedError
+from tritoncomm.reshard import Layout
 from tritoncomm.tensor import optimizers
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.device_mesh import DeviceMesh
-from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec, shard_box
+from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec
 from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.process_group import ProcessGroup
+from tritoncomm.tensor.redistribute import layout_over
 
 __all__ = ["from_dtensor", "to_dtensor"]
 
@@ -40,7 +40,7 @@ def from_dtensor(tensor: DTensor) -> ColoTensor:
     return ColoTensor._wrap(tensor.to_local(), pg, spec, shape)
 
 
-def _spec_of(shape: tuple[int, ...], mesh: tuple[int, ...], placements: Sequence[Any]) -> _DistSpec:
+def _spec_of(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Any, ...]) -> _DistSpec:
     """Return the layout of a DTensor of this global shape.
 
     Raises:
@@ -61,27 +61,10 @@ def _spec_of(shape: tuple[int, ...], mesh: tuple[int, ...], placements: Sequence
     if replicated:
         raise UnsupportedError(f"{prefix} shards along some axes only; redistribute first")
     counts = tuple((dim, count) for dim, count in parts.items() if count > 1)
-    for rank, coordinate in enumerate(itertools.product(*map(range, mesh))):
-        placed, own = _dtensor_box(shape, mesh, placements, coordinate), list(shard_box(shape, counts, rank))
-        sizes, expected = ([size for _, size in box] for box in (placed, own))
-        if sizes != expected or (placed != own and math.prod(sizes)):  # the start of an empty shard is arbitrary
-            raise UnsupportedError(
-                f"{prefix} gives {list(shape)} shards that no ShardSpec describes; redistribute first"
-            )
+    ranks = tuple(range(math.prod(mesh)))
+    if Layout.on_mesh(shape, np.reshape(ranks, mesh), placements) != layout_over(shape, counts, ranks):
+        raise UnsupportedError(f"{prefix} gives {list(shape)} shards that no ShardSpec describes; redistribute first")
     return ShardSpec(list(parts), list(parts.values()))
-
-
-def _dtensor_box(
-    shape: Sequence[int], mesh: tuple[int, ...], placements: Sequence[Any], coordinate: tuple[int, ...]
-) -> list[tuple[int, int]]:
-    """(start, size) along every dim of the shard at a mesh coordinate: each axis splits the previous result."""
-    box = [(0, size) for size in shape]
-    for size, placement, index in zip(mesh, placements, coordinate, strict=True):
-        if isinstance(placement, Shard):
-            start, length = box[placement.dim]
-            sizes = chunk_sizes(length, size)
-            box[placement.dim] = (start + sum(sizes[:index]), sizes[index])
-    return box
 
 
 def to_dtensor(tensor: ColoTensor) -> DTensor:

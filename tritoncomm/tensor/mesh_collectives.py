@@ -6,20 +6,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from tritoncomm import record
 from tritoncomm.core import eager
 from tritoncomm.core.autograd import direct
-from tritoncomm.errors import ShapeError
 from tritoncomm.mappings.general import wants_grad
+from tritoncomm.reshard import Layout, reshard
 from tritoncomm.tensor.device_mesh import DeviceMesh
 from tritoncomm.tensor.group_registry import Members
 from tritoncomm.tensor.layout import shares_storage
 from tritoncomm.tensor.redistribute import unchanged
 
-__all__ = ["MeshCollective", "run_collective"]
+__all__ = ["MeshCollective", "mixed_gather", "run_collective"]
 
 Axes = tuple[int, ...]
 
@@ -34,8 +34,6 @@ class MeshCollective:
         name: for errors and counters.
         shard_dim: dim that is split.
         gather_dim: dim that is gathered.
-        mixed: for a mixed gather the mesh axes of every sharded dim.
-        mesh: for a mixed gather the mesh.
         backward: whether the input is a gradient; the result must not be a view of a gradient.
     """
 
@@ -44,8 +42,6 @@ class MeshCollective:
     name: str
     shard_dim: int = 0
     gather_dim: int = 0
-    mixed: tuple[tuple[int, Axes], ...] = ()
-    mesh: DeviceMesh | None = None
     backward: bool = False
 
     def adjoint(self) -> "MeshCollective":
@@ -61,6 +57,24 @@ def run_collective(x: Tensor, collective: MeshCollective) -> Tensor:
         return _Differentiable.apply(x, collective)
     result = _run(x, collective)
     return unchanged(x) if result is x else result
+
+
+def mixed_gather(x: Tensor, axes_by_dim: dict[int, Axes], mesh: DeviceMesh, group: ProcessGroup) -> Tensor:
+    """Forward: all-gather dims over all axes of a mesh. Backward: split. Differentiable any number of times.
+
+    Args:
+        x: the local tensor.
+        axes_by_dim: the mesh axes that shard a dim, the first one counting slowest.
+        mesh: the mesh.
+        group: all ranks of the mesh.
+    """
+    shape = list(x.shape)
+    for dim, axes in axes_by_dim.items():
+        shape[dim] *= math.prod(mesh.mesh_shape[axis] for axis in axes)
+    ids = mesh.logical_mesh_id.permute(*[axis for axes in axes_by_dim.values() for axis in axes])
+    source = Layout.on_mesh(shape, ids, [dim for dim, axes in axes_by_dim.items() for _ in axes])
+    result = reshard(x, source, Layout.replicated(shape, ids.flatten().tolist()), group=group)
+    return result.clone(memory_format=torch.contiguous_format) if shares_storage(result, x) else result
 
 
 def _run(x: Tensor, collective: MeshCollective) -> Tensor:
@@ -132,43 +146,6 @@ def _identity(x: Tensor, collective: MeshCollective) -> Tensor:
     return x if collective.backward else x.view_as(x)
 
 
-def _mix_gather(x: Tensor, collective: MeshCollective) -> Tensor:
-    """All-gather, then one pass that moves each mesh axis in front of the dim it shards."""
-    assert collective.mesh is not None
-    sizes, order = collective.mesh.mesh_shape, collective.members.order
-    wire = _reorder_blocks(eager.all_gather(x, 0, collective.members.group, None, collective.name), 0, order)
-    axes_of, shape = dict(collective.mixed), list(x.shape)
-    if collective.mixed == ((0, (0, 1)),):
-        return _own_memory(wire, x, collective)
-    started = record.now()
-    permutation: list[int] = []
-    for dim in range(x.dim()):
-        permutation += [*axes_of.get(dim, ()), len(sizes) + dim]
-        shape[dim] *= math.prod(sizes[axis] for axis in axes_of.get(dim, ()))
-    blocks = wire.view(*sizes, *x.shape).permute(permutation)
-    out = torch.ops.aten._unsafe_view(blocks.clone(memory_format=torch.contiguous_format), shape)
-    record.add(collective.name, "torch", 2 * out.nbytes, 0, started, calls=0)
-    return out
-
-
-def _mix_split(x: Tensor, collective: MeshCollective) -> Tensor:
-    """Split every dim that ``_mix_gather`` gathers; its adjoint."""
-    assert collective.mesh is not None
-    sizes = collective.mesh.mesh_shape
-    span = record.begin(collective.name, "split", collective.members.group, x, (collective.mixed, None))
-    at = collective.mesh.global_rank_to_logical_rank(dist.get_rank())
-    shard = x
-    for dim, axes in collective.mixed:
-        index, parts = 0, math.prod(sizes[axis] for axis in axes)
-        for axis in axes:
-            index = index * sizes[axis] + at[axis]
-        if x.shape[dim] % parts:
-            raise ShapeError(f"{collective.name}: dim {dim} of size {x.shape[dim]} does not divide over {parts} ranks")
-        shard = shard.narrow(dim, index * (x.shape[dim] // parts), x.shape[dim] // parts)
-    span.end("torch", 2 * shard.nbytes, 0)
-    return shard.clone(memory_format=torch.contiguous_format)
-
-
 # By kind the function, and the kind of its adjoint.
 _KINDS = {
     "gather": (_all_gather, "split"),
@@ -176,6 +153,4 @@ _KINDS = {
     "all2all": (_all_to_all, "all2all"),
     "all_reduce": (_all_reduce, "identity"),
     "identity": (_identity, "all_reduce"),
-    "mixgather": (_mix_gather, "mixsplit"),
-    "mixsplit": (_mix_split, "mixgather"),
 }

@@ -8,11 +8,10 @@
 
 A split keeps this rank's shard. Split and all-gather are each other's adjoint: a replicated tensor has the same
 gradient on every rank, so nothing is summed. Dims that do not divide are split like ``torch.chunk``. An all-to-all
-sends to every rank the intersection of its new shard with the sender's old one.
+sends to every rank the intersection of its new shard with the sender's old one; of several dims ``reshard`` sends it.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,11 +24,13 @@ from torch.distributed import ProcessGroup
 from tritoncomm import record
 from tritoncomm.core import eager, ops
 from tritoncomm.core.autograd import direct, without_graph
+from tritoncomm.core.plan import Ints
 from tritoncomm.errors import PeerError, ShapeError
-from tritoncomm.tensor.distspec import Parts, local_shape, shard_box, shard_of, uneven_sizes
-from tritoncomm.tensor.layout import plain
+from tritoncomm.reshard import Layout, reshard
+from tritoncomm.tensor.distspec import Parts, local_shape, shard_of, uneven_sizes
+from tritoncomm.tensor.layout import plain, shares_storage
 
-__all__ = ["Transition", "check_partitions", "redistribute", "steps", "unchanged"]
+__all__ = ["Transition", "check_partitions", "layout_over", "layouts", "redistribute", "steps", "unchanged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,6 @@ class Transition:
         return Transition(self.shape, self.new, self.old)
 
 
-@lru_cache(maxsize=4096)
 def steps(old: Parts, new: Parts) -> tuple[str, ...]:
     """Names of the steps from ``old`` to ``new``: split, all_gather or all_to_all."""
     if old == new:
@@ -155,99 +155,27 @@ def _all_to_all(x: Tensor, transition: Transition, group: ProcessGroup, name: st
     """Split the new dims, concatenate along the old ones."""
     shape, (old, world), (new, _) = transition.shape, transition.old[0], transition.new[0]
     if len(transition.old) > 1 or len(transition.new) > 1:
-        return _all_to_all_blocks(x, transition, group, name)
+        return _reshard(x, transition, group)
     scatter_sizes, gather_sizes = uneven_sizes(shape[new], world), uneven_sizes(shape[old], world)
     return eager.all_to_all(x, new, old, group, name, scatter_sizes=scatter_sizes, gather_sizes=gather_sizes)
 
 
-def _all_to_all_blocks(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> Tensor:
-    """All-to-all of blocks that are sharded along several dims: a strided copy per block, one pass on each side."""
-    started, rank, world = record.now(), group.rank(), group.size()
-    sent = blocks(transition, rank, world)
-    got = blocks(transition.reversed(), rank, world)
-    wire, bytes_copied = _in_rank_order(x, sent)
-    received = eager.all_to_all_single(wire, group, got.counts, sent.counts, name)
-    del wire  # bounds peak memory to the received buffer plus the result
-    if got.in_order:
-        out = torch.ops.aten._unsafe_view(received, got.shape)  # the result is no view of another tensor
-    else:
-        out, bytes_copied = x.new_empty(got.shape), bytes_copied + 2 * received.nbytes
-        for block, box in zip(received.split(got.counts), got.boxes, strict=True):
-            region = _narrow(out, box)
-            region.copy_(block.view(region.shape))
-    record.add(name, "torch", bytes_copied, 0, started, calls=0)
-    return out
+def _reshard(x: Tensor, transition: Transition, group: ProcessGroup) -> Tensor:
+    """Exchange the blocks of shards along several dims; the result is new memory."""
+    result = reshard(x.detach(), *layouts(transition, tuple(dist.get_process_group_ranks(group))), group=group)
+    return result.clone() if shares_storage(result, x) else result
 
 
-def _in_rank_order(x: Tensor, sent: "Blocks") -> tuple[Tensor, int]:
-    """Return the wire, and the bytes copied for it."""
-    if sent.in_order and x.is_contiguous() and not (x.is_conj() or x.is_neg()):
-        return x.view(-1), 0
-    wire = x.new_empty(x.numel())
-    for block, box in zip(wire.split(sent.counts), sent.boxes, strict=True):
-        region = _narrow(x, box)
-        block.view(region.shape).copy_(region)
-    return wire, 2 * x.nbytes
+@lru_cache(maxsize=4096)  # a layout takes as long as the exchange of a small tensor
+def layouts(transition: Transition, ranks: Ints) -> tuple[Layout, Layout]:
+    """Return the layouts before and after a transition, as ``reshard`` takes them."""
+    return layout_over(transition.shape, transition.old, ranks), layout_over(transition.shape, transition.new, ranks)
 
 
-Box = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """The intersections of a local shard with the other ranks' new shards.
-
-    Attributes:
-        shape: of the local shard.
-        boxes: (start, size) along every dim of the local shard, by rank.
-        counts: elements of each.
-        in_order: whether the blocks are contiguous in rank order, so that the shard is its own wire.
-    """
-
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
-    counts: tuple[int, ...]
-    in_order: bool
-
-
-@lru_cache(maxsize=4096)
-def blocks(transition: Transition, rank: int, world: int) -> Blocks:
-    """Return the intersections of a rank's old shard with all ranks' new shards."""
-    own = shard_box(transition.shape, transition.old, rank)
-    shape = tuple(size for _, size in own)
-    boxes = tuple(_common(own, shard_box(transition.shape, transition.new, w)) for w in range(world))
-    counts = tuple(math.prod(size for _, size in box) for box in boxes)
-    return Blocks(shape, boxes, counts, _in_order(shape, boxes, counts))
-
-
-def _common(own: Box, other: Box) -> Box:
-    """Return the intersection relative to the start of ``own``; an empty one starts at 0."""
-    intersection = []
-    for (start, size), (begin, length) in zip(own, other, strict=True):
-        first, last = max(start, begin), min(start + size, begin + length)
-        intersection.append((first - start, last - first) if first < last else (0, 0))
-    return tuple(intersection)
-
-
-def _in_order(shape: Sequence[int], boxes: Sequence[Box], counts: Sequence[int]) -> bool:
-    position = 0
-    for box, count in zip(boxes, counts, strict=True):
-        if not count:
-            continue
-        long = next((dim for dim, (_, size) in enumerate(box) if size > 1), len(box))
-        gaps = any(size != full for (_, size), full in zip(box[long + 1 :], shape[long + 1 :], strict=True))
-        first = sum(start * math.prod(shape[dim + 1 :]) for dim, (start, _) in enumerate(box))
-        if gaps or first != position:
-            return False
-        position += count
-    return True
-
-
-def _narrow(x: Tensor, box: Box) -> Tensor:
-    for dim, (start, size) in enumerate(box):
-        if size != x.shape[dim]:
-            x = x.narrow(dim, start, size)
-    return x
+def layout_over(shape: Ints, parts: Parts, ranks: Ints) -> Layout:
+    """Return ``reshard``'s layout of shards over ranks; where there are several times as many, replicas of each."""
+    grid = torch.tensor(ranks, device="cpu").view(-1, *[count for _, count in parts])
+    return Layout.on_mesh(shape, grid, [None, *[dim for dim, _ in parts]])
 
 
 _STEPS = {"split": _split, "all_gather": _all_gather, "all_to_all": _all_to_all}

@@ -13,13 +13,13 @@ from tritoncomm import record
 from tritoncomm.core import ops, plan
 from tritoncomm.core.cost import DEFAULTS, Rates, collective_seconds, pass_seconds
 from tritoncomm.errors import ArgumentError
-from tritoncomm.reshard import ReshardPlan, reshard_plan
+from tritoncomm.reshard import Layout, reshard_plan
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.dist_spec_mgr import transition_between
 from tritoncomm.tensor.distspec import ReplicaSpec, _DistSpec, local_shape, uneven_sizes
 from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.process_group import ProcessGroup
-from tritoncomm.tensor.redistribute import Transition, blocks, steps
+from tritoncomm.tensor.redistribute import Transition, layouts, steps
 from tritoncomm.tensor.resharding import exchange_between
 
 __all__ = ["RedistributionPlan", "Step", "redistribute_plan"]
@@ -121,9 +121,8 @@ def redistribute_plan(
     rates = replace(DEFAULTS["cuda" if x.is_cuda else "cpu"], **overrides)
     exchange = exchange_between(old, source_pg, target, target_pg, shape) if target_pg != source_pg else None
     if exchange is not None:
-        larger, before, after = exchange
-        direct = reshard_plan({"tensor": x.dtype}, before, after, ranks=larger.tp_rank_list(), rank=source_pg.rank())
-        return RedistributionPlan((_across(direct, x, rates),))
+        larger, *sides = exchange
+        return RedistributionPlan((_exchange("reshard", sides, larger.tp_rank_list() or (), source_pg, x, rates),))
     if target_pg == source_pg:
         transitions = [(transition_between(shape, old, target, source_pg), source_pg)]
     else:
@@ -137,14 +136,14 @@ def redistribute_plan(
     return RedistributionPlan(tuple(planned))
 
 
-def _across(planned: ReshardPlan, x: Tensor, rates: Rates) -> Step:
-    """The one step between process groups."""
-    moved = planned.transfers
+def _exchange(
+    name: str, layouts: Sequence[Layout], ranks: Sequence[int], pg: ProcessGroup, x: Tensor, rates: Rates
+) -> Step:
+    """Return the step of a ``reshard`` from the first layout to the second."""
+    moved = reshard_plan({"tensor": x.dtype}, *layouts, ranks=ranks, rank=pg.rank()).transfers
     before, after = (any(len(getattr(b, side).tensor) for b in moved.buckets) for side in ("send", "recv"))
-    path = ops.path_for(x) if before or after else "view"
-    return Step(
-        "reshard", int(before), int(after), path, moved.bytes_sent, moved.bytes_copied, sum(moved.seconds(rates))
-    )
+    path = ops.path_for(x) if moved.bytes_copied else "view"
+    return Step(name, int(before), int(after), path, moved.bytes_sent, moved.bytes_copied, sum(moved.seconds(rates)))
 
 
 def _step(name: str, transition: Transition, pg: ProcessGroup, x: Tensor, rates: Rates) -> Step:
@@ -155,15 +154,12 @@ def _step(name: str, transition: Transition, pg: ProcessGroup, x: Tensor, rates:
     before, after, planned = False, True, plan.CollectivePlan(result, 0, 0)
     if name == "split":
         path = "torch" if all(_leads(shape, dim) for dim, _ in new) else path
-    elif max(len(old), len(new)) > 1:  # blocks are copied by torch to and from a flat wire
-        path, count = "torch", (math.prod(local),)
-        if name == "all_gather":
-            counts = tuple(math.prod(local_shape(shape, old, w)) for w in range(world))
-            planned = plan.all_gather(count, item, 0, world, rank, counts)
-        else:
-            sent, received = blocks(transition, rank, world), blocks(transition.reversed(), rank, world)
-            before, after = not sent.in_order, not received.in_order
-            planned = plan.all_to_all_single(count, item, world, rank, received.counts, sent.counts)
+    elif name == "all_to_all" and max(len(old), len(new)) > 1:
+        ranks = tuple(pg.tp_rank_list() or ())
+        return _exchange(name, layouts(transition, ranks), ranks, pg, x, rates)
+    elif len(old) > 1:  # blocks are copied by torch from a flat wire
+        path, counts = "torch", tuple(math.prod(local_shape(shape, old, w)) for w in range(world))
+        planned = plan.all_gather((math.prod(local),), item, 0, world, rank, counts)
     else:
         old_dim = old[0][0]
         sizes = uneven_sizes(shape[old_dim], world)

@@ -1,12 +1,10 @@
 """Layouts of ColoTensors for ``reshard``, which redistributes between process groups without a replica."""
 
-import torch
-
 from tritoncomm.core.plan import Ints
 from tritoncomm.reshard import Layout
 from tritoncomm.tensor.distspec import _DistSpec, partitions
 from tritoncomm.tensor.process_group import ProcessGroup
-from tritoncomm.tensor.redistribute import check_partitions
+from tritoncomm.tensor.redistribute import check_partitions, layout_over
 
 __all__ = ["exchange_between", "layout_of"]
 
@@ -25,9 +23,7 @@ def layout_of(pg: ProcessGroup, dist_spec: _DistSpec, shape: Ints, ranks: Ints |
     """
     parts = partitions(dist_spec, len(shape))
     check_partitions(parts, pg.tp_world_size(), "reshard")
-    counts = [count for _, count in parts] or [pg.tp_world_size()]
-    grid = torch.tensor(pg.ranks_in_group() if ranks is None else ranks, device="cpu").view(-1, *counts)
-    return Layout.on_mesh(shape, grid, [None, *([dim for dim, _ in parts] or [None])])
+    return layout_over(shape, parts, tuple(pg.ranks_in_group()) if ranks is None else ranks)
 
 
 def exchange_between(

@@ -17,6 +17,7 @@ from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
 from tritoncomm.tensor.distspec import ReplicaSpec, _DistSpec
 from tritoncomm.tensor.layout import is_colo, plain
 from tritoncomm.tensor.process_group import ProcessGroup
+from tritoncomm.tensor.rules.gradients import groups_of_shards
 from tritoncomm.tensor.tensor_spec import ColoTensorSpec
 
 __all__ = ["check_replicas", "clip_grad_norm_", "shard_parameters", "sharded_optimizer_state"]
@@ -143,20 +144,13 @@ def clip_grad_norm_(
     if not pairs:
         return torch.tensor(0.0)
     device, power = pairs[0][1].device, float(norm_type)
-    replicated: list[Tensor] = []
-    sharded: dict[tuple[int, ...], tuple[ProcessGroup, list[Tensor]]] = {}
-    for p, grad in pairs:
-        if is_colo(p) and p.partitions:
-            pg: ProcessGroup = p.process_group
-            sharded.setdefault(tuple(pg.tp_rank_list() or ()), (pg, []))[1].append(grad)
-        else:
-            replicated.append(grad)
-    partial_norms = [_power_sum(replicated, power, device)]
-    for pg, grads in sharded.values():
-        op: Any = dist.ReduceOp.MAX if math.isinf(power) else dist.ReduceOp.SUM
-        partial_norms.append(
-            eager.all_reduce(_power_sum(grads, power, device), pg.tp_process_group(), "clip_grad_norm_", op)
-        )
+    partial_norms = [_power_sum([grad for p, grad in pairs if not (is_colo(p) and p.partitions)], power, device)]
+    op: Any = dist.ReduceOp.MAX if math.isinf(power) else dist.ReduceOp.SUM
+    for pg in groups_of_shards([p for p, _ in pairs]):
+        ranks = pg.tp_rank_list()
+        own = [grad for p, grad in pairs if is_colo(p) and p.partitions and p.process_group.tp_rank_list() == ranks]
+        partial = _power_sum(own, power, device)
+        partial_norms.append(eager.all_reduce(partial, pg.tp_process_group(), "clip_grad_norm_", op))
     stacked = torch.stack(partial_norms)
     total = stacked.max() if math.isinf(power) else stacked.sum().pow(1 / power)
     if error_if_nonfinite and not bool(total.isfinite()):

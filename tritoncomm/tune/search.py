@@ -3,12 +3,12 @@
 import math
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -28,7 +28,6 @@ _SAVE_EVERY_S = 2.0
 _CANDIDATES = 4  # of a batch: one run of the disassembler, about a second of one core
 _WORTH_A_WORKER = 8  # batches; a worker's imports take as long as three of them
 _MAX_WORKERS = 8
-_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -75,21 +74,21 @@ def search(
     workers = min(len(os.sched_getaffinity(0)), len(missing) // _WORTH_A_WORKER, _MAX_WORKERS) if parallel else 1
     total, left = (sum(len(task.keys) for task in some) for some in (tasks, missing))
     saved = clock()
-    finished = _in_processes(missing, workers) if workers > 1 else ([(task, task.work())] for task in missing)
+    finished = _in_processes(missing, workers, end - clock()) if workers > 1 else (task.work() for task in missing)
     try:
         with closing(finished):
-            while left:
+            for task in missing:
                 if clock() >= end:
                     return OUT_OF_TIME
-                ready = next(finished)
-                for task, results in ready:
-                    done.update(zip(task.keys, results, strict=True))
-                    left -= len(task.keys)
-                    if follow is not None:
-                        follow(task.group, total - left, total)
-                if ready and clock() - saved >= _SAVE_EVERY_S:
+                done.update(zip(task.keys, next(finished), strict=True))
+                left -= len(task.keys)
+                if follow is not None:
+                    follow(task.group, total - left, total)
+                if clock() - saved >= _SAVE_EVERY_S:
                     save()
                     saved = clock()
+    except FutureTimeout:
+        return OUT_OF_TIME
     except BrokenProcessPool:  # a worker was killed, or cannot import the main program: this process goes on
         return search(tasks, done, save, end=end, follow=follow, clock=clock)
     except KeyboardInterrupt:
@@ -99,17 +98,22 @@ def search(
     return COMPLETE
 
 
-def _in_processes(tasks: Sequence[Task], workers: int) -> Generator[list[tuple[Task, Sequence[Any]]], None, None]:
-    """Tasks that have finished since the last step, with their results; a step takes half a second at most."""
-    pool = ProcessPoolExecutor(workers, get_context("spawn"))
+def _in_processes(tasks: Sequence[Task], workers: int, seconds: float) -> Generator[Sequence[Any], None, None]:
+    """Yield the results of tasks in their order.
+
+    Raises:
+        concurrent.futures.TimeoutError: ``seconds`` are over.
+    """
+    # Ctrl-C reaches all processes: this one ends the workers.
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
     try:
-        with _no_interrupts():
-            running = {pool.submit(task.work): task for task in tasks}
-        while running:
-            ready = wait(running, _POLL_S, FIRST_COMPLETED).done
-            yield [(running.pop(future), future.result()) for future in ready]
+        yield from pool.map(_work, tasks, timeout=None if seconds == math.inf else seconds)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # a task that runs ends within a second or two
+
+
+def _work(task: Task) -> Sequence[Any]:
+    return task.work()
 
 
 def batches(op: str, unit: int, target: str) -> list[Task]:
@@ -131,16 +135,3 @@ def judge(op: str, unit: int, tried: Sequence[Candidate], target: str) -> list[d
     verdicts = static.judge(op, unit, tried, target)
     name = {"op": op, "unit": unit}
     return [name | asdict(one) | asdict(verdict) for one, verdict in zip(tried, verdicts, strict=True)]
-
-
-@contextmanager
-def _no_interrupts() -> Iterator[None]:
-    """Processes that start inside do not see Ctrl-C: it is this process that ends them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

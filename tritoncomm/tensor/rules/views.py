@@ -1,7 +1,7 @@
 """Transposes and views: elements under permuted dims or another shape, with the sharding carried over."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritoncomm.errors import ShapeError
 from tritoncomm.tensor.layout import shape_of, shares_storage
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, broadcast_labels, from_front
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, broadcast_labels
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []
@@ -27,50 +27,36 @@ def _getter(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
-def _ordered(input: Tensor, order: Sequence[int]) -> Call:
+def _ordered(input: Tensor, permuted: Callable[[Tensor], Tensor]) -> Call:
+    """Describe a permutation of dims; the sizes of a tensor whose dims have the sizes 1, 2, 3, ... show it."""
     labels = tuple(range(len(shape_of(input))))
-    return Call([Operand(input, labels)], [tuple(order)], lambda _, x: x.permute(tuple(order)))
-
-
-def _swapped(input: Tensor, first: int, second: int) -> Call:
-    count = len(shape_of(input))
-    order, first, second = list(range(count)), from_front(first, count), from_front(second, count)
-    if order:
-        order[first], order[second] = order[second], order[first]
-    return _ordered(input, order)
+    sizes = permuted(torch.empty([label + 1 for label in labels], device="meta")).shape
+    return Call([Operand(input, labels)], [tuple(size - 1 for size in sizes)], lambda _, x: permuted(x))
 
 
 @_renumbered("transpose", "swapaxes", "swapdims")
 def _transpose(input: Tensor, dim0: int, dim1: int) -> Call:
-    return _swapped(input, dim0, dim1)
+    return _ordered(input, lambda x: x.transpose(dim0, dim1))
 
 
 @_renumbered("t", _getter("T"), named="t, .T")
 def _t(input: Tensor, *_: Any) -> Call | None:
-    count = len(shape_of(input))
-    return _ordered(input, tuple(reversed(range(count)))) if count <= 2 else None
+    return _ordered(input, torch.t) if len(shape_of(input)) <= 2 else None
 
 
 @_renumbered("adjoint", _getter("mT"), _getter("mH"), _getter("H"), named="adjoint, .mT, .mH, .H")
 def _adjoint(input: Tensor, *_: Any) -> Call | None:
-    return None if input.is_complex() or len(shape_of(input)) < 2 else _swapped(input, -2, -1)
+    return None if input.is_complex() or len(shape_of(input)) < 2 else _ordered(input, lambda x: x.mT)
 
 
 @_renumbered("permute")
 def _permute(input: Tensor, *dims: Any, **names: Any) -> Call:
-    order = names.get("dims", dims)
-    order = order[0] if len(order) == 1 and not isinstance(order[0], int) else order
-    return _ordered(input, [from_front(dim, len(shape_of(input))) for dim in order])
+    return _ordered(input, lambda x: x.permute(*dims, **names))
 
 
 @_renumbered("movedim", "moveaxis")
 def _movedim(input: Tensor, source: Any, destination: Any) -> Call:
-    count = len(shape_of(input))
-    sources = [from_front(dim, count) for dim in ((source,) if isinstance(source, int) else source)]
-    targets = [from_front(dim, count) for dim in ((destination,) if isinstance(destination, int) else destination)]
-    rest = iter(dim for dim in range(count) if dim not in sources)
-    placed = dict(zip(targets, sources, strict=True))
-    return _ordered(input, [placed[dim] if dim in placed else next(rest) for dim in range(count)])
+    return _ordered(input, lambda x: x.movedim(source, destination))
 
 
 def _sizes(arguments: Sequence[Any]) -> tuple[int, ...] | None:
@@ -181,39 +167,29 @@ def _reshape(input: Tensor, *arguments: Any, **names: Any) -> Call | None:
     return _viewed(input, _target(arguments, names), copies=True)
 
 
+def _shaped(input: Tensor, reshaped: Callable[[Tensor], Tensor], copies: bool = False) -> Call | None:
+    """Describe ``input`` in the shape that ``reshaped`` gives the global tensor."""
+    return _viewed(input, reshaped(torch.empty(shape_of(input), device="meta")).shape, copies)
+
+
 @_reshaped("flatten")
 def _flatten(input: Tensor, start_dim: int = 0, end_dim: int = -1) -> Call | None:
-    shape = shape_of(input) or (1,)
-    start, end = (from_front(dim, len(shape)) for dim in (start_dim, end_dim))
-    if start > end:
-        return None
-    return _viewed(input, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]), copies=True)
+    return _shaped(input, lambda x: x.flatten(start_dim, end_dim), copies=True)
 
 
 @_reshaped("unflatten")
 def _unflatten(input: Tensor, dim: int, sizes: Any) -> Call | None:
-    shape, requested = shape_of(input), _sizes((sizes,))
-    if requested is None:
-        return None
-    dim, parts = from_front(dim, len(shape)), list(requested)
-    if -1 in parts:
-        parts[parts.index(-1)] = shape[dim] // -math.prod(parts)
-    return _viewed(input, (*shape[:dim], *parts, *shape[dim + 1 :]))
+    return None if _sizes((sizes,)) is None else _shaped(input, lambda x: x.unflatten(dim, sizes))
 
 
 @_renumbered("squeeze")
 def _squeeze(input: Tensor, dim: Any = None) -> Call | None:
-    shape = shape_of(input)
-    count = len(shape)
-    dims = range(count) if dim is None else [from_front(d, count) for d in ((dim,) if isinstance(dim, int) else dim)]
-    return _viewed(input, [size for d, size in enumerate(shape) if not (size == 1 and d in dims)])
+    return _shaped(input, lambda x: x.squeeze() if dim is None else x.squeeze(dim))
 
 
 @_renumbered("unsqueeze")
 def _unsqueeze(input: Tensor, dim: int) -> Call | None:
-    shape = shape_of(input)
-    dim = from_front(dim, len(shape) + 1)
-    return _viewed(input, (*shape[:dim], 1, *shape[dim:]))
+    return _shaped(input, lambda x: x.unsqueeze(dim))
 
 
 @_renumbered("expand", "expand_as", "broadcast_to", accepts="any sharding of a dim that is not expanded")
