@@ -1,4 +1,4 @@
-"""Layouts and the transitions between them."""
+"""Transitions between layouts, and their documented traffic."""
 
 import itertools
 import math
@@ -6,25 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from shards import layouts, shard_of
 from torch import Tensor
-from torch.distributed import ProcessGroup as TorchGroup
 
-from tritoncomm.tensor import ProcessGroup, ReplicaSpec, ShardSpec
 from tritoncomm.tensor.distspec import _DistSpec
 
-__all__ = [
-    "SHAPES",
-    "blocks_in_order",
-    "chunked",
-    "common",
-    "dims_of",
-    "documented",
-    "layouts",
-    "leads",
-    "ranks_of",
-    "transitions",
-]
+__all__ = ["SHAPES", "dims_of", "documented", "transitions"]
 
 SHAPES = (
     (8, 4), (9, 7), (2, 5), (1, 8),
@@ -33,48 +20,25 @@ SHAPES = (
 )  # fmt: skip
 
 
-def ranks_of(group: TorchGroup) -> ProcessGroup:
-    ranks = dist.get_process_group_ranks(group)
-    return ProcessGroup(ranks=ranks, tp_degree=len(ranks))
-
-
-def layouts(ndim: int, world: int) -> list[_DistSpec]:
-    """Replica, every dim of the first three, the last one counted from the end, and several dims in both orders."""
-    result = [ReplicaSpec(), ShardSpec([-1], [world]), *(ShardSpec([dim], [world]) for dim in range(min(ndim, 3)))]
-    if world == 4:
-        result += [ShardSpec([0, 1], [2, 2]), ShardSpec([-1, 0], [2, 2])]
-    return result
-
-
 def dims_of(spec: _DistSpec, ndim: int) -> list[int]:
     return [dim % ndim for dim in getattr(spec, "dims", ())]
-
-
-def chunked(full: Tensor, spec: _DistSpec, rank: int) -> Tensor:
-    """A rank's shard, by ``torch.chunk``; a view."""
-    counts = getattr(spec, "num_partitions", ())
-    for place, dim in enumerate(dims_of(spec, full.dim())):
-        index = rank // math.prod(counts[place + 1 :]) % counts[place]
-        shards = full.chunk(counts[place], dim)
-        full = shards[index] if index < len(shards) else full.narrow(dim, 0, 0)
-    return full
 
 
 def leads(shape: tuple[int, ...], dim: int) -> bool:
     return math.prod(shape[:dim]) == 1
 
 
-def blocks_in_order(shard_of: Tensor, parts: list[Tensor]) -> bool:
+def blocks_in_order(shard: Tensor, parts: list[Tensor]) -> bool:
     """Whether a contiguous shard is the concatenation of the parts."""
     places = torch.cat([part.flatten() for part in parts])
-    return torch.equal(places, shard_of.flatten())
+    return torch.equal(places, shard.flatten())
 
 
 def documented(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec, rank: int, world: int) -> tuple[int, int]:
     """(elements read plus written, elements of new memory) by the tables of docs/tensor.md."""
     before, after = dims_of(old, len(shape)), dims_of(new, len(shape))
     places = torch.arange(math.prod(shape)).view(shape)
-    mine, kept = chunked(places, old, rank), chunked(places, new, rank)
+    mine, kept = shard_of(places, old, rank), shard_of(places, new, rank)
     n, k = mine.numel(), kept.numel()
     if (before, getattr(old, "num_partitions", ())) == (after, getattr(new, "num_partitions", ())):
         return 0, 0
@@ -85,14 +49,14 @@ def documented(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec, rank: int
     if len(before) == len(after) == 1:
         packs, unpacks = not leads(mine.shape, after[0]), not leads(kept.shape, before[0])
         return 2 * (n * packs + k * unpacks), max(n * packs + k, k * (1 + unpacks))
-    packs = not blocks_in_order(mine, common(mine, [chunked(places, new, w) for w in range(world)]))
-    unpacks = not blocks_in_order(kept, common(kept, [chunked(places, old, w) for w in range(world)]))
+    packs = not blocks_in_order(mine, common(mine, [shard_of(places, new, w) for w in range(world)]))
+    unpacks = not blocks_in_order(kept, common(kept, [shard_of(places, old, w) for w in range(world)]))
     return 2 * (n * packs + k * unpacks), max(n * packs + k, k * (1 + unpacks))
 
 
-def common(shard_of: Tensor, others: list[Tensor]) -> list[Tensor]:
+def common(shard: Tensor, others: list[Tensor]) -> list[Tensor]:
     """The intersections of a shard with others, given as element numbers."""
-    return [shard_of.flatten()[torch.isin(shard_of.flatten(), other.flatten())] for other in others]
+    return [shard.flatten()[torch.isin(shard.flatten(), other.flatten())] for other in others]
 
 
 def transitions(world: int, shapes: Any = SHAPES) -> Iterator[tuple[tuple[int, ...], _DistSpec, _DistSpec]]:
