@@ -2,6 +2,7 @@
 
 import itertools
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,41 +10,145 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from mapping_cases import (
-    FORMS,
-    LAYOUTS,
-    MAPPINGS,
-    check_mapping,
-    cut,
-    fits,
-    held,
-    laid_out,
-    rows_exchanged,
-    same,
-    summed,
-    value,
-)
-from pool import Pool
+from fuzz_calls import FUNCTIONS, GRADS, SUMMED, Call, Matrix, assert_right, reduce_split, total
+from mapping_cases import FORMS, LAYOUTS, MAPPINGS, cut, held, rows_exchanged, same, summed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import mappings as m
-from tritoncomm.core import ops
+from tritoncomm import record
 from tritoncomm.errors import GroupError
 
-COPIES = ["float32", "bfloat16", "float16", "float64", "int64", "bool", "float8_e4m3fn", "complex64", "int16", "uint16"]
-SUMS = ["float32", "bfloat16", "float16", "float64", "int64", "complex64"]
+DTYPES = [
+    "float32", "bfloat16", "float16", "float64", "int64", "bool", "float8_e4m3fn", "complex64", "int16", "uint16",
+]  # fmt: skip
+MAPPED = [name for name in FUNCTIONS if not name.startswith("collective.")]
+BY_DIM = [name for name in MAPPED if FUNCTIONS[name].fixed is None]
+# Split sizes and heads of ranks, by the number of ranks.
+SIZES = {2: [(3, 1), (0, 4), (2, 2)], 4: [(3, 1, 0, 2), (2, 2, 2, 2), (0, 0, 5, 0)]}
+HEADS = {2: (3, 2), 4: (2, 0, 2, 1)}
+ROWS = [
+    Matrix(((0, 2, 1, 0), (1, 0, 2, 1), (2, 1, 0, 2), (0, 2, 1, 0))),
+    Matrix(((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1))),
+    Matrix(((2, 2, 2, 2),) * 4),
+    Matrix(((4, 0, 0, 0),) * 4),
+]
 
 
-HELPERS: dict[str, tuple[Any, str]] = {
-    "_reduce": (m._reduce, "sum"),
-    "_split_along_last_dim": (m._split_along_last_dim, "split last"),
-    "_split_along_first_dim": (m._split_along_first_dim, "split first"),
-    "_gather_along_last_dim": (m._gather_along_last_dim, "join last"),
-    "_gather_along_first_dim": (m._gather_along_first_dim, "join first"),
-    "_reduce_scatter_along_last_dim": (m._reduce_scatter_along_last_dim, "sum, split last"),
-    "_reduce_scatter_along_first_dim": (m._reduce_scatter_along_first_dim, "sum, split first"),
+def kind_of(dtype: str) -> str:
+    return "leaf" if dtype in GRADS else "plain"
+
+
+@pytest.mark.ranks(1, 2, 4, (1, 3), pytest.param(8, marks=pytest.mark.slow))
+@pytest.mark.parametrize("name", MAPPED)
+def test_forward_and_backward(group: ProcessGroup, name: str) -> None:
+    """Every dtype and layout, and shapes of every number of dims."""
+    function = FUNCTIONS[name]
+    shapes = [(8, 16), (8, 3, 16), (8, 2, 3, 8), (8, 1, 2, 1, 8), (0, 8), *([(16,)] if "hp" not in name else [])]
+    dtypes = SUMMED if function.form in (total, reduce_split) else DTYPES
+    for shape, layout in itertools.product(shapes, LAYOUTS):
+        for dtype in dtypes if shape == (8, 16) else dtypes[:1]:
+            assert_right(group, Call(name, shape, dtype, layout, kind_of(dtype)))
+    if name in ("all_to_all", "sp2hp", "hp2sp"):
+        assert_right(group, Call(name, (8, 16), kind="leaf", asynchronous=True))
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("name", BY_DIM)
+def test_any_dim(group: ProcessGroup, name: str) -> None:
+    for dims, layout in itertools.product(itertools.product(range(-3, 3), range(3)), LAYOUTS[:2]):
+        assert_right(group, Call(name, (4, 8, 4), layout=layout, kind="leaf", dims=dims))
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", [name for name in MAPPED if FUNCTIONS[name].sizes in ("gathered", "split")])
+def test_split_sizes(group: ProcessGroup, name: str) -> None:
+    for sizes, layout, given in itertools.product(SIZES[group.size()], LAYOUTS, (list, tuple, np.array)):
+        for shape in [(sum(sizes),), (sum(sizes), 2, 3)]:
+            assert_right(group, Call(name, shape, layout=layout, kind="leaf", sizes=(given(sizes), None)))
+        if name in BY_DIM:
+            shape = (2, sum(sizes), 3)
+            assert_right(group, Call(name, shape, layout=layout, kind="leaf", dims=(1, 0), sizes=(given(sizes), None)))
+
+
+@pytest.mark.ranks(2, 4)
+def test_uneven_heads_and_sequences(group: ProcessGroup) -> None:
+    heads = HEADS[group.size()]
+    for rows, layout in itertools.product(SIZES[group.size()], LAYOUTS):
+        shape = (2, 0, sum(heads), 3)  # as many rows as the sizes of the rank say
+        call = Call("all_to_all_dims", shape, layout=layout, kind="leaf", dims=(2, 1), sizes=(heads, rows))
+        assert_right(group, call)
+
+
+@pytest.mark.ranks(2, 4)
+def test_all_to_all_sizes(group: ProcessGroup) -> None:
+    sizes: list[tuple[Any, Any]] = [(None, matrix) for matrix in ROWS]
+    even = np.array([2] * group.size())
+    sizes += [(even, even), (list(even), None), (None, tuple(even))]
+    for given, layout, asynchronous in itertools.product(sizes, LAYOUTS[:3], (False, True)):
+        shape = (2 * group.size(), 3)
+        call = Call("all_to_all", shape, layout=layout, kind="leaf", sizes=given, asynchronous=asynchronous)
+        assert_right(group, call)
+
+
+NEITHER, BOTH = (False, False), (True, True)
+# mapping and dims: where a kernel runs, forward and backward; the others move whole rows or nothing
+ON_KERNELS: dict[tuple[str, tuple[int, int]], tuple[bool, bool]] = {
+    **{(name, (0, 0)): NEITHER for name in MAPPED if FUNCTIONS[name].fixed is not None and not name.startswith("_")},
+    ("scatter_tp", (0, 0)): (False, True),
+    ("gather_tp", (0, 0)): (True, False),
+    ("ag_last", (0, 0)): BOTH,
+    ("rs_last", (0, 0)): BOTH,
+    ("sp2hp", (0, 0)): BOTH,
+    ("hp2sp", (0, 0)): BOTH,
+    ("all_gather_dim", (1, 0)): BOTH,
+    ("reduce_scatter_dim", (0, 0)): NEITHER,
+    ("reduce_scatter_dim", (1, 0)): BOTH,
+    ("split_dim", (1, 0)): (False, True),
+    ("all_to_all_dims", (0, 1)): BOTH,
+    ("all_to_all_dims", (1, 0)): BOTH,
+    ("all_to_all_dims", (2, 1)): BOTH,
 }
+
+
+def calls_on_kernels(group: ProcessGroup, call: Call) -> int:
+    with record.recording() as counted:
+        assert_right(group, replace(call, path="triton"))
+    return sum(count.calls for (_, path), count in counted.items() if path == "triton")
+
+
+def kernels_of(group: ProcessGroup, call: Call) -> tuple[bool, bool]:
+    """Whether kernels run forward, and backward."""
+    forward = calls_on_kernels(group, replace(call, kind="plain"))
+    return forward > 0, calls_on_kernels(group, replace(call, kind="leaf")) > forward
+
+
+@pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
+@pytest.mark.parametrize(("name", "dims"), ON_KERNELS)
+def test_kernels(group: ProcessGroup, name: str, dims: tuple[int, int]) -> None:
+    """Every dtype and layout on the kernels, which run where they are said to."""
+    call = Call(name, (8, 4, 12), dims=dims)
+    assert kernels_of(group, call) == ON_KERNELS[name, dims]
+    for dtype in SUMMED if FUNCTIONS[name].form in (total, reduce_split) else DTYPES:
+        calls_on_kernels(group, replace(call, dtype=dtype, kind=kind_of(dtype)))
+    layouts = LAYOUTS if FUNCTIONS[name].fixed is not None else ["contiguous", "fused"]
+    for shape, layout in itertools.product([(4, 4, 4, 4), (4, 4, 4, 2, 4)], layouts):
+        calls_on_kernels(group, replace(call, shape=shape, layout=layout, kind="leaf"))
+
+
+@pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
+def test_kernels_of_uneven_pieces(group: ProcessGroup) -> None:
+    heads, rows = ((3, 2), (4, 1)) if group.size() == 2 else ((2, 0, 2, 1), (1, 3, 0, 2))
+    uneven = {
+        "all_gather_dim": BOTH, "reduce_scatter_dim": BOTH, "split_dim": (False, True), "all_to_all_dims": BOTH
+    }  # fmt: skip
+    for (name, kernels), layout in itertools.product(uneven.items(), ("contiguous", "fused")):
+        exchange = name == "all_to_all_dims"
+        dims, sizes = ((2, 1), (heads, rows)) if exchange else ((1, 0), (rows, None))
+        call = Call(name, (2, sum(rows), sum(heads), 3), layout=layout, dims=dims, sizes=sizes)
+        assert kernels_of(group, call) == kernels, name
+
+
 # class: (arguments after group, forward, backward)
 CLASSES: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "_CopyToModelParallelRegion": ((), "identity", "sum"),
@@ -56,71 +161,10 @@ CLASSES: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "_AllGatherFromTensorParallelRegion": ((), "join last", "sum, split last"),
     "_ReduceScatterToTensorParallelRegion": ((), "sum, split last", "join last"),
 }
-SHAPES = [(16,), (8, 16), (8, 3, 16), (8, 2, 3, 8), (8, 1, 2, 1, 8), (1, 8), (0, 8)]
 
 
-def run_mappings(group: ProcessGroup, name: str, dtypes: list[str], shapes: list[tuple[int, ...]], path: str) -> int:
-    forward = MAPPINGS[name][1]
-    cases = 0
-    for shape, dtype in itertools.product(shapes, dtypes):
-        if not fits(forward, shape, group.size()):
-            continue
-        adds = "sum" in forward or "sum" in MAPPINGS[name][2]
-        if "sum" in forward and dtype not in SUMS:
-            continue
-        for layout in LAYOUTS if not (adds and dtype != "float32") else LAYOUTS[:2]:
-            check_mapping(group, name, shape, dtype, layout, path)
-            cases += 1
-    return cases
-
-
-@pytest.mark.parametrize("world", [1, 2, 4, (1, 3)], ids=["world1", "world2", "world4", "ranks1and3"])
-@pytest.mark.parametrize("name", MAPPINGS)
-def test_forward_and_backward(pool: Pool, name: str, world: Any) -> None:
-    several = world in (2, 4)
-    dtypes = COPIES if several else ["float32", "bool"]
-    shapes = SHAPES if world == 2 else SHAPES[1:3] + SHAPES[-2:]
-    cases = pool.run(run_mappings, name, dtypes, shapes, "torch", world=world)
-    assert min(cases) >= 2
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gather_tp",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("rs_last", "sp2hp", "hp2sp", "reduce_scatter_sp")),
-    ],
-)
-def test_eight_ranks(pool: Pool, name: str) -> None:
-    assert min(pool.run(run_mappings, name, ["float32", "bfloat16"], [(8, 16)], "torch", world=8)) >= 4
-
-
-def run_helpers(group: ProcessGroup) -> None:
-    rank, world = group.rank(), group.size()
-    for name, (call, form) in HELPERS.items():
-        for shape, layout, dtype in itertools.product(
-            [(8,), (4, 8), (8, 3, 4)], LAYOUTS, ["float32", "bfloat16", "int64"]
-        ):
-            parts = held(group, shape, dtype, False, 0)
-            x = laid_out(parts[rank], layout)
-            before = x.clone()
-            out = call(x, group)
-            same(out, FORMS[form](parts, rank), (name, shape, layout))
-            if name == "_reduce" and x.is_contiguous():
-                assert out is x
-            else:
-                same(x, before, (name, shape, layout))
-            if name == "_split_along_first_dim" and x.is_contiguous() and world > 1:
-                assert out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-            assert out.is_contiguous() or world == 1
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_underscore_helpers(pool: Pool, world: int) -> None:
-    pool.run(run_helpers, world=world)
-
-
-def run_classes(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1, 2, 4)
+def test_autograd_classes_and_stand_in_ctx(group: ProcessGroup) -> None:
     rank, world = group.rank(), group.size()
     shape = (4, 3, 8)
     for name, (extra, forward, backward) in CLASSES.items():
@@ -167,12 +211,8 @@ def run_classes(group: ProcessGroup) -> None:
     same(found[0], cut(grads[rank], world, rank, 0), "gather_sp(False)")
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_autograd_classes_and_stand_in_ctx(pool: Pool, world: int) -> None:
-    pool.run(run_classes, world=world)
-
-
-def run_alone(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1)
+def test_one_rank_copies_nothing(group: ProcessGroup) -> None:
     for name, (call, _, _) in MAPPINGS.items():
         for x in (torch.ones(4, 6), torch.ones(6, 4).t(), torch.ones(4, 6, requires_grad=True)):
             out = call(x, group)
@@ -184,90 +224,13 @@ def run_alone(group: ProcessGroup) -> None:
         out = call(x, group)
         assert out.shape == (6, 4)
         assert out.data_ptr() == x.data_ptr()
-    for name, (call, _) in HELPERS.items():
-        assert call(x, group) is x, name
+    for name in (name for name in FUNCTIONS if name.startswith("_")):
+        assert getattr(m, name)(x, group) is x, name
     # as in the reference, nothing is checked where nothing moves
     m.scatter_to_tensor_model_parallel_region(torch.ones(3), group)
 
 
-def test_one_rank_copies_nothing(pool: Pool) -> None:
-    pool.run(run_alone, world=1)
-
-
-def run_split_sizes(group: ProcessGroup, kind: str) -> None:
-    rank, world = group.rank(), group.size()
-    for sizes in [(3, 1), (0, 4), (2, 2)] if world == 2 else [(3, 1, 0, 2), (2, 2, 2, 2), (0, 0, 5, 0)]:
-        given: Any = np.array(sizes) if kind == "numpy" else list(sizes) if kind == "list" else sizes
-        for shape, layout in itertools.product([(), (3,), (2, 3)], LAYOUTS[:3]):
-            full = value((sum(sizes), *shape), "float32", 0)
-            x = laid_out(full.split(list(sizes))[rank], layout).requires_grad_()
-            out = m.gather_from_sequence_parallel_region(x, group=group, output_split_sizes=given)
-            same(out.detach(), full, (sizes, shape))
-            assert out._base is None
-            grads = held(group, tuple(full.shape), "float32", False, 20)
-            out.backward(grads[rank])
-            assert x.grad is not None
-            same(x.grad, summed(grads).split(list(sizes))[rank], (sizes, shape))
-            # the same gradient on every rank
-            x = laid_out(full.split(list(sizes))[rank], layout).requires_grad_()
-            m.gather_from_sequence_parallel_region(x, False, group, given).backward(grads[0])
-            assert x.grad is not None
-            same(x.grad, grads[0].split(list(sizes))[rank], (sizes, shape))
-            # and the way back
-            y = laid_out(grads[rank], layout).requires_grad_()
-            out = m.reduce_scatter_to_sequence_parallel_region(y, group, given)
-            same(out.detach(), summed(grads).split(list(sizes))[rank], (sizes, shape))
-            pieces = full.split(list(sizes))
-            out.backward(pieces[rank])
-            assert y.grad is not None
-            same(y.grad, full, (sizes, shape))
-            same(m._gather_along_first_dim(pieces[rank], group, given), full, sizes)
-            same(
-                m._reduce_scatter_along_first_dim(grads[rank], group, given),
-                summed(grads).split(list(sizes))[rank],
-                sizes,
-            )
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("kind", ["list", "tuple", "numpy"])
-def test_split_sizes(pool: Pool, kind: str, world: int) -> None:
-    pool.run(run_split_sizes, kind, world=world)
-
-
-def run_all_to_all(group: ProcessGroup, kind: str) -> None:
-    rank, world = group.rank(), group.size()
-    made = np.array if kind == "numpy" else list
-    tables = [
-        [[(a + 2 * b) % 3 for b in range(world)] for a in range(world)],
-        [[int(a == b) for b in range(world)] for a in range(world)],
-        [[2] * world] * world,
-        [[4 if b == 0 else 0 for b in range(world)] for _ in range(world)],
-    ]
-    for table in tables:  # table[a][b]: rows from rank a to rank b
-        into, out_of = table[rank], [table[a][rank] for a in range(world)]
-        parts = [value((sum(row), 3), "float32", a) for a, row in enumerate(table)]
-        pieces = [part.split(row) for part, row in zip(parts, table, strict=True)]
-        wanted = torch.cat([pieces[a][rank] for a in range(world)])
-        for stream, layout in itertools.product((False, True), LAYOUTS[:3]):
-            x = laid_out(parts[rank], layout).requires_grad_()
-            out = m.all_to_all(group, x, made(out_of), made(into), use_nccl_stream=stream)
-            same(out.detach(), wanted, (table, layout))
-            out.backward(2 * out.detach())
-            assert x.grad is not None
-            same(x.grad, 2 * parts[rank], (table, layout))
-        if all(len(set(row)) == 1 for row in table):
-            same(m.all_to_all(group, parts[rank], made(out_of)), wanted, "output sizes only")
-            same(m.all_to_all(group, parts[rank], None, made(into)), wanted, "input sizes only")
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("kind", ["list", "numpy"])
-def test_all_to_all_sizes(pool: Pool, kind: str, world: int) -> None:
-    pool.run(run_all_to_all, kind, world=world)
-
-
-def run_global_buffer(group: ProcessGroup) -> None:
+def test_global_buffer_results_never_alias(group: ProcessGroup) -> None:
     rank = group.rank()
     parts = held(group, (4, 3), "float32", False, 0)
     more = held(group, (4, 3), "float32", False, 9)
@@ -280,144 +243,14 @@ def run_global_buffer(group: ProcessGroup) -> None:
     assert len({t.untyped_storage().data_ptr() for t in (first, second, third)}) == 3
 
 
-def test_global_buffer_results_never_alias(pool: Pool) -> None:
-    pool.run(run_global_buffer)
+def test_helpers_that_copy_nothing(group: ProcessGroup) -> None:
+    x = torch.ones(4, 6)
+    assert m._reduce(x, group) is x
+    assert m._split_along_first_dim(x, group).untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
-def run_left_alone(group: ProcessGroup) -> None:
-    rank, world = group.rank(), group.size()
-    parts = held(group, (4, 3), "float32", False, 0)
-    total = summed(parts)
-    reduce, copy = m.reduce_from_tensor_model_parallel_region, m.copy_to_tensor_model_parallel_region
-
-    x = parts[rank].clone()
-    y = reduce(x, group)
-    same(x, parts[rank], "a held input")
-    assert y.data_ptr() != x.data_ptr()
-    same(y, total, "its result")
-
-    leaf = parts[rank].clone().requires_grad_()
-    product = leaf * 2
-    y = reduce(product, group)
-    same(product.detach(), parts[rank] * 2, "a held product")
-    same(y.detach(), 2 * total, "its result")
-
-    leaf = parts[rank].clone().requires_grad_()
-    y = reduce(leaf.exp(), group)  # exp saves its output for backward
-    y.sum().backward()
-    assert leaf.grad is not None
-    torch.testing.assert_close(leaf.grad, parts[rank].exp(), rtol=0, atol=0)
-
-    base = parts[rank].clone()
-    y = reduce(base.view(-1), group)
-    same(base, parts[rank], "the base of a temporary view")
-    same(y, total.view(-1), "its result")
-
-    # AddBackward hands one gradient tensor to both branches
-    for swap in (False, True):
-        a = parts[rank].clone().requires_grad_()
-        b = parts[rank].clone().requires_grad_()
-        left, right = copy(a, group), b * 1
-        out = right + left if swap else left + right
-        grads = held(group, (4, 3), "float32", False, 30)
-        out.backward(grads[rank].clone())
-        assert a.grad is not None
-        assert b.grad is not None
-        same(a.grad, summed(grads), "copied branch")
-        same(b.grad, grads[rank], "plain branch")
-
-    a = parts[rank].clone().requires_grad_()
-    seen: list[Tensor] = []
-    copied = copy(a * 1, group)
-    copied.register_hook(seen.append)
-    (copied * 3).sum().backward()
-    same(seen[0], torch.full((4, 3), 3.0), "a gradient that a hook kept")
-    assert a.grad is not None
-    same(a.grad, torch.full((4, 3), 3.0 * world), "and its sum")
-
-    a = parts[rank].clone().requires_grad_()
-    copied = copy(a * 1, group)
-    copied.retain_grad()
-    (copied * 3).sum().backward()
-    assert copied.grad is not None
-    same(copied.grad, torch.full((4, 3), 3.0), "a retained gradient")
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_inputs_and_gradients_are_left_alone(pool: Pool, world: int) -> None:
-    pool.run(run_left_alone, world=world)
-
-
-def run_dims(group: ProcessGroup, path: str) -> None:
-    rank, world = group.rank(), group.size()
-    shape = (4, 8, 4)
-    with ops.path(path):
-        for dim, layout in itertools.product(range(-3, 3), LAYOUTS[:2] if path == "torch" else LAYOUTS[:1]):
-            parts = held(group, shape, "float32", False, 0)
-            x = laid_out(parts[rank], layout).requires_grad_()
-            joined = torch.cat(parts, dim)
-            out = m.all_gather_dim(x, dim, group)
-            same(out.detach(), joined, dim)
-            grads = held(group, tuple(joined.shape), "float32", False, 10)
-            out.backward(grads[rank])
-            assert x.grad is not None
-            same(x.grad, cut(summed(grads), world, rank, dim), dim)
-            x.grad = None
-            m.all_gather_dim(x, dim, group, tensor_parallel_output_grad=False).backward(grads[0])
-            same(x.grad, cut(grads[0], world, rank, dim), dim)
-            x.grad = None
-            out = m.reduce_scatter_dim(x, dim, group)
-            same(out.detach(), cut(summed(parts), world, rank, dim), dim)
-            pieces = [cut(grads[0], world, r, dim) for r in range(world)]
-            small = [cut(parts[0], world, r, dim).contiguous() for r in range(world)]
-            out.backward(small[rank])
-            same(x.grad, parts[0], dim)
-            x.grad = None
-            out = m.split_dim(x, dim, group)
-            same(out.detach(), cut(parts[rank], world, rank, dim), dim)
-            out.backward(small[rank])
-            same(x.grad, parts[0], dim)
-            assert len(pieces) == world
-            for gather in range(3):
-                x.grad = None
-                out = m.all_to_all_dims(x, dim, gather, group)
-                wanted = torch.cat([cut(part, world, rank, dim) for part in parts], gather)
-                same(out.detach(), wanted, (dim, gather))
-                assert world == 1 or out._base is None
-                out.backward(out.detach() * 2)
-                same(x.grad, parts[rank] * 2, (dim, gather))
-
-
-@pytest.mark.parametrize(("world", "path"), [(1, "torch"), (2, "torch"), (4, "torch"), (2, "triton")])
-def test_any_dim(pool: Pool, world: int, path: str) -> None:
-    pool.run(run_dims, path, world=world)
-
-
-def run_uneven_dims(group: ProcessGroup) -> None:
-    rank, world = group.rank(), group.size()
-    heads, rows = ((3, 2), (4, 1)) if world == 2 else ((2, 0, 2, 1), (1, 3, 0, 2))
-    full = value((2, sum(rows), sum(heads), 3), "float32", 0)
-    for layout in LAYOUTS:
-        x = laid_out(full.split(rows, 1)[rank], layout).requires_grad_()
-        out = m.all_to_all_dims(x, 2, 1, group, scatter_sizes=heads, gather_sizes=rows)
-        same(out.detach(), full.split(heads, 2)[rank], layout)
-        assert out._base is None
-        out.backward(3 * out.detach())
-        assert x.grad is not None
-        same(x.grad, 3 * full.split(rows, 1)[rank], layout)
-        for dim, sizes in ((1, rows), (2, heads)):
-            pieces = full.split(sizes, dim)
-            same(m.all_gather_dim(laid_out(pieces[rank], layout), dim, group, sizes=sizes), full, layout)
-            same(m.reduce_scatter_dim(laid_out(full, layout), dim, group, sizes=sizes), world * pieces[rank], layout)
-            same(m.split_dim(laid_out(full, layout), dim, group, sizes=sizes), pieces[rank], layout)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_uneven_heads_and_sequences(pool: Pool, world: int) -> None:
-    pool.run(run_uneven_dims, world=world)
-
-
-def run_meta(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1, 2, 3)
+def test_meta_tensors_propagate_shapes(group: ProcessGroup) -> None:
     rank, world = group.rank(), group.size()
     x = torch.ones(2 * world, 2 * world, device="meta", requires_grad=True)
     for name, (mapping, _, _) in MAPPINGS.items():
@@ -434,11 +267,6 @@ def run_meta(group: ProcessGroup) -> None:
     assert torch.autograd.grad(summed, x, torch.ones_like(summed))[0].shape == x.shape
     columns = m.all_to_all_dims(rows, 1, 0, group, gather_sizes=sizes)
     assert (columns.is_meta, columns.shape) == (True, (total, 2))
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_meta_tensors_propagate_shapes(pool: Pool, world: int) -> None:
-    pool.run(run_meta, world=world)
 
 
 # The dot-product test: <f(x), y> = <x, f'(y)>; a replicated side counts once, the others sum over the ranks.
@@ -464,7 +292,9 @@ def _random(shape: tuple[int, ...], seed: int, rank: int, replicated: bool) -> T
     return torch.randn(shape, generator=made, dtype=torch.float64)
 
 
-def run_adjoint(group: ProcessGroup, name: str) -> None:
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_adjoint_and_double_backward(group: ProcessGroup, name: str) -> None:
     call, (x_same, y_same) = MAPPINGS[name][0], REPLICATED.get(name, (False, False))
     rank, shape = group.rank(), (8, 3, 16)
     x = _random(shape, 1, rank, x_same).requires_grad_()
@@ -482,13 +312,8 @@ def run_adjoint(group: ProcessGroup, name: str) -> None:
     assert _total((v * grad).sum(), group, x_same) == pytest.approx(_total((twice * y).sum(), group, y_same), rel=1e-12)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("name", MAPPINGS)
-def test_adjoint_and_double_backward(pool: Pool, name: str, world: int) -> None:
-    pool.run(run_adjoint, name, world=world)
-
-
-def run_sum_tolerance(group: ProcessGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_sums_of_random_data(group: ProcessGroup) -> None:
     """Random data: within one rounding of the dtype per rank."""
     rank, world = group.rank(), group.size()
     for dtype, tolerance in (
@@ -508,12 +333,8 @@ def run_sum_tolerance(group: ProcessGroup) -> None:
             assert float((out.double() - wanted).abs().max()) <= tolerance * scale * world
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_sums_of_random_data(pool: Pool, world: int) -> None:
-    pool.run(run_sum_tolerance, world=world)
-
-
-def run_destroyed_group(group: ProcessGroup) -> None:
+@pytest.mark.ranks(8)
+def test_the_sum_does_not_keep_its_group(group: ProcessGroup) -> None:
     for held_input in (False, True):
         made = dist.new_group(dist.get_process_group_ranks(group))
         assert isinstance(made, ProcessGroup)
@@ -526,7 +347,3 @@ def run_destroyed_group(group: ProcessGroup) -> None:
         same(torch.autograd.grad(out.sum(), x, retain_graph=True)[0], torch.ones(4, 3), held_input)
         with pytest.raises(GroupError, match="its process group was destroyed"):
             torch.autograd.grad(out, x, torch.ones(4, 3, requires_grad=True), create_graph=True)
-
-
-def test_the_sum_does_not_keep_its_group(pool: Pool) -> None:
-    pool.run(run_destroyed_group, world=8)

@@ -1,6 +1,5 @@
 """Resharding over real ranks: drawn layouts under autograd, named cases, refusals on every rank, counted memory."""
 
-import random
 import warnings
 from typing import Any
 from unittest import mock
@@ -8,8 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from bits import bits, random_bits
-from pool import Pool
-from reshardings import boxes_of, drawn_items, local_of, values
+from reshardings import local_of
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 from torch.distributed.tensor import Partial
@@ -19,62 +17,7 @@ from tritoncomm import record
 from tritoncomm.core import ops
 from tritoncomm.errors import ArgumentError, CommError, GroupError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.reshard import Layout, OwnedExchange, exchange_owned, planner, request, reshard, reshard_plan
-from tritoncomm.reshard.plan import ALIGNMENT, Item
-
-
-def inputs(items: list[Item], fulls: list[Tensor], rank: int) -> dict[str, Tensor]:
-    return {
-        item.name: local_of(item.source, rank, x).requires_grad_(item.has_grad)
-        for item, x in zip(items, fulls, strict=True)
-    }
-
-
-def check_case(group: TorchGroup, seed: int) -> None:
-    draw, rank, world = random.Random(seed), group.rank(), group.size()
-    items = drawn_items(draw, world)
-    fulls = [values(item, seed) for item in items]
-    grad = draw.choice(["replicated", "partial"])
-    if grad == "replicated" and any("overlap" in item.target.problem for item in items):
-        grad = "partial"
-    given = inputs(items, fulls, rank)
-    sources, targets = ({i.name: getattr(i, side) for i in items} for side in ("source", "target"))
-    dtypes, limit = {item.name: item.result for item in items}, draw.choice([2**20, 64 * world])
-    results = reshard(given, sources, targets, group=group, dtype=dtypes, bucket_bytes=limit, grad=grad)
-    total = []
-    for item, x in zip(items, fulls, strict=True):
-        result = results[item.name]
-        assert torch.equal(bits(result), bits(local_of(item.target, rank, x.to(item.result)))), (seed, item)
-        if item.has_grad:
-            total.append((result.float() * 2).sum())
-    if not total:
-        return
-    torch.stack(total).sum().backward()
-    for item in items:
-        if item.has_grad:
-            counts = torch.zeros(item.source.shape)
-            for other in range(world):
-                for of_global, _ in boxes_of(item.target, other):
-                    counts[of_global] = counts[of_global] + 2 if grad == "partial" else torch.tensor(2.0)
-            expected = local_of(item.source, rank, counts.to(item.dtype))
-            assert torch.equal(given[item.name].grad, expected), (seed, item, grad)
-
-
-def run_drawn(group: TorchGroup, seeds: range) -> None:
-    for seed in seeds:
-        torch.manual_seed(seed)
-        check_case(group, seed)
-
-
-@pytest.mark.parametrize(("world", "count"), [(1, 10), (2, 20), (4, 30), (8, 20)])
-def test_drawn_layouts(pool: Pool, world: int, count: int) -> None:
-    pool.run(run_drawn, range(10_000, 10_000 + count), world=world)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(20_000, 20_400, 100))
-def test_more_drawn_layouts(pool: Pool, first: int) -> None:
-    pool.run(run_drawn, range(first, first + 100), world=8, timeout=300)
-
+from tritoncomm.reshard.plan import ALIGNMENT
 
 EVERY, GRID = range(4), [[0, 1], [2, 3]]
 on_mesh = Layout.on_mesh
@@ -96,7 +39,9 @@ NAMED: dict[str, tuple[tuple[int, ...], torch.dtype, Any, Any]] = {
 }
 
 
-def run_named(group: TorchGroup, name: str) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", NAMED)
+def test_named(group: TorchGroup, name: str) -> None:
     shape, dtype, before, after = NAMED[name]
     source, target, rank = on_mesh(shape, *before), on_mesh(shape, *after), group.rank()
     full = random_bits(shape, dtype)
@@ -114,11 +59,6 @@ def run_named(group: TorchGroup, name: str) -> None:
     assert torch.equal(bits(out), bits(expected))
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_named(pool: Pool, name: str) -> None:
-    pool.run(run_named, name, world=4)
-
-
 def refused(call: Any, kind: type[CommError], *words: str) -> None:
     with pytest.raises(kind) as caught:
         call()
@@ -126,7 +66,8 @@ def refused(call: Any, kind: type[CommError], *words: str) -> None:
     assert type(caught.value) is kind
 
 
-def run_refusals(group: TorchGroup) -> None:
+@pytest.mark.ranks(4)
+def test_refusals(group: TorchGroup) -> None:
     rank, every = group.rank(), range(4)
     rows, columns = Layout.on_mesh((8, 4), every, [0]), Layout.on_mesh((8, 4), every, [1])
     x = torch.ones(2, 4)
@@ -169,11 +110,8 @@ def run_refusals(group: TorchGroup) -> None:
     refused(go(source=Layout.on_mesh((8, 4), range(8), [0])), GroupError, "[4, 5, 6, 7]", "source")
 
 
-def test_refusals(pool: Pool) -> None:
-    pool.run(run_refusals, world=4)
-
-
-def run_costs(group: TorchGroup) -> None:
+@pytest.mark.ranks(4)
+def test_costs(group: TorchGroup) -> None:
     """Memory, passes, messages and bytes, counted while it runs."""
     rank, shape, limit = group.rank(), (64, 96), 2048
     source, target = Layout.on_mesh(shape, range(4), [0]), Layout.on_mesh(shape, [[0, 1], [2, 3]], [1, None])
@@ -200,20 +138,11 @@ def run_costs(group: TorchGroup) -> None:
     assert "50 us per step" in str(plan)  # of Gloo
 
 
-def test_costs(pool: Pool) -> None:
-    pool.run(run_costs, world=4)
-
-
 def rows_to_columns(rows: int, columns: int) -> tuple[Tensor, Layout, Layout]:
     """A tensor of different values, and its shards of dim 0 and of dim 1 on two ranks."""
     shape = rows, columns
     full = torch.arange(float(rows * columns)).view(shape)
     return full, Layout.on_mesh(shape, range(2), [0]), Layout.on_mesh(shape, range(2), [1])
-
-
-def run_in_place(group: TorchGroup, path: Any) -> None:
-    with ops.path(path):
-        check_in_place(group)
 
 
 def check_in_place(group: TorchGroup) -> None:
@@ -238,11 +167,12 @@ def check_in_place(group: TorchGroup) -> None:
 
 
 @pytest.mark.parametrize("path", ["torch", "triton"])
-def test_in_place_needs_one_bucket(pool: Pool, path: str) -> None:
-    pool.run(run_in_place, path, world=2)
+def test_in_place_needs_one_bucket(group: TorchGroup, path: Any) -> None:
+    with ops.path(path):
+        check_in_place(group)
 
 
-def run_corners(group: TorchGroup) -> None:
+def test_corners(group: TorchGroup) -> None:
     rank, (full, source, target) = group.rank(), rows_to_columns(8, 4)
     x = local_of(source, rank, full)
     # The same layout: the tensor itself. Tied tensors: each of them moves.
@@ -277,10 +207,6 @@ def run_corners(group: TorchGroup) -> None:
     out = torch.zeros(8, 2)
     plan.execute(x, out=out)
     assert torch.equal(out, local_of(target, rank, full))
-
-
-def test_corners(pool: Pool) -> None:
-    pool.run(run_corners, world=2)
 
 
 def test_a_plan_without_ranks() -> None:
@@ -359,7 +285,7 @@ def test_a_plan_for_a_rank_that_is_not_there() -> None:
     refused(lambda: reshard_plan({1: torch.int8, "1": torch.int8}, rows, rows, ranks=[0, 1]), ArgumentError, "as text")
 
 
-def run_wrong_options(group: TorchGroup) -> None:
+def test_wrong_options(group: TorchGroup) -> None:
     """Wrong on one rank: it raises what is wrong, and the other says so."""
     world = group.size()
     rows, columns = (Layout.on_mesh((8, 4), range(world), [dim]) for dim in (0, 1))
@@ -388,7 +314,3 @@ def run_wrong_options(group: TorchGroup) -> None:
         kind = ArgumentError if own else MismatchError
         refused(lambda given=given: OwnedExchange(*given, rows, group=group), kind, "exchange_owned")
     assert torch.equal(go()()["w"], torch.ones(8, 4 // world))
-
-
-def test_wrong_options(pool: Pool) -> None:
-    pool.run(run_wrong_options, world=2)

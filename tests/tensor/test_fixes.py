@@ -6,7 +6,6 @@ import itertools
 import math
 import operator
 import pickle
-import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool
-from redistributions import chunked, layouts, ranks_of
+from shards import ranks_of, shard_of, sharded
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup as TorchGroup
 
@@ -40,37 +38,14 @@ from tritoncomm.tensor.device_mesh import DeviceMesh
 from tritoncomm.tensor.dispatch import plain
 from tritoncomm.tensor.distspec import _DistSpec
 from tritoncomm.tensor.group_registry import _by_members
-from tritoncomm.tensor.sharding_spec import ShardingSpec
-from tritoncomm.tensor.utils import convert_dim_partition_dict, merge_same_dim_mesh_list
 
 
 def counted(*shape: int) -> Tensor:
     return torch.arange(float(torch.Size(shape).numel())).view(shape)
 
 
-def sharded(full: Tensor, spec: _DistSpec, pg: ProcessGroup) -> ColoTensor:
-    return ColoTensor(chunked(full, spec, pg.tp_local_rank()).clone(), ColoTensorSpec(pg, spec), full.shape)
-
-
-def run_local_ranks(group: TorchGroup) -> None:
-    ranks = dist.get_process_group_ranks(group)
-    me, given = dist.get_rank(), ranks[::-1]
-    pg = ProcessGroup(ranks=given, tp_degree=len(ranks))
-    assert given == ranks[::-1], "the caller's list is the caller's"
-    assert (pg.tp_local_rank(), pg.dp_local_rank()) == (ranks.index(me), 0)
-    across = ProcessGroup(ranks=ranks, dp_degree=len(ranks))
-    assert (across.tp_local_rank(), across.dp_local_rank()) == (0, ranks.index(me))
-    full = counted(5, 2)
-    result = ColoTensor(full.clone(), ColoTensorSpec(pg)).redistribute(ShardSpec([0], [len(ranks)]))
-    assert torch.equal(plain(result), full.chunk(len(ranks))[ranks.index(me)])
-
-
-@pytest.mark.parametrize("ranks", [(0, 2), (1, 3), (2, 3)], ids=str)
-def test_local_ranks_are_places_in_the_list(pool: Pool, ranks: tuple[int, ...]) -> None:
-    pool.run(run_local_ranks, world=ranks)
-
-
-def run_checked_against_the_group(group: TorchGroup) -> None:
+@pytest.mark.ranks(4)
+def test_specs_are_checked_against_the_group(group: TorchGroup) -> None:
     pg, full = ranks_of(group), counted(8, 8)
     for spec in (ShardSpec([0], [2]), ShardSpec([0], [8]), ShardSpec([0, 1], [2, 4]), ShardSpec([0, 1], [1, 2])):
         with pytest.raises(ShapeError, match="tensor-parallel ranks, not 4"):
@@ -83,88 +58,8 @@ def run_checked_against_the_group(group: TorchGroup) -> None:
         assert sharded(full, spec, pg).numel() == 16
 
 
-def test_specs_are_checked_against_the_group(pool: Pool) -> None:
-    pool.run(run_checked_against_the_group, world=4)
-
-
-def run_indivisible(group: TorchGroup) -> None:
-    pg, world = ranks_of(group), group.size()
-    for size in range(world + 6):
-        full = counted(size, 3)
-        shards = full.chunk(world)
-        mine = shards[group.rank()] if group.rank() < len(shards) else full[:0]
-        result = ColoTensor(full.clone(), ColoTensorSpec(pg)).redistribute(ShardSpec([0], [world]))
-        assert torch.equal(plain(result), mine), size
-        assert torch.equal(plain(result.to_replicate()), full), size
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_indivisible_dims_are_cut_like_torch_chunk(pool: Pool, world: int) -> None:
-    pool.run(run_indivisible, world=world)
-
-
-def run_shard_to_shard(group: TorchGroup) -> None:
-    pg, world, rank = ranks_of(group), group.size(), group.rank()
-    for shape in ((8, 4), (9, 7), (4, 8, 4), (5, 3, 6)):
-        full, gradient = counted(*shape), counted(*shape) + 0.5
-        several = [ShardSpec([1, 0], [2, 2]), ShardSpec([0, -1], [2, 2]), ShardSpec([-1, 0], [2, 2])]
-        result = [*layouts(len(shape), world)[1:], ShardSpec([1 - len(shape)], [world]), *several[: 3 * (world == 4)]]
-        for old, new in itertools.product(result, repeat=2):
-            x = sharded(full, old, pg).requires_grad_()
-            y = x.redistribute(new)
-            assert torch.equal(plain(y), chunked(full, new, rank)), (shape, old, new)
-            given = ColoTensor(chunked(gradient, new, rank).clone(), ColoTensorSpec(pg, new), shape)
-            for each in (plain(given), given):  # a hook may well make it a ColoTensor
-                out = plain(x.redistribute(new))
-                out.register_hook(lambda _, each=each: each)
-                out.sum().backward()
-                assert x.grad is not None
-                assert torch.equal(plain(x.grad), chunked(gradient, old, rank)), (shape, old, new)
-                x.grad = None
-            again = DistSpecManager.handle_trans_spec(x, old, new, pg, shape)
-            assert torch.equal(plain(again), chunked(full, new, rank)), (shape, old, new)
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_shard_to_shard_in_every_case(pool: Pool, world: int) -> None:
-    pool.run(run_shard_to_shard, world=world)
-
-
-def run_no_grad(group: TorchGroup) -> None:
-    x = ColoTensor(counted(4, 4), ColoTensorSpec(ranks_of(group))).requires_grad_()
-    inside, leave = threading.Event(), threading.Event()
-    spec = ShardSpec([0], [group.size()])
-
-    def hold() -> None:
-        with DistSpecManager.no_grad():
-            inside.set()
-            leave.wait(30)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert inside.wait(30)
-    assert x.redistribute(spec).requires_grad, "another thread is in a block"
-    with pytest.raises(KeyError):
-        fail_inside(x, spec)
-    assert x.redistribute(spec).requires_grad, "an exception leaves the block too"
-    leave.set()
-    thread.join()
-    assert x.redistribute(spec).requires_grad
-
-
-def fail_inside(x: ColoTensor, spec: _DistSpec) -> None:
-    with DistSpecManager.no_grad():
-        with DistSpecManager.no_grad():
-            pass
-        assert not x.redistribute(spec).requires_grad
-        raise KeyError
-
-
-def test_no_grad_nests_and_belongs_to_a_thread(pool: Pool) -> None:
-    pool.run(run_no_grad)
-
-
-def run_handed_back(group: TorchGroup) -> None:
+@pytest.mark.ranks(1, 2)
+def test_what_is_handed_back_under_no_grad_has_no_graph(group: TorchGroup) -> None:
     """Under no_grad a redistribution that moves nothing ends the graph as well; under the manager's it does not."""
     pg, world = ranks_of(group), group.size()
     on: list[Callable[[], Any]] = [DistSpecManager.no_grad, torch.enable_grad]
@@ -174,7 +69,7 @@ def run_handed_back(group: TorchGroup) -> None:
         (ShardSpec([-1], [world]), ShardSpec([1], [world])),
     ):  # fmt: skip
         for graded, mode, leaf in itertools.product((True, False), modes, (True, False)):
-            local = chunked(counted(4, 4).double(), spec, group.rank()).requires_grad_(graded)
+            local = shard_of(counted(4, 4).double(), spec, group.rank()).requires_grad_(graded)
             local = local if leaf else local * 1
             x = ColoTensor.from_torch_tensor(local, ColoTensorSpec(pg, spec))
             with mode():
@@ -195,12 +90,7 @@ def run_handed_back(group: TorchGroup) -> None:
     assert plain(p.grad).tolist() == [12.0, 24.0], "a target computed under no_grad is not trained"
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_what_is_handed_back_under_no_grad_has_no_graph(pool: Pool, world: int) -> None:
-    pool.run(run_handed_back, world=world)
-
-
-def run_numbers(group: TorchGroup) -> None:
+def test_numbers_of_tensors_without_dims(group: TorchGroup) -> None:
     """A 0-dim tensor converts to a number as a torch tensor does."""
     spec = ColoTensorSpec(ranks_of(group))
     for number in (3, -2, 3.75, True):
@@ -232,11 +122,7 @@ def run_numbers(group: TorchGroup) -> None:
     assert plain(x).tolist() == [False, False]
 
 
-def test_numbers_of_tensors_without_dims(pool: Pool) -> None:
-    pool.run(run_numbers)
-
-
-def run_reprs(group: TorchGroup) -> None:
+def test_the_repr_of_a_leaf_shows_requires_grad(group: TorchGroup) -> None:
     spec = ColoTensorSpec(ranks_of(group))
     p, x = ColoParameter(torch.ones(2), True, spec), ColoTensor(torch.ones(2), spec)
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
@@ -249,11 +135,7 @@ def run_reprs(group: TorchGroup) -> None:
     assert p.grad is None
 
 
-def test_the_repr_of_a_leaf_shows_requires_grad(pool: Pool) -> None:
-    pool.run(run_reprs)
-
-
-def run_alone(group: TorchGroup) -> None:
+def test_an_operator_that_gathers_says_that_every_rank_calls(group: TorchGroup) -> None:
     """One rank gathers, the other does not: the error says that every rank has to."""
     pg, world = ranks_of(group), group.size()
     apart = _by_members(tuple(dist.get_process_group_ranks(group)), "gloo")
@@ -270,11 +152,7 @@ def run_alone(group: TorchGroup) -> None:
     assert [plain(row).tolist() for row in shard] == counted(4, 2).tolist()
 
 
-def test_an_operator_that_gathers_says_that_every_rank_calls(pool: Pool) -> None:
-    pool.run(run_alone)
-
-
-def run_deepcopies_of_results(group: TorchGroup) -> None:
+def test_a_result_of_the_graph_is_not_deepcopied(group: TorchGroup) -> None:
     pg = ranks_of(group)
     x = ColoTensor(counted(2, 2).double(), ColoTensorSpec(pg)).requires_grad_()
     for result in (x * 2, x.redistribute(ShardSpec([0], [group.size()]))):
@@ -285,10 +163,6 @@ def run_deepcopies_of_results(group: TorchGroup) -> None:
     with torch.no_grad():
         assert copy.deepcopy(x * 2).is_leaf
     assert copy.deepcopy(x).requires_grad
-
-
-def test_a_result_of_the_graph_is_not_deepcopied(pool: Pool) -> None:
-    pool.run(run_deepcopies_of_results)
 
 
 def test_before_initialize_the_error_says_what_to_call() -> None:
@@ -314,7 +188,14 @@ def test_before_initialize_the_error_says_what_to_call() -> None:
     assert not hasattr(pg, "_something_else")
 
 
-def run_copies(group: TorchGroup) -> None:
+def saved(x: Tensor) -> Any:
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+def test_copies_and_pickles_keep_requires_grad(group: TorchGroup) -> None:
     pg, spec = ranks_of(group), ShardSpec([0], [group.size()])
     for needs in (True, False):
         x = sharded(counted(4, 2), spec, pg).requires_grad_(needs)
@@ -339,18 +220,7 @@ def run_copies(group: TorchGroup) -> None:
         assert twin.weight.requires_grad
 
 
-def saved(x: Tensor) -> Any:
-    buffer = io.BytesIO()
-    torch.save(x, buffer)
-    buffer.seek(0)
-    return torch.load(buffer)
-
-
-def test_copies_and_pickles_keep_requires_grad(pool: Pool) -> None:
-    pool.run(run_copies)
-
-
-def run_from_torch_tensor(group: TorchGroup) -> None:
+def test_from_torch_tensor_honours_requires_grad(group: TorchGroup) -> None:
     spec = ColoTensorSpec(ranks_of(group))
     for needs in (True, False):
         leaf = torch.ones(3).requires_grad_(needs)
@@ -362,11 +232,7 @@ def run_from_torch_tensor(group: TorchGroup) -> None:
             assert ColoParameter.from_torch_tensor(source, spec=spec).requires_grad
 
 
-def test_from_torch_tensor_honours_requires_grad(pool: Pool) -> None:
-    pool.run(run_from_torch_tensor)
-
-
-def run_named(group: TorchGroup) -> None:
+def test_named_params_honour_prefix_and_recurse(group: TorchGroup) -> None:
     spec = ColoTensorSpec(ranks_of(group))
     inner = nn.Linear(2, 2)
     inner.plain_one = ColoTensor(torch.ones(1), spec)
@@ -383,112 +249,7 @@ def run_named(group: TorchGroup) -> None:
     assert sorted(name for name, _ in named_params_with_colotensor(outer, recurse=False)) == ["own", "scale"]
 
 
-def test_named_params_honour_prefix_and_recurse(pool: Pool) -> None:
-    pool.run(run_named)
-
-
-def test_negative_keys_and_arguments_left_alone() -> None:
-    context: dict[int, list[int]] = {-1: [0], -2: [1], -3: [2]}
-    before = copy.deepcopy(context)
-    result = convert_dim_partition_dict(4, context)
-    assert result == {3: [0], 2: [1], 1: [2]}
-    result[3].append(9)
-    assert context == before
-    twice: dict[int, list[int]] = {1: [0], -1: [1], -3: [2]}
-    before = copy.deepcopy(twice)
-    merged = merge_same_dim_mesh_list(3, twice)
-    assert merged == {1: [0], 2: [1], 0: [2]} == ShardingSpec(grid(2, 2, 2), (8, 8, 8), twice).dim_partition_dict
-    merged[1].append(9)
-    assert twice == before
-
-
-def grid(*shape: int) -> DeviceMesh:
-    return DeviceMesh(torch.arange(torch.Size(shape).numel()), shape)
-
-
-OPERATORS: dict[str, Callable[[Tensor], Any]] = {
-    "t": lambda x: x.t(),
-    "T": lambda x: x.T,
-    "mT": lambda x: x.mT,
-    "transpose": lambda x: x.transpose(0, 1),
-    "permute": lambda x: x.permute(1, 0),
-    "sum": lambda x: x.sum(),
-    "sum-0": lambda x: x.sum(0),
-    "sum-1-keepdim": lambda x: x.sum(-1, keepdim=True),
-    "mean": lambda x: x.mean(),
-    "mean-0": lambda x: x.mean(0),
-    "softmax-0": lambda x: x.softmax(0),
-    "softmax-1": lambda x: nn.functional.softmax(x, -1),
-    "log_softmax-0": lambda x: x.log_softmax(0),
-    "log_softmax-1": lambda x: torch.log_softmax(x, 1),
-    "argmax": lambda x: x.argmax(),
-    "argmax-0": lambda x: x.argmax(0),
-    "argmin-1": lambda x: x.argmin(1),
-    "max": lambda x: x.max(),
-    "max-1": lambda x: x.max(1).values,
-    "amin-0": lambda x: x.amin(0),
-    "all": lambda x: (x >= 0).all(),
-    "any-0": lambda x: (x > 60).any(0),
-    "matmul": lambda x: x @ x.t(),
-    "matmul-left": lambda x: torch.ones(2, x.size(0), dtype=x.dtype) @ x,
-    "linear": lambda x: nn.functional.linear(x, torch.ones(3, x.size(-1), dtype=x.dtype)),
-    "norm": lambda x: x.norm(),
-    "std": lambda x: x.std(0),
-    "cumsum-0": lambda x: x.cumsum(0),
-    "cumsum-1": lambda x: x.cumsum(1),
-    "sort": lambda x: x.sort(1, descending=True).values,
-    "flip": lambda x: x.flip(0),
-    "roll": lambda x: x.roll(1, 1),
-    "view": lambda x: x.view(-1),
-    "reshape": lambda x: x.reshape(x.size(1), x.size(0)),
-    "unsqueeze": lambda x: x.unsqueeze(0),
-    "flatten": lambda x: x.flatten(),
-    "expand": lambda x: x.unsqueeze(0).expand(2, *x.size()),
-    "cat": lambda x: torch.cat([x, x + 1]),
-    "stack": lambda x: torch.stack([x, x + 1], 1),
-    "split": lambda x: x.split(2)[1],
-    "chunk": lambda x: x.chunk(2, 1)[0],
-    "index": lambda x: x[1:3],
-    "index-row": lambda x: x[1],
-    "narrow": lambda x: x.narrow(1, 1, 2),
-    "gather": lambda x: x.gather(1, torch.zeros(2, 2, dtype=torch.int64)),
-    "tril": lambda x: x.tril(),
-    "layer_norm": lambda x: nn.functional.layer_norm(x, (x.size(-1),)),
-    "logsumexp": lambda x: x.logsumexp(0),
-    "einsum": lambda x: torch.einsum("ij,ij->i", x, x),
-    "outer-broadcast": lambda x: x * x.sum(0),
-    "column-broadcast": lambda x: x - x.mean(1, keepdim=True),
-    "one-dim": lambda x: x[0] + x[1],
-}
-
-
-def run_never_stale(group: TorchGroup) -> None:
-    pg = ranks_of(group)
-    for shape in ((8, 8), (5, 6)):
-        full = (counted(*shape) * 7 % 31).double()
-        for spec in layouts(2, group.size()):
-            x = sharded(full, spec, pg)
-            for name, function in OPERATORS.items():
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    result, expected = function(x), function(full)
-                context = (name, shape, spec)
-                assert isinstance(result, ColoTensor), context
-                assert tuple(result.size()) == tuple(expected.shape), (context, result.size(), expected.shape)
-                assert result.shape == chunked(expected, result.dist_spec, group.rank()).shape, context
-                replica = plain(result.redistribute(ReplicaSpec()))
-                assert replica.dtype == expected.dtype, context
-                torch.testing.assert_close(
-                    replica, expected, rtol=1e-12, atol=1e-12, msg=lambda m, t=context: f"{t}: {m}"
-                )
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_spec_is_never_stale(pool: Pool, world: int) -> None:
-    pool.run(run_never_stale, world=world)
-
-
-def run_damaged_files(group: TorchGroup) -> None:
+def test_damaged_files(group: TorchGroup) -> None:
     """What ``torch.load`` rebuilds from a file that nobody vouches for is a tensor, or an error by name."""
     x = ColoTensor(torch.ones(2, 4), ColoTensorSpec(ranks_of(group), ShardSpec([0], [2])), (4, 4))
     function, (name, data, flag, state) = x.__reduce_ex__(2)
@@ -515,11 +276,7 @@ def run_damaged_files(group: TorchGroup) -> None:
             ShardSpec([odd], [2])  # pyright: ignore[reportArgumentType]
 
 
-def test_damaged_files(pool: Pool) -> None:
-    pool.run(run_damaged_files, world=2)
-
-
-def run_maxima_of_nothing(group: TorchGroup) -> None:
+def test_maxima_of_nothing(group: TorchGroup) -> None:
     """A dtype without an order is refused on ranks with no elements, too: nobody waits for them."""
     pg = ranks_of(group)
     warnings.simplefilter("ignore")  # such operators gather
@@ -538,11 +295,7 @@ def run_maxima_of_nothing(group: TorchGroup) -> None:
                 assert torch.equal(plain(result.to_replicate() if isinstance(result, ColoTensor) else result), wanted)
 
 
-def test_maxima_of_nothing(pool: Pool) -> None:
-    pool.run(run_maxima_of_nothing, world=2)
-
-
-def run_infinite_norms_of_nothing(group: TorchGroup) -> None:
+def test_infinite_norms_of_nothing(group: TorchGroup) -> None:
     warnings.simplefilter("ignore")  # such operators gather
     full = torch.empty(0, 4)
     x = sharded(full, ShardSpec([0], [2]), ranks_of(group))
@@ -552,7 +305,3 @@ def run_infinite_norms_of_nothing(group: TorchGroup) -> None:
                 with pytest.raises(RuntimeError, match="does not have an identity"):
                     torch.linalg.vector_norm(y, power, dim)
     assert plain(torch.linalg.vector_norm(x, math.inf, 1).to_replicate()).shape == (0,)
-
-
-def test_infinite_norms_of_nothing(pool: Pool) -> None:
-    pool.run(run_infinite_norms_of_nothing, world=2)

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import Pool
-from redistributions import SHAPES, by_reshard, chunked, documented, ranks_of, transitions
-from shards import sharded
+from redistributions import SHAPES, by_reshard, documented, transitions
+from shards import ranks_of, shard_of, sharded
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 from torch.utils._python_dispatch import _disable_current_modes
@@ -100,7 +100,7 @@ def run_floor(group: TorchGroup, shapes: Any) -> None:
     pg, world = ranks_of(group), group.size()
     rank = pg.tp_local_rank()
     for shape, old, new in transitions(world, shapes):
-        x = ColoTensor(chunked(torch.ones(shape), old, rank).clone(), ColoTensorSpec(pg, old), shape).requires_grad_()
+        x = ColoTensor(shard_of(torch.ones(shape), old, rank), ColoTensorSpec(pg, old), shape).requires_grad_()
         x.redistribute(new)  # warm the caches
         with collectives_apart(), record.recording() as counted:
             with Live() as forward:
@@ -108,7 +108,7 @@ def run_floor(group: TorchGroup, shapes: Any) -> None:
             gradient = torch.ones(y.shape)
             with Live() as backward:
                 (grad,) = torch.autograd.grad(y, x, gradient)
-        assert (y.shape, plain(grad).shape) == (chunked(torch.ones(shape), new, rank).shape, x.shape)
+        assert (y.shape, plain(grad).shape) == (shard_of(torch.ones(shape), new, rank).shape, x.shape)
         context = f"{shape} {old} to {new}, rank {rank}"
         recorded = sum(count.packed for count in counted.values())
         assert recorded == forward.moved + backward.moved, f"{context}: the record has {recorded}"
@@ -125,7 +125,8 @@ def test_every_transition_copies_and_allocates_as_documented(pool: Pool, world: 
     pool.run(run_floor, shapes, world=world)
 
 
-def run_products(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_sums_of_products_copy_nothing(group: TorchGroup) -> None:
     """Partial products and the gradients of replicated factors are summed in place; other gradients are left alone."""
     pg, world = ranks_of(group), group.size()
     columns = sharded(torch.ones(2 * world, 3), ShardSpec([0], [world]), pg).requires_grad_()
@@ -147,12 +148,10 @@ def run_products(group: TorchGroup) -> None:
     assert torch.equal(plain(leaf.grad), torch.ones(1, 3))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_sums_of_products_copy_nothing(pool: Pool, world: int) -> None:
-    pool.run(run_products, world=world)
-
-
-def run_wasteful(group: TorchGroup, which: str, waste: str) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("waste", ["clone", "buffer"])
+@pytest.mark.parametrize("which", ["all_gather", "all_to_all"])
+def test_waste_is_detected(group: TorchGroup, which: str, waste: str) -> None:
     original = getattr(eager, which)
 
     def wasteful(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -168,12 +167,6 @@ def run_wasteful(group: TorchGroup, which: str, waste: str) -> None:
             run_floor(group, ((9, 8, 4),))
     finally:
         setattr(eager, which, original)
-
-
-@pytest.mark.parametrize("waste", ["clone", "buffer"])
-@pytest.mark.parametrize("which", ["all_gather", "all_to_all"])
-def test_waste_is_detected(pool: Pool, which: str, waste: str) -> None:
-    pool.run(run_wasteful, which, waste, world=4)
 
 
 def test_the_documented_steps() -> None:

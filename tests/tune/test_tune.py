@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -152,25 +151,6 @@ def test_eviction_is_an_axis_of_copies_in_wide_units() -> None:
         assert launch.constants["EVICT_FIRST"] is on, unit
 
 
-def test_the_rank_follows_cost_then_registers() -> None:
-    tried = candidates("pack", 16)[:4]
-    costs = [(3.0, 40), (2.0, 50), (2.0, 30), (1.0, 90)]
-    verdicts = {
-        one.label: static.Verdict("" if cost > 1 else "spills 8", cost, cost, registers, 0, [16], 4, 65536)
-        for one, (cost, registers) in zip(tried, costs, strict=True)
-    }
-    assert static.rank("pack", 16, verdicts, "sm_90") == [tried[2], tried[1], tried[0]]
-
-
-def test_too_few_bytes_in_flight_cost_more() -> None:
-    """Half the registers' worth of threads, and the copy waits for memory: the stated factor."""
-    code = static.Code([16, 16], [16, 16], 2, 120, 0, 64)
-    verdict = static._verdict(code, 4, "", "sm_90")
-    assert verdict.instructions_per_16_bytes == 32
-    assert verdict.bytes_in_flight == 4 * 128 * 32  # 65536 registers hold 4 programs of 128 threads with 120 each
-    assert verdict.cost == 32 * 65536 / verdict.bytes_in_flight
-
-
 AUDITED = [(target, op, unit) for target in TARGETS for op, unit in groups()]
 
 
@@ -241,30 +221,6 @@ def test_static_runs_are_the_same_byte_for_byte(tmp_path: Path, monkeypatch: pyt
     assert costs == sorted(costs)
 
 
-@pytest.mark.slow
-def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
-    arguments = ("--static", "--target", "sm_90", "--op", "pack", "--shape", "64x64", "--out", str(out))
-    run = process(*arguments, TRITON_CACHE_DIR=str(tmp_path / "triton"))
-    ends = time.monotonic() + 90
-    while not out.exists() and time.monotonic() < ends and run.poll() is None:
-        time.sleep(0.05)
-    run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=60)
-    assert run.returncode == 130, err
-    assert "interrupted" in err
-    assert "Traceback" not in err
-    before = json.loads(out.read_text())
-    assert before["complete"] is False
-    assert 0 < len(before["results"]) < len(candidates("pack", 16))
-
-    outcome = tuner.rank_static(Request(ops=["pack"], shapes=["64x64"], budget=1e-9, out=out), "sm_90")
-    assert outcome.state == search.OUT_OF_TIME
-    assert outcome.content["results"] == before["results"]
-    assert outcome.left == len(candidates("pack", 16)) - len(before["results"])
-    assert outcome.warnings == []
-
-
 def test_a_static_ranking_is_no_table(tmp_path: Path) -> None:
     put(results.static_key("sm_90") | {"results": {}})
     with pytest.warns(RuntimeWarning, match="not a measured table"):
@@ -322,23 +278,6 @@ def test_the_budget_ends_a_search_between_tasks() -> None:
     assert len(bench.timed) == 5
     assert outcome.content["complete"] is False
     assert tune_command.verdict(outcome, SimpleNamespace(print=lambda *a, **k: None, is_terminal=False)) == 0
-
-
-def test_progress_is_told_and_results_are_saved_on_the_way() -> None:
-    clock, saved, told = [0.0], [], []
-
-    def work() -> list[int]:
-        clock[0] += 1.5
-        return [1, 2]
-
-    todo = [search.Task("g", (f"{i}a", f"{i}b"), work) for i in range(4)]
-    done: dict[str, int] = {"0a": 1, "0b": 2}
-    state = search.search(
-        todo, done, lambda: saved.append(len(done)), follow=lambda *a: told.append(a), clock=lambda: clock[0]
-    )
-    assert state == search.COMPLETE
-    assert told == [("g", 4, 8), ("g", 6, 8), ("g", 8, 8)]
-    assert saved == [6, 8]
 
 
 def test_a_failure_saves_what_is_done() -> None:
@@ -405,14 +344,6 @@ def test_the_crossover_is_where_triton_stays_no_slower() -> None:
     assert limit({2**12: 10.1}) == {"pack": {"8": 0}}
     assert limit(dict.fromkeys(results._SIZES, 99.0)) == {"pack": {"8": 2**27}}
     assert limit({}, drop=1) == {}
-
-
-@pytest.mark.parametrize(("op", "unit"), groups(), ids=lambda x: str(x))
-def test_crossover_cases_have_their_unit(op: str, unit: int) -> None:
-    for size in results._SIZES:
-        case = results._case(op, unit, size)
-        assert case.unit == unit
-        assert size / 2 <= case.nbytes <= max(2 * size, 2 * 8208)
 
 
 # The bench itself, in the interpreter

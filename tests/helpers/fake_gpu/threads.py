@@ -110,7 +110,7 @@ class _Run:
     def _step(self, instruction: Instruction, active: Array) -> None:
         name, *kinds = instruction.operation.split(".")
         operands = instruction.operands
-        if name in ("ld", "st") and kinds[0] in ("global", "shared"):
+        if name in ("ld", "st") and kinds[0] in ("global", "shared", "shared::cta"):
             self._access(instruction, active)
         elif name in ("stmatrix", "ldmatrix"):
             self._move_matrices(instruction, active)
@@ -184,7 +184,7 @@ class _Run:
         return at.astype(np.int64) + int(offset or 0)
 
     def _access(self, instruction: Instruction, active: Array) -> None:
-        name, space, *kinds = instruction.operation.split(".")
+        name, space, *kinds = instruction.operation.replace("::cta", "").split(".")  # its own block's memory
         lanes = next((int(kind[1:]) for kind in kinds if re.match(r"v\d", kind)), 1)
         kind = kinds[-1]
         memory, registers = (1, 0) if name == "ld" else (0, 1)
