@@ -820,7 +820,7 @@ MUTATIONS = (
     ),
     Mutation(
         "messages are counted in records that lack the first ones", "tritoncomm/debug/trace.py",
-        "for each in records if 1 in each.calls.get(group, ())}", "for each in records if group in each.calls}",
+        "if group in each.peers and each.oldest(group) == 1}", "if group in each.peers}",
         "tests/debug/test_trace.py",
     ),
     Mutation(
