@@ -115,36 +115,29 @@ def test_a_sender_whose_receiver_comes_late_is_named_at_its_next_step(pair: Pool
         assert "g: recv_prev [4] at" in text
 
 
-def run_one_sided(group: ProcessGroup) -> str:
+def run_one_sided(group: ProcessGroup) -> list[str]:
     """Rank 0 fails before its hop, and calls a collective; rank 1 waits in the hop."""
     tritoncomm.destroy()
     synchronise(group)
     stages, rank = _stages(group), group.rank()
     with p2p.check():
         if rank:
-            assert "wait for each other" in text_of(lambda: stages.recv_forward([2], False))
-            text = text_of(lambda: c.all_reduce(T(2), group))
+            texts = [text_of(lambda: stages.recv_forward([2], False)), text_of(lambda: c.all_reduce(T(2), group))]
         else:
             with pytest.raises(ArgumentError):
                 stages.send_forward([T(2), "no tensor"], False)
-            assert "wait for each other" in text_of(lambda: c.all_reduce(T(2), group))
-            text = text_of(lambda: stages.send_forward(T(2), False))
-        for index in range(3):
-            if rank:
-                assert torch.equal(stages.recv_forward([2], False), T(2) * index)
-            else:
-                stages.send_forward(T(2) * index, False)
-            c.all_reduce(T(2), group)
-    return text
+            texts = [text_of(lambda: c.all_reduce(T(2), group)), text_of(lambda: stages.send_forward(T(2), False))]
+        c.all_reduce(T(2), group)
+    return texts
 
 
-def test_an_error_before_a_hop_leaves_both_ends_in_step(pair: Pool) -> None:
-    sender, receiver = pair.run(run_one_sided)
-    assert sender.startswith("send_forward: ranks [0, 1] wait for each other")
-    assert "recv_forward: recv_prev [2] float32 at" in sender
-    assert re.search(r", transfer \d+ from rank 0 to rank 1\n", sender)
-    assert sender.endswith("the step may be repeated on both")
-    assert "wait for each other" in receiver, "the collective that it missed is refused to it too"
+def test_an_error_before_a_hop_is_named_at_both_ends_and_closes_their_channel(pair: Pool) -> None:
+    for texts in pair.run(run_one_sided):
+        for text in texts:
+            assert "ranks [0, 1] wait for each other" in text
+            assert "recv_forward: recv_prev [2] float32 at" in text
+            assert re.search(r", transfer \d+ from rank 0 to rank 1$", text, re.MULTILINE)
+    assert texts[0].endswith("make their process group again, as by destroy() and initialize()")
 
 
 def run_empty_send(group: ProcessGroup, overlapped: bool) -> list[str]:
@@ -184,65 +177,32 @@ def test_a_send_without_elements_is_compared(pair: Pool, overlapped: bool) -> No
             assert f" {shape} float32 at " in text
 
 
-def run_fails_inside(group: ProcessGroup) -> str:
-    """Rank 1 fails in its step, before rank 0 comes to it."""
+def run_fails_inside(group: ProcessGroup) -> list[str]:
+    """Rank 1 fails in its step of two directions, before rank 0 comes to it."""
     tritoncomm.destroy()
     synchronise(group)
-    stages, rank, text = _stages(group), group.rank(), ""
+    stages, rank, texts = _stages(group), group.rank(), []
     with p2p.check():
         if rank:
             failing = mock.patch.object(header, "exchange_headers", side_effect=MemoryError("no room"))
             with failing, pytest.raises(MemoryError):
                 stages.recv_forward([2], False)
         dist.barrier(group)
+        for _ in range(2):
+            texts.append(text_of(lambda: stages.recv_forward([2], False) if rank else stages.send_forward(T(2), False)))
+        got = None if rank else stages.recv_backward([2], False)
         if rank:
-            dist.barrier(group)
-            assert torch.equal(stages.recv_forward([2], False), T(2))
-        else:
-            text = text_of(lambda: stages.send_forward(T(2), False))
-            dist.barrier(group)
-            stages.send_forward(T(2), False)
-    return text
-
-
-def test_a_step_that_fails_inside_is_refused_to_its_other_end(pair: Pool) -> None:
-    sender, _ = pair.run(run_fails_inside)
-    assert "rank 1 gave this transfer up, its recv_forward: recv_prev [2] float32 at" in sender
-    assert "MemoryError: no room" in sender
-
-
-def run_out_of_step(group: ProcessGroup) -> list[str]:
-    """Rank 0 gives up a step of two directions of which rank 1 may have sent one."""
-    tritoncomm.destroy()
-    synchronise(group)
-    rank, key = group.rank(), "send_prev" if group.rank() else "recv_next"
-    if rank:
-        _checked(group, "f", send_prev=[2])
-    dist.barrier(group)
-    if not rank:
-        _checked(group, "g", send_next=[2], recv_next=[2]).give_up("a mistake")
-    dist.barrier(group)
-    texts = []
-    for _ in range(3):
-        step = _checked(group, "f", **{key: [2]})
-        texts.append(text_of(lambda step=step: step.meet(key)))
-    if rank:
-        refused = _checked(group, "h", recv_prev=[2])
-        assert "gave this transfer up" in text_of(lambda: refused.meet("recv_prev"))
-    dist.barrier(group)
-    other = "recv_prev" if rank else "send_next"
-    step = _checked(group, "h", **{other: [2]})
-    step.meet(other)
-    assert not step.problem(other), "the other direction is in step"
+            stages.send_backward(T(2), False)
+        assert rank or torch.equal(got, T(2)), "the other direction is in step"
     return texts
 
 
-def test_ends_that_may_be_a_message_apart_are_refused_and_say_what_helps(pair: Pool) -> None:
-    for texts in pair.run(run_out_of_step):
+def test_a_step_that_fails_inside_is_refused_to_both_ends_from_then_on(pair: Pool) -> None:
+    for texts in pair.run(run_fails_inside):
         for text in texts:
-            assert "ranks 0 and 1 are out of step" in text
+            assert "ranks 1 and 0 are out of step since rank 1 gave up its recv_forward: recv_prev [2] float32" in text
+            assert "MemoryError: no room" in text
             assert "make their process group again" in text
-            assert "a mistake" in text
 
 
 def run_out_of_step_made_again(group: ProcessGroup) -> None:

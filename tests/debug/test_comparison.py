@@ -170,13 +170,12 @@ def test_a_thread_that_is_interrupted_ends_the_call_for_the_others(place: int, m
     monkeypatch.setattr(comparison, "PATIENCE", 0.1)
     job, looked = Job(3), threading.Event()
 
-    def interrupted(*_: Any) -> bool:
-        if looked.is_set():
-            return False
-        looked.set()
-        raise KeyboardInterrupt
+    def interrupted(*_: Any) -> None:
+        if not looked.is_set():
+            looked.set()
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(comparison, "fail_circle", interrupted)
+    monkeypatch.setattr(comparison, "_fail_ended", interrupted)
     results = []
 
     def rank() -> None:

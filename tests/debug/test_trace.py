@@ -127,7 +127,9 @@ def test_p2p_steps_are_paired(tmp_path: Path) -> None:
         "rank 1: in recv() at train.py:13, call 3 of group 'g' of ranks 0-2; rank 0 did not join it",
     ]
 
-    arrows = [each for each in trace.perfetto(trace.read([tmp_path]))["traceEvents"] if each["name"] == "message"]
+    trace.write_perfetto(trace.read([tmp_path]), tmp_path / "job.json")
+    events = json.loads((tmp_path / "job.json").read_text())["traceEvents"]
+    arrows = [each for each in events if each["name"] == "message"]
     assert [(each["id"], each["ph"], each["pid"], each["ts"]) for each in arrows] == [
         ("g/0-1/1", "s", 0, 0.0), ("g/0-1/1", "f", 1, 0.0), ("g/0-1/2", "s", 0, 1.0), ("g/0-1/2", "f", 1, 1.0),
         ("g/1-2/1", "s", 1, 0.0), ("g/1-2/1", "f", 2, 0.0), ("g/1-2/2", "s", 1, 1.0), ("g/1-2/2", "f", 2, 1.0),
@@ -381,7 +383,7 @@ FIELDS = {  # of an entry of torch's recorder; its analyser documents most of th
 
 
 def _dumps(folder: Path) -> dict[int, Any]:
-    return torch_dump.dumps_of(trace.read([folder]))
+    return dict(torch_dump.dumps_of(trace.read([folder])))
 
 
 def test_a_dump_has_the_fields_of_torchs_recorder(tmp_path: Path) -> None:

@@ -192,11 +192,15 @@ def layouts(process_group: Any) -> dict[str, Case]:
 
 
 def synchronise(group: ProcessGroup) -> None:
-    """The ranks go on with equal counts of calls on the group, whatever they missed in check mode; all of them call."""
+    """The ranks go on with equal counts of calls on the group, whatever they missed in check mode; all of them call.
+
+    A channel that was closed is open again. A program makes its group again for that, a test need not.
+    """
     dist.barrier(group)
     store, ranks = job_store(), dist.get_process_group_ranks(group)
-    for channel in (f"{group.group_name}/{a}-{b}" for a in ranks for b in ranks):
+    for channel in (f"{group.group_name}/{a}-{b}@0" for a in ranks for b in ranks):
         store.counts[channel] = (store.counts.get(channel, 0) // 1000 + 1) * 1000
+        store.delete(f"{channel}/verdict")
     member = check._members.setdefault(group, check._Member(group, group.group_name))
     member.count, member.window = (member.count // 1000 + 1) * 1000, []
     dist.barrier(group)

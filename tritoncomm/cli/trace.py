@@ -1,6 +1,5 @@
 """The command ``tritoncomm trace``: where the ranks of a job diverged, from their flight records."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +7,7 @@ import typer
 
 from tritoncomm.cli._console import paragraphs, refusing, say, terminal
 from tritoncomm.debug import torch_dump
-from tritoncomm.debug.trace import perfetto, read, story
+from tritoncomm.debug.trace import read, story, write_perfetto
 
 __all__ = ["EPILOG", "trace"]
 
@@ -33,13 +32,14 @@ def trace(
     with refusing():
         records = read(files)
         if out is not None:
-            out.write_text(json.dumps(perfetto(records)))
+            write_perfetto(records, out)
         entries = 0 if to_torch is None else torch_dump.write(records, to_torch)
+        lines = story(records)
     console = terminal()
-    for line in story(records):
+    for line in lines:
         say(console, line)
     if out is not None:
-        calls = sum(len(each.data["calls"]) for each in records)
+        calls = sum(len(hashes.counts) for each in records for hashes in each.hashes.values())
         say(console, f"wrote {out}: {calls} calls of {len(records)} ranks")
     if to_torch is not None:
         ranks = {rank for each in records for group in each.data["groups"].values() for rank in group}

@@ -41,7 +41,10 @@ def check() -> None:
 
 
 def settings() -> dict[str, str]:
-    """Return this rank's settings: the value of every variable, the device, and a digest of the device's tables."""
+    """Return this rank's settings by name: every variable of the library, the device, and a digest of its tuned tables.
+
+    The digest is empty before the program has initialized CUDA.
+    """
     device, digest = "CPU", ""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # the check must not be what starts CUDA
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -51,17 +54,25 @@ def settings() -> dict[str, str]:
 
 
 def compare(store: Any, rank: int, world: int, mine: Mapping[str, str]) -> str:
-    """Publish the settings ``mine``; return the differences in words on the last rank to come, else nothing.
+    """Publish the settings of this rank; return the text of ``difference`` on the rank that comes last.
 
-    Each rank counts its own calls. So a rank that was restarted, or initializes more often than others, is not compared
-    and does not wait.
+    The other ranks return an empty text, and nobody waits. Each rank counts its own calls. So a rank that was
+    restarted, or initializes more often than others, is not compared.
+
+    Args:
+        store: torch's store.
+        rank: of this process.
+        world: number of ranks.
+        mine: settings of this rank.
     """
     values = last_of(store, _KEY, rank, world, json.dumps(dict(mine)))
     return "" if values is None else difference([json.loads(value) for value in values])
 
 
 def difference(settings: Sequence[Mapping[str, str]]) -> str:
-    """Return a text that names the settings in which ranks differ, and the consequence; nothing if they agree.
+    """Return a warning that names the settings in which ranks differ, with the ranks of each value and the consequence.
+
+    Returns an empty text if all ranks agree. Only the choice of local pass, the tuned tables and check mode count.
 
     Tables are compared between devices of one kind. Where no table was read, the variable with the table's path is
     compared instead: nodes may have one table in different places.
@@ -84,7 +95,7 @@ def difference(settings: Sequence[Mapping[str, str]]) -> str:
 
 
 def _by_value(name: str, settings: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> dict[str, list[int]]:
-    """Group ``ranks`` by their value of the setting ``name``."""
+    """Return the ranks that have each value of the setting ``name``, by value."""
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         groups.setdefault(settings[rank][name], []).append(rank)
@@ -92,7 +103,7 @@ def _by_value(name: str, settings: Sequence[Mapping[str, str]], ranks: Sequence[
 
 
 def _line(name: str, settings: Sequence[Mapping[str, str]], ranks: Sequence[int], where: str = "") -> str:
-    """Return ``NAME is A on ranks 0-2, B on rank 3``; nothing if the ranks have one value."""
+    """Return ``NAME is A on ranks 0-2, B on rank 3``, ``where`` behind the name; empty if the ranks have one value."""
     groups = _by_value(name, settings, ranks)
     values = ", ".join(f"{value or 'unset'} on {named_ranks(group)}" for value, group in groups.items())
     return f"{name}{where} is {values}" if len(groups) > 1 else ""

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
@@ -41,12 +40,11 @@ class _Member:
     """One group as this rank checks it.
 
     Attributes:
-        store: client of the job's store; None where nothing is sent.
+        store: client of the job's store; None for torch's fake process group, which sends nothing.
         name: of the group.
         ranks: global ranks, in group order.
         rank: in the group.
         timeout: seconds until the group's own collectives give up.
-        sends: whether its backend sends anything; torch's fake process group does not.
         incarnation: token in its keys; empty for a numbered group, None until its members agree.
         count: checked calls so far, of this incarnation.
         stale: keys that are deleted once all ranks have come to a later call.
@@ -56,18 +54,18 @@ class _Member:
 
     def __init__(self, group: ProcessGroup, name: str) -> None:
         self.name, self.ranks, self.rank = name, ranks_of(group, "check mode"), group.rank()
-        self.sends, self.timeout = _backend_of(group).name().lower() != "fake", timeout_of(group)
-        self.store: Any = job_store() if self.sends else None
+        backend, self.timeout = _backend_of(group), timeout_of(group)
+        self.store: Any = None if backend.name().lower() == "fake" else job_store()
         self.count, self.state = 0, state_of(group)
         is_unique = name.isdecimal()  # a number is given once, and a group of another size is refused by `ranks_of`
         self.incarnation: str | None = "" if is_unique else None
         # The first rank alone deletes keys, of groups of one name one after the other.
-        self.stale = self.store.stale_of(name) if self.sends and not is_unique else list[str]()
+        self.stale = self.store.stale_of(name) if self.store is not None and not is_unique else list[str]()
         self.window: list[tuple[Call, Descriptor]] = []
 
     @property
     def key(self) -> str:
-        """Name and incarnation."""
+        """Beginning of the keys of this group's calls: its name, and its incarnation if it has one."""
         return f"{self.name}@{self.incarnation}" if self.incarnation else self.name
 
 
@@ -77,7 +75,7 @@ def _backend_of(group: ProcessGroup) -> Any:
 
 
 def timeout_of(group: ProcessGroup) -> float:
-    """Return the seconds until the group's own transfers give up."""
+    """Return the seconds until the group's own collectives give up, or torch's default where its backend has none."""
     limit = getattr(getattr(_backend_of(group), "options", None), "_timeout", None) or default_pg_timeout
     return limit.total_seconds()
 
@@ -87,29 +85,35 @@ _members: "weakref.WeakKeyDictionary[ProcessGroup, _Member]" = weakref.WeakKeyDi
 
 
 def _member_of(group: Any, call: Call) -> _Member:
-    """Return this rank's state of a group; its first checked call makes it.
+    """Return this rank's ``_Member`` of a group, made at the first call and after a change of its size or ranks.
+
+    Args:
+        group: process group.
+        call: of this group, for the error.
 
     Raises:
         UnsupportedError: torch does not know the group.
     """
     member = _members.get(group)
-    if member is None or member.state != state_of(group):
-        if not dist.is_initialized() or group not in getattr(distributed_c10d, "_pg_group_ranks", (group,)):
-            raise UnsupportedError(
-                f"{call.name}: check mode compares over the store of torch's default process group; the group "
-                f"{call.group!r} was made without it"
-            )
-        with _lock:  # of several threads one makes it
-            member = _members.get(group)
-            if member is None or member.state != state_of(group):
-                member = _members[group] = _Member(group, call.group)
-    return member
+    if member is not None and member.state == state_of(group):
+        return member
+    if not dist.is_initialized() or group not in getattr(distributed_c10d, "_pg_group_ranks", (group,)):
+        raise UnsupportedError(
+            f"{call.name}: check mode compares over the store of torch's default process group; the group "
+            f"{call.group!r} was made without it"
+        )
+    with _lock:  # of several threads one makes it
+        if _members.get(group) is member:
+            _members[group] = _Member(group, call.group)
+        return _members[group]
 
 
 def check_call(entry: Entry, group: Any, x: Any) -> None:
-    """Compare a call with those of the other ranks of its group before it starts; in hash mode every N-th time.
+    """Compare a call with those of the other ranks of its group before it starts.
 
-    Calls of p2p steps are left to ``p2p_check``.
+    In full mode wait for all ranks to come to this call. In hash mode collect the calls of a group, and wait for the
+    ranks at every N-th one, where all collected calls are compared. Return at once for p2p steps, which ``p2p_check``
+    compares, and for groups that send nothing.
 
     Args:
         entry: of the flight record.
@@ -117,7 +121,8 @@ def check_call(entry: Entry, group: Any, x: Any) -> None:
         x: its tensor, or its tensors.
 
     Raises:
-        MismatchError: on every rank that the difference concerns, with a table of who called what.
+        MismatchError: calls differ, a rank does not come in time or has ended, or ranks wait for each other in a
+            circle; on every rank concerned, with a table of who called what.
         PeerError: the process that holds the job's store is gone.
         UnsupportedError: the call is captured in a CUDA graph, whose replays could not be compared, or torch does not
             know the group.
@@ -129,32 +134,29 @@ def check_call(entry: Entry, group: Any, x: Any) -> None:
     if first is not None and first.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(f"{call.name}: check mode cannot compare calls that a CUDA graph replays; turn it off")
     member = _member_of(group, call)
-    if not member.sends:
+    if member.store is None:
         return
-    device = "" if first is None else first.device.type
-    member.window.append((call, _described(call, member, device)))
+    where = len(member.ranks), member.rank, "" if first is None else first.device.type
+    member.window.append((call, describe(call.name, call.kind, call.shape, call.dtype, call.arguments, *where)))
     member.count += 1
     if variables.CHECK.value or len(member.window) >= variables.HASH.value:
         raise_if(call.name, lambda: compare(member))
 
 
-def _described(call: Call, member: _Member, device: str) -> Descriptor:
-    """Return the descriptor of a call of this rank."""
-    world = len(member.ranks)
-    return describe(call.name, call.kind, call.shape, call.dtype, call.arguments, world, member.rank, device)
-
-
 def _with_line(call: Call, descriptor: Descriptor) -> str:
-    """Put a call and its source line into words."""
+    """Return ``f(float32 [4], op=SUM) at train.py:41``: the text of the descriptor, and the call's file and line."""
     file, line = located(call.site)
     return f"{descriptor.text} at {f'{file}:{line}' if file else 'an unknown line'}"
 
 
 def compare(member: _Member) -> str:
-    """Compare the calls of a member's window between the ranks, empty the window, and return the difference as text.
+    """Wait for all ranks of a group, and compare the calls that each has made since their last comparison.
 
-    The text is empty if the calls agree. Members without an incarnation agree on one in the store before; after a
-    difference they forget it, and their count of calls with it.
+    Returns a text about the first call that differs, or about the reason why a rank does not come; it is the same on
+    all ranks. Returns an empty text if all calls agree. Empties the window in any case.
+
+    A member without an incarnation agrees with the others on one first. After a difference it drops this incarnation
+    and the count of its calls.
     """
     window, member.window = member.window, []
     if member.incarnation is not None:
@@ -172,7 +174,7 @@ def compare(member: _Member) -> str:
 
 
 def _compare(member: _Member, window: list[tuple[Call, Descriptor]]) -> str:
-    """Compare the calls of a window over the keys of the member's incarnation."""
+    """Compare the calls of ``window`` in the member's present incarnation; return their difference, as ``compare``."""
     which = f", call {member.count} of group {member.name!r} of ranks {_listed(member.ranks)}"
     words, base = _with_line(*window[-1]), f"{member.key}/{member.count}"
     comparison = Comparison(member.store, base, member.ranks, member.rank, member.timeout, words, which, member.stale)
@@ -183,55 +185,43 @@ def _compare(member: _Member, window: list[tuple[Call, Descriptor]]) -> str:
     def judge(windows: list[Any]) -> str:
         return _first_difference(windows, member, member.count - len(window) + 1)
 
-    return comparison.compare(_digest([each for _, each in window], member), content, judge)
+    return comparison.compare(_digest([each for _, each in window], member.rank), content, judge)
 
 
-def _digest(descriptors: Sequence[Descriptor], member: _Member) -> bytes:
-    """Return the digest of a window: of its calls' fields, and of the rows that its all-to-alls send and expect.
+def _digest(descriptors: Sequence[Descriptor], rank: int) -> bytes:
+    """Return the digest of a window of calls, 16 bytes.
 
-    The sum of the last 8 bytes over the ranks is 0 if every rank expects the rows that the others send it.
+    The first 8 bytes are a hash of the calls' fields, equal on all ranks if the fields are. The last 8 bytes are
+    hashes of the rows that uneven all-to-alls send less hashes of the rows that they expect. Their sum over the ranks
+    is 0 modulo 2**64 if every rank expects the rows that the others send it.
+
+    Args:
+        descriptors: of the calls, in their order.
+        rank: of this process in the group.
     """
     fields = hashlib.blake2b(b"".join(each.digest for each in descriptors), digest_size=8).digest()
-    rows, world = 0, len(member.ranks)
-    for place, each in enumerate(descriptors):
-        if each.sends or each.receives:
-            rows += _hash_of_rows(each.sends, each.receives, member.rank, world, place)
+    rows = 0
+    for place, each in enumerate(descriptors):  # Python hashes tuples of integers alike in every process
+        rows += sum(hash((place, rank, other, size)) for other, size in enumerate(each.sends))
+        rows -= sum(hash((place, other, rank, size)) for other, size in enumerate(each.receives))
     return fields + (rows % 2**64).to_bytes(8, "little")
 
 
-def _hash_of_rows(sends: Sequence[int], receives: Sequence[int], rank: int, world: int, place: int) -> int:
-    """Return the hashes of all ``(rank, other, rows sent)`` less those of all ``(other, rank, rows expected)``."""
-    if len(sends) != world or len(receives) != world:
-        return 1  # the call refuses these sizes itself, as far as the ranks have the same: the report tells
-    own, others, zero = np.full(world, rank), np.arange(world), np.uint64(0)
-    sent = _mixed(place, own, others, np.array(sends)).sum(initial=zero)
-    expected = _mixed(place, others, own, np.array(receives)).sum(initial=zero)
-    return int(sent) - int(expected)
-
-
-def _mixed(*columns: Any) -> Any:
-    """Return a 64-bit hash of every row of several columns of integers (the finalizer of SplitMix64, once a column)."""
-    hashed = np.zeros(1, np.uint64)
-    for column in columns:
-        hashed = (hashed ^ np.asarray(column).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
-        hashed = (hashed ^ (hashed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        hashed = (hashed ^ (hashed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        hashed = hashed ^ (hashed >> np.uint64(31))
-    return hashed
-
-
 def _listed(ranks: Sequence[int]) -> str:
-    """Put the ranks of a group into words: ``[0, 3, 2]``, or runs where there are many."""
+    """Return the ranks of a group as text: ``[0, 3, 2]`` in group order, or from 17 ranks on the runs ``0-31, 40``."""
     return str(list(ranks)) if len(ranks) <= _MAX_LISTED else named_ranks(sorted(ranks)).partition(" ")[2]
 
 
 def _first_difference(windows: Sequence[Any], member: _Member, first: int) -> str:
-    """Put the first call of the windows of all ranks that differs into words; nothing if all calls fit together.
+    """Return a table of the first call in which the windows of all ranks differ; empty text if all calls agree.
+
+    Windows of different lengths that agree as far as the shortest one goes are a difference too: the ranks compare at
+    different intervals.
 
     Args:
-        windows: of every rank the calls, each as ``[fields, words, sends, receives]``.
-        member: the group.
-        first: number of the first call.
+        windows: by rank of the group, its calls, each as ``[fields, words, sends, receives]``.
+        member: this rank's view of the group, for its ranks and name.
+        first: number of the first call of the windows on the group.
     """
     for place, calls in enumerate(zip(*windows, strict=False)):
         descriptors = [Descriptor(fields, words, b"", tuple(sent), tuple(got)) for fields, words, sent, got in calls]

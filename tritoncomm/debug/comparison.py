@@ -14,6 +14,7 @@ of the group. Whoever finds one sets the verdict, and with it ends the call on a
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tritoncomm.debug.store import Blocked, JobStore
@@ -32,16 +33,21 @@ _UNEQUAL = b"\xff" * 8
 
 
 def combine(digests: Sequence[bytes]) -> bytes:
-    """Combine digests: their first 8 bytes if they are equal, else a mark; and the sum of their last 8 bytes."""
+    """Combine digests of 16 bytes into one.
+
+    Its first 8 bytes are those of the digests if they are equal, else 8 bytes of 0xff. Its last 8 bytes are the sum of
+    the digests' last 8 bytes, little endian, modulo 2**64.
+    """
     firsts = {each[:8] for each in digests}
     total = sum(int.from_bytes(each[8:], "little") for each in digests) % 2**64
     return (firsts.pop() if len(firsts) == 1 else _UNEQUAL) + total.to_bytes(8, "little")
 
 
+@dataclass
 class Comparison:
     """One call of a group, compared between its ranks.
 
-    Args:
+    Attributes:
         store: client of this rank.
         base: prefix of the call's keys, equal on all ranks of the group and of no other call.
         ranks: global ranks in group order.
@@ -52,29 +58,26 @@ class Comparison:
         stale: keys that the first rank deletes once all ranks have come; it adds those of this call.
     """
 
-    def __init__(
-        self,
-        store: JobStore,
-        base: str,
-        ranks: Sequence[int],
-        place: int,
-        timeout: float,
-        words: str,
-        which: str,
-        stale: list[str],
-    ) -> None:
-        self._store, self._base, self._ranks, self._place = store, base, ranks, place
-        self._limit, self._words, self._which, self._stale = timeout, words, which, stale
-        self._left = f"rank {store.rank} has left this call"
+    store: JobStore
+    base: str
+    ranks: Sequence[int]
+    place: int
+    timeout: float
+    words: str
+    which: str
+    stale: list[str]
 
     def compare(self, digest: bytes, content: Callable[[], Any], judge: Callable[[list[Any]], str]) -> str:
-        """Compare this call between the ranks; return the difference, the same text on all ranks, or nothing.
+        """Wait for all ranks of the group to come to this call, and return how their calls differ.
+
+        The text is the same on all ranks, and empty where the calls agree. It is also the reason why the call has
+        failed: a rank has ended, has not come within the timeout, or waits in another call for this one.
 
         Args:
             digest: of this rank, 16 bytes.
-            content: called if the digests do not fit together; returns the call of this rank as JSON can hold it.
-            judge: called on the first rank with the contents of all ranks; returns the difference between them. Nothing
-                if they fit together after all.
+            content: called if the digests do not fit together; returns the call of this rank in JSON values.
+            judge: called on the first rank with the contents of all ranks; returns their difference as text, empty if
+                they fit together after all.
         """
         verdict = self._verdict(digest)
         if verdict == _DIFFERENT:
@@ -82,33 +85,41 @@ class Comparison:
         return "" if verdict == _AGREED else verdict.decode()
 
     def _verdict(self, digest: bytes) -> bytes:
-        """Pass the digests of this rank and its children to the parent, and return the verdict on the call."""
-        store, base = self._store, self._base
-        first = FANOUT * self._place + 1
-        children = range(first, min(first + FANOUT, len(self._ranks)))
+        """Wait for the digests of this rank's children, pass all combined to the parent, and wait for the verdict.
+
+        Returns ``_AGREED``, ``_DIFFERENT``, or the text of a call that has failed. The first rank, which has no parent,
+        sets the verdict, after it has deleted the verdicts of earlier calls.
+        """
+        store, base = self.store, self.base
+        first = FANOUT * self.place + 1
+        children = range(first, min(first + FANOUT, len(self.ranks)))
         if children:
             if store.has(f"{base}/verdict"):  # of a call that failed before this rank came
                 return self._ends(base)
-            digests = self._read(base, [f"{base}/{child}" for child in children], children)
+            digests = self._read(base, children)
             if digests is None:
                 return self._ends(base)
             digest = combine([digest, *digests])
-        if self._place:
-            store.set(f"{base}/{self._place}", digest)
-            return self._ends(base, f"{base}/{self._place}")
-        while self._stale:  # all ranks have come, so all have read the verdicts of earlier calls
-            store.delete(self._stale.pop())
+        if self.place:
+            store.set(f"{base}/{self.place}", digest)
+            return self._ends(base, f"{base}/{self.place}")
+        while self.stale:  # all ranks have come, so all have read the verdicts of earlier calls
+            store.delete(self.stale.pop())
         fits = digest[:8] != _UNEQUAL and not any(digest[8:])
         return self._decide(base, _AGREED if fits else _DIFFERENT)
 
     def _report(self, content: str, judge: Callable[[list[Any]], str]) -> bytes:
-        """Send this rank's content to the first rank, and return the verdict that it makes of all contents."""
-        store, base = self._store, f"{self._base}/report"
-        store.set(f"{base}/{self._place}", content)
-        if self._place:
-            return self._ends(base, f"{base}/{self._place}")
-        others = range(1, len(self._ranks))
-        contents = self._read(base, [f"{base}/{other}" for other in others], others)
+        """Send the content of this rank to the first rank, and return the verdict that this makes of all contents.
+
+        Args:
+            content: the call of this rank as JSON text.
+            judge: as for ``compare``.
+        """
+        store, base = self.store, f"{self.base}/report"
+        store.set(f"{base}/{self.place}", content)
+        if self.place:
+            return self._ends(base, f"{base}/{self.place}")
+        contents = self._read(base, range(1, len(self.ranks)))
         if contents is None:
             return self._ends(base, f"{base}/0")
         text = judge([json.loads(each) for each in [content, *contents]])
@@ -116,60 +127,82 @@ class Comparison:
         return self._decide(base, text.encode() or _AGREED)
 
     def _decide(self, base: str, verdict: bytes) -> bytes:
-        """Set the verdict as the first rank, unless the call has failed before; return the one that holds."""
-        self._stale.append(f"{base}/verdict")
-        return self._store.set_once(f"{base}/verdict", verdict)
+        """Set the verdict as the first rank, unless the call has one already; return the one that is set."""
+        self.stale.append(f"{base}/verdict")
+        return self.store.set_once(f"{base}/verdict", verdict)
 
     def _ends(self, base: str, own: str = "") -> bytes:
-        """Wait for the verdict, and return it; then delete ``own``, the key that this rank has set."""
-        key, parent = f"{base}/verdict", (self._place - 1) // FANOUT if base == self._base else 0
-        mine = Blocked(base, f"{self._words}{self._which}", [["", self._ranks[parent]]] if self._place else [])
-        stall = Stall(self._store, mine, self._limit, self._fail_late)
+        """Wait for the verdict, and return it; then delete ``own``, the key that this rank has set.
+
+        Args:
+            base: prefix of the keys of the call, or of the report that follows it.
+            own: empty where this rank has set none.
+        """
+        key, parent = f"{base}/verdict", (self.place - 1) // FANOUT if base == self.base else 0
+        stall = self._stall(base, [["", self.ranks[parent]]] if self.place else [])
         try:
-            values = self._store.read([key], stall.pause, self._left)
+            values = self.store.read([key], stall.pause, self._left)
         finally:
             stall.end()
             if own:
-                self._store.delete(own)
-            if not self._place:
-                self._stale.append(key)
+                self.store.delete(own)
+            if not self.place:
+                self.stale.append(key)
         assert values is not None, "a stall ends the wait for a verdict by setting it"
         return values[0]
 
-    def _read(self, base: str, keys: list[str], places: Sequence[int]) -> list[bytes] | None:
-        """Wait for keys that other ranks of the group set, and return their values; None once the call has failed."""
-        awaited = [[key, self._ranks[place]] for key, place in zip(keys, places, strict=True)]
-        mine = Blocked(base, f"{self._words}{self._which}", awaited)
-        stall = Stall(self._store, mine, self._limit, self._fail_late, f"{base}/verdict")
+    def _read(self, base: str, places: Sequence[int]) -> list[bytes] | None:
+        """Wait for the keys that other ranks of the group set; return their values, or None once the call has failed.
+
+        Args:
+            base: prefix of the keys.
+            places: those ranks, as ranks of the group.
+        """
+        keys = [f"{base}/{place}" for place in places]
+        awaited = [[key, self.ranks[place]] for key, place in zip(keys, places, strict=True)]
+        stall = self._stall(base, awaited, f"{base}/verdict")
         try:
-            return self._store.read(keys, stall.pause)
+            return self.store.read(keys, stall.pause)
         except KeyboardInterrupt:
-            fail(self._store, base, self._left)
+            fail(self.store, base, self._left)
             raise
         finally:
             stall.end()
 
+    @property
+    def _left(self) -> str:
+        """Verdict that this rank sets if an exception ends its wait."""
+        return f"rank {self.store.rank} has left this call"
+
+    def _stall(self, base: str, awaited: list[list[Any]], verdict: str = "") -> "Stall":
+        """Begin to watch a wait for the ranks ``awaited`` (see ``Blocked``), or until the key ``verdict`` is set."""
+        mine = Blocked(base, f"{self.words}{self.which}", awaited)
+        return Stall(self.store, mine, self.timeout, self._fail_late, verdict)
+
     def _fail_late(self, base: str) -> None:
-        """Fail the call with a table of ranks that came and of ranks that did not, and the whereabouts of these."""
+        """Set a verdict that names the ranks that did not come within the timeout.
+
+        It has a table by rank: the call of a rank that came, or the call in which a missing rank is blocked.
+        """
         texts: dict[int, str] = {}
         absent = []
-        for place, rank in enumerate(self._ranks):
-            each = self._store.blocked(rank)
-            if place == self._place:
-                texts[rank] = self._words
+        for place, rank in enumerate(self.ranks):
+            each = self.store.blocked(rank)
+            if place == self.place:
+                texts[rank] = self.words
             elif each is not None and each.base == base:
-                texts[rank] = each.words.removesuffix(self._which)
-            elif self._store.has(f"{base}/{place}"):
+                texts[rank] = each.words.removesuffix(self.which)
+            elif self.store.has(f"{base}/{place}"):
                 texts[rank] = "in this call"
             else:
                 absent.append(rank)
                 texts[rank] = "no call" if each is None else f"no call; blocked in {each.words}"
         came = f"{named_ranks(absent)} did not come" if absent else "the ranks came too late"
-        fail(self._store, base, f"{came} to{self._which.lstrip(',')} within {self._limit:g} s:\n{table_of(texts)}")
+        fail(self.store, base, f"{came} to{self.which.lstrip(',')} within {self.timeout:g} s:\n{table_of(texts)}")
 
 
 def fail(store: JobStore, base: str, text: str) -> None:
-    """Set the verdict of a call that cannot end, unless it has one.
+    """Set the verdict ``text`` on a call that cannot end, unless it has one. All its ranks then return that text.
 
     The incarnation of its group (see ``check``) is closed before, if it is still open: a rank that comes after the
     verdict opens the next one, whether or not the ranks of this call have left it by then.
@@ -180,98 +213,110 @@ def fail(store: JobStore, base: str, text: str) -> None:
     store.set_once(f"{base}/verdict", text)
 
 
+@dataclass
 class Stall:
-    """Wait of a rank that may never end: publishes where it is, and looks for reasons.
-
-    Args:
-        store: client of this rank.
-        mine: the whereabouts to publish.
-        timeout: seconds until the call fails.
-        fail_late: called with ``mine.base`` after the timeout; fails the call.
-        verdict: key whose value ends the wait; empty where the wait is for that key.
-        in_helper: whether the calling thread makes no calls of its own.
+    """Watch over a wait of this rank that may never end: publishes where it waits, and looks for reasons.
 
     Attributes:
+        store: client of this rank.
+        mine: whereabouts to publish.
+        timeout: seconds until the call fails.
+        fail_late: called with ``mine.base`` after the timeout; fails the call. None for a wait that fails nothing.
+        verdict: key that ends the wait once it is set; empty where the wait is for that key.
+        in_helper: whether the calling thread makes no calls of its own.
         has_looked: whether it has looked for a reason.
     """
 
-    def __init__(
-        self,
-        store: JobStore,
-        mine: Blocked,
-        timeout: float = math.inf,
-        fail_late: Callable[[str], None] | None = None,
-        verdict: str = "",
-        in_helper: bool = False,
-    ) -> None:
-        self._store, self._mine, self._limit, self._fail_late = store, mine, timeout, fail_late
-        self._verdict, self._in_helper = verdict, in_helper
-        self._is_published = self.has_looked = False
-        self._look_at = PATIENCE
-        if not in_helper:
-            store.enter_wait()
+    store: JobStore
+    mine: Blocked
+    timeout: float = math.inf
+    fail_late: Callable[[str], None] | None = None
+    verdict: str = ""
+    in_helper: bool = False
+    has_looked: bool = field(default=False, init=False)
+    _is_published: bool = field(default=False, init=False)
+    _look_at: float = field(default_factory=lambda: PATIENCE, init=False)
+
+    def __post_init__(self) -> None:
+        """Count this thread among those that wait."""
+        if not self.in_helper:
+            self.store.enter_wait()
 
     def end(self) -> None:
-        """Take back what this stall has published."""
-        if not self._in_helper:
-            self._store.leave_wait()
+        """Withdraw the whereabouts that this stall has published, and count this thread out."""
+        if not self.in_helper:
+            self.store.leave_wait()
         if self._is_published:
-            self._store.withdraw()
+            self.store.withdraw()
 
     def pause(self, waited: float) -> float | None:
-        """Return the seconds until the next call of this method; None once the verdict that ends the wait is set.
+        """Look for reasons if it is time to, and return the seconds until the next call of this method.
 
-        After the timeout it fails the call, but not before it has looked once: two ranks of a circle that go on without
-        a look would block in their calls.
+        Returns None once the key ``verdict`` is set, which ends the wait. After the timeout it fails the call, but not
+        before it has looked once: two ranks of a circle that go on without a look would block in their calls.
 
         Args:
-            waited: seconds since the wait began; 0 in the first call.
+            waited: seconds since the wait began; 0 in the first call, which looks for nothing.
         """
         if not waited:
-            return min(_FIRST_PAUSE, PATIENCE, self._limit)
-        if self._verdict and self._store.has(self._verdict):
+            return min(_FIRST_PAUSE, PATIENCE, self.timeout)
+        if self.verdict and self.store.has(self.verdict):
             return None
-        is_late = waited >= self._limit
+        is_late = waited >= self.timeout
         if is_late and self.has_looked:
             self._claim(waited)
         else:
             self.look_if_due(waited, is_late)
-        if self._verdict and self._store.has(self._verdict):
+        if self.verdict and self.store.has(self.verdict):
             return None
         if is_late:
             return _LATE_PAUSE
-        longest = _LONGEST_PAUSE if self._verdict else self._limit  # whoever waits for its verdict sees it at once
-        return max(0.001, min(longest, self._look_at - waited, self._limit - waited))
+        longest = _LONGEST_PAUSE if self.verdict else self.timeout  # whoever waits for its verdict sees it at once
+        return max(0.001, min(longest, self._look_at - waited, self.timeout - waited))
 
     def look_if_due(self, waited: float, is_late: bool) -> None:
-        """Publish where this rank is, and look for a reason: after ``PATIENCE``, then ever more rarely, or if late."""
+        """Publish the whereabouts of this rank, and look for a reason why its wait cannot end.
+
+        Does nothing before ``PATIENCE`` seconds, and then until the time since the last look is half of ``waited``, at
+        most 5 s.
+
+        Args:
+            waited: seconds since the wait began.
+            is_late: whether to look in any case.
+        """
         if waited >= self._look_at or is_late:
             self._look_at = waited + min(_LONGEST_LOOK, waited / 2)
             self.has_looked = True
             self._look()
 
     def _look(self) -> None:
-        """Publish where this rank is; fail the call if a rank that it waits for has ended, or if there is a circle."""
+        """Publish the whereabouts of this rank; fail its call if a rank that it waits for has ended or waits for it."""
         # A rank with several threads is in no circle: another thread may make the missing call.
-        has_threads = self._store.has_threads
+        has_threads = self.store.has_threads
         if not self._is_published:
-            self._store.publish(self._mine._replace(awaited=[]) if has_threads else self._mine)
+            self.store.publish(self.mine._replace(awaited=[]) if has_threads else self.mine)
             self._is_published = True
-        if (has_threads or not fail_circle(self._store, self._mine)) and self._fail_late is not None:
-            _fail_ended(self._store, self._mine)
+        # Every circle has a rank that waits for another one to come, and that rank finds it; most ranks of a large
+        # group wait for a verdict only, and a search by each of them would be most of the load of the store.
+        may_close = not has_threads and any(key for key, _ in self.mine.awaited)
+        if not (may_close and fail_circle(self.store, self.mine)) and self.fail_late is not None:
+            _fail_ended(self.store, self.mine)
 
     def _claim(self, waited: float) -> None:
-        """Fail the call because of its timeout, unless another rank is about to do so."""
-        base, mine = self._mine.base, str(self._store.rank)
-        assert self._fail_late is not None, "a wait with a timeout can fail"
-        if self._store.set_once(f"{base}/late", mine).decode() == mine or waited > self._limit + _CLAIMED:
-            if not self._store.has(f"{base}/verdict"):  # set by a rank that has deleted its claim again
-                self._fail_late(base)
-            self._store.delete(f"{base}/late")
+        """Fail the call because of its timeout, unless another rank of the call has begun to do so.
+
+        That rank has 10 s for it; after that this rank fails the call too.
+        """
+        base, mine = self.mine.base, str(self.store.rank)
+        assert self.fail_late is not None, "a wait with a timeout can fail"
+        if self.store.set_once(f"{base}/late", mine).decode() == mine or waited > self.timeout + _CLAIMED:
+            if not self.store.has(f"{base}/verdict"):  # set by a rank that has deleted its claim again
+                self.fail_late(base)
+            self.store.delete(f"{base}/late")
 
 
 def _fail_ended(store: JobStore, mine: Blocked) -> None:
-    """Fail the call in which this rank waits if a rank that it waits for has ended."""
+    """Fail the call in which this rank waits if the process of a rank that it waits for has ended."""
     ended = store.ended([rank for rank in _missing(store, mine) if rank != store.rank])
     if ended:
         table = table_of({store.rank: mine.words} | ended)
@@ -279,12 +324,14 @@ def _fail_ended(store: JobStore, mine: Blocked) -> None:
 
 
 def _missing(store: JobStore, each: Blocked) -> list[int]:
-    """Return the ranks that a blocked rank still waits for."""
+    """Return the global ranks that a blocked rank still waits for: those whose key is not set."""
     return [rank for key, rank in each.awaited if not key or not store.has(key)]
 
 
 def fail_circle(store: JobStore, mine: Blocked) -> bool:
-    """Fail all calls of a circle of waiting ranks that this rank waits for; return whether there is one.
+    """Search for ranks that wait for each other in a circle; fail their calls and this rank's, and return True.
+
+    Returns False where there is no circle. This rank need not be part of it.
 
     A blocked rank makes no other call, so a circle stays one. But ranks are read one after the other, and a rank may go
     on meanwhile, which sets and deletes keys of its call. So every rank of the circle still has to miss the next one,
@@ -313,10 +360,15 @@ def fail_circle(store: JobStore, mine: Blocked) -> bool:
 
 
 def _circle(store: JobStore, mine: Blocked) -> dict[int, Blocked] | None:
-    """Search, depth first, for ranks that wait for each other in a circle; return where each of them waits.
+    """Search, depth first from this rank, for ranks that wait for each other in a circle.
 
-    The search begins at this rank, which need not be part of the circle. It follows from every rank the ranks that its
-    call still waits for, and leaves out calls that have a verdict.
+    Returns the whereabouts of the circle's ranks by global rank, in the order in which each waits for the next; None
+    where there is no circle. The search goes from a rank to the ranks that its call still waits for, and passes by
+    calls that have a verdict.
+
+    Args:
+        store: client of this rank.
+        mine: whereabouts of this rank, with which the search begins; the circle need not contain it.
     """
     path, left, seen = {store.rank: mine}, [(store.rank, iter(_missing(store, mine)))], {store.rank}
     while left:

@@ -41,8 +41,8 @@ class Descriptor(NamedTuple):
         fields: values by name that have to be equal on all ranks.
         text: the call in words.
         digest: 8 bytes of the fields, equal in every process.
-        sends: number of rows to every rank; of an all-to-all by rows only.
-        receives: number of rows from every rank; of an all-to-all by rows only.
+        sends: number of rows to every rank; empty but for an all-to-all with split sizes.
+        receives: number of rows from every rank, likewise.
     """
 
     fields: dict[str, str]
@@ -53,7 +53,10 @@ class Descriptor(NamedTuple):
 
 
 def as_json(value: Any) -> Any:
-    """Return an argument of a call in a form that JSON can hold: dtypes by name, sequences as lists, ops by name."""
+    """Return an argument of a call as a JSON value: numbers and texts as they are, sequences as lists, others as text.
+
+    The text of a dtype is ``float32``, that of a reduce op ``SUM``.
+    """
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, list | tuple):
@@ -64,7 +67,7 @@ def as_json(value: Any) -> Any:
 
 
 def _word(value: Any) -> str:
-    """Return the text of an argument: the name of a reduce op, the parts of a layout of heads, else ``str``."""
+    """Return an argument as text: the name of a reduce op, dim and sizes of a layout of heads, else ``str(value)``."""
     name = getattr(getattr(value, "op", value), "name", None)  # ReduceOp(ReduceOp.SUM) is an object of its own
     if isinstance(name, str):
         return name
@@ -77,7 +80,9 @@ def _word(value: Any) -> str:
 def describe(
     name: str, kind: str, shape: Any, dtype: Any, arguments: tuple[Any, ...], world: int, rank: int, device: str
 ) -> Descriptor:
-    """Return the descriptor of a call, cached by its arguments.
+    """Return the descriptor of a call of this rank: the fields to compare, their digest, its text and its rows.
+
+    Descriptors are cached by these arguments.
 
     Args:
         name: function that the program called.
@@ -103,8 +108,9 @@ def _describe(
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
     if kind == "all_to_all_single":
-        sends, receives = _rows(shape, given["in_sizes"], world), _rows(shape, given["out_sizes"], world)
         uneven = given["in_sizes"] is not None or given["out_sizes"] is not None
+        if uneven:  # even calls of equal shapes fit together
+            sends, receives = _rows(shape, given["in_sizes"], world), _rows(shape, given["out_sizes"], world)
         fits = bool(shape) and sum(sends) == shape[0]
         fields |= {"shape": _shape(shape, 0 if uneven and fits else None), "sizes": "given" if uneven else "even"}
         fields["exchange"] = "flat" if given["node_size"] is None else f"over nodes of {given['node_size']} ranks"
@@ -120,22 +126,37 @@ def _describe(
         fields["layout"] = as_json(given["layout"])
     else:
         fields |= _plain(kind, shape, given, world, rank)
-    text = _in_words(name, kind, shape, dtype, given)
-    return Descriptor(fields, text, _digest(fields), sends, receives)
+    parts = [] if shape is None else [f"{as_json(dtype) or ''} {_shape(shape)}".strip()]
+    parts += [f"{key}={as_json(value)}" for key, value in given.items() if value is not None]
+    digest = hashlib.blake2b(repr(sorted(fields.items())).encode(), digest_size=8).digest()
+    return Descriptor(fields, f"{name}({', '.join(parts)})", digest, sends, receives)
 
 
 def _uneven_dim(shape: Any, dim: Any, sizes: Any, rank: int) -> Any:
-    """Return ``dim`` if its size may differ between ranks, because the sizes list this rank's own size; else None.
+    """Return ``dim`` if ranks may have different sizes of it, so that the shape field leaves it out; else None.
 
-    A rank whose tensor contradicts its own sizes will refuse the call, and the other ranks would wait for it. So its
-    shape has to differ from theirs in the comparison.
+    They may where ``sizes`` lists them, and has this rank's own size at its place. A rank whose tensor contradicts its
+    own sizes will refuse the call, and the other ranks would wait for it. So its shape has to differ from theirs.
+
+    Args:
+        shape: of this rank's tensor.
+        dim: argument of the call, perhaps no dim of the shape.
+        sizes: of the dim, by rank; None where all are even.
+        rank: of this process in the group.
     """
     is_dim = isinstance(dim, int) and shape and -len(shape) <= dim < len(shape)
     return dim if sizes is not None and is_dim and rank < len(sizes) and sizes[rank] == shape[dim] else None
 
 
 def _plain(kind: str, shape: Any, given: dict[str, Any], world: int, rank: int) -> dict[str, str]:
-    """Return the fields of a kind of call that has at most one dim and one list of sizes."""
+    """Return the fields of a call with at most one dim and one list of sizes: shape, dim, sizes, other arguments.
+
+    Args:
+        kind: collective.
+        shape: of the tensor, or of the tensors.
+        given: arguments by name.
+        world, rank: of the group.
+    """
     sizes, dim = given.get("sizes"), given.get("dim")
     differs = None
     if sizes is not None and isinstance(dim, int) and shape and -len(shape) <= dim < len(shape):
@@ -157,24 +178,24 @@ def _plain(kind: str, shape: Any, given: dict[str, Any], world: int, rank: int) 
 
 
 def _rows(shape: Any, sizes: Any, world: int) -> tuple[int, ...]:
-    """Return the number of rows of every rank: ``sizes``, or equal parts of dim 0 where there are none."""
+    """Return ``sizes`` as a tuple; where it is None, the size of dim 0 divided by ``world``, for each rank."""
     if sizes is not None:
         return tuple(sizes)
     return (shape[0] // world,) * world if shape else ()
 
 
 def _dim(shape: Any, dim: Any) -> str:
-    """Return the text of a dim, counted from the front if it is a dim of the shape."""
+    """Return a dim as text: ``-1`` of three dims is ``2``; a dim that the shape does not have stays as it is."""
     return str(dim % len(shape) if isinstance(dim, int) and shape and -len(shape) <= dim < len(shape) else dim)
 
 
 def _sizes(sizes: Any) -> str:
-    """Return the text of a list of sizes, ``even`` where there is none."""
+    """Return a list of sizes as text; ``even`` for None."""
     return "even" if sizes is None else str(list(sizes))
 
 
 def _shape(shape: Any, differs: int | None = None) -> str:
-    """Return the text of a shape or of several shapes, with ``*`` for dim ``differs``: ``[4, *]``."""
+    """Return a shape as text: ``[4, *]``, ``*`` for dim ``differs``; ``none`` for None; several joined by commas."""
     if shape is None:
         return "none"
     if shape and not isinstance(shape[0], int):
@@ -185,22 +206,10 @@ def _shape(shape: Any, differs: int | None = None) -> str:
     return f"[{', '.join(sizes)}]"
 
 
-def _digest(fields: Mapping[str, str]) -> bytes:
-    """Return 8 bytes that depend on the fields alone, and not on the process as ``hash`` does."""
-    return hashlib.blake2b(repr(sorted(fields.items())).encode(), digest_size=8).digest()
-
-
-def _in_words(name: str, kind: str, shape: Any, dtype: Any, given: Mapping[str, Any]) -> str:
-    """Return a call as text: ``all_gather_dim(float32 [4, 8], dim=0)``."""
-    parts = [] if shape is None else [f"{as_json(dtype) or ''} {_shape(shape)}".strip()]
-    parts += [f"{key}={as_json(value)}" for key, value in given.items() if value is not None]
-    return f"{name}({', '.join(parts)})"
-
-
 def difference(descriptors: Sequence[Descriptor]) -> list[str]:
-    """Return the names of the fields in which the calls of a group's ranks differ.
+    """Return the names of the fields in which the calls of a group's ranks differ; an empty list if they agree.
 
-    Where all fields are equal, ``["sizes"]`` if a rank sends another number of rows than its peer expects.
+    Returns ``["sizes"]`` where all fields are equal and a rank sends another number of rows than its peer expects.
 
     Args:
         descriptors: of all ranks, in rank order.
@@ -216,7 +225,11 @@ def difference(descriptors: Sequence[Descriptor]) -> list[str]:
 
 
 def _rows_match(descriptors: Sequence[Descriptor]) -> bool:
-    """Whether every rank expects from every other rank the number of rows that the other rank sends."""
+    """Whether each rank expects from each rank, itself included, as many rows as that one sends to it.
+
+    Args:
+        descriptors: of all ranks, in rank order.
+    """
     ranks = range(len(descriptors))
     if any(len(each.sends) != len(ranks) or len(each.receives) != len(ranks) for each in descriptors):
         return math.prod(map(len, (each.sends for each in descriptors))) == 0  # refused by the call itself

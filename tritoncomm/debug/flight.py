@@ -82,15 +82,18 @@ class Call(NamedTuple):
 
     @property
     def site(self) -> Any:
-        """Place of the call in the program, (code, offset); None if unknown."""
+        """Call site in the program: code object and offset of an instruction in it; None if unknown."""
         return None if self.code is None else (self.code, self.offset)
 
     def which(self) -> str:
-        """Return the number of the call and the name of its group, in words."""
+        """Return ``call 12 of group '2'``: the number of the call on its group, and the group's name."""
         return f"call {self.count} of group {self.group!r}"
 
     def as_json(self, number: int, places: dict[tuple[int, int], tuple[str, int]]) -> dict[str, Any]:
-        """Return the call as a dict of JSON values: the attributes by name, with file and line for code and offset.
+        """Return the call as a dict of JSON values.
+
+        It has the attributes by name, ``number``, the arguments by their names, and file and line in place of code and
+        offset.
 
         Args:
             number: number of this call on this rank.
@@ -100,17 +103,14 @@ class Call(NamedTuple):
         key = (id(self.code), self.offset)
         if key not in places:
             places[key] = located(self.site)
-        file, line = places[key]
         names, arguments = KINDS.get(self.kind, ()), self.arguments
         if arguments and isinstance(arguments[0], FunctionType):
             arguments = arguments[0](*arguments[1:])
-        return {
-            "number": number, "count": self.count, "name": self.name, "kind": self.kind, "group": self.group,
-            "shape": as_json(self.shape), "dtype": as_json(self.dtype),
-            "arguments": {name: as_json(value) for name, value in zip(names, arguments, strict=False)},
-            "path": self.path, "bytes_copied": self.bytes_copied, "bytes_sent": self.bytes_sent, "start": self.start,
-            "end": self.end, "file": file, "line": line, "thread": self.thread, "error": self.error,
-        }  # fmt: skip
+        data = {"number": number} | self._asdict() | dict(zip(("file", "line"), places[key], strict=True))
+        data["arguments"] = {name: as_json(value) for name, value in zip(names, arguments, strict=False)}
+        data |= {"shape": as_json(self.shape), "dtype": as_json(self.dtype)}
+        del data["code"], data["offset"]
+        return data
 
 
 # An entry of the record is a list in the order of ``Call``: the cheapest object that can be completed later. It holds
@@ -157,9 +157,10 @@ class Flight:
         return list(map(Call._make, list(self.entries)))
 
     def keep(self, calls: int) -> None:
-        """Set how many of the last calls the record keeps; 0 deletes the recorded calls, and keeps one from then on.
+        """Set how many of the last calls the record keeps from now on; drop older ones.
 
-        The counts of the groups stay.
+        0 deletes all calls recorded so far. Recording goes on, and keeps the last call only. The counts of calls by
+        group stay in any case.
         """
         if calls != self.entries.maxlen:
             self.entries = deque(self.entries, maxlen=max(calls, 1))
@@ -167,19 +168,23 @@ class Flight:
             self.forget()
 
     def forget(self) -> None:
-        """Delete the recorded calls, and keep the counts of the groups."""
+        """Delete all calls recorded so far. Recording goes on, and the counts of calls by group stay."""
         self.entries.clear()
         self.last.clear()
 
     def progress(self) -> tuple[int, ...]:
-        """Return a fingerprint of the record: it differs as soon as the record does."""
+        """Return a tuple that changes whenever the record does, to see whether it has to be written again.
+
+        It has the number of calls, the end of each thread's last call, and the starts of the ``active`` collectives.
+        """
         ends = [entry[_END] for _, entry, _ in list(self.last.values()) if entry is not None]
         return (sum(list(self.counts.values())), *ends, *(each.created for each in self.active))
 
     def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = (), depth: int = 4) -> None:
-        """Append the entry of a call that starts, then let check mode compare it with the other ranks.
+        """Append an entry for a call that starts to the record; in check mode then compare the call with other ranks.
 
-        Every line is on the hot path: words, files and lines are left to ``dump``.
+        The entry has the call's count on its group, the arguments below, the call site, the thread and the time. Every
+        line is on the hot path: words, files and lines are left to ``dump``.
 
         Args:
             name: function that the program called.
@@ -225,7 +230,7 @@ class Flight:
             self.before(entry, group, x)
 
     def _first_of(self, group_name: str) -> int:
-        """Count the first call on a group of this name, and return 1."""
+        """Set the count of a group to 1 and return 1; note this rank's place, and call ``on_first_call``."""
         self.counts[group_name] = 1
         self.place = _place(self.place)
         if self.on_first_call is not None:
@@ -233,9 +238,17 @@ class Flight:
         return 1
 
     def end(self, name: str, path: str, bytes_copied: int, bytes_sent: int, calls: int) -> None:
-        """Complete the entry of this thread's last call with its end, path and bytes, if the call was of ``name``.
+        """Complete the entry of this thread's last call with the time, path and bytes, if that call was of ``name``.
 
-        An entry that is complete gets the bytes added if ``calls`` is 0, and is left alone otherwise.
+        An entry that has ended already stays as it is, unless ``calls`` is 0: then the bytes are added, and its end
+        becomes now. Does nothing where the last call was of another function.
+
+        Args:
+            name: function that the program called.
+            path: way of the local pass: view, torch or triton.
+            bytes_copied: bytes read plus written by packing and unpacking.
+            bytes_sent: bytes that this rank sent.
+            calls: 1 at the end of a call; 0 for a further pass of a call.
         """
         last = self.last.get(_thread())
         if last is not None and (entry := last[1])[_NAME] == name:
@@ -247,12 +260,15 @@ class Flight:
                 entry[_SENT] += bytes_sent
 
     def current(self, name: str) -> Entry | None:
-        """Return the entry of this thread's last call if it was of ``name``; else None."""
+        """Return the entry of this thread's last call if that was of the function ``name``; else None."""
         last = self.last.get(_thread())
         return last[1] if last is not None and last[1][_NAME] == name else None
 
     def wait(self, call: Entry, work: Any) -> None:
-        """Run ``work.wait()``. Until it returns, the entry ``call`` is the running call of this thread."""
+        """Run ``work.wait()``, and show the entry ``call`` as the running call of this thread until it returns.
+
+        An asynchronous call has ended before: its end is reset to 0 meanwhile, and set to the time after the wait.
+        """
         if not call[_END]:
             work.wait()
             return
@@ -267,9 +283,10 @@ class Flight:
     note_forward = staticmethod(leave_site)
 
     def failed(self, name: str, error: BaseException) -> None:
-        """Store ``error`` in the entry of this thread's last call if that is of ``name`` and runs.
+        """Store type and text of ``error`` in the entry of this thread's last call, if that is of ``name`` and runs.
 
-        A ``CommError``, by which the backend or another rank failed, also writes the record to a file.
+        In any case write the record to a file if the error is a ``CommError``, by which the backend or another rank
+        failed.
         """
         last = self.last.get(_thread())
         if last is not None and (entry := last[1])[_NAME] == name and not entry[_END]:
@@ -282,7 +299,7 @@ flight = Flight()
 
 
 def _place(before: tuple[int, int]) -> tuple[int, int]:
-    """Return (global rank, number of ranks); ``before`` if torch.distributed is not initialized."""
+    """Return (global rank, number of ranks) of this process; ``before`` if torch.distributed is not initialized."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else before
 
 
@@ -305,13 +322,14 @@ def _name_of(group: Any) -> str:
 
 
 def write_on(reason: str) -> Path | None:
-    """Write the flight record if ``TRITONCOMM_FLIGHT`` is on, and return the file; None if nothing was written.
+    """Write the flight record to its file if ``TRITONCOMM_FLIGHT`` is on, and return the path; None if nothing was.
 
-    A failed write is reported on standard error instead of raised. A process without calls writes nothing: it may be a
-    worker of a rank, whose record it would replace.
+    The path, or the error of a failed write, is a line on standard error; nothing is raised. A process without calls
+    writes nothing: it may be a worker of a rank, whose record it would replace.
 
     Args:
-        reason: text that the file has; ``PERIODIC`` reports only the first of several writes.
+        reason: why the record is written, a text in the file. Of consecutive writes with ``PERIODIC`` only the first
+            is reported.
     """
     if not variables.FLIGHT.value[0] or not flight.entries:
         return None
@@ -330,10 +348,10 @@ def write_on(reason: str) -> Path | None:
 
 
 def write_if_changed() -> None:
-    """Write the record into the folder of ``TRITONCOMM_FLIGHT`` if it has changed since the last write.
+    """Write the periodic record into the folder of ``TRITONCOMM_FLIGHT`` if calls were made since the last write.
 
-    A record that stops changing is written once more: its time shows that no call followed the last one. Without a
-    folder nothing happens.
+    Called once a period. In the first period without calls it writes once more: the time in the file then shows that
+    no call followed the last one. Does nothing where no folder is named.
     """
     if not variables.FLIGHT.value[1]:
         return
@@ -344,25 +362,28 @@ def write_if_changed() -> None:
 
 
 def report(text: str) -> None:
-    """Print ``text`` as a line on standard error; skip it if standard error is closed or in use."""
+    """Print ``tritoncomm: TEXT`` as a line on standard error; print nothing if that is closed or in use."""
     with suppress(OSError, ValueError, RuntimeError):  # no reader of the pipe, closed, a signal during another print
         print(f"tritoncomm: {text}", file=sys.stderr, flush=True)
 
 
 def open_calls(before: int) -> list[Call]:
-    """Return the calls that have run since time ``before`` (ns since the epoch) or longer, one per thread at most.
+    """Return snapshots of the calls that run now and began before the time ``before``, at most one for each thread.
 
     A call runs if it has not ended, and its thread is inside this package. ``start`` of a call that is waited for after
-    its return is the start of the wait. Frames of threads, which keep tensors alive, are read only if such a call may
-    exist.
+    its return is the start of the wait.
+
+    Args:
+        before: in nanoseconds since the epoch.
     """
     return [Call._make(entry)._replace(start=since) for since, entry in _open_entries(before)]
 
 
 def _open_entries(before: int) -> list[tuple[int, Entry]]:
-    """Return (start of the call or of its wait, entry) of each call that ``open_calls`` returns.
+    """Return (start of the call or of its wait, entry) for each call that ``open_calls`` returns.
 
-    An entry of an earlier call that did not end is marked as rejected.
+    A thread that is not inside this package any more has had its call refused: the error of the entry says so from then
+    on. Frames of threads, which keep tensors alive, are read only if a call may run.
     """
     open_ones = [
         (thread, since or entry[_START], entry) for thread, entry, since in list(map(tuple, flight.last.values()))
@@ -382,7 +403,7 @@ def _open_entries(before: int) -> list[tuple[int, Entry]]:
 
 
 def _is_inside(frame: Any) -> bool:
-    """Whether ``frame`` or one of its callers is a function of this package, ``debug`` aside."""
+    """Whether ``frame`` or one of its callers is a function of this package outside of ``tritoncomm.debug``."""
     while frame is not None:
         file = frame.f_code.co_filename
         if source_of(file) == OURS and not file.startswith(_DEBUG):
@@ -392,9 +413,13 @@ def _is_inside(frame: Any) -> bool:
 
 
 def _snapshot(reason: str) -> dict[str, Any]:
-    """Return the flight record as a dict of JSON values with the text ``reason``, as ``dump`` writes it.
+    """Return the flight record of this rank as a dict of JSON values: the content of its file.
 
-    In the live record it sets the error of entries whose calls ended before anything was sent.
+    Also changes the record in memory: entries that have neither ended nor run get the error "raised before anything was
+    sent".
+
+    Args:
+        reason: why the record is written, a text in the file.
     """
     # Entries first: a call that ends from now on is complete, and is not taken for a rejected one.
     entries, counts = list(flight.entries), dict(flight.counts)
@@ -415,10 +440,10 @@ def _snapshot(reason: str) -> dict[str, Any]:
 
 
 def _number_of(collective: Active, calls: list[Call], first: int) -> int | None:
-    """Return the number of the call that issued a collective of torch's recorder; None if no recorded call did.
+    """Return the number on this rank of the call that issued a collective of torch's recorder; None if none did.
 
-    It is the last call of the group that had begun at that time, if it had not ended. Times decide, because one call
-    may issue several collectives or none, and torch counts collectives.
+    It is the last call of the group that had begun when the collective was issued, if it had not ended by then. Times
+    decide, because one call may issue several collectives or none, and torch counts collectives.
 
     Args:
         collective: collective of torch's recorder.
@@ -433,7 +458,7 @@ def _number_of(collective: Active, calls: list[Call], first: int) -> int | None:
 
 
 def _ranks(names: Iterable[str]) -> dict[str, list[int]]:
-    """Return the global ranks of each group that exists and has one of ``names``, by name."""
+    """Return the global ranks of the groups of these names, by name; groups that do not exist any more are left out."""
     named: dict[str, Any] = {_name_of(group): ranks for group, ranks in list(members.items())}
     return {name: list(named[name]) for name in names if name in named}
 
@@ -458,12 +483,18 @@ def dump(path: str | os.PathLike[str] | None = None, *, reason: str = "dump()") 
 
 
 def _report_written(file: Path, reason: str) -> None:
-    """Print on standard error that the record was written to ``file``, and why."""
+    """Print a line on standard error with the path of a record that was written, and the reason."""
     report(f"the flight record ({reason}) is in {file.absolute()}")
 
 
 def _write(path: str | os.PathLike[str] | None, reason: str) -> Path:
-    """Write the record to a file at once, as ``dump`` does but without a line on standard error; return the file.
+    """Write the record to a file, and return its path; ``dump`` does so and prints the path.
+
+    The file is complete as soon as it has its name.
+
+    Args:
+        path: as for ``dump``.
+        reason: as for ``dump``.
 
     Raises:
         OSError: the file cannot be written; no part of it is left.

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tritoncomm import variables
 from tritoncomm.core import backend, eager
 from tritoncomm.core.validation import check_data, world_of
+from tritoncomm.debug.descriptor import as_json
 from tritoncomm.debug.texts import by_text, named_ranks
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError
 from tritoncomm.groups import GroupLike, resolve
@@ -110,7 +111,11 @@ def watch_replicas(parameters: Parameters, group: GroupLike | None = None) -> No
 
 
 def _by_name(parameters: Any, name: str) -> dict[str, Tensor]:
-    """Return the parameters by their names, or by ``parameter 0``, ``parameter 1``, ... if they have none.
+    """Check parameters, and return them by name; those without one are ``parameter 0``, ``parameter 1``, ...
+
+    Args:
+        parameters: as for ``check_replicas``.
+        name: the function that was called, for errors.
 
     Raises:
         ArgumentError: no collection of plain strided tensors with data, or two parameters of one name.
@@ -135,7 +140,12 @@ def _by_name(parameters: Any, name: str) -> dict[str, Tensor]:
 
 
 def _compare_over(group: ProcessGroup, tensors: dict[str, Tensor], name: str) -> None:
-    """Compare tensors between the ranks of one group; over one rank do nothing.
+    """Compare tensors, bit for bit, between the ranks of one group; return at once for a group of one rank.
+
+    Args:
+        group: all its ranks call.
+        tensors: by name.
+        name: the function that was called, for errors.
 
     Raises:
         MismatchError: the tensors of some ranks differ, on every rank of the group.
@@ -177,14 +187,22 @@ def _has_layout(x: Any) -> bool:
 
 
 def _compare(comparisons: Sequence[_Comparison], parameters: Mapping[str, Any], name: str) -> None:
-    """Run comparisons, in the same order on all ranks.
+    """Compare parameters over several groups, one after the other; all ranks have the groups in the same order.
+
+    Args:
+        comparisons: each a group, and the names of the parameters to compare over it.
+        parameters: by name; of those with a layout the local shards are compared.
+        name: the function that was called, for errors.
 
     Raises:
-        MismatchError: parameters differ; raised after all groups have compared.
+        MismatchError: parameters differ over one group or several; raised after all have compared.
     """
     compared = {key: parameters[key] for each in comparisons for key in each.names}
     tensors = {key: (x.reshard_local() if _has_layout(x) else x).detach() for key, x in compared.items()}
-    weights = {device: _weights(device) for device in {x.device for x in tensors.values()}}
+    weights = {
+        device: _mixed(torch.arange(_CHUNK, dtype=torch.int64, device=device))
+        for device in {x.device for x in tensors.values()}
+    }
     fingerprints = {key: _fingerprint(x, weights[x.device]) for key, x in tensors.items()}
     problems = [text for each in comparisons if (text := _difference(each, parameters, fingerprints))]
     if problems:
@@ -195,7 +213,11 @@ _hooks: list[Any] = []
 
 
 def _after_step(optimizer: Optimizer, *args: Any) -> None:
-    """Compare the watched parameters, and the ColoTensors, that an optimizer has just updated."""
+    """Compare the watched parameters, and the ColoTensors, of an optimizer that has just made a step; its hook.
+
+    Raises:
+        MismatchError: ranks differ in them.
+    """
     name = f"{type(optimizer).__name__}.step"
     updated = {id(x) for group in optimizer.param_groups for x in group["params"]}
     for watched in list(_watched):
@@ -215,7 +237,7 @@ def _after_step(optimizer: Optimizer, *args: Any) -> None:
 
 
 def _follow_check_mode() -> None:
-    """Register the hook while check mode is on; outside of it a step costs nothing."""
+    """Register or remove the hook ``_after_step`` of optimizers, as check mode is on or off."""
     if variables.CHECK.value and not _hooks:
         _hooks.append(register_optimizer_step_post_hook(_after_step))
     elif not variables.CHECK.value and _hooks:
@@ -227,22 +249,24 @@ _follow_check_mode()
 
 
 def _difference(each: _Comparison, parameters: Mapping[str, Any], fingerprints: dict[str, Tensor]) -> str:
-    """Compare over one group; return a description of the differences, or nothing.
+    """Compare parameters over one group, by two all-gathers; return their differences as text, empty without any.
 
     Args:
-        each: the group and the names.
-        parameters: by name, for their local shapes and dtypes.
-        fingerprints: by name, of the local tensors.
+        each: the group, and the names of the parameters.
+        parameters: by name, for their shapes and dtypes.
+        fingerprints: of the local tensors by name, as ``_fingerprint`` returns them.
     """
     over = f"over {each.label}ranks {each.ranks}"
-    signature = [f"{name} {list(parameters[name].shape)} {_name_of(parameters[name].dtype)}" for name in each.names]
+    signature = [f"{name} {list(parameters[name].shape)} {as_json(parameters[name].dtype)}" for name in each.names]
     if each.names:
         device = fingerprints[each.names[0]].device
         table = torch.stack([fingerprints[name].to(device) for name in each.names])
     else:  # another rank may have parameters, and waits for the counts
         device = backend.default_device(backend.cuda_backend(each.group))
         table = torch.empty(0, 2, dtype=torch.int64, device=device)
-    table = torch.cat([table, table.new_tensor([_digest(text) for text in signature]).view(-1, 1)], 1)
+    digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in signature)
+    hashes = [int.from_bytes(digest, "big", signed=True) for digest in digests]
+    table = torch.cat([table, table.new_tensor(hashes).view(-1, 1)], 1)
     counts = eager.all_gather(table.new_tensor([len(signature)]), 0, each.group, None, "check_replicas").tolist()
     common = min(counts)
     if common:
@@ -261,18 +285,8 @@ def _difference(each: _Comparison, parameters: Mapping[str, Any], fingerprints: 
     return f"{len(differ)} of {len(each.names)} parameters differ {over}: {', '.join(shown)}{more}"
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without ``torch.``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def _digest(text: str) -> int:
-    """Return the first 64 bits of the SHA-256 of a text as a signed integer: the same in every process."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
-
-
 def _texts_of(text: str, like: Tensor, each: _Comparison) -> str:
-    """All-gather a text of every rank; return each distinct text with its ranks.
+    """All-gather a text of every rank, and return ``TEXT on ranks 0-2, TEXT on rank 3``: each distinct text once.
 
     Args:
         text: of this rank; cut after 200 bytes.
@@ -286,24 +300,23 @@ def _texts_of(text: str, like: Tensor, each: _Comparison) -> str:
 
 
 def _by_rank(column: Tensor, ranks: Sequence[int]) -> str:
-    """Return the 2-norm of every distinct value in words, with the ranks that have it."""
-    norms = column[:, 1].contiguous().view(torch.float64).tolist()
-    by_digest: dict[int, list[int]] = {}
-    for position, digest in enumerate(column[:, 0].tolist()):
-        by_digest.setdefault(digest, []).append(position)
-    return ", ".join(
-        f"norm {norms[positions[0]]:.9g} on ranks {[ranks[position] for position in positions]}"
-        for positions in by_digest.values()
-    )
+    """Return ``norm 2 on ranks 0-2, norm 3 on rank 3``: a norm for each distinct digest of one parameter.
 
-
-def _weights(device: torch.device) -> Tensor:
-    """Return a pseudo-random number for each position of a chunk."""
-    return _mixed(torch.arange(_CHUNK, dtype=torch.int64, device=device))
+    Args:
+        column: a row per rank of the group, its fingerprint.
+        ranks: global ranks of the group.
+    """
+    norms = dict(zip(ranks, column[:, 1].contiguous().view(torch.float64).tolist(), strict=True))
+    digests = dict(zip(ranks, map(str, column[:, 0].tolist()), strict=True))
+    return ", ".join(f"norm {norms[having[0]]:.9g} on {named_ranks(having)}" for _, having in by_text(digests))
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Apply a bijective 64-bit mix (multiply and shift) in place, and return the tensor."""
+    """Replace each number of an int64 tensor by a pseudo-random one, in place, and return the tensor.
+
+    The function is a bijection of the 64-bit integers: multiply, xor with a shift by 32, multiply, xor with a shift by
+    29, multiply.
+    """
     for shift, odd in ((32, _MULTIPLIERS[0]), (29, _MULTIPLIERS[1])):
         unsigned = (1 << (64 - shift)) - 1  # clears the sign bits of torch's arithmetic shift
         x.mul_(odd).bitwise_xor_((x >> shift).bitwise_and_(unsigned))
@@ -313,10 +326,14 @@ def _mixed(x: Tensor) -> Tensor:
 def _fingerprint(x: Tensor, weights: Tensor) -> Tensor:
     """Return ``[digest, bits of the 2-norm]``, int64, on the tensor's device.
 
-    The digest is the sum modulo 2**64 of the elements' bits, each mixed with its position. Mixing is bijective, so a
+    The digest is a sum modulo 2**64 of the elements' bits, each mixed with its position. Mixing is bijective, so a
     change of one element is always detected; a change of several is missed with a probability of about 2**-64. An
     integer sum does not depend on its order, hence not on the device or the number of threads. The norm of packed fp4
-    is that of its bytes.
+    is the norm of its bytes.
+
+    Args:
+        x: any dtype and strides.
+        weights: a pseudo-random number for each position of a chunk of ``x``.
     """
     x = x.resolve_conj().resolve_neg().reshape(-1)
     x = torch.view_as_real(x).reshape(-1) if x.is_complex() else x

@@ -71,10 +71,10 @@ def install() -> None:
 
 
 def handle(on: bool) -> None:
-    """Install the signal handlers that write the flight record, or restore the default actions of both signals.
+    """Let SIGUSR1 and SIGTERM write the flight record, or (``on`` is False) restore their default actions.
 
-    Does nothing where that is done already. Python allows it in the main thread only; in other threads a line on
-    standard error says so.
+    Does nothing where that is done already. Python allows it in the main thread only; in other threads nothing is
+    changed, and for True a line on standard error says so.
     """
     if on == _is_on:
         return
@@ -90,10 +90,11 @@ def _start_thread(target: Any, name: str) -> None:
 
 
 def _at_exit() -> None:
-    """Write the record into the named folder at the end of the process, unless it is there and complete.
+    """Write the record into the folder of ``TRITONCOMM_FLIGHT`` as the process ends; a function for ``atexit``.
 
-    So a rank that ends early, having made fewer calls than the others, leaves its record. A periodic record is replaced
-    even if complete, for the reason in it. Does nothing where no folder is named.
+    So a rank that ends early, having made fewer calls than the others, leaves its record. Writes nothing where no
+    folder is named, and where the last written record has all calls, unless that one was periodic: its reason has to
+    become the end of the process.
     """
     if variables.FLIGHT.value[1] and (flight.written != flight.progress() or flight.reason == PERIODIC):
         write_on("the process ends")
@@ -123,10 +124,10 @@ def _install_handlers() -> None:
 
 
 def _remove_handlers() -> None:
-    """Restore the default action of each signal that has this package's handler, and the program's wakeup descriptor.
+    """Restore the default action of the signals that have this package's handler, and the program's wakeup descriptor.
 
-    A descriptor that the program has set since stays. The pipe stays open, because the program may have saved its
-    descriptor and may set it again.
+    Handlers of the program stay, and so does a wakeup descriptor that it has set since. The pipe stays open, because
+    the program may have saved its descriptor and may set it again.
     """
     global _is_on
     _is_on = False
@@ -151,7 +152,10 @@ def _owns_wakeup() -> bool:
 
 
 def _reason_against(number: signal.Signals) -> str:
-    """Return why a signal cannot write the record (ignored, a handler unknown to Python); empty where it can."""
+    """Return the reason why a signal cannot write the record; empty where it can.
+
+    Reasons are that the signal is ignored, and that it has a handler which Python's signal module does not know.
+    """
     handler = signal.getsignal(number)
     if handler is signal.SIG_IGN:
         return "the program, or what started it, ignores the signal"
@@ -161,7 +165,7 @@ def _reason_against(number: signal.Signals) -> str:
 
 
 def _is_caught(number: int) -> bool:
-    """Whether the process has any handler of a signal, read from ``/proc/self/status``; False where that is missing."""
+    """Whether this process has any handler of a signal, by ``/proc/self/status``; False where that file is missing."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
@@ -170,19 +174,20 @@ def _is_caught(number: int) -> bool:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    """Handle a signal in the main thread: write the record, unless the thread that reads the pipe will do it.
+    """Handle a signal in the main thread; the handler that Python calls.
 
-    SIGTERM is not left to that thread, because the main thread must not go on after it.
+    Writes the record, unless the thread that reads the pipe will do it. SIGTERM, which also ends the process, is not
+    left to that thread, because the main thread must not go on after it.
     """
     if number == signal.SIGTERM or not _owns_wakeup():
         _write(signal.Signals(number))
 
 
 def _write(number: signal.Signals) -> None:
-    """Write the record because of a signal; after SIGTERM end the process, where the program has no handler of its own.
+    """Write the record because of a signal; after SIGTERM end the process too, by the signal's default action.
 
-    A handler of the program that calls this package's handler decides itself how the process ends. Of two threads that
-    end the process the second waits until the first has written the record.
+    The process goes on where SIGTERM has a handler of the program: that one decides how the process ends, also if it
+    calls this package's handler. Of two threads that end the process the second waits until the first has written.
     """
     if number == signal.SIGTERM and _is_ours(number):
         with _ending:
@@ -195,7 +200,10 @@ def _write(number: signal.Signals) -> None:
 
 
 def _read() -> None:
-    """Read signal numbers from the pipe for ever, pass them on to the program's descriptor, and write the record."""
+    """Read the numbers of signals from the pipe for ever; write the record for SIGUSR1 and SIGTERM.
+
+    Passes all numbers on to the wakeup descriptor that the program had before.
+    """
     assert _pipe is not None
     descriptor = _pipe[0]
     while numbers := os.read(descriptor, 64):
@@ -208,7 +216,7 @@ def _read() -> None:
 
 
 def _before_fork() -> None:
-    """Block both signals before a fork, where they write the record.
+    """Block SIGUSR1 and SIGTERM in the thread that forks, if the pipe exists; a hook before each fork.
 
     Until the child has restored its default actions, it would write a signal's number to the pipe of its parent.
     """
@@ -223,10 +231,10 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Reset a forked process, as a worker of a data loader: empty record, default signal actions, no pipe.
+    """Reset the state of a forked process, such as a worker of a data loader: empty record, default signal actions.
 
-    A signal then ends the process even in native code. The threads of the parent do not exist in it, and a record of it
-    would replace that of its parent. It becomes a rank of its own with its first call.
+    A signal then ends the process even in native code. The process has no threads of its parent and writes no record,
+    which would replace that of its parent. With its first call it becomes a rank of its own, by ``_become_rank``.
     """
     global _pipe
     flight.forget()
@@ -240,9 +248,10 @@ def _after_fork_in_child() -> None:
 
 
 def _become_rank() -> None:
-    """Start the watchdog and the signal handlers in a forked process that makes its first call, where the record is on.
+    """Start the watchdog and install the signal handlers in a forked process, if the flight record is on.
 
-    Such a process is a rank, started by a launcher that forks, and no worker of its parent.
+    Runs at the first call of that process. A process that calls is a rank, started by a launcher that forks, and no
+    worker of its parent.
     """
     flight.on_first_call = None
     if variables.FLIGHT.value[0]:
@@ -251,11 +260,12 @@ def _become_rank() -> None:
 
 
 def _watch() -> None:
-    """Watch the calls of this process for ever, in a thread of its own.
+    """Watch the calls of this process for ever; the function of the watchdog's thread.
 
-    Writes the record once for each call that blocks the host for ``WATCHDOG_SECONDS``, and for each collective that the
-    device has not completed in that time. Keeps collectives that are older than ``PERIOD`` for the record, and updates
-    the record in a named folder. Reports once why torch's recorder cannot be read.
+    Writes the record once for each call that blocks the host for ``WATCHDOG_SECONDS``, and once for the oldest
+    collective that the device has not completed in that time. Every ``PERIOD`` it reads from torch's recorder the
+    collectives that are older than that, for the record, and writes the record into a named folder if it has changed.
+    Reports once on standard error why torch's recorder cannot be read.
     """
     recorder, last_call, last_collective = Recorder(), 0, 0
     due = time.monotonic() + PERIOD

@@ -21,7 +21,7 @@ _frame = sys._getframe
 
 
 def located(site: Any) -> tuple[str, int]:
-    """Return file name and line number of a call site (code object and instruction offset); ("", 0) for None."""
+    """Return (file name, line number) of a call site, which is (code object, instruction offset); ("", 0) for None."""
     if site is None:
         return "", 0
     code, offset = site
@@ -35,17 +35,18 @@ sources: dict[str, int] = {}
 
 
 def source_of(file: str) -> int:
-    """Return whose a source file is: the program's (0), torch's (1) or this package's (2); store it in ``sources``."""
+    """Return 0 for a source file of the program, 1 for one of torch, 2 for one of ours; cache it in ``sources``."""
     source = OURS if file.startswith(_HERE) else _ANY_TORCH if file.startswith((_TORCH, "<frozen")) else _PROGRAM
     sources[file] = source
     return source
 
 
 def call_site(depth: int = 1) -> Any:
-    """Return the call site in the program: of the nearest frame that is not this package's or torch's.
+    """Return the site from which the program called this package, as ``site_above`` finds it.
 
     Args:
-        depth: frames above the caller of this function at which the search starts.
+        depth: number of frames between the caller of this function and the frame at which the search starts; fewer
+            where the stack ends before.
     """
     try:
         frame = _frame(depth + 1)
@@ -55,10 +56,11 @@ def call_site(depth: int = 1) -> Any:
 
 
 def site_above(frame: Any) -> Any:
-    """Return the call site in the program, from ``frame`` upward: code object and instruction offset.
+    """Return the site of the nearest frame of the program, from ``frame`` outward: (code object, instruction offset).
 
-    Frames of this package and of torch are passed by. In a backward it is the site of its forward, which ``leave_site``
-    has stored on the node of autograd's graph. Where no frame is the program's it is the site of the outermost frame.
+    Frames of this package and of torch are passed by. In a backward return the site of its forward, which
+    ``leave_site`` has stored on the node of autograd's graph. Where no frame is the program's return the site of the
+    outermost frame.
     """
     while True:
         code = frame.f_code

@@ -67,7 +67,7 @@ class Reading:
         threading.Thread(target=self._serve, name="tritoncomm-store", daemon=True).start()
 
     def _serve(self) -> None:
-        """Answer requests until the process ends."""
+        """Read the requested keys for ever, one request after the other, and pass on their values or the error."""
         while True:
             keys = self._requests.get()
             try:
@@ -76,11 +76,13 @@ class Reading:
                 self._results.put(error)
 
     def start(self, keys: list[str]) -> None:
-        """Begin to read ``keys``, and return at once."""
+        """Ask the thread to read ``keys``, and return at once; ``wait`` returns their values."""
         self._requests.put(keys)
 
     def wait(self, seconds: float) -> list[bytes] | None:
-        """Return the values once all keys are set; None after ``seconds``.
+        """Return the values of the requested keys once all of them are set; None if that takes ``seconds`` or more.
+
+        The read goes on after None, so ``wait`` may be called again.
 
         Raises:
             RuntimeError: the store is gone.
@@ -120,15 +122,15 @@ class JobStore:
         self._idle: list[Reading] = []
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key."""
+        """Set ``key`` to a value, whether or not it has one."""
         self._store.set(self._prefix + key, value)
 
     def set_once(self, key: str, value: str | bytes) -> bytes:
-        """Set a key that has no value yet, and return the value that it has now."""
+        """Set ``key`` if it has no value, and return the value that it then has: this one, or the earlier one."""
         return self._store.compare_set(self._prefix + key, "", value)
 
     def replace(self, key: str, old: str, new: str) -> None:
-        """Set a key to ``new`` if its value is ``old``."""
+        """Set ``key`` to ``new`` if its value is ``old``; else do nothing."""
         self._store.compare_set(self._prefix + key, old, new)
 
     def delete(self, key: str) -> None:
@@ -149,30 +151,41 @@ class JobStore:
     def read(
         self, keys: Sequence[str], until: Callable[[float], float | None], abandoned: str = ""
     ) -> list[bytes] | None:
-        """Block until all keys are set, and return their values.
+        """Block until all keys are set, and return their values in the same order; None if ``until`` ends the read.
 
         Args:
             keys: at least one.
-            until: called with 0, and whenever the seconds that it returned are over, with the seconds since the first
-                call. Once it returns None the read ends, and the result is None.
+            until: called with the seconds since the read began, first with 0. It returns the seconds until its next
+                call, or None to end the read.
             abandoned: value that missing keys get if the read ends early, also by an exception; other ranks read it.
+                Empty leaves them without a value.
         """
         names = [self._prefix + key for key in keys]
-        reading = self._idle.pop() if self._idle else Reading(self._store)
-        reading.start(names)
         try:
-            values = _wait(reading, until)
-        except BaseException:
-            self._end(reading, names, abandoned)
-            raise
-        if values is None:
-            self._end(reading, names, abandoned)
-        else:
-            self._idle.append(reading)
+            reading = self._idle.pop()
+        except IndexError:
+            reading = Reading(self._store)
+        reading.start(names)
+        values, begun = None, time.monotonic()
+        try:
+            pause = until(0.0)
+            while pause is not None and (values := reading.wait(pause)) is None:
+                pause = until(time.monotonic() - begun)
+        finally:
+            if values is None:
+                self._end(reading, names, abandoned)
+            else:
+                self._idle.append(reading)
         return values
 
     def _end(self, reading: Reading, names: list[str], abandoned: str) -> None:
-        """End a read early by setting its missing keys; delete these again unless their value is for other ranks."""
+        """End the read of a thread that still waits, by setting the missing keys, so that the thread is idle again.
+
+        Args:
+            reading: the thread.
+            names: keys that it reads, with the store's prefix.
+            abandoned: value of the missing keys for other ranks. Empty deletes these keys again.
+        """
         if reading.has_failed:  # the store is gone, or does not answer
             return
         for _ in range(_TRIES):  # more than one, because other ranks of a failed call delete their keys
@@ -187,35 +200,36 @@ class JobStore:
                 self._store.delete_key(name)
 
     def token(self) -> str:
-        """Return a text that no other call of this method returns, on any rank."""
+        """Return a text that is unique among all calls of this method on all ranks: ``RANK.NUMBER``."""
         self._tokens += 1
         return f"{self.rank}.{self._tokens}"
 
     def stale_of(self, group: str) -> list[str]:
-        """Return the keys to delete at the next complete call of any group of this name, one list for all of them."""
+        """Return the list of keys that a later call over any group of this name deletes; the callers append to it."""
         return self._stale.setdefault(group, [])
 
     def channel(self, name: str, ends: Sequence[int], group: Any) -> str:
         """Return the prefix of a channel's keys, equal at both ends.
 
-        A channel carries the transfers from rank ``ends[0]`` to rank ``ends[1]`` over one group. Once it is closed, the
-        next group of this name has another prefix.
+        A channel carries the transfers from rank ``ends[0]`` to rank ``ends[1]`` over one group. It is closed once its
+        verdict is set. A group of the same name that is made afterwards has a new channel, with the next number.
+
+        Args:
+            name: of the group.
+            ends: global ranks of the sender and the receiver.
+            group: process group; not kept alive.
         """
         base = f"{name}/{ends[0]}-{ends[1]}"
         reference, number = self._channels.get(base, (None, 0))
         if reference is None or reference() is not group:
-            closed = None if reference is None else self.get(f"{base}/closed")
-            number = number if closed is None else int(closed) + 1
+            # A rank that has not used the channel cannot tell whether it was closed for this group or for one before.
+            while reference is not None and self.has(f"{base}@{number}/verdict"):
+                number += 1
             self._channels[base] = (weakref.ref(group), number)
-        return f"{name}@{number}/{ends[0]}-{ends[1]}" if number else base
-
-    def close(self, name: str, ends: Sequence[int]) -> None:
-        """Close a channel: nothing passes over it, until a group made later has its name."""
-        base = f"{name}/{ends[0]}-{ends[1]}"
-        self.set(f"{base}/closed", str(self._channels[base][1]))
+        return f"{base}@{number}"
 
     def publish(self, mine: Blocked) -> None:
-        """Let other ranks read the whereabouts of this rank."""
+        """Set the key from which other ranks read the whereabouts of this rank, in place of earlier ones."""
         self.set(f"blocked/{self.rank}", json.dumps(mine))
         self._is_published = True
 
@@ -231,33 +245,22 @@ class JobStore:
         return None if text is None else Blocked(*json.loads(text))
 
     def ended(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return those of ``ranks`` whose processes have ended, each with the reason."""
+        """Return the reasons of those of ``ranks`` that have announced their end, by rank; ask without waiting."""
         reasons = {rank: self.get(f"ended/{rank}") for rank in ranks}
         return {rank: reason.decode() for rank, reason in reasons.items() if reason is not None}
 
     def leave(self, reason: str) -> None:
-        """Publish why this process ends."""
+        """Announce to other ranks that this process ends, and why; ``ended`` reads it."""
         self.set(f"ended/{self.rank}", reason)
 
     def enter_wait(self) -> None:
-        """Count the calling thread among those that wait."""
+        """Note that the calling thread waits; where another one of this rank waits too, set ``has_threads``."""
         self._waiting.add(threading.get_ident())
         self.has_threads = self.has_threads or len(self._waiting) > 1
 
     def leave_wait(self) -> None:
-        """End ``enter_wait`` of the calling thread."""
+        """Note that the calling thread waits no more."""
         self._waiting.discard(threading.get_ident())
-
-
-def _wait(reading: Reading, until: Callable[[float], float | None]) -> list[bytes] | None:
-    """Return the result of a reading; None once ``until`` returns None."""
-    begun = time.monotonic()
-    pause = until(0.0)
-    while pause is not None:
-        if (values := reading.wait(pause)) is not None:
-            return values
-        pause = until(time.monotonic() - begun)
-    return None
 
 
 _current: "list[tuple[Any, JobStore]]" = []  # at most one: the default store, and its client
@@ -267,10 +270,10 @@ _pid = os.getpid()
 
 @atexit.register
 def _announce_end() -> None:
-    """Tell waiting ranks that this process ends, and with which error.
+    """Announce in the store, at the end of this process, that it ends, and the uncaught error if there is one.
 
-    A backend sees a closed connection, the store does not. Killed processes announce nothing; ranks wait for them until
-    their timeout.
+    Ranks that wait for this one read it. A backend sees a closed connection, the store does not. Killed processes
+    announce nothing; ranks wait for them until their timeout. Forked processes announce nothing either.
     """
     if not _current or os.getpid() != _pid:
         return
@@ -281,7 +284,7 @@ def _announce_end() -> None:
 
 
 def job_store() -> JobStore:
-    """Return the client of the default store that torch has now; all threads share it."""
+    """Return this rank's client of torch's default store, one for all threads; make another one for another store."""
     store = distributed_c10d._get_default_store()
     with _lock:
         if not _current or _current[0][0] is not store:
@@ -290,9 +293,11 @@ def job_store() -> JobStore:
 
 
 def last_of(store: Any, root: str, rank: int, world: int, text: str) -> list[bytes] | None:
-    """Publish ``text``; return the texts of all ranks on the rank that comes last, None on the others.
+    """Publish ``text``; return the texts of all ranks, in rank order, on the rank that comes last, if they differ.
 
-    Nobody waits. Each rank counts its own calls, so a rank that calls more often than others gets None.
+    Returns None on all other ranks, and where the texts are equal. Nobody waits: each rank counts its own calls, and a
+    rank that calls more often than others gets None. A rank whose text equals that of the first to come publishes no
+    text of its own.
 
     Args:
         store: torch's store.
@@ -302,19 +307,24 @@ def last_of(store: Any, root: str, rank: int, world: int, text: str) -> list[byt
         text: of this rank.
     """
     key = f"{root}/{store.add(f'{root}/rounds/{rank}', 1)}"
-    store.set(f"{key}/{rank}", text)
-    names = [f"{key}/{other}" for other in range(world)]
-    if store.add(key, 1) != world or not store.check(names):
+    first = store.compare_set(f"{key}/first", "", text)
+    if first != text.encode():
+        store.set(f"{key}/{rank}", text)
+        store.add(f"{key}/others", 1)
+    if store.add(key, 1) != world or not store.add(f"{key}/others", 0):
         return None
-    return store.multi_get(names)
+    names = (f"{key}/{other}" for other in range(world))
+    return [store.get(name) if store.check([name]) else first for name in names]
 
 
 def raise_if(name: str, problem: Callable[[], str]) -> None:
-    """Raise ``MismatchError`` with the text of ``problem()`` unless it is empty, and note it in the flight record.
+    """Call ``problem``, and raise ``MismatchError`` with the text that it returns unless that is empty.
+
+    Reports the error to the flight record before it raises.
 
     Args:
         name: of the function that was called, the beginning of the message.
-        problem: compares; returns what is wrong.
+        problem: compares ranks; returns their difference as text.
 
     Raises:
         MismatchError: the text.

@@ -11,7 +11,13 @@ _MAX_LINES = 40
 
 
 def by_text(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """Group ranks by their text: ``[(text, ranks), ...]`` in the order of the first rank of each text."""
+    """Return ``[(text, ranks), ...]``: each distinct text once, with the ascending ranks that have it.
+
+    The pairs are in the order of their first ranks.
+
+    Args:
+        texts: by rank.
+    """
     ranks: dict[str, list[int]] = {}
     for rank in sorted(texts):
         ranks.setdefault(texts[rank], []).append(rank)
@@ -19,20 +25,24 @@ def by_text(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
 
 
 def one_line(text: str) -> str:
-    """Join the lines of a text with semicolons, and cut the result after 1000 characters."""
+    """Return a text as one line: its lines, without empty ones, joined by semicolons and cut after 1000 characters."""
     joined = "; ".join(line.strip() for line in text.splitlines() if line.strip()).replace(":; ", ": ")
     return joined if len(joined) <= _MAX_CHARACTERS else f"{joined[:_MAX_CHARACTERS]}..."
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Put ascending ranks into words as runs, ``ranks 0-3, 7``; the first six runs only."""
+    """Return ascending ranks as text: ``rank 7``, or the first six runs as ``ranks 0-3, 7``."""
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0])]
     words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:_MAX_RUNS]]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}{', ...' if len(runs) > _MAX_RUNS else ''}"
 
 
 def table_of(texts: Mapping[int, str]) -> str:
-    """Put the texts of ranks into a table: a line for every distinct text with its ranks, at most 40 lines."""
+    """Return a table, a line ``  ranks 0-3, 7: TEXT`` for each distinct text: the first 40, and the number of others.
+
+    Args:
+        texts: by rank.
+    """
     lines = [f"  {named_ranks(ranks)}: {text}" for text, ranks in by_text(texts)]
     more = [f"  and {len(lines) - _MAX_LINES} more"] * (len(lines) > _MAX_LINES)
     return "\n".join(lines[:_MAX_LINES] + more)

@@ -17,7 +17,7 @@ backend, so every name begins with ``nccl:``.
 
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,47 +41,50 @@ _ANY: Sizes = [[]]  # the analyser takes them for equal on all ranks, and compar
 
 
 def write(records: Sequence[Record], folder: Path) -> int:
-    """Write one pickle ``tritoncomm_rank_RANK`` per record into a folder, and return the number of entries in them.
+    """Write one pickle ``tritoncomm_rank_RANK`` per record into a folder, and return the number of all entries.
 
-    The folder is made where it is missing.
+    Makes the folder where it is missing.
 
     Raises:
         ArgumentError: the folder has pickles of other ranks, with which the analyser would compare these.
     """
-    dumps = dumps_of(records)
     folder.mkdir(parents=True, exist_ok=True)
-    if others := {path.name for path in folder.glob(f"{_PREFIX}*")} - {f"{_PREFIX}{rank}" for rank in dumps}:
+    if others := {path.name for path in folder.glob(f"{_PREFIX}*")} - {f"{_PREFIX}{each.rank}" for each in records}:
         raise ArgumentError(f"{folder} has the dump {min(others)} of another job; name another folder")
-    for rank, dump in dumps.items():
+    count = 0
+    for rank, dump in dumps_of(records):
         (folder / f"{_PREFIX}{rank}").write_bytes(pickle.dumps(dump))
-    return sum(len(dump["entries"]) for dump in dumps.values())
+        count += len(dump["entries"])
+    return count
 
 
-def dumps_of(records: Sequence[Record]) -> dict[int, dict[str, Any]]:
-    """Convert flight records into dumps in the format of torch's flight recorder, by rank.
+def dumps_of(records: Sequence[Record]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Convert flight records into dumps in the format of torch's flight recorder; yield (rank, dump), one at a time.
 
     Of each group a dump has the calls from the first one that the records of all its ranks still have, because the
     analyser takes a call that one dump lacks for a difference. For the same reason the messages between two ranks are
     left out where one of their records has lost the first call of the group.
     """
-    dumps = {each.rank: _Dump(each) for each in records}
-    for group in sorted({group for each in records for group in each.calls}):
+    by_rank = {each.rank: each for each in records}
+    firsts: dict[tuple[str, int], tuple[list[int], int]] = {}  # by group and rank: ranks of the group, first call
+    for group in sorted({group for each in records for group in each.hashes}):
         for known_ranks, holders in by_ranks(group, records).items():
             ranks = sorted({*known_ranks, *(each.rank for each in holders)})
             # A member that has no calls of the group may have made some that its record has lost.
-            first = max(
-                min(each.calls.get(group, [each.data["counts"].get(group, 0) + 1]))
-                for each in records if each.rank in ranks
-            )  # fmt: skip
-            for each in holders:
-                dumps[each.rank].add_calls(group, ranks, first)
-        for message in messages_of(group, records):
-            _add_message(dumps, group, message)
-    return {rank: dump.finished() for rank, dump in dumps.items()}
+            first = max(by_rank[rank].oldest(group) for rank in ranks if rank in by_rank)
+            firsts |= {(group, each.rank): (ranks, first) for each in holders}
+    for record in records:
+        dump = _Dump(record)
+        for group in sorted(record.hashes):
+            dump.add_calls(group, *firsts[group, record.rank])
+            for peer in sorted(record.peers.get(group, set()) & by_rank.keys()):
+                for message in messages_of(group, [record, by_rank[peer]]):
+                    dump.add_message(group, message)
+        yield record.rank, dump.finished()
 
 
 class _Dump:
-    """The dump of one rank while it is made.
+    """The dump of one rank while it is made, at first without groups and entries.
 
     Attributes:
         record: flight record of the rank.
@@ -90,13 +93,12 @@ class _Dump:
     """
 
     def __init__(self, record: Record) -> None:
-        """Make a dump without groups and entries."""
         self.record = record
         self.groups: dict[str, dict[str, str]] = {}
         self.entries: list[dict[str, Any]] = []
 
     def add_calls(self, group: str, ranks: Sequence[int], first: int) -> None:
-        """Add a process group, and an entry for each of its calls that sent something.
+        """Add a process group, and an entry for each call of this rank over it that sent something.
 
         Args:
             group: name of the group.
@@ -116,7 +118,7 @@ class _Dump:
             self.add(call, group, count, (_UNEVEN_NAMES if is_uneven else _NAMES)[kind], sizes, [str(dtype)])
 
     def add_group(self, name: str, ranks: Sequence[int], description: str) -> None:
-        """Add a process group with its global ranks and the description that the analyser prints."""
+        """Add a process group by name, with its global ranks and a description for the analyser to print."""
         self.groups[name] = {"name": name, "desc": description, "ranks": str(list(ranks))}
 
     def add(
@@ -149,6 +151,29 @@ class _Dump:
             "thread_id": str(call["thread"]), "thread_name": "",
             "frames": [{"name": text(call), "filename": call["file"], "line": call["line"]}],
         })  # fmt: skip
+
+    def add_message(self, group: str, message: Message) -> None:
+        """Add this rank's end of a message, ``send`` or ``recv``, in a group of the message's sender and receiver.
+
+        The analyser compares shapes. An end that does not know them gets those of the sender, with which it agrees.
+
+        Args:
+            group: name of the group that the message was sent over.
+            message: from this rank or to it.
+        """
+        is_send = message.sender == self.record.rank
+        ranks, end = sorted((message.sender, message.receiver)), message.sent if is_send else message.received
+        if end is None:
+            return
+        specs = end.specs
+        if message.sent is not None and message.sent.specs is not None and message.fits():
+            specs = message.sent.specs
+        sizes = [shape if _is_shape(shape) else [] for shape, _ in specs or ()]
+        channel = f"{group} {message.sender}->{message.receiver}"
+        self.add_group(channel, ranks, "tritoncomm p2p")
+        source, target = ranks.index(message.sender), ranks.index(message.receiver)
+        name, pair = (f"send {source}->{target}", (sizes, [])) if is_send else (f"recv {target}<-{source}", ([], sizes))
+        self.add(end.call, channel, message.count, name, pair, [str(dtype) for _, dtype in specs or ()])
 
     def finished(self) -> dict[str, Any]:
         """Return the dump, with its entries in the order of their start and numbered from 0.
@@ -203,32 +228,3 @@ def _sizes(call: Call, place: int, world: int) -> tuple[Sizes, Sizes]:
 def _is_shape(value: Any) -> bool:
     """Whether a value of a JSON file is a list of integers of 0 or more."""
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
-
-
-def _add_message(dumps: dict[int, _Dump], group: str, message: Message) -> None:
-    """Add each end of a message to the dump of its rank: ``send`` and ``recv``, in a group of its sender and receiver.
-
-    The analyser compares shapes. An end that does not know them gets those of the sender, with which it agrees.
-
-    Args:
-        dumps: by rank.
-        group: name of the group that the message was sent over.
-        message: of two ranks that have dumps.
-    """
-    ranks = sorted((message.sender, message.receiver))
-    source, target = ranks.index(message.sender), ranks.index(message.receiver)
-    for rank, end, name in (
-        (message.sender, message.sent, f"send {source}->{target}"),
-        (message.receiver, message.received, f"recv {target}<-{source}"),
-    ):
-        if end is None:
-            continue
-        specs = end.specs
-        if message.sent is not None and message.sent.specs is not None and message.fits():
-            specs = message.sent.specs
-        sizes = [shape if _is_shape(shape) else [] for shape, _ in specs or ()]
-        channel = f"{group} {message.sender}->{message.receiver}"
-        dumps[rank].add_group(channel, ranks, "tritoncomm p2p")
-        dtypes = [str(dtype) for _, dtype in specs or ()]
-        pair = (sizes, []) if end is message.sent else ([], sizes)
-        dumps[rank].add(end.call, channel, message.count, name, pair, dtypes)

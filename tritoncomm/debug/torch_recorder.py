@@ -71,10 +71,10 @@ class Recorder:
             self.problem = "torch's recorder is off, as TORCH_FR_BUFFER_SIZE is 0"
 
     def active(self) -> list[Active]:
-        """Read the collectives that have not completed, oldest first.
+        """Return the collectives and transfers of NCCL that this process has issued and the device has not completed.
 
-        Returns none before the program has initialized CUDA, and where there is a ``problem``. An error while reading
-        becomes the ``problem``, and nothing is read after it.
+        The oldest comes first. Returns an empty list before the program has initialized CUDA, and where there is a
+        ``problem``. An error while reading is not raised: it becomes the ``problem``, and nothing is read after it.
         """
         if self.problem or not torch.cuda.is_initialized():
             return []
@@ -91,7 +91,7 @@ class Recorder:
 
 
 def buffer_size() -> int:
-    """Return the number of collectives that torch's recorder keeps, from the environment; 0 where it is off."""
+    """Return the number of entries that torch's recorder keeps, by the environment or its default; 0 if it is off."""
     text = next((os.environ[name] for name in _SIZES if name in os.environ), str(_SIZE))
     with suppress(ValueError):
         return max(int(text), 0)
@@ -109,7 +109,7 @@ def has_starts() -> bool:
 
 
 def _active(entry: dict[str, Any]) -> Active:
-    """Parse one entry of torch's recorder.
+    """Make an ``Active`` of one entry of torch's recorder, as its JSON has it.
 
     Raises:
         KeyError, IndexError, TypeError, ValueError: the entry has another format.

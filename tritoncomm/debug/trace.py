@@ -2,30 +2,37 @@
 
 Calls of one group with equal counts belong together. So do the two ends of the n-th message from one rank to another.
 The files are the only input, so they may come from another machine.
+
+Records of thousands of ranks do not fit into memory. A file is read once for a summary, which has two hashes of each
+call, and again where its calls are shown. Messages are paired between two ranks at a time.
 """
 
 import json
 import os
 import reprlib
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tritoncomm.debug.flight import FORMAT, PERIODIC
 from tritoncomm.debug.p2p_check import ORDER
-from tritoncomm.debug.texts import by_text, named_ranks, one_line
+from tritoncomm.debug.texts import by_text, named_ranks, one_line, table_of
 from tritoncomm.errors import ArgumentError
 
 __all__ = [
-    "REFUSED", "Call", "Message", "Record", "by_ranks", "is_even", "messages_of", "perfetto",
-    "read", "story", "text",
+    "REFUSED", "Call", "Message", "Record", "by_ranks", "is_even", "messages_of", "read", "story", "text",
+    "write_perfetto",
 ]  # fmt: skip
 
 Call = dict[str, Any]
 """A call as its record has it."""
+Calls = dict[str, dict[int, Call]]
+"""Calls by the name of their group, and there by their count on this group."""
 
 _COMPARED = ("name", "kind", "shape", "dtype", "arguments")
 _MAY_DIFFER = {  # by kind: attributes that may differ between the ranks of one call
@@ -33,6 +40,7 @@ _MAY_DIFFER = {  # by kind: attributes that may differ between the ranks of one 
     "to_heads": ("shape",), "to_sequence": ("shape",),
 }  # fmt: skip
 _MAX_LINES, _MAX_TEXT = 20, 300
+_LOADED = 16  # records whose calls are in memory at a time, about 5 MiB each
 REFUSED = "raised before"
 """Beginning of the errors of calls that sent nothing."""
 _FILE_TYPES = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
@@ -52,23 +60,67 @@ _RECORD = {
 _JSON_TYPES = {range: int, list: list, tuple: dict, dict: dict}
 
 
-@dataclass(frozen=True)
-class Record:
-    """The flight record of one rank.
+class Hashes(NamedTuple):
+    """The calls of one rank over one group, as three columns.
 
     Attributes:
-        rank: global rank of the process that wrote the file.
-        data: content of the file.
-        calls: calls by the name of their group, and there by their count on this group.
+        counts: count of each call on the group.
+        compared: hash of the attributes that all ranks of the call must share.
+        shown: hash of the call's text with its line.
     """
 
-    rank: int
-    data: dict[str, Any]
-    calls: dict[str, dict[int, Call]]
+    counts: "array[int]"
+    compared: "array[int]"
+    shown: "array[int]"
 
-    def ranks(self, group: str) -> list[int]:
+
+@dataclass
+class Record:
+    """Summary of the flight record of one rank.
+
+    Attributes:
+        path: of the file.
+        data: content of the file without its calls.
+        load: function that reads the calls of a file again, and keeps those of the last few files.
+        hashes: calls by the name of their group.
+        start: time of the earliest start of a call; 0 without calls.
+        current: the call that the rank was in, or failed in, when it wrote the record; None if it was in none.
+        issued: the call that issued the oldest collective that the device has not completed; None if there is none.
+        peers: ranks with which this one exchanged messages, by the name of the group.
+        is_explained: whether the uncaught error that ended the rank is the error of one of its calls.
+    """
+
+    path: Path
+    data: dict[str, Any]
+    load: Callable[[Path], Calls]
+    hashes: dict[str, Hashes] = field(default_factory=dict)
+    start: int = 0
+    current: Call | None = None
+    issued: Call | None = None
+    peers: dict[str, set[int]] = field(default_factory=dict)
+    is_explained: bool = False
+
+    @property
+    def rank(self) -> int:
+        """Global rank of the process that wrote the file."""
+        return self.data["rank"]
+
+    @property
+    def calls(self) -> Calls:
+        """The calls, read from the file again unless that was one of the last few to be read."""
+        return self.load(self.path)
+
+    def count(self, group: str) -> int:
+        """Return the number of calls that the rank made over a group, those included that the record has lost."""
+        return self.data["counts"].get(group, 0)
+
+    def oldest(self, group: str) -> int:
+        """Return the count of the oldest recorded call over a group, or of the next one where none is recorded."""
+        return min(self.hashes[group].counts) if group in self.hashes else self.count(group) + 1
+
+    def ranks(self, group: str) -> Sequence[int]:
         """Return the global ranks of the group of this name; an empty list where the record does not have them."""
-        return self.data["groups"].get(group, [])
+        return self.data["groups"].get(group, ())
 
     def is_before(self, call: Call) -> bool:
         """Whether the watchdog wrote this record before another rank's call began, so it says nothing of that call."""
@@ -76,7 +128,7 @@ class Record:
 
 
 def read(files: Iterable[str | os.PathLike[str]]) -> list[Record]:
-    """Read and check flight records, and return them in the order of their ranks.
+    """Read and check flight records, and return their summaries in the order of their ranks.
 
     Args:
         files: paths of records; a folder stands for all files ``tritoncomm-flight-*.json`` in it.
@@ -88,20 +140,60 @@ def read(files: Iterable[str | os.PathLike[str]]) -> list[Record]:
     for path in map(Path, files):
         paths += sorted(path.glob("tritoncomm-flight-*.json")) if path.is_dir() else [path]
     records: dict[int, Record] = {}
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object for the ranks of a group in all records
+
+    @lru_cache(_LOADED)
+    def load(path: Path) -> Calls:
+        """Read the calls of a file of which there is a summary."""
+        data, calls = _content(path), dict[str, dict[int, Call]]()
+        if data["time"] != records[data["rank"]].data["time"]:
+            raise ArgumentError(f"{path} was written again while it was read; name a copy of the records")
+        for call in data["calls"]:
+            calls.setdefault(call["group"], {})[call["count"]] = call
+        return calls
+
     for path in paths:
         data = _content(path)
         if data["rank"] in records:
             raise ArgumentError(f"{path} is a second record of rank {data['rank']}")
-        record = records[data["rank"]] = Record(data["rank"], data, {})
-        for call in data["calls"]:
-            record.calls.setdefault(call["group"], {})[call["count"]] = call
+        data["groups"] = {name: known.setdefault(each := tuple(ranks), each) for name, ranks in data["groups"].items()}
+        records[data["rank"]] = _summary(path, data, load)
     if not records:
         raise ArgumentError("there are no flight records in the given files")
     return [records[rank] for rank in sorted(records)]
 
 
+def _summary(path: Path, data: dict[str, Any], load: Callable[[Path], Calls]) -> Record:
+    """Return the summary of a record, and remove the calls from ``data``.
+
+    Args:
+        path: of the file.
+        data: its content.
+        load: as in ``Record``.
+    """
+    calls, reason = data.pop("calls"), data.get("reason")
+    record = Record(path, data, load, start=min((call["start"] for call in calls), default=0))
+    for call in calls:
+        columns = record.hashes.setdefault(call["group"], Hashes(array("q"), array("q"), array("q")))
+        values = call["count"], hash(repr(_compared(call))), hash(_with_line(call))
+        for column, value in zip(columns, values, strict=True):
+            column.append(value)
+        for _, peer, _ in _transfers(call, record.rank):
+            record.peers.setdefault(call["group"], set()).add(peer)
+    running = [call for call in calls if not call["end"] and not call["error"]]  # of any thread
+    # An asynchronous call has ended when its wait() fails: the record's reason has its name and its error.
+    failed = [call for call in calls if call["error"] and reason == f"{call['name']}: {call['error'].split(':')[0]}"]
+    last = [call for call in calls[-1:] if not call["end"]]
+    record.current = next(reversed(running or failed or last), None)
+    active = min(data["active"], key=lambda each: each["created"], default={"number": None})
+    if active["number"] is not None:
+        record.issued = next((call for call in calls if call.get("number") == active["number"]), None)
+    record.is_explained = any(call["error"] and call["error"] in str(reason) for call in calls)
+    return record
+
+
 def _content(path: Path) -> dict[str, Any]:
-    """Read one file and return its JSON object, after checking that it has the fields of a flight record.
+    """Read one file, check that it has the fields of a flight record, and return its JSON object.
 
     Raises:
         ArgumentError: the file is no regular file, no JSON, of another format, or a field is missing or wrong.
@@ -125,10 +217,13 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _problem(value: Any, kind: Any) -> str:
-    """Compare a value of a JSON file with the kind that it should have, a value of the tables above.
+    """Return the first place where a value of a JSON file is not of its kind, and the value that is there.
 
-    Returns the place and the value of the first difference, as ``.calls[3].line is 'x'`` or ``.rank is missing``; an
-    empty text where there is none.
+    The text is ``.calls[3].line is 'x'`` or ``.rank is missing``; it is empty where all is of its kind.
+
+    Args:
+        value: from the file.
+        kind: as the tables ``_RECORD`` and ``_CALL`` have them.
     """
     expected = kind if isinstance(kind, type) else _JSON_TYPES[type(kind)]
     if expected is not object and (type(value) is not expected or (expected is int and value not in kind)):
@@ -184,26 +279,26 @@ class Message(NamedTuple):
         return len(sent) == len(received) and all(None in pair or pair[0] == pair[1] for pair in values)
 
 
-def messages_of(group: str, records: Sequence[Record]) -> list[Message]:
-    """Pair the p2p steps of all ranks over one group into messages, by sender, receiver and count.
+def messages_of(group: str, records: Sequence[Record]) -> Iterator[Message]:
+    """Pair the sends and receives of all ranks over one group into messages; yield those of each two ranks in turn.
 
     The n-th send of a rank to a peer belongs to the n-th receive of the peer from that rank. Counting starts at the
     first call of the group, so messages to or from ranks whose record has lost that call are left out.
     """
-    complete = {each.rank: each.calls[group] for each in records if 1 in each.calls.get(group, ())}
-    ends: dict[tuple[int, int], tuple[list[End], list[End]]] = {}  # by sender and receiver: sends, receives
-    for rank, calls in complete.items():
-        for count in sorted(calls):
-            for key, peer, specs in _transfers(calls[count], rank):
-                is_receive = key.startswith("recv")
-                if peer in complete:
-                    sends_and_receives = ends.setdefault((peer, rank) if is_receive else (rank, peer), ([], []))
-                    sends_and_receives[is_receive].append(End(calls[count], specs))
-    return [
-        Message(*channel, count, sent, received)
-        for channel in sorted(ends)
-        for count, (sent, received) in enumerate(zip_longest(*ends[channel]), 1)
-    ]
+    complete = {each.rank: each for each in records if group in each.peers and each.oldest(group) == 1}
+    pairs = {(min(rank, peer), max(rank, peer)) for rank, each in complete.items() for peer in each.peers[group]}
+    for pair in sorted(pair for pair in pairs if complete.keys() >= {*pair}):
+        ends: dict[tuple[int, int], tuple[list[End], list[End]]] = {}  # by sender and receiver: sends, receives
+        for rank, other in (pair, pair[::-1]):
+            for _, call in sorted(complete[rank].calls[group].items()):
+                for key, peer, specs in _transfers(call, rank):
+                    if peer == other:
+                        is_receive = key.startswith("recv")
+                        channel = ends.setdefault((peer, rank) if is_receive else (rank, peer), ([], []))
+                        channel[is_receive].append(End(call, specs))
+        for sender, receiver in sorted(ends):
+            for count, (sent, received) in enumerate(zip_longest(*ends[sender, receiver]), 1):
+                yield Message(sender, receiver, count, sent, received)
 
 
 def _transfers(call: Call, rank: int) -> Iterator[tuple[str, int, list[list[Any]] | None]]:
@@ -224,14 +319,22 @@ def _transfers(call: Call, rank: int) -> Iterator[tuple[str, int, list[list[Any]
                         yield key, peer, specs
 
 
-def perfetto(records: Sequence[Record]) -> dict[str, Any]:
-    """Return one trace of all ranks in the JSON format of Chrome and Perfetto: a process per rank, a track per thread.
+def write_perfetto(records: Sequence[Record], file: Path) -> None:
+    """Write one trace of all ranks in the JSON format of Chrome and Perfetto: a process per rank, a track per thread.
 
     Arrows join the calls of one group with equal counts, and the two ends of each message. A call that has not ended
     lasts until its record was written. Times are microseconds since the first call.
     """
-    events: list[dict[str, Any]] = []
-    origin = min((call["start"] for each in records for call in each.data["calls"]), default=0)
+    with file.open("w") as stream:
+        stream.write('{"displayTimeUnit": "ns", "traceEvents": [')
+        for number, event in enumerate(_events(records)):
+            stream.write(("," if number else "") + json.dumps(event))
+        stream.write("]}")
+
+
+def _events(records: Sequence[Record]) -> Iterator[dict[str, Any]]:
+    """Yield the events of the trace of all ranks: the calls and their arrows rank by rank, then the messages."""
+    origin = min((each.start for each in records if each.hashes), default=0)
 
     def event(rank: int, call: Call, **fields: Any) -> dict[str, Any]:
         """Make an event at the start of a rank's call, on the track of its thread."""
@@ -240,24 +343,24 @@ def perfetto(records: Sequence[Record]) -> dict[str, Any]:
 
     for each in records:
         name = f"rank {each.rank} ({each.data['host']}, pid {each.data['pid']})"
-        events.append({"ph": "M", "name": "process_name", "pid": each.rank, "args": {"name": name}})
-        events.append({"ph": "M", "name": "process_sort_index", "pid": each.rank, "args": {"sort_index": each.rank}})
-        for call in each.data["calls"]:
+        yield {"ph": "M", "name": "process_name", "pid": each.rank, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": each.rank, "args": {"sort_index": each.rank}}
+        for call in (call for calls in each.calls.values() for call in calls.values()):
             duration = max((call["end"] or each.data["time"]) - call["start"], 1) / 1e3
-            events.append(event(each.rank, call, ph="X", name=call["name"], dur=duration, args=call))
+            yield event(each.rank, call, ph="X", name=call["name"], dur=duration, args=call)
             ranks = each.ranks(call["group"])
             if call["kind"] != "hop" and len(ranks) > 1:
                 phase = "s" if each.rank == ranks[0] else "f" if each.rank == ranks[-1] else "t"
-                arrow = f"{call['group']}/{call['count']}"
-                events.append(event(each.rank, call, ph=phase, name="call", id=arrow, bp="e"))
-    for group in sorted({group for each in records for group in each.calls}):
+                yield event(each.rank, call, ph=phase, name="call", id=f"{call['group']}/{call['count']}", bp="e")
+    for group in sorted({group for each in records for group in each.peers}):
         for message in messages_of(group, records):
             if message.sent is not None and message.received is not None:
                 arrow = f"{group}/{message.sender}-{message.receiver}/{message.count}"
-                options = {"name": "message", "id": arrow, "bp": "e"}
-                events.append(event(message.sender, message.sent.call, ph="s", **options))
-                events.append(event(message.receiver, message.received.call, ph="f", **options))
-    return {"traceEvents": events, "displayTimeUnit": "ns"}
+                for phase, rank, end in (
+                    ("s", message.sender, message.sent),
+                    ("f", message.receiver, message.received),
+                ):
+                    yield event(rank, end.call, ph=phase, name="message", id=arrow, bp="e")
 
 
 def text(call: Call) -> str:
@@ -281,25 +384,13 @@ def _with_group(call: Call, record: Record) -> str:
 
 
 def _group_text(group: str, record: Record) -> str:
-    """Return ``group '0' of ranks 0-3``; without the ranks where the record does not have them."""
+    """Return ``group '0' of ranks 0-3``; ``group '0'`` where the record does not have the group's ranks."""
     ranks = record.ranks(group)
     return f"group {group!r} of ranks {named_ranks(ranks).partition(' ')[2]}" if ranks else f"group {group!r}"
 
 
-def _shortened(lines: list[str], indent: str = "") -> list[str]:
-    """Return the first 20 lines, indented, and where there are more a line with the number of the others."""
-    rest = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
-    return [f"{indent}{line}" for line in lines[:_MAX_LINES] + rest]
-
-
-def _table(calls: Mapping[int, Call]) -> list[str]:
-    """Return one indented line for each distinct call of several ranks, with the ranks that made it."""
-    texts = {rank: _with_line(call) for rank, call in calls.items()}
-    return _shortened([f"{named_ranks(ranks)}: {line}" for line, ranks in by_text(texts)], "  ")
-
-
 def story(records: Sequence[Record]) -> list[str]:
-    """Describe in lines of text where the ranks of a job diverged, and what each of them was in.
+    """Describe in lines of text where the ranks of a job diverged, and the calls in which they were.
 
     The lines name, in this order: ranks without a record and records of other runs; for each group the first call that
     ranks made differently, and messages with an end that differs or is missing; the call that a rank was in or failed
@@ -307,18 +398,23 @@ def story(records: Sequence[Record]) -> list[str]:
     Control characters are escaped. Without a finding there is one line that says so.
     """
     lines = _job_lines(records)
-    groups = sorted({group for each in records for group in each.calls})
-    messages = {group: messages_of(group, records) for group in groups}
-    for group in groups:
-        lines += _first_difference(group, records) + _message_lines(messages[group], records)
+    joined: _Joined = {}
+    for group in sorted({group for each in records for group in each.hashes}):
+        lines += _first_difference(group, records) + _message_lines(group, records, joined)
+    by_rank = {each.rank: each for each in records}
     for texts in (
-        {each.rank: _open_call(each, records, messages) for each in records},
-        {each.rank: _open_collective(each, records, messages) for each in records},
+        {each.rank: _open_call(each, by_rank, joined) for each in records},
+        {each.rank: _open_collective(each, by_rank, joined) for each in records},
         {each.rank: _uncaught(each) for each in records},
     ):
         lines += [f"{named_ranks(ranks)}: {line}" for line, ranks in by_text(texts) if line]
     lines = lines or ["the records agree, and no call was under way when they were written"]
     return ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines]
+
+
+_Joined = dict[
+    tuple[int, str, int], dict[int, bool]
+]  # by rank, group and count of a p2p step: whether a peer joined it
 
 
 def _job_lines(records: Sequence[Record]) -> list[str]:
@@ -328,11 +424,10 @@ def _job_lines(records: Sequence[Record]) -> list[str]:
     if len(set(worlds.values())) > 1:
         sizes = ", ".join(f"{world} on {named_ranks(ranks)}" for world, ranks in by_text(worlds))
         lines.append(f"the records are of different runs: the world size is {sizes}")
-    starts = {each.rank: min((call["start"] for call in each.data["calls"]), default=0) for each in records}
-    last = max(starts, key=lambda rank: starts[rank])
-    if older := [each.rank for each in records if each.data["calls"] and each.data["time"] < starts[last]]:
-        why = f"rank {last} started late, or the records are of different runs"
-        lines.append(f"{named_ranks(older)} wrote before the first call in the record of rank {last}: {why}")
+    last = max(records, key=lambda each: each.start)
+    if older := [each.rank for each in records if each.hashes and each.data["time"] < last.start]:
+        why = f"rank {last.rank} started late, or the records are of different runs"
+        lines.append(f"{named_ranks(older)} wrote before the first call in the record of rank {last.rank}: {why}")
     world, known = max(each.data["world"] for each in records), {each.rank for each in records}
     if absent := [rank for rank in range(world) if rank not in known]:
         lines.append(f"no record of {named_ranks(absent)} of {world}")
@@ -340,14 +435,14 @@ def _job_lines(records: Sequence[Record]) -> list[str]:
 
 
 def by_ranks(group: str, records: Sequence[Record]) -> dict[tuple[int, ...], list[Record]]:
-    """Divide the records with calls over a group of this name by the global ranks of that group.
+    """Return the records with calls over groups of this name, by the global ranks of their group.
 
     Groups of different ranks may have one name. Records that do not have the ranks, because the group was destroyed
-    before, are under ``()``, or, where there is one group with known ranks only, with the records of that group.
+    before, are under ``()``. Where there is one group with known ranks only, they are added to its records.
     """
     holders: dict[tuple[int, ...], list[Record]] = {}
     for each in records:
-        if group in each.calls:
+        if group in each.hashes:
             holders.setdefault(tuple(each.ranks(group)), []).append(each)
     if () in holders and len(holders) == 2:
         unknown = holders.pop(())
@@ -359,40 +454,86 @@ def by_ranks(group: str, records: Sequence[Record]) -> dict[tuple[int, ...], lis
 def _first_difference(group: str, records: Sequence[Record]) -> list[str]:
     """Describe the first collective over a group that its ranks made differently, or that some ranks did not make.
 
-    Calls are compared from the first one that all records with calls of the group still have. Returns a headline and
-    one line for each distinct call, one line for a call that was not made, or no lines where the ranks agree.
+    Compares the calls from the first one that the records of all ranks with calls of the group still have. Returns a
+    headline and a line for each distinct call; one line, without a headline, for a call that some ranks did not make;
+    an empty list where the ranks agree.
     """
     for ranks, holders in by_ranks(group, records).items():
-        oldest = max(min(each.calls[group]) for each in holders)
-        for count in sorted({count for each in holders for count in each.calls[group] if count >= oldest}):
-            calls = {each.rank: each.calls[group][count] for each in holders if count in each.calls[group]}
-            if all(call["kind"] == "hop" for call in calls.values()):
-                continue
-            if differences := _differences(list(calls.values())):
+        oldest = max(each.oldest(group) for each in holders)
+        first: dict[int, int] = {}
+        differing = set[int]()
+        for each in holders:
+            hashes = each.hashes[group]
+            for count, compared in zip(hashes.counts, hashes.compared, strict=True):
+                if count >= oldest and first.setdefault(count, compared) != compared:
+                    differing.add(count)
+        for count in sorted(differing):
+            names, table = _compare(group, count, holders)
+            if names:
                 where = f"{_group_text(group, holders[0])}: call {count} is the first that differs"
-                return [f"{where}, in {', '.join(differences)}:", *_table(calls)]
+                return [f"{where}, in {', '.join(names)}:", *table]
         if line := _missing_call(group, ranks, holders, records):
             return [line]
     return []
 
 
-def _differences(calls: Sequence[Call]) -> list[str]:
-    """Return the names of the attributes in which calls differ, of those that all ranks of a call must share."""
-    compared = [
-        call | {"arguments": {key: None if is_even(key, value) else value for key, value in call["arguments"].items()}}
-        for call in calls
+def _compare(group: str, count: int, holders: Sequence[Record]) -> tuple[list[str], list[str]]:
+    """Return the names of the attributes in which ranks differ in a call, and a table of its distinct forms.
+
+    The table has an indented line for each of the first 20 forms, with the ranks that made it, and the number of
+    others. Only one record of each of these forms is read.
+
+    Args:
+        group: name of the group.
+        count: of the call on the group.
+        holders: records that have calls over the group.
+    """
+    forms: dict[tuple[int, int], list[Record]] = {}
+    for each in holders:
+        counts, *hashes = each.hashes[group]
+        if count in counts:
+            compared, shown = (column[counts.index(count)] for column in hashes)
+            forms.setdefault((compared, shown), []).append(each)
+    # The first record of each form that differs in what is compared, and of each of the first forms.
+    differing = {compared: having[0] for (compared, _), having in reversed(forms.items())}
+    first, *others = (_compared(each.calls[group][count]) for each in list(differing.values())[:_MAX_LINES])
+    names = [key for key in first if any(key in other and other[key] != first[key] for other in others)]
+    lines = [
+        f"{named_ranks([each.rank for each in having])}: {_with_line(having[0].calls[group][count])}"
+        for having in list(forms.values())[:_MAX_LINES]
     ]
-    may_differ = set(_MAY_DIFFER.get(calls[0]["kind"], ()))
-    if any(key.endswith("sizes") and value is not None for key, value in compared[0]["arguments"].items()):
+    return names, _shortened(lines, len(forms), "  ")
+
+
+def _compared(call: Call) -> dict[str, Any]:
+    """Return the attributes of a call that all its ranks must share, by name.
+
+    Sizes that are all equal are None, as if they were not named. A p2p step shares its kind only.
+    """
+    if call["kind"] == "hop":
+        return {"kind": "hop"}
+    arguments = {key: None if is_even(key, value) else value for key, value in call["arguments"].items()}
+    may_differ = set(_MAY_DIFFER.get(call["kind"], ()))
+    if any(key.endswith("sizes") and value is not None for key, value in arguments.items()):
         may_differ.add("shape")  # an uneven split gives every rank another shape
-    return [
-        key for key in _COMPARED if key not in may_differ and any(call[key] != compared[0][key] for call in compared)
-    ]
+    return {key: (call | {"arguments": arguments})[key] for key in _COMPARED if key not in may_differ}
 
 
 def is_even(name: str, sizes: Any) -> bool:
-    """Whether an argument holds split sizes that are all equal: its name ends with ``sizes``, its value is a list."""
+    """Whether an argument is a list of split sizes, as its name ends with ``sizes``, and all of them are equal."""
     return name.endswith("sizes") and type(sizes) is list and all(size == sizes[0] for size in sizes)
+
+
+def _shortened(lines: Sequence[str], count: int, indent: str = "") -> list[str]:
+    """Return the first 20 lines, indented, and where there are more a line with the number of the others.
+
+    Args:
+        lines: the first ones at least.
+        count: number of all lines.
+        indent: put before each line.
+    """
+    rest = [f"and {count - _MAX_LINES} more"] if count > _MAX_LINES else []
+    return [f"{indent}{line}" for line in [*lines[:_MAX_LINES], *rest]]
 
 
 def _missing_call(group: str, ranks: Sequence[int], holders: Sequence[Record], records: Sequence[Record]) -> str:
@@ -407,28 +548,44 @@ def _missing_call(group: str, ranks: Sequence[int], holders: Sequence[Record], r
         holders: records of these ranks that have calls over the group.
         records: records of all ranks.
     """
-    if any(call["kind"] == "hop" for each in holders for call in each.calls[group].values()):
+    hop = hash(repr({"kind": "hop"}))
+    if any(hop in each.hashes[group].compared for each in holders):
         return ""
     members = [each for each in records if each.rank in ranks] or holders
-    count = min(each.data["counts"].get(group, 0) for each in members) + 1
-    issuer = next((each for each in holders if count in each.calls[group]), None)
+    count = min(each.count(group) for each in members) + 1
+    issuer = next((each for each in holders if count in each.hashes[group].counts), None)
     if issuer is None or not (call := issuer.calls[group][count])["end"]:
         return ""
-    behind = [each.rank for each in members if each.data["counts"].get(group, 0) < count and not each.is_before(call)]
+    behind = [each.rank for each in members if each.count(group) < count and not each.is_before(call)]
     where = f"did not join {_with_group(call, issuer)}, which rank {issuer.rank} issued"
     return f"{named_ranks(behind)} {where}" if behind else ""
 
 
-def _message_lines(messages: Sequence[Message], records: Sequence[Record]) -> list[str]:
+def _message_lines(group: str, records: Sequence[Record], joined: _Joined) -> list[str]:
     """Describe, for each sender and receiver, the first message whose ends differ, and the first that was not sent.
 
     Returns at most 21 lines. A message counts as not sent where its receive has ended, because that was asynchronous;
     in a receive that has not ended the receiving rank waits, which another line says.
+
+    Args:
+        group: name of the group.
+        records: of all ranks.
+        joined: gets the p2p steps over the group that a line says of that their rank was in them.
     """
     lines, by_rank = list[str](), {each.rank: each for each in records}
     differing, unsent = set[tuple[int, int]](), set[tuple[int, int]]()
-    for each in messages:
+    open_ones = {
+        (each.rank, call["group"], call["count"]) for each in records for call in (each.current, each.issued) if call
+    }
+    for each in messages_of(group, records):
         channel = each.sender, each.receiver
+        for (rank, peer), end, other in (
+            (channel, each.sent, each.received),
+            (channel[::-1], each.received, each.sent),
+        ):
+            if end is not None and (step := (rank, group, end.call["count"])) in open_ones:
+                peers = joined.setdefault(step, {})
+                peers[peer] = peers.get(peer, True) and other is not None
         if each.received is None:
             continue
         call = each.received.call
@@ -441,36 +598,30 @@ def _message_lines(messages: Sequence[Message], records: Sequence[Record]) -> li
             differing.add(channel)
             where = f"message {each.count} from rank {each.sender} to rank {each.receiver}"
             lines.append(f"{where} is the first whose ends differ:")
-            lines += _table({each.sender: each.sent.call, each.receiver: call})
-    return _shortened(lines)
+            lines += table_of({each.sender: _with_line(each.sent.call), each.receiver: _with_line(call)}).splitlines()
+    return _shortened(lines, len(lines))
 
 
-def _open_call(record: Record, records: Sequence[Record], messages: Mapping[str, Sequence[Message]]) -> str:
+def _open_call(record: Record, by_rank: Mapping[int, Record], joined: _Joined) -> str:
     """Describe the call that a rank was in, or failed in, when it wrote its record, and which ranks did not join it.
 
     Returns an empty text where the rank was in no call.
 
     Args:
         record: of the rank.
-        records: of all ranks.
-        messages: by group.
+        by_rank: records of all ranks.
+        joined: peers of p2p steps, by ``_message_lines``.
     """
-    calls, reason = record.data["calls"], record.data.get("reason")
-    running = [call for call in calls if not call["end"] and not call["error"]]  # of any thread
-    # An asynchronous call has ended when its wait() fails: the record's reason has its name and its error.
-    failed = [call for call in calls if call["error"] and reason == f"{call['name']}: {call['error'].split(':')[0]}"]
-    last = [call for call in calls[-1:] if not call["end"]]
-    if not (found := running or failed or last):
+    if (call := record.current) is None:
         return ""
-    call = found[-1]
     line = f"{'failed in' if call['error'] else 'in'} {_with_group(call, record)}"
     if call["error"]:
         line += f": {one_line(call['error'])}"
-    return line + _absent(call, record, records, messages)
+    return line + _absent(call, record, by_rank, joined)
 
 
-def _absent(call: Call, record: Record, records: Sequence[Record], messages: Mapping[str, Sequence[Message]]) -> str:
-    """Name the ranks that did not join a call of one rank, as an addition to a line: ``; rank 2 did not join it``.
+def _absent(call: Call, record: Record, by_rank: Mapping[int, Record], joined: _Joined) -> str:
+    """Return which ranks have not joined a call, as an addition to a line: ``; rank 2 did not join it``.
 
     The ranks of a collective are those of its group, the ranks of a p2p step its peers. Ranks without a record, and
     ranks whose periodic record was written before the call, are named as such. Returns an empty text where all joined.
@@ -478,62 +629,50 @@ def _absent(call: Call, record: Record, records: Sequence[Record], messages: Map
     Args:
         call: of the rank.
         record: of the rank.
-        records: of all ranks.
-        messages: by group.
+        by_rank: records of all ranks.
+        joined: peers of p2p steps, by ``_message_lines``; a peer that it lacks is not known to have stayed away.
     """
-    by_rank, group = {each.rank: each for each in records}, call["group"]
-    joined: dict[int, bool | None] = {}  # None where the records do not tell
+    group = call["group"]
     if call["kind"] == "hop":
-        joined = {peer: None for _, peer, _ in _transfers(call, record.rank)}
-        for each in messages[group]:
-            ends = (each.sent, each.received) if each.sender == record.rank else (each.received, each.sent)
-            if ends[0] is not None and ends[0].call is call:
-                peer = each.receiver if each.sender == record.rank else each.sender
-                joined[peer] = joined[peer] is not False and ends[1] is not None
+        peers = joined.get((record.rank, group, call["count"]), {})
+        behind = sorted(rank for rank, has_joined in peers.items() if not has_joined)
+        ranks = {peer for _, peer, _ in _transfers(call, record.rank)}
     else:
-        for rank in record.ranks(group):
-            other = by_rank.get(rank)
-            joined[rank] = None if other is None else other.data["counts"].get(group, 0) >= call["count"]
-    joined.pop(record.rank, None)
-    behind = sorted(rank for rank, has_joined in joined.items() if has_joined is False)
+        ranks = {*record.ranks(group)} - {record.rank}
+        behind = sorted(rank for rank in ranks & by_rank.keys() if by_rank[rank].count(group) < call["count"])
     early = [rank for rank in behind if by_rank[rank].is_before(call)]
     late = [rank for rank in behind if rank not in early]
-    unknown = sorted({*joined} - {*by_rank})
+    unknown = sorted(ranks - by_rank.keys())
     line = f"; {named_ranks(late)} did not join it" if late else ""
     line += f"; {named_ranks(early)} wrote the record before it" if early else ""
     return line + (f"; no record of {named_ranks(unknown)}" if unknown else "")
 
 
-def _open_collective(record: Record, records: Sequence[Record], messages: Mapping[str, Sequence[Message]]) -> str:
+def _open_collective(record: Record, by_rank: Mapping[int, Record], joined: _Joined) -> str:
     """Describe the oldest collective that a rank's device has not completed, and which ranks did not join its call.
 
     torch's recorder knows such collectives. Returns an empty text where the record has none.
 
     Args:
         record: of the rank.
-        records: of all ranks.
-        messages: by group.
+        by_rank: records of all ranks.
+        joined: peers of p2p steps, by ``_message_lines``.
     """
     active = min(record.data["active"], key=lambda each: each["created"], default=None)
     if active is None:
         return ""
-    number = active["number"]
-    calls = [each for each in record.data["calls"] if number is not None and each.get("number") == number]
-    if not calls:
+    if record.issued is None:
         where = f"torch's collective {active['sequence']} of {_group_text(active['group'], record)}"
         return f"the device has not completed {active['name']}, {where}, of no call in the record ({active['state']})"
-    line = f"the device has not completed {_with_group(calls[0], record)} ({active['state']})"
-    return line + _absent(calls[0], record, records, messages)
+    line = f"the device has not completed {_with_group(record.issued, record)} ({active['state']})"
+    return line + _absent(record.issued, record, by_rank, joined)
 
 
 def _uncaught(record: Record) -> str:
-    """Return ``ended by an uncaught ValueError: ...`` for a rank that an error ended.
+    """Return ``ended by an uncaught ValueError: ...`` for a rank that an error ended, outside of a call.
 
-    Returns an empty text where no error did, and where the error is that of a call in the record, which ``_open_call``
-    describes.
+    Returns an empty text where no error did, and where ``_open_call`` describes it.
     """
-    reason = record.data.get("reason")
-    if type(reason) is not str or not reason.startswith("uncaught "):
-        return ""
-    is_of_call = any(call["error"] and call["error"] in reason for call in record.data["calls"])
-    return "" if is_of_call else f"ended by an {one_line(reason)}"
+    reason = str(record.data.get("reason"))
+    is_error = reason.startswith("uncaught ") and not record.is_explained
+    return f"ended by an {one_line(reason)}" if is_error else ""
