@@ -1,11 +1,13 @@
 """What tests run on, and the pool of ranks."""
 
+import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from pool import Pool
@@ -53,6 +55,46 @@ def _choose_megatron(version: str) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("device") != "cpu":
         items[:] = [item for item in items if "device" in getattr(item, "fixturenames", ())]
+
+
+@dataclass(frozen=True)
+class OnRanks:
+    """Calls a function on ranks of the pool, each with its process group.
+
+    Attributes:
+        pool: of the ranks.
+        options: ``world`` and ``timeout`` of ``Pool.run``.
+    """
+
+    pool: Pool
+    options: dict[str, Any]
+
+    def __call__(self, function: Callable[..., None], *args: Any) -> None:
+        self.pool.run(function, *args, **self.options)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = metafunc.definition.get_closest_marker("ranks")
+    if marker is not None and marker.args:
+        metafunc.parametrize("group", marker.args, ids=str, indirect=True)
+
+
+@pytest.fixture
+def group(request: pytest.FixtureRequest, pool: Pool) -> OnRanks:
+    """A test with this first argument runs on two ranks, or on the ranks that its mark ``ranks`` has."""
+    marker = request.node.get_closest_marker("ranks")
+    return OnRanks(pool, {"world": getattr(request, "param", 2), **(marker.kwargs if marker else {})})
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test of a process group on ranks of the pool; the other arguments are the same on every rank."""
+    on_ranks = pyfuncitem.funcargs.get("group")
+    if not isinstance(on_ranks, OnRanks):
+        return None
+    parameters = list(inspect.signature(pyfuncitem.function).parameters)
+    on_ranks(pyfuncitem.function, *(pyfuncitem.funcargs[name] for name in parameters if name != "group"))
+    return True
 
 
 def _records() -> set[Path]:

@@ -125,7 +125,8 @@ def test_explicit_sizes(pool: Pool, world: int) -> None:
     pool.run(run_sizes, world=world)
 
 
-def run_on_kernels(group: ProcessGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_kernels_give_the_same_bits(group: ProcessGroup) -> None:
     with pytest.MonkeyPatch.context() as patch, ops.path("triton"), record.recording() as counted:
         patch.setitem(globals(), "LAYOUTS", ["contiguous"])  # the strides a kernel walks are in test_mappings
         run_gather_and_scatter(group)
@@ -134,11 +135,6 @@ def run_on_kernels(group: ProcessGroup) -> None:
         c.split_reduce_scatter([torch.ones(4, 3), torch.ones(8, 2)], 0, group)
     by_kernel = {name for name, path in counted if path == "triton"}
     assert by_kernel >= {"all_gather", "reduce_scatter", "split_reduce_scatter"}, counted
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_kernels_give_the_same_bits(pool: Pool, world: int) -> None:
-    pool.run(run_on_kernels, world=world)
 
 
 def _expected(op: str, parts: list[Tensor]) -> Tensor:
@@ -196,7 +192,8 @@ def test_reduce_ops(pool: Pool, op: str) -> None:
         pool.run(run_ops, op, world=4)
 
 
-def run_in_place_rules(group: ProcessGroup) -> None:
+@pytest.mark.ranks(2, 4, (1, 3), (2, 3))
+def test_in_place_and_global_roots(group: ProcessGroup) -> None:
     rank, world = group.rank(), group.size()
     ranks = dist.get_process_group_ranks(group)
     parts = held(group, (4, 6))
@@ -223,12 +220,8 @@ def run_in_place_rules(group: ProcessGroup) -> None:
                 same(x, parts[rank], "a strided input is left alone")
 
 
-@pytest.mark.parametrize("world", [2, 4, (1, 3), (2, 3)], ids=["world2", "world4", "ranks1and3", "ranks2and3"])
-def test_in_place_and_global_roots(pool: Pool, world: Any) -> None:
-    pool.run(run_in_place_rules, world=world)
-
-
-def run_alone(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1)
+def test_one_rank_gives_the_tensor_back(group: ProcessGroup) -> None:
     x = torch.ones(3, 2).t()
     calls: list[Any] = [
         lambda a: c.all_gather(x, 1, group, a),
@@ -243,10 +236,6 @@ def run_alone(group: ProcessGroup) -> None:
         out, handle = call(True)
         assert out is x
         assert handle is None
-
-
-def test_one_rank_gives_the_tensor_back(pool: Pool) -> None:
-    pool.run(run_alone, world=1)
 
 
 def run_all_to_all(group: ProcessGroup) -> None:
@@ -275,7 +264,8 @@ def test_all_to_all(pool: Pool, world: int) -> None:
     pool.run(run_all_to_all, world=world)
 
 
-def run_split_reduce_scatter(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1, 2, 4)
+def test_split_reduce_scatter(group: ProcessGroup) -> None:
     rank, world = group.rank(), group.size()
     shapes, dims = [(5, 8), (16,), (2, 9), (7, 3, 2)], [1, 0, -1, 0]
     for layout, dtype, scale in itertools.product(
@@ -295,11 +285,6 @@ def run_split_reduce_scatter(group: ProcessGroup) -> None:
     assert c.split_reduce_scatter([], 0, group) == []
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_split_reduce_scatter(pool: Pool, world: int) -> None:
-    pool.run(run_split_reduce_scatter, world=world)
-
-
 class ForeignMode(enum.Enum):
     """As another library defines it."""
 
@@ -307,7 +292,8 @@ class ForeignMode(enum.Enum):
     TENSOR = "tensor"
 
 
-def run_modes(group: ProcessGroup) -> None:
+@pytest.mark.ranks(8)
+def test_modes_by_member_and_by_value(group: ProcessGroup) -> None:
     import tritoncomm as tc
 
     tc.destroy()  # what an earlier test of these ranks may have left
@@ -328,11 +314,8 @@ def run_modes(group: ProcessGroup) -> None:
         c.all_reduce(torch.ones(2), tc.ParallelMode.TENSOR)
 
 
-def test_modes_by_member_and_by_value(pool: Pool) -> None:
-    pool.run(run_modes, world=8)
-
-
-def run_requires_grad(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1, 2, 4)
+def test_a_tensor_that_requires_grad(group: ProcessGroup) -> None:
     """Not differentiable: results have no graph; what is written in place is the very tensor."""
     world = group.size()
     calls: dict[str, Any] = {
@@ -368,12 +351,8 @@ def run_requires_grad(group: ProcessGroup) -> None:
         assert x.requires_grad, name
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_tensor_that_requires_grad(pool: Pool, world: int) -> None:
-    pool.run(run_requires_grad, world=world)
-
-
-def run_sums_of_bools(group: ProcessGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_sums_of_bools(group: ProcessGroup) -> None:
     """A sum of bools is whether any is true, in bytes that are 0 or 1."""
     world = group.size()
     mine = torch.arange(2 * world) % (group.rank() + 2) == 0
@@ -395,12 +374,25 @@ def run_sums_of_bools(group: ProcessGroup) -> None:
             assert int(x.view(torch.uint8).max()) <= 1
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_sums_of_bools(pool: Pool, world: int) -> None:
-    pool.run(run_sums_of_bools, world=world)
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_lazy_tensors_in_one_buffer(group: ProcessGroup, path: str) -> None:
+    """Several with lazy bits in one buffer."""
+    rank, world = group.rank(), group.size()
+    negative = torch.view_as_complex(torch.arange(32.0).view(4, 4, 2) + rank).conj().imag
+    conjugate = torch.view_as_complex(torch.arange(32.0).view(4, 4, 2) + rank).conj()
+    assert negative.is_neg()
+    assert conjugate.is_conj()
+    with ops.path(path):
+        for x in (negative, conjugate):
+            one = 1 - 1j if x.is_complex() else -1
+            expected = sum((x.clone() + one * (other - rank) for other in range(world)), torch.zeros(()))
+            for given in ([x], [x, torch.ones_like(x).resolve_conj(), x]):
+                found = c.split_reduce_scatter(given, 0, group)
+                for out in found[::2]:
+                    same(out, expected.chunk(world)[rank])
 
 
-def run_lazy_elements(group: ProcessGroup) -> None:
+def test_lazy_elements(group: ProcessGroup) -> None:
     """A lazy negative bit on contiguous memory: a single element, or imaginary parts with strides of their own."""
     rank, world = group.rank(), group.size()
     ranks = dist.get_process_group_ranks(group)
@@ -427,33 +419,7 @@ def run_lazy_elements(group: ProcessGroup) -> None:
     same(m.all_gather_dim(several, 0, group)[:4], -(torch.arange(4.0) + 1))
 
 
-def run_lazy_tensors(group: ProcessGroup, path: str) -> None:
-    """Several with lazy bits in one buffer."""
-    rank, world = group.rank(), group.size()
-    negative = torch.view_as_complex(torch.arange(32.0).view(4, 4, 2) + rank).conj().imag
-    conjugate = torch.view_as_complex(torch.arange(32.0).view(4, 4, 2) + rank).conj()
-    assert negative.is_neg()
-    assert conjugate.is_conj()
-    with ops.path(path):
-        for x in (negative, conjugate):
-            one = 1 - 1j if x.is_complex() else -1
-            expected = sum((x.clone() + one * (other - rank) for other in range(world)), torch.zeros(()))
-            for given in ([x], [x, torch.ones_like(x).resolve_conj(), x]):
-                found = c.split_reduce_scatter(given, 0, group)
-                for out in found[::2]:
-                    same(out, expected.chunk(world)[rank])
-
-
-@pytest.mark.parametrize("path", ["torch", "triton"])
-def test_lazy_tensors_in_one_buffer(pool: Pool, path: str) -> None:
-    pool.run(run_lazy_tensors, path, world=2)
-
-
-def test_lazy_elements(pool: Pool) -> None:
-    pool.run(run_lazy_elements, world=2)
-
-
-def run_tensors_with_a_graph(group: ProcessGroup) -> None:
+def test_tensors_with_a_graph(group: ProcessGroup) -> None:
     """Reduced where they are, averages included; a copy of a strided one has no graph."""
     ranks, mean = dist.get_process_group_ranks(group), (group.size() - 1) / 2
     leaf = torch.full((2, 3), float(group.rank())).requires_grad_()
@@ -470,7 +436,3 @@ def run_tensors_with_a_graph(group: ProcessGroup) -> None:
         c.reduce(strided, ranks[0], group),
     ):
         assert not x.requires_grad
-
-
-def test_tensors_with_a_graph(pool: Pool) -> None:
-    pool.run(run_tensors_with_a_graph, world=2)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool
 from single_rank import force_single_rank_collectives
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -131,7 +130,8 @@ def still_works(group: ProcessGroup) -> None:
     assert c.all_reduce(torch.ones(2), group).tolist() == [group.size()] * 2
 
 
-def run_shapes(group: ProcessGroup) -> None:
+@pytest.mark.ranks(2, 4, (1, 3))
+def test_shapes(group: ProcessGroup) -> None:
     for name, (call, words) in SHAPES.items():
         for differentiable in (False, True):
             with torch.set_grad_enabled(differentiable), pytest.raises(ShapeError) as caught:
@@ -143,12 +143,7 @@ def run_shapes(group: ProcessGroup) -> None:
         still_works(group)
 
 
-@pytest.mark.parametrize("world", [2, 4, (1, 3)], ids=["world2", "world4", "ranks1and3"])
-def test_shapes(pool: Pool, world: Any) -> None:
-    pool.run(run_shapes, world=world)
-
-
-def run_no_dim(group: ProcessGroup) -> None:
+def test_no_such_dim(group: ProcessGroup) -> None:
     for name, call in NO_DIM.items():
         with pytest.raises(ShapeError) as caught:
             call(group)
@@ -156,11 +151,8 @@ def run_no_dim(group: ProcessGroup) -> None:
     still_works(group)
 
 
-def test_no_such_dim(pool: Pool) -> None:
-    pool.run(run_no_dim, world=2)
-
-
-def run_odd_dims(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1, 2)
+def test_dims_and_roots_of_other_types(group: ProcessGroup) -> None:
     x = T(4, 4)
     calls = (
         lambda dim: m.all_gather_dim(x, dim, group),
@@ -185,12 +177,8 @@ def run_odd_dims(group: ProcessGroup) -> None:
     still_works(group)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_dims_and_roots_of_other_types(pool: Pool, world: int) -> None:
-    pool.run(run_odd_dims, world=world)
-
-
-def run_types(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1, 2)
+def test_inputs_and_groups(group: ProcessGroup) -> None:
     x = torch.ones(4, 4)
     for name, call in CALLS.items():
         for bad in (None, [1.0], 3):
@@ -215,12 +203,8 @@ def run_types(group: ProcessGroup) -> None:
     still_works(group)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_inputs_and_groups(pool: Pool, world: int) -> None:
-    pool.run(run_types, world=world)
-
-
-def run_split_lists(group: ProcessGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_split_lists(group: ProcessGroup) -> None:
     x, world = torch.ones(4, 4), group.size()
     bad_tensors = (torch.ones(world, device="meta"), torch.ones(world), torch.tensor(2), torch.ones(1, world).long())
     for bad in (*bad_tensors, 4, [2.5] * world, [None] * world):
@@ -241,12 +225,7 @@ def run_split_lists(group: ProcessGroup) -> None:
     still_works(group)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_split_lists(pool: Pool, world: int) -> None:
-    pool.run(run_split_lists, world=world)
-
-
-def run_sizes_as_tensors(group: ProcessGroup) -> None:
+def test_split_sizes_as_tensors(group: ProcessGroup) -> None:
     """A CPU tensor of integers is a list of integers."""
     x, world = torch.arange(4.0 * group.size()).view(-1, 2), group.size()
     even = torch.tensor([2] * world)
@@ -257,11 +236,13 @@ def run_sizes_as_tensors(group: ProcessGroup) -> None:
     )
 
 
-def test_split_sizes_as_tensors(pool: Pool) -> None:
-    pool.run(run_sizes_as_tensors, world=2)
+def _quietly(call: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sparse CSR is in beta
+        return call()
 
 
-def run_kinds_of_tensors(group: ProcessGroup) -> None:
+def test_kinds_of_tensors(group: ProcessGroup) -> None:
     """What is not one strided block of memory of this rank is refused with a remedy."""
     dense = torch.ones(4, 4)
     mesh = DeviceMesh("cpu", dist.get_process_group_ranks(group), _init_backend=False)  # other ranks make no group
@@ -304,17 +285,7 @@ def run_kinds_of_tensors(group: ProcessGroup) -> None:
     still_works(group)
 
 
-def _quietly(call: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # sparse CSR is in beta
-        return call()
-
-
-def test_kinds_of_tensors(pool: Pool) -> None:
-    pool.run(run_kinds_of_tensors, world=2)
-
-
-def run_zero_dims(group: ProcessGroup) -> None:
+def test_zero_dims_have_no_rows(group: ProcessGroup) -> None:
     x, sizes = torch.ones(()), [1] * group.size()
     for call in (
         lambda: m.gather_from_sequence_parallel_region(x, group=group),
@@ -331,11 +302,7 @@ def run_zero_dims(group: ProcessGroup) -> None:
     still_works(group)
 
 
-def test_zero_dims_have_no_rows(pool: Pool) -> None:
-    pool.run(run_zero_dims, world=2)
-
-
-def run_destroyed(group: ProcessGroup) -> None:
+def test_a_destroyed_group(group: ProcessGroup) -> None:
     made = group_registry._by_members(tuple(dist.get_process_group_ranks(group)), "gloo")
     x = torch.ones(4, 4, requires_grad=True)
     calls = {**CALLS, "split_reduce_scatter": lambda x, group: c.split_reduce_scatter(x, 0, group)}
@@ -354,10 +321,6 @@ def run_destroyed(group: ProcessGroup) -> None:
     still_works(group)
 
 
-def test_a_destroyed_group(pool: Pool) -> None:
-    pool.run(run_destroyed, world=2)
-
-
 def run_without_a_registry() -> None:
     """A group that was made past torch's registry, as fault-tolerant trainers do, is not a destroyed one."""
     store = dist.HashStore()
@@ -373,7 +336,7 @@ def test_a_group_past_the_registry() -> None:
     run_without_a_registry()
 
 
-def run_unsupported(group: ProcessGroup) -> None:
+def test_unsupported(group: ProcessGroup) -> None:
     small = torch.ones(4, 4).to(torch.float8_e4m3fn)
     for call in (
         lambda: m.reduce_from_tensor_model_parallel_region(small, group),
@@ -395,21 +358,13 @@ def run_unsupported(group: ProcessGroup) -> None:
     still_works(group)
 
 
-def test_unsupported(pool: Pool) -> None:
-    pool.run(run_unsupported, world=2)
-
-
-def run_backward(group: ProcessGroup) -> None:
+def test_backward_with_a_wrong_gradient(group: ProcessGroup) -> None:
     """A wrong gradient shape cannot happen, a wrong dtype cannot either; a failing hook leaves the group usable."""
     x = torch.ones(4, 4, requires_grad=True)
     y = m.gather_from_sequence_parallel_region(x, group=group)
     with pytest.raises(RuntimeError):
         y.backward(torch.ones(3, 3))
     still_works(group)
-
-
-def test_backward_with_a_wrong_gradient(pool: Pool) -> None:
-    pool.run(run_backward, world=2)
 
 
 def test_kinds() -> None:
@@ -421,7 +376,7 @@ def test_kinds() -> None:
         assert issubclass(kind, CommError)
 
 
-def run_own_rows(group: ProcessGroup) -> None:
+def test_own_rows(group: ProcessGroup) -> None:
     """Every rank sees that what it sends to itself is not what it expects from itself."""
     x, rank = torch.ones(4, 2), group.rank()
     received = [0, 4] if rank == 0 else [4, 0]
@@ -431,11 +386,7 @@ def run_own_rows(group: ProcessGroup) -> None:
     still_works(group)
 
 
-def test_own_rows(pool: Pool) -> None:
-    pool.run(run_own_rows, world=2)
-
-
-def run_dims_of_nested(group: ProcessGroup) -> None:
+def test_dims_of_nested_tensors(group: ProcessGroup) -> None:
     nested = _quietly(lambda: torch.nested.nested_tensor([torch.ones(2)]))
     for call in (
         lambda: m.all_gather_dim(nested, 2, group),
@@ -445,7 +396,3 @@ def run_dims_of_nested(group: ProcessGroup) -> None:
         with pytest.raises(ArgumentError, match="nested"):
             call()
     still_works(group)
-
-
-def test_dims_of_nested_tensors(pool: Pool) -> None:
-    pool.run(run_dims_of_nested, world=2)

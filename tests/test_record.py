@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-from pool import Pool
 from torch.distributed import ProcessGroup
 from torch.profiler import ProfilerActivity, profile
 
@@ -90,7 +89,7 @@ def _ranges(prof: Any) -> list[tuple[str, str]]:
     return [(event.name.removeprefix("tritoncomm::"), outer(event)) for event in ours]
 
 
-def run_ranges(group: ProcessGroup) -> None:
+def test_a_profiler_sees_the_mappings(group: ProcessGroup) -> None:
     x = torch.ones(4, 8, requires_grad=True)
     communicator = P2PCommunicator(group, SimpleNamespace(pipeline_dtype=torch.float32))
     with profile(activities=[ProfilerActivity.CPU]) as prof:
@@ -126,7 +125,3 @@ def run_ranges(group: ProcessGroup) -> None:
     with mock.patch.object(torch.autograd.profiler, "record_function") as opened:
         mappings.all_to_all_sp2hp(x, group).sum().backward()
     assert not opened.called, "without a profiler no range is opened"
-
-
-def test_a_profiler_sees_the_mappings(pool: Pool) -> None:
-    pool.run(run_ranges)

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pool import Pool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,7 +38,9 @@ SEQUENCE = {
 TENSOR = {"1": parallel.ColwiseParallel(), "3": parallel.RowwiseParallel()}
 
 
-def run_fsdp(group: ProcessGroup, sequence: bool) -> None:
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+def test_fsdp_around_our_styles(group: ProcessGroup, sequence: bool) -> None:
     """Batches over 4 ranks, layers over 2: a step of SGD is that of one process on the global batch."""
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
     plain = mlp()
@@ -62,11 +63,6 @@ def run_fsdp(group: ProcessGroup, sequence: bool) -> None:
         torch.testing.assert_close(full(mine), wanted, **CLOSE, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-def test_fsdp_around_our_styles(pool: Pool, sequence: bool) -> None:
-    pool.run(run_fsdp, sequence, world=8)
-
-
 class TensorParallel(nn.Module):
     """A column- and a row-parallel product by the mappings."""
 
@@ -82,7 +78,9 @@ class TensorParallel(nn.Module):
         return mappings.reduce_from_tensor_model_parallel_region(F.linear(x, self.down), self.group)
 
 
-def run_pipelining(group: ProcessGroup, schedule: Any) -> None:
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+def test_pipelining_around_the_mappings(group: ProcessGroup, schedule: Any) -> None:
     """4 stages of layers over 2 ranks each: losses and gradients are those of one process."""
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("pp", "tp"))
     stage, stages, tensor = mesh["pp"].get_local_rank(), 4, mesh.get_group("tp")
@@ -112,12 +110,7 @@ def run_pipelining(group: ProcessGroup, schedule: Any) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
-def test_pipelining_around_the_mappings(pool: Pool, schedule: Any) -> None:
-    pool.run(run_pipelining, schedule, world=8)
-
-
-def run_checkpoint(group: ProcessGroup) -> None:
+def test_activation_checkpointing(group: ProcessGroup) -> None:
     """Recomputed layers give the same bits and send once more."""
     torch.manual_seed(6)
     layer = TensorParallel(torch.randn(16, 8), torch.randn(8, 16), group)
@@ -137,7 +130,3 @@ def run_checkpoint(group: ProcessGroup) -> None:
         assert torch.equal(y, results[0][0])
         assert torch.equal(dx, results[0][1])
     assert [calls for *_, calls in results][:2] == [1, 2], "the reentrant kind runs the whole forward again"
-
-
-def test_activation_checkpointing(pool: Pool) -> None:
-    pool.run(run_checkpoint)

@@ -116,30 +116,24 @@ def test_all_batches(pool: Pool, world: int, layout: str) -> None:
     pool.run(all_heads, layout, (1, 2, 3), world=world)
 
 
-def uneven_sequences(group: ProcessGroup, layout: str) -> None:
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+def test_uneven_sequences(group: ProcessGroup, layout: str) -> None:
     for sizes in ((5, 3), (7, 1)) if group.size() == 2 else ((5, 3, 3, 1), (3, 3, 1, 2), (2, 0, 3, 1)):
         for heads_ in ((8, 4), (8, 1), (5, 5)):
             compare(group, heads_, sizes, layout, 2)
     compare(group, (6, 2), sizes, layout, 1)
 
 
-@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_uneven_sequences(pool: Pool, world: int, layout: str) -> None:
-    pool.run(uneven_sequences, layout, world=world)
-
-
-def eight_ranks(group: ProcessGroup) -> None:
+@pytest.mark.ranks(8)
+@pytest.mark.slow
+def test_eight_ranks(group: ProcessGroup) -> None:
     for heads_ in ((8, 1), (8, 2), (12, 3), (24, 6), (9, 9), (21, 7)):
         compare(group, heads_, [2] * 8, "bshd", 2)
 
 
-@pytest.mark.slow
-def test_eight_ranks(pool: Pool) -> None:
-    pool.run(eight_ranks, world=8)
-
-
-def adjoint(group: ProcessGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_backward_is_the_adjoint(group: ProcessGroup) -> None:
     """<to_heads(x), y> summed over ranks is <x, to_sequence(y)>, exactly: shared heads are copied, and summed."""
     world, rank = group.size(), group.rank()
     for heads_ in HEADS:
@@ -167,12 +161,8 @@ def adjoint(group: ProcessGroup) -> None:
     assert world > 1
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_backward_is_the_adjoint(pool: Pool, world: int) -> None:
-    pool.run(adjoint, world=world)
-
-
-def bits_and_bytes(group: ProcessGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_bits_and_counters(group: ProcessGroup) -> None:
     """Copies keep every bit, also where a path is forced; counters say what was copied and sent."""
     world, rank = group.size(), group.rank()
     for heads_ in ((8, 4), (8, 1), (5, 5), (12, 3)):
@@ -217,12 +207,8 @@ def bits_and_bytes(group: ProcessGroup) -> None:
             assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), (heads_, sizes)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_bits_and_counters(pool: Pool, world: int) -> None:
-    pool.run(bits_and_bytes, world=world)
-
-
-def one_launch_each_way(group: ProcessGroup) -> None:
+@pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
+def test_one_launch_each_way(group: ProcessGroup) -> None:
     """Kernels pack q, k and v in one launch and unpack them in one, with torch's bits and bytes; a slice of 8 heads."""
     world, rank, launches = group.size(), group.rank(), []
     called = launch.Launch.__call__
@@ -279,11 +265,6 @@ def one_launch_each_way(group: ProcessGroup) -> None:
         assert torch.equal(back[1], lazy[1])
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_one_launch_each_way(pool: Pool, world: int) -> None:
-    pool.run(one_launch_each_way, world=world)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sums_of_shared_heads_are_in_rank_order(dtype: torch.dtype) -> None:
     for parts in (2, 4, 5, 9):
@@ -294,7 +275,8 @@ def test_sums_of_shared_heads_are_in_rank_order(dtype: torch.dtype) -> None:
         assert torch.equal(heads._summed(blocks), total.to(dtype)), parts
 
 
-def variants(group: ProcessGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_variants(group: ProcessGroup) -> None:
     """Fused qkv, strided inputs, expanded gradients, bf16, no_grad, other head_dims of v, callables of every kind."""
     world, rank = group.size(), group.rank()
     sizes, attention = [4] * world, UlyssesAttention(group)
@@ -353,11 +335,6 @@ def variants(group: ProcessGroup) -> None:
     mask |= torch.eye(4 * world).bool()
     for each in (mask, mask[0, 0]):
         close(attention(q, k, v, attn_mask=each), shard(attended(*full, attn_mask=each), sizes, rank), "mask")
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_variants(pool: Pool, world: int) -> None:
-    pool.run(variants, world=world)
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -443,7 +420,7 @@ def test_compiles_as_one_graph(pool: Pool, backend: str, q_heads: int, kv_heads:
     pool.run(in_a_model, backend, q_heads, kv_heads, world=2, timeout=110)
 
 
-def refusals(group: ProcessGroup) -> None:
+def test_refusals(group: ProcessGroup) -> None:
     """Every bad call is refused before anything is sent, and the group stays usable."""
     x, attention = torch.zeros(2, 4, 8, 4), UlyssesAttention(group)
     length = 4 * group.size()
@@ -472,10 +449,6 @@ def refusals(group: ProcessGroup) -> None:
     assert attention(x, x, x).shape == x.shape
 
 
-def test_refusals(pool: Pool) -> None:
-    pool.run(refusals, world=2)
-
-
 def test_no_group_is_no_tensor_group_where_a_context_axis_may_be_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = object()
     tensor, context = groups.Group(group, group, (0,)), groups.Group(group, group, (0, 1))
@@ -488,7 +461,7 @@ def test_no_group_is_no_tensor_group_where_a_context_axis_may_be_meant(monkeypat
     assert groups.resolve_sequence(None, "test") is group
 
 
-def differentiable(group: ProcessGroup) -> None:
+def test_exchanges_alone(group: ProcessGroup) -> None:
     """The exchanges alone, without a module."""
     x = torch.randn(2, 3, 4, 5, requires_grad=True)
     exchange = exchange_for(x, x, x, group, 1, None, "test")
@@ -497,10 +470,6 @@ def differentiable(group: ProcessGroup) -> None:
     back.backward(torch.ones_like(back))
     assert torch.equal(back, 3 * x)
     assert torch.equal(x.grad, torch.full_like(x, 3.0))  # pyright: ignore[reportArgumentType]
-
-
-def test_exchanges_alone(pool: Pool) -> None:
-    pool.run(differentiable, world=2)
 
 
 @given(world=st.integers(1, 12), kv_heads=st.integers(1, 12), per=st.integers(1, 6))

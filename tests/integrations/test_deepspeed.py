@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from jobs import run_job
-from pool import Pool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -59,7 +58,8 @@ def check(got: Sequence[Tensor], wanted: Sequence[Tensor], what: object) -> None
         assert (mine - other).abs().max() <= 1e-6 * max(1.0, float(other.abs().max())), what
 
 
-def one_process(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1, 2, 4)
+def test_is_attention_of_one_process(group: ProcessGroup) -> None:
     for heads in HEADS:
         for batch_dim in (0, 1):
             *full, gradient = inputs(group.size(), batch_dim, heads)
@@ -70,12 +70,8 @@ def one_process(group: ProcessGroup) -> None:
             check(got, wanted, (heads, batch_dim))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_is_attention_of_one_process(pool: Pool, world: int) -> None:
-    pool.run(one_process, world=world)
-
-
-def arguments(group: ProcessGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_arguments(group: ProcessGroup) -> None:
     """Rotary embeddings, results of three dims, repeated keys, contiguous tensors, and what follows in the call."""
     world, local = group.size(), attention(0)
     *full, gradient = inputs(world, 0, (6, 3))
@@ -120,12 +116,8 @@ def arguments(group: ProcessGroup) -> None:
     assert (got - want).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_arguments(pool: Pool, world: int) -> None:
-    pool.run(arguments, world=world)
-
-
-def there_and_back(group: ProcessGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_there_and_back(group: ProcessGroup) -> None:
     """``_SeqAllToAll``: my heads of all positions, back to where it came from, and the gradient likewise."""
     for heads in HEADS:
         for batch_dim in (0, 1):
@@ -147,12 +139,7 @@ def there_and_back(group: ProcessGroup) -> None:
                     assert torch.equal(flat, x.flatten(2))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_there_and_back(pool: Pool, world: int) -> None:
-    pool.run(there_and_back, world=world)
-
-
-def refusals(group: ProcessGroup) -> None:
+def test_refusals(group: ProcessGroup) -> None:
     x = torch.zeros(2, 4, 8, 4)
     layer = DistributedAttention(attention(0), group)
     unsupported, shape = tritoncomm.UnsupportedError, tritoncomm.ShapeError
@@ -173,10 +160,6 @@ def refusals(group: ProcessGroup) -> None:
         with pytest.raises(error, match=text):
             call()
     assert layer(x, x, x, 0).shape == x.shape
-
-
-def test_refusals(pool: Pool) -> None:
-    pool.run(refusals, world=2)
 
 
 def beside_deepspeed(store: str, rank: int, world: int) -> list[str]:

@@ -117,16 +117,13 @@ def test_is_the_model_of_one_process(pool: Pool, world: int, run: Callable[[Proc
     pool.run(run, world=world)
 
 
-def four_ranks(group: ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_four_ranks(group: ProcessGroup) -> None:
     compare(group, "plain", (8, 2))
     compare(group, "packed", (6, 3))
 
 
-def test_four_ranks(pool: Pool) -> None:
-    pool.run(four_ranks, world=4)
-
-
-def state(group: ProcessGroup) -> None:
+def test_leaves_no_state(group: ProcessGroup) -> None:
     """What register adds is gone after unregister; the attention function sees its own name and this rank's heads."""
     _, attentions, masks = library()
     before = sorted(attentions), sorted(masks)
@@ -163,10 +160,6 @@ def state(group: ProcessGroup) -> None:
     finally:
         del attentions._global_mapping["flash_test"], masks._global_mapping["flash_test"]
     assert (sorted(attentions), sorted(masks)) == before
-
-
-def test_leaves_no_state(pool: Pool) -> None:
-    pool.run(state, world=2)
 
 
 def shards(group: ProcessGroup) -> None:
@@ -206,7 +199,7 @@ def bloom() -> Any:
     return transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=8, n_layer=1, n_head=2, vocab_size=32))
 
 
-def refusals(group: ProcessGroup) -> None:
+def test_refusals(group: ProcessGroup) -> None:
     argument, shape, unsupported = tritoncomm.ArgumentError, tritoncomm.ShapeError, tritoncomm.UnsupportedError
     batch, ids = batch_of("plain"), batch_of("plain")["input_ids"]
     positions = torch.arange(8 * group.rank(), 8 * group.rank() + 8).expand(2, 8)
@@ -246,10 +239,6 @@ def refusals(group: ProcessGroup) -> None:
     ours.unregister()
 
 
-def test_refusals(pool: Pool) -> None:
-    pool.run(refusals, world=2)
-
-
 FAMILIES = ("Llama", "Mistral", "Qwen3", "Gemma", "GPTNeoX", "GPT2")
 
 
@@ -266,7 +255,7 @@ def small(family: str, **more: Any) -> Any:
     return getattr(transformers, names.get(family, f"{family}ForCausalLM"))(config)
 
 
-def families(group: ProcessGroup) -> None:
+def test_families_of_models(group: ProcessGroup) -> None:
     """Attention of every family sees whether its batch was sharded, through checkpoints too."""
     name, batch = ours.register(group), batch_of("plain")
     for family in FAMILIES:
@@ -288,11 +277,7 @@ def families(group: ProcessGroup) -> None:
     ours.unregister()
 
 
-def test_families_of_models(pool: Pool) -> None:
-    pool.run(families, world=2)
-
-
-def refused_batches(group: ProcessGroup) -> None:
+def test_batches_that_are_no_shards(group: ProcessGroup) -> None:
     """Batches that are no shards, or shards of something else: every rank raises before anything is sent."""
     argument, mismatch = tritoncomm.ArgumentError, tritoncomm.MismatchError
     name, batch, rank = ours.register(group), batch_of("plain"), group.rank()
@@ -340,11 +325,7 @@ def refused_batches(group: ProcessGroup) -> None:
             ours.shard_batch(mine, group)
 
 
-def test_batches_that_are_no_shards(pool: Pool) -> None:
-    pool.run(refused_batches, world=2)
-
-
-def one_of_two(group: ProcessGroup) -> None:
+def test_the_switch_is_per_model(group: ProcessGroup) -> None:
     """A policy is switched, its reference model of the same config object is not; and back."""
     transformers = library()[0]
     policy, batch = model_of((4, 2)), batch_of("plain")
@@ -364,10 +345,6 @@ def one_of_two(group: ProcessGroup) -> None:
     policy.load_state_dict(reference.state_dict())
     assert torch.equal(policy(**batch).logits, wanted[0])
     ours.unregister()
-
-
-def test_the_switch_is_per_model(pool: Pool) -> None:
-    pool.run(one_of_two, world=2)
 
 
 def compiled(group: ProcessGroup, fullgraph: bool) -> None:

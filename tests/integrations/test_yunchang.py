@@ -55,7 +55,7 @@ def test_all_ranks_without_a_group(pool: Pool) -> None:
     pool.run(exchanged, True, world=8)
 
 
-def refusals(group: ProcessGroup) -> None:
+def test_refusals(group: ProcessGroup) -> None:
     x = torch.zeros(2, 4, 8, 3)
     for error, text, call in (
         (tritoncomm.ShapeError, "expected 4 dims", lambda: SeqAllToAll4D.apply(group, x[0], 2, 1)),
@@ -66,10 +66,6 @@ def refusals(group: ProcessGroup) -> None:
         with pytest.raises(error, match=text):
             call()
     assert SeqAllToAll4D.apply(group, x, 2, 1).shape == (2, 8, 4, 3)
-
-
-def test_refusals(pool: Pool) -> None:
-    pool.run(refusals, world=2)
 
 
 def beside_yunchang(store: str, world: int) -> int:

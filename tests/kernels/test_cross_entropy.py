@@ -7,7 +7,6 @@ import pytest
 import torch
 from devices import Device
 from operator_cases import run_case
-from pool import Pool
 from torch.distributed import ProcessGroup as TorchGroup
 from tritoncomm_kernels import cross_entropy, reference
 
@@ -150,15 +149,6 @@ def test_edges(device: Device) -> None:
     assert cross_entropy.statistics(torch.empty(0, 3), target_col[:0], target_weight[:0], None, torch.empty(2, 0)) == 0
 
 
-def run_on_kernels(group: TorchGroup) -> None:
-    for name in NAMES:
-        with ops.path("triton"), record.recording() as counted:
-            assert run_case(group, name, 12) > 1, name
-        paths = {path for (what, path), _ in counted.items() if what == "cross_entropy.rows"}
-        assert paths == {"triton"}, (name, counted)
-        assert ("cross_entropy.backward", "triton") in counted, name
-
-
 NAMES = [
     "cross_entropy",
     "cross_entropy sum",
@@ -168,6 +158,11 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_operator_on_kernels(pool: Pool, world: int) -> None:
-    pool.run(run_on_kernels, world=world)
+@pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
+def test_the_operator_on_kernels(group: TorchGroup) -> None:
+    for name in NAMES:
+        with ops.path("triton"), record.recording() as counted:
+            assert run_case(group, name, 12) > 1, name
+        paths = {path for (what, path), _ in counted.items() if what == "cross_entropy.rows"}
+        assert paths == {"triton"}, (name, counted)
+        assert ("cross_entropy.backward", "triton") in counted, name

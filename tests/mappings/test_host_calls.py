@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 from host_calls import calls_of
-from pool import Pool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -23,7 +22,7 @@ MOST_CALLS: dict[Callable[..., Tensor], tuple[int, int]] = {
 }
 
 
-def run_count(group: ProcessGroup) -> None:
+def test_calls_of_warm_mappings(group: ProcessGroup) -> None:
     x = torch.ones(8, 16, requires_grad=True)
     for mapping, most in MOST_CALLS.items():
         y = mapping(x, group=group)
@@ -36,7 +35,3 @@ def run_count(group: ProcessGroup) -> None:
         assert "backward" in backward
         assert len(forward) <= most[0], (mapping.__name__, len(forward), forward)
         assert len(backward) <= most[1], (mapping.__name__, len(backward), backward)
-
-
-def test_calls_of_warm_mappings(pool: Pool) -> None:
-    pool.run(run_count, world=2)

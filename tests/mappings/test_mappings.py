@@ -95,7 +95,8 @@ def test_eight_ranks(pool: Pool, name: str) -> None:
     assert min(pool.run(run_mappings, name, ["float32", "bfloat16"], [(8, 16)], "torch", world=8)) >= 4
 
 
-def run_helpers(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1, 2, 4)
+def test_underscore_helpers(group: ProcessGroup) -> None:
     rank, world = group.rank(), group.size()
     for name, (call, form) in HELPERS.items():
         for shape, layout, dtype in itertools.product(
@@ -115,12 +116,8 @@ def run_helpers(group: ProcessGroup) -> None:
             assert out.is_contiguous() or world == 1
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_underscore_helpers(pool: Pool, world: int) -> None:
-    pool.run(run_helpers, world=world)
-
-
-def run_classes(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1, 2, 4)
+def test_autograd_classes_and_stand_in_ctx(group: ProcessGroup) -> None:
     rank, world = group.rank(), group.size()
     shape = (4, 3, 8)
     for name, (extra, forward, backward) in CLASSES.items():
@@ -167,12 +164,8 @@ def run_classes(group: ProcessGroup) -> None:
     same(found[0], cut(grads[rank], world, rank, 0), "gather_sp(False)")
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_autograd_classes_and_stand_in_ctx(pool: Pool, world: int) -> None:
-    pool.run(run_classes, world=world)
-
-
-def run_alone(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1)
+def test_one_rank_copies_nothing(group: ProcessGroup) -> None:
     for name, (call, _, _) in MAPPINGS.items():
         for x in (torch.ones(4, 6), torch.ones(6, 4).t(), torch.ones(4, 6, requires_grad=True)):
             out = call(x, group)
@@ -190,11 +183,9 @@ def run_alone(group: ProcessGroup) -> None:
     m.scatter_to_tensor_model_parallel_region(torch.ones(3), group)
 
 
-def test_one_rank_copies_nothing(pool: Pool) -> None:
-    pool.run(run_alone, world=1)
-
-
-def run_split_sizes(group: ProcessGroup, kind: str) -> None:
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("kind", ["list", "tuple", "numpy"])
+def test_split_sizes(group: ProcessGroup, kind: str) -> None:
     rank, world = group.rank(), group.size()
     for sizes in [(3, 1), (0, 4), (2, 2)] if world == 2 else [(3, 1, 0, 2), (2, 2, 2, 2), (0, 0, 5, 0)]:
         given: Any = np.array(sizes) if kind == "numpy" else list(sizes) if kind == "list" else sizes
@@ -229,13 +220,9 @@ def run_split_sizes(group: ProcessGroup, kind: str) -> None:
             )
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("kind", ["list", "tuple", "numpy"])
-def test_split_sizes(pool: Pool, kind: str, world: int) -> None:
-    pool.run(run_split_sizes, kind, world=world)
-
-
-def run_all_to_all(group: ProcessGroup, kind: str) -> None:
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("kind", ["list", "numpy"])
+def test_all_to_all_sizes(group: ProcessGroup, kind: str) -> None:
     rank, world = group.rank(), group.size()
     made = np.array if kind == "numpy" else list
     tables = [
@@ -261,13 +248,7 @@ def run_all_to_all(group: ProcessGroup, kind: str) -> None:
             same(m.all_to_all(group, parts[rank], None, made(into)), wanted, "input sizes only")
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("kind", ["list", "numpy"])
-def test_all_to_all_sizes(pool: Pool, kind: str, world: int) -> None:
-    pool.run(run_all_to_all, kind, world=world)
-
-
-def run_global_buffer(group: ProcessGroup) -> None:
+def test_global_buffer_results_never_alias(group: ProcessGroup) -> None:
     rank = group.rank()
     parts = held(group, (4, 3), "float32", False, 0)
     more = held(group, (4, 3), "float32", False, 9)
@@ -280,11 +261,8 @@ def run_global_buffer(group: ProcessGroup) -> None:
     assert len({t.untyped_storage().data_ptr() for t in (first, second, third)}) == 3
 
 
-def test_global_buffer_results_never_alias(pool: Pool) -> None:
-    pool.run(run_global_buffer)
-
-
-def run_left_alone(group: ProcessGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_inputs_and_gradients_are_left_alone(group: ProcessGroup) -> None:
     rank, world = group.rank(), group.size()
     parts = held(group, (4, 3), "float32", False, 0)
     total = summed(parts)
@@ -343,11 +321,6 @@ def run_left_alone(group: ProcessGroup) -> None:
     same(copied.grad, torch.full((4, 3), 3.0), "a retained gradient")
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_inputs_and_gradients_are_left_alone(pool: Pool, world: int) -> None:
-    pool.run(run_left_alone, world=world)
-
-
 def run_dims(group: ProcessGroup, path: str) -> None:
     rank, world = group.rank(), group.size()
     shape = (4, 8, 4)
@@ -393,7 +366,8 @@ def test_any_dim(pool: Pool, world: int, path: str) -> None:
     pool.run(run_dims, path, world=world)
 
 
-def run_uneven_dims(group: ProcessGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_uneven_heads_and_sequences(group: ProcessGroup) -> None:
     rank, world = group.rank(), group.size()
     heads, rows = ((3, 2), (4, 1)) if world == 2 else ((2, 0, 2, 1), (1, 3, 0, 2))
     full = value((2, sum(rows), sum(heads), 3), "float32", 0)
@@ -412,12 +386,8 @@ def run_uneven_dims(group: ProcessGroup) -> None:
             same(m.split_dim(laid_out(full, layout), dim, group, sizes=sizes), pieces[rank], layout)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_uneven_heads_and_sequences(pool: Pool, world: int) -> None:
-    pool.run(run_uneven_dims, world=world)
-
-
-def run_meta(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1, 2, 3)
+def test_meta_tensors_propagate_shapes(group: ProcessGroup) -> None:
     rank, world = group.rank(), group.size()
     x = torch.ones(2 * world, 2 * world, device="meta", requires_grad=True)
     for name, (mapping, _, _) in MAPPINGS.items():
@@ -434,11 +404,6 @@ def run_meta(group: ProcessGroup) -> None:
     assert torch.autograd.grad(summed, x, torch.ones_like(summed))[0].shape == x.shape
     columns = m.all_to_all_dims(rows, 1, 0, group, gather_sizes=sizes)
     assert (columns.is_meta, columns.shape) == (True, (total, 2))
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_meta_tensors_propagate_shapes(pool: Pool, world: int) -> None:
-    pool.run(run_meta, world=world)
 
 
 # The dot-product test: <f(x), y> = <x, f'(y)>; a replicated side counts once, the others sum over the ranks.
@@ -464,7 +429,9 @@ def _random(shape: tuple[int, ...], seed: int, rank: int, replicated: bool) -> T
     return torch.randn(shape, generator=made, dtype=torch.float64)
 
 
-def run_adjoint(group: ProcessGroup, name: str) -> None:
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_adjoint_and_double_backward(group: ProcessGroup, name: str) -> None:
     call, (x_same, y_same) = MAPPINGS[name][0], REPLICATED.get(name, (False, False))
     rank, shape = group.rank(), (8, 3, 16)
     x = _random(shape, 1, rank, x_same).requires_grad_()
@@ -482,13 +449,8 @@ def run_adjoint(group: ProcessGroup, name: str) -> None:
     assert _total((v * grad).sum(), group, x_same) == pytest.approx(_total((twice * y).sum(), group, y_same), rel=1e-12)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("name", MAPPINGS)
-def test_adjoint_and_double_backward(pool: Pool, name: str, world: int) -> None:
-    pool.run(run_adjoint, name, world=world)
-
-
-def run_sum_tolerance(group: ProcessGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_sums_of_random_data(group: ProcessGroup) -> None:
     """Random data: within one rounding of the dtype per rank."""
     rank, world = group.rank(), group.size()
     for dtype, tolerance in (
@@ -508,12 +470,8 @@ def run_sum_tolerance(group: ProcessGroup) -> None:
             assert float((out.double() - wanted).abs().max()) <= tolerance * scale * world
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_sums_of_random_data(pool: Pool, world: int) -> None:
-    pool.run(run_sum_tolerance, world=world)
-
-
-def run_destroyed_group(group: ProcessGroup) -> None:
+@pytest.mark.ranks(8)
+def test_the_sum_does_not_keep_its_group(group: ProcessGroup) -> None:
     for held_input in (False, True):
         made = dist.new_group(dist.get_process_group_ranks(group))
         assert isinstance(made, ProcessGroup)
@@ -526,7 +484,3 @@ def run_destroyed_group(group: ProcessGroup) -> None:
         same(torch.autograd.grad(out.sum(), x, retain_graph=True)[0], torch.ones(4, 3), held_input)
         with pytest.raises(GroupError, match="its process group was destroyed"):
             torch.autograd.grad(out, x, torch.ones(4, 3, requires_grad=True), create_graph=True)
-
-
-def test_the_sum_does_not_keep_its_group(pool: Pool) -> None:
-    pool.run(run_destroyed_group, world=8)

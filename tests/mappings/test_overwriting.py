@@ -10,7 +10,6 @@ import pytest
 import torch
 from mapping_cases import held, same, summed
 from memory import EXTERNAL, TYPES, VIEWS, kept
-from pool import Pool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
@@ -138,7 +137,8 @@ def test_other_excluded_tensors() -> None:
 # --- forward
 
 
-def run_forward(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1, 2)
+def test_a_sum_overwrites_its_input(group: ProcessGroup) -> None:
     world = group.size()
     for overwrite in (False, True):
         for requires_grad in (False, True):
@@ -167,12 +167,8 @@ def run_forward(group: ProcessGroup) -> None:
         same(leaf.detach(), torch.full(SHAPE, 2.0), "a leaf without grad mode")
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_sum_overwrites_its_input(pool: Pool, world: int) -> None:
-    pool.run(run_forward, world=world)
-
-
-def run_saved(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1, 2)
+def test_autograd_notices_the_write(group: ProcessGroup) -> None:
     """Autograd notices the write; a group of one rank writes nothing."""
     for plain in (False, True):
         leaf, saved = torch.ones(SHAPE, requires_grad=True), torch.ones(SHAPE)
@@ -184,11 +180,6 @@ def run_saved(group: ProcessGroup) -> None:
         else:
             with pytest.raises(RuntimeError, match=SAVED):
                 total.backward()
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_autograd_notices_the_write(pool: Pool, world: int) -> None:
-    pool.run(run_saved, world=world)
 
 
 # --- backward
@@ -219,7 +210,8 @@ def arrived(group: ProcessGroup, forward: bool, backward: bool, grad: Tensor, th
     return written
 
 
-def run_backward(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1, 2)
+def test_the_switch_of_the_forward_counts(group: ProcessGroup) -> None:
     """The switch of the forward counts, and excluded gradients stay as they are."""
     overwrites = group.size() > 1
     for threaded in (False, True):
@@ -239,12 +231,7 @@ def run_backward(group: ProcessGroup) -> None:
     assert sum(count.packed for count in counted.values()) == 0, "the gradient of a linear layer is a view"
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_switch_of_the_forward_counts(pool: Pool, world: int) -> None:
-    pool.run(run_backward, world=world)
-
-
-def run_fan_out(group: ProcessGroup) -> None:
+def test_one_gradient_of_two_branches(group: ProcessGroup) -> None:
     """A sum hands one gradient tensor to both branches: overwritten, it reaches the other branch as a sum, too."""
     grads = held(group, SHAPE, "float32", False, 30)
     own = grads[group.rank()]
@@ -260,14 +247,10 @@ def run_fan_out(group: ProcessGroup) -> None:
         same(b.grad, summed(grads) if overwrite else own, "other branch")
 
 
-def test_one_gradient_of_two_branches(pool: Pool) -> None:
-    pool.run(run_fan_out)
-
-
 # --- with the rest of torch
 
 
-def run_with_torch(group: ProcessGroup) -> None:
+def test_second_derivatives_and_recomputation(group: ProcessGroup) -> None:
     """Second derivatives and recomputed chains are equal with and without the switch."""
     weight = held(group, (3, 3), "float32", False, 1)[0]
 
@@ -297,11 +280,7 @@ def run_with_torch(group: ProcessGroup) -> None:
         same(*gradients, ("recomputed", use_reentrant))
 
 
-def test_second_derivatives_and_recomputation(pool: Pool) -> None:
-    pool.run(run_with_torch)
-
-
-def run_transforms(group: ProcessGroup) -> None:
+def test_transforms(group: ProcessGroup) -> None:
     """Transforms of torch.func fail or work as they do without the switch."""
     calls: dict[str, Callable[[], Any]] = {
         "grad": lambda: torch.func.grad(lambda x: reduce_from(x * 2, group).sum())(torch.ones(SHAPE)),
@@ -319,11 +298,9 @@ def run_transforms(group: ProcessGroup) -> None:
         assert outcomes[0] == outcomes[1], name
 
 
-def test_transforms(pool: Pool) -> None:
-    pool.run(run_transforms)
-
-
-def run_compiled(group: ProcessGroup) -> None:
+@pytest.mark.ranks(timeout=240)
+@pytest.mark.timeout(300)
+def test_no_effect_in_a_compiled_region(group: ProcessGroup) -> None:
     """No effect in a compiled region, be it switched on around the region or inside of it."""
 
     def around(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -348,11 +325,6 @@ def run_compiled(group: ProcessGroup) -> None:
         same(grad, torch.ones(SHAPE), "the gradient")
         assert x.grad is not None
         same(x.grad, torch.full(SHAPE, world), "the sum of gradients")
-
-
-@pytest.mark.timeout(300)
-def test_no_effect_in_a_compiled_region(pool: Pool) -> None:
-    pool.run(run_compiled, timeout=240)
 
 
 @pytest.fixture(autouse=True)

@@ -179,7 +179,8 @@ UNEVEN: dict[str, tuple[Any, tuple[bool, bool], tuple[bool, bool]]] = {
 }
 
 
-def run_uneven_on_both_paths(group: ProcessGroup) -> None:
+@pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
+def test_same_bits_of_uneven_pieces_on_both_paths(group: ProcessGroup) -> None:
     rank, world = group.rank(), group.size()
     rows, heads = ((4, 1), (3, 2)) if world == 2 else ((1, 3, 0, 2), (2, 0, 2, 1))
     for name, (mapping, sums, kernels) in UNEVEN.items():
@@ -195,8 +196,3 @@ def run_uneven_on_both_paths(group: ProcessGroup) -> None:
             found, used = moved(call, x, sums[1], "triton", group)
             assert_same_bits(found, wanted, what)
             assert used == kernels, what
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_same_bits_of_uneven_pieces_on_both_paths(pool: Pool, world: int) -> None:
-    pool.run(run_uneven_on_both_paths, world=world)

@@ -162,7 +162,8 @@ def test_many_drawn_cases(pool: Pool, seed: int) -> None:
     pool.run(run_cases, seed, 3000, world=2, timeout=600)
 
 
-def run_a_target(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1, 2)
+def test_a_target_computed_under_no_grad_is_not_trained(group: ProcessGroup) -> None:
     """A target computed under no_grad is a constant: d/dw (f(w) - target)^2 sees f(w) alone."""
     for name, (call, _, _) in CALLS.items():
         w = torch.arange(1.0, 129.0).view(SHAPE).requires_grad_()
@@ -177,12 +178,8 @@ def run_a_target(group: ProcessGroup) -> None:
         same(w.grad, grad, name)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_target_computed_under_no_grad_is_not_trained(pool: Pool, world: int) -> None:
-    pool.run(run_a_target, world=world)
-
-
-def run_same_object(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1, 2)
+def test_an_input_that_is_handed_back_without_grad_is_the_same_object(group: ProcessGroup) -> None:
     x = torch.ones(SHAPE)
     for guard in (torch.no_grad, torch.enable_grad):
         with guard():
@@ -193,12 +190,8 @@ def run_same_object(group: ProcessGroup) -> None:
                         assert call(x, group) is x, name
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_an_input_that_is_handed_back_without_grad_is_the_same_object(pool: Pool, world: int) -> None:
-    pool.run(run_same_object, world=world)
-
-
-def run_forward_ad(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1, 2)
+def test_forward_mode_ad_is_refused(group: ProcessGroup) -> None:
     for name, (call, _, _) in CALLS.items():
         for requires_grad in (False, True):
             with forward_ad.dual_level():
@@ -215,8 +208,3 @@ def run_forward_ad(group: ProcessGroup) -> None:
                 with pytest.raises(UnsupportedError, match="forward-mode AD"):
                     out.backward(tangent)
         same(call(torch.ones(SHAPE), group).contiguous(), call(torch.ones(SHAPE), group).contiguous(), name)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_forward_mode_ad_is_refused(pool: Pool, world: int) -> None:
-    pool.run(run_forward_ad, world=world)

@@ -37,14 +37,10 @@ def test_every_method(pool: Pool, world: Any, mode: str) -> None:
     pool.run(run_methods, mode, DTYPES if world == 2 else DTYPES[:2], world=world)
 
 
-def run_kernels(group: ProcessGroup) -> None:
+def test_staging_by_kernel_has_the_same_bits(group: ProcessGroup) -> None:
     with ops.path("triton"), record.recording() as counted:
         run_methods(group, "batched", ("float32", "bfloat16"))
     assert any(path == "triton" for _, path in counted)
-
-
-def test_staging_by_kernel_has_the_same_bits(pool: Pool) -> None:
-    pool.run(run_kernels)
 
 
 def run_single_rank(group: ProcessGroup) -> None:
@@ -91,7 +87,7 @@ def test_attributes_and_return_forms(pool: Pool) -> None:
         pool.run(run_attributes, world=world)
 
 
-def run_refusals(group: ProcessGroup) -> None:
+def test_refusals_leave_the_group_usable(group: ProcessGroup) -> None:
     c, x = communicator(group), torch.ones(2)
     no_dtype = P2PCommunicator(group, SimpleNamespace(pipeline_dtype=None))
     with pytest.raises(RuntimeError, match="pipeline_dtype must be provided if recv_prev is True"):
@@ -119,10 +115,6 @@ def run_refusals(group: ProcessGroup) -> None:
     same(c.send_forward_recv_forward(x, True, [2]), x, "the group still works")
 
 
-def test_refusals_leave_the_group_usable(pool: Pool) -> None:
-    pool.run(run_refusals)
-
-
 class Timers:
     """Megatron's timers, as far as the communicator knows them."""
 
@@ -136,7 +128,7 @@ class Timers:
         )
 
 
-def run_timers(group: ProcessGroup) -> None:
+def test_timers_also_stop_on_errors(group: ProcessGroup) -> None:
     timers, x, other = Timers(), torch.ones(2), 1 - group.rank()
     c = communicator(group, timers=timers)
     names = []
@@ -172,11 +164,8 @@ def run_timers(group: ProcessGroup) -> None:
     timed("forward-send-forward-recv")
 
 
-def test_timers_also_stop_on_errors(pool: Pool) -> None:
-    pool.run(run_timers)
-
-
-def run_raw(group: ProcessGroup) -> None:
+@pytest.mark.ranks(2, 4, (1, 3))
+def test_raw_transfers_and_their_order(group: ProcessGroup) -> None:
     ranks, stage, stages = dist.get_process_group_ranks(group), group.rank(), group.size()
     before, after = (stage - 1) % stages, (stage + 1) % stages
     for call in (p2p._batched_p2p_ops, p2p._p2p_ops):
@@ -205,12 +194,7 @@ def run_raw(group: ProcessGroup) -> None:
         assert order == ["send_prev", "recv_prev", "send_next", "recv_next"]
 
 
-def test_raw_transfers_and_their_order(pool: Pool) -> None:
-    for world in (2, 4, (1, 3)):
-        pool.run(run_raw, world=world)
-
-
-def run_dropped_handles(group: ProcessGroup) -> None:
+def test_a_send_outlives_its_handle_and_its_source(group: ProcessGroup) -> None:
     c, stage, count = communicator(group, batch_p2p_comm=False), group.rank(), 70
     if stage == 0:
         for i in range(count):
@@ -224,10 +208,6 @@ def run_dropped_handles(group: ProcessGroup) -> None:
         for i in range(count):
             x = c.recv_forward((1000,), False)
             assert x.detach().eq(i).all(), i
-
-
-def test_a_send_outlives_its_handle_and_its_source(pool: Pool) -> None:
-    pool.run(run_dropped_handles)
 
 
 @pytest.mark.parametrize(
@@ -434,7 +414,8 @@ def exchange_headers(c: P2PCommunicator, contents: dict[str, Specs], receives: t
     return received
 
 
-def run_device_headers(group: ProcessGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_headers_over_the_device(group: ProcessGroup) -> None:
     """Headers where no group carries CPU tensors: in one batch with the device's tensors."""
     c, stage, stages = communicator(group), group.rank(), group.size()
     ends = {"recv_prev": (stage - 1) % stages, "recv_next": (stage + 1) % stages}
@@ -459,12 +440,7 @@ def run_device_headers(group: ProcessGroup) -> None:
                 exchange_headers(c, {}, ("recv_prev",))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_headers_over_the_device(pool: Pool, world: int) -> None:
-    pool.run(run_device_headers, world=world)
-
-
-def run_long_headers(group: ProcessGroup) -> None:
+def test_headers_that_need_two_messages(group: ProcessGroup) -> None:
     c, stage, other = communicator(group, variable_seq_lengths=True), group.rank(), 1 - group.rank()
     for count in (1, 9, 2):
         out = [made(stage, (1, 2, 1, 3, i)) for i in range(1, count + 1)]
@@ -476,11 +452,7 @@ def run_long_headers(group: ProcessGroup) -> None:
             same(dx, made(other, (i,), sign=3), count)
 
 
-def test_headers_that_need_two_messages(pool: Pool) -> None:
-    pool.run(run_long_headers)
-
-
-def run_without_memory(group: ProcessGroup) -> None:
+def test_no_memory(group: ProcessGroup) -> None:
     """Nothing to send, or no memory to receive into: on all ranks, and before anything is sent."""
     rank, world = group.rank(), group.size()
     x, meta = torch.full((4,), float(rank)), torch.ones(4, device="meta")
@@ -511,7 +483,3 @@ def run_without_memory(group: ProcessGroup) -> None:
         with pytest.raises(ArgumentError, match=r"must be a torch\.dtype"):
             exchange(neighbours, "f", {"send_next": x}, {"recv_prev": (4,)}, dtype)
     assert torch.equal(ring(x, True, [4]).detach(), torch.full((4,), float((rank - 1) % world)))
-
-
-def test_no_memory(pool: Pool) -> None:
-    pool.run(run_without_memory, world=2)

@@ -200,7 +200,8 @@ def test_random_hops(pool: Pool, world: Any, mode: str) -> None:
     assert min(pool.run(run_mode, mode, world=world)) > 15
 
 
-def run_allocations(group: ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_memory_is_allocated_in_the_callers_thread(group: ProcessGroup) -> None:
     """Both neighbours send headers; memory is allocated in the caller's thread."""
     stage, stages = group.rank(), group.size()
     allocations, allocate = [], message.allocate
@@ -220,23 +221,16 @@ def run_allocations(group: ProcessGroup) -> None:
         assert (x.is_inference(), dx.is_inference()) == (True, True)
 
 
-def test_memory_is_allocated_in_the_callers_thread(pool: Pool) -> None:
-    pool.run(run_allocations, world=4)
-
-
 def two_pipelines() -> ProcessGroup | None:
     """Ranks 0, 2 and ranks 1, 3 of a job of eight; this rank's one."""
     made = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 2), (1, 3))}
     return next((made[ranks] for ranks in made if dist.get_rank() in ranks), None)
 
 
-def run_side_by_side(group: ProcessGroup) -> None:
+@pytest.mark.ranks(8)
+def test_two_pipelines_at_the_same_time(group: ProcessGroup) -> None:
     mine = two_pipelines()
     for name in MODES if mine is not None else ():
         assert mine is not None
         with p2p.check(MODES[name].checked), torch_warns_about_half_complex():
             run_random_hops(mine, name, 10 + dist.get_rank() % 2)
-
-
-def test_two_pipelines_at_the_same_time(pool: Pool) -> None:
-    pool.run(run_side_by_side, world=8)

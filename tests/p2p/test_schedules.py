@@ -104,7 +104,8 @@ def through_the_host() -> Iterator[list[Tensor]]:
         yield copies
 
 
-def run_through_the_host(group: ProcessGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_a_schedule_whose_tensors_go_through_the_host(group: ProcessGroup) -> None:
     with through_the_host() as copies:
         for chunks, batched, varying in itertools.product((1, 2), (False, True), (False, True)):
             copies.clear()
@@ -112,27 +113,14 @@ def run_through_the_host(group: ProcessGroup) -> None:
             assert len(copies) >= 4 * chunks, "messages, and headers where lengths vary"
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_schedule_whose_tensors_go_through_the_host(pool: Pool, world: int) -> None:
-    pool.run(run_through_the_host, world=world)
-
-
-def run_host_hops(group: ProcessGroup) -> None:
+def test_every_method_through_the_host(group: ProcessGroup) -> None:
     with through_the_host() as copies:
         for mode in ("individual", "varying"):
             run_methods(group, mode, ("float32", "complex64", "bool"))
     assert copies
 
 
-def test_every_method_through_the_host(pool: Pool) -> None:
-    pool.run(run_host_hops, world=2)
-
-
-def run_refusal(group: ProcessGroup) -> None:
+def test_microbatches_that_do_not_divide_are_refused(group: ProcessGroup) -> None:
     communicator = P2PCommunicator(group, SimpleNamespace(pipeline_dtype=torch.float64))
     with pytest.raises(ShapeError, match="3 micro-batches do not divide over 2 stages"):
         interleaved([], 3, communicator, (1,))
-
-
-def test_microbatches_that_do_not_divide_are_refused(pool: Pool) -> None:
-    pool.run(run_refusal)

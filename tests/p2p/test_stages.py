@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool
 from stage_cases import SHAPES, bits, made, strided
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -38,7 +37,9 @@ def same(received: Any, expected: Tensor, what: Any) -> None:
     assert received.requires_grad == (expected.is_floating_point() or expected.is_complex())
 
 
-def run_stages(group: ProcessGroup, dtype: str) -> None:
+@pytest.mark.ranks(2, 4, (1, 3))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_between_stages(group: ProcessGroup, dtype: str) -> None:
     pipeline(group)
     stage, stages = group.rank(), group.size()
     first, last = stage == 0, stage == stages - 1
@@ -70,13 +71,8 @@ def run_stages(group: ProcessGroup, dtype: str) -> None:
             assert p2p.send_backward_recv_forward(None, shape, dtype=kind) is not None
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world", [2, 4, (1, 3)], ids=str)
-def test_between_stages(pool: Pool, world: Any, dtype: str) -> None:
-    pool.run(run_stages, dtype, world=world)
-
-
-def run_ring(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1, 2, 4, (2, 3))
+def test_round_the_ring(group: ProcessGroup) -> None:
     pipeline(group)
     stage, stages = group.rank(), group.size()
     before, after = (stage - 1) % stages, (stage + 1) % stages
@@ -109,12 +105,8 @@ def run_ring(group: ProcessGroup) -> None:
             same(x, y, "tuple")
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, (2, 3)], ids=str)
-def test_round_the_ring(pool: Pool, world: Any) -> None:
-    pool.run(run_ring, world=world)
-
-
-def run_neighbours(group: ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_explicit_neighbours_and_refusals(group: ProcessGroup) -> None:
     pipeline(group)
     ranks, stage = dist.get_process_group_ranks(group), group.rank()
     jump = ranks[(stage + 2) % 4]
@@ -132,11 +124,8 @@ def run_neighbours(group: ProcessGroup) -> None:
     same(p2p.send_forward_recv_forward(out, [3]), made((stage - 1) % 4, (3,)), "the group still works")
 
 
-def test_explicit_neighbours_and_refusals(pool: Pool) -> None:
-    pool.run(run_neighbours, world=4)
-
-
-def run_outside(group: ProcessGroup) -> None:
+@pytest.mark.ranks(8)
+def test_a_neighbour_outside_the_pipeline(group: ProcessGroup) -> None:
     rank = dist.get_rank()
     pairs = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3))}
     for ranks, pair in pairs.items():
@@ -147,11 +136,8 @@ def run_outside(group: ProcessGroup) -> None:
             same(x, made(other, (2,)), "over the default group")
 
 
-def test_a_neighbour_outside_the_pipeline(pool: Pool) -> None:
-    pool.run(run_outside, world=8)
-
-
-def run_chain(group: ProcessGroup) -> None:
+@pytest.mark.ranks(8)
+def test_one_neighbour_inside_and_one_outside(group: ProcessGroup) -> None:
     """Two pipelines of two stages; the last of one hands on to the first of the other, which it names."""
     rank = dist.get_rank()
     pairs = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3))}
@@ -171,11 +157,8 @@ def run_chain(group: ProcessGroup) -> None:
             same(x, made(rank - 1, shape), "each over the group that both ends are in")
 
 
-def test_one_neighbour_inside_and_one_outside(pool: Pool) -> None:
-    pool.run(run_chain, world=8)
-
-
-def run_again(group: ProcessGroup) -> None:
+@pytest.mark.ranks(8)
+def test_neighbours_are_those_of_the_groups_in_force(group: ProcessGroup) -> None:
     stage = group.rank()
     pairs = {pair: dist.new_group(list(pair)) for pair in ((0, 1), (0, 2), (0, 3))}
     for other in (1, 2, 3, 1):  # each time stage 0 has another pipeline, and is its first or its last stage
@@ -198,11 +181,7 @@ def run_again(group: ProcessGroup) -> None:
         p2p.send_forward_recv_forward(torch.ones(3), (3,))
 
 
-def test_neighbours_are_those_of_the_groups_in_force(pool: Pool) -> None:
-    pool.run(run_again, world=8)
-
-
-def run_without_gradients(group: ProcessGroup) -> None:
+def test_without_gradients(group: ProcessGroup) -> None:
     pipeline(group)
     stage, stages = group.rank(), group.size()
     x = torch.ones(2, 3, requires_grad=True) * stage
@@ -218,11 +197,8 @@ def run_without_gradients(group: ProcessGroup) -> None:
                 assert torch.equal(got, torch.full((2, 3), float((stage - 1) % stages)))
 
 
-def test_without_gradients(pool: Pool) -> None:
-    pool.run(run_without_gradients, world=2)
-
-
-def run_lists_of_nothing(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1, 2)
+def test_lists_of_nothing(group: ProcessGroup) -> None:
     """Nothing is sent of a list of no tensors, and nobody waits for it; with headers and comparisons neither."""
     pipeline(group)
     for checks in (False, True):
@@ -235,12 +211,15 @@ def run_lists_of_nothing(group: ProcessGroup) -> None:
                 assert torch.equal(received[0], torch.ones(2, 3))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_lists_of_nothing(pool: Pool, world: int) -> None:
-    pool.run(run_lists_of_nothing, world=world)
+def _grid(rank: int) -> tuple[ProcessGroup, ProcessGroup] | None:
+    """Two stages of two tensor ranks, made by all ranks of the job: this one's (tensor group, pipeline)."""
+    made_here = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+    mine = [made_here[ranks] for ranks in made_here if rank in ranks]
+    return (mine[0], mine[1]) if mine else None
 
 
-def run_shards(group: ProcessGroup) -> None:
+@pytest.mark.ranks(8)
+def test_each_tensor_rank_sends_its_shard(group: ProcessGroup) -> None:
     grid = _grid(group.rank())
     if grid is None:
         return
@@ -265,14 +244,3 @@ def run_shards(group: ProcessGroup) -> None:
     texts = [str(w.message) for w in caught if "do not divide" in str(w.message)]
     assert len(texts) == 1, texts
     assert "3 elements of shape [3] do not divide over 2 tensor ranks" in texts[0]
-
-
-def _grid(rank: int) -> tuple[ProcessGroup, ProcessGroup] | None:
-    """Two stages of two tensor ranks, made by all ranks of the job: this one's (tensor group, pipeline)."""
-    made_here = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
-    mine = [made_here[ranks] for ranks in made_here if rank in ranks]
-    return (mine[0], mine[1]) if mine else None
-
-
-def test_each_tensor_rank_sends_its_shard(pool: Pool) -> None:
-    pool.run(run_shards, world=8)

@@ -280,7 +280,8 @@ def test_mixed_gathers(pool: Pool, shape: Any, world: int, order: Any) -> None:
     pool.run(run_mixed, shape, order, world=world)
 
 
-def run_one_rank(group: ProcessGroup) -> None:
+@pytest.mark.ranks(1, 2)
+def test_an_axis_of_one_rank(group: ProcessGroup) -> None:
     """A gather and an all-to-all give new contiguous tensors; under no_grad what is handed back has no graph."""
     mesh = mesh_over(group, (group.size(), 1))
     full = ShardingSpec(mesh, (4, 6), {})
@@ -314,12 +315,8 @@ def run_one_rank(group: ProcessGroup) -> None:
             assert (path.run(x) is x) == (not (graded and off))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_an_axis_of_one_rank(pool: Pool, world: int) -> None:
-    pool.run(run_one_rank, world=world)
-
-
-def run_second_derivatives(group: ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_second_derivatives(group: ProcessGroup) -> None:
     mesh = mesh_over(group, (2, 2))
     sharded, full = ShardingSpec(mesh, (4, 4), {0: [0], 1: [1]}), ShardingSpec(mesh, (4, 4), {})
     for spec in (
@@ -338,11 +335,8 @@ def run_second_derivatives(group: ProcessGroup) -> None:
         same(back, spec.covert_spec_to_action(u), spec)
 
 
-def test_second_derivatives(pool: Pool) -> None:
-    pool.run(run_second_derivatives, world=4)
-
-
-def run_refused(group: ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_refused_before_anything_is_sent(group: ProcessGroup) -> None:
     mesh = mesh_over(group, (2, 2))
     full, x = ShardingSpec(mesh, (4, 4), {}), torch.ones(3, 3)
     for spec in (
@@ -371,10 +365,6 @@ def run_refused(group: ProcessGroup) -> None:
     part = DeviceMesh(dist.get_process_group_ranks(group)[:2], (2,), init_process_group=True)
     outside = CommSpec(GATHER, ShardingSpec(part, (4, 4), {}), 0, 0, 0).covert_spec_to_action(torch.ones(2, 2))
     assert (outside is None) == (dist.get_rank() > 1)
-
-
-def test_refused_before_anything_is_sent(pool: Pool) -> None:
-    pool.run(run_refused, world=4)
 
 
 # ---- the cheapest way ----

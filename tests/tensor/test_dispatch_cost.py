@@ -2,7 +2,6 @@
 
 import torch
 from host_calls import calls_of
-from pool import Pool
 from shards import ranks_of
 from torch.distributed import ProcessGroup as TorchGroup
 
@@ -11,7 +10,7 @@ from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ShardSpec
 MOST_CALLS = 36
 
 
-def run_count(group: TorchGroup) -> None:
+def test_calls_of_a_warm_redistribution(group: TorchGroup) -> None:
     pg, world = ranks_of(group), group.size()
     x = ColoTensor(torch.randn(2, 4 * world), ColoTensorSpec(pg, ShardSpec([0], [world])))
     target = ShardSpec([1], [world])
@@ -21,7 +20,3 @@ def run_count(group: TorchGroup) -> None:
     assert calls[0] == "redistribute"
     assert "all_to_all" in calls, calls
     assert len(calls) <= MOST_CALLS, calls
-
-
-def test_calls_of_a_warm_redistribution(pool: Pool) -> None:
-    pool.run(run_count, world=2)

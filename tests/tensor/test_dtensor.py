@@ -113,7 +113,8 @@ def test_to_dtensor_and_back(pool: Pool, world: int) -> None:
         pool.run(run_back, shape, world=world)
 
 
-def run_refused(group: TorchGroup) -> None:
+@pytest.mark.ranks(8)
+def test_what_no_spec_describes_is_refused(group: TorchGroup) -> None:
     mesh, cube = mesh_over(group, (2, 4)), mesh_over(group, (2, 2, 2))
     cases: list[tuple[TorchMesh, Placements, tuple[int, ...], str]] = [
         (mesh, [Partial(), Shard(0)], (8, 8), "neither Shard nor Replicate"),
@@ -136,11 +137,8 @@ def run_refused(group: TorchGroup) -> None:
     assert spec == ShardSpec([1, 0], [2, 4])
 
 
-def test_what_no_spec_describes_is_refused(pool: Pool) -> None:
-    pool.run(run_refused, world=8)
-
-
-def run_without_a_group(group: TorchGroup) -> None:
+@pytest.mark.ranks(8)
+def test_a_group_is_never_made_behind_the_back(group: TorchGroup) -> None:
     ranks = [0, 3, 5, 6]
     mesh = DeviceMesh(ranks, (2, 2), init_process_group=True, need_flatten=False)
     if dist.get_rank() in ranks:
@@ -151,7 +149,3 @@ def run_without_a_group(group: TorchGroup) -> None:
         ProcessGroup(ranks=ranks, tp_degree=4)
         full = plain(ColoTensor.from_dtensor(x).to_replicate())
         assert torch.equal(full, values((4, 4)))
-
-
-def test_a_group_is_never_made_behind_the_back(pool: Pool) -> None:
-    pool.run(run_without_a_group, world=8)

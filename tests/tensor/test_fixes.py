@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool
 from redistributions import chunked, layouts, ranks_of
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup as TorchGroup
@@ -52,7 +51,8 @@ def sharded(full: Tensor, spec: _DistSpec, pg: ProcessGroup) -> ColoTensor:
     return ColoTensor(chunked(full, spec, pg.tp_local_rank()).clone(), ColoTensorSpec(pg, spec), full.shape)
 
 
-def run_local_ranks(group: TorchGroup) -> None:
+@pytest.mark.ranks((0, 2), (1, 3), (2, 3))
+def test_local_ranks_are_places_in_the_list(group: TorchGroup) -> None:
     ranks = dist.get_process_group_ranks(group)
     me, given = dist.get_rank(), ranks[::-1]
     pg = ProcessGroup(ranks=given, tp_degree=len(ranks))
@@ -65,12 +65,8 @@ def run_local_ranks(group: TorchGroup) -> None:
     assert torch.equal(plain(result), full.chunk(len(ranks))[ranks.index(me)])
 
 
-@pytest.mark.parametrize("ranks", [(0, 2), (1, 3), (2, 3)], ids=str)
-def test_local_ranks_are_places_in_the_list(pool: Pool, ranks: tuple[int, ...]) -> None:
-    pool.run(run_local_ranks, world=ranks)
-
-
-def run_checked_against_the_group(group: TorchGroup) -> None:
+@pytest.mark.ranks(4)
+def test_specs_are_checked_against_the_group(group: TorchGroup) -> None:
     pg, full = ranks_of(group), counted(8, 8)
     for spec in (ShardSpec([0], [2]), ShardSpec([0], [8]), ShardSpec([0, 1], [2, 4]), ShardSpec([0, 1], [1, 2])):
         with pytest.raises(ShapeError, match="tensor-parallel ranks, not 4"):
@@ -83,11 +79,8 @@ def run_checked_against_the_group(group: TorchGroup) -> None:
         assert sharded(full, spec, pg).numel() == 16
 
 
-def test_specs_are_checked_against_the_group(pool: Pool) -> None:
-    pool.run(run_checked_against_the_group, world=4)
-
-
-def run_indivisible(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_indivisible_dims_are_cut_like_torch_chunk(group: TorchGroup) -> None:
     pg, world = ranks_of(group), group.size()
     for size in range(world + 6):
         full = counted(size, 3)
@@ -98,12 +91,8 @@ def run_indivisible(group: TorchGroup) -> None:
         assert torch.equal(plain(result.to_replicate()), full), size
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_indivisible_dims_are_cut_like_torch_chunk(pool: Pool, world: int) -> None:
-    pool.run(run_indivisible, world=world)
-
-
-def run_shard_to_shard(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
+def test_shard_to_shard_in_every_case(group: TorchGroup) -> None:
     pg, world, rank = ranks_of(group), group.size(), group.rank()
     for shape in ((8, 4), (9, 7), (4, 8, 4), (5, 3, 6)):
         full, gradient = counted(*shape), counted(*shape) + 0.5
@@ -125,12 +114,15 @@ def run_shard_to_shard(group: TorchGroup) -> None:
             assert torch.equal(plain(again), chunked(full, new, rank)), (shape, old, new)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_shard_to_shard_in_every_case(pool: Pool, world: int) -> None:
-    pool.run(run_shard_to_shard, world=world)
+def fail_inside(x: ColoTensor, spec: _DistSpec) -> None:
+    with DistSpecManager.no_grad():
+        with DistSpecManager.no_grad():
+            pass
+        assert not x.redistribute(spec).requires_grad
+        raise KeyError
 
 
-def run_no_grad(group: TorchGroup) -> None:
+def test_no_grad_nests_and_belongs_to_a_thread(group: TorchGroup) -> None:
     x = ColoTensor(counted(4, 4), ColoTensorSpec(ranks_of(group))).requires_grad_()
     inside, leave = threading.Event(), threading.Event()
     spec = ShardSpec([0], [group.size()])
@@ -152,19 +144,8 @@ def run_no_grad(group: TorchGroup) -> None:
     assert x.redistribute(spec).requires_grad
 
 
-def fail_inside(x: ColoTensor, spec: _DistSpec) -> None:
-    with DistSpecManager.no_grad():
-        with DistSpecManager.no_grad():
-            pass
-        assert not x.redistribute(spec).requires_grad
-        raise KeyError
-
-
-def test_no_grad_nests_and_belongs_to_a_thread(pool: Pool) -> None:
-    pool.run(run_no_grad)
-
-
-def run_handed_back(group: TorchGroup) -> None:
+@pytest.mark.ranks(1, 2)
+def test_what_is_handed_back_under_no_grad_has_no_graph(group: TorchGroup) -> None:
     """Under no_grad a redistribution that moves nothing ends the graph as well; under the manager's it does not."""
     pg, world = ranks_of(group), group.size()
     on: list[Callable[[], Any]] = [DistSpecManager.no_grad, torch.enable_grad]
@@ -195,12 +176,7 @@ def run_handed_back(group: TorchGroup) -> None:
     assert plain(p.grad).tolist() == [12.0, 24.0], "a target computed under no_grad is not trained"
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_what_is_handed_back_under_no_grad_has_no_graph(pool: Pool, world: int) -> None:
-    pool.run(run_handed_back, world=world)
-
-
-def run_numbers(group: TorchGroup) -> None:
+def test_numbers_of_tensors_without_dims(group: TorchGroup) -> None:
     """A 0-dim tensor converts to a number as a torch tensor does."""
     spec = ColoTensorSpec(ranks_of(group))
     for number in (3, -2, 3.75, True):
@@ -232,11 +208,7 @@ def run_numbers(group: TorchGroup) -> None:
     assert plain(x).tolist() == [False, False]
 
 
-def test_numbers_of_tensors_without_dims(pool: Pool) -> None:
-    pool.run(run_numbers)
-
-
-def run_reprs(group: TorchGroup) -> None:
+def test_the_repr_of_a_leaf_shows_requires_grad(group: TorchGroup) -> None:
     spec = ColoTensorSpec(ranks_of(group))
     p, x = ColoParameter(torch.ones(2), True, spec), ColoTensor(torch.ones(2), spec)
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
@@ -249,11 +221,7 @@ def run_reprs(group: TorchGroup) -> None:
     assert p.grad is None
 
 
-def test_the_repr_of_a_leaf_shows_requires_grad(pool: Pool) -> None:
-    pool.run(run_reprs)
-
-
-def run_alone(group: TorchGroup) -> None:
+def test_an_operator_that_gathers_says_that_every_rank_calls(group: TorchGroup) -> None:
     """One rank gathers, the other does not: the error says that every rank has to."""
     pg, world = ranks_of(group), group.size()
     apart = _by_members(tuple(dist.get_process_group_ranks(group)), "gloo")
@@ -270,11 +238,7 @@ def run_alone(group: TorchGroup) -> None:
     assert [plain(row).tolist() for row in shard] == counted(4, 2).tolist()
 
 
-def test_an_operator_that_gathers_says_that_every_rank_calls(pool: Pool) -> None:
-    pool.run(run_alone)
-
-
-def run_deepcopies_of_results(group: TorchGroup) -> None:
+def test_a_result_of_the_graph_is_not_deepcopied(group: TorchGroup) -> None:
     pg = ranks_of(group)
     x = ColoTensor(counted(2, 2).double(), ColoTensorSpec(pg)).requires_grad_()
     for result in (x * 2, x.redistribute(ShardSpec([0], [group.size()]))):
@@ -285,10 +249,6 @@ def run_deepcopies_of_results(group: TorchGroup) -> None:
     with torch.no_grad():
         assert copy.deepcopy(x * 2).is_leaf
     assert copy.deepcopy(x).requires_grad
-
-
-def test_a_result_of_the_graph_is_not_deepcopied(pool: Pool) -> None:
-    pool.run(run_deepcopies_of_results)
 
 
 def test_before_initialize_the_error_says_what_to_call() -> None:
@@ -314,7 +274,14 @@ def test_before_initialize_the_error_says_what_to_call() -> None:
     assert not hasattr(pg, "_something_else")
 
 
-def run_copies(group: TorchGroup) -> None:
+def saved(x: Tensor) -> Any:
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+def test_copies_and_pickles_keep_requires_grad(group: TorchGroup) -> None:
     pg, spec = ranks_of(group), ShardSpec([0], [group.size()])
     for needs in (True, False):
         x = sharded(counted(4, 2), spec, pg).requires_grad_(needs)
@@ -339,18 +306,7 @@ def run_copies(group: TorchGroup) -> None:
         assert twin.weight.requires_grad
 
 
-def saved(x: Tensor) -> Any:
-    buffer = io.BytesIO()
-    torch.save(x, buffer)
-    buffer.seek(0)
-    return torch.load(buffer)
-
-
-def test_copies_and_pickles_keep_requires_grad(pool: Pool) -> None:
-    pool.run(run_copies)
-
-
-def run_from_torch_tensor(group: TorchGroup) -> None:
+def test_from_torch_tensor_honours_requires_grad(group: TorchGroup) -> None:
     spec = ColoTensorSpec(ranks_of(group))
     for needs in (True, False):
         leaf = torch.ones(3).requires_grad_(needs)
@@ -362,11 +318,7 @@ def run_from_torch_tensor(group: TorchGroup) -> None:
             assert ColoParameter.from_torch_tensor(source, spec=spec).requires_grad
 
 
-def test_from_torch_tensor_honours_requires_grad(pool: Pool) -> None:
-    pool.run(run_from_torch_tensor)
-
-
-def run_named(group: TorchGroup) -> None:
+def test_named_params_honour_prefix_and_recurse(group: TorchGroup) -> None:
     spec = ColoTensorSpec(ranks_of(group))
     inner = nn.Linear(2, 2)
     inner.plain_one = ColoTensor(torch.ones(1), spec)
@@ -381,10 +333,6 @@ def run_named(group: TorchGroup) -> None:
         "pre.scale",
     ]
     assert sorted(name for name, _ in named_params_with_colotensor(outer, recurse=False)) == ["own", "scale"]
-
-
-def test_named_params_honour_prefix_and_recurse(pool: Pool) -> None:
-    pool.run(run_named)
 
 
 def test_negative_keys_and_arguments_left_alone() -> None:
@@ -462,7 +410,8 @@ OPERATORS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def run_never_stale(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
+def test_a_spec_is_never_stale(group: TorchGroup) -> None:
     pg = ranks_of(group)
     for shape in ((8, 8), (5, 6)):
         full = (counted(*shape) * 7 % 31).double()
@@ -483,12 +432,7 @@ def run_never_stale(group: TorchGroup) -> None:
                 )
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_spec_is_never_stale(pool: Pool, world: int) -> None:
-    pool.run(run_never_stale, world=world)
-
-
-def run_damaged_files(group: TorchGroup) -> None:
+def test_damaged_files(group: TorchGroup) -> None:
     """What ``torch.load`` rebuilds from a file that nobody vouches for is a tensor, or an error by name."""
     x = ColoTensor(torch.ones(2, 4), ColoTensorSpec(ranks_of(group), ShardSpec([0], [2])), (4, 4))
     function, (name, data, flag, state) = x.__reduce_ex__(2)
@@ -515,11 +459,7 @@ def run_damaged_files(group: TorchGroup) -> None:
             ShardSpec([odd], [2])  # pyright: ignore[reportArgumentType]
 
 
-def test_damaged_files(pool: Pool) -> None:
-    pool.run(run_damaged_files, world=2)
-
-
-def run_maxima_of_nothing(group: TorchGroup) -> None:
+def test_maxima_of_nothing(group: TorchGroup) -> None:
     """A dtype without an order is refused on ranks with no elements, too: nobody waits for them."""
     pg = ranks_of(group)
     warnings.simplefilter("ignore")  # such operators gather
@@ -538,11 +478,7 @@ def run_maxima_of_nothing(group: TorchGroup) -> None:
                 assert torch.equal(plain(result.to_replicate() if isinstance(result, ColoTensor) else result), wanted)
 
 
-def test_maxima_of_nothing(pool: Pool) -> None:
-    pool.run(run_maxima_of_nothing, world=2)
-
-
-def run_infinite_norms_of_nothing(group: TorchGroup) -> None:
+def test_infinite_norms_of_nothing(group: TorchGroup) -> None:
     warnings.simplefilter("ignore")  # such operators gather
     full = torch.empty(0, 4)
     x = sharded(full, ShardSpec([0], [2]), ranks_of(group))
@@ -552,7 +488,3 @@ def run_infinite_norms_of_nothing(group: TorchGroup) -> None:
                 with pytest.raises(RuntimeError, match="does not have an identity"):
                     torch.linalg.vector_norm(y, power, dim)
     assert plain(torch.linalg.vector_norm(x, math.inf, 1).to_replicate()).shape == (0,)
-
-
-def test_infinite_norms_of_nothing(pool: Pool) -> None:
-    pool.run(run_infinite_norms_of_nothing, world=2)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool
 from shards import ranks_of, shard_of
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup as TorchGroup
@@ -130,7 +129,13 @@ def equal_steps(
             close(q, p, ("parameter", step, index))
 
 
-def run_clipped(group: TorchGroup) -> None:
+def own_or_torch(parameters: list[Any]) -> Tensor:
+    sharded = any(isinstance(p, ColoTensor) for p in parameters)
+    return (clip_grad_norm_ if sharded else nn.utils.clip_grad_norm_)(parameters, 0.5)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_adamw_with_clipping_equals_one_process(group: TorchGroup) -> None:
     for form in ADAMW.values():
         equal_steps(group, form, CLIPS["clip_grad_norm_"])
     for clip in CLIPS.values():
@@ -138,17 +143,7 @@ def run_clipped(group: TorchGroup) -> None:
     equal_steps(group, ADAMW["for-loop"], lambda ps: own_or_torch(ps), 2)
 
 
-def own_or_torch(parameters: list[Any]) -> Tensor:
-    sharded = any(isinstance(p, ColoTensor) for p in parameters)
-    return (clip_grad_norm_ if sharded else nn.utils.clip_grad_norm_)(parameters, 0.5)
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_adamw_with_clipping_equals_one_process(pool: Pool, world: int) -> None:
-    pool.run(run_clipped, world=world)
-
-
-def run_clip_messages(group: TorchGroup) -> None:
+def test_clipping_gathers_all_norms_at_once(group: TorchGroup) -> None:
     """All shards share one all-gather, and a NaN of one rank is everybody's."""
     pg, world = ranks_of(group), group.size()
     own = [ColoParameter(values((8, 4), i), True, ColoTensorSpec(pg)) for i in range(5)]
@@ -174,11 +169,10 @@ def run_clip_messages(group: TorchGroup) -> None:
         nn.utils.clip_grad_norm_(own, 1.0, error_if_nonfinite=True)
 
 
-def test_clipping_gathers_all_norms_at_once(pool: Pool) -> None:
-    pool.run(run_clip_messages, world=2)
-
-
-def run_scaled(group: TorchGroup, form: str, unscale: bool) -> None:
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("form", ADAMW)
+@pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_"])
+def test_an_inf_on_one_rank_skips_the_step_on_all(group: TorchGroup, form: str, unscale: bool) -> None:
     """An inf in one shard of one rank skips the step on every rank, and halves every rank's scale."""
     reference, own = parameters_of(group)
     optimizers = [ADAMW[form](reference), ADAMW[form](own)]
@@ -199,13 +193,6 @@ def run_scaled(group: TorchGroup, form: str, unscale: bool) -> None:
         assert scalers[0].get_scale() == scalers[1].get_scale() == (4.0 if step == 0 else 2.0)
         for index, (p, q) in enumerate(zip(reference, own, strict=True)):
             close(q, p, (form, unscale, step, index))
-
-
-@pytest.mark.parametrize("form", ADAMW)
-@pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_"])
-def test_an_inf_on_one_rank_skips_the_step_on_all(pool: Pool, form: str, unscale: bool) -> None:
-    for world in (2, 4):
-        pool.run(run_scaled, form, unscale, world=world)
 
 
 class Normalised(torch.optim.Optimizer):
@@ -253,7 +240,8 @@ class Centred(Normalised):
             p.sub_(0.1 * (p.grad - p.grad.mean()) / p.grad.abs().max())
 
 
-def run_custom(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_optimizers_that_take_norms_equal_one_process(group: TorchGroup) -> None:
     for kind in (Normalised, NormalisedData, Lamb, Centred):
         optimizers._warned.clear()
         reference, own = parameters_of(group)
@@ -272,12 +260,8 @@ def run_custom(group: TorchGroup) -> None:
             kind(reference).step()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_optimizers_that_take_norms_equal_one_process(pool: Pool, world: int) -> None:
-    pool.run(run_custom, world=world)
-
-
-def run_hooks(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_hooks_see_the_global_gradient(group: TorchGroup) -> None:
     reference, own = parameters_of(group)
     norms: list[list[Any]] = [[], []]
     handles = []
@@ -320,12 +304,8 @@ def run_hooks(group: TorchGroup) -> None:
         square.pow(2).sum().backward()
 
 
-def test_hooks_see_the_global_gradient(pool: Pool) -> None:
-    for world in (2, 4):
-        pool.run(run_hooks, world=world)
-
-
-def run_penalty(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_gradients_that_are_returned_are_global(group: TorchGroup) -> None:
     """A penalty on the norm of the gradient: ``torch.autograd.grad`` returns ColoTensors, graph included."""
     reference, own = parameters_of(group)
     for parameters in (reference, own):
@@ -356,12 +336,8 @@ def run_penalty(group: TorchGroup) -> None:
         q.grad = None  # ends the cycle
 
 
-def test_gradients_that_are_returned_are_global(pool: Pool) -> None:
-    for world in (2, 4):
-        pool.run(run_penalty, world=world)
-
-
-def run_memory(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_a_gradient_is_one_object_over_autograds_memory(group: TorchGroup) -> None:
     """One object until it is replaced, over the memory that autograd adds to."""
     pg, world = ranks_of(group), group.size()
     p = ColoParameter(values((4, 4), 0), True, ColoTensorSpec(pg))
@@ -417,11 +393,6 @@ def run_memory(group: TorchGroup) -> None:
         assert each.grad.dist_spec == ShardSpec([0], [world])
 
 
-def test_a_gradient_is_one_object_over_autograds_memory(pool: Pool) -> None:
-    for world in (2, 4):
-        pool.run(run_memory, world=world)
-
-
 class Sum(nn.Module):
     """A loss of parameters and a batch."""
 
@@ -436,7 +407,10 @@ class Sum(nn.Module):
         return plain(total) if isinstance(total, ColoTensor) else total
 
 
-def run_data_parallel(group: TorchGroup, views: bool, to_none: bool) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "bucket views"])
+@pytest.mark.parametrize("to_none", [False, True], ids=["zeros", "none"])
+def test_data_parallel_with_clipping_equals_one_process(group: TorchGroup, views: bool, to_none: bool) -> None:
     """Two pairs with a batch each: DDP averages what the clipping then takes the norm of."""
     pg = ProcessGroup(ranks=dist.get_process_group_ranks(group), tp_degree=2)
     own: list[Any] = []
@@ -464,13 +438,7 @@ def run_data_parallel(group: TorchGroup, views: bool, to_none: bool) -> None:
         assert addresses[1:] == addresses[1:2] * 3, "the gradients stay views of the buckets"
 
 
-@pytest.mark.parametrize("views", [False, True], ids=["copies", "bucket views"])
-@pytest.mark.parametrize("to_none", [False, True], ids=["zeros", "none"])
-def test_data_parallel_with_clipping_equals_one_process(pool: Pool, views: bool, to_none: bool) -> None:
-    pool.run(run_data_parallel, views, to_none, world=4)
-
-
-def run_collectives(group: TorchGroup) -> None:
+def test_collectives_of_torch_take_the_local_gradient(group: TorchGroup) -> None:
     """Collectives of torch on a gradient are those of its local memory, as an averaging by hand needs them."""
     pg, world = ranks_of(group), group.size()
     p = ColoParameter(values((4, 2), 0), True, ColoTensorSpec(pg))
@@ -485,11 +453,7 @@ def run_collectives(group: TorchGroup) -> None:
     assert all(torch.equal(each, plain(p.grad)) for each in gathered)
 
 
-def test_collectives_of_torch_take_the_local_gradient(pool: Pool) -> None:
-    pool.run(run_collectives, world=2)
-
-
-def run_states(group: TorchGroup) -> None:
+def test_states_of_optimizers_load_as_before(group: TorchGroup) -> None:
     """Saved states have the names, shapes and layouts of the parameters; one with plain tensors continues the same."""
     for make in (
         partial(torch.optim.SGD, lr=0.1, momentum=0.9), partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
@@ -518,7 +482,3 @@ def run_states(group: TorchGroup) -> None:
             results.append([plain(p).detach() for p in own])
         for continued, *others in zip(*results, strict=True):
             assert all(torch.equal(continued, each) for each in others)
-
-
-def test_states_of_optimizers_load_as_before(pool: Pool) -> None:
-    pool.run(run_states, world=2)

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pool import Pool
 from shards import ranks_of, shard_of, sharded
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup as TorchGroup
@@ -63,19 +62,15 @@ def every_layout(full: Tensor, group: TorchGroup) -> list[ColoTensor]:
     return [sharded(full, spec, pg) for spec in specs]
 
 
-def run_dims_that_do_not_exist(group: TorchGroup, name: str) -> None:
+@pytest.mark.parametrize("name", NO_SUCH_DIM)
+def test_dims_that_do_not_exist(group: TorchGroup, name: str) -> None:
     full = torch.ones(4, 4)
     for x in (full, *every_layout(full, group)):
         with pytest.raises(IndexError, match="Dimension out of range"):
             NO_SUCH_DIM[name](x)
 
 
-@pytest.mark.parametrize("name", NO_SUCH_DIM)
-def test_dims_that_do_not_exist(pool: Pool, name: str) -> None:
-    pool.run(run_dims_that_do_not_exist, name)
-
-
-def run_dims_of_numbers(group: TorchGroup) -> None:
+def test_dims_of_numbers_and_in_the_wrong_order(group: TorchGroup) -> None:
     warnings.simplefilter("ignore")  # what is refused is gathered first
     number, full = ColoTensor(torch.tensor(2.0), ColoTensorSpec(ranks_of(group))), torch.ones(2, 4)
     for call in (torch.sum, torch.mean, torch.amax, torch.all, torch.count_nonzero, torch.squeeze, torch.argmax):
@@ -90,11 +85,7 @@ def run_dims_of_numbers(group: TorchGroup) -> None:
             x.unsqueeze(0).t()
 
 
-def test_dims_of_numbers_and_in_the_wrong_order(pool: Pool) -> None:
-    pool.run(run_dims_of_numbers)
-
-
-def run_values_that_do_not_fit(group: TorchGroup) -> None:
+def test_values_that_do_not_fit_are_not_assigned(group: TorchGroup) -> None:
     full = torch.zeros(8, 4)
     cases = (
         (slice(None), (2, 4)), (slice(None), (8, 2)), (..., (2, 1)), ((slice(None), 0), (2,)), (0, (2,)), (0, (2, 4)),
@@ -112,11 +103,7 @@ def run_values_that_do_not_fit(group: TorchGroup) -> None:
         assert torch.equal(plain(x.to_replicate()), values[0, 0])
 
 
-def test_values_that_do_not_fit_are_not_assigned(pool: Pool) -> None:
-    pool.run(run_values_that_do_not_fit)
-
-
-def run_samplers(group: TorchGroup) -> None:
+def test_samplers_take_operands(group: TorchGroup) -> None:
     full = torch.tensor([0.0, 1.0, 1.0, 0.0])
     torch.manual_seed(0)
     for p in every_layout(full, group):
@@ -128,11 +115,7 @@ def run_samplers(group: TorchGroup) -> None:
             torch.zeros(4).bernoulli_(p)
 
 
-def test_samplers_take_operands(pool: Pool) -> None:
-    pool.run(run_samplers)
-
-
-def run_gradients_of_samplers(group: TorchGroup) -> None:
+def test_gradients_of_samplers(group: TorchGroup) -> None:
     torch.manual_seed(0)
     for leaf in every_layout(torch.ones(4), group):
         leaf.requires_grad_()
@@ -147,11 +130,7 @@ def run_gradients_of_samplers(group: TorchGroup) -> None:
         assert not plain(leaf).any()
 
 
-def test_gradients_of_samplers(pool: Pool) -> None:
-    pool.run(run_gradients_of_samplers)
-
-
-def run_writes_into_plain_tensors(group: TorchGroup) -> None:
+def test_a_write_into_a_plain_tensor_returns_it(group: TorchGroup) -> None:
     index = ColoTensor(torch.tensor([0, 2]), ColoTensorSpec(ranks_of(group)))
     x = torch.zeros(4)
     assert x.scatter_(0, index, 1.0) is x
@@ -159,22 +138,14 @@ def run_writes_into_plain_tensors(group: TorchGroup) -> None:
     assert x.tolist() == [2.0, 0.0, 2.0, 0.0]
 
 
-def test_a_write_into_a_plain_tensor_returns_it(pool: Pool) -> None:
-    pool.run(run_writes_into_plain_tensors)
-
-
-def run_casts_like_a_shard(group: TorchGroup) -> None:
+def test_a_plain_tensor_cast_like_a_shard_stays_plain(group: TorchGroup) -> None:
     for x in every_layout(torch.ones(4, 2, dtype=torch.float64), group):
         y = torch.arange(3.0).to(x)
         assert type(y) is Tensor, "it has no layout of its own"
         assert torch.equal(y, torch.arange(3.0, dtype=torch.float64))
 
 
-def test_a_plain_tensor_cast_like_a_shard_stays_plain(pool: Pool) -> None:
-    pool.run(run_casts_like_a_shard)
-
-
-def run_indices_of_a_mask(group: TorchGroup) -> None:
+def test_where_of_a_mask_has_global_indices(group: TorchGroup) -> None:
     warnings.simplefilter("ignore")  # the shards are gathered
     full = torch.arange(12.0).view(4, 3) % 5
     for x in every_layout(full, group):
@@ -182,11 +153,7 @@ def run_indices_of_a_mask(group: TorchGroup) -> None:
             assert torch.equal(plain(mine), wanted), "indices of the global tensor"
 
 
-def test_where_of_a_mask_has_global_indices(pool: Pool) -> None:
-    pool.run(run_indices_of_a_mask)
-
-
-def run_means(group: TorchGroup) -> None:
+def test_means_of_half_precision_do_not_overflow(group: TorchGroup) -> None:
     full = torch.full((2, 70000), 2.0, dtype=torch.float16)
     for x in every_layout(full, group):
         x.requires_grad_()
@@ -197,11 +164,7 @@ def run_means(group: TorchGroup) -> None:
         assert torch.equal(gradient, torch.full_like(plain(x), 1 / 70000))
 
 
-def test_means_of_half_precision_do_not_overflow(pool: Pool) -> None:
-    pool.run(run_means)
-
-
-def run_infinite_gradients(group: TorchGroup) -> None:
+def test_an_infinite_gradient_of_a_maximum_stays_there(group: TorchGroup) -> None:
     full, gradient, spec = (
         torch.eye(4)[:, :2].clone().requires_grad_(),
         torch.tensor([1.0, torch.inf]),
@@ -215,11 +178,7 @@ def run_infinite_gradients(group: TorchGroup) -> None:
     assert torch.equal(x.grad, shard_of(full.grad, spec, group.rank())), "only the maximum has a gradient"
 
 
-def test_an_infinite_gradient_of_a_maximum_stays_there(pool: Pool) -> None:
-    pool.run(run_infinite_gradients)
-
-
-def run_nothing_random(group: TorchGroup) -> None:
+def test_evaluation_draws_nothing(group: TorchGroup) -> None:
     """Evaluation draws nothing: seeds may differ between ranks, and the generator does not move."""
     torch.manual_seed(group.rank())
     state = torch.get_rng_state()
@@ -231,11 +190,7 @@ def run_nothing_random(group: TorchGroup) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_evaluation_draws_nothing(pool: Pool) -> None:
-    pool.run(run_nothing_random)
-
-
-def run_groups_made_again(group: TorchGroup) -> None:
+def test_draws_are_counted_by_group(group: TorchGroup) -> None:
     """A rank that raised between two draws begins with the others in the group that they make next."""
     ranks, draws = dist.get_process_group_ranks(group), (3 if group.rank() == 0 else 2, 4)
     for count in draws:
@@ -249,11 +204,7 @@ def run_groups_made_again(group: TorchGroup) -> None:
     _register(group, "gloo", tuple(ranks))
 
 
-def test_draws_are_counted_by_group(pool: Pool) -> None:
-    pool.run(run_groups_made_again)
-
-
-def run_copies_of_compute_specs(group: TorchGroup) -> None:
+def test_a_deepcopy_has_its_own_compute_spec(group: TorchGroup) -> None:
     for x in every_layout(torch.ones(4, 2), group):
         x.compute_spec = spec = ComputeSpec(ComputePattern.TP1D)
         first, second = copy.deepcopy([x, x])
@@ -263,11 +214,7 @@ def run_copies_of_compute_specs(group: TorchGroup) -> None:
         assert spec.output_replicate, "the copy has a compute spec of its own"
 
 
-def test_a_deepcopy_has_its_own_compute_spec(pool: Pool) -> None:
-    pool.run(run_copies_of_compute_specs)
-
-
-def run_gradients_of_another_layout(group: TorchGroup) -> None:
+def test_a_gradient_is_redistributed_with_its_tensor(group: TorchGroup) -> None:
     pg, spec = ranks_of(group), ShardSpec([0], [2])
     gradient = torch.arange(8.0).view(2, 4)
     for before, after in ((spec, ReplicaSpec()), (ReplicaSpec(), spec), (spec, ShardSpec([1], [2]))):
@@ -277,10 +224,6 @@ def run_gradients_of_another_layout(group: TorchGroup) -> None:
         p.set_dist_spec(after)
         torch.optim.SGD([p], 1.0).step()
         assert torch.equal(plain(p), shard_of(1 - gradient, after, group.rank()))
-
-
-def test_a_gradient_is_redistributed_with_its_tensor(pool: Pool) -> None:
-    pool.run(run_gradients_of_another_layout)
 
 
 class Counting(nn.BatchNorm1d):
@@ -295,7 +238,7 @@ class Counting(nn.BatchNorm1d):
         self.steps = state["steps"]
 
 
-def run_state_of_buffers(group: TorchGroup) -> None:
+def test_full_states_of_buffers(group: TorchGroup) -> None:
     module = nn.Sequential(Counting(4))
     shard_parameters(module, {"0.weight": ShardSpec([0], [2])}, ranks_of(group))
     state = full_state_dict(module)
@@ -309,18 +252,10 @@ def run_state_of_buffers(group: TorchGroup) -> None:
     assert torch.equal(full_state_dict(module)["0.weight"], torch.arange(4.0)), "nothing has been loaded"
 
 
-def test_full_states_of_buffers(pool: Pool) -> None:
-    pool.run(run_state_of_buffers)
-
-
-def run_addmm_under_autocast(group: TorchGroup) -> None:
+def test_addmm_under_autocast(group: TorchGroup) -> None:
     a, b = torch.eye(4), torch.arange(16.0).view(4, 4)
     for x in every_layout(b, group):
         with torch.autocast("cpu", torch.bfloat16):
             result: Any = torch.addmm(torch.ones(4), a, x)
         assert result.dtype is torch.bfloat16
         assert torch.equal(plain(result.redistribute(ReplicaSpec())), b.bfloat16() + 1)
-
-
-def test_addmm_under_autocast(pool: Pool) -> None:
-    pool.run(run_addmm_under_autocast)

@@ -243,7 +243,8 @@ def test_groups_that_do_not_begin_at_zero(pool: Pool) -> None:
     pool.run(run_groups, (1, 2), [1, 3], world=(1, 3))
 
 
-def run_outside(group: ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_ranks_outside_a_mesh(group: ProcessGroup) -> None:
     ranks = dist.get_process_group_ranks(group)
     mesh = DeviceMesh(ranks[:2], (2, 1), init_process_group=True)
     inside = dist.get_rank() in ranks[:2]
@@ -251,10 +252,6 @@ def run_outside(group: ProcessGroup) -> None:
     if not inside:
         with pytest.raises(GroupError):
             mesh.to_torch()
-
-
-def test_ranks_outside_a_mesh(pool: Pool) -> None:
-    pool.run(run_outside, world=4)
 
 
 def run_merges(group: ProcessGroup) -> None:
@@ -305,7 +302,8 @@ def refused(make: Any, ids: torch.Tensor, *what: Any) -> None:
     assert len(c10d._world.pg_map) == made, what
 
 
-def run_permuted(group: ProcessGroup) -> None:
+@pytest.mark.ranks(4)
+def test_every_order_of_four_ranks(group: ProcessGroup) -> None:
     """Every order of four ranks: refused, or coordinates and ranks in the groups agree."""
     me = dist.get_rank()
     for order, shape in itertools.product(itertools.permutations(range(4)), ((4,), (2, 2), (1, 4))):
@@ -325,11 +323,8 @@ def run_permuted(group: ProcessGroup) -> None:
     assert measure_mesh(merged, small=8, large=64, repeats=1).members(0) == merged.members(0)
 
 
-def test_every_order_of_four_ranks(pool: Pool) -> None:
-    pool.run(run_permuted, world=4)
-
-
-def run_permuted_torch_meshes(group: ProcessGroup) -> None:
+@pytest.mark.ranks(8)
+def test_permuted_torch_meshes_are_refused_on_every_rank(group: ProcessGroup) -> None:
     import tritoncomm as tc
 
     tc.destroy()
@@ -347,10 +342,6 @@ def run_permuted_torch_meshes(group: ProcessGroup) -> None:
         refused(partial(ColoTensor.from_dtensor, tensor), mesh.mesh)
     across = Groups.from_device_mesh(torch_mesh["dp"])  # along this axis all lines ascend
     assert across.tp_local_rank() == torch_mesh.get_local_rank("dp")
-
-
-def test_permuted_torch_meshes_are_refused_on_every_rank(pool: Pool) -> None:
-    pool.run(run_permuted_torch_meshes, world=8)
 
 
 def test_lines_of_a_rank() -> None:
@@ -378,7 +369,8 @@ def test_lines_of_a_rank() -> None:
             method(0)
 
 
-def run_from_torch(group: ProcessGroup) -> None:
+@pytest.mark.ranks(8)
+def test_over_from_torch_and_back(group: ProcessGroup) -> None:
     torch_mesh = TorchMesh("cpu", torch.arange(8).view(2, 4), mesh_dim_names=("data", "tensor"))
     mesh = DeviceMesh.from_torch(torch_mesh, mesh_beta=[1, 3])
     assert mesh.mesh_shape == (2, 4)
@@ -393,10 +385,6 @@ def run_from_torch(group: ProcessGroup) -> None:
     assert back == torch_mesh
     assert back.get_group("tensor") is torch_mesh.get_group("tensor")
     assert "axis1" in (mesh.to_torch().mesh_dim_names or ())
-
-
-def test_over_from_torch_and_back(pool: Pool) -> None:
-    pool.run(run_from_torch, world=8)
 
 
 # ---- sharding specs ----
@@ -542,7 +530,8 @@ def test_mix_gather_simulator() -> None:
             mix_gather_simulator(*pairs)
 
 
-def run_made_by_members(group: ProcessGroup) -> None:
+@pytest.mark.ranks(8)
+def test_groups_are_made_by_their_members(group: ProcessGroup) -> None:
     """Processes make different groups, in different numbers, and then one together."""
     me = dist.get_rank()
     for ranks in ([1, 2, 5], [4, 6], [2, 5, 7], [4, 6, 7]):
@@ -562,7 +551,3 @@ def run_made_by_members(group: ProcessGroup) -> None:
     x = torch.tensor([1.0])
     whole_job.allreduce([x]).wait()
     assert x.item() == 8
-
-
-def test_groups_are_made_by_their_members(pool: Pool) -> None:
-    pool.run(run_made_by_members, world=8)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool
 from shards import ranks_of
 from torch import nn
 from torch.distributed import ProcessGroup as TorchGroup
@@ -37,21 +36,6 @@ CONVERSIONS: dict[str, tuple[Callable[[nn.Module], Any], torch.dtype, bool]] = {
 }
 
 
-def run_conversions(group: TorchGroup) -> None:
-    pg = ranks_of(group)
-    for name, (convert, dtype, graded) in CONVERSIONS.items():
-        _, module = made(pg)
-        with record.recording() as counted:
-            convert(module)
-        assert not counted, (name, "something was sent or moved")
-        weight: Any = module[0].weight  # type: ignore[index]
-        assert isinstance(weight, ColoParameter), name
-        assert (weight.dtype, weight.requires_grad) == (dtype, graded), name
-        assert weight.dist_spec == ShardSpec([0], [group.size()]), name
-        assert (tuple(weight.size()), tuple(weight.shape)) == ((8, 4), (8 // group.size(), 4)), name
-        assert weight.has_compute_spec(), name
-
-
 def run_helpers(group: TorchGroup) -> None:
     reference, module = made(ranks_of(group))
     vector = nn.utils.parameters_to_vector(module.parameters())
@@ -67,22 +51,30 @@ def run_helpers(group: TorchGroup) -> None:
     module.load_state_dict(state)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_modules_are_converted(pool: Pool, world: int) -> None:
-    pool.run(run_conversions, world=world)
+@pytest.mark.ranks(2, 4)
+def test_modules_are_converted(group: TorchGroup) -> None:
+    pg = ranks_of(group)
+    for name, (convert, dtype, graded) in CONVERSIONS.items():
+        _, module = made(pg)
+        with record.recording() as counted:
+            convert(module)
+        assert not counted, (name, "something was sent or moved")
+        weight: Any = module[0].weight  # type: ignore[index]
+        assert isinstance(weight, ColoParameter), name
+        assert (weight.dtype, weight.requires_grad) == (dtype, graded), name
+        assert weight.dist_spec == ShardSpec([0], [group.size()]), name
+        assert (tuple(weight.size()), tuple(weight.shape)) == ((8, 4), (8 // group.size(), 4)), name
+        assert weight.has_compute_spec(), name
 
 
-def test_helpers_of_torch(pool: Pool) -> None:
-    pool.run(run_quietly, world=2)
-
-
-def run_quietly(group: TorchGroup) -> None:
+def test_helpers_of_torch(group: TorchGroup) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*has no rule for these shards")
         run_helpers(group)
 
 
-def run_data_parallel(group: TorchGroup) -> None:
+@pytest.mark.ranks(4)
+def test_data_parallel_over_tensor_parallel(group: TorchGroup) -> None:
     """Two tensor-parallel pairs, each on half of the batch, equal one process on the full batch."""
     pg = ProcessGroup(ranks=dist.get_process_group_ranks(group), tp_degree=2)
     reference, module = made(pg)
@@ -98,7 +90,3 @@ def run_data_parallel(group: TorchGroup) -> None:
         reference_optimizer.step()
     for p, q in zip(module.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(plain(p.to_replicate()).detach(), q.detach(), rtol=0, atol=1e-15)  # type: ignore
-
-
-def test_data_parallel_over_tensor_parallel(pool: Pool) -> None:
-    pool.run(run_data_parallel, world=4)

@@ -125,7 +125,8 @@ def test_every_transition_copies_and_allocates_as_documented(pool: Pool, world: 
     pool.run(run_floor, shapes, world=world)
 
 
-def run_products(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_sums_of_products_copy_nothing(group: TorchGroup) -> None:
     """Partial products and the gradients of replicated factors are summed in place; other gradients are left alone."""
     pg, world = ranks_of(group), group.size()
     columns = sharded(torch.ones(2 * world, 3), ShardSpec([0], [world]), pg).requires_grad_()
@@ -147,12 +148,10 @@ def run_products(group: TorchGroup) -> None:
     assert torch.equal(plain(leaf.grad), torch.ones(1, 3))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_sums_of_products_copy_nothing(pool: Pool, world: int) -> None:
-    pool.run(run_products, world=world)
-
-
-def run_wasteful(group: TorchGroup, which: str, waste: str) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("waste", ["clone", "buffer"])
+@pytest.mark.parametrize("which", ["all_gather", "all_to_all"])
+def test_waste_is_detected(group: TorchGroup, which: str, waste: str) -> None:
     original = getattr(eager, which)
 
     def wasteful(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -168,12 +167,6 @@ def run_wasteful(group: TorchGroup, which: str, waste: str) -> None:
             run_floor(group, ((9, 8, 4),))
     finally:
         setattr(eager, which, original)
-
-
-@pytest.mark.parametrize("waste", ["clone", "buffer"])
-@pytest.mark.parametrize("which", ["all_gather", "all_to_all"])
-def test_waste_is_detected(pool: Pool, which: str, waste: str) -> None:
-    pool.run(run_wasteful, which, waste, world=4)
 
 
 def test_the_documented_steps() -> None:

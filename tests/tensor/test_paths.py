@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from bits import bits, random_bits
-from pool import Pool
 from redistributions import chunked, dims_of, documented, ranks_of, transitions
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
@@ -35,7 +34,19 @@ def redistributed(
     return y.detach(), grad, sum(count.packed for (_, taken), count in counted.items() if taken == path)
 
 
-def run_paths(group: TorchGroup, dtype: str) -> None:
+def several(old: _DistSpec, new: _DistSpec) -> bool:
+    """Sharding along several dims, which uses strided copies instead of kernels."""
+    return max(len(getattr(spec, "dims", ())) for spec in (old, new)) > 1
+
+
+def is_rows(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec) -> bool:
+    """A split whose shard is contiguous: a plain copy."""
+    return not dims_of(old, len(shape)) and all(math.prod(shape[:dim]) == 1 for dim in dims_of(new, len(shape)))
+
+
+@pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_paths_agree_bit_for_bit(group: TorchGroup, dtype: str) -> None:
     pg, rank = ranks_of(group), group.rank()
     kind = getattr(torch, dtype)
     for place, (shape, old, new) in enumerate(transitions(group.size(), SHAPES[group.size()])):
@@ -54,19 +65,3 @@ def run_paths(group: TorchGroup, dtype: str) -> None:
             kinds = kinds[: 1 + (result_grad is not None)]
             expected_bytes = full.element_size() * sum(count for a, b, count in kinds if not is_rows(shape, a, b))
             assert by_kernels == expected_bytes, (context, by_kernels)
-
-
-def several(old: _DistSpec, new: _DistSpec) -> bool:
-    """Sharding along several dims, which uses strided copies instead of kernels."""
-    return max(len(getattr(spec, "dims", ())) for spec in (old, new)) > 1
-
-
-def is_rows(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec) -> bool:
-    """A split whose shard is contiguous: a plain copy."""
-    return not dims_of(old, len(shape)) and all(math.prod(shape[:dim]) == 1 for dim in dims_of(new, len(shape)))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_paths_agree_bit_for_bit(pool: Pool, world: int, dtype: str) -> None:
-    pool.run(run_paths, dtype, world=world)

@@ -51,7 +51,8 @@ def test_at_other_ranks(pool: Pool) -> None:
         pool.run(run_case, name, world=(1, 3))
 
 
-def run_comparisons(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_equal_and_allclose(group: TorchGroup) -> None:
     """``equal`` and ``allclose`` over every pair of layouts: torch's answer for the global tensors, on every rank."""
     pg, rank, world = ranks_of(group), group.rank(), group.size()
     for shape in ((8, 4), (3, 6)):
@@ -92,11 +93,6 @@ def run_comparisons(group: TorchGroup) -> None:
             torch.allclose(x, torch.ones(3, 7, 2))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_equal_and_allclose(pool: Pool, world: int) -> None:
-    pool.run(run_comparisons, world=world)
-
-
 OTHER_NAMES = {
     "max": lambda x: torch.max(x, axis=1).values,
     "amax": lambda x: x.amax(1, keepdims=True),
@@ -115,7 +111,8 @@ OTHER_NAMES = {
 }  # fmt: skip
 
 
-def run_other_names(group: TorchGroup, name: str) -> None:
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_arguments_by_other_names_keep_the_sharding(group: TorchGroup, name: str) -> None:
     pg, rank, world = ranks_of(group), group.rank(), group.size()
     full = made((8, 4), torch.float64, 0)
     spec, result = ShardSpec([0], [world]), OTHER_NAMES[name](full)
@@ -125,12 +122,7 @@ def run_other_names(group: TorchGroup, name: str) -> None:
     assert torch.equal(plain(y), shard_of(result, ShardSpec([dim], [world]), rank))
 
 
-@pytest.mark.parametrize("name", OTHER_NAMES)
-def test_arguments_by_other_names_keep_the_sharding(pool: Pool, name: str) -> None:
-    pool.run(run_other_names, name, world=2)
-
-
-def run_refused_dims(group: TorchGroup) -> None:
+def test_dims_that_do_not_exist_or_broadcast(group: TorchGroup) -> None:
     pg, world = ranks_of(group), group.size()
     x = ColoTensor(torch.ones(2, 4), ColoTensorSpec(pg, ShardSpec([0], [world])))
     number = ColoTensor(torch.tensor(2.0), ColoTensorSpec(pg))
@@ -139,7 +131,3 @@ def run_refused_dims(group: TorchGroup) -> None:
             call(number)
     with pytest.raises(ValueError, match="do not broadcast"):
         torch.matmul(x.reshape(1, 2 * world, 4).expand(2, -1, -1), torch.ones(3, 4, 1))
-
-
-def test_dims_that_do_not_exist_or_broadcast(pool: Pool) -> None:
-    pool.run(run_refused_dims, world=2)

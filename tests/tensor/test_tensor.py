@@ -106,7 +106,8 @@ def test_transitions_at_eight_ranks(pool: Pool) -> None:
         pool.run(run_transitions, shape, "float32", world=8)
 
 
-def run_predictions(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_a_redistribution_is_predicted_like_the_mapping_that_it_is(group: TorchGroup) -> None:
     pg, world = ranks_of(group), group.size()
     gathered, shards = ReplicaSpec(), [ShardSpec([dim], [world]) for dim in range(3)]
     for shape in ((4 * world, 8, world), (1, 4 * world, 2 * world), (world + 1, 2 * world - 1, 3)):
@@ -126,24 +127,16 @@ def run_predictions(group: TorchGroup) -> None:
             assert plan.seconds == pytest.approx(sum(explained.seconds), rel=1e-12), case
 
 
-def test_a_redistribution_is_predicted_like_the_mapping_that_it_is(pool: Pool) -> None:
-    pool.run(run_predictions, world=2)
-    pool.run(run_predictions, world=4)
-
-
-def run_given_rates(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_a_redistribution_is_predicted_by_the_given_rates(group: TorchGroup) -> None:
     pg, world = ranks_of(group), group.size()
     x = sharded(values((8, 8)), ShardSpec([1], [world]), pg)  # 256 bytes
     (step,) = redistribute_plan(x, ReplicaSpec(), latency=3.0, bandwidth=4.0, copy_bandwidth=2.0).steps
     assert step.seconds == 2 * 256 / 2 + 3.0 * (world - 1) + 256 / world * (world - 1) / 4
 
 
-def test_a_redistribution_is_predicted_by_the_given_rates(pool: Pool) -> None:
-    pool.run(run_given_rates, world=2)
-    pool.run(run_given_rates, world=4)
-
-
-def run_second_derivative(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_transitions_are_twice_differentiable(group: TorchGroup) -> None:
     pg = ranks_of(group)
     full, weight = values((8, 4)).double(), values((8, 4), seed=2).double()
     for old, new in itertools.product(layouts(2, group.size()), repeat=2):
@@ -159,12 +152,7 @@ def run_second_derivative(group: TorchGroup) -> None:
         )
 
 
-def test_transitions_are_twice_differentiable(pool: Pool) -> None:
-    pool.run(run_second_derivative, world=2)
-    pool.run(run_second_derivative, world=4)
-
-
-def run_other_ranks(group: TorchGroup) -> None:
+def test_over_other_ranks(group: TorchGroup) -> None:
     ranks = dist.get_process_group_ranks(group)
     here, alone = ranks_of(group), ProcessGroup(ranks=ranks, dp_degree=len(ranks))
     full = values((4, 4))
@@ -183,11 +171,7 @@ def run_other_ranks(group: TorchGroup) -> None:
         redistribute_plan(ReplicaSpec(), ReplicaSpec())
 
 
-def test_over_other_ranks(pool: Pool) -> None:
-    pool.run(run_other_ranks)
-
-
-def run_refusals(group: TorchGroup) -> None:
+def test_refusals_leave_the_group_usable(group: TorchGroup) -> None:
     pg = ranks_of(group)
     full = values((4, 4))
     replica = ColoTensor(full.clone(), ColoTensorSpec(pg))
@@ -220,11 +204,11 @@ def run_refusals(group: TorchGroup) -> None:
     same(replica.redistribute(ShardSpec([0], [2])).to_replicate(), full)
 
 
-def test_refusals_leave_the_group_usable(pool: Pool) -> None:
-    pool.run(run_refusals)
+def _registers(x: ColoTensor, spec: _DistSpec) -> bool:
+    return x.redistribute(spec).requires_grad
 
 
-def run_no_grad(group: TorchGroup) -> None:
+def test_no_grad_nests_per_thread(group: TorchGroup) -> None:
     pg = ranks_of(group)
     x = ColoTensor(values((4, 4)), ColoTensorSpec(pg)).requires_grad_()
     shard = ShardSpec([0], [group.size()])
@@ -241,15 +225,8 @@ def run_no_grad(group: TorchGroup) -> None:
     assert x.redistribute(shard).requires_grad
 
 
-def _registers(x: ColoTensor, spec: _DistSpec) -> bool:
-    return x.redistribute(spec).requires_grad
-
-
-def test_no_grad_nests_per_thread(pool: Pool) -> None:
-    pool.run(run_no_grad)
-
-
-def run_methods(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_methods(group: TorchGroup) -> None:
     pg = ranks_of(group)
     world = group.size()
     x = ColoTensor(values((8, 4)), ColoTensorSpec(pg, compute_attr=ComputeSpec(ComputePattern.TP1D)))
@@ -292,12 +269,8 @@ def run_methods(group: TorchGroup) -> None:
     assert parameter.redistribute(ShardSpec([0], [world])).requires_grad is False
 
 
-def test_methods(pool: Pool) -> None:
-    pool.run(run_methods, world=2)
-    pool.run(run_methods, world=4)
-
-
-def run_operators(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_operators_keep_the_layout_true(group: TorchGroup) -> None:
     pg, world = ranks_of(group), group.size()
     full, other = values((8, 4)), values((8, 4), seed=3)
     rank = pg.tp_local_rank()
@@ -366,12 +339,8 @@ def run_operators(group: TorchGroup) -> None:
     assert plain(replica)[0].eq(7).all()
 
 
-def test_operators_keep_the_layout_true(pool: Pool) -> None:
-    pool.run(run_operators, world=2)
-    pool.run(run_operators, world=4)
-
-
-def run_gradients(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_gradients_through_gathered_operators(group: TorchGroup) -> None:
     pg, world = ranks_of(group), group.size()
     full = values((8, 4)).requires_grad_()
     (full.pow(2).softmax(0) * full).sum().backward()
@@ -387,12 +356,7 @@ def run_gradients(group: TorchGroup) -> None:
         )
 
 
-def test_gradients_through_gathered_operators(pool: Pool) -> None:
-    pool.run(run_gradients, world=2)
-    pool.run(run_gradients, world=4)
-
-
-def run_registered(group: TorchGroup) -> None:
+def test_registered_operators_run(group: TorchGroup) -> None:
     pg = ranks_of(group)
     x = ColoTensor(torch.ones(2), ColoTensorSpec(pg))
 
@@ -408,10 +372,6 @@ def run_registered(group: TorchGroup) -> None:
         assert torch.is_tensor(torch.special.entr(torch.ones(2)))
     finally:
         del _COLOSSAL_OPS[torch.special.entr]
-
-
-def test_registered_operators_run(pool: Pool) -> None:
-    pool.run(run_registered)
 
 
 class Tell(ColoParamOpHook):
@@ -440,7 +400,7 @@ def context(count: int, *whats: str) -> list[tuple[str, int]]:
     return [(f"{name}.{what}", count) for what in whats for name in "ab"]
 
 
-def run_hooks(group: TorchGroup) -> None:
+def test_hooks(group: TorchGroup) -> None:
     pg = ranks_of(group)
     seen: list[Any] = []
     hooks = Tell("a", seen), Tell("b", seen)
@@ -488,10 +448,6 @@ def run_hooks(group: TorchGroup) -> None:
     seen.clear()
     _ = w * 2
     assert seen == []
-
-
-def test_hooks(pool: Pool) -> None:
-    pool.run(run_hooks)
 
 
 def model(pg: ProcessGroup, spec: _DistSpec) -> nn.Module:
@@ -565,7 +521,8 @@ def test_saving_and_loading_across_world_sizes(pool: Pool, tmp_path: Any) -> Non
     pool.run(run_loading, str(tmp_path / "4.pt"), world=2)
 
 
-def run_process_group(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, (1, 3), 4)
+def test_process_groups(group: TorchGroup) -> None:
     ranks = dist.get_process_group_ranks(group)
     pg = ProcessGroup(ranks=ranks[::-1], tp_degree=len(ranks))
     mine = dist.get_rank()
@@ -595,12 +552,6 @@ def run_process_group(group: TorchGroup) -> None:
     mesh = pg.device_mesh()
     assert mesh.get_group() is pg.tp_process_group()
     assert ProcessGroup.from_device_mesh(mesh) == pg
-
-
-def test_process_groups(pool: Pool) -> None:
-    pool.run(run_process_group, world=2)
-    pool.run(run_process_group, world=(1, 3))
-    pool.run(run_process_group, world=4)
 
 
 def test_without_torch_distributed() -> None:
@@ -643,7 +594,8 @@ def test_shards_cover_every_element_once(shape: tuple[int, ...], parts: dict[int
     assert counted.eq(1).all()
 
 
-def run_dtensor(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_dtensor_and_back(group: TorchGroup) -> None:
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
     pg, world = ranks_of(group), group.size()
@@ -678,11 +630,6 @@ def run_dtensor(group: TorchGroup) -> None:
         ColoTensor.from_dtensor(DTensor.from_local(partial.to_local(), mesh, [Partial()]))
 
 
-def test_dtensor_and_back(pool: Pool) -> None:
-    pool.run(run_dtensor, world=2)
-    pool.run(run_dtensor, world=4)
-
-
 @pytest.mark.parametrize("kind", [LocalShard, ColoTensor, ColoParameter, ShardView])
 def test_only_these_names_of_torch_are_replaced(kind: type) -> None:
     """torch has private names (``_is_view``) that are easily taken for an attribute of ours."""
@@ -691,7 +638,7 @@ def test_only_these_names_of_torch_are_replaced(kind: type) -> None:
     assert replaced - special <= {"grad", "set_", "real", "imag"}
 
 
-def run_named(group: TorchGroup) -> None:
+def test_named_params(group: TorchGroup) -> None:
     pg = ranks_of(group)
     outer = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     outer[0].extra = ColoTensor(torch.ones(1), ColoTensorSpec(pg))
@@ -705,10 +652,6 @@ def run_named(group: TorchGroup) -> None:
     for name in ("missing", "label", "strided"):
         with pytest.raises(ValueError, match=name):
             convert_parameter(outer[1], name)
-
-
-def test_named_params(pool: Pool) -> None:
-    pool.run(run_named)
 
 
 def test_the_documented_table_is_the_code() -> None:

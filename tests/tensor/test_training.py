@@ -186,7 +186,8 @@ class OwnMuon(torch.optim.Muon):
     """A subclass of one that is refused."""
 
 
-def run_steps_of_shards(group: TorchGroup) -> None:
+@pytest.mark.ranks(1, 2)
+def test_optimizers_that_need_whole_parameters_are_refused(group: TorchGroup) -> None:
     """Refused by name, unknown once with a warning, element-wise in silence; replicas and plain tensors with any."""
     pg, world = ranks_of(group), group.size()
     full = torch.arange(16.0).view(4, 4)
@@ -226,11 +227,6 @@ def run_steps_of_shards(group: TorchGroup) -> None:
     Normalised([parameter(shard)], lr=0.1).step()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_optimizers_that_need_whole_parameters_are_refused(pool: Pool, world: int) -> None:
-    pool.run(run_steps_of_shards, world=world)
-
-
 def test_every_optimizer_of_torch_is_judged() -> None:
     every = {kind for kind in vars(torch.optim).values() if inspect.isclass(kind) and kind.__name__ != "Optimizer"}
     unknown = {kind.__name__ for kind in every if optimizers._verdict(kind) == ""}
@@ -254,7 +250,8 @@ def test_optimizers_are_watched_once_there_are_colo_tensors(monkeypatch: pytest.
     assert list(hooks.values()) == [optimizers._before_step]
 
 
-def run_replicas(group: TorchGroup) -> None:
+@pytest.mark.ranks(1, 2, 4)
+def test_replicas_are_compared(group: TorchGroup) -> None:
     pg, world = ranks_of(group), group.size()
     _, module = both(pg)
     replicas = [name for name, p in module.named_parameters() if not p.partitions]  # type: ignore[attr-defined]
@@ -301,12 +298,8 @@ def run_replicas(group: TorchGroup) -> None:
             check_replicas(odd, pg)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_replicas_are_compared(pool: Pool, world: int) -> None:
-    pool.run(run_replicas, world=world)
-
-
-def run_copies_of_shards(group: TorchGroup) -> None:
+@pytest.mark.ranks(4)
+def test_copies_of_shards_are_compared_over_data_parallel_ranks(group: TorchGroup) -> None:
     pg = ProcessGroup(ranks=list(range(4)), tp_degree=2)
     _, module = both(pg)
     check_replicas(module)
@@ -327,10 +320,6 @@ def run_copies_of_shards(group: TorchGroup) -> None:
         ):
             assert (text in str(caught.value)) == (what in expected)
         assert ("up.weight" in str(caught.value)) == ("data" in expected), "a shard is compared with its copies only"
-
-
-def test_copies_of_shards_are_compared_over_data_parallel_ranks(pool: Pool) -> None:
-    pool.run(run_copies_of_shards, world=4)
 
 
 @pytest.mark.parametrize("dtype", [
@@ -415,7 +404,24 @@ def run_load_quietly(group: TorchGroup, folder: str) -> None:
         run_load(group, folder)
 
 
-def run_recomputation(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_a_loss_is_recomputed_on_shards(group: TorchGroup) -> None:
+    """Backward of a ColoTensor computes again on ColoTensors, not on their local tensors."""
+    pg = ranks_of(group)
+    gradients = []
+    for again in (False, True):
+        _, module = both(pg)
+        ids, targets = data(0)
+        loss = checkpoint(module, ids, targets, use_reentrant=False) if again else module(ids, targets)
+        assert isinstance(loss, ColoTensor)
+        loss.backward()
+        gradients.append([p.grad for p in module.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(plain(one), plain(other))
+
+
+@pytest.mark.ranks(2, 4)
+def test_recomputed_activations_drop_the_same_elements(group: TorchGroup) -> None:
     pg, world = ranks_of(group), group.size()
     torch.manual_seed(1)
     full = torch.randn(8, 8, dtype=torch.float64)
@@ -439,38 +445,32 @@ def run_recomputation(group: TorchGroup) -> None:
         assert torch.equal(one, other)
 
 
-def run_recomputed_loss(group: TorchGroup) -> None:
-    """Backward of a ColoTensor computes again on ColoTensors, not on their local tensors."""
-    pg = ranks_of(group)
-    gradients = []
-    for again in (False, True):
-        _, module = both(pg)
-        ids, targets = data(0)
-        loss = checkpoint(module, ids, targets, use_reentrant=False) if again else module(ids, targets)
-        assert isinstance(loss, ColoTensor)
-        loss.backward()
-        gradients.append([p.grad for p in module.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(plain(one), plain(other))
-
-
-def test_a_loss_is_recomputed_on_shards(pool: Pool) -> None:
-    pool.run(run_recomputed_loss, world=2)
-    pool.run(run_recomputed_loss, world=4)
-
-
-def test_recomputed_activations_drop_the_same_elements(pool: Pool) -> None:
-    pool.run(run_recomputation, world=2)
-    pool.run(run_recomputation, world=4)
-
-
 def everybodys(x: Tensor, group: TorchGroup) -> list[Tensor]:
     result = [torch.empty_like(x) for _ in range(group.size())]
     torch.distributed.all_gather(result, x, group=group)
     return result
 
 
-def run_random(group: TorchGroup) -> None:
+def test_all_random_operators_of_torch_are_known() -> None:
+    """An operator that draws by itself on every rank would make replicas of different values."""
+    names = {name.removeprefix("aten::").partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    packets = {name: getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)}
+    public = [name for name in packets if any(callable(getattr(place, name, None)) for place in (torch, Tensor, F))]
+    drawing = {
+        name for name, packet in packets.items() if name in public
+        and any(torch.Tag.nondeterministic_seeded in getattr(packet, each).tags for each in packet.overloads())
+    }  # fmt: skip
+    ours = random_ops.RANDOM_ELEMENTWISE | random_ops.SAMPLERS | random_ops.RANDOM_ON_REPLICAS | random_ops.RECURRENT
+    ours |= {getattr(function, "__name__", "") for function in RULES}
+    without_tensors = {"rand", "randn", "randint", "randperm"}
+    distributions = {"_standard_gamma", "_sample_dirichlet"}
+    of_backends = {name for name in drawing if name.startswith(("_", "miopen"))} - distributions
+    assert {"binomial", "lstm", "dropout"} | distributions < drawing
+    assert drawing - ours - without_tensors - of_backends == set()
+
+
+@pytest.mark.ranks(2, 4)
+def test_random_operators(group: TorchGroup) -> None:
     pg, world = ranks_of(group), group.size()
     random_ops._calls.clear()
     torch.manual_seed(5)
@@ -520,30 +520,8 @@ def run_random(group: TorchGroup) -> None:
         layers.train()(replica)
 
 
-def test_all_random_operators_of_torch_are_known() -> None:
-    """An operator that draws by itself on every rank would make replicas of different values."""
-    names = {name.removeprefix("aten::").partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
-    packets = {name: getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)}
-    public = [name for name in packets if any(callable(getattr(place, name, None)) for place in (torch, Tensor, F))]
-    drawing = {
-        name for name, packet in packets.items() if name in public
-        and any(torch.Tag.nondeterministic_seeded in getattr(packet, each).tags for each in packet.overloads())
-    }  # fmt: skip
-    ours = random_ops.RANDOM_ELEMENTWISE | random_ops.SAMPLERS | random_ops.RANDOM_ON_REPLICAS | random_ops.RECURRENT
-    ours |= {getattr(function, "__name__", "") for function in RULES}
-    without_tensors = {"rand", "randn", "randint", "randperm"}
-    distributions = {"_standard_gamma", "_sample_dirichlet"}
-    of_backends = {name for name in drawing if name.startswith(("_", "miopen"))} - distributions
-    assert {"binomial", "lstm", "dropout"} | distributions < drawing
-    assert drawing - ours - without_tensors - of_backends == set()
-
-
-def test_random_operators(pool: Pool) -> None:
-    pool.run(run_random, world=2)
-    pool.run(run_random, world=4)
-
-
-def run_initialisers(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_initialisers_do_not_depend_on_the_layout(group: TorchGroup) -> None:
     pg, world = ranks_of(group), group.size()
     for init in (
         nn.init.kaiming_uniform_,
@@ -573,11 +551,6 @@ def run_initialisers(group: TorchGroup) -> None:
         .max()
     )
     assert bound == pytest.approx(float(expected.abs().max()), rel=0.01)
-
-
-def test_initialisers_do_not_depend_on_the_layout(pool: Pool) -> None:
-    pool.run(run_initialisers, world=2)
-    pool.run(run_initialisers, world=4)
 
 
 def run_compute_specs(group: TorchGroup) -> None:
@@ -680,7 +653,8 @@ def test_compute_specs(pool: Pool) -> None:
     pool.run(run_compute_specs, world=4)
 
 
-def run_writes(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_writing_into_pieces(group: TorchGroup) -> None:
     pg, world = ranks_of(group), group.size()
     full = torch.arange(32.0).view(8, 4)
     x = ColoTensor(
@@ -706,12 +680,7 @@ def run_writes(group: TorchGroup) -> None:
     assert torch.equal(plain(x.to_replicate()), full * 2 + 1)
 
 
-def test_writing_into_pieces(pool: Pool) -> None:
-    pool.run(run_writes, world=2)
-    pool.run(run_writes, world=4)
-
-
-def run_sharded_modules(group: TorchGroup) -> None:
+def test_modules_are_sharded_by_name(group: TorchGroup) -> None:
     pg = ranks_of(group)
     model = Model()
     with pytest.raises(ArgumentError, match=r"middle\.weight matches none"):
@@ -722,25 +691,6 @@ def run_sharded_modules(group: TorchGroup) -> None:
     assert model.head.weight is model.tokens.weight
     assert model.head.weight.dist_spec == ShardSpec([0], [2])  # type: ignore[attr-defined]
     assert model.norm.weight.is_replicate()  # type: ignore[attr-defined]
-
-
-def test_modules_are_sharded_by_name(pool: Pool) -> None:
-    pool.run(run_sharded_modules, world=2)
-
-
-def run_measure(group: TorchGroup) -> None:
-    ranks = torch.distributed.get_process_group_ranks(group)
-    mesh = DeviceMesh(torch.tensor(ranks), (2, 2), init_process_group=True)
-    result = measure_mesh(mesh, large=1 << 16, repeats=3)
-    assert result.mesh_shape == (2, 2)
-    numbers = torch.tensor([result.mesh_alpha, result.mesh_beta], dtype=torch.float64)
-    assert bool((numbers[0] > 0).all())
-    assert all(torch.equal(numbers, other) for other in everybodys(numbers, group))
-    source, target = (ShardingSpec(result, (8, 8), dims) for dims in ({0: [0]}, {1: [0]}))
-    path = shortest_path(source, target)
-    assert path.cost > 0
-    with pytest.raises(ShapeError, match="sizes"):
-        measure_mesh(mesh, small=8, large=8)
 
 
 def test_a_mesh_is_measured_where_its_groups_move_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -769,11 +719,23 @@ def test_a_mesh_is_measured_where_its_groups_move_cuda_tensors(monkeypatch: pyte
         assert seen == [expected, "meta", "meta", "meta"], backends
 
 
-def test_a_mesh_is_measured(pool: Pool) -> None:
-    pool.run(run_measure, world=4)
+@pytest.mark.ranks(4)
+def test_a_mesh_is_measured(group: TorchGroup) -> None:
+    ranks = torch.distributed.get_process_group_ranks(group)
+    mesh = DeviceMesh(torch.tensor(ranks), (2, 2), init_process_group=True)
+    result = measure_mesh(mesh, large=1 << 16, repeats=3)
+    assert result.mesh_shape == (2, 2)
+    numbers = torch.tensor([result.mesh_alpha, result.mesh_beta], dtype=torch.float64)
+    assert bool((numbers[0] > 0).all())
+    assert all(torch.equal(numbers, other) for other in everybodys(numbers, group))
+    source, target = (ShardingSpec(result, (8, 8), dims) for dims in ({0: [0]}, {1: [0]}))
+    path = shortest_path(source, target)
+    assert path.cost > 0
+    with pytest.raises(ShapeError, match="sizes"):
+        measure_mesh(mesh, small=8, large=8)
 
 
-def run_documented(group: TorchGroup) -> None:
+def test_the_documented_training_runs(group: TorchGroup) -> None:
     text = (Path(__file__).parents[2] / "docs" / "tensor.md").read_text()
     example = text[text.index("## Training") :].split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {"torch": torch, "pg": ranks_of(group)}
@@ -785,10 +747,6 @@ def run_documented(group: TorchGroup) -> None:
     assert model(ids, ids + 1).item() < before
 
 
-def test_the_documented_training_runs(pool: Pool) -> None:
-    pool.run(run_documented, world=2)
-
-
 class Seen(TorchDispatchMode):
     """Every operator, as profilers and counters see it."""
 
@@ -796,7 +754,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_under_a_mode(group: TorchGroup) -> None:
+def test_dispatch_modes_see_pieces(group: TorchGroup) -> None:
     pg, world = ranks_of(group), group.size()
     full = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
     (F.gelu(full) * full).sum().backward()
@@ -809,7 +767,3 @@ def run_under_a_mode(group: TorchGroup) -> None:
         assert x.grad is not None
         assert full.grad is not None
         torch.testing.assert_close(plain(x.grad), shard_of(full.grad, spec, pg.tp_local_rank()))
-
-
-def test_dispatch_modes_see_pieces(pool: Pool) -> None:
-    pool.run(run_under_a_mode, world=2)

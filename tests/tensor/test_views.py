@@ -330,12 +330,6 @@ def refusal(write: Step, x: Any) -> str:
     return ""
 
 
-def run_examples(group: TorchGroup) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*has no rule for these shards")
-        check_examples(ranks_of(group))
-
-
 def check_examples(pg: ProcessGroup) -> None:
     """Writes that land, then writes that are refused and change nothing."""
     spec, full = ShardSpec([0], [pg.tp_world_size()]), torch.arange(20.0).view(5, 4)
@@ -351,12 +345,15 @@ def check_examples(pg: ProcessGroup) -> None:
         assert torch.equal(full_value(x), full), name
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_writes_by_name(pool: Pool, world: int) -> None:
-    pool.run(run_examples, world=world)
+@pytest.mark.ranks(2, 4)
+def test_writes_by_name(group: TorchGroup) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*has no rule for these shards")
+        check_examples(ranks_of(group))
 
 
-def run_padding(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_the_padding_row_of_an_embedding_is_zero(group: TorchGroup) -> None:
     pg, spec = ranks_of(group), ShardSpec([0], [group.size()])
     for padding in (0, 4, 6):
         torch.manual_seed(1)
@@ -373,12 +370,8 @@ def run_padding(group: TorchGroup) -> None:
         assert not module(torch.tensor([padding])).any()
 
 
-def test_the_padding_row_of_an_embedding_is_zero(pool: Pool) -> None:
-    pool.run(run_padding, world=2)
-    pool.run(run_padding, world=4)
-
-
-def run_random_fill(group: TorchGroup) -> None:
+@pytest.mark.ranks(4)
+def test_random_fills_of_a_view_land(group: TorchGroup) -> None:
     pg, full = ranks_of(group), torch.zeros(5, 4)
     x = sharded(full, ShardSpec([0], [group.size()]), pg)
     torch.manual_seed(3)
@@ -391,11 +384,8 @@ def run_random_fill(group: TorchGroup) -> None:
     assert not full_value(x)[1:3].any()
 
 
-def test_random_fills_of_a_view_land(pool: Pool) -> None:
-    pool.run(run_random_fill, world=4)
-
-
-def run_gradients(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_gradients_of_a_write_are_refused(group: TorchGroup) -> None:
     pg, full = ranks_of(group), torch.arange(1.0, 21.0).view(5, 4)
     spec, ones = ShardSpec([0], [group.size()]), torch.ones(4, requires_grad=True)
     leaf = sharded(full, spec, pg).requires_grad_()
@@ -424,12 +414,8 @@ def run_gradients(group: TorchGroup) -> None:
     assert torch.equal(leaf.grad, shard_of(expected.grad, spec, pg.tp_local_rank()))
 
 
-def test_gradients_of_a_write_are_refused(pool: Pool) -> None:
-    pool.run(run_gradients, world=2)
-    pool.run(run_gradients, world=4)
-
-
-def run_versions(group: TorchGroup) -> None:
+@pytest.mark.ranks(4)
+def test_every_rank_counts_a_write(group: TorchGroup) -> None:
     pg, full = ranks_of(group), torch.arange(1.0, 21.0).view(5, 4)
     for write in (lambda x: x[0].mul_(2), lambda x: x.__setitem__(0, 2.0), lambda x: x[0, 1].normal_()):
         x = sharded(full, ShardSpec([0], [group.size()]), pg).requires_grad_()
@@ -440,11 +426,7 @@ def run_versions(group: TorchGroup) -> None:
             y.sum().backward()  # on every rank, or one would wait for the others
 
 
-def test_every_rank_counts_a_write(pool: Pool) -> None:
-    pool.run(run_versions, world=4)
-
-
-def run_inference(group: TorchGroup) -> None:
+def test_writes_in_inference_mode(group: TorchGroup) -> None:
     pg, full = ranks_of(group), torch.arange(20.0).view(5, 4)
     spec = ShardSpec([0], [group.size()])
     outside = sharded(full, spec, pg)
@@ -466,11 +448,7 @@ def run_inference(group: TorchGroup) -> None:
     assert torch.equal(full_value(outside), expected)
 
 
-def test_writes_in_inference_mode(pool: Pool) -> None:
-    pool.run(run_inference, world=2)
-
-
-def run_snapshot(group: TorchGroup) -> None:
+def test_a_view_is_a_snapshot_of_its_shard(group: TorchGroup) -> None:
     pg, full = ranks_of(group), torch.arange(20.0).view(5, 4)
     spec = ShardSpec([0], [group.size()])
     x = sharded(full, spec, pg)
@@ -510,10 +488,6 @@ def run_snapshot(group: TorchGroup) -> None:
         assert not full_value(x)[0].eq(1).all()
 
 
-def test_a_view_is_a_snapshot_of_its_shard(pool: Pool) -> None:
-    pool.run(run_snapshot, world=2)
-
-
 class Quiet(ColoParamOpHook):
     """A hook that does nothing."""
 
@@ -526,7 +500,7 @@ class Quiet(ColoParamOpHook):
     def post_backward(self, params: list[Tensor]) -> None: ...
 
 
-def run_hooks(group: TorchGroup) -> None:
+def test_writes_between_hooks(group: TorchGroup) -> None:
     pg, full = ranks_of(group), torch.arange(20.0).view(5, 4)
     x = ColoParameter(full.clone(), True, ColoTensorSpec(pg))
     x.set_dist_spec(ShardSpec([0], [group.size()]))
@@ -542,11 +516,8 @@ def run_hooks(group: TorchGroup) -> None:
     assert torch.equal(full_value(x), full)
 
 
-def test_writes_between_hooks(pool: Pool) -> None:
-    pool.run(run_hooks, world=2)
-
-
-def run_one_row(group: TorchGroup) -> None:
+@pytest.mark.ranks(2, 4)
+def test_a_shard_of_one_row_copies_where_the_whole_would(group: TorchGroup) -> None:
     pg = ranks_of(group)
     cases: list[tuple[tuple[int, ...], int, Step]] = [
         ((4, 3, 5), 1, lambda x: x.permute(0, 2, 1).reshape(-1, 3)),
@@ -563,11 +534,6 @@ def run_one_row(group: TorchGroup) -> None:
     x = sharded(torch.ones(8, 6), ShardSpec([0], [group.size()]), pg)
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         x[:, 1:5].view(32)
-
-
-def test_a_shard_of_one_row_copies_where_the_whole_would(pool: Pool) -> None:
-    pool.run(run_one_row, world=2)
-    pool.run(run_one_row, world=4)
 
 
 RESHAPES: dict[str, Step] = {
@@ -599,7 +565,8 @@ RESHAPES: dict[str, Step] = {
 }
 
 
-def run_reshapes(group: TorchGroup) -> None:
+@pytest.mark.ranks(1, 2)
+def test_shapes_are_not_changed_in_place(group: TorchGroup) -> None:
     pg, full = ranks_of(group), torch.arange(24.0).view(6, 4)
     world = group.size()
     for spec in (ReplicaSpec(), ShardSpec([0], [world]), ShardSpec([-1], [world])):
@@ -618,12 +585,7 @@ def run_reshapes(group: TorchGroup) -> None:
                 assert torch.equal(full_value(x), full), name
 
 
-def test_shapes_are_not_changed_in_place(pool: Pool) -> None:
-    pool.run(run_reshapes, world=1)
-    pool.run(run_reshapes, world=2)
-
-
-def run_fitting_outputs(group: TorchGroup) -> None:
+def test_outputs_that_fit_are_written(group: TorchGroup) -> None:
     pg, full = ranks_of(group), torch.arange(32.0).view(8, 4)
     for spec in (ReplicaSpec(), ShardSpec([0], [group.size()])):
         x = sharded(full, spec, pg)
@@ -644,10 +606,6 @@ def run_fitting_outputs(group: TorchGroup) -> None:
     assert torch.equal(plain(x), full[7])
     with pytest.raises(RuntimeError, match=r"dtype|cast"):
         torch.matmul(torch.ones(1, 8), full, out=ColoTensor(torch.zeros(1, 4).int(), ColoTensorSpec(pg)))
-
-
-def test_outputs_that_fit_are_written(pool: Pool) -> None:
-    pool.run(run_fitting_outputs, world=2)
 
 
 def test_a_box_selects_what_the_view_shows() -> None:
