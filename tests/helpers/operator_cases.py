@@ -157,6 +157,16 @@ CASES: dict[str, tuple[Make, tuple[Any, ...]]] = {
     "several": case(lambda a, b: torch.addcmul(a, a, b, value=0.5), (4, 5), (4, 5)),
     "activation": case(F.gelu, (5, 3)),
     "real": case(lambda x: x.real * 2, (4, 6)),
+    "std": case(lambda x: x.std(0), (8, 6)),
+    "cumsum": case(lambda x: x.cumsum(0), (8, 6)),
+    "sort": case(lambda x: x.sort(1, descending=True).values, (8, 6)),
+    "flip": case(lambda x: x.flip(0), (5, 6)),
+    "roll": case(lambda x: x.roll(1, 1), (8, 6)),
+    "gather": case(lambda x: x.gather(1, torch.zeros(2, 2, dtype=torch.int64)), (8, 6)),
+    "tril": case(torch.tril, (8, 8)),
+    "logsumexp": case(lambda x: x.logsumexp(0), (8, 6)),
+    "einsum": case(lambda x: torch.einsum("ij,ij->i", x, x), (8, 6)),
+    "softmax of a gathered operator": case(lambda x: (x * x).softmax(0) * x.cumsum(0), (8, 4)),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Layouts and the transitions between them."""
+"""Transitions between layouts, and their documented traffic."""
 
 import itertools
 import math
@@ -6,24 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup as TorchGroup
+from shards import layouts, shard_of
 
-from tritoncomm.tensor import ProcessGroup, ReplicaSpec, ShardSpec
 from tritoncomm.tensor.distspec import _DistSpec
 
-__all__ = [
-    "SHAPES",
-    "by_reshard",
-    "chunked",
-    "dims_of",
-    "documented",
-    "layouts",
-    "leads",
-    "ranks_of",
-    "transitions",
-]
+__all__ = ["SHAPES", "by_reshard", "dims_of", "documented", "transitions"]
 
 SHAPES = (
     (8, 4), (9, 7), (2, 5), (1, 8),
@@ -36,31 +23,8 @@ ALIGNMENT = 4
 """Elements of 4 bytes to which ``reshard`` aligns a message of each peer."""
 
 
-def ranks_of(group: TorchGroup) -> ProcessGroup:
-    ranks = dist.get_process_group_ranks(group)
-    return ProcessGroup(ranks=ranks, tp_degree=len(ranks))
-
-
-def layouts(ndim: int, world: int) -> list[_DistSpec]:
-    """Replica, every dim of the first three, the last one counted from the end, and several dims in both orders."""
-    result = [ReplicaSpec(), ShardSpec([-1], [world]), *(ShardSpec([dim], [world]) for dim in range(min(ndim, 3)))]
-    if world == 4:
-        result += [ShardSpec([0, 1], [2, 2]), ShardSpec([-1, 0], [2, 2])]
-    return result
-
-
 def dims_of(spec: _DistSpec, ndim: int) -> list[int]:
     return [dim % ndim for dim in getattr(spec, "dims", ())]
-
-
-def chunked(full: Tensor, spec: _DistSpec, rank: int) -> Tensor:
-    """A rank's shard, by ``torch.chunk``; a view."""
-    counts = getattr(spec, "num_partitions", ())
-    for place, dim in enumerate(dims_of(spec, full.dim())):
-        index = rank // math.prod(counts[place + 1 :]) % counts[place]
-        shards = full.chunk(counts[place], dim)
-        full = shards[index] if index < len(shards) else full.narrow(dim, 0, 0)
-    return full
 
 
 def leads(shape: tuple[int, ...], dim: int) -> bool:
@@ -74,7 +38,7 @@ def documented(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec, rank: int
     """
     before, after = dims_of(old, len(shape)), dims_of(new, len(shape))
     places = torch.arange(math.prod(shape)).view(shape)
-    mine, kept = chunked(places, old, rank), chunked(places, new, rank)
+    mine, kept = shard_of(places, old, rank), shard_of(places, new, rank)
     n, k = mine.numel(), kept.numel()
     if (before, getattr(old, "num_partitions", ())) == (after, getattr(new, "num_partitions", ())):
         return 0, 0

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -182,7 +181,16 @@ def axes_of(mesh: DeviceMesh) -> list[list[int]]:
     return [list(axes) for count in range(1, ndim + 1) for axes in itertools.permutations(range(ndim), count)]
 
 
-def run_moves(group: ProcessGroup, shape: tuple[int, ...], order: Sequence[int] | None = None) -> None:
+@pytest.mark.parametrize(
+    ("group", "shape", "order"),
+    [
+        (2, (2,), None), (2, (2, 1), None), (4, (2, 2), None), (4, (4, 1), None), (4, (2, 2), (0, 2, 1, 3)),
+        (8, (2, 4), None), (8, (2, 2, 2), None),
+    ],
+    indirect=["group"],
+    ids=str,
+)  # fmt: skip
+def test_gather_split_exchange(group: ProcessGroup, shape: tuple[int, ...], order: Sequence[int] | None) -> None:
     mesh, size = mesh_over(group, shape, order), (16, 8, 8)
     full = ShardingSpec(mesh, size, {})
     step = 1 if group.size() < 8 else 2
@@ -208,18 +216,9 @@ def run_moves(group: ProcessGroup, shape: tuple[int, ...], order: Sequence[int] 
 
 
 @pytest.mark.parametrize(
-    ("shape", "world", "order"),
-    [
-        ((2,), 2, None), ((2, 1), 2, None), ((2, 2), 4, None), ((4, 1), 4, None), ((2, 2), 4, (0, 2, 1, 3)),
-        ((2, 4), 8, None), ((2, 2, 2), 8, None),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_gather_split_exchange(pool: Pool, shape: Any, world: int, order: Any) -> None:
-    pool.run(run_moves, shape, order, world=world)
-
-
-def run_sums(group: ProcessGroup, shape: tuple[int, ...]) -> None:
+    ("group", "shape"), [(2, (2,)), (4, (2, 2)), (4, (1, 4)), (8, (2, 4)), (8, (2, 2, 2))], indirect=["group"], ids=str
+)
+def test_sums(group: ProcessGroup, shape: tuple[int, ...]) -> None:
     mesh, me = mesh_over(group, shape), dist.get_rank()
     full = ShardingSpec(mesh, (4, 6), {})
     held = {rank: values((4, 6), rank) for rank in mesh.convert_map}
@@ -253,13 +252,12 @@ def run_sums(group: ProcessGroup, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "world"), [((2,), 2), ((2, 2), 4), ((1, 4), 4), ((2, 4), 8), ((2, 2, 2), 8)], ids=str
+    ("group", "shape", "order"),
+    [(4, (2, 2), None), (4, (1, 4), None), (4, (2, 2), (0, 2, 1, 3)), (8, (2, 4), None), (8, (4, 2), None)],
+    indirect=["group"],
+    ids=str,
 )
-def test_sums(pool: Pool, shape: tuple[int, ...], world: int) -> None:
-    pool.run(run_sums, shape, world=world)
-
-
-def run_mixed(group: ProcessGroup, shape: tuple[int, ...], order: Sequence[int] | None = None) -> None:
+def test_mixed_gathers(group: ProcessGroup, shape: tuple[int, ...], order: Sequence[int] | None) -> None:
     mesh, size = mesh_over(group, shape, order), (16, 8, 8)
     full = ShardingSpec(mesh, size, {})
     pairs = [([0], [1]), ([1], [0]), ([0, 1], []), ([], [0, 1]), ([1, 0], []), ([], [1, 0])]
@@ -269,15 +267,6 @@ def run_mixed(group: ProcessGroup, shape: tuple[int, ...], order: Sequence[int] 
         gather_dim, axes = mix_gather_simulator((f, front), (b, behind))
         spec = CommSpec(MIX, sharded, gather_dim, None, axes, mix_gather=True)
         there_and_back(sharded, full, spec.covert_spec_to_action, (f, b, front, behind), size, strided)
-
-
-@pytest.mark.parametrize(
-    ("shape", "world", "order"),
-    [((2, 2), 4, None), ((1, 4), 4, None), ((2, 2), 4, (0, 2, 1, 3)), ((2, 4), 8, None), ((4, 2), 8, None)],
-    ids=str,
-)
-def test_mixed_gathers(pool: Pool, shape: Any, world: int, order: Any) -> None:
-    pool.run(run_mixed, shape, order, world=world)
 
 
 @pytest.mark.ranks(1, 2)
@@ -477,7 +466,13 @@ def test_paths_print_and_refuse() -> None:
             shortest_path(source, other)
 
 
-def run_paths(group: ProcessGroup, mesh_shape: tuple[int, ...], shape: tuple[int, ...], stride: int) -> None:
+@pytest.mark.parametrize(
+    ("group", "mesh_shape", "shape", "stride"),
+    [(4, (2, 2), (4, 8), 2), (4, (2, 2), (4, 8), 7), (8, (2, 4), (8, 8, 2), 31), (8, (2, 2, 2), (8, 8, 4), 311)],
+    indirect=["group"],
+    ids=str,
+)
+def test_paths_run(group: ProcessGroup, mesh_shape: tuple[int, ...], shape: tuple[int, ...], stride: int) -> None:
     mesh = mesh_over(group, mesh_shape)
     layouts = all_layouts(mesh_shape, shape)
     for source, target in list(itertools.product(layouts, repeat=2))[::stride]:
@@ -489,12 +484,3 @@ def run_paths(group: ProcessGroup, mesh_shape: tuple[int, ...], shape: tuple[int
 
 def _layout_of(spec: ShardingSpec) -> Layout:
     return tuple(tuple(each.shard_list) for each in spec.sharding_sequence)
-
-
-@pytest.mark.parametrize(
-    ("mesh_shape", "shape", "stride", "world"),
-    [((2, 2), (4, 8), 2, 4), ((2, 2), (4, 8), 7, 4), ((2, 4), (8, 8, 2), 31, 8), ((2, 2, 2), (8, 8, 4), 311, 8)],
-    ids=str,
-)
-def test_paths_run(pool: Pool, mesh_shape: tuple[int, ...], shape: tuple[int, ...], stride: int, world: int) -> None:
-    pool.run(run_paths, mesh_shape, shape, stride, world=world)

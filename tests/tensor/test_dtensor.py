@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool
-from redistributions import chunked, layouts, ranks_of
+from shards import layouts, ranks_of, shard_of
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -21,7 +20,6 @@ from tritoncomm.tensor.dispatch import plain
 from tritoncomm.tensor.distspec import _DistSpec
 
 Placements = list[Any]
-RAGGED = ((9, 7), (5, 3, 6), (1, 2), (3, 9))
 
 
 def mesh_over(group: TorchGroup, shape: tuple[int, ...]) -> TorchMesh:
@@ -49,7 +47,20 @@ def laid_out(full: Tensor, mesh: TorchMesh, placements: Placements) -> DTensor:
     return distribute_tensor(full, mesh, placements, src_data_rank=None).detach().requires_grad_()
 
 
-def run_across(group: TorchGroup, mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("group", "mesh_shape", "shape"),
+    [
+        *((4, (2, 2), shape) for shape in ((8, 16), (9, 7), (5, 3, 6), (1, 2), (3, 9))),
+        (4, (4, 1), (9, 7)),
+        (4, (1, 4), (5, 6)),
+        (8, (2, 4), (9, 7)),
+        (8, (4, 2), (8, 5)),
+        (8, (2, 2, 2), (3, 8, 5)),
+    ],
+    indirect=["group"],
+    ids=str,
+)
+def test_meshes_of_several_axes(group: TorchGroup, mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
     mesh, rank = mesh_over(group, mesh_shape), group.rank()
     full, weight = values(shape), values(shape, 1)
     result = pairs(mesh_shape, shape)
@@ -60,10 +71,10 @@ def run_across(group: TorchGroup, mesh_shape: tuple[int, ...], shape: tuple[int,
         actual = ColoTensor.from_dtensor(twin)
         assert actual.dist_spec == spec, context
         assert (tuple(actual.size()), actual.data_ptr()) == (shape, twin.to_local().data_ptr()), context
-        assert torch.equal(plain(actual), chunked(full, spec, rank)), context
+        assert torch.equal(plain(actual), shard_of(full, spec, rank)), context
         redistributed, reference = actual.redistribute(expected), dtensor.redistribute(mesh, target)
         assert torch.equal(plain(redistributed), reference.to_local()), context
-        gradient = chunked(weight, expected, rank)
+        gradient = shard_of(weight, expected, rank)
         (plain(redistributed) * gradient).sum().backward()
         (reference.to_local() * gradient).sum().backward()
         assert isinstance(twin.grad, DTensor)
@@ -72,25 +83,13 @@ def run_across(group: TorchGroup, mesh_shape: tuple[int, ...], shape: tuple[int,
         assert torch.equal(dtensor.grad.full_tensor(), weight), context
 
 
-@pytest.mark.parametrize(
-    ("mesh", "shape"),
-    [((2, 2), (8, 16)), *(((2, 2), shape) for shape in RAGGED), ((4, 1), (9, 7)), ((1, 4), (5, 6))],
-    ids=str,
-)
-def test_meshes_of_four(pool: Pool, mesh: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    pool.run(run_across, mesh, shape, world=4)
-
-
-@pytest.mark.parametrize(("mesh", "shape"), [((2, 4), (9, 7)), ((4, 2), (8, 5)), ((2, 2, 2), (3, 8, 5))], ids=str)
-def test_meshes_of_eight(pool: Pool, mesh: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    pool.run(run_across, mesh, shape, world=8)
-
-
-def run_back(group: TorchGroup, shape: tuple[int, ...]) -> None:
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("shape", [(8, 4), (9, 7), (5, 3, 6)], ids=str)
+def test_to_dtensor_and_back(group: TorchGroup, shape: tuple[int, ...]) -> None:
     pg, rank = ranks_of(group), group.rank()
     full, weight = values(shape), values(shape, 1)
     for spec in layouts(len(shape), group.size()):
-        x = ColoTensor(chunked(full, spec, rank).clone(), ColoTensorSpec(pg, spec), shape).requires_grad_()
+        x = ColoTensor(shard_of(full, spec, rank), ColoTensorSpec(pg, spec), shape).requires_grad_()
         there = x.to_dtensor()
         dims = [dim % len(shape) for dim in getattr(spec, "dims", ())]
         assert there.placements == tuple(Shard(dim) for dim in dims) or (Replicate(),)
@@ -102,15 +101,9 @@ def run_back(group: TorchGroup, shape: tuple[int, ...]) -> None:
         assert back.data_ptr() == x.data_ptr()
         assert back.process_group == pg
         assert torch.equal(plain(back.to_replicate()), full)
-        (plain(back) * chunked(weight, spec, rank)).sum().backward()
+        (plain(back) * shard_of(weight, spec, rank)).sum().backward()
         assert x.grad is not None
-        assert torch.equal(plain(x.grad), chunked(weight, spec, rank)), spec
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_to_dtensor_and_back(pool: Pool, world: int) -> None:
-    for shape in ((8, 4), (9, 7), (5, 3, 6)):
-        pool.run(run_back, shape, world=world)
+        assert torch.equal(plain(x.grad), shard_of(weight, spec, rank)), spec
 
 
 @pytest.mark.ranks(8)

@@ -6,7 +6,6 @@ import itertools
 import math
 import operator
 import pickle
-import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from redistributions import chunked, layouts, ranks_of
+from shards import ranks_of, shard_of, sharded
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup as TorchGroup
 
@@ -39,30 +38,10 @@ from tritoncomm.tensor.device_mesh import DeviceMesh
 from tritoncomm.tensor.dispatch import plain
 from tritoncomm.tensor.distspec import _DistSpec
 from tritoncomm.tensor.group_registry import _by_members
-from tritoncomm.tensor.sharding_spec import ShardingSpec
-from tritoncomm.tensor.utils import convert_dim_partition_dict, merge_same_dim_mesh_list
 
 
 def counted(*shape: int) -> Tensor:
     return torch.arange(float(torch.Size(shape).numel())).view(shape)
-
-
-def sharded(full: Tensor, spec: _DistSpec, pg: ProcessGroup) -> ColoTensor:
-    return ColoTensor(chunked(full, spec, pg.tp_local_rank()).clone(), ColoTensorSpec(pg, spec), full.shape)
-
-
-@pytest.mark.ranks((0, 2), (1, 3), (2, 3))
-def test_local_ranks_are_places_in_the_list(group: TorchGroup) -> None:
-    ranks = dist.get_process_group_ranks(group)
-    me, given = dist.get_rank(), ranks[::-1]
-    pg = ProcessGroup(ranks=given, tp_degree=len(ranks))
-    assert given == ranks[::-1], "the caller's list is the caller's"
-    assert (pg.tp_local_rank(), pg.dp_local_rank()) == (ranks.index(me), 0)
-    across = ProcessGroup(ranks=ranks, dp_degree=len(ranks))
-    assert (across.tp_local_rank(), across.dp_local_rank()) == (0, ranks.index(me))
-    full = counted(5, 2)
-    result = ColoTensor(full.clone(), ColoTensorSpec(pg)).redistribute(ShardSpec([0], [len(ranks)]))
-    assert torch.equal(plain(result), full.chunk(len(ranks))[ranks.index(me)])
 
 
 @pytest.mark.ranks(4)
@@ -79,71 +58,6 @@ def test_specs_are_checked_against_the_group(group: TorchGroup) -> None:
         assert sharded(full, spec, pg).numel() == 16
 
 
-@pytest.mark.ranks(2, 4)
-def test_indivisible_dims_are_cut_like_torch_chunk(group: TorchGroup) -> None:
-    pg, world = ranks_of(group), group.size()
-    for size in range(world + 6):
-        full = counted(size, 3)
-        shards = full.chunk(world)
-        mine = shards[group.rank()] if group.rank() < len(shards) else full[:0]
-        result = ColoTensor(full.clone(), ColoTensorSpec(pg)).redistribute(ShardSpec([0], [world]))
-        assert torch.equal(plain(result), mine), size
-        assert torch.equal(plain(result.to_replicate()), full), size
-
-
-@pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
-def test_shard_to_shard_in_every_case(group: TorchGroup) -> None:
-    pg, world, rank = ranks_of(group), group.size(), group.rank()
-    for shape in ((8, 4), (9, 7), (4, 8, 4), (5, 3, 6)):
-        full, gradient = counted(*shape), counted(*shape) + 0.5
-        several = [ShardSpec([1, 0], [2, 2]), ShardSpec([0, -1], [2, 2]), ShardSpec([-1, 0], [2, 2])]
-        result = [*layouts(len(shape), world)[1:], ShardSpec([1 - len(shape)], [world]), *several[: 3 * (world == 4)]]
-        for old, new in itertools.product(result, repeat=2):
-            x = sharded(full, old, pg).requires_grad_()
-            y = x.redistribute(new)
-            assert torch.equal(plain(y), chunked(full, new, rank)), (shape, old, new)
-            given = ColoTensor(chunked(gradient, new, rank).clone(), ColoTensorSpec(pg, new), shape)
-            for each in (plain(given), given):  # a hook may well make it a ColoTensor
-                out = plain(x.redistribute(new))
-                out.register_hook(lambda _, each=each: each)
-                out.sum().backward()
-                assert x.grad is not None
-                assert torch.equal(plain(x.grad), chunked(gradient, old, rank)), (shape, old, new)
-                x.grad = None
-            again = DistSpecManager.handle_trans_spec(x, old, new, pg, shape)
-            assert torch.equal(plain(again), chunked(full, new, rank)), (shape, old, new)
-
-
-def fail_inside(x: ColoTensor, spec: _DistSpec) -> None:
-    with DistSpecManager.no_grad():
-        with DistSpecManager.no_grad():
-            pass
-        assert not x.redistribute(spec).requires_grad
-        raise KeyError
-
-
-def test_no_grad_nests_and_belongs_to_a_thread(group: TorchGroup) -> None:
-    x = ColoTensor(counted(4, 4), ColoTensorSpec(ranks_of(group))).requires_grad_()
-    inside, leave = threading.Event(), threading.Event()
-    spec = ShardSpec([0], [group.size()])
-
-    def hold() -> None:
-        with DistSpecManager.no_grad():
-            inside.set()
-            leave.wait(30)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert inside.wait(30)
-    assert x.redistribute(spec).requires_grad, "another thread is in a block"
-    with pytest.raises(KeyError):
-        fail_inside(x, spec)
-    assert x.redistribute(spec).requires_grad, "an exception leaves the block too"
-    leave.set()
-    thread.join()
-    assert x.redistribute(spec).requires_grad
-
-
 @pytest.mark.ranks(1, 2)
 def test_what_is_handed_back_under_no_grad_has_no_graph(group: TorchGroup) -> None:
     """Under no_grad a redistribution that moves nothing ends the graph as well; under the manager's it does not."""
@@ -155,7 +69,7 @@ def test_what_is_handed_back_under_no_grad_has_no_graph(group: TorchGroup) -> No
         (ShardSpec([-1], [world]), ShardSpec([1], [world])),
     ):  # fmt: skip
         for graded, mode, leaf in itertools.product((True, False), modes, (True, False)):
-            local = chunked(counted(4, 4).double(), spec, group.rank()).requires_grad_(graded)
+            local = shard_of(counted(4, 4).double(), spec, group.rank()).requires_grad_(graded)
             local = local if leaf else local * 1
             x = ColoTensor.from_torch_tensor(local, ColoTensorSpec(pg, spec))
             with mode():
@@ -333,103 +247,6 @@ def test_named_params_honour_prefix_and_recurse(group: TorchGroup) -> None:
         "pre.scale",
     ]
     assert sorted(name for name, _ in named_params_with_colotensor(outer, recurse=False)) == ["own", "scale"]
-
-
-def test_negative_keys_and_arguments_left_alone() -> None:
-    context: dict[int, list[int]] = {-1: [0], -2: [1], -3: [2]}
-    before = copy.deepcopy(context)
-    result = convert_dim_partition_dict(4, context)
-    assert result == {3: [0], 2: [1], 1: [2]}
-    result[3].append(9)
-    assert context == before
-    twice: dict[int, list[int]] = {1: [0], -1: [1], -3: [2]}
-    before = copy.deepcopy(twice)
-    merged = merge_same_dim_mesh_list(3, twice)
-    assert merged == {1: [0], 2: [1], 0: [2]} == ShardingSpec(grid(2, 2, 2), (8, 8, 8), twice).dim_partition_dict
-    merged[1].append(9)
-    assert twice == before
-
-
-def grid(*shape: int) -> DeviceMesh:
-    return DeviceMesh(torch.arange(torch.Size(shape).numel()), shape)
-
-
-OPERATORS: dict[str, Callable[[Tensor], Any]] = {
-    "t": lambda x: x.t(),
-    "T": lambda x: x.T,
-    "mT": lambda x: x.mT,
-    "transpose": lambda x: x.transpose(0, 1),
-    "permute": lambda x: x.permute(1, 0),
-    "sum": lambda x: x.sum(),
-    "sum-0": lambda x: x.sum(0),
-    "sum-1-keepdim": lambda x: x.sum(-1, keepdim=True),
-    "mean": lambda x: x.mean(),
-    "mean-0": lambda x: x.mean(0),
-    "softmax-0": lambda x: x.softmax(0),
-    "softmax-1": lambda x: nn.functional.softmax(x, -1),
-    "log_softmax-0": lambda x: x.log_softmax(0),
-    "log_softmax-1": lambda x: torch.log_softmax(x, 1),
-    "argmax": lambda x: x.argmax(),
-    "argmax-0": lambda x: x.argmax(0),
-    "argmin-1": lambda x: x.argmin(1),
-    "max": lambda x: x.max(),
-    "max-1": lambda x: x.max(1).values,
-    "amin-0": lambda x: x.amin(0),
-    "all": lambda x: (x >= 0).all(),
-    "any-0": lambda x: (x > 60).any(0),
-    "matmul": lambda x: x @ x.t(),
-    "matmul-left": lambda x: torch.ones(2, x.size(0), dtype=x.dtype) @ x,
-    "linear": lambda x: nn.functional.linear(x, torch.ones(3, x.size(-1), dtype=x.dtype)),
-    "norm": lambda x: x.norm(),
-    "std": lambda x: x.std(0),
-    "cumsum-0": lambda x: x.cumsum(0),
-    "cumsum-1": lambda x: x.cumsum(1),
-    "sort": lambda x: x.sort(1, descending=True).values,
-    "flip": lambda x: x.flip(0),
-    "roll": lambda x: x.roll(1, 1),
-    "view": lambda x: x.view(-1),
-    "reshape": lambda x: x.reshape(x.size(1), x.size(0)),
-    "unsqueeze": lambda x: x.unsqueeze(0),
-    "flatten": lambda x: x.flatten(),
-    "expand": lambda x: x.unsqueeze(0).expand(2, *x.size()),
-    "cat": lambda x: torch.cat([x, x + 1]),
-    "stack": lambda x: torch.stack([x, x + 1], 1),
-    "split": lambda x: x.split(2)[1],
-    "chunk": lambda x: x.chunk(2, 1)[0],
-    "index": lambda x: x[1:3],
-    "index-row": lambda x: x[1],
-    "narrow": lambda x: x.narrow(1, 1, 2),
-    "gather": lambda x: x.gather(1, torch.zeros(2, 2, dtype=torch.int64)),
-    "tril": lambda x: x.tril(),
-    "layer_norm": lambda x: nn.functional.layer_norm(x, (x.size(-1),)),
-    "logsumexp": lambda x: x.logsumexp(0),
-    "einsum": lambda x: torch.einsum("ij,ij->i", x, x),
-    "outer-broadcast": lambda x: x * x.sum(0),
-    "column-broadcast": lambda x: x - x.mean(1, keepdim=True),
-    "one-dim": lambda x: x[0] + x[1],
-}
-
-
-@pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
-def test_a_spec_is_never_stale(group: TorchGroup) -> None:
-    pg = ranks_of(group)
-    for shape in ((8, 8), (5, 6)):
-        full = (counted(*shape) * 7 % 31).double()
-        for spec in layouts(2, group.size()):
-            x = sharded(full, spec, pg)
-            for name, function in OPERATORS.items():
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    result, expected = function(x), function(full)
-                context = (name, shape, spec)
-                assert isinstance(result, ColoTensor), context
-                assert tuple(result.size()) == tuple(expected.shape), (context, result.size(), expected.shape)
-                assert result.shape == chunked(expected, result.dist_spec, group.rank()).shape, context
-                replica = plain(result.redistribute(ReplicaSpec()))
-                assert replica.dtype == expected.dtype, context
-                torch.testing.assert_close(
-                    replica, expected, rtol=1e-12, atol=1e-12, msg=lambda m, t=context: f"{t}: {m}"
-                )
 
 
 def test_damaged_files(group: TorchGroup) -> None:

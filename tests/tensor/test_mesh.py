@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool import Pool
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -178,7 +177,20 @@ def wanted_lines(ids: torch.Tensor, axis: int) -> list[list[int]]:
     return lines
 
 
-def run_groups(group: ProcessGroup, shape: tuple[int, ...], ids: list[int] | None = None) -> None:
+@pytest.mark.parametrize(
+    ("group", "shape", "ids"),
+    [
+        *((4, shape, None) for shape in [(2, 2), (4, 1), (1, 4), (2, 1, 2), (4,), (1, 2, 2)]),
+        *((8, shape, None) for shape in [(2, 2, 2), (4, 2), (2, 4)]),
+        (8, (2, 4), [0, 2, 4, 6, 1, 3, 5, 7]),
+        (8, (2, 4), [0, 1, 4, 5, 2, 3, 6, 7]),
+        ((2, 3), (2, 1), None),
+        ((1, 3), (1, 2), [1, 3]),
+    ],
+    indirect=["group"],
+    ids=str,
+)
+def test_groups_of_axes(group: ProcessGroup, shape: tuple[int, ...], ids: list[int] | None) -> None:
     me, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
     mesh = DeviceMesh(ranks if ids is None else ids, shape, init_process_group=True)
     again = DeviceMesh(ranks if ids is None else ids, shape, init_process_group=True)
@@ -224,25 +236,6 @@ def run_groups(group: ProcessGroup, shape: tuple[int, ...], ids: list[int] | Non
         assert mine.group is restored.group is torch_mesh.get_group(axis)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4), (2, 1, 2), (4,), (1, 2, 2)], ids=str)
-def test_groups_of_four(pool: Pool, shape: tuple[int, ...]) -> None:
-    pool.run(run_groups, shape, world=4)
-
-
-@pytest.mark.parametrize(
-    ("shape", "ids"),
-    [((2, 2, 2), None), ((4, 2), None), ((2, 4), [0, 2, 4, 6, 1, 3, 5, 7]), ((2, 4), [0, 1, 4, 5, 2, 3, 6, 7])],
-    ids=["2x2x2", "4x2", "2x4-strided", "2x4-pairs"],
-)
-def test_groups_of_eight(pool: Pool, shape: tuple[int, ...], ids: list[int] | None) -> None:
-    pool.run(run_groups, shape, ids, world=8)
-
-
-def test_groups_that_do_not_begin_at_zero(pool: Pool) -> None:
-    pool.run(run_groups, (2, 1), world=(2, 3))
-    pool.run(run_groups, (1, 2), [1, 3], world=(1, 3))
-
-
 @pytest.mark.ranks(4)
 def test_ranks_outside_a_mesh(group: ProcessGroup) -> None:
     ranks = dist.get_process_group_ranks(group)
@@ -254,7 +247,8 @@ def test_ranks_outside_a_mesh(group: ProcessGroup) -> None:
             mesh.to_torch()
 
 
-def run_merges(group: ProcessGroup) -> None:
+@pytest.mark.ranks(8)
+def test_merged_axes_have_a_group(group: ProcessGroup) -> None:
     mesh = DeviceMesh(dist.get_process_group_ranks(group), (2, 2, 2), init_process_group=True)
     for axes in ([2, 1], [1, 2], [0, 2], [2, 0, 1]):
         members = mesh.merged(axes).members(0)
@@ -262,12 +256,6 @@ def run_merges(group: ProcessGroup) -> None:
         x = torch.ones(1)
         members.group.allreduce([x]).wait()
         assert x.item() == 2 ** len(axes)
-
-
-def test_groups_that_only_some_ranks_have(pool: Pool) -> None:
-    for shape, world in (((2, 2), 4), ((4,), 4), ((2, 4), 8), ((4, 2), 8)):
-        pool.run(run_groups, shape, world=world)
-    pool.run(run_merges, world=8)
 
 
 @st.composite
@@ -494,7 +482,9 @@ def test_dict_and_sequence_round_trip(layout: tuple[tuple[int, ...], dict[int, l
 
 def test_negative_dims() -> None:
     context = {-1: [0], 0: [1]}
-    assert convert_dim_partition_dict(3, context) == {0: [1], 2: [0]}
+    converted = convert_dim_partition_dict(3, context)
+    assert converted == {0: [1], 2: [0]}
+    converted[2].append(9)
     assert convert_dim_partition_dict(4, {-1: [0], -2: [1], 0: [2]}) == {3: [0], 2: [1], 0: [2]}
     assert context == {-1: [0], 0: [1]}
     with pytest.raises(ShapeError):

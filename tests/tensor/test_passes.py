@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import Pool
-from redistributions import SHAPES, by_reshard, chunked, documented, ranks_of, transitions
-from shards import sharded
+from redistributions import SHAPES, by_reshard, documented, transitions
+from shards import ranks_of, shard_of, sharded
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 from torch.utils._python_dispatch import _disable_current_modes
@@ -100,7 +100,7 @@ def run_floor(group: TorchGroup, shapes: Any) -> None:
     pg, world = ranks_of(group), group.size()
     rank = pg.tp_local_rank()
     for shape, old, new in transitions(world, shapes):
-        x = ColoTensor(chunked(torch.ones(shape), old, rank).clone(), ColoTensorSpec(pg, old), shape).requires_grad_()
+        x = ColoTensor(shard_of(torch.ones(shape), old, rank), ColoTensorSpec(pg, old), shape).requires_grad_()
         x.redistribute(new)  # warm the caches
         with collectives_apart(), record.recording() as counted:
             with Live() as forward:
@@ -108,7 +108,7 @@ def run_floor(group: TorchGroup, shapes: Any) -> None:
             gradient = torch.ones(y.shape)
             with Live() as backward:
                 (grad,) = torch.autograd.grad(y, x, gradient)
-        assert (y.shape, plain(grad).shape) == (chunked(torch.ones(shape), new, rank).shape, x.shape)
+        assert (y.shape, plain(grad).shape) == (shard_of(torch.ones(shape), new, rank).shape, x.shape)
         context = f"{shape} {old} to {new}, rank {rank}"
         recorded = sum(count.packed for count in counted.values())
         assert recorded == forward.moved + backward.moved, f"{context}: the record has {recorded}"

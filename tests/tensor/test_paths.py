@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from bits import bits, random_bits
-from redistributions import chunked, dims_of, documented, ranks_of, transitions
+from redistributions import dims_of, documented, transitions
+from shards import ranks_of, shard_of
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 
@@ -25,11 +26,11 @@ def redistributed(
 ) -> tuple[Tensor, Tensor | None, int]:
     """The new shard, the gradient of the old one, and the bytes copied by the path."""
     rank = pg.tp_local_rank()
-    x = ColoTensor(chunked(full, old, rank).contiguous(), ColoTensorSpec(pg, old), full.shape)
+    x = ColoTensor(shard_of(full, old, rank).contiguous(), ColoTensorSpec(pg, old), full.shape)
     x.requires_grad_(full.is_floating_point() or full.is_complex())
     with ops.path(path), record.recording() as counted:
         y = plain(x.redistribute(new))
-        given = chunked(gradient, new, rank).contiguous()
+        given = shard_of(gradient, new, rank).contiguous()
         grad = plain(torch.autograd.grad(y, x, given)[0]) if x.requires_grad else None
     return y.detach(), grad, sum(count.packed for (_, taken), count in counted.items() if taken == path)
 
@@ -55,11 +56,11 @@ def test_paths_agree_bit_for_bit(group: TorchGroup, dtype: str) -> None:
         result, result_grad, by_kernels = redistributed(full, gradient, old, new, pg, "triton")
         expected, expected_grad, _ = redistributed(full, gradient, old, new, pg, "torch")
         assert torch.equal(bits(result), bits(expected)), context
-        assert torch.equal(bits(expected), bits(chunked(full, new, rank).contiguous())), context
+        assert torch.equal(bits(expected), bits(shard_of(full, new, rank).contiguous())), context
         assert (result_grad is None) == (expected_grad is None)
         if result_grad is not None and expected_grad is not None:
             assert torch.equal(bits(result_grad), bits(expected_grad)), context
-            assert torch.equal(bits(expected_grad), bits(chunked(gradient, old, rank).contiguous())), context
+            assert torch.equal(bits(expected_grad), bits(shard_of(gradient, old, rank).contiguous())), context
         if not several(old, new):
             kinds = [(a, b, documented(shape, a, b, rank, group.size())[0]) for a, b in ((old, new), (new, old))]
             kinds = kinds[: 1 + (result_grad is not None)]

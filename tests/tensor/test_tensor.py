@@ -3,7 +3,6 @@
 import copy
 import io
 import itertools
-import math
 import pickle
 import threading
 import warnings
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
-from shards import ranks_of, shard_of, sharded
+from shards import layouts, ranks_of, shard_of, sharded
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup as TorchGroup
 
@@ -36,10 +35,9 @@ from tritoncomm.tensor import (
     ShardSpec,
     TensorType,
     convert_parameter,
-    named_params_with_colotensor,
 )
 from tritoncomm.tensor.dispatch import _warned
-from tritoncomm.tensor.distspec import _DistSpec, shard_bounds, uneven_sizes
+from tritoncomm.tensor.distspec import _DistSpec, uneven_sizes
 from tritoncomm.tensor.gathered_view import ShardView
 from tritoncomm.tensor.layout import LocalShard, plain
 from tritoncomm.tensor.op_wrapper import _COLOSSAL_OPS, colo_op_impl
@@ -47,14 +45,7 @@ from tritoncomm.tensor.redistribution_plan import redistribute_plan
 from tritoncomm.tensor.utils import full_state_dict, load_full_state_dict
 
 DTYPES = ("float32", "bfloat16", "int64")
-SHAPES = ((8,), (9,), (8, 4), (9, 7), (2, 5), (4, 8, 4), (5, 4, 6), (3, 4, 5, 2))
-
-
-def layouts(ndim: int, world: int) -> list[_DistSpec]:
-    result = [ReplicaSpec(), ShardSpec([-1], [world]), *(ShardSpec([dim], [world]) for dim in range(min(ndim, 3)))]
-    if world > 2 and ndim > 1:
-        result += [ShardSpec([0, 1], [2, world // 2]), ShardSpec([-1, 0], [world // 2, 2])]
-    return result
+SHAPES = ((8,), (9,), (0, 3), (1, 3), (8, 4), (9, 7), (2, 5), (4, 8, 4), (5, 4, 6), (3, 4, 5, 2))
 
 
 def values(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> Tensor:
@@ -89,9 +80,15 @@ def run_transitions(group: TorchGroup, shape: tuple[int, ...], dtype: str) -> No
         taken = {path for (_, path), c in counted.items() if c.packed}
         assert taken <= {s.path for s in plan.steps}, (old, new, counted)
         if full.is_floating_point():
-            y.backward(shard_of(gradient, new, rank))
-            assert x.grad is not None
-            same(x.grad, shard_of(gradient, old, rank), "gradient", old, new)
+            local = shard_of(gradient, new, rank)
+            for each in (local, sharded(gradient, new, pg)):  # a hook may well make it a ColoTensor
+                out = plain(x.redistribute(new))
+                out.register_hook(lambda _, each=each: each)
+                out.sum().backward()
+                assert x.grad is not None
+                same(x.grad, shard_of(gradient, old, rank), "gradient", old, new)
+                x.grad = None
+        same(DistSpecManager.handle_trans_spec(x, old, new, pg, shape), shard_of(full, new, rank), old, new)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -223,6 +220,9 @@ def test_no_grad_nests_per_thread(group: TorchGroup) -> None:
         thread.join()
         assert seen == [True], "the switch belongs to one thread"
     assert x.redistribute(shard).requires_grad
+    with pytest.raises(KeyError), DistSpecManager.no_grad():
+        raise KeyError
+    assert x.redistribute(shard).requires_grad, "an exception leaves the block too"
 
 
 @pytest.mark.ranks(2, 4)
@@ -337,23 +337,6 @@ def test_operators_keep_the_layout_true(group: TorchGroup) -> None:
     replica = ColoTensor(full.clone(), ColoTensorSpec(pg))
     replica.index_fill_(0, torch.tensor([0]), 7.0)
     assert plain(replica)[0].eq(7).all()
-
-
-@pytest.mark.ranks(2, 4)
-def test_gradients_through_gathered_operators(group: TorchGroup) -> None:
-    pg, world = ranks_of(group), group.size()
-    full = values((8, 4)).requires_grad_()
-    (full.pow(2).softmax(0) * full).sum().backward()
-    for spec in layouts(2, world):
-        x = sharded(full.detach(), spec, pg).requires_grad_()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ((x * x).softmax(0) * x).sum().backward()
-        assert x.grad is not None
-        assert full.grad is not None
-        torch.testing.assert_close(
-            plain(x.grad) if isinstance(x.grad, ColoTensor) else x.grad, shard_of(full.grad, spec, pg.tp_local_rank())
-        )
 
 
 def test_registered_operators_run(group: TorchGroup) -> None:
@@ -481,9 +464,6 @@ def run_saving(group: TorchGroup, folder: str) -> None:
     other = model(pg, ReplicaSpec())
     load_full_state_dict(other, replica)
     again = model(pg, ShardSpec([-1], [world]))
-    again.load_state_dict(
-        {k: again.state_dict()[k].copy_(v) if k == "none" else again.state_dict()[k] for k, v in replica.items()}
-    )
     load_full_state_dict(again, full_state_dict(other))
     for name, value in full_state_dict(again).items():
         same(value, replica[name])
@@ -492,16 +472,8 @@ def run_saving(group: TorchGroup, folder: str) -> None:
     if pg.tp_local_rank() == 0:
         torch.save(replica, f"{folder}/{world}.pt")
     p = actual[0].weight
-    twin = copy.deepcopy(p)
-    assert type(twin) is ColoParameter
-    assert twin.requires_grad
-    assert twin.dist_spec == spec
-    assert twin.data_ptr() != p.data_ptr()
     shared = copy.deepcopy([p, p])
     assert shared[0] is shared[1]
-    frozen = copy.deepcopy(ColoTensor(torch.ones(2), ColoTensorSpec(pg)).requires_grad_())
-    assert frozen.requires_grad
-    assert pickle.loads(pickle.dumps(pg)) == pg
     assert pickle.loads(pickle.dumps(spec)) == spec
 
 
@@ -524,8 +496,10 @@ def test_saving_and_loading_across_world_sizes(pool: Pool, tmp_path: Any) -> Non
 @pytest.mark.ranks(2, (1, 3), 4)
 def test_process_groups(group: TorchGroup) -> None:
     ranks = dist.get_process_group_ranks(group)
-    pg = ProcessGroup(ranks=ranks[::-1], tp_degree=len(ranks))
+    reverse = ranks[::-1]
+    pg = ProcessGroup(ranks=reverse, tp_degree=len(ranks))
     mine = dist.get_rank()
+    assert reverse == ranks[::-1], "the caller's list is the caller's"
     assert pg.ranks_in_group() == ranks
     assert (pg.rank(), pg.world_size()) == (mine, len(ranks))
     assert pg.tp_rank_list() == pg.get_ranks_in_tp() == ranks
@@ -535,7 +509,12 @@ def test_process_groups(group: TorchGroup) -> None:
     assert pg.dp_process_group().size() == 1
     assert pg == ProcessGroup(ranks=ranks, tp_degree=len(ranks)) != ProcessGroup(ranks=ranks)
     assert ProcessGroup(ranks=ranks, dp_degree=1).tp_world_size() == len(ranks)
-    assert ProcessGroup(ranks=ranks).dp_world_size() == len(ranks)
+    across = ProcessGroup(ranks=ranks)
+    assert (across.dp_world_size(), across.tp_local_rank(), across.dp_local_rank()) == (
+        len(ranks),
+        0,
+        ranks.index(mine),
+    )
     with pytest.raises(TypeError, match="unhashable"):
         hash(pg)
     assert not pg.has_cpu_groups
@@ -552,13 +531,6 @@ def test_process_groups(group: TorchGroup) -> None:
     mesh = pg.device_mesh()
     assert mesh.get_group() is pg.tp_process_group()
     assert ProcessGroup.from_device_mesh(mesh) == pg
-
-
-def test_without_torch_distributed() -> None:
-    pg = ProcessGroup()
-    assert not pg.is_init
-    assert repr(pg) == "ProcessGroup not initialized"
-    assert pickle.loads(pickle.dumps(pg)) == pg
 
 
 def test_specs() -> None:
@@ -580,56 +552,6 @@ def test_specs() -> None:
         ComputeSpec("tp1d")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("shape", [(9,), (9, 7), (2, 5, 3)], ids=str)
-@pytest.mark.parametrize("parts", [{0: 4}, {0: 2, 1: 3}, {1: 2, 0: 2}], ids=str)
-def test_shards_cover_every_element_once(shape: tuple[int, ...], parts: dict[int, int]) -> None:
-    if max(parts) >= len(shape):
-        parts = {0: 4}
-    counted = torch.zeros(shape)
-    for rank in range(math.prod(parts.values())):
-        view = counted
-        for dim, start, size in shard_bounds(shape, tuple(parts.items()), rank):
-            view = view.narrow(dim, start, size)
-        view += 1
-    assert counted.eq(1).all()
-
-
-@pytest.mark.ranks(2, 4)
-def test_dtensor_and_back(group: TorchGroup) -> None:
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-
-    pg, world = ranks_of(group), group.size()
-    mesh = pg.device_mesh()
-    for shape in ((8, 4), (9, 7)):
-        full = values(shape)
-        for spec, placement in (
-            (ReplicaSpec(), Replicate()),
-            (ShardSpec([0], [world]), Shard(0)),
-            (ShardSpec([1], [world]), Shard(1)),
-        ):
-            dtensor = distribute_tensor(full, mesh, [placement])
-            actual = ColoTensor.from_dtensor(dtensor)
-            assert actual.dist_spec == spec
-            assert actual.data_ptr() == dtensor.to_local().data_ptr()
-            assert tuple(actual.size()) == shape
-            back = actual.to_dtensor()
-            assert back.to_local().data_ptr() == actual.data_ptr()
-            assert back.placements == (placement,)
-            assert back.shape == dtensor.shape
-            same(back.full_tensor(), full)
-            for target, expected in ((Replicate(), ReplicaSpec()), (Shard(0), ShardSpec([0], [world]))):
-                same(actual.redistribute(expected), dtensor.redistribute(mesh, [target]).to_local())
-    x = sharded(values((8, 4)), ShardSpec([0], [world]), pg).requires_grad_()
-    (x.to_dtensor().to_local() * 2).sum().backward()
-    assert x.grad is not None
-    assert x.grad.eq(2).all()
-    partial = distribute_tensor(values((4,)), mesh, [Replicate()]).redistribute(mesh, [Replicate()])
-    from torch.distributed.tensor import DTensor
-
-    with pytest.raises(UnsupportedError, match="neither Shard nor Replicate"):
-        ColoTensor.from_dtensor(DTensor.from_local(partial.to_local(), mesh, [Partial()]))
-
-
 @pytest.mark.parametrize("kind", [LocalShard, ColoTensor, ColoParameter, ShardView])
 def test_only_these_names_of_torch_are_replaced(kind: type) -> None:
     """torch has private names (``_is_view``) that are easily taken for an attribute of ours."""
@@ -638,20 +560,14 @@ def test_only_these_names_of_torch_are_replaced(kind: type) -> None:
     assert replaced - special <= {"grad", "set_", "real", "imag"}
 
 
-def test_named_params(group: TorchGroup) -> None:
-    pg = ranks_of(group)
-    outer = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    outer[0].extra = ColoTensor(torch.ones(1), ColoTensorSpec(pg))
-    names = [name for name, _ in named_params_with_colotensor(outer, prefix="pre")]
-    assert names == ["pre.0.extra", "pre.0.weight", "pre.1.weight"]
-    assert [name for name, _ in named_params_with_colotensor(outer, recurse=False)] == []
-    assert [name for name, _ in named_params_with_colotensor(outer[0])] == ["extra", "weight"]
-    convert_parameter(outer[1], "weight")
-    assert isinstance(outer[1].weight, ColoTensor)
-    outer[1].label, outer[1].strided = "text", torch.ones(2, 3).t()
+def test_a_parameter_is_converted(group: TorchGroup) -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    convert_parameter(layer, "weight")
+    assert isinstance(layer.weight, ColoTensor)
+    layer.label, layer.strided = "text", torch.ones(2, 3).t()
     for name in ("missing", "label", "strided"):
         with pytest.raises(ValueError, match=name):
-            convert_parameter(outer[1], name)
+            convert_parameter(layer, name)
 
 
 def test_the_documented_table_is_the_code() -> None:
