@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fuzz_calls import Call, Matrix, assert_right
 from pool import Pool
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -19,7 +20,7 @@ from tritoncomm import mappings as m
 from tritoncomm.core import ops
 from tritoncomm.core.plan import chunk_sizes
 
-SHAPE = (4, 8, 4)
+SIZES = {2: [(3, 4), (7, 0), (2, 2)], 4: [(1, 0, 4, 2), (2, 2, 2, 2)]}
 LAYOUTS = ["contiguous", "transposed", "sliced"]
 OPS: dict[str, Any] = {
     "SUM": torch.add,
@@ -59,82 +60,49 @@ def own(found: Tensor) -> None:
     assert found._base is None
 
 
-def run_gather_and_scatter(group: ProcessGroup) -> None:
-    rank, world = group.rank(), group.size()
-    parts = held(group, SHAPE)
-    total = fold(torch.add, parts)
-    for dim, layout in itertools.product(range(-3, 3), LAYOUTS):
-        x = laid_out(parts[rank], layout)
-        for asynchronous in (False, True):
-            out = c.all_gather(x, dim, group, asynchronous)
-            if asynchronous:
-                out, handle = out
-                assert out.shape == torch.cat(parts, dim).shape
-                assert handle.wait() is out
-                assert handle.is_completed()
-            same(out, torch.cat(parts, dim), (dim, layout))
-            own(out)
-            out = c.reduce_scatter(x, dim, group, async_op=asynchronous)
-            if asynchronous:
-                out, handle = out
-                assert out.shape == total.tensor_split(world, dim)[rank].shape
-                handle.wait()
-            same(out, total.tensor_split(world, dim)[rank], (dim, layout))
-            own(out)
-            same(x, parts[rank], "input untouched")
-
-
-@pytest.mark.parametrize("world", [2, 4, 8, (1, 3)], ids=["world2", "world4", "world8", "ranks1and3"])
-def test_gather_and_scatter_any_dim(pool: Pool, world: Any) -> None:
-    pool.run(run_gather_and_scatter if world != 8 else run_eight, world=world)
-
-
-def run_eight(group: ProcessGroup) -> None:
-    parts = held(group, (8, 16))
-    for dim in (0, -1):
-        same(c.all_gather(parts[group.rank()], dim, group), torch.cat(parts, dim))
-        wanted = fold(torch.add, parts).chunk(8, dim)[group.rank()]
-        same(c.reduce_scatter(parts[group.rank()], dim, group), wanted)
-
-
-def run_sizes(group: ProcessGroup) -> None:
-    rank = group.rank()
-    for sizes in ((3, 4), (7, 0), (2, 2)) if group.size() == 2 else ((1, 0, 4, 2), (2, 2, 2, 2)):
-        for dim, layout, asynchronous in itertools.product((0, 1, -1), LAYOUTS, (False, True)):
-            shape = [2, 3, 4]
-            shape[dim] = sum(sizes)
-            full = torch.arange(float(torch.Size(shape).numel())).view(shape)
-            pieces = full.split(list(sizes), dim)
-            given: Any = np.array(sizes) if asynchronous else list(sizes)
-            out = c.all_gather(laid_out(pieces[rank], layout), dim, group, asynchronous, sizes=given)
-            if asynchronous:
-                out, handle = out
-                handle.wait()
-            same(out, full, (sizes, dim, layout))
-            own(out)
-            out = c.reduce_scatter(laid_out(full, layout), dim, group, async_op=asynchronous, sizes=given)
-            if asynchronous:
-                out, handle = out
-                handle.wait()
-            same(out, pieces[rank] * group.size(), (sizes, dim, layout))
-            own(out)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_explicit_sizes(pool: Pool, world: int) -> None:
-    pool.run(run_sizes, world=world)
+@pytest.mark.ranks(2, 4, (1, 3), pytest.param(8, marks=pytest.mark.slow))
+@pytest.mark.parametrize("path", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
+def test_gather_and_scatter_any_dim(group: ProcessGroup, name: str, path: str) -> None:
+    """Also by sizes, which numpy may have."""
+    name, world = f"collective.{name}", group.size()
+    with record.recording() as counted:
+        for dim, layout, asynchronous in itertools.product(range(-3, 3), LAYOUTS, (False, True)):
+            if path == "triton" and layout != "contiguous":
+                continue  # the strides that a kernel walks are in mappings/test_paths.py
+            options: Any = {"layout": layout, "dims": (dim, 0), "asynchronous": asynchronous, "path": path}
+            assert_right(group, Call(name, (8, 8, 8), **options))
+            for sizes in SIZES.get(world, ()):
+                shape = [2, 3, 4]
+                shape[dim] = sum(sizes)
+                given = np.array(sizes) if asynchronous else sizes
+                assert_right(group, Call(name, tuple(shape), sizes=(given, None), **options))
+    assert (path == "triton") == any(each == "triton" for _, each in counted), counted
 
 
 @pytest.mark.ranks(2, 4)
-def test_kernels_give_the_same_bits(group: ProcessGroup) -> None:
-    with pytest.MonkeyPatch.context() as patch, ops.path("triton"), record.recording() as counted:
-        patch.setitem(globals(), "LAYOUTS", ["contiguous"])  # the strides a kernel walks are in test_mappings
-        run_gather_and_scatter(group)
-        run_sizes(group)
-        run_all_to_all(group)
-        c.split_reduce_scatter([torch.ones(4, 3), torch.ones(8, 2)], 0, group)
-    by_kernel = {name for name, path in counted if path == "triton"}
-    assert by_kernel >= {"all_gather", "reduce_scatter", "split_reduce_scatter"}, counted
+def test_all_to_all(group: ProcessGroup) -> None:
+    even = [2] * group.size()
+    rows = Matrix(((0, 2, 1, 0), (1, 0, 2, 1), (2, 1, 0, 2), (0, 2, 1, 0)))
+    sizes: list[tuple[Any, Any]] = [
+        (None, None),
+        (even, None),
+        (None, tuple(even)),
+        (np.array(even), even),
+        (None, rows),
+    ]
+    for given, layout, asynchronous in itertools.product(sizes, LAYOUTS, (False, True)):
+        shape, options = (2 * group.size(), 3), {"layout": layout, "asynchronous": asynchronous}
+        assert_right(group, Call("collective.all_to_all", shape, sizes=given, **options))
+
+
+def test_a_handle_gives_the_result(group: ProcessGroup) -> None:
+    x = torch.ones(4, 8, 4)
+    for call, shape in ((c.all_gather, (4, 16, 4)), (c.reduce_scatter, (4, 4, 4))):
+        out, handle = call(x, 1, group, async_op=True)
+        assert out.shape == shape, "before wait()"
+        assert handle.wait() is out
+        assert handle.is_completed()
 
 
 def _expected(op: str, parts: list[Tensor]) -> Tensor:
@@ -236,32 +204,6 @@ def test_one_rank_gives_the_tensor_back(group: ProcessGroup) -> None:
         out, handle = call(True)
         assert out is x
         assert handle is None
-
-
-def run_all_to_all(group: ProcessGroup) -> None:
-    rank, world = group.rank(), group.size()
-    table = [[(a + 2 * b) % 3 for b in range(world)] for a in range(world)]
-    parts = [torch.full((sum(row), 2), float(a)) + torch.arange(sum(row))[:, None] / 16 for a, row in enumerate(table)]
-    wanted = torch.cat([part.split(row)[rank] for part, row in zip(parts, table, strict=True)])
-    arriving = [row[rank] for row in table]
-    for made, layout, asynchronous in itertools.product((list, tuple, np.array), LAYOUTS, (False, True)):
-        x = laid_out(parts[rank], layout)
-        out = c.all_to_all(x, group, made(arriving), made(table[rank]), asynchronous)
-        if asynchronous:
-            out, handle = out
-            handle.wait()
-        same(out, wanted, layout)
-        own(out)
-    even = held(group, (2 * world, 3))
-    wanted = torch.cat([part.chunk(world)[rank] for part in even])
-    same(c.all_to_all(even[rank], group), wanted)
-    same(c.all_to_all(even[rank], group, [2] * world), wanted)
-    same(c.all_to_all(even[rank], group, None, [2] * world), wanted)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_all_to_all(pool: Pool, world: int) -> None:
-    pool.run(run_all_to_all, world=world)
 
 
 @pytest.mark.ranks(1, 2, 4)

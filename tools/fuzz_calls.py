@@ -34,7 +34,8 @@ from tritoncomm.tensor import ColoTensor, ColoTensorSpec, group_registry
 from tritoncomm.tensor import ProcessGroup as Groups
 
 __all__ = [
-    "DTYPES", "FUNCTIONS", "GROUPS", "KINDS", "Call", "Invalid", "bits", "named", "problem_of", "run_call", "verdict",
+    "DTYPES", "FUNCTIONS", "GRADS", "GROUPS", "KINDS", "SUMMED", "Call", "Invalid", "Matrix", "assert_right", "bits",
+    "named", "problem_of", "run_call", "verdict",
 ]  # fmt: skip
 
 DTYPES = [
@@ -322,6 +323,10 @@ FUNCTIONS: dict[str, Function] = {
     "hp2sp": Function(lambda k, x, g: m.all_to_all_hp2sp(x, g, k.asynchronous), to_rows, FIRST, to_hidden),
     "all_gather_dim": Function(
         lambda k, x, g: m.all_gather_dim(x, k.dims[0], g, sizes=k.sizes[0]), gather, None, reduce_split, "gathered"
+    ),
+    "all_gather_dim, replicated": Function(
+        lambda k, x, g: m.all_gather_dim(x, k.dims[0], g, tensor_parallel_output_grad=False, sizes=k.sizes[0]),
+        gather, None, split, "gathered",
     ),
     "reduce_scatter_dim": Function(
         lambda k, x, g: m.reduce_scatter_dim(x, k.dims[0], g, sizes=k.sizes[0]), reduce_split, None, gather, "split"
@@ -642,6 +647,9 @@ def _outcome(call: Call, asked: Call, x: Any, given: Any, held: list[Tensor], ex
         and not torch.equal(bits(held[place]), bits(before))
     ):
         problem = "the input was written into"
+    is_moved = len(held) > 1 and function.form in (gather, reduce_split, rows, dims, to_hidden, to_rows)
+    if not problem and is_moved and type(out) is Tensor and not (out.is_contiguous() and out._base is None):
+        problem = "the result is a view"
     if problem:
         return f"problem: {problem}"
     if call.function.startswith("collective.") and out is not x and out.requires_grad:
@@ -680,8 +688,9 @@ def _gradient(call: Call, x: Tensor, out: Tensor, expected: list[Tensor], place:
     grads = [filled(each.shape, call.dtype, 50 + w) for w, each in enumerate(expected)]
     form = call if function.fixed is None else _replace(call, dims=function.fixed)
     form = form if function.sizes else _replace(form, sizes=(None, None))
+    passed = laid_out(grads[place], call.layout if call.layout in ("transposed", "sliced") else "contiguous")
     try:
-        out.backward(laid_out(grads[place], call.layout if call.layout in ("transposed", "sliced") else "contiguous"))
+        out.backward(passed)
     except Exception as error:
         if named(error) and call.group not in _GOOD_GROUPS:
             return f"refused: {error}"
@@ -689,8 +698,15 @@ def _gradient(call: Call, x: Tensor, out: Tensor, expected: list[Tensor], place:
     wanted = function.backward(_replace(form, op="SUM"), grads, place).reshape(x.shape)
     if x.grad is None:
         return "problem: no gradient"
-    problem = _differs(x.grad, wanted)
+    problem = _differs(x.grad, wanted) or _differs(passed, grads[place])
     return f"problem: the gradient: {problem}" if problem else "right"
+
+
+def assert_right(group: ProcessGroup, *calls: Call) -> None:
+    """Each call gives the closed form; none is refused."""
+    for call in calls:
+        outcome = run_call(group, call)
+        assert outcome == "right", (call, outcome)
 
 
 def verdict(outcomes: Sequence[str]) -> str:

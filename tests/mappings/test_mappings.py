@@ -9,41 +9,86 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from mapping_cases import (
-    FORMS,
-    LAYOUTS,
-    MAPPINGS,
-    check_mapping,
-    cut,
-    fits,
-    held,
-    laid_out,
-    rows_exchanged,
-    same,
-    summed,
-    value,
-)
-from pool import Pool
+from fuzz_calls import FUNCTIONS, GRADS, SUMMED, Call, Matrix, assert_right, reduce_split, total
+from mapping_cases import FORMS, LAYOUTS, MAPPINGS, cut, held, rows_exchanged, same, summed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import mappings as m
-from tritoncomm.core import ops
 from tritoncomm.errors import GroupError
 
-COPIES = ["float32", "bfloat16", "float16", "float64", "int64", "bool", "float8_e4m3fn", "complex64", "int16", "uint16"]
-SUMS = ["float32", "bfloat16", "float16", "float64", "int64", "complex64"]
+DTYPES = [
+    "float32", "bfloat16", "float16", "float64", "int64", "bool", "float8_e4m3fn", "complex64", "int16", "uint16",
+]  # fmt: skip
+MAPPED = [name for name in FUNCTIONS if not name.startswith("collective.")]
+BY_DIM = [name for name in MAPPED if FUNCTIONS[name].fixed is None]
+# Split sizes and heads of ranks, by the number of ranks.
+SIZES = {2: [(3, 1), (0, 4), (2, 2)], 4: [(3, 1, 0, 2), (2, 2, 2, 2), (0, 0, 5, 0)]}
+HEADS = {2: (3, 2), 4: (2, 0, 2, 1)}
+ROWS = [
+    Matrix(((0, 2, 1, 0), (1, 0, 2, 1), (2, 1, 0, 2), (0, 2, 1, 0))),
+    Matrix(((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1))),
+    Matrix(((2, 2, 2, 2),) * 4),
+    Matrix(((4, 0, 0, 0),) * 4),
+]
 
 
-HELPERS: dict[str, tuple[Any, str]] = {
-    "_reduce": (m._reduce, "sum"),
-    "_split_along_last_dim": (m._split_along_last_dim, "split last"),
-    "_split_along_first_dim": (m._split_along_first_dim, "split first"),
-    "_gather_along_last_dim": (m._gather_along_last_dim, "join last"),
-    "_gather_along_first_dim": (m._gather_along_first_dim, "join first"),
-    "_reduce_scatter_along_last_dim": (m._reduce_scatter_along_last_dim, "sum, split last"),
-    "_reduce_scatter_along_first_dim": (m._reduce_scatter_along_first_dim, "sum, split first"),
-}
+def kind_of(dtype: str) -> str:
+    return "leaf" if dtype in GRADS else "plain"
+
+
+@pytest.mark.ranks(1, 2, 4, (1, 3), pytest.param(8, marks=pytest.mark.slow))
+@pytest.mark.parametrize("name", MAPPED)
+def test_forward_and_backward(group: ProcessGroup, name: str) -> None:
+    """Every dtype and layout, and shapes of every number of dims."""
+    function = FUNCTIONS[name]
+    shapes = [(8, 16), (8, 3, 16), (8, 2, 3, 8), (8, 1, 2, 1, 8), (0, 8), *([(16,)] if "hp" not in name else [])]
+    dtypes = SUMMED if function.form in (total, reduce_split) else DTYPES
+    for shape, layout in itertools.product(shapes, LAYOUTS):
+        for dtype in dtypes if shape == (8, 16) else dtypes[:1]:
+            assert_right(group, Call(name, shape, dtype, layout, kind_of(dtype)))
+    if name in ("all_to_all", "sp2hp", "hp2sp"):
+        assert_right(group, Call(name, (8, 16), kind="leaf", asynchronous=True))
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("name", BY_DIM)
+def test_any_dim(group: ProcessGroup, name: str) -> None:
+    for dims, layout in itertools.product(itertools.product(range(-3, 3), range(3)), LAYOUTS[:2]):
+        assert_right(group, Call(name, (4, 8, 4), layout=layout, kind="leaf", dims=dims))
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", [name for name in MAPPED if FUNCTIONS[name].sizes in ("gathered", "split")])
+def test_split_sizes(group: ProcessGroup, name: str) -> None:
+    for sizes, layout, given in itertools.product(SIZES[group.size()], LAYOUTS, (list, tuple, np.array)):
+        for shape in [(sum(sizes),), (sum(sizes), 2, 3)]:
+            assert_right(group, Call(name, shape, layout=layout, kind="leaf", sizes=(given(sizes), None)))
+        if name in BY_DIM:
+            shape = (2, sum(sizes), 3)
+            assert_right(group, Call(name, shape, layout=layout, kind="leaf", dims=(1, 0), sizes=(given(sizes), None)))
+
+
+@pytest.mark.ranks(2, 4)
+def test_uneven_heads_and_sequences(group: ProcessGroup) -> None:
+    heads = HEADS[group.size()]
+    for rows, layout in itertools.product(SIZES[group.size()], LAYOUTS):
+        shape = (2, 0, sum(heads), 3)  # as many rows as the sizes of the rank say
+        call = Call("all_to_all_dims", shape, layout=layout, kind="leaf", dims=(2, 1), sizes=(heads, rows))
+        assert_right(group, call)
+
+
+@pytest.mark.ranks(2, 4)
+def test_all_to_all_sizes(group: ProcessGroup) -> None:
+    sizes: list[tuple[Any, Any]] = [(None, matrix) for matrix in ROWS]
+    even = np.array([2] * group.size())
+    sizes += [(even, even), (list(even), None), (None, tuple(even))]
+    for given, layout, asynchronous in itertools.product(sizes, LAYOUTS[:3], (False, True)):
+        shape = (2 * group.size(), 3)
+        call = Call("all_to_all", shape, layout=layout, kind="leaf", sizes=given, asynchronous=asynchronous)
+        assert_right(group, call)
+
+
 # class: (arguments after group, forward, backward)
 CLASSES: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "_CopyToModelParallelRegion": ((), "identity", "sum"),
@@ -56,64 +101,6 @@ CLASSES: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "_AllGatherFromTensorParallelRegion": ((), "join last", "sum, split last"),
     "_ReduceScatterToTensorParallelRegion": ((), "sum, split last", "join last"),
 }
-SHAPES = [(16,), (8, 16), (8, 3, 16), (8, 2, 3, 8), (8, 1, 2, 1, 8), (1, 8), (0, 8)]
-
-
-def run_mappings(group: ProcessGroup, name: str, dtypes: list[str], shapes: list[tuple[int, ...]], path: str) -> int:
-    forward = MAPPINGS[name][1]
-    cases = 0
-    for shape, dtype in itertools.product(shapes, dtypes):
-        if not fits(forward, shape, group.size()):
-            continue
-        adds = "sum" in forward or "sum" in MAPPINGS[name][2]
-        if "sum" in forward and dtype not in SUMS:
-            continue
-        for layout in LAYOUTS if not (adds and dtype != "float32") else LAYOUTS[:2]:
-            check_mapping(group, name, shape, dtype, layout, path)
-            cases += 1
-    return cases
-
-
-@pytest.mark.parametrize("world", [1, 2, 4, (1, 3)], ids=["world1", "world2", "world4", "ranks1and3"])
-@pytest.mark.parametrize("name", MAPPINGS)
-def test_forward_and_backward(pool: Pool, name: str, world: Any) -> None:
-    several = world in (2, 4)
-    dtypes = COPIES if several else ["float32", "bool"]
-    shapes = SHAPES if world == 2 else SHAPES[1:3] + SHAPES[-2:]
-    cases = pool.run(run_mappings, name, dtypes, shapes, "torch", world=world)
-    assert min(cases) >= 2
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gather_tp",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("rs_last", "sp2hp", "hp2sp", "reduce_scatter_sp")),
-    ],
-)
-def test_eight_ranks(pool: Pool, name: str) -> None:
-    assert min(pool.run(run_mappings, name, ["float32", "bfloat16"], [(8, 16)], "torch", world=8)) >= 4
-
-
-@pytest.mark.ranks(1, 2, 4)
-def test_underscore_helpers(group: ProcessGroup) -> None:
-    rank, world = group.rank(), group.size()
-    for name, (call, form) in HELPERS.items():
-        for shape, layout, dtype in itertools.product(
-            [(8,), (4, 8), (8, 3, 4)], LAYOUTS, ["float32", "bfloat16", "int64"]
-        ):
-            parts = held(group, shape, dtype, False, 0)
-            x = laid_out(parts[rank], layout)
-            before = x.clone()
-            out = call(x, group)
-            same(out, FORMS[form](parts, rank), (name, shape, layout))
-            if name == "_reduce" and x.is_contiguous():
-                assert out is x
-            else:
-                same(x, before, (name, shape, layout))
-            if name == "_split_along_first_dim" and x.is_contiguous() and world > 1:
-                assert out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-            assert out.is_contiguous() or world == 1
 
 
 @pytest.mark.ranks(1, 2, 4)
@@ -177,75 +164,10 @@ def test_one_rank_copies_nothing(group: ProcessGroup) -> None:
         out = call(x, group)
         assert out.shape == (6, 4)
         assert out.data_ptr() == x.data_ptr()
-    for name, (call, _) in HELPERS.items():
-        assert call(x, group) is x, name
+    for name in (name for name in FUNCTIONS if name.startswith("_")):
+        assert getattr(m, name)(x, group) is x, name
     # as in the reference, nothing is checked where nothing moves
     m.scatter_to_tensor_model_parallel_region(torch.ones(3), group)
-
-
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("kind", ["list", "tuple", "numpy"])
-def test_split_sizes(group: ProcessGroup, kind: str) -> None:
-    rank, world = group.rank(), group.size()
-    for sizes in [(3, 1), (0, 4), (2, 2)] if world == 2 else [(3, 1, 0, 2), (2, 2, 2, 2), (0, 0, 5, 0)]:
-        given: Any = np.array(sizes) if kind == "numpy" else list(sizes) if kind == "list" else sizes
-        for shape, layout in itertools.product([(), (3,), (2, 3)], LAYOUTS[:3]):
-            full = value((sum(sizes), *shape), "float32", 0)
-            x = laid_out(full.split(list(sizes))[rank], layout).requires_grad_()
-            out = m.gather_from_sequence_parallel_region(x, group=group, output_split_sizes=given)
-            same(out.detach(), full, (sizes, shape))
-            assert out._base is None
-            grads = held(group, tuple(full.shape), "float32", False, 20)
-            out.backward(grads[rank])
-            assert x.grad is not None
-            same(x.grad, summed(grads).split(list(sizes))[rank], (sizes, shape))
-            # the same gradient on every rank
-            x = laid_out(full.split(list(sizes))[rank], layout).requires_grad_()
-            m.gather_from_sequence_parallel_region(x, False, group, given).backward(grads[0])
-            assert x.grad is not None
-            same(x.grad, grads[0].split(list(sizes))[rank], (sizes, shape))
-            # and the way back
-            y = laid_out(grads[rank], layout).requires_grad_()
-            out = m.reduce_scatter_to_sequence_parallel_region(y, group, given)
-            same(out.detach(), summed(grads).split(list(sizes))[rank], (sizes, shape))
-            pieces = full.split(list(sizes))
-            out.backward(pieces[rank])
-            assert y.grad is not None
-            same(y.grad, full, (sizes, shape))
-            same(m._gather_along_first_dim(pieces[rank], group, given), full, sizes)
-            same(
-                m._reduce_scatter_along_first_dim(grads[rank], group, given),
-                summed(grads).split(list(sizes))[rank],
-                sizes,
-            )
-
-
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("kind", ["list", "numpy"])
-def test_all_to_all_sizes(group: ProcessGroup, kind: str) -> None:
-    rank, world = group.rank(), group.size()
-    made = np.array if kind == "numpy" else list
-    tables = [
-        [[(a + 2 * b) % 3 for b in range(world)] for a in range(world)],
-        [[int(a == b) for b in range(world)] for a in range(world)],
-        [[2] * world] * world,
-        [[4 if b == 0 else 0 for b in range(world)] for _ in range(world)],
-    ]
-    for table in tables:  # table[a][b]: rows from rank a to rank b
-        into, out_of = table[rank], [table[a][rank] for a in range(world)]
-        parts = [value((sum(row), 3), "float32", a) for a, row in enumerate(table)]
-        pieces = [part.split(row) for part, row in zip(parts, table, strict=True)]
-        wanted = torch.cat([pieces[a][rank] for a in range(world)])
-        for stream, layout in itertools.product((False, True), LAYOUTS[:3]):
-            x = laid_out(parts[rank], layout).requires_grad_()
-            out = m.all_to_all(group, x, made(out_of), made(into), use_nccl_stream=stream)
-            same(out.detach(), wanted, (table, layout))
-            out.backward(2 * out.detach())
-            assert x.grad is not None
-            same(x.grad, 2 * parts[rank], (table, layout))
-        if all(len(set(row)) == 1 for row in table):
-            same(m.all_to_all(group, parts[rank], made(out_of)), wanted, "output sizes only")
-            same(m.all_to_all(group, parts[rank], None, made(into)), wanted, "input sizes only")
 
 
 def test_global_buffer_results_never_alias(group: ProcessGroup) -> None:
@@ -259,6 +181,12 @@ def test_global_buffer_results_never_alias(group: ProcessGroup) -> None:
     same(second, torch.cat(more), "second")
     same(third, cut(summed(parts), group.size(), rank, 0), "third")
     assert len({t.untyped_storage().data_ptr() for t in (first, second, third)}) == 3
+
+
+def test_helpers_that_copy_nothing(group: ProcessGroup) -> None:
+    x = torch.ones(4, 6)
+    assert m._reduce(x, group) is x
+    assert m._split_along_first_dim(x, group).untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
 @pytest.mark.ranks(2, 4)
@@ -319,71 +247,6 @@ def test_inputs_and_gradients_are_left_alone(group: ProcessGroup) -> None:
     (copied * 3).sum().backward()
     assert copied.grad is not None
     same(copied.grad, torch.full((4, 3), 3.0), "a retained gradient")
-
-
-def run_dims(group: ProcessGroup, path: str) -> None:
-    rank, world = group.rank(), group.size()
-    shape = (4, 8, 4)
-    with ops.path(path):
-        for dim, layout in itertools.product(range(-3, 3), LAYOUTS[:2] if path == "torch" else LAYOUTS[:1]):
-            parts = held(group, shape, "float32", False, 0)
-            x = laid_out(parts[rank], layout).requires_grad_()
-            joined = torch.cat(parts, dim)
-            out = m.all_gather_dim(x, dim, group)
-            same(out.detach(), joined, dim)
-            grads = held(group, tuple(joined.shape), "float32", False, 10)
-            out.backward(grads[rank])
-            assert x.grad is not None
-            same(x.grad, cut(summed(grads), world, rank, dim), dim)
-            x.grad = None
-            m.all_gather_dim(x, dim, group, tensor_parallel_output_grad=False).backward(grads[0])
-            same(x.grad, cut(grads[0], world, rank, dim), dim)
-            x.grad = None
-            out = m.reduce_scatter_dim(x, dim, group)
-            same(out.detach(), cut(summed(parts), world, rank, dim), dim)
-            pieces = [cut(grads[0], world, r, dim) for r in range(world)]
-            small = [cut(parts[0], world, r, dim).contiguous() for r in range(world)]
-            out.backward(small[rank])
-            same(x.grad, parts[0], dim)
-            x.grad = None
-            out = m.split_dim(x, dim, group)
-            same(out.detach(), cut(parts[rank], world, rank, dim), dim)
-            out.backward(small[rank])
-            same(x.grad, parts[0], dim)
-            assert len(pieces) == world
-            for gather in range(3):
-                x.grad = None
-                out = m.all_to_all_dims(x, dim, gather, group)
-                wanted = torch.cat([cut(part, world, rank, dim) for part in parts], gather)
-                same(out.detach(), wanted, (dim, gather))
-                assert world == 1 or out._base is None
-                out.backward(out.detach() * 2)
-                same(x.grad, parts[rank] * 2, (dim, gather))
-
-
-@pytest.mark.parametrize(("world", "path"), [(1, "torch"), (2, "torch"), (4, "torch"), (2, "triton")])
-def test_any_dim(pool: Pool, world: int, path: str) -> None:
-    pool.run(run_dims, path, world=world)
-
-
-@pytest.mark.ranks(2, 4)
-def test_uneven_heads_and_sequences(group: ProcessGroup) -> None:
-    rank, world = group.rank(), group.size()
-    heads, rows = ((3, 2), (4, 1)) if world == 2 else ((2, 0, 2, 1), (1, 3, 0, 2))
-    full = value((2, sum(rows), sum(heads), 3), "float32", 0)
-    for layout in LAYOUTS:
-        x = laid_out(full.split(rows, 1)[rank], layout).requires_grad_()
-        out = m.all_to_all_dims(x, 2, 1, group, scatter_sizes=heads, gather_sizes=rows)
-        same(out.detach(), full.split(heads, 2)[rank], layout)
-        assert out._base is None
-        out.backward(3 * out.detach())
-        assert x.grad is not None
-        same(x.grad, 3 * full.split(rows, 1)[rank], layout)
-        for dim, sizes in ((1, rows), (2, heads)):
-            pieces = full.split(sizes, dim)
-            same(m.all_gather_dim(laid_out(pieces[rank], layout), dim, group, sizes=sizes), full, layout)
-            same(m.reduce_scatter_dim(laid_out(full, layout), dim, group, sizes=sizes), world * pieces[rank], layout)
-            same(m.split_dim(laid_out(full, layout), dim, group, sizes=sizes), pieces[rank], layout)
 
 
 @pytest.mark.ranks(1, 2, 3)
