@@ -16,7 +16,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels import PADDING, Copies, Segments, reference
 
-__all__ = ["check_segments", "segments_of"]
+__all__ = ["by_element", "check_segments", "segments_of"]
 
 _DTYPES = ("int8", "bfloat16", "float32", "int64", "complex64", "bool")
 
@@ -94,7 +94,7 @@ def _check_table(rows: list[Any], given: list[Any], nbytes: int, scatters: bool)
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(copies, others, strict=True))
     wanted, expected = wire.clone(), [x.clone() if x.is_contiguous() else _strided(x) for x in tensors]
     if moved is not None:
-        _loop(table, expected, wanted, scatters)
+        by_element(table, expected, wanted, scatters)
     assert torch.equal(out, wanted), f"wire {out.tolist()}, not {wanted.tolist()}"
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(copies, expected, strict=True))
 
@@ -131,7 +131,8 @@ def _strided(x: Tensor) -> Tensor:
     return base[::2]
 
 
-def _loop(table: Segments, tensors: Sequence[Tensor], wire: Tensor, scatters: bool) -> None:
+def by_element(table: Segments, tensors: Sequence[Tensor], wire: Tensor, scatters: bool) -> None:
+    """The definition of a table, one element at a time."""
     for s in table.segments:
         size, step = table.itemsize(s.tensor), s.wire_stride or s.row
         for r in range(s.rows):

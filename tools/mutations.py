@@ -262,11 +262,11 @@ MUTATIONS = (
     Mutation(
         "a shape that no tensor has is believed", "tritoncomm/p2p/header.py",
         "        if not _is_possible(shape):\n            raise Mis", "        if False:\n            raise Mis",
-        "tests/p2p/test_communicator.py",
+        "tests/test_fuzz.py",
     ),
     Mutation(
         "a received tensor requires no gradient", "tritoncomm/p2p/message.py",
-        "    if dtype.is_floating_point:\n        x.requires_grad_()\n", "", "tests/p2p/test_p2p.py",
+        "    if dtype.is_floating_point:\n        x.requires_grad_()\n", "", "tests/p2p/test_communicator.py",
     ),
     Mutation(
         "gradients are posted in the order of activations", "tritoncomm/p2p/neighbours.py",
@@ -278,7 +278,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a received tensor is not waited for", "tritoncomm/p2p/transport.py",
-        "                work.wait()\n", "                work.is_completed()\n", "tests/p2p/test_p2p.py",
+        "                work.wait()\n", "                work.is_completed()\n", "tests/p2p/test_communicator.py",
     ),
     Mutation(
         "several tensors are not counted as copied", "tritoncomm/p2p/hop.py",

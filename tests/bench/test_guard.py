@@ -2,21 +2,13 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from bench import bench_mappings, guard, timing
-from tritoncomm import mappings
-from tritoncomm.core import ops
 
 
 def row(ratio: float, spread: float = 0.02, name: str = "a", peer: str = "peer") -> dict[str, Any]:
@@ -109,14 +101,6 @@ def test_figures_count_on_the_processor_that_they_were_made_on(
     assert ("no baseline on" in capsys.readouterr().out) is not worse
 
 
-def test_the_processor_is_named_with_its_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert timing.versions()["cpu"] == timing.cpu() != ""
-    info = tmp_path / "cpuinfo"
-    info.write_text("processor\t: 0\ncpu family\t: 6\nmodel\t\t: 167\nmodel name\t: Xeon\n\nprocessor\t: 1\n")
-    monkeypatch.setattr(timing, "Path", lambda path: info)
-    assert timing.cpu.__wrapped__() == "Xeon family 6 model 167"
-
-
 def test_runs_that_differ_in_processor_or_were_interrupted_are_not_kept(tmp_path: Path) -> None:
     for name, more in (("a", {}), ("b", {"versions": {"cpu": "another"}}), ("c", {"incomplete": True})):
         timing.write_json(tmp_path / name / "cpu" / "part.json", content(row(0.5)) | more)
@@ -163,63 +147,3 @@ def test_the_mean_of_the_mappings_depends_on_torch() -> None:
     assert [guard.mean_target(version) for version in ("2.11.0", "2.13.1+cu130", "2.14.0.dev", "3.0")] == [
         0.9, 0.9, 1.0, 1.0
     ]  # fmt: skip
-
-
-def test_rows_that_copy_what_megatron_overwrites_have_no_limit() -> None:
-    apart = [case.label for case in bench_mappings.CASES if case.copies]
-    assert len(apart) == 2
-    committed = json.loads((guard.RESULTS / "cpu" / "host_cost.json").read_text())["rows"]
-    without = {line["row"] for line in committed if "limit" not in line}
-    assert without == {f"{label}, {mode}" for label in apart for mode in bench_mappings.MODES}
-
-
-# The injected slowdown: a mapping of a tensor that is not small, measured as `make bench` measures.
-
-LARGE = bench_mappings.Case("all_to_all_sp2hp", (512, 512), (2048, 128))  # 1 MiB: copies, not calls, take the time
-ROUNDS, INNER = 400, 5
-
-
-def plain_sp2hp(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The exchange of a layer without a library."""
-    wire = torch.cat(torch.split(x, x.shape[1] // group.size(), 1), 0)
-    out = torch.empty_like(wire)
-    dist.all_to_all_single(out, wire, group=group)
-    return out
-
-
-@pytest.fixture
-def group() -> Iterator[ProcessGroup]:
-    with bench_mappings.host() as made:
-        yield made
-
-
-def measured(group: ProcessGroup) -> dict[str, Any]:
-    """One run of one row, forward, ours against the plain formulation."""
-    x = torch.randn(LARGE.shape)
-    peer = SimpleNamespace(all_to_all_sp2hp=plain_sp2hp)
-    assert torch.equal(mappings.all_to_all_sp2hp(x, group).new_zeros(1), torch.zeros(1))
-    ours, theirs = (bench_mappings.calls(module, LARGE, group)["forward"] for module in (mappings, peer))
-    with timing.quiet_host():
-        samples = timing.interleaved((ours, theirs), ROUNDS, INNER)
-    return content(timing.figures(LARGE.label, dict(zip(("ours", "plain"), samples, strict=True))))
-
-
-def slow_pack(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return _pack(x.clone(), *args, **kwargs)
-
-
-_pack = ops.pack
-
-
-@pytest.mark.slow  # it measures, which two files at a time make impossible
-@pytest.mark.filterwarnings("ignore")
-def test_a_second_copy_is_seen(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(4):  # on a busy machine the spread hides a copy, or something else looks like one
-        before = guard.merged([measured(group), measured(group)])
-        same = guard.compare(measured(group), before)
-        with monkeypatch.context() as patched:
-            patched.setattr(ops, "pack", slow_pack)
-            slow = guard.compare(measured(group), before)
-        if not same and slow and max(line.now / line.was for line in slow) > 1.2:
-            return
-    raise AssertionError((same, slow))

@@ -125,31 +125,6 @@ def test_a_missing_peer_names_its_install_command(run: Any, monkeypatch: pytest.
     assert "pip install --no-deps megatron-core==0.16.1" in printed
 
 
-def test_counts_are_shown_by_provider() -> None:
-    row = {
-        "row": "a",
-        "us": {"ours": {}, "peer": {}},
-        "counted": {"ours": {"in": {"x": 1, "y": 2}}},
-        "passes": {"peer": 1},
-    }
-    assert harness.counts(row, ("ours", "peer")) == {"in (x, y)": "1, 2 / -", "passes": "- / 1"}
-
-
-def test_rows_fit_a_narrow_terminal(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    part = replace(PART, means={"all": (["forward"], 0.6)}, targets=lambda row: ["two passes"])
-    lines = run(part, first=[8.0], second=[8.0])[1].splitlines()
-    assert lines[:4] == [
-        "first, forward", "    8.0 us  0.80 ±0.00 of peer  passes 1 / 2  MISSED",
-        "second, forward", "    8.0 us  0.80 ±0.00 of peer  passes 1 / 2  MISSED",
-    ]  # fmt: skip
-    assert lines[4:6] == ["geometric mean forward", "    0.80 of peer"]
-    monkeypatch.setenv("COLUMNS", "40")
-    assert run(part, first=[8.0], second=[8.0])[1].splitlines()[1:3] == [
-        "    8.0 us  0.80 ±0.00 of peer", "    passes 1 / 2  MISSED",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("path", sorted(Path(harness.__file__).parent.glob("bench_*.py")), ids=lambda path: path.stem)
 def test_every_part_can_be_imported(path: Path) -> None:
     """Import modules that otherwise only `make bench` imports."""

@@ -45,24 +45,6 @@ def test_a_gpu_is_not_measured_until_it_is(tmp_path: Path) -> None:
     assert "share of the roof" in page.split("## nvidia-x/gpu_bench")[1]
 
 
-def test_a_peer_on_a_gpu_is_told_by_its_worst_row(tmp_path: Path) -> None:
-    def line(*rows: tuple[str, float, float]) -> str:
-        content = {"versions": {}, "rows": []}
-        for op, ours, share in rows:
-            samples = {"ours": [ours] * 10, "movedim": [10.0] * 10}
-            named = f"{op} {ours}"
-            content["rows"].append(timing.figures(named, samples, share_of_roof=share, case={"op": op}))
-        timing.write_json(tmp_path / "nvidia-x" / "gpu_bench.json", content)
-        (found,) = (line for line in report.page(tmp_path).splitlines() if "`movedim`" in line and "against" in line)
-        return found
-
-    assert line(("pack", 6.0, 0.5), ("unpack", 4.0, 0.2)).endswith("| nvidia-x: 0.60 of its time (pack 6.0) |")
-    assert line(("pack", 9.0, 0.96)).endswith("| nvidia-x: 0.90 of its time (pack 9.0) |")
-    assert line(("pack", 9.0, 0.94), ("pack", 6.0, 0.1)).endswith("0.90 of its time (pack 9.0), missed |")
-    assert line(("unpack", 10.1, 0.99), ("pack", 6.0, 0.1)).endswith("1.01 of its time (unpack 10.1), missed |")
-    assert line(("copy-in", 20.0, 0.1)).endswith(f"| {report.NOT_MEASURED} |")
-
-
 def test_mappings_that_communicate_have_means_of_their_own(tmp_path: Path) -> None:
     """Rows without a collective, and rows that copy more than the peer, are in no mean; both sides enqueue."""
 
@@ -93,13 +75,3 @@ def test_the_readme_quotes_the_committed_figures() -> None:
     for op in ("pack", "unpack"):
         ratios = [row["ratio"]["split + cat"] for row in kernels if row["row"].startswith(f"{op} ")]
         assert f"{min(ratios):.2f} to {max(ratios):.2f}" in readme, op
-
-
-def test_what_is_counted_is_told_by_provider(tmp_path: Path) -> None:
-    samples = {"ours": [1.0] * 10, "peer": [2.0] * 10}
-    row = timing.figures("a", samples, passes={"ours": 0, "peer": 1.5}, counted={"ours": {"in": {"x": 1, "y": 2}}})
-    timing.write_json(tmp_path / "cpu" / "part.json", {"versions": {}, "rows": [row], "runs": 3})
-    page = report.page(tmp_path)
-    assert "| row | ours, us | peer, us | ours / peer | in (x, y): ours / peer | passes: ours / peer |" in page
-    assert "| a | 1.0 | 2.0 | 0.50 ± 0.00 | 1, 2 / - | 0 / 1.5 |" in page
-    assert "the median of 3 runs" in page

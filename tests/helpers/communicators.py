@@ -5,7 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from stage_cases import SHAPES, bits, made, strided
+from bits import bits
+from stage_cases import SHAPES, made, strided
 from torch import Tensor
 from torch.distributed import ProcessGroup
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["SHAPES", "bits", "made", "strided"]
+__all__ = ["SHAPES", "made", "strided"]
 
 SHAPES: list[tuple[int, ...]] = [(), (5,), (3, 4), (2, 3, 4), (2, 1, 3, 2), (2, 1, 2, 1, 3), (0, 4)]
 
@@ -13,10 +13,6 @@ def made(rank: int, shape: tuple[int, ...], dtype: str = "float32", sign: int = 
     return (torch.randint(0, 2, shape, generator=seed) * sign + rank * (dtype not in ("bool",))).to(
         getattr(torch, dtype)
     )
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.detach().contiguous().flatten().view(torch.uint8)
 
 
 def strided(x: Tensor) -> Tensor:

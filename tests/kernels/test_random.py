@@ -1,7 +1,5 @@
 """The kernels in the interpreter on random plans, against their torch twins."""
 
-from typing import Any
-
 import pytest
 import torch
 import tritoncomm_kernels as kernels
@@ -58,51 +56,6 @@ def test_random_plans(data: st.DataObject) -> None:
     assert canaries_live(raw)
 
 
-STRIPS = st.lists(
-    st.tuples(st.integers(0, 40), st.lists(st.tuples(st.integers(0, 2), st.integers(0, 70)), min_size=1, max_size=3)),
-    max_size=4,
-)
-
-
-@settings(max_examples=40, deadline=None)
-@given(STRIPS, st.sampled_from([1, 2, 3]), st.sampled_from([0, 1, 3, 8]), st.integers(0, 9), st.booleans())
-def test_random_segments(strips: Any, parts: int, shift: int, gap: int, is_one_dtype: bool) -> None:
-    """Strips of the wire in which rows of several tensors take turns, each strip several times; sums of one dtype."""
-    dtypes = (torch.bfloat16,) * 3 if is_one_dtype else (torch.int8, torch.bfloat16, torch.float32)
-    parts, at = parts if is_one_dtype else 1, 0 if is_one_dtype else shift
-    ends, rows = [shift] * 3, []
-    for count, items in strips:
-        step = -(-(sum(row * dtypes[i].itemsize for i, row in items) + gap) // 8) * 8
-        places = []
-        for i, row in items:
-            places.append((i, ends[i], count, row, row + gap % 3))
-            ends[i] += count * (row + gap % 3)
-        for _ in range(parts):
-            first = at
-            for i, *place, stride in places:
-                rows.append((i, *place, stride, first, step // dtypes[i].itemsize))
-                first += place[-1] * dtypes[i].itemsize
-            at += count * step
-    table = Segments(rows, dtypes)
-    tensors = [torch.randn(end + shift).to(dtype)[shift:] for end, dtype in zip(ends, dtypes, strict=True)]
-    assert_same_on_twin(tensors, table, is_one_dtype)
-
-
-def assert_same_on_twin(tensors: list[torch.Tensor], table: Segments, sums: bool) -> None:
-    results = []
-    source = torch.randn(table.wire_bytes // 2 + 8).bfloat16()
-    for module in (kernels, reference):
-        wire, raw = guarded((table.wire_bytes // 2 + 8,), torch.bfloat16)
-        wire.fill_(7)
-        targets = [x.clone() for x in tensors]
-        copied = module.gather_segments(tensors, wire, table)
-        copied += module.scatter_segments(source, targets, table, sums=sums)
-        assert canaries_live(raw)
-        results.append((copied, [bits(x) for x in (wire, *targets)]))
-    assert results[0][0] == results[1][0]
-    assert all(torch.equal(one, twin) for one, twin in zip(results[0][1], results[1][1], strict=True))
-
-
 BLOCKS = st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, 40), st.integers(0, 9))
 
 
@@ -123,27 +76,3 @@ def test_overlaps_in_the_wire_are_refused(blocks: list[tuple[int, int, int, int]
     else:
         with pytest.raises(ValueError, match="belong to two rows"):
             Segments(rows, [torch.bfloat16])
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.integers(0, 40), st.integers(0, 90), st.lists(st.integers(-3, 45), max_size=50), st.sampled_from([0, 1, 2, 8]),
-    st.sampled_from([torch.int8, torch.bfloat16, torch.float32, torch.int64]), st.booleans(),
-)  # fmt: skip
-def test_random_rows(count: int, row: int, some: list[int], gap: int, dtype: torch.dtype, is_long: bool) -> None:
-    """Kernel and twin write the same bits, surroundings included, and there and back a permutation is the identity."""
-    x = random_bits((count, row + gap), dtype)[:, gap:] if count and row else torch.empty(count, row, dtype=dtype)
-    index = torch.tensor(some, dtype=torch.int64 if is_long else torch.int32)
-    results = []
-    for module in (kernels, reference):
-        out, raw = guarded((len(some), row), dtype)
-        assert module.gather_rows(x, index, out) == (2 * out.nbytes + index.nbytes if row else 0)
-        assert canaries_live(raw)
-        results.append(out)
-    assert torch.equal(bits(results[0]), bits(results[1]))
-    order = torch.randperm(count)
-    for module in (kernels, reference):
-        there, back = torch.empty(count, row, dtype=dtype), torch.empty(count, row, dtype=dtype)
-        module.gather_rows(x, order, there)
-        module.scatter_rows(there, order, back)
-        assert torch.equal(bits(back), bits(x.contiguous()))

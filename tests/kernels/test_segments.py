@@ -4,7 +4,6 @@ import copy
 import pickle
 import random
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,10 @@ import torch
 import tritoncomm_kernels as kernels
 from bits import bits, random_bits
 from devices import Device
+from fuzz_segments import by_element
 from kernel_cases import assert_same_numbers, canaries_live, guarded
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from tritoncomm_kernels import PADDING, Copies, Segment, Segments, device_table, reference, segment_copy, segment_tiles
+from tritoncomm_kernels import PADDING, Segment, Segments, device_table, reference, segment_copy, segment_tiles
 from tritoncomm_kernels.segments import layouts_of
 
 MODULES = [kernels, reference]
@@ -53,26 +51,6 @@ def drawn(seed: int, dtypes: tuple[torch.dtype, ...], aligned: bool, device: Any
     return tensors, table
 
 
-def by_index(tensors: list[Tensor], wire: Tensor, table: Any, into: bool) -> None:
-    """The definition, one element at a time, in bytes."""
-    for i, offset, rows, row, stride, at, step in table:
-        if i == PADDING:
-            for r in range(rows if into else 0):
-                first = at + r * (step or row)
-                wire[first : first + row] = 0
-            continue
-        size = tensors[i].element_size()
-        memory = tensors[i].as_strided((offset + (rows - 1) * stride + row,), (1,)) if rows and row else tensors[i]
-        for r in range(rows):
-            for k in range(row):
-                first = at + (r * (step or row) + k) * size
-                element = memory[offset + r * stride + k : offset + r * stride + k + 1]
-                if into:
-                    wire[first : first + size] = element.view(torch.uint8)
-                else:
-                    element.view(torch.uint8)[:] = wire[first : first + size]
-
-
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("seed", range(6))
 def test_copies_of_any_bits(device: Device, module: Any, seed: int) -> None:
@@ -81,7 +59,7 @@ def test_copies_of_any_bits(device: Device, module: Any, seed: int) -> None:
     wire, raw = guarded((segments.wire_bytes,), torch.uint8, device.at)
     wire.fill_(0x7F)  # gaps stay as they are
     expected = wire.clone()
-    by_index(tensors, expected, table, into=True)
+    by_element(segments, tensors, expected, scatters=False)
     copied = module.gather_segments(tensors, wire, segments)
     assert torch.equal(wire, expected)
     assert canaries_live(raw)
@@ -93,7 +71,7 @@ def test_copies_of_any_bits(device: Device, module: Any, seed: int) -> None:
     )
     for x in (*targets, *twins):
         x.untyped_storage().fill_(0x7F)
-    by_index(twins, wire, table, into=False)
+    by_element(segments, twins, wire, scatters=True)
     assert module.scatter_segments(wire, targets, segments) == 2 * (segments.nbytes - padding)
     for x, twin in zip(targets, twins, strict=True):
         assert torch.equal(bits(x), bits(twin))
@@ -373,39 +351,6 @@ def test_programs_have_as_many_bytes() -> None:
     assert mixed.programs == 65
     assert int(mixed.shares.max() - mixed.shares.min()) <= 256
     assert int(np.diff(mixed.starts).max()) <= 3
-
-
-def test_a_plan_has_no_operators_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the table nor its plan: torch's dispatcher takes longer than numpy for a few dozen numbers."""
-
-    class Noted(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    class NotedToo(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    seen: list[str] = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda at: SimpleNamespace(multi_processor_count=132))
-    tensors = [torch.zeros(4000, 40 + i, dtype=torch.bfloat16) for i in range(3)]
-    wire = torch.zeros(6_000_000, dtype=torch.uint8)
-    layouts = layouts_of(wire, tensors)._replace(devices=(0,))
-    ranks = [(i, rank) for i in range(3) for rank in range(3)]
-    rows = [(i, rank * 10, 4000, 10, 40 + i, 400_000 * (3 * i + rank), 16) for i, rank in ranks]
-    rows += [(1, 41 * n + 30, 1, 9, 9, 4_000_000 + 18 * n) for n in range(60)]
-    shared = [(0, 30, 4000, 9, 40, 5_000_000 + 100_000 * part) for part in range(2)]
-    with Noted(), NotedToo():
-        torch.zeros(1)  # which is seen
-        assert len(seen) == 2
-        for some, sums in ((rows, False), (rows + shared, True)):
-            table = Segments(some, [torch.bfloat16, torch.bfloat16, torch.float32])
-            launches, _ = segment_copy._plan("scatter_segments", table, layouts, (0, 2, 4), 0, False, False, sums)
-            assert len(launches) == 2, "of copies, and of casts"
-        Copies([(0, 1, 40, 9, 10, 4, 11), (0, 500, 40, 2, 4, 40, 11)], [torch.float32])
-    assert len(seen) == 2, seen[2:]
 
 
 def test_overlaps_are_seen_in_any_order() -> None:

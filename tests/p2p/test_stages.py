@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stage_cases import SHAPES, bits, made, strided
+from bits import bits
+from stage_cases import SHAPES, made, strided
 from torch import Tensor
 from torch.distributed import ProcessGroup
 

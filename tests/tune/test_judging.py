@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from fake_bench import FakeBench
 from tritoncomm_kernels import tables
 
 from tritoncomm.cli import tune as tune_command
-from tritoncomm.tune import results, search, static, tuner
+from tritoncomm.tune import search, static, tuner
 from tritoncomm.tune.candidates import Candidate, candidates
 from tritoncomm.tune.tuner import Request
 
@@ -172,12 +171,6 @@ def test_ctrl_c_keeps_what_is_judged(monkeypatch: pytest.MonkeyPatch, judge: lis
         todo, done = [batch for op in OPS for batch in search.batches(op, 8, "sm_90")], {}
         assert search.search(todo, done, lambda: None, follow=press, parallel=True) == search.INTERRUPTED
         assert 0 < len(done) < sum(len(batch.keys) for batch in todo)
-
-
-def test_results_have_the_fields_that_going_on_asks_for(judge: list[tuple[str, int, int]]) -> None:
-    (batch, *_) = search.batches("pack", 16, "sm_90")
-    assert all(results._has(one, results._JUDGED) for one in batch.work())
-    assert {field.name for field in fields(static.Verdict)} < set(results._JUDGED)
 
 
 def test_a_static_ranking_in_a_folder_is_named_after_its_target(

@@ -152,25 +152,6 @@ def test_eviction_is_an_axis_of_copies_in_wide_units() -> None:
         assert launch.constants["EVICT_FIRST"] is on, unit
 
 
-def test_the_rank_follows_cost_then_registers() -> None:
-    tried = candidates("pack", 16)[:4]
-    costs = [(3.0, 40), (2.0, 50), (2.0, 30), (1.0, 90)]
-    verdicts = {
-        one.label: static.Verdict("" if cost > 1 else "spills 8", cost, cost, registers, 0, [16], 4, 65536)
-        for one, (cost, registers) in zip(tried, costs, strict=True)
-    }
-    assert static.rank("pack", 16, verdicts, "sm_90") == [tried[2], tried[1], tried[0]]
-
-
-def test_too_few_bytes_in_flight_cost_more() -> None:
-    """Half the registers' worth of threads, and the copy waits for memory: the stated factor."""
-    code = static.Code([16, 16], [16, 16], 2, 120, 0, 64)
-    verdict = static._verdict(code, 4, "", "sm_90")
-    assert verdict.instructions_per_16_bytes == 32
-    assert verdict.bytes_in_flight == 4 * 128 * 32  # 65536 registers hold 4 programs of 128 threads with 120 each
-    assert verdict.cost == 32 * 65536 / verdict.bytes_in_flight
-
-
 AUDITED = [(target, op, unit) for target in TARGETS for op, unit in groups()]
 
 
@@ -405,14 +386,6 @@ def test_the_crossover_is_where_triton_stays_no_slower() -> None:
     assert limit({2**12: 10.1}) == {"pack": {"8": 0}}
     assert limit(dict.fromkeys(results._SIZES, 99.0)) == {"pack": {"8": 2**27}}
     assert limit({}, drop=1) == {}
-
-
-@pytest.mark.parametrize(("op", "unit"), groups(), ids=lambda x: str(x))
-def test_crossover_cases_have_their_unit(op: str, unit: int) -> None:
-    for size in results._SIZES:
-        case = results._case(op, unit, size)
-        assert case.unit == unit
-        assert size / 2 <= case.nbytes <= max(2 * size, 2 * 8208)
 
 
 # The bench itself, in the interpreter
