@@ -56,7 +56,13 @@ def full(x: Any) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def run_block(group: ProcessGroup, sequence: bool, uneven: bool, norm: type[nn.Module]) -> None:
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+def test_a_block_is_that_of_one_process(
+    group: ProcessGroup, sequence: bool, uneven: bool, norm: type[nn.Module]
+) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     torch.manual_seed(0)
     vocab, width, hidden = (19, 12, 26) if uneven else (24, 8, 16)
@@ -84,16 +90,6 @@ def run_block(group: ProcessGroup, sequence: bool, uneven: bool, norm: type[nn.M
         assert not torch.equal(again(ids), ours(ids)), "a copy has parameters of its own"
     for name, module in ours.named_children():
         assert isinstance(module, getattr(plain, name).__class__)
-
-
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
-@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_block_is_that_of_one_process(
-    pool: Pool, world: int, sequence: bool, uneven: bool, norm: type[nn.Module]
-) -> None:
-    pool.run(run_block, sequence, uneven, norm, world=world)
 
 
 LAYOUTS = (Replicate(), Shard(0), Shard(1), Shard(-1), Shard(2))
@@ -171,7 +167,7 @@ def normed(*sizes: int) -> nn.Module:
         return torch.nn.utils.weight_norm(nn.Linear(*sizes))
 
 
-def run_others(group: ProcessGroup) -> None:
+def test_what_is_left_to_torch_and_what_is_refused(group: ProcessGroup) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     x = torch.randn(2, 4, 8)
     for module in (Odd(8, 4), nn.Linear(8, 4, bias=False), Kept(8, 4)):
@@ -216,11 +212,7 @@ def run_others(group: ProcessGroup) -> None:
         theirs.parallelize_module(nn.Linear(8, 4), turned, parallel.ColwiseParallel(), src_data_rank=None)
 
 
-def test_what_is_left_to_torch_and_what_is_refused(pool: Pool) -> None:
-    pool.run(run_others)
-
-
-def run_traffic(group: ProcessGroup) -> None:
+def test_sums_are_in_place(group: ProcessGroup) -> None:
     """One all-reduce forward and one backward; with sequence parallelism all-gather and reduce-scatter."""
     mesh = DeviceMesh.from_group(group, "cpu")
     x = torch.randn(2, 4, 8, requires_grad=True)
@@ -235,11 +227,8 @@ def run_traffic(group: ProcessGroup) -> None:
     }, "sums are in place"
 
 
-def test_sums_are_in_place(pool: Pool) -> None:
-    pool.run(run_traffic)
-
-
-def run_compiled(group: ProcessGroup, sequence: bool) -> None:
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+def test_compiles_into_one_graph(group: ProcessGroup, sequence: bool) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     torch.manual_seed(0)
     model = theirs.parallelize_module(Block(24, 8, 16, nn.LayerNorm), mesh, plan_of(parallel, sequence))
@@ -253,12 +242,8 @@ def run_compiled(group: ProcessGroup, sequence: bool) -> None:
         torch.testing.assert_close(full(mine), full(wanted), **CLOSE)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-def test_compiles_into_one_graph(pool: Pool, sequence: bool) -> None:
-    pool.run(run_compiled, sequence)
-
-
-def run_autocast(group: ProcessGroup, output: Any) -> None:
+@pytest.mark.parametrize("output", [Replicate(), Shard(0), Shard(1)], ids=str)
+def test_the_bias_does_not_widen_what_autocast_made_narrow(group: ProcessGroup, output: Any) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     layer = theirs.parallelize_module(
         nn.Linear(8, 4), mesh, parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=output)
@@ -271,11 +256,6 @@ def run_autocast(group: ProcessGroup, output: Any) -> None:
     assert layer.bias.grad.dtype is torch.float32
 
 
-@pytest.mark.parametrize("output", [Replicate(), Shard(0), Shard(1)], ids=str)
-def test_the_bias_does_not_widen_what_autocast_made_narrow(pool: Pool, output: Any) -> None:
-    pool.run(run_autocast, output)
-
-
 class Named(nn.Linear):
     """A linear layer of another name, with a cache that is not saved."""
 
@@ -285,7 +265,7 @@ class Named(nn.Linear):
         return {key: value for key, value in vars(self).items() if key != "cached"}
 
 
-def run_pickled(group: ProcessGroup) -> None:
+def test_a_subclass_is_pickled(group: ProcessGroup) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     layer, x = theirs.parallelize_module(Named(8, 4), mesh, parallel.ColwiseParallel()), torch.randn(2, 8)
     layer.cached = group
@@ -295,7 +275,3 @@ def run_pickled(group: ProcessGroup) -> None:
         assert made.cached is None
         assert torch.equal(made(x), layer(x))
         assert made.weight is not layer.weight
-
-
-def test_a_subclass_is_pickled(pool: Pool) -> None:
-    pool.run(run_pickled)

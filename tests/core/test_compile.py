@@ -276,7 +276,19 @@ def bad_sizes_are_refused(group: ProcessGroup) -> None:
                 torch.compile(call, backend="eager")(x)
 
 
-def no_graph_under_no_grad(group: ProcessGroup) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
+def test_calls_one_after_another(pool: Pool, backend: str) -> None:
+    pool.run(forwards_before_backwards, backend, world=2)
+    pool.run(sizes_change, backend, world=2)
+
+
+def test_arguments_are_checked_while_traced(pool: Pool) -> None:
+    pool.run(bad_sizes_are_refused, world=2)
+    pool.stop()  # after an error torch keeps evaluating frames itself, which adds a reference to every argument
+
+
+@pytest.mark.ranks(1, pytest.param(2, marks=pytest.mark.slow))
+def test_no_graph_under_no_grad(group: ProcessGroup) -> None:
     calls: dict[str, Callable[[Tensor], Tensor]] = {
         "scatter_sp": lambda x: m.scatter_to_sequence_parallel_region(x, group),
         "gather_sp": lambda x: m.gather_from_sequence_parallel_region(x, group=group),
@@ -291,22 +303,6 @@ def no_graph_under_no_grad(group: ProcessGroup) -> None:
             out = compiled(x)
         assert not out.requires_grad, name
         assert torch.equal(out, call(x)), name
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
-def test_calls_one_after_another(pool: Pool, backend: str) -> None:
-    pool.run(forwards_before_backwards, backend, world=2)
-    pool.run(sizes_change, backend, world=2)
-
-
-def test_arguments_are_checked_while_traced(pool: Pool) -> None:
-    pool.run(bad_sizes_are_refused, world=2)
-    pool.stop()  # after an error torch keeps evaluating frames itself, which adds a reference to every argument
-
-
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_no_graph_under_no_grad(pool: Pool, world: int) -> None:
-    pool.run(no_graph_under_no_grad, world=world)
 
 
 @pytest.mark.slow
@@ -327,7 +323,7 @@ def one_rank_is_eager(group: ProcessGroup, backend: str) -> int:
     return counted[0]
 
 
-def run_traced(group: ProcessGroup) -> None:
+def test_traced_calls(group: ProcessGroup) -> None:
     """``make_fx`` records no wait: refused before anything is sent. ``torch.export`` has the functional form."""
     x = torch.arange(16.0).view(4, 4).add(group.rank())
     calls = (
@@ -350,7 +346,3 @@ def run_traced(group: ProcessGroup) -> None:
         program = torch.export.export(Program(), (x,), strict=strict)
         assert any("wait_tensor" in str(node.target) for node in program.graph.nodes)
         assert torch.equal(program.module()(x), m.all_to_all_sp2hp(x * 2, group).sin())
-
-
-def test_traced_calls(pool: Pool) -> None:
-    pool.run(run_traced)

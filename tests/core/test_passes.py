@@ -230,7 +230,7 @@ def test_floor_of_split_sizes(pool: Pool, world: int) -> None:
     pool.run(run_uneven_floor, world=world)
 
 
-def run_triton_floor(group: ProcessGroup) -> None:
+def test_triton_floor(group: ProcessGroup) -> None:
     world = group.size()
     base = torch.ones(8, 3, 16)
     for name, (call, floor, strided_floor, backward_floor) in CASES.items():
@@ -245,11 +245,7 @@ def run_triton_floor(group: ProcessGroup) -> None:
             assert packed == (wanted + backward_floor(world)) * base.nbytes, (name, packed / base.nbytes)
 
 
-def test_triton_floor(pool: Pool) -> None:
-    pool.run(run_triton_floor, world=2)
-
-
-def run_overwriting_floor(group: ProcessGroup) -> None:
+def test_floor_with_overwrite_inputs(group: ProcessGroup) -> None:
     """Without ``overwrite_inputs`` exactly two mappings copy once more than with it, which is at the floor."""
     base = torch.ones(8, 3, 16)
     packed: dict[tuple[str, bool], int] = {}
@@ -265,11 +261,9 @@ def run_overwriting_floor(group: ProcessGroup) -> None:
     assert packed["reduce_from", True] == packed["copy", True] == 0
 
 
-def test_floor_with_overwrite_inputs(pool: Pool) -> None:
-    pool.run(run_overwriting_floor, world=2)
-
-
-def run_slipped_in(group: ProcessGroup, which: str, waste: str) -> None:
+@pytest.mark.parametrize("waste", ["copy", "buffer"])
+@pytest.mark.parametrize("which", ["pack", "unpack"])
+def test_waste_is_seen(group: ProcessGroup, which: str, waste: str) -> None:
     original = getattr(ops, which)
 
     def wasteful(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -286,9 +280,3 @@ def run_slipped_in(group: ProcessGroup, which: str, waste: str) -> None:
             run_uneven_floor(group)
     finally:
         setattr(ops, which, original)
-
-
-@pytest.mark.parametrize("waste", ["copy", "buffer"])
-@pytest.mark.parametrize("which", ["pack", "unpack"])
-def test_waste_is_seen(pool: Pool, which: str, waste: str) -> None:
-    pool.run(run_slipped_in, which, waste, world=2)

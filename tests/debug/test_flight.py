@@ -323,7 +323,7 @@ def run_mismatch(group: ProcessGroup) -> str:
         return flight.calls[-1].error
 
 
-def run_steps(group: ProcessGroup) -> None:
+def test_p2p_functions_are_recorded_where_the_program_called_them(group: ProcessGroup) -> None:
     """Every p2p function is recorded where the program called it, whatever is between it and the exchange."""
     tritoncomm.destroy()
     is_last, x = group.rank() == 1, T(2)
@@ -357,10 +357,6 @@ def run_steps(group: ProcessGroup) -> None:
         assert flight.calls[-1].as_json(1, {})["arguments"]["transfers"][0][2] == [[[2**62], "float32"]]
     finally:
         variables.FLIGHT.assign((0, ""))
-
-
-def test_p2p_functions_are_recorded_where_the_program_called_them(pool: Pool) -> None:
-    pool.run(run_steps, world=2)
 
 
 def lost_peer(folder: Path) -> str:

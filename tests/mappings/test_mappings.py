@@ -189,66 +189,6 @@ def test_helpers_that_copy_nothing(group: ProcessGroup) -> None:
     assert m._split_along_first_dim(x, group).untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
-@pytest.mark.ranks(2, 4)
-def test_inputs_and_gradients_are_left_alone(group: ProcessGroup) -> None:
-    rank, world = group.rank(), group.size()
-    parts = held(group, (4, 3), "float32", False, 0)
-    total = summed(parts)
-    reduce, copy = m.reduce_from_tensor_model_parallel_region, m.copy_to_tensor_model_parallel_region
-
-    x = parts[rank].clone()
-    y = reduce(x, group)
-    same(x, parts[rank], "a held input")
-    assert y.data_ptr() != x.data_ptr()
-    same(y, total, "its result")
-
-    leaf = parts[rank].clone().requires_grad_()
-    product = leaf * 2
-    y = reduce(product, group)
-    same(product.detach(), parts[rank] * 2, "a held product")
-    same(y.detach(), 2 * total, "its result")
-
-    leaf = parts[rank].clone().requires_grad_()
-    y = reduce(leaf.exp(), group)  # exp saves its output for backward
-    y.sum().backward()
-    assert leaf.grad is not None
-    torch.testing.assert_close(leaf.grad, parts[rank].exp(), rtol=0, atol=0)
-
-    base = parts[rank].clone()
-    y = reduce(base.view(-1), group)
-    same(base, parts[rank], "the base of a temporary view")
-    same(y, total.view(-1), "its result")
-
-    # AddBackward hands one gradient tensor to both branches
-    for swap in (False, True):
-        a = parts[rank].clone().requires_grad_()
-        b = parts[rank].clone().requires_grad_()
-        left, right = copy(a, group), b * 1
-        out = right + left if swap else left + right
-        grads = held(group, (4, 3), "float32", False, 30)
-        out.backward(grads[rank].clone())
-        assert a.grad is not None
-        assert b.grad is not None
-        same(a.grad, summed(grads), "copied branch")
-        same(b.grad, grads[rank], "plain branch")
-
-    a = parts[rank].clone().requires_grad_()
-    seen: list[Tensor] = []
-    copied = copy(a * 1, group)
-    copied.register_hook(seen.append)
-    (copied * 3).sum().backward()
-    same(seen[0], torch.full((4, 3), 3.0), "a gradient that a hook kept")
-    assert a.grad is not None
-    same(a.grad, torch.full((4, 3), 3.0 * world), "and its sum")
-
-    a = parts[rank].clone().requires_grad_()
-    copied = copy(a * 1, group)
-    copied.retain_grad()
-    (copied * 3).sum().backward()
-    assert copied.grad is not None
-    same(copied.grad, torch.full((4, 3), 3.0), "a retained gradient")
-
-
 @pytest.mark.ranks(1, 2, 3)
 def test_meta_tensors_propagate_shapes(group: ProcessGroup) -> None:
     rank, world = group.rank(), group.size()

@@ -5,7 +5,6 @@ from unittest import mock
 import pytest
 import torch
 from bits import random_bits
-from pool import Pool
 from reshardings import Cases, layouts, local_of, ramp, run_cases, same
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
@@ -526,10 +525,6 @@ def wrong_outs_are_rejected(group: TorchGroup) -> None:
     same(out, local_of(columns, group.rank(), ramp(8, 12)))
 
 
-def run_all(group: TorchGroup) -> None:
+@pytest.mark.ranks(1, 2, pytest.param(4, marks=pytest.mark.slow))
+def test_odd_uses(group: TorchGroup) -> None:
     run_cases(case, group)
-
-
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_odd_uses(pool: Pool, world: int) -> None:
-    pool.run(run_all, world=world)

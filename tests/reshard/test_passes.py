@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from bits import bits
-from pool import Pool
 from reshardings import Recorded, boxes_of, drawn_items, local_of, simulate, values
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
@@ -148,7 +147,7 @@ def test_launches_of_casts_are_counted() -> None:
         assert plan.transfers.launches == launches, (dtypes, results)
 
 
-def run_halos(group: TorchGroup) -> None:
+def test_overlapping_boxes_are_summed(group: TorchGroup) -> None:
     """Results whose boxes overlap on one rank, too: their gradients are summed."""
     rank = group.rank()
     source = Layout.on_mesh((8, 3), [0, 1], [0])
@@ -162,11 +161,7 @@ def run_halos(group: TorchGroup) -> None:
     assert torch.equal(x.grad, counts.view(2, 4)[rank].view(4, 1).expand(4, 3))
 
 
-def test_overlapping_boxes_are_summed(pool: Pool) -> None:
-    pool.run(run_halos, world=2)
-
-
-def run_compiled(group: TorchGroup) -> None:
+def test_torch_compile_breaks_its_graph(group: TorchGroup) -> None:
     """The graph breaks, with the values and gradients of eager mode."""
     rank, full = group.rank(), torch.arange(48.0).view(8, 6)
     x = local_of(ROWS, rank, full)
@@ -190,7 +185,3 @@ def run_compiled(group: TorchGroup) -> None:
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
         torch.compile(by_call, backend="aot_eager", fullgraph=True)(x)
-
-
-def test_torch_compile_breaks_its_graph(pool: Pool) -> None:
-    pool.run(run_compiled, world=2)

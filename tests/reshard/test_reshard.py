@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 from bits import bits, random_bits
-from pool import Pool
 from reshardings import local_of
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
@@ -40,7 +39,9 @@ NAMED: dict[str, tuple[tuple[int, ...], torch.dtype, Any, Any]] = {
 }
 
 
-def run_named(group: TorchGroup, name: str) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", NAMED)
+def test_named(group: TorchGroup, name: str) -> None:
     shape, dtype, before, after = NAMED[name]
     source, target, rank = on_mesh(shape, *before), on_mesh(shape, *after), group.rank()
     full = random_bits(shape, dtype)
@@ -58,11 +59,6 @@ def run_named(group: TorchGroup, name: str) -> None:
     assert torch.equal(bits(out), bits(expected))
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_named(pool: Pool, name: str) -> None:
-    pool.run(run_named, name, world=4)
-
-
 def refused(call: Any, kind: type[CommError], *words: str) -> None:
     with pytest.raises(kind) as caught:
         call()
@@ -70,7 +66,8 @@ def refused(call: Any, kind: type[CommError], *words: str) -> None:
     assert type(caught.value) is kind
 
 
-def run_refusals(group: TorchGroup) -> None:
+@pytest.mark.ranks(4)
+def test_refusals(group: TorchGroup) -> None:
     rank, every = group.rank(), range(4)
     rows, columns = Layout.on_mesh((8, 4), every, [0]), Layout.on_mesh((8, 4), every, [1])
     x = torch.ones(2, 4)
@@ -113,11 +110,8 @@ def run_refusals(group: TorchGroup) -> None:
     refused(go(source=Layout.on_mesh((8, 4), range(8), [0])), GroupError, "[4, 5, 6, 7]", "source")
 
 
-def test_refusals(pool: Pool) -> None:
-    pool.run(run_refusals, world=4)
-
-
-def run_costs(group: TorchGroup) -> None:
+@pytest.mark.ranks(4)
+def test_costs(group: TorchGroup) -> None:
     """Memory, passes, messages and bytes, counted while it runs."""
     rank, shape, limit = group.rank(), (64, 96), 2048
     source, target = Layout.on_mesh(shape, range(4), [0]), Layout.on_mesh(shape, [[0, 1], [2, 3]], [1, None])
@@ -144,20 +138,11 @@ def run_costs(group: TorchGroup) -> None:
     assert "50 us per step" in str(plan)  # of Gloo
 
 
-def test_costs(pool: Pool) -> None:
-    pool.run(run_costs, world=4)
-
-
 def rows_to_columns(rows: int, columns: int) -> tuple[Tensor, Layout, Layout]:
     """A tensor of different values, and its shards of dim 0 and of dim 1 on two ranks."""
     shape = rows, columns
     full = torch.arange(float(rows * columns)).view(shape)
     return full, Layout.on_mesh(shape, range(2), [0]), Layout.on_mesh(shape, range(2), [1])
-
-
-def run_in_place(group: TorchGroup, path: Any) -> None:
-    with ops.path(path):
-        check_in_place(group)
 
 
 def check_in_place(group: TorchGroup) -> None:
@@ -182,11 +167,12 @@ def check_in_place(group: TorchGroup) -> None:
 
 
 @pytest.mark.parametrize("path", ["torch", "triton"])
-def test_in_place_needs_one_bucket(pool: Pool, path: str) -> None:
-    pool.run(run_in_place, path, world=2)
+def test_in_place_needs_one_bucket(group: TorchGroup, path: Any) -> None:
+    with ops.path(path):
+        check_in_place(group)
 
 
-def run_corners(group: TorchGroup) -> None:
+def test_corners(group: TorchGroup) -> None:
     rank, (full, source, target) = group.rank(), rows_to_columns(8, 4)
     x = local_of(source, rank, full)
     # The same layout: the tensor itself. Tied tensors: each of them moves.
@@ -221,10 +207,6 @@ def run_corners(group: TorchGroup) -> None:
     out = torch.zeros(8, 2)
     plan.execute(x, out=out)
     assert torch.equal(out, local_of(target, rank, full))
-
-
-def test_corners(pool: Pool) -> None:
-    pool.run(run_corners, world=2)
 
 
 def test_a_plan_without_ranks() -> None:
@@ -303,7 +285,7 @@ def test_a_plan_for_a_rank_that_is_not_there() -> None:
     refused(lambda: reshard_plan({1: torch.int8, "1": torch.int8}, rows, rows, ranks=[0, 1]), ArgumentError, "as text")
 
 
-def run_wrong_options(group: TorchGroup) -> None:
+def test_wrong_options(group: TorchGroup) -> None:
     """Wrong on one rank: it raises what is wrong, and the other says so."""
     world = group.size()
     rows, columns = (Layout.on_mesh((8, 4), range(world), [dim]) for dim in (0, 1))
@@ -332,7 +314,3 @@ def run_wrong_options(group: TorchGroup) -> None:
         kind = ArgumentError if own else MismatchError
         refused(lambda given=given: OwnedExchange(*given, rows, group=group), kind, "exchange_owned")
     assert torch.equal(go()()["w"], torch.ones(8, 4 // world))
-
-
-def test_wrong_options(pool: Pool) -> None:
-    pool.run(run_wrong_options, world=2)

@@ -350,13 +350,9 @@ def outs_that_cannot_be_written_are_rejected(group: TorchGroup) -> None:
         OwnedExchange(numbered, {"0": 0}, rows, group=group)
 
 
-def run_all(group: TorchGroup) -> None:
+@pytest.mark.ranks(1, 2, pytest.param(4, marks=pytest.mark.slow))
+def test_second_calls(group: TorchGroup) -> None:
     run_cases(case, group)
-
-
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_second_calls(pool: Pool, world: int) -> None:
-    pool.run(run_all, world=world)
 
 
 def test_what_all_ranks_of_the_job_make(pool: Pool) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from bits import bits, random_bits
-from pool import Pool
 from reshardings import Cases, local_of, run_cases, simulate
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
@@ -220,16 +219,12 @@ def run_pairs(group: TorchGroup, pairs: Sequence[tuple[str, str]]) -> None:
                 assert torch.equal(given, total.index_select(dim, mine)), (kinds, bounds, rank, grad)
 
 
-def run_both_paths(group: TorchGroup) -> None:
+@pytest.mark.ranks(1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4)))
+def test_forward_and_backward(group: TorchGroup) -> None:
     run_pairs(group, PAIRS)
     if group.size() == 2:
         with ops.path("triton"):
             run_pairs(group, [("zigzag", "striped"), ("striped", "full")])
-
-
-@pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
-def test_forward_and_backward(pool: Pool, world: int) -> None:
-    pool.run(run_both_paths, world=world)
 
 
 case = Cases()
@@ -460,16 +455,12 @@ def plans_of_states(group: TorchGroup) -> None:
     same(reshard(x, sides[0]["hidden"], sides[1]["hidden"], group=group, out=gaps), full["hidden"][goal])
 
 
-def run_all(group: TorchGroup) -> None:
+@pytest.mark.ranks(1, 2, 4, (1, 3))
+def test_uses(group: TorchGroup) -> None:
     run_cases(case, group)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, (1, 3)])
-def test_uses(pool: Pool, world: int | tuple[int, ...]) -> None:
-    pool.run(run_all, world=world)
-
-
-def run_compiled(group: TorchGroup) -> None:
+def test_torch_compile_breaks_its_graph(group: TorchGroup) -> None:
     """The graph breaks, with the values of eager mode."""
     world, rank = group.size(), group.rank()
     full = torch.arange(8.0 * world)
@@ -484,10 +475,6 @@ def run_compiled(group: TorchGroup) -> None:
     y.sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 2))
     torch._dynamo.reset()
-
-
-def test_torch_compile_breaks_its_graph(pool: Pool) -> None:
-    pool.run(run_compiled, world=2)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool
 from reshardings import local_of
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
@@ -37,7 +36,8 @@ def coordinates(mesh: DeviceMesh, placements: list[Any], shape: tuple[int, ...])
     assert torch.equal(theirs, local_of(layout, me, full)), (placements, shape)
 
 
-def run_dtensors(group: TorchGroup) -> None:
+@pytest.mark.ranks(4)
+def test_dtensors_across_meshes(group: TorchGroup) -> None:
     every = DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False)
     for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(-1)], [Shard(1), Replicate()]):
         for shape in ((8, 12), (7, 5), (2, 3)):
@@ -62,11 +62,8 @@ def run_dtensors(group: TorchGroup) -> None:
         assert torch.equal(grad.to_local(), torch.full_like(x.to_local(), 2.0))
 
 
-def test_dtensors_across_meshes(pool: Pool) -> None:
-    pool.run(run_dtensors, world=4)
-
-
-def run_colo(group: TorchGroup) -> None:
+@pytest.mark.ranks(4)
+def test_colo_tensors_to_other_groups(group: TorchGroup) -> None:
     one, two = ProcessGroup(ranks=[0, 1, 2, 3], tp_degree=4), ProcessGroup(ranks=[0, 1, 2, 3], tp_degree=2)
     full = torch.arange(96.0).view(8, 12)
     for pg, other in ((one, two), (two, one)):
@@ -94,11 +91,8 @@ def run_colo(group: TorchGroup) -> None:
     assert torch.equal(plain(replica), full.chunk(2)[two.tp_local_rank()])
 
 
-def test_colo_tensors_to_other_groups(pool: Pool) -> None:
-    pool.run(run_colo, world=4)
-
-
-def run_checkpoint(group: TorchGroup) -> None:
+@pytest.mark.ranks(4)
+def test_checkpoint_at_another_size(group: TorchGroup) -> None:
     """A checkpoint that two ranks loaded, into a model on four, in memory and in another dtype."""
     rank = group.rank()
     shapes = {"up": (12, 8), "down": (8, 12), "norm": (8,), "step": ()}
@@ -112,10 +106,6 @@ def run_checkpoint(group: TorchGroup) -> None:
         assert torch.equal(model[name], local_of(new[name], rank, x.bfloat16()))
 
 
-def test_checkpoint_at_another_size(pool: Pool) -> None:
-    pool.run(run_checkpoint, world=4)
-
-
 def newton_schulz(x: Tensor) -> Tensor:
     """The orthogonalisation of Muon, three steps of it."""
     y = x / (x.norm() + 1e-7)
@@ -125,7 +115,8 @@ def newton_schulz(x: Tensor) -> Tensor:
     return y
 
 
-def run_owned(group: TorchGroup) -> None:
+@pytest.mark.ranks(4)
+def test_matrices_on_their_owners(group: TorchGroup) -> None:
     rank, shapes = group.rank(), {"a": (6, 4), "b": (5, 7), "c": (4, 4), "d": (3, 9), "e": (2, 2)}
     torch.manual_seed(0)
     full = {name: torch.randn(shape) for name, shape in shapes.items()}
@@ -154,11 +145,7 @@ def run_owned(group: TorchGroup) -> None:
         assert torch.equal(x.to_local(), local_of(layouts[name], rank, newton_schulz(full[name])))
 
 
-def test_matrices_on_their_owners(pool: Pool) -> None:
-    pool.run(run_owned, world=4)
-
-
-def run_zigzag(group: TorchGroup) -> None:
+def test_zigzag(group: TorchGroup) -> None:
     """Contiguous to zigzag and back, of a packed batch of two sequences: boxes along the sequence."""
     rank, world, lengths = group.rank(), group.size(), (16, 32)
     boxes: dict[int, list[Any]] = {r: [] for r in range(world)}
@@ -177,7 +164,3 @@ def run_zigzag(group: TorchGroup) -> None:
     (y * y.detach()).sum().backward()
     assert torch.equal(x.grad, x)
     assert reshard_plan(x, contiguous, zigzag, group=group).transfers.launches == 2
-
-
-def test_zigzag(pool: Pool) -> None:
-    pool.run(run_zigzag, world=2)

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from shards import ranks_of
 from torch import nn
 from torch.distributed import ProcessGroup as TorchGroup
-from torch.nn.parallel import DistributedDataParallel
 
 from tritoncomm import record
 from tritoncomm.tensor import ColoParameter, ColoTensor, ProcessGroup, ShardSpec, shard_parameters
@@ -71,22 +69,3 @@ def test_helpers_of_torch(group: TorchGroup) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*has no rule for these shards")
         run_helpers(group)
-
-
-@pytest.mark.ranks(4)
-def test_data_parallel_over_tensor_parallel(group: TorchGroup) -> None:
-    """Two tensor-parallel pairs, each on half of the batch, equal one process on the full batch."""
-    pg = ProcessGroup(ranks=dist.get_process_group_ranks(group), tp_degree=2)
-    reference, module = made(pg)
-    parallel = DistributedDataParallel(module, process_group=pg.dp_process_group())
-    optimizer, reference_optimizer = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (parallel, reference))
-    for step in range(3):
-        x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        reference_optimizer.zero_grad()
-        plain(parallel(x.chunk(2)[pg.dp_local_rank()])).pow(2).mean().backward()
-        reference(x).pow(2).mean().backward()
-        optimizer.step()
-        reference_optimizer.step()
-    for p, q in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(plain(p.to_replicate()).detach(), q.detach(), rtol=0, atol=1e-15)  # type: ignore
