@@ -1,103 +1,14 @@
 """The address map in integers, against a walk over every element."""
 
-import itertools
 import math
 
-import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritoncomm.core.address_map import AddressMap, rows_layout, unit_bytes, wire_layout
-from tritoncomm.core.plan import chunk_sizes, normalize_sizes
-from tritoncomm.errors import ArgumentError, ShapeError
+from tritoncomm.core.address_map import AddressMap, rows_layout, unit_bytes
 
 SHAPES = [(6,), (2, 6), (4, 8, 4), (2, 3, 4, 5), (1, 7), (0, 4), (4, 0), (3, 1, 2, 2, 2)]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-def test_along_is_torch_chunk(shape: tuple[int, ...], world: int) -> None:
-    for dim in range(-len(shape), len(shape)):
-        plan = AddressMap.along(shape, dim, world)
-        d = dim % len(shape)
-        inner = math.prod(shape[d + 1 :])
-        assert (plan.outer, plan.row, plan.world) == (math.prod(shape[:d]), shape[d] * inner, world)
-        assert plan.run == math.ceil(shape[d] / world) * inner
-        assert plan.lengths is None
-        assert plan.even == (shape[d] % world == 0 or plan.row == 0)
-        assert plan.is_view == (plan.outer == 1 and plan.even)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("size", range(10))
-def test_chunk_sizes(size: int, world: int) -> None:
-    found = chunk_sizes(size, world)
-    wanted = [len(piece) for piece in torch.arange(size).chunk(world)] if size else []
-    assert list(found) == (wanted + [0] * world)[:world]
-
-
-def test_the_example_of_the_docstring() -> None:
-    plan = AddressMap.along((2, 6), 1, 3)
-    assert (plan.outer, plan.row, plan.run, plan.world) == (2, 6, 2, 3)
-    assert chunk_sizes(9, 4) == (3, 3, 3, 0)
-
-
-def test_along_with_sizes() -> None:
-    plan = AddressMap.along((2, 7, 3), 1, 3, (3, 0, 4))
-    assert (plan.outer, plan.row, plan.run, plan.lengths) == (2, 21, 12, (9, 0, 12))
-    assert not plan.even
-    assert not plan.is_view
-    assert AddressMap.along((7, 3), 0, 3, (3, 0, 4)).is_view
-    assert AddressMap.along((6, 3), 0, 3, (2, 2, 2)).even
-
-
-@pytest.mark.parametrize("sizes", [(3, 3), (7,), (8, -1), (3, 4, 0), ()], ids=str)
-def test_sizes_that_do_not_cut(sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ShapeError, match="7"):
-        AddressMap.along((7,), 0, 2, sizes)
-
-
-@pytest.mark.parametrize("dim", [2, -3, 9])
-def test_no_such_dim(dim: int) -> None:
-    with pytest.raises(ShapeError, match=f"dim {dim}"):
-        AddressMap.along((2, 3), dim, 2)
-
-
-def test_plans_are_cached() -> None:
-    assert AddressMap.along([4, 6], 1, 2) is AddressMap.along((4, 6), 1, 2)
-
-
-@pytest.mark.parametrize(
-    "sizes", [[1, 2], (1, 2), np.array([1, 2]), np.array([1, 2], np.int32), torch.tensor([1, 2])], ids=repr
-)
-def test_normalize_sizes(sizes: object) -> None:
-    found = normalize_sizes(sizes, "f")
-    assert found == (1, 2)
-    assert found is not None
-    assert all(type(size) is int for size in found)
-
-
-def test_normalize_sizes_refuses() -> None:
-    assert normalize_sizes(None, "f") is None
-    tensors = (torch.tensor([1, 2], device="meta"), torch.tensor([1.0, 2.0]), torch.tensor(3), torch.ones(2, 2).int())
-    for bad in (*tensors, 3, [1.5, 2], "ab", [None]):
-        with pytest.raises(ArgumentError, match="f: split sizes"):
-            normalize_sizes(bad, "f")
-
-
-@pytest.mark.parametrize("shape", [(4,), (4, 6), (2, 4, 6), (6, 4, 2, 2)], ids=str)
-def test_wire_layout(shape: tuple[int, ...]) -> None:
-    for dim, transposed in itertools.product(range(-len(shape), len(shape)), (False, True)):
-        x = torch.arange(math.prod(shape)).view(shape)
-        if transposed:
-            x = x.flip(0).permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
-        is_wire, layout = wire_layout(tuple(x.shape), x.stride(), dim, 2)
-        assert layout is not None
-        assert is_wire == (x.is_contiguous() and math.prod(x.shape[: dim % x.dim()]) == 1)
-        wire = x.as_strided(*layout)
-        assert torch.equal(wire, torch.stack(x.chunk(2, dim)))
 
 
 @settings(max_examples=200, deadline=None)
