@@ -155,23 +155,6 @@ def test_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no exchange between GPUs ran" in shown
 
 
-def test_the_parts_keep_their_results_apart_and_install_nothing() -> None:
-    by_name = {part.name: part for part in gpu_run.PARTS}
-    assert list(by_name) == ["test", "ranks", "local", "step", "bench", "tune", "tuned"]
-    assert [name for name, part in by_name.items() if part.decides] == ["test", "ranks"]
-    assert by_name["bench"].command != by_name["tuned"].command
-    assert "--out" in by_name["tune"].command
-    assert by_name["tuned"].env == {"TRITONCOMM_TABLE": by_name["tune"].command[-1]}
-    for part in gpu_run.PARTS:
-        assert part.command[0] == "-m" or (ROOT / part.command[0]).is_file()
-
-
-def test_no_file_of_the_order_needs_more_than_pytest() -> None:
-    files = {test.partition("::")[0] for tests in gpu_run.ORDER.values() for test in tests}
-    for file in files:
-        assert "hypothesis" not in (ROOT / file).read_text(), file
-
-
 SMI = """#!/bin/sh
 case "$1" in
   --query-gpu*)

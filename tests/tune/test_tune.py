@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -222,30 +221,6 @@ def test_static_runs_are_the_same_byte_for_byte(tmp_path: Path, monkeypatch: pyt
     assert costs == sorted(costs)
 
 
-@pytest.mark.slow
-def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
-    arguments = ("--static", "--target", "sm_90", "--op", "pack", "--shape", "64x64", "--out", str(out))
-    run = process(*arguments, TRITON_CACHE_DIR=str(tmp_path / "triton"))
-    ends = time.monotonic() + 90
-    while not out.exists() and time.monotonic() < ends and run.poll() is None:
-        time.sleep(0.05)
-    run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=60)
-    assert run.returncode == 130, err
-    assert "interrupted" in err
-    assert "Traceback" not in err
-    before = json.loads(out.read_text())
-    assert before["complete"] is False
-    assert 0 < len(before["results"]) < len(candidates("pack", 16))
-
-    outcome = tuner.rank_static(Request(ops=["pack"], shapes=["64x64"], budget=1e-9, out=out), "sm_90")
-    assert outcome.state == search.OUT_OF_TIME
-    assert outcome.content["results"] == before["results"]
-    assert outcome.left == len(candidates("pack", 16)) - len(before["results"])
-    assert outcome.warnings == []
-
-
 def test_a_static_ranking_is_no_table(tmp_path: Path) -> None:
     put(results.static_key("sm_90") | {"results": {}})
     with pytest.warns(RuntimeWarning, match="not a measured table"):
@@ -303,23 +278,6 @@ def test_the_budget_ends_a_search_between_tasks() -> None:
     assert len(bench.timed) == 5
     assert outcome.content["complete"] is False
     assert tune_command.verdict(outcome, SimpleNamespace(print=lambda *a, **k: None, is_terminal=False)) == 0
-
-
-def test_progress_is_told_and_results_are_saved_on_the_way() -> None:
-    clock, saved, told = [0.0], [], []
-
-    def work() -> list[int]:
-        clock[0] += 1.5
-        return [1, 2]
-
-    todo = [search.Task("g", (f"{i}a", f"{i}b"), work) for i in range(4)]
-    done: dict[str, int] = {"0a": 1, "0b": 2}
-    state = search.search(
-        todo, done, lambda: saved.append(len(done)), follow=lambda *a: told.append(a), clock=lambda: clock[0]
-    )
-    assert state == search.COMPLETE
-    assert told == [("g", 4, 8), ("g", 6, 8), ("g", 8, 8)]
-    assert saved == [6, 8]
 
 
 def test_a_failure_saves_what_is_done() -> None:
