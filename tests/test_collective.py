@@ -69,7 +69,7 @@ def test_gather_and_scatter_any_dim(group: ProcessGroup, name: str, path: str) -
     with record.recording() as counted:
         for dim, layout, asynchronous in itertools.product(range(-3, 3), LAYOUTS, (False, True)):
             if path == "triton" and layout != "contiguous":
-                continue  # the strides that a kernel walks are in mappings/test_paths.py
+                continue  # the strides that a kernel walks are in mappings/test_mappings.py
             options: Any = {"layout": layout, "dims": (dim, 0), "asynchronous": asynchronous, "path": path}
             assert_right(group, Call(name, (8, 8, 8), **options))
             for sizes in SIZES.get(world, ()):

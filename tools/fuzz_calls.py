@@ -688,11 +688,12 @@ def _gradient(call: Call, x: Tensor, out: Tensor, expected: list[Tensor], place:
     grads = [filled(each.shape, call.dtype, 50 + w) for w, each in enumerate(expected)]
     form = call if function.fixed is None else _replace(call, dims=function.fixed)
     form = form if function.sizes else _replace(form, sizes=(None, None))
-    passed = laid_out(grads[place], call.layout if call.layout in ("transposed", "sliced") else "contiguous")
+    passed = laid_out(grads[place], call.layout if call.layout in ("transposed", "sliced", "fused") else "contiguous")
     try:
-        out.backward(passed)
+        with ops.path(call.path):  # pyright: ignore[reportArgumentType]
+            out.backward(passed)
     except Exception as error:
-        if named(error) and call.group not in _GOOD_GROUPS:
+        if named(error) and (call.group not in _GOOD_GROUPS or call.path == "triton"):
             return f"refused: {error}"
         return "in backward, " + problem_of(error)
     wanted = function.backward(_replace(form, op="SUM"), grads, place).reshape(x.shape)

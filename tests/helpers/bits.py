@@ -19,4 +19,5 @@ def random_bits(
 
 
 def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8) if x.dim() else x.reshape(1).view(torch.uint8)
+    x = x.clone(memory_format=torch.contiguous_format)  # stride 1 even where the last size is 1
+    return x.view(torch.uint8) if x.dim() else x.view(1).view(torch.uint8)

@@ -51,6 +51,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
         wide = x.new_zeros((*x.shape[:-1], 3 * x.shape[-1]))
         wide[..., x.shape[-1] : 2 * x.shape[-1]] = x
         return wide[..., x.shape[-1] : 2 * x.shape[-1]]
+    if layout == "fused" and x.dim() > 1:  # the middle third of a fused projection
+        return torch.cat([x, x, x], 1)[:, x.shape[1] : 2 * x.shape[1]]
     if layout == "permuted" and x.dim() > 2:
         order = (1, 2, 0, *range(3, x.dim()))
         return x.permute(order).contiguous().permute([order.index(i) for i in range(x.dim())])

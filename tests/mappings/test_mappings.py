@@ -2,6 +2,7 @@
 
 import itertools
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import mappings as m
+from tritoncomm import record
 from tritoncomm.errors import GroupError
 
 DTYPES = [
@@ -87,6 +89,64 @@ def test_all_to_all_sizes(group: ProcessGroup) -> None:
         shape = (2 * group.size(), 3)
         call = Call("all_to_all", shape, layout=layout, kind="leaf", sizes=given, asynchronous=asynchronous)
         assert_right(group, call)
+
+
+NEITHER, BOTH = (False, False), (True, True)
+# mapping and dims: where a kernel runs, forward and backward; the others move whole rows or nothing
+ON_KERNELS: dict[tuple[str, tuple[int, int]], tuple[bool, bool]] = {
+    **{(name, (0, 0)): NEITHER for name in MAPPED if FUNCTIONS[name].fixed is not None and not name.startswith("_")},
+    ("scatter_tp", (0, 0)): (False, True),
+    ("gather_tp", (0, 0)): (True, False),
+    ("ag_last", (0, 0)): BOTH,
+    ("rs_last", (0, 0)): BOTH,
+    ("sp2hp", (0, 0)): BOTH,
+    ("hp2sp", (0, 0)): BOTH,
+    ("all_gather_dim", (1, 0)): BOTH,
+    ("reduce_scatter_dim", (0, 0)): NEITHER,
+    ("reduce_scatter_dim", (1, 0)): BOTH,
+    ("split_dim", (1, 0)): (False, True),
+    ("all_to_all_dims", (0, 1)): BOTH,
+    ("all_to_all_dims", (1, 0)): BOTH,
+    ("all_to_all_dims", (2, 1)): BOTH,
+}
+
+
+def calls_on_kernels(group: ProcessGroup, call: Call) -> int:
+    with record.recording() as counted:
+        assert_right(group, replace(call, path="triton"))
+    return sum(count.calls for (_, path), count in counted.items() if path == "triton")
+
+
+def kernels_of(group: ProcessGroup, call: Call) -> tuple[bool, bool]:
+    """Whether kernels run forward, and backward."""
+    forward = calls_on_kernels(group, replace(call, kind="plain"))
+    return forward > 0, calls_on_kernels(group, replace(call, kind="leaf")) > forward
+
+
+@pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
+@pytest.mark.parametrize(("name", "dims"), ON_KERNELS)
+def test_kernels(group: ProcessGroup, name: str, dims: tuple[int, int]) -> None:
+    """Every dtype and layout on the kernels, which run where they are said to."""
+    call = Call(name, (8, 4, 12), dims=dims)
+    assert kernels_of(group, call) == ON_KERNELS[name, dims]
+    for dtype in SUMMED if FUNCTIONS[name].form in (total, reduce_split) else DTYPES:
+        calls_on_kernels(group, replace(call, dtype=dtype, kind=kind_of(dtype)))
+    layouts = LAYOUTS if FUNCTIONS[name].fixed is not None else ["contiguous", "fused"]
+    for shape, layout in itertools.product([(4, 4, 4, 4), (4, 4, 4, 2, 4)], layouts):
+        calls_on_kernels(group, replace(call, shape=shape, layout=layout, kind="leaf"))
+
+
+@pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
+def test_kernels_of_uneven_pieces(group: ProcessGroup) -> None:
+    heads, rows = ((3, 2), (4, 1)) if group.size() == 2 else ((2, 0, 2, 1), (1, 3, 0, 2))
+    uneven = {
+        "all_gather_dim": BOTH, "reduce_scatter_dim": BOTH, "split_dim": (False, True), "all_to_all_dims": BOTH
+    }  # fmt: skip
+    for (name, kernels), layout in itertools.product(uneven.items(), ("contiguous", "fused")):
+        exchange = name == "all_to_all_dims"
+        dims, sizes = ((2, 1), (heads, rows)) if exchange else ((1, 0), (rows, None))
+        call = Call(name, (2, sum(rows), sum(heads), 3), layout=layout, dims=dims, sizes=sizes)
+        assert kernels_of(group, call) == kernels, name
 
 
 # class: (arguments after group, forward, backward)
