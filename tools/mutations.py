@@ -262,7 +262,7 @@ MUTATIONS = (
     Mutation(
         "a shape that no tensor has is believed", "tritoncomm/p2p/header.py",
         "        if not _is_possible(shape):\n            raise Mis", "        if False:\n            raise Mis",
-        "tests/test_fuzz.py",
+        "tests/p2p/test_communicator.py",
     ),
     Mutation(
         "a received tensor requires no gradient", "tritoncomm/p2p/message.py",

@@ -305,6 +305,25 @@ def test_what_no_header_holds_is_refused_by_its_sender(contents: list[Any], word
         header.encode(tuple(contents))
 
 
+@pytest.mark.parametrize(
+    ("at", "word", "message"),
+    [
+        (2, 2, "cannot announce 2 tensors"),
+        (3, 999, "does not know: number 999"),
+        (4, 0, "describes 1 tensors in 5"),
+        (4, 2, "2 dims for tensor 0, more than it has words for"),
+        (5, -1, r"the shape \[-1\] for tensor 0, which no tensor has"),
+        (5, 1 << 62, "which no tensor has"),
+        (6, 1, "non-zero padding"),
+    ],
+)
+def test_a_changed_word_of_a_header_is_refused_by_name(at: int, word: int, message: str) -> None:
+    words = header.encode((((2,), torch.float32),)).tolist()
+    words[at] = word
+    with pytest.raises(MismatchError, match=message):
+        header.decode(words)
+
+
 def run_strange_headers(group: ProcessGroup) -> list[str]:
     """What a receiver makes of a sender that sends something else than a header.
 
