@@ -90,15 +90,8 @@ def run_case(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "first", [pytest.param(first, marks=[pytest.mark.slow] * (first >= 160)) for first in range(0, 600, BLOCK)]
+    "first", [pytest.param(first, marks=[pytest.mark.slow] * (first >= 160)) for first in range(0, 2000, BLOCK)]
 )
 def test_drawn_layouts(first: int) -> None:
-    for seed in range(first, first + BLOCK):
-        run_case(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(600, 2000, BLOCK))
-def test_more_drawn_layouts(first: int) -> None:
     for seed in range(first, first + BLOCK):
         run_case(seed)
