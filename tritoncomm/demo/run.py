@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import multiprocessing
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from tritoncomm.demo.data import check_text
 from tritoncomm.demo.settings import Settings
@@ -71,7 +71,7 @@ def run(settings: Settings, follow: Follow | None = None, prepare: Callable[[], 
     results: dict[str, Trained] = {}
     queue, last_message = context.Queue(), time.monotonic()
     arguments = settings, _free_port(), queue, prepare
-    started: Any = multiprocessing.start_processes(
+    started: Any = start_processes(
         rank_main, arguments, settings.ranks + 1, join=False, daemon=True, start_method="forkserver"
     )
     try:

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 from torch.distributed import DistNetworkError
 
 from tritoncomm import record, variables
@@ -73,7 +72,7 @@ def exchange(
         MismatchError: a neighbour sent something else than was expected.
     """
     started, transfers, _range = hooks.clock(), None, None
-    if hooks.observer is not None or profiler._is_profiler_enabled:
+    if record.is_observed():
         transfers = {}
         _range = hooks.begin(name, "hop", neighbours.group(), None, (describe_hop, neighbours, transfers), 3)
     if dtype is not None and not isinstance(dtype, torch.dtype):
