@@ -161,7 +161,7 @@ def _step(name: str, transition: Transition, pg: ProcessGroup, x: Tensor, rates:
         path, counts = "torch", tuple(math.prod(local_shape(shape, old, w)) for w in range(world))
         planned = plan.all_gather((math.prod(local),), item, 0, world, rank, counts)
     else:
-        (old_dim, _), *_ = old
+        old_dim, _ = next(iter(old))
         sizes = uneven_sizes(shape[old_dim], world)
         if name == "all_gather":
             planned = plan.all_gather(local, item, old_dim, world, rank, sizes)
