@@ -141,10 +141,10 @@ def test_sums_of_products_copy_nothing(group: TorchGroup) -> None:
         assert reduced <= names, names
         assert sum(count.packed for count in counted.values()) == 0, counted
         assert torch.equal(x.grad, torch.full_like(x, 2.0 * world * 5))  # pyright: ignore[reportArgumentType]
-    shift, shard = torch.ones(3, requires_grad=True), sharded(torch.ones(world, 3), ShardSpec([0], [world]), pg)
+    shift, shard = torch.ones(1, 3, requires_grad=True), sharded(torch.ones(world, 3), ShardSpec([0], [world]), pg)
     leaf = shard.requires_grad_()
-    ((leaf * 1) + shift).sum().backward()  # one row a rank: the gradients of both are one memory
-    assert torch.equal(shift.grad, torch.full((3,), float(world)))  # pyright: ignore[reportArgumentType]
+    (((leaf * 1) + shift) * 1).sum().backward()  # one row a rank: the gradients of both are one memory
+    assert torch.equal(shift.grad, torch.full((1, 3), float(world)))  # pyright: ignore[reportArgumentType]
     assert torch.equal(plain(leaf.grad), torch.ones(1, 3))
 
 
