@@ -385,7 +385,7 @@ def test_headers_over_the_device(group: ProcessGroup) -> None:
     c, stage, stages = communicator(group), group.rank(), group.size()
     ends = {"recv_prev": (stage - 1) % stages, "recv_next": (stage + 1) % stages}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(header, "_cpu_neighbours", lambda neighbours, device: None)
+        patch.setattr(header, "_cpu_link", lambda neighbours, device, keys: (neighbours, ()))
         for count in (1, 9):
             sends = {
                 "send_next": [torch.ones(1, i, stage) for i in range(count)],
