@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cuda_groups import cuda_mesh
 from pool import Pool
 from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
@@ -266,7 +267,8 @@ def test_initialize_does_not_call_more_functions_for_more_ranks() -> None:
     assert counts[16384] < counts[512] * 1.02, counts
 
 
-def run_names(group: ProcessGroup) -> None:
+@pytest.mark.ranks(8)
+def test_ranks_that_made_different_numbers_of_groups_meet(group: ProcessGroup) -> None:
     """Ranks that made different numbers of groups before meet in the groups of initialize() and in CPU groups."""
     import tritoncomm as tc
 
@@ -292,22 +294,8 @@ def run_names(group: ProcessGroup) -> None:
             dist.destroy_process_group(each)
 
 
-def test_ranks_that_made_different_numbers_of_groups_meet(pool: Pool) -> None:
-    pool.run(run_names, world=8)
-
-
-@lru_cache(maxsize=4)
-def cuda_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh whose groups carry CUDA tensors only, like NCCL's, on a machine without GPUs; kept by the pool's ranks."""
-    grid = torch.arange(math.prod(shape)).view(shape)
-    made = []
-    for axis, size in enumerate(shape):
-        lists = grid.movedim(axis, -1).reshape(-1, size).tolist()
-        made.append(dist.new_subgroups_by_enumeration(lists, backend="cuda:gloo")[0])
-    return DeviceMesh.from_group(made, "cuda", mesh=grid, mesh_dim_names=names)
-
-
-def run_cpu_groups(group: ProcessGroup) -> None:
+@pytest.mark.ranks(8)
+def test_cpu_groups_are_made_at_their_first_use(group: ProcessGroup) -> None:
     """CPU groups are made at their first use, by their ranks, once; threads and modes with one group share one."""
     import tritoncomm as tc
 
@@ -339,11 +327,8 @@ def run_cpu_groups(group: ProcessGroup) -> None:
     assert mesh.get_group("tp").size() == 2, "the caller's groups stay"
 
 
-def test_cpu_groups_are_made_at_their_first_use(pool: Pool) -> None:
-    pool.run(run_cpu_groups, world=8)
-
-
-def run_cpu_group_without_a_rank(group: ProcessGroup) -> None:
+@pytest.mark.ranks(8)
+def test_a_cpu_group_that_a_rank_does_not_use_ends_in_an_error(group: ProcessGroup) -> None:
     import tritoncomm as tc
 
     me = dist.get_rank()
@@ -358,11 +343,7 @@ def run_cpu_group_without_a_rank(group: ProcessGroup) -> None:
     tc.destroy()
 
 
-def test_a_cpu_group_that_a_rank_does_not_use_ends_in_an_error(pool: Pool) -> None:
-    pool.run(run_cpu_group_without_a_rank, world=8)
-
-
-def run_rooted(group: ProcessGroup) -> None:
+def test_a_root_is_found_in_a_time_that_does_not_grow(group: ProcessGroup) -> None:
     """Roots are found without a list of all ranks of the group."""
     me = dist.get_rank()
     for root in (0, np.int64(1), torch.tensor(1)):
@@ -378,10 +359,6 @@ def run_rooted(group: ProcessGroup) -> None:
     everyone = dist.group.WORLD
     with pytest.raises(GroupError, match="reduce: global rank 8 is not in the group"):
         collective.reduce(torch.ones(1), 8, everyone)
-
-
-def test_a_root_is_found_in_a_time_that_does_not_grow(pool: Pool) -> None:
-    pool.run(run_rooted)
 
 
 def test_sizes_twice_and_virtual_stages(pool: Pool) -> None:

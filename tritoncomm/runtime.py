@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from tritoncomm import groups, launchers, variables
 from tritoncomm.core.backend import cuda_backend, is_nccl
+from tritoncomm.core.validation import members
 from tritoncomm.debug import agreement
 from tritoncomm.debug.store import job_store
 from tritoncomm.errors import ArgumentError, GroupError
@@ -58,7 +59,8 @@ def initialize(
     The current GPU becomes that of LOCAL_RANK, unless there is no such variable or the program uses a GPU already: it
     called ``torch.cuda.set_device``, or has memory on one. The variables of this library are read again. One rank
     warns where ranks differ in them or in tuned tables; no rank waits for that. Gloo groups are connected on all of
-    their ranks when it returns. Axes of one rank share one group of this rank alone.
+    their ranks when it returns. Axes of one rank share one group of this rank alone. A rank makes its own groups only;
+    a mode over NCCL gets its group for CPU tensors at the first use.
 
     Args:
         tensor: ranks that share one layer.
@@ -70,7 +72,7 @@ def initialize(
         mesh: an existing mesh with axes named data/dp, pipeline/pp, context/cp, tensor/tp; instead of the sizes. Its
             ranks have to ascend along every axis, as they do in torch's groups, or GroupError is raised on all ranks.
         config: ColossalAI's ``dict(parallel=dict(pipeline=..., tensor=dict(size=..., mode=...)))``; instead of sizes.
-        backend: of a process group made here; Gloo for CPU tensors and NCCL for CUDA tensors by default.
+        backend: of a process group made here; NCCL where there are GPUs and Gloo otherwise by default.
         timeout: of all process groups made here, a timedelta or seconds; torch's default by default.
         check: check mode: every call is compared between its ranks before it starts (True), a digest every N
             collectives and no p2p step (``"hash:N"``), or nothing (False); by default what TRITONCOMM_CHECK says. The
@@ -114,7 +116,8 @@ def initialize(
 def destroy() -> None:
     """Forget all groups and destroy those made here, the default group included when initialize() started it."""
     for group in groups.owned:
-        dist.destroy_process_group(group)
+        if group in members:  # the program may have destroyed it, with the default group for example
+            dist.destroy_process_group(group)
     if _state["owns_world"] and dist.is_initialized():
         dist.destroy_process_group()
     groups.register({})
@@ -238,14 +241,14 @@ def _make_groups(mesh: DeviceMesh, expert: int, tensor_mode: str | None) -> dict
     made |= dict.fromkeys([ParallelMode.MODEL] + [ParallelMode.EXPERT] * (expert > 1))
     if tensor_mode == "sequence":
         made[ParallelMode.SEQUENCE_DP] = None
-    members: dict[ParallelMode, Group] = {}
+    of_modes: dict[ParallelMode, Group] = {}
     shared: dict[dist.ProcessGroup, Group] = {}  # modes with one group have one CPU group, too
     for mode, existing in made.items():
         group = existing or _new_group(mode, groups.ranks_of_mode(mode, ranks, place, expert), None)
-        members[mode] = shared.setdefault(group, Group(group, mode))
+        of_modes[mode] = shared.setdefault(group, Group(group, mode))
     if alias := {"sequence": ParallelMode.SEQUENCE, "1d": ParallelMode.PARALLEL_1D}.get(tensor_mode or ""):
-        members[alias] = members[ParallelMode.TENSOR]
-    return members
+        of_modes[alias] = of_modes[ParallelMode.TENSOR]
+    return of_modes
 
 
 def _grid(mesh: DeviceMesh, dims: Sequence[int | None], expert: int) -> tuple[torch.Tensor, list[int]]:
