@@ -232,7 +232,7 @@ def wait_until_connected(group: ProcessGroup) -> None:
 
     A rank that went on and ended, or destroyed its groups, would fail those that still connect to it.
     """
-    backend = group._get_backend(_cpu) if group.size() > 1 and _cpu in group._device_types else None
+    backend: Any = group._get_backend(_cpu) if group.size() > 1 and _cpu in group._device_types else None
     if backend is not None and backend.name().lower() == "gloo":
         backend.barrier().wait()
 
