@@ -240,13 +240,27 @@ def test_a_rank_of_16384_makes_its_own_groups_only(backend: str) -> None:
         runtime.destroy()
 
 
+def test_destroy_after_the_program_has_destroyed_the_default_group() -> None:
+    with simulated(8, 3, "fake"):
+        runtime.initialize(tensor=2)
+        dist.destroy_process_group()
+        runtime.destroy()
+        assert not groups.is_initialized()
+        dist.init_process_group("fake", store=HashStore(), rank=3, world_size=8)
+        runtime.initialize(tensor=4)
+        assert groups.get_ranks_in_group(M.TENSOR) == [0, 1, 2, 3]
+        runtime.destroy()
+
+
 def calls_of(function: Callable[[], Any]) -> int:
-    """The number of Python and C functions that ``function`` calls."""
-    count = 0
+    """The number of calls of our functions, and of others by ours, while ``function`` runs."""
+    count, folder = 0, str(Path(runtime.__file__).parent)
 
     def profile(frame: Any, event: str, argument: Any) -> None:
         nonlocal count
-        count += event in ("call", "c_call")
+        if event in ("call", "c_call"):
+            caller = frame.f_back if event == "call" else frame
+            count += any(each is not None and each.f_code.co_filename.startswith(folder) for each in (frame, caller))
 
     sys.setprofile(profile)
     try:
