@@ -13,10 +13,9 @@ from single_rank import force_single_rank_collectives
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tritoncomm import ArgumentError, CommError, GroupError, ShapeError, UnsupportedError, p2p
+from tritoncomm import ArgumentError, CommError, GroupError, ShapeError, UnsupportedError, groups, p2p
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
-from tritoncomm.tensor import group_registry
 
 T = torch.ones
 # id: (call, error, what the message has to say)
@@ -303,7 +302,7 @@ def test_zero_dims_have_no_rows(group: ProcessGroup) -> None:
 
 
 def test_a_destroyed_group(group: ProcessGroup) -> None:
-    made = group_registry._by_members(tuple(dist.get_process_group_ranks(group)), "gloo")
+    made = groups.make_group("test", dist.get_process_group_ranks(group), "gloo")
     x = torch.ones(4, 4, requires_grad=True)
     calls = {**CALLS, "split_reduce_scatter": lambda x, group: c.split_reduce_scatter(x, 0, group)}
     calls.pop("copy")

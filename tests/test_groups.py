@@ -8,10 +8,13 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+from threading import Thread
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,11 +23,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cuda_groups import cuda_mesh
 from pool import Pool
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import HashStore, ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend that sends nothing
 
 from tritoncomm import (
     ArgumentError,
@@ -46,6 +51,30 @@ from tritoncomm.ulysses import UlyssesAttention
 M = ParallelMode
 MODULES = {"collective": collective, "mappings": mappings, "p2p": p2p, "parallel": parallel, "ulysses": ulysses}
 SIZES = read_sizes(1, 1, None, 1, 1, None, None, None)
+
+
+@contextmanager
+def creations() -> Iterator[list[tuple[str, list[int], str]]]:
+    """Label, ranks and backend of every process group that this rank makes meanwhile."""
+    made: list[tuple[str, list[int], str]] = []
+    helper = dist.distributed_c10d._new_process_group_helper
+
+    def make(size: int, rank: int, ranks: list[int], backend: str, *rest: Any, **options: Any) -> Any:
+        made.append((options["group_desc"], ranks, str(backend)))
+        return helper(size, rank, ranks, backend, *rest, **options)
+
+    with mock.patch.object(dist.distributed_c10d, "_new_process_group_helper", make):
+        yield made
+
+
+@contextmanager
+def simulated(world: int, rank: int, backend: str) -> Iterator[None]:
+    """A default group of ``world`` ranks, of which this process is one and the others do not exist."""
+    dist.init_process_group(backend, store=HashStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_contracts_examples() -> None:
@@ -79,6 +108,19 @@ def test_experts_are_runs_of_the_data_axis() -> None:
     found = groups.rank_lists(8, tensor=2, expert=2)
     assert found[M.DATA] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert found[M.EXPERT] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+@pytest.mark.parametrize(
+    ("t", "p", "c", "d", "e"), [(1, 1, 1, 1, 1), (2, 2, 2, 4, 2), (3, 1, 2, 4, 4), (1, 5, 1, 2, 1)]
+)
+def test_the_ranks_of_a_mode_are_one_of_the_lists(t: int, p: int, c: int, d: int, e: int) -> None:
+    grid = torch.arange(t * p * c * d).view(d, p, c, t)
+    for mode, lists in groups.rank_lists(t * p * c * d, t, p, c, e).items():
+        for ranks in lists:
+            for rank in ranks:
+                place = (grid == rank).nonzero()[0].tolist()
+                assert groups.ranks_of_mode(mode, grid, place, e) == ranks
+    assert groups.ranks_of_mode(M.MODEL, grid.flip(3), [0] * 4) == sorted(grid[0].flatten().tolist())
 
 
 def test_modes_by_value() -> None:
@@ -178,6 +220,159 @@ def run_waits_until_connected(group: ProcessGroup, folder: str) -> None:
 
 def test_a_rank_leaves_initialize_when_its_groups_are_connected(pool: Pool, tmp_path: Path) -> None:
     pool.run(run_waits_until_connected, str(tmp_path), world=8)
+
+
+SIZES_AT_SCALE = {"tensor": 8, "pipeline": 8, "context": 2, "expert": 4}
+OWN_GROUPS = [(M.DATA, 128), (M.PIPELINE, 8), (M.CONTEXT, 2), (M.TENSOR, 8), (M.MODEL, 128), (M.EXPERT, 4)]
+
+
+@pytest.mark.parametrize("backend", ["fake", "cuda:fake"])  # one that carries CPU tensors, and one that does not
+def test_a_rank_of_16384_makes_its_own_groups_only(backend: str) -> None:
+    rank, world = 12345, 16384
+    with simulated(world, rank, backend), creations() as made:
+        runtime.initialize(**SIZES_AT_SCALE)
+        assert [(label, len(ranks)) for label, ranks, _ in made] == [(mode.value, size) for mode, size in OWN_GROUPS]
+        assert all(rank in ranks and kind == backend for _, ranks, kind in made)
+        lists = groups.rank_lists(world, 8, 8, 2, 4)
+        for mode in groups.groups:
+            assert groups.get_ranks_in_group(mode) == next(ranks for ranks in lists[mode] if rank in ranks)
+        assert groups.get_next_global_rank(M.DATA) == (rank + 128) % world
+        runtime.destroy()
+
+
+def test_destroy_after_the_program_has_destroyed_the_default_group() -> None:
+    with simulated(8, 3, "fake"):
+        runtime.initialize(tensor=2)
+        dist.destroy_process_group()
+        runtime.destroy()
+        assert not groups.is_initialized()
+        dist.init_process_group("fake", store=HashStore(), rank=3, world_size=8)
+        runtime.initialize(tensor=4)
+        assert groups.get_ranks_in_group(M.TENSOR) == [0, 1, 2, 3]
+        runtime.destroy()
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    """The number of calls of our functions, and of others by ours, while ``function`` runs."""
+    count, folder = 0, str(Path(runtime.__file__).parent)
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        if event in ("call", "c_call"):
+            caller = frame.f_back if event == "call" else frame
+            count += any(each is not None and each.f_code.co_filename.startswith(folder) for each in (frame, caller))
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_initialize_does_not_call_more_functions_for_more_ranks() -> None:
+    counts: dict[int, int] = {}
+    for world in (512, 16384):
+        with simulated(world, world // 2 + 1, "fake"):
+            for _ in range(2):  # the first one fills caches
+                sizes = {"tensor": 8, "pipeline": world // 64, "data": 8}
+                counts[world] = calls_of(lambda sizes=sizes: runtime.initialize(**sizes))
+                runtime.destroy()
+    assert counts[16384] < counts[512] * 1.02, counts
+
+
+@pytest.mark.ranks(8)
+def test_ranks_that_made_different_numbers_of_groups_meet(group: ProcessGroup) -> None:
+    """Ranks that made different numbers of groups before meet in the groups of initialize() and in CPU groups."""
+    import tritoncomm as tc
+
+    rank, world, mesh = dist.get_rank(), dist.distributed_c10d._world, cuda_mesh((4, 2), ("dp", "tp"))
+    alone = [groups.make_group("alone", [rank]) for _ in range(rank)]
+    before, names = world.group_count, set()
+    world.group_count += rank  # torch's hashed names have this number from 2.14 on, before that the groups that exist
+    try:
+        for _ in range(2):
+            with creations() as made:
+                tc.initialize(mesh=mesh, timeout=30)
+                names.add(groups.get_group(M.MODEL).group_name)
+                x = torch.ones(2)
+                assert collective.all_reduce(x, M.TENSOR).tolist() == [2.0, 2.0]
+                assert collective.all_reduce(torch.ones(1), M.DATA).item() == 4
+            assert [label for label, _, kind in made if kind == "gloo"] == ["one", "model", "tensor-cpu", "data-cpu"]
+            tc.destroy()
+        assert len(names) == 2, "one of its own for each initialize()"
+        assert all(name.startswith(f"model.{rank // 2 * 2}-{rank // 2 * 2 + 1}.") for name in names)
+    finally:
+        world.group_count = before
+        for each in alone:
+            dist.destroy_process_group(each)
+
+
+@pytest.mark.ranks(8)
+def test_cpu_groups_are_made_at_their_first_use(group: ProcessGroup) -> None:
+    """CPU groups are made at their first use, by their ranks, once; threads and modes with one group share one."""
+    import tritoncomm as tc
+
+    me, mesh = dist.get_rank(), cuda_mesh((4, 2), ("dp", "tp"))
+    for _ in range(2):
+        with creations() as made:
+            tc.initialize(mesh=mesh, timeout=30)
+            assert groups.get_cpu_group(M.GLOBAL) is groups.get_group(M.GLOBAL)
+            assert groups.get_cpu_group(M.PIPELINE) is groups.get_group(M.CONTEXT), "one rank, made over Gloo"
+            assert [label for label, _, _ in made] == ["one", "model"]
+            made.clear()
+            found: list[Any] = []
+            use = partial(lambda found: found.append(groups.get_cpu_group(M.TENSOR)), found)
+            threads = [Thread(target=use) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert found == [groups.get_cpu_group(M.TENSOR)] * 3
+            assert [label for label, _, _ in made] == ["tensor-cpu"]
+            if me % 2 == 0:  # the odd ranks never use theirs
+                assert collective.broadcast(torch.tensor([me]), 0, M.DATA).item() == 0
+                assert collective.reduce(torch.tensor([1]), 4, M.DATA).item() == 4 or me != 4
+                assert dist.get_process_group_ranks(groups.get_cpu_group(M.DATA)) == [0, 2, 4, 6]
+            assert groups.get_cpu_group(M.TENSOR) is not groups.get_group(M.TENSOR)
+        cpu_group = groups.get_cpu_group(M.TENSOR)
+        tc.destroy()
+        assert cpu_group not in dist.distributed_c10d._world.pg_names, "destroyed with the others"
+    assert mesh.get_group("tp").size() == 2, "the caller's groups stay"
+
+
+@pytest.mark.ranks(8)
+def test_a_cpu_group_that_a_rank_does_not_use_ends_in_an_error(group: ProcessGroup) -> None:
+    import tritoncomm as tc
+
+    me = dist.get_rank()
+    tc.initialize(mesh=cuda_mesh((4, 2), ("dp", "tp")), timeout=2)
+    if me in (0, 4, 6):  # rank 2 does not come
+        with pytest.raises(
+            GroupError, match=r"the group data-cpu\.0-6\..* of 4 ranks was not made: ranks \[2\] did not come: "
+        ):
+            groups.get_cpu_group(M.DATA)
+    elif me in (2, 3):
+        assert collective.all_reduce(torch.ones(1), M.TENSOR).item() == 2
+    tc.destroy()
+
+
+def test_a_root_is_found_in_a_time_that_does_not_grow(group: ProcessGroup) -> None:
+    """Roots are found without a list of all ranks of the group."""
+    me = dist.get_rank()
+    for root in (0, np.int64(1), torch.tensor(1)):
+        with mock.patch.object(dist, "get_process_group_ranks", side_effect=AssertionError):
+            assert collective.broadcast(torch.tensor([me]), root, group).item() == root  # pyright: ignore[reportArgumentType]
+            out = collective.reduce(torch.tensor([1]), root, group)  # pyright: ignore[reportArgumentType]
+        assert out.item() == 2 or me != root
+    for wrong in (2, -1, 7, 100, "0", None, 1.5, [0]):
+        with pytest.raises(
+            GroupError, match=rf"broadcast: global rank {re.escape(repr(wrong))} is not in the group \[0, 1"
+        ):
+            collective.broadcast(torch.ones(1), wrong, group)  # pyright: ignore[reportArgumentType]
+    everyone = dist.group.WORLD
+    with pytest.raises(GroupError, match="reduce: global rank 8 is not in the group"):
+        collective.reduce(torch.ones(1), 8, everyone)
 
 
 def test_sizes_twice_and_virtual_stages(pool: Pool) -> None:
@@ -332,7 +527,9 @@ class Gpus:
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: self.used, raising=False)
-        monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: self.started.update(options))
+        monkeypatch.setattr(
+            dist, "init_process_group", lambda backend, **options: self.started.update(options, backend=backend)
+        )
         monkeypatch.setitem(runtime._state, "owns_world", False)
         for name in ("LOCAL_RANK", "RANK"):
             monkeypatch.delenv(name, raising=False)
@@ -363,6 +560,7 @@ def test_the_gpu_of_a_rank(
         monkeypatch.setenv("LOCAL_RANK", variable)
     runtime._start(None, None, SIZES)
     assert gpus.current == after
+    assert gpus.started["backend"] == "nccl", "Gloo would connect every rank with every other"
     device = gpus.started.get("device_id")
     assert device == (torch.device("cuda", bound) if bound is not None and version[:4] == "2.15" else None)
 
@@ -421,7 +619,7 @@ def run_megatron_group(group: ProcessGroup) -> None:
             mappings.all_gather_dim(x, 0)
         state.initialized = True
         assert mappings.all_gather_dim(x, 0).tolist() == [0, 0, 1, 1]
-        groups.register({ParallelMode.TENSOR: groups.Group(dist.group.WORLD, dist.group.WORLD, tuple(range(8)))})
+        groups.register({ParallelMode.TENSOR: groups.Group(dist.group.WORLD, ParallelMode.TENSOR)})
         try:
             assert groups.resolve(None, "mapping") is dist.group.WORLD, "our own group goes first"
         finally:
@@ -658,24 +856,12 @@ def run_backends_of_axes(group: ProcessGroup) -> None:
     """Groups of the pipeline and of one rank are made with the lazy backend, with a timeout and without."""
     import tritoncomm as tc
 
-    asked: list[tuple[int, Any]] = []
-    made = dist.new_group
-
-    def new_group(ranks: Any = None, *arguments: Any, **options: Any) -> Any:
-        asked.append((len(ranks), options.get("backend")))
-        return made(ranks, *arguments, **options)
-
-    with (
-        mock.patch.object(runtime, "_lazy_backend", return_value="gloo"),
-        mock.patch.object(dist, "new_group", new_group),
-        mock.patch.object(dist.distributed_c10d, "new_group", new_group),
-        mock.patch.object(dist.device_mesh, "new_group", new_group),
-    ):
+    with mock.patch.object(runtime, "_lazy_backend", return_value="cpu:gloo"):
         for timeout in (None, timedelta(seconds=20)):
-            asked.clear()
-            mesh = tc.initialize(tensor=4, pipeline=2, timeout=timeout)
-            assert asked.count((2, "gloo")) == 4
-            assert [one for one in asked if one[0] == 1] == [(1, "gloo")], "one group for data and context"
+            with creations() as made:
+                mesh = tc.initialize(tensor=4, pipeline=2, timeout=timeout)
+            lazy = [(label, len(ranks)) for label, ranks, kind in made if kind == "cpu:gloo"]
+            assert lazy == [("one", 1), ("pipe", 2)], "one group for data and context"
             assert mesh.get_group("pipeline") is groups.get_group(M.PIPELINE)
             tc.destroy()
 

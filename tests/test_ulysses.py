@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -450,9 +451,9 @@ def test_refusals(group: ProcessGroup) -> None:
 
 
 def test_no_group_is_no_tensor_group_where_a_context_axis_may_be_meant(monkeypatch: pytest.MonkeyPatch) -> None:
-    group: Any = object()
-    tensor, context = groups.Group(group, group, (0,)), groups.Group(group, group, (0, 1))
-    modes = {ParallelMode.TENSOR: tensor, ParallelMode.CONTEXT: context}
+    group = SimpleNamespace(size=lambda: 1)
+    tensor, context = SimpleNamespace(group=group), SimpleNamespace(group=SimpleNamespace(size=lambda: 2))
+    modes: Any = {ParallelMode.TENSOR: tensor, ParallelMode.CONTEXT: context}
     monkeypatch.setattr(groups, "groups", modes)
     x = torch.zeros(2, 4, 8, 4)
     with pytest.raises(tritoncomm.GroupError, match="which is the tensor group, and there is a context axis; pass"):

@@ -108,6 +108,18 @@ MUTATIONS = (
         "one_dim and pg.tp_world_size() == 1 and", "False and", "tests/tensor/test_training.py",
     ),
     Mutation(
+        "the group of a second initialize() has the name of the first", "tritoncomm/groups.py",
+        "    counter[name] += 1\n", "", "tests/test_groups.py",
+    ),
+    Mutation(
+        "threads of a rank make two CPU groups", "tritoncomm/groups.py",
+        "            with self._lock:\n", "            if True:\n", "tests/test_groups.py",
+    ),
+    Mutation(
+        "a header to a far stage makes the CPU group of all", "tritoncomm/p2p/header.py",
+        "    near = neighbours.adjacent.intersection(keys)\n", "    near = keys\n", "tests/p2p/test_communicator.py",
+    ),
+    Mutation(
         "initialize returns while others connect", "tritoncomm/runtime.py",
         "        _wait_until_connected()\n", "", "tests/test_groups.py",
     ),

@@ -21,8 +21,8 @@ from tritoncomm.core.fused import pack_many
 from tritoncomm.core.node_exchange import Levels
 from tritoncomm.core.ops import resolved
 from tritoncomm.core.plan import chunk_sizes, normalize_sizes
-from tritoncomm.core.validation import check_input, checked_dim, ranks_of
-from tritoncomm.errors import ArgumentError, GroupError, UnsupportedError
+from tritoncomm.core.validation import check_input, checked_dim, rank_in
+from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.groups import group_for
 from tritoncomm.record import Span
 
@@ -156,20 +156,18 @@ def _rooted(name: str, tensor: Tensor, root: int, parallel_mode: Any, op: Any, a
         GroupError: ``root`` is not in the group.
     """
     group = _checked(tensor, parallel_mode, name)
-    ranks = ranks_of(group, name)
-    if root not in ranks:
-        raise GroupError(f"{name}: global rank {root!r} is not in the group {ranks}")
+    group_root = rank_in(group, root, name)
     span = enter(name, name, group, tensor, (root, op))
     if span is None:
         return (tensor, None) if async_op else tensor
-    out, root = resolved(_own_or_detached(tensor)).contiguous(), ranks.index(root)
+    out = resolved(_own_or_detached(tensor)).contiguous()
     copied = 0 if out is tensor else 2 * tensor.nbytes
     if name == "reduce":
         backend.check_op(op, out, group, name)
-        work = backend.reduce(out, root, op, group, name, async_op)
+        work = backend.reduce(out, group_root, op, group, name, async_op)
     else:
-        work = backend.broadcast(out, root, group, name, async_op)
-    is_sender = (group.rank() == root) is (name == "broadcast")
+        work = backend.broadcast(out, group_root, group, name, async_op)
+    is_sender = (group.rank() == group_root) is (name == "broadcast")
     span.end("torch" if copied else "view", copied, out.nbytes if is_sender else 0)
     return (out, Handle(work, out, None)) if async_op else out
 

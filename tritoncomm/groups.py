@@ -1,20 +1,24 @@
 """Parallel modes and their process groups: who talks to whom, and which rank lists they are made of."""
 
 import enum
+import hashlib
 import math
 import sys
+from array import array
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.compiler import is_dynamo_compiling
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritoncomm.errors import ArgumentError, GroupError
@@ -41,11 +45,15 @@ __all__ = [
     "is_last_rank",
     "is_pipeline_first_stage",
     "is_pipeline_last_stage",
+    "make_group",
+    "owned",
     "rank_lists",
+    "ranks_of_mode",
     "resolve",
     "resolve_sequence",
     "set_virtual_pipeline_parallel_rank",
     "set_virtual_pipeline_parallel_size",
+    "wait_until_connected",
 ]
 
 
@@ -75,27 +83,66 @@ class ParallelMode(enum.Enum):
     EXPERT = "expert"
 
 
-@dataclass(frozen=True, slots=True)
 class Group:
-    """The process group of one mode that this rank is in.
+    """The process group of a mode that this rank is in.
 
     Attributes:
         group: carries tensors of the job's device.
-        cpu_group: carries CPU tensors; the same object when ``group`` can do both.
-        ranks: global ranks, in group order.
+        mode: the first mode that has this group; others may share it.
     """
 
-    group: ProcessGroup
-    cpu_group: ProcessGroup
-    ranks: tuple[int, ...]
+    def __init__(self, group: ProcessGroup, mode: ParallelMode) -> None:
+        self.group, self.mode = group, mode
+        self._cpu_group = group if _cpu in group._device_types else None
+        self._lock = Lock()  # threads of a rank make one group; each mode has its own, as ranks take modes in any order
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks, in group order."""
+        return tuple(dist.get_process_group_ranks(self.group))
+
+    @property
+    def cpu_group(self) -> ProcessGroup:
+        """Process group that carries CPU tensors: ``group`` if it does, else a Gloo group of the same ranks.
+
+        All ranks of the group make the Gloo group together, each at its first use. Jobs that need none have none: it
+        takes a socket for every other rank.
+        """
+        if self._cpu_group is None:
+            with self._lock:
+                if self._cpu_group is None:
+                    group = make_group(f"{self.mode.value}-cpu", self.ranks, "gloo")
+                    owned.append(group)
+                    wait_until_connected(group)
+                    self._cpu_group = group
+        return self._cpu_group
+
+    @property
+    def existing(self) -> list[ProcessGroup]:
+        """Process groups of these ranks that exist: ``group``, and ``cpu_group`` once it is made."""
+        return [self.group] if self._cpu_group in (None, self.group) else [self.group, self._cpu_group]
 
 
+_cpu = torch.device("cpu")
 groups: dict[ParallelMode, Group] = {}
+owned: list[ProcessGroup] = []
+"""Process groups that ``destroy()`` has to destroy."""
 derived: dict[Any, Any] = {}
 """What other modules worked out from ``groups``, under keys of their own; emptied whenever the groups are replaced."""
 timeout: timedelta | None = None
 """Of process groups that are made from now on: that of ``initialize()``; torch's default if None."""
 _virtual: dict[str, int | None] = {"size": None, "rank": None}
+_counts: WeakKeyDictionary[ProcessGroup, Counter[str]] = WeakKeyDictionary()
+_AXES_OF = {
+    ParallelMode.GLOBAL: (0, 1, 2, 3),
+    ParallelMode.DATA: (0,),
+    ParallelMode.PIPELINE: (1,),
+    ParallelMode.CONTEXT: (2,),
+    ParallelMode.TENSOR: (3,),
+    ParallelMode.MODEL: (1, 2, 3),
+    ParallelMode.SEQUENCE_DP: (0, 3),
+}
+"""Axes that the ranks of a mode differ in, among data, pipeline, context and tensor."""
 GroupLike = ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str] | str
 """What stands for a process group in the public functions; see ``as_group``."""
 
@@ -116,16 +163,78 @@ def rank_lists(
         return mesh.permute(*rest, *axes).reshape(-1, math.prod(mesh.shape[axis] for axis in axes)).tolist()
 
     by_expert = mesh.view(data // expert, expert, pipeline, context, tensor)
-    return {
-        ParallelMode.GLOBAL: lists(0, 1, 2, 3),
-        ParallelMode.DATA: lists(0),
-        ParallelMode.PIPELINE: lists(1),
-        ParallelMode.CONTEXT: lists(2),
-        ParallelMode.TENSOR: lists(3),
-        ParallelMode.MODEL: lists(1, 2, 3),
-        ParallelMode.SEQUENCE_DP: lists(0, 3),
-        ParallelMode.EXPERT: by_expert.permute(0, 2, 3, 4, 1).reshape(-1, expert).tolist(),
-    }
+    expert_lists = by_expert.permute(0, 2, 3, 4, 1).reshape(-1, expert).tolist()
+    return {mode: lists(*axes) for mode, axes in _AXES_OF.items()} | {ParallelMode.EXPERT: expert_lists}
+
+
+def ranks_of_mode(mode: ParallelMode, ranks: Tensor, coordinate: Sequence[int], expert: int = 1) -> list[int]:
+    """The list of ``rank_lists`` that the rank at ``coordinate`` is in, without the other lists; in ascending order.
+
+    Args:
+        mode: a mode of ``rank_lists``.
+        ranks: global ranks as a grid of the axes data, pipeline, context, tensor.
+        coordinate: indices of a rank in that grid.
+        expert: ranks of the data axis that share one set of experts.
+    """
+    if mode is ParallelMode.EXPERT:
+        first = coordinate[0] // expert * expert
+        return sorted(ranks[(slice(first, first + expert), *coordinate[1:])].tolist())
+    axes = _AXES_OF[mode]
+    index = tuple(slice(None) if axis in axes else at for axis, at in enumerate(coordinate))
+    return sorted(ranks[index].flatten().tolist())
+
+
+def make_group(label: str, ranks: Sequence[int], backend: str | None = None) -> ProcessGroup:
+    """Make a process group. Its members alone call this, each in the same order among the groups that it makes.
+
+    The members meet in the job's store under a name of the label, the ranks, and the number of earlier calls with both.
+    torch's own names count all groups that a rank has made, so ranks that differ in that would not meet.
+
+    A default group that is bound to a GPU is split: all of its ranks call at the same time, each for the group that it
+    is in. NCCL takes part in that only as a whole.
+
+    Args:
+        label: of the name.
+        ranks: ascending global ranks, this rank among them.
+        backend: the default group's by default.
+
+    Raises:
+        GroupError: a member did not come within the timeout, or died.
+    """
+    world: Any = dist.group.WORLD
+    digest = hashlib.blake2b(array("q", ranks).tobytes(), digest_size=6).hexdigest()
+    name = f"{label}.{ranks[0]}-{ranks[-1]}.{digest}"
+    counter = _counts.setdefault(world, Counter())
+    counter[name] += 1
+    name = f"{name}.{counter[name]}"
+    c10d: Any = distributed_c10d
+    kind, store = c10d.Backend(backend or dist.get_backend()), c10d._get_default_store()
+    if kind == "gloo":  # connects all members with each other, so one more request is little
+        store.set(f"{name}/came/{dist.get_rank()}", "")
+    try:
+        # ``new_group`` takes no name: its members meet under a number, or a hash, of the groups that a rank has made.
+        group, _ = c10d._new_process_group_helper(
+            len(ranks), ranks.index(dist.get_rank()), list(ranks), kind, store, name,
+            timeout=timeout or c10d._get_default_timeout(kind),
+            device_id=None if kind == "gloo" else world.bound_device_id,
+            group_desc=label,
+        )  # fmt: skip
+    except RuntimeError as error:
+        missing = [rank for rank in ranks if kind == "gloo" and not store.check([f"{name}/came/{rank}"])]
+        absent = f"ranks {missing} did not come: " if missing else ""
+        raise GroupError(f"the group {name} of {len(ranks)} ranks was not made: {absent}{error}") from error
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
+
+
+def wait_until_connected(group: ProcessGroup) -> None:
+    """Wait until all ranks of a Gloo group have connected, which torch does not.
+
+    A rank that went on and ended, or destroyed its groups, would fail those that still connect to it.
+    """
+    backend: Any = group._get_backend(_cpu) if group.size() > 1 and _cpu in group._device_types else None
+    if backend is not None and backend.name().lower() == "gloo":
+        backend.barrier().wait()
 
 
 def as_mode(mode: Any) -> ParallelMode:
@@ -159,7 +268,14 @@ def get_group(parallel_mode: Any) -> ProcessGroup:
 
 
 def get_cpu_group(parallel_mode: Any) -> ProcessGroup:
-    """The group that carries CPU tensors; the same as ``get_group`` where one backend does both."""
+    """The group that carries CPU tensors; the same as ``get_group`` where that carries both.
+
+    Over NCCL alone it is a Gloo group that all ranks of the mode make together, each at its first call of this or with
+    a CPU tensor.
+
+    Raises:
+        GroupError: another rank of the mode did not come within the timeout.
+    """
     return _entry(parallel_mode).cpu_group
 
 
@@ -170,7 +286,7 @@ def get_ranks_in_group(parallel_mode: Any) -> list[int]:
 
 def get_world_size(parallel_mode: Any) -> int:
     """Ranks in this rank's group."""
-    return len(_entry(parallel_mode).ranks)
+    return _entry(parallel_mode).group.size()
 
 
 def get_global_rank() -> int:
@@ -180,16 +296,15 @@ def get_global_rank() -> int:
 
 def get_local_rank(parallel_mode: Any) -> int:
     """This process's index in the group's rank list."""
-    mode = as_mode(parallel_mode)
-    rank = derived.get(mode)
-    if rank is None:
-        rank = derived[mode] = _entry(mode).ranks.index(dist.get_rank())
-    return rank
+    return _entry(parallel_mode).group.rank()
 
 
 def _neighbour(parallel_mode: Any, step: int) -> int:
-    ranks = _entry(parallel_mode).ranks
-    return ranks[(ranks.index(dist.get_rank()) + step) % len(ranks)]
+    key = "neighbour", as_mode(parallel_mode), step
+    if key not in derived:
+        entry = _entry(parallel_mode)
+        derived[key] = entry.ranks[(entry.group.rank() + step) % entry.group.size()]
+    return derived[key]
 
 
 def get_next_global_rank(parallel_mode: Any) -> int:
@@ -262,7 +377,7 @@ def resolve_sequence(group: GroupLike | None, name: str) -> ProcessGroup:
         ArgumentError: no kind of group.
         GroupError: as ``resolve``, or none is given and ``initialize()`` made a context axis of several ranks.
     """
-    if group is None and ParallelMode.CONTEXT in groups and len(groups[ParallelMode.CONTEXT].ranks) > 1:
+    if group is None and ParallelMode.CONTEXT in groups and groups[ParallelMode.CONTEXT].group.size() > 1:
         raise GroupError(
             f"{name}: group is None, which is the tensor group, and there is a context axis; pass the ranks that hold "
             "the sequence: tritoncomm.groups.get_group(ParallelMode.CONTEXT), or that of ParallelMode.TENSOR"
@@ -376,7 +491,7 @@ def check_ascending(ranks: Tensor, name: str, mesh: object = "the mesh", axes: S
         GroupError: names the mesh, its ranks and the sorted order.
     """
     for axis in range(ranks.dim()) if axes is None else axes:
-        if not torch.equal(ranks.sort(axis).values, ranks):
+        if (ranks.diff(dim=axis) < 0).any():
             ordered = ranks.flatten().sort().values.view(ranks.shape)
             raise GroupError(
                 f"{name}: the ranks {ranks.tolist()} of {mesh} do not ascend along axis {axis}, but torch sorts the "

@@ -3,7 +3,7 @@
 import math
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from tritoncomm import groups, launchers, variables
 from tritoncomm.core.backend import cuda_backend, is_nccl
+from tritoncomm.core.validation import members
 from tritoncomm.debug import agreement
 from tritoncomm.debug.store import job_store
 from tritoncomm.errors import ArgumentError, GroupError
@@ -31,7 +32,7 @@ _AXES = {
     "tensor": ("tensor", "tp", "model"),
 }
 _KEYS = {"pipeline": ("size",), "tensor": ("size", "mode")}
-_state: dict[str, Any] = {"mesh": None, "owns_world": False, "owned": [], "of_one": {}, "starts": 0}
+_state: dict[str, Any] = {"mesh": None, "owns_world": False, "of_one": {}, "starts": 0}
 
 
 def initialize(
@@ -58,7 +59,8 @@ def initialize(
     The current GPU becomes that of LOCAL_RANK, unless there is no such variable or the program uses a GPU already: it
     called ``torch.cuda.set_device``, or has memory on one. The variables of this library are read again. One rank
     warns where ranks differ in them or in tuned tables; no rank waits for that. Gloo groups are connected on all of
-    their ranks when it returns. Axes of one rank share one group of this rank alone.
+    their ranks when it returns. Axes of one rank share one group of this rank alone. A rank makes its own groups only;
+    a mode over NCCL gets its group for CPU tensors at the first use.
 
     Args:
         tensor: ranks that share one layer.
@@ -70,7 +72,7 @@ def initialize(
         mesh: an existing mesh with axes named data/dp, pipeline/pp, context/cp, tensor/tp; instead of the sizes. Its
             ranks have to ascend along every axis, as they do in torch's groups, or GroupError is raised on all ranks.
         config: ColossalAI's ``dict(parallel=dict(pipeline=..., tensor=dict(size=..., mode=...)))``; instead of sizes.
-        backend: of a process group made here; Gloo for CPU tensors and NCCL for CUDA tensors by default.
+        backend: of a process group made here; NCCL where there are GPUs and Gloo otherwise by default.
         timeout: of all process groups made here, a timedelta or seconds; torch's default by default.
         check: check mode: every call is compared between its ranks before it starts (True), a digest every N
             collectives and no p2p step (``"hash:N"``), or nothing (False); by default what TRITONCOMM_CHECK says. The
@@ -96,6 +98,8 @@ def initialize(
         groups.timeout = _as_timedelta(timeout)
         if mesh is None:
             mesh = _make_mesh(sizes.of_world(dist.get_world_size()))
+        else:
+            groups.check_mesh(mesh, "initialize")
         groups.register(_make_groups(mesh, sizes.expert, sizes.tensor_mode))
         _wait_until_connected()
         agreement.check()
@@ -111,13 +115,15 @@ def initialize(
 
 def destroy() -> None:
     """Forget all groups and destroy those made here, the default group included when initialize() started it."""
-    for group in _state["owned"]:
-        dist.destroy_process_group(group)
+    for group in groups.owned:
+        if group in members:  # the program may have destroyed it, with the default group for example
+            dist.destroy_process_group(group)
     if _state["owns_world"] and dist.is_initialized():
         dist.destroy_process_group()
     groups.register({})
     groups.timeout = None
-    _state.update(mesh=None, owns_world=False, owned=[], of_one={})
+    groups.owned.clear()
+    _state.update(mesh=None, owns_world=False, of_one={})
 
 
 def device_mesh() -> DeviceMesh:
@@ -139,7 +145,7 @@ def _start(backend: str | None, timeout: timedelta | float | None, sizes: "Sizes
     if world is not None:
         sizes.of_world(world)
     if backend is None:
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
     options: dict[str, Any] = {"timeout": limit}
     device = _bind_gpu() if is_nccl(backend) else None
     if device is not None and _torch_version() >= (2, 15):
@@ -192,23 +198,17 @@ def _device_type() -> str:
 
 
 def _make_mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    device, names = _device_type(), tuple(_AXES)
+    """The mesh of all ranks, with one group for each axis, made axis by axis on every rank."""
     ranks = torch.arange(math.prod(shape), device="cpu").view(shape)
-    lists = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(shape)]
-    backends = dict.fromkeys(names) | {"pipeline": _lazy_backend()}
-    used = [axis for axis, size in enumerate(shape) if size > 1]
-    if groups.timeout is None and used:
-        override: Any = {names[axis]: backend for axis in used if (backend := backends[names[axis]]) is not None}
-        split = init_device_mesh(
-            device, tuple(shape[axis] for axis in used), mesh_dim_names=tuple(names[axis] for axis in used),
-            backend_override=override,
-        )  # fmt: skip
-        made = dict(zip(used, split.get_all_groups(), strict=True))
-        _state["owned"] += [group for group in made.values() if group is not dist.group.WORLD]
-    else:  # ``init_device_mesh`` takes no timeout, and its groups do not have that of the default group
-        made = {axis: _new_group(lists[axis], backends[names[axis]]) for axis in used}
-    of_axes = [made[axis] if axis in made else _new_group(lists[axis], None) for axis in range(len(shape))]
-    return DeviceMesh.from_group(of_axes, device, mesh=ranks, mesh_dim_names=names)
+    coordinate, rest = [0] * len(shape), dist.get_rank()
+    for axis in reversed(range(len(shape))):
+        rest, coordinate[axis] = divmod(rest, shape[axis])
+    made = []
+    for name, size in zip(_AXES, shape, strict=True):
+        mode = ParallelMode[name.upper()]
+        backend = _lazy_backend() if mode is ParallelMode.PIPELINE and size > 1 else None
+        made.append(_new_group(mode, groups.ranks_of_mode(mode, ranks, coordinate), backend))
+    return DeviceMesh.from_group(made, _device_type(), mesh=ranks, mesh_dim_names=tuple(_AXES))
 
 
 def _lazy_backend() -> str | None:
@@ -226,96 +226,74 @@ def _lazy_backend() -> str | None:
 
 
 def _make_groups(mesh: DeviceMesh, expert: int, tensor_mode: str | None) -> dict[ParallelMode, Group]:
-    groups.check_mesh(mesh, "initialize")
+    """The groups of all modes; those that no axis of the mesh has are made mode by mode on every rank."""
     names = mesh.mesh_dim_names or ()
     axis = {ours: next((n for n in names if n in known), None) for ours, known in _AXES.items()}
     unknown = set(names) - set(axis.values())
     if unknown or axis["tensor"] is None:
         known = ", ".join("/".join(names) for names in _AXES.values())
         raise GroupError(f"mesh axes {names} must be among {known}, with a tensor axis")
-    lists = _lists_of(mesh, axis, expert)
-    members = {ParallelMode.GLOBAL: _own_group([list(range(dist.get_world_size()))], dist.group.WORLD)}
-    for ours, name in axis.items():
-        mode = ParallelMode[ours.upper()]
-        members[mode] = _own_group(lists[mode], None if name is None else mesh.get_group(name))
-    extra = [ParallelMode.MODEL]
-    if expert > 1:
-        extra.append(ParallelMode.EXPERT)
+    dims = [None if name is None else names.index(name) for name in axis.values()]
+    ranks, place = _grid(mesh, dims, expert)
+    modes = [ParallelMode[ours.upper()] for ours in axis]
+    made: dict[ParallelMode, dist.ProcessGroup | None] = {ParallelMode.GLOBAL: dist.group.WORLD}
+    made |= {mode: None if dim is None else mesh.get_group(dim) for mode, dim in zip(modes, dims, strict=True)}
+    made |= dict.fromkeys([ParallelMode.MODEL] + [ParallelMode.EXPERT] * (expert > 1))
     if tensor_mode == "sequence":
-        extra.append(ParallelMode.SEQUENCE_DP)
-        members[ParallelMode.SEQUENCE] = members[ParallelMode.TENSOR]
-    if tensor_mode == "1d":
-        members[ParallelMode.PARALLEL_1D] = members[ParallelMode.TENSOR]
-    for mode in extra:
-        members[mode] = _own_group(lists[mode], None)
-    return members
+        made[ParallelMode.SEQUENCE_DP] = None
+    of_modes: dict[ParallelMode, Group] = {}
+    shared: dict[dist.ProcessGroup, Group] = {}  # modes with one group have one CPU group, too
+    for mode, existing in made.items():
+        group = existing or _new_group(mode, groups.ranks_of_mode(mode, ranks, place, expert), None)
+        of_modes[mode] = shared.setdefault(group, Group(group, mode))
+    if alias := {"sequence": ParallelMode.SEQUENCE, "1d": ParallelMode.PARALLEL_1D}.get(tensor_mode or ""):
+        of_modes[alias] = of_modes[ParallelMode.TENSOR]
+    return of_modes
 
 
-def _lists_of(mesh: DeviceMesh, axis: dict[str, str | None], expert: int) -> dict[ParallelMode, list[list[int]]]:
-    names = mesh.mesh_dim_names or ()
-    sizes = {ours: mesh.size(names.index(name)) if name else 1 for ours, name in axis.items()}
-    order = [names.index(name) for ours in _AXES if (name := axis[ours]) is not None]
-    ranks = mesh.mesh.permute(order).flatten().tolist()
-    if len(ranks) != dist.get_world_size():
-        raise GroupError(f"the mesh has {len(ranks)} ranks, the job {dist.get_world_size()}")
-    if expert < 1 or sizes["data"] % expert:
-        raise GroupError(f"expert {expert} does not divide data {sizes['data']}")
-    lists = groups.rank_lists(len(ranks), sizes["tensor"], sizes["pipeline"], sizes["context"], expert)
-    return {mode: [[ranks[i] for i in one] for one in rank_lists] for mode, rank_lists in lists.items()}
+def _grid(mesh: DeviceMesh, dims: Sequence[int | None], expert: int) -> tuple[torch.Tensor, list[int]]:
+    """The ranks of a mesh by data, pipeline, context and tensor, and this rank's place in them.
+
+    Args:
+        mesh: of all ranks.
+        dims: its dim of each of these axes, None for an axis that it does not have.
+        expert: ranks of the data axis that share one set of experts.
+    """
+    if mesh.mesh.numel() != dist.get_world_size():
+        raise GroupError(f"the mesh has {mesh.mesh.numel()} ranks, the job {dist.get_world_size()}")
+    own = mesh.get_coordinate()
+    assert own is not None, "a mesh of all ranks has this one"
+    shape = [1 if dim is None else mesh.mesh.shape[dim] for dim in dims]
+    if expert < 1 or shape[0] % expert:
+        raise GroupError(f"expert {expert} does not divide data {shape[0]}")
+    ranks = mesh.mesh.permute([dim for dim in dims if dim is not None]).reshape(shape)
+    return ranks, [0 if dim is None else own[dim] for dim in dims]
 
 
-def _own_group(lists: list[list[int]], made: dist.ProcessGroup | None) -> Group:
-    """This rank's group among ``lists``; every rank makes every group, in the same order."""
-    rank = dist.get_rank()
-    mine = next(ranks for ranks in lists if rank in ranks)
-    group = made if made is not None else _new_group(lists, None)
-    return Group(group, _cpu_twin(lists, group), tuple(sorted(mine)))  # torch sorts the ranks of a group
-
-
-def _new_group(lists: list[list[int]], backend: str | None) -> dist.ProcessGroup:
+def _new_group(mode: ParallelMode, ranks: list[int], backend: str | None) -> dist.ProcessGroup:
     world = dist.group.WORLD
-    if len(lists) == 1 and len(lists[0]) == dist.get_world_size() and backend is None and world is not None:
+    if len(ranks) == dist.get_world_size() and backend is None and world is not None:
         return world
-    if len(lists[0]) == 1:
+    if len(ranks) == 1:
         return _group_of_one(backend)
-    mine, _ = dist.new_subgroups_by_enumeration(lists, timeout=groups.timeout, backend=backend)
-    assert isinstance(mine, dist.ProcessGroup)
-    _state["owned"].append(mine)
-    return mine
+    group = groups.make_group(mode.value, ranks, backend)
+    groups.owned.append(group)
+    return group
 
 
 def _group_of_one(backend: str | None) -> dist.ProcessGroup:
     """This rank's group without peers, one for all axes of one rank; a rank makes it alone."""
     made: dict[str | None, dist.ProcessGroup] = _state["of_one"]
     if backend not in made:
-        group: Any = dist.new_group(
-            [dist.get_rank()],
-            timeout=groups.timeout,
-            backend=backend or _lazy_backend(),
-            use_local_synchronization=True,
-        )
-        made[backend] = group
-        _state["owned"].append(group)
+        made[backend] = groups.make_group("one", [dist.get_rank()], backend or _lazy_backend())
+        groups.owned.append(made[backend])
     return made[backend]
 
 
 def _wait_until_connected() -> None:
-    """Wait for the other ranks of the Gloo groups made here to connect.
-
-    torch does not: a rank that went on and ended, or destroyed its groups, would fail those that still connect to it.
-    """
-    cpu = torch.device("cpu")
-    for group in [*_state["owned"], *[dist.group.WORLD] * _state["owns_world"]]:
-        backend = group._get_backend(cpu) if group.size() > 1 and cpu in group._device_types else None
-        if backend is not None and backend.name().lower() == "gloo":
-            backend.barrier().wait()
-
-
-def _cpu_twin(lists: list[list[int]], group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A Gloo group over the same ranks when ``group`` cannot carry CPU tensors."""
-    if torch.device("cpu") in group._device_types:
-        return group
-    return _new_group(lists, "gloo")
+    """Wait for the other ranks of the Gloo groups made here to connect."""
+    for group in [*groups.owned, *[dist.group.WORLD] * _state["owns_world"]]:
+        groups.wait_until_connected(group)
 
 
 @dataclass(frozen=True, slots=True)

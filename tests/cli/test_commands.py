@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from importlib.metadata import version
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 from tritoncomm import cli, doctor
 from tritoncomm.cli._console import say
-from tritoncomm.doctor import selftest
+from tritoncomm.doctor import _open_files, selftest
 from tritoncomm.explain import OPS, explain
 
 ROOT = Path(__file__).parents[2]
@@ -268,6 +269,37 @@ def test_variables_that_contradict_each_other_are_told(monkeypatch: pytest.Monke
     findings = {one["name"]: one for one in json.loads(run("doctor", "--no-self-test", "--json").output)["findings"]}
     assert findings["launcher"]["level"] == "problem"
     assert "PMIX_RANK is 3" in findings["launcher"]["value"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "rank", "has_gpu", "level"),
+    [
+        ((16384 + 256, 20000), 0, False, "ok"),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 0, False, "ok"),
+        ((16384, 20000), 0, False, "problem"),
+        ((1024, 20000), 5, False, "problem"),  # Gloo connects every rank with every other
+        ((1024, 20000), 0, True, "problem"),  # the store is there
+        ((1024, 1024), 5, True, "note"),
+    ],
+)
+def test_the_limit_of_open_files_is_compared_with_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], rank: int, has_gpu: bool, level: str
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    for variables in (
+        {"RANK": str(rank), "WORLD_SIZE": "16384"},
+        {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "16384"},
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            finding = _open_files(has_gpu)
+        assert (finding.level, "16384 ranks" in finding.value) == (level, True)
+        assert ("`ulimit -n 16640`" in finding.advice) is (level != "ok")
+        assert ("the hard limit, 1024," in finding.advice) is (limits[1] == 1024)
+    assert _open_files(False).level == "ok", "one rank"
+    monkeypatch.setenv("PMIX_RANK", "3")  # which the launcher's own finding tells
+    assert _open_files(False).level == "ok"
 
 
 # doctor

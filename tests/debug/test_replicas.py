@@ -12,9 +12,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 import tritoncomm
-from tritoncomm import ArgumentError, MismatchError, debug, p2p
+from tritoncomm import ArgumentError, MismatchError, debug, groups, p2p
 from tritoncomm.debug import replicas
-from tritoncomm.tensor import group_registry
 
 FLOAT8 = [getattr(torch, name) for name in dir(torch) if name.startswith(("float8_", "float4_"))]
 
@@ -108,7 +107,7 @@ def test_one_rank_has_nothing_to_compare(pool: Pool) -> None:
 def run_destroyed(group: ProcessGroup) -> None:
     """What is watched over a group that was destroyed is forgotten, though the group itself is still referenced."""
     tritoncomm.destroy()
-    made = group_registry._by_members(tuple(dist.get_process_group_ranks(group)), "gloo")
+    made = groups.make_group("test", dist.get_process_group_ranks(group), "gloo")
     model, others = _model(), _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     debug.watch_replicas(model.named_parameters(), made)

@@ -35,10 +35,10 @@ def test_initialize_and_destroy(device: Device, monkeypatch: pytest.MonkeyPatch)
         with force_single_rank_collectives():
             out = mappings.gather_from_tensor_model_parallel_region(x)
             summed = collective.all_reduce(x.clone(), tritoncomm.ParallelMode.DATA)
-            on_cpu = collective.all_reduce(torch.ones(3), dist.group.WORLD)
+            on_cpu = collective.all_reduce(torch.ones(3), tritoncomm.ParallelMode.GLOBAL)
         assert torch.equal(out, x)
         assert torch.equal(summed, x)
-        assert torch.equal(on_cpu, torch.ones(3)), "a CPU tensor over the same group"
+        assert torch.equal(on_cpu, torch.ones(3)), "a CPU tensor over the same mode"
         tritoncomm.destroy()
         assert not dist.is_initialized()
         assert x.new_empty(0, device=device.at.type).device == x.device, "another current device"

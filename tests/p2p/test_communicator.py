@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from bits import bits
 from communicators import MODES, communicator, run_methods, same
+from cuda_groups import cuda_mesh
 from disagreements import synchronise
 from pool import Pool
 from stage_cases import SHAPES, made, strided
 from torch.distributed import ProcessGroup
 
-from tritoncomm import p2p, record
+import tritoncomm
+from tritoncomm import ParallelMode, groups, p2p, record
 from tritoncomm.core import ops
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.p2p import P2PCommunicator, header, is_single_shape, message
@@ -385,7 +387,7 @@ def test_headers_over_the_device(group: ProcessGroup) -> None:
     c, stage, stages = communicator(group), group.rank(), group.size()
     ends = {"recv_prev": (stage - 1) % stages, "recv_next": (stage + 1) % stages}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(header, "_cpu_neighbours", lambda neighbours, device: None)
+        patch.setattr(header, "_cpu_link", lambda neighbours, device, keys: (neighbours, ()))
         for count in (1, 9):
             sends = {
                 "send_next": [torch.ones(1, i, stage) for i in range(count)],
@@ -403,6 +405,35 @@ def test_headers_over_the_device(group: ProcessGroup) -> None:
         else:
             with pytest.raises(MismatchError, match=r"stage 1 of 2 .* cannot read the header from rank 0: no header"):
                 exchange_headers(c, {}, ("recv_prev",))
+
+
+@pytest.mark.ranks(8)
+def test_headers_over_the_cpu_group_of_a_pipeline(group: ProcessGroup) -> None:
+    """Without groups for CPU tensors neighbours on the ring use the pipeline's CPU group, made at the first header."""
+    tritoncomm.initialize(mesh=cuda_mesh((4, 2), ("pp", "tp")), timeout=30)
+    cuda, entry = torch.device("cuda"), groups.groups[ParallelMode.PIPELINE]
+    ring, rank, ranks = Neighbours.of(entry.group), dist.get_rank(), entry.ranks
+    stage = ranks.index(rank)
+    far = Neighbours.of(entry.group, None, ranks[(stage + 2) % 4], dist.group.WORLD)
+    assert header._cpu_link(far, cuda, ["send_next"]) == (far, ())
+    assert header._cpu_link(Neighbours.of(group), cuda, ["send_next"])[1] == ["send_next"], "a group that carries both"
+    assert entry.existing == [entry.group], "one far neighbour is served by the two of them"
+    posted: list[Any] = []
+    contents = {
+        "send_next": message.specs_of([torch.ones(1, stage)]),
+        "send_prev": message.specs_of([torch.ones(stage)]),
+    }
+    received = dict(header.exchange_headers(ring, "headers", contents, ("recv_prev", "recv_next"), cuda, posted))
+    for each in posted:
+        each.wait()
+    assert received["recv_prev"][0][0] == (1, (stage - 1) % 4)
+    assert received["recv_next"][0][0] == ((stage + 1) % 4,)
+    assert entry.existing == [entry.group, entry.cpu_group]
+    link, near = header._cpu_link(far, cuda, ["send_next", "recv_prev"])
+    assert (link.group(), list(near)) == (entry.cpu_group, ["recv_prev"]), (
+        "each transfer for itself, as its other end does"
+    )
+    tritoncomm.destroy()
 
 
 def test_headers_that_need_two_messages(group: ProcessGroup) -> None:

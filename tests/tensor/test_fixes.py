@@ -18,6 +18,7 @@ from shards import ranks_of, shard_of, sharded
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup as TorchGroup
 
+from tritoncomm import groups
 from tritoncomm.errors import ArgumentError, CommError, GroupError, PeerError, ShapeError
 from tritoncomm.tensor import (
     ColoParameter,
@@ -37,7 +38,6 @@ from tritoncomm.tensor import (
 from tritoncomm.tensor.device_mesh import DeviceMesh
 from tritoncomm.tensor.dispatch import plain
 from tritoncomm.tensor.distspec import _DistSpec
-from tritoncomm.tensor.group_registry import _by_members
 
 
 def counted(*shape: int) -> Tensor:
@@ -138,7 +138,7 @@ def test_the_repr_of_a_leaf_shows_requires_grad(group: TorchGroup) -> None:
 def test_an_operator_that_gathers_says_that_every_rank_calls(group: TorchGroup) -> None:
     """One rank gathers, the other does not: the error says that every rank has to."""
     pg, world = ranks_of(group), group.size()
-    apart = _by_members(tuple(dist.get_process_group_ranks(group)), "gloo")
+    apart = groups.make_group("test", dist.get_process_group_ranks(group), "gloo")
     set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # until torch 2.14
     set_timeout(timedelta(milliseconds=300), apart)
     x = torch.arange(4.0)

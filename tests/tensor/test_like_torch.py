@@ -13,6 +13,7 @@ from shards import ranks_of, shard_of, sharded
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup as TorchGroup
 
+from tritoncomm import groups
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor import (
     ColoParameter,
@@ -24,7 +25,7 @@ from tritoncomm.tensor import (
     ShardSpec,
     shard_parameters,
 )
-from tritoncomm.tensor.group_registry import _by_members, _register
+from tritoncomm.tensor.group_registry import _register
 from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.utils import full_state_dict, load_full_state_dict
 
@@ -194,7 +195,7 @@ def test_draws_are_counted_by_group(group: TorchGroup) -> None:
     """A rank that raised between two draws begins with the others in the group that they make next."""
     ranks, draws = dist.get_process_group_ranks(group), (3 if group.rank() == 0 else 2, 4)
     for count in draws:
-        made = _by_members(tuple(ranks), "gloo")
+        made = groups.make_group("test", ranks, "gloo")
         _register(made, "gloo", tuple(ranks))
         torch.manual_seed(0)
         for _ in range(count):

@@ -23,6 +23,7 @@ __all__ = [
     "checked_dim",
     "checked_ints",
     "members",
+    "rank_in",
     "ranks_of",
     "refuse_forward_ad",
     "refuse_tracing",
@@ -155,16 +156,36 @@ def ranks_of(group: ProcessGroup, name: str) -> list[int]:
         GroupError: the group was destroyed; or it was reconfigured to another size or order, and torch's table has its
             ranks of before.
     """
+    _check_ranks(group, name)
+    return dist.get_process_group_ranks(group)
+
+
+def rank_in(group: ProcessGroup, global_rank: Any, name: str) -> int:
+    """Return the rank in ``group`` of a global rank, in a time that does not grow with the group.
+
+    Raises:
+        GroupError: the group has no such rank; or as ``ranks_of``.
+    """
+    _check_ranks(group, name)
+    try:
+        rank = operator.index(global_rank)
+        if 0 <= rank < dist.get_world_size():
+            return dist.get_group_rank(group, rank)
+    except (TypeError, ValueError):
+        pass
+    raise GroupError(f"{name}: global rank {global_rank!r} is not in the group {ranks_of(group, name)}")
+
+
+def _check_ranks(group: ProcessGroup, name: str) -> None:
+    """Raise ``GroupError`` where torch does not know the global ranks of ``group``, as ``ranks_of`` describes."""
     world_of(group, name)
-    ranks = dist.get_process_group_ranks(group)
     if _changes_in_place and group in members:
         rank, size = group.rank(), group.size()
-        if size != len(ranks) or members[group].get(dist.get_rank()) != rank:
+        if size != len(members[group]) or members[group].get(dist.get_rank()) != rank:
             raise GroupError(
                 f"{name}: the process group {group.group_name!r} was reconfigured to {size} ranks, of which torch does "
-                f"not know the global ranks (it has the former ones, {ranks}); make a new group"
+                f"not know the global ranks (it has the former ones, {list(members[group])}); make a new group"
             )
-    return ranks
 
 
 def refuse_forward_ad(x: Tensor, name: str) -> None:

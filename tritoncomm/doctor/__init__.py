@@ -1,7 +1,9 @@
 """Examines a machine for training over several ranks: versions, backends, GPUs, links, tables and variables."""
 
+import math
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -29,6 +31,8 @@ from tritoncomm.tune.measure import architecture
 __all__ = ["Finding", "compute_mode", "examine"]
 
 NEEDED = {"torch": (2, 11)}
+OPEN_FILES = 256
+"""Files that a rank may have open beside a socket for every other rank."""
 VARIABLES = (
     "TRITONCOMM_PATH", "TRITONCOMM_TABLE", "TRITONCOMM_CHECK", "TRITONCOMM_FLIGHT", "TRITONCOMM_FLIGHT_SIGNALS",
     "TRITONCOMM_STRICT",
@@ -72,6 +76,7 @@ def examine(self_test: bool = True) -> Iterator[Finding]:
     yield from _tables({(gpu.name, gpu.multi_processor_count) for gpu in gpus})
     yield _recorder()
     yield from _launcher()
+    yield _open_files(count > 0)
     judged = [_variable(name) for name in VARIABLES if name in os.environ]
     yield from judged
     for name in sorted(os.environ):
@@ -172,6 +177,31 @@ def _launcher() -> Iterator[Finding]:
     if launch is not None:
         where = f"; the ranks meet at {meeting['MASTER_ADDR']}:{meeting['MASTER_PORT']}" if meeting else ""
         yield Finding("launcher", f"{launch.launcher}: this is rank {launch.rank} of {launch.size}{where}")
+
+
+def _open_files(has_gpu: bool) -> Finding:
+    """The limit of open files of a process, against the sockets that a rank of this job may need.
+
+    Gloo connects all ranks with each other. In a job over NCCL the process that holds the store has a connection from
+    every rank, and a rank one to each other rank of a CPU group that it uses.
+    """
+    try:
+        launch = launchers.started_by(os.environ)
+        ranks = launch.size if launch else launchers.world_size(os.environ) or 1
+        is_first = launchers.is_first(launch) if launch else os.environ.get("RANK", "0") == "0"
+    except GroupError:  # `_launcher` has told it
+        ranks, is_first = 1, True
+    soft, hard = (
+        math.inf if each == resource.RLIM_INFINITY else each for each in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    needed = ranks + OPEN_FILES
+    value = f"{soft:.0f} in a process, for {counted(ranks, 'rank')}"
+    if soft >= needed:
+        return Finding("open files", value)
+    advice = f"`ulimit -n {needed}` on every node, before the job starts"
+    if hard < needed:
+        advice += f"; root has to raise the hard limit, {hard:.0f}, first"
+    return Finding("open files", value, "note" if has_gpu and not is_first else "problem", advice)
 
 
 def _gpus(gpus: Sequence[Any]) -> Iterator[Finding]:

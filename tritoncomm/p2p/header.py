@@ -9,14 +9,13 @@ header, message, activations first, however calls group the transfers.
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
 from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from tritoncomm import groups, record
 from tritoncomm.core.memory import empty_on
@@ -158,17 +157,17 @@ def exchange_headers(
         UnsupportedError: a header cannot announce a tensor.
     """
     has_one_peer = neighbours.prev == neighbours.next
-    link = _cpu_neighbours(neighbours, device)
-    if link is None:
-        for keys in _ACTIVATION_FIRST if has_one_peer else _ALL:
-            yield from _exchange_on_device(neighbours, name, keys, sends, receives, device, posted, before_recv)
-        return
-    for key in [direction.key for direction in link.batch if direction.key in sends]:
+    link, near = _cpu_link(neighbours, device, (*sends, *receives))
+    for key in [direction.key for direction in link.batch if direction.key in sends and direction.key in near]:
         words = _encode_for(neighbours, name, key, sends[key])
         record.add(f"{name}.header", "cpu", 0, words.nbytes, 0.0)
         parts = (words,) if len(words) == WORDS else (words[:WORDS], words[WORDS:])
         posted += [post_one(link.directions[True][key], name, part) for part in parts]
         on_sent(key)
+    for batch in _ACTIVATION_FIRST if has_one_peer else _ALL:
+        if keys := tuple(key for key in batch if key not in near and (key in sends or key in receives)):
+            yield from _exchange_on_device(neighbours, name, keys, sends, receives, device, posted, before_recv)
+    receives = [key for key in receives if key in near]
     if len(receives) == 2 and not has_one_peer:
         yield from _recv_both(link, name, receives, before_recv)
         return
@@ -308,25 +307,20 @@ def _recv_both(
         raise failures[0]
 
 
-def _cpu_neighbours(neighbours: Neighbours, device: torch.device) -> Neighbours | None:
-    """Return the neighbours over groups of the same ranks that carry CPU tensors; None where a group has no such twin.
+def _cpu_link(
+    neighbours: Neighbours, device: torch.device, keys: Collection[str]
+) -> tuple[Neighbours, Collection[str]]:
+    """Return neighbours over groups that carry CPU tensors, and the keys of ``keys`` that are served over them.
 
-    The neighbours themselves are returned for a CPU ``device``.
+    The neighbours themselves serve all keys for a CPU ``device``, and where their groups carry CPU tensors. Else the
+    CPU group of a pipeline of ``initialize()`` serves adjacent stages. All stages make it at their first header, as
+    they make NCCL's communicator at their first batch. Both ends choose identically, from their places on the ring.
     """
-    if device.type == "cpu":
-        return neighbours
-    key = "p2p.cpu_neighbours", neighbours
-    if key not in groups.derived:
-        own, outside = neighbours.group(), neighbours.outside and neighbours.outside()
-        group, outer = own and _cpu_group(own), outside and _cpu_group(outside)
-        if group is None or (outside is not None and outer is None):
-            groups.derived[key] = None
-        else:
-            groups.derived[key] = Neighbours.of(group, neighbours.prev, neighbours.next, outer)
-    return groups.derived[key]
-
-
-def _cpu_group(group: ProcessGroup) -> ProcessGroup | None:
-    """Return ``group`` if it carries CPU tensors, else the registered CPU group of the same ranks, else None."""
-    twins = [entry.cpu_group for entry in groups.groups.values() if entry.group is group]
-    return next((each for each in (group, *twins) if torch.device("cpu") in each._device_types), None)
+    group, outside = neighbours.group(), neighbours.outside and neighbours.outside()
+    if device.type == "cpu" or all(_cpu in each._device_types for each in (group, outside) if each is not None):
+        return neighbours, keys
+    entry = next((entry for entry in groups.groups.values() if entry.group is group), None)
+    near = neighbours.adjacent.intersection(keys)
+    if entry is None or not near:
+        return neighbours, ()
+    return Neighbours.of(entry.cpu_group, neighbours.prev, neighbours.next, outside), near

@@ -120,6 +120,7 @@ class Neighbours:
         stages: ranks in the group.
         is_single_rank: whether this rank is its own neighbour on both sides.
         backend: carries the group's CUDA tensors, empty where none does.
+        adjacent: the keys of the transfers whose other end is next to this stage on the ring.
         batch: the directions in the order of a batch; directions that are posted one by one come last.
         singles: the directions in an order that cannot deadlock on a backend with blocking single calls.
         directions: the directions of ``singles`` by key, and the directions of ``batch`` by key.
@@ -137,8 +138,9 @@ class Neighbours:
         keys = _TWO_STAGES if self.prev == self.next else _KEYS
         order = {key: self._order(key, peers[self.peer(key)]) for key in keys}
         ordered = sorted(keys, key=order.__getitem__)
-        batched = [key for key in keys if peers[self.peer(key)].is_adjacent]
-        batched += [key for key in ordered if not peers[self.peer(key)].is_adjacent]
+        self.adjacent = frozenset(key for key in keys if peers[self.peer(key)].is_adjacent)
+        batched = [key for key in keys if key in self.adjacent]
+        batched += [key for key in ordered if key not in self.adjacent]
         self.batch = tuple(self._direction(key, peers[self.peer(key)]) for key in batched)
         # Two stages use the default group for what the odd one of them sends.
         other = None if len(ranks) != 2 or "ucc" in dist.get_backend(group) else dist.group.WORLD

@@ -1,6 +1,5 @@
 """Registry of process groups by rank list: existing groups are reused, missing ones are made by their members only."""
 
-import hashlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ __all__ = ["Line", "Members", "adopt", "find", "group_over", "groups_along", "lo
 
 # Weak references: torch keeps living groups, and a destroyed group can end with its threads and sockets.
 _groups: dict[tuple[str, tuple[int, ...]], weakref.ref[dist.ProcessGroup]] = {}
-_times: dict[tuple[str, tuple[int, ...]], int] = {}
 _made_collectively: weakref.WeakKeyDictionary[Any, set[tuple[str, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
 
 
@@ -30,8 +28,8 @@ def lookup(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     if world is not None and backend == dist.get_backend() and ranks == tuple(range(dist.get_world_size())):
         return world
     for entry in groups.groups.values():
-        if entry.ranks == ranks:
-            for group in (entry.group, entry.cpu_group):
+        if entry.group.size() == len(ranks) and entry.ranks == ranks:
+            for group in entry.existing:
                 if dist.get_backend(group) == backend:
                     return group
     return None
@@ -63,13 +61,13 @@ def make_groups(lists: Sequence[tuple[int, ...]], rank: int, backend: str | None
         backend: the default group's by default.
     """
     backend = dist.get_backend() if backend is None else backend
-    # ``new_group`` involves the full job where it splits groups off a bound default group, or ends in a barrier.
-    if c10d._get_default_group().bound_device_id is not None or c10d._is_barrier_after_init() == 1:
+    # A bound default group is split, in which all of its ranks take part.
+    if c10d._get_default_group().bound_device_id is not None:
         _make_collectively(lists, rank, backend)
         return
     for ranks in lists:
         if rank in ranks and find(backend, ranks) is None:
-            _register(_by_members(ranks, backend), backend, ranks)
+            _register(groups.make_group(f"tensor-{backend}", ranks, backend), backend, ranks)
 
 
 def _make_collectively(lists: Sequence[tuple[int, ...]], rank: int, backend: str) -> None:
@@ -102,24 +100,6 @@ def group_over(ranks: tuple[int, ...], rank: int, backend: str | None = None) ->
     make_groups([ranks], rank, backend)
     group = lookup(dist.get_backend() if backend is None else backend, ranks)
     assert group is not None, ranks
-    return group
-
-
-def _by_members(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
-    """Make a group; only its members call.
-
-    torch names groups by a per-process counter, so processes that make different groups disagree about the next name
-    and deadlock. During the call the counter is derived from the ranks alone.
-    """
-    # Not `use_local_synchronization=True`: it derives the name from the ranks only, so a second group over the same
-    # ranks or with another backend would clash in the store.
-    times = _times[backend, ranks] = _times.get((backend, ranks), 0) + 1
-    name = hashlib.sha256(f"tritoncomm {backend} {ranks} {times}".encode()).hexdigest()[:15]
-    before, c10d._world.group_count = c10d._world.group_count, 2**60 + int(name, 16)
-    try:
-        group: Any = dist.new_group(list(ranks), timeout=groups.timeout, backend=backend)
-    finally:
-        c10d._world.group_count = before
     return group
 
 
