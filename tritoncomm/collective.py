@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from tritoncomm.core import backend, eager
-from tritoncomm.core.autograd import without_graph
+from tritoncomm.core.autograd import outside_graphs, without_graph
 from tritoncomm.core.backend import Handle
 from tritoncomm.core.call import enter
 from tritoncomm.core.fused import pack_many
@@ -37,6 +37,11 @@ __all__ = [
     "reduce_scatter",
     "split_reduce_scatter",
 ]
+
+# The functional collectives that torch.compile traces wait at once, and sum.
+_all_gather_outside, _reduce_scatter_outside, _all_reduce_outside, _all_to_all_outside = map(
+    outside_graphs, (eager.all_gather, eager.reduce_scatter, eager.all_reduce, eager.all_to_all_single)
+)
 
 
 def _checked(tensor: Any, parallel_mode: Any, name: str) -> dist.ProcessGroup:
@@ -80,7 +85,8 @@ def all_gather(
     group = _checked(tensor, parallel_mode, "all_gather")
     dim = checked_dim(tensor, dim, "all_gather")
     per_rank = normalize_sizes(sizes, "all_gather")
-    return eager.all_gather(without_graph(tensor), dim, group, per_rank, "all_gather", async_op)
+    call = _all_gather_outside if async_op else eager.all_gather
+    return call(without_graph(tensor), dim, group, per_rank, "all_gather", async_op)
 
 
 def reduce_scatter(
@@ -110,7 +116,8 @@ def reduce_scatter(
     group = _checked(tensor, parallel_mode, "reduce_scatter")
     dim = checked_dim(tensor, dim, "reduce_scatter")
     per_rank = normalize_sizes(sizes, "reduce_scatter")
-    return eager.reduce_scatter(without_graph(tensor), dim, group, per_rank, "reduce_scatter", op, async_op)
+    call = _reduce_scatter_outside if async_op or op != ReduceOp.SUM else eager.reduce_scatter
+    return call(without_graph(tensor), dim, group, per_rank, "reduce_scatter", op, async_op)
 
 
 def all_reduce(tensor: Tensor, parallel_mode: Any, op: Any = ReduceOp.SUM, async_op: bool = False) -> Any:
@@ -120,7 +127,8 @@ def all_reduce(tensor: Tensor, parallel_mode: Any, op: Any = ReduceOp.SUM, async
         The reduced tensor (``tensor`` itself when contiguous), or ``(tensor, handle)``.
     """
     group = _checked(tensor, parallel_mode, "all_reduce")
-    return eager.all_reduce(_own_or_detached(tensor), group, "all_reduce", op, True, async_op)
+    call = _all_reduce_outside if async_op or op != ReduceOp.SUM else eager.all_reduce
+    return call(_own_or_detached(tensor), group, "all_reduce", op, True, async_op)
 
 
 def broadcast(tensor: Tensor, src: int, parallel_mode: Any, async_op: bool = False) -> Any:
@@ -141,6 +149,7 @@ def reduce(tensor: Tensor, dst: int, parallel_mode: Any, op: Any = ReduceOp.SUM,
     return _rooted("reduce", tensor, dst, parallel_mode, op, async_op)
 
 
+@outside_graphs
 def _rooted(name: str, tensor: Tensor, root: int, parallel_mode: Any, op: Any, async_op: bool) -> Any:
     """Run the collective ``name``, ``reduce`` into or ``broadcast`` from global rank ``root``, and return its result.
 
@@ -195,16 +204,18 @@ def all_to_all(
 
     Raises:
         ArgumentError: the number of ranks per node is unknown.
-        UnsupportedError: nodes have different numbers of ranks of the group; or the call is compiled.
+        UnsupportedError: nodes have different numbers of ranks of the group.
 
     Shape: ``[n, ...] -> [sum(output_split_sizes), ...]``, ``[n, ...]`` without them.
     """
     name = "all_to_all"
     group = _checked(tensor, parallel_mode, name)
     out_sizes, in_sizes = normalize_sizes(output_split_sizes, name), normalize_sizes(input_split_sizes, name)
-    return eager.all_to_all_single(without_graph(tensor), group, out_sizes, in_sizes, name, async_op, exchange)
+    call = eager.all_to_all_single if exchange == "flat" and not async_op else _all_to_all_outside
+    return call(without_graph(tensor), group, out_sizes, in_sizes, name, async_op, exchange)
 
 
+@outside_graphs
 def split_reduce_scatter(
     tensors: Tensor | Sequence[Tensor],
     dims: int | Sequence[int],

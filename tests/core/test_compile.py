@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tritoncomm import collective, record, ulysses
 from tritoncomm import mappings as m
+from tritoncomm.core import ops
 from tritoncomm.errors import ShapeError, UnsupportedError
 
 CALLS = 20
@@ -252,6 +253,73 @@ def sizes_change(group: ProcessGroup, backend: str) -> None:
     assert graphs() == 2
 
 
+def views_unless_triton(group: ProcessGroup) -> None:
+    """Pack and unpack of an even split are plain operators, which count no bytes, unless the path is ``triton``.
+
+    A graph for one path is not used for another.
+    """
+    targets: list[set[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        targets.append({str(node.target) for node in graph.graph.nodes})
+        return graph.forward
+
+    def there_and_back(x: Tensor) -> Tensor:
+        return m.all_to_all_hp2sp(m.all_to_all_sp2hp(x, group), group)
+
+    compiled, x = compiled_once(there_and_back, backend), torch.randn(4, 8)
+    for path, passes in (("auto", 0), ("triton", 2), ("torch", 0), ("auto", 0)):
+        with ops.path(path), record.recording() as counted:
+            assert torch.equal(compiled(x), x)
+        assert sum(count.bytes_copied for count in counted.values()) == passes * 2 * x.nbytes, path
+        assert {name for name, _ in counted} == {"all_to_all_sp2hp", "all_to_all_hp2sp"}
+    assert [sum("tritoncomm.pack" in name or "tritoncomm.unpack" in name for name in each) for each in targets] == [
+        0, 2, 0,
+    ]  # fmt: skip
+
+
+def collectives_are_eager(group: ProcessGroup, backend: str) -> None:
+    """Results and inputs as without a compiler, with whole graphs for sums that are waited for at once."""
+    MAX = collective.ReduceOp.MAX
+
+    def gathered(x: Tensor) -> Tensor:
+        out, handle = collective.all_gather(x, 0, group, async_op=True)
+        handle.wait()
+        return out
+
+    def reduced(x: Tensor) -> Tensor:
+        collective.all_reduce(x, group)
+        return x * 2
+
+    whole: list[Callable[[Tensor], Any]] = [
+        lambda x: collective.all_gather(x, 1, group),
+        lambda x: collective.reduce_scatter(x, 1, group),
+        lambda x: collective.all_to_all(x, group),
+        lambda x: collective.all_reduce(x, group),
+        lambda x: collective.all_reduce(x.T, group),
+        reduced,
+    ]
+    broken: list[Callable[[Tensor], Any]] = [
+        gathered,
+        lambda x: collective.reduce_scatter(x, 0, group, MAX),
+        lambda x: collective.all_reduce(x, group, MAX),
+        lambda x: collective.broadcast(x, 1, group),
+        lambda x: collective.reduce(x * 2, 0, group),
+        lambda x: collective.split_reduce_scatter([x, x * 2], [0, 1], group, scale=0.5)[1],
+    ]
+    made = torch.Generator().manual_seed(group.rank())
+    values = torch.randn(4, 6, generator=made)
+    for i, call in enumerate([*whole, *broken]):
+        torch.compiler.reset()
+        compiled: Any = torch.compile(call, backend=backend, fullgraph=i < len(whole))
+        x, y = values.clone(), values.clone()
+        got, wanted = compiled(x), call(y)
+        if i != len(whole) + 4 or group.rank() == 0:  # the other ranks of a reduce have scratch
+            assert torch.equal(got, wanted), i
+        assert torch.equal(x, y), i
+        assert (got is x) == (wanted is y), i
+
+
 def bad_sizes_are_refused(group: ProcessGroup) -> None:
     """Without a full graph by eager mode's own error, in a full graph by one that carries it."""
     x = torch.zeros(4, 6)
@@ -303,6 +371,15 @@ def test_no_graph_under_no_grad(group: ProcessGroup) -> None:
             out = compiled(x)
         assert not out.requires_grad, name
         assert torch.equal(out, call(x)), name
+
+
+def test_views_unless_the_path_is_triton(pool: Pool) -> None:
+    pool.run(views_unless_triton, world=2)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
+def test_collectives(pool: Pool, backend: str) -> None:
+    pool.run(collectives_are_eager, backend, world=2, timeout=110)
 
 
 @pytest.mark.slow

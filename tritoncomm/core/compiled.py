@@ -1,7 +1,8 @@
-"""Collectives under torch.compile: functional collectives that inductor knows, around opaque pack and unpack operators.
+"""Collectives under torch.compile: functional collectives that inductor knows, and views that it fuses around them.
 
-The operators run the eager code, so paths, counters and alignment checks happen at run time. Sizes reach them as
-symbols, so one graph serves every sequence length. Arguments are checked while a call is traced, as in eager mode.
+Pack and unpack by uneven sizes, or by a kernel, are opaque operators. They run the eager code, so paths, counters and
+alignment checks happen at run time. Sizes reach them as symbols, so one graph serves every sequence length. Arguments
+are checked while a call is traced, as in eager mode.
 """
 
 import math
@@ -152,8 +153,8 @@ def all_gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, nam
     if world == 1:
         return x
     planned = _plan(plan.all_gather, x, group, name, dim, world, group.rank(), sizes)
-    if sizes is None or plan.all_equal(sizes, world, x.shape[dim]):
-        sizes = None
+    sizes = _uneven(sizes, world, x.shape[dim])
+    if sizes is None:
         pending = _c10d.all_gather_into_tensor(x.contiguous(), world, group.group_name)
         wire = _finished(pending, name, planned.bytes_sent)
     else:
@@ -163,21 +164,41 @@ def all_gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, nam
     return _unpacked(wire, planned, dim, world, sizes, name)
 
 
+def _uneven(sizes: Ints | None, world: int, size: int) -> Ints | None:
+    """Return ``sizes``, or None if there are ``world`` sizes that all equal ``size``."""
+    return None if sizes is None or plan.all_equal(sizes, world, size) else sizes
+
+
+def _fuses(x: Tensor) -> bool:
+    """Whether pack and unpack of tensors like ``x`` are views, which the compiler fuses with its neighbours.
+
+    On GPUs they are with the path ``torch`` only, because nobody has measured there if the kernels lose to the fusion.
+    """
+    return ops.forced_path() == "torch" or (ops.forced_path() == "auto" and not x.is_cuda)
+
+
 def _unpacked(wire: Tensor, planned: CollectivePlan, dim: int, world: int, sizes: Ints | None, name: str) -> Tensor:
     """Add to the graph the unpack of ``wire``, received elements in rank order, if ``planned`` needs one.
 
     Returns:
         The result of the collective, concatenated along ``dim`` by ``sizes``; a view of ``wire`` without an unpack.
     """
+    shape = planned.shape
     if planned.in_order:
-        return wire.view(planned.shape)
-    return torch.ops.tritoncomm.unpack(wire, planned.shape, dim, world, None if sizes is None else list(sizes), name)
+        return wire.view(shape)
+    if sizes is None and _fuses(wire):
+        dim %= len(shape)
+        return wire.view(world, *plan.resized(shape, dim, shape[dim] // world)).movedim(0, dim).reshape(shape)
+    return torch.ops.tritoncomm.unpack(wire, shape, dim, world, None if sizes is None else list(sizes), name)
 
 
 def _packed(x: Tensor, dim: int, world: int, sizes: Ints | None, name: str) -> Tensor:
     """Add to the graph the pack of ``x`` along ``dim`` by ``sizes``; return a flat wire in rank order."""
-    if math.prod(x.shape[: dim % x.dim()]) == 1:
+    dim %= x.dim()
+    if math.prod(x.shape[:dim]) == 1:
         return x.contiguous().view(-1)
+    if sizes is None and _fuses(x):
+        return x.unflatten(dim, (world, x.shape[dim] // world)).movedim(dim, 0).reshape(-1)
     return torch.ops.tritoncomm.pack(x, dim, world, None if sizes is None else list(sizes), name)
 
 
@@ -187,11 +208,9 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None,
     if world == 1:
         return x
     planned = _plan(plan.reduce_scatter, x, group, name, dim, world, group.rank(), sizes)
-    if sizes is not None and not plan.all_equal(
-        sizes, world, x.shape[dim] // world
-    ):  # no functional reduce-scatter takes split sizes
+    if _uneven(sizes, world, x.shape[dim] // world) is not None:  # no functional reduce-scatter takes split sizes
         return split(all_reduce(x, group, name), dim, group, sizes, name)
-    wire = _packed(x, dim % x.dim(), world, None, name)
+    wire = _packed(x, dim, world, None, name)
     pending = _c10d.reduce_scatter_tensor(wire, _sum_of(x), world, group.group_name)
     return _finished(pending, name, planned.bytes_sent).view(planned.shape)
 
@@ -209,13 +228,21 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
     raise failure
 
 
-def all_reduce(x: Tensor, group: ProcessGroup, name: str) -> Tensor:
-    """Add to the graph a sum over the ranks, and return it; never in place, as inductor reuses buffers itself."""
+def all_reduce(x: Tensor, group: ProcessGroup, name: str, in_place: bool = False) -> Tensor:
+    """Add to the graph a sum over the ranks, and return it; see ``eager.all_reduce``.
+
+    The collective itself is never in place, as inductor reuses buffers. With ``in_place`` its result is copied into a
+    contiguous ``x``, which inductor does in the pass that follows.
+    """
     world = group.size()
     if world == 1:
         return x
     pending = _c10d.all_reduce(x.contiguous(), _sum_of(x), group.group_name)
-    return _result(_finished(pending, name, plan.all_reduce_bytes(x.numel() * x.element_size(), world)))
+    total = _finished(pending, name, plan.all_reduce_bytes(x.numel() * x.element_size(), world))
+    if in_place and x.is_contiguous():
+        x.detach().copy_(total)
+        return x
+    return _result(total)
 
 
 def all_to_all_single(
@@ -266,7 +293,7 @@ def all_to_all(
     sizes = scatter_sizes, gather_sizes
     planned = _plan(plan.all_to_all, x, group, name, scatter_dim, gather_dim, world, group.rank(), *sizes)
     counts = _counts(planned.recv_counts, x, world), _counts(planned.send_counts, x, world)
-    wire = _packed(x, scatter_dim % x.dim(), world, scatter_sizes, name)
+    wire = _packed(x, scatter_dim, world, _uneven(scatter_sizes, world, x.shape[scatter_dim] // world), name)
     wire = _all_to_all(wire, *counts, group, name, planned.bytes_sent)
-    out = _unpacked(wire, planned, gather_dim, world, gather_sizes, name)
+    out = _unpacked(wire, planned, gather_dim, world, _uneven(gather_sizes, world, x.shape[gather_dim]), name)
     return out if shape is None else out.view(shape)

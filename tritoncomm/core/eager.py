@@ -30,7 +30,7 @@ from tritoncomm.core.plan import (
     located,
 )
 from tritoncomm.core.validation import check_input, world_of
-from tritoncomm.errors import CommError, UnsupportedError
+from tritoncomm.errors import CommError
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "reduce_scatter", "split"]
 
@@ -205,7 +205,7 @@ def all_reduce(
         The result; (result, handle) if asynchronous, where the handle is None over one rank.
     """
     if is_compiling():
-        return compiled.traced(all_reduce, compiled.all_reduce, name)(x, group, name)
+        return compiled.traced(all_reduce, compiled.all_reduce, name)(x, group, name, in_place)
     span = enter(name, "all_reduce", group, x, (op,))
     if span is None:
         return (x, None) if asynchronous else x
@@ -253,8 +253,6 @@ def all_to_all_single(
         The received rows; (rows, handle) if asynchronous, where the handle is None over one rank.
     """
     if is_compiling():
-        if levels != "flat":
-            raise UnsupportedError(f"{name}: an exchange in two levels cannot be traced by torch.compile")
         return compiled.traced(all_to_all_single, compiled.all_to_all_single, name)(x, group, out_sizes, in_sizes, name)
     nodes = None
     if levels != "flat":
