@@ -275,3 +275,24 @@ def test_a_subclass_is_pickled(group: ProcessGroup) -> None:
         assert made.cached is None
         assert torch.equal(made(x), layer(x))
         assert made.weight is not layer.weight
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_second_gradients_of_parameters(group: ProcessGroup, bias: bool) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6, bias=bias), nn.Tanh(), nn.Linear(6, 4, bias=bias))
+    x = torch.randn(3, 4)
+    found = []
+    for styles in (parallel, theirs):
+        plan = {"0": styles.ColwiseParallel(), "2": styles.RowwiseParallel()}
+        model = theirs.parallelize_module(copy.deepcopy(plain), mesh, plan, src_data_rank=None)
+        model[0].weight.requires_grad_(not bias)  # one parameter of a layer may be frozen
+        parameters = [each for each in model.parameters() if each.requires_grad]
+        first = torch.autograd.grad(model(x).square().sum(), parameters, create_graph=True)
+        assert all(isinstance(each, DTensor) for each in first)
+        assert [each.placements for each in first] == [each.placements for each in parameters]
+        second = torch.autograd.grad(sum(full(each).square().sum() for each in first), parameters)
+        found.append([full(each) for each in (*first, *second)])
+    for ours, others in zip(*found, strict=True):
+        torch.testing.assert_close(ours, others, **CLOSE)

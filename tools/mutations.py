@@ -307,6 +307,18 @@ MUTATIONS = (
         "tests/cli/test_explain.py tests/core/test_ops.py",
     ),
     Mutation(
+        "second gradients of a styled layer are lost", "tritoncomm/parallel.py",
+        "    if grad.requires_grad:\n", "    if not grad.numel():\n", "tests/test_parallel.py",
+    ),
+    Mutation(
+        "segments at any distance are one copy", "kernels/tritoncomm_kernels/segments.py",
+        " or (end > first + 1 and apart != gaps)", "", "tests/kernels/test_reference.py",
+    ),
+    Mutation(
+        "a sum in blocks has the first block only", "kernels/tritoncomm_kernels/reference.py",
+        "wire[:, start : start + block]", "wire[:, :block]", "tests/kernels/test_reference.py",
+    ),
+    Mutation(
         "a blocking collective is not waited for", "tritoncomm/core/backend.py",
         'work.wait()\n    except RuntimeError as error:\n        raise_for(error, _failure(error, what',
         'work.is_completed()\n    except RuntimeError as error:\n        raise_for(error, _failure(error, what',

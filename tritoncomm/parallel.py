@@ -11,18 +11,22 @@ parametrized weight, a partial input, dropout, an embedding with ``max_norm``) g
 Source: Megatron-LM (arXiv 1909.08053), sequence parallelism (arXiv 2205.05198).
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import style
 
 from tritoncomm import mappings
+from tritoncomm.core.autograd import direct, wants_grad
 from tritoncomm.core.plan import Ints, chunk_sizes
 from tritoncomm.errors import ArgumentError
 from tritoncomm.groups import as_group
@@ -177,19 +181,53 @@ class _Site:
             x = mappings.all_to_all_dims(x, self.output.dim, -1, self.group, gather_sizes=self.sizes(features))
         return self.result_of(x, features)
 
-    def summed(self, param: Any) -> Tensor:
+    def summed(self, param: Tensor) -> Tensor:
         """A replicated parameter that works on a shard of the tokens. Backward: all-reduce of its gradient."""
-        return mappings.copy_to_tensor_model_parallel_region(param.to_local(), self.group)
+        return mappings.copy_to_tensor_model_parallel_region(param, self.group)
+
+
+@direct
+class _Locals(Function):
+    """Forward: the local tensors of parameters. Backward: their gradients, as DTensors of the parameters' layouts.
+
+    ``to_local`` does this too. Its backward searches for the layout again, which takes longer than the layer's own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.layouts = [None if each is None else each._spec for each in parameters]
+        return tuple([None if each is None else each._local_tensor.view_as(each._local_tensor) for each in parameters])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return tuple([None if x is None else _distributed(x, spec) for x, spec in zip(grads, ctx.layouts, strict=True)])
+
+
+def _distributed(grad: Tensor, spec: Any) -> DTensor:
+    """Return the gradient of a parameter's local tensor as a DTensor of the parameter's layout ``spec``."""
+    grad = grad.contiguous()
+    if grad.requires_grad:
+        shape = {"shape": spec.shape, "stride": spec.stride}
+        return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, **shape)
+    make: Any = DTensor  # its constructor has no annotation
+    return make(grad, spec, requires_grad=False)
+
+
+def _locals(*parameters: Any) -> Sequence[Any]:
+    """Return the local tensors of parameters, which are DTensors, inside autograd; None stays None."""
+    if is_compiling() or not all(x is None or (wants_grad(x) and x.is_contiguous()) for x in parameters):
+        return [None if x is None else x.to_local() for x in parameters]
+    return _Locals.apply(*parameters)
 
 
 class ColwiseLinear(nn.Linear):
     site: _Site
 
     def forward(self, input: Any) -> Any:
-        site, bias = self.site, self.bias
+        site = self.site
         x = site.replicated(input)
-        bias = None if bias is None else bias.to_local()  # pyright: ignore[reportAttributeAccessIssue]
-        out = F.linear(x, self.weight.to_local(), bias)  # pyright: ignore[reportAttributeAccessIssue]
+        out = F.linear(x, *_locals(self.weight, self.bias))
         return site.from_columns(out, self.out_features)
 
 
@@ -197,7 +235,7 @@ class RowwiseLinear(nn.Linear):
     site: _Site
 
     def forward(self, input: Any) -> Any:
-        site, weight = self.site, self.weight.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+        site, (weight, bias) = self.site, _locals(self.weight, self.bias)
         x, layout = site.local(input)
         if isinstance(layout, Replicate):
             x = mappings.split_dim(x, -1, site.group, sizes=site.sizes(self.in_features))
@@ -206,26 +244,22 @@ class RowwiseLinear(nn.Linear):
             x = mappings.all_to_all_dims(x, -1, layout.dim, site.group, scatter_sizes=sizes)
         if not isinstance(site.output, Shard):
             out = reduce_from(F.linear(x, weight), site.group, in_place=True)
-            return site.result(out if self.bias is None else out + self._local_bias(out.dtype))
+            return site.result(out if bias is None else out + bias.to(out.dtype))
         out = F.linear(x, weight)
         sizes = site.sizes(self.out_features) if site.is_last(out) else None
         shard = mappings.reduce_scatter_dim(out, site.output.dim, site.group, sizes=sizes)
-        if self.bias is not None and site.is_last(out):
-            shard = shard + mappings.split_dim(self._local_bias(out.dtype), 0, site.group, sizes=sizes)
-        elif self.bias is not None:
-            shard = shard + site.summed(self.bias).to(out.dtype)
+        if bias is not None and site.is_last(out):  # autocast may have chosen the dtype of the product
+            shard = shard + mappings.split_dim(bias.to(out.dtype), 0, site.group, sizes=sizes)
+        elif bias is not None:
+            shard = shard + site.summed(bias).to(out.dtype)
         return site.result_of(shard, self.out_features)
-
-    def _local_bias(self, dtype: torch.dtype) -> Tensor:
-        """The bias in the dtype of the product, which autocast may have chosen."""
-        return self.bias.to_local().to(dtype)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class ColwiseEmbedding(nn.Embedding):
     site: _Site
 
     def forward(self, input: Any) -> Any:
-        site, weight = self.site, self.weight.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+        site, (weight,) = self.site, _locals(self.weight)
         ids, layout = site.local(input)
         if isinstance(layout, Shard):
             ids = mappings.all_gather_dim(ids, layout.dim, site.group)
@@ -236,7 +270,7 @@ class RowwiseEmbedding(nn.Embedding):
     site: _Site
 
     def forward(self, input: Any) -> Any:
-        site, weight = self.site, self.weight.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+        site, (weight,) = self.site, _locals(self.weight)
         ids, _ = site.local(input)
         size, start = len(weight), site.group.rank() * -(-self.num_embeddings // site.world)
         ids = ids - start
@@ -257,9 +291,8 @@ class SequenceLayerNorm(nn.LayerNorm):
     def forward(self, input: Any) -> Any:
         site = self.site
         x = site.shard(input)
-        weight = None if self.weight is None else site.summed(self.weight)
-        bias = None if self.bias is None else site.summed(self.bias)
-        return site.result(F.layer_norm(x, self.normalized_shape, weight, bias, self.eps))
+        parameters = [None if each is None else site.summed(each) for each in _locals(self.weight, self.bias)]
+        return site.result(F.layer_norm(x, self.normalized_shape, *parameters, self.eps))
 
 
 class SequenceRMSNorm(nn.RMSNorm):
@@ -268,7 +301,7 @@ class SequenceRMSNorm(nn.RMSNorm):
     def forward(self, x: Any) -> Any:
         site = self.site
         x = site.shard(x)
-        weight = None if self.weight is None else site.summed(self.weight)
+        (weight,) = (None if each is None else site.summed(each) for each in _locals(self.weight))
         return site.result(F.rms_norm(x, self.normalized_shape, weight, self.eps))
 
 

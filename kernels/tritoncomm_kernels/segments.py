@@ -1,7 +1,7 @@
 """Tables of segments: which rows of which tensors lie where in a flat wire, checked once."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from operator import attrgetter, le
@@ -156,6 +156,26 @@ class Part(NamedTuple):
     wire_stride: int
 
 
+class Strided(NamedTuple):
+    """Segments with equal rows, equally far apart in a tensor and in the wire: one strided copy.
+
+    Attributes:
+        tensor: index of the tensor.
+        offset: elements from its data pointer to the first segment.
+        size: number of segments, rows of each, elements of a row.
+        strides: in the tensor, in elements.
+        wire: byte of the wire at which the first segment starts.
+        steps: strides in the wire, in elements.
+    """
+
+    tensor: int
+    offset: int
+    size: Ints
+    strides: Ints
+    wire: int
+    steps: Ints
+
+
 @dataclass(frozen=True)
 class CheckedSegments:
     """A table, checked for tensors of certain layouts.
@@ -165,12 +185,23 @@ class CheckedSegments:
         parts: all parts of a sum, by its place in ``targets``.
         wides: for every target the type of its arithmetic, None if bits are copied.
         copied: bytes read plus bytes written.
+        segments: the table.
     """
 
     targets: tuple[Segment, ...]
     parts: dict[int, tuple[Part, ...]]
     wides: tuple[torch.dtype | None, ...]
     copied: int
+    segments: Segments
+
+    @cached_property
+    def copies(self) -> list[Strided]:
+        """Copies of bits, as few as strides allow: of the shards of one tensor, one to each rank, that is one copy."""
+        groups: dict[Ints, list[Segment]] = {}
+        for segment, wide in zip(self.targets, self.wides, strict=True):
+            if wide is None and segment.tensor != PADDING:
+                groups.setdefault((segment.tensor, *segment[2:5], segment.wire_stride), []).append(segment)
+        return [each for group in groups.values() for each in _strided(group, self.segments.itemsize(group[0].tensor))]
 
 
 class Layouts(NamedTuple):
@@ -266,7 +297,7 @@ def checked_segments(
         ends = (carried, dtype) if scatters else (dtype, carried)
         wides.append(wide_type(name, *ends, scaled, accumulates or added > 1))
         copied += count * (carried.itemsize * added + dtype.itemsize * (2 if accumulates else 1))
-    return CheckedSegments(targets, parts, tuple(wides), copied)
+    return CheckedSegments(targets, parts, tuple(wides), copied, segments)
 
 
 @lru_cache(maxsize=1024)
@@ -291,7 +322,24 @@ def checked_copies(name: str, copies: Copies, layouts: Layouts) -> CheckedSegmen
         pair = sources[segment.tensor], targets[segment.tensor]
         wides.append(wide_type(name, *pair, False, False))
         copied += segment.rows * segment.row * (pair[0].itemsize + pair[1].itemsize)
-    return CheckedSegments(copies.segments, {}, tuple(wides), copied)
+    return CheckedSegments(copies.segments, {}, tuple(wides), copied, copies)
+
+
+def _strided(group: Sequence[Segment], itemsize: int) -> Iterator[Strided]:
+    """Yield the copies of segments that differ by their offsets alone, in the order of the table."""
+    first = 0
+    while first < len(group):
+        segment, end, gaps = group[first], first + 1, (0, 0)
+        while end < len(group):
+            here, before = group[end], group[end - 1]
+            apart = here.offset - before.offset, here.wire - before.wire
+            if min(apart) < 0 or apart[1] % itemsize or (end > first + 1 and apart != gaps):
+                break
+            gaps, end = apart, end + 1
+        _, offset, rows, row, stride, wire, step = segment
+        strides, steps = (gaps[0], stride, 1), (gaps[1] // itemsize, step or row, 1)
+        yield Strided(segment.tensor, offset, (end - first, rows, row), strides, wire, steps)
+        first = end
 
 
 def _check_memory(name: str, layouts: Layouts) -> None:

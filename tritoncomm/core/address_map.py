@@ -40,7 +40,9 @@ class AddressMap:
 
     @staticmethod
     def along(shape: Sequence[int], dim: int, world: int, sizes: Ints | None = None) -> "AddressMap":
-        """Return the map that splits dim ``dim`` of a tensor of ``shape`` over ``world`` ranks. Maps are cached.
+        """Return the map that splits dim ``dim`` of a tensor of ``shape`` over ``world`` ranks.
+
+        Maps without ``sizes`` are cached; lists of sizes change from call to call.
 
         ``sizes`` is the size of the dim on each rank. Without it the dim is split as ``torch.chunk`` does: 9 over 4 is
         3, 3, 3, 0.
@@ -51,7 +53,7 @@ class AddressMap:
         Example:
             ``AddressMap.along((2, 6), 1, 3)`` has outer 2, row 6, run 2, world 3.
         """
-        return _along(tuple(shape), dim, world, sizes)
+        return (_along if sizes is None else _along.__wrapped__)(tuple(shape), dim, world, sizes)
 
 
 @lru_cache(maxsize=8192)

@@ -407,7 +407,7 @@ def all_to_all(
     """
     if x.dtype in special:
         out, x = carrier(out), carrier(x)
-    arguments = out, x, list(out_rows), list(in_rows) if out_rows else [], _exchange_options[asynchronous]
+    arguments = out, x, out_rows, in_rows if out_rows else (), _exchange_options[asynchronous]
     return _run(getattr(group, _ALL_TO_ALL), arguments, "all-to-all", group, name, asynchronous, (out, x))
 
 

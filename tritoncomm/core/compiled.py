@@ -256,7 +256,8 @@ def all_to_all_single(
     if world == 1:
         return x
     planned = _plan(plan.all_to_all_single, x, group, name, world, group.rank(), out_sizes, in_sizes)
-    counts = _counts(planned.recv_counts, x, world), _counts(planned.send_counts, x, world)
+    row = math.prod(x.shape[1:])
+    counts = [_counts(tuple(row * n for n in sizes), x, world) for sizes in (planned.recv_sizes, planned.send_sizes)]
     return _all_to_all(x.contiguous().view(-1), *counts, group, name, planned.bytes_sent).view(planned.shape)
 
 

@@ -31,7 +31,7 @@ class _AllToAll(Function):
         input_split_sizes: Any,
         use_nccl_stream: bool = False,
     ) -> Tensor:
-        ctx.group = group
+        ctx.group = group = checked(input, group, "all_to_all")
         ctx.output_split_sizes = output_split_sizes
         ctx.input_split_sizes = input_split_sizes
         ctx.use_nccl_stream = use_nccl_stream
@@ -49,7 +49,6 @@ class _AllToAll(Function):
 
 def all_to_all_single(x: Tensor, group: ProcessGroup, out: Any, into: Any, on_stream: bool, name: str) -> Tensor:
     """The engine's row exchange with a caller's split sizes, on the current stream or on the backend's."""
-    group = checked(x, group, name)
     out_sizes, in_sizes = normalize_sizes(out, name), normalize_sizes(into, name)
     if on_stream and not is_compiling():
         result, handle = eager.all_to_all_single(x, group, out_sizes, in_sizes, name, True)

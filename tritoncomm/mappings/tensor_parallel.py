@@ -237,7 +237,7 @@ def all_to_all(
         raise GroupError(f"{name}: group should not be None")
     group = checked(input_, group, name)
     args = (output_split_sizes_, input_split_sizes, use_nccl_stream)
-    if wants_grad(input_):
+    if input_.requires_grad and torch.is_grad_enabled():
         return _AllToAll.apply(group, input_, *args)
     return without_graph(all_to_all_single(input_, group, *args, name))
 
