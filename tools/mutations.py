@@ -821,6 +821,10 @@ MUTATIONS = (
         "place = others[0] if others else common", "place = 0", "tests/debug/test_replicas.py",
     ),
     Mutation(
+        "a trace keeps the calls of all records", "tritoncomm/debug/trace.py",
+        "_LOADED = 16", "_LOADED = 4096", "tests/debug/test_trace.py",
+    ),
+    Mutation(
         "messages are counted in records that lack the first ones", "tritoncomm/debug/trace.py",
         "if group in each.peers and each.oldest(group) == 1}", "if group in each.peers}",
         "tests/debug/test_trace.py",

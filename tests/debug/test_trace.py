@@ -252,6 +252,47 @@ def test_records_of_sixty_four_ranks_take_seconds(tmp_path: Path) -> None:
     assert time.monotonic() - started < 60
 
 
+_MEMORY = """
+import resource, sys
+from tritoncomm.debug import trace
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(*trace.story(trace.read([sys.argv[1]])), sep="\\n")
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) // 1024, after // 1024)
+"""
+
+
+@pytest.mark.parametrize(
+    ("world", "added", "total"), [(64, 60, 1023), pytest.param(4096, 500, 1023, marks=pytest.mark.slow)]
+)
+def test_records_are_not_all_in_memory(tmp_path: Path, world: int, added: int, total: int) -> None:
+    """MiB that a process needs for records of 1,000 calls; as objects one takes 1.5 MiB. Pairs of ranks have p2p steps."""
+    groups = {"g": list(range(world)), "pair": [0, 1]}
+    calls = [_call("f", count, [4]) for count in range(1, 996)]
+    for rank in range(world):
+        pair = [rank - rank % 2, rank + 1 - rank % 2]
+        step = ["recv_prev", rank - 1, [2]] if rank % 2 else ["send_next", rank + 1, [2]]
+        mine = [_hop("step", count, step, group="pair") for count in range(1, 5)]
+        last = _call("h" if rank == world - 1 else "f", 996, [4], end=0)
+        path = _write(tmp_path, rank, [*calls, *mine, last], world=world)
+        _change(path, time=10**9, groups=groups | {"pair": pair}, counts={"g": 996, "pair": 4})
+    run = [sys.executable, "-c", _MEMORY, str(tmp_path)]
+    *lines, memory = subprocess.run(run, check=True, capture_output=True, text=True, timeout=1200).stdout.splitlines()
+    assert lines[0] == f"group 'g' of ranks 0-{world - 1}: call 996 is the first that differs, in name:"
+    assert len(lines) == 5
+    assert int(memory.split()[0]) < added
+    assert int(memory.split()[1]) < total
+
+
+def test_a_record_that_is_written_again_meanwhile_is_refused(tmp_path: Path) -> None:
+    for rank in range(2):
+        _write(tmp_path, rank, [_call("f", 1, [4 + rank])], world=2)
+    records = trace.read([tmp_path])
+    _change(records[1].path, time=9001)
+    with pytest.raises(tritoncomm.ArgumentError, match="was written again while it was read"):
+        trace.story(records)
+
+
 def test_records_that_agree_say_so_and_other_files_are_refused(tmp_path: Path) -> None:
     files = [_write(tmp_path, rank, [_call("f", 1, [2])], world=3) for rank in range(3)]
     assert trace.story(trace.read(files)) == [AGREE]
