@@ -685,6 +685,10 @@ MUTATIONS = (
         "                self.store.delete(own)\n", "                pass\n", "tests/debug/test_comparison.py",
     ),
     Mutation(
+        "a rank whose parent is in another call does not search for a circle", "tritoncomm/debug/comparison.py",
+        "any(key or self._is_elsewhere(rank) for", "any(key for", "tests/debug/test_comparison.py",
+    ),
+    Mutation(
         "a circle of waiting ranks is not seen", "tritoncomm/debug/comparison.py",
         "    if circle is None:\n", "    if circle is None or circle:\n",
         "tests/debug/test_comparison.py tests/debug/test_check.py",

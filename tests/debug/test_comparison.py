@@ -221,6 +221,24 @@ def test_a_rank_that_goes_on_while_it_is_looked_at_is_in_no_circle(
     assert here.has("c/1/verdict") is (goes_on == "no")
 
 
+def test_ranks_that_wait_for_the_first_ranks_of_their_groups_are_in_a_circle() -> None:
+    """Each is the last rank of the group that it calls on, and the first rank of the other one."""
+    job, texts = Job(2), dict[int, str]()
+
+    def rank(place: int) -> None:
+        ranks = [1 - place, place]
+        call = Comparison(job.stores[place], f"{place}/1", ranks, 1, 60.0, "f()", ", call 1", [])
+        texts[place] = call.compare(DIGEST, list, str)
+
+    threads = [threading.Thread(target=rank, args=(place,)) for place in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(20)
+    text = "ranks [0, 1] wait for each other in different calls:\n  ranks 0-1: f(), call 1"
+    assert texts == dict.fromkeys(range(2), text)
+
+
 def test_a_rank_whose_verdict_is_set_is_in_no_circle() -> None:
     """Its reading thread is slow: the first rank is in the report already, and waits there for this rank."""
     store = HashStore()

@@ -266,7 +266,7 @@ print((after - before) // 1024, after // 1024)
     ("world", "added", "total"), [(64, 25, 1023), pytest.param(4096, 500, 1023, marks=pytest.mark.slow)]
 )
 def test_records_are_not_all_in_memory(tmp_path: Path, world: int, added: int, total: int) -> None:
-    """MiB that a process needs for records of 1,000 calls; as objects one takes 0.8 MiB. Pairs of ranks have p2p steps."""
+    """MiB of a process that traces records of 1,000 calls, 0.8 MiB each as objects. Pairs of ranks have p2p steps."""
     groups = {"g": list(range(world)), "pair": [0, 1]}
     calls = [_call("f", count, [4]) for count in range(1, 996)]
     for rank in range(world):

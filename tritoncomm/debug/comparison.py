@@ -296,11 +296,18 @@ class Stall:
         if not self._is_published:
             self.store.publish(self.mine._replace(awaited=[]) if has_threads else self.mine)
             self._is_published = True
-        # Every circle has a rank that waits for another one to come, and that rank finds it; most ranks of a large
-        # group wait for a verdict only, and a search by each of them would be most of the load of the store.
-        may_close = not has_threads and any(key for key, _ in self.mine.awaited)
-        if not (may_close and fail_circle(self.store, self.mine)) and self.fail_late is not None:
+        searches = not has_threads and any(key or self._is_elsewhere(rank) for key, rank in self.mine.awaited)
+        if not (searches and fail_circle(self.store, self.mine)) and self.fail_late is not None:
             _fail_ended(self.store, self.mine)
+
+    def _is_elsewhere(self, rank: int) -> bool:
+        """Whether a rank is blocked in another call than this one.
+
+        Most ranks of a large group wait for a verdict only. A parent that is in the same call searches for circles
+        itself; a search by each of its children would be most of the load of the store.
+        """
+        each = self.store.blocked(rank)
+        return each is not None and each.base != self.mine.base
 
     def _claim(self, waited: float) -> None:
         """Fail the call because of its timeout, unless another rank of the call has begun to do so.
