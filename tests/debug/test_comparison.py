@@ -155,6 +155,21 @@ def test_a_rank_that_does_not_come_is_named_by_all(absent: int, monkeypatch: pyt
     assert job.call(2, [DIGEST] * 20) == [""] * 20
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("absent", [0, 1, 300])
+def test_a_rank_of_hundreds_that_does_not_come_is_named_by_all(absent: int) -> None:
+    job, digests = Job(512, timeout=10.0), [DIGEST] * 512
+    texts = job.call(1, [None if place == absent else digest for place, digest in enumerate(digests)])
+    named = {text for text in texts if text is not None}
+    assert len(named) == 1
+    assert f"rank {absent} did not come to call 1 of group 'g' within 10 s" in named.pop()
+    assert max(map(len, job.requests)) < 2 * 512 + 1200, "one rank makes the table, and searches"
+    assert sum(map(len, job.requests)) < 512 * 60
+    job.timeout = 60.0
+    job.call(1, [digest if place == absent else None for place, digest in enumerate(digests)])
+    assert job.call(2, digests) == [""] * 512
+
+
 @pytest.mark.parametrize("ended", [0, 18])
 def test_a_rank_that_has_ended_is_named_before_the_timeout(ended: int) -> None:
     job = Job(20)
