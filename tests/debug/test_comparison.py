@@ -163,8 +163,7 @@ def test_a_rank_of_hundreds_that_does_not_come_is_named_by_all(absent: int) -> N
     named = {text for text in texts if text is not None}
     assert len(named) == 1
     assert f"rank {absent} did not come to call 1 of group 'g' within 10 s" in named.pop()
-    assert max(map(len, job.requests)) < 2 * 512 + 1200, "one rank makes the table, and searches"
-    assert sum(map(len, job.requests)) < 512 * 60
+    assert sum(map(len, job.requests)) < 512 * 100, "one rank makes the table, and few ranks search"
     job.timeout = 60.0
     job.call(1, [digest if place == absent else None for place, digest in enumerate(digests)])
     assert job.call(2, digests) == [""] * 512
