@@ -17,7 +17,8 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from bench.hosts import no_op_group, run_backward
 from tritoncomm import mappings, record, variables
-from tritoncomm.debug import check, exchange
+from tritoncomm.debug import check
+from tritoncomm.debug.store import JobStore
 from tritoncomm.p2p import P2PCommunicator
 
 __all__ = ["main"]
@@ -91,7 +92,7 @@ def _single(group: Any) -> None:
     _hash(True)
     calls["all_gather_dim"]()
     member = check._members[group]  # compares what it says with itself, in a store of this process
-    member.sends, member.ranks, member.over = True, [0], exchange.Exchange(HashStore(), 0)
+    member.store, member.ranks = JobStore(HashStore(), 0), [0]
     _hash(False)
     del calls["send_forward"]  # hash mode compares no p2p steps
     for name, call in calls.items():

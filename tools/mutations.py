@@ -710,6 +710,10 @@ MUTATIONS = (
         "                self.store.delete(own)\n", "                pass\n", "tests/debug/test_comparison.py",
     ),
     Mutation(
+        "a rank whose parent is in another call does not search for a circle", "tritoncomm/debug/comparison.py",
+        "any(key or self._is_elsewhere(rank) for", "any(key for", "tests/debug/test_comparison.py",
+    ),
+    Mutation(
         "a circle of waiting ranks is not seen", "tritoncomm/debug/comparison.py",
         "    if circle is None:\n", "    if circle is None or circle:\n",
         "tests/debug/test_comparison.py tests/debug/test_check.py",
@@ -844,6 +848,10 @@ MUTATIONS = (
     Mutation(
         "the first parameter is named instead of the first that differs", "tritoncomm/debug/replicas.py",
         "place = others[0] if others else common", "place = 0", "tests/debug/test_replicas.py",
+    ),
+    Mutation(
+        "a trace keeps the calls of all records", "tritoncomm/debug/trace.py",
+        "_LOADED = 16", "_LOADED = 4096", "tests/debug/test_trace.py",
     ),
     Mutation(
         "messages are counted in records that lack the first ones", "tritoncomm/debug/trace.py",

@@ -155,6 +155,20 @@ def test_a_rank_that_does_not_come_is_named_by_all(absent: int, monkeypatch: pyt
     assert job.call(2, [DIGEST] * 20) == [""] * 20
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("absent", [0, 1, 300])
+def test_a_rank_of_hundreds_that_does_not_come_is_named_by_all(absent: int) -> None:
+    job, digests = Job(512, timeout=10.0), [DIGEST] * 512
+    texts = job.call(1, [None if place == absent else digest for place, digest in enumerate(digests)])
+    named = {text for text in texts if text is not None}
+    assert len(named) == 1
+    assert f"rank {absent} did not come to call 1 of group 'g' within 10 s" in named.pop()
+    assert sum(map(len, job.requests)) < 512 * 100, "one rank makes the table, and few ranks search"
+    job.timeout = 60.0
+    job.call(1, [digest if place == absent else None for place, digest in enumerate(digests)])
+    assert job.call(2, digests) == [""] * 512
+
+
 @pytest.mark.parametrize("ended", [0, 18])
 def test_a_rank_that_has_ended_is_named_before_the_timeout(ended: int) -> None:
     job = Job(20)
@@ -219,6 +233,24 @@ def test_a_rank_that_goes_on_while_it_is_looked_at_is_in_no_circle(
     monkeypatch.setattr(comparison, "_missing", interrupted)
     assert fail_circle(here, mine) is (goes_on == "no")
     assert here.has("c/1/verdict") is (goes_on == "no")
+
+
+def test_ranks_that_wait_for_the_first_ranks_of_their_groups_are_in_a_circle() -> None:
+    """Each is the last rank of the group that it calls on, and the first rank of the other one."""
+    job, texts = Job(2), dict[int, str]()
+
+    def rank(place: int) -> None:
+        ranks = [1 - place, place]
+        call = Comparison(job.stores[place], f"{place}/1", ranks, 1, 60.0, "f()", ", call 1", [])
+        texts[place] = call.compare(DIGEST, list, str)
+
+    threads = [threading.Thread(target=rank, args=(place,)) for place in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(20)
+    text = "ranks [0, 1] wait for each other in different calls:\n  ranks 0-1: f(), call 1"
+    assert texts == dict.fromkeys(range(2), text)
 
 
 def test_a_rank_whose_verdict_is_set_is_in_no_circle() -> None:

@@ -252,6 +252,51 @@ def test_records_of_sixty_four_ranks_take_seconds(tmp_path: Path) -> None:
     assert time.monotonic() - started < 60
 
 
+_MEMORY = """
+import resource, sys
+from tritoncomm.debug import trace
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(*trace.story(trace.read([sys.argv[1]])), sep="\\n")
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) // 1024, after // 1024)
+"""
+
+
+@pytest.mark.parametrize(
+    ("world", "added", "total"),
+    [(64, 25, 1023), pytest.param(4096, 500, 1023, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+)
+def test_records_are_not_all_in_memory(tmp_path: Path, world: int, added: int, total: int) -> None:
+    """MiB of a process that traces records of 1,000 calls, 0.8 MiB each as objects. Pairs of ranks have p2p steps."""
+    same = json.dumps([_call("f", count, [4]) for count in range(1, 996)])[1:-1]  # encoded once
+    for rank in range(world):
+        pair = [rank - rank % 2, rank + 1 - rank % 2]
+        step = ["recv_prev", rank - 1, [2]] if rank % 2 else ["send_next", rank + 1, [2]]
+        mine = [_hop("step", count, step, group="pair") for count in range(1, 5)]
+        mine.append(_call("h" if rank == world - 1 else "f", 996, [4], end=0))
+        head = {
+            "format": 1, "rank": rank, "world": world, "host": "h", "pid": 1, "time": 10**9, "reason": "",
+            "groups": {"g": list(range(world)), "pair": pair}, "counts": {"g": 996, "pair": 4},
+        }  # fmt: skip
+        calls = f'"calls": [{same}, {json.dumps(mine)[1:]}'
+        (tmp_path / f"tritoncomm-flight-{rank}.json").write_text(f"{json.dumps(head)[:-1]}, {calls}}}")
+    run = [sys.executable, "-c", _MEMORY, str(tmp_path)]
+    *lines, memory = subprocess.run(run, check=True, capture_output=True, text=True, timeout=1200).stdout.splitlines()
+    assert lines[0] == f"group 'g' of ranks 0-{world - 1}: call 996 is the first that differs, in name:"
+    assert len(lines) == 5
+    assert int(memory.split()[0]) < added
+    assert int(memory.split()[1]) < total
+
+
+def test_a_record_that_is_written_again_meanwhile_is_refused(tmp_path: Path) -> None:
+    for rank in range(2):
+        _write(tmp_path, rank, [_call("f", 1, [4 + rank])], world=2)
+    records = trace.read([tmp_path])
+    _change(records[1].path, time=9001)
+    with pytest.raises(tritoncomm.ArgumentError, match="was written again while it was read"):
+        trace.story(records)
+
+
 def test_records_that_agree_say_so_and_other_files_are_refused(tmp_path: Path) -> None:
     files = [_write(tmp_path, rank, [_call("f", 1, [2])], world=3) for rank in range(3)]
     assert trace.story(trace.read(files)) == [AGREE]

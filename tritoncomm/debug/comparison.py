@@ -23,7 +23,7 @@ from tritoncomm.debug.texts import named_ranks, table_of
 __all__ = ["FANOUT", "Comparison", "Stall", "combine", "fail"]
 
 FANOUT = 16
-PATIENCE = 0.4  # seconds until a rank that waits publishes its whereabouts
+PATIENCE = 0.4  # seconds until a rank that waits publishes its whereabouts, in groups of up to 1,024 ranks
 _FIRST_PAUSE = 0.05  # seconds; a rank that comes to a call that has failed reads the verdict after this time
 _LONGEST_PAUSE, _LATE_PAUSE = 1.0, 0.1  # seconds between two looks for a verdict
 _LONGEST_LOOK = 5.0  # seconds between two looks for a reason
@@ -177,7 +177,7 @@ class Comparison:
     def _stall(self, base: str, awaited: list[list[Any]], verdict: str = "") -> "Stall":
         """Begin to watch a wait for the ranks ``awaited`` (see ``Blocked``), or until the key ``verdict`` is set."""
         mine = Blocked(base, f"{self.words}{self.which}", awaited)
-        return Stall(self.store, mine, self.timeout, self._fail_late, verdict)
+        return Stall(self.store, mine, self.timeout, self._fail_late, verdict, world=len(self.ranks))
 
     def _fail_late(self, base: str) -> None:
         """Set a verdict that names the ranks that did not come within the timeout.
@@ -224,6 +224,7 @@ class Stall:
         fail_late: called with ``mine.base`` after the timeout; fails the call. None for a wait that fails nothing.
         verdict: key that ends the wait once it is set; empty where the wait is for that key.
         in_helper: whether the calling thread makes no calls of its own.
+        world: number of ranks that may look at the same time; above 1,024 all of them wait longer before they do.
         has_looked: whether it has looked for a reason.
     """
 
@@ -233,12 +234,14 @@ class Stall:
     fail_late: Callable[[str], None] | None = None
     verdict: str = ""
     in_helper: bool = False
+    world: int = 1
     has_looked: bool = field(default=False, init=False)
     _is_published: bool = field(default=False, init=False)
-    _look_at: float = field(default_factory=lambda: PATIENCE, init=False)
+    _look_at: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        """Count this thread among those that wait."""
+        """Count this thread among those that wait, and set the time of the first look."""
+        self._look_at = PATIENCE * max(1.0, self.world / 1024)
         if not self.in_helper:
             self.store.enter_wait()
 
@@ -277,7 +280,7 @@ class Stall:
     def look_if_due(self, waited: float, is_late: bool) -> None:
         """Publish the whereabouts of this rank, and look for a reason why its wait cannot end.
 
-        Does nothing before ``PATIENCE`` seconds, and then until the time since the last look is half of ``waited``, at
+        Does nothing before ``PATIENCE`` seconds (times ``world`` / 1024, if that is more than 1), and then until the time since the last look is half of ``waited``, at
         most 5 s.
 
         Args:
@@ -296,11 +299,18 @@ class Stall:
         if not self._is_published:
             self.store.publish(self.mine._replace(awaited=[]) if has_threads else self.mine)
             self._is_published = True
-        # Every circle has a rank that waits for another one to come, and that rank finds it; most ranks of a large
-        # group wait for a verdict only, and a search by each of them would be most of the load of the store.
-        may_close = not has_threads and any(key for key, _ in self.mine.awaited)
-        if not (may_close and fail_circle(self.store, self.mine)) and self.fail_late is not None:
+        searches = not has_threads and any(key or self._is_elsewhere(rank) for key, rank in self.mine.awaited)
+        if not (searches and fail_circle(self.store, self.mine)) and self.fail_late is not None:
             _fail_ended(self.store, self.mine)
+
+    def _is_elsewhere(self, rank: int) -> bool:
+        """Whether a rank is blocked in another call than this one.
+
+        Most ranks of a large group wait for a verdict only. A parent that is in the same call searches for circles
+        itself; a search by each of its children would be most of the load of the store.
+        """
+        each = self.store.blocked(rank)
+        return each is not None and each.base != self.mine.base
 
     def _claim(self, waited: float) -> None:
         """Fail the call because of its timeout, unless another rank of the call has begun to do so.
