@@ -39,9 +39,10 @@ __all__ = [
 ]
 
 # The functional collectives that torch.compile traces wait at once, and sum.
-_all_gather_outside, _reduce_scatter_outside, _all_reduce_outside, _all_to_all_outside = map(
-    outside_graphs, (eager.all_gather, eager.reduce_scatter, eager.all_reduce, eager.all_to_all_single)
-)
+_all_gather_outside = outside_graphs(eager.all_gather)
+_reduce_scatter_outside = outside_graphs(eager.reduce_scatter)
+_all_reduce_outside = outside_graphs(eager.all_reduce)
+_all_to_all_outside = outside_graphs(eager.all_to_all_single)
 
 
 def _checked(tensor: Any, parallel_mode: Any, name: str) -> dist.ProcessGroup:

@@ -100,7 +100,7 @@ def _sum_of(x: Tensor) -> str:
     return "max" if x.dtype is torch.bool else "sum"
 
 
-def traced(function: Callable[P, T], functional: Callable[P, T], name: str) -> Callable[P, T]:
+def traced(function: Callable[..., T], functional: Callable[..., T], name: str) -> Callable[..., T]:
     """Return the function that torch.compile is to trace for a call of ``name``.
 
     That is ``functional``, the form with functional collectives. In check mode, which compares calls on the host, the
