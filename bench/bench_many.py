@@ -86,7 +86,7 @@ def scattered(dim: int, count: int = 1000) -> Iterator[dict[str, Callable[[], An
             leading = tensors if dim == 0 else [torch.cat(torch.chunk(x, WORLD, dim)) for x in tensors]
             total = sum(x.numel() for x in tensors)
             wire = torch.empty(WORLD, total // WORLD)
-            torch._chunk_cat(leading, 0, WORLD, out=wire)
+            torch._chunk_cat(leading, 0, WORLD, out=wire)  # pyright: ignore[reportPrivateImportUsage]
             summed = torch.empty(total // WORLD)
             dist.reduce_scatter_tensor(summed, wire.view(-1), group=group)
             sizes = [x.numel() // WORLD for x in tensors]

@@ -225,6 +225,13 @@ def test_split_reduce_scatter(group: ProcessGroup) -> None:
     both = c.split_reduce_scatter([held_by[0][rank]] * 2, 1, group)
     assert len(both) == 2
     assert c.split_reduce_scatter([], 0, group) == []
+    held_by = [held(group, shape, seed=10 * i) for i, shape in enumerate([(4 * world, 3), (world,), (2 * world, 0)])]
+    for dtype in (None, torch.float64):  # tensors in rank order are concatenated, without one of another dtype
+        found = c.split_reduce_scatter([parts[rank] for parts in held_by], 0, group, dtype=dtype)
+        for parts, out in zip(held_by, found, strict=True):
+            wire = [part.to(dtype or part.dtype) for part in parts]
+            same(out, fold(torch.add, wire).chunk(world)[rank])
+    found[0].mul_(torch.ones(3, requires_grad=True))  # autograd lets a program write into a shard
 
 
 class ForeignMode(enum.Enum):

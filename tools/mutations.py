@@ -315,6 +315,10 @@ MUTATIONS = (
         " or (end > first + 1 and apart != gaps)", "", "tests/kernels/test_reference.py",
     ),
     Mutation(
+        "tensors in another order are concatenated", "tritoncomm/core/fused.py",
+        "return plan.is_view and x.dtype", "return x.dtype", "tests/test_collective.py",
+    ),
+    Mutation(
         "a sum in blocks has the first block only", "kernels/tritoncomm_kernels/reference.py",
         "wire[:, start : start + block]", "wire[:, :block]", "tests/kernels/test_reference.py",
     ),

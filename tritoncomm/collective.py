@@ -20,7 +20,7 @@ from tritoncomm.core.call import enter
 from tritoncomm.core.fused import pack_many
 from tritoncomm.core.node_exchange import Levels
 from tritoncomm.core.ops import resolved
-from tritoncomm.core.plan import chunk_sizes, normalize_sizes
+from tritoncomm.core.plan import normalize_sizes
 from tritoncomm.core.validation import check_input, checked_dim, rank_in
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.groups import group_for
@@ -284,20 +284,21 @@ def _split_reduce_scatter(
         op = backend.op_of(ReduceOp.SUM, wire.dtype)
         backend.reduce_scatter(backend.carrier(summed), backend.carrier(wire.view(-1)), op, group, name)
     span.end(path, copied, wire.nbytes * (world - 1) // world)
-    summed = summed.view(-1)
-    return [_own(summed, x, dim, shard, world, rank) for x, dim, shard in zip(many, axes, shards, strict=True)]
+    summed = summed.view(-1)  # cut by slices: autograd refuses writes into the results of ``split``
+    parts = [summed[offset : offset + math.prod(shape)] for offset, shape in shards]
+    pairs = zip(parts, many, axes, shards, strict=True)
+    return [_own(part, x.shape[dim], dim, shape, rank) for part, x, dim, (_, shape) in pairs]
 
 
-def _own(summed: Tensor, x: Tensor, dim: int, shard: tuple[int, tuple[int, ...]], world: int, rank: int) -> Tensor:
-    """Return this rank's shard of ``x`` as a view of ``summed``, without the padding of a shorter shard.
+def _own(part: Tensor, size: int, dim: int, shape: tuple[int, ...], rank: int) -> Tensor:
+    """Return this rank's shard of a tensor as a view of ``part``, without the padding of a shorter shard.
 
     Args:
-        summed: flat result of the reduce-scatter.
-        x: tensor that was split.
-        dim: dim along which it was split.
-        shard: (offset in ``summed``, shape of the longest shard), from ``pack_many``.
-        world, rank: number of ranks, this rank.
+        part: part of the flat result that belongs to the tensor.
+        size: size of the dim that was split.
+        dim: dim along which the tensor was split.
+        shape: shape of the longest shard.
+        rank: this rank.
     """
-    offset, shape = shard
-    block = summed[offset : offset + math.prod(shape)].view(shape)
-    return block.narrow(dim, 0, chunk_sizes(x.shape[dim], world)[rank])
+    own = max(0, min(shape[dim], size - rank * shape[dim]))
+    return part.view(shape) if own == shape[dim] else part.view(shape).narrow(dim, 0, own)

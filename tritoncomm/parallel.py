@@ -291,8 +291,8 @@ class SequenceLayerNorm(nn.LayerNorm):
     def forward(self, input: Any) -> Any:
         site = self.site
         x = site.shard(input)
-        parameters = [None if each is None else site.summed(each) for each in _locals(self.weight, self.bias)]
-        return site.result(F.layer_norm(x, self.normalized_shape, *parameters, self.eps))
+        weight, bias = (None if each is None else site.summed(each) for each in _locals(self.weight, self.bias))
+        return site.result(F.layer_norm(x, self.normalized_shape, weight, bias, self.eps))
 
 
 class SequenceRMSNorm(nn.RMSNorm):

@@ -51,9 +51,10 @@ def pack_many(
     dims = [dim % x.dim() for x, dim in zip(tensors, dims, strict=True)]
     maps = [AddressMap.along(x.shape, dim, world) for x, dim in zip(tensors, dims, strict=True)]
     sizes = [each.outer * each.run for each in maps]
+    offsets = itertools.accumulate(sizes[:-1], initial=0)
     shards = [
-        (sum(sizes[:i]), resized(x.shape, dim, -(-x.shape[dim] // world)))
-        for i, (x, dim) in enumerate(zip(tensors, dims, strict=True))
+        (offset, resized(x.shape, dim, -(-x.shape[dim] // world)))
+        for x, dim, offset in zip(tensors, dims, offsets, strict=True)
     ]
     wire_dtype = dtype or _common_dtype(tensors)
     if len(tensors) == 1:  # it may be the wire already
@@ -65,11 +66,19 @@ def pack_many(
         segments = _table(layouts, world, wire_dtype)
         if segments is not None:
             return wire, shards, *gather(tensors, wire, segments, scale=scale)
+    elif scale is None and all(_is_wire(x, each, wire_dtype) for x, each in zip(tensors, maps, strict=True)):
+        torch.cat([x.view(world, each.run) for x, each in zip(tensors, maps, strict=True)], 1, out=wire)
+        return wire, shards, "torch", 2 * wire.nbytes
     copied, path = 0, "torch"
     for x, dim, each, part in zip(tensors, dims, maps, wire.split(sizes, 1), strict=True):
         path, bytes_copied = pack_into(part.unflatten(1, (each.outer, each.run)), x, each, dim, None, scale)
         copied += bytes_copied
     return wire, shards, path, copied
+
+
+def _is_wire(x: Tensor, plan: AddressMap, dtype: torch.dtype) -> bool:
+    """Whether ``x`` already is its part of a wire of ``dtype``, in rank order."""
+    return plan.is_view and x.dtype is dtype and x.is_contiguous()
 
 
 @lru_cache(maxsize=1024)
