@@ -104,7 +104,7 @@ class Host:
         self._stack = ExitStack()
         self.group: ProcessGroup = self._stack.enter_context(no_op_group(WORLD, RANK))
         self._stack.enter_context(cpu_device())
-        pipeline = Group(self.group, self.group, tuple(range(WORLD)))
+        pipeline = Group(self.group, ParallelMode.PIPELINE)
         groups.register({ParallelMode.GLOBAL: pipeline, ParallelMode.PIPELINE: pipeline})
         self._stack.callback(groups.register, {})
         return self

@@ -496,11 +496,11 @@ def group_of(kind: str, group: ProcessGroup) -> tuple[Any, ProcessGroup]:
         return inner, inner
     if kind == "destroyed":
         if ranks not in _destroyed:
-            _destroyed[ranks] = group_registry._by_members(ranks, "gloo")
+            _destroyed[ranks] = groups.make_group("destroyed", ranks, "gloo")
             dist.destroy_process_group(_destroyed[ranks])
         return _destroyed[ranks], group
     if kind == "mode":  # as initialize() registers it
-        groups.register({ParallelMode.TENSOR: groups.Group(group, group, ranks)})
+        groups.register({ParallelMode.TENSOR: groups.Group(group, ParallelMode.TENSOR)})
         return ParallelMode.TENSOR, group
     others = {
         "none": None, "no member": dist.GroupMember.NON_GROUP_MEMBER, "unknown": "no such group", "number": 1,

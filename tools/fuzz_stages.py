@@ -85,7 +85,7 @@ def _register(group: ProcessGroup) -> None:
     rank = dist.get_rank()
     solo = group_registry.group_over((rank,), rank)
     members = {ParallelMode.PIPELINE: group, ParallelMode.TENSOR: solo, ParallelMode.GLOBAL: dist.group.WORLD}
-    groups.register({m: Group(g, g, tuple(dist.get_process_group_ranks(g))) for m, g in members.items() if g})
+    groups.register({m: Group(g, m) for m, g in members.items() if g})
 
 
 def run_stages(group: ProcessGroup, step: StageStep) -> str:

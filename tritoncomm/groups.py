@@ -46,7 +46,6 @@ __all__ = [
     "is_pipeline_first_stage",
     "is_pipeline_last_stage",
     "make_group",
-    "owned",
     "rank_lists",
     "ranks_of_mode",
     "resolve",

@@ -86,7 +86,7 @@ def _groups_of(cell: Cell, group: ProcessGroup) -> Iterator[list[Any]]:
     """Two groups of the ranks, connected; stage functions use the first, as their pipeline."""
     ranks = dist.get_process_group_ranks(group)
     made = [dist.new_group(ranks, timeout=LIMIT) for _ in range(2)]
-    pipeline = Group(made[0], made[0], tuple(ranks))
+    pipeline = Group(made[0], ParallelMode.PIPELINE)
     register({ParallelMode.GLOBAL: pipeline, ParallelMode.PIPELINE: pipeline})
     del pipeline
     for each in made:
