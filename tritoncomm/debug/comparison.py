@@ -280,8 +280,8 @@ class Stall:
     def look_if_due(self, waited: float, is_late: bool) -> None:
         """Publish the whereabouts of this rank, and look for a reason why its wait cannot end.
 
-        Does nothing before ``PATIENCE`` seconds (times ``world`` / 1024, if that is more than 1), and then until the
-        time since the last look is half of ``waited``, at most 5 s.
+        Does nothing before ``PATIENCE`` seconds, which above 1,024 ranks are multiplied by ``world`` / 1024. Then does
+        nothing until the time since the last look is half of ``waited``, at most 5 s.
 
         Args:
             waited: seconds since the wait began.
