@@ -50,6 +50,21 @@ MUTATIONS = (
         "tests/debug/test_check.py",
     ),
     Mutation(
+        "even packs are opaque in compiled graphs", "tritoncomm/core/compiled.py",
+        '(ops.forced_path() == "auto" and not x.is_cuda)', '(ops.forced_path() == "auto" and x.is_cuda)',
+        "tests/core/test_compile.py",
+    ),
+    Mutation(
+        "a compiled maximum is a sum", "tritoncomm/collective.py",
+        "call = _reduce_scatter_outside if async_op or op != ReduceOp.SUM else",
+        "call = _reduce_scatter_outside if async_op else",
+        "tests/core/test_compile.py",
+    ),
+    Mutation(
+        "a compiled all_reduce leaves its input as it was", "tritoncomm/core/compiled.py",
+        "        x.detach().copy_(total)\n", "", "tests/core/test_compile.py",
+    ),
+    Mutation(
         "make_fx records an exchange without its wait", "tritoncomm/core/validation.py",
         "    if _modes():\n        refuse_tracing(name)\n    if type(x) is not Tensor or x.layout",
         "    if type(x) is not Tensor or x.layout", "tests/core/test_compile.py",

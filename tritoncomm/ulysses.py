@@ -210,17 +210,29 @@ def _traced_to_heads(
     dims = [x.shape[3] for x in tensors]
     widths = [sum(s.sizes[w] * d for s, d in zip(layout.shares, dims, strict=True)) for w in range(world)]
     by_heads, by_positions = _counts(layout, batch, widths[rank], rank, widths)
-    blocks = [
-        torch.cat([_heads_of(x, s, w).flatten(2) for x, s in zip(tensors, layout.shares, strict=True)], 2).reshape(-1)
-        for w in range(world)
-    ]
-    received = _Flat.apply(torch.cat(blocks), by_positions, by_heads, group, names)
-    parts = [
-        part.view((batch, size, -1) if layout.seq_dim else (size, batch, -1))
-        for part, size in zip(received.split(by_positions), layout.seq_sizes, strict=True)
-    ]
+    if layout.even and not any(share.replicated for share in layout.shares):
+        # Views, whose code and gradients do not grow with the ranks as those of split and cat do.
+        blocks = [
+            x.unflatten(HEAD_DIM, (world, s.sizes[0])).movedim(HEAD_DIM, 0).flatten(3)
+            for x, s in zip(tensors, layout.shares, strict=True)
+        ]
+        received = _Flat.apply(torch.cat(blocks, 3).view(-1), by_positions, by_heads, group, names)
+        whole = received.view(world, *tensors[0].shape[:2], widths[rank]).movedim(0, layout.seq_dim)
+        joined = whole.flatten(layout.seq_dim, layout.seq_dim + 1)
+    else:
+        blocks = [
+            torch.cat([_heads_of(x, s, w).flatten(2) for x, s in zip(tensors, layout.shares, strict=True)], 2)
+            for w in range(world)
+        ]
+        wire = torch.cat([block.reshape(-1) for block in blocks])
+        received = _Flat.apply(wire, by_positions, by_heads, group, names)
+        parts = [
+            part.view((batch, size, -1) if layout.seq_dim else (size, batch, -1))
+            for part, size in zip(received.split(by_positions), layout.seq_sizes, strict=True)
+        ]
+        joined = torch.cat(parts, layout.seq_dim)
     sizes = [share.sizes[rank] for share in layout.shares]
-    columns = torch.cat(parts, layout.seq_dim).split([n * d for n, d in zip(sizes, dims, strict=True)], 2)
+    columns = joined.split([n * d for n, d in zip(sizes, dims, strict=True)], 2)
     return [x.unflatten(2, (n, d)) for x, n, d in zip(columns, sizes, dims, strict=True)]
 
 
@@ -236,9 +248,17 @@ def _traced_to_sequence(out: Tensor, layout: Layout, group: ProcessGroup, names:
     by_heads, by_positions = _counts(
         layout, batch, share.sizes[rank] * head_dim, rank, [n * head_dim for n in share.sizes]
     )
+    lead = (batch, size) if layout.seq_dim else (size, batch)
+    if layout.even:
+        wire = out.unflatten(layout.seq_dim, (group.size(), size)).movedim(layout.seq_dim, 0).reshape(-1)
+        received = _Flat.apply(wire, by_heads, by_positions, group, names)
+        return (
+            received.view(group.size(), *lead, share.sizes[rank], head_dim)
+            .movedim(0, HEAD_DIM)
+            .flatten(HEAD_DIM, HEAD_DIM + 1)
+        )
     blocks = [part.reshape(-1) for part in out.split(layout.seq_sizes, layout.seq_dim)]
     received = _Flat.apply(torch.cat(blocks), by_heads, by_positions, group, names)
-    lead = (batch, size) if layout.seq_dim else (size, batch)
     parts = [part.view(*lead, n, head_dim) for part, n in zip(received.split(by_heads), share.sizes, strict=True)]
     return torch.cat(parts, HEAD_DIM)
 
