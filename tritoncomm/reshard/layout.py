@@ -8,10 +8,21 @@ from typing import Any
 
 import numpy as np
 
+from tritoncomm.core.memory import contiguous_stride
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import checked_ints
 from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
-from tritoncomm.reshard.boxes import KINDS, Array, Boxes, bounds_of, distinct_rows, in_rows, rows_shape, runs_of
+from tritoncomm.reshard.boxes import (
+    KINDS,
+    Array,
+    Boxes,
+    bounds_of,
+    distinct_rows,
+    in_rows,
+    range_boxes,
+    rows_shape,
+    runs_of,
+)
 from tritoncomm.reshard.holders import Holders, Members, members_of, on_axes
 from tritoncomm.reshard.intersections import BoxIndex
 
@@ -223,6 +234,35 @@ class Layout:
         return Layout(shape, list(by_rank), np.array(owner, np.int64), start, size, at, local)
 
     @staticmethod
+    def flat(shape: Sequence[int], ranges: Mapping[int, Sequence[tuple[int, int]]]) -> "Layout":
+        """Build the layout of contiguous ranges of the flattened tensor, as distributed optimizers and ZeRO have them.
+
+        A local tensor has one dim: the ranges of its rank, one after the other. A range is at most ``2 * dims - 1``
+        boxes of the tensor.
+
+        Args:
+            shape: shape of the global tensor.
+            ranges: by global rank, the first element of every range and the first one behind it, in row-major order. A
+                rank without ranges has an empty local tensor.
+
+        Raises:
+            ShapeError: a range is not inside the tensor.
+            ArgumentError: ``shape`` or ``ranges`` is of another kind.
+        """
+        shape, name = _checked_shape(shape), "Layout.flat: a range"
+        try:
+            by_rank = {rank: [checked_ints(each, name) for each in own] for rank, own in ranges.items()}
+        except (AttributeError, TypeError) as error:
+            raise ArgumentError(f"{name}s: expected (start, end) of every range by global rank: {error}") from None
+        ranks = checked_ints(by_rank, "Layout.flat: ranks")
+        elements = math.prod(shape)
+        for own in by_rank.values():
+            for each in own:
+                if len(each) != 2 or not 0 <= each[0] <= each[1] <= elements:
+                    raise ShapeError(f"{name} {list(each)} is not inside the {elements} elements of {list(shape)}")
+        return _FlatLayout(shape, ranks, list(by_rank.values()))
+
+    @staticmethod
     def sequence(shape: Sequence[int], dim: int, kind: str, ranks: Sequence[int], cu_seqlens: Any = None) -> "Layout":
         """Build the layout of a sequence over the ranks of context or sequence parallelism; other dims are not sharded.
 
@@ -381,11 +421,43 @@ class _RowLayout(Layout):
 
         Strides of another number of dims are returned as they are: of the empty tensor of a rank without a part.
         """
+        strides = self._layout.strides_of(strides)
         if len(strides) != len(self._periods):
             return strides
         along = zip(strides, self._periods, self._layout.step, strict=True)
         pairs = ([stride] if period == 1 else [stride * (period // step), stride] for stride, period, step in along)
         return tuple(stride for pair in pairs for stride in pair)
+
+
+class _FlatLayout(Layout):
+    """A layout of ranges of the flattened tensor; see ``Layout.flat``.
+
+    Args:
+        shape: shape of the global tensor.
+        ranks: global ranks.
+        ranges: first element of every range and the first one behind it, by rank.
+    """
+
+    def __init__(self, shape: Ints, ranks: Ints, ranges: Sequence[Sequence[Ints]]) -> None:
+        owner = np.repeat(np.arange(len(ranks)), [len(own) for own in ranges])
+        low, high = np.array([each for own in ranges for each in own], np.int64).reshape(-1, 2).T
+        local = np.bincount(owner, high - low, len(ranks)).astype(np.int64)
+        place = np.cumsum(high - low) - (high - low) - (np.cumsum(local) - local)[owner]
+        extent = np.repeat(np.array(shape, np.int64)[:, None], len(low), 1)
+        index, start, size = range_boxes(extent, low, high)
+        # A local tensor has the strides of the global one, and its range begins so many elements later or earlier.
+        self._strides = np.array(contiguous_stride(shape), np.int64)
+        at = start.copy()
+        at[-1:] += (place - low)[index]
+        super().__init__(shape, ranks, owner[index], start.T, size.T, at.T, local[:, None])
+
+    @staticmethod
+    def _check(shape: Ints, step: Ints, boxes: Boxes, local: Array) -> None:
+        """Check nothing: ranges are checked, and positions count elements of a local tensor of one dim."""
+
+    def strides_of(self, strides: Ints) -> Ints:
+        """Return the strides of the global tensor, times the stride of a local tensor."""
+        return tuple((self._strides * strides[0]).tolist()) if len(strides) == 1 else strides
 
 
 @lru_cache(maxsize=4096)  # a state dict asks for the layouts of all of its tensors in every call
