@@ -95,7 +95,8 @@ def test_a_range_of_a_large_tensor_is_a_few_boxes() -> None:
 def test_ranges_that_are_none() -> None:
     for ranges, kind in (
         ({0: [(0, 9)]}, ShapeError), ({0: [(5, 4)]}, ShapeError), ({0: [(-1, 4)]}, ShapeError),
-        ({0: [(1, 2, 3)]}, ShapeError), ({0: [(0, "4")]}, ArgumentError), ({0: 3}, ArgumentError), (None, ArgumentError),
+        ({0: [(1, 2, 3)]}, ShapeError), ({0: [(0, "4")]}, ArgumentError), ({0: 3}, ArgumentError),
+        (None, ArgumentError),
     ):  # fmt: skip
         with pytest.raises(kind, match=r"Layout\.flat"):
             Layout.flat((2, 4), ranges)  # pyright: ignore[reportArgumentType]
