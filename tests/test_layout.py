@@ -46,7 +46,7 @@ DEBUG = [
 ]  # fmt: skip
 RESHARD = [
     "boxes", "holders", "intersections", "layout", "overlaps", "plan", "routes", "planner", "tables", "execute",
-    "consistency", "request", "api", "ownership", "sequences", "__init__",
+    "consistency", "request", "buffers", "api", "ownership", "sequences", "__init__",
 ]  # fmt: skip
 P2P = ["neighbours", "transport", "message", "header", "hop", "communicator", "stages", "schedules", "__init__"]
 INSIDE = {
