@@ -29,7 +29,7 @@ from bench.hosts import helpers, no_op_group
 from bench.reshard_models import CASES as MODELS
 from bench.reshard_models import Case, items_of
 from tritoncomm.core import backend
-from tritoncomm.reshard import Layout, intersections, layout, planner, reshard, reshard_plan, sequence_layout
+from tritoncomm.reshard import Layout, layout, planner, reshard, reshard_plan, sequence_layout
 from tritoncomm.reshard.api import BUCKET_BYTES
 from tritoncomm.reshard.boxes import KINDS
 from tritoncomm.reshard.execute import messages
@@ -141,8 +141,7 @@ def sequence_planning(kinds: Any, bounds: list[int] | None, world: int = 8) -> t
     """Milliseconds of a plan of q ``[1, 131072, 8, 128]`` with nothing cached, tables included; its blocks."""
     times, plan = [], None
     for _ in range(5 if bounds is None or len(bounds) < 200 else 1):
-        for cache in (layout._sequence, intersections._dense_intersections, intersections._sparse_intersections):
-            cache.cache_clear()
+        layout._sequence.cache_clear()
         started = time.perf_counter()
         source, target = (Layout.sequence((1, TOKENS, 8, 128), 1, kind, range(world), bounds) for kind in kinds)
         plan = reshard_plan({"q": torch.bfloat16}, source, target, ranks=range(world), rank=3)

@@ -45,8 +45,8 @@ DEBUG = [
     "p2p_check", "replicas", "signals", "trace", "torch_dump", "__init__",
 ]  # fmt: skip
 RESHARD = [
-    "boxes", "layout", "intersections", "overlaps", "plan", "planner", "tables", "execute", "consistency", "request",
-    "api", "ownership", "sequences", "__init__",
+    "boxes", "holders", "intersections", "layout", "overlaps", "plan", "routes", "planner", "tables", "execute",
+    "consistency", "request", "buffers", "api", "ownership", "sequences", "__init__",
 ]  # fmt: skip
 P2P = ["neighbours", "transport", "message", "header", "hop", "communicator", "stages", "schedules", "__init__"]
 INSIDE = {

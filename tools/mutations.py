@@ -418,36 +418,37 @@ MUTATIONS = (
     ),
     Mutation(
         "a block is read at its place in the full tensor", "tritoncomm/reshard/planner.py",
-        "to_source = (item.source.at[source] - item.source.start[source]).T", "to_source = (item.source.at[source]).T",
+        "block[0, first:] = low + (own.at - own.start).T", "block[0, first:] = low + own.at.T",
         "tests/reshard/test_passes.py",
     ),
     Mutation(
         "a block is written at the place of its box", "tritoncomm/reshard/planner.py",
-        "boxes[0, first:], boxes[1, first:], boxes[2, first:] = start + to_source, start + to_target, size",
-        "boxes[0, first:], boxes[1, first:], boxes[2, first:] = start + to_source, to_target + 0 * start, size",
+        "block[1, first:] = low + (theirs.at - theirs.start).T",
+        "block[1, first:] = (theirs.at - theirs.start).T + 0 * low",
         "tests/reshard/test_passes.py",
     ),
     Mutation(
         "a source that leaves elements out is accepted", "tritoncomm/reshard/layout.py",
-        "missing = self.elements - int(size.prod(1).sum())", "missing = 0 * self.elements",
+        "missing = self.elements - int(self.size.prod(1).sum())", "missing = 0 * self.elements",
         "tests/reshard/test_reshard.py",
     ),
     Mutation(
         "boxes that overlap in part are accepted", "tritoncomm/reshard/layout.py",
-        "            if overlaps.any():\n", "            if not overlaps.any() and False:\n", "tests/reshard",
+        "        if len(overlaps):\n", "        if False:\n", "tests/reshard",
     ),
     Mutation(
-        "sender and receiver of a block are exchanged", "tritoncomm/reshard/intersections.py",
-        "return Routes(holders[box], receiver, box, meeting)", "return Routes(receiver, holders[box], box, meeting)",
+        "sender and receiver of a block are exchanged", "tritoncomm/reshard/routes.py",
+        "return np.stack([self.places[0][source], self.places[1][target]])",
+        "return np.stack([self.places[1][target], self.places[0][source]])",
         "tests/reshard/test_reshard.py",
     ),
     Mutation(
-        "a rank that has a block asks a replica for it", "tritoncomm/reshard/intersections.py",
-        "remote = np.nonzero(~own.any(1))[0]", "remote = np.arange(len(own))", "tests/reshard/test_reshard.py",
+        "a rank that has a block asks a replica for it", "tritoncomm/reshard/routes.py",
+        "        own[found] = box[nearest[found]]\n", "", "tests/reshard/test_reshard.py",
     ),
     Mutation(
-        "one replica sends everything", "tritoncomm/reshard/intersections.py",
-        "slots = np.minimum(replicas, requests)[region]", "slots = np.ones_like(region)",
+        "one replica sends everything", "tritoncomm/reshard/routes.py",
+        "slots = np.clip(-(-length // most), 1, source.holders.counts)", "slots = np.ones_like(length)",
         "tests/reshard/test_reshard.py",
     ),
     Mutation(
@@ -460,8 +461,8 @@ MUTATIONS = (
     ),
     Mutation(
         "of many boxes those that meet late are not looked at", "tritoncomm/reshard/intersections.py",
-        'last = np.searchsorted(low[order], other_high, "left")',
-        'last = np.searchsorted(low[order], other_low, "left")', "tests/reshard/test_sequence_layout.py",
+        'last = np.searchsorted(lows, low + extent, "left")',
+        'last = np.searchsorted(lows, low, "left")', "tests/reshard/test_sequence_layout.py",
     ),
     Mutation(
         "the chunks of a zigzag sequence are in the order of rings", "tritoncomm/reshard/boxes.py",
@@ -469,8 +470,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a part of a split block overlaps the next", "tritoncomm/reshard/intersections.py",
-        "first, last = digit * length // along, (digit + 1) * length // along",
-        "first, last = digit * length // along, (digit + 1) * length // along + (digit + 1 < along)",
+        "first, end = first_of_part(volume, parts, part), first_of_part(volume, parts, part + 1)",
+        "first, end = first_of_part(volume, parts, part), first_of_part(volume, parts, part + 1) + (part + 1 < parts)",
         "tests/reshard/test_reshard.py",
     ),
     Mutation(
@@ -609,7 +610,7 @@ MUTATIONS = (
     ),
     Mutation(
         "messages between other ranks begin at the first byte", "tritoncomm/reshard/plan.py",
-        "(peer, end - count, count)", "(peer, 0, count)", "tests/reshard",
+        "starts = np.cumsum(self.lengths) - self.lengths", "starts = 0 * self.lengths", "tests/reshard",
     ),
     Mutation(
         "an exchange is not waited for while blocks are copied", "tritoncomm/reshard/execute.py",

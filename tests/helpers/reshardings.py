@@ -143,9 +143,7 @@ def values(item: Item, seed: int) -> Tensor:
 def boxes_of(layout: Layout, rank: int) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Slices of the global tensor and of the local one."""
     result = []
-    for owner, start, size, at in zip(
-        *(x.tolist() for x in (layout.owner, layout.start, layout.size, layout.at)), strict=True
-    ):
+    for owner, start, size, at in zip(*(x.tolist() for x in layout.boxes()), strict=True):
         if layout.ranks[owner] == rank:
             result.append(tuple(
                 tuple(slice(a, a + n) for a, n in zip(first, size, strict=True)) for first in (start, at)

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup as TorchGroup
 from tritoncomm.core import backend, ops
 from tritoncomm.core import segments as passes
 from tritoncomm.errors import ArgumentError, CommError, GroupError, MismatchError, ShapeError, UnsupportedError
-from tritoncomm.reshard import Layout, intersections, reshard, reshard_plan, sequence_layout
+from tritoncomm.reshard import Layout, planner, reshard, reshard_plan, sequence_layout
 from tritoncomm.reshard.boxes import KINDS
 from tritoncomm.reshard.plan import ALIGNMENT, Item
 
@@ -82,7 +82,7 @@ def check_pair(kinds: tuple[str, str], bounds: tuple[list[int], list[int]], worl
 @pytest.mark.parametrize("kinds", list(itertools.combinations_with_replacement(KINDS, 2)), ids="-".join)
 def test_every_pair(world: int, kinds: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for place, bounds in enumerate(bounds_for(world, kinds)):
-        monkeypatch.setattr(intersections, "_DENSE", 2**17 * (place % 2))  # where many boxes are intersected, too
+        monkeypatch.setattr(planner, "_SMALL_GROUP", 256 * (place % 2))  # as in large groups, too
         check_pair(kinds, (bounds, bounds), world, place % 3)
         one = [0, bounds[-1]]
         check_pair(kinds, (one, bounds) if place % 2 else (bounds, one), world, (place + 1) % 3)
@@ -126,7 +126,7 @@ def test_equal_layouts_are_equal() -> None:
     assert len({of(kind, bounds, 1) for kind in KINDS for bounds in (None, [0, 2, 16])}) == 1
     assert of("contiguous") == Layout.on_mesh((16, 3), range(4), [0])
     assert of("full") == Layout.replicated((16, 3), range(4))
-    assert len(of("zigzag").owner) == 7, "the chunks of the last rank are one box"
+    assert len(of("zigzag").boxes().owner) == 7, "the chunks of the last rank are one box"
 
 
 def test_plans_of_long_sequences_are_small() -> None:
@@ -181,7 +181,7 @@ def test_other_layouts_and_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(result, local(target, rank)), (source, target, rank)
 
     for place, (source, target) in enumerate(itertools.permutations(layouts, 2)):
-        monkeypatch.setattr(intersections, "_DENSE", 2**17 * (place % 2))
+        monkeypatch.setattr(planner, "_SMALL_GROUP", 256 * (place % 2))
         check(source, target)
     with ops.path("triton"):
         for source, target in (("striped", "zigzag"), ("uneven", "striped"), ("striped", "striped over three")):

@@ -17,7 +17,9 @@ from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import checked_ints
 from tritoncomm.errors import ArgumentError, ShapeError
 
-__all__ = ["KINDS", "Array", "Boxes", "Runs", "bounds_of", "in_rows", "replicas_of", "rows_shape", "runs_of"]
+__all__ = [
+    "KINDS", "Array", "Boxes", "Runs", "bounds_of", "distinct_rows", "in_rows", "range_boxes", "rows_shape", "runs_of",
+]  # fmt: skip
 
 Array = NDArray[np.int64]
 KINDS = ("contiguous", "zigzag", "striped", "full")
@@ -222,19 +224,67 @@ def _assembled(boxes: Boxes, dim: int, pieces: Array) -> Boxes:
     return Boxes(boxes.owner[box], *arrays)
 
 
-def replicas_of(boxes: Array) -> tuple[Array, Array, Array]:
+def distinct_rows(rows: Array) -> tuple[Array, Array]:
     """Group equal rows of a matrix, such as equal boxes of several ranks.
 
     Args:
-        boxes: one box per row.
+        rows: the matrix; it may have no columns.
 
     Returns:
-        Per group of equal rows: the index of its first row; the indices of all of its rows in ascending order,
-        ``[groups, most]``, padded with -1; the number of its rows.
+        The distinct rows in lexicographic order, as indices of their first occurrences; and the group of every row.
     """
-    _, firsts, group, counts = np.unique(boxes, axis=0, return_index=True, return_inverse=True, return_counts=True)
-    order = np.argsort(group.reshape(-1), kind="stable")  # stable, so that the members of a group ascend
-    nth = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-    members = np.full((len(firsts), counts.max(initial=0)), -1)
-    members[np.repeat(np.arange(len(firsts)), counts), nth] = order
-    return firsts, members, counts
+    if not rows.size:
+        return np.arange(min(len(rows), 1)), np.zeros(len(rows), np.int64)
+    order = np.lexsort(rows.T[::-1])  # stable, so that the first of equal rows comes first
+    opens = np.ones(len(rows), bool)
+    opens[1:] = (rows[order[1:]] != rows[order[:-1]]).any(1)
+    group = np.empty_like(order)
+    group[order] = np.cumsum(opens) - 1
+    return order[opens], group
+
+
+def range_boxes(shape: Array, low: Array, high: Array) -> tuple[Array, Array, Array]:
+    """Cut ranges of flattened boxes into boxes: at most ``2 * dims - 1`` each, in the order of their elements.
+
+    Args:
+        shape: extent of the box that every range lies in, ``[dims, ranges]``.
+        low, high: first element of every range, and the first one behind it, in row-major order.
+
+    Returns:
+        For every piece, range by range: its range, its first index and its extent, ``[dims, pieces]``.
+
+    Example:
+        Elements 3 to 10 of a box ``[4, 5]`` are the end of row 0, all of row 1, and no part of row 2: ``[0:1, 3:5]``
+        and ``[1:2, 0:5]``.
+    """
+    dims, count = shape.shape
+    order, pieces = np.arange(count), []  # range, place among the range's pieces, dim, row, first and end of a piece
+    for dim in reversed(range(1, dims)):
+        length = np.maximum(shape[dim], 1)
+        inside = (low // length == (high - 1) // length) & (high - low < length)
+        left, right = low // length * length, high // length * length
+        head_end, tail_start = np.where(inside, high, left + length), np.where(inside, high, right)
+        heads = (low < high) & (low > left) | inside & (low < high)
+        tails = (low < high) & ~inside & (high > right)
+        for chosen, place, first, end in ((heads, -dim, low, head_end), (tails, dim, tail_start, high)):
+            index = np.nonzero(chosen)[0]
+            row = first[index] // length[index]
+            offset = row * length[index]
+            pieces.append((index, np.full_like(index, place), np.full_like(index, dim), row, first[index] - offset,
+                           end[index] - offset))  # fmt: skip
+        low, high = np.where(heads, head_end, low), np.where(tails, tail_start, high)
+        low, high = np.where(inside, 0, -(-low // length)), np.where(inside, 0, high // length)
+    index = order[low < high]
+    zeros = np.zeros_like(index)
+    pieces.append((index, zeros, zeros, zeros, low[index], high[index]))
+    index, place, dim, row, first, end = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+    order = np.lexsort((place, index))
+    index, dim, row, first, end = index[order], dim[order], row[order], first[order], end[order]
+    start, size = np.zeros((2, dims, len(index)), np.int64)
+    for axis in reversed(range(dims)):
+        extent = shape[axis, index]
+        outer = axis < dim
+        row, digit = np.where(outer, row // extent, row), np.where(outer, row % extent, 0)
+        start[axis] = np.where(axis == dim, first, digit)
+        size[axis] = np.where(outer, 1, np.where(axis == dim, end - first, extent))
+    return index, start, size

@@ -4,42 +4,41 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from tritoncomm.core.memory import contiguous_stride
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import checked_ints
 from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
-from tritoncomm.reshard.boxes import KINDS, Array, Boxes, bounds_of, in_rows, replicas_of, rows_shape, runs_of
+from tritoncomm.reshard.boxes import (
+    KINDS,
+    Array,
+    Boxes,
+    bounds_of,
+    distinct_rows,
+    in_rows,
+    range_boxes,
+    rows_shape,
+    runs_of,
+)
+from tritoncomm.reshard.holders import Holders, Members, members_of, on_axes
+from tritoncomm.reshard.intersections import BoxIndex
 
-__all__ = ["Layout", "Regions"]
+__all__ = ["Layout"]
 
 _Placement = tuple[int, int] | None
 """One mesh axis: (dim, split factor) shards, None replicates; a split factor above 1 is torch's ``_StridedShard``."""
 _MOST_ELEMENTS = 2**62
 
 
-class Regions(NamedTuple):
-    """The distinct boxes of a layout; equal boxes of several ranks are one region.
-
-    Attributes:
-        start, size: first index and extent of every region, ``[regions, dims]``.
-        boxes: the equal boxes of every region, ``[regions, most]``, padded with -1.
-        replicas: number of equal boxes of every region.
-    """
-
-    start: Array
-    size: Array
-    boxes: Array
-    replicas: Array
-
-
 class Layout:
     """The boxes of an index space that every rank of an ordered set owns.
 
-    Equal boxes on several ranks are replicas. A rank may own several boxes; its local tensor has each of them at a
-    position of its own. Layouts compare and hash by their content, which is equal on every rank that builds them.
+    Equal boxes on several ranks are replicas of one region. A rank may own several boxes; its local tensor has each of
+    them at a position of its own. Layouts compare and hash by their content, which is equal on every rank that builds
+    them.
 
     Args:
         shape: shape of the global tensor.
@@ -51,6 +50,12 @@ class Layout:
         local: shape of every rank's local tensor, ``[ranks, dims]``.
         step: of every dim, the distance of two indices of a box in the tensor; 1 by default. ``size`` counts indices.
         is_tiling: the caller vouches that the boxes tile the tensor, so that ``problem`` does not check it.
+
+    Attributes:
+        shape, step: the arguments.
+        elements: number of elements of the global tensor.
+        holders: the ranks and their boxes, each of which is a region.
+        start, size: first index and extent of every region in lexicographic order, ``[regions, dims]``; none is empty.
 
     Raises:
         ShapeError: a box is not inside the tensor or its local tensor.
@@ -70,36 +75,68 @@ class Layout:
         *,
         is_tiling: bool = False,
     ) -> None:
-        self.shape, self.ranks = tuple(shape), tuple(ranks)
-        self.step: Ints = (1,) * len(self.shape) if step is None else tuple(step)
-        filled = size.all(1)  # empty boxes would be replicas of each other
-        if not filled.all():
-            owner, start, size, at = owner[filled], start[filled], size[filled], at[filled]
-        self.owner, self.start, self.size, self.at, self._local = owner, start, size, at, local
-        self.elements, self._problem = math.prod(self.shape), "" if is_tiling else None
-        self._check()
+        shape = tuple(shape)
+        filled = np.nonzero(size.all(1))[0]  # empty boxes would be replicas of each other
+        chosen = filled[np.argsort(owner[filled], kind="stable")]
+        boxes = Boxes(owner[chosen], start[chosen], size[chosen], at[chosen])
+        step = (1,) * len(shape) if step is None else tuple(step)
+        self._check(shape, step, boxes, local)
+        first, region = distinct_rows(np.concatenate([boxes.start, boxes.size], 1))
+        holders = Holders(members_of(np.array(ranks, np.int64).tobytes()), boxes.owner, region)
+        # Where each rank has one box that is its local tensor, as on a mesh, there are no positions to know.
+        places = boxes.at, local
+        if holders.is_simple and not boxes.at.any() and np.array_equal(local, boxes.size):
+            places = None
+        self._set(shape, step, holders, boxes.start[first], boxes.size[first], places, is_tiling)
+
+    @classmethod
+    def _of_regions(cls, shape: Ints, holders: Holders, start: Array, size: Array) -> "Layout":
+        """Build the layout of regions that tile a tensor, of which every rank has one as its local tensor.
+
+        Args:
+            shape: shape of the global tensor.
+            holders: the ranks and the region of each.
+            start, size: first index and extent of every region, in lexicographic order; none is empty.
+        """
+        self = cls.__new__(cls)
+        self._set(shape, (1,) * len(shape), holders, start, size, None, True)
+        return self
+
+    def _set(
+        self, shape: Ints, step: Ints, holders: Holders, start: Array, size: Array,
+        places: tuple[Array, Array] | None, is_tiling: bool,
+    ) -> None:  # fmt: skip
+        """Set the attributes. ``places``: position of every box, and shape of every rank's local tensor."""
+        self.shape, self.step, self.holders, self.start, self.size, self._places = (
+            shape,
+            step,
+            holders,
+            start,
+            size,
+            places,
+        )
+        self.elements, self._problem = math.prod(shape), "" if is_tiling else None
         # Digests are compared instead of arrays, which have an entry per box: every call looks its layouts up.
-        state = hashlib.blake2b(repr((self.shape, self.ranks, self.step)).encode(), digest_size=16)
-        for array in (owner, start, size, at, local):
+        state = hashlib.blake2b(repr((shape, step)).encode() + holders.digest, digest_size=16)
+        for array in (start, size, *(places or ())):
             state.update(array.tobytes())  # in C order, whatever the strides
         self.digest = state.digest()
 
-    def _check(self) -> None:
-        """Check the steps, the ranks and the boxes of a new layout.
+    @staticmethod
+    def _check(shape: Ints, step: Ints, boxes: Boxes, local: Array) -> None:
+        """Check the steps and the boxes of a new layout.
 
         Raises:
             ShapeError: a box is not inside the tensor or its rank's local tensor.
-            ArgumentError: a rank is listed twice, or a step is below 1.
+            ArgumentError: a step is below 1.
         """
-        if len(self.step) != len(self.shape) or min(self.step, default=1) < 1:
-            raise ArgumentError(f"Layout: the steps of {list(self.shape)} must be 1 or more, not {list(self.step)}")
-        if len(set(self.ranks)) != len(self.ranks):
-            raise ArgumentError(f"Layout: a rank is listed twice in {list(self.ranks)}")
-        reach = (self.size - 1) * np.array(self.step, np.int64) + 1
-        if ((self.start < 0) | (self.size < 0) | (self.start + reach > np.array(self.shape, np.int64))).any():
-            raise ShapeError(f"Layout: a box is not inside the tensor {list(self.shape)}")
-        if ((self.at < 0) | (self.at + self.size > self._local[self.owner])).any():
-            raise ShapeError(f"Layout: a box of the tensor {list(self.shape)} is not inside its rank's local tensor")
+        if len(step) != len(shape) or min(step, default=1) < 1:
+            raise ArgumentError(f"Layout: the steps of {list(shape)} must be 1 or more, not {list(step)}")
+        reach = (boxes.size - 1) * np.array(step, np.int64) + 1
+        if ((boxes.start < 0) | (boxes.size < 0) | (boxes.start + reach > np.array(shape, np.int64))).any():
+            raise ShapeError(f"Layout: a box is not inside the tensor {list(shape)}")
+        if ((boxes.at < 0) | (boxes.at + boxes.size > local[boxes.owner])).any():
+            raise ShapeError(f"Layout: a box of the tensor {list(shape)} is not inside its rank's local tensor")
 
     @staticmethod
     def on_mesh(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> "Layout":
@@ -124,10 +161,10 @@ class Layout:
             grid = np.asarray(None)  # a 0-dim array, which the next line rejects
         if not grid.ndim or not grid.size or grid.dtype.kind not in "iu":
             raise ArgumentError(f"Layout: a mesh must be global ranks, as deep as it has axes, not {axes!r:.80}")
-        shape, ranks = _checked_shape(shape), tuple(grid.flatten().tolist())
+        shape, members = _checked_shape(shape), members_of(grid.astype(np.int64).tobytes())
         if not isinstance(placements, list | tuple):
             raise ArgumentError(f"Layout: placements must be a sequence, one per mesh axis, not {placements!r:.80}")
-        return _on_mesh(shape, grid.shape, ranks, tuple([_checked_placement(each, shape) for each in placements]))
+        return _on_mesh(shape, grid.shape, members, tuple([_checked_placement(each, shape) for each in placements]))
 
     @staticmethod
     def of_dtensor(tensor: Any) -> "Layout":
@@ -197,6 +234,35 @@ class Layout:
         return Layout(shape, list(by_rank), np.array(owner, np.int64), start, size, at, local)
 
     @staticmethod
+    def flat(shape: Sequence[int], ranges: Mapping[int, Sequence[tuple[int, int]]]) -> "Layout":
+        """Build the layout of contiguous ranges of the flattened tensor, as distributed optimizers and ZeRO have them.
+
+        A local tensor has one dim: the ranges of its rank, one after the other. A range is at most ``2 * dims - 1``
+        boxes of the tensor.
+
+        Args:
+            shape: shape of the global tensor.
+            ranges: by global rank, the first element of every range and the first one behind it, in row-major order. A
+                rank without ranges has an empty local tensor.
+
+        Raises:
+            ShapeError: a range is not inside the tensor.
+            ArgumentError: ``shape`` or ``ranges`` is of another kind.
+        """
+        shape, name = _checked_shape(shape), "Layout.flat: a range"
+        try:
+            by_rank = {rank: [checked_ints(each, name) for each in own] for rank, own in ranges.items()}
+        except (AttributeError, TypeError) as error:
+            raise ArgumentError(f"{name}s: expected (start, end) of every range by global rank: {error}") from None
+        ranks = checked_ints(by_rank, "Layout.flat: ranks")
+        elements = math.prod(shape)
+        for own in by_rank.values():
+            for each in own:
+                if len(each) != 2 or not 0 <= each[0] <= each[1] <= elements:
+                    raise ShapeError(f"{name} {list(each)} is not inside the {elements} elements of {list(shape)}")
+        return _FlatLayout(shape, ranks, list(by_rank.values()))
+
+    @staticmethod
     def sequence(shape: Sequence[int], dim: int, kind: str, ranks: Sequence[int], cu_seqlens: Any = None) -> "Layout":
         """Build the layout of a sequence over the ranks of context or sequence parallelism; other dims are not sharded.
 
@@ -237,9 +303,29 @@ class Layout:
             )
         return _sequence(shape, dim, kind, members, bounds)
 
+    @property
+    def ranks(self) -> Ints:
+        """The global ranks of a layout, in its order."""
+        return self.holders.members.ranks
+
+    def boxes(self, index: Array | slice = slice(None)) -> Boxes:
+        """Return some boxes of a layout, all by default; those of a rank are in the order of its local tensor."""
+        owner, region = self.holders.owner[index], self.holders.region[index]
+        start, size = self.start[region], self.size[region]
+        return Boxes(owner, start, size, np.zeros_like(start) if self._places is None else self._places[0][index])
+
     def local_shape(self, rank: int) -> Ints | None:
         """Return the shape of a global rank's local tensor; None if the rank has no part of the layout."""
-        return tuple(self._local[self.ranks.index(rank)].tolist()) if rank in self.ranks else None
+        place = self.holders.members.place_of(rank)
+        if place < 0:
+            return None
+        local = self.size[self.holders.region[place]] if self._places is None else self._places[1][place]
+        return tuple(local.tolist())
+
+    @property
+    def locals(self) -> Array:
+        """Shape of every rank's local tensor, ``[ranks, dims]``."""
+        return self.size[self.holders.region] if self._places is None else self._places[1]
 
     def in_rows(self, periods: Ints) -> "Layout":
         """View each dim as rows of ``period`` columns, and return the layout of that view, in which no box is strided.
@@ -260,20 +346,15 @@ class Layout:
         return strides
 
     @cached_property
-    def is_single(self) -> bool:
-        """Whether every rank of the layout owns at most one box."""
-        return bool((np.bincount(self.owner) <= 1).all())
+    def index(self) -> BoxIndex:
+        """The index of the regions of a layout without steps."""
+        return BoxIndex(self.start, self.size)
 
     @cached_property
-    def sharded(self) -> tuple[bool, ...]:
-        """For every dim of the global tensor, whether a box of the layout has less than the dim's full extent."""
-        return tuple((self.size != np.array(self.shape, np.int64)).any(0).tolist())
-
-    @cached_property
-    def regions(self) -> Regions:
-        """The distinct boxes of a layout: start and extent, the indices of all equal boxes, and their number."""
-        firsts, boxes, replicas = replicas_of(np.concatenate([self.start, self.size], 1))
-        return Regions(self.start[firsts], self.size[firsts], boxes, replicas)
+    def intervals(self) -> list[tuple[Array, Array]]:
+        """Per dim: start and extent of the regions' distinct intervals, ``[intervals, 2]``; each region's interval."""
+        rows = [np.stack(column, 1) for column in zip(self.start.T, self.size.T, strict=True)]
+        return [(row[first], group) for row, (first, group) in ((row, distinct_rows(row)) for row in rows)]
 
     @property
     def problem(self) -> str:
@@ -286,21 +367,20 @@ class Layout:
         return self._problem
 
     def _find_problem(self) -> str:
-        """Compare all pairs of regions; return the first overlap, or the number of uncovered elements, in words."""
+        """Find two regions that overlap, or the number of uncovered elements, and return that in words."""
         if any(step > 1 for step in self.step):
             return self.in_rows(self.step).problem
-        start, size, boxes, _ = self.regions
-        if len(start) > 1:
-            low = np.maximum(start[:, None], start[None])
-            high = np.minimum((start + size)[:, None], (start + size)[None])
-            overlaps = np.triu((high > low).all(2), 1)
-            if overlaps.any():
-                first, other = (
-                    f"{_text(start[i], size[i])} of rank {self.ranks[int(self.owner[boxes[i, 0]])]}"
-                    for i in np.argwhere(overlaps)[0].tolist()
-                )
-                return f"the boxes {first} and {other} overlap in part"
-        missing = self.elements - int(size.prod(1).sum())
+        met = self.index.meeting(self.start, self.size)
+        overlaps = np.nonzero(met.one < met.other)[0]
+        if len(overlaps):
+            earliest = overlaps[np.lexsort((met.other[overlaps], met.one[overlaps]))[0]]
+            boxes = self.holders.order[self.holders.first[[met.one[earliest], met.other[earliest]]]]
+            first, other = (
+                f"{_text(start, size)} of rank {self.ranks[owner]}"
+                for owner, start, size in zip(*self.boxes(boxes)[:3], strict=True)
+            )
+            return f"the boxes {first} and {other} overlap in part"
+        missing = self.elements - int(self.size.prod(1).sum())
         return f"it does not cover {missing} of the {self.elements} elements" if missing else ""
 
     def __eq__(self, other: object) -> bool:
@@ -312,9 +392,9 @@ class Layout:
     def __repr__(self) -> str:
         boxes = [
             f"{_text(start, size, self.step)} on rank {self.ranks[owner]}"
-            for owner, start, size in zip(self.owner[:3].tolist(), self.start, self.size, strict=False)
+            for owner, start, size in zip(*self.boxes(slice(3))[:3], strict=True)
         ]
-        more = [f"... of {len(self.owner)} boxes"] if len(self.owner) > 3 else []
+        more = [f"... of {len(self.holders.owner)} boxes"] if len(self.holders.owner) > 3 else []
         return f"Layout({list(self.shape)} over {len(self.ranks)} ranks: {', '.join(boxes + more)})"
 
 
@@ -328,13 +408,12 @@ class _RowLayout(Layout):
 
     def __init__(self, layout: Layout, periods: Ints) -> None:
         self._layout, self._periods = layout, periods
-        boxes = in_rows(Boxes(layout.owner, layout.start, layout.size, layout.at), layout.step, periods)
-        super().__init__(
-            rows_shape(layout.shape, periods), layout.ranks, *boxes, layout._local, is_tiling=layout._problem == ""
-        )
+        boxes, shape = in_rows(layout.boxes(), layout.step, periods), rows_shape(layout.shape, periods)
+        super().__init__(shape, layout.ranks, *boxes, layout.locals, is_tiling=layout._problem == "")
         self.elements = layout.elements  # the last row of the view may reach past the end of a dim
 
-    def _check(self) -> None:
+    @staticmethod
+    def _check(shape: Ints, step: Ints, boxes: Boxes, local: Array) -> None:
         """Check nothing: the original layout was checked, and positions in the view exceed the local shapes."""
 
     def strides_of(self, strides: Ints) -> Ints:
@@ -342,6 +421,7 @@ class _RowLayout(Layout):
 
         Strides of another number of dims are returned as they are: of the empty tensor of a rank without a part.
         """
+        strides = self._layout.strides_of(strides)
         if len(strides) != len(self._periods):
             return strides
         along = zip(strides, self._periods, self._layout.step, strict=True)
@@ -349,14 +429,45 @@ class _RowLayout(Layout):
         return tuple(stride for pair in pairs for stride in pair)
 
 
+class _FlatLayout(Layout):
+    """A layout of ranges of the flattened tensor; see ``Layout.flat``.
+
+    Args:
+        shape: shape of the global tensor.
+        ranks: global ranks.
+        ranges: first element of every range and the first one behind it, by rank.
+    """
+
+    def __init__(self, shape: Ints, ranks: Ints, ranges: Sequence[Sequence[Ints]]) -> None:
+        owner = np.repeat(np.arange(len(ranks)), [len(own) for own in ranges])
+        low, high = np.array([each for own in ranges for each in own], np.int64).reshape(-1, 2).T
+        local = np.bincount(owner, high - low, len(ranks)).astype(np.int64)
+        place = np.cumsum(high - low) - (high - low) - (np.cumsum(local) - local)[owner]
+        extent = np.repeat(np.array(shape, np.int64)[:, None], len(low), 1)
+        index, start, size = range_boxes(extent, low, high)
+        # A local tensor has the strides of the global one, and its range begins so many elements later or earlier.
+        self._strides = np.array(contiguous_stride(shape), np.int64)
+        at = start.copy()
+        at[-1:] += (place - low)[index]
+        super().__init__(shape, ranks, owner[index], start.T, size.T, at.T, local[:, None])
+
+    @staticmethod
+    def _check(shape: Ints, step: Ints, boxes: Boxes, local: Array) -> None:
+        """Check nothing: ranges are checked, and positions count elements of a local tensor of one dim."""
+
+    def strides_of(self, strides: Ints) -> Ints:
+        """Return the strides of the global tensor, times the stride of a local tensor."""
+        return tuple((self._strides * strides[0]).tolist()) if len(strides) == 1 else strides
+
+
 @lru_cache(maxsize=4096)  # a state dict asks for the layouts of all of its tensors in every call
-def _on_mesh(shape: Ints, mesh: Ints, ranks: Ints, placements: tuple[_Placement, ...]) -> Layout:
+def _on_mesh(shape: Ints, mesh: Ints, members: Members, placements: tuple[_Placement, ...]) -> Layout:
     """Build the layout of shards and replicas over a device mesh from checked arguments; cached.
 
     Args:
         shape: shape of the global tensor.
         mesh: size of every mesh axis.
-        ranks: global ranks of the mesh, the last axis fastest.
+        members: global ranks of the mesh, the last axis fastest.
         placements: for every axis the sharded dim and the split factor, or None for a replica.
 
     Raises:
@@ -365,22 +476,41 @@ def _on_mesh(shape: Ints, mesh: Ints, ranks: Ints, placements: tuple[_Placement,
     """
     if len(placements) != len(mesh):
         raise ShapeError(f"Layout: {len(placements)} placements for a mesh of {len(mesh)} axes, {list(mesh)}")
-    count, dims = len(ranks), len(shape)
-    start, size = np.zeros((count, dims), np.int64), np.empty((count, dims), np.int64)
-    size[:] = shape
-    coordinates = np.indices(mesh, np.int64).reshape(len(mesh), count)
     # Every axis divides what the axes before it left of the dim, so that uneven sizes come out as DTensor's.
+    by_dim: dict[int, list[int]] = {}
     for axis in _splitting_order(shape, mesh, placements):
         placement = placements[axis]
         assert placement is not None
-        dim, length = placement[0], size[:, placement[0]]
-        run = -(-length // mesh[axis])
-        first = np.minimum(coordinates[axis] * run, length)
-        start[:, dim] += first
-        size[:, dim] = np.minimum(first + run, length) - first
-    at = np.zeros_like(start)
+        by_dim.setdefault(placement[0], []).append(axis)
+    sides = [_shards(length, [mesh[axis] for axis in by_dim.get(dim, ())]) for dim, length in enumerate(shape)]
+    holders = on_axes(members, mesh, tuple(tuple(by_dim[dim]) for dim in sorted(by_dim)))
+    # The regions are the product of the dims' shards, the last dim fastest.
+    grid = np.indices([len(first) for first, _ in sides], np.int64).reshape(
+        len(shape), math.prod(len(f) for f, _ in sides)
+    )
+    start, size = np.empty((2, grid.shape[1], len(shape)), np.int64)
+    for dim, (first, length) in enumerate(sides):
+        start[:, dim], size[:, dim] = first[grid[dim]], length[grid[dim]]
     # Shards of a mesh tile by construction; to check it takes longer than to construct them.
-    return Layout(shape, ranks, np.arange(count), start, size, at, size, is_tiling=True)
+    if size.all():
+        return Layout._of_regions(shape, holders, start, size)
+    start, size = start[holders.region], size[holders.region]
+    return Layout(shape, members.ranks, holders.owner, start, size, np.zeros_like(start), size, is_tiling=True)
+
+
+def _shards(length: int, shards: Sequence[int]) -> tuple[Array, Array]:
+    """Divide a dim by several axes, each of which divides what the ones before left; return starts and extents.
+
+    Args:
+        length: size of the dim.
+        shards: number of shards that every axis makes of what it gets.
+    """
+    start, size = np.zeros(1, np.int64), np.full(1, length, np.int64)
+    for count in shards:
+        low = np.minimum(np.arange(count) * -(-size // count)[:, None], size[:, None])
+        high = np.minimum(low + -(-size // count)[:, None], size[:, None])
+        start, size = (start[:, None] + low).reshape(-1), (high - low).reshape(-1)
+    return start, size
 
 
 def _splitting_order(shape: Ints, mesh: Ints, placements: tuple[_Placement, ...]) -> list[int]:

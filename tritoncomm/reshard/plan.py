@@ -1,11 +1,11 @@
 """The transfer plan of one rank: its buckets, the messages and blocks of each, totals of all ranks, and its table."""
 
 import hashlib
-import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +18,13 @@ from tritoncomm.core.plan import Ints
 from tritoncomm.errors import GroupError, ShapeError, UnsupportedError
 from tritoncomm.parsing import counted
 from tritoncomm.reshard.boxes import Array
+from tritoncomm.reshard.holders import Members
 from tritoncomm.reshard.layout import Layout
 from tritoncomm.reshard.overlaps import cut_at_edges, distinct_blocks, tensors_across_buckets
 
 __all__ = [
-    "ALIGNMENT", "Bucket", "Item", "Participants", "Side", "StayingBlocks", "TransferPlan", "check_items", "digest_of",
+    "ALIGNMENT", "Bucket", "Item", "Participants", "Side", "StayingBlocks", "Totals", "TransferPlan", "check_items",
+    "digest_of",
 ]  # fmt: skip
 
 ALIGNMENT = 16
@@ -92,31 +94,41 @@ class Side:
         start, size: first index and extent of every block in its local tensor, ``[dims, blocks]``; tensors of fewer
             dims have leading ones.
         wire: byte offset of every block.
-        counts: bytes of the message to, or from, every position of the group, alignment included.
+        peers: position in the group of every rank with a message, ascending.
+        lengths: bytes of the message to, or from, each of these, alignment included.
+        world: number of ranks of the group.
     """
 
     tensor: Array
     start: Array
     size: Array
     wire: Array
-    counts: Ints
+    peers: Array
+    lengths: Array
+    world: int
+
+    @cached_property
+    def counts(self) -> Ints:
+        """Bytes of the message to, or from, every position of the group; an all-to-all-v takes them."""
+        counts = np.zeros(self.world, np.int64)
+        counts[self.peers] = self.lengths
+        return tuple(counts.tolist())
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes that a rank sends, or receives, in one bucket, alignment included."""
-        return sum(self.counts)
+        return int(self.lengths.sum())
 
     @cached_property
     def messages(self) -> int:
         """Number of peers that a rank sends a message to, or gets one from, in one bucket."""
-        return sum(count > 0 for count in self.counts)
+        return len(self.peers)
 
     @cached_property
     def parts(self) -> list[tuple[int, int, int]]:
         """For every message of one side of a bucket: the peer's position in the group, the first byte, the bytes."""
-        ends = itertools.accumulate(self.counts)
-        sizes = enumerate(zip(ends, self.counts, strict=True))
-        return [(peer, end - count, count) for peer, (end, count) in sizes if count]
+        starts = np.cumsum(self.lengths) - self.lengths
+        return list(zip(self.peers.tolist(), starts.tolist(), self.lengths.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -178,46 +190,68 @@ class Bucket:
         )
 
 
-@dataclass(frozen=True)
-class TransferPlan(record.Traffic):
-    """Everything that one rank sends, receives and copies, bucket by bucket, and totals of all ranks.
+class Totals(NamedTuple):
+    """Bytes and messages of all ranks.
 
     Attributes:
-        items: the tensors, in the index space of their dense boxes.
-        ranks: global ranks of the group.
-        position: position of the rank in the group.
-        buckets: the rank's part of every bucket.
         sent, received: bytes of every rank on the wire, alignment included.
         lacking: bytes that every rank needs and does not have.
         messages: number of messages that every rank sends, all buckets together.
         largest: the most bytes that any rank sends or receives in one bucket: the extra memory on each side.
         critical: the most bytes that any rank sends or receives in a bucket, summed over the buckets.
-        is_disjoint: no rank is both in a source and in a target layout.
-        sums: whether received elements are summed, in the order of the senders.
     """
 
-    items: tuple[Item, ...]
-    ranks: Ints
-    position: int
-    buckets: tuple[Bucket, ...]
     sent: Array
     received: Array
     lacking: Array
     messages: Array
     largest: int
     critical: int
+
+
+@dataclass(frozen=True)
+class TransferPlan(record.Traffic):
+    """Everything that one rank sends, receives and copies, bucket by bucket.
+
+    Attributes:
+        items: the tensors, in the index space of their dense boxes.
+        ranks: global ranks of the group.
+        position: position of the rank in the group.
+        buckets: the rank's part of every bucket.
+        is_disjoint: no rank is both in a source and in a target layout.
+        sums: whether received elements are summed, in the order of the senders.
+        count_totals: plans the messages of all ranks; see ``totals``.
+    """
+
+    items: tuple[Item, ...]
+    ranks: Ints
+    position: int
+    buckets: tuple[Bucket, ...]
     is_disjoint: bool
     sums: bool
+    count_totals: Callable[[], Totals] = field(repr=False, compare=False)
+
+    @cached_property
+    def totals(self) -> Totals:
+        """Bytes and messages of all ranks, for reports: takes time and memory by the messages of all ranks."""
+        return self.count_totals()
+
+    sent = property(attrgetter("totals.sent"), doc="Bytes that every rank sends, alignment included.")
+    received = property(attrgetter("totals.received"), doc="Bytes that every rank receives, alignment included.")
+    lacking = property(attrgetter("totals.lacking"), doc="Bytes that every rank needs and does not have.")
+    messages = property(attrgetter("totals.messages"), doc="Number of messages that every rank sends.")
+    largest = property(attrgetter("totals.largest"), doc="The most bytes that a rank sends or receives in a bucket.")
+    critical = property(attrgetter("totals.critical"), doc="The most bytes of a rank in a bucket, summed over buckets.")
 
     @cached_property
     def bytes_sent(self) -> int:
         """Bytes that this rank sends in all buckets of a plan, alignment included."""
-        return int(self.sent[self.position])
+        return sum(bucket.send.nbytes for bucket in self.buckets)
 
     @cached_property
     def bytes_received(self) -> int:
         """Bytes that this rank receives in all buckets of a plan, alignment included."""
-        return int(self.received[self.position])
+        return sum(bucket.recv.nbytes for bucket in self.buckets)
 
     @cached_property
     def staged_bytes(self) -> int:
@@ -340,7 +374,7 @@ class TransferPlan(record.Traffic):
         """
         received = bucket.recv
         # The wire is in the order of the senders, so an offset tells the sender; staying blocks are this rank's.
-        senders = np.searchsorted(np.cumsum(received.counts), received.wire, side="right")
+        senders = received.peers[np.searchsorted(np.cumsum(received.lengths), received.wire, side="right")]
         order = np.argsort(np.concatenate([np.full_like(bucket.staged.tensor, self.position), senders]), kind="stable")
         tensor, start, size = bucket.unpacked
         block, _, start, size = cut_at_edges(tensor[order], start[:, order], size[:, order])
@@ -433,7 +467,7 @@ def check_items(items: Sequence[Item], ranks: Sequence[int], name: str, grad: st
         GroupError: a rank of a layout is not in the group.
         UnsupportedError: a cast, or a gradient to be summed, of anything but fp16, bf16, fp32 and fp64.
     """
-    members = set(ranks)  # a list would make the check quadratic in the ranks
+    group, members = np.array(ranks, np.int64), set[Members]()  # the tensors of a model have few sets of ranks
     for item in items:
         if item.source.shape != item.target.shape:
             raise ShapeError(
@@ -441,7 +475,10 @@ def check_items(items: Sequence[Item], ranks: Sequence[int], name: str, grad: st
                 f"{list(item.target.shape)} in the target layout"
             )
         for side, layout in (("source", item.source), ("target", item.target)):
-            missing = [rank for rank in layout.ranks if rank not in members]
+            if layout.holders.members in members:
+                continue
+            members.add(layout.holders.members)
+            missing = np.setdiff1d(layout.holders.members.ids, group).tolist()
             if missing:
                 raise GroupError(
                     f"{name}: ranks {missing} of the {side} layout of {item.name} are not in the group {list(ranks)}"

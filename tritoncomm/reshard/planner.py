@@ -1,9 +1,11 @@
 """The planner: divides the blocks of a request into buckets, which are the same on every rank."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +13,12 @@ from numpy.typing import NDArray
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError
 from tritoncomm.reshard.boxes import Array
-from tritoncomm.reshard.intersections import Routes, part_counts, routes_between, split_into_parts
+from tritoncomm.reshard.holders import Holders, Members, members_of
+from tritoncomm.reshard.intersections import first_of_part, most_of_a_part, split_into_parts
 from tritoncomm.reshard.layout import Layout
 from tritoncomm.reshard.overlaps import has_overlap
-from tritoncomm.reshard.plan import ALIGNMENT, Bucket, Item, Side, StayingBlocks, TransferPlan
+from tritoncomm.reshard.plan import ALIGNMENT, Bucket, Item, Side, StayingBlocks, Totals, TransferPlan
+from tritoncomm.reshard.routes import Bounds, Classes, Requests, Routes
 
 __all__ = ["plan_transfers"]
 
@@ -24,6 +28,23 @@ _SMALL = 4 * 2**20
 
 Copying few bytes twice takes less time than a launch, which direct copies need.
 """
+_SMALL_GROUP = 256  # ranks of which every one is a class of its own
+_MOST_CLASSES = 4096
+_AllRoutes = dict[tuple[Layout, Layout], Routes]
+
+
+class _Assigned(NamedTuple):
+    """Where a tensor went.
+
+    Attributes:
+        index: number of the tensor.
+        table: the replica that serves each slot; see ``Routes.table_of``.
+        buckets: number of the bucket of every part of the tensor.
+    """
+
+    index: int
+    table: Array | None
+    buckets: list[int]
 
 
 def plan_transfers(
@@ -31,8 +52,8 @@ def plan_transfers(
 ) -> TransferPlan:
     """Plan all messages and copies that bring tensors from their source to their target layouts, for one rank.
 
-    The plan has the blocks of this rank only. Of the other ranks bytes are counted, because these decide which replica
-    sends and where buckets end.
+    The plan has the blocks of this rank only, and takes time and memory by these. Where buckets end follows from the
+    bytes of classes of ranks.
 
     Args:
         items: the tensors, checked by ``check_items``.
@@ -65,10 +86,11 @@ def _interleaved(items: Sequence[Item]) -> list[int]:
     The layers of a stage lie on the ranks of that stage, so in the order of the layers one stage after the other would
     send. Here the tensors of each set of ranks are spread evenly over the order by their bytes.
     """
-    totals: dict[tuple[Ints, Ints], int] = {}
+    totals: dict[tuple[Members, Members], int] = {}
     middles = []
     for item in items:
-        key, nbytes = (item.source.ranks, item.target.ranks), math.prod(item.source.shape) * item.carried.itemsize
+        key = item.source.holders.members, item.target.holders.members
+        nbytes = math.prod(item.source.shape) * item.carried.itemsize
         middles.append((key, 2 * totals.get(key, 0) + nbytes))
         totals[key] = totals.get(key, 0) + nbytes
     # Fractions compare exactly, so every rank gets the same order.
@@ -76,8 +98,68 @@ def _interleaved(items: Sequence[Item]) -> list[int]:
     return sorted(range(len(items)), key=lambda index: (places[index], index))
 
 
+def _all_routes(items: Sequence[Item], ranks: Sequence[int], every_replica: bool) -> _AllRoutes:
+    """Return the routes of all pairs of layouts that tensors have.
+
+    Args:
+        items, ranks, every_replica: as for ``plan_transfers``; boxes are dense.
+    """
+    group = members_of(np.array(ranks, np.int64).tobytes())
+    places: dict[Members, Array] = {}
+    result: _AllRoutes = {}
+    for item in items:
+        pair = item.source, item.target
+        if pair not in result:
+            for members in (layout.holders.members for layout in pair):
+                if members not in places:
+                    places[members] = group.places_of(members.ids)
+            ends = places[item.source.holders.members], places[item.target.holders.members]
+            result[pair] = Routes(*pair, ends, every_replica)
+    return result
+
+
+def _classes(routes: Iterable[Routes], world: int) -> Classes:
+    """Return the classes of a group, the ranks of which are in the same layouts.
+
+    In a small group every rank is a class. Replicas that serve different bytes are in different classes, unless there
+    would be too many of these.
+
+    Args:
+        routes: the routes of all tensors.
+        world: number of ranks of the group.
+    """
+    if world <= _SMALL_GROUP:
+        return Classes(np.arange(world))
+    classes = np.zeros(world, np.int64)
+    routes = list(routes)
+    sets = {
+        layout.holders.members: places
+        for each in routes
+        for layout, places in zip((each.source, each.target), each.places, strict=True)
+    }
+    for places in sets.values():
+        classes = _refined(classes, places, np.zeros_like(places))
+    for holders, places in {each.source.holders: each.places[0] for each in routes if each.has_table}.items():
+        finer = _refined(classes, places[holders.owner], holders.nth)
+        classes = finer if finer.max() < _MOST_CLASSES else classes
+    return Classes(classes)
+
+
+def _refined(classes: Array, places: Array, label: Array) -> Array:
+    """Divide classes: ranks with and without a label, and ranks with different ones, come into different classes.
+
+    Args:
+        classes: class of every position of the group.
+        places: positions with a label.
+        label: label of each of them.
+    """
+    result = classes.copy()
+    result[places] = (classes[places] + 1) * (int(label.max(initial=0)) + 1) * (int(classes.max()) + 2) + label
+    return np.unique(result, return_inverse=True)[1]
+
+
 class _Planner:
-    """The state of a plan while tensors are added: open buckets with every rank's bytes, and this rank's blocks.
+    """The state of a plan while tensors are added: open buckets with the bytes of ranks, and this rank's blocks.
 
     Args:
         items, ranks, position, bucket_bytes, every_replica: as for ``plan_transfers``; boxes are dense.
@@ -87,19 +169,20 @@ class _Planner:
         self, items: tuple[Item, ...], ranks: Ints, position: int, bucket_bytes: int, every_replica: bool
     ) -> None:
         self.items, self.ranks, self.position, self.limit = items, ranks, position, bucket_bytes
-        self.every_replica = every_replica
-        world = self.world = len(ranks)
+        self.every_replica, self.world = every_replica, len(ranks)
         self.dims = max((len(item.source.shape) for item in items), default=0) or 1
         self.itemsizes = np.array([item.carried.itemsize for item in items], np.int64)
-        self.positions = {rank: place for place, rank in enumerate(ranks)}
-        self.sources, self.targets = set[int](), set[int]()  # ranks with a part of a source, of a target
-        self.loads, self.lacking, self.messages = np.zeros((3, world), np.int64)
-        self.total = np.zeros((2, world), np.int64)
-        self.largest, self.critical, self.count = 0, 0, 0  # the count is of buckets
-        # Open buckets: number, bytes that every rank sends and receives, pairs of ranks with a message.
+        self.routes = _all_routes(items, ranks, every_replica)
+        self.classes = _classes(self.routes.values(), self.world)
+        self.loads: dict[Holders, Array] = {}  # bytes that every replica of a region sends
+        self.own: dict[Routes, tuple[Requests, Requests]] = {}  # that this rank receives, and may have to send
+        self.blocks: dict[Routes, tuple[Array, Array]] = {}  # of routes without a table
+        self.bounds: dict[Routes, Bounds] = {}
+        self.count = 0  # of buckets
+        # Open buckets: number, bytes that a rank of every class sends and receives.
         self.numbers: list[int] = []
-        self.loaded = np.zeros((_OPEN, 2, world), np.int64)
-        self.pairs = np.zeros((_OPEN, world * world), bool)
+        self.loaded = np.zeros((_OPEN, 2, self.classes.count), np.int64)
+        self.assigned: list[_Assigned] = []
         self.flat: list[Array] = []  # bucket, tensor, sender and receiver of this rank's blocks
         self.boxes: list[Array] = []  # start in the source, start in the target, and size of this rank's blocks
 
@@ -110,87 +193,55 @@ class _Planner:
             index: number of the tensor.
         """
         item = self.items[index]
-        self.sources.update(item.source.ranks)
-        self.targets.update(item.target.ranks)
-        positions = self._positions_of(item.source), self._positions_of(item.target)
-        routes = routes_between(
-            item.source, item.target, positions, self.loads, item.carried.itemsize, self.every_replica
+        routes, holders, table = self.routes[item.source, item.target], item.source.holders, None
+        if routes.has_table:
+            loads = self.loads.setdefault(holders, np.zeros(holders.most, np.int64))
+            table = routes.table_of(loads, item.carried.itemsize)
+        load_of = self._load_function(routes, table, item.carried.itemsize)
+        load, buckets = load_of(1), [0]
+        if load.any():
+            parts = self._parts(item, load, load_of)
+            load, buckets = load if parts == 1 else load_of(parts), []
+            for _ in range(parts):
+                slot = self._slot(load, buckets[-1] if buckets else -1)
+                self.loaded[slot] += load
+                buckets.append(self.numbers[slot])
+        self.assigned.append(_Assigned(index, table, buckets))
+        self._note(index, routes, table, buckets)
+
+    def _load_function(self, routes: Routes, table: Array | None, itemsize: int) -> Callable[[int], Array]:
+        """Return a function from a number of parts to the bytes that ranks of every class send and receive of a part.
+
+        In a small group the bytes are those of the largest part, else an upper bound; ``[2, classes]``.
+
+        Args:
+            routes: routes of the tensor.
+            table: its table of replicas.
+            itemsize: bytes of an element.
+        """
+        if self.world > _SMALL_GROUP:
+            bounds = self.bounds.get(routes)
+            if bounds is None or table is not None:
+                bounds = self.bounds[routes] = routes.bounds(self.classes, table)
+            return lambda parts: bounds.nbytes(itemsize, routes.unit, parts)
+        ends, volume = routes.remote(table)
+        sender, receiver = ends
+        return lambda parts: _load_of(
+            sender, receiver, most_of_a_part(volume, parts) * itemsize, self.world, routes.is_single
         )
-        is_remote = routes.sender != routes.receiver
-        self._note(index, routes, self._fit(index, routes, is_remote) if is_remote.any() else [0])
 
-    def _positions_of(self, layout: Layout) -> Array:
-        """Return the positions in the process group of a layout's ranks, in the order of the layout."""
-        return np.array([self.positions[rank] for rank in layout.ranks], np.int64)
-
-    def _fit(self, index: int, routes: Routes, is_remote: NDArray[np.bool_]) -> list[int]:
-        """Put the messages of one tensor into the first open bucket with room, or one part each into several buckets.
-
-        Args:
-            index: the tensor.
-            routes: its routes.
-            is_remote: whether sender and receiver of an intersection are different ranks.
-
-        Returns:
-            The numbers of the buckets, in the order of the parts.
-        """
-        item = self.items[index]
-        itemsize = item.carried.itemsize
-        nbytes = routes.intersections.volume * itemsize * is_remote
-        # Counted before the alignment, which is on the wire only.
-        self.lacking += _totals(routes.receiver, nbytes, self.world)
-        # One box per rank on both sides is one block per pair of ranks, and needs no sum over pairs.
-        is_single = item.source.is_single and item.target.is_single
-        loads = [self._load_of(routes.sender, routes.receiver, nbytes, is_single)]
-        remote = np.nonzero(is_remote)[0]
-        sender, receiver = routes.sender[remote], routes.receiver[remote]
-        if loads[0].max() > self.limit:
-            start, size = routes.intersections.boxes(remote)
-            parts = self._parts(item, sender, receiver, size, loads[0])
-            place, part, _, extent = split_into_parts(start, size, parts)
-            sizes = extent.prod(0) * itemsize
-            loads = [
-                self._load_of(sender[place[piece]], receiver[place[piece]], sizes[piece], False)
-                for piece in (part == number for number in range(parts))
-            ]
-        buckets: list[int] = []
-        for load in loads:
-            slot = self._slot(load, buckets[-1] if buckets else -1)
-            self.loaded[slot] += load
-            self.pairs[slot, sender * self.world + receiver] = True
-            buckets.append(self.numbers[slot])
-        return buckets
-
-    def _slot(self, load: Array, after: int) -> int:
-        """Return the index of an open bucket with room for a load; open a bucket if none has.
-
-        Args:
-            load: bytes that every rank sends and receives, ``[2, world]``.
-            after: number that the bucket's number has to exceed.
-        """
-        count = len(self.numbers)
-        fits = (self.loaded[:count] + load <= self.limit).all((1, 2)) & (np.array(self.numbers, np.int64) > after)
-        if fits.any():
-            return int(fits.argmax())
-        if count == _OPEN:
-            self._close(1)
-        self.numbers.append(self.count)
-        self.count += 1
-        return len(self.numbers) - 1
-
-    def _parts(self, item: Item, sender: Array, receiver: Array, size: Array, load: Array) -> int:
+    def _parts(self, item: Item, load: Array, load_of: Callable[[int], Array]) -> int:
         """Return the number of parts into which a tensor has to be divided for each part to fit into a bucket.
 
         Args:
             item: the tensor.
-            sender, receiver: positions of the ranks of every intersection between two ranks.
-            size: extents of the intersections, ``[dims, intersections]``.
-            load: bytes that every rank sends and receives of the undivided tensor.
+            load: bytes per class of the undivided tensor.
+            load_of: returns the bytes per class of a part, of so many.
 
         Raises:
             ArgumentError: a single element for every peer is more than a bucket takes.
         """
-        parts, most = 1, int(size.prod(0).max())
+        parts, most = 1, item.source.elements
         while load.max() > self.limit:
             if parts >= most:
                 raise ArgumentError(
@@ -199,40 +250,29 @@ class _Planner:
                 )
             # Alignment makes the bytes of a part more than its share, so the estimate may need another round.
             parts = min(most, max(parts + 1, parts * int(load.max()) // self.limit))
-            load = self._load_of(sender, receiver, part_counts(size, parts)[1] * item.carried.itemsize, False)
+            load = load_of(parts)
         return parts
 
-    def _load_of(self, sender: Array, receiver: Array, nbytes: Array, is_single: bool) -> Array:
-        """Sum the bytes that every rank sends, and that every rank receives, of one tensor: return ``[2, world]``.
-
-        The bytes of each pair of ranks are rounded up to a multiple of ``ALIGNMENT``.
+    def _slot(self, load: Array, after: int) -> int:
+        """Return the index of an open bucket with room for a load; open a bucket if none has.
 
         Args:
-            sender, receiver: positions of the ranks of every block.
-            nbytes: bytes of every block.
-            is_single: no pair of ranks has two blocks.
+            load: bytes that a rank of every class sends and receives, ``[2, classes]``.
+            after: number that the bucket's number has to exceed.
         """
-        if not is_single:
-            pair, inverse = np.unique(sender * self.world + receiver, return_inverse=True)
-            nbytes = _totals(inverse, nbytes, len(pair))
-            sender, receiver = np.divmod(pair, self.world)
-        nbytes = nbytes + (ALIGNMENT - 1) & -ALIGNMENT
-        return np.stack([_totals(place, nbytes, self.world) for place in (sender, receiver)])
+        count = len(self.numbers)
+        fits = (self.loaded[:count] + load <= self.limit).all((1, 2)) & (np.array(self.numbers, np.int64) > after)
+        if fits.any():
+            return int(fits.argmax())
+        if count == _OPEN:  # close the oldest; the others keep their order: the first one with room takes a tensor
+            self.loaded[:-1] = self.loaded[1:].copy()
+            self.loaded[-1] = 0
+            del self.numbers[0]
+        self.numbers.append(self.count)
+        self.count += 1
+        return len(self.numbers) - 1
 
-    def _close(self, count: int) -> None:
-        """Close the ``count`` oldest open buckets: add their bytes and messages to the totals, and drop them."""
-        for slot in range(count):
-            self.total += self.loaded[slot]
-            self.messages += self.pairs[slot].reshape(self.world, -1).sum(1)
-            self.largest = max(self.largest, int(self.loaded[slot].max()))
-            self.critical += int(self.loaded[slot].max())
-        # The other buckets keep their order: the first bucket with room takes a tensor.
-        left = len(self.numbers) - count
-        self.loaded[:left], self.pairs[:left] = self.loaded[count:][:left].copy(), self.pairs[count:][:left].copy()
-        self.loaded[left:], self.pairs[left:] = 0, False
-        del self.numbers[:count]
-
-    def _note(self, index: int, routes: Routes, buckets: list[int]) -> None:
+    def _note(self, index: int, routes: Routes, table: Array | None, buckets: list[int]) -> None:
         """Store the blocks of one tensor that this rank sends, receives or keeps, for the plan that ``finish`` returns.
 
         Stored are each block's bucket, tensor, sender, receiver, first index in the local tensor before and after, and
@@ -240,53 +280,82 @@ class _Planner:
 
         Args:
             index: number of the tensor.
-            routes: sender and receiver of each of the tensor's intersections.
+            routes: its routes.
+            table: its table of replicas.
             buckets: number of the bucket of every part of the tensor.
         """
-        item = self.items[index]
-        own = np.nonzero((routes.sender == self.position) | (routes.receiver == self.position))[0]
-        if not len(own):
-            return
-        sender, receiver = routes.sender[own], routes.receiver[own]
-        source, target = routes.source[own], routes.intersections.target[own]
-        start, size = routes.intersections.boxes(own)
-        to_source = (item.source.at[source] - item.source.start[source]).T
-        to_target = (item.target.at[target] - item.target.start[target]).T
-        part = np.zeros(len(own), np.int64)
+        ends, boxes = self._blocks_of(routes, table)
+        part = np.zeros(len(ends[0]), np.int64)
         if len(buckets) > 1:
-            place, part, start, size = split_into_parts(start, size, len(buckets))
-            sender, receiver = sender[place], receiver[place]
-            to_source, to_target = to_source[:, place], to_target[:, place]
-        boxes = np.zeros((3, self.dims, len(part)), np.int64)
-        boxes[2] = 1
-        first = self.dims - len(size)  # tensors of fewer dims have leading ones
-        boxes[0, first:], boxes[1, first:], boxes[2, first:] = start + to_source, start + to_target, size
-        self.flat.append(np.stack([np.array(buckets, np.int64)[part], np.full_like(part, index), sender, receiver]))
-        self.boxes.append(boxes)
+            place, part, start, size = split_into_parts(np.zeros_like(boxes[2]), boxes[2], len(buckets))
+            ends, boxes = ends[:, place], np.stack([boxes[0][:, place] + start, boxes[1][:, place] + start, size])
+        if len(part):
+            self.flat.append(np.stack([np.array(buckets, np.int64)[part], np.full_like(part, index), *ends]))
+            self.boxes.append(boxes)
+
+    def _blocks_of(self, routes: Routes, table: Array | None) -> tuple[Array, Array]:
+        """Return the blocks of one tensor that this rank sends, receives or keeps, sorted by region and target box.
+
+        Args:
+            routes: the tensor's routes.
+            table: its table of replicas.
+
+        Returns:
+            Sender and receiver of every block, ``[2, blocks]``; its first index in the local tensor before and after
+            and its extent, ``[3, dims, blocks]``. Tensors of fewer dims have leading ones.
+        """
+        if table is None and routes in self.blocks:
+            return self.blocks[routes]
+        rank = self.ranks[self.position]
+        if routes not in self.own:
+            self.own[routes] = routes.received(rank), routes.sent(rank)
+        flat, boxes = [], []
+        for requests, is_sent in zip(self.own[routes], (False, True), strict=True):
+            box = routes.senders(requests, table)
+            ends = routes.ends(requests, box)
+            chosen = np.nonzero((ends[0] == self.position) & (ends[1] != self.position) if is_sent else ends[1] >= 0)[0]
+            low = requests.low[:, chosen]
+            own, theirs = routes.source.boxes(box[chosen]), routes.target.boxes(requests.target[chosen])
+            block = np.zeros((3, self.dims, len(chosen)), np.int64)
+            block[2] = 1
+            first = self.dims - len(low)
+            block[0, first:] = low + (own.at - own.start).T
+            block[1, first:] = low + (theirs.at - theirs.start).T
+            block[2, first:] = requests.size[:, chosen]
+            flat.append(ends[:, chosen])
+            boxes.append(block)
+        result = np.concatenate(flat, 1), np.concatenate(boxes, 2)
+        if table is None:
+            self.blocks[routes] = result
+        return result
 
     def finish(self) -> TransferPlan:
-        """Close all buckets and return the transfer plan of this rank: every bucket's blocks, and all ranks' totals."""
-        self._close(len(self.numbers))
-        is_quiet, self.count = not self.count, self.count or 1  # without messages one bucket has the staying blocks
+        """Return the transfer plan of this rank: every bucket's blocks."""
+        is_quiet, count = not self.count, self.count or 1  # without messages one bucket has the staying blocks
         flat = np.concatenate([np.empty((4, 0), np.int64), *self.flat], 1)
         boxes = np.concatenate([np.empty((3, self.dims, 0), np.int64), *self.boxes], 2)
         bucket, tensor, sender, receiver = flat
         stays = sender == receiver
-        sent = self._sides(boxes[0], boxes[2], bucket, tensor, receiver, ~stays & (sender == self.position))
-        received = self._sides(boxes[1], boxes[2], bucket, tensor, sender, ~stays & (receiver == self.position))
+        sides = partial(self._sides, bucket=bucket, tensor=tensor, size=boxes[2], count=count)
+        sent = sides(boxes[0], peer=receiver, is_chosen=~stays & (sender == self.position))
+        received = sides(boxes[1], peer=sender, is_chosen=~stays & (receiver == self.position))
         staying = np.nonzero(stays)[0]
         staying = staying[np.argsort(bucket[staying], kind="stable")]
-        ends = np.searchsorted(bucket[staying], np.arange(self.count + 1))
+        ends = np.searchsorted(bucket[staying], np.arange(count + 1))
         buckets = []
-        for number in range(self.count):
+        for number in range(count):
             here = staying[ends[number] : ends[number + 1]]
             source, target, size = boxes[:, :, here]
             blocks = StayingBlocks(tensor[here], source, target, size, np.empty(0, np.int64))
             staged, nbytes, direct = self._staged(blocks, sent[number], received[number])
             buckets.append(Bucket(sent[number], received[number], staged, nbytes, direct, is_quiet))
+        is_source, is_target = np.zeros((2, self.world), bool)
+        for routes in self.routes.values():
+            is_source[routes.places[0]] = is_target[routes.places[1]] = True
+        totals = partial(_totals, self.items, self.ranks, self.every_replica, self.assigned, count)
         return TransferPlan(
-            self.items, self.ranks, self.position, tuple(buckets), self.total[0], self.total[1], self.lacking,
-            self.messages, self.largest, self.critical, not self.sources & self.targets, self.every_replica,
+            self.items, self.ranks, self.position, tuple(buckets), not (is_source & is_target).any(),
+            self.every_replica, totals,
         )  # fmt: skip
 
     def _staged(self, blocks: StayingBlocks, sent: Side, received: Side) -> tuple[StayingBlocks, int, StayingBlocks]:
@@ -316,8 +385,9 @@ class _Planner:
         return staged, int(ends[-1]) if len(ends) else 0, blocks.pick(rest, blocks.wire)
 
     def _sides(
-        self, start: Array, size: Array, bucket: Array, tensor: Array, peer: Array, is_chosen: NDArray[np.bool_]
-    ) -> list[Side]:
+        self, start: Array, size: Array, bucket: Array, tensor: Array, peer: Array, is_chosen: NDArray[np.bool_],
+        count: int,
+    ) -> list[Side]:  # fmt: skip
         """Lay out the blocks that this rank sends, or receives, on the wire; return one side per bucket.
 
         Blocks are ordered by peer, then by tensor. The blocks of one tensor start at a multiple of ``ALIGNMENT``.
@@ -327,6 +397,7 @@ class _Planner:
             bucket, tensor: bucket and tensor of every block.
             peer: position in the group of the rank on the other end.
             is_chosen: whether a block is sent (or received) by this rank; the other blocks are left out.
+            count: number of buckets.
 
         Returns:
             For every bucket, the blocks in the order of the wire with their byte offsets, and the bytes of every peer.
@@ -336,23 +407,82 @@ class _Planner:
         start, size = start[:, chosen], size[:, chosen]
         bucket, tensor, peer = bucket[chosen], tensor[chosen], peer[chosen]
         nbytes = size.prod(0) * self.itemsizes[tensor]
-        keys = np.stack([bucket, peer, tensor])
-        is_first = np.ones(len(chosen), bool)
-        is_first[1:] = (keys[:, 1:] != keys[:, :-1]).any(0)
-        firsts, group = np.nonzero(is_first)[0], np.cumsum(is_first) - 1
-        exact = _totals(group, nbytes, len(firsts))
+        firsts, group = _runs(bucket, peer, tensor)
+        exact = _totals_by(group, nbytes, len(firsts))
         aligned = exact + (ALIGNMENT - 1) & -ALIGNMENT
         wire = np.cumsum(nbytes) - nbytes + (np.cumsum(aligned - exact) - (aligned - exact))[group]
-        counts = np.zeros((self.count, self.world), np.int64)
-        np.add.at(counts, (bucket[firsts], peer[firsts]), aligned)
-        wire -= (np.cumsum(counts.sum(1)) - counts.sum(1))[bucket]
-        ends = np.searchsorted(bucket, np.arange(self.count + 1))
+        starts, message = _runs(bucket[firsts], peer[firsts])
+        lengths, of_message = _totals_by(message, aligned, len(starts)), bucket[firsts][starts]
+        before = np.cumsum(_totals_by(of_message, lengths, count))
+        wire -= np.concatenate([np.zeros(1, np.int64), before])[bucket]
+        numbers = np.arange(count + 1)
+        blocks, messages = np.searchsorted(bucket, numbers), np.searchsorted(of_message, numbers)
+        peers = peer[firsts][starts]
         return [
-            Side(tensor[a:b], start[:, a:b], size[:, a:b], wire[a:b], tuple(row))
-            for a, b, row in zip(ends, ends[1:], counts.tolist(), strict=False)
+            Side(tensor[a:b], start[:, a:b], size[:, a:b], wire[a:b], peers[c:d], lengths[c:d], self.world)
+            for a, b, c, d in zip(blocks, blocks[1:], messages, messages[1:], strict=False)
         ]
 
 
-def _totals(index: Array, nbytes: Array, count: int) -> Array:
+def _runs(*keys: Array) -> tuple[Array, Array]:
+    """Group neighbours with equal keys; return the first element of every group, and the group of every element."""
+    opens = np.zeros(len(keys[0]), bool)
+    opens[:1] = True
+    for key in keys:
+        opens[1:] |= key[1:] != key[:-1]
+    return np.nonzero(opens)[0], np.cumsum(opens) - 1
+
+
+def _load_of(sender: Array, receiver: Array, nbytes: Array, world: int, is_single: bool) -> Array:
+    """Sum the bytes that every rank sends, and that every rank receives, of one tensor: return ``[2, world]``.
+
+    The bytes of each pair of ranks are rounded up to a multiple of ``ALIGNMENT``.
+
+    Args:
+        sender, receiver: positions of the ranks of every block.
+        nbytes: bytes of every block.
+        world: number of ranks.
+        is_single: no pair of ranks has two blocks.
+    """
+    if not is_single:
+        pair, inverse = np.unique(sender * world + receiver, return_inverse=True)
+        nbytes = _totals_by(inverse, nbytes, len(pair))
+        sender, receiver = np.divmod(pair, world)
+    nbytes = nbytes + (ALIGNMENT - 1) & -ALIGNMENT
+    return np.stack([_totals_by(place, nbytes, world) for place in (sender, receiver)])
+
+
+def _totals(
+    items: tuple[Item, ...], ranks: Ints, every_replica: bool, assigned: Sequence[_Assigned], count: int
+) -> Totals:
+    """Count the bytes and messages of all ranks of a plan.
+
+    Args:
+        items, ranks, every_replica: as for ``plan_transfers``; boxes are dense.
+        assigned: where the tensors went.
+        count: number of buckets.
+    """
+    world, routes = len(ranks), _all_routes(items, ranks, every_replica)
+    loads, lacking = np.zeros((count, 2, world), np.int64), np.zeros(world, np.int64)
+    pairs: list[dict[int, Array]] = [{} for _ in range(count)]  # of every bucket, by the routes that have them
+    for index, table, buckets in assigned:
+        item = items[index]
+        each, itemsize = routes[item.source, item.target], item.carried.itemsize
+        (sender, receiver), volume = each.remote(table)
+        lacking += _totals_by(receiver, volume * itemsize, world)
+        for part, bucket in enumerate(buckets):
+            piece = first_of_part(volume, len(buckets), part + 1) - first_of_part(volume, len(buckets), part)
+            loads[bucket] += _load_of(sender, receiver, piece * itemsize, world, each.is_single)
+            key = index if table is not None or len(buckets) > 1 else -1 - id(each)
+            pairs[bucket].setdefault(key, (sender * world + receiver)[piece > 0])
+    messages, none = np.zeros(world, np.int64), np.empty(0, np.int64)
+    for keys in pairs:
+        messages += np.bincount(np.unique(np.concatenate([none, *keys.values()])) // world, minlength=world)
+    largest = loads.max((1, 2), initial=0)
+    sent, received = loads.sum(0)
+    return Totals(sent, received, lacking, messages, int(largest.max()), int(largest.sum()))
+
+
+def _totals_by(index: Array, nbytes: Array, count: int) -> Array:
     """Sum bytes by index: return ``count`` sums. A double, in which numpy sums, holds every number of bytes exactly."""
     return np.bincount(index, nbytes, count).astype(np.int64)

@@ -1,0 +1,153 @@
+"""Holders: the ranks of a layout, and the region of the tensor that each of their boxes is, without any sizes.
+
+All tensors that a mesh shards by the same axes have the same holders, so these are computed once for a whole model.
+"""
+
+import hashlib
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from tritoncomm.core.plan import Ints
+from tritoncomm.errors import ArgumentError
+from tritoncomm.reshard.boxes import Array
+
+__all__ = ["Holders", "Members", "common_boxes", "members_of", "on_axes"]
+
+
+class Members:
+    """An ordered set of global ranks; compares and hashes by its content.
+
+    Args:
+        ids: the global ranks.
+
+    Raises:
+        ArgumentError: a rank is listed twice.
+    """
+
+    def __init__(self, ids: Array) -> None:
+        self.ids = ids
+        self._order = np.argsort(ids, kind="stable")
+        self._sorted = ids[self._order]
+        if (self._sorted[1:] == self._sorted[:-1]).any():
+            raise ArgumentError(f"Layout: a rank is listed twice in {ids.tolist()}")
+        self.digest = hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Members) and self.digest == other.digest)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @cached_property
+    def ranks(self) -> Ints:
+        """The global ranks as Python numbers."""
+        return tuple(self.ids.tolist())
+
+    def places_of(self, ids: Array) -> Array:
+        """Return the place of each of some global ranks in the set; -1 for a rank that is not in it."""
+        if not len(self.ids):
+            return np.full(len(ids), -1)
+        nearest = np.minimum(np.searchsorted(self._sorted, ids), len(self.ids) - 1)
+        return np.where(self._sorted[nearest] == ids, self._order[nearest], -1)
+
+    def place_of(self, rank: int) -> int:
+        """Return the place of a global rank in the set; -1 if it is not in it."""
+        return int(self.places_of(np.array([rank], np.int64))[0])
+
+
+@lru_cache(maxsize=64)
+def members_of(ids: bytes) -> Members:
+    """Return the set of the global ranks whose numbers have these bytes; cached."""
+    return Members(np.frombuffer(ids, np.int64))
+
+
+class Holders:
+    """The boxes of a layout: which rank owns each, and which of the layout's regions each is.
+
+    Args:
+        members: the ranks.
+        owner: place of every box's rank, ascending.
+        region: region of every box. Equal boxes of several ranks are one region.
+
+    Attributes:
+        members, owner, region: the arguments.
+        counts: number of boxes of every region.
+        order: the boxes sorted by region, those of one region by rank.
+        first: place in ``order`` of every region's first box, and behind them the number of boxes.
+        is_simple: every rank owns exactly one box.
+    """
+
+    def __init__(self, members: Members, owner: Array, region: Array) -> None:
+        self.members, self.owner, self.region = members, owner, region
+        self.counts = np.bincount(region)
+        self.first = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts)])
+        self.order = np.argsort(region, kind="stable")
+        self.is_simple = len(owner) == len(members.ids) and bool((owner == np.arange(len(owner))).all())
+        state = hashlib.blake2b(members.digest, digest_size=16)
+        state.update(owner.tobytes())
+        state.update(region.tobytes())
+        self.digest = state.digest()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Holders) and self.digest == other.digest)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @cached_property
+    def most(self) -> int:
+        """The most boxes that are one region; 0 without boxes."""
+        return int(self.counts.max(initial=0))
+
+    @cached_property
+    def nth(self) -> Array:
+        """Number of every box among the boxes of its region."""
+        result = np.empty_like(self.order)
+        result[self.order] = np.arange(len(self.order)) - np.repeat(self.first[:-1], self.counts)
+        return result
+
+    def boxes_of(self, place: int) -> Array:
+        """Return the boxes of the rank at a place."""
+        return np.arange(*np.searchsorted(self.owner, [place, place + 1]))
+
+    def boxes_in(self, region: Array) -> tuple[Array, Array]:
+        """Return all boxes of some regions, region by region, and for every box its index in ``region``."""
+        counts = self.counts[region]
+        index = np.repeat(np.arange(len(region)), counts)
+        nth = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return self.order[self.first[region][index] + nth], index
+
+
+@lru_cache(maxsize=64)
+def common_boxes(source: Holders, target: Holders) -> tuple[Array, Array, Array, Array]:
+    """Pair the box of every rank with its box of another layout, where each rank has one box in both; cached.
+
+    Returns:
+        Source box and target box of every pair, by source region and then by target box; the distinct pairs of regions
+        of these boxes, ``[2, distinct]``; and for every pair of boxes its pair of regions.
+    """
+    other = target.members.places_of(source.members.ids)
+    box = np.nonzero(other >= 0)[0]
+    box = box[np.lexsort((other[box], source.region[box]))]
+    other = other[box]
+    count = len(target.counts)
+    distinct, pair = np.unique(source.region[box] * count + target.region[other], return_inverse=True)
+    return box, other, np.stack(np.divmod(distinct, max(count, 1))), pair
+
+
+@lru_cache(maxsize=256)  # the tensors of a model are sharded in a few ways
+def on_axes(members: Members, mesh: Ints, dims: tuple[Ints, ...]) -> Holders:
+    """Return the holders of the shards of a mesh; cached.
+
+    Args:
+        members: the ranks of the mesh, the last axis fastest.
+        mesh: size of every axis.
+        dims: for every sharded dim of the tensor the axes that shard it, in the order in which they do.
+    """
+    coordinates = np.indices(mesh, np.int64).reshape(len(mesh), -1)
+    region = np.zeros(len(members.ids), np.int64)
+    for axes in dims:
+        for axis in axes:
+            region = region * mesh[axis] + coordinates[axis]
+    return Holders(members, np.arange(len(region)), region)

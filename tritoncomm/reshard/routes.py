@@ -1,0 +1,468 @@
+"""Routes of one tensor between two layouts: the elements that ranks lack, and the replica that sends each of them.
+
+A *request* is an intersection of a source region with a target box of one rank. Every rank computes the requests of its
+own boxes only. Sender and receiver of a request agree without a word, because its sender follows from places:
+
+- The requests of a region form a *line*, on which each is as long as its elements: in the order of the elements, and
+  for the same elements in the order of the ranks. Requests of ranks that hold the region are taken out.
+- The line is cut into equally long *slots*, one per replica. A request is in the slot that its middle lies in.
+- A table, which is the same for all regions, says which replica serves a slot.
+"""
+
+import math
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tritoncomm.reshard.boxes import Array, distinct_rows
+from tritoncomm.reshard.holders import Holders, common_boxes
+from tritoncomm.reshard.intersections import BoxIndex
+from tritoncomm.reshard.layout import Layout
+from tritoncomm.reshard.plan import ALIGNMENT
+
+__all__ = ["Bounds", "Classes", "Requests", "Routes"]
+
+
+class Requests(NamedTuple):
+    """Some requests of a tensor, sorted by region and then by target box.
+
+    Attributes:
+        region: source region of every request.
+        target: target box of every request.
+        low, size: first index and extent of every request's box, ``[dims, requests]``.
+        own: the receiver's own source box with these elements, which then stay; -1 if it has none.
+        slot: slot of every request on its region's line.
+    """
+
+    region: Array
+    target: Array
+    low: Array
+    size: Array
+    own: Array
+    slot: Array
+
+
+class Bounds(NamedTuple):
+    """The most elements and requests of a rank, per class of ranks.
+
+    Attributes:
+        elements: elements that a rank sends, and receives, ``[2, classes]``.
+        requests: number of requests that a rank sends, and receives, ``[2, classes]``.
+    """
+
+    elements: Array
+    requests: Array
+
+    def nbytes(self, itemsize: int, unit: int, parts: int) -> Array:
+        """Return the most bytes of a part of the tensor, alignment included, ``[2, classes]``.
+
+        Args:
+            itemsize: bytes of an element.
+            unit: a number of elements that divides those of every request.
+            parts: number of parts, see ``split_into_parts``.
+        """
+        if parts == 1:
+            padding = ALIGNMENT - math.gcd(ALIGNMENT, unit * itemsize)
+            nbytes = self.elements * itemsize + self.requests * padding
+        else:  # a part of a request is longer than its share by a 32nd at most, or by an element
+            share = self.elements // parts * 33 // 32 + 2
+            nbytes = share * itemsize + self.requests * (itemsize + ALIGNMENT - 1)
+        return np.where(self.elements > 0, nbytes, 0)
+
+
+class Classes:
+    """Classes of ranks whose bytes are counted together.
+
+    Args:
+        of: class of every position of the group. Ranks of one class are in the same layouts.
+
+    Attributes:
+        of: the argument.
+        count: number of classes.
+    """
+
+    def __init__(self, of: Array) -> None:
+        self.of, self.count = of, int(of.max(initial=0)) + 1
+        self._regions: dict[Holders, tuple[Array, Array]] = {}
+
+    def regions(self, holders: Holders, places: Array) -> tuple[Array, Array]:
+        """Return the pairs of a class and a region that ranks with one box each have.
+
+        Args:
+            holders: the ranks and their boxes.
+            places: position in the group of every rank.
+        """
+        if holders not in self._regions:
+            pairs = np.unique(self.of[places] * len(holders.counts) + holders.region)
+            of, region = np.divmod(pairs, max(len(holders.counts), 1))
+            self._regions[holders] = of, region
+        return self._regions[holders]
+
+
+class _Held(NamedTuple):
+    """Pairs of a source box and a target box of one rank, one per region and target box, sorted by these.
+
+    Attributes:
+        box, other: source box and target box of every pair.
+        volume: number of elements that the two share; 0 if they do not meet.
+        before: elements of the region before these; see ``_before``.
+    """
+
+    box: Array
+    other: Array
+    volume: Array
+    before: Array
+
+
+class _Line(NamedTuple):
+    """The lines of all source regions.
+
+    Attributes:
+        length: elements of the requests of every region.
+        span: the line's length; longer than the requests where some elements are requested less often than others.
+        most: the most elements of a request of every region.
+        requests: number of requests of every region, at most; exact where they are equally long.
+        is_even: whether the requests of a region fill its line and are equally long.
+        slots: number of slots of every region.
+    """
+
+    length: Array
+    span: Array
+    most: Array
+    requests: Array
+    is_even: NDArray[np.bool_]
+    slots: Array
+
+
+class Routes:
+    """The requests of one tensor.
+
+    Args:
+        source, target: layouts before and after; their boxes are dense.
+        places: position in the group of every rank of the source layout, and of the target layout.
+        every_replica: each replica of a region serves every request, and the receivers sum.
+    """
+
+    def __init__(self, source: Layout, target: Layout, places: tuple[Array, Array], every_replica: bool) -> None:
+        self.source, self.target, self.places, self.every_replica = source, target, places, every_replica
+        self.has_choice = not every_replica and source.holders.most > 1
+
+    def sent(self, rank: int) -> Requests:
+        """Return the requests for the regions that a global rank holds, whichever replicas serve them."""
+        place = self.source.holders.members.place_of(rank)
+        boxes = np.empty(0, np.int64) if place < 0 else self.source.holders.boxes_of(place)
+        return self._for_regions(np.unique(self.source.holders.region[boxes]))
+
+    def received(self, rank: int) -> Requests:
+        """Return the requests of a global rank, those for elements that it has included."""
+        place = self.target.holders.members.place_of(rank)
+        boxes = np.empty(0, np.int64) if place < 0 else self.target.holders.boxes_of(place)
+        region = self.target.holders.region[boxes]
+        met = self.source.index.meeting(self.target.start[region], self.target.size[region])
+        return self._requests(met.other, boxes[met.one], met.low, met.size)
+
+    def ends(self, requests: Requests, box: Array) -> Array:
+        """Return sender and receiver of requests as positions in the group, ``[2, requests]``.
+
+        Args:
+            requests: the requests.
+            box: the source box that serves each; see ``senders``.
+        """
+        source, target = self.source.holders.owner[box], self.target.holders.owner[requests.target]
+        return np.stack([self.places[0][source], self.places[1][target]])
+
+    def remote(self, table: Array | None) -> tuple[Array, Array]:
+        """Return the ends and the elements of all requests between two ranks, for reports and small groups.
+
+        Args:
+            table: see ``senders``.
+        """
+        return self._everything if table is None else self._remote(table)
+
+    @cached_property
+    def _everything(self) -> tuple[Array, Array]:
+        """Ends and elements of all requests between two ranks, without a table."""
+        return self._remote(None)
+
+    def _remote(self, table: Array | None) -> tuple[Array, Array]:
+        """Find ends and elements of all requests between two ranks; see ``remote``."""
+        requests = self._all
+        ends = self.ends(requests, self.senders(requests, table))
+        is_remote = ends[0] != ends[1]
+        return ends[:, is_remote], requests.size.prod(0)[is_remote]
+
+    @cached_property
+    def _all(self) -> Requests:
+        """The requests of all ranks."""
+        return self._for_regions(np.arange(len(self.source.start)))
+
+    @property
+    def is_single(self) -> bool:
+        """Whether no pair of ranks has two requests: each rank has one box on both sides."""
+        return self.source.holders.is_simple and self.target.holders.is_simple
+
+    @cached_property
+    def has_table(self) -> bool:
+        """Whether the slots of a region have different bytes, so that it matters which replica serves which slot."""
+        if self.every_replica or self.source.holders.most <= 1:
+            return False
+        return len(self._replicas[0]) > 1 or bool((self._slots[0] != self._slots[0][:, :1]).any())
+
+    def senders(self, requests: Requests, table: Array | None) -> Array:
+        """Return the source box that serves each request, or that stays.
+
+        Args:
+            requests: the requests.
+            table: the replica that serves each slot, of every number of replicas, ``[numbers, slots]``; see
+                ``table_of``. None: slot and replica have the same number.
+        """
+        holders, replica = self.source.holders, requests.slot
+        if table is not None:
+            replica = table[self._replicas[1][requests.region], replica]
+        return np.where(requests.own >= 0, requests.own, holders.order[holders.first[requests.region] + replica])
+
+    def table_of(self, loads: Array, itemsize: int) -> Array:
+        """Assign the replicas with the least load so far to the slots with the most bytes; add these to the loads.
+
+        Args:
+            loads: bytes of every replica so far, ``[most replicas]``; increased by this tensor's.
+            itemsize: bytes of an element.
+
+        Returns:
+            The replica that serves each slot, for each number of replicas that regions have, ``[numbers, slots]``.
+        """
+        weights = self._slots[0].max(0)
+        heaviest, idlest = np.argsort(-weights, kind="stable"), np.argsort(loads, kind="stable")
+        table = np.tile(np.arange(len(loads)), (len(self._replicas[0]), 1))
+        for row, number in zip(table, self._replicas[0].tolist(), strict=True):
+            row[heaviest[heaviest < number]] = idlest[idlest < number]
+        loads[table[-1]] += weights * itemsize
+        return table
+
+    def bounds(self, classes: Classes, table: Array | None) -> Bounds:
+        """Return the most that a rank of every class sends and receives, without a look at pairs of ranks.
+
+        Args:
+            classes: the classes.
+            table: see ``senders``.
+        """
+        source, target, held = self.source.holders, self.target.holders, self._held
+        result = Bounds(*np.zeros((2, 2, classes.count), np.int64))
+
+        def add(side: int, of: Array, elements: Array, requests: Array) -> None:
+            np.maximum.at(result.elements[side], of, elements)
+            np.maximum.at(result.requests[side], of, requests)
+
+        needed, asked = self._needed
+        if self.is_single and table is None and not self.every_replica:
+            # Ranks that have the same region and are in one layout only are alike.
+            of, region = classes.regions(source, self.places[0])
+            add(0, of, *(each[self._kinds[1][region], 0] for each in self._slots))
+            of, region = classes.regions(target, self.places[1])
+            is_source = np.zeros(classes.count, bool)
+            is_source[classes.of[self.places[0]]] = True
+            apart = ~is_source[of]
+            add(1, of[apart], needed[region[apart]], asked[region[apart]])
+            region = target.region[held.other]
+            add(1, classes.of[self.places[1][held.other]], needed[region] - held.volume, asked[region])
+            return result
+        if self.every_replica:
+            served, answers = self._line.length[source.region], self._line.requests[source.region]
+            np.subtract.at(served, held.box, held.volume)
+        else:
+            slot = source.nth
+            if table is not None:
+                slot = np.argsort(table, 1)[self._replicas[1][source.region], slot]
+            served, answers = (each[self._kinds[1][source.region], slot] for each in self._slots)
+        needed, asked = needed[target.region], asked[target.region]
+        np.subtract.at(needed, held.other, held.volume)
+        for side, holders, values in ((0, source, (served, answers)), (1, target, (needed, asked))):
+            of_ranks = (np.bincount(holders.owner, each, len(self.places[side])).astype(np.int64) for each in values)
+            add(side, classes.of[self.places[side]], *of_ranks)
+        return result
+
+    @cached_property
+    def _needed(self) -> tuple[Array, Array]:
+        """Elements that every target region needs, and number of the requests for them, at most."""
+        copies = self.source.holders.most if self.every_replica else 1
+        return _covered(self.target, self.source, self.every_replica), _meetings(self.target, self.source)[1] * copies
+
+    @cached_property
+    def unit(self) -> int:
+        """A number of elements that divides those of every request."""
+        edges = zip(*((each for each, _ in layout.intervals) for layout in (self.source, self.target)), strict=True)
+        return math.prod(int(np.gcd.reduce(np.concatenate(each), None)) for each in edges)
+
+    @cached_property
+    def _held(self) -> _Held:
+        """Elements that ranks have before and after."""
+        source, target = self.source.holders, self.target.holders
+        if self.is_single:
+            box, other, (region, theirs), pair = common_boxes(source, target)
+            low = np.maximum(self.source.start[region], self.target.start[theirs]).T
+            ends = (self.source.start + self.source.size)[region], (self.target.start + self.target.size)[theirs]
+            size = np.maximum(np.minimum(*ends).T - low, 0)
+            return _Held(box, other, size.prod(0)[pair], self._before(region, low, size)[pair])
+        # The rank is one more dim, so that boxes of different ranks do not meet.
+        label = target.members.places_of(source.members.ids)[source.owner]
+        box = np.nonzero(label >= 0)[0]
+        labelled = [
+            (np.insert(start, 0, rank, 1), np.insert(size, 0, 1, 1))
+            for rank, (_, start, size, _) in (
+                (label[box], self.source.boxes(box)), (target.owner, self.target.boxes()),
+            )
+        ]  # fmt: skip
+        met = BoxIndex(*labelled[1]).meeting(*labelled[0])
+        box, other, low, size = box[met.one], met.other, met.low[1:], met.size[1:]
+        region = source.region[box]
+        order = np.lexsort((box, other, region))
+        is_first = np.ones(len(order), bool)  # a rank may have the same box twice
+        is_first[1:] = (np.diff(region[order]) != 0) | (np.diff(other[order]) != 0)
+        order = order[is_first]
+        before = self._before(region, low, size)
+        return _Held(box[order], other[order], size.prod(0)[order], before[order])
+
+    @cached_property
+    def _line(self) -> _Line:
+        """The line of every source region."""
+        source, counts = self.source, self.target.holders.counts
+        length, most, meets, is_even = _covered(source, self.target, True), *_meetings(source, self.target)
+        span, requests = counts.max(initial=0) * source.size.prod(1), counts.max(initial=0) * meets
+        if not self.every_replica:
+            for total in (length, span):
+                np.subtract.at(total, source.holders.region[self._held.box], self._held.volume)
+        most = np.maximum(most, 1)
+        is_even = is_even & (length == span)
+        if "overlap" in self.target.problem:  # requests lie over each other on the line
+            is_even = np.zeros_like(is_even)
+        requests = np.where(is_even, length // most, requests)
+        slots = np.clip(-(-length // most), 1, source.holders.counts)
+        return _Line(length, np.maximum(span, 1), most, requests, is_even, slots)
+
+    @cached_property
+    def _replicas(self) -> tuple[Array, Array]:
+        """The distinct numbers of replicas of a region, ascending; and which of them each region has."""
+        return np.unique(self.source.holders.counts, return_inverse=True)
+
+    @cached_property
+    def _kinds(self) -> tuple[Array, Array]:
+        """Fields of the distinct lines, ``[kinds, fields]``; and the kind of every region's line."""
+        rows = np.stack([*(each.astype(np.int64) for each in self._line)], 1)
+        first, kind = distinct_rows(rows)
+        return rows[first], kind
+
+    @cached_property
+    def _slots(self) -> tuple[Array, Array]:
+        """Elements and number of the requests in every slot, at most: each ``[kinds of lines, most replicas]``."""
+        length, span, most, requests, is_even, slots = (each[:, None] for each in self._kinds[0].T)
+        slot = np.arange(self.source.holders.most + 1)
+        # Request j of n equal ones is in slot (2j + 1) * slots // 2n.
+        firsts = np.clip(-(-(2 * requests * slot - slots) // (2 * slots)), 0, requests)
+        exact = np.diff(firsts, axis=1)
+        bound = length if "overlap" in self.target.problem else np.minimum(length, span // slots + 1 + most)
+        is_slot = slot[:-1] < slots
+        elements = np.where(is_even > 0, exact * most, bound) * is_slot
+        return elements, np.where(is_even > 0, exact, requests) * is_slot
+
+    def _for_regions(self, region: Array) -> Requests:
+        """Return the requests for some source regions, of all ranks."""
+        met = self.target.index.meeting(self.source.start[region], self.source.size[region])
+        boxes, index = self.target.holders.boxes_in(met.other)
+        return self._requests(region[met.one][index], boxes, met.low[:, index], met.size[:, index])
+
+    def _requests(self, region: Array, target: Array, low: Array, size: Array) -> Requests:
+        """Complete and sort some requests.
+
+        Args:
+            region, target: source region and target box of every request.
+            low, size: first index and extent of every request's box, ``[dims, requests]``.
+        """
+        order = np.lexsort((target, region))
+        region, target, low, size = region[order], target[order], low[:, order], size[:, order]
+        holders, receivers = self.source.holders, self.target.holders
+        if self.every_replica:
+            box, index = holders.boxes_in(region)
+            region, target, low, size = region[index], target[index], low[:, index], size[:, index]
+            stays = self.places[0][holders.owner[box]] == self.places[1][receivers.owner[target]]
+            return Requests(region, target, low, size, np.where(stays, box, -1), holders.nth[box])
+        box, boxes = self._held.box, len(receivers.owner)
+        held, key = holders.region[box] * boxes + self._held.other, region * boxes + target
+        nearest = np.searchsorted(held, key)
+        own = np.full(len(key), -1)
+        found = np.nonzero(nearest < len(held))[0]
+        found = found[held[nearest[found]] == key[found]]
+        own[found] = box[nearest[found]]
+        slot = self._slot_of(region, target, low, size) if self.has_choice else np.zeros_like(region)
+        return Requests(region, target, low, size, own, slot)
+
+    def _slot_of(self, region: Array, target: Array, low: Array, size: Array) -> Array:
+        """Return the slot that the middle of each request lies in; see ``_requests``."""
+        held, nth = self._held, self.target.holders.nth
+        regions = self.source.holders.region[held.box]
+        copies, slots = self.target.holders.most, self._line.slots
+        # Larger numbers than an int64 has are rounded, on all ranks in the same way.
+        reach = 4.0 * self.source.elements * copies * slots.max(initial=1)
+        number = np.int64 if reach < 2**62 else np.float64
+        base = np.cumsum(self.source.size.prod(1), dtype=number) * copies
+        base -= self.source.size.prod(1) * copies
+        taken = base[regions] + held.before.astype(number) * copies + held.volume * nth[held.other]
+        order = np.argsort(taken, kind="stable")
+        taken, before = taken[order], np.concatenate([np.zeros(1, np.int64), np.cumsum(held.volume[order])])
+        volume = size.prod(0)
+        place = self._before(region, low, size).astype(number) * copies + volume * nth[target]
+        ends = (np.searchsorted(taken, each) for each in (base[region] + place, base[region]))
+        place = place - np.subtract(*(before[each] for each in ends))
+        middle, span = 2 * place + volume, self._line.span[region]
+        return np.clip(middle * slots[region] // (2 * span), 0, slots[region] - 1).astype(np.int64)
+
+    def _before(self, region: Array, low: Array, size: Array) -> Array:
+        """Return the elements of regions that come before boxes in them, where boxes of one size fill a region.
+
+        Args:
+            region: the region that every box lies in.
+            low, size: first index and extent of every box, ``[dims, boxes]``.
+        """
+        first, extent = self.source.start[region].T, self.source.size[region].T
+        outer, inner, before = np.ones_like(region), extent.prod(0), np.zeros_like(region)
+        for dim in range(len(low)):
+            inner = inner // extent[dim]
+            before += outer * (low[dim] - first[dim]) * inner
+            outer = outer * size[dim]
+        return before
+
+
+def _covered(layout: Layout, others: Layout, counts_replicas: bool) -> Array:
+    """Return the number of elements that each region of a layout shares with other regions.
+
+    Args:
+        layout: the layout.
+        others: layout of the other regions.
+        counts_replicas: an element of a region with ``n`` replicas counts ``n`` times.
+    """
+    counts = others.holders.counts if counts_replicas else np.ones(len(others.start), np.int64)
+    if not others.problem and (counts == counts[:1]).all():
+        return layout.size.prod(1) * counts.max(initial=0)
+    met = others.index.meeting(layout.start, layout.size)
+    return np.bincount(met.one, met.volume * counts[met.other], len(layout.start)).astype(np.int64)
+
+
+def _meetings(layout: Layout, others: Layout) -> tuple[Array, Array, NDArray[np.bool_]]:
+    """Compare each region of a layout with the other regions, dim by dim.
+
+    Returns:
+        For every region: the most elements that it shares with another one; the number of those that it meets; and
+        whether it shares equally many with all of them. The first two are upper bounds where regions are no grid.
+    """
+    most, counts = np.ones((2, len(layout.start)), np.int64)
+    is_even = np.ones(len(layout.start), bool)
+    for (own, place), (theirs, _) in zip(layout.intervals, others.intervals, strict=True):
+        met = BoxIndex(theirs[:, :1], theirs[:, 1:]).meeting(own[:, :1], own[:, 1:])
+        longest, number = np.zeros((2, len(own)), np.int64)
+        np.maximum.at(longest, met.one, met.size[0])
+        np.add.at(number, met.one, 1)
+        shortest = longest.copy()
+        np.minimum.at(shortest, met.one, met.size[0])
+        most, counts, is_even = most * longest[place], counts * number[place], is_even & (longest == shortest)[place]
+    return most, counts, is_even
