@@ -257,8 +257,10 @@ def all_to_all_single(
         return x
     planned = _plan(plan.all_to_all_single, x, group, name, world, group.rank(), out_sizes, in_sizes)
     row = math.prod(x.shape[1:])
-    counts = [_counts(tuple(row * n for n in sizes), x, world) for sizes in (planned.recv_sizes, planned.send_sizes)]
-    return _all_to_all(x.contiguous().view(-1), *counts, group, name, planned.bytes_sent).view(planned.shape)
+    received, sent = (
+        _counts(tuple(row * n for n in sizes), x, world) for sizes in (planned.recv_sizes, planned.send_sizes)
+    )
+    return _all_to_all(x.contiguous().view(-1), received, sent, group, name, planned.bytes_sent).view(planned.shape)
 
 
 def _counts(counts: Ints, x: Tensor, world: int) -> list[int]:

@@ -91,7 +91,7 @@ def _checked(tensors: Any, name: str) -> dict[str, tuple[int, Ints]]:
     """
     try:
         return {
-            str(key): (*checked_ints((first,), f"{name}: a first element"), checked_ints(shape, f"{name}: a shape"))
+            str(key): (checked_ints((first,), f"{name}: a first element")[0], checked_ints(shape, f"{name}: a shape"))
             for key, (first, shape) in tensors.items()
         }
     except (AttributeError, TypeError, ValueError) as error:
