@@ -252,6 +252,21 @@ MUTATIONS = (
         "tests/kernels/test_kernels.py",
     ),
     Mutation(
+        "ranks of a node hand out rows in the order of nodes", "tritoncomm/core/node_exchange.py",
+        "for block in blocks[j::width]]", "for block in blocks[j * len(rows) : (j + 1) * len(rows)]]",
+        "tests/core/test_node_exchange.py",
+    ),
+    Mutation(
+        "ranks take two levels for large messages too", "tritoncomm/core/node_exchange.py",
+        "message_bytes is None or message_bytes > AUTO_BYTES", "message_bytes is None",
+        "tests/core/test_node_exchange.py",
+    ),
+    Mutation(
+        "check mode does not compare the levels of an exchange", "tritoncomm/debug/descriptor.py",
+        'fields["exchange"] = "flat" if given["node_size"] is None else', 'fields["exchange"] = "flat" if True else',
+        "tests/core/test_node_exchange.py",
+    ),
+    Mutation(
         "a kernel forgets the stride between ranks", "kernels/tritoncomm_kernels/address.py",
         "(w.to(tl.int64) * stride_rank + (c - w * run))", "(w.to(tl.int64) * run * outer + (c - w * run))",
         "tests/kernels/test_kernels.py",

@@ -7,7 +7,7 @@ are checked while a call is traced, as in eager mode.
 
 import math
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from tritoncomm.errors import CommError
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "reduce_scatter", "split", "traced"]
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _library = torch.library.Library("tritoncomm", "DEF")
