@@ -196,10 +196,10 @@ def all_to_all(
 
 
 def _transposed(x: Tensor, rows: list[list[int]], out: Tensor | None = None) -> Tensor:
-    """Reorder blocks of rows: block (i, j) of ``rows[i][j]`` rows lies behind block (j', i) for all j' < j afterwards.
+    """Transpose blocks of dim 0: block (i, j), of ``rows[i][j]`` rows, moves from row-major to column-major order.
 
     Example:
-        rows ``[[1, 2], [0, 1]]`` bring ``[a, b, b, c]`` to ``[a, b, b, c]``: a, then nothing, then b, b, then c.
+        rows ``[[1, 2], [3, 0]]`` bring ``[a, b, b, c, c, c]`` to ``[a, c, c, c, b, b]``.
     """
     width = len(rows[0])
     blocks = x.split([count for row in rows for count in row])
