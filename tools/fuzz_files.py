@@ -170,8 +170,9 @@ def check_records(case: list[bytes]) -> None:
 def _read_all(folder: str) -> None:
     read = trace.read([folder])
     assert all(isinstance(line, str) for line in trace.story(read))
-    trace.write_perfetto(read, folder / "trace")
-    json.loads((folder / "trace").read_text())
+    perfetto = Path(folder) / "trace"
+    trace.write_perfetto(read, perfetto)
+    json.loads(perfetto.read_text())
     assert {rank for rank, _ in torch_dump.dumps_of(read)} == {each.rank for each in read}
 
 

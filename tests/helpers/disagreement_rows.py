@@ -249,6 +249,9 @@ SILENT = {  # public names that no other rank has to call
     "reshard.Layout": "a description",
     "reshard.ReshardPlan": "what reshard_plan, a row, returns",
     "reshard.balanced_owners": "computes",
+    "reshard.buffer_layouts": "computes",
+    "reshard.buffer_views": "makes views",
+    "reshard.megatron_layouts": "computes",
     "debug.dump": "writes a file",
     "debug.watch_replicas": "notes parameters; steps of optimizers compare them as check_replicas, a row, does",
 }

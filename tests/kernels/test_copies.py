@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import tritoncomm_kernels as kernels
-from bits import bits, random_bits
+from bits import random_bits
 from devices import Device
 from torch import Tensor
 from tritoncomm_kernels import Copies, SegmentCall, Segments, in_turns, reference
@@ -54,7 +54,7 @@ def by_element(tensors: list[Tensor], targets: list[Tensor], table: Any) -> None
                 first = int(tensors[i].storage_offset()) + offset + r * stride + k
                 last = int(targets[i].storage_offset()) + at // targets[i].itemsize + r * step + k
                 if source.dtype is target.dtype:
-                    bits(target[last : last + 1])[:] = bits(source[first : first + 1])
+                    target[last : last + 1].view(torch.uint8)[:] = source[first : first + 1].view(torch.uint8)
                 else:
                     target[last] = source[first]
 

@@ -208,7 +208,7 @@ def all_reduce(
         The result; (result, handle) if asynchronous, where the handle is None over one rank.
     """
     if is_compiling():
-        return compiled.traced(all_reduce, compiled.all_reduce, name)(x, group, name, in_place)
+        return compiled.traced(all_reduce, compiled.all_reduce, name)(x, group, name, in_place=in_place)
     span = enter(name, "all_reduce", group, x, (op,))
     if span is None:
         return (x, None) if asynchronous else x
