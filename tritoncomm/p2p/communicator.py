@@ -98,7 +98,8 @@ class P2PCommunicator:
 
         Args:
             name: the public method, for the timer, errors and counters.
-            outgoing: by ``send_next`` and ``send_prev``, a tensor or a list of tensors for that stage, or None.
+            outgoing: by ``send_next`` and ``send_prev``, a tensor or a list of tensors for that stage; empty if nothing
+                is sent.
             receives: the keys of the transfers to receive, ``recv_prev`` and ``recv_next``.
             shapes: the shape, or a list of shapes, to receive from each side.
             wait: wait for all transfers; else return handles.
@@ -125,7 +126,7 @@ class P2PCommunicator:
                 dtype = getattr(config, "pipeline_dtype", None)
                 if dtype is None or shapes is None:
                     raise _missing(receives[0], dtype)
-                if not [x for x in outgoing.values() if x is not None]:
+                if not outgoing:
                     device = self._device()
                 expected = dict.fromkeys(receives, shapes)
             return exchange(self._neighbours, name, outgoing, expected, dtype, device, batched, variable, wait)
@@ -148,7 +149,7 @@ class P2PCommunicator:
         The handles are None once waited for. They are a dict, or with ``batch_p2p_comm`` an empty list, where nothing
         was posted, and a dict by key without ``wait_on_reqs``.
         """
-        outgoing = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
+        outgoing = _present(tensor_send_next, tensor_send_prev)
         receives = _keys(recv_prev, recv_next)
         received, handles = self._exchange("_communicate", outgoing, receives, tensor_shape, wait_on_reqs)
         if handles is not None and getattr(self.config, "batch_p2p_comm", True):
@@ -167,8 +168,7 @@ class P2PCommunicator:
         """
         name, neighbours = "_communicate_shapes", self._neighbours
         posted: list[Posted] = []
-        tensors = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
-        sends = {key: x for key, x in tensors.items() if x is not None}
+        sends = _present(tensor_send_next, tensor_send_prev)
         contents = {key: specs_of([x]) for key, x in sends.items()}
         receives = _keys(recv_prev, recv_next)
         device = next((x.device for x in sends.values()), None) or self._device()
@@ -251,7 +251,9 @@ class P2PCommunicator:
             raise ShapeError(f"{name}: {count} tensors to send, but {len(expected)} shapes to receive")
         if is_edge:
             return [None] * count if is_list else None
-        received = self._exchange(name, {sends: _without_none(sent)}, (receives,), expected)[0][receives]
+        tensors = _without_none(sent)
+        outgoing = {} if tensors is None else {sends: tensors}
+        received = self._exchange(name, outgoing, (receives,), expected)[0][receives]
         return received if is_list else received[0]
 
     def send_forward_recv_forward(
@@ -261,7 +263,8 @@ class P2PCommunicator:
 
         With ``overlap_p2p_comm`` wait for nothing, and return (tensor, handles by key).
         """
-        name, outgoing, receives = "send_forward_recv_forward", {"send_next": output_tensor}, _keys(recv_prev, False)
+        name, receives = "send_forward_recv_forward", ("recv_prev",) if recv_prev else ()
+        outgoing = {} if output_tensor is None else {"send_next": output_tensor}
         received, handles = self._exchange(name, outgoing, receives, tensor_shape, not overlap_p2p_comm)
         x = received.get("recv_prev")
         return (x, handles) if overlap_p2p_comm else x
@@ -273,8 +276,8 @@ class P2PCommunicator:
 
         With ``overlap_p2p_comm`` wait for nothing, and return (tensor, handles by key).
         """
-        name, outgoing = "send_backward_recv_backward", {"send_prev": input_tensor_grad}
-        receives = _keys(False, recv_next)
+        name, receives = "send_backward_recv_backward", ("recv_next",) if recv_next else ()
+        outgoing = {} if input_tensor_grad is None else {"send_prev": input_tensor_grad}
         received, handles = self._exchange(name, outgoing, receives, tensor_shape, not overlap_p2p_comm)
         grad = received.get("recv_next")
         return (grad, handles) if overlap_p2p_comm else grad
@@ -292,9 +295,15 @@ class P2PCommunicator:
         Return (input from the previous stage, gradient from the next stage); None for a tensor that is not received.
         """
         name = "send_forward_backward_recv_forward_backward"
-        outgoing = {"send_next": output_tensor, "send_prev": input_tensor_grad}
+        outgoing = _present(output_tensor, input_tensor_grad)
         received, _ = self._exchange(name, outgoing, _keys(recv_prev, recv_next), tensor_shape)
         return received.get("recv_prev"), received.get("recv_next")
+
+
+def _present(send_next: Tensor | None, send_prev: Tensor | None) -> dict[str, Tensor]:
+    """Return the tensors to send by key, without those that are None."""
+    tensors = {"send_next": send_next, "send_prev": send_prev}
+    return {key: x for key, x in tensors.items() if x is not None}
 
 
 def _keys(recv_prev: bool, recv_next: bool) -> tuple[str, ...]:

@@ -140,7 +140,7 @@ def exchange(
 
 def _device_of(sends: Mapping[str, list[Tensor]]) -> torch.device | None:
     """Return the device of the first tensor that is sent; None if nothing is sent."""
-    return next((tensors[0].device for tensors in sends.values()), None)
+    return next(iter(sends.values()))[0].device if sends else None
 
 
 def real_device(device: torch.device | str, name: str) -> torch.device:
