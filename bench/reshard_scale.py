@@ -60,6 +60,7 @@ def measured(model: str, ranks: int) -> Point:
     items = items_of(case_of(model, ranks))
     plan = plan_transfers(items, every, ranks // 2 + 1, BUCKET_BYTES)
     peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()  # it slows down the plans of the next call
     del plan
     return Point(layouts, max(seconds), peak / 2**20, blocks, buckets)
 
