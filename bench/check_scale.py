@@ -30,7 +30,7 @@ from tritoncomm.debug import check
 from tritoncomm.debug.comparison import FANOUT, combine
 from tritoncomm.debug.store import JobStore
 
-__all__ = ["main", "measure", "table"]
+__all__ = ["Counted", "main", "measure", "table"]
 
 WORLDS = {8: 40, 64: 40, 512: 20, 4096: 20}  # and the number of calls that are timed
 FILE = RESULTS / "cpu" / "scale" / "check_scale.json"  # not one of the files with ratios, which docs/benchmarks.md has
@@ -42,9 +42,9 @@ _HASHED = 2000  # calls of hash mode that are timed
 
 
 class Counted:
-    """A store that counts the requests of one rank and the bytes of their values; its clones count too."""
+    """A store that notes the requests of one rank, each with the bytes of its values; its clones do so too."""
 
-    def __init__(self, store: Any, requests: list[int]) -> None:
+    def __init__(self, store: Any, requests: list[tuple[str, int]]) -> None:
         self._store, self._requests = store, requests
 
     def clone(self) -> "Counted":
@@ -59,7 +59,7 @@ class Counted:
         def request(*arguments: Any) -> Any:
             value = attribute(*arguments)
             values = value if isinstance(value, list) else [value, *arguments[1:]]
-            self._requests.append(sum(len(each) for each in values if isinstance(each, bytes)))
+            self._requests.append((name, sum(len(each) for each in values if isinstance(each, bytes))))
             return value
 
         return request
@@ -81,7 +81,7 @@ def _real(place: int, world: int, port: int, calls: int, pipe: Any) -> None:
     """Make the checked calls of one rank, and send the figures of each: seconds, CPU seconds, requests, bytes."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=place, world_size=world, store=FakeStore())
-    group, x, requests = dist.group.WORLD, torch.ones(4), list[int]()
+    group, x, requests = dist.group.WORLD, torch.ones(4), list[tuple[str, int]]()
     assert group is not None
     with variables.CHECK.override(True):
         collective.all_reduce(x, group)
@@ -97,7 +97,8 @@ def _real(place: int, world: int, port: int, calls: int, pipe: Any) -> None:
             requests.clear()
             started, cpu = time.perf_counter(), time.process_time()
             collective.all_reduce(x, group)
-            figures.append((time.perf_counter() - started, time.process_time() - cpu, len(requests), sum(requests)))
+            sent = sum(size for _, size in requests)
+            figures.append((time.perf_counter() - started, time.process_time() - cpu, len(requests), sent))
     hashed = []
     for every in (0, 10 * _HASHED):
         with variables.HASH.override(every):

@@ -7,36 +7,13 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore, TCPStore
 
+from bench.check_scale import Counted
 from tritoncomm.debug import comparison
 from tritoncomm.debug.comparison import Comparison, combine, fail_circle
 from tritoncomm.debug.store import Blocked, JobStore
 
 DIGEST = b"fields of"[:8] + bytes(8)
 OTHER = b"something"[:8] + bytes(8)
-
-
-class Counted:
-    """A store that counts the requests of one rank and the bytes of their values; its clones count too."""
-
-    def __init__(self, store: Any, requests: list[tuple[str, int]]) -> None:
-        self._store, self._requests = store, requests
-
-    def clone(self) -> "Counted":
-        return Counted(self._store.clone(), self._requests)
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._store, name)
-        if name == "set_timeout":  # of the client, no request
-            return attribute
-
-        def request(*arguments: Any) -> Any:
-            value = attribute(*arguments)
-            size = sum(map(len, value)) if isinstance(value, list) else len(value) if isinstance(value, bytes) else 0
-            sent = len(arguments[1]) if name == "set" else 0
-            self._requests.append((name, size + sent))
-            return value
-
-        return request
 
 
 class Job:
