@@ -26,7 +26,7 @@ def test_a_rank_does_as_much_in_a_large_group_as_in_a_small_one() -> None:
 
 @pytest.mark.slow
 def test_requests_are_counted() -> None:
-    row = check_scale.measure(40, 3)
-    assert [each["requests"] for each in row["ranks"].values()] == [5, 5, 3]
+    row = check_scale.measure(40, 10)  # the least of 10 calls: a late child makes one request more
+    assert [each["requests"] for each in row["ranks"].values()] == [4, 5, 3]
     assert row["store_requests"] == 4 * 39 + 3 * 2 + 4
     assert row["seconds"] > 0
