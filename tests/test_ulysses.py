@@ -338,6 +338,105 @@ def test_variants(group: ProcessGroup) -> None:
         close(attention(q, k, v, attn_mask=each), shard(attended(*full, attn_mask=each), sizes, rank), "mask")
 
 
+DTYPES = [
+    (torch.float32, torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32, torch.float32),
+    (torch.float32, torch.float16, torch.bfloat16),
+    (torch.float32, torch.float32, torch.float32),
+    (torch.float64, torch.float64, torch.float64),
+]
+
+
+def under_autocast(group: ProcessGroup, how: str, low: torch.dtype) -> None:
+    """Values have the bits of one process under autocast; each gradient has the dtype of its input."""
+    world, rank = group.size(), group.rank()
+    for dtypes in DTYPES if how == "eager" else DTYPES[:1]:
+        for heads_ in ((8, 4), (8, 1)) if how == "eager" else ((8, 4),):
+            attention: Callable[..., Tensor] = UlyssesAttention(group)
+            if how == "compiled":
+                attention = torch.compile(attention, backend="aot_eager", fullgraph=True)
+            if how == "checkpoint":
+                attention = partial(checkpoint, UlyssesAttention(group), use_reentrant=False)
+            *full, gradient = inputs(2, 4 * world, *heads_)
+            leaves = [x.to(dtype).requires_grad_() for x, dtype in zip(full, dtypes, strict=True)]
+            mine = [shard(x.detach(), [4] * world, rank).requires_grad_() for x in leaves]
+            with torch.autocast("cpu", low), tritoncomm.recording() as record:
+                out, wanted = attention(*mine, is_causal=True), attended(*leaves)
+            what = how, dtypes, heads_
+            assert out.dtype is wanted.dtype, what
+            assert out.dtype is (torch.float64 if dtypes[0] is torch.float64 else low), what
+            assert torch.equal(out, shard(wanted, [4] * world, rank)), what
+            assert sum(count.calls for count in record.values()) == 2 * (world > 1), what
+            wanted.backward(gradient.to(wanted.dtype))
+            out.backward(shard(gradient, [4] * world, rank).to(out.dtype))
+            for x, leaf in zip(mine, leaves, strict=True):
+                assert x.grad is not None
+                assert leaf.grad is not None
+                assert x.grad.dtype is leaf.dtype, what
+                close(x.grad.double(), shard(leaf.grad, [4] * world, rank).double(), what, 3e-2)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "checkpoint"])
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_is_attention_of_one_process_under_autocast(pool: Pool, how: str, low: torch.dtype) -> None:
+    pool.run(under_autocast, how, low, world=2)
+    if how == "eager":
+        pool.run(under_autocast, how, low, world=1)
+        pool.run(under_autocast, how, low, world=4)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_packed_heads_and_own_attention_under_autocast(group: ProcessGroup) -> None:
+    """One tensor of q, k and v is cast, too; an own attention gets autocast's dtype at any number of ranks."""
+    world, rank, seen = group.size(), group.rank(), []
+    *full, _ = inputs(2, 4 * world, 8, 8)
+    packed = torch.stack([shard(x, [4] * world, rank) for x in full], 2).requires_grad_()
+
+    def own(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen.append({x.dtype for x in (q, k, v)})
+        return attended(q, k, v)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = shard(attended(*full), [4] * world, rank)
+        for attention in (UlyssesAttention(group, attention=own), partial(UlyssesAttention(group), is_causal=True)):
+            out = attention(packed)
+            assert torch.equal(out, wanted)
+            out.sum().backward()
+    assert seen == [{torch.bfloat16}]
+    assert packed.grad is not None
+    assert packed.grad.dtype is torch.float32
+
+
+@pytest.mark.ranks(2, 4)
+def test_several_dtypes_without_autocast(group: ProcessGroup) -> None:
+    """Each tensor keeps its dtype and bits, and its gradient the sum over ranks that share a head; compiled alike."""
+    world, rank = group.size(), group.rank()
+    for dtypes in (*DTYPES, (torch.float32, torch.float32, torch.int64)):
+        for heads_ in ((8, 8), (8, 1), (6, 3)):
+            *full, _ = inputs(2, 4 * world, *heads_)
+            full = [(x * 8).round().to(dtype) for x, dtype in zip(full, dtypes, strict=True)]
+            mine = [shard(x, [4] * world, rank) for x in full]
+            for x in mine:
+                x.requires_grad_(x.is_floating_point())
+            exchange = exchange_for(*mine, group, 1, None, "test")
+            calls = [to_heads]
+            if heads_ == (8, 8) and dtypes == DTYPES[0]:
+                calls.append(torch.compile(to_heads, backend="aot_eager"))
+            for call in calls:
+                there = call(mine, exchange.qkv, group, NAMES)
+                for x, local, share in zip(full, there, exchange.qkv.shares, strict=True):
+                    assert local.dtype is x.dtype, (dtypes, heads_)
+                    assert torch.equal(local, x.narrow(2, share.starts[rank], share.sizes[rank])), (dtypes, heads_)
+                torch.autograd.backward([x.sum() for x in there if x.is_floating_point()])
+                for x, share in zip(mine, exchange.qkv.shares, strict=True):
+                    if x.is_floating_point():
+                        copies = [sum(s <= h < s + n for s, n in zip(share.starts, share.sizes, strict=True))
+                                  for h in range(share.heads)]  # fmt: skip
+                        wanted = torch.tensor(copies, dtype=x.dtype)[:, None].expand_as(x)
+                        assert torch.equal(x.grad, wanted), (dtypes, heads_)  # pyright: ignore[reportArgumentType]
+                        x.grad = None
+
+
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention in operators that can be differentiated twice; batch first, kv heads repeated."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
@@ -435,7 +534,6 @@ def test_refusals(group: ProcessGroup) -> None:
         (tritoncomm.ShapeError, "this rank holds 4", lambda: attention(x, x, x, sequence_sizes=[3] * group.size())),
         (tritoncomm.ShapeError, "split sizes", lambda: attention(x, x, x, sequence_sizes=[4])),
         (tritoncomm.ArgumentError, "not NoneType", lambda: attention(x, x)),
-        (tritoncomm.ArgumentError, "one dtype", lambda: attention(x, x, x.double())),
         (tritoncomm.UnsupportedError, "local positions", lambda: attention(x, x, x, attn_mask=torch.zeros(4, 4))),
         (tritoncomm.UnsupportedError, "between heads",
          lambda: attention(x, x, x, attn_mask=torch.zeros(2, 8, length, length))),

@@ -105,7 +105,8 @@ def reduce_scatter(
         tensor: the same shape on every rank, any strides.
         dim: any dim; its size divides by the number of ranks unless ``sizes`` are given.
         parallel_mode: a ParallelMode or a group (see ``groups.as_group``).
-        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR, where the backend has it for the dtype.
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR, where the backend has it for the dtype. MIN and MAX may
+            lose a NaN, as the backend does.
         async_op: return ``(out, handle)``; ``out`` is undefined until ``handle.wait()``.
         sizes: size of ``dim`` on each rank.
 

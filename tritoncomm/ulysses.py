@@ -23,7 +23,7 @@ from tritoncomm.core.validation import check_kind
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import GroupLike, resolve_sequence
 
-__all__ = ["Exchange", "UlyssesAttention", "exchange_for", "to_heads", "to_sequence"]
+__all__ = ["Exchange", "UlyssesAttention", "autocast", "exchange_for", "to_heads", "to_sequence"]
 
 _TO_HEADS, _TO_SEQUENCE = (heads.to_heads, heads.to_sequence), (heads.to_sequence, heads.to_heads)
 
@@ -91,6 +91,19 @@ def exchange_for(
         return plan(*shapes, group.size(), group.rank(), seq_dim, seq_sizes, name)
     except ShapeError as error:
         raise located(error, query.shape, name, group) from None
+
+
+def autocast(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return tensors of an attention as autocast, if it is on, gives them to ``scaled_dot_product_attention``.
+
+    They are in autocast's dtype, but for float64 and integers. So half of the bytes travel, and queries and keys that a
+    rotary embedding has left in float32 meet values of 16 bits.
+    """
+    device = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return [x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x for x in tensors]
 
 
 @direct
@@ -161,15 +174,38 @@ def to_heads(
 ) -> Sequence[Tensor]:
     """Forward: all-to-all to the heads of this rank. Backward: all-to-all to its positions, shared heads summed.
 
-    The results are disjoint slices of one buffer, contiguous in heads and head_dim.
+    The results are disjoint slices of one buffer, contiguous in heads and head_dim; a buffer for each dtype.
 
-    Shape: ``[b, s, H, d] -> [b, S, h, d]`` for every tensor, in one message each way.
+    Shape: ``[b, s, H, d] -> [b, S, h, d]`` for every tensor, in one message each way; in one for each dtype.
     """
+    if any(x.dtype is not tensors[0].dtype for x in tensors):
+        # Sums of shared heads are of one dtype. One message of bytes would need a second way to sum, for calls that
+        # scaled_dot_product_attention refuses.
+        return _by_dtype(tensors, layout, group, names)
     if is_compiling():
         return compiled.traced(to_heads, _traced_to_heads, names[0])(tensors, layout, group, names)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return _Exchanged.apply(*_TO_HEADS, layout, group, names, *tensors)
     return heads.to_heads([without_graph(x) for x in tensors], layout, group, names[0])
+
+
+def _by_dtype(
+    tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, names: tuple[str, str]
+) -> Sequence[Tensor]:
+    """Compute ``to_heads`` of tensors of several dtypes, those of one dtype at a time."""
+    results = list(tensors)
+    for dtype in dict.fromkeys([x.dtype for x in tensors]):
+        chosen = tuple([i for i, x in enumerate(tensors) if x.dtype is dtype])
+        part = (_part_of.__wrapped__ if is_compiling() else _part_of)(layout, chosen)
+        for i, local in zip(chosen, to_heads([tensors[i] for i in chosen], part, group, names), strict=True):
+            results[i] = local
+    return results
+
+
+@lru_cache(maxsize=1024)
+def _part_of(layout: Layout, chosen: Ints) -> Layout:
+    """Return the layout of some tensors of an exchange. Cached, because plans are looked up by identity."""
+    return Layout(layout.seq_dim, tuple([layout.shares[i] for i in chosen]), layout.seq_sizes)
 
 
 def to_sequence(out: Tensor, layout: Layout, group: ProcessGroup, names: tuple[str, str]) -> Tensor:
@@ -275,7 +311,8 @@ class UlyssesAttention(nn.Module):
 
     Query heads are split over the ranks together with their kv heads, evenly where that is possible and otherwise one
     more for the first ranks. With fewer kv heads than ranks a kv head goes to every rank that needs it, and its
-    gradient is the sum over them. A dropout inside ``attention`` draws per rank.
+    gradient is the sum over them. A dropout inside ``attention`` draws per rank. Under autocast q, k and v are cast to
+    its dtype before they travel, as ``scaled_dot_product_attention`` casts them.
 
     Args:
         group: the ranks that hold the sequence (see ``groups.as_group``); the tensor group by default, unless there is
@@ -339,6 +376,11 @@ class UlyssesAttention(nn.Module):
         name = "UlyssesAttention"
         group, packed = resolve_sequence(self.group, name), query if key is None else None
         tensors = _checked(query, key, value, name)
+        if packed is None:
+            tensors = autocast(tensors)
+        else:
+            (packed,) = autocast([packed])
+            tensors = packed.unbind(HEAD_DIM)
         sizes = None if sequence_sizes is None else normalize_sizes(sequence_sizes, name)
         query, key, value = tensors
         exchange = exchange_for(query, key, value, group, self.layout.index("s"), sizes, name)

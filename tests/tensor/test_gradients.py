@@ -71,6 +71,8 @@ def cases(group: TorchGroup) -> list[tuple[tuple[int, ...], Any, ProcessGroup | 
     if world == 4:
         pairs = ProcessGroup(ranks=dist.get_process_group_ranks(group), tp_degree=2)
         made.append(((4, 2), ShardSpec([0], [2]), pairs))
+        mine = pairs.tp_rank_list()  # the same tensor ranks as those of pairs, without data-parallel ones
+        made.append(((3, 4), ShardSpec([-1], [2]), ProcessGroup(ranks=mine, tp_degree=2)))
     return made
 
 
@@ -169,11 +171,78 @@ def test_clipping_gathers_all_norms_at_once(group: TorchGroup) -> None:
         nn.utils.clip_grad_norm_(own, 1.0, error_if_nonfinite=True)
 
 
+NORMS: dict[str, Callable[[list[Any], float], Tensor]] = {
+    "tensor.clip_grad_norm_": lambda ps, order: clip_grad_norm_(ps, 1.0, order),
+    "clip_grad_norm_": lambda ps, order: nn.utils.clip_grad_norm_(ps, 1.0, order),
+    "clip_grad_norm_ without foreach": lambda ps, order: nn.utils.clip_grad_norm_(ps, 1.0, order, foreach=False),
+    "get_total_norm": lambda ps, order: nn.utils.get_total_norm([p.grad for p in ps], order),
+}
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_nan_of_one_rank_is_in_every_rank_s_norm(group: TorchGroup) -> None:
+    """Whatever the order and whoever has the NaN; Gloo's MAX and MIN would lose it."""
+    pg, world = ranks_of(group), group.size()
+    for who in range(world):
+        for order in (math.inf, -math.inf, 2.0, 1.0, 3.5):
+            for name, norm in NORMS.items():
+                own = [ColoParameter(torch.ones(world, 2), True, ColoTensorSpec(pg)) for _ in range(2)]
+                for p in own:
+                    p.set_dist_spec(ShardSpec([0], [world]))
+                    p.grad = torch.ones(p.shape)
+                assert norm(own, order).isfinite(), (name, order)
+                for p in own:
+                    p.grad = torch.ones(p.shape)
+                if group.rank() == who:
+                    plain(own[0].grad)[0, 0] = math.nan
+                assert norm(own, order).isnan(), (name, order, who)
+                with pytest.raises(RuntimeError, match=r"finite|nan"):
+                    nn.utils.get_total_norm([p.grad for p in own], order, error_if_nonfinite=True)
+        own[1].grad, own[0].grad = None, torch.ones(own[0].shape)
+        plain(own[0].grad)[0, 0] = group.rank() + 1
+        assert clip_grad_norm_(own, 100.0, -math.inf) == 1, "an order that takes the least element"
+        if group.rank() == who:
+            plain(own[0].grad)[0, 0] = math.nan
+        with pytest.raises(RuntimeError, match="is nan"):
+            clip_grad_norm_(own, 1.0, math.inf, error_if_nonfinite=True)
+
+
+EXTREMA: dict[str, Callable[[Any], Any]] = {
+    "amax": lambda x: x.amax(0),
+    "amin": lambda x: x.amin((0, 1)),
+    "max": lambda x: x.max(),
+    "max along a dim": lambda x: x.max(0).values,
+    "min along a dim": lambda x: x.min(0, keepdim=True).indices,
+    "argmax": lambda x: x.argmax(0),
+    "argmin": lambda x: x.argmin(0),
+    "norm": lambda x: torch.linalg.vector_norm(x, math.inf),
+    "-norm": lambda x: torch.linalg.vector_norm(x, -math.inf, dim=0),
+    "softmax": lambda x: x.softmax(0),
+}
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_nan_of_one_rank_is_in_every_extremum(group: TorchGroup) -> None:
+    pg, world = ranks_of(group), group.size()
+    for who in range(world):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            full = values((world + 1, 3), who).to(dtype)
+            full[who, 1] = math.nan
+            for spec in (ShardSpec([0], [world]), ShardSpec([-1], [world])):
+                x = ColoTensor(shard_of(full, spec, group.rank()), ColoTensorSpec(pg, spec), full.shape)
+                for name, extremum in EXTREMA.items():
+                    found = extremum(x).redistribute(ReplicaSpec())
+                    torch.testing.assert_close(
+                        plain(found), extremum(full), equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+                    )
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("form", ADAMW)
 @pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_"])
 def test_an_inf_on_one_rank_skips_the_step_on_all(group: TorchGroup, form: str, unscale: bool) -> None:
-    """An inf in one shard of one rank skips the step on every rank, and halves every rank's scale."""
+    """An inf or NaN in one shard of one rank skips the step on every rank, and halves every rank's scale."""
+    bad = math.nan if form == "foreach" else math.inf
     reference, own = parameters_of(group)
     optimizers = [ADAMW[form](reference), ADAMW[form](own)]
     scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3) for _ in range(2)]
@@ -182,9 +251,9 @@ def test_an_inf_on_one_rank_skips_the_step_on_all(group: TorchGroup, form: str, 
             optimizer.zero_grad()
             scaler.scale(loss_of(parameters, step)).backward()
             if step == 1 and parameters is reference:
-                reference[0].grad[-1, -1] = math.inf
+                reference[0].grad[-1, -1] = bad
             elif step == 1 and group.rank() == group.size() - 1:
-                plain(own[0].grad)[-1, -1] = math.inf
+                plain(own[0].grad)[-1, -1] = bad
             if unscale:
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(parameters, 0.5)

@@ -84,7 +84,7 @@ class DistributedAttention(nn.Module):
         """
         name, group = "DistributedAttention", self.spg
         exchange = self._exchange(query, key, value, batch_dim_idx, name)
-        local = query, key, value
+        local = ulysses.autocast((query, key, value))
         if group.size() > 1:
             local = ulysses.to_heads(local, exchange.qkv, group, exchange.names)
         if self.contiguous:
@@ -92,7 +92,7 @@ class DistributedAttention(nn.Module):
         query, key, value = local
         if rotary_pos_emb is not None:
             cos, sin = (part.permute(1, 0, 2, 3) for part in rotary_pos_emb)
-            query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+            query, key = ulysses.autocast((_rotated(query, cos, sin), _rotated(key, cos, sin)))
         out = self.local_attn(query, key, value, *args, **kwargs)
         if group.size() == 1:
             return out

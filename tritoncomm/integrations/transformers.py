@@ -165,6 +165,7 @@ class _Implementation:
         if group.size() > 1 and not self.own_positions:
             self._check_positions(module, kwargs.get("position_ids"))
         self._check(query, key, attention_mask, kwargs)
+        query, key, value = ulysses.autocast((query, key, value))
         tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         exchange = ulysses.exchange_for(*tensors, group, 1, None, self.name)
         if group.size() > 1:

@@ -6,7 +6,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tritoncomm.core import eager
@@ -17,7 +16,7 @@ from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
 from tritoncomm.tensor.distspec import ReplicaSpec, _DistSpec
 from tritoncomm.tensor.layout import is_colo, plain
 from tritoncomm.tensor.process_group import ProcessGroup
-from tritoncomm.tensor.rules.gradients import groups_of_shards
+from tritoncomm.tensor.rules.gradients import shards_by_group
 from tritoncomm.tensor.tensor_spec import ColoTensorSpec
 
 __all__ = ["check_replicas", "clip_grad_norm_", "shard_parameters", "sharded_optimizer_state"]
@@ -130,8 +129,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` by the norm of the global gradients, each counted once.
 
-    All tensor-parallel ranks call; each group all-reduces one number. Gradients are scaled in place by
-    ``max_norm / (norm + 1e-6)`` if that is less than 1.
+    All tensor-parallel ranks call; each group all-reduces one number (all-gathers it for the orders inf and -inf). A
+    NaN of any rank makes the norm NaN. Gradients are scaled in place by ``max_norm / (norm + 1e-6)`` if that is less
+    than 1.
 
     Returns:
         The norm before clipping, the same on every rank.
@@ -145,14 +145,15 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     device, power = pairs[0][1].device, float(norm_type)
     partial_norms = [_power_sum([grad for p, grad in pairs if not (is_colo(p) and p.partitions)], power, device)]
-    op: Any = dist.ReduceOp.MAX if math.isinf(power) else dist.ReduceOp.SUM
-    for pg in groups_of_shards([p for p, _ in pairs]):
-        ranks = pg.tp_rank_list()
-        own = [grad for p, grad in pairs if is_colo(p) and p.partitions and p.process_group.tp_rank_list() == ranks]
-        partial = _power_sum(own, power, device)
-        partial_norms.append(eager.all_reduce(partial, pg.tp_process_group(), "clip_grad_norm_", op))
-    stacked = torch.stack(partial_norms)
-    total = stacked.max() if math.isinf(power) else stacked.sum().pow(1 / power)
+    for pg, indices in shards_by_group([p for p, _ in pairs]):
+        partial, group = _power_sum([pairs[index][1] for index in indices], power, device), pg.tp_process_group()
+        if math.isinf(power):  # Gloo's MAX loses a NaN
+            partial = _combined(eager.all_gather(partial.view(1), 0, group, None, "clip_grad_norm_"), power)
+        else:
+            partial = eager.all_reduce(partial, group, "clip_grad_norm_")
+        partial_norms.append(partial)
+    total = _combined(torch.stack(partial_norms), power)
+    total = total if math.isinf(power) else total.pow(1 / power)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {float(total)}")
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -162,10 +163,17 @@ def clip_grad_norm_(
 
 
 def _power_sum(grads: list[Tensor], power: float, device: torch.device) -> Tensor:
-    """Return the sum of |g|^p over all elements (the maximum for infinity), in fp32 or wider."""
+    """Return the sum of |g|^p over all elements (the maximum for inf, the minimum for -inf), in fp32 or wider."""
     wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
     norms = [torch.linalg.vector_norm(grad, power, dtype=wide) for grad in grads if grad.numel()]
     if not norms:
-        return torch.zeros((), device=device, dtype=wide)
+        return torch.full((), math.inf if power == -math.inf else 0.0, device=device, dtype=wide)
     stacked = torch.stack(norms)
-    return stacked.max() if math.isinf(power) else stacked.pow(power).sum()
+    return _combined(stacked if math.isinf(power) else stacked.pow(power), power)
+
+
+def _combined(parts: Tensor, power: float) -> Tensor:
+    """Return the sum of parts of a norm; for the orders inf and -inf their maximum and minimum. A NaN stays."""
+    if math.isinf(power):
+        return parts.max() if power > 0 else parts.min()
+    return parts.sum()

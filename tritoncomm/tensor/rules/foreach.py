@@ -12,7 +12,7 @@ from tritoncomm.mappings.general import wants_grad
 from tritoncomm.tensor.distspec import ReplicaSpec
 from tritoncomm.tensor.elementwise import ELEMENTWISE
 from tritoncomm.tensor.layout import is_colo, plain
-from tritoncomm.tensor.rules.gradients import groups_of_shards
+from tritoncomm.tensor.rules.gradients import shards_by_group
 from tritoncomm.tensor.rules.table import rule
 
 __all__ = ["on_lists"]
@@ -64,12 +64,12 @@ def _norms(self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = N
     if ord <= 0 or any(map(wants_grad, self)) or not all(x.is_floating_point() and x.numel_global() for x in shards):
         return tuple(torch.linalg.vector_norm(x, ord, dtype=dtype) for x in self)
     norms = {id(x): torch.linalg.vector_norm(x, ord, dtype=dtype) for x in self if not (is_colo(x) and x.partitions)}
-    for pg in groups_of_shards(shards):
-        of_group = [x for x in shards if x.process_group == pg]
+    for pg, indices in shards_by_group(shards):
+        of_group: list[Any] = [shards[index] for index in indices]
         partial = torch.stack([_local_norm(plain(x), ord, dtype) for x in of_group])
         gathered = eager.all_gather(partial.unsqueeze(0), 0, pg.tp_process_group(), None, "_foreach_norm")
         for x, norm in zip(of_group, torch.linalg.vector_norm(gathered, ord, 0), strict=True):
-            norms[id(x)] = x._wrap(norm.to(dtype or x.dtype), pg, ReplicaSpec(), ())
+            norms[id(x)] = x._wrap(norm.to(dtype or x.dtype), x.process_group, ReplicaSpec(), ())
     return tuple(norms[id(x)] for x in self)
 
 

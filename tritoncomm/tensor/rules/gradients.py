@@ -22,7 +22,7 @@ from tritoncomm.tensor.op_wrapper import colo_op_impl
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.rules.table import rule
 
-__all__ = ["delete_gradient", "gradient_of", "groups_of_shards", "set_gradient"]
+__all__ = ["delete_gradient", "gradient_of", "set_gradient", "shards_by_group"]
 
 _descriptor: Any = Tensor.grad
 _get, _set = _descriptor.__get__, _descriptor.__set__
@@ -134,12 +134,16 @@ def _gradients(
     return tuple(wrapped(x, gradient) for x, gradient in zip(sources, gradients, strict=True))
 
 
-def groups_of_shards(tensors: Sequence[Any]) -> list[ProcessGroup]:
-    """Return the process groups of the sharded tensors, each once, in one order on all ranks."""
-    found: dict[tuple[int, ...], ProcessGroup] = {}
-    for x in tensors:
+def shards_by_group(tensors: Sequence[Any]) -> list[tuple[ProcessGroup, list[int]]]:
+    """Return the tensor groups of shards, in one order on all ranks, with the indices of their shards.
+
+    Process groups of the same tensor-parallel ranks are one group, whatever their data-parallel ranks.
+    """
+    found: dict[tuple[int, ...], tuple[ProcessGroup, list[int]]] = {}
+    for index, x in enumerate(tensors):
         if is_colo(x) and x.partitions:
-            found.setdefault(tuple(x.process_group.tp_rank_list() or ()), x.process_group)
+            pg = x.process_group
+            found.setdefault(tuple(pg.tp_rank_list() or ()), (pg, []))[1].append(index)
     return list(found.values())
 
 
@@ -153,5 +157,5 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) 
     """Multiply the gradients by ``inv_scale``; ``found_inf`` is 1 if any rank has one that is not finite."""
     with torch._C.DisableTorchFunctionSubclass():
         _check_and_unscale(gradients, found_inf, inv_scale)
-    for pg in groups_of_shards(gradients):
+    for pg, _ in shards_by_group(gradients):
         eager.all_reduce(found_inf, pg.tp_process_group(), "GradScaler.unscale_", dist.ReduceOp.MAX, in_place=True)
