@@ -245,6 +245,7 @@ SILENT = {  # public names that no other rank has to call
     "mappings._CopyToModelParallelRegion": "the class of that",
     "mappings.overwrite_inputs": "a switch of this thread",
     "ulysses.Exchange": "a tuple",
+    "ulysses.autocast": "casts, and sends nothing",
     "ulysses.exchange_for": "plans, and sends nothing",
     "reshard.Layout": "a description",
     "reshard.ReshardPlan": "what reshard_plan, a row, returns",

@@ -150,6 +150,46 @@ def test_refusals_leave_the_group_usable(group: ProcessGroup) -> None:
     same(c.send_forward_recv_forward(x, True, [2]), x, "the group still works")
 
 
+WAYS: list[dict[str, Any]] = [{}, {"batch_p2p_comm": False}, {"variable_seq_lengths": True}]
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("mode", WAYS, ids=["batched", "individual", "varying"])
+@pytest.mark.parametrize("checked", [False, True], ids=["", "checked"])
+def test_floating_point_arrives_in_the_dtype_of_the_pipeline(
+    group: ProcessGroup, mode: dict[str, Any], checked: bool
+) -> None:
+    """Cast by the sender, narrower and wider, contiguous or not, one tensor and several, by every method."""
+    x = torch.arange(12.0).view(3, 4) / 8
+    for sent, received in itertools.permutations((torch.bfloat16, torch.float16, torch.float32, torch.float64), 2):
+        c = P2PCommunicator(group, SimpleNamespace(pipeline_dtype=received, **mode))
+        for y in (x.to(sent), x.t().contiguous().t().to(sent), x.to(sent)[:, ::2]):
+            shape, wanted = tuple(y.shape), y.to(received)
+            what = sent, received, y.stride()
+            with p2p.check(checked), tritoncomm.recording() as record:
+                got = [
+                    c.send_forward_recv_forward(y, True, shape),
+                    c.send_backward_recv_backward(y, True, shape),
+                    *c.send_forward_backward_recv_forward_backward(y, y, True, True, shape),
+                    *c._communicate(
+                        tensor_send_next=y, tensor_send_prev=y, recv_prev=True, recv_next=True, tensor_shape=shape
+                    )[:2],
+                    *c.send_forward_recv_forward([y, wanted, y], True, [shape] * 3),
+                ]
+                if mode.get("batch_p2p_comm") is False:
+                    tensor, handles = c.send_forward_recv_forward(y, True, shape, overlap_p2p_comm=True)
+                    for handle in handles.values():
+                        handle.wait()
+                    got.append(tensor)
+            assert all(each.dtype is received and each.requires_grad for each in got), what
+            assert all(torch.equal(each, wanted) for each in got), what
+            assert sum(count.bytes_copied for count in record.values()) > 0, what
+        for wrong in (x.int(), x > 1, torch.complex(x, x)):
+            for each in (wrong, [x.to(received), wrong]):
+                with pytest.raises(ArgumentError, match=f"for a receiver of {received}".replace("torch.", "")):
+                    c.send_forward(each, False)
+
+
 class Timers:
     """Megatron's timers, as far as the communicator knows them."""
 

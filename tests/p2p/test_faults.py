@@ -17,6 +17,7 @@ from leftovers import nothing_left
 
 import tritoncomm
 from tritoncomm import groups, p2p
+from tritoncomm.errors import ArgumentError
 from tritoncomm.p2p import MismatchError, PeerError
 
 TIMEOUT = 4.0
@@ -225,16 +226,53 @@ def test_handles_outlive_their_group(lived: list[Any]) -> None:
     assert [lived[rank]["outlived"] for rank in (0, 1)] == [[1.0] * 4, [0.0] * 4]
 
 
-def wrong_dtype_of_varying_length(rank: int) -> Any:
-    c = communicator(variable_seq_lengths=True)
-    if rank == 0:
-        c.send_forward(torch.ones(5, 2, dtype=torch.float64), False)
-        c.send_forward(torch.ones(7, 2), False)
-        return None
-    with pytest.raises(MismatchError, match=r"expects one tensor of float32, but rank 0 sent \[5, 2\] float64"):
-        c.recv_forward((1, 2), False)
-    return tuple(c.recv_forward((1, 2), False).shape)
+def kinds_of_numbers(rank: int, settings: dict[str, Any], checked: bool) -> tuple[str, float]:
+    """Rank 0 has an integer tensor for a receiver of floats; the text of each rank's error, and its seconds."""
+    c, whole = communicator(**settings), torch.ones(3, 2, dtype=torch.int32)
+    with p2p.check(checked):
+        started = time.monotonic()
+        try:
+            if rank == 0:
+                c.send_forward([torch.ones(3, 2), whole] if settings.get("several") else whole, False)
+            else:
+                c.recv_forward([(3, 2)] * 2 if settings.get("several") else (3, 2), False)
+        except (PeerError, MismatchError, ArgumentError) as error:
+            seconds = time.monotonic() - started
+            if rank == 0:
+                time.sleep(TIMEOUT + 2)  # a rank that has ended would be noticed at once
+            return f"{type(error).__name__}: {error}", seconds
+        return "no error", 0.0
 
 
-def test_varying_lengths_still_have_one_dtype(tmp_path: Path) -> None:
-    assert ranks_of(wrong_dtype_of_varying_length, tmp_path)[1] == (7, 2)
+def every_kind_of_numbers(rank: int) -> list[tuple[str, float]]:
+    return [kinds_of_numbers(rank, {"several": True, "batch_p2p_comm": False}, checked=False)]
+
+
+def every_kind_of_numbers_in_check_mode(rank: int) -> list[tuple[str, float]]:
+    return [kinds_of_numbers(rank, {}, checked=True)]
+
+
+def every_kind_of_varying_numbers(rank: int) -> list[tuple[str, float]]:
+    return [kinds_of_numbers(rank, {"variable_seq_lengths": True}, checked=False)]
+
+
+@pytest.mark.parametrize(
+    ("story", "error", "within"),
+    [
+        (every_kind_of_numbers, "PeerError: recv_forward", SLACK),
+        (every_kind_of_varying_numbers, "PeerError: recv_forward", SLACK),
+        (every_kind_of_numbers_in_check_mode, "MismatchError: recv_forward: ranks 0 and 1 are out of step", TIMEOUT),
+    ],
+    ids=["fixed", "varying", "check-mode"],
+)
+def test_integers_for_a_receiver_of_floats_are_refused(
+    tmp_path: Path, story: Callable[[int], Any], error: str, within: float
+) -> None:
+    """The sender raises before anything is posted; its neighbour waits, and in check mode is told at once."""
+    (sent,), (received,) = ranks_of(story, tmp_path)
+    assert sent[0].startswith("ArgumentError: send_forward: a tensor [3, 2] int32 for a receiver of float32"), sent
+    assert received[0].startswith(error), received
+    assert sent[1] < 1, "before anything was posted"
+    assert received[1] < within
+    if within == TIMEOUT:
+        assert "gave up its send_forward: send_next refused arguments" in received[0]

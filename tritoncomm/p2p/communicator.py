@@ -2,8 +2,9 @@
 
 Differences: two stages do not confuse activations and gradients. No shape waits for a tensor, and no device is
 synchronised. Tensors have any number of dims, and non-contiguous ones are packed. Several tensors are one message. A
-mismatch that a header shows is an error. ``batch_p2p_sync`` is accepted and has no effect: handles and stream order say
-when data is ready.
+mismatch that a header shows is an error. A floating-point tensor of another dtype than ``pipeline_dtype``, which the
+receiver allocates, is cast to it; any other dtype is an error of the sender. ``batch_p2p_sync`` is accepted and has no
+effect: handles and stream order say when data is ready.
 """
 
 from collections.abc import Mapping
@@ -79,6 +80,12 @@ class P2PCommunicator:
         """Stage of this rank: its rank in the group of the pipeline, from 0."""
         return self._neighbours.stage
 
+    @property
+    def varies(self) -> bool:
+        """Whether headers announce the shapes of received tensors: ``variable_seq_lengths`` or ``mtp_standalone``."""
+        config = self.config
+        return getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)
+
     def _device(self) -> torch.device:
         """Return the device of received tensors for a hop without sends: ``pipeline_device``, else the group's own.
 
@@ -119,17 +126,15 @@ class P2PCommunicator:
                 raise UnsupportedError(f"{name}: use_ring_exchange_p2p needs a patched torch; leave it off")
             if batched and not wait:
                 raise AssertionError(f"{name}: overlap_p2p_comm needs batch_p2p_comm=False")
-            variable = getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)
-            dtype = device = None
+            dtype, device = getattr(config, "pipeline_dtype", None), None
             expected: dict[str, Any] = {}
             if receives:
-                dtype = getattr(config, "pipeline_dtype", None)
                 if dtype is None or shapes is None:
                     raise _missing(receives[0], dtype)
                 if not outgoing:
                     device = self._device()
                 expected = dict.fromkeys(receives, shapes)
-            return exchange(self._neighbours, name, outgoing, expected, dtype, device, batched, variable, wait)
+            return exchange(self._neighbours, name, outgoing, expected, dtype, device, batched, self.varies, wait, True)
         finally:
             if timers is not None and name in _TIMERS:
                 timers(_TIMERS[name]).stop()
@@ -247,10 +252,10 @@ class P2PCommunicator:
         is_list = isinstance(sent, list | tuple)
         expected = [shapes] if len(shapes) == 0 or is_single_shape(shapes) else list(shapes)
         count = len(sent) if is_list else 1
+        if is_edge:
+            return [None] * min(count, len(expected)) if is_list else None
         if count != len(expected):
             raise ShapeError(f"{name}: {count} tensors to send, but {len(expected)} shapes to receive")
-        if is_edge:
-            return [None] * count if is_list else None
         tensors = _without_none(sent)
         outgoing = {} if tensors is None else {sends: tensors}
         received = self._exchange(name, outgoing, (receives,), expected)[0][receives]

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed import DistNetworkError
 
 from tritoncomm import record, variables
-from tritoncomm.debug.p2p_check import CheckedHop
-from tritoncomm.errors import ArgumentError, MismatchError, PeerError
+from tritoncomm.debug.p2p_check import CheckedHop, Content
+from tritoncomm.errors import ArgumentError, CommError, MismatchError, PeerError
 from tritoncomm.p2p import header
 from tritoncomm.p2p.message import Incoming, allocate_one, contents_of, describe_hop, pack, specs_of
 from tritoncomm.p2p.neighbours import Neighbours
@@ -46,6 +46,7 @@ def exchange(
     batched: bool = True,
     variable: bool = False,
     wait: bool = True,
+    casts: bool = False,
 ) -> tuple[dict[str, Any], Any]:
     """Make one hop: up to four transfers at once.
 
@@ -62,6 +63,7 @@ def exchange(
         variable: only the number of tensors and their dtype are known; a header announces the shapes. The neighbours
             have to agree.
         wait: wait for all transfers; else return handles.
+        casts: cast what is sent to ``dtype``, which the receivers allocate too.
 
     Returns:
         (received, handles): by key of ``expected`` a tensor for a shape and a list for a list. The handles are None
@@ -82,28 +84,35 @@ def exchange(
     receives: dict[str, Incoming] = {}
     wires: dict[str, Tensor] = {}
     received: dict[str, Any] = {}
-    for key, x in outgoing.items():
-        if x is not None and (message := pack(x, name)) is not None:
-            wire, sends[key], message_path, message_copied = message
-            if message_copied:
-                path, copied = message_path, copied + message_copied
-            if size := wire.nbytes:  # a wire without elements is not sent
-                wires[key] = wire if wait else wire.detach()  # the caller may set x.data while a handle is pending
-                sent += size
     has_headers = variable or _check.value
-    for key, x in expected.items():
-        if x is None:
-            continue
-        if device is None:
-            device = _device_of(sends) or (x.device if isinstance(x, Tensor) else neighbours.default_device())
-        if not (has_headers or neighbours.is_single_rank or (tensor := allocate_one(x, dtype, device)) is None):
-            wires[key] = received[key] = tensor
-            continue
-        incoming = Incoming.of(x, dtype, variable, name)
-        if not incoming.count:  # its sender sends no message, not even a header
-            received[key] = []
-            continue
-        receives[key] = incoming
+    try:
+        for key, x in outgoing.items():
+            if x is not None and (message := pack(x, name, dtype if casts else None)) is not None:
+                wire, sends[key], message_path, message_copied = message
+                if message_copied:
+                    path, copied = message_path, copied + message_copied
+                if size := wire.nbytes:  # a wire without elements is not sent
+                    wires[key] = wire if wait else wire.detach()  # the caller may set x.data while a handle is pending
+                    sent += size
+        for key, x in expected.items():
+            if x is None:
+                continue
+            if device is None:
+                device = _device_of(sends) or (x.device if isinstance(x, Tensor) else neighbours.default_device())
+            if not (has_headers or neighbours.is_single_rank or (tensor := allocate_one(x, dtype, device)) is None):
+                wires[key] = received[key] = tensor
+                continue
+            incoming = Incoming.of(x, dtype, variable, name)
+            if not incoming.count:  # its sender sends no message, not even a header
+                received[key] = []
+                continue
+            receives[key] = incoming
+    except CommError as error:
+        if _check.value and not neighbours.is_single_rank:  # else the neighbours would wait for the timeout
+            sides = {**outgoing, **expected}
+            contents = {key: Content("refused arguments", None) for key, x in sides.items() if x is not None}
+            CheckedHop(neighbours, name, contents).give_up(f"{type(error).__name__}: {error}")
+        raise
     if transfers is not None:
         transfers |= {key: specs_of(tensors) for key, tensors in sends.items()}
         transfers |= {key: specs_of([x]) for key, x in received.items() if key in wires}

@@ -170,10 +170,15 @@ Buffers = tuple[Tensor, list[Tensor]]
 """A message to receive: its wire, and the tensors in the memory of the wire."""
 
 
-def pack(x: Any, name: str) -> Packed | None:
+def pack(x: Any, name: str, dtype: torch.dtype | None = None) -> Packed | None:
     """Pack a caller's tensor, or a list or tuple of tensors on one device, into one message.
 
     One contiguous tensor is its own wire. Other tensors are copied in one pass over memory.
+
+    Args:
+        x: a tensor, or a list or tuple of tensors.
+        name: the public function, for errors.
+        dtype: of the tensors that the receiver allocates; floating-point tensors are cast to it. None sends any dtypes.
 
     Returns:
         The wire to send, the list of tensors with their shapes, the path of the copy, and the bytes copied; None of an
@@ -185,6 +190,9 @@ def pack(x: Any, name: str) -> Packed | None:
     """
     if isinstance(x, Tensor):
         check_data(x, name)
+        if dtype is not None and x.dtype is not dtype:
+            wire = _cast(x, dtype, name)
+            return carrier(wire), [wire], "torch", x.nbytes + wire.nbytes
         if x.dtype not in special and not x.is_neg():
             if x.is_contiguous():
                 return x, [x], "view", 0
@@ -201,6 +209,8 @@ def pack(x: Any, name: str) -> Packed | None:
     if not x:
         return None
     tensors = [resolved(each.detach()) for each in x]
+    if dtype is not None:
+        tensors = [each if each.dtype is dtype else _cast(each, dtype, name) for each in tensors]
     if len(tensors) == 1:
         (only,) = tensors
         if only.is_contiguous():
@@ -221,6 +231,20 @@ def pack(x: Any, name: str) -> Packed | None:
             _, path, copied = ops.pack(each if each.dim() else each.view(1), 0, 1, out=slot.view(1, 1, -1))
             bytes_copied += copied
     return wire, slots, path, bytes_copied
+
+
+def _cast(x: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Return a contiguous copy of ``x`` in the dtype that its receiver allocates, without a graph.
+
+    Raises:
+        ArgumentError: one of the two dtypes is not floating point.
+    """
+    if not (x.is_floating_point() and dtype.is_floating_point):
+        raise ArgumentError(
+            f"{name}: a tensor {describe(specs_of([x]))} for a receiver of {_name_of(dtype)} (pipeline_dtype): only "
+            "floating point is cast to floating point"
+        )
+    return x.detach().to(dtype, memory_format=torch.contiguous_format)
 
 
 def allocate(specs: Specs, device: torch.device | str) -> Buffers:

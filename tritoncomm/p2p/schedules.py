@@ -1,35 +1,91 @@
 """Schedules of a pipeline: one forward, one backward (1F1B), plain and interleaved.
 
 A stage's work is a callable ``chunk(x, microbatch)``: ``x`` is the activation from the previous stage (None on the
-first), the result the activation for the next stage, or on the last stage the scalar loss. Gradients accumulate in
-``.grad``.
+first), the result the activation for the next stage, or on the last stage the scalar loss. With a list of shapes ``x``
+is a tuple of tensors, and the result a tuple or list of as many. Gradients accumulate in ``.grad``. An input that a
+chunk does not use has a gradient of zeros.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from tritoncomm.errors import ShapeError
+from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.p2p.communicator import P2PCommunicator
+from tritoncomm.p2p.message import as_shapes, is_one_shape
 
 __all__ = ["interleaved", "one_forward_one_backward"]
 
-Chunk = Callable[[Tensor | None, int], Tensor]
+Chunk = Callable[[Any, int], Any]
+Shapes: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
+_InFlight = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""Inputs and outputs of a micro-batch between its forward and its backward; no inputs in the first chunk."""
 
 
-def _backward(x: Tensor | None, y: Tensor, grad: Tensor | None) -> Tensor | None:
-    """Run the backward of one micro-batch from its output ``y`` and gradient ``grad``; return the gradient of ``x``.
+class _Passes:
+    """Forward and backward passes of chunks, whose messages are what the neighbours wait for.
 
-    ``x`` is the input of the forward, or None on the first stage, which gives None.
+    Attributes:
+        shapes: of the tensors between stages: one ``torch.Size``, or a list of them.
+        losses: of the last chunk, detached.
     """
-    torch.autograd.backward(y, grad)
-    return None if x is None else x.grad
+
+    def __init__(self, name: str, shapes: Shapes, communicator: P2PCommunicator) -> None:
+        sizes = [torch.Size(shape) for shape in as_shapes(shapes, name)]
+        self._name, self._sizes, self._varies = name, sizes, communicator.varies
+        self.shapes: Any = sizes[0] if is_one_shape(shapes) else sizes
+        self.losses: list[Tensor] = []
+
+    def forward(self, chunk: Chunk, x: Any, microbatch: int, first: bool, last: bool) -> tuple[_InFlight, Any]:
+        """Run a chunk on what was received; return inputs and outputs for the backward, and what is to be sent."""
+        is_single = isinstance(self.shapes, torch.Size)
+        inputs = () if first else (x,) if is_single else tuple(x)
+        y = chunk(None if first else x if is_single else inputs, microbatch)
+        if last:
+            if not isinstance(y, Tensor):
+                raise ArgumentError(f"{self._name}: the last chunk returns a loss, not {type(y).__name__}")
+            self.losses.append(y.detach())
+            return (inputs, (y,)), None
+        outputs = (y,) if is_single else tuple(y) if isinstance(y, list | tuple) else (y,)
+        self._check(outputs, microbatch)
+        return (inputs, outputs), y if is_single else list(outputs)
+
+    def _check(self, outputs: tuple[Any, ...], microbatch: int) -> None:
+        """Check a chunk's outputs against what the next stage receives.
+
+        Raises:
+            ArgumentError: an output is no tensor, or there are more or fewer than shapes.
+            ShapeError: an output has another shape, where lengths do not vary.
+        """
+        where = f"{self._name}: micro-batch {microbatch}: the chunk returned"
+        if wrong := [type(y).__name__ for y in outputs if not isinstance(y, Tensor)]:
+            raise ArgumentError(f"{where} {wrong[0]} in place of a tensor; the next stage waits for a tensor")
+        if len(outputs) != len(self._sizes):
+            raise ArgumentError(f"{where} {len(outputs)} tensors for {len(self._sizes)} shapes")
+        for y, size in zip(outputs, self._sizes, strict=True):
+            if not self._varies and y.shape != size:
+                raise ShapeError(f"{where} shape {list(y.shape)}, and the next stage receives {list(size)}")
+
+    def backward(self, in_flight: _InFlight, grads: Any, last: bool) -> Any:
+        """Run the backward of a micro-batch; return the gradients of its inputs, which the previous stage waits for.
+
+        An output without a graph takes no gradient: frozen or detached. An input without a gradient, which the chunk
+        did not use, has one of zeros.
+        """
+        inputs, outputs = in_flight
+        is_single = isinstance(self.shapes, torch.Size)
+        received = [None] if last else [grads] if is_single else grads
+        pairs = [(y, grad) for y, grad in zip(outputs, received, strict=True) if y.requires_grad]
+        if pairs:
+            torch.autograd.backward([y for y, _ in pairs], [grad for _, grad in pairs])
+        sent = [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+        return (sent[0] if is_single else sent) if sent else None
 
 
 def one_forward_one_backward(
-    chunk: Chunk, microbatches: int, communicator: P2PCommunicator, shape: Sequence[int]
+    chunk: Chunk, microbatches: int, communicator: P2PCommunicator, shape: Shapes
 ) -> list[Tensor]:
     """Run forward and backward of all micro-batches; stage s holds at most ``stages - s`` of them at a time.
 
@@ -39,44 +95,45 @@ def one_forward_one_backward(
         chunk: the forward of this stage, a callable ``chunk(x, microbatch)``.
         microbatches: number of micro-batches.
         communicator: of the pipeline.
-        shape: of an activation (any, where the communicator's lengths vary).
+        shape: of an activation, or a list of shapes of several (any, where the communicator's lengths vary).
 
     Returns:
         The losses, detached, in order; empty except on the last stage.
+
+    Raises:
+        ArgumentError: a chunk returned something else than tensors, or not as many as shapes.
+        ShapeError: a chunk returned another shape.
 
     Source: PipeDream-Flush (arXiv 2006.09503).
     """
     first, last = communicator.is_pp_first_stage, communicator.is_pp_last_stage
     ahead = min(communicator.total_stages - communicator.current_stage - 1, microbatches)
-    waiting: list[tuple[Tensor | None, Tensor]] = []
-    losses: list[Tensor] = []
+    passes = _Passes("one_forward_one_backward", shape, communicator)
+    shapes, waiting = passes.shapes, list[_InFlight]()
 
-    def forward(x: Tensor | None, microbatch: int) -> Tensor:
-        """Run the chunk on one micro-batch, and queue its input and output for the backward; return the output."""
-        y = chunk(x, microbatch)
-        waiting.append((x, y))
-        if last:
-            losses.append(y.detach())
+    def forward(x: Any, microbatch: int) -> Any:
+        """Run the chunk on one micro-batch, and queue it for the backward; return the output to send."""
+        in_flight, y = passes.forward(chunk, x, microbatch, first, last)
+        waiting.append(in_flight)
         return y
 
-    def backward(grad: Tensor | None) -> Tensor | None:
+    def backward(grad: Any) -> Any:
         """Run the backward of the oldest micro-batch in flight; return the gradient of its input."""
-        return _backward(*waiting.pop(0), grad)
+        return passes.backward(waiting.pop(0), grad, last)
 
-    shape = torch.Size(shape)
     for microbatch in range(ahead):
-        communicator.send_forward(forward(communicator.recv_forward(shape, first), microbatch), last)
-    x = communicator.recv_forward(shape, first) if ahead < microbatches else None
+        communicator.send_forward(forward(communicator.recv_forward(shapes, first), microbatch), last)
+    x = communicator.recv_forward(shapes, first) if ahead < microbatches else None
     for microbatch in range(ahead, microbatches):
         y = forward(x, microbatch)
-        grad = backward(communicator.send_forward_recv_backward(y, shape, last))
+        grad = backward(communicator.send_forward_recv_backward(y, shapes, last))
         if microbatch + 1 < microbatches:
-            x = communicator.send_backward_recv_forward(grad, shape, first)
+            x = communicator.send_backward_recv_forward(grad, shapes, first)
         else:
             communicator.send_backward(grad, first)
     for _ in range(ahead):
-        communicator.send_backward(backward(communicator.recv_backward(shape, last)), first)
-    return losses
+        communicator.send_backward(backward(communicator.recv_backward(shapes, last)), first)
+    return passes.losses
 
 
 class _Units:
@@ -122,7 +179,7 @@ class _Units:
 
 
 def interleaved(
-    chunks: Sequence[Chunk], microbatches: int, communicator: P2PCommunicator, shape: Sequence[int]
+    chunks: Sequence[Chunk], microbatches: int, communicator: P2PCommunicator, shape: Shapes
 ) -> list[Tensor]:
     """Run 1F1B with several chunks of the model per stage, which has a smaller bubble for more messages.
 
@@ -130,13 +187,14 @@ def interleaved(
         chunks: the forwards of this stage; chunk c of stage s is part ``c * stages + s`` of the model.
         microbatches: number of micro-batches, a multiple of the number of stages.
         communicator: of the pipeline.
-        shape: of an activation (any, where the communicator's lengths vary).
+        shape: of an activation, or a list of shapes of several (any, where the communicator's lengths vary).
 
     Returns:
         The losses, detached, in the order of their micro-batches; empty except on the last stage.
 
     Raises:
-        ShapeError: the stages do not divide the micro-batches.
+        ArgumentError: a chunk returned something else than tensors, or not as many as shapes.
+        ShapeError: a chunk returned another shape, or the stages do not divide the micro-batches.
 
     Source: Megatron-LM (arXiv 2104.04473).
     """
@@ -145,43 +203,38 @@ def interleaved(
             f"interleaved: {microbatches} micro-batches do not divide over {communicator.total_stages} stages"
         )
     units = _Units(len(chunks), microbatches, communicator.current_stage, communicator.total_stages)
-    waiting: list[list[tuple[Tensor | None, Tensor]]] = [[] for _ in chunks]
-    losses: list[Tensor] = []
-    shape = torch.Size(shape)
+    passes = _Passes("interleaved", shape, communicator)
+    shapes, waiting = passes.shapes, [list[_InFlight]() for _ in chunks]
 
-    def forward(k: int, x: Tensor | None) -> Tensor | None:
-        """Run the k-th forward on the input ``x``; return the activation to send, or None for the last chunk.
-
-        The loss of the last chunk is appended to ``losses``.
-        """
+    def forward(k: int, x: Any) -> Any:
+        """Run the k-th forward on the input ``x``; return the activation to send, or None for the last chunk."""
         chunk = units.forward(k)
-        y = chunks[chunk](x, units.microbatch(k))
-        waiting[chunk].append((x, y))
-        if units.is_last(chunk):
-            losses.append(y.detach())
-            return None
+        ends = units.is_first(chunk), units.is_last(chunk)
+        in_flight, y = passes.forward(chunks[chunk], x, units.microbatch(k), *ends)
+        waiting[chunk].append(in_flight)
         return y
 
-    def backward(k: int, grad: Tensor | None) -> Tensor | None:
+    def backward(k: int, grad: Any) -> Any:
         """Run the k-th backward from the gradient ``grad``; return the gradient for the previous stage."""
-        return _backward(*waiting[units.backward(k)].pop(0), grad)
+        chunk = units.backward(k)
+        return passes.backward(waiting[chunk].pop(0), grad, units.is_last(chunk))
 
     ahead, count = units.ahead, units.count
-    x = communicator.recv_forward(shape, not units.takes_input(0))
+    x = communicator.recv_forward(shapes, not units.takes_input(0))
     grad: Any = None
     for k in range(ahead):
         y, takes = forward(k, x), units.takes_input(k + 1)
         if k + 1 == ahead < count:
             gradient = units.takes_gradient(0)
-            x, grad = communicator.send_forward_backward_recv_forward_backward(y, None, takes, gradient, shape)
+            x, grad = communicator.send_forward_backward_recv_forward_backward(y, None, takes, gradient, shapes)
         else:
-            x = communicator.send_forward_recv_forward(y, takes, shape)
+            x = communicator.send_forward_recv_forward(y, takes, shapes)
     for k in range(count - ahead):
         y, sent = forward(k + ahead, x), backward(k, grad)
         receives = (units.takes_input(k + ahead + 1), units.takes_gradient(k + 1))
-        x, grad = communicator.send_forward_backward_recv_forward_backward(y, sent, *receives, shape)
+        x, grad = communicator.send_forward_backward_recv_forward_backward(y, sent, *receives, shapes)
     if ahead == count:
-        grad = communicator.recv_backward(shape, not units.takes_gradient(0))
+        grad = communicator.recv_backward(shapes, not units.takes_gradient(0))
     for k in range(count - ahead, count):
-        grad = communicator.send_backward_recv_backward(backward(k, grad), units.takes_gradient(k + 1), shape)
-    return losses
+        grad = communicator.send_backward_recv_backward(backward(k, grad), units.takes_gradient(k + 1), shapes)
+    return passes.losses
