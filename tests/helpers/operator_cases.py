@@ -18,9 +18,10 @@ from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup, ReplicaS
 from tritoncomm.tensor.distspec import _DistSpec, partitions
 from tritoncomm.tensor.layout import plain
 
-__all__ = ["CASES", "IDS", "TARGETS", "TOLERANCE", "Make", "case", "check", "close", "layouts_of", "made", "run_case"]
+__all__ = ["CASES", "IDS", "TARGETS", "TOLERANCE", "Make", "case", "check", "close", "layouts_of", "made", "run_case", "run_under_autocast"]
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+LOW_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 Make = Callable[..., Any]
@@ -196,14 +197,16 @@ def close(result: Tensor, expected: Tensor, dtype: torch.dtype, *what: Any) -> N
         return
     scale = max(float(expected.abs().max()), 1.0)
     error = float((result - expected).abs().max()) / scale
-    assert error <= TOLERANCE[dtype], (what, error)
+    tolerances = TOLERANCE | LOW_TOLERANCE
+    assert error <= max(tolerances[dtype], tolerances[result.dtype]), (what, error)
 
 
 def check(
-    function: Make, fulls: list[Tensor], specs: tuple[_DistSpec | None, ...], pg: ProcessGroup, what: Any = ""
-) -> list[_DistSpec]:
-    """Run on shards and on global tensors; the layouts of the results."""
-    dtype = next((x.dtype for x in fulls if x.is_floating_point()), torch.float32)
+    function: Make, fulls: list[Tensor], specs: tuple[_DistSpec | None, ...], pg: ProcessGroup, what: Any = "",
+    dtype: torch.dtype | None = None,
+) -> list[_DistSpec]:  # fmt: skip
+    """Run on shards and on global tensors; the layouts of the results. ``dtype`` has the tolerance."""
+    dtype = dtype or next((x.dtype for x in fulls if x.is_floating_point()), torch.float32)
     rank = pg.tp_local_rank()
     references = [x.clone().requires_grad_(x.is_floating_point()) for x in fulls]
     expected = [x for x in tree_leaves(function(*references)) if isinstance(x, Tensor)]
@@ -260,4 +263,27 @@ def run_case(group: TorchGroup, name: str, limit: int = 10**6) -> int:
         for specs in every:
             check(function, fulls, specs, pg, name)
             count += 1
+    return count
+
+
+def run_under_autocast(group: TorchGroup, name: str, low: torch.dtype, limit: int) -> int:
+    """Some layouts under autocast, of fp32 operands, of ``low`` ones, and of both in turn: dtypes and values.
+
+    Losses of fp32 logits lose nothing: torch computes them in fp32, too.
+    """
+    pg, count = ranks_of(group), 0
+    function, operands = CASES[name]
+    for dtypes in itertools.product((torch.float32, low), repeat=2):
+        fulls = [made(operand, dtypes[i % 2], i) for i, operand in enumerate(operands)]
+        with torch.autocast("cpu", low):
+            try:
+                function(*[x.clone() for x in fulls])
+            except (RuntimeError, UserWarning):  # torch refuses these dtypes, or warns of them
+                continue
+            each = [list(layouts_of(tuple(x.shape), group.size())) for x in fulls]
+            every = [specs for specs in itertools.product(*each) if any(spec is not None for spec in specs)]
+            exact = name.startswith("cross_entropy") and dtypes[0] is torch.float32
+            for specs in random.Random(f"{name} {dtypes}").sample(every, min(limit, len(every))):
+                check(function, fulls, specs, pg, (name, dtypes), torch.float32 if exact else low)
+                count += 1
     return count

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from operator_cases import CASES, layouts_of, made, run_case
+from operator_cases import CASES, layouts_of, made, run_case, run_under_autocast
 from pool import Pool
 from shards import ranks_of, shard_of
 from torch import Tensor
@@ -33,6 +33,18 @@ def test_layouts(pool: Pool, name: str, world: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout(pool: Pool, name: str, world: int) -> None:
     assert min(pool.run(run_case, name, world=world, timeout=600)) > 1
+
+
+def autocast_of_every_operator(group: TorchGroup, low: torch.dtype, limit: int) -> None:
+    for name in CASES:
+        assert run_under_autocast(group, name, low, limit), name
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("limit", [2, pytest.param(100, marks=pytest.mark.slow)])
+def test_dtypes_under_autocast_are_torch_s(pool: Pool, low: torch.dtype, limit: int) -> None:
+    """By torch's lists of fp32, of promotion and of low precision; gradients in the dtypes of the operands."""
+    pool.run(autocast_of_every_operator, low, limit, world=2, timeout=110)
 
 
 def test_the_documented_operators_are_the_code() -> None:

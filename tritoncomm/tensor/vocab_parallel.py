@@ -64,8 +64,11 @@ def cross_entropy_rows(
     ignore_index: int,
     smoothing: float,
     group: ProcessGroup,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of every row, equal on all ranks, and the divisor of the mean.
+
+    Autocast, which would multiply in 16 bits, is off inside.
 
     Args:
         logits: ``[..., local classes]``, the local shard.
@@ -76,20 +79,22 @@ def cross_entropy_rows(
         ignore_index: a target that is ignored.
         smoothing: e in the formulas above.
         group: the process group of the shards.
+        dtype: of the loss; that of the logits by default.
 
     Returns:
-        ``[...]`` in the dtype of the logits, and a number.
+        ``[...]``, and a number, in ``dtype``.
     """
     rows = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
     wide = torch.float64 if logits.dtype is torch.float64 else torch.float32
-    with torch.no_grad():
-        if target.is_floating_point():
-            targets = _soft_targets(target, weight, classes, smoothing, wide, group, rows)
-        else:
-            flat = target.reshape(-1)
-            targets = _class_targets(flat, weight, bounds, classes, ignore_index, smoothing, wide, group)
-    loss = _Rows.apply(rows, targets, wide, group)
-    counted = targets.counts.sum()
+    with torch.autocast(logits.device.type, enabled=False):
+        with torch.no_grad():
+            if target.is_floating_point():
+                targets = _soft_targets(target, weight, classes, smoothing, wide, group, rows)
+            else:
+                flat = target.reshape(-1)
+                targets = _class_targets(flat, weight, bounds, classes, ignore_index, smoothing, wide, group)
+        loss = _Rows.apply(rows, targets, wide, dtype or logits.dtype, group)
+        counted = targets.counts.sum()
     return loss.view(logits.shape[:-1]), counted.to(loss.dtype)
 
 
@@ -107,7 +112,7 @@ def _class_targets(
     weights_sum: Any = float(classes)
     if weight is not None:
         own = weight.to(wide)[target_col.clamp(min=0)] * is_local if size else torch.zeros_like(weights)
-        both = torch.cat([own, own.new_zeros(1) + weight.sum().to(wide)])
+        both = torch.cat([own, own.new_zeros(1) + weight.sum(dtype=wide)])
         both = eager.all_reduce(both, group, "cross_entropy.weights")
         weights, weights_sum = both[:-1], both[-1]
     target_weight = weights * (1 - smoothing)
@@ -137,7 +142,9 @@ class _Rows(torch.autograd.Function):
     """Forward: loss of every row. Backward: gradient of the local logits."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, targets: _RowTargets, wide: torch.dtype, group: ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, targets: _RowTargets, wide: torch.dtype, dtype: torch.dtype, group: ProcessGroup
+    ) -> Tensor:
         started = record.now()
         stats = torch.empty(2, len(rows), dtype=wide, device=rows.device)  # local log-sum-exp, weights times logits
         path = ops.path_for(rows, "reduce") if targets.soft_weights is None and rows.stride(-1) == 1 else "torch"
@@ -154,7 +161,7 @@ class _Rows(torch.autograd.Function):
         lse, target_term = torch.logsumexp(gathered[:, 0], 0), gathered[:, 1].sum(0)
         ctx.save_for_backward(rows, lse, stats[0])
         ctx.targets, ctx.path = targets, path
-        return torch.where(targets.valid, lse * targets.total_weight - target_term, 0.0).to(rows.dtype)
+        return torch.where(targets.valid, lse * targets.total_weight - target_term, 0.0).to(dtype)
 
     @staticmethod
     @once_differentiable
@@ -181,7 +188,7 @@ class _Rows(torch.autograd.Function):
             for block in _blocks(rows):
                 _gradient(rows[block], targets, block, share, grad_rows, out)
         record.add("cross_entropy.backward", ctx.path, bytes_copied, 0, started)
-        return out, None, None, None
+        return out, None, None, None, None
 
 
 def _statistics(x: Tensor, targets: _RowTargets, block: slice, stats: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritoncomm.core.autograd import wants_grad
 from tritoncomm.tensor.layout import shape_of
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, from_front
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, dtype_of_result, from_front
 from tritoncomm.tensor.rules.reductions import extremum_over_ranks, sum_over_ranks
 from tritoncomm.tensor.rules.table import rule
 from tritoncomm.tensor.vocab_parallel import cross_entropy_rows
@@ -53,7 +53,7 @@ def _softmax_like(input: Tensor, dim: int | None, dtype_or_level: Any, log: bool
     def run(sharding: Sharding, x: Tensor) -> Tensor:
         if not sharding.has(dim):
             return local(x, dim, dtype=dtype)
-        target = dtype or x.dtype
+        target = dtype or dtype_of_result(lambda one: local(one, 0), x)
         wide = x.to(torch.float64 if target is torch.float64 else torch.float32)
         shifted = wide - extremum_over_ranks(wide, (dim,), sharding.group)
         exps = shifted.exp()
@@ -96,6 +96,7 @@ def _cross_entropy(
             loss, counted = cross_entropy_rows(
                 logits.movedim(classes, -1), targets.movedim(classes, -1) if soft else targets, weights,
                 sharding.shard("c"), shape[classes], ignore_index, label_smoothing, sharding.group,
+                dtype_of_result(lambda one: F.cross_entropy(one[None], one[None]), logits),
             )  # fmt: skip
             if reduction == "none":
                 return loss
@@ -111,7 +112,8 @@ def _cross_entropy(
         else:
             valid = targets != ignore_index
             counts = valid if weights is None else weights.detach()[targets.masked_fill(~valid, 0)] * valid
-            counted = sum_over_ranks(counts.sum().to(loss.dtype), sharding.group)
+            wide = torch.promote_types(loss.dtype, torch.float32)
+            counted = sum_over_ranks(counts.sum(dtype=wide), sharding.group).to(loss.dtype)
         return total / counted
 
     own = frozenset(labels) if reduction != "none" else frozenset({"c"})

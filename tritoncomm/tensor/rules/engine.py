@@ -34,6 +34,7 @@ __all__ = [
     "broadcast_labels",
     "broadcast_shapes",
     "choose",
+    "dtype_of_result",
     "execute",
     "from_front",
     "is_legal",
@@ -167,6 +168,17 @@ def broadcast_labels(shape: Sequence[int], sizes: Sequence[int], names: Sequence
     if len(shape) > len(sizes) or any(shape[dim] not in (1, sizes[dim]) for dim in dims):
         raise ShapeError(f"{list(shape)} cannot be broadcast to {list(sizes)}")
     return tuple((dim if names is None else names[dim]) if shape[dim] == sizes[dim] else None for dim in dims)
+
+
+def dtype_of_result(local: Callable[[Tensor], Tensor], x: Tensor) -> torch.dtype:
+    """Return the dtype in which torch returns ``local`` of tensors like ``x``, for rules that compute it themselves.
+
+    Under autocast torch's lists decide, by device and version; ``local`` is asked with one element.
+    """
+    device = x.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return x.dtype
+    return local(x.detach().new_zeros(1)).dtype
 
 
 def from_front(dim: int, count: int) -> int:

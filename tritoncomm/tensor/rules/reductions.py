@@ -16,7 +16,7 @@ from tritoncomm.core.autograd import direct
 from tritoncomm.errors import ShapeError
 from tritoncomm.mappings.tensor_parallel import reduce_from
 from tritoncomm.tensor.layout import is_colo, shape_of
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, from_front
+from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, dtype_of_result, from_front
 from tritoncomm.tensor.rules.pointwise import broadcast_operands
 from tritoncomm.tensor.rules.table import rule
 
@@ -188,7 +188,8 @@ def _norm(
         return None  # and this one on all ranks
 
     def across(sharding: Sharding, x: Tensor) -> Tensor:
-        x = x if dtype is None else x.to(dtype)
+        target = dtype or dtype_of_result(torch.linalg.vector_norm, x)
+        x = x if target is x.dtype else x.to(target)
         if math.isinf(power):
             return _MinMax.apply(x.abs(), dims, keepdim, power < 0, sharding.group)
         wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
