@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from tritoncomm import ArgumentError, GroupError, parallel, record
+from tritoncomm import ArgumentError, GroupError, UnsupportedError, parallel, record
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -210,6 +210,58 @@ def test_what_is_left_to_torch_and_what_is_refused(group: ProcessGroup) -> None:
     turned = DeviceMesh("cpu", torch.tensor([1, 0]), _init_backend=False)
     with pytest.raises(GroupError, match="ascend"):
         theirs.parallelize_module(nn.Linear(8, 4), turned, parallel.ColwiseParallel(), src_data_rank=None)
+
+
+class Tied(nn.Module):
+    """An embedding and a head of one weight; ``head`` is the class of the head."""
+
+    def __init__(self, head: type[nn.Linear] = nn.Linear) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(8, 4), head(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return full(self.head(full(self.embed(ids))))
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("head", [nn.Linear, Odd], ids=["ours", "torch's"])
+@pytest.mark.parametrize("order", [("embed", "head"), ("head", "embed")], ids="-".join)
+def test_shared_parameters_stay_shared(group: ProcessGroup, head: type[nn.Linear], order: tuple[str, str]) -> None:
+    """Over steps of an optimizer with momentum, whichever module comes first, and whoever's style runs it."""
+    mesh, ids = DeviceMesh.from_group(group, "cpu"), torch.arange(8)
+    plan = {
+        "embed": parallel.RowwiseParallel(input_layouts=Replicate()),
+        "head": parallel.ColwiseParallel(output_layouts=Replicate()),
+    }
+    model, alone = Tied(head), Tied(head)
+    theirs.parallelize_module(model, mesh, {name: plan[name] for name in order})
+    assert model.embed.weight is model.head.weight
+    for each in (model, alone):
+        optimizer = torch.optim.SGD(each.parameters(), 0.05, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            each(ids).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(full(model.embed.weight), alone.embed.weight, **CLOSE)
+
+
+@pytest.mark.parametrize("head", [nn.Linear, Odd], ids=["ours", "torch's"])
+def test_shared_parameters_that_a_plan_unties_are_refused(group: ProcessGroup, head: type[nn.Linear]) -> None:
+    mesh, ids = DeviceMesh.from_group(group, "cpu"), torch.arange(8)
+    col = parallel.ColwiseParallel(output_layouts=Replicate())
+    with pytest.raises(ArgumentError, match="is shared with a module that holds it as .* styles that agree"):
+        theirs.parallelize_module(Tied(head), mesh, {"embed": col, "head": col})
+    one = theirs.parallelize_module(Tied(head), mesh, {"head": col})
+    with torch.no_grad():
+        torch.testing.assert_close(one(ids), Tied(head)(ids))  # copies are right until one is trained
+    with pytest.raises(UnsupportedError, match=r"weight was shared with a module that is not in the plan"):
+        one(ids).sum().backward()
+    frozen = Tied(head)
+    frozen.embed.weight.requires_grad_(False)
+    theirs.parallelize_module(frozen, mesh, {"embed": parallel.RowwiseParallel(input_layouts=Replicate())})
+    assert not frozen.embed.weight.requires_grad
 
 
 def test_sums_are_in_place(group: ProcessGroup) -> None:

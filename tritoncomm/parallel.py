@@ -11,7 +11,7 @@ parametrized weight, a partial input, dropout, an embedding with ``max_norm``) g
 Source: Megatron-LM (arXiv 1909.08053), sequence parallelism (arXiv 2205.05198).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import style
 from tritoncomm import mappings
 from tritoncomm.core.autograd import direct, wants_grad
 from tritoncomm.core.plan import Ints, chunk_sizes
-from tritoncomm.errors import ArgumentError
+from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.groups import as_group
 from tritoncomm.mappings.tensor_parallel import copy_to, reduce_from
 
@@ -51,7 +51,7 @@ class ColwiseParallel(style.ColwiseParallel):
         _check(module, device_mesh)
         known = {nn.Linear: (ColwiseLinear, 0), nn.Embedding: (ColwiseEmbedding, 1)}
         if not _is_known(module, known, self.input_layouts, self.output_layouts):
-            return super()._apply(module, device_mesh)
+            return _by_torch(super()._apply, module, device_mesh)
         kind, dim = known[_base(module)]
         _distribute(module, device_mesh, {"weight": Shard(dim), "bias": Shard(0)}, self.src_data_rank)
         return _attach(module, kind, device_mesh, self.input_layouts[0], self.output_layouts[0], self.use_local_output)
@@ -77,7 +77,7 @@ class RowwiseParallel(style.RowwiseParallel):
             has_rows = all(chunk_sizes(module.num_embeddings, device_mesh.size()))
             is_known = is_known and has_rows and self.input_layouts[0].is_replicate()
         if not is_known:
-            return super()._apply(module, device_mesh)
+            return _by_torch(super()._apply, module, device_mesh)
         kind, dim = known[_base(module)]
         _distribute(module, device_mesh, {"weight": Shard(dim), "bias": Replicate()}, self.src_data_rank)
         return _attach(module, kind, device_mesh, self.input_layouts[0], self.output_layouts[0], self.use_local_output)
@@ -101,10 +101,9 @@ class SequenceParallel(style.SequenceParallel):
         known = {nn.LayerNorm: (SequenceLayerNorm, 0), nn.RMSNorm: (SequenceRMSNorm, 0)}
         (layout,) = self.sequence_sharding
         if not _is_known(module, known, (layout,), (layout,)):
-            return super()._apply(module, device_mesh)
-        for name, param in list(module.named_parameters(recurse=False)):  # torch's style does not send them either
-            replicated = DTensor.from_local(param.detach(), device_mesh, (Replicate(),), run_check=False)
-            module.register_parameter(name, nn.Parameter(replicated, requires_grad=param.requires_grad))
+            return _by_torch(super()._apply, module, device_mesh)
+        # Torch's style does not send the parameters either.
+        _distribute(module, device_mesh, {"weight": Replicate(), "bias": Replicate()}, None)
         return _attach(module, known[_base(module)][0], device_mesh, layout, layout, self.use_local_output)
 
 
@@ -336,7 +335,60 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, layouts: dict[str, Placemen
     """Make the parameters DTensors, from the values of ``source``."""
     for name, param in list(module.named_parameters(recurse=False)):
         tensor = distribute_tensor(param, mesh, (layouts[name],), src_data_rank=source)
-        module.register_parameter(name, nn.Parameter(tensor, requires_grad=param.requires_grad))
+        _replace(module, name, param, nn.Parameter(tensor, requires_grad=param.requires_grad))
+
+
+def _by_torch(apply: Callable[..., nn.Module], module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Apply torch's own style, which gives the module new parameters."""
+    before = dict(module.named_parameters(recurse=False))
+    module = apply(module, mesh)
+    for name, param in before.items():
+        new = module._parameters.get(name)
+        if new is not None and new is not param:
+            _replace(module, name, param, new)
+    return module
+
+
+_SHARDED = "_tritoncomm_sharded"
+"""Attribute of a parameter that was replaced: the new one, which takes its place in all modules that share it."""
+
+
+def _replace(module: nn.Module, name: str, old: Tensor, new: Any) -> None:
+    """Register ``new`` in the place of ``old``, or what already stands in the place of ``old`` in another module.
+
+    Nobody knows here which other modules share ``old``. One that is not in the plan keeps it, untied: its gradient
+    raises then.
+
+    Raises:
+        ArgumentError: the other module's style sharded it otherwise.
+    """
+    what = f"parallelize_module: {type(module).__name__}.{name}"
+    shared = getattr(old, _SHARDED, None)
+    if shared is None:
+        setattr(old, _SHARDED, new)
+        if old.requires_grad and old.is_leaf:
+            old.register_hook(_Untied(what))
+    elif shared.device_mesh == new.device_mesh and shared.placements == new.placements:
+        new = shared
+    else:
+        raise ArgumentError(
+            f"{what} is shared with a module that holds it as {shared.placements}, and its own style wants "
+            f"{new.placements}: choose styles that agree"
+        )
+    module.register_parameter(name, new)
+
+
+class _Untied:
+    """Gradient hook of a parameter that was replaced in one module, and that another one still has."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __call__(self, grad: Tensor) -> None:
+        raise UnsupportedError(
+            f"{self._what} was shared with a module that is not in the plan, and still has the unsharded parameter; "
+            "add that module to the plan"
+        )
 
 
 @lru_cache(maxsize=256)
