@@ -251,7 +251,7 @@ def test_shared_parameters_stay_shared(group: ProcessGroup, head: type[nn.Linear
 def test_shared_parameters_that_a_plan_unties_are_refused(group: ProcessGroup, head: type[nn.Linear]) -> None:
     mesh, ids = DeviceMesh.from_group(group, "cpu"), torch.arange(8)
     col = parallel.ColwiseParallel(output_layouts=Replicate())
-    with pytest.raises(ArgumentError, match="is shared with a module that holds it as .* styles that agree"):
+    with pytest.raises(ArgumentError, match=r"is shared with a module that holds it as .* styles that agree"):
         theirs.parallelize_module(Tied(head), mesh, {"embed": col, "head": col})
     one = theirs.parallelize_module(Tied(head), mesh, {"head": col})
     with torch.no_grad():

@@ -349,7 +349,7 @@ def _by_torch(apply: Callable[..., nn.Module], module: nn.Module, mesh: DeviceMe
     return module
 
 
-_SHARDED = "_tritoncomm_sharded"
+_SHARDED = "tritoncomm_sharded"
 """Attribute of a parameter that was replaced: the new one, which takes its place in all modules that share it."""
 
 

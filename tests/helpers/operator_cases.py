@@ -18,7 +18,20 @@ from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup, ReplicaS
 from tritoncomm.tensor.distspec import _DistSpec, partitions
 from tritoncomm.tensor.layout import plain
 
-__all__ = ["CASES", "IDS", "TARGETS", "TOLERANCE", "Make", "case", "check", "close", "layouts_of", "made", "run_case", "run_under_autocast"]
+__all__ = [
+    "CASES",
+    "IDS",
+    "TARGETS",
+    "TOLERANCE",
+    "Make",
+    "case",
+    "check",
+    "close",
+    "layouts_of",
+    "made",
+    "run_case",
+    "run_under_autocast",
+]
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 LOW_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}

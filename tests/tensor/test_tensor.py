@@ -557,7 +557,7 @@ def test_only_these_names_of_torch_are_replaced(kind: type) -> None:
     """torch has private names (``_is_view``) that are easily taken for an attribute of ours."""
     replaced = set(vars(kind)) & set(dir(torch.Tensor)) - {"__annotations__", "__doc__", "__module__"}
     special = {name for name in replaced if name.startswith("__")}
-    assert replaced - special <= {"grad", "set_", "real", "imag"}
+    assert replaced - special <= {"grad", "set_", "real", "imag", "detach", "_is_param"}
 
 
 def test_a_parameter_is_converted(group: TorchGroup) -> None:

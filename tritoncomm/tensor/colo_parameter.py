@@ -1,6 +1,8 @@
 """A ColoTensor as a module parameter."""
 
+import sys
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -9,13 +11,16 @@ from torch import Tensor
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.const import TensorType
 from tritoncomm.tensor.elementwise import QUERIES
+from tritoncomm.tensor.layout import plain
 from tritoncomm.tensor.param_op_hook import ColoParamOpHookManager, params_in
 from tritoncomm.tensor.tensor_spec import ColoTensorSpec
 
 __all__ = ["ColoParameter"]
 
+_NEW_PARAMETER: CodeType = torch.nn.Parameter.__new__.__code__
 
-class ColoParameter(ColoTensor, torch.nn.Parameter):
+
+class ColoParameter(ColoTensor, torch.nn.Parameter):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A sharded parameter; the hooks of ``ColoParamOpHookManager`` run around its operators.
 
     Args:
@@ -37,6 +42,16 @@ class ColoParameter(ColoTensor, torch.nn.Parameter):
         return parameter
 
     shared_param_modules: list[Any]
+
+    def detach(self) -> Any:
+        """Return a ColoTensor over the same memory, as ``nn.Parameter.detach`` returns a tensor.
+
+        ``nn.Parameter(p)``, which asks for the class of its argument and knows no other way to copy, gets a
+        ColoParameter. No public name says how a subclass takes part in that (torch 2.11 to 2.15).
+        """
+        if sys._getframe(1).f_code is not _NEW_PARAMETER:
+            return super().detach()
+        return type(self)._rebuild(plain(self).detach(), False, self._state())
 
     @staticmethod
     def from_torch_tensor(
@@ -65,3 +80,6 @@ class ColoParameter(ColoTensor, torch.nn.Parameter):
         params = params_in([*args, *kwargs.values()], ColoParameter)
         in_graph = name not in QUERIES
         return ColoParamOpHookManager.around(params, partial(run, func), tuple(args), kwargs, in_graph)
+
+
+ColoTensor._parameter_class = ColoParameter

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ class ColoTensor(layout.LocalShard):
 
     _type = TensorType.NONMODEL
     has_initialized = True
+    _parameter_class: ClassVar[Any]
+    """``ColoParameter``, which its module sets."""
 
     def __new__(
         cls, data: Tensor | None, spec: ColoTensorSpec | None, global_shape: Sequence[int] | None = None
@@ -139,6 +141,24 @@ class ColoTensor(layout.LocalShard):
         gradients.gradient_of, gradients.set_gradient, gradients.delete_gradient,
         "The gradient, as a ColoTensor of this layout. A plain tensor that is set is a local gradient.",
     )  # fmt: skip
+
+    @property
+    def _is_param(self) -> bool:
+        """Whether ``nn.Parameter(x)`` has made this tensor a parameter: a ColoParameter, unless it is a view.
+
+        torch marks parameters of other classes so, and has no public name for it (torch 2.11 to 2.15).
+        """
+        return vars(self).get("is_marked", False)
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self._elsewhere:
+            layout.refuse_sharing("nn.Parameter", self)
+        if self._is_gathered:
+            self.is_marked = value
+        elif value and not isinstance(self, self._parameter_class):
+            self.__class__ = self._parameter_class
+            self.shared_param_modules = []
 
     def has_compute_spec(self) -> bool:
         """Whether a compute spec is set."""
@@ -270,6 +290,7 @@ class ColoTensor(layout.LocalShard):
         return self.dist_spec.placement is DistPlacementPattern.SHARD
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy with its gradient and its attributes, as of a ``torch.Tensor``; of a parameter without them."""
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
@@ -280,6 +301,10 @@ class ColoTensor(layout.LocalShard):
         pg, dist_spec, compute_spec, *rest = self._state()
         state = (pg, dist_spec, deepcopy(compute_spec, memo), *rest)
         memo[id(self)] = copy = type(self)._rebuild(data, self.requires_grad, state)
+        if not isinstance(self, torch.nn.Parameter):
+            more = {name: value for name, value in vars(self).items() if name not in vars(copy)}
+            vars(copy).update(deepcopy(more, memo))
+            copy.grad = deepcopy(self.grad, memo)
         return copy
 
     def _state(self) -> tuple[Any, ...]:
@@ -300,7 +325,11 @@ class ColoTensor(layout.LocalShard):
 
         with torch.no_grad():
             data = layout.plain(self).detach()
-        return rebuild, (type(self).__name__, data, self.requires_grad, self._state())
+        return rebuild, (type(self).__name__, data, self.requires_grad, (*self._state(), self._coordinate()))
+
+    def _coordinate(self) -> tuple[int, int]:
+        """Which shard this is, and of how many."""
+        return (self.process_group.tp_local_rank(), self.process_group.tp_world_size()) if self.partitions else (0, 1)
 
     def __create_write_items__(self, fqn: str, _: Any) -> Any:
         # Imported here because torch.distributed.checkpoint doubles the import time.

@@ -20,7 +20,7 @@ from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor import rules as rules
 from tritoncomm.tensor.distspec import ReplicaSpec
 from tritoncomm.tensor.elementwise import ELEMENTWISE, KEEPS_LAYOUT, MAKES_NEW, QUERIES, RESHAPES_IN_PLACE, writes
-from tritoncomm.tensor.layout import is_colo, plain, refuse_sharing
+from tritoncomm.tensor.layout import LocalShard, is_colo, plain, refuse_sharing
 from tritoncomm.tensor.op_wrapper import colo_op_impl, implementation
 from tritoncomm.tensor.rules import random_ops
 from tritoncomm.tensor.rules.engine import execute
@@ -29,7 +29,7 @@ from tritoncomm.tensor.rules.indexing import set_item
 from tritoncomm.tensor.rules.pointwise import elementwise, keep
 from tritoncomm.tensor.rules.table import RULES
 
-__all__ = ["run"]
+__all__ = ["colo_tensors", "run"]
 
 _ACCESSORS = ("__get__", "__set__", "__delete__")
 _COMPLEX_PARTS = ("real", "imag")
@@ -52,6 +52,20 @@ def _length(self: Any) -> int:
     return self.size_global(0)
 
 
+@colo_op_impl(Tensor.module_load)
+def _module_load(self: Any, other: Tensor, assign: bool = False) -> Any:
+    """Return what ``load_state_dict`` swaps a tensor for: one of its layout, with the values of ``other``."""
+    refuse_sharing("load_state_dict", other)
+    if assign:
+        return other.detach()
+    with torch.no_grad():
+        self.copy_(other)
+    kind = type(self)
+    if not issubclass(kind, LocalShard):
+        return self.detach()
+    return kind._rebuild(plain(self).detach(), self.requires_grad, self._state())
+
+
 def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run ``func(*args, **kwargs)`` with ColoTensors among the arguments."""
     impl = implementation(func)
@@ -69,7 +83,7 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     if name in KEEPS_LAYOUT:
         if args and not is_colo(args[0]):
             return _run_local(func, args, kwargs)  # a plain tensor that takes dtype and device of a ColoTensor
-        return keep(func, args, kwargs, next(_colo_tensors(args, kwargs)))
+        return keep(func, args, kwargs, next(colo_tensors(args, kwargs)))
     if name in MAKES_NEW:
         x = _run_local(func, args, kwargs)
         return args[0]._wrap(x, args[0].process_group, ReplicaSpec(), x.shape)
@@ -117,15 +131,15 @@ def _describe(describe: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
         raise
 
 
-def _colo_tensors(*trees: Any) -> Iterator[Any]:
+def colo_tensors(*trees: Any) -> Iterator[Any]:
     """The ColoTensors in nested arguments."""
     for tree in trees:
         if is_colo(tree):
             yield tree
         elif isinstance(tree, list | tuple):
-            yield from _colo_tensors(*tree)
+            yield from colo_tensors(*tree)
         elif isinstance(tree, dict):
-            yield from _colo_tensors(*tree.values())
+            yield from colo_tensors(*tree.values())
 
 
 def _run_local(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -154,9 +168,9 @@ def _refuse_reshaping(name: str) -> None:
 def _on_replicas(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operator without a rule: shards are gathered first, and every rank computes the full result."""
     _refuse_reshaping(name)
-    tensors = list(_colo_tensors(args, kwargs))
+    tensors = list(colo_tensors(args, kwargs))
     sharded = [x for x in tensors if x.partitions]
-    if sharded and (writes(name) or any(x is y for x in _colo_tensors(kwargs.get("out")) for y in sharded)):
+    if sharded and (writes(name) or any(x is y for x in colo_tensors(kwargs.get("out")) for y in sharded)):
         raise UnsupportedError(f"{name} has no rule for writing into a shard; redistribute it first")
     if sharded and name not in _warned:
         _warned.add(name)
@@ -167,7 +181,7 @@ def _on_replicas(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
         )
     pg, first = (sharded or tensors)[0].process_group, next(iter((*args, *kwargs.values())))
     gathered: list[tuple[Any, Tensor]] = []
-    outs = {id(x): (x, _resizable(x)) for x in _colo_tensors(kwargs.get("out"))}
+    outs = {id(x): (x, _resizable(x)) for x in colo_tensors(kwargs.get("out"))}
 
     def gather(x: Any) -> Any:
         if not is_colo(x):
@@ -188,6 +202,8 @@ def _on_replicas(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
     written = _copy_outs(name, list(outs.values()))
 
     def as_replica(x: Any) -> Any:
+        if gathered and isinstance(x, Tensor) and x.layout is not torch.strided:
+            raise UnsupportedError(f"{name}: the result of shards would be {x.layout}; layouts are of strided tensors")
         if id(x) in written:
             return written[id(x)]
         return tensors[0]._wrap(x, pg, ReplicaSpec(), x.shape) if isinstance(x, Tensor) else x

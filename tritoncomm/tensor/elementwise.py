@@ -17,7 +17,8 @@ MAKES_NEW = frozenset(["new_tensor", "new_zeros", "new_ones", "new_empty", "new_
 
 _KEEPS_LAYOUT = """
     alias clone contiguous cpu cuda detach detach_ pin_memory to type bfloat16 bool byte char double float half int long
-    short empty_like full_like ones_like zeros_like resolve_conj resolve_neg
+    short empty_like full_like ones_like zeros_like resolve_conj resolve_neg to_dense dequantize type_as
+    alias_copy cdouble cfloat chalf detach_copy
 """
 KEEPS_LAYOUT = frozenset(_KEEPS_LAYOUT.split())
 """Copies and casts of one tensor, or new tensors of the same layout."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, TypeGuard
 import torch
 from torch import Tensor
 
-from tritoncomm.errors import UnsupportedError
+from tritoncomm.errors import MismatchError, UnsupportedError
 from tritoncomm.tensor.compute_spec import ComputeSpec
 from tritoncomm.tensor.const import TensorType
 from tritoncomm.tensor.distspec import _DistSpec
@@ -25,6 +25,7 @@ class LocalShard(Tensor):
         has_initialized: whether the caller gave a spec.
         global_shape: shape of the global tensor.
         partitions: (dim, number of shards) of every sharded dim, in the order of the spec; empty for a replica.
+        _elsewhere: text about a shard that was loaded on a rank that holds another one; empty for all others.
     """
 
     dist_spec: _DistSpec
@@ -35,8 +36,11 @@ class LocalShard(Tensor):
     global_shape: tuple[int, ...]
     partitions: tuple[tuple[int, int], ...]
     _is_gathered: ClassVar[bool] = False
+    _elsewhere: str = ""
     _wrap: Callable[[Tensor, ProcessGroup, _DistSpec, Sequence[int]], Any]
     _wrap_like: Callable[[Tensor], Any]
+    _rebuild: Callable[..., Any]
+    _state: Callable[[], tuple[Any, ...]]
     redistribute: Callable[..., Any]
     is_sharded: Callable[[], bool]
     numel_global: Callable[[], int]
@@ -69,10 +73,13 @@ def shape_of(x: Tensor) -> tuple[int, ...]:
 
 
 def refuse_sharing(name: str, x: Any) -> None:
-    """Refuse to share the memory of a view, which is a gathered copy.
+    """Refuse to share the memory of a view, which is a gathered copy, and to take another rank's shard for this one's.
 
     Raises:
         UnsupportedError: ``x`` is a view of a sharded dim.
+        MismatchError: ``x`` was loaded from another rank's file.
     """
+    if isinstance(x, LocalShard) and x._elsewhere:
+        raise MismatchError(f"{name}: {x._elsewhere}")
     if is_view(x):
         raise UnsupportedError(f"{name}: this is a view of a sharded dim, whose memory is a copy; clone() it first")

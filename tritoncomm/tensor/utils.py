@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.distspec import shard_of
-from tritoncomm.tensor.layout import plain, shape_of
+from tritoncomm.tensor.layout import plain, refuse_sharing, shape_of
 from tritoncomm.tensor.simulators import (
     all_gather_simulator,
     all_to_all_simulator,
@@ -84,6 +84,7 @@ def load_full_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
     if own.keys() != state.keys():
         raise ValueError(f"missing {sorted(own.keys() - state.keys())}, unknown {sorted(state.keys() - own.keys())}")
     for name, target in own.items():
+        refuse_sharing(f"load_full_state_dict: {name}", state[name])
         if isinstance(target, Tensor) and tuple(state[name].shape) != shape_of(target):
             raise ValueError(f"{name} is {list(shape_of(target))}, the state dict has {list(state[name].shape)}")
     module.load_state_dict({name: _own_part(target, state[name]) for name, target in own.items()})

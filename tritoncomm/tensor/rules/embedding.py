@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from tritoncomm.core.autograd import wants_grad
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.mappings.tensor_parallel import reduce_from
 from tritoncomm.tensor.layout import is_colo, shape_of
@@ -25,7 +26,7 @@ def _embedding(
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Call | None:  # fmt: skip
     ids = tuple(range(len(shape_of(input))))
-    _refuse_max_norm("embedding", weight, max_norm)
+    _refuse("embedding", weight, max_norm, sparse)
     if max_norm is not None or sparse:
         return None
     rows = shape_of(weight)[0]
@@ -57,9 +58,13 @@ def _check_ids(ids: Tensor, rows: int) -> None:
         raise IndexError(f"embedding: ids from {int(ids.min())} to {int(ids.max())}, but the table has {rows} rows")
 
 
-def _refuse_max_norm(name: str, weight: Tensor, max_norm: float | None) -> None:
-    if max_norm is not None and is_colo(weight) and weight.partitions:
+def _refuse(name: str, weight: Tensor, max_norm: float | None, sparse: bool) -> None:
+    if not (is_colo(weight) and weight.partitions):
+        return
+    if max_norm is not None:
         raise UnsupportedError(f"{name}: max_norm writes into the weight, which is a shard; redistribute it first")
+    if sparse and wants_grad(weight):
+        raise UnsupportedError(f"{name}: the gradient of a shard is dense: sparse=True is not supported")
 
 
 @rule(
@@ -73,7 +78,7 @@ def _embedding_bag(
     norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
     per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> Call | None:  # fmt: skip
-    _refuse_max_norm("embedding_bag", weight, max_norm)
+    _refuse("embedding_bag", weight, max_norm, sparse)
     if max_norm is not None or sparse:
         return None
     two = len(shape_of(input)) == 2

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tritoncomm.core import eager
 from tritoncomm.errors import UnsupportedError
-from tritoncomm.tensor.layout import is_colo, plain
+from tritoncomm.tensor.layout import is_colo, plain, refuse_sharing
 from tritoncomm.tensor.op_wrapper import colo_op_impl
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.rules.table import rule
@@ -62,7 +62,9 @@ def _check_layout(name: str, like: Any, gradient: Any) -> None:
 
     Raises:
         UnsupportedError: a ColoTensor of another layout.
+        MismatchError: a shard that was loaded from another rank's file.
     """
+    refuse_sharing(name, gradient)
     if not is_colo(gradient) or (not gradient.partitions and not like.partitions):
         return
     if gradient.partitions != like.partitions or gradient.process_group != like.process_group:

@@ -182,6 +182,18 @@ def _unflatten(input: Tensor, dim: int, sizes: Any) -> Call | None:
     return None if _sizes((sizes,)) is None else _shaped(input, lambda x: x.unflatten(dim, sizes))
 
 
+def _add_atleast(function: Any) -> None:
+    """Add the rule of ``torch.atleast_1d``, ``atleast_2d`` or ``atleast_3d`` of one tensor."""
+
+    @_renumbered(function)
+    def describe(*tensors: Any) -> Call | None:
+        return _shaped(tensors[0], function) if len(tensors) == 1 and isinstance(tensors[0], Tensor) else None
+
+
+for _function in (torch.atleast_1d, torch.atleast_2d, torch.atleast_3d):
+    _add_atleast(_function)
+
+
 @_renumbered("squeeze")
 def _squeeze(input: Tensor, dim: Any = None) -> Call | None:
     return _shaped(input, lambda x: x.squeeze() if dim is None else x.squeeze(dim))
