@@ -23,7 +23,7 @@ SITE := $(VENV)/.site
 MEGATRON := 0.19.2
 endif
 
-.PHONY: help demo test test-all test-megatron test-matrix test-oldest test-newest programs docs docs-site dist check faults soak fuzz mutations bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
+.PHONY: help demo test test-all test-megatron test-models test-matrix test-oldest test-newest programs docs docs-site dist check faults soak fuzz mutations bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
 
 help:  ## lists the targets
 	@sed -n 's/^\([a-z][a-z -]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r names text; do \
@@ -56,6 +56,10 @@ test-matrix: $(READY) $(PEERS) .megatron/0.17.1 .megatron/0.18.2 .megatron/0.19.
 	$(PY) -m zipfile -e $@.part/*.whl $@.part
 	rm $@.part/*.whl
 	mv $@.part $@
+
+# All causal language models of the installed transformers: two seeds, grouped and full key/value heads, 1 and 2 ranks.
+test-models: $(READY) $(PEERS)  ## tests every model of transformers
+	$(PY) -m pytest tests/integrations/test_models.py -v $(WORKERS)
 
 test-all: $(READY) $(PEERS)  ## runs all tests
 	$(PY) -m pytest -q

@@ -38,7 +38,8 @@ CORE = [
 MAPPINGS = ["overwriting", "general", "helpers", "exchanges", "functions", "tensor_parallel", "__init__"]
 ORDER = {name: place for place, name in enumerate(name for layer in LAYERS for name in layer)}
 INTEGRATIONS = [
-    "rebinding", "megatron_functions", "megatron", "deepspeed", "yunchang", "transformers", "trainer", "__init__",
+    "rebinding", "megatron_functions", "megatron", "deepspeed", "yunchang", "model_parts", "transformers", "trainer",
+    "__init__",
 ]  # fmt: skip
 DEBUG = [
     "texts", "store", "agreement", "comparison", "descriptor", "sites", "torch_recorder", "flight", "check",

@@ -35,33 +35,36 @@ class UlyssesTrainerMixin(_Base):
     Args:
         args, kwargs: of ``Trainer``.
         ulysses: the name that ``register(group)`` returned. The model gets this attention (see ``switch``).
+        unverified: as of ``switch``.
 
     Raises:
         ArgumentError: nothing is registered under ``ulysses``, or groups of ranks do not divide the job evenly.
         UnsupportedError: an option that would give other numbers than one process: own loss functions, label
-            smoothing, batches that rank 0 dispatches, ``batch_rebalance``, other parallelism.
+            smoothing, NEFTune, batches that rank 0 dispatches, ``batch_rebalance``, other parallelism; or a model whose
+            outputs have a further loss.
 
     Example:
         ``SequenceTrainer(model=model, args=args, train_dataset=data, ulysses=register(group)).train()``
     """
 
-    def __init__(self, *args: Any, ulysses: str = NAME, **kwargs: Any) -> None:
-        self.ulysses, self.sequence_group = ulysses, group_of(ulysses)
+    def __init__(self, *args: Any, ulysses: str = NAME, unverified: bool = False, **kwargs: Any) -> None:
+        self.ulysses, self.unverified, self.sequence_group = ulysses, unverified, group_of(ulysses)
         super().__init__(*args, **kwargs)
         self._refuse_options()
         if self.model_init is None:
-            switch(self.model, ulysses)
+            switch(self.model, ulysses, unverified=unverified)
 
     def call_model_init(self, trial: Any = None) -> Any:
         """``Trainer``'s, with this attention."""
         model = super().call_model_init(trial)
-        switch(model, self.ulysses)
+        switch(model, self.ulysses, unverified=self.unverified)
         return model
 
     def _refuse_options(self) -> None:
         args, parallel = self.args, getattr(self.args, "parallelism_config", None)
         options = {
             "compute_loss_func": self.compute_loss_func is not None,
+            "neftune_noise_alpha": args.neftune_noise_alpha is not None and self.sequence_group.size() > 1,
             "label_smoothing_factor": self.label_smoother is not None,
             "dispatch_batches": bool(self.accelerator.dispatch_batches),
             "split_batches": self.accelerator.split_batches,
@@ -163,7 +166,22 @@ class UlyssesTrainerMixin(_Base):
         """``Trainer``'s, of this rank's shard of ``inputs``."""
         if num_items_in_batch is None:
             raise ArgumentError(f"{type(self).__name__}: a batch needs labels, only {', '.join(inputs)} are there")
-        return super().compute_loss(model, shard_batch(inputs, self.sequence_group), return_outputs, num_items_in_batch)
+        shard = shard_batch(inputs, self.sequence_group)
+        loss, outputs = super().compute_loss(model, shard, True, num_items_in_batch)
+        self._refuse_further_losses(outputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def _refuse_further_losses(self, outputs: Any) -> None:
+        """Refuse outputs with a loss besides the one that is a mean over labels: it would be of this rank's tokens.
+
+        Raises:
+            UnsupportedError: there is one.
+        """
+        if not isinstance(outputs, Mapping) or self.sequence_group.size() == 1:
+            return
+        further = [name for name, x in outputs.items() if name.endswith("loss") and name != "loss" and x is not None]
+        if further:
+            raise UnsupportedError(f"{type(self).__name__}: the model returns {', '.join(further)} of its own shard")
 
     def prediction_step(
         self, model: Any, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -6,10 +6,12 @@ of its positions, the gradients add up over the group. The attention refuses a b
 
 import hashlib
 import importlib
+import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm import ulysses, variables
 from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
+from tritoncomm.integrations import model_parts
 from tritoncomm.reshard.consistency import agree
 
 __all__ = ["NAME", "group_of", "register", "shard_batch", "switch", "unregister"]
@@ -28,6 +31,12 @@ IGNORED = -100
 NAME = "tritoncomm_ulysses"
 _SHARDED = ("input_ids", "position_ids", "attention_mask", "labels", "shift_labels")
 _MARK = "tritoncomm_sequence_group"  # attribute of position_ids, and of their storage: the name of the group
+# Arguments of an attention function that change nothing, or that are done already: by the mask, or around attention.
+_TAKEN = frozenset(
+    ["cache_position", "dropout", "is_causal", "labels", "logits_to_keep", "num_items_in_batch", "output_attentions"]
+    + ["output_hidden_states", "output_router_logits", "position_ids", "return_dict", "scaling", "shift_labels"]
+    + ["sliding_window", "use_cache"]
+)
 _registered: "dict[str, _Implementation]" = {}
 _compared: "WeakKeyDictionary[ProcessGroup, tuple[int, int]]" = WeakKeyDictionary()
 
@@ -64,27 +73,50 @@ def register(
     return name
 
 
-def switch(model: Any, name: str) -> None:
+def switch(model: Any, name: str, *, unverified: bool = False) -> None:
     """Give one model the attention ``name``, an own one of ``register`` or one of transformers.
 
     ``model.set_attn_implementation`` writes into the config object. ``switch`` copies the configs of the model and of
     its submodules first, so that other models of the same config object keep their attention.
 
+    A model is accepted by what it is known to contain: attention that is full, sliding or chunked and goes through
+    transformers' registry, and otherwise layers that work on positions one by one. ``unverified=True`` runs a model of
+    which that is not known, and warns: compare its logits with those of one process first.
+
     Raises:
         ArgumentError: ``model`` is no model of transformers.
-        UnsupportedError: transformers cannot change the attention of this model.
+        UnsupportedError: transformers cannot change the attention of this model; or the model has a part that gives
+            other numbers over shards: a state or a convolution that crosses them, positions or a mask of its own, a
+            loss or noise that knows the length; or it is not known to have none.
     """
     if not hasattr(model, "set_attn_implementation"):
         raise ArgumentError(f"switch: needs a model of transformers, not {type(model).__name__}")
+    ours = _registered.get(name)
+    problem = None if ours is None else model_parts.wrong_part(model, ours.attention, ours.group.size() > 1)
+    if problem is not None:
+        raise UnsupportedError(f"switch: {type(model).__name__}: {problem}")
     kind = importlib.import_module("transformers").PreTrainedConfig
     copies: dict[int, Any] = {}
     for module in model.modules():
         for attribute, value in vars(module).items():
             if isinstance(value, kind):
                 setattr(module, attribute, deepcopy(value, copies))
+    before = model.config._attn_implementation
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:  # transformers warns only
         raise UnsupportedError(f"switch: transformers cannot change the attention of {type(model).__name__}")
+    if ours is None:
+        return
+    unknown = model_parts.unknown_part(model) if ours.group.size() > 1 else None
+    if unknown is not None and not unverified:
+        model.set_attn_implementation(before)
+        raise UnsupportedError(
+            f"switch: {type(model).__name__}: {unknown}, so that nobody knows whether it works over shards of the "
+            "sequence; compare its logits with those of one process under switch(model, name, unverified=True)"
+        )
+    if unknown is not None:
+        warnings.warn(f"switch: {type(model).__name__}: {unknown}: runs unverified over shards", stacklevel=2)
+    ours.judged.update(model.modules())
 
 
 def group_of(name: str) -> ProcessGroup:
@@ -155,6 +187,8 @@ class _Implementation:
     ) -> None:
         self.group, self.name, self.attention, self.inner, self.inner_mask = group, name, attention, inner, mask
         self.own_positions = own_positions
+        self.numbers = _TAKEN | inspect.signature(inner).parameters.keys()
+        self.judged: WeakSet[Any] = WeakSet()  # modules of models that were found right
         self.made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
     def attend(
@@ -162,6 +196,8 @@ class _Implementation:
     ) -> tuple[Tensor, None]:
         """q, k, v ``[b, heads, s, d]`` of this rank's positions in, ``[b, s, heads, d]`` of them out."""
         group, groups = self.group, getattr(module, "num_key_value_groups", 1)
+        if not is_compiling() and module not in self.judged:
+            self._judge(module)
         if group.size() > 1 and not self.own_positions:
             self._check_positions(module, kwargs.get("position_ids"))
         self._check(query, key, attention_mask, kwargs)
@@ -200,10 +236,24 @@ class _Implementation:
                 f"group {self.group.group_name!r}; pass both the same group"
             )
 
+    def _judge(self, module: Any) -> None:
+        """Refuse an attention of a model that was not given to ``switch``, by what can be seen from here."""
+        problem = model_parts.wrong_attention(module, self.group.size() > 1)
+        if problem is not None:
+            raise UnsupportedError(f"{self.name}: {type(module).__name__}: {problem}")
+        self.judged.add(module)
+
     def _check(self, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
-        for argument in ("s_aux", "position_bias", "cache"):
-            if kwargs.get(argument) is not None:
-                raise UnsupportedError(f"{self.name}: {argument} is not supported")
+        for argument, value in kwargs.items():
+            if value is None or value is False or argument in _TAKEN:
+                continue
+            if argument not in self.numbers or not isinstance(value, int | float):  # a tensor is of local positions
+                raise UnsupportedError(
+                    f"{self.name}: the model passes {argument}= to its attention, which {self.attention!r} over shards "
+                    "does not support"
+                )
+        if kwargs.get("output_router_logits") and self.group.size() > 1:
+            raise UnsupportedError(f"{self.name}: output_router_logits=True: {model_parts.ROUTER_LOSS}")
         local, positions = query.shape[2], query.shape[2] * self.group.size()
         if key.shape[2] != local:
             raise UnsupportedError(

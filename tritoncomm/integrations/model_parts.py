@@ -1,0 +1,164 @@
+"""Parts of a model of transformers that are right, wrong or unknown where each rank holds a shard of the sequence.
+
+A model is judged by what it contains: the kinds of layers in its config, flags that transformers sets, its modules, and
+the source of the file that defines it. There is no list of models.
+"""
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+__all__ = ["ROUTER_LOSS", "unknown_part", "wrong_attention", "wrong_part"]
+
+_ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+_BY_POSITION = {"mlp", "moe", "sparse", "dense"}  # kinds of MLP, which work on positions one by one
+_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+_OWN_POSITIONS = "create_position_ids_from_input_ids"
+ROUTER_LOSS = "every rank would add the router's auxiliary loss, of its own tokens; set it to False"
+
+
+def wrong_part(model: Any, attention: str, sharded: bool) -> str | None:
+    """Return why a model would give wrong numbers, or None; ``sharded``: whether there are several ranks.
+
+    At one rank only what is wrong there: no state and no convolution crosses a shard then.
+    """
+    config = _text_config(model.config)
+    kinds = [type(module) for module in model.modules()]
+    if attention == "sdpa" and not getattr(model, "_supports_sdpa", True) and _calls_registry(kinds):
+        return "transformers says that it does not support 'sdpa'"
+    if problem := _wrong_source(kinds):
+        return problem
+    if not sharded:
+        return None
+    if problem := _wrong_kinds(config):
+        return problem
+    if getattr(model, "_is_stateful", False):
+        return "it has a state that runs along the sequence, and would stop at the end of every shard"
+    if getattr(config, "output_router_logits", False) or getattr(model.config, "output_router_logits", False):
+        return f"output_router_logits: {ROUTER_LOSS}"
+    if any(getattr(module, "neftune_noise_alpha", None) for module in model.modules()):
+        return "the noise of NEFTune is scaled by the length, and equal on all shards; turn it off"
+    if not _kinds(config) and (mixers := sorted({type(module).__name__ for module in _mixers(model)})):
+        return f"{', '.join(mixers)} in its layers mixes positions, and would stop at the end of every shard"
+    return None
+
+
+def unknown_part(model: Any) -> str | None:
+    """Return what is not known of a model that has no ``layer_types``, or None.
+
+    Then only attention that calls transformers' registry may mix positions, and the source has to show it.
+    """
+    if _kinds(_text_config(model.config)):
+        return None
+    if not _calls_registry([type(module) for module in model.modules()]):
+        return f"no layer_types are in its config, and its code does not call {_REGISTRY}"
+    return None
+
+
+def wrong_attention(module: Any, sharded: bool) -> str | None:
+    """Return why the model of an attention module would give wrong numbers, by its config and file, or None."""
+    config = getattr(module, "config", None)
+    problem = _wrong_source([type(module)])
+    if problem is None and sharded and config is not None:
+        problem = _wrong_kinds(_text_config(config))
+    if problem is None and sharded:
+        classes = vars(sys.modules.get(type(module).__module__, ModuleType(""))).values()
+        if any(isinstance(kind, type) and vars(kind).get("_is_stateful") is True for kind in classes):
+            problem = "its model has a state that runs along the sequence"
+    return problem
+
+
+def _text_config(config: Any) -> Any:
+    """Return the config of the text model in a config of several models, or the config itself."""
+    get = getattr(config, "get_text_config", None)
+    return config if get is None else get(decoder=True)
+
+
+def _kinds(config: Any) -> set[str]:
+    return {str(kind) for kind in getattr(config, "layer_types", None) or ()}
+
+
+def _wrong_kinds(config: Any) -> str | None:
+    odd = sorted(_kinds(config) - _ATTENTION - _BY_POSITION)
+    if not odd:
+        return None
+    return f"its layers of the kind {', '.join(odd)} are not known to be right over shards of the sequence"
+
+
+def _wrong_source(kinds: list[type]) -> str | None:
+    """Return what in the files of some classes is wrong over shards, and at one rank too."""
+    for name in sorted({name for kind in set(kinds) for name in _files(kind)}):
+        source = _source(name)
+        if f"def {_OWN_POSITIONS}" in source:
+            return f"it numbers the positions itself ({_OWN_POSITIONS}), from the ids of a shard"
+        if "_attn_implementation" in source and _masks_by_name(name):
+            return "it makes a mask only for implementations that it knows by name, and would run without"
+    return None
+
+
+def _calls_registry(kinds: list[type]) -> bool:
+    """Whether a file that defines one of the classes mentions transformers' registry of attention functions."""
+    return any(_REGISTRY in _source(name) for name in {name for kind in set(kinds) for name in _files(kind)})
+
+
+def _files(kind: type) -> Iterator[str]:
+    """Yield the modules of a class and its bases, but for those of torch and of transformers' own base classes."""
+    for base in kind.__mro__:
+        name = base.__module__
+        if name.startswith("transformers.models.") or name.partition(".")[0] not in (
+            "torch",
+            "transformers",
+            "builtins",
+        ):
+            yield name
+
+
+@lru_cache(maxsize=256)
+def _source(name: str) -> str:
+    """Return the source of a module; empty where there is none."""
+    try:
+        return inspect.getsource(sys.modules[name])
+    except (KeyError, OSError, TypeError):
+        return ""
+
+
+@lru_cache(maxsize=256)
+def _masks_by_name(name: str) -> bool:
+    """Whether a module makes a mask inside ``if config._attn_implementation in (...)``, or ``== ...``."""
+    for node in ast.walk(ast.parse(_source(name))):
+        if not isinstance(node, ast.If):
+            continue
+        compares = [each for each in ast.walk(node.test) if isinstance(each, ast.Compare)]
+        named = any(
+            isinstance(each, ast.Attribute) and each.attr == "_attn_implementation"
+            for compare in compares
+            for each in ast.walk(compare)
+        )
+        texts = [each for compare in compares for each in ast.walk(compare) if isinstance(each, ast.Constant)]
+        targets = [
+            each.id
+            for statement in node.body
+            for each in ast.walk(statement)
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+        ]
+        if named and any(text.value == "sdpa" for text in texts) and any("mask" in target for target in targets):
+            return True
+    return False
+
+
+def _mixers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield convolutions and recurrent modules in the layers of the text model: lists with a numbered attention."""
+    for layers in model.modules():
+        if not isinstance(layers, nn.ModuleList) or not any(
+            hasattr(module, "layer_idx") for module in layers.modules()
+        ):
+            continue
+        for module in layers.modules():
+            if isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase):
+                yield module
