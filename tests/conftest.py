@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from pool import Pool
+from pool import OTHERS, Pool
 
 if TYPE_CHECKING:
     from devices import Device
@@ -26,6 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not os.environ.get("CI"):  # others' warnings come with their versions, and are errors in CI only
+        config.addinivalue_line("filterwarnings", f"default:::{OTHERS}")
     if config.getoption("megatron") is not None:
         _choose_megatron(config.getoption("megatron"))
     # The kernels of a process are either interpreted or compiled, and Triton decides when it is imported.

@@ -1,11 +1,15 @@
 """initialize() and destroy(): from a launcher's variables, a mesh or a config to the groups of every mode."""
 
+import atexit
 import math
 import operator
 import os
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +36,7 @@ _AXES = {
     "tensor": ("tensor", "tp", "model"),
 }
 _KEYS = {"pipeline": ("size",), "tensor": ("size", "mode")}
-_state: dict[str, Any] = {"mesh": None, "owns_world": False, "of_one": {}, "starts": 0}
+_state: dict[str, Any] = {"mesh": None, "owns_world": False, "of_one": {}, "starts": 0, "pid": 0}
 
 
 def initialize(
@@ -94,6 +98,9 @@ def initialize(
     if check is not None:
         variables.set_check(check)
     _start(backend, timeout, sizes)
+    if _state["pid"] != os.getpid() and sys.version_info < (3, 14):
+        _state["pid"] = os.getpid()
+        atexit.register(_let_workers_end)
     try:
         groups.timeout = _as_timedelta(timeout)
         if mesh is None:
@@ -111,6 +118,43 @@ def initialize(
     groups.set_virtual_pipeline_parallel_size(sizes.virtual_pipeline)
     _state["mesh"] = mesh
     return mesh
+
+
+_LONGEST_EXIT = 2.0  # seconds
+_LOOKS = 3  # in a row that find no worker at work
+
+
+def _let_workers_end() -> None:
+    """Wait as the process ends until Gloo's workers are idle; a function for ``atexit``.
+
+    A worker (the thread ``pt_gloo_runloop``) drops the last reference to a finished operation after its ``wait()`` has
+    returned, and takes the GIL to free the tensors. If the interpreter is being finalized by then, Python ends the
+    thread inside a destructor: "terminate called without an active exception", and exit code -6 after the work is done.
+    TODO: delete when torch has pytorch#189128, or Python 3.14, whose threads hang in that place, is the oldest.
+    """
+    if os.getpid() != _state["pid"]:  # a fork has no workers
+        return
+    end, quiet = time.monotonic() + _LONGEST_EXIT, 0
+    while quiet < _LOOKS and time.monotonic() < end:
+        time.sleep(0.002)  # without the GIL
+        working = [task for task in Path("/proc/self/task").glob("*") if _is_worker(task)]
+        if not working:
+            return
+        quiet = 0 if any(map(_is_running, working)) else quiet + 1
+
+
+def _is_worker(task: Path) -> bool:
+    try:
+        return (task / "comm").read_text().strip() == "pt_gloo_runloop"
+    except OSError:  # the thread has ended
+        return False
+
+
+def _is_running(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] in ("R", "D")
+    except OSError:
+        return False
 
 
 def destroy() -> None:

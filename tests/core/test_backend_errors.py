@@ -241,20 +241,6 @@ def test_the_record_has_the_error_and_is_not_written(group: ProcessGroup, name: 
         variables.FLIGHT.assign((0, ""))
 
 
-def test_an_error_without_notes_is_raised_as_it_is(group: ProcessGroup) -> None:
-    class Old(torch.AcceleratorError):
-        """Of Python 3.10, which has no ``add_note``."""
-
-        @property
-        def add_note(self) -> Any:
-            raise AttributeError
-
-    error = Old(ASSERT)
-    with failing(error, False), pytest.raises(Old) as caught:
-        BACKEND["all_gather"](group, False)
-    assert caught.value is error
-
-
 @pytest.mark.parametrize("name", ["all_reduce", "post_one"])
 def test_an_error_keeps_nothing_until_the_garbage_is_collected(group: ProcessGroup, name: str) -> None:
     class Kept(torch.AcceleratorError):

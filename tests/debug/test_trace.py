@@ -258,16 +258,19 @@ from tritoncomm.debug import trace
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(*trace.story(trace.read([sys.argv[1]])), sep="\\n")
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print((after - before) // 1024, after // 1024)
+print((after - before) // 1024)
 """
 
 
 @pytest.mark.parametrize(
-    ("world", "added", "total"),
-    [(64, 25, 1023), pytest.param(4096, 500, 1023, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+    ("world", "added"),
+    [(64, 25), pytest.param(4096, 500, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
 )
-def test_records_are_not_all_in_memory(tmp_path: Path, world: int, added: int, total: int) -> None:
-    """MiB of a process that traces records of 1,000 calls, 0.8 MiB each as objects. Pairs of ranks have p2p steps."""
+def test_records_are_not_all_in_memory(tmp_path: Path, world: int, added: int) -> None:
+    """MiB that a process adds to its imports' as it traces records of 1,000 calls, 0.8 MiB each as objects.
+
+    Pairs of ranks have p2p steps.
+    """
     same = json.dumps([_call("f", count, [4]) for count in range(1, 996)])[1:-1]  # encoded once
     for rank in range(world):
         pair = [rank - rank % 2, rank + 1 - rank % 2]
@@ -284,8 +287,7 @@ def test_records_are_not_all_in_memory(tmp_path: Path, world: int, added: int, t
     *lines, memory = subprocess.run(run, check=True, capture_output=True, text=True, timeout=3500).stdout.splitlines()
     assert lines[0] == f"group 'g' of ranks 0-{world - 1}: call 996 is the first that differs, in name:"
     assert len(lines) == 5
-    assert int(memory.split()[0]) < added
-    assert int(memory.split()[1]) < total
+    assert int(memory) < added
 
 
 def test_a_record_that_is_written_again_meanwhile_is_refused(tmp_path: Path) -> None:

@@ -25,13 +25,20 @@ START_SECONDS, GRACE_SECONDS = 90.0, 8.0
 COLLECTIVE = timedelta(seconds=40)
 
 
+_OURS = "|".join(["tritoncomm", "tests", "bench", *(path.stem for path in Path(__file__).parent.glob("*.py"))])
+OTHERS = f"(?!({_OURS}))"
+"""Pattern of the modules of third parties, whose warnings a stranger's tests do not depend on."""
+
+
 class WorkerError(AssertionError):
     """A rank failed; the message has its rank and traceback."""
 
 
 def strict_warnings() -> None:
-    """Warnings are errors, except torch's own about its own insides."""
+    """Warnings are errors, except torch's own about its own insides; outside of CI everybody's but ours are shown."""
     warnings.simplefilter("error")
+    if not os.environ.get("CI"):
+        warnings.filterwarnings("default", module=OTHERS)
     # Dynamo looks at every attribute of an autograd.Function, deprecated ones included.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\..*")
     warnings.filterwarnings("ignore", message="Conversion of an array with ndim", category=DeprecationWarning)

@@ -164,13 +164,11 @@ def is_backend_error(error: RuntimeError) -> bool:
 def noted(error: RuntimeError, name: str, where: str) -> RuntimeError:
     """Add a note to ``error`` that names ``name`` and ``where`` it surfaced, report it to the observer, and return it.
 
-    A ``CommError`` is returned as it is, and on Python 3.10, which has no notes, an error gets none.
+    A ``CommError`` is returned as it is.
     """
     if not isinstance(error, CommError):
-        add_note = getattr(error, "add_note", None)
-        if add_note is not None:
-            cause = "; an earlier kernel may have caused it" if is_device_error(error) else ""
-            add_note(f"surfaced in {name}, {where}{cause}")
+        cause = "; an earlier kernel may have caused it" if is_device_error(error) else ""
+        error.add_note(f"surfaced in {name}, {where}{cause}")
         record.failed(name, error)
     return error
 
