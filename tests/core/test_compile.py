@@ -423,3 +423,75 @@ def test_traced_calls(group: ProcessGroup) -> None:
         program = torch.export.export(Program(), (x,), strict=strict)
         assert any("wait_tensor" in str(node.target) for node in program.graph.nodes)
         assert torch.equal(program.module()(x), m.all_to_all_sp2hp(x * 2, group).sin())
+
+
+CARRIED = [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
+MOVES: dict[str, Callable[[Tensor, ProcessGroup], Tensor]] = {
+    "all_gather": lambda x, g: m.all_gather_dim(x, 1, g),
+    "all_gather of sizes": lambda x, g: m.all_gather_dim(
+        x[: 3 + g.rank()], 0, g, sizes=[3 + r for r in range(g.size())]
+    ),
+    "all_to_all": lambda x, g: m.all_to_all_dims(x, 0, 1, g),
+    "rows": lambda x, g: m.all_to_all(g, x),
+    "collective": lambda x, g: collective.all_to_all(x, g),
+}
+SUMS: dict[str, Callable[[Tensor, ProcessGroup], Tensor]] = {
+    "reduce_from": lambda x, g: m.reduce_from_tensor_model_parallel_region(x, g),
+    "reduce_scatter": lambda x, g: m.reduce_scatter_dim(x, 1, g),
+    "collective": lambda x, g: collective.all_reduce(x, g),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_dtypes_that_backends_lack_move_as_bytes(group: ProcessGroup, name: str) -> None:
+    for dtype in CARRIED:
+        x = (
+            (torch.arange(32).view(8, 4) + group.rank())
+            .to(torch.int64 if dtype.itemsize > 1 else torch.float32)
+            .to(dtype)
+        )
+        torch.compiler.reset()
+        found = torch.compile(MOVES[name], backend="aot_eager", fullgraph=True)(x, group)
+        wanted = MOVES[name](x, group)
+        assert found.dtype is wanted.dtype is dtype
+        assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)), dtype
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_dtypes_that_backends_lack_are_refused(group: ProcessGroup, name: str) -> None:
+    for dtype in CARRIED:
+        x = torch.ones(8, 4).to(dtype)
+        torch.compiler.reset()
+        for call in (SUMS[name], torch.compile(SUMS[name], backend="aot_eager")):
+            with pytest.raises(Exception, match=r"8-bit floats would have to be decoded|no such integers"):
+                call(x.clone(), group)
+
+
+IN_PLACE: dict[str, Callable[[Tensor, ProcessGroup], Tensor]] = {
+    "all_gather 0": lambda x, g: m.all_gather_dim(x, 0, g),
+    "all_gather 1": lambda x, g: m.all_gather_dim(x, 1, g),
+    "reduce_scatter 0": lambda x, g: m.reduce_scatter_dim(x, 0, g),
+    "reduce_scatter 1": lambda x, g: m.reduce_scatter_dim(x, 1, g),
+    "all_to_all": lambda x, g: m.all_to_all_dims(x, 0, 1, g),
+    "rows": lambda x, g: m.all_to_all(g, x),
+    "reduce_from": lambda x, g: m.reduce_from_tensor_model_parallel_region(x, g),
+    "scatter_to": lambda x, g: m.scatter_to_tensor_model_parallel_region(x, g),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_results_may_be_written_in_place(group: ProcessGroup, name: str) -> None:
+    """A result of a traced forward is no view for autograd, as in eager mode."""
+
+    def run(x: Tensor) -> Tensor:
+        return IN_PLACE[name](x * 1, group).mul_(3).relu_()
+
+    torch.compiler.reset()
+    grads, values = [], []
+    for call in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        x = (torch.arange(32.0).view(8, 4) - 9).requires_grad_()
+        values.append(call(x))
+        values[-1].sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*values)
+    assert torch.equal(*grads)

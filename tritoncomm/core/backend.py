@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions  # pyright: ignore[reportPrivateImportUsage]
 
 from tritoncomm import record, variables
+from tritoncomm.core.autograd import outside_graphs
 from tritoncomm.core.validation import members
 from tritoncomm.errors import CommError, PeerError, UnsupportedError
 
@@ -42,6 +43,7 @@ __all__ = [
     "is_device_error",
     "is_nccl",
     "is_not_carried",
+    "moved_as_bytes",
     "not_summed",
     "noted",
     "op_of",
@@ -53,6 +55,7 @@ __all__ = [
     "released",
     "send_and_receive",
     "special",
+    "unsummed",
 ]
 
 Work = Any
@@ -66,8 +69,9 @@ _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = (
 )
 _float8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith(("float8_", "float4_")))
 _integers = (torch.int16, torch.uint16, torch.uint32, torch.uint64)  # neither Gloo nor NCCL knows them
-_raw = frozenset(_float8 + _integers)
-special = _raw | {torch.complex32, torch.complex64, torch.complex128}
+moved_as_bytes = frozenset(_float8 + _integers)
+"""Dtypes that backends lack."""
+special = moved_as_bytes | {torch.complex32, torch.complex64, torch.complex128}
 not_summed = special | {torch.bool}
 """Dtypes that no backend adds up as they are: see ``carrier`` and ``op_of``."""
 
@@ -78,7 +82,7 @@ def carrier(x: Tensor) -> Tensor:
     8-bit and 4-bit floats become uint8. Integers that backends lack become bytes, and complex numbers pairs of reals;
     both have one dim more.
     """
-    if x.dtype in _raw:
+    if x.dtype in moved_as_bytes:
         return (x if x.itemsize == 1 else x.unsqueeze(-1)).view(torch.uint8)
     return torch.view_as_real(x) if x.is_complex() else x
 
@@ -581,7 +585,7 @@ def check_op(op: Any, x: Tensor, group: ProcessGroup, name: str) -> None:
         UnsupportedError: the backend would refuse the dtype or compute a wrong result; the text has ``name``, the op,
             the dtype and the backend.
     """
-    if op == ReduceOp.SUM and x.dtype not in _raw:
+    if op == ReduceOp.SUM and x.dtype not in moved_as_bytes:
         return
     try:
         backend = backend_name(group, x)
@@ -592,6 +596,7 @@ def check_op(op: Any, x: Tensor, group: ProcessGroup, name: str) -> None:
         raise UnsupportedError(f"{name}: {backend} cannot reduce {x.dtype} with {op}: {problem}")
 
 
+@outside_graphs  # Dynamo cannot trace the backends of a group
 def backend_name(group: ProcessGroup, x: Tensor) -> str:
     """Return the name, in lower case, of the backend that carries tensors of the device of ``x`` in ``group``."""
     return group._get_backend(x.device).name().lower()
@@ -619,12 +624,17 @@ def default_device(cuda: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def refused(op: Any, dtype: torch.dtype, backend: str) -> str:
-    """Return the reason why ``backend`` cannot reduce ``dtype`` by ``op``; "" if it can."""
+def unsummed(dtype: torch.dtype) -> str:
+    """Return the reason why no backend reduces a dtype of ``moved_as_bytes``."""
     if dtype in _integers:
         return "the backend has no such integers; cast to int32 or int64"
-    if dtype in _raw:
-        return "sums of 8-bit floats would have to be decoded first; cast, or exchange and reduce"
+    return "sums of 8-bit floats would have to be decoded first; cast, or exchange and reduce"
+
+
+def refused(op: Any, dtype: torch.dtype, backend: str) -> str:
+    """Return the reason why ``backend`` cannot reduce ``dtype`` by ``op``; "" if it can."""
+    if dtype in moved_as_bytes:
+        return unsummed(dtype)
     if dtype.is_complex and op != ReduceOp.SUM and op != ReduceOp.AVG:
         return "complex numbers have no such reduction"
     if op in _bitwise and is_nccl(backend):

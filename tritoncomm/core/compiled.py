@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import record, variables
-from tritoncomm.core import ops, plan
+from tritoncomm.core import backend, ops, plan
 from tritoncomm.core.plan import CollectivePlan, Ints
-from tritoncomm.errors import CommError
+from tritoncomm.errors import CommError, UnsupportedError
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "reduce_scatter", "split", "traced"]
 
@@ -91,7 +91,27 @@ def _result(x: Tensor) -> Tensor:
     Without it torch 2.11 loses the gradient: if the last operator returns its own input, as ``wait_tensor`` does, the
     gradient goes to the wrong one of the two.
     """
-    return x.view(x.shape)
+    return _shaped(x, x.shape)
+
+
+def _shaped(x: Tensor, shape: Any) -> Tensor:
+    """Return ``x`` in ``shape``, and no view of it: autograd refuses in-place operators on a forward's views."""
+    return torch.ops.aten._unsafe_view(x, shape)
+
+
+def _check_sum(x: Tensor, name: str) -> None:
+    """Refuse a sum of a dtype that no backend adds up; see ``backend.check_op``.
+
+    Raises:
+        UnsupportedError: it is such a dtype.
+    """
+    if x.dtype in backend.moved_as_bytes:
+        raise UnsupportedError(f"{name}: no backend sums {x.dtype}: {backend.unsummed(x.dtype)}")
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """Return a flat tensor of a dtype that backends lack as bytes; see ``backend.carrier``."""
+    return x.view(torch.uint8) if x.dtype in backend.moved_as_bytes else x
 
 
 def _sum_of(x: Tensor) -> str:
@@ -139,11 +159,11 @@ def _all_to_all(
         name: function that the program called.
         bytes_sent: bytes to count.
     """
-    wire = torch.view_as_real(x).flatten() if x.is_complex() else x
-    width = 2 if x.is_complex() else 1
+    wire = torch.view_as_real(x).flatten() if x.is_complex() else _as_bytes(x)
+    width = x.element_size() // wire.element_size()
     out_counts, in_counts = ([width * count for count in counts] for counts in (out_counts, in_counts))
     out = _finished(_c10d.all_to_all_single(wire, out_counts, in_counts, group.group_name), name, bytes_sent)
-    return torch.view_as_complex(out.view(-1, 2)) if x.is_complex() else out
+    return torch.view_as_complex(out.view(-1, 2)) if x.is_complex() else out.view(x.dtype)
 
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
@@ -154,8 +174,11 @@ def all_gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, nam
     planned = _plan(plan.all_gather, x, group, name, dim, world, group.rank(), sizes)
     sizes = _uneven(sizes, world, x.shape[dim])
     if sizes is None:
-        pending = _c10d.all_gather_into_tensor(x.contiguous(), world, group.group_name)
-        wire = _finished(pending, name, planned.bytes_sent)
+        local = x.contiguous()
+        if x.dtype in backend.moved_as_bytes:
+            local = _as_bytes(local.view(-1))
+        pending = _c10d.all_gather_into_tensor(local, world, group.group_name)
+        wire = _finished(pending, name, planned.bytes_sent).view(x.dtype)
     else:
         local = x.contiguous().view(-1)
         counts = list(planned.recv_counts), [local.numel()] * world
@@ -180,14 +203,15 @@ def _unpacked(wire: Tensor, planned: CollectivePlan, dim: int, world: int, sizes
     """Add to the graph the unpack of ``wire``, received elements in rank order, if ``planned`` needs one.
 
     Returns:
-        The result of the collective, concatenated along ``dim`` by ``sizes``; a view of ``wire`` without an unpack.
+        The result of the collective, concatenated along ``dim`` by ``sizes``; over ``wire`` without an unpack.
     """
     shape = planned.shape
     if planned.in_order:
-        return wire.view(shape)
+        return _shaped(wire, shape)
     if sizes is None and _fuses(wire):
         dim %= len(shape)
-        return wire.view(world, *plan.resized(shape, dim, shape[dim] // world)).movedim(0, dim).reshape(shape)
+        rows = wire.view(world, *plan.resized(shape, dim, shape[dim] // world)).movedim(0, dim)
+        return _shaped(rows.reshape(shape), shape)
     return torch.ops.tritoncomm.unpack(wire, shape, dim, world, None if sizes is None else list(sizes), name)
 
 
@@ -209,9 +233,10 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None,
     planned = _plan(plan.reduce_scatter, x, group, name, dim, world, group.rank(), sizes)
     if _uneven(sizes, world, x.shape[dim] // world) is not None:  # no functional reduce-scatter takes split sizes
         return split(all_reduce(x, group, name), dim, group, sizes, name)
+    _check_sum(x, name)
     wire = _packed(x, dim, world, None, name)
     pending = _c10d.reduce_scatter_tensor(wire, _sum_of(x), world, group.group_name)
-    return _finished(pending, name, planned.bytes_sent).view(planned.shape)
+    return _shaped(_finished(pending, name, planned.bytes_sent), planned.shape)
 
 
 def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
@@ -236,6 +261,7 @@ def all_reduce(x: Tensor, group: ProcessGroup, name: str, in_place: bool = False
     world = group.size()
     if world == 1:
         return x
+    _check_sum(x, name)
     pending = _c10d.all_reduce(x.contiguous(), _sum_of(x), group.group_name)
     total = _finished(pending, name, plan.all_reduce_bytes(x.numel() * x.element_size(), world))
     if in_place and x.is_contiguous():
@@ -259,7 +285,7 @@ def all_to_all_single(
     received, sent = (
         _counts(tuple(row * n for n in sizes), x, world) for sizes in (planned.recv_sizes, planned.send_sizes)
     )
-    return _all_to_all(x.contiguous().view(-1), received, sent, group, name, planned.bytes_sent).view(planned.shape)
+    return _shaped(_all_to_all(x.contiguous().view(-1), received, sent, group, name, planned.bytes_sent), planned.shape)
 
 
 def _counts(counts: Ints, x: Tensor, world: int) -> list[int]:
@@ -298,4 +324,4 @@ def all_to_all(
     wire = _packed(x, scatter_dim, world, _uneven(scatter_sizes, world, x.shape[scatter_dim] // world), name)
     wire = _all_to_all(wire, *counts, group, name, planned.bytes_sent)
     out = _unpacked(wire, planned, gather_dim, world, _uneven(gather_sizes, world, x.shape[gather_dim]), name)
-    return out if shape is None else out.view(shape)
+    return out if shape is None else _shaped(out, shape)
