@@ -100,7 +100,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an inf is known to its rank only", "tritoncomm/tensor/rules/gradients.py",
-        "for pg in groups_of_shards(gradients):", "for pg in groups_of_shards([]):", "tests/tensor/test_gradients.py",
+        "in shards_by_group(gradients):", "in shards_by_group([]):", "tests/tensor/test_gradients.py",
     ),
     Mutation(
         "the norm of a shard is taken for the global one", "tritoncomm/tensor/rules/foreach.py",
