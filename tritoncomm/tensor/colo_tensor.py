@@ -328,7 +328,7 @@ class ColoTensor(layout.LocalShard):
         return rebuild, (type(self).__name__, data, self.requires_grad, (*self._state(), self._coordinate()))
 
     def _coordinate(self) -> tuple[int, int]:
-        """Which shard this is, and of how many."""
+        """Return the number of this shard, and the number of shards."""
         return (self.process_group.tp_local_rank(), self.process_group.tp_world_size()) if self.partitions else (0, 1)
 
     def __create_write_items__(self, fqn: str, _: Any) -> Any:

@@ -44,7 +44,7 @@ class LoadedShard(ColoTensor):
     """A shard of another rank's file: it can be copied, cast, asked and saved again; anything else raises.
 
     Attributes:
-        coordinate: which shard it is, and of how many.
+        coordinate: number of the shard, and number of shards.
         saved_as: name of its class in the file.
     """
 
