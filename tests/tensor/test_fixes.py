@@ -263,7 +263,7 @@ def test_damaged_files(group: TorchGroup) -> None:
             function(name, data, flag, (*state[:at], odd, *state[at + 1 :]))
     for shape in ((4, 5), (-1, 4), (8, 4), ()):
         with pytest.raises(CommError):
-            function(name, data, flag, (*state[:3], shape, state[4]))
+            function(name, data, flag, (*state[:3], shape, *state[4:]))
     with pytest.raises(ArgumentError, match="requires grad"):
         function(name, data.long(), True, state)
     wrong = ([], 0, 0), ([0], 2, 1), ([0, 1], -1, -2), ([0, 0], 1, 2), ([-1, 0], 1, 2)  # ranks and degrees
