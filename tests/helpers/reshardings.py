@@ -116,6 +116,16 @@ def _tiling(draw: random.Random, shape: tuple[int, ...], along: int, count: int)
     return draw.sample(slabs, len(slabs))
 
 
+def drawn_ranges(draw: random.Random, elements: int, world: int) -> dict[int, list[tuple[int, int]]]:
+    """A tiling of up to ten ranges, of which a rank has any in any order."""
+    edges = sorted(draw.choices(range(elements + 1), k=draw.randint(0, 9)))
+    ranges: dict[int, list[tuple[int, int]]] = {rank: [] for rank in draw.sample(range(world), draw.randint(1, world))}
+    for low, high in draw.sample(pairs := list(zip([0, *edges], [*edges, elements], strict=True)), len(pairs)):
+        for rank in draw.sample(sorted(ranges), min(len(ranges), draw.choice([1, 1, 1, 2]))):
+            ranges[rank].append((low, high))
+    return ranges
+
+
 def drawn_items(draw: random.Random, world: int) -> list[Item]:
     """One to three tensors of 0 to 5 dims."""
     items = []

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from reshardings import drawn_layout, local_of, simulate
+from reshardings import drawn_layout, drawn_ranges, local_of, simulate
 from torch import Tensor
 
 from tritoncomm.errors import ArgumentError, ShapeError
@@ -13,16 +13,6 @@ from tritoncomm.reshard import Layout, reshard_plan
 from tritoncomm.reshard.plan import Item
 
 INT = torch.int32
-
-
-def drawn_ranges(draw: random.Random, elements: int, world: int) -> dict[int, list[tuple[int, int]]]:
-    """A tiling of up to ten ranges, of which a rank has any in any order."""
-    edges = sorted(draw.choices(range(elements + 1), k=draw.randint(0, 9)))
-    ranges: dict[int, list[tuple[int, int]]] = {rank: [] for rank in draw.sample(range(world), draw.randint(1, world))}
-    for low, high in draw.sample(pairs := list(zip([0, *edges], [*edges, elements], strict=True)), len(pairs)):
-        for rank in draw.sample(sorted(ranges), min(len(ranges), draw.choice([1, 1, 1, 2]))):
-            ranges[rank].append((low, high))
-    return ranges
 
 
 def part_of(full: Tensor, ranges: dict[int, list[tuple[int, int]]], rank: int) -> Tensor:

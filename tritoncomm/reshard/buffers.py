@@ -4,13 +4,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import checked_ints
 from tritoncomm.errors import ArgumentError
-from tritoncomm.reshard.layout import Layout
+from tritoncomm.reshard.layout import FlatLayout, Layout, checked_pairs
 
 __all__ = ["buffer_layouts", "buffer_views", "megatron_layouts"]
 
@@ -31,14 +32,16 @@ def buffer_layouts(tensors: Tensors, shards: Mapping[int, Sequence[int]]) -> dic
     Raises:
         ArgumentError: ``tensors`` or ``shards`` is of another kind.
     """
+    checked, name = _checked(tensors, "buffer_layouts"), "buffer_layouts: a shard"
+    try:
+        pairs = list(shards.values())
+    except (AttributeError, TypeError) as error:
+        raise ArgumentError(f"buffer_layouts: expected (first, end) of every shard by global rank: {error}") from None
+    ranks, edges = checked_ints(shards, "buffer_layouts: ranks"), checked_pairs(pairs, name)
     layouts = {}
-    for name, (first, shape) in _checked(tensors, "buffer_layouts").items():
-        elements = math.prod(shape)
-        ranges = {}
-        for rank, shard in shards.items():
-            low, high = checked_ints(shard, "buffer_layouts: a shard")
-            ranges[rank] = [(min(max(low - first, 0), elements), min(max(high - first, 0), elements))]
-        layouts[name] = Layout.flat(shape, ranges)
+    for key, (first, shape) in checked.items():
+        low, high = np.clip(edges - first, 0, math.prod(shape))
+        layouts[key] = FlatLayout(shape, ranks, np.arange(len(ranks)), low, high)
     return layouts
 
 

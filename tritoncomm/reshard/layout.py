@@ -26,7 +26,7 @@ from tritoncomm.reshard.boxes import (
 from tritoncomm.reshard.holders import Holders, Members, members_of, on_axes
 from tritoncomm.reshard.intersections import BoxIndex
 
-__all__ = ["Layout"]
+__all__ = ["FlatLayout", "Layout", "checked_pairs"]
 
 _Placement = tuple[int, int] | None
 """One mesh axis: (dim, split factor) shards, None replicates; a split factor above 1 is torch's ``_StridedShard``."""
@@ -251,16 +251,12 @@ class Layout:
         """
         shape, name = _checked_shape(shape), "Layout.flat: a range"
         try:
-            by_rank = {rank: [checked_ints(each, name) for each in own] for rank, own in ranges.items()}
+            by_rank = [list(own) for own in ranges.values()]
         except (AttributeError, TypeError) as error:
-            raise ArgumentError(f"{name}s: expected (start, end) of every range by global rank: {error}") from None
-        ranks = checked_ints(by_rank, "Layout.flat: ranks")
-        elements = math.prod(shape)
-        for own in by_rank.values():
-            for each in own:
-                if len(each) != 2 or not 0 <= each[0] <= each[1] <= elements:
-                    raise ShapeError(f"{name} {list(each)} is not inside the {elements} elements of {list(shape)}")
-        return _FlatLayout(shape, ranks, list(by_rank.values()))
+            raise ArgumentError(f"Layout.flat: expected (start, end) of every range by global rank: {error}") from None
+        owner = np.repeat(np.arange(len(by_rank)), [len(own) for own in by_rank])
+        low, high = checked_pairs([each for own in by_rank for each in own], name)
+        return FlatLayout(shape, checked_ints(ranges, "Layout.flat: ranks"), owner, low, high)
 
     @staticmethod
     def sequence(shape: Sequence[int], dim: int, kind: str, ranks: Sequence[int], cu_seqlens: Any = None) -> "Layout":
@@ -429,18 +425,24 @@ class _RowLayout(Layout):
         return tuple(stride for pair in pairs for stride in pair)
 
 
-class _FlatLayout(Layout):
+class FlatLayout(Layout):
     """A layout of ranges of the flattened tensor; see ``Layout.flat``.
 
     Args:
-        shape: shape of the global tensor.
+        shape: shape of the global tensor, checked.
         ranks: global ranks.
-        ranges: first element of every range and the first one behind it, by rank.
+        owner: index into ``ranks`` of every range, ascending.
+        low, high: first element of every range, and the first one behind it.
+
+    Raises:
+        ShapeError: a range is not inside the tensor.
     """
 
-    def __init__(self, shape: Ints, ranks: Ints, ranges: Sequence[Sequence[Ints]]) -> None:
-        owner = np.repeat(np.arange(len(ranks)), [len(own) for own in ranges])
-        low, high = np.array([each for own in ranges for each in own], np.int64).reshape(-1, 2).T
+    def __init__(self, shape: Ints, ranks: Sequence[int], owner: Array, low: Array, high: Array) -> None:
+        outside = np.nonzero((low < 0) | (high < low) | (high > math.prod(shape)))[0]
+        if len(outside):
+            odd, elements = [int(low[outside[0]]), int(high[outside[0]])], math.prod(shape)
+            raise ShapeError(f"Layout.flat: a range {odd} is not inside the {elements} elements of {list(shape)}")
         local = np.bincount(owner, high - low, len(ranks)).astype(np.int64)
         place = np.cumsum(high - low) - (high - low) - (np.cumsum(local) - local)[owner]
         extent = np.repeat(np.array(shape, np.int64)[:, None], len(low), 1)
@@ -449,7 +451,12 @@ class _FlatLayout(Layout):
         self._strides = np.array(contiguous_stride(shape), np.int64)
         at = start.copy()
         at[-1:] += (place - low)[index]
-        super().__init__(shape, ranks, owner[index], start.T, size.T, at.T, local[:, None])
+        # Ranges that follow each other, equal ones taken once, tile the tensor: no box need be compared with another.
+        ranges = np.stack([low, high], 1)[high > low]
+        lows, highs = ranges[distinct_rows(ranges)[0]].T
+        is_tiling = np.array_equal(np.append(lows, math.prod(shape)), np.insert(highs, 0, 0))
+        boxes = owner[index], start.T, size.T, at.T
+        super().__init__(shape, ranks, *boxes, local[:, None], is_tiling=is_tiling)
 
     @staticmethod
     def _check(shape: Ints, step: Ints, boxes: Boxes, local: Array) -> None:
@@ -570,6 +577,27 @@ def _sequence(shape: Ints, dim: int, kind: str, ranks: Ints, bounds: Ints) -> La
     start[:, dim], size[:, dim], at[:, dim], local[:, dim] = runs[1:5]
     step = tuple(runs.step if place == dim else 1 for place in range(len(shape)))
     return Layout(shape, ranks, runs.owner, start, size, at, local, step, is_tiling=True)
+
+
+def checked_pairs(pairs: Sequence[Any], name: str) -> Array:
+    """Check pairs of ints and return them as an array ``[2, pairs]``.
+
+    Raises:
+        ArgumentError: a pair is of another kind.
+        ShapeError: a pair has more or fewer ints, or an int is beyond 2**62.
+    """
+    # There is a pair per rank and tensor: all in one array cost a tenth of one check each, which names the odd one.
+    try:
+        array = np.array(pairs)
+    except (RuntimeError, TypeError, ValueError):
+        array = np.empty(0)
+    is_plain = array.dtype.kind == "i" and array.shape == (len(pairs), 2)
+    if not is_plain or array.min(initial=0) < -_MOST_ELEMENTS or array.max(initial=0) > _MOST_ELEMENTS:
+        for each in pairs:
+            if len(checked_ints(each, name)) != 2:
+                raise ShapeError(f"{name} is of two ints, not {each!r:.80}")
+        array = np.array([checked_ints(each, name) for each in pairs], np.int64).reshape(-1, 2)
+    return array.astype(np.int64).T
 
 
 def _checked_shape(shape: Any) -> Ints:

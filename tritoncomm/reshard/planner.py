@@ -1,7 +1,9 @@
 """The planner: divides the blocks of a request into buckets, which are the same on every rank."""
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -22,7 +24,7 @@ from tritoncomm.reshard.routes import Bounds, Classes, Requests, Routes
 
 __all__ = ["plan_transfers"]
 
-_OPEN = 32  # buckets that still take tensors
+_OPEN = 128  # buckets that still take tensors
 _SMALL = 4 * 2**20
 """Bytes of a bucket's staying blocks up to which they go through the staging memory.
 
@@ -30,7 +32,12 @@ Copying few bytes twice takes less time than a launch, which direct copies need.
 """
 _SMALL_GROUP = 256  # ranks of which every one is a class of its own
 _MOST_CLASSES = 4096
+_MOST_RANKS = 8192  # that are classes of their own; more take several per class
+_UNEVEN = 1.5
+"""Times that a class may count the bytes of its largest rank until its ranks are counted one by one."""
 _AllRoutes = dict[tuple[Layout, Layout], Routes]
+_Held = dict[Layout, tuple[Array, int]]
+"""Layouts before, or behind: positions of their ranks in the group, and bytes of an element of all their tensors."""
 
 
 class _Assigned(NamedTuple):
@@ -118,31 +125,52 @@ def _all_routes(items: Sequence[Item], ranks: Sequence[int], every_replica: bool
     return result
 
 
-def _classes(routes: Iterable[Routes], world: int) -> Classes:
-    """Return the classes of a group, the ranks of which are in the same layouts.
+def _classes(items: Sequence[Item], routes: _AllRoutes, world: int) -> Classes:
+    """Return the classes of a group, whose ranks count as that one which sends, or receives, most of a tensor.
 
-    In a small group every rank is a class. Replicas that serve different bytes are in different classes, unless there
-    would be too many of these.
+    In a small group every rank is a class. In a large one, ranks that are in the same layouts are. Replicas that serve
+    different bytes are in different classes, unless there would be too many of these.
 
     Args:
+        items: the tensors.
         routes: the routes of all tensors.
         world: number of ranks of the group.
     """
     if world <= _SMALL_GROUP:
-        return Classes(np.arange(world))
-    classes = np.zeros(world, np.int64)
-    routes = list(routes)
-    sets = {
-        layout.holders.members: places
-        for each in routes
-        for layout, places in zip((each.source, each.target), each.places, strict=True)
-    }
+        return Classes(np.stack([np.arange(world)] * 2))
+    sides: tuple[_Held, _Held] = {}, {}
+    for item in items:
+        layouts = item.source, item.target
+        for held, layout, places in zip(sides, layouts, routes[layouts].places, strict=True):
+            held[layout] = places, held.get(layout, (places, 0))[1] + item.carried.itemsize
+    common = np.zeros(world, np.int64)
+    sets = {layout.holders.members: places for held in sides for layout, (places, _) in held.items()}
     for places in sets.values():
-        classes = _refined(classes, places, np.zeros_like(places))
-    for holders, places in {each.source.holders: each.places[0] for each in routes if each.has_table}.items():
-        finer = _refined(classes, places[holders.owner], holders.nth)
-        classes = finer if finer.max() < _MOST_CLASSES else classes
-    return Classes(classes)
+        common = _refined(common, places, np.zeros_like(places))
+    ranks = np.arange(world)
+    single = _refined(common, ranks, ranks // -(-world // _MOST_RANKS))  # neighbours in a buffer hold the same tensors
+    senders, receivers = (single if _is_uneven(held, common) else common for held in sides)
+    for holders, places in {each.source.holders: each.places[0] for each in routes.values() if each.has_table}.items():
+        finer = _refined(senders, places[holders.owner], holders.nth)
+        senders = finer if finer.max() < _MOST_CLASSES else senders
+    return Classes(np.stack([senders, receivers]))
+
+
+def _is_uneven(held: _Held, classes: Array) -> bool:
+    """Return whether ranks of a class hold their bytes of different tensors, as those that divide a buffer.
+
+    Args:
+        held: the layouts of one side.
+        classes: class of every position of the group.
+    """
+    total, most = np.zeros(len(classes)), np.zeros(int(classes.max(initial=0)) + 1)
+    for layout, (places, itemsize) in held.items():
+        holders, of_class = layout.holders, np.zeros_like(most)
+        elements = np.bincount(holders.owner, layout.size.prod(1)[holders.region], len(places))
+        np.maximum.at(of_class, classes[places], elements)
+        total[places] += elements * itemsize
+        most += of_class * itemsize
+    return bool(most.max() > _UNEVEN * total.max())
 
 
 def _refined(classes: Array, places: Array, label: Array) -> Array:
@@ -173,15 +201,15 @@ class _Planner:
         self.dims = max((len(item.source.shape) for item in items), default=0) or 1
         self.itemsizes = np.array([item.carried.itemsize for item in items], np.int64)
         self.routes = _all_routes(items, ranks, every_replica)
-        self.classes = _classes(self.routes.values(), self.world)
+        self.classes = _classes(items, self.routes, self.world)
         self.loads: dict[Holders, Array] = {}  # bytes that every replica of a region sends
         self.own: dict[Routes, tuple[Requests, Requests]] = {}  # that this rank receives, and may have to send
         self.blocks: dict[Routes, tuple[Array, Array]] = {}  # of routes without a table
-        self.bounds: dict[Routes, Bounds] = {}
+        self.bounds: dict[Routes, Bounds] = {}  # of routes without a table that several tensors have
+        self.uses = Counter(self.routes[item.source, item.target] for item in items)
         self.count = 0  # of buckets
-        # Open buckets: number, bytes that a rank of every class sends and receives.
-        self.numbers: list[int] = []
-        self.loaded = np.zeros((_OPEN, 2, self.classes.count), np.int64)
+        # Bytes of a rank of every class in the last buckets, which are open, by number % _OPEN.
+        self.loaded = np.zeros((_OPEN, self.classes.count), np.int64)
         self.assigned: list[_Assigned] = []
         self.flat: list[Array] = []  # bucket, tensor, sender and receiver of this rank's blocks
         self.boxes: list[Array] = []  # start in the source, start in the target, and size of this rank's blocks
@@ -201,18 +229,14 @@ class _Planner:
         load, buckets = load_of(1), [0]
         if load.any():
             parts = self._parts(item, load, load_of)
-            load, buckets = load if parts == 1 else load_of(parts), []
-            for _ in range(parts):
-                slot = self._slot(load, buckets[-1] if buckets else -1)
-                self.loaded[slot] += load
-                buckets.append(self.numbers[slot])
+            buckets = self._with_room(load if parts == 1 else load_of(parts), parts)
         self.assigned.append(_Assigned(index, table, buckets))
         self._note(index, routes, table, buckets)
 
     def _load_function(self, routes: Routes, table: Array | None, itemsize: int) -> Callable[[int], Array]:
-        """Return a function from a number of parts to the bytes that ranks of every class send and receive of a part.
+        """Return a function from a number of parts to the bytes of a rank of every class in a part, ``[classes]``.
 
-        In a small group the bytes are those of the largest part, else an upper bound; ``[2, classes]``.
+        In a small group the bytes are those of the largest part, else an upper bound.
 
         Args:
             routes: routes of the tensor.
@@ -220,15 +244,15 @@ class _Planner:
             itemsize: bytes of an element.
         """
         if self.world > _SMALL_GROUP:
-            bounds = self.bounds.get(routes)
-            if bounds is None or table is not None:
-                bounds = self.bounds[routes] = routes.bounds(self.classes, table)
+            bounds = self.bounds.get(routes) or routes.bounds(self.classes, table)
+            if table is None and self.uses[routes] > 1:
+                self.bounds[routes] = bounds
             return lambda parts: bounds.nbytes(itemsize, routes.unit, parts)
         ends, volume = routes.remote(table)
         sender, receiver = ends
         return lambda parts: _load_of(
             sender, receiver, most_of_a_part(volume, parts) * itemsize, self.world, routes.is_single
-        )
+        ).reshape(-1)
 
     def _parts(self, item: Item, load: Array, load_of: Callable[[int], Array]) -> int:
         """Return the number of parts into which a tensor has to be divided for each part to fit into a bucket.
@@ -253,24 +277,27 @@ class _Planner:
             load = load_of(parts)
         return parts
 
-    def _slot(self, load: Array, after: int) -> int:
-        """Return the index of an open bucket with room for a load; open a bucket if none has.
+    def _with_room(self, load: Array, parts: int) -> list[int]:
+        """Add the parts of a tensor to the first open buckets with room for them, one to each; return their numbers.
+
+        Without room, buckets are opened, each in place of the oldest one.
 
         Args:
-            load: bytes that a rank of every class sends and receives, ``[2, classes]``.
-            after: number that the bucket's number has to exceed.
+            load: bytes of each part that a rank of every class has, ``[classes]``.
+            parts: number of parts.
         """
-        count = len(self.numbers)
-        fits = (self.loaded[:count] + load <= self.limit).all((1, 2)) & (np.array(self.numbers, np.int64) > after)
-        if fits.any():
-            return int(fits.argmax())
-        if count == _OPEN:  # close the oldest; the others keep their order: the first one with room takes a tensor
-            self.loaded[:-1] = self.loaded[1:].copy()
-            self.loaded[-1] = 0
-            del self.numbers[0]
-        self.numbers.append(self.count)
-        self.count += 1
-        return len(self.numbers) - 1
+        numbers, room = np.arange(max(self.count - _OPEN, 0), self.count), self.limit - load
+        heaviest = load.argmax()  # where most full buckets are seen to be full
+        likely = numbers[self.loaded[numbers % _OPEN, heaviest] <= room[heaviest]]
+        fits = (number for number in likely.tolist() if (self.loaded[number % _OPEN] <= room).all())
+        chosen = list(itertools.islice(fits, parts))
+        for number in chosen:
+            self.loaded[number % _OPEN] += load
+        opened = range(self.count, self.count + parts - len(chosen))
+        for number in opened:
+            self.loaded[number % _OPEN] = load
+        self.count = opened.stop
+        return [*chosen, *opened]
 
     def _note(self, index: int, routes: Routes, table: Array | None, buckets: list[int]) -> None:
         """Store the blocks of one tensor that this rank sends, receives or keeps, for the plan that ``finish`` returns.

@@ -45,18 +45,13 @@ class Requests(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The most elements and requests of a rank, per class of ranks.
-
-    Attributes:
-        elements: elements that a rank sends, and receives, ``[2, classes]``.
-        requests: number of requests that a rank sends, and receives, ``[2, classes]``.
-    """
+    """The most elements and requests that a rank of every class sends, or receives: each ``[classes]``."""
 
     elements: Array
     requests: Array
 
     def nbytes(self, itemsize: int, unit: int, parts: int) -> Array:
-        """Return the most bytes of a part of the tensor, alignment included, ``[2, classes]``.
+        """Return the most bytes of a part of the tensor, alignment included, ``[classes]``.
 
         Args:
             itemsize: bytes of an element.
@@ -73,32 +68,35 @@ class Bounds(NamedTuple):
 
 
 class Classes:
-    """Classes of ranks whose bytes are counted together.
+    """Classes of ranks whose bytes are counted together: some of senders and others of receivers.
 
     Args:
-        of: class of every position of the group. Ranks of one class are in the same layouts.
+        of: class of every position of the group as a sender and as a receiver, ``[2, world]``. Ranks of one class are
+            in the same layouts.
 
     Attributes:
-        of: the argument.
-        count: number of classes.
+        of: the classes, those of receivers numbered behind those of senders.
+        count: number of both.
     """
 
     def __init__(self, of: Array) -> None:
-        self.of, self.count = of, int(of.max(initial=0)) + 1
-        self._regions: dict[Holders, tuple[Array, Array]] = {}
+        senders = int(of[0].max(initial=-1)) + 1
+        self.of, self.count = np.stack([of[0], of[1] + senders]), senders + int(of[1].max(initial=-1)) + 1
+        self._regions: dict[tuple[int, Holders], tuple[Array, Array]] = {}
 
-    def regions(self, holders: Holders, places: Array) -> tuple[Array, Array]:
+    def regions(self, side: int, holders: Holders, places: Array) -> tuple[Array, Array]:
         """Return the pairs of a class and a region that ranks with one box each have.
 
         Args:
+            side: 0 for classes of senders, 1 for those of receivers.
             holders: the ranks and their boxes.
             places: position in the group of every rank.
         """
-        if holders not in self._regions:
-            pairs = np.unique(self.of[places] * len(holders.counts) + holders.region)
+        if (side, holders) not in self._regions:
+            pairs = np.unique(self.of[side][places] * len(holders.counts) + holders.region)
             of, region = np.divmod(pairs, max(len(holders.counts), 1))
-            self._regions[holders] = of, region
-        return self._regions[holders]
+            self._regions[side, holders] = of, region
+        return self._regions[side, holders]
 
 
 class _Held(NamedTuple):
@@ -249,24 +247,24 @@ class Routes:
             table: see ``senders``.
         """
         source, target, held = self.source.holders, self.target.holders, self._held
-        result = Bounds(*np.zeros((2, 2, classes.count), np.int64))
+        result = Bounds(*np.zeros((2, classes.count), np.int64))
 
-        def add(side: int, of: Array, elements: Array, requests: Array) -> None:
-            np.maximum.at(result.elements[side], of, elements)
-            np.maximum.at(result.requests[side], of, requests)
+        def add(of: Array, elements: Array, requests: Array) -> None:
+            np.maximum.at(result.elements, of, elements)
+            np.maximum.at(result.requests, of, requests)
 
         needed, asked = self._needed
         if self.is_single and table is None and not self.every_replica:
             # Ranks that have the same region and are in one layout only are alike.
-            of, region = classes.regions(source, self.places[0])
-            add(0, of, *(each[self._kinds[1][region], 0] for each in self._slots))
-            of, region = classes.regions(target, self.places[1])
+            of, region = classes.regions(0, source, self.places[0])
+            add(of, *(each[self._kinds[1][region], 0] for each in self._slots))
+            of, region = classes.regions(1, target, self.places[1])
             is_source = np.zeros(classes.count, bool)
-            is_source[classes.of[self.places[0]]] = True
+            is_source[classes.of[1][self.places[0]]] = True
             apart = ~is_source[of]
-            add(1, of[apart], needed[region[apart]], asked[region[apart]])
+            add(of[apart], needed[region[apart]], asked[region[apart]])
             region = target.region[held.other]
-            add(1, classes.of[self.places[1][held.other]], needed[region] - held.volume, asked[region])
+            add(classes.of[1][self.places[1][held.other]], needed[region] - held.volume, asked[region])
             return result
         if self.every_replica:
             served, answers = self._line.length[source.region], self._line.requests[source.region]
@@ -280,7 +278,7 @@ class Routes:
         np.subtract.at(needed, held.other, held.volume)
         for side, holders, values in ((0, source, (served, answers)), (1, target, (needed, asked))):
             of_ranks = (np.bincount(holders.owner, each, len(self.places[side])).astype(np.int64) for each in values)
-            add(side, classes.of[self.places[side]], *of_ranks)
+            add(classes.of[side][self.places[side]], *of_ranks)
         return result
 
     @cached_property
@@ -307,15 +305,17 @@ class Routes:
             return _Held(box, other, size.prod(0)[pair], self._before(region, low, size)[pair])
         # The rank is one more dim, so that boxes of different ranks do not meet.
         label = target.members.places_of(source.members.ids)[source.owner]
-        box = np.nonzero(label >= 0)[0]
+        is_both = np.zeros(len(target.members.ids), bool)
+        is_both[label[label >= 0]] = True
+        box, other = np.nonzero(label >= 0)[0], np.nonzero(is_both[target.owner])[0]
         labelled = [
             (np.insert(start, 0, rank, 1), np.insert(size, 0, 1, 1))
             for rank, (_, start, size, _) in (
-                (label[box], self.source.boxes(box)), (target.owner, self.target.boxes()),
+                (label[box], self.source.boxes(box)), (target.owner[other], self.target.boxes(other)),
             )
         ]  # fmt: skip
         met = BoxIndex(*labelled[1]).meeting(*labelled[0])
-        box, other, low, size = box[met.one], met.other, met.low[1:], met.size[1:]
+        box, other, low, size = box[met.one], other[met.other], met.low[1:], met.size[1:]
         region = source.region[box]
         order = np.lexsort((box, other, region))
         is_first = np.ones(len(order), bool)  # a rank may have the same box twice
@@ -455,14 +455,42 @@ def _meetings(layout: Layout, others: Layout) -> tuple[Array, Array, NDArray[np.
         For every region: the most elements that it shares with another one; the number of those that it meets; and
         whether it shares equally many with all of them. The first two are upper bounds where regions are no grid.
     """
+    # A grid has as many cells as the product over its dims. The boxes of ranges share few intervals with each other, so
+    # that the product would count combinations that none of them is; there the dim in which the fewest meet decides.
     most, counts = np.ones((2, len(layout.start)), np.int64)
+    fewest = np.full(len(layout.start), len(others.start))
     is_even = np.ones(len(layout.start), bool)
-    for (own, place), (theirs, _) in zip(layout.intervals, others.intervals, strict=True):
-        met = BoxIndex(theirs[:, :1], theirs[:, 1:]).meeting(own[:, :1], own[:, 1:])
-        longest, number = np.zeros((2, len(own)), np.int64)
-        np.maximum.at(longest, met.one, met.size[0])
-        np.add.at(number, met.one, 1)
-        shortest = longest.copy()
-        np.minimum.at(shortest, met.one, met.size[0])
-        most, counts, is_even = most * longest[place], counts * number[place], is_even & (longest == shortest)[place]
-    return most, counts, is_even
+    for (own, place), (theirs, of) in zip(layout.intervals, others.intervals, strict=True):
+        boxes = np.bincount(of, minlength=len(theirs))
+        longest, number, regions, is_equal = _overlaps(own, theirs, boxes)
+        most, counts, is_even = most * longest[place], counts * number[place], is_even & is_equal[place]
+        fewest = np.minimum(fewest, regions[place])
+    return most, np.minimum(counts, fewest), is_even
+
+
+def _overlaps(own: Array, theirs: Array, weights: Array) -> tuple[Array, Array, Array, NDArray[np.bool_]]:
+    """Compare intervals (start, extent) of one dim with others, ``[intervals, 2]`` sorted by their starts.
+
+    Returns:
+        For every own interval: its longest overlap, at most; the number of others that it meets; the sum of these
+        others' weights; and whether it is known to share equally much with all of them.
+    """
+    low, extent = own.T
+    lows, extents = theirs.T
+    high, order = low + extent, np.argsort(lows + extents, kind="stable")
+    ends = (lows + extents)[order]
+    first, last = np.searchsorted(ends, low, "right"), np.searchsorted(lows, high, "left")
+    by_low, by_end = (np.concatenate([np.zeros(1, np.int64), np.cumsum(each)]) for each in (weights, weights[order]))
+    number, regions = last - first, by_low[last] - by_end[first]
+    if (ends[:-1] > lows[1:]).any():
+        return np.minimum(extent, extents.max()), number, regions, np.zeros(len(own), bool)
+    # Those met are neighbours: the first and the last in part, the ones between them whole.
+    lows, ends, extents = (np.append(each, [0, 0]) for each in (lows, ends, extents))
+    at = np.stack([first, np.maximum(last, 1) - 1])
+    parts = np.minimum(ends[at], high) - np.maximum(lows[at], low)
+    between = np.stack([first + 1, np.maximum(last - 1, first + 1)], 1).reshape(-1)
+    longest, shortest = (
+        np.where(number > 2, pick(pick.reduceat(extents, between)[::2], pick.reduce(parts)), pick.reduce(parts))
+        for pick in (np.maximum, np.minimum)
+    )
+    return np.where(number > 0, longest, 0), number, regions, (longest == shortest) | (number <= 1)
