@@ -17,9 +17,16 @@ from tritoncomm import variables
 from tritoncomm.integrations import transformers as ours
 from tritoncomm.integrations.trainer import UlyssesTrainerMixin
 
-__all__ = ["Report", "Run", "run_job_of_trainers"]
+__all__ = ["KINDS", "Report", "Run", "Steps", "run_job_of_trainers"]
 
 LENGTH, SAMPLES = 15, 14
+
+
+class Steps(NamedTuple):
+    """Losses of some steps, and norms of the gradients before they are clipped."""
+
+    losses: list[float]
+    norms: list[float]
 
 
 class Run(NamedTuple):
@@ -50,12 +57,14 @@ class Report(NamedTuple):
         sharded: the run over sequence shards.
         saved: files of a checkpoint.
         errors: of each misuse, by its name.
+        rounded: steps of each model, by "exact" (in fp32), "alone" and "sharded" (under bf16 autocast); see ``_steps``.
     """
 
     alone: Run | None
     sharded: Run
     saved: list[str]
     errors: dict[str, str]
+    rounded: dict[str, dict[str, Steps]]
 
 
 def _library() -> Any:
@@ -134,6 +143,31 @@ def _sharded_trainer() -> Any:
     return Sharded
 
 
+KINDS = ("Llama", "Qwen3")
+
+
+def _steps(kind: str, trainer: Any, folder: str, in_bf16: bool = True, **more: Any) -> Steps:
+    """Four steps of four sequences each, under bf16 autocast or in fp32."""
+    from accelerate.state import AcceleratorState  # of one precision until it is reset
+
+    torch.manual_seed(0)
+    transformers = _library()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 16}
+    config = getattr(transformers, f"{kind}Config")(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    ids = torch.randint(64, (16, 32), generator=torch.Generator().manual_seed(0))
+    args = _arguments(
+        folder, bf16=in_bf16, max_steps=4, per_device_train_batch_size=4, gradient_accumulation_steps=1,
+        learning_rate=1e-2, max_grad_norm=1.0,
+    )  # fmt: skip
+    AcceleratorState._reset_state()
+    run = trainer(model=model, args=args, train_dataset=[{"input_ids": x, "labels": x.clone()} for x in ids], **more)
+    run.train()
+    AcceleratorState._reset_state()
+    logs = [log for log in run.state.log_history if "loss" in log]
+    return Steps([float(log["loss"]) for log in logs], [float(log["grad_norm"]) for log in logs])
+
+
 def _join(ranks: Sequence[Mapping[str, str]], sequence: int) -> dist.ProcessGroup:
     """Make this process a rank, after it ran a Trainer of its own; the sequence group."""
     from accelerate.state import AcceleratorState, GradientState  # as late as transformers
@@ -147,15 +181,22 @@ def _join(ranks: Sequence[Mapping[str, str]], sequence: int) -> dist.ProcessGrou
 def run_job_of_trainers(ranks: Sequence[Mapping[str, str]], sequence: int, batch: int, evaluated: int) -> Report:
     """A Trainer of rank 0 alone, then one over the job; in a job of two ranks a checkpoint and every misuse, too."""
     with tempfile.TemporaryDirectory() as folder:
-        alone = None if int(os.environ["PLACE"]) else _run(_quiet_trainer(), 2, evaluated, folder)
+        is_first, is_pair = not int(os.environ["PLACE"]), len(ranks) == 2
+        alone = _run(_quiet_trainer(), 2, evaluated, folder) if is_first else None
+        rounded: dict[str, dict[str, Steps]] = {kind: {} for kind in KINDS}
+        for kind in KINDS if is_first and is_pair else ():
+            for name, in_bf16 in (("exact", False), ("alone", True)):
+                rounded[kind][name] = _steps(kind, _quiet_trainer(), folder, in_bf16)
         group = _join(ranks, sequence)
         name = ours.register(group)
         sharded = _run(_sharded_trainer(), batch, evaluated, folder, ulysses=name)
-        saved = _saved(folder, name) if len(ranks) == 2 else []
-        errors = _misuses(group, name, folder) if len(ranks) == 2 else {}
+        for kind in KINDS if is_pair else ():
+            rounded[kind]["sharded"] = _steps(kind, _sharded_trainer(), folder, ulysses=name)
+        saved = _saved(folder, name) if is_pair else []
+        errors = _misuses(group, name, folder) if is_pair else {}
     ours.unregister()
     tritoncomm.destroy()
-    return Report(alone, sharded, saved, errors)
+    return Report(alone, sharded, saved, errors, rounded)
 
 
 class _Stream(IterableDataset[dict[str, Tensor]]):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from jobs import run_job
 from torch.distributed import TCPStore
-from trainer_jobs import Report, run_job_of_trainers
+from trainer_jobs import KINDS, Report, run_job_of_trainers
 
 pytestmark = [
     pytest.mark.skipif(
@@ -40,7 +40,7 @@ def two_ranks() -> list[Report]:
 def check_runs(reports: list[Report], evaluated: int) -> None:
     alone = reports[0].alone
     assert alone is not None
-    for _, sharded, _, _ in reports:
+    for _, sharded, _, _, _ in reports:
         assert sharded.losses == pytest.approx(alone.losses, abs=1e-6)
         assert len(set(alone.losses)) == 3
         assert sharded.norms == pytest.approx(alone.norms, abs=1e-6)
@@ -55,6 +55,17 @@ def check_runs(reports: list[Report], evaluated: int) -> None:
 
 def test_three_steps_are_those_of_one_process(two_ranks: list[Report]) -> None:
     check_runs(two_ranks, 5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_change_little_more_than_bf16_does(two_ranks: list[Report], kind: str) -> None:
+    """Two ranks round the gradient of each weight twice before it is added; autocast rounds about as much."""
+    exact, alone = (two_ranks[0].rounded[kind][name] for name in ("exact", "alone"))
+    for report in two_ranks:
+        for own, other, true in zip(report.rounded[kind]["sharded"], alone, exact, strict=True):
+            assert len(set(other)) == len(own) == 4
+            changed, rounded = (max(map(abs, map(float.__sub__, other, each))) for each in (own, true))
+            assert changed <= 3 * rounded, (own, other, true)
 
 
 def test_rank_0_saves_the_model(two_ranks: list[Report]) -> None:
