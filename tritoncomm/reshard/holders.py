@@ -44,6 +44,11 @@ class Members:
         """The global ranks as Python numbers."""
         return tuple(self.ids.tolist())
 
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        """Place of every global rank: every tensor of a call asks for that of one rank."""
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
     def places_of(self, ids: Array) -> Array:
         """Return the place of each of some global ranks in the set; -1 for a rank that is not in it."""
         if not len(self.ids):
@@ -53,7 +58,7 @@ class Members:
 
     def place_of(self, rank: int) -> int:
         """Return the place of a global rank in the set; -1 if it is not in it."""
-        return int(self.places_of(np.array([rank], np.int64))[0])
+        return self._places.get(rank, -1)
 
 
 @lru_cache(maxsize=64)

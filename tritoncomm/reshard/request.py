@@ -76,6 +76,11 @@ class Request:
         """Layouts and dtypes of the tensors that a plan moves: without pass-through tensors."""
         return tuple([item for item, passes in zip(self.items, self.passes_through, strict=True) if not passes])
 
+    @property
+    def passing(self) -> tuple[Item, ...]:
+        """Layouts and dtypes of the tensors that are returned as they are."""
+        return tuple([item for item, passes in zip(self.items, self.passes_through, strict=True) if passes])
+
     @cached_property
     def key(self) -> tuple[Any, ...]:
         """The key under which a plan is cached: all arguments that the plan depends on, equal on all ranks."""
@@ -505,12 +510,14 @@ def executor_for(request: Request) -> Executor:
     """
     name, participants, error = request.name, request.participants, request.error
     group, ranks = participants.group, participants.ranks
-    try:
-        check_items(request.items, ranks, name, request.grad)
-    except CommError as problem:
-        error = problem
     plans = OrderedDict() if group is None else _plans.get(group) or _plans.set(group, OrderedDict())
     executor = plans.get(request.key)
+    # The tensors of a cached plan were checked when it was made.
+    unchecked = request.items if executor is None else request.passing
+    try:
+        check_items(unchecked, ranks, name, request.grad)
+    except CommError as problem:
+        error = problem
     if executor is not None and group is not None:
         plans.move_to_end(request.key)
         if error is not None:  # the other ranks compare no plans, and hear of the error in check mode alone
