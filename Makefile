@@ -3,8 +3,9 @@
 BOOTSTRAP ?= python3
 PIP_ARGS ?=
 VENV := .venv
-# A test of ranks leaves cores idle while they wait for each other: two files at a time. WORKERS= runs them one by one.
-WORKERS ?= -n 2 --dist loadfile
+# A test of ranks leaves cores idle while they wait for each other: two files at a time, in order, as files of few long
+# tests would otherwise come last, on one core. WORKERS= runs them one by one.
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # Triton 3.6's interpreter of kernels breaks with a newer numpy.
 oldest := torch==2.11.0 triton==3.6.0 'numpy<2.4'
 newest := torch

@@ -376,8 +376,15 @@ def under_autocast(group: ProcessGroup, how: str, low: torch.dtype) -> None:
                 close(x.grad.double(), shard(leaf.grad, [4] * world, rank).double(), what, 3e-2)
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled", "checkpoint"])
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("how", "low"),
+    [
+        ("eager", torch.bfloat16), ("eager", torch.float16), ("compiled", torch.bfloat16),
+        ("checkpoint", torch.float16), pytest.param("compiled", torch.float16, marks=pytest.mark.slow),
+        pytest.param("checkpoint", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_is_attention_of_one_process_under_autocast(pool: Pool, how: str, low: torch.dtype) -> None:
     pool.run(under_autocast, how, low, world=2)
     if how == "eager":
@@ -407,7 +414,7 @@ def test_packed_heads_and_own_attention_under_autocast(group: ProcessGroup) -> N
     assert packed.grad.dtype is torch.float32
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
 def test_several_dtypes_without_autocast(group: ProcessGroup) -> None:
     """Each tensor keeps its dtype and bits, and its gradient the sum over ranks that share a head; compiled alike."""
     world, rank = group.size(), group.rank()

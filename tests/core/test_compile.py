@@ -5,7 +5,7 @@ Each graph is compiled once for one shape and once more, with symbols for sizes,
 
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -442,9 +442,16 @@ SUMS: dict[str, Callable[[Tensor, ProcessGroup], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", MOVES)
-def test_dtypes_that_backends_lack_move_as_bytes(group: ProcessGroup, name: str) -> None:
-    for dtype in CARRIED:
+def with_dtypes(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Two of the dtypes per name, in turn; with all of them a slow test."""
+    quick = [pytest.param(name, CARRIED[place % 3 :: 3], id=name) for place, name in enumerate(names)]
+    slow = [pytest.param(name, CARRIED, id=f"{name}, all", marks=pytest.mark.slow) for name in names]
+    return pytest.mark.parametrize(("name", "dtypes"), quick + slow)
+
+
+@with_dtypes(MOVES)
+def test_dtypes_that_backends_lack_move_as_bytes(group: ProcessGroup, name: str, dtypes: list[torch.dtype]) -> None:
+    for dtype in dtypes:
         x = (
             (torch.arange(32).view(8, 4) + group.rank())
             .to(torch.int64 if dtype.itemsize > 1 else torch.float32)
@@ -457,9 +464,11 @@ def test_dtypes_that_backends_lack_move_as_bytes(group: ProcessGroup, name: str)
         assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)), dtype
 
 
-@pytest.mark.parametrize("name", SUMS)
-def test_sums_of_dtypes_that_backends_lack_are_refused(group: ProcessGroup, name: str) -> None:
-    for dtype in CARRIED:
+@with_dtypes(SUMS)
+def test_sums_of_dtypes_that_backends_lack_are_refused(
+    group: ProcessGroup, name: str, dtypes: list[torch.dtype]
+) -> None:
+    for dtype in dtypes:
         x = torch.ones(8, 4).to(dtype)
         torch.compiler.reset()
         with warnings.catch_warnings():

@@ -74,8 +74,8 @@ SUMS = {
     "a mesh": (Layout.on_mesh((12, 5), [[0, 1], [2, 3]], [None, 1]), Layout.on_mesh((12, 5), EVERY, [0]), 2**20),
     "in part": (HALOS, Layout.on_mesh((12, 5), EVERY, [1]), 2**20),
     "the middle": (MIDDLE, Layout.on_mesh((12, 5), EVERY, [0]), 2**20),
-    "replicas in buckets": (Layout.replicated((12, 5), EVERY), Layout.on_mesh((12, 5), EVERY, [0]), 64),
-    "in part in buckets": (HALOS, Layout.replicated((12, 5), EVERY), 128),
+    "replicas in buckets": (Layout.replicated((12, 5), EVERY), Layout.on_mesh((12, 5), EVERY, [0]), 128),
+    "in part in buckets": (HALOS, Layout.replicated((12, 5), EVERY), 256),
 }
 
 

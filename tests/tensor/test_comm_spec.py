@@ -184,8 +184,9 @@ def axes_of(mesh: DeviceMesh) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("group", "shape", "order"),
     [
-        (2, (2,), None), (2, (2, 1), None), (4, (2, 2), None), (4, (4, 1), None), (4, (2, 2), (0, 2, 1, 3)),
-        (8, (2, 4), None), (8, (2, 2, 2), None),
+        (2, (2,), None), (4, (4, 1), None), (4, (2, 2), (0, 2, 1, 3)), (8, (2, 2, 2), None),
+        pytest.param(2, (2, 1), None, marks=pytest.mark.slow), pytest.param(4, (2, 2), None, marks=pytest.mark.slow),
+        pytest.param(8, (2, 4), None, marks=pytest.mark.slow),
     ],
     indirect=["group"],
     ids=str,
@@ -216,7 +217,10 @@ def test_gather_split_exchange(group: ProcessGroup, shape: tuple[int, ...], orde
 
 
 @pytest.mark.parametrize(
-    ("group", "shape"), [(2, (2,)), (4, (2, 2)), (4, (1, 4)), (8, (2, 4)), (8, (2, 2, 2))], indirect=["group"], ids=str
+    ("group", "shape"),
+    [(2, (2,)), (4, (2, 2)), (4, (1, 4)), pytest.param(8, (2, 4), marks=pytest.mark.slow), (8, (2, 2, 2))],
+    indirect=["group"],
+    ids=str,
 )
 def test_sums(group: ProcessGroup, shape: tuple[int, ...]) -> None:
     mesh, me = mesh_over(group, shape), dist.get_rank()
@@ -253,7 +257,13 @@ def test_sums(group: ProcessGroup, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("group", "shape", "order"),
-    [(4, (2, 2), None), (4, (1, 4), None), (4, (2, 2), (0, 2, 1, 3)), (8, (2, 4), None), (8, (4, 2), None)],
+    [
+        (4, (1, 4), None),
+        (4, (2, 2), (0, 2, 1, 3)),
+        (8, (2, 4), None),
+        pytest.param(4, (2, 2), None, marks=pytest.mark.slow),
+        pytest.param(8, (4, 2), None, marks=pytest.mark.slow),
+    ],
     indirect=["group"],
     ids=str,
 )

@@ -17,7 +17,7 @@ from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup
 from tritoncomm.tensor.dispatch import plain
 from tritoncomm.tensor.distspec import _DistSpec
 
-DTYPES = ("float32", "bfloat16", "int64", "float8_e4m3fn", "complex64", "bool")
+QUICK, SLOW = ("bfloat16", "float8_e4m3fn", "complex64"), ("float32", "int64", "bool")  # of every width
 SHAPES = {2: ((4, 6), (2, 5, 4)), 4: ((4, 5, 2),)}
 
 
@@ -46,7 +46,7 @@ def is_rows(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec) -> bool:
 
 
 @pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)])
 def test_paths_agree_bit_for_bit(group: TorchGroup, dtype: str) -> None:
     pg, rank = ranks_of(group), group.rank()
     kind = getattr(torch, dtype)
