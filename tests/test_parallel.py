@@ -279,7 +279,9 @@ def test_sums_are_in_place(group: ProcessGroup) -> None:
     }, "sums are in place"
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.parametrize(
+    "sequence", [pytest.param(False, id="tensor", marks=pytest.mark.slow), pytest.param(True, id="sequence")]
+)
 def test_compiles_into_one_graph(group: ProcessGroup, sequence: bool) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     torch.manual_seed(0)

@@ -312,7 +312,7 @@ def test_addresses_of_many_tensors(device: Device) -> None:
         same_on_kernel_and_twin(tensors, Segments(rows, [torch.bfloat16] * count))
 
 
-@pytest.mark.parametrize("shift", [0, 1, 8])
+@pytest.mark.parametrize("shift", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, 8))])
 def test_segments_of_many_programs(device: Device, shift: int) -> None:
     """Long ones, long rows, rows of one element and tiny ones, so that records begin in the middle of rows."""
     x = random_bits((11_000 + shift,), torch.int8, 0, device.at)[shift:]

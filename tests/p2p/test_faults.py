@@ -259,11 +259,17 @@ def every_kind_of_varying_numbers(rank: int) -> list[tuple[str, float]]:
 @pytest.mark.parametrize(
     ("story", "error", "within"),
     [
-        (every_kind_of_numbers, "PeerError: recv_forward", SLACK),
-        (every_kind_of_varying_numbers, "PeerError: recv_forward", SLACK),
-        (every_kind_of_numbers_in_check_mode, "MismatchError: recv_forward: ranks 0 and 1 are out of step", TIMEOUT),
+        pytest.param(every_kind_of_numbers, "PeerError: recv_forward", SLACK, id="fixed"),
+        pytest.param(
+            every_kind_of_varying_numbers, "PeerError: recv_forward", SLACK, marks=pytest.mark.slow, id="varying"
+        ),
+        pytest.param(
+            every_kind_of_numbers_in_check_mode,
+            "MismatchError: recv_forward: ranks 0 and 1 are out of step",
+            TIMEOUT,
+            id="check-mode",
+        ),
     ],
-    ids=["fixed", "varying", "check-mode"],
 )
 def test_integers_for_a_receiver_of_floats_are_refused(
     tmp_path: Path, story: Callable[[int], Any], error: str, within: float

@@ -16,10 +16,7 @@ from tritoncomm.tune import machine_code
 from tritoncomm.tune.machine_code import TARGETS, Build, Code, build_all, compiled_kernels
 
 ELEMENT = {16: ("i64", 2), 8: ("i64", 1), 4: ("i32", 1), 2: ("i16", 1), 1: ("i8", 1)}
-# One of each vendor by default: another target of the same vendor repeats most of what a compilation can get wrong.
-on_targets = pytest.mark.parametrize(
-    "target", [each if each in ("sm_90", "gfx942") else pytest.param(each, marks=pytest.mark.slow) for each in TARGETS]
-)
+on_targets = pytest.mark.parametrize("target", EVERY_TARGET)
 TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 SIZE = {"i64": 8, "i32": 4, "i16": 2, "i8": 1, "fp32": 4, "bf16": 2, "fp64": 8}
 
@@ -273,7 +270,7 @@ def _more(target: str, casts: bool) -> float:
     return 1.6 if casts else 1.3
 
 
-@pytest.mark.parametrize("target", EVERY_TARGET)
+@on_targets
 @pytest.mark.parametrize("name", ["gather_segments", "scatter_segments"])
 def test_segments(name: str, target: str) -> None:
     """16 bytes wherever they are aligned, 45 instructions per 16 bytes, 75 with rows (AMD: 3/10 more), no spills."""
@@ -291,7 +288,7 @@ def test_segments(name: str, target: str) -> None:
         assert per_unit <= most * more, (kind, per_unit)
 
 
-@pytest.mark.parametrize("target", EVERY_TARGET)
+@on_targets
 def test_copies(target: str) -> None:
     """As those of a wire, whose addresses are in pairs: by value and in a list."""
     modules = compiled_kernels()
