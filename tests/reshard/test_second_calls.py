@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from tritoncomm.reshard import (
     Layout,
     OwnedExchange,
     ReshardPlan,
+    api,
     planner,
     request,
     reshard,
@@ -169,7 +171,42 @@ def all_ranks_evict_the_same_plans(group: TorchGroup) -> None:
         same(reshard(x, rows, columns, group=group), local_of(columns, rank, full))
         more = ramp(*source.shape)
         same(reshard(local_of(source, rank, more), source, target, group=group), local_of(target, rank, more))
+    # A call that looks like an earlier one marks its plan as used, too: here one rank has to read every argument.
+    for source, target in others[::-1]:
+        more = ramp(*source.shape)
+        given = {"x": local_of(source, rank, more)}
+        results = reshard(OrderedDict(given) if rank else given, source, target, group=group)
+        same(results["x"], local_of(target, rank, more))
     assert group.size() == 1 or len(request._plans.get(group) or ()) == 64  # on one rank nothing moves
+
+
+@case
+def calls_that_look_alike_are_read_once(group: TorchGroup) -> None:
+    """Another name, dtype or gradient is another call; a tensor that does not fit is refused as in a first one."""
+    rows, columns = layouts(group)
+    rank, full = group.rank(), ramp(8, 12)
+    x, expected = local_of(rows, rank, full), local_of(columns, rank, full)
+    for tensors, source in (
+        (x, rows), ([x, x], rows), ((x, x), [rows, rows]), ({"a": x, "b": x}, {"b": rows, "c": columns, "a": rows}),
+    ):  # fmt: skip
+        for calls in (1, 0):
+            with mock.patch.object(api, "planned", wraps=api.planned) as read:
+                results = reshard(tensors, source, columns, group=group)
+            assert read.call_count <= calls, type(tensors)
+            results = [results] if isinstance(results, Tensor) else results
+            assert type(results) is (dict if type(tensors) is dict else list)
+            for result in results.values() if isinstance(results, dict) else results:
+                same(result, expected)
+    for name in (1, True, 1.0, "1"):
+        for _ in range(2):
+            assert list(reshard({name: x}, rows, columns, group=group)) == [name]
+    for wrong in (torch.cat([x, x]), x.to("meta"), 3):
+        with pytest.raises(CommError):
+            reshard(wrong, rows, columns, group=group)
+    options: dict[str, Any]
+    for options in ({"grad": "no"}, {"grad": ["replicated"]}, {"bucket_bytes": [1]}, {"bucket_bytes": float(2**28)}):
+        with pytest.raises(ArgumentError):
+            reshard(x, rows, columns, group=group, **options)
 
 
 def first_of(plan: ReshardPlan, x: Tensor) -> Tensor:

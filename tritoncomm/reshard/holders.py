@@ -29,6 +29,7 @@ class Members:
         self.ids = ids
         self._order = np.argsort(ids, kind="stable")
         self._sorted = ids[self._order]
+        self._place: dict[int, int] = {}  # of ranks asked for: all tensors of a call ask for one
         if (self._sorted[1:] == self._sorted[:-1]).any():
             raise ArgumentError(f"Layout: a rank is listed twice in {ids.tolist()}")
         self.digest = hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
@@ -44,11 +45,6 @@ class Members:
         """The global ranks as Python numbers."""
         return tuple(self.ids.tolist())
 
-    @cached_property
-    def _places(self) -> dict[int, int]:
-        """Place of every global rank: every tensor of a call asks for that of one rank."""
-        return {rank: place for place, rank in enumerate(self.ranks)}
-
     def places_of(self, ids: Array) -> Array:
         """Return the place of each of some global ranks in the set; -1 for a rank that is not in it."""
         if not len(self.ids):
@@ -58,7 +54,9 @@ class Members:
 
     def place_of(self, rank: int) -> int:
         """Return the place of a global rank in the set; -1 if it is not in it."""
-        return self._places.get(rank, -1)
+        if rank not in self._place:
+            self._place[rank] = int(self.places_of(np.array([rank], np.int64))[0])
+        return self._place[rank]
 
 
 @lru_cache(maxsize=64)

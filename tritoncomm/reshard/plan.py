@@ -76,6 +76,13 @@ class Item:
         """The dtype of a tensor's elements on the wire: the smaller one of its dtypes before and after."""
         return self.result if self.result.itemsize < self.dtype.itemsize else self.dtype
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.source, self.target, self.dtype, self.result, self.has_grad))
+
+    def __hash__(self) -> int:  # every call looks its plan up
+        return self._hash
+
     def reversed(self) -> "Item":
         """Return the description of a tensor's gradient: source and target change places, and so do both dtypes."""
         return Item(self.name, self.target, self.source, self.result, self.dtype, self.has_grad)

@@ -24,8 +24,8 @@ from tritoncomm.reshard.layout import Layout
 from tritoncomm.reshard.plan import Item, Participants, check_items, digest_of
 
 __all__ = [
-    "LocalShapes", "Request", "Wrap", "check_locals", "executor_for", "is_dtensor", "local_of", "named", "parse",
-    "participants_of", "refusing", "source_of",
+    "LocalShapes", "Request", "Wrap", "check_locals", "executor_for", "is_dtensor", "is_kept", "local_of", "named",
+    "parse", "participants_of", "refusing", "source_of",
 ]  # fmt: skip
 
 Wrap = Callable[[Tensor], Any]
@@ -541,6 +541,15 @@ def executor_for(request: Request) -> Executor:
     if len(plans) > _PLANS:
         plans.popitem(last=False)
     return executor
+
+
+def is_kept(group: ProcessGroup, key: tuple[Any, ...], executor: Executor) -> bool:
+    """Return whether the group still has this plan, and mark it as used, as a call that reads its arguments does."""
+    plans = _plans.get(group)
+    if plans is None or plans.get(key) is not executor:
+        return False
+    plans.move_to_end(key)
+    return True
 
 
 @contextmanager
