@@ -120,7 +120,7 @@ def _look(tensors: Any, source: Any, target: Any, options: tuple[Any, Any, Any])
     names: Any = None
     if type(tensors) in _PLAIN:
         values = (tensors,)
-    elif type(tensors) is dict and all(type(name) is str for name in tensors):
+    elif type(tensors) is dict:
         names, values = tuple(tensors), tuple(tensors.values())
     elif type(tensors) is list or type(tensors) is tuple:
         names, values = len(tensors), tensors

@@ -157,12 +157,7 @@ def _classes(items: Sequence[Item], routes: _AllRoutes, world: int) -> Classes:
 
 
 def _is_uneven(held: _Held, classes: Array) -> bool:
-    """Return whether ranks of a class hold their bytes of different tensors, as those that divide a buffer.
-
-    Args:
-        held: the layouts of one side.
-        classes: class of every position of the group.
-    """
+    """Return whether ranks of a class hold their bytes of different tensors, as those that divide a buffer."""
     total, most = np.zeros(len(classes)), np.zeros(int(classes.max(initial=0)) + 1)
     for layout, (places, itemsize) in held.items():
         holders, of_class = layout.holders, np.zeros_like(most)
