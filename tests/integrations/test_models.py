@@ -133,26 +133,42 @@ def test_what_nobody_knows_is_refused_with_the_remedy(group: ProcessGroup) -> No
         ours.unregister()
 
 
+@pytest.mark.ranks(1, 2)
 def test_arguments_that_attention_would_ignore_are_refused(group: ProcessGroup) -> None:
-    """Whatever a model passes that changes its attention; what changes nothing is taken."""
+    """Whatever a model passes that changes its attention; what changes nothing is taken.
+
+    One rank has all positions, so that the implementation may have the tensors that it names.
+    """
     name = ours.register(group)
     ids = torch.arange(8 * group.size())[None]
     try:
         model = llama()
         ours.switch(model, name)
         batch = ours.shard_batch({"input_ids": ids, "labels": ids}, group)
-        for argument in ("s_aux", "sinks", "position_bias", "indices", "block_indices", "cache", "yet_another"):
+        bias = torch.randn(1, 4, 8, 8)
+        if group.size() == 1:
+            found = model(**batch, position_bias=bias).logits
+            model.set_attn_implementation("sdpa")
+            assert torch.equal(found, model(input_ids=ids, position_bias=bias, use_cache=False).logits)
+            assert not torch.allclose(found, model(input_ids=ids, use_cache=False).logits)
+            model.set_attn_implementation(name)
+        else:
+            with pytest.raises(UnsupportedError, match="position_bias"):
+                model(**batch, position_bias=bias)
+        for argument in ("s_aux", "sinks", "indices", "block_indices", "yet_another"):
             with pytest.raises(UnsupportedError, match=argument):
                 model(**batch, **{argument: torch.ones(1)})
         with pytest.raises(UnsupportedError, match="softcap= to its attention"):
             model(**batch, softcap=50.0)
-        with pytest.raises(UnsupportedError, match="output_router_logits=True"):
-            model(**batch, output_router_logits=True)
+        if group.size() > 1:
+            with pytest.raises(UnsupportedError, match="output_router_logits=True"):
+                model(**batch, output_router_logits=True)
         model(**batch, yet_another=None, output_router_logits=False)
         other = llama()  # never given to switch
         other.config.layer_types = ["linear_attention"]
         other.set_attn_implementation(name)
-        with pytest.raises(UnsupportedError, match="its layers of the kind linear_attention"):
-            other(**batch, use_cache=False)
+        if group.size() > 1:
+            with pytest.raises(UnsupportedError, match="its layers of the kind linear_attention"):
+                other(**batch, use_cache=False)
     finally:
         ours.unregister()

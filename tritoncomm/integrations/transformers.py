@@ -187,7 +187,7 @@ class _Implementation:
     ) -> None:
         self.group, self.name, self.attention, self.inner, self.inner_mask = group, name, attention, inner, mask
         self.own_positions = own_positions
-        self.numbers = _TAKEN | inspect.signature(inner).parameters.keys()
+        self.arguments = inspect.signature(inner).parameters.keys()
         self.judged: WeakSet[Any] = WeakSet()  # modules of models that were found right
         self.made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
@@ -244,10 +244,11 @@ class _Implementation:
         self.judged.add(module)
 
     def _check(self, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
+        plain = int | float if self.group.size() > 1 else int | float | Tensor  # a tensor is of local positions
         for argument, value in kwargs.items():
             if value is None or value is False or argument in _TAKEN:
                 continue
-            if argument not in self.numbers or not isinstance(value, int | float):  # a tensor is of local positions
+            if argument not in self.arguments or not isinstance(value, plain):
                 raise UnsupportedError(
                     f"{self.name}: the model passes {argument}= to its attention, which {self.attention!r} over shards "
                     "does not support"
