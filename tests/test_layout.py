@@ -43,7 +43,7 @@ INTEGRATIONS = [
 ]  # fmt: skip
 DEBUG = [
     "texts", "store", "agreement", "comparison", "descriptor", "sites", "torch_recorder", "flight", "check",
-    "p2p_check", "replicas", "signals", "trace", "torch_dump", "__init__",
+    "p2p_check", "replicas", "signals", "trace", "__init__",
 ]  # fmt: skip
 RESHARD = [
     "boxes", "holders", "intersections", "layout", "overlaps", "plan", "routes", "planner", "tables", "execute",

@@ -894,14 +894,6 @@ MUTATIONS = (
         "tests/debug/test_trace.py",
     ),
     Mutation(
-        "a dump for torch has calls that another record has lost", "tritoncomm/debug/torch_dump.py",
-        "if count < first or kind not in _NAMES", "if kind not in _NAMES", "tests/debug/test_trace.py",
-    ),
-    Mutation(
-        "torch's analyser compares the uneven sizes of an all-gather", "tritoncomm/debug/torch_dump.py",
-        "            if is_uneven:\n", "            if False:\n", "tests/debug/test_trace.py",
-    ),
-    Mutation(
         "a step that was refused counts as a message", "tritoncomm/debug/trace.py",
         ' or call["error"].startswith(REFUSED)', "", "tests/debug/test_trace.py",
     ),

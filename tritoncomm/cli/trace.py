@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from tritoncomm.cli._console import paragraphs, refusing, say, terminal
-from tritoncomm.debug import torch_dump
 from tritoncomm.debug.trace import read, story, write_perfetto
 
 __all__ = ["EPILOG", "trace"]
@@ -16,7 +15,6 @@ EPILOG = paragraphs(
     "torchrun ... train.py   (with TRITONCOMM_FLIGHT=/logs every rank writes its record where a call fails)",
     "tritoncomm trace /logs",
     "tritoncomm trace tritoncomm-flight-*.json --out job.json   (open it at ui.perfetto.dev)",
-    "tritoncomm trace /logs --to-torch dumps   (then: torchfrtrace dumps, which torch installs)",
     "Exits with 0, and with 2 for files that are no records, as named pipes, devices and other JSON.",
 )
 
@@ -24,16 +22,12 @@ EPILOG = paragraphs(
 def trace(
     files: Annotated[list[Path], typer.Argument(help="Flight records, or folders that hold them.", show_default=False)],
     out: Annotated[Path | None, typer.Option(help="Write one trace for Perfetto.", show_default=False)] = None,
-    to_torch: Annotated[
-        Path | None, typer.Option(help="Write a folder of dumps for torch's analyser.", show_default=False)
-    ] = None,
 ) -> None:
-    """Merge the flight records of ranks: where they diverged, who waits for whom, one trace, dumps for torch."""
+    """Merge the flight records of ranks: where they diverged, who waits for whom, one trace."""
     with refusing():
         records = read(files)
         if out is not None:
             write_perfetto(records, out)
-        entries = 0 if to_torch is None else torch_dump.write(records, to_torch)
         lines = story(records)
     console = terminal()
     for line in lines:
@@ -41,8 +35,3 @@ def trace(
     if out is not None:
         calls = sum(len(hashes.counts) for each in records for hashes in each.hashes.values())
         say(console, f"wrote {out}: {calls} calls of {len(records)} ranks")
-    if to_torch is not None:
-        ranks = {rank for each in records for group in each.data["groups"].values() for rank in group}
-        is_complete = ranks <= {each.rank for each in records}
-        say(console, f"wrote {to_torch}: {entries} entries of {len(records)} ranks for torch's analyser; run")
-        say(console, f"  torchfrtrace {to_torch}{'' if is_complete else ' --allow-incomplete-ranks'}")
