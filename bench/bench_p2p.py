@@ -261,7 +261,7 @@ def count(case: Case, provider: str, host: Host) -> dict[str, float]:
             call()
     payload = len(case.sends) * len(inputs(case)) * torch.Size(SHAPE).numel() * 4
     if provider == "ours":
-        packed = sum(line.packed for line in recorded.values())
+        packed = sum(line.bytes_copied for line in recorded.values())
         assert packed == cost.moved or case.varies, (case.label, packed, cost.moved)
     passes = round(cost.moved / (2 * payload), 3) if payload else 0.0
     return {"messages": host.messages, "passes": passes, "synchronisations": host.synchronisations}

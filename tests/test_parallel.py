@@ -272,7 +272,7 @@ def test_sums_are_in_place(group: ProcessGroup) -> None:
     theirs.parallelize_module(mlp, mesh, {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()})
     record.reset()
     mlp(x).sum().backward()
-    counts = {name: (count.calls, count.packed) for (name, _), count in record.counters().items()}
+    counts = {name: (count.calls, count.bytes_copied) for (name, _), count in record.counters().items()}
     assert counts == {
         "reduce_from_tensor_model_parallel_region": (1, 0),
         "copy_to_tensor_model_parallel_region.backward": (1, 0),

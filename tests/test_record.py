@@ -21,9 +21,9 @@ def test_add_and_total() -> None:
     record.add("g", "torch", 4, 0, started, calls=0)
     counts = record.counters()
     assert set(counts) == {("f", "view"), ("f", "torch"), ("g", "torch")}
-    assert (counts["f", "torch"].calls, counts["f", "torch"].packed, counts["f", "torch"].wire) == (1, 16, 8)
+    assert counts["f", "torch"] == record.Count(1, 16, 8)
     both = record.total("f")
-    assert (both.calls, both.packed, both.wire) == (2, 16, 16)
+    assert (both.calls, both.bytes_copied, both.bytes_sent) == (2, 16, 16)
     assert both.seconds == 0.0
     assert counts["g", "torch"].calls == 0
     record.reset()
@@ -48,7 +48,7 @@ def test_recording_sees_only_its_block() -> None:
         assert inside == {}
     record.add("f", "view", 5, 5, record.now())
     assert set(inside) == {("f", "view"), ("new", "torch")}
-    assert (inside["f", "view"].calls, inside["f", "view"].packed, inside["f", "view"].wire) == (1, 10, 20)
+    assert (inside["f", "view"].calls, inside["f", "view"].bytes_copied, inside["f", "view"].bytes_sent) == (1, 10, 20)
 
 
 def test_recording_survives_an_error() -> None:

@@ -182,17 +182,17 @@ def test_bits_and_counters(group: ProcessGroup) -> None:
             for one, wanted in zip(there, own, strict=True):
                 assert torch.equal(one, wanted), (heads_, sizes)
             (count,) = record.values()
-            assert (count.calls, count.packed) == (1, counted.copied), (heads_, sizes)
+            assert (count.calls, count.bytes_copied) == (1, counted.copied), (heads_, sizes)
             others = [w for w in range(world) if w != rank]
             sent = sum(
                 x[:, :, : share.sizes[w]].nbytes for x, share in zip(xs, layout.shares, strict=True) for w in others
             )
-            assert count.wire == sent
+            assert count.bytes_sent == sent
             dense = [x.contiguous() for x in there]
             with tritoncomm.recording() as record, Counted() as counted:
                 back = heads.to_sequence(dense, layout, group, "to sequence")
             (count,) = record.values()
-            assert count.packed == counted.copied, (heads_, sizes)
+            assert count.bytes_copied == counted.copied, (heads_, sizes)
             assert torch.equal(back[0], xs[0])
             if not kv.replicated:
                 assert torch.equal(back[2], xs[2])
@@ -245,7 +245,7 @@ def test_one_launch_each_way(group: ProcessGroup) -> None:
                 ahead = len(launches)
                 grads = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in there]
                 back = heads.to_sequence(grads, layout, group, "to sequence")
-            results.append(([*there, *back], [(count.packed, count.wire) for count in record.values()]))
+            results.append(([*there, *back], [(count.bytes_copied, count.bytes_sent) for count in record.values()]))
         for (copied, sent), (most, wire) in zip(results[1][1], results[0][1], strict=True):
             assert copied <= most, "torch puts parts of shared heads side by side first"
             assert sent == wire

@@ -7,7 +7,7 @@ warmed up and captured, and not when it is replayed.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from operator import attrgetter, sub
+from operator import sub
 from time import perf_counter
 from typing import Any, Literal, Protocol
 
@@ -19,7 +19,6 @@ __all__ = [
     "Count",
     "Observer",
     "Span",
-    "Traffic",
     "add",
     "begin",
     "counters",
@@ -164,16 +163,8 @@ class Span:
         add(self.name, path, bytes_copied, bytes_sent, self.started)
 
 
-class Traffic:
-    """Mixin with the former names of two attributes: ``packed`` for ``bytes_copied``, ``wire`` for ``bytes_sent``."""
-
-    __slots__ = ()
-    packed = property(attrgetter("bytes_copied"), doc="The same as ``bytes_copied``.")
-    wire = property(attrgetter("bytes_sent"), doc="The same as ``bytes_sent``.")
-
-
 @dataclass(slots=True)
-class Count(Traffic):
+class Count:
     """Counts of one function on one path: one line of the record.
 
     Attributes:

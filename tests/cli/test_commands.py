@@ -50,8 +50,8 @@ def test_plan_tells_the_same_in_words_and_in_json() -> None:
     assert "predicted, not measured" in words.output
     assert "PROJECTION, not measured" in words.output
     told, known = json.loads(run(*PLAN, "--json").output), explain("sp2hp", (4096, 2, 8192), 8)
-    assert told["forward"]["packed"] == known.forward.packed == 256 * 2**20
-    assert told["backward"]["wire"] == known.backward.wire == 112 * 2**20
+    assert told["forward"]["bytes_copied"] == known.forward.bytes_copied == 256 * 2**20
+    assert told["backward"]["bytes_sent"] == known.backward.bytes_sent == 112 * 2**20
     assert told["forward"]["steps"][0]["path"] == "triton"
     assert [share["world"] for share in told["projection"]] == [2, 4, 8, 16, 32, 64]
     assert told["dtype"] == "bfloat16"
@@ -76,15 +76,15 @@ def test_short_names_of_element_types_are_known_to_every_command(short: str, nam
 def test_plan_tells_of_split_sizes_and_strides() -> None:
     sent = ("plan", "all_to_all", "--shape", "8,4", "--world", "2", "--dtype", "fp32", "--sizes", "3,5", "--out-sizes")
     told = json.loads(run(*sent, "3,1", "--json").output)
-    assert (told["forward"]["result"], told["forward"]["wire"]) == ([4, 4], 5 * 16)
-    assert (told["backward"]["result"], told["backward"]["wire"]) == ([8, 4], 1 * 16)
+    assert (told["forward"]["result"], told["forward"]["bytes_sent"]) == ([4, 4], 5 * 16)
+    assert (told["backward"]["result"], told["backward"]["bytes_sent"]) == ([8, 4], 1 * 16)
     assert told["projection"] == []
     assert "PROJECTION" not in run(*sent, "3,1").output
-    assert json.loads(run(*sent, "1,5", "--rank", "1", "--json").output)["forward"]["wire"] == 3 * 16
+    assert json.loads(run(*sent, "1,5", "--rank", "1", "--json").output)["forward"]["bytes_sent"] == 3 * 16
     sliced = ("plan", "sp2hp", "--shape", "4096,8192", "--world", "8", "--json", "--strides")
-    assert json.loads(run(*sliced, "24576,1").output)["forward"]["packed"] == 128 * 2**20
+    assert json.loads(run(*sliced, "24576,1").output)["forward"]["bytes_copied"] == 128 * 2**20
     (copy, *_) = json.loads(run("plan", "all_to_all", *sliced[2:], "24576,1").output)["forward"]["steps"]
-    assert (copy["name"], copy["path"], copy["packed"]) == ("copy", "torch", 128 * 2**20)
+    assert (copy["name"], copy["path"], copy["bytes_copied"]) == ("copy", "torch", 128 * 2**20)
 
 
 def test_plan_says_why_there_is_no_backward() -> None:
@@ -92,7 +92,7 @@ def test_plan_says_why_there_is_no_backward() -> None:
         arguments = ("plan", "all_gather", "--shape", "8,4", "--world", "2", "--dtype", dtype)
         assert why in run(*arguments).output
         told = json.loads(run(*arguments, "--json").output)
-        assert (told["forward"]["wire"] > 0, told["backward"]) == (True, None)
+        assert (told["forward"]["bytes_sent"] > 0, told["backward"]) == (True, None)
         assert why in told["no_backward"]
 
 
@@ -219,7 +219,8 @@ def test_the_plan_keeps_its_figures_on_80_columns() -> None:
         known = explain("sp2hp", (4096, 64, 65536), 64, getattr(torch, dtype))
         assert max(len(line) for line in lines if not line.startswith(("predicted", "PROJECTION"))) <= 80
         for step in (*known.forward.steps, *known.backward.steps):
-            figures = [f"{step.packed / 2**20:.3f}", f"{step.wire / 2**20:.3f}", f"{step.seconds * 1e6:.1f}"]
+            sizes = [f"{size / 2**20:.3f}" for size in (step.bytes_copied, step.bytes_sent)]
+            figures = [*sizes, f"{step.seconds * 1e6:.1f}"]
             assert [line.split()[-3:] for line in lines].count(figures) >= 1, figures
     assert "1 rank," in at_80_columns("plan", "copy", "--shape", "4,4", "--world", "1")[0]
 

@@ -32,12 +32,12 @@ def called(op: str, x: torch.Tensor, group: ProcessGroup, dims: tuple[int, ...],
 
 
 def total(counted: dict[tuple[str, str], record.Count]) -> tuple[int, int]:
-    return sum(count.packed for count in counted.values()), sum(count.wire for count in counted.values())
+    return sum(count.bytes_copied for count in counted.values()), sum(count.bytes_sent for count in counted.values())
 
 
 def check(movement: Movement, counted: dict[tuple[str, str], record.Count], what: Any) -> None:
-    assert (movement.packed, movement.wire) == total(counted), (what, movement, counted)
-    paths = {path for (_, path), count in counted.items() if count.packed} or {"view"}
+    assert (movement.bytes_copied, movement.bytes_sent) == total(counted), (what, movement, counted)
+    paths = {path for (_, path), count in counted.items() if count.bytes_copied} or {"view"}
     assert paths == {movement.path}, (what, movement, counted)
 
 
@@ -190,7 +190,7 @@ def test_what_no_kernel_walks_takes_torch_and_a_forced_kernel_refuses(pool: Pool
     case = ("rs_last", (shape,), stride, (), None, None)
     pool.run(run_layouts, "auto", [case], world=2)
     (pack, _) = explain("rs_last", shape, 2, torch.float32, stride=stride).forward.steps
-    assert (pack.path, pack.packed) == ("torch", 2 * 480 * 4)
+    assert (pack.path, pack.bytes_copied) == ("torch", 2 * 480 * 4)
     with ops.path("triton"), pytest.raises(UnsupportedError, match="no kernel walks"):
         explain("rs_last", shape, 2, torch.float32, stride=stride)
 
@@ -198,7 +198,8 @@ def test_what_no_kernel_walks_takes_torch_and_a_forced_kernel_refuses(pool: Pool
 def test_a_slice_of_a_fused_qkv_is_read_in_place() -> None:
     contiguous = explain("all_to_all_dims", (2, 1024, 32, 128), 4, dims=(2, 1)).forward
     sliced = explain("all_to_all_dims", (2, 1024, 32, 128), 4, dims=(2, 1), stride=(12582912, 12288, 128, 1)).forward
-    assert (sliced.packed, sliced.wire, sliced.passes) == (contiguous.packed, contiguous.wire, contiguous.passes)
+    assert (sliced.bytes_copied, sliced.bytes_sent) == (contiguous.bytes_copied, contiguous.bytes_sent)
+    assert sliced.passes == contiguous.passes
     assert sliced.steps[0].tile.endswith("16 B per access")
     odd = explain("all_to_all_dims", (2, 1024, 32, 128), 4, dims=(2, 1), stride=(12582912, 12290, 128, 1)).forward
     assert odd.steps[0].tile.endswith(" 4 B per access")
@@ -207,7 +208,7 @@ def test_a_slice_of_a_fused_qkv_is_read_in_place() -> None:
 def test_the_time_is_that_of_the_larger_direction() -> None:
     rates = cost.Rates(latency=0.0, link=1.0, network=1.0, memory=1.0, node=8, source="")
     told = explain("all_gather", (1, 4), 2, torch.float32, rates=rates, sizes=(1, 9)).forward
-    assert (told.wire, told.seconds[1], told.result) == (16, 9 * 16, (10, 4))
+    assert (told.bytes_sent, told.seconds[1], told.result) == (16, 9 * 16, (10, 4))
 
 
 def test_every_mapping_is_explained() -> None:
@@ -226,10 +227,10 @@ def test_one_rank_moves_nothing() -> None:
 def test_a_gpu_takes_kernels_and_says_which_tile() -> None:
     told = explain("sp2hp", (4096, 2, 8192), 8, torch.bfloat16)
     pack, exchange, unpack = told.forward.steps
-    assert (pack.name, pack.path, pack.packed) == ("pack", "triton", 2 * 128 * MIB)
+    assert (pack.name, pack.path, pack.bytes_copied) == ("pack", "triton", 2 * 128 * MIB)
     assert pack.tile.endswith("16 B per access")
     assert pack.origin == "built in"
-    assert (exchange.path, exchange.wire) == ("backend", 128 * MIB * 7 // 8)
+    assert (exchange.path, exchange.bytes_sent) == ("backend", 128 * MIB * 7 // 8)
     assert unpack.path == "view"
     assert (told.forward.passes, told.forward.result) == (1, (65536, 1024))
     odd = explain("rs_last", (3, 2, 18), 2, torch.bfloat16)  # 9 elements of 2 bytes to each rank

@@ -161,8 +161,8 @@ def trained(function: Any, x: Tensor) -> tuple[list[Tensor], tuple[int, int]]:
     with record.recording() as counted:
         out = function(leaf)
         gradients = torch.autograd.grad(out.sin().sum(), [leaf, *parameters])
-    sent = [count for count in counted.values() if count.wire]
-    return [out.detach(), *gradients], (sum(count.calls for count in sent), sum(count.wire for count in sent))
+    sent = [count for count in counted.values() if count.bytes_sent]
+    return [out.detach(), *gradients], (sum(count.calls for count in sent), sum(count.bytes_sent for count in sent))
 
 
 def block_is_eager(

@@ -138,7 +138,7 @@ def measured(call: Any, x: Tensor, group: ProcessGroup) -> tuple[Traffic, Traffi
         gradient = torch.ones_like(out, memory_format=torch.contiguous_format)
         with Traffic() as backward:
             torch.autograd.grad(out, x, gradient)
-    return forward, backward, sum(count.packed for count in counted.values())
+    return forward, backward, sum(count.bytes_copied for count in counted.values())
 
 
 def run_floor(group: ProcessGroup, name: str) -> None:
@@ -241,7 +241,7 @@ def test_triton_floor(group: ProcessGroup) -> None:
             with ops.path("triton"), record.recording() as counted:
                 out = call(x, group)
                 torch.autograd.grad(out, x, torch.ones_like(out, memory_format=torch.contiguous_format))
-            packed = sum(count.packed for count in counted.values())
+            packed = sum(count.bytes_copied for count in counted.values())
             assert packed == (wanted + backward_floor(world)) * base.nbytes, (name, packed / base.nbytes)
 
 
@@ -255,7 +255,7 @@ def test_floor_with_overwrite_inputs(group: ProcessGroup) -> None:
             with m.overwrite_inputs(overwrite), record.recording() as counted:
                 out = call(x * 2.0, group)
                 torch.autograd.grad(out, x, torch.ones_like(out, memory_format=torch.contiguous_format))
-            packed[name, overwrite] = sum(count.packed for count in counted.values())
+            packed[name, overwrite] = sum(count.bytes_copied for count in counted.values())
     more = {name: packed[name, False] - packed[name, True] for name in CASES}
     assert {name: n for name, n in more.items() if n} == {"reduce_from": 2 * base.nbytes, "copy": 2 * base.nbytes}
     assert packed["reduce_from", True] == packed["copy", True] == 0

@@ -228,7 +228,7 @@ def test_the_switch_of_the_forward_counts(group: ProcessGroup) -> None:
     leaf = torch.ones(2, 4, 3, requires_grad=True)
     with m.overwrite_inputs(True), record.recording() as counted:
         torch.nn.functional.linear(copy_to(leaf, group), torch.ones(5, 3)).sum().backward()
-    assert sum(count.packed for count in counted.values()) == 0, "the gradient of a linear layer is a view"
+    assert sum(count.bytes_copied for count in counted.values()) == 0, "the gradient of a linear layer is a view"
 
 
 def test_one_gradient_of_two_branches(group: ProcessGroup) -> None:

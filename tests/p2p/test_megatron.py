@@ -212,7 +212,7 @@ def run_schedule(group: ProcessGroup, name: str) -> tuple[int, int, int]:
             assert case.forward_only or ours.grad is not None
     hops = [count for (called, _), count in counted.items() if not called.endswith(".header")]
     headers = [count for (called, _), count in counted.items() if called.endswith(".header")]
-    return sum(x.calls for x in hops), sum(x.packed for x in hops), sum(x.calls for x in headers)
+    return sum(x.calls for x in hops), sum(x.bytes_copied for x in hops), sum(x.calls for x in headers)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -17,7 +17,6 @@ from tritoncomm.errors import UnsupportedError
 from tritoncomm.reshard import Layout, OwnedExchange, balanced_owners, exchange_owned, reshard, reshard_plan
 from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup, ReplicaSpec, ShardSpec
 from tritoncomm.tensor.layout import plain
-from tritoncomm.tensor.redistribution_plan import redistribute_plan
 
 
 def mesh_of(ranks: Any) -> DeviceMesh:
@@ -77,10 +76,7 @@ def test_colo_tensors_to_other_groups(group: TorchGroup) -> None:
                 y = x.redistribute(after, other)
             assert torch.equal(plain(y), expected)
             assert ("redistribute", "torch") not in counts, "one exchange, no replica"
-            plan = redistribute_plan(x, after, other)
-            (count,) = (each for (name, _), each in counts.items() if name == "reshard")
-            assert [step.name for step in plan.steps] == ["reshard"]
-            assert (plan.bytes_copied, plan.bytes_sent) == (count.bytes_copied, count.bytes_sent)
+            assert [name for name, _ in counts].count("reshard") == 1
             (plain(y) * expected).sum().backward()
             assert torch.equal(local.grad, local)
             z = reshard(x.detach(), target=ColoTensorSpec(other, after), group=group)

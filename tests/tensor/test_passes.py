@@ -110,7 +110,7 @@ def run_floor(group: TorchGroup, shapes: Any) -> None:
                 (grad,) = torch.autograd.grad(y, x, gradient)
         assert (y.shape, plain(grad).shape) == (shard_of(torch.ones(shape), new, rank).shape, x.shape)
         context = f"{shape} {old} to {new}, rank {rank}"
-        recorded = sum(count.packed for count in counted.values())
+        recorded = sum(count.bytes_copied for count in counted.values())
         assert recorded == forward.moved + backward.moved, f"{context}: the record has {recorded}"
         for which, traffic, (a, b) in (("forward", forward, (old, new)), ("backward", backward, (new, old))):
             copied, memory = (4 * elements for elements in documented(shape, a, b, rank, world))
@@ -139,7 +139,7 @@ def test_sums_of_products_copy_nothing(group: TorchGroup) -> None:
         names = {name for name, _ in counted}
         reduced = {"reduce_from_tensor_model_parallel_region", "copy_to_tensor_model_parallel_region.backward"}
         assert reduced <= names, names
-        assert sum(count.packed for count in counted.values()) == 0, counted
+        assert sum(count.bytes_copied for count in counted.values()) == 0, counted
         assert torch.equal(x.grad, torch.full_like(x, 2.0 * world * 5))  # pyright: ignore[reportArgumentType]
     shift, shard = torch.ones(1, 3, requires_grad=True), sharded(torch.ones(world, 3), ShardSpec([0], [world]), pg)
     leaf = shard.requires_grad_()

@@ -32,7 +32,7 @@ def redistributed(
         y = plain(x.redistribute(new))
         given = shard_of(gradient, new, rank).contiguous()
         grad = plain(torch.autograd.grad(y, x, given)[0]) if x.requires_grad else None
-    return y.detach(), grad, sum(count.packed for (_, taken), count in counted.items() if taken == path)
+    return y.detach(), grad, sum(count.bytes_copied for (_, taken), count in counted.items() if taken == path)
 
 
 def several(old: _DistSpec, new: _DistSpec) -> bool:

@@ -154,8 +154,8 @@ def _as_json(explanation: Explanation) -> dict[str, Any]:
 
 
 def _traffic(one: Step | Movement) -> dict[str, int]:
-    """The bytes, also by the names that they had first."""
-    return {name: getattr(one, name) for name in ("bytes_copied", "bytes_sent", "packed", "wire")}
+    """Return the bytes of a step or of a direction, by name."""
+    return {name: getattr(one, name) for name in ("bytes_copied", "bytes_sent")}
 
 
 def _show(explanation: Explanation, console: Console) -> None:

@@ -20,7 +20,7 @@ __all__ = ["Call", "Movement", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
-class Step(record.Traffic):
+class Step:
     """One thing that happens to the tensor.
 
     Attributes:
@@ -45,7 +45,7 @@ class Step(record.Traffic):
 
 
 @dataclass(frozen=True, slots=True)
-class Movement(record.Traffic):
+class Movement:
     """All steps of one direction; ``shape`` becomes ``result`` on every rank."""
 
     name: str

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tritoncomm import record
 from tritoncomm.core.autograd import outside_graphs, without_graph
 from tritoncomm.core.cost import DEFAULTS, Rates
 from tritoncomm.core.memory import share_memory
@@ -222,7 +221,7 @@ def in_form_of(tensors: Any, results: Sequence[Tensor], wraps: Sequence[Wrap | N
     return dict(zip(tensors, wrapped, strict=True)) if isinstance(tensors, Mapping) else wrapped
 
 
-class ReshardPlan(record.Traffic):
+class ReshardPlan:
     """A resharding that can be looked at and executed repeatedly; prints as a table.
 
     It keeps no tensors, and does not keep its process group alive.

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
-from tritoncomm import record
 from tritoncomm.core.cost import Rates, collective_seconds, pass_seconds
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import GroupError, ShapeError, UnsupportedError
@@ -217,7 +216,7 @@ class Totals(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TransferPlan(record.Traffic):
+class TransferPlan:
     """Everything that one rank sends, receives and copies, bucket by bucket.
 
     Attributes:
