@@ -201,8 +201,8 @@ def all_to_all(
         input_split_sizes: rows that go to each rank; even by default. Lists, tuples or numpy arrays, zeros allowed.
         async_op: return ``(out, handle)``.
         exchange: ``flat`` from rank to rank. ``node``: in two levels, with N + L instead of N * L messages of each rank
-            for N nodes of L ranks; each row moves twice and is copied twice. ``auto``: two levels for even messages of
-            at most 16 KiB, else flat. All ranks have to agree. ``TRITONCOMM_NODE`` sets the ranks per node.
+            for N nodes of L ranks; each row moves twice and is copied twice. All ranks have to agree.
+            ``TRITONCOMM_NODE`` sets the ranks per node.
 
     Raises:
         ArgumentError: the number of ranks per node is unknown.

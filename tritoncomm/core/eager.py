@@ -28,7 +28,7 @@ from tritoncomm.core.plan import (
     cached_reduce_scatter,
     located,
 )
-from tritoncomm.core.validation import check_input, world_of
+from tritoncomm.core.validation import check_input
 from tritoncomm.errors import CommError
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "reduce_scatter", "split"]
@@ -259,8 +259,7 @@ def all_to_all_single(
         return compiled.traced(all_to_all_single, compiled.all_to_all_single, name)(x, group, out_sizes, in_sizes, name)
     nodes = None
     if levels != "flat":
-        message_bytes = x.nbytes // world_of(group, name) if out_sizes is None and in_sizes is None else None
-        nodes = node_exchange.chosen(levels, message_bytes, group, name)
+        nodes = node_exchange.chosen(levels, group, name)
     span = enter(name, "all_to_all_single", group, x, (out_sizes, in_sizes, nodes and nodes.size))
     if span is None:
         return (x, None) if asynchronous else x

@@ -22,13 +22,10 @@ from tritoncomm.core.validation import ranks_of
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.record import CopyPath
 
-__all__ = ["AUTO_BYTES", "Levels", "Nodes", "all_to_all", "chosen", "row_counts"]
+__all__ = ["Levels", "Nodes", "all_to_all", "chosen", "row_counts"]
 
-Levels = Literal["flat", "node", "auto"]
-"""Ways of an exchange: from rank to rank, in two levels, or in two levels where its messages are small."""
-AUTO_BYTES = 1 << 14
-"""Largest message of a flat exchange in bytes for which ``auto`` takes two levels: below about 16 KiB a network is
-assumed to be limited by the number of messages and not by their bytes. The figure was not measured on a network."""
+Levels = Literal["flat", "node"]
+"""Ways of an exchange: from rank to rank, or in two levels."""
 
 
 class Nodes(NamedTuple):
@@ -89,30 +86,18 @@ class Nodes(NamedTuple):
         return cls(count, size, position // size, position % size)
 
 
-def chosen(levels: str, message_bytes: int | None, group: ProcessGroup, name: str) -> Nodes | None:
+def chosen(levels: str, group: ProcessGroup, name: str) -> Nodes | None:
     """Return the nodes for an exchange in two levels, or None for a flat one. All ranks come to the same answer.
-
-    Args:
-        levels: the caller's choice.
-        message_bytes: bytes of one message of the flat exchange; None where ranks may have different ones, for which
-            ``auto`` is flat.
-        group: ranks of the exchange.
-        name: function that the program called, for errors.
 
     Raises:
         ArgumentError: ``levels`` is no way of an exchange, or the number of ranks per node is unknown.
-        UnsupportedError: the nodes of ``group`` differ in size; ``auto`` is flat then.
+        UnsupportedError: the nodes of ``group`` differ in size.
     """
-    if levels not in ("flat", "node", "auto"):
-        raise ArgumentError(f"{name}: exchange must be 'flat', 'node' or 'auto', not {levels!r:.80}")
-    if levels == "flat" or (levels == "auto" and (message_bytes is None or message_bytes > AUTO_BYTES)):
+    if levels not in ("flat", "node"):
+        raise ArgumentError(f"{name}: exchange must be 'flat' or 'node', not {levels!r:.80}")
+    if levels == "flat":
         return None
-    try:
-        nodes = Nodes.of(group, name)
-    except (ArgumentError, UnsupportedError):
-        if levels == "auto":
-            return None
-        raise
+    nodes = Nodes.of(group, name)
     return None if nodes.count == 1 or nodes.size == 1 else nodes
 
 
