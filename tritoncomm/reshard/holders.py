@@ -110,6 +110,11 @@ class Holders:
         result[self.order] = np.arange(len(self.order)) - np.repeat(self.first[:-1], self.counts)
         return result
 
+    def boxes_of_rank(self, rank: int) -> Array:
+        """Return the boxes of a global rank, none where it is no member."""
+        place = self.members.place_of(rank)
+        return np.empty(0, np.int64) if place < 0 else self.boxes_of(place)
+
     def boxes_of(self, place: int) -> Array:
         """Return the boxes of the rank at a place."""
         return np.arange(*np.searchsorted(self.owner, [place, place + 1]))

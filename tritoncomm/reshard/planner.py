@@ -198,7 +198,7 @@ class _Planner:
         self.routes = _all_routes(items, ranks, every_replica)
         self.classes = _classes(items, self.routes, self.world)
         self.loads: dict[Holders, Array] = {}  # bytes that every replica of a region sends
-        self.own: dict[Routes, tuple[Requests, Requests]] = {}  # that this rank receives, and may have to send
+        self.own: dict[Routes, Requests] = {}  # that this rank receives, and may have to send
         self.blocks: dict[Routes, tuple[Array, Array]] = {}  # of routes without a table
         self.bounds: dict[Routes, Bounds] = {}  # of routes without a table that several tensors have
         self.uses = Counter(self.routes[item.source, item.target] for item in items)
@@ -328,25 +328,21 @@ class _Planner:
         """
         if table is None and routes in self.blocks:
             return self.blocks[routes]
-        rank = self.ranks[self.position]
-        if routes not in self.own:
-            self.own[routes] = routes.received(rank), routes.sent(rank)
-        flat, boxes = [], []
-        for requests, is_sent in zip(self.own[routes], (False, True), strict=True):
-            box = routes.senders(requests, table)
-            ends = routes.ends(requests, box)
-            chosen = np.nonzero((ends[0] == self.position) & (ends[1] != self.position) if is_sent else ends[1] >= 0)[0]
-            low = requests.low[:, chosen]
-            own, theirs = routes.source.boxes(box[chosen]), routes.target.boxes(requests.target[chosen])
-            block = np.zeros((3, self.dims, len(chosen)), np.int64)
-            block[2] = 1
-            first = self.dims - len(low)
-            block[0, first:] = low + (own.at - own.start).T
-            block[1, first:] = low + (theirs.at - theirs.start).T
-            block[2, first:] = requests.size[:, chosen]
-            flat.append(ends[:, chosen])
-            boxes.append(block)
-        result = np.concatenate(flat, 1), np.concatenate(boxes, 2)
+        if self.world <= _SMALL_GROUP:
+            requests, (box, ends) = routes.all, routes.all_served(table)  # listed already, for the bytes of every rank
+        else:
+            requests = self.own[routes] = self.own.get(routes) or routes.of_rank(self.ranks[self.position])
+            box, ends = routes.served(requests, table)
+        chosen = np.nonzero((ends == self.position).any(0))[0]
+        low, box, target = requests.low[:, chosen], box[chosen], requests.target[chosen]
+        own, theirs = routes.source.boxes(box), routes.target.boxes(target)
+        boxes = np.zeros((3, self.dims, len(chosen)), np.int64)
+        boxes[2] = 1
+        first = self.dims - len(low)
+        boxes[0, first:] = low + (own.at - own.start).T
+        boxes[1, first:] = low + (theirs.at - theirs.start).T
+        boxes[2, first:] = requests.size[:, chosen]
+        result = ends[:, chosen], boxes
         if table is None:
             self.blocks[routes] = result
         return result

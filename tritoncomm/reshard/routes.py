@@ -43,6 +43,10 @@ class Requests(NamedTuple):
     own: Array
     slot: Array
 
+    def pick(self, chosen: Array) -> "Requests":
+        """Return some of the requests, by their indices."""
+        return Requests(*(each[..., chosen] for each in self))
+
 
 class Bounds(NamedTuple):
     """The most elements and requests that a rank of every class sends, or receives: each ``[classes]``."""
@@ -147,35 +151,47 @@ class Routes:
         self.source, self.target, self.places, self.every_replica = source, target, places, every_replica
         self.has_choice = not every_replica and source.holders.most > 1
 
-    def sent(self, rank: int) -> Requests:
-        """Return the requests for the regions that a global rank holds, whichever replicas serve them."""
-        place = self.source.holders.members.place_of(rank)
-        boxes = np.empty(0, np.int64) if place < 0 else self.source.holders.boxes_of(place)
-        return self._for_regions(np.unique(self.source.holders.region[boxes]))
-
-    def received(self, rank: int) -> Requests:
-        """Return the requests of a global rank, those for elements that it has included."""
-        place = self.target.holders.members.place_of(rank)
-        boxes = np.empty(0, np.int64) if place < 0 else self.target.holders.boxes_of(place)
-        region = self.target.holders.region[boxes]
+    def of_rank(self, rank: int) -> Requests:
+        """Return the requests of a global rank, then those of other ranks for regions that it holds."""
+        source, target = self.source.holders, self.target.holders
+        held, own = source.boxes_of_rank(rank), target.boxes_of_rank(rank)
+        region = target.region[own]
         met = self.source.index.meeting(self.target.start[region], self.target.size[region])
-        return self._requests(met.other, boxes[met.one], met.low, met.size)
+        received = self._requests(met.other, own[met.one], met.low, met.size)
+        sent = self._for_regions(np.unique(source.region[held]))
+        sent = sent.pick(np.nonzero(target.owner[sent.target] != target.members.place_of(rank))[0])
+        return Requests(*(np.concatenate(each, -1) for each in zip(received, sent, strict=True)))
 
-    def ends(self, requests: Requests, box: Array) -> Array:
-        """Return sender and receiver of requests as positions in the group, ``[2, requests]``.
+    def served(self, requests: Requests, table: Array | None) -> tuple[Array, Array]:
+        """Return the source box that serves each request, and its sender and receiver, ``[2, requests]``.
+
+        Both are positions in the group. A request for elements that stay has the receiver's own box.
 
         Args:
             requests: the requests.
-            box: the source box that serves each; see ``senders``.
+            table: the replica that serves each slot, of every number of replicas, ``[numbers, slots]``; see
+                ``table_of``. None: slot and replica have the same number.
         """
-        source, target = self.source.holders.owner[box], self.target.holders.owner[requests.target]
-        return np.stack([self.places[0][source], self.places[1][target]])
+        holders, replica = self.source.holders, requests.slot
+        if table is not None:
+            replica = table[self._replicas[1][requests.region], replica]
+        box = np.where(requests.own >= 0, requests.own, holders.order[holders.first[requests.region] + replica])
+        owners = holders.owner[box], self.target.holders.owner[requests.target]
+        return box, np.stack([place[owner] for place, owner in zip(self.places, owners, strict=True)])
+
+    def all_served(self, table: Array | None) -> tuple[Array, Array]:
+        """Return ``served`` of all requests."""
+        return self._all_served if table is None else self.served(self.all, table)
+
+    @cached_property
+    def _all_served(self) -> tuple[Array, Array]:
+        return self.served(self.all, None)
 
     def remote(self, table: Array | None) -> tuple[Array, Array]:
         """Return the ends and the elements of all requests between two ranks, for reports and small groups.
 
         Args:
-            table: see ``senders``.
+            table: see ``served``.
         """
         return self._everything if table is None else self._remote(table)
 
@@ -186,14 +202,13 @@ class Routes:
 
     def _remote(self, table: Array | None) -> tuple[Array, Array]:
         """Find ends and elements of all requests between two ranks; see ``remote``."""
-        requests = self._all
-        ends = self.ends(requests, self.senders(requests, table))
+        _, ends = self.all_served(table)
         is_remote = ends[0] != ends[1]
-        return ends[:, is_remote], requests.size.prod(0)[is_remote]
+        return ends[:, is_remote], self.all.size.prod(0)[is_remote]
 
     @cached_property
-    def _all(self) -> Requests:
-        """The requests of all ranks."""
+    def all(self) -> Requests:
+        """The requests of all ranks, for small groups and for reports."""
         return self._for_regions(np.arange(len(self.source.start)))
 
     @property
@@ -207,19 +222,6 @@ class Routes:
         if self.every_replica or self.source.holders.most <= 1:
             return False
         return len(self._replicas[0]) > 1 or bool((self._slots[0] != self._slots[0][:, :1]).any())
-
-    def senders(self, requests: Requests, table: Array | None) -> Array:
-        """Return the source box that serves each request, or that stays.
-
-        Args:
-            requests: the requests.
-            table: the replica that serves each slot, of every number of replicas, ``[numbers, slots]``; see
-                ``table_of``. None: slot and replica have the same number.
-        """
-        holders, replica = self.source.holders, requests.slot
-        if table is not None:
-            replica = table[self._replicas[1][requests.region], replica]
-        return np.where(requests.own >= 0, requests.own, holders.order[holders.first[requests.region] + replica])
 
     def table_of(self, loads: Array, itemsize: int) -> Array:
         """Assign the replicas with the least load so far to the slots with the most bytes; add these to the loads.
@@ -244,7 +246,7 @@ class Routes:
 
         Args:
             classes: the classes.
-            table: see ``senders``.
+            table: see ``served``.
         """
         source, target, held = self.source.holders, self.target.holders, self._held
         result = Bounds(*np.zeros((2, classes.count), np.int64))
