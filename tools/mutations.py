@@ -125,8 +125,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a block is written at the place of its box", "tritoncomm/reshard/planner.py",
-        "block[1, first:] = low + (theirs.at - theirs.start).T",
-        "block[1, first:] = (theirs.at - theirs.start).T + 0 * low",
+        "boxes[1, first:] = low + (theirs.at - theirs.start).T",
+        "boxes[1, first:] = (theirs.at - theirs.start).T + 0 * low",
         "tests/reshard/test_passes.py",
     ),
     Mutation(

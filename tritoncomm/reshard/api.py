@@ -34,7 +34,7 @@ from tritoncomm.reshard.request import (
     refusing,
 )
 
-__all__ = ["BUCKET_BYTES", "Grad", "ReshardPlan", "in_form_of", "planned", "reshard", "reshard_plan"]
+__all__ = ["BUCKET_BYTES", "Grad", "ReshardPlan", "in_form_of", "planned", "reshard", "reshard_as", "reshard_plan"]
 
 BUCKET_BYTES = 256 * 2**20
 Grad = Literal["replicated", "partial"]
@@ -88,8 +88,27 @@ def reshard(
             arguments do not compare them; a rank with others is named with ``TRITONCOMM_CHECK=1``.
         UnsupportedError: partial placements, or a cast of other dtypes.
     """
-    process_group = dist.group.WORLD if group is None else participants_of(group, "reshard").group
-    looks = None if out is not None else _look(tensors, source, target, (dtype, bucket_bytes, grad))
+    return reshard_as("reshard", group, tensors, source, target, (dtype, bucket_bytes, grad), out)
+
+
+def reshard_as(
+    name: str,
+    group: GroupLike | None,
+    tensors: Any,
+    source: Any,
+    target: Any,
+    options: tuple[Any, int, Grad],
+    out: Any = None,
+) -> Any:
+    """Run ``reshard`` under the name of the function that the program called.
+
+    Args:
+        name: the function.
+        group, tensors, source, target, out: as for ``reshard``.
+        options: its ``dtype``, ``bucket_bytes`` and ``grad``.
+    """
+    process_group = dist.group.WORLD if group is None else participants_of(group, name).group
+    looks = None if out is not None else _look(name, tensors, source, target, options)
     if looks is not None and process_group is not None and (recent := _recent_plan(process_group, looks)) is not None:
         try:
             sources = recent.checked(tensors)
@@ -97,8 +116,9 @@ def reshard(
             pass  # found again below, where the other ranks hear of it
         else:
             return in_form_of(tensors, recent.run(sources, None), recent.wraps)
+    dtype, bucket_bytes, grad = options
     request, plan = planned(
-        "reshard", participants_of(group, "reshard"), tensors, source, target,
+        name, participants_of(group, name), tensors, source, target,
         dtype=dtype, bucket_bytes=bucket_bytes, grad=grad, out=out,
     )  # fmt: skip
     if looks is not None and process_group is not None:
@@ -110,7 +130,7 @@ def reshard(
     return in_form_of(tensors, results, request.wraps) if out is None else out
 
 
-def _look(tensors: Any, source: Any, target: Any, options: tuple[Any, Any, Any]) -> Any:
+def _look(name: str, tensors: Any, source: Any, target: Any, options: tuple[Any, Any, Any]) -> Any:
     """Return what the plan of a call depends on, for plain tensors and layouts; None if it has to be read.
 
     Reading and checking the arguments of a few tensors takes the host as long as their exchange.
@@ -141,7 +161,7 @@ def _look(tensors: Any, source: Any, target: Any, options: tuple[Any, Any, Any])
         if type(x) not in _PLAIN:
             return None
         kinds.append((x.dtype, records and x.requires_grad))
-    return (*sides, options, names, *kinds)
+    return (name, *sides, options, names, *kinds)
 
 
 def _recent_plan(group: ProcessGroup, looks: Any) -> "ReshardPlan | None":

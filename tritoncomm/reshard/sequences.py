@@ -1,5 +1,6 @@
 """``sequence_layout``: sequence-sharded tensors between contiguous, zigzag, striped and replicated tokens."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import check_kind, checked_dim
 from tritoncomm.errors import ArgumentError
 from tritoncomm.groups import GroupLike
-from tritoncomm.reshard.api import BUCKET_BYTES, Grad, in_form_of, planned
+from tritoncomm.reshard.api import BUCKET_BYTES, Grad, reshard_as
 from tritoncomm.reshard.boxes import KINDS, bounds_of
 from tritoncomm.reshard.layout import Layout
 from tritoncomm.reshard.request import local_of, named, participants_of, refusing
@@ -74,8 +75,10 @@ def sequence_layout(
     participants = participants_of(group, _NAME)
     with refusing(participants, _NAME):
         layouts = _layouts(x, source, target, dim, cu_seqlens, participants.ranks)
-    request, plan = planned(_NAME, participants, x, *layouts, bucket_bytes=BUCKET_BYTES, grad=grad)
-    return in_form_of(x, plan.run(request.tensors, None), request.wraps)
+    sides: list[Any] = [side if isinstance(x, Mapping) else list(side.values()) for side in layouts]
+    if isinstance(x, Tensor):
+        sides = [layout for (layout,) in sides]
+    return reshard_as(_NAME, group, x, sides[0], sides[1], (None, BUCKET_BYTES, grad))
 
 
 def _layouts(

@@ -168,6 +168,7 @@ def local_shape(shape: tuple[int, ...], parts: Parts, rank: int) -> tuple[int, .
     return tuple(size for _, size in shard_box(shape, parts, rank))
 
 
+@lru_cache(maxsize=4096)
 def uneven_sizes(size: int, count: int) -> tuple[int, ...] | None:
     """Return the shards' sizes of a dim that does not divide; None for one that does, whose collectives need none."""
     return None if size % count == 0 else chunk_sizes(size, count)
