@@ -76,7 +76,7 @@ def shard_parameters(
 
 
 def sharded_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """``optimizer.state_dict()`` in which the state tensors of sharded parameters are ColoTensors.
+    """Return ``optimizer.state_dict()`` in which the state tensors of sharded parameters are ColoTensors.
 
     Optimizers that copy a gradient into their state (SGD's momentum) keep a plain tensor there, which a distributed
     checkpoint would treat as replicated. Memory is shared with the optimizer.
