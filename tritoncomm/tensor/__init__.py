@@ -1,4 +1,10 @@
-"""ColoTensor: sharded tensors, their layouts, redistribution, operators and meshes."""
+"""ColoTensor: sharded tensors, their layouts, redistribution, operators and meshes.
+
+In the modules of this package ``shape`` is the shape of the global tensor and ``x`` the local tensor of this rank.
+``parts`` are (dim, number of shards) of every sharded dim, empty for a replica; ranks are assigned row-major.
+``pg`` is the ``ProcessGroup`` of the shards, ``group`` torch's group of its tensor-parallel ranks and ``rank`` a
+position in it (in ``group_registry`` a global rank). ``axis`` is an axis of the mesh, ``name`` the operator for errors.
+"""
 
 from tritoncomm.tensor import pickles as pickles
 from tritoncomm.tensor.alpha_beta import measure_mesh

@@ -19,7 +19,7 @@ Write = Callable[[Tensor, Slices], Any]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The elements of a view as an arithmetic progression along every dim of its base.
+    """Elements of a view as an arithmetic progression along every dim of its base.
 
     Attributes:
         ranges: (start, count, step) of every dim of the base.
@@ -33,9 +33,7 @@ class Box:
     dims: tuple[int | None, ...]
 
     def within(self, shard: Sequence[tuple[int, int, int]]) -> tuple["Box", Slices] | None:
-        """Return the intersection with a shard, relative to its start, and the intersection's slices of the view.
-
-        None if the intersection is empty.
+        """Return the part in a shard, relative to the shard's start, and its slices of the view; None if it is empty.
 
         Args:
             shard: (dim, start, size) of every sharded dim of the base.
@@ -66,15 +64,12 @@ class Box:
 def box_of(shape: Sequence[int], view: Tensor, offset: int = 0) -> Box | None:
     """Return the box of a view that indexes a contiguous base by integers and slices, its dims in any order.
 
-    None for a view without elements, or with merged, repeated or diagonal dims.
-
-    Args:
-        shape: of the base.
-        view: only its sizes and strides are read.
-        offset: of the base in its storage.
+    None for a view without elements, or with merged, repeated or diagonal dims; ``offset`` is the base's in storage.
     """
     if not view.numel():
         return None
+    # The strides of a contiguous base are the digits of a number system: the view's offset in it is the first index of
+    # every dim.
     strides, remainder = torch.empty(shape, device="meta").stride(), int(view.storage_offset()) - offset
     starts: list[int] = []
     for stride in strides:
@@ -106,22 +101,11 @@ def _base_dim(
 def write_shard(
     name: str, memory: Tensor, shape: Sequence[int], parts: Parts, pg: ProcessGroup, box: Box | None, write: Write
 ) -> None:
-    """Call ``write(region, slices)`` with the part of a box in this rank's shard, and the part's slices of the view.
-
-    A rank without such a part bumps the version of its memory too, so that autograd's check of saved tensors has the
-    same outcome on all ranks.
+    """Call ``write(region, slices)`` with the part of ``box`` in this rank's shard, and its slices of the view.
 
     Args:
-        name: the operator, for errors.
         memory: the local tensor, detached.
-        shape: of the global tensor.
-        parts: (dim, number of shards) of every sharded dim.
-        pg: the process group of the shards.
         box: None for no elements.
-        write: writes into ``region``.
-
-    Raises:
-        UnsupportedError: elements of the shard share memory, or the shard was made in inference mode, which is off now.
     """
     sharded = dict(parts)
     shared = any(not memory.stride(dim) and size > 1 for dim, size in enumerate(shape) if dim not in sharded)
@@ -131,17 +115,15 @@ def write_shard(
     part = None if box is None else box.within(shard_bounds(tuple(shape), parts, pg.tp_local_rank()))
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         if part is None:
+            # A rank without such a part bumps the version of its memory too: autograd's check of saved tensors has to
+            # have one outcome on all ranks.
             memory.narrow(next(iter(sharded)), 0, 0).zero_()
         else:
             write(part[0].select(memory), part[1])
 
 
 def refuse_graph(name: str, tensors: Iterable[Any]) -> None:
-    """Refuse a write that autograd would have to record.
-
-    Raises:
-        UnsupportedError: a tensor requires grad and grad mode is on.
-    """
+    """Reject a write that autograd would have to record."""
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
         raise UnsupportedError(
             f"{name}: a write into a part of a sharded dim has no gradient; use torch.no_grad(), or redistribute first"

@@ -14,7 +14,7 @@ __all__ = ["chunks", "shard_at", "write_items"]
 
 
 def chunks(tensor: Any) -> list[ChunkStorageMetadata]:
-    """Offsets and sizes of this rank's shard in the global tensor; empty for an empty shard."""
+    """Return offsets and sizes of this rank's shard in the global tensor; an empty shard has no chunk."""
     sizes, parts = plain(tensor).shape, tensor.partitions
     if parts and not sizes.numel():
         return []
@@ -35,11 +35,7 @@ def write_items(tensor: Any, fqn: str) -> list[WriteItem]:
 
 
 def shard_at(tensor: Any, index: MetadataIndex) -> Tensor:
-    """The local shard, which has to start at ``index.offset``.
-
-    Raises:
-        ValueError: this rank holds another shard.
-    """
+    """Return the local shard; raise if it does not start at ``index.offset``."""
     for chunk in chunks(tensor):
         if index.offset is None or chunk.offsets == index.offset:
             return plain(tensor).detach()

@@ -57,7 +57,7 @@ class ColoParameter(ColoTensor, torch.nn.Parameter):  # pyright: ignore[reportIn
     def from_torch_tensor(
         tensor: Tensor, requires_grad: bool = True, spec: ColoTensorSpec | None = None
     ) -> "ColoParameter":
-        """A parameter over the tensor's memory."""
+        """Return a parameter over the tensor's memory."""
         return ColoParameter(tensor.detach(), requires_grad, spec)
 
     @classmethod

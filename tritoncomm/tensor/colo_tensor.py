@@ -116,7 +116,7 @@ class ColoTensor(layout.LocalShard):
 
     @staticmethod
     def from_torch_tensor(tensor: Tensor, spec: ColoTensorSpec | None = None) -> "ColoTensor":
-        """A ColoTensor over the same memory, connected to the same autograd graph."""
+        """Return a ColoTensor over the same memory, connected to the same autograd graph."""
         layout.refuse_sharing("from_torch_tensor", tensor)
         if isinstance(tensor, ColoTensor):
             tensor = layout.plain(tensor)
@@ -124,14 +124,14 @@ class ColoTensor(layout.LocalShard):
 
     @staticmethod
     def from_dtensor(tensor: Any) -> "ColoTensor":
-        """A DTensor as a ColoTensor, without a copy; see ``dtensor.from_dtensor``."""
+        """Return a DTensor as a ColoTensor, without a copy; see ``dtensor.from_dtensor``."""
         # Imported here because that module imports this one.
         from tritoncomm.tensor.dtensor import from_dtensor
 
         return from_dtensor(tensor)
 
     def to_dtensor(self) -> Any:
-        """This tensor as a DTensor, without a copy; see ``dtensor.to_dtensor``."""
+        """Return this tensor as a DTensor, without a copy; see ``dtensor.to_dtensor``."""
         # Imported here because that module imports this one.
         from tritoncomm.tensor.dtensor import to_dtensor
 
@@ -144,10 +144,8 @@ class ColoTensor(layout.LocalShard):
 
     @property
     def _is_param(self) -> bool:
-        """Whether ``nn.Parameter(x)`` has made this tensor a parameter: a ColoParameter, unless it is a view.
-
-        torch marks parameters of other classes so, and has no public name for it (torch 2.11 to 2.15).
-        """
+        """Whether ``nn.Parameter(x)`` has made this tensor a parameter: a ColoParameter, unless it is a view."""
+        # torch marks parameters of other classes by this name; a public one is missing (torch 2.11 to 2.15).
         return vars(self).get("is_marked", False)
 
     @_is_param.setter
@@ -173,7 +171,7 @@ class ColoTensor(layout.LocalShard):
         return self._type is TensorType.MODEL
 
     def get_process_group(self) -> ProcessGroup:
-        """The process group."""
+        """Return the process group."""
         return self.process_group
 
     def set_process_group(self, pg: ProcessGroup) -> None:
@@ -192,11 +190,11 @@ class ColoTensor(layout.LocalShard):
         self.process_group = pg
 
     def get_tp_world_size(self) -> int:
-        """Tensor-parallel ranks."""
+        """Return the number of tensor-parallel ranks."""
         return self.process_group.tp_world_size()
 
     def get_dp_world_size(self) -> int:
-        """Data-parallel ranks."""
+        """Return the number of data-parallel ranks."""
         return self.process_group.dp_world_size()
 
     def set_dist_spec(self, dist_spec: _DistSpec) -> None:
@@ -237,7 +235,7 @@ class ColoTensor(layout.LocalShard):
         return DistSpecManager.handle_trans_spec(local, spec, dist_spec, pg, shape)
 
     def redistribute(self, dist_spec: _DistSpec, pg: ProcessGroup | None = None) -> "ColoTensor":
-        """A new tensor with another layout, and over another process group if one is given; differentiable.
+        """Return a new tensor with another layout, and over another process group if one is given; differentiable.
 
         Forward: the collective of the case table in ``redistribute``; from shards over one process group to shards over
         another, one all-to-all-v. Backward: the adjoint. Nothing is summed.
@@ -258,19 +256,19 @@ class ColoTensor(layout.LocalShard):
         self.set_dist_spec(ReplicaSpec())
 
     def to_replicate(self) -> "ColoTensor":
-        """A replica of the global tensor; differentiable."""
+        """Return a replica of the global tensor; differentiable."""
         return self.redistribute(ReplicaSpec())
 
     def size_local(self, *args: int) -> Any:
-        """Shape of the local tensor, or the size of one dim."""
+        """Return the shape of the local tensor, or the size of one dim."""
         return layout.plain(self).size(*args)
 
     def size_global(self, *args: int) -> Any:
-        """Global shape, or the global size of one dim."""
+        """Return the global shape, or the global size of one dim."""
         return self.global_shape[args[0]] if args else torch.Size(self.global_shape)
 
     def numel_global(self) -> int:
-        """Number of elements of the global tensor."""
+        """Return the number of elements of the global tensor."""
         return torch.Size(self.global_shape).numel()
 
     def is_replicate(self) -> bool:
@@ -290,7 +288,7 @@ class ColoTensor(layout.LocalShard):
         return self.dist_spec.placement is DistPlacementPattern.SHARD
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy with its gradient and its attributes, as of a ``torch.Tensor``; of a parameter without them."""
+        """Return a copy with its gradient and its attributes, as of a ``torch.Tensor``; of a parameter without them."""
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
@@ -359,7 +357,7 @@ class ColoTensor(layout.LocalShard):
         return "ColoTensor: " + "\n".join(fields)
 
     def __format__(self, format_spec: str) -> str:
-        """A 0-dim tensor as its number, as torch does; any other as its ``repr``."""
+        """Return a 0-dim tensor as its number, as torch does; any other as its ``repr``."""
         return format(layout.plain(self), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
 
     def set_(self, *_: Any, **__: Any) -> Any:

@@ -104,7 +104,7 @@ class CommSpec:
         self.device_meshes = mesh.over_all_ranks()
 
     def get_comm_cost(self) -> dict[str, float]:
-        """Costs ``forward``, ``backward`` and ``total`` under the mesh's alpha-beta model.
+        """Return the costs ``forward``, ``backward`` and ``total`` under the mesh's alpha-beta model.
 
         The volume is the number of elements of the local tensor before the collective.
 

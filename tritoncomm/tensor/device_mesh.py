@@ -85,7 +85,7 @@ class DeviceMesh:
     logical_mesh_id = property(lambda self: self._logical_mesh_id, doc="Global ranks as a grid.")
 
     def global_rank_to_logical_rank(self, rank: int) -> list[int]:
-        """Coordinates of a global rank.
+        """Return the coordinates of a global rank.
 
         Raises:
             GroupError: the rank is not in the mesh.
@@ -122,11 +122,11 @@ class DeviceMesh:
         return {axis: [int(self._logical_mesh_id[tuple(at)]) for at in line] for axis, line in lines.items()}
 
     def flatten(self) -> "DeviceMesh":
-        """All ranks along one axis, row-major; alpha and beta are the largest of this mesh."""
+        """Merge all ranks into one axis, row-major; alpha and beta are the largest of this mesh."""
         return self._merge(tuple(range(len(self.mesh_shape))))
 
     def merged(self, axes: Sequence[int]) -> "DeviceMesh":
-        """A mesh whose axis 0 counts through ``axes``, the last one fastest; alpha and beta are their largest.
+        """Return a mesh whose axis 0 counts through ``axes``, the last one fastest; alpha and beta are their largest.
 
         All axes in order are ``flatten()``; otherwise axis 1 counts through the rest. Cached; has groups if this mesh
         has.
@@ -154,7 +154,7 @@ class DeviceMesh:
         return mesh
 
     def members(self, axis: int) -> Members | None:
-        """This rank's process group along an axis; None on ranks outside the mesh.
+        """Return this rank's process group along an axis; None on ranks outside the mesh.
 
         Raises:
             GroupError: the mesh has no process groups.
@@ -195,7 +195,7 @@ class DeviceMesh:
         mesh_beta: Sequence[float] | None = None,
         need_flatten: bool = True,
     ) -> "DeviceMesh":
-        """The grid of a torch mesh, over its process groups; all ranks of the mesh call.
+        """Return the grid of a torch mesh, over its process groups; all ranks of the mesh call.
 
         Raises:
             GroupError: ranks do not ascend along an axis.
@@ -209,7 +209,7 @@ class DeviceMesh:
         return result
 
     def to_torch(self, device_type: str = "cpu", mesh_dim_names: Sequence[str] | None = None) -> TorchMesh:
-        """A torch mesh over the same process groups; axes are named ``axis0``, ``axis1``, ... by default.
+        """Return a torch mesh over the same process groups; axes are named ``axis0``, ``axis1``, ... by default.
 
         Raises:
             GroupError: the mesh has no process groups, this rank is not in it, or ranks do not ascend along an axis.
@@ -223,7 +223,7 @@ class DeviceMesh:
         return TorchMesh.from_group(own_groups, device_type, self._logical_mesh_id, mesh_dim_names=names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DeviceMesh":
-        """A copy that shares the process groups."""
+        """Return a copy that shares the process groups."""
         twin = memo[id(self)] = self.__class__.__new__(self.__class__)
         for name, value in vars(self).items():
             shared = name in ("process_groups_dict", "_members")
@@ -249,17 +249,16 @@ class DeviceMesh:
             self.flatten_device_meshes = self.over_all_ranks()
 
     def over_all_ranks(self) -> "FlattenDeviceMesh":
-        """The mesh for all-gathers over all ranks at once."""
+        """Return the mesh for all-gathers over all ranks at once."""
         ids, shape = self._logical_mesh_id, self.mesh_shape
         return FlattenDeviceMesh(ids, shape, self.mesh_alpha, self.mesh_beta, need_flatten=False)
 
 
 class FlattenDeviceMesh(DeviceMesh):
-    """A mesh for all-gathers over all ranks at once, with the largest alpha and the smallest beta.
+    """Mesh for all-gathers over all ranks at once, with the largest alpha and the smallest beta.
 
     Attributes:
-        process_number_dict: linear indices of the grid in the order with axis 0 fastest (key 0), and with the last axis
-            fastest (key 1).
+        process_number_dict: linear indices of the grid; with axis 0 fastest (key 0), and with the last fastest (key 1).
     """
 
     def __init__(
@@ -278,7 +277,7 @@ class FlattenDeviceMesh(DeviceMesh):
         self.process_number_dict = {0: fastest_first.flatten().tolist(), 1: coordinates.flatten().tolist()}
 
     def mix_gather_cost(self, num_bytes: float) -> float:
-        """``alpha + beta*(N-1)/N*B + 0.1`` over all ``N`` ranks."""
+        """Return ``alpha + beta*(N-1)/N*B + 0.1`` over all ``N`` ranks."""
         alpha, beta, k = self.mesh_alpha, self.mesh_beta, self.num_devices
         return alpha + beta * (k - 1) / k * num_bytes + 0.1
 
@@ -287,7 +286,7 @@ class FlattenDeviceMesh(DeviceMesh):
 
 
 def _grid(physical: Tensor, shape: Sequence[int] | None, logical: Any) -> Tensor:
-    """The grid of global ranks."""
+    """Return the grid of global ranks."""
     if logical is not None:
         ids = torch.as_tensor(logical)
         if sorted(ids.flatten().tolist()) != sorted(physical.flatten().tolist()):

@@ -37,7 +37,7 @@ _OTHER_NAMES = {
     "axis": "dim", "keepdims": "keepdim", "axis0": "dim0", "axis1": "dim1", "split_size": "split_size_or_sections",
     "ord": "p",
 }  # fmt: skip
-"""Torch's names of arguments by their aliases: numpy's, or those of one form of an operator."""
+"""Torch's names of arguments by their aliases: numpy's names, or the names of one form of an operator."""
 
 _warned: set[str] = set()
 
@@ -54,7 +54,7 @@ def _length(self: Any) -> int:
 
 @colo_op_impl(Tensor.module_load)
 def _module_load(self: Any, other: Tensor, assign: bool = False) -> Any:
-    """Return what ``load_state_dict`` swaps a tensor for: one of its layout, with the values of ``other``."""
+    """Return the tensor that ``load_state_dict`` puts in place of ``self``: its layout, the values of ``other``."""
     refuse_sharing("load_state_dict", other)
     if assign:
         return other.detach()
@@ -125,6 +125,8 @@ def _describe(describe: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
         return describe(*args, **kwargs)
     except TypeError:
         try:
+            # A call that binds raised its TypeError inside the rule; only one that does not bind is a call without a
+            # rule.
             inspect.signature(describe).bind(*args, **kwargs)
         except TypeError:
             return None
@@ -132,7 +134,7 @@ def _describe(describe: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
 
 
 def colo_tensors(*trees: Any) -> Iterator[Any]:
-    """The ColoTensors in nested arguments."""
+    """Yield the ColoTensors in nested arguments."""
     for tree in trees:
         if is_colo(tree):
             yield tree
@@ -149,7 +151,7 @@ def _run_local(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
 
 def _check_assignment(func: Any, target: Any, value: Any) -> None:
-    """Refuse ``x.data = value`` if the layout would no longer describe it, or the memory belongs to a view."""
+    """Reject ``x.data = value`` if the layout would no longer describe it, or the memory belongs to a view."""
     if func.__self__ is not Tensor.data or not isinstance(value, Tensor):
         return
     refuse_sharing("data =", value)
@@ -215,16 +217,13 @@ def _on_replicas(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
 
 
 def _resizable(out: Any) -> Tensor:
-    """An empty stand-in for ``out``, which torch resizes to the shape of the result."""
+    """Return an empty stand-in for ``out``, which torch resizes to the shape of the result."""
     return plain(out).detach().new_empty(0).requires_grad_(out.requires_grad)
 
 
 def _copy_outs(name: str, outs: Sequence[tuple[Any, Tensor]]) -> dict[int, Any]:
-    """Copy the results into the tensors of ``out=``; return these tensors by ``id`` of the result.
-
-    Raises:
-        UnsupportedError: a result has another shape; nothing has been written then.
-    """
+    """Copy the results into the tensors of ``out=``; return these tensors by ``id`` of the result."""
+    # All shapes are checked before the first copy: a call that raises has written nothing.
     for x, result in outs:
         if result.shape != plain(x).shape:
             sizes = f"{list(plain(x).shape)} cannot be resized to {list(result.shape)}"

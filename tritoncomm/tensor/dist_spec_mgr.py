@@ -26,11 +26,7 @@ _depth = _Depth()
 
 
 def transition_between(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec, pg: ProcessGroup) -> Transition:
-    """Return the transition between two specs of a tensor of global ``shape``.
-
-    Raises:
-        ShapeError: a dim that does not exist, or a number of shards other than the number of ranks.
-    """
+    """Return the transition between two specs; reject specs that do not fit the shape or the ranks."""
     return _transition(shape, partitions(old, len(shape)), partitions(new, len(shape)), pg.tp_world_size())
 
 

@@ -38,7 +38,7 @@ class DistPlacementPattern(enum.Enum):
 
 
 class _DistSpec:
-    """A placement; a shard also has ``dims`` and ``num_partitions``.
+    """Placement; a shard also has ``dims`` and ``num_partitions``.
 
     Specs compare by notation: ``ShardSpec([-1], [2])`` is not equal to ``ShardSpec([1], [2])``.
     """
@@ -62,12 +62,12 @@ class _DistSpec:
 
 
 def ReplicaSpec() -> _DistSpec:
-    """Every rank holds the global tensor."""
+    """Place the global tensor on every rank."""
     return _DistSpec(DistPlacementPattern.REPLICATE)
 
 
 def ShardSpec(dims: list[int], num_partitions: list[int]) -> _DistSpec:
-    """Dim ``dims[i]`` is split into ``num_partitions[i]`` shards; ranks are assigned to them row-major.
+    """Split dim ``dims[i]`` into ``num_partitions[i]`` shards; ranks are assigned to them row-major.
 
     A dim that does not divide is split like ``torch.chunk``: 9 over 4 is 3, 3, 3, 0.
 
@@ -93,27 +93,19 @@ def _integers(values: list[int]) -> list[int]:
 
 
 def partitions(spec: _DistSpec, ndim: int) -> Parts:
-    """(dim, number of shards) of every sharded dim, counted from the front, in the order of the spec.
-
-    Raises:
-        ShapeError: a dim that the tensor does not have, or the same dim in two notations.
-    """
+    """Return (dim, number of shards) of every sharded dim, counted from the front, in the order of the spec."""
     if spec.placement is DistPlacementPattern.REPLICATE:
         return ()
     return _partitions(tuple(spec.dims), tuple(spec.num_partitions), ndim)
 
 
 def check_spec(spec: Any, ndim: int) -> Parts:
-    """Return ``partitions`` of a spec that comes out of a file.
-
-    Raises:
-        ArgumentError: the object is no spec.
-        ShapeError: the spec does not fit a tensor of ``ndim`` dims.
-    """
+    """Return ``partitions`` of a spec out of a file; reject other objects, and specs that do not fit ``ndim``."""
     placement = getattr(spec, "placement", None)
     if placement is DistPlacementPattern.SHARD:
         dims, counts = getattr(spec, "dims", None), getattr(spec, "num_partitions", None)
         if isinstance(dims, tuple) and isinstance(counts, tuple) and len(dims) == len(counts):
+            # A pickle sets attributes without ``ShardSpec``: its checks run here.
             return partitions(ShardSpec([*dims], [*counts]), ndim)
     elif placement is DistPlacementPattern.REPLICATE:
         return ()
@@ -137,6 +129,7 @@ def bounds_by_label(
 ) -> tuple[tuple[Any, int, int], ...]:
     """Return (label, start, size) of a rank's shard along every sharded label; ranks are assigned row-major."""
     bounds = []
+    # Row-major: the last sharded label counts fastest through the ranks.
     for label, count in reversed(parts):
         rank, index = divmod(rank, count)
         chunks = chunk_sizes(sizes[label], count)
@@ -150,13 +143,13 @@ shard_bounds = lru_cache(maxsize=4096)(bounds_by_label)
 
 @lru_cache(maxsize=4096)
 def shard_box(shape: tuple[int, ...], parts: Parts, rank: int) -> tuple[tuple[int, int], ...]:
-    """(start, size) of a rank's shard along every dim."""
+    """Return (start, size) of a rank's shard along every dim."""
     bounds = {dim: (start, size) for dim, start, size in shard_bounds(shape, parts, rank)}
     return tuple(bounds.get(dim, (0, size)) for dim, size in enumerate(shape))
 
 
 def shard_of(x: Tensor, parts: Parts, rank: int) -> Tensor:
-    """A rank's shard of the global tensor ``x``, as a view."""
+    """Return a rank's shard of the global tensor ``x``, as a view."""
     for dim, start, size in shard_bounds(x.shape, parts, rank):
         x = x.narrow(dim, start, size)
     return x
@@ -164,7 +157,7 @@ def shard_of(x: Tensor, parts: Parts, rank: int) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def local_shape(shape: tuple[int, ...], parts: Parts, rank: int) -> tuple[int, ...]:
-    """Shape of a rank's shard."""
+    """Return the shape of a rank's shard."""
     return tuple(size for _, size in shard_box(shape, parts, rank))
 
 
@@ -174,6 +167,6 @@ def uneven_sizes(size: int, count: int) -> tuple[int, ...] | None:
 
 
 def global_shape_of(local: Sequence[int], parts: Parts) -> tuple[int, ...]:
-    """The global shape if all shards have the shape ``local``."""
+    """Return the global shape if all shards have the shape ``local``."""
     counts = dict(parts)
     return tuple(size * counts.get(dim, 1) for dim, size in enumerate(local))

@@ -23,29 +23,21 @@ __all__ = ["from_dtensor", "to_dtensor"]
 
 
 def from_dtensor(tensor: DTensor) -> ColoTensor:
-    """A DTensor over all ranks of its mesh as a ColoTensor; shares its memory and propagates gradients.
+    """Return a DTensor over all ranks of its mesh as a ColoTensor; shares its memory and propagates gradients.
 
-    Ranks are counted row-major through a mesh of several axes: ``[Shard(0), Shard(1)]`` on 2 x 2 ranks is
-    ``ShardSpec([0, 1], [2, 2])``, and ``[Shard(0), Shard(0)]`` is ``ShardSpec([0], [4])`` where the dim divides.
-
-    Raises:
-        UnsupportedError: a partial or strided placement, ``Shard`` together with ``Replicate()``, or shards that no
-            ``ShardSpec`` describes.
-        GroupError: no process group over all ranks of a mesh of several axes exists, or they do not ascend.
+    ``[Shard(0), Shard(1)]`` on 2 x 2 ranks is ``ShardSpec([0, 1], [2, 2])``.
     """
     optimizers.watch()
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     spec = _spec_of(shape, tuple(mesh.shape), tensor.placements)
+    # The ranks of a mesh of several axes are one tensor-parallel group, counted row-major. ``over_device_mesh`` raises
+    # unless such a group exists and its ranks ascend.
     pg = ProcessGroup.from_device_mesh(mesh) if mesh.ndim == 1 else ProcessGroup.over_device_mesh(mesh)
     return ColoTensor._wrap(tensor.to_local(), pg, spec, shape)
 
 
 def _spec_of(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Any, ...]) -> _DistSpec:
-    """Return the layout of a DTensor of this global shape.
-
-    Raises:
-        UnsupportedError: no ``ShardSpec`` describes its shards.
-    """
+    """Return the layout of a DTensor of global ``shape``; reject shards that no ``ShardSpec`` describes."""
     parts: dict[int, int] = {}
     replicated = False
     for size, placement in zip(mesh, placements, strict=True):
@@ -62,13 +54,15 @@ def _spec_of(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[An
         raise UnsupportedError(f"{prefix} shards along some axes only; redistribute first")
     counts = tuple((dim, count) for dim, count in parts.items() if count > 1)
     ranks = tuple(range(math.prod(mesh)))
+    # DTensor splits a dim axis by axis, a ``ShardSpec`` at once, so their shards agree only where the dim divides. No
+    # rule about placements is needed: the shards are compared.
     if Layout.on_mesh(shape, np.reshape(ranks, mesh), placements) != layout_over(shape, counts, ranks):
         raise UnsupportedError(f"{prefix} gives {list(shape)} shards that no ShardSpec describes; redistribute first")
     return ShardSpec(list(parts), list(parts.values()))
 
 
 def to_dtensor(tensor: ColoTensor) -> DTensor:
-    """A DTensor over the tensor-parallel ranks, a mesh axis per sharded dim; shares memory and propagates gradients.
+    """Return a DTensor over the tensor-parallel ranks, with a mesh axis per sharded dim; shares memory and gradients.
 
     Missing process groups of a mesh of several axes are made as by ``ProcessGroup``.
     """

@@ -59,9 +59,8 @@ class Snapshot:
     """Shard of which a copy was gathered.
 
     Attributes:
-        base: the sharded ColoTensor.
-        memory: its local tensor, detached.
-        parts: (dim, number of shards) of every sharded dim when it was gathered.
+        memory: the local tensor of ``base``, detached.
+        parts: as they were when the copy was gathered.
         offset: storage offset of the copy.
         exact: whether torch would return a view for any strides, and the copy is contiguous.
     """
@@ -73,11 +72,7 @@ class Snapshot:
     exact: bool
 
     def box(self, view: Tensor, name: str) -> Box | None:
-        """Return the elements of the base that ``view`` shows; None for no elements.
-
-        Raises:
-            UnsupportedError: a write into ``view`` cannot be mapped to the shard.
-        """
+        """Return the elements of the base that ``view`` shows, None for none; reject a view that has no box."""
         if not shares_storage(plain(self.base), self.memory) or self.base.partitions != self.parts:
             raise UnsupportedError(f"{name}: the shard that this is a view of has other memory now; index it again")
         same = view.dtype == self.memory.dtype and not view.is_conj() and not view.is_neg()
@@ -94,9 +89,7 @@ def of_gathered(result: Any, gathered: Sequence[tuple[Any, Tensor]], func: Calla
     """Return the result of ``func`` on gathered shards; tensors that share memory with a copy become views.
 
     Args:
-        result: tensors in any structure.
         gathered: pairs of a sharded ColoTensor and its gathered copy, which was passed to ``func``.
-        func: the operator.
     """
     shared = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
     sources = [
@@ -115,6 +108,8 @@ def track(result: Any, sources: Sources, func: Callable[..., Any]) -> Any:
             return x
         for copy, snapshot in sources:
             if shares_storage(x, copy):
+                # Whether an operator outside of ``_VIEWS`` copies depends on the strides, so a write into its result is
+                # rejected.
                 return _as_view(x, replace(snapshot, exact=snapshot.exact and func in _VIEWS))
         return x
 
@@ -139,11 +134,7 @@ def _as_view(x: Tensor, snapshot: Snapshot) -> Any:
 
 
 def run(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Run ``func(*args, **kwargs)`` with views of sharded dims among the arguments.
-
-    Raises:
-        UnsupportedError: it would write into such a view, and the write cannot be mapped to the shard.
-    """
+    """Run ``func(*args, **kwargs)`` with views of sharded dims among the arguments."""
     name = getattr(func, "__name__", str(func)).partition(".")[0]
     if implementation(func) is not None:
         return dispatch.run(func, args, kwargs)
@@ -175,6 +166,8 @@ def _read(func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> An
     views = [x for x in tree_leaves((args, kwargs)) if is_view(x)]
     before = [_version(x) for x in views]
     result = dispatch.run(func, args, kwargs)
+    # ``_written`` knows the names of operators that write. The versions reveal a write of any other operator, which has
+    # reached the gathered copy only.
     if [_version(x) for x in views] != before:
         raise UnsupportedError(f"{name} wrote into a view of a sharded dim instead of the shard; pass a clone()")
     return track(result, [(x, x._snapshot) for x in views], func)
@@ -194,14 +187,14 @@ def _attribute(func: Any, args: Args) -> Any:
 
 
 def _assign(func: Any, args: Args) -> Any:
-    """Refuse ``x.data = value``, which would detach the view from its shard; other attributes are set."""
+    """Reject ``x.data = value``, which would detach the view from its shard; set other attributes."""
     if func.__self__ is Tensor.data:
         refuse_sharing("data =", args[0])
     return dispatch.run(func, args, {})
 
 
 def _write(target: Any, func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> Any:
-    """Carry out a write into ``target`` on the view's memory and on the shard."""
+    """Run a write into ``target`` on the view's memory and on the shard."""
     if name == "__setitem__":
         return _set_item(*args)
     if name in RESHAPES_IN_PLACE:
@@ -210,6 +203,7 @@ def _write(target: Any, func: Callable[..., Any], name: str, args: Args, kwargs:
     mapped = name in ELEMENTWISE and not isinstance(func, OpOverload | OpOverloadPacket)
     if not (drawn or mapped) or kwargs.get("out") is not None:
         raise UnsupportedError(f"{name} cannot write into a view of a sharded dim; use a clone(), or copy_()")
+    # ``torch.nn.init`` writes without grad mode.
     if func not in INITIALISERS:
         refuse_graph(name, [target._snapshot.base, *tree_leaves((args, kwargs))])
     return _draw(target, func, name, args, kwargs) if drawn else _map(target, func, name, args, kwargs)
@@ -231,6 +225,8 @@ def _map(target: Any, func: Callable[..., Any], name: str, args: Args, kwargs: K
     box, shape = snapshot.box(target, name), target.shape
     args, kwargs = tree_map(lambda x: _operand(x, target), (tuple(args), kwargs))
     operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x is not target]
+    # An operand may broadcast against the view but not against the part of it in the shard, so it is expanded before
+    # the slices are taken. Numbers broadcast to any part.
     wide = {id(x): x.broadcast_to(shape) for x in operands if x.dim()}
 
     def on(memory: Tensor, slices: Slices | None = None) -> None:
@@ -242,6 +238,8 @@ def _map(target: Any, func: Callable[..., Any], name: str, args: Args, kwargs: K
         positional, keywords = tree_map(operand, (args, kwargs))
         func(*positional, **keywords)
 
+    # The operator runs twice, on the copy and on the shard. It is element-wise, so both show the same values
+    # afterwards.
     with torch.no_grad():
         on(plain(target).detach())
     _into_shard(name, snapshot, box, on)
@@ -275,11 +273,10 @@ def _set_item(target: Any, index: Any, value: Any) -> None:
 
 
 class ShardView(ColoTensor):
-    """A view of a sharded dim: a replica of the elements as they were when it was made.
+    """View of a sharded dim: a replica of the elements as they were when it was made.
 
     Element-wise in-place operators with numbers and replicas, ``copy_``, random fills and assignments by integers and
-    slices write into the shard as well; other writes raise ``UnsupportedError``. Later writes to the shard are not
-    visible in the view.
+    slices write into the shard as well; other writes raise. Later writes to the shard are not visible in the view.
     """
 
     _snapshot: Snapshot
@@ -297,11 +294,7 @@ class ShardView(ColoTensor):
         return run(_IMAG, (self,), {})
 
     def set_dist_spec(self, dist_spec: _DistSpec) -> None:
-        """Accept only a replica.
-
-        Raises:
-            UnsupportedError: the layout is sharded.
-        """
+        """Accept only a replica."""
         assert isinstance(dist_spec, _DistSpec), f"{dist_spec!r} is not a dist spec"
         if partitions(dist_spec, self.dim()):
             refuse_sharing("set_dist_spec", self)
@@ -311,11 +304,7 @@ class ShardView(ColoTensor):
         return track(super().redistribute(dist_spec, pg), [(self, self._snapshot)], Tensor.detach)
 
     def to_dtensor(self) -> Any:
-        """Raise: the memory of a view is a copy.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Raise: the memory of a view is a copy."""
         refuse_sharing("to_dtensor", self)
 
     def __copy__(self) -> Any:
@@ -323,6 +312,7 @@ class ShardView(ColoTensor):
 
     @classmethod
     def _rebuild(cls, data: Tensor, requires_grad: bool, state: tuple[Any, ...]) -> ColoTensor:
+        # A copy or a loaded file of a view has no shard behind it: it is a replica.
         return ColoTensor._rebuild(data, requires_grad, state)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

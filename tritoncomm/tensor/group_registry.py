@@ -55,10 +55,7 @@ def _find_in_torch(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | 
 def make_groups(lists: Sequence[tuple[int, ...]], rank: int, backend: str | None = None) -> None:
     """Make missing groups for the lists that contain this rank; members call in the same order, or the full job calls.
 
-    Args:
-        lists: global ranks in ascending order.
-        rank: this process.
-        backend: the default group's by default.
+    Each list has global ranks in ascending order; the backend is the default group's by default.
     """
     backend = dist.get_backend() if backend is None else backend
     # A bound default group is split, in which all of its ranks take part.
@@ -71,11 +68,9 @@ def make_groups(lists: Sequence[tuple[int, ...]], rank: int, backend: str | None
 
 
 def _make_collectively(lists: Sequence[tuple[int, ...]], rank: int, backend: str) -> None:
-    """Make every group, including those without this rank.
-
-    Only groups made here count as existing, because all processes know them. A rank outside a group cannot see that
-    the program made the group for its members, and would wait for them.
-    """
+    """Make every group, including those without this rank."""
+    # Only groups made here count as existing, because all processes know them. A rank outside a group cannot see that
+    # the program made the group for its members, and would wait for them.
     known_groups = _made_collectively.setdefault(dist.group.WORLD, set())
     for ranks in lists:
         is_world = backend == dist.get_backend() and len(ranks) == dist.get_world_size()
@@ -120,10 +115,9 @@ Line = tuple[list[int], Any]
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """This rank's process group along one axis.
+    """Process group of this rank along one axis.
 
     Attributes:
-        group: the process group.
         order: group rank of each position along the axis, where permuted axes were merged; None if they are equal.
     """
 
@@ -134,22 +128,19 @@ class Members:
 def groups_along(
     ids: Tensor, own_groups: Sequence[dist.ProcessGroup]
 ) -> tuple[dict[int, list[Line]], dict[int, Members]]:
-    """Return by axis every line of ranks with its group, and this rank's own group.
-
-    Groups of lines this rank is not in are torch's ``NON_GROUP_MEMBER``.
+    """Return by axis every line of ranks with its group (or torch's ``NON_GROUP_MEMBER``), and this rank's own group.
 
     Args:
         ids: global ranks as a grid.
         own_groups: this rank's groups by axis; if empty, groups are looked up and missing ones are made.
-
-    Raises:
-        GroupError: torch.distributed is not initialized.
     """
     if not dist.is_initialized():
         raise GroupError("DeviceMesh: torch.distributed is not initialized; call tritoncomm.initialize() first")
     me = dist.get_rank()
+    # By axis all lines of ranks along it: the other axes are flattened.
     axes = [ids.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(ids.shape)]
     if not own_groups:
+        # All groups are made before one is used: members of a line meet in the same order on every rank.
         lines = [tuple(sorted(ranks)) for lines in axes for ranks in lines if len(ranks) > 1]
         make_groups(lines, me)
     lines_by_axis: dict[int, list[Line]] = {}

@@ -16,14 +16,10 @@ __all__ = ["LocalShard", "is_colo", "is_view", "plain", "refuse_sharing", "shape
 
 
 class LocalShard(Tensor):
-    """A local tensor with its layout; ``ColoTensor``, the only direct subclass, adds the operators.
+    """Local tensor with its layout; ``ColoTensor``, the only direct subclass, adds the operators.
 
     Attributes:
-        dist_spec: the placement.
-        compute_spec: the compute pattern of operators on this tensor, if any.
-        process_group: ranks of the shards.
         has_initialized: whether the caller gave a spec.
-        global_shape: shape of the global tensor.
         partitions: (dim, number of shards) of every sharded dim, in the order of the spec; empty for a replica.
         _elsewhere: text about a shard that was loaded on a rank that holds another one; empty for all others.
     """
@@ -73,12 +69,7 @@ def shape_of(x: Tensor) -> tuple[int, ...]:
 
 
 def refuse_sharing(name: str, x: Any) -> None:
-    """Refuse to share the memory of a view, which is a gathered copy, and to take another rank's shard for this one's.
-
-    Raises:
-        UnsupportedError: ``x`` is a view of a sharded dim.
-        MismatchError: ``x`` was loaded from another rank's file.
-    """
+    """Reject a view, whose memory is a gathered copy, and a shard of another rank's file."""
     if isinstance(x, LocalShard) and x._elsewhere:
         raise MismatchError(f"{name}: {x._elsewhere}")
     if is_view(x):

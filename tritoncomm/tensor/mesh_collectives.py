@@ -30,10 +30,7 @@ class MeshCollective:
 
     Attributes:
         kind: a key of ``_KINDS``.
-        members: the group.
         name: for errors and counters.
-        shard_dim: dim that is split.
-        gather_dim: dim that is gathered.
         backward: whether the input is a gradient; the result must not be a view of a gradient.
     """
 
@@ -63,14 +60,13 @@ def mixed_gather(x: Tensor, axes_by_dim: dict[int, Axes], mesh: DeviceMesh, grou
     """Forward: all-gather dims over all axes of a mesh. Backward: split. Differentiable any number of times.
 
     Args:
-        x: the local tensor.
         axes_by_dim: the mesh axes that shard a dim, the first one counting slowest.
-        mesh: the mesh.
         group: all ranks of the mesh.
     """
     shape = list(x.shape)
     for dim, axes in axes_by_dim.items():
         shape[dim] *= math.prod(mesh.mesh_shape[axis] for axis in axes)
+    # Permuted so that the axes of the first dim come first: a position of ``Layout.on_mesh`` then is a mesh axis.
     ids = mesh.logical_mesh_id.permute(*[axis for axes in axes_by_dim.values() for axis in axes])
     source = Layout.on_mesh(shape, ids, [dim for dim, axes in axes_by_dim.items() for _ in axes])
     result = reshard(x, source, Layout.replicated(shape, ids.flatten().tolist()), group=group)
@@ -138,7 +134,7 @@ def _all_to_all(x: Tensor, collective: MeshCollective) -> Tensor:
 
 def _all_reduce(x: Tensor, collective: MeshCollective) -> Tensor:
     result = eager.all_reduce(x, collective.members.group, collective.name)
-    # Gloo's thread may outlive every other reference to what it reduced, and must not end the graph and its group.
+    # Gloo's thread may hold the last reference to the reduced tensor, and must not end the graph and its group.
     return result if collective.backward or result is x else result.detach()
 
 

@@ -9,12 +9,9 @@ _COLOSSAL_OPS: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def colo_op_impl(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: run the decorated function wherever ``func`` is called with a ColoTensor.
+    """Run the decorated function, with unchanged arguments, wherever ``func`` is called with a ColoTensor.
 
-    It receives the arguments unchanged, ColoTensors included, and its result is returned.
-
-    Example:
-        ``@colo_op_impl(torch.add)`` above ``def add(input, other, *, alpha=1): ...``.
+    Example: ``@colo_op_impl(torch.add)`` above ``def add(input, other, *, alpha=1): ...``.
     """
 
     def register(impl: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,5 +22,5 @@ def colo_op_impl(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
 
 
 def implementation(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The implementation registered for ``func``, if any."""
+    """Return the implementation registered for ``func``, if any."""
     return _COLOSSAL_OPS.get(func)

@@ -31,20 +31,13 @@ _warned: set[type[Optimizer]] = set()
 
 @cache
 def watch() -> None:
-    """Register the check as a global step hook; called when the first ColoTensor is made.
-
-    For an optimizer known to be element-wise the hook is one lookup, independent of the number of parameters.
-    """
+    """Register the check as a global step hook; called when the first ColoTensor is made."""
+    # For an optimizer known to be element-wise the hook is one lookup, whatever its number of parameters.
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """The step hook.
-
-    Raises:
-        UnsupportedError: an optimizer that is not element-wise would step a shard, or with TRITONCOMM_STRICT one that
-            is not known to be.
-    """
+    """Reject a step of shards by an optimizer that is not element-wise; warn of unknown ones unless strict."""
     kind = type(optimizer)
     verdict = _verdict(kind)
     if verdict is None:
@@ -72,13 +65,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @cache
 def _verdict(kind: type[Optimizer]) -> str | None:
-    """Return None for an element-wise optimizer, the reason to refuse it, or an empty string for an unknown one.
-
-    A subclass counts as the class whose ``step`` it inherits.
-    """
+    """Return None for an element-wise optimizer, the reason to reject it, or an empty string for an unknown one."""
     for name, reason in _REFUSED.items():
         if issubclass(kind, getattr(torch.optim, name)):
             return reason
     if kind.__module__.startswith("torch.distributed.optim") and kind.__name__ in _WRAPPERS:
         return None
+    # By function, not by class: a subclass counts as the class whose ``step`` it inherits.
     return None if inspect.unwrap(kind.step) in _ELEMENTWISE else ""

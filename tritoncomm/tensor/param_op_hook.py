@@ -109,7 +109,7 @@ class _Identity(Function):
 
 
 def _through_identity(callbacks: Callbacks, params: list[Tensor], tree: Any) -> Any:
-    """``tree`` with every tensor that requires grad passed through the identity; classes and layouts are kept."""
+    """Pass every tensor in ``tree`` that requires grad through the identity; classes and layouts are kept."""
     leaves, spec = tree_flatten(tree)
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and wants_grad(x)]
     if not at:
@@ -134,11 +134,7 @@ def _wrap_like(x: Tensor, like: Tensor) -> Tensor:
 
 
 def params_in(tree: Any, kind: type) -> list[Tensor]:
-    """All ColoParameters in nested lists and tuples.
-
-    Raises:
-        RuntimeError: a dict inside, as in ColossalAI.
-    """
+    """Return all ColoParameters in nested lists and tuples; a dict inside raises, as in ColossalAI."""
     if isinstance(tree, kind):
         return [tree]
     if isinstance(tree, dict):

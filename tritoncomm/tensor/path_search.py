@@ -29,7 +29,6 @@ class Path:
     """Result of ``shortest_path``; prints as a table.
 
     Attributes:
-        steps: the collectives in order.
         layouts: the sharding specs from source to target; one more than steps.
         cost: sum of the steps' costs.
     """
@@ -41,12 +40,7 @@ class Path:
     def run(self, tensor: Tensor) -> Any:
         """Redistribute the local tensor from the source layout to the target layout; differentiable.
 
-        Returns:
-            The local tensor; None on a rank outside the mesh. Without steps ``tensor`` itself, detached if grad mode
-            is off and it requires grad.
-
-        Raises:
-            ShapeError: the tensor does not have the local shape of the source layout.
+        None on a rank outside the mesh. Without steps it is ``tensor`` itself, detached if grad mode is off.
         """
         expected = self.layouts[0].get_sharded_shape_per_device()
         if tensor.shape != expected:
@@ -116,7 +110,9 @@ class _Search:
         self._prices: dict[Any, float] = {}
 
     def cheapest(self, source: Layout, target: Layout) -> tuple[float, list[tuple[Layout, CommKwargs]]]:
-        """The cost, and for each step the layout before it and the arguments of its ``CommSpec``."""
+        """Return the cost, and for each step the layout before it and the arguments of its ``CommSpec``."""
+        # A distance is (cost, steps). The queue breaks the remaining ties by the layout itself, so every rank finds one
+        # path.
         best, previous = {source: (0.0, 0)}, {}
         queue = [((0.0, 0), source)]
         while queue:
@@ -139,6 +135,7 @@ class _Search:
 
     def _price(self, layout: Layout, kwargs: CommKwargs) -> float:
         """Return ``CommSpec.get_comm_cost``, cached by pattern, axes and the axes that shard the tensor."""
+        # The cost depends on the local size, not on the dims: one price serves all dims that the same axes shard.
         key = (kwargs["comm_pattern"], str(kwargs["logical_process_axis"]), frozenset(itertools.chain(*layout)))
         if key not in self._prices:
             spec = CommSpec(sharding_spec=_spec(self.mesh, self.shape, layout), **kwargs, **self.options)
@@ -146,7 +143,7 @@ class _Search:
         return self._prices[key]
 
     def _edges(self, layout: Layout) -> Iterator[tuple[Layout, CommKwargs]]:
-        """Every layout one step away, with the arguments of the step."""
+        """Yield every layout one step away, with the arguments of the step."""
         free = [axis for axis in range(len(self.mesh.mesh_shape)) if axis not in itertools.chain(*layout)]
         added = [axes for count in range(1, len(free) + 1) for axes in itertools.permutations(free, count)]
         for dim, axes in enumerate(layout):
@@ -174,7 +171,7 @@ class _Search:
 def _arguments(
     pattern: CollectiveCommPattern, gather_dim: Any, shard_dim: int | None, axes: Sequence[int]
 ) -> CommKwargs:
-    """Arguments of ``CommSpec``."""
+    """Return the arguments of ``CommSpec``."""
     axis = axes[0] if len(axes) == 1 else list(axes)
     return {"comm_pattern": pattern, "gather_dim": gather_dim, "shard_dim": shard_dim, "logical_process_axis": axis}
 

@@ -32,16 +32,12 @@ _warned: set[str] = set()
 
 
 def _refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
-    """Stand for a method that would take this shard for the rank's own.
-
-    Raises:
-        MismatchError: always.
-    """
+    """Raise, in place of a method that would take this shard for the rank's own."""
     raise MismatchError(self._elsewhere)
 
 
 class LoadedShard(ColoTensor):
-    """A shard of another rank's file: it can be copied, cast, asked and saved again; anything else raises.
+    """Shard of another rank's file: it can be copied, cast, asked and saved again; anything else raises.
 
     Attributes:
         coordinate: number of the shard, and number of shards.
@@ -83,12 +79,9 @@ class LoadedShard(ColoTensor):
 
 
 def rebuild(name: str, data: Tensor, requires_grad: bool, state: tuple[Any, ...]) -> ColoTensor:
-    """Make a tensor from its local data and layout; the process group is looked up on first use.
-
-    Raises:
-        ArgumentError: an argument of another kind, from a file that ``torch.save`` did not write.
-        ShapeError: the layout does not fit the tensor, or the data is no rank's shard of it.
-    """
+    """Make a tensor from its local data and layout; the process group is looked up on first use."""
+    # By position in ``state``: process group, placement, compute spec, global shape, ``has_initialized``; files of
+    # later versions add the coordinate. ``torch.load`` calls this with any file's arguments, so nothing is trusted.
     kinds = (ProcessGroup, _DistSpec, ComputeSpec | None, tuple, bool)
     if not (
         isinstance(name, str)
@@ -120,11 +113,7 @@ def rebuild(name: str, data: Tensor, requires_grad: bool, state: tuple[Any, ...]
 
 
 def _checked_coordinate(rest: tuple[Any, ...], parts: Any, count: int) -> tuple[int, int] | None:
-    """Return the coordinate in a file's state, or None with a warning for a file from before there was one.
-
-    Raises:
-        ArgumentError: it is none.
-    """
+    """Return the coordinate in a file's state, or None with a warning for a file from before there was one."""
     if not rest:
         if parts:
             _warn_once("this file does not say whose shards it has: load it on the rank that saved it")
@@ -137,7 +126,7 @@ def _checked_coordinate(rest: tuple[Any, ...], parts: Any, count: int) -> tuple[
 
 
 def _elsewhere(pg: ProcessGroup, coordinate: tuple[int, int], shape: tuple[int, ...]) -> str:
-    """Describe why a shard is not this rank's own; empty if it is, or if nobody knows yet."""
+    """Describe why a shard is not this rank's own; empty if it is, or if the ranks are unknown yet."""
     if not pg.is_init:
         return ""
     index, count = coordinate

@@ -72,7 +72,7 @@ class ProcessGroup:
     def from_device_mesh(
         cls, mesh: TorchMesh, tp_axis: str | int | None = None, dp_axis: str | int | None = None
     ) -> "ProcessGroup":
-        """The groups of a torch mesh; by default its last axis is tensor-parallel and the one before data-parallel.
+        """Take the groups of a torch mesh; by default its last axis is tensor-parallel, the one before data-parallel.
 
         Raises:
             GroupError: ranks that do not ascend along an axis, or a mesh that is not data-parallel rows of
@@ -95,7 +95,7 @@ class ProcessGroup:
 
     @classmethod
     def over_device_mesh(cls, mesh: TorchMesh) -> "ProcessGroup":
-        """All ranks of a torch mesh, in row-major order, as one tensor-parallel group; only they call.
+        """Take all ranks of a torch mesh, in row-major order, as one tensor-parallel group; only they call.
 
         Raises:
             GroupError: the ranks do not ascend, or no process group over all of them exists.
@@ -109,54 +109,54 @@ class ProcessGroup:
         return cls(ranks=list(members), tp_degree=len(members))
 
     def device_mesh(self, device_type: str = "cpu") -> TorchMesh:
-        """The tensor-parallel group as a torch mesh with the axis ``tensor``."""
+        """Return the tensor-parallel group as a torch mesh with the axis ``tensor``."""
         return TorchMesh.from_group(self.tp_process_group(), device_type, mesh_dim_names=("tensor",))
 
     def rank(self) -> int:
-        """This process's global rank."""
+        """Return this process's global rank."""
         return self._rank
 
     def ranks_in_group(self) -> list[int]:
-        """All ranks, tensor- and data-parallel."""
+        """Return all ranks, tensor- and data-parallel."""
         return list(self._ranks)
 
     def world_size(self) -> int:
-        """Number of all ranks."""
+        """Return the number of all ranks."""
         return len(self._ranks)
 
     def tp_rank_list(self) -> list[int] | None:
-        """Ranks of this rank's tensor-parallel group; None if it is in none."""
+        """Return the ranks of this rank's tensor-parallel group; None if it is in none."""
         return None if self._tp_ranks is None else list(self._tp_ranks)
 
     def dp_rank_list(self) -> list[int] | None:
-        """Ranks of this rank's data-parallel group; None if it is in none."""
+        """Return the ranks of this rank's data-parallel group; None if it is in none."""
         return None if self._dp_ranks is None else list(self._dp_ranks)
 
     get_ranks_in_tp = tp_rank_list
     get_ranks_in_dp = dp_rank_list
 
     def tp_local_rank(self) -> int:
-        """This process's rank in its tensor-parallel group."""
+        """Return the rank of this process in its tensor-parallel group."""
         return self._require_member(self._tp_ranks).index(self._rank)
 
     def dp_local_rank(self) -> int:
-        """This process's rank in its data-parallel group."""
+        """Return the rank of this process in its data-parallel group."""
         return self._require_member(self._dp_ranks).index(self._rank)
 
     def tp_world_size(self) -> int:
-        """Number of ranks of a tensor-parallel group."""
+        """Return the number of ranks of a tensor-parallel group."""
         return self._tp
 
     def dp_world_size(self) -> int:
-        """Number of ranks of a data-parallel group."""
+        """Return the number of ranks of a data-parallel group."""
         return self._dp
 
     def tp_process_group(self) -> dist.ProcessGroup:
-        """The tensor-parallel process group, the same object for equal layouts."""
+        """Return the tensor-parallel process group, the same object for equal layouts."""
         return self._lookup(self._tp_ranks)
 
     def dp_process_group(self) -> dist.ProcessGroup:
-        """The data-parallel process group."""
+        """Return the data-parallel process group."""
         return self._lookup(self._dp_ranks)
 
     def replica_groups(self, is_sharded: bool, data_parallel: bool) -> list[tuple[str, list[int], dist.ProcessGroup]]:
@@ -184,12 +184,12 @@ class ProcessGroup:
         self._cpu = True
 
     def cpu_tp_process_group(self) -> dist.ProcessGroup:
-        """The Gloo group over the tensor-parallel ranks."""
+        """Return the Gloo group over the tensor-parallel ranks."""
         assert self._cpu, "call set_cpu_groups() first"
         return self._lookup(self._tp_ranks, "gloo")
 
     def cpu_dp_process_group(self) -> dist.ProcessGroup:
-        """The Gloo group over the data-parallel ranks."""
+        """Return the Gloo group over the data-parallel ranks."""
         assert self._cpu, "call set_cpu_groups() first"
         return self._lookup(self._dp_ranks, "gloo")
 
@@ -256,7 +256,7 @@ def _axis(mesh: TorchMesh, axis: str | int | None, default: int) -> int:
 
 
 def _degrees(size: int, tp: int | None, dp: int | None) -> tuple[int, int]:
-    """(tp, dp) with ``tp * dp == size``; tp is 1 when neither is given."""
+    """Return (tp, dp) with ``tp * dp == size``; tp is 1 when neither is given."""
     if not tp or not dp:
         degree = tp or dp or 1
         assert size % degree == 0, f"a degree of {degree} does not divide {size} ranks"

@@ -38,7 +38,6 @@ class Transition:
     """Change from one sharding of a tensor to another, over the same ranks.
 
     Attributes:
-        shape: of the global tensor.
         old: (dim, number of shards) of every sharded dim before; empty for a replica.
         new: (dim, number of shards) of every sharded dim afterwards.
     """
@@ -53,7 +52,7 @@ class Transition:
 
 
 def steps(old: Parts, new: Parts) -> tuple[str, ...]:
-    """Names of the steps from ``old`` to ``new``: split, all_gather or all_to_all."""
+    """Return the steps from ``old`` to ``new``: split, all_gather or all_to_all."""
     if old == new:
         return ()
     if not old:
@@ -62,11 +61,7 @@ def steps(old: Parts, new: Parts) -> tuple[str, ...]:
 
 
 def check_partitions(parts: Parts, world: int, name: str) -> None:
-    """Check that there are as many shards as ranks.
-
-    Raises:
-        ShapeError: the numbers differ.
-    """
+    """Check that there are as many shards as ranks."""
     count = math.prod(shards for _, shards in parts)
     if parts and count != world:
         raise ShapeError(f"{name}: {count} shards need {count} tensor-parallel ranks, not {world}")
@@ -123,6 +118,7 @@ def _run(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> T
 
 def _split(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> Tensor:
     """Copy this rank's shard of a replica; the result is never a view."""
+    # Every rank has the replica, so nothing is sent.
     span = record.begin(name, "split", group, x, (transition.new, None))
     shard = shard_of(x, transition.new, group.rank())
     if shard.is_contiguous() or not shard.numel():
@@ -144,6 +140,7 @@ def _all_gather(x: Tensor, transition: Transition, group: ProcessGroup, name: st
     counts = tuple(math.prod(each) for each in shapes)
     wire = eager.all_gather(x.reshape(-1), 0, group, None if len(set(counts)) == 1 else counts, name)
     started = record.now()
+    # The wire has the shards in rank order, each flattened; of several dims no reshape puts them in place.
     out = x.new_empty(shape)
     for rank, block in enumerate(wire.split(counts)):
         shard_of(out, parts, rank).copy_(block.view(shapes[rank]))

@@ -13,13 +13,7 @@ def layout_of(pg: ProcessGroup, dist_spec: _DistSpec, shape: Ints, ranks: Ints |
     """Return ``reshard``'s layout over all ranks of a process group, whose data-parallel ranks are replicas.
 
     Args:
-        pg: the process group.
-        dist_spec: the placement.
-        shape: of the global tensor.
         ranks: some of the ranks, consecutive tensor-parallel groups; all by default.
-
-    Raises:
-        ShapeError: the spec does not fit the tensor or the ranks.
     """
     parts = partitions(dist_spec, len(shape))
     check_partitions(parts, pg.tp_world_size(), "reshard")
@@ -33,11 +27,6 @@ def exchange_between(
 
     Redistribution is one all-to-all-v over them. None if that does not suffice: a side is a replica, or a
     tensor-parallel group of the smaller process group is not inside one of the larger.
-
-    Args:
-        spec, pg: placement and process group before.
-        target, target_pg: placement and process group afterwards.
-        shape: of the global tensor.
     """
     dims, (tp, other) = len(shape), (pg.tp_world_size(), target_pg.tp_world_size())
     if not partitions(spec, dims) or not partitions(target, dims) or pg.ranks_in_group() != target_pg.ranks_in_group():

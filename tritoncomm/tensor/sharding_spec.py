@@ -40,18 +40,14 @@ class ShardingNotDivisibleError(ShardingSpecException, ValueError):
 
 
 class _DimSpec:
-    """The mesh axes of one dim, the first one slowest; written ``R``, ``S0``, ``S01``.
-
-    Args:
-        shard_list: the axes; empty for a replicated dim.
-    """
+    """Mesh axes of one dim, the first one slowest; written ``R``, ``S0``, ``S01``. A replicated dim has none."""
 
     def __init__(self, shard_list: Sequence[int]) -> None:
         self.shard_list = list(shard_list)
 
     @classmethod
     def named(cls, name: str) -> "_DimSpec":
-        """The spec written ``name``, for meshes of up to ten axes."""
+        """Return the spec written ``name``, for meshes of up to ten axes."""
         if name != "R" and not (name[:1] == "S" and name[1:].isdecimal()):
             raise ArgumentError(f"{name!r} is not a dim spec; write R, S0, S01, ...")
         return cls([int(axis) for axis in name[1:]])
@@ -62,11 +58,9 @@ class _DimSpec:
         return not self.shard_list
 
     def difference(self, other: "_DimSpec") -> int:
-        """Return the cost of the change to ``other``: 20 per axis gathered, 5 per axis sharded, 6 between two steps.
-
-        A common prefix is kept. ``S1`` to ``S01`` gathers one axis and shards two: 20 + 6 + 5 + 6 + 5 = 42.
-        """
+        """Return the cost of the change to ``other``: 20 per axis gathered, 5 per axis sharded, 6 between two steps."""
         own_axes, other_axes = self.shard_list, other.shard_list
+        # A common prefix is kept. ``S1`` to ``S01`` gathers one axis and shards two: 20 + 6 + 5 + 6 + 5 = 42.
         common = takewhile(lambda pair: pair[0] == pair[1], zip(own_axes, other_axes, strict=False))
         prefix = sum(1 for _ in common)
         gathers, shards = len(own_axes) - prefix, len(other_axes) - prefix

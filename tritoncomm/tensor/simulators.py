@@ -56,38 +56,22 @@ def merge_same_dim_mesh_list(dim_size: int, dim_partition_dict: Mapping[int, Seq
 
 
 def all_gather_simulator(target_pair: Pair) -> list[int]:
-    """The axes left after an all-gather over the last one: ``S01`` becomes ``S0``, and ``R`` stays.
-
-    Args:
-        target_pair: a dim and its mesh axes.
-    """
+    """Return the axes left after an all-gather over the last one: ``S01`` becomes ``S0``, and ``R`` stays."""
     _, axes = target_pair
     return list(axes[:-1])
 
 
 def all_to_all_simulator(f_target_pair: Pair, b_target_pair: Pair) -> tuple[list[int], list[int]]:
-    """The axes of two dims after an all-to-all: ``(S0, R)`` becomes ``(R, S0)``, ``(S0, S1)`` becomes ``(S01, R)``.
-
-    Args:
-        f_target_pair: the first dim and its mesh axes; they move to the second dim if that has none.
-        b_target_pair: the second dim; its axes, if any, are appended to the axes of the first.
-
-    Returns:
-        New axes of the first and of the second dim.
-    """
+    """Return the axes of two dims after an all-to-all: ``(S0, R)`` gives ``(R, S0)``, ``(S0, S1)`` ``(S01, R)``."""
+    # A pair is a dim and its mesh axes.
     (_, front), (_, behind) = f_target_pair, b_target_pair
     return ([*front, *behind], []) if behind else ([], [*front])
 
 
 def shard_simulator(target_pair: Pair, legal_sharding_dims: Iterable[int]) -> list[list[int]]:
-    """Every list of axes of a dim after one more split; axes ascend.
+    """Return every list of axes of a dim after one more split, axes ascending.
 
-    Args:
-        target_pair: a dim and its mesh axes.
-        legal_sharding_dims: the unused axes.
-
-    Example:
-        ``(0, [0])`` with ``[1, 2]`` free gives ``[[0, 1], [0, 2]]``.
+    Example: ``(0, [0])`` with the unused axes ``[1, 2]`` gives ``[[0, 1], [0, 2]]``.
     """
     _, axes = target_pair
     return [[*axes, axis] for axis in legal_sharding_dims if not axes or axis > axes[-1]]
@@ -96,24 +80,15 @@ def shard_simulator(target_pair: Pair, legal_sharding_dims: Iterable[int]) -> li
 def mix_gather_simulator(f_target_pair: Pair, b_target_pair: Pair) -> tuple[list[int], list[int]]:
     """Return ``(gather_dim, logical_process_axes)`` of one gather of two dims that use both axes of a mesh.
 
-    Two dims are returned with their axes, the second dim first. One dim is returned alone, with ``[1, 1]`` if axis 1
-    counts fastest through its shards (``S01``) and ``[0, 0]`` if axis 0 does (``S10``).
-
-    Args:
-        f_target_pair: the first dim and its mesh axes.
-        b_target_pair: the second dim and its mesh axes.
-
-    Raises:
-        ShapeError: the pairs do not use two axes between them.
-
-    Example:
-        ``S0S1`` is ``(0, [0]), (1, [1])`` and gives ``([1, 0], [1, 0])``; ``S01R`` gives ``([0], [1, 1])``.
+    Example: ``S0S1`` is ``(0, [0]), (1, [1])`` and gives ``([1, 0], [1, 0])``; ``S01R`` gives ``([0], [1, 1])``.
     """
     (front, front_axes), (behind, behind_axes) = f_target_pair, b_target_pair
     if len({*front_axes, *behind_axes}) != 2 or len(front_axes) + len(behind_axes) != 2:
         raise ShapeError(f"mix_gather_simulator: {f_target_pair} and {b_target_pair} do not use two axes")
     if front_axes and behind_axes:
+        # The second dim comes first, with its axis.
         first = int(behind_axes[0] > front_axes[0])
         return [behind, front], [first, 1 - first]
+    # ``[1, 1]`` if axis 1 counts fastest through the shards (``S01``), ``[0, 0]`` if axis 0 does (``S10``).
     dim, (slow, fast) = (front, front_axes) if front_axes else (behind, behind_axes)
     return [dim], [int(slow < fast)] * 2

@@ -35,7 +35,7 @@ __all__ = [
 def named_params_with_colotensor(
     module: nn.Module, prefix: str = "", recurse: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """ColoTensors that are plain attributes of modules, then the parameters; ``prefix`` and ``recurse`` for both."""
+    """Yield ColoTensors that are plain attributes of modules, then parameters; ``prefix`` and ``recurse`` for both."""
     modules = module.named_modules(prefix=prefix) if recurse else [(prefix, module)]
     for name, owner in modules:
         for key, value in vars(owner).items():
@@ -63,10 +63,7 @@ def convert_parameter(module: nn.Module, param_name: str) -> None:
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The state dict of the unsharded module, on every rank: plain tensors, ColoTensors gathered.
-
-    All ranks of their groups call.
-    """
+    """Return the state dict of the unsharded module, ColoTensors gathered; all ranks of their groups call."""
     with torch.no_grad():
         return {
             name: plain(value.to_replicate()).clone() if isinstance(value, ColoTensor) else value
@@ -75,14 +72,11 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def load_full_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
-    """Load the state dict of the unsharded module; each rank keeps its shard of every ColoTensor.
-
-    Raises:
-        ValueError: a name is missing or unknown, or a shape differs; nothing has been loaded then.
-    """
+    """Load the state dict of the unsharded module; each rank keeps its shard of every ColoTensor."""
     own = module.state_dict(keep_vars=True)
     if own.keys() != state.keys():
         raise ValueError(f"missing {sorted(own.keys() - state.keys())}, unknown {sorted(state.keys() - own.keys())}")
+    # Every name and shape is checked first: a call that raises has loaded nothing.
     for name, target in own.items():
         refuse_sharing(f"load_full_state_dict: {name}", state[name])
         if isinstance(target, Tensor) and tuple(state[name].shape) != shape_of(target):
@@ -91,7 +85,7 @@ def load_full_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _own_part(target: Any, source: Any) -> Any:
-    """This rank's shard of ``source``, if ``target`` is one; extra state of modules as it is."""
+    """Return this rank's shard of ``source`` if ``target`` is one; extra state of modules as it is."""
     if not isinstance(target, ColoTensor) or not target.partitions:
         return source
     return shard_of(source, target.partitions, target.process_group.tp_local_rank())

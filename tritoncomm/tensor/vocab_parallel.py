@@ -34,16 +34,16 @@ _BLOCK = 1 << 19  # elements of a block of rows
 
 @dataclass(frozen=True, slots=True)
 class _RowTargets:
-    """Per-row targets and weights.
+    """Targets and weights per row.
 
     Attributes:
-        target_col: [rows] local column of the target class, -1 if it is on another rank or ignored.
-        target_weight: [rows] weight of the target term: (1 - e) w[t], 0 if ignored.
-        total_weight: [rows] sum of all weights of a row, the factor of lse.
-        smoothing_weights: [local classes] weights shared by all rows: e/C w[c]; None without smoothing.
-        counts: [rows] contribution to the divisor of the mean: w[t], 0 if ignored.
-        valid: [rows] whether the row is not ignored.
-        soft_weights: [rows, local classes] weights of soft targets; None for class targets.
+        target_col: ``[rows]`` local column of the target class, -1 if it is on another rank or ignored.
+        target_weight: ``[rows]`` weight of the target term: (1 - e) w[t], 0 if ignored.
+        total_weight: ``[rows]`` sum of all weights of a row, the factor of lse.
+        smoothing_weights: ``[local classes]`` weights shared by all rows: e/C w[c]; None without smoothing.
+        counts: ``[rows]`` contribution to the divisor of the mean: w[t], 0 if ignored.
+        valid: ``[rows]`` whether the row is not ignored.
+        soft_weights: ``[rows, local classes]`` weights of soft targets; None for class targets.
     """
 
     target_col: Tensor
@@ -66,9 +66,7 @@ def cross_entropy_rows(
     group: ProcessGroup,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of every row, equal on all ranks, and the divisor of the mean.
-
-    Autocast, which would multiply in 16 bits, is off inside.
+    """Return the loss ``[...]`` of every row, equal on all ranks, and the divisor of the mean.
 
     Args:
         logits: ``[..., local classes]``, the local shard.
@@ -76,16 +74,12 @@ def cross_entropy_rows(
         weight: ``[local classes]``, the local shard of the class weights.
         bounds: (start, size) of the local classes.
         classes: global number of classes.
-        ignore_index: a target that is ignored.
         smoothing: e in the formulas above.
-        group: the process group of the shards.
-        dtype: of the loss; that of the logits by default.
-
-    Returns:
-        ``[...]``, and a number, in ``dtype``.
+        dtype: of the loss; the logits' by default.
     """
     rows = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
     wide = torch.float64 if logits.dtype is torch.float64 else torch.float32
+    # Autocast would multiply in 16 bits.
     with torch.autocast(logits.device.type, enabled=False):
         with torch.no_grad():
             if target.is_floating_point():
@@ -104,6 +98,7 @@ def _class_targets(
 ) -> _RowTargets:  # fmt: skip
     start, size = bounds
     valid = target != ignore_index
+    # On a GPU the check would synchronize the device.
     if not target.is_cuda and bool((valid & ((target < 0) | (target >= classes))).any()):
         raise IndexError(f"cross_entropy: a target is out of bounds for {classes} classes")
     is_local = valid & (target >= start) & (target < start + size)
@@ -112,6 +107,7 @@ def _class_targets(
     weights_sum: Any = float(classes)
     if weight is not None:
         own = weight.to(wide)[target_col.clamp(min=0)] * is_local if size else torch.zeros_like(weights)
+        # One all-reduce brings the weight of each row's target, which one rank holds, and the sum of all weights.
         both = torch.cat([own, own.new_zeros(1) + weight.sum(dtype=wide)])
         both = eager.all_reduce(both, group, "cross_entropy.weights")
         weights, weights_sum = both[:-1], both[-1]

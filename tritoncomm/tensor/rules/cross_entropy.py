@@ -36,14 +36,8 @@ def _log_softmax(
 
 
 def _softmax_like(input: Tensor, dim: int | None, dtype_or_level: Any, log: bool) -> Call | None:
-    """Describe softmax or its logarithm.
-
-    Args:
-        input: the logits.
-        dim: None runs on replicas.
-        dtype_or_level: the dtype; or ``_stacklevel``, which ``F.softmax`` has where ``torch.softmax`` has the dtype.
-        log: whether to return the logarithm.
-    """
+    """Describe softmax or its logarithm; a call without a dim runs on replicas."""
+    # ``F.softmax`` has ``_stacklevel`` where ``torch.softmax`` has the dtype.
     count, dtype = len(shape_of(input)), dtype_or_level if isinstance(dtype_or_level, torch.dtype) else None
     if dim is None or not count:
         return None

@@ -49,12 +49,11 @@ Parts = tuple[tuple[Any, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """The sharded labels, and the position of this rank.
+    """Sharded labels, and the position of this rank.
 
     Attributes:
         parts: (label, number of shards), ranks assigned row-major; empty if nothing is sharded.
         sizes: global size of every label.
-        pg: the process group of the operands.
     """
 
     parts: Parts
@@ -76,7 +75,7 @@ class Sharding:
         return any(label == each for each, _ in self.parts)
 
     def shard(self, label: Any) -> tuple[int, int]:
-        """(start, size) of this rank's shard of a label; the full range if it is not sharded."""
+        """Return (start, size) of this rank's shard of a label; the full range if it is not sharded."""
         if not self.has(label):
             return 0, self.sizes[label]
         bounds = bounds_by_label(self.sizes, self.parts, self.rank)
@@ -85,10 +84,9 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor argument.
+    """Tensor argument: a ColoTensor, or a plain replicated tensor.
 
     Attributes:
-        tensor: a ColoTensor, or a plain replicated tensor.
         labels: one per dim; None for a dim that cannot be sharded.
         is_local: the plain tensor is a local shard already.
         is_factor: ``run`` multiplies matrices with it, so its gradient is new memory that an all-reduce may overwrite.
@@ -105,7 +103,6 @@ class Call:
     """One call of an operator.
 
     Attributes:
-        operands: the input tensors.
         results: labels of every output tensor, in order.
         run: computes on local tensors: ``run(sharding, *operands, *late)`` returns any structure of tensors; without
             the late ones if the result is partial and ``finish`` is set. A partial result is new memory: the
@@ -144,11 +141,7 @@ class Call:
 
 
 def broadcast_shapes(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the shape to which all shapes are broadcast.
-
-    Raises:
-        ShapeError: the shapes do not broadcast.
-    """
+    """Return the shape to which all shapes are broadcast."""
     sizes = [1] * max(map(len, shapes), default=0)
     for shape in shapes:
         for dim in range(-len(shape), 0):
@@ -159,34 +152,25 @@ def broadcast_shapes(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def broadcast_labels(shape: Sequence[int], sizes: Sequence[int], names: Sequence[Any] | None = None) -> Labels:
-    """Return the labels of an operand that is broadcast to ``sizes``: the dims from the last one, -1, or their names.
-
-    Raises:
-        ShapeError: the global shapes do not broadcast, even if the shards on a rank do.
-    """
+    """Return the labels of an operand that is broadcast to ``sizes``: its dims, the last one as -1, or their names."""
     dims = range(-len(shape), 0)
+    # Global shapes decide: the shards of one rank may broadcast where the tensors do not.
     if len(shape) > len(sizes) or any(shape[dim] not in (1, sizes[dim]) for dim in dims):
         raise ShapeError(f"{list(shape)} cannot be broadcast to {list(sizes)}")
     return tuple((dim if names is None else names[dim]) if shape[dim] == sizes[dim] else None for dim in dims)
 
 
 def dtype_of_result(local: Callable[[Tensor], Tensor], x: Tensor) -> torch.dtype:
-    """Return the dtype in which torch returns ``local`` of tensors like ``x``, for rules that compute it themselves.
-
-    Under autocast torch's lists decide, by device and version; ``local`` is asked with one element.
-    """
+    """Return the dtype in which torch returns ``local`` of tensors like ``x``, for rules that compute it themselves."""
     device = x.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return x.dtype
+    # Torch's lists of autocast decide, by device and version, so torch is asked with one element.
     return local(x.detach().new_zeros(1)).dtype
 
 
 def from_front(dim: int, count: int) -> int:
-    """Return ``dim`` of a tensor of ``count`` dims, counted from the front; a number has dim 0, as in torch.
-
-    Raises:
-        IndexError: the tensor does not have the dim.
-    """
+    """Return ``dim`` of a tensor of ``count`` dims, counted from the front; a number has dim 0, as in torch."""
     count = max(count, 1)
     if not -count <= dim < count:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-count}, {count - 1}], but got {dim})")
@@ -209,6 +193,8 @@ def execute(call: Call) -> Any:
         parts = chosen or ()
         sharding = Sharding(parts, call.sizes, pg)
         shards = [local_operand(each, parts, pg) for each in call.operands]
+        # The sharded label is summed away. ``late`` operands come after the sum; without ``finish`` ``run`` takes them
+        # itself.
         if parts and parts[0][0] not in call.results[0] and parts[0][0] not in call.own:
             early = [] if call.finish is not None else [local_operand(each, (), pg) for each in call.late]
             outputs, tree = tree_flatten(call.run(sharding, *shards, *early))
@@ -233,11 +219,7 @@ def execute(call: Call) -> Any:
 
 
 def _refuse_sizes(call: Call, operands: Sequence[Operand]) -> NoReturn:
-    """Raise on every rank: on some ranks the local shards would fit, and those ranks would hang.
-
-    Raises:
-        ShapeError: always.
-    """
+    """Raise on every rank: on some ranks the local shards would fit, and those ranks would hang."""
     shapes = " and ".join(str(list(shape_of(each.tensor))) for each in operands)
     raise ShapeError(f"the sizes of {shapes} do not fit each other")
 
@@ -291,6 +273,8 @@ def is_legal(call: Call, parts: Parts) -> bool:
     if len(labels) > 1:
         if any(label in call.own for label in labels):
             return False
+        # A tensor has all sharded labels or none: one with only some of them would be a replica within a part of the
+        # group.
         if any(0 < sum(label in side for label in labels) < len(labels) for side in labelled):
             return False
     return True
@@ -315,11 +299,7 @@ def _bytes_moved(call: Call, parts: Parts, world: int) -> float:
 
 
 def local_operand(each: Operand, parts: Parts, pg: ProcessGroup) -> Tensor:
-    """Return the operand as a plain local tensor under this sharding; replicated if it has none of the labels.
-
-    A shard that has to be replicated is all-gathered, and its gradient reduce-scattered. The gradient of a replica is
-    all-reduced.
-    """
+    """Return the operand as a plain local tensor under this sharding; replicated if it has none of the labels."""
     x = each.tensor
     if each.is_local:
         return x
@@ -329,6 +309,8 @@ def local_operand(each: Operand, parts: Parts, pg: ProcessGroup) -> Tensor:
     target = tuple((each.labels.index(label), count) for label, count in parts if label in each.labels)
     if target == current and (target or not parts):
         return local
+    # Gradients: a shard that is gathered gets its own reduce-scattered, a replica its own all-reduced. Each rank has
+    # used the replica for another part of the result.
     group, shape = pg.tp_process_group(), shape_of(each.tensor)
     if target:
         return redistribute(local, Transition(shape, current, target), group)

@@ -24,11 +24,7 @@ __all__ = ["on_lists"]
     collectives="none; norms: one all-gather of the local norms of all shards",
 )
 def on_lists(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on lists of tensors.
-
-    Raises:
-        UnsupportedError: tensors at the same index have different layouts, or the operator is not element-wise.
-    """
+    """Run an operator on lists of tensors; tensors at the same index need one layout."""
     base = name.removeprefix("_foreach_").removesuffix("_")
     if base == "norm":
         return _norms(*args, **kwargs)
@@ -55,11 +51,9 @@ def on_lists(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: d
 
 
 def _norms(self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    """Return the norm of every tensor, for shards the global norm; shards share an all-gather per process group.
-
-    Orders for which the norm of the vector of local norms is not the global norm, and gradients, take the rule of one
-    tensor.
-    """
+    """Return the norm of every tensor, for shards the global norm; shards share an all-gather per process group."""
+    # The norm of the vector of local norms is not the global norm for orders up to 0. These, and norms that need a
+    # gradient, take the rule of one tensor.
     shards = [x for x in self if is_colo(x) and x.partitions]
     if ord <= 0 or any(map(wants_grad, self)) or not all(x.is_floating_point() and x.numel_global() for x in shards):
         return tuple(torch.linalg.vector_norm(x, ord, dtype=dtype) for x in self)

@@ -42,11 +42,7 @@ def gradient_of(x: Any) -> Tensor | None:
 
 
 def set_gradient(x: Any, gradient: Tensor | None) -> None:
-    """Set the gradient of a ColoTensor; a plain tensor is a local one.
-
-    Raises:
-        UnsupportedError: a ColoTensor of another layout.
-    """
+    """Set the gradient of a ColoTensor; a plain tensor is a local one."""
     _check_layout("grad =", x, gradient)
     with torch._C.DisableTorchFunctionSubclass():
         _set(x, gradient)
@@ -58,12 +54,7 @@ def delete_gradient(x: Any) -> None:
 
 
 def _check_layout(name: str, like: Any, gradient: Any) -> None:
-    """Refuse a gradient of another layout than ``like``; a plain tensor is a local one.
-
-    Raises:
-        UnsupportedError: a ColoTensor of another layout.
-        MismatchError: a shard that was loaded from another rank's file.
-    """
+    """Reject a gradient of another layout than ``like``, or of another rank's file; a plain tensor is a local one."""
     refuse_sharing(name, gradient)
     if not is_colo(gradient) or (not gradient.partitions and not like.partitions):
         return
@@ -137,10 +128,8 @@ def _gradients(
 
 
 def shards_by_group(tensors: Sequence[Any]) -> list[tuple[ProcessGroup, list[int]]]:
-    """Return the tensor groups of shards, in one order on all ranks, with the indices of their shards.
-
-    Process groups of the same tensor-parallel ranks are one group, whatever their data-parallel ranks.
-    """
+    """Return the tensor groups of shards, in one order on all ranks, with the indices of their shards."""
+    # Keyed by ranks: process groups that differ in their data-parallel ranks only share a collective.
     found: dict[tuple[int, ...], tuple[ProcessGroup, list[int]]] = {}
     for index, x in enumerate(tensors):
         if is_colo(x) and x.partitions:

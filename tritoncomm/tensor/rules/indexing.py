@@ -31,12 +31,9 @@ def _labels_except(x: Tensor, dim: int) -> tuple[Any, ...]:
 
 
 def _along(input: Tensor, dim: int, local: Any, results: int | None = 1, drops: bool = False) -> Call | None:
-    """``local(x, dim)`` along a dim that must not be sharded.
+    """Describe ``local(x, dim)`` along a dim that must not be sharded.
 
     Args:
-        input: the operand.
-        dim: the dim.
-        local: returns the results.
         results: their number; None if ``local`` decides, which is then run on a meta tensor of the dim.
         drops: whether the results do not have the dim.
     """
@@ -128,11 +125,7 @@ def _getitem(input: Tensor, index: Any) -> Call | None:
 
 
 def set_item(target: Any, index: Any, value: Any) -> None:
-    """Run ``target[index] = value`` on local tensors; a number at the true places of a mask by ``masked_fill_``.
-
-    Raises:
-        UnsupportedError: advanced indexing of a shard, or part of a sharded dim where autograd would record the write.
-    """
+    """Run ``target[index] = value`` on local tensors; a number at the true places of a mask by ``masked_fill_``."""
     if not is_colo(target):
         if (
             is_colo(index)
@@ -194,11 +187,7 @@ def without_leading_ones(value: Tensor, ndim: int) -> Tensor:
 
 
 def _selected(target: Any, index: Any) -> Tensor:
-    """Return ``target[index]`` of a meta tensor of the global shape.
-
-    Raises:
-        UnsupportedError: advanced indexing, of which no write can be mapped to the shard.
-    """
+    """Return ``target[index]`` of a meta tensor of the global shape; reject advanced indexing."""
     base = torch.empty(target.global_shape, device="meta")
     try:
         view = base[index]

@@ -16,7 +16,7 @@ _COLLECTIVES = "contracted dim: all-reduce; all-reduce of the gradients of repli
 
 
 def _product(a: Tensor, b: Tensor) -> tuple[Labels, Labels, Labels] | None:
-    """Labels of both sides and of ``a @ b``: batch dims from the right, then m, k, n."""
+    """Return the labels of both sides and of ``a @ b``: batch dims from the right, then m, k, n."""
     shape_a, shape_b = (shape_of(x) for x in (a, b))
     if not shape_a or not shape_b:
         return None

@@ -60,7 +60,7 @@ def elementwise(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs
 
 
 def _refuse_resizing(name: str, out: Any, tensors: list[Any]) -> None:
-    """Refuse an ``out=`` that torch would resize."""
+    """Reject an ``out=`` that torch would resize."""
     shapes, _ = _shapes(tensors)
     position = next(i for i, x in enumerate(tensors) if x is out)
     result = broadcast_shapes([*shapes[:position], *shapes[position + 1 :]])
@@ -97,7 +97,7 @@ def keep(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
 
 
 def _shapes(tensors: list[Any]) -> tuple[list[tuple[int, ...]], list[bool]]:
-    """The global shapes, and whether each tensor is a plain local shard."""
+    """Return the global shapes, and whether each tensor is a plain local shard."""
     sharded = next((x for x in tensors if is_colo(x) and x.partitions), None)
     are_local = [sharded is not None and not is_colo(x) and _is_local(x, sharded) for x in tensors]
     shapes = [
@@ -108,7 +108,7 @@ def _shapes(tensors: list[Any]) -> tuple[list[tuple[int, ...]], list[bool]]:
 
 
 def broadcast_operands(tensors: list[Any]) -> tuple[list[Operand], tuple[int, ...]]:
-    """The tensors as operands labelled from the last dim, and the broadcast shape."""
+    """Return the tensors as operands labelled from the last dim, and the broadcast shape."""
     shapes, are_local = _shapes(tensors)
     sizes = broadcast_shapes(shapes)
     described = zip(tensors, shapes, are_local, strict=True)
@@ -116,12 +116,10 @@ def broadcast_operands(tensors: list[Any]) -> tuple[list[Operand], tuple[int, ..
 
 
 def _is_local(x: Tensor, sharded: Any) -> bool:
-    """Whether a plain tensor is a local shard, decided identically on every rank.
-
-    Without a gradient both readings agree: a replica of the local shape broadcasts to equal values.
-    """
+    """Whether a plain tensor is a local shard, decided identically on every rank."""
     if x.shape != sharded.shape:
         return False
+    # Both readings agree without a gradient: a replica of the local shape broadcasts to equal values.
     if not wants_grad(x):
         return True
     shape = sharded.global_shape
@@ -129,12 +127,10 @@ def _is_local(x: Tensor, sharded: Any) -> bool:
 
 
 def _into(position: int, operands: list[Operand], run: Callable[..., Any], name: str) -> Any:
-    """In place or with ``out=``: operands are redistributed to the layout of the tensor that is written.
-
-    A plain local shard, as optimizers have them, has the layout of the first sharded operand.
-    """
+    """Run in place or with ``out=``: operands are redistributed to the layout of the tensor that is written."""
     target: Any = operands[position].tensor if position >= 0 else None
     like = operands[position] if position >= 0 else None
+    # Optimizers write into plain local shards: they have the layout of the first sharded operand.
     if like is not None and like.is_local and not any(wants_grad(each.tensor) for each in operands):
         like = next(each for each in operands if is_colo(each.tensor) and each.tensor.partitions)
     if like is None or not is_colo(like.tensor):
@@ -155,11 +151,9 @@ def _into(position: int, operands: list[Operand], run: Callable[..., Any], name:
 
 
 def _broadcast_ones(each: Operand, parts: Parts) -> Operand:
-    """Drop the labels of an operand that has only some of several sharded dims, all of size 1.
-
-    It is broadcast to every shard, including empty ones.
-    """
+    """Drop the labels of an operand that has only some of several sharded dims, all of size 1."""
     shared = [label for label, _ in parts if label in each.labels]
     if each.is_local or len(shared) in (0, len(parts)) or any(shape_of(each.tensor)[label] != 1 for label in shared):
         return each
+    # Without labels it is a replica, which broadcasts to every shard, including empty ones.
     return Operand(each.tensor, tuple(None if label in shared else label for label in each.labels))

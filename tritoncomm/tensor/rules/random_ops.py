@@ -73,11 +73,7 @@ _calls: WeakKeyDictionary[TorchGroup, int] = WeakKeyDictionary()
 
 
 def agreed_seed(pg: ProcessGroup, like: Tensor) -> int:
-    """Draw a random number that is equal on all tensor-parallel ranks.
-
-    Raises:
-        MismatchError: the ranks drew different numbers, so they were seeded differently.
-    """
+    """Draw a random number that is equal on all tensor-parallel ranks."""
     seed = int(torch.randint(2**62, ()))
     if pg.tp_world_size() == 1:
         return seed

@@ -52,11 +52,9 @@ def _identity(dtype: torch.dtype, smallest: bool) -> float | int | bool:
 
 
 def _has_order(dtype: torch.dtype) -> bool:
-    """Whether torch compares elements of the dtype, on every device.
-
-    Tensors of other dtypes are gathered, and compared or refused by torch on all ranks. Torch looks at the dtype only
-    if there are several elements, so a rank with an empty shard would wait for ranks that raise.
-    """
+    """Whether torch compares elements of the dtype, on every device."""
+    # Tensors of other dtypes are gathered, and compared or rejected by torch on all ranks. Torch looks at the dtype
+    # only if there are several elements, so a rank with an empty shard would wait for ranks that raise.
     return dtype not in _UNORDERED and not dtype.is_complex and (dtype.itemsize > 1 or not dtype.is_floating_point)
 
 
@@ -122,11 +120,7 @@ def _any(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call:
 
 
 def _on_all_ranks(input: Any, other: Any, local: Callable[[Tensor, Tensor], bool], broadcasts: bool) -> Call | None:
-    """Describe a call that returns whether ``local`` holds on all ranks, with one answer for all of them.
-
-    Different shapes do not return early: a plain tensor may have the wrong shape on one rank only, and the others would
-    wait in the all-reduce.
-    """
+    """Describe a call that returns whether ``local`` holds on all ranks, with one answer for all of them."""
     shard = next((x for x in (input, other) if is_colo(x) and x.partitions), None)
     if shard is None or not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return None
@@ -136,6 +130,8 @@ def _on_all_ranks(input: Any, other: Any, local: Callable[[Tensor, Tensor], bool
     except ShapeError:
         if broadcasts:
             raise
+        # Different shapes do not return early: a plain tensor may have the wrong shape on one rank only, and the others
+        # would wait in the all-reduce.
         shape, comparable = shape_of(shard), False
         operands = [Operand(shard.detach(), tuple(range(-len(shape), 0)))]
 

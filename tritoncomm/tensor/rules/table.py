@@ -16,14 +16,12 @@ Describe = Callable[..., Call | None]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the documentation.
+    """Row of the documentation.
 
     Attributes:
-        operators: names of the operators.
         accepts: supported layouts; others are gathered first.
         result: layout of the result.
         collectives: forward and backward.
-        module: of the rule.
     """
 
     operators: str
@@ -44,15 +42,11 @@ def rule(
     collectives: str = "none",
     named: str = "",
 ) -> Callable[[Describe], Describe]:
-    """Decorator: the function describes a call from its arguments; None runs it on replicas.
-
-    Without ``functions`` it only adds the row: `dispatch` calls the decorated function itself.
+    """Register the decorated function, which describes a call from its arguments; None runs the call on replicas.
 
     Args:
-        functions: the operators; a name stands for the function of torch and the method of tensors.
-        accepts: the row's column of this name.
-        result: the row's column of this name.
-        collectives: the row's column of this name.
+        functions: the operators; a name stands for the function of torch and the method of tensors. Without any, only
+            the row is added: ``dispatch`` calls the decorated function itself.
         named: the operators in the documentation; the names of ``functions`` by default.
     """
 

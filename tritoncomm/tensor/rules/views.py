@@ -74,23 +74,16 @@ def _target(arguments: Sequence[Any], names: dict[str, Any]) -> tuple[int, ...] 
 
 
 def _dims_by_size_before(shape: Sequence[int]) -> dict[int, int]:
-    """Return the dims of more than one element by the number of elements of all dims before them.
-
-    Dims of two shapes with one key are the first of their merged or split dims.
-
-    Example:
-        (2, 3, 4) has ``{1: 0, 2: 1, 6: 2}`` and (6, 2, 2) has ``{1: 0, 6: 1, 12: 2}``: dim 0 becomes dim 0, and dim 2
-        becomes dim 1.
-    """
+    """Return the dims of more than one element by the number of elements of all dims before them."""
+    # Dims of two shapes with one key are the first of their merged or split dims. (2, 3, 4) has ``{1: 0, 2: 1, 6: 2}``
+    # and (6, 2, 2) has ``{1: 0, 6: 1, 12: 2}``: dim 0 becomes dim 0, and dim 2 becomes dim 1.
     return {math.prod(shape[:dim]): dim for dim, size in enumerate(shape) if size > 1}
 
 
 def _viewed(input: Tensor, target: Sequence[int] | None, copies: bool = False) -> Call | None:
-    """Describe ``input`` in the global shape ``target``, which may have one -1.
+    """Describe ``input`` in the global shape ``target``, which may have one -1; None runs on replicas.
 
     Args:
-        input: the operand.
-        target: None runs on replicas.
         copies: whether to copy if torch's view would fail.
     """
     if target is None:
@@ -137,15 +130,11 @@ def _hides_copy(
 ) -> bool:
     """Whether a local tensor reshapes without a copy only because sharded dims have size 1 locally.
 
-    Other ranks, and torch on the global tensor, copy in this case, so later writes must not be visible here either.
-    Dims whose stride is at least a sharded dim's enclose it in memory: their strides would grow with its size.
-
-    Args:
-        shape: of the local tensor.
-        stride: of the local tensor.
-        target: its shape afterwards.
-        single: the sharded dims of local size 1, and their dims in the target.
+    ``single`` has the sharded dims of local size 1, and their dims in ``target``, the local shape afterwards.
     """
+    # Other ranks, and torch on the global tensor, copy in this case, so later writes must not be visible here either.
+    # Each such dim gets size 2 for the trial. Dims whose stride is at least its own enclose it in memory: their strides
+    # grow.
     sizes, strides, new_sizes = list(shape), list(stride), list(target)
     for dim, new in single:
         strides = [2 * s if at != dim and s >= strides[dim] else s for at, s in enumerate(strides)]
