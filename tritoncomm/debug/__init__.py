@@ -2,6 +2,12 @@
 
 Importing it turns on what the variables TRITONCOMM_CHECK, TRITONCOMM_FLIGHT and TRITONCOMM_FLIGHT_SIGNALS say, and
 reading them again does.
+
+In the modules of this package ``name`` is the function that the program called, ``kind`` the collective that ran (a key
+of ``descriptor.KINDS``), and ``count`` the number of the call on its group, from 1 on. ``ranks`` are global ranks in
+the order of the group; ``rank`` is a position in it where ``world`` stands beside it, else a global rank. Keys of the
+store begin with ``base``, the prefix of a call. A difference is a text for the error, empty where ranks agree; it is
+the same on all ranks.
 """
 
 from tritoncomm import record, variables

@@ -23,16 +23,13 @@ _KEY = "tritoncomm/agreement"
 
 
 def check() -> None:
-    """Warn on one rank if ranks of the default group differ in the library's variables or in tuned tables.
-
-    Every rank calls it; `initialize()` does. Non-blocking: every rank publishes its settings to the default store, and
-    the last one to arrive compares them and warns.
-    """
+    """Warn on one rank if ranks of the default group differ in the library's variables or in tuned tables."""
     world = dist.get_world_size()
     if world == 1 or dist.get_backend() == "fake":
         return
     store = distributed_c10d._get_default_store()
     try:
+        # Nobody waits: each rank publishes its settings, and the last one to arrive compares them.
         message = "" if store is None else compare(store, dist.get_rank(), world, settings())
     except dist.DistNetworkError:  # the process that holds it has ended, as a short program may before others come here
         return
@@ -41,10 +38,8 @@ def check() -> None:
 
 
 def settings() -> dict[str, str]:
-    """Return this rank's settings by name: every variable of the library, the device, and a digest of its tuned tables.
-
-    The digest is empty before the program has initialized CUDA.
-    """
+    """Return this rank's settings by name: the library's variables, the device, and a digest of its tuned tables."""
+    # The digest stays empty before the program has initialized CUDA.
     device, digest = "CPU", ""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # the check must not be what starts CUDA
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -54,35 +49,23 @@ def settings() -> dict[str, str]:
 
 
 def compare(store: Any, rank: int, world: int, mine: Mapping[str, str]) -> str:
-    """Publish the settings of this rank; return the text of ``difference`` on the rank that comes last.
-
-    The other ranks return an empty text, and nobody waits. Each rank counts its own calls. So a rank that was
-    restarted, or initializes more often than others, is not compared.
-
-    Args:
-        store: torch's store.
-        rank: of this process.
-        world: number of ranks.
-        mine: settings of this rank.
-    """
+    """Publish this rank's settings; return the text of ``difference`` on the rank that comes last, empty on others."""
+    # Each rank counts its own calls. So a rank that was restarted, or initializes more often than others, is not
+    # compared.
     values = last_of(store, _KEY, rank, world, json.dumps(dict(mine)))
     return "" if values is None else difference([json.loads(value) for value in values])
 
 
 def difference(settings: Sequence[Mapping[str, str]]) -> str:
-    """Return a warning that names the settings in which ranks differ, with the ranks of each value and the consequence.
+    """Return a warning with the ranks of each setting in which ranks differ, and the consequence; empty if all agree.
 
-    Returns an empty text if all ranks agree. Only the choice of local pass, the tuned tables and check mode count.
-
-    Tables are compared between devices of one kind. Where no table was read, the variable with the table's path is
-    compared instead: nodes may have one table in different places.
-
-    Args:
-        settings: of all ranks, in rank order.
+    ``settings`` are in rank order. Only the choice of local pass, the tuned tables and check mode count.
     """
     every = range(len(settings))
     speed = [_line(variables.PATH.name, settings, every)]
     for device, ranks in sorted(_by_value("device", settings, every).items()):
+        # Tables are compared between devices of one kind. Where no table was read, the variable with its path is
+        # compared: nodes may have one table in different places.
         name = "tuned tables" if all(settings[rank]["tuned tables"] for rank in ranks) else tables.VARIABLE
         speed.append(_line(name, settings, ranks, f" for {device}"))
     slower, header = "; ".join(filter(None, speed)), _line(variables.CHECK.name, settings, every)

@@ -41,9 +41,6 @@ class _Member:
 
     Attributes:
         store: client of the job's store; None for torch's fake process group, which sends nothing.
-        name: of the group.
-        ranks: global ranks, in group order.
-        rank: in the group.
         timeout: seconds until the group's own collectives give up.
         incarnation: token in its keys; empty for a numbered group, None until its members agree.
         count: checked calls so far, of this incarnation.
@@ -65,7 +62,7 @@ class _Member:
 
     @property
     def key(self) -> str:
-        """Beginning of the keys of this group's calls: its name, and its incarnation if it has one."""
+        """Prefix of the keys of this group's calls: its name, and its incarnation if it has one."""
         return f"{self.name}@{self.incarnation}" if self.incarnation else self.name
 
 
@@ -85,15 +82,7 @@ _members: "weakref.WeakKeyDictionary[ProcessGroup, _Member]" = weakref.WeakKeyDi
 
 
 def _member_of(group: Any, call: Call) -> _Member:
-    """Return this rank's ``_Member`` of a group, made at the first call and after a change of its size or ranks.
-
-    Args:
-        group: process group.
-        call: of this group, for the error.
-
-    Raises:
-        UnsupportedError: torch does not know the group.
-    """
+    """Return this rank's ``_Member`` of a group, made at the first call and after a change of its size or ranks."""
     member = _members.get(group)
     if member is not None and member.state == state_of(group):
         return member
@@ -109,25 +98,12 @@ def _member_of(group: Any, call: Call) -> _Member:
 
 
 def check_call(entry: Entry, group: Any, x: Any) -> None:
-    """Compare a call with those of the other ranks of its group before it starts.
+    """Compare a call with those of the other ranks of its group before it starts; all raise where they differ.
 
-    In full mode wait for all ranks to come to this call. In hash mode collect the calls of a group, and wait for the
-    ranks at every N-th one, where all collected calls are compared. Return at once for p2p steps, which ``p2p_check``
-    compares, and for groups that send nothing.
-
-    Args:
-        entry: of the flight record.
-        group: process group of the call.
-        x: its tensor, or its tensors.
-
-    Raises:
-        MismatchError: calls differ, a rank does not come in time or has ended, or ranks wait for each other in a
-            circle; on every rank concerned, with a table of who called what.
-        PeerError: the process that holds the job's store is gone.
-        UnsupportedError: the call is captured in a CUDA graph, whose replays could not be compared, or torch does not
-            know the group.
+    In hash mode the calls of a group are collected, and compared at every N-th one.
     """
     call = Call._make(entry)
+    # ``p2p_check`` compares p2p steps.
     if call.kind == "hop":
         return
     first = next(iter(x), None) if isinstance(x, list | tuple) else x
@@ -137,6 +113,7 @@ def check_call(entry: Entry, group: Any, x: Any) -> None:
     if member.store is None:
         return
     where = len(member.ranks), member.rank, "" if first is None else first.device.type
+    # In full mode a window is one call. The ranks wait for each other at the end of a window only.
     member.window.append((call, describe(call.name, call.kind, call.shape, call.dtype, call.arguments, *where)))
     member.count += 1
     if variables.CHECK.value or len(member.window) >= variables.HASH.value:
@@ -150,17 +127,12 @@ def _with_line(call: Call, descriptor: Descriptor) -> str:
 
 
 def compare(member: _Member) -> str:
-    """Wait for all ranks of a group, and compare the calls that each has made since their last comparison.
-
-    Returns a text about the first call that differs, or about the reason why a rank does not come; it is the same on
-    all ranks. Returns an empty text if all calls agree. Empties the window in any case.
-
-    A member without an incarnation agrees with the others on one first. After a difference it drops this incarnation
-    and the count of its calls.
-    """
+    """Wait for all ranks of a group, and return the first difference of the calls since their last comparison."""
+    # The window is emptied in any case, also by an error.
     window, member.window = member.window, []
     if member.incarnation is not None:
         return _compare(member, window)
+    # A member without an incarnation first agrees with the others on one: the first to come opens it.
     key = f"{member.name}/open"
     joined = member.store.set_once(key, member.store.token()).decode()
     member.incarnation = joined
@@ -169,12 +141,13 @@ def compare(member: _Member) -> str:
     finally:
         member.store.replace(key, joined, "")  # unless another member has closed it, and a third one opened the next
     if problem:
+        # Members that did not come cannot know which calls they missed, so the next call opens a new incarnation.
         member.incarnation, member.count = None, 0
     return problem
 
 
 def _compare(member: _Member, window: list[tuple[Call, Descriptor]]) -> str:
-    """Compare the calls of ``window`` in the member's present incarnation; return their difference, as ``compare``."""
+    """Compare the calls of ``window`` in the member's present incarnation."""
     which = f", call {member.count} of group {member.name!r} of ranks {_listed(member.ranks)}"
     words, base = _with_line(*window[-1]), f"{member.key}/{member.count}"
     comparison = Comparison(member.store, base, member.ranks, member.rank, member.timeout, words, which, member.stale)
@@ -189,16 +162,10 @@ def _compare(member: _Member, window: list[tuple[Call, Descriptor]]) -> str:
 
 
 def _digest(descriptors: Sequence[Descriptor], rank: int) -> bytes:
-    """Return the digest of a window of calls, 16 bytes.
-
-    The first 8 bytes are a hash of the calls' fields, equal on all ranks if the fields are. The last 8 bytes are
-    hashes of the rows that uneven all-to-alls send less hashes of the rows that they expect. Their sum over the ranks
-    is 0 modulo 2**64 if every rank expects the rows that the others send it.
-
-    Args:
-        descriptors: of the calls, in their order.
-        rank: of this process in the group.
-    """
+    """Return the digest of a window of calls, 16 bytes, for ``comparison.combine``."""
+    # First 8 bytes: a hash of the fields, equal on all ranks if the calls are. Last 8 bytes: hashes of the rows that
+    # uneven all-to-alls send, less hashes of the rows that they expect. Over the ranks these add up to 0 modulo 2**64
+    # if every rank expects the rows that the others send it.
     fields = hashlib.blake2b(b"".join(each.digest for each in descriptors), digest_size=8).digest()
     rows = 0
     for place, each in enumerate(descriptors):  # Python hashes tuples of integers alike in every process
@@ -213,15 +180,10 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _first_difference(windows: Sequence[Any], member: _Member, first: int) -> str:
-    """Return a table of the first call in which the windows of all ranks differ; empty text if all calls agree.
-
-    Windows of different lengths that agree as far as the shortest one goes are a difference too: the ranks compare at
-    different intervals.
+    """Return a table of the first call in which the windows of all ranks differ; they begin with call ``first``.
 
     Args:
         windows: by rank of the group, its calls, each as ``[fields, words, sends, receives]``.
-        member: this rank's view of the group, for its ranks and name.
-        first: number of the first call of the windows on the group.
     """
     for place, calls in enumerate(zip(*windows, strict=False)):
         descriptors = [Descriptor(fields, words, b"", tuple(sent), tuple(got)) for fields, words, sent, got in calls]
@@ -234,5 +196,6 @@ def _first_difference(windows: Sequence[Any], member: _Member, first: int) -> st
             )
     if len(set(map(len, windows))) == 1:
         return ""
+    # The windows agree as far as the shortest one goes, and the ranks compare at different intervals.
     lengths = table_of({rank: f"{len(each)} calls" for rank, each in zip(member.ranks, windows, strict=True)})
     return f"ranks compare their digests of group {member.name!r} at different intervals:\n{lengths}"

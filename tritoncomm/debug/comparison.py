@@ -33,11 +33,7 @@ _UNEQUAL = b"\xff" * 8
 
 
 def combine(digests: Sequence[bytes]) -> bytes:
-    """Combine digests of 16 bytes into one.
-
-    Its first 8 bytes are those of the digests if they are equal, else 8 bytes of 0xff. Its last 8 bytes are the sum of
-    the digests' last 8 bytes, little endian, modulo 2**64.
-    """
+    """Combine digests into one: 8 bytes that are equal or else 0xff, and the sum of the last 8 bytes modulo 2**64."""
     firsts = {each[:8] for each in digests}
     total = sum(int.from_bytes(each[8:], "little") for each in digests) % 2**64
     return (firsts.pop() if len(firsts) == 1 else _UNEQUAL) + total.to_bytes(8, "little")
@@ -48,14 +44,13 @@ class Comparison:
     """One call of a group, compared between its ranks.
 
     Attributes:
-        store: client of this rank.
         base: prefix of the call's keys, equal on all ranks of the group and of no other call.
         ranks: global ranks in group order.
         place: rank in the group.
         timeout: seconds until the group's own collectives give up.
         words: the call and its source line.
         which: number of the call, and its group.
-        stale: keys that the first rank deletes once all ranks have come; it adds those of this call.
+        stale: keys that the first rank deletes once all ranks have come; it adds the verdicts of this call.
     """
 
     store: JobStore
@@ -68,16 +63,12 @@ class Comparison:
     stale: list[str]
 
     def compare(self, digest: bytes, content: Callable[[], Any], judge: Callable[[list[Any]], str]) -> str:
-        """Wait for all ranks of the group to come to this call, and return how their calls differ.
-
-        The text is the same on all ranks, and empty where the calls agree. It is also the reason why the call has
-        failed: a rank has ended, has not come within the timeout, or waits in another call for this one.
+        """Wait for all ranks of the group to come to this call; return how their calls differ, or why it has failed.
 
         Args:
             digest: of this rank, 16 bytes.
             content: called if the digests do not fit together; returns the call of this rank in JSON values.
-            judge: called on the first rank with the contents of all ranks; returns their difference as text, empty if
-                they fit together after all.
+            judge: called on the first rank with the contents of all ranks; returns their difference, perhaps empty.
         """
         verdict = self._verdict(digest)
         if verdict == _DIFFERENT:
@@ -85,12 +76,12 @@ class Comparison:
         return "" if verdict == _AGREED else verdict.decode()
 
     def _verdict(self, digest: bytes) -> bytes:
-        """Wait for the digests of this rank's children, pass all combined to the parent, and wait for the verdict.
+        """Wait for the digests of the children, pass all combined to the parent, and wait for the verdict.
 
-        Returns ``_AGREED``, ``_DIFFERENT``, or the text of a call that has failed. The first rank, which has no parent,
-        sets the verdict, after it has deleted the verdicts of earlier calls.
+        Returns ``_AGREED``, ``_DIFFERENT``, or the text of a call that has failed. The first rank sets the verdict.
         """
         store, base = self.store, self.base
+        # The tree of places is a heap: place p has the children 16 p + 1 to 16 p + 16.
         first = FANOUT * self.place + 1
         children = range(first, min(first + FANOUT, len(self.ranks)))
         if children:
@@ -109,12 +100,8 @@ class Comparison:
         return self._decide(base, _AGREED if fits else _DIFFERENT)
 
     def _report(self, content: str, judge: Callable[[list[Any]], str]) -> bytes:
-        """Send the content of this rank to the first rank, and return the verdict that this makes of all contents.
-
-        Args:
-            content: the call of this rank as JSON text.
-            judge: as for ``compare``.
-        """
+        """Send the content of this rank, a JSON text, to the first rank; return its verdict on all contents."""
+        # Without a tree: texts are exchanged only after a difference.
         store, base = self.store, f"{self.base}/report"
         store.set(f"{base}/{self.place}", content)
         if self.place:
@@ -132,12 +119,8 @@ class Comparison:
         return self.store.set_once(f"{base}/verdict", verdict)
 
     def _ends(self, base: str, own: str = "") -> bytes:
-        """Wait for the verdict, and return it; then delete ``own``, the key that this rank has set.
-
-        Args:
-            base: prefix of the keys of the call, or of the report that follows it.
-            own: empty where this rank has set none.
-        """
+        """Wait for the verdict, and return it; then delete ``own``, the key that this rank has set, if any."""
+        # A rank waits for its parent in the tree, in a report for the first rank.
         key, parent = f"{base}/verdict", (self.place - 1) // FANOUT if base == self.base else 0
         stall = self._stall(base, [["", self.ranks[parent]]] if self.place else [])
         try:
@@ -152,12 +135,7 @@ class Comparison:
         return values[0]
 
     def _read(self, base: str, places: Sequence[int]) -> list[bytes] | None:
-        """Wait for the keys that other ranks of the group set; return their values, or None once the call has failed.
-
-        Args:
-            base: prefix of the keys.
-            places: those ranks, as ranks of the group.
-        """
+        """Wait for the keys that ranks of the group set; return their values, or None once the call has failed."""
         keys = [f"{base}/{place}" for place in places]
         awaited = [[key, self.ranks[place]] for key, place in zip(keys, places, strict=True)]
         stall = self._stall(base, awaited, f"{base}/verdict")
@@ -180,10 +158,8 @@ class Comparison:
         return Stall(self.store, mine, self.timeout, self._fail_late, verdict, world=len(self.ranks))
 
     def _fail_late(self, base: str) -> None:
-        """Set a verdict that names the ranks that did not come within the timeout.
-
-        It has a table by rank: the call of a rank that came, or the call in which a missing rank is blocked.
-        """
+        """Set a verdict that names the ranks that did not come within the timeout."""
+        # By rank: the call of a rank that came, or the call in which a missing rank is blocked.
         texts: dict[int, str] = {}
         absent = []
         for place, rank in enumerate(self.ranks):
@@ -202,11 +178,9 @@ class Comparison:
 
 
 def fail(store: JobStore, base: str, text: str) -> None:
-    """Set the verdict ``text`` on a call that cannot end, unless it has one. All its ranks then return that text.
-
-    The incarnation of its group (see ``check``) is closed before, if it is still open: a rank that comes after the
-    verdict opens the next one, whether or not the ranks of this call have left it by then.
-    """
+    """Set the verdict ``text`` on a call that cannot end, unless it has one. All its ranks then return that text."""
+    # The incarnation of the group (see ``check``) is closed before the verdict is set. So a rank that comes after the
+    # verdict opens the next one, whether or not the ranks of this call have left it by then.
     name, at, incarnation = base.removesuffix("/report").rpartition("/")[0].rpartition("@")
     if at:
         store.replace(f"{name}/open", incarnation, "")
@@ -218,7 +192,6 @@ class Stall:
     """Watch over a wait of this rank that may never end: publishes where it waits, and looks for reasons.
 
     Attributes:
-        store: client of this rank.
         mine: whereabouts to publish.
         timeout: seconds until the call fails.
         fail_late: called with ``mine.base`` after the timeout; fails the call. None for a wait that fails nothing.
@@ -240,7 +213,8 @@ class Stall:
     _look_at: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        """Count this thread among those that wait, and set the time of the first look."""
+        """Count this thread among the waiting ones, and set the time of the first look."""
+        # In seconds since the wait began.
         self._look_at = PATIENCE * max(1.0, self.world / 1024)
         if not self.in_helper:
             self.store.enter_wait()
@@ -253,19 +227,17 @@ class Stall:
             self.store.withdraw()
 
     def pause(self, waited: float) -> float | None:
-        """Look for reasons if it is time to, and return the seconds until the next call of this method.
+        """Look for reasons if it is time to; return the seconds until the next call, or None to end the wait.
 
-        Returns None once the key ``verdict`` is set, which ends the wait. After the timeout it fails the call, but not
-        before it has looked once: two ranks of a circle that go on without a look would block in their calls.
-
-        Args:
-            waited: seconds since the wait began; 0 in the first call, which looks for nothing.
+        ``waited`` are the seconds since the wait began; the first call, with 0, looks for nothing.
         """
         if not waited:
             return min(_FIRST_PAUSE, PATIENCE, self.timeout)
         if self.verdict and self.store.has(self.verdict):
             return None
         is_late = waited >= self.timeout
+        # A late call fails only after one look: two ranks of a circle that go on without a look would block in their
+        # calls.
         if is_late and self.has_looked:
             self._claim(waited)
         else:
@@ -278,16 +250,9 @@ class Stall:
         return max(0.001, min(longest, self._look_at - waited, self.timeout - waited))
 
     def look_if_due(self, waited: float, is_late: bool) -> None:
-        """Publish the whereabouts of this rank, and look for a reason why its wait cannot end.
-
-        Does nothing before ``PATIENCE`` seconds, which above 1,024 ranks are multiplied by ``world`` / 1024. Then does
-        nothing until the time since the last look is half of ``waited``, at most 5 s.
-
-        Args:
-            waited: seconds since the wait began.
-            is_late: whether to look in any case.
-        """
+        """Publish where this rank waits, and look for a reason why its wait cannot end, if due or ``is_late``."""
         if waited >= self._look_at or is_late:
+            # Looks become rarer: each after half of the time waited so far, at most 5 s.
             self._look_at = waited + min(_LONGEST_LOOK, waited / 2)
             self.has_looked = True
             self._look()
@@ -304,19 +269,14 @@ class Stall:
             _fail_ended(self.store, self.mine)
 
     def _is_elsewhere(self, rank: int) -> bool:
-        """Whether a rank is blocked in another call than this one.
-
-        Most ranks of a large group wait for a verdict only. A parent that is in the same call searches for circles
-        itself; a search by each of its children would be most of the load of the store.
-        """
+        """Whether a rank is blocked in another call than this one."""
+        # Most ranks of a large group wait for a verdict only. A parent in the same call searches for circles itself; a
+        # search by each of its children would be most of the load of the store.
         each = self.store.blocked(rank)
         return each is not None and each.base != self.mine.base
 
     def _claim(self, waited: float) -> None:
-        """Fail the call because of its timeout, unless another rank of the call has begun to do so.
-
-        That rank has 10 s for it; after that this rank fails the call too.
-        """
+        """Fail the call because of its timeout, unless another rank has begun to, which has 10 s for it."""
         base, mine = self.mine.base, str(self.store.rank)
         assert self.fail_late is not None, "a wait with a timeout can fail"
         if self.store.set_once(f"{base}/late", mine).decode() == mine or waited > self.timeout + _CLAIMED:
@@ -339,17 +299,13 @@ def _missing(store: JobStore, each: Blocked) -> list[int]:
 
 
 def fail_circle(store: JobStore, mine: Blocked) -> bool:
-    """Search for ranks that wait for each other in a circle; fail their calls and this rank's, and return True.
-
-    Returns False where there is no circle. This rank need not be part of it.
-
-    A blocked rank makes no other call, so a circle stays one. But ranks are read one after the other, and a rank may go
-    on meanwhile, which sets and deletes keys of its call. So every rank of the circle still has to miss the next one,
-    and then all of them have to be where they were found.
-    """
+    """Search for a circle of ranks that wait for each other, and fail its calls and this rank's; False without one."""
     circle = _circle(store, mine)
     if circle is None:
         return False
+    # A blocked rank makes no other call, so a circle stays one. But ranks are read one after the other, and a rank may
+    # go on meanwhile, which sets and deletes keys of its call. So every rank of the circle still has to miss the next
+    # one, and then all of them have to be where they were found.
     ranks = list(circle)
     following = zip(circle.values(), [*ranks[1:], ranks[0]], strict=True)
     if any(awaited not in _missing(store, each) for each, awaited in following):
@@ -370,16 +326,12 @@ def fail_circle(store: JobStore, mine: Blocked) -> bool:
 
 
 def _circle(store: JobStore, mine: Blocked) -> dict[int, Blocked] | None:
-    """Search, depth first from this rank, for ranks that wait for each other in a circle.
+    """Search, depth first from this rank, for ranks that wait for each other in a circle, with this rank or without.
 
-    Returns the whereabouts of the circle's ranks by global rank, in the order in which each waits for the next; None
-    where there is no circle. The search goes from a rank to the ranks that its call still waits for, and passes by
-    calls that have a verdict.
-
-    Args:
-        store: client of this rank.
-        mine: whereabouts of this rank, with which the search begins; the circle need not contain it.
+    Returns the whereabouts of the circle's ranks, in the order in which each waits for the next; None without a circle.
     """
+    # ``path`` holds the ranks from this one to the present one, and ``left`` their ranks to try. Calls with a verdict
+    # end anyway and are passed by.
     path, left, seen = {store.rank: mine}, [(store.rank, iter(_missing(store, mine)))], {store.rank}
     while left:
         rank, missing = left[-1]

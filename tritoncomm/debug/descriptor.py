@@ -35,11 +35,10 @@ _ANY = "*"
 
 
 class Descriptor(NamedTuple):
-    """A call of one rank.
+    """Call of one rank.
 
     Attributes:
         fields: values by name that have to be equal on all ranks.
-        text: the call in words.
         digest: 8 bytes of the fields, equal in every process.
         sends: number of rows to every rank; empty but for an all-to-all with split sizes.
         receives: number of rows from every rank, likewise.
@@ -53,10 +52,7 @@ class Descriptor(NamedTuple):
 
 
 def as_json(value: Any) -> Any:
-    """Return an argument of a call as a JSON value: numbers and texts as they are, sequences as lists, others as text.
-
-    The text of a dtype is ``float32``, that of a reduce op ``SUM``.
-    """
+    """Return an argument of a call as a JSON value; a dtype is ``float32``, a reduce op ``SUM``."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, list | tuple):
@@ -80,18 +76,12 @@ def _word(value: Any) -> str:
 def describe(
     name: str, kind: str, shape: Any, dtype: Any, arguments: tuple[Any, ...], world: int, rank: int, device: str
 ) -> Descriptor:
-    """Return the descriptor of a call of this rank: the fields to compare, their digest, its text and its rows.
-
-    Descriptors are cached by these arguments.
+    """Return the descriptor of a call of this rank, cached by these arguments.
 
     Args:
-        name: function that the program called.
-        kind: collective, a key of ``KINDS``.
         shape: of the tensor, or a list of the tensors' shapes.
         dtype: of the (first) tensor; None without a tensor.
-        arguments: arguments of the kind, in the order of ``KINDS``.
-        world, rank: of the group.
-        device: type of the device.
+        arguments: of the kind, in the order of ``KINDS``.
     """
     shapes = tuple(map(tuple, shape)) if type(shape) is list else shape
     return _describe(name, kind, shapes, dtype, arguments, world, rank, device)
@@ -135,28 +125,16 @@ def _describe(
 def _uneven_dim(shape: Any, dim: Any, sizes: Any, rank: int) -> Any:
     """Return ``dim`` if ranks may have different sizes of it, so that the shape field leaves it out; else None.
 
-    They may where ``sizes`` lists them, and has this rank's own size at its place. A rank whose tensor contradicts its
-    own sizes will refuse the call, and the other ranks would wait for it. So its shape has to differ from theirs.
-
-    Args:
-        shape: of this rank's tensor.
-        dim: argument of the call, perhaps no dim of the shape.
-        sizes: of the dim, by rank; None where all are even.
-        rank: of this process in the group.
+    ``sizes`` are by rank, None where all are even; ``dim`` may be no dim of the shape.
     """
+    # A rank whose tensor contradicts its own sizes will refuse the call, and the other ranks would wait for it. So its
+    # shape field keeps the size, and differs from theirs.
     is_dim = isinstance(dim, int) and shape and -len(shape) <= dim < len(shape)
     return dim if sizes is not None and is_dim and rank < len(sizes) and sizes[rank] == shape[dim] else None
 
 
 def _plain(kind: str, shape: Any, given: dict[str, Any], world: int, rank: int) -> dict[str, str]:
-    """Return the fields of a call with at most one dim and one list of sizes: shape, dim, sizes, other arguments.
-
-    Args:
-        kind: collective.
-        shape: of the tensor, or of the tensors.
-        given: arguments by name.
-        world, rank: of the group.
-    """
+    """Return the fields of a call with at most one dim and one list of sizes: shape, dim, sizes, other arguments."""
     sizes, dim = given.get("sizes"), given.get("dim")
     differs = None
     if sizes is not None and isinstance(dim, int) and shape and -len(shape) <= dim < len(shape):
@@ -207,29 +185,20 @@ def _shape(shape: Any, differs: int | None = None) -> str:
 
 
 def difference(descriptors: Sequence[Descriptor]) -> list[str]:
-    """Return the names of the fields in which the calls of a group's ranks differ; an empty list if they agree.
-
-    Returns ``["sizes"]`` where all fields are equal and a rank sends another number of rows than its peer expects.
-
-    Args:
-        descriptors: of all ranks, in rank order.
-    """
+    """Return the names of the fields in which the calls of a group's ranks, in rank order, differ."""
     first = descriptors[0]
     names = list(dict.fromkeys(name for each in descriptors for name in each.fields))
     differ = [name for name in names if any(each.fields.get(name) != first.fields.get(name) for each in descriptors)]
     if "function" in differ and "collective" in differ:
         differ.remove("collective")
+    # All fields are equal, but a rank sends another number of rows than its peer expects.
     if not differ and first.sends and not _rows_match(descriptors):
         differ.append("sizes")
     return differ
 
 
 def _rows_match(descriptors: Sequence[Descriptor]) -> bool:
-    """Whether each rank expects from each rank, itself included, as many rows as that one sends to it.
-
-    Args:
-        descriptors: of all ranks, in rank order.
-    """
+    """Whether each rank expects from each rank, itself included, as many rows as that one sends to it."""
     ranks = range(len(descriptors))
     if any(len(each.sends) != len(ranks) or len(each.receives) != len(ranks) for each in descriptors):
         return math.prod(map(len, (each.sends for each in descriptors))) == 0  # refused by the call itself

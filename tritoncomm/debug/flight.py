@@ -45,19 +45,14 @@ class Call(NamedTuple):
 
     Attributes:
         count: number of this call on its group, from 1 on. Calls of one group with equal counts belong together.
-        name: function that the program called.
-        kind: collective that ran, a key of ``descriptor.KINDS``.
-        group: name of the process group.
-        shape: shape of the tensor, or a list of the tensors' shapes.
-        dtype: dtype of the (first) tensor.
-        arguments: arguments of the kind, in its order; or a function followed by its arguments, which returns them.
+        shape: of the tensor, or a list of the tensors' shapes.
+        dtype: of the (first) tensor.
+        arguments: of the kind, in its order; or a function followed by its arguments, which returns them.
         code: code object of the program's function that made the call; in a backward, that called the forward.
-        offset: offset of the call in that code.
-        thread: identifier of the calling thread.
-        start: time of the start, in nanoseconds since the epoch.
-        end: time of the end, likewise; on a GPU, of the moment at which the call had been issued. 0 while the call runs
-            or is waited for.
-        path: way of the local pass: view, torch or triton.
+        offset: of the call in that code.
+        start: nanoseconds since the epoch.
+        end: likewise; on a GPU, the moment at which the call had been issued. 0 while the call runs or is waited for.
+        path: of the local pass: view, torch or triton.
         bytes_copied: bytes read plus written by packing and unpacking.
         bytes_sent: bytes that this rank sent.
         error: type and text of the error that the call failed with; "" without one.
@@ -90,15 +85,9 @@ class Call(NamedTuple):
         return f"call {self.count} of group {self.group!r}"
 
     def as_json(self, number: int, places: dict[tuple[int, int], tuple[str, int]]) -> dict[str, Any]:
-        """Return the call as a dict of JSON values.
+        """Return the call as a dict of JSON values, with file and line in place of code and offset.
 
-        It has the attributes by name, ``number``, the arguments by their names, and file and line in place of code and
-        offset.
-
-        Args:
-            number: number of this call on this rank.
-            places: cache of (file, line) by identity of the code and offset, filled here; most calls come from few
-                lines.
+        ``places`` caches (file, line) by identity of the code and offset: most calls come from few lines.
         """
         key = (id(self.code), self.offset)
         if key not in places:
@@ -126,15 +115,15 @@ class Flight:
     """Calls of this rank; the observer of ``record`` while the flight record or check mode is on.
 
     Attributes:
-        entries: entries of the last calls, oldest first.
+        entries: of the last calls, oldest first.
         before: function of check mode that compares a call with other ranks; called with the entry, the group and the
             tensors before each call. None without check mode.
         counts: number of calls so far, by name of the group.
         last: by thread: [its identifier, entry of its last call, start of its wait for a call that had returned or 0].
-        on_first_call: function to call at the first call on a group; it notices a forked process that became a rank.
+        on_first_call: called at the first call on a group; it notices a forked process that became a rank.
         written: result of ``progress()`` when the record was last written.
         reason: reason for which the record was last written.
-        is_settled: whether the record is the same as one period ago.
+        is_settled: whether the record has not changed in the last period.
         active: collectives that the device has not completed for long, oldest first, by the last answer of torch's
             recorder.
         place: (global rank, number of ranks), kept for the time after the groups were destroyed.
@@ -157,11 +146,7 @@ class Flight:
         return list(map(Call._make, list(self.entries)))
 
     def keep(self, calls: int) -> None:
-        """Set how many of the last calls the record keeps from now on; drop older ones.
-
-        0 deletes all calls recorded so far. Recording goes on, and keeps the last call only. The counts of calls by
-        group stay in any case.
-        """
+        """Set how many of the last calls the record keeps from now on; drop older ones. 0 keeps the last call only."""
         if calls != self.entries.maxlen:
             self.entries = deque(self.entries, maxlen=max(calls, 1))
         if not calls:
@@ -173,30 +158,19 @@ class Flight:
         self.last.clear()
 
     def progress(self) -> tuple[int, ...]:
-        """Return a tuple that changes whenever the record does, to see whether it has to be written again.
-
-        It has the number of calls, the end of each thread's last call, and the starts of the ``active`` collectives.
-        """
+        """Return a tuple that changes whenever the record does: calls, ends of last calls, ``active`` ones."""
         ends = [entry[_END] for _, entry, _ in list(self.last.values()) if entry is not None]
         return (sum(list(self.counts.values())), *ends, *(each.created for each in self.active))
 
     def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = (), depth: int = 4) -> None:
         """Append an entry for a call that starts to the record; in check mode then compare the call with other ranks.
 
-        The entry has the call's count on its group, the arguments below, the call site, the thread and the time. Every
-        line is on the hot path: words, files and lines are left to ``dump``.
-
         Args:
-            name: function that the program called.
-            kind: collective that runs, a key of ``descriptor.KINDS``.
-            group: process group of the call.
             x: tensor of the call, a sequence of its tensors, or None.
-            arguments: arguments of the kind, or a function followed by its arguments, which returns them.
+            arguments: of the kind, or a function followed by its arguments, which returns them.
             depth: number of frames from this method up to the frame of the program, or fewer.
-
-        Raises:
-            CommError: check mode finds that ranks differ.
         """
+        # Every line is on the hot path: words, files and lines are left to ``dump``.
         group_name = _name_of(group)
         try:
             self.counts[group_name] = count = self.counts[group_name] + 1
@@ -240,15 +214,8 @@ class Flight:
     def end(self, name: str, path: str, bytes_copied: int, bytes_sent: int, calls: int) -> None:
         """Complete the entry of this thread's last call with the time, path and bytes, if that call was of ``name``.
 
-        An entry that has ended already stays as it is, unless ``calls`` is 0: then the bytes are added, and its end
-        becomes now. Does nothing where the last call was of another function.
-
-        Args:
-            name: function that the program called.
-            path: way of the local pass: view, torch or triton.
-            bytes_copied: bytes read plus written by packing and unpacking.
-            bytes_sent: bytes that this rank sent.
-            calls: 1 at the end of a call; 0 for a further pass of a call.
+        ``calls`` is 1 at the end of a call, and 0 for a further pass of it, whose bytes are added and whose end becomes
+        now.
         """
         last = self.last.get(_thread())
         if last is not None and (entry := last[1])[_NAME] == name:
@@ -265,13 +232,11 @@ class Flight:
         return last[1] if last is not None and last[1][_NAME] == name else None
 
     def wait(self, call: Entry, work: Any) -> None:
-        """Run ``work.wait()``, and show the entry ``call`` as the running call of this thread until it returns.
-
-        An asynchronous call has ended before: its end is reset to 0 meanwhile, and set to the time after the wait.
-        """
+        """Run ``work.wait()``, and show the entry ``call`` as the running call of this thread until it returns."""
         if not call[_END]:
             work.wait()
             return
+        # An asynchronous call has ended before: its end is 0 while it is waited for, and the time after the wait then.
         last = self.last.setdefault(thread := _thread(), [thread, call, 0])
         call[_END], last[1], last[2] = 0, call, _time()
         try:
@@ -283,14 +248,11 @@ class Flight:
     note_forward = staticmethod(leave_site)
 
     def failed(self, name: str, error: BaseException) -> None:
-        """Store type and text of ``error`` in the entry of this thread's last call, if that is of ``name`` and runs.
-
-        In any case write the record to a file if the error is a ``CommError``, by which the backend or another rank
-        failed.
-        """
+        """Store ``error`` in the entry of this thread's last call, if that is of ``name`` and runs."""
         last = self.last.get(_thread())
         if last is not None and (entry := last[1])[_NAME] == name and not entry[_END]:
             entry[_ERROR] = f"{type(error).__name__}: {error}"
+        # The backend or another rank failed, so the record is written at once.
         if isinstance(error, CommError):
             write_on(f"{name}: {type(error).__name__}")
 
@@ -304,12 +266,10 @@ def _place(before: tuple[int, int]) -> tuple[int, int]:
 
 
 def _several(x: Any) -> tuple[Any, Any]:
-    """Return (list of shapes, dtype of the first) of a list of tensors; (None, None) of any other object.
-
-    The list may have objects that are no tensors: the call rejects them afterwards. Their shape is None here.
-    """
+    """Return (list of shapes, dtype of the first) of a list of tensors; (None, None) of any other object."""
     if not isinstance(x, list | tuple):
         return None, None
+    # The list may have objects that are no tensors: the call rejects them afterwards.
     return [getattr(each, "shape", None) for each in x], getattr(x[0], "dtype", None) if x else None
 
 
@@ -322,15 +282,12 @@ def _name_of(group: Any) -> str:
 
 
 def write_on(reason: str) -> Path | None:
-    """Write the flight record to its file if ``TRITONCOMM_FLIGHT`` is on, and return the path; None if nothing was.
+    """Write the flight record to its file if ``TRITONCOMM_FLIGHT`` is on; return the path, None without a file.
 
-    The path, or the error of a failed write, is a line on standard error; nothing is raised. A process without calls
-    writes nothing: it may be a worker of a rank, whose record it would replace.
-
-    Args:
-        reason: why the record is written, a text in the file. Of consecutive writes with ``PERIODIC`` only the first
-            is reported.
+    Nothing is raised; a line on standard error has the path or the error. Of consecutive writes with ``PERIODIC`` only
+    the first is reported.
     """
+    # A process without calls may be a worker of a rank, whose record it would replace.
     if not variables.FLIGHT.value[0] or not flight.entries:
         return None
     is_news, progress = reason != PERIODIC or flight.reason != PERIODIC, flight.progress()
@@ -348,13 +305,11 @@ def write_on(reason: str) -> Path | None:
 
 
 def write_if_changed() -> None:
-    """Write the periodic record into the folder of ``TRITONCOMM_FLIGHT`` if calls were made since the last write.
-
-    Called once a period. In the first period without calls it writes once more: the time in the file then shows that
-    no call followed the last one. Does nothing where no folder is named.
-    """
+    """Write the periodic record into the folder of ``TRITONCOMM_FLIGHT`` if calls were made since the last write."""
     if not variables.FLIGHT.value[1]:
         return
+    # In the first period without calls the record is written once more: the time in the file then shows that no call
+    # followed the last one.
     has_changed = flight.written != flight.progress()
     if has_changed or (flight.reason == PERIODIC and not flight.is_settled):
         write_on(PERIODIC)
@@ -368,29 +323,23 @@ def report(text: str) -> None:
 
 
 def open_calls(before: int) -> list[Call]:
-    """Return snapshots of the calls that run now and began before the time ``before``, at most one for each thread.
+    """Return snapshots of the calls that run and began before ``before`` (ns since the epoch), one per thread.
 
-    A call runs if it has not ended, and its thread is inside this package. ``start`` of a call that is waited for after
-    its return is the start of the wait.
-
-    Args:
-        before: in nanoseconds since the epoch.
+    ``start`` of a call that is waited for after its return is the start of the wait.
     """
     return [Call._make(entry)._replace(start=since) for since, entry in _open_entries(before)]
 
 
 def _open_entries(before: int) -> list[tuple[int, Entry]]:
-    """Return (start of the call or of its wait, entry) for each call that ``open_calls`` returns.
-
-    A thread that is not inside this package any more has had its call refused: the error of the entry says so from then
-    on. Frames of threads, which keep tensors alive, are read only if a call may run.
-    """
+    """Return (start of the call or of its wait, entry) for each call that ``open_calls`` returns."""
     open_ones = [
         (thread, since or entry[_START], entry) for thread, entry, since in list(map(tuple, flight.last.values()))
         if entry is not None and (since or entry[_START]) <= before and not entry[_END] and not entry[_ERROR]
     ]  # fmt: skip
     if not open_ones:
         return []
+    # A call runs if it has not ended, and its thread is inside this package. Frames keep tensors alive, so they are
+    # read only if a call may run.
     frames = sys._current_frames()
     under_way = []
     for thread, since, entry in open_ones:
@@ -413,18 +362,12 @@ def _is_inside(frame: Any) -> bool:
 
 
 def _snapshot(reason: str) -> dict[str, Any]:
-    """Return the flight record of this rank as a dict of JSON values: the content of its file.
-
-    Also changes the record in memory: entries that have neither ended nor run get the error "raised before anything was
-    sent".
-
-    Args:
-        reason: why the record is written, a text in the file.
-    """
+    """Return the flight record of this rank as a dict of JSON values: the content of its file."""
     # Entries first: a call that ends from now on is complete, and is not taken for a rejected one.
     entries, counts = list(flight.entries), dict(flight.counts)
     under_way = {id(entry) for _, entry in _open_entries(time.time_ns())}
     for entry in entries:
+        # This changes the record in memory: such a call has neither ended nor runs, so it was rejected.
         if not entry[_END] and not entry[_ERROR] and id(entry) not in under_way:
             entry[_ERROR] = _REFUSED
     calls, first = list(map(Call._make, entries)), sum(counts.values()) - len(entries) + 1
@@ -442,14 +385,10 @@ def _snapshot(reason: str) -> dict[str, Any]:
 def _number_of(collective: Active, calls: list[Call], first: int) -> int | None:
     """Return the number on this rank of the call that issued a collective of torch's recorder; None if none did.
 
-    It is the last call of the group that had begun when the collective was issued, if it had not ended by then. Times
-    decide, because one call may issue several collectives or none, and torch counts collectives.
-
-    Args:
-        collective: collective of torch's recorder.
-        calls: recorded calls, oldest first.
-        first: number of the first of them.
+    ``calls`` are recorded calls, oldest first, and ``first`` is the number of the first of them.
     """
+    # The last call of the group that had begun when the collective was issued, if it had not ended by then. Times
+    # decide: one call may issue several collectives or none, and torch counts collectives.
     for place in range(len(calls) - 1, -1, -1):
         call = calls[place]
         if call.group == collective.group and call.start <= collective.created:
@@ -488,17 +427,7 @@ def _report_written(file: Path, reason: str) -> None:
 
 
 def _write(path: str | os.PathLike[str] | None, reason: str) -> Path:
-    """Write the record to a file, and return its path; ``dump`` does so and prints the path.
-
-    The file is complete as soon as it has its name.
-
-    Args:
-        path: as for ``dump``.
-        reason: as for ``dump``.
-
-    Raises:
-        OSError: the file cannot be written; no part of it is left.
-    """
+    """Write the record to a file, as ``dump`` does, and return its path; no part of the file is left after an error."""
     data = _snapshot(reason)
     file = Path(path if path is not None else variables.FLIGHT.value[1] or ".")
     if file.is_dir() or path is None:

@@ -44,7 +44,6 @@ class Content(NamedTuple):
     Attributes:
         words: for the table.
         specs: shape and dtype of every tensor; None where only the header has the shapes.
-        count: number of tensors.
         dtype: of all tensors, where only the header has the shapes.
     """
 
@@ -84,7 +83,7 @@ class _Transfer(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The step and its source line, without the number of the transfer."""
+        """Step and source line, without the number of the transfer."""
         return self.mine.words.rpartition(", transfer ")[0]
 
 
@@ -93,7 +92,6 @@ class CheckedHop:
 
     Args:
         neighbours: of this stage (``p2p.neighbours.Neighbours``).
-        name: the function that was called.
         contents: by key (send_next, recv_prev, ...) the tensors sent or expected.
     """
 
@@ -106,29 +104,22 @@ class CheckedHop:
             if key not in contents:
                 continue
             peer, is_send = neighbours.peer(key), key.startswith("send")
+            # Global ranks of the sender and the receiver: both ends have one channel, and count its transfers alike.
             ends = [self._store.rank, peer] if is_send else [peer, self._store.rank]
             channel = self._store.channel(neighbours.channel(key), ends, neighbours.group())
             count = self._store.counts[channel] = self._store.counts.get(channel, 0) + 1
             words = f"{name}: {key} {contents[key].words} at {file}:{line}"
             which = f", transfer {count} from rank {ends[0]} to rank {ends[1]}"
+            # Key 0 is the sender's, key 1 the receiver's.
             own_key, peer_key = (f"{channel}/{count}/{int(side)}" for side in (not is_send, is_send))
             self._store.set(own_key, json.dumps([key, contents[key], words]))
             mine = Blocked(channel, words + which, [[peer_key, peer]])
             self._transfers[key] = _Transfer(mine, peer, peer_key, contents[key], key)
 
     def meet(self, key: str, in_helper: bool = False) -> None:
-        """Wait for the other end of the transfer ``key`` to set its key, at most ``LONGEST_WAIT`` seconds.
+        """Wait for the other end of transfer ``key``, at most ``LONGEST_WAIT`` seconds; raise on a closed channel.
 
-        Return without an error if it has not come by then: the transfer itself waits for it up to the group's timeout.
-        Meanwhile other ranks can read this rank's whereabouts. Do nothing for a transfer that is complete.
-
-        Args:
-            key: send_next, recv_prev, ...
-            in_helper: whether the calling thread makes no calls of its own.
-
-        Raises:
-            MismatchError: the channel is closed, or this rank is in a circle of ranks that wait for each other. All
-                transfers of this step are given up before.
+        ``in_helper``: the calling thread makes no calls of its own.
         """
         if key not in self._transfers:
             return
@@ -138,6 +129,8 @@ class CheckedHop:
             theirs = store.get(transfer.peer_key)  # first: an end that closes the channel sets later keys after that
             return store.get(transfer.verdict) or theirs
 
+        # No error if the other end is late: the transfer itself waits for it, up to the group's timeout. Meanwhile
+        # other ranks can read this rank's whereabouts.
         found = _poll(ready, Stall(store, transfer.mine, in_helper=in_helper))
         if found is None:
             store.publish(transfer.mine)
@@ -147,11 +140,7 @@ class CheckedHop:
             raise MismatchError(f"{self._name}: {text}")
 
     def give_up(self, why: str) -> None:
-        """Close the channels of this step's incomplete transfers, which refuses all later transfers over them.
-
-        Args:
-            why: error that ends the step; the text of the refusals has it.
-        """
+        """Close the channels of this step's incomplete transfers: later transfers over them fail, with ``why``."""
         self._store.withdraw()
         while self._transfers:  # a helper thread may take transfers out too
             _, transfer = self._transfers.popitem()
@@ -159,11 +148,7 @@ class CheckedHop:
             self._store.set_once(transfer.verdict, _with_remedy(f"{text} its {transfer.words}: {why}"))
 
     def problem(self, key: str) -> str:
-        """Compare the tensors that both ends of a completed transfer named, and return their difference as text.
-
-        Returns an empty text if they fit together, and if the other end has set no key within ``LONGEST_WAIT``. A
-        sender keeps such a transfer for ``earlier``.
-        """
+        """Compare the tensors that both ends of a completed transfer named, and return their difference as text."""
         if key not in self._transfers:
             return ""
         transfer, store = self._transfers.pop(key), self._store
@@ -175,10 +160,7 @@ class CheckedHop:
         return ""
 
     def earlier(self) -> str:
-        """Compare this rank's sends of earlier steps whose receivers came late with these receivers.
-
-        Returns the differences as text; empty if there is none. Receivers that have not come yet are not waited for.
-        """
+        """Compare this rank's sends of earlier steps whose receivers came late; wait for no receiver."""
         texts = []
         for transfers in self._store.unmet.values():
             while transfers and (content := self._store.get(transfers[0].peer_key)) is not None:
@@ -187,14 +169,7 @@ class CheckedHop:
         return "; ".join(texts)
 
     def _difference(self, transfer: _Transfer, content: bytes) -> str:
-        """Compare a transfer with the other end's content; return the difference as text, empty if there is none.
-
-        Deletes the key of the other end.
-
-        Args:
-            transfer: of this rank.
-            content: value of the other end's key.
-        """
+        """Compare a transfer with the value of the other end's key, and delete that key; return the difference."""
         self._store.delete(transfer.peer_key)
         their_key, listed, their_words = json.loads(content)
         theirs, ours = Content(*listed), transfer.content
@@ -205,12 +180,10 @@ class CheckedHop:
         return f"{self._name}: {self._stage} and rank {transfer.peer} do not agree on a transfer:\n{table}"
 
     def explained(self, error: PeerError) -> Exception:
-        """Give the step up because a transfer failed with ``error``, and return the error to raise instead.
-
-        It is a ``MismatchError`` with the verdict on a channel of the step, if another rank has set one. Else it is a
-        ``PeerError`` that adds the peers whose processes have ended, or ``error`` itself if none has.
-        """
+        """Give the step up because a transfer failed with ``error``, and return the error to raise instead."""
         try:
+            # In this order: the verdict of another rank on a channel, the peers whose processes have ended, ``error``
+            # itself.
             verdicts = [self._store.get(each.verdict) for each in self._transfers.values()]
             text = next((_with_remedy(each.decode()) for each in verdicts if each is not None), "")
             if not text and (ended := self._store.ended([each.peer for each in self._transfers.values()])):
@@ -222,15 +195,9 @@ class CheckedHop:
 
 
 def _poll(ready: Callable[[], bytes | None], stall: Stall | None = None) -> bytes | None:
-    """Call ``ready`` until it returns a value, and return it; None after ``LONGEST_WAIT`` seconds without one.
-
-    It polls, and does not block as ``comparison`` does, because a peer that never comes would hold a blocked read.
-
-    Args:
-        ready: returns None while there is no value.
-        stall: publishes this rank's whereabouts and looks for a circle meanwhile, at least once before None is
-            returned; ended here.
-    """
+    """Call ``ready`` until it returns a value, and return it; None after ``LONGEST_WAIT`` seconds without one."""
+    # Polling, not a blocking read as in ``comparison``: a peer that never comes would hold a blocked read. A stall
+    # looks for a circle at least once before the wait is given up.
     begun, pause = time.monotonic(), 5e-5
     try:
         while (value := ready()) is None:

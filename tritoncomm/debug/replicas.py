@@ -40,7 +40,6 @@ class _Comparison(NamedTuple):
     Attributes:
         label: kind of the ranks, with a space behind it, for errors; empty if the caller named the group.
         ranks: global ranks of the group.
-        group: carries the comparison.
         names: of the parameters.
     """
 
@@ -111,15 +110,7 @@ def watch_replicas(parameters: Parameters, group: GroupLike | None = None) -> No
 
 
 def _by_name(parameters: Any, name: str) -> dict[str, Tensor]:
-    """Check parameters, and return them by name; those without one are ``parameter 0``, ``parameter 1``, ...
-
-    Args:
-        parameters: as for ``check_replicas``.
-        name: the function that was called, for errors.
-
-    Raises:
-        ArgumentError: no collection of plain strided tensors with data, or two parameters of one name.
-    """
+    """Check parameters, and return them by name; those without one are ``parameter 0``, ``parameter 1``, ..."""
     if isinstance(parameters, nn.Module | Tensor) or not isinstance(parameters, Iterable):
         what = "module.named_parameters()" if isinstance(parameters, nn.Module) else "a list of tensors"
         raise ArgumentError(f"{name}: expected {what}, not {type(parameters).__name__}")
@@ -140,16 +131,7 @@ def _by_name(parameters: Any, name: str) -> dict[str, Tensor]:
 
 
 def _compare_over(group: ProcessGroup, tensors: dict[str, Tensor], name: str) -> None:
-    """Compare tensors, bit for bit, between the ranks of one group; return at once for a group of one rank.
-
-    Args:
-        group: all its ranks call.
-        tensors: by name.
-        name: the function that was called, for errors.
-
-    Raises:
-        MismatchError: the tensors of some ranks differ, on every rank of the group.
-    """
+    """Compare tensors, bit for bit, between the ranks of one group, all of which call."""
     if world_of(group, name) > 1:
         _compare([_Comparison("", dist.get_process_group_ranks(group), group, list(tensors))], tensors, name)
 
@@ -157,19 +139,12 @@ def _compare_over(group: ProcessGroup, tensors: dict[str, Tensor], name: str) ->
 def compare_by_layout(parameters: Mapping[str, Any], pg: Any, data_parallel: bool, name: str) -> None:
     """Compare parameters over the groups of ranks that hold the same bits, as their layouts say.
 
-    A tensor class with layouts (ColoTensor) has ``process_group``, ``partitions`` and ``reshard_local()``, and its
-    process groups have ``replica_groups``. Other tensors are replicas over the tensor-parallel ranks.
-
     Args:
-        parameters: by name, the same on every rank.
-        pg: process group of the tensors without a layout; by default that of the first tensor with one.
+        pg: process group of the tensors without a layout; by default the group of the first tensor with one.
         data_parallel: whether to compare over the data-parallel ranks as well.
-        name: the function that was called, for errors.
-
-    Raises:
-        ArgumentError: no tensor has a layout, and ``pg`` is None.
-        MismatchError: parameters differ; raised after all groups have compared.
     """
+    # ColoTensor is not imported: a class with layouts has ``process_group``, ``partitions`` and ``reshard_local()``,
+    # and its process groups have ``replica_groups``. Other tensors are replicas over the tensor-parallel ranks.
     pg = next((p.process_group for p in parameters.values() if _has_layout(p)), None) if pg is None else pg
     if pg is None:
         raise ArgumentError(f"{name}: no parameter is a ColoTensor; pass the process group as pg")
@@ -187,16 +162,7 @@ def _has_layout(x: Any) -> bool:
 
 
 def _compare(comparisons: Sequence[_Comparison], parameters: Mapping[str, Any], name: str) -> None:
-    """Compare parameters over several groups, one after the other; all ranks have the groups in the same order.
-
-    Args:
-        comparisons: each a group, and the names of the parameters to compare over it.
-        parameters: by name; of those with a layout the local shards are compared.
-        name: the function that was called, for errors.
-
-    Raises:
-        MismatchError: parameters differ over one group or several; raised after all have compared.
-    """
+    """Compare parameters over several groups, one after the other; all ranks have the groups in the same order."""
     compared = {key: parameters[key] for each in comparisons for key in each.names}
     tensors = {key: (x.reshard_local() if _has_layout(x) else x).detach() for key, x in compared.items()}
     weights = {
@@ -204,6 +170,7 @@ def _compare(comparisons: Sequence[_Comparison], parameters: Mapping[str, Any], 
         for device in {x.device for x in tensors.values()}
     }
     fingerprints = {key: _fingerprint(x, weights[x.device]) for key, x in tensors.items()}
+    # All groups compare before one raises: other ranks wait in the next one.
     problems = [text for each in comparisons if (text := _difference(each, parameters, fingerprints))]
     if problems:
         raise MismatchError(f"{name}: " + "; ".join(problems))
@@ -213,11 +180,7 @@ _hooks: list[Any] = []
 
 
 def _after_step(optimizer: Optimizer, *args: Any) -> None:
-    """Compare the watched parameters, and the ColoTensors, of an optimizer that has just made a step; its hook.
-
-    Raises:
-        MismatchError: ranks differ in them.
-    """
+    """Compare the watched parameters, and the ColoTensors, of an optimizer that has just made a step; its hook."""
     name = f"{type(optimizer).__name__}.step"
     updated = {id(x) for group in optimizer.param_groups for x in group["params"]}
     for watched in list(_watched):
@@ -249,13 +212,7 @@ _follow_check_mode()
 
 
 def _difference(each: _Comparison, parameters: Mapping[str, Any], fingerprints: dict[str, Tensor]) -> str:
-    """Compare parameters over one group, by two all-gathers; return their differences as text, empty without any.
-
-    Args:
-        each: the group, and the names of the parameters.
-        parameters: by name, for their shapes and dtypes.
-        fingerprints: of the local tensors by name, as ``_fingerprint`` returns them.
-    """
+    """Compare parameters over one group, by two all-gathers; return their differences as text, empty without any."""
     over = f"over {each.label}ranks {each.ranks}"
     signature = [f"{name} {list(parameters[name].shape)} {as_json(parameters[name].dtype)}" for name in each.names]
     if each.names:
@@ -266,6 +223,7 @@ def _difference(each: _Comparison, parameters: Mapping[str, Any], fingerprints: 
         table = torch.empty(0, 2, dtype=torch.int64, device=device)
     digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in signature)
     hashes = [int.from_bytes(digest, "big", signed=True) for digest in digests]
+    # A row per parameter: digest of the bits, bits of the 2-norm, hash of name, shape and dtype.
     table = torch.cat([table, table.new_tensor(hashes).view(-1, 1)], 1)
     counts = eager.all_gather(table.new_tensor([len(signature)]), 0, each.group, None, "check_replicas").tolist()
     common = min(counts)
@@ -286,12 +244,9 @@ def _difference(each: _Comparison, parameters: Mapping[str, Any], fingerprints: 
 
 
 def _texts_of(text: str, like: Tensor, each: _Comparison) -> str:
-    """All-gather a text of every rank, and return ``TEXT on ranks 0-2, TEXT on rank 3``: each distinct text once.
+    """All-gather a text of every rank, cut after 200 bytes, and return ``TEXT on ranks 0-2, TEXT on rank 3``.
 
-    Args:
-        text: of this rank; cut after 200 bytes.
-        like: a tensor on the device of the comparison.
-        each: the comparison.
+    ``like`` is a tensor on the device of the comparison.
     """
     padded = torch.tensor([list(text.encode()[:_MAX_TEXT].ljust(_MAX_TEXT))], dtype=torch.uint8).to(like.device)
     rows = eager.all_gather(padded, 0, each.group, None, "check_replicas").cpu().tolist()
@@ -300,23 +255,15 @@ def _texts_of(text: str, like: Tensor, each: _Comparison) -> str:
 
 
 def _by_rank(column: Tensor, ranks: Sequence[int]) -> str:
-    """Return ``norm 2 on ranks 0-2, norm 3 on rank 3``: a norm for each distinct digest of one parameter.
-
-    Args:
-        column: a row per rank of the group, its fingerprint.
-        ranks: global ranks of the group.
-    """
+    """Return ``norm 2 on ranks 0-2, norm 3 on rank 3`` of the distinct digests; ``column`` has a row per rank."""
     norms = dict(zip(ranks, column[:, 1].contiguous().view(torch.float64).tolist(), strict=True))
     digests = dict(zip(ranks, map(str, column[:, 0].tolist()), strict=True))
     return ", ".join(f"norm {norms[having[0]]:.9g} on {named_ranks(having)}" for _, having in by_text(digests))
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Replace each number of an int64 tensor by a pseudo-random one, in place, and return the tensor.
-
-    The function is a bijection of the 64-bit integers: multiply, xor with a shift by 32, multiply, xor with a shift by
-    29, multiply.
-    """
+    """Replace each number of an int64 tensor by a pseudo-random one, in place: a bijection of 64-bit integers."""
+    # Multiply, xor with a shift by 32, multiply, xor with a shift by 29, multiply.
     for shift, odd in ((32, _MULTIPLIERS[0]), (29, _MULTIPLIERS[1])):
         unsigned = (1 << (64 - shift)) - 1  # clears the sign bits of torch's arithmetic shift
         x.mul_(odd).bitwise_xor_((x >> shift).bitwise_and_(unsigned))
@@ -324,17 +271,11 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _fingerprint(x: Tensor, weights: Tensor) -> Tensor:
-    """Return ``[digest, bits of the 2-norm]``, int64, on the tensor's device.
-
-    The digest is a sum modulo 2**64 of the elements' bits, each mixed with its position. Mixing is bijective, so a
-    change of one element is always detected; a change of several is missed with a probability of about 2**-64. An
-    integer sum does not depend on its order, hence not on the device or the number of threads. The norm of packed fp4
-    is the norm of its bytes.
-
-    Args:
-        x: any dtype and strides.
-        weights: a pseudo-random number for each position of a chunk of ``x``.
-    """
+    """Return ``[digest, bits of the 2-norm]``, int64; ``weights`` has a random number per position of a chunk."""
+    # The digest is a sum modulo 2**64 of the elements' bits, each mixed with its position. Mixing is bijective, so a
+    # change of one element is always detected; a change of several is missed with a probability of about 2**-64. An
+    # integer sum does not depend on its order, hence not on the device or the number of threads. The norm of packed fp4
+    # is the norm of its bytes.
     x = x.resolve_conj().resolve_neg().reshape(-1)
     x = torch.view_as_real(x).reshape(-1) if x.is_complex() else x
     digest, squares = weights.new_zeros(()), torch.zeros((), dtype=torch.float64, device=x.device)

@@ -46,10 +46,8 @@ _masks = threading.local()  # signal mask of a thread that forks
 
 @cache
 def install() -> None:
-    """Start the watchdog and hook uncaught errors, the end of the process, and forks; later calls do nothing.
-
-    The hooks write the flight record while it is on. Error hooks that the program had before are still called.
-    """
+    """Start the watchdog and hook uncaught errors, the end of the process, and forks; later calls do nothing."""
+    # Error hooks that the program had before are still called.
     program_hook, program_thread_hook = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
@@ -71,13 +69,10 @@ def install() -> None:
 
 
 def handle(on: bool) -> None:
-    """Let SIGUSR1 and SIGTERM write the flight record, or (``on`` is False) restore their default actions.
-
-    Does nothing where that is done already. Python allows it in the main thread only; in other threads nothing is
-    changed, and for True a line on standard error says so.
-    """
+    """Let SIGUSR1 and SIGTERM write the flight record, or (``on`` is False) restore their default actions."""
     if on == _is_on:
         return
+    # Python allows it in the main thread only; elsewhere nothing is changed.
     if threading.current_thread() is threading.main_thread():
         _install_handlers() if on else _remove_handlers()
     elif on:
@@ -90,22 +85,15 @@ def _start_thread(target: Any, name: str) -> None:
 
 
 def _at_exit() -> None:
-    """Write the record into the folder of ``TRITONCOMM_FLIGHT`` as the process ends; a function for ``atexit``.
-
-    So a rank that ends early, having made fewer calls than the others, leaves its record. Writes nothing where no
-    folder is named, and where the last written record has all calls, unless that one was periodic: its reason has to
-    become the end of the process.
-    """
+    """Write the record into the folder of ``TRITONCOMM_FLIGHT`` as the process ends, unless the file has all calls."""
+    # A rank that ends early, having made fewer calls than the others, leaves its record. A periodic record is replaced
+    # even if it has all calls: its reason has to become the end of the process.
     if variables.FLIGHT.value[1] and (flight.written != flight.progress() or flight.reason == PERIODIC):
         write_on("the process ends")
 
 
 def _install_handlers() -> None:
-    """Make SIGUSR1 and SIGTERM write the record: set the wakeup descriptor, and a handler where the program has none.
-
-    A handler of the program stays installed. A signal that cannot be used is left alone, and a line on standard error
-    has the reason.
-    """
+    """Make SIGUSR1 and SIGTERM write the record: set the wakeup descriptor, and handlers where the program has none."""
     global _is_on, _pipe, _program_fd
     _is_on, usable = True, False
     for number in SIGNALS:
@@ -124,15 +112,13 @@ def _install_handlers() -> None:
 
 
 def _remove_handlers() -> None:
-    """Restore the default action of the signals that have this package's handler, and the program's wakeup descriptor.
-
-    Handlers of the program stay, and so does a wakeup descriptor that it has set since. The pipe stays open, because
-    the program may have saved its descriptor and may set it again.
-    """
+    """Restore the default action of signals that have this package's handler, and the program's wakeup descriptor."""
     global _is_on
     _is_on = False
     for number in filter(_is_ours, SIGNALS):
         signal.signal(number, signal.SIG_DFL)
+    # The program may have set another descriptor since. The pipe stays open: the program may have saved its descriptor,
+    # and may set it again.
     if _owns_wakeup():
         signal.set_wakeup_fd(_program_fd)
 
@@ -152,10 +138,7 @@ def _owns_wakeup() -> bool:
 
 
 def _reason_against(number: signal.Signals) -> str:
-    """Return the reason why a signal cannot write the record; empty where it can.
-
-    Reasons are that the signal is ignored, and that it has a handler which Python's signal module does not know.
-    """
+    """Return the reason why a signal cannot write the record; empty where it can."""
     handler = signal.getsignal(number)
     if handler is signal.SIG_IGN:
         return "the program, or what started it, ignores the signal"
@@ -174,21 +157,16 @@ def _is_caught(number: int) -> bool:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    """Handle a signal in the main thread; the handler that Python calls.
-
-    Writes the record, unless the thread that reads the pipe will do it. SIGTERM, which also ends the process, is not
-    left to that thread, because the main thread must not go on after it.
-    """
+    """Write the record for a signal, in the main thread, unless the thread that reads the pipe will do it."""
+    # SIGTERM also ends the process, and is not left to that thread: the main thread must not go on after it.
     if number == signal.SIGTERM or not _owns_wakeup():
         _write(signal.Signals(number))
 
 
 def _write(number: signal.Signals) -> None:
-    """Write the record because of a signal; after SIGTERM end the process too, by the signal's default action.
-
-    The process goes on where SIGTERM has a handler of the program: that one decides how the process ends, also if it
-    calls this package's handler. Of two threads that end the process the second waits until the first has written.
-    """
+    """Write the record because of a signal; after SIGTERM end the process too, by the signal's default action."""
+    # A handler of the program for SIGTERM decides how the process ends, also if it calls this package's handler. Of two
+    # threads that end the process the second waits until the first has written.
     if number == signal.SIGTERM and _is_ours(number):
         with _ending:
             write_on("signal SIGTERM")
@@ -200,10 +178,7 @@ def _write(number: signal.Signals) -> None:
 
 
 def _read() -> None:
-    """Read the numbers of signals from the pipe for ever; write the record for SIGUSR1 and SIGTERM.
-
-    Passes all numbers on to the wakeup descriptor that the program had before.
-    """
+    """Read the numbers of signals from the pipe for ever; write the record for SIGUSR1 and SIGTERM."""
     assert _pipe is not None
     descriptor = _pipe[0]
     while numbers := os.read(descriptor, 64):
@@ -216,10 +191,8 @@ def _read() -> None:
 
 
 def _before_fork() -> None:
-    """Block SIGUSR1 and SIGTERM in the thread that forks, if the pipe exists; a hook before each fork.
-
-    Until the child has restored its default actions, it would write a signal's number to the pipe of its parent.
-    """
+    """Block SIGUSR1 and SIGTERM in the thread that forks, if the pipe exists."""
+    # Until the child has restored its default actions, it would write a signal's number to the pipe of its parent.
     if _pipe is not None:
         _masks.saved = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
@@ -231,12 +204,10 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Reset the state of a forked process, such as a worker of a data loader: empty record, default signal actions.
-
-    A signal then ends the process even in native code. The process has no threads of its parent and writes no record,
-    which would replace that of its parent. With its first call it becomes a rank of its own, by ``_become_rank``.
-    """
+    """Reset the state of a forked process, such as a worker of a data loader: empty record, default signal actions."""
     global _pipe
+    # The child has no threads of its parent and writes no record, which would replace its parent's. Default actions let
+    # a signal end it even in native code. With its first call it becomes a rank of its own, by ``_become_rank``.
     flight.forget()
     flight.counts.clear()
     flight.written, flight.active = (), []
@@ -248,11 +219,8 @@ def _after_fork_in_child() -> None:
 
 
 def _become_rank() -> None:
-    """Start the watchdog and install the signal handlers in a forked process, if the flight record is on.
-
-    Runs at the first call of that process. A process that calls is a rank, started by a launcher that forks, and no
-    worker of its parent.
-    """
+    """Start the watchdog and install signal handlers in a forked process at its first call, if the record is on."""
+    # A process that calls is a rank, started by a launcher that forks, and no worker of its parent.
     flight.on_first_call = None
     if variables.FLIGHT.value[0]:
         _start_thread(_watch, "watchdog")
@@ -260,19 +228,14 @@ def _become_rank() -> None:
 
 
 def _watch() -> None:
-    """Watch the calls of this process for ever; the function of the watchdog's thread.
-
-    Writes the record once for each call that blocks the host for ``WATCHDOG_SECONDS``, and once for the oldest
-    collective that the device has not completed in that time. Every ``PERIOD`` it reads from torch's recorder the
-    collectives that are older than that, for the record, and writes the record into a named folder if it has changed.
-    Reports once on standard error why torch's recorder cannot be read.
-    """
+    """Watch the calls of this process for ever; the function of the watchdog's thread."""
     recorder, last_call, last_collective = Recorder(), 0, 0
     due = time.monotonic() + PERIOD
     while True:
         time.sleep(min(1.0, WATCHDOG_SECONDS / 4, PERIOD / 2))
         now = time.time_ns()
         limit = now - int(WATCHDOG_SECONDS * 1e9)
+        # The record is written once for each call that blocks the host for ``WATCHDOG_SECONDS``.
         for call in open_calls(limit):
             if call.start > last_call:
                 last_call = call.start
@@ -280,6 +243,8 @@ def _watch() -> None:
         if time.monotonic() < due or not variables.FLIGHT.value[0]:
             continue
         begun, problem = time.monotonic(), recorder.problem
+        # Once a period the record gets the collectives that are older than it. It is written for the oldest one that
+        # the device has not completed in ``WATCHDOG_SECONDS``.
         flight.active = [each for each in recorder.active() if now - each.created >= PERIOD * 1e9]
         if recorder.problem != problem:
             report(recorder.problem)

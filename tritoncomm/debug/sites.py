@@ -45,8 +45,7 @@ def call_site(depth: int = 1) -> Any:
     """Return the site from which the program called this package, as ``site_above`` finds it.
 
     Args:
-        depth: number of frames between the caller of this function and the frame at which the search starts; fewer
-            where the stack ends before.
+        depth: frames between the caller of this function and the start of the search; fewer in a short stack.
     """
     try:
         frame = _frame(depth + 1)
@@ -56,12 +55,7 @@ def call_site(depth: int = 1) -> Any:
 
 
 def site_above(frame: Any) -> Any:
-    """Return the site of the nearest frame of the program, from ``frame`` outward: (code object, instruction offset).
-
-    Frames of this package and of torch are passed by. In a backward return the site of its forward, which
-    ``leave_site`` has stored on the node of autograd's graph. Where no frame is the program's return the site of the
-    outermost frame.
-    """
+    """Return (code object, instruction offset) of the nearest frame of the program, from ``frame`` outward."""
     while True:
         code = frame.f_code
         try:
@@ -71,11 +65,13 @@ def site_above(frame: Any) -> Any:
         if not source:  # the program's
             if code.co_name != "<genexpr>":
                 break
+        # A backward has the site of its forward, which ``leave_site`` has stored on the node of autograd's graph.
         elif code.co_name == "backward" and (node := _current_node()) is not None:
             try:
                 return node._tritoncomm_site
             except AttributeError:
                 pass
+        # No frame is the program's: the outermost one stands for it.
         if (caller := frame.f_back) is None:
             break
         frame = caller

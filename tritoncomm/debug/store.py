@@ -49,16 +49,15 @@ class Blocked(NamedTuple):
 
 
 class Reading:
-    """Blocking read of several keys in a thread of its own.
-
-    The calling thread stays open to signals, and may end its wait for another reason. The thread has its own connection
-    to the store, because a connection serves one request at a time.
+    """Blocking read of several keys in a thread of its own; the calling thread may end its wait for another reason.
 
     Attributes:
         has_failed: whether a read ended with an error of the store, which closes the connection.
     """
 
     def __init__(self, store: Any) -> None:
+        # A connection serves one request at a time, so each thread has its own. The calling thread stays open to
+        # signals.
         self._store = store.clone()
         self._store.set_timeout(_FOREVER)
         self._requests: SimpleQueue[list[str]] = SimpleQueue()
@@ -80,13 +79,7 @@ class Reading:
         self._requests.put(keys)
 
     def wait(self, seconds: float) -> list[bytes] | None:
-        """Return the values of the requested keys once all of them are set; None if that takes ``seconds`` or more.
-
-        The read goes on after None, so ``wait`` may be called again.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
+        """Return the values of the requested keys once all are set; None after ``seconds``, and the read goes on."""
         try:
             result = self._results.get(timeout=seconds)
         except Empty:
@@ -101,7 +94,6 @@ class JobStore:
     """This rank's client of the job's default store. Keys in arguments lack its prefix.
 
     Attributes:
-        rank: global rank.
         counts: number of transfers so far by channel, for check mode of p2p steps.
         unmet: transfers by channel that this rank has sent before their receivers came.
         has_threads: whether two threads of this rank have waited at the same time.
@@ -154,11 +146,9 @@ class JobStore:
         """Block until all keys are set, and return their values in the same order; None if ``until`` ends the read.
 
         Args:
-            keys: at least one.
             until: called with the seconds since the read began, first with 0. It returns the seconds until its next
                 call, or None to end the read.
             abandoned: value that missing keys get if the read ends early, also by an exception; other ranks read it.
-                Empty leaves them without a value.
         """
         names = [self._prefix + key for key in keys]
         try:
@@ -179,13 +169,7 @@ class JobStore:
         return values
 
     def _end(self, reading: Reading, names: list[str], abandoned: str) -> None:
-        """End the read of a thread that still waits, by setting the missing keys, so that the thread is idle again.
-
-        Args:
-            reading: the thread.
-            names: keys that it reads, with the store's prefix.
-            abandoned: value of the missing keys for other ranks. Empty deletes these keys again.
-        """
+        """End the read of a thread that still waits for ``names``, by setting the missing keys."""
         if reading.has_failed:  # the store is gone, or does not answer
             return
         for _ in range(_TRIES):  # more than one, because other ranks of a failed call delete their keys
@@ -194,6 +178,7 @@ class JobStore:
             if reading.wait(0.1) is not None:
                 self._idle.append(reading)
                 break
+        # Without a value for other ranks the missing keys are deleted again.
         for name in [] if abandoned else names:
             self._store.compare_set(name, _PASSED_OVER, _MISSING)
             if self._store.compare_set(name, _MISSING, _MISSING) == _MISSING.encode():
@@ -209,22 +194,14 @@ class JobStore:
         return self._stale.setdefault(group, [])
 
     def channel(self, name: str, ends: Sequence[int], group: Any) -> str:
-        """Return the prefix of a channel's keys, equal at both ends.
-
-        A channel carries the transfers from rank ``ends[0]`` to rank ``ends[1]`` over one group. It is closed once its
-        verdict is set. A group of the same name that is made afterwards has a new channel, with the next number.
-
-        Args:
-            name: of the group.
-            ends: global ranks of the sender and the receiver.
-            group: process group; not kept alive.
-        """
+        """Return the prefix of the keys of a channel, for transfers from global rank ``ends[0]`` to ``ends[1]``."""
         base = f"{name}/{ends[0]}-{ends[1]}"
         reference, number = self._channels.get(base, (None, 0))
         if reference is None or reference() is not group:
             # A rank that has not used the channel cannot tell whether it was closed for this group or for one before.
             while reference is not None and self.has(f"{base}@{number}/verdict"):
                 number += 1
+            # A group of the same name that is made afterwards has a new channel, with the next number.
             self._channels[base] = (weakref.ref(group), number)
         return f"{base}@{number}"
 
@@ -245,7 +222,7 @@ class JobStore:
         return None if text is None else Blocked(*json.loads(text))
 
     def ended(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the reasons of those of ``ranks`` that have announced their end, by rank; ask without waiting."""
+        """Return the reasons of the ranks that have announced their end, by rank; ask without waiting."""
         reasons = {rank: self.get(f"ended/{rank}") for rank in ranks}
         return {rank: reason.decode() for rank, reason in reasons.items() if reason is not None}
 
@@ -270,11 +247,9 @@ _pid = os.getpid()
 
 @atexit.register
 def _announce_end() -> None:
-    """Announce in the store, at the end of this process, that it ends, and the uncaught error if there is one.
-
-    Ranks that wait for this one read it. A backend sees a closed connection, the store does not. Killed processes
-    announce nothing; ranks wait for them until their timeout. Forked processes announce nothing either.
-    """
+    """Announce in the store, at the end of this process, that it ends, and the uncaught error if there is one."""
+    # A backend sees a closed connection, the store does not. Killed and forked processes announce nothing; ranks wait
+    # for killed ones until their timeout.
     if not _current or os.getpid() != _pid:
         return
     error = getattr(sys, "last_value", None)
@@ -293,19 +268,9 @@ def job_store() -> JobStore:
 
 
 def last_of(store: Any, root: str, rank: int, world: int, text: str) -> list[bytes] | None:
-    """Publish ``text``; return the texts of all ranks, in rank order, on the rank that comes last, if they differ.
-
-    Returns None on all other ranks, and where the texts are equal. Nobody waits: each rank counts its own calls, and a
-    rank that calls more often than others gets None. A rank whose text equals that of the first to come publishes no
-    text of its own.
-
-    Args:
-        store: torch's store.
-        root: prefix of the keys.
-        rank: of this process.
-        world: number of ranks.
-        text: of this rank.
-    """
+    """Publish ``text``; return all texts, in rank order, on the rank that comes last, if they differ; else None."""
+    # Nobody waits: each rank counts its own calls, and a rank that calls more often than others gets None. A rank whose
+    # text equals that of the first to come publishes no text of its own.
     key = f"{root}/{store.add(f'{root}/rounds/{rank}', 1)}"
     first = store.compare_set(f"{key}/first", "", text)
     if first != text.encode():
@@ -318,18 +283,7 @@ def last_of(store: Any, root: str, rank: int, world: int, text: str) -> list[byt
 
 
 def raise_if(name: str, problem: Callable[[], str]) -> None:
-    """Call ``problem``, and raise ``MismatchError`` with the text that it returns unless that is empty.
-
-    Reports the error to the flight record before it raises.
-
-    Args:
-        name: of the function that was called, the beginning of the message.
-        problem: compares ranks; returns their difference as text.
-
-    Raises:
-        MismatchError: the text.
-        PeerError: the process that holds the job's store is gone.
-    """
+    """Call ``problem``; unless its text is empty, report it to the flight record and raise ``MismatchError``."""
     try:
         text = problem()
     except dist.DistNetworkError as error:

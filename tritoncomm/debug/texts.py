@@ -11,13 +11,7 @@ _MAX_LINES = 40
 
 
 def by_text(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """Return ``[(text, ranks), ...]``: each distinct text once, with the ascending ranks that have it.
-
-    The pairs are in the order of their first ranks.
-
-    Args:
-        texts: by rank.
-    """
+    """Return ``[(text, ranks), ...]``: each distinct text once, with its ascending ranks, ordered by first rank."""
     ranks: dict[str, list[int]] = {}
     for rank in sorted(texts):
         ranks.setdefault(texts[rank], []).append(rank)
@@ -38,11 +32,7 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def table_of(texts: Mapping[int, str]) -> str:
-    """Return a table, a line ``  ranks 0-3, 7: TEXT`` for each distinct text: the first 40, and the number of others.
-
-    Args:
-        texts: by rank.
-    """
+    """Return a table: a line ``  ranks 0-3, 7: TEXT`` for each of the first 40 texts, and the number of others."""
     lines = [f"  {named_ranks(ranks)}: {text}" for text, ranks in by_text(texts)]
     more = [f"  and {len(lines) - _MAX_LINES} more"] * (len(lines) > _MAX_LINES)
     return "\n".join(lines[:_MAX_LINES] + more)

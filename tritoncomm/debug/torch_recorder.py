@@ -24,11 +24,10 @@ _ON = ("1", "true", "yes", "y", "on", "t")  # texts that torch takes for true
 
 
 class Active(NamedTuple):
-    """A collective or p2p transfer that was issued and has not completed.
+    """Collective or p2p transfer that was issued and has not completed.
 
     Attributes:
         created: time of issue, in nanoseconds since the epoch.
-        group: name of the process group.
         name: torch's name, as ``nccl:all_reduce``.
         sequence: count of collectives, or of transfers, on this group, this one included.
         state: ``issued, not started``, ``started, not completed``, or, where torch does not record when a device begins
@@ -43,17 +42,10 @@ class Active(NamedTuple):
 
 
 class Recorder:
-    """A reader of torch's recorder, for one thread.
-
-    Attributes:
-        problem: reason why the recorder cannot be read; empty while it can.
-    """
+    """Reader of torch's recorder, for one thread; ``problem`` is why it cannot be read, empty while it can."""
 
     def __init__(self) -> None:
-        """Look up the functions of this build of torch that dump the recorder of NCCL, and of nccl2 where it has one.
-
-        Sets ``problem`` where there is none, or the recorder is off.
-        """
+        """Look up the functions of this build of torch that dump the recorders of NCCL and nccl2."""
         # No public function returns the recorder's entries. Tested: the entry points of torch 2.11 with CUDA, and the
         # entries of 2.13, whose recorder of CPU groups writes the same format. Where the second function takes the name
         # of a backend, nccl2 has a recorder of its own: so torch's source says, which was not run on a GPU.
@@ -71,11 +63,8 @@ class Recorder:
             self.problem = "torch's recorder is off, as TORCH_FR_BUFFER_SIZE is 0"
 
     def active(self) -> list[Active]:
-        """Return the collectives and transfers of NCCL that this process has issued and the device has not completed.
-
-        The oldest comes first. Returns an empty list before the program has initialized CUDA, and where there is a
-        ``problem``. An error while reading is not raised: it becomes the ``problem``, and nothing is read after it.
-        """
+        """Return NCCL's collectives and transfers that were issued and have not completed, oldest first."""
+        # A reader must not start CUDA.
         if self.problem or not torch.cuda.is_initialized():
             return []
         try:
@@ -99,21 +88,14 @@ def buffer_size() -> int:
 
 
 def has_starts() -> bool:
-    """Whether torch's recorder sees when a device begins a collective, as variables of the environment say.
-
-    It then records one more event for each collective.
-    """
+    """Whether torch's recorder sees when a device begins a collective, for which it records one more event each."""
     names = ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG")
     is_detailed = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
     return is_detailed or any(os.environ.get(name, "").lower() in _ON for name in names)
 
 
 def _active(entry: dict[str, Any]) -> Active:
-    """Make an ``Active`` of one entry of torch's recorder, as its JSON has it.
-
-    Raises:
-        KeyError, IndexError, TypeError, ValueError: the entry has another format.
-    """
+    """Make an ``Active`` of one entry of torch's recorder; an entry of another format raises one of several errors."""
     group, name = str(entry["process_group"][0]), str(entry["profiling_name"])
     sequence = int(entry["p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id"])
     state = "issued, not completed"
@@ -125,15 +107,9 @@ def _active(entry: dict[str, Any]) -> Active:
 
 
 def _allow_queries() -> None:
-    """Let this thread query events while another thread captures a CUDA or HIP graph, where a query ends the capture.
-
-    Sets the thread's capture mode by the runtime library, because torch has no function for it in Python. torch's own
-    watchdog does the same.
-
-    Raises:
-        OSError: the runtime library, or its function, is not found.
-        RuntimeError: the function returns an error.
-    """
+    """Let this thread query events while another thread captures a graph, where a query ends the capture."""
+    # The runtime library sets the thread's capture mode: a function of torch in Python is missing. torch's own watchdog
+    # does the same.
     is_hip = torch.version.hip is not None
     major = (torch.version.cuda or "").split(".")[0]
     name = "hipThreadExchangeStreamCaptureMode" if is_hip else "cudaThreadExchangeStreamCaptureMode"

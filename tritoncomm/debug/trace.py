@@ -61,7 +61,7 @@ _JSON_TYPES = {range: int, list: list, tuple: dict, dict: dict}
 
 
 class Hashes(NamedTuple):
-    """The calls of one rank over one group, as three columns.
+    """Calls of one rank over one group, as three columns.
 
     Attributes:
         counts: count of each call on the group.
@@ -79,9 +79,8 @@ class Record:
     """Summary of the flight record of one rank.
 
     Attributes:
-        path: of the file.
         data: content of the file without its calls.
-        load: function that reads the calls of a file again, and keeps those of the last few files.
+        load: function that reads the calls of a file again, and caches the last 16 files.
         hashes: calls by the name of their group.
         start: time of the earliest start of a call; 0 without calls.
         current: the call that the rank was in, or failed in, when it wrote the record; None if it was in none.
@@ -107,7 +106,7 @@ class Record:
 
     @property
     def calls(self) -> Calls:
-        """The calls, read from the file again unless that was one of the last few to be read."""
+        """Calls, read from the file again unless they are cached."""
         return self.load(self.path)
 
     def count(self, group: str) -> int:
@@ -130,11 +129,7 @@ class Record:
 def read(files: Iterable[str | os.PathLike[str]]) -> list[Record]:
     """Read and check flight records, and return their summaries in the order of their ranks.
 
-    Args:
-        files: paths of records; a folder stands for all files ``tritoncomm-flight-*.json`` in it.
-
-    Raises:
-        ArgumentError: a file is no flight record, two are of one rank, or there is none.
+    A folder stands for all files ``tritoncomm-flight-*.json`` in it.
     """
     paths: list[Path] = []
     for path in map(Path, files):
@@ -156,6 +151,7 @@ def read(files: Iterable[str | os.PathLike[str]]) -> list[Record]:
         data = _content(path)
         if data["rank"] in records:
             raise ArgumentError(f"{path} is a second record of rank {data['rank']}")
+        # Thousands of records name the same ranks.
         data["groups"] = {name: known.setdefault(each := tuple(ranks), each) for name, ranks in data["groups"].items()}
         records[data["rank"]] = _summary(path, data, load)
     if not records:
@@ -164,13 +160,7 @@ def read(files: Iterable[str | os.PathLike[str]]) -> list[Record]:
 
 
 def _summary(path: Path, data: dict[str, Any], load: Callable[[Path], Calls]) -> Record:
-    """Return the summary of a record, and remove the calls from ``data``.
-
-    Args:
-        path: of the file.
-        data: its content.
-        load: as in ``Record``.
-    """
+    """Return the summary of a record, and remove the calls from ``data``."""
     calls, reason = data.pop("calls"), data.get("reason")
     record = Record(path, data, load, start=min((call["start"] for call in calls), default=0))
     for call in calls:
@@ -193,11 +183,7 @@ def _summary(path: Path, data: dict[str, Any], load: Callable[[Path], Calls]) ->
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """Read one file, check that it has the fields of a flight record, and return its JSON object.
-
-    Raises:
-        ArgumentError: the file is no regular file, no JSON, of another format, or a field is missing or wrong.
-    """
+    """Read one file, check that it has the fields of a flight record, and return its JSON object."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):  # reading a pipe waits for a writer, reading a device may never end
         raise ArgumentError(f"{path} is no flight record: it is {_FILE_TYPES.get(stat.S_IFMT(mode), 'a device')}")
@@ -217,14 +203,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _problem(value: Any, kind: Any) -> str:
-    """Return the first place where a value of a JSON file is not of its kind, and the value that is there.
-
-    The text is ``.calls[3].line is 'x'`` or ``.rank is missing``; it is empty where all is of its kind.
-
-    Args:
-        value: from the file.
-        kind: as the tables ``_RECORD`` and ``_CALL`` have them.
-    """
+    """Return the first place where a value is not of its kind: ``.calls[3].line is 'x'``; empty if all are."""
     expected = kind if isinstance(kind, type) else _JSON_TYPES[type(kind)]
     if expected is not object and (type(value) is not expected or (expected is int and value not in kind)):
         return f" is {reprlib.repr(value)}"
@@ -242,7 +221,7 @@ def _problem(value: Any, kind: Any) -> str:
 
 
 class End(NamedTuple):
-    """The sending or the receiving end of a message.
+    """Sending or receiving end of a message.
 
     Attributes:
         call: the p2p step that posted it.
@@ -257,8 +236,6 @@ class Message(NamedTuple):
     """The n-th message from one rank to another over one group.
 
     Attributes:
-        sender: global rank.
-        receiver: global rank.
         count: n, from 1.
         sent: the sender's end; None if the sender has not posted it.
         received: the receiver's end; None if the receiver has not posted it.
@@ -280,11 +257,9 @@ class Message(NamedTuple):
 
 
 def messages_of(group: str, records: Sequence[Record]) -> Iterator[Message]:
-    """Pair the sends and receives of all ranks over one group into messages; yield those of each two ranks in turn.
-
-    The n-th send of a rank to a peer belongs to the n-th receive of the peer from that rank. Counting starts at the
-    first call of the group, so messages to or from ranks whose record has lost that call are left out.
-    """
+    """Pair the sends and receives of all ranks over one group; yield the messages of each two ranks in turn."""
+    # Counting starts at the first call of the group, so messages to or from ranks whose record has lost that call are
+    # left out.
     complete = {each.rank: each for each in records if group in each.peers and each.oldest(group) == 1}
     pairs = {(min(rank, peer), max(rank, peer)) for rank, each in complete.items() for peer in each.peers[group]}
     for pair in sorted(pair for pair in pairs if complete.keys() >= {*pair}):
@@ -302,12 +277,8 @@ def messages_of(group: str, records: Sequence[Record]) -> Iterator[Message]:
 
 
 def _transfers(call: Call, rank: int) -> Iterator[tuple[str, int, list[list[Any]] | None]]:
-    """Yield the sends and receives of a rank's p2p step, in the order in which two ranks count their messages.
-
-    Each is its key (``send_next``, ``send_prev``, ``recv_prev`` or ``recv_next``), the peer's rank, and the ``specs``
-    of an ``End``. Yields nothing for other calls, for steps that sent nothing because they were refused, for transfers
-    of a rank to itself, and for values that are no transfers, because a file may hold anything.
-    """
+    """Yield (key, peer, specs as in ``End``) of a rank's p2p step, in the order in which messages are counted."""
+    # A file may hold anything, so values that are no transfers are passed by; so are transfers of a rank to itself.
     listed = call["arguments"].get("transfers")
     if call["kind"] != "hop" or type(listed) is not list or call["error"].startswith(REFUSED):
         return
@@ -322,8 +293,8 @@ def _transfers(call: Call, rank: int) -> Iterator[tuple[str, int, list[list[Any]
 def write_perfetto(records: Sequence[Record], file: Path) -> None:
     """Write one trace of all ranks in the JSON format of Chrome and Perfetto: a process per rank, a track per thread.
 
-    Arrows join the calls of one group with equal counts, and the two ends of each message. A call that has not ended
-    lasts until its record was written. Times are microseconds since the first call.
+    Arrows join the calls of one group with equal counts, and the two ends of each message. Times are microseconds since
+    the first call; a call that has not ended lasts until its record was written.
     """
     with file.open("w") as stream:
         stream.write('{"displayTimeUnit": "ns", "traceEvents": [')
@@ -390,13 +361,9 @@ def _group_text(group: str, record: Record) -> str:
 
 
 def story(records: Sequence[Record]) -> list[str]:
-    """Describe in lines of text where the ranks of a job diverged, and the calls in which they were.
-
-    The lines name, in this order: ranks without a record and records of other runs; for each group the first call that
-    ranks made differently, and messages with an end that differs or is missing; the call that a rank was in or failed
-    in, with the ranks that have not joined it; collectives that a device has not completed; errors that ended a rank.
-    Control characters are escaped. Without a finding there is one line that says so.
-    """
+    """Describe in lines of text where the ranks of a job diverged, and the calls in which they were."""
+    # In this order: missing and foreign records; by group its first differing call and its messages; the call of each
+    # rank; collectives that devices have not completed; uncaught errors.
     lines = _job_lines(records)
     joined: _Joined = {}
     for group in sorted({group for each in records for group in each.hashes}):
@@ -435,15 +402,13 @@ def _job_lines(records: Sequence[Record]) -> list[str]:
 
 
 def by_ranks(group: str, records: Sequence[Record]) -> dict[tuple[int, ...], list[Record]]:
-    """Return the records with calls over groups of this name, by the global ranks of their group.
-
-    Groups of different ranks may have one name. Records that do not have the ranks, because the group was destroyed
-    before, are under ``()``. Where there is one group with known ranks only, they are added to its records.
-    """
+    """Return the records with calls over groups of this name, by the global ranks of their group."""
     holders: dict[tuple[int, ...], list[Record]] = {}
     for each in records:
         if group in each.hashes:
             holders.setdefault(tuple(each.ranks(group)), []).append(each)
+    # Groups of different ranks may have one name. A record lacks the ranks if the group was destroyed before: it
+    # belongs to the only group with known ranks, if there is one.
     if () in holders and len(holders) == 2:
         unknown = holders.pop(())
         for known in holders.values():
@@ -452,13 +417,9 @@ def by_ranks(group: str, records: Sequence[Record]) -> dict[tuple[int, ...], lis
 
 
 def _first_difference(group: str, records: Sequence[Record]) -> list[str]:
-    """Describe the first collective over a group that its ranks made differently, or that some ranks did not make.
-
-    Compares the calls from the first one that the records of all ranks with calls of the group still have. Returns a
-    headline and a line for each distinct call; one line, without a headline, for a call that some ranks did not make;
-    an empty list where the ranks agree.
-    """
+    """Describe the first collective over a group that its ranks made differently, or that some ranks did not make."""
     for ranks, holders in by_ranks(group, records).items():
+        # The first call that the records of all ranks with calls of the group still have.
         oldest = max(each.oldest(group) for each in holders)
         first: dict[int, int] = {}
         differing = set[int]()
@@ -478,23 +439,15 @@ def _first_difference(group: str, records: Sequence[Record]) -> list[str]:
 
 
 def _compare(group: str, count: int, holders: Sequence[Record]) -> tuple[list[str], list[str]]:
-    """Return the names of the attributes in which ranks differ in a call, and a table of its distinct forms.
-
-    The table has an indented line for each of the first 20 forms, with the ranks that made it, and the number of
-    others. Only one record of each of these forms is read.
-
-    Args:
-        group: name of the group.
-        count: of the call on the group.
-        holders: records that have calls over the group.
-    """
+    """Return the attributes in which ranks differ in a call, and a table of its first 20 distinct forms."""
+    # Only one record of each form is read.
     forms: dict[tuple[int, int], list[Record]] = {}
     for each in holders:
         counts, *hashes = each.hashes[group]
         if count in counts:
             compared, shown = (column[counts.index(count)] for column in hashes)
             forms.setdefault((compared, shown), []).append(each)
-    # The first record of each form that differs in what is compared, and of each of the first forms.
+    # The first record of each form that differs in compared attributes, and of each of the first forms.
     differing = {compared: having[0] for (compared, _), having in reversed(forms.items())}
     first, *others = (_compared(each.calls[group][count]) for each in list(differing.values())[:_MAX_LINES])
     names = [key for key in first if any(key in other and other[key] != first[key] for other in others)]
@@ -506,10 +459,7 @@ def _compare(group: str, count: int, holders: Sequence[Record]) -> tuple[list[st
 
 
 def _compared(call: Call) -> dict[str, Any]:
-    """Return the attributes of a call that all its ranks must share, by name.
-
-    Sizes that are all equal are None, as if they were not named. A p2p step shares its kind only.
-    """
+    """Return the attributes of a call that all its ranks must share, by name; sizes that are all equal are None."""
     if call["kind"] == "hop":
         return {"kind": "hop"}
     arguments = {key: None if is_even(key, value) else value for key, value in call["arguments"].items()}
@@ -525,13 +475,7 @@ def is_even(name: str, sizes: Any) -> bool:
 
 
 def _shortened(lines: Sequence[str], count: int, indent: str = "") -> list[str]:
-    """Return the first 20 lines, indented, and where there are more a line with the number of the others.
-
-    Args:
-        lines: the first ones at least.
-        count: number of all lines.
-        indent: put before each line.
-    """
+    """Return the first 20 lines, indented, and the number of the others out of ``count``, if there are others."""
     rest = [f"and {count - _MAX_LINES} more"] if count > _MAX_LINES else []
     return [f"{indent}{line}" for line in [*lines[:_MAX_LINES], *rest]]
 
@@ -539,21 +483,16 @@ def _shortened(lines: Sequence[str], count: int, indent: str = "") -> list[str]:
 def _missing_call(group: str, ranks: Sequence[int], holders: Sequence[Record], records: Sequence[Record]) -> str:
     """Name the ranks that made fewer calls over a group than the others, where the first missing call ended elsewhere.
 
-    Such a call was asynchronous, so no rank is in it. Returns an empty text where all ranks made it, where no rank
-    ended it, and for groups with p2p steps, because pipeline stages make different numbers of steps.
-
-    Args:
-        group: name of the group.
-        ranks: global ranks of the group; empty where they are not known.
-        holders: records of these ranks that have calls over the group.
-        records: records of all ranks.
+    ``ranks`` are empty where they are not known; ``holders`` are records of these ranks with calls over the group.
     """
+    # Pipeline stages make different numbers of steps, so groups with p2p steps are left out.
     hop = hash(repr({"kind": "hop"}))
     if any(hop in each.hashes[group].compared for each in holders):
         return ""
     members = [each for each in records if each.rank in ranks] or holders
     count = min(each.count(group) for each in members) + 1
     issuer = next((each for each in holders if count in each.hashes[group].counts), None)
+    # A call that has ended was asynchronous, so no rank is in it. A rank in a call has a line of its own.
     if issuer is None or not (call := issuer.calls[group][count])["end"]:
         return ""
     behind = [each.rank for each in members if each.count(group) < count and not each.is_before(call)]
@@ -564,13 +503,7 @@ def _missing_call(group: str, ranks: Sequence[int], holders: Sequence[Record], r
 def _message_lines(group: str, records: Sequence[Record], joined: _Joined) -> list[str]:
     """Describe, for each sender and receiver, the first message whose ends differ, and the first that was not sent.
 
-    Returns at most 21 lines. A message counts as not sent where its receive has ended, because that was asynchronous;
-    in a receive that has not ended the receiving rank waits, which another line says.
-
-    Args:
-        group: name of the group.
-        records: of all ranks.
-        joined: gets the p2p steps over the group that a line says of that their rank was in them.
+    ``joined`` gets the p2p steps over the group in which their ranks still were.
     """
     lines, by_rank = list[str](), {each.rank: each for each in records}
     differing, unsent = set[tuple[int, int]](), set[tuple[int, int]]()
@@ -591,6 +524,8 @@ def _message_lines(group: str, records: Sequence[Record], joined: _Joined) -> li
         call = each.received.call
         if each.sent is None and channel not in unsent:
             unsent.add(channel)
+            # The receive has ended because it was asynchronous. In one that has not ended the receiving rank waits,
+            # which another line says.
             if call["end"] and not by_rank[each.sender].is_before(call):
                 posted = f"whose receive is posted by {_with_line(call)}"
                 lines.append(f"rank {each.sender} did not send message {each.count} to rank {each.receiver}, {posted}")
@@ -603,15 +538,7 @@ def _message_lines(group: str, records: Sequence[Record], joined: _Joined) -> li
 
 
 def _open_call(record: Record, by_rank: Mapping[int, Record], joined: _Joined) -> str:
-    """Describe the call that a rank was in, or failed in, when it wrote its record, and which ranks did not join it.
-
-    Returns an empty text where the rank was in no call.
-
-    Args:
-        record: of the rank.
-        by_rank: records of all ranks.
-        joined: peers of p2p steps, by ``_message_lines``.
-    """
+    """Describe the call that a rank was in, or failed in, when it wrote its record, and which ranks did not join it."""
     if (call := record.current) is None:
         return ""
     line = f"{'failed in' if call['error'] else 'in'} {_with_group(call, record)}"
@@ -621,19 +548,10 @@ def _open_call(record: Record, by_rank: Mapping[int, Record], joined: _Joined) -
 
 
 def _absent(call: Call, record: Record, by_rank: Mapping[int, Record], joined: _Joined) -> str:
-    """Return which ranks have not joined a call, as an addition to a line: ``; rank 2 did not join it``.
-
-    The ranks of a collective are those of its group, the ranks of a p2p step its peers. Ranks without a record, and
-    ranks whose periodic record was written before the call, are named as such. Returns an empty text where all joined.
-
-    Args:
-        call: of the rank.
-        record: of the rank.
-        by_rank: records of all ranks.
-        joined: peers of p2p steps, by ``_message_lines``; a peer that it lacks is not known to have stayed away.
-    """
+    """Return which ranks have not joined a call, as an addition to a line: ``; rank 2 did not join it``."""
     group = call["group"]
     if call["kind"] == "hop":
+        # A peer that ``_message_lines`` has not noted is not known to have stayed away.
         peers = joined.get((record.rank, group, call["count"]), {})
         behind = sorted(rank for rank, has_joined in peers.items() if not has_joined)
         ranks = {peer for _, peer, _ in _transfers(call, record.rank)}
@@ -649,15 +567,7 @@ def _absent(call: Call, record: Record, by_rank: Mapping[int, Record], joined: _
 
 
 def _open_collective(record: Record, by_rank: Mapping[int, Record], joined: _Joined) -> str:
-    """Describe the oldest collective that a rank's device has not completed, and which ranks did not join its call.
-
-    torch's recorder knows such collectives. Returns an empty text where the record has none.
-
-    Args:
-        record: of the rank.
-        by_rank: records of all ranks.
-        joined: peers of p2p steps, by ``_message_lines``.
-    """
+    """Describe the oldest collective that a rank's device has not completed, and which ranks did not join its call."""
     active = min(record.data["active"], key=lambda each: each["created"], default=None)
     if active is None:
         return ""
@@ -669,10 +579,7 @@ def _open_collective(record: Record, by_rank: Mapping[int, Record], joined: _Joi
 
 
 def _uncaught(record: Record) -> str:
-    """Return ``ended by an uncaught ValueError: ...`` for a rank that an error ended, outside of a call.
-
-    Returns an empty text where no error did, and where ``_open_call`` describes it.
-    """
+    """Return ``ended by an uncaught ValueError: ...`` for a rank that an error ended, outside of a call; else empty."""
     reason = str(record.data.get("reason"))
     is_error = reason.startswith("uncaught ") and not record.is_explained
     return f"ended by an {one_line(reason)}" if is_error else ""
