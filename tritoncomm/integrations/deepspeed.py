@@ -78,7 +78,7 @@ class DistributedAttention(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Attention of local ``[b, s, heads, d]``, or sequence first with ``batch_dim_idx`` 1.
+        """Return the attention of local ``[b, s, heads, d]``, or sequence first with ``batch_dim_idx`` 1.
 
         ``rotary_pos_emb`` is (cos, sin), each ``[b or 1, S, 1, rotary_dim]``, applied to all positions of q and k.
         """
@@ -118,7 +118,7 @@ class DistributedAttention(nn.Module):
 
 @lru_cache(maxsize=256)
 def _followed(exchange: Exchange, q_heads: int, k_heads: int, kv_heads: int) -> Exchange:
-    """The exchange with heads split as ``kv_heads`` groups are."""
+    """Return the exchange with heads split as ``kv_heads`` groups are."""
     sizes = exchange.qkv.seq_sizes
     q, groups = split_heads(q_heads, kv_heads, len(sizes))
     per = k_heads // kv_heads
@@ -146,7 +146,7 @@ class _SeqAllToAll:
         is_fwd: bool = True,
         num_kv_heads: int | None = None,
     ) -> Tensor:
-        """The exchange of one tensor; ``num_kv_heads`` says how heads that do not divide are split.
+        """Exchange one tensor; ``num_kv_heads`` says how heads that do not divide are split.
 
         Raises:
             UnsupportedError: a ``handle``, DeepSpeed's sign for overlap on a stream of its own.
@@ -165,7 +165,7 @@ class _SeqAllToAll:
 
 
 def _uneven(x: Tensor, to_heads: bool, seq_dim: int, kv_heads: int, group: ProcessGroup, name: str) -> Tensor:
-    """The exchange of heads whose kv groups do not divide over the ranks."""
+    """Exchange heads whose kv groups do not divide over the ranks."""
     plan = _uneven_layout.__wrapped__ if is_compiling() else _uneven_layout
     try:
         layout, columns = plan(x.shape, to_heads, seq_dim, kv_heads, group.size(), group.rank())
@@ -183,7 +183,7 @@ def _uneven(x: Tensor, to_heads: bool, seq_dim: int, kv_heads: int, group: Proce
 def _uneven_layout(
     shape: Ints, to_heads: bool, seq_dim: int, kv_heads: int, world: int, rank: int
 ) -> tuple[Layout, Ints | None]:
-    """The layout of one tensor, and its heads and head_dim where they are one dim."""
+    """Return the layout of one tensor, and its heads and head_dim where they are one dim."""
     if kv_heads < world:
         raise ShapeError(
             f"{kv_heads} key/value heads are fewer than the ranks, and one tensor does not say whose it is"
@@ -194,6 +194,8 @@ def _uneven_layout(
             raise ShapeError(f"{shape[HEAD_DIM]} heads are no multiple of {kv_heads} key/value heads")
         per, positions, columns = shape[HEAD_DIM] // kv_heads, shape[seq_dim], None
     else:
+        # Back to the sequence: only this rank's share of the heads is in the shape, so its kv groups give the heads of
+        # a group.
         own, positions = groups.sizes[rank], split_evenly(shape, seq_dim, world)
         if shape[HEAD_DIM] % own:
             raise ShapeError(f"dim 2 of size {shape[HEAD_DIM]} is no multiple of this rank's {own} key/value heads")
@@ -216,7 +218,7 @@ def _check_batch_dim(batch_dim_idx: int, name: str) -> None:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x * cos + rotate(x) * sin`` of the first ``cos.shape[-1]`` columns; rotate swaps the halves, negating one."""
+    """Return ``x * cos + rotate(x) * sin`` of the first ``cos.shape[-1]`` columns; rotate swaps the halves of them."""
     width = cos.shape[-1]
     rotary, rest = x[..., :width], x[..., width:]
     first, second = rotary.chunk(2, -1)

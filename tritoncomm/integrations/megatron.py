@@ -73,7 +73,7 @@ class _Active:
 
 
 class _State:
-    """The requested patch (``base``, or the last open context) and the active one.
+    """Requested patch (``base``, or the last open context) and the active one.
 
     Attributes:
         originals: every object that a name of Megatron's has had, the newest last. ``importlib.reload`` makes new
@@ -99,6 +99,7 @@ class _State:
             before.rebinding.apply()  # modules that were imported or reloaded since
             self.active = replace(before, kept=kept)
             return
+        # All or nothing: if the requested patch fails, the earlier one is bound again.
         redo = None if before is None else before.rebinding.undo()
         try:
             self.active = None if requested is None else _activate(requested)
@@ -108,11 +109,7 @@ class _State:
             raise
 
     def original(self, module: str, name: str) -> Any:
-        """Return Megatron's own object of a name, replaced or not.
-
-        Raises:
-            UnsupportedError: this version does not have it.
-        """
+        """Return Megatron's own object of a name, replaced or not; raise where this version does not have it."""
         found = _core(module)
         if not hasattr(found, name):
             raise UnsupportedError(f"{found.__name__}.{name} is missing")
@@ -233,7 +230,7 @@ def _report() -> Report:
 
 
 def _core(name: str) -> Any:
-    """A module of megatron-core; imported here, because Megatron is no dependency."""
+    """Return a module of megatron-core; imported here, because Megatron is no dependency."""
     return importlib.import_module(f"megatron.core.{name}")
 
 
@@ -253,19 +250,13 @@ def _activate(options: _Options) -> _Active:
 
 
 def _swaps(cross_entropy: bool) -> tuple[Swaps, tuple[str, ...]]:
-    """Return (original, replacement) of every replaced object, and the report's lines on the kept ones.
-
-    A name is replaced if ours takes every call that Megatron's takes. A linear function and its autograd class are
-    replaced together or not at all: the function decides which collectives the class runs, so an unknown argument of
-    one may change the meaning of the other. Mappings only hand their arguments to their classes, which are judged by
-    their own arguments. All methods of a class are one name.
-
-    Raises:
-        UnsupportedError: no name at all can be replaced.
-    """
+    """Return (original, replacement) of every replaced object, and the report's lines on the kept ones."""
     swaps: Swaps = []
     replaced: set[str] = set()
     refused: list[str] = []
+    # A name is replaced if ours takes every call that Megatron's takes. A linear function decides which collectives its
+    # autograd class runs, so an unknown argument of one may change the meaning of the other. Both or none are replaced.
+    # Mappings only hand their arguments to their classes, which are judged by their own arguments.
     for module, names, replacements in _sets(cross_entropy):
         try:
             originals = tuple(_state.original(module, name) for name in names)
@@ -323,11 +314,7 @@ def _cross_entropy(theirs: Any) -> Sequence[Any]:
 
 
 def _check_signature(label: str, theirs: Any, ours: Any) -> None:
-    """Refuse a function of Megatron's if ours does not take every call that it takes.
-
-    Raises:
-        UnsupportedError: the function's name, and both signatures.
-    """
+    """Reject a function of Megatron's if ours does not take every call that it takes."""
     for suffix, expected, offered in _callables(label, theirs, ours):
         names, own = _parameters(expected), _parameters(offered)
         more = own[len(names) :]
@@ -343,11 +330,7 @@ def _takes(ours: inspect.Parameter, theirs: inspect.Parameter) -> bool:
 
 
 def _parameters(function: Any) -> list[inspect.Parameter]:
-    """Return the parameters that a caller passes, without annotations, which may differ.
-
-    Raises:
-        UnsupportedError: the function has no signature.
-    """
+    """Return the parameters that a caller passes, without annotations, which may differ."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -361,11 +344,7 @@ def _forward(autograd_class: Any) -> Any:
 
 
 def _callables(label: str, theirs: Any, ours: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (suffix of the name, Megatron's, ours) of a function, or of the functions that callers of a class call.
-
-    Raises:
-        UnsupportedError: Megatron's object is of another kind, or has a method or property that ours does not have.
-    """
+    """Yield (suffix of the name, Megatron's, ours) of a function, or of the functions that callers of a class call."""
     if inspect.isclass(theirs) != inspect.isclass(ours) or not callable(theirs):
         raise UnsupportedError(f"{label} is an object of {type(theirs).__name__}")
     if not inspect.isclass(theirs):

@@ -117,6 +117,8 @@ def _gradients(x: Tensor, weight: Tensor, grad: Tensor, options: Options) -> tup
     if not grad.is_contiguous():
         grad = grad.contiguous()
     if buffers is not None:
+        # Order matters: the all-gather starts before the product for the input's gradient, and the reduction of that
+        # gradient before the product for the weight's. Each collective runs beside a product that does not need it.
         x, gathering, _sent = _all_gather(x, group, buffers, name, True)  # `_sent` lives until the all-gather ends
         grad_x = grad.matmul(weight)
         if gathering is not None:
@@ -175,16 +177,16 @@ class _FrozenLinear(Function):
 
 
 def _is_ours(input: Tensor, weight: Tensor, gtp_remat_size: int, is_deferred: bool) -> bool:
-    """Return whether our linear functions take a call: plain tensors, no autocast, and an own gradient of the weight.
+    """Whether our linear functions take a call: plain tensors, no autocast, and an own gradient of the weight.
 
     Args:
-        input, weight: the factors. Subclasses of tensors stay Megatron's, and a ``Parameter`` counts as plain.
         gtp_remat_size: ranks over which Megatron gathers the weight along a further axis.
         is_deferred: the gradient of the weight is fused into Megatron's buffer, or computed later.
     """
     if is_deferred or gtp_remat_size != 1:
         return False
     autocast = torch.is_autocast_enabled(input.device.type) if is_compiling() else _is_autocast()
+    # Subclasses of tensors stay Megatron's; a ``Parameter`` counts as plain.
     return not autocast and type(input) is Tensor and (type(weight) is Parameter or type(weight) is Tensor)
 
 
@@ -198,16 +200,11 @@ class TrainedLinear:
     Forward: ``input @ weight.t() + bias``; with ``sequence_parallel`` the input is all-gathered first. Backward: the
     input's gradient is reduce-scattered with ``sequence_parallel``, all-reduced with ``allreduce_dgrad``.
 
-    Megatron's own function runs with fused gradient accumulation, deferred weight gradients, weights that are gathered
-    over a further axis (``gtp_remat_size``), autocast, and subclasses of tensors.
-
     Args:
-        theirs: Megatron's ``linear_with_grad_accumulation_and_async_allreduce``.
         resolve_group: Megatron's rule for a group that is None.
         buffers: returns Megatron's global memory buffer.
 
     Attributes:
-        buffers: the argument.
         warned: whether the environment was warned about; Megatron's function keeps it on the object with its name.
     """
 
@@ -230,11 +227,9 @@ class TrainedLinear:
         tp_group: ProcessGroup | None = None,
         gtp_remat_size: int = 1,
     ) -> Tensor:
-        """Return ``input @ weight.t() + bias``, by our autograd function or by Megatron's.
-
-        Raises:
-            ArgumentError: both ``allreduce_dgrad`` and ``sequence_parallel``.
-        """
+        """Return ``input @ weight.t() + bias``, by our autograd function or by Megatron's."""
+        # Megatron's function runs fused gradient accumulation, deferred weight gradients, weights that are gathered
+        # over a further axis (``gtp_remat_size``), autocast, and subclasses of tensors.
         is_deferred = gradient_accumulation_fusion or grad_output_buffer is not None
         if not _is_ours(input, weight, gtp_remat_size, is_deferred):
             return self._theirs(
@@ -290,8 +285,7 @@ class LinearWithGradAccumulationAndAsyncCommunication:
     """Base of the classes that stand where Megatron's autograd class of this name stands.
 
     Attributes:
-        theirs: Megatron's class.
-        passes_gtp: whether its ``apply`` takes ``gtp_remat_size``.
+        passes_gtp: whether Megatron's ``apply`` takes ``gtp_remat_size``.
         function: our linear function of a trained weight.
     """
 
@@ -326,14 +320,7 @@ class LinearWithGradAccumulationAndAsyncCommunication:
 def linear_functions(
     theirs: Any, linear_class: Any, resolve_group: ResolveGroup, buffers: Buffers
 ) -> tuple[TrainedLinear, type]:
-    """Return our linear function of a trained weight and our autograd class, for a release of Megatron's.
-
-    Args:
-        theirs: Megatron's ``linear_with_grad_accumulation_and_async_allreduce``.
-        linear_class: its autograd class.
-        resolve_group: Megatron's rule for a group that is None.
-        buffers: returns Megatron's global memory buffer.
-    """
+    """Return our linear function of a trained weight and our autograd class, for a release of Megatron's."""
     function = (TrainedLinear016 if _takes(theirs, _ASYNC) else TrainedLinear)(theirs, resolve_group, buffers)
     return function, LinearWithGradAccumulationAndAsyncCommunication.over(linear_class, function)
 
@@ -341,12 +328,7 @@ def linear_functions(
 class FrozenLinear:
     """Linear function of a frozen weight with the arguments of Megatron 0.17 and newer.
 
-    Neither the weight nor, as in Megatron, ``bias`` gets a gradient. Megatron's own function runs as for
-    ``TrainedLinear``.
-
-    Args:
-        theirs: Megatron's ``linear_with_frozen_weight``.
-        resolve_group: Megatron's rule for a group that is None.
+    Neither the weight nor, as in Megatron, ``bias`` gets a gradient. Calls stay Megatron's as in ``TrainedLinear``.
     """
 
     def __init__(self, theirs: Any, resolve_group: ResolveGroup) -> None:
@@ -407,12 +389,7 @@ class FrozenLinear016(FrozenLinear):
 
 
 class LinearWithFrozenWeight:
-    """Base of the classes that stand where Megatron's autograd class of this name stands.
-
-    Attributes:
-        theirs: Megatron's class.
-        function: our linear function of a frozen weight.
-    """
+    """Base of the classes that stand where Megatron's autograd class of this name stands."""
 
     theirs: ClassVar[Any]
     function: ClassVar[FrozenLinear]
@@ -431,13 +408,7 @@ class LinearWithFrozenWeight:
 
 
 def frozen_linear_functions(theirs: Any, linear_class: Any, resolve_group: ResolveGroup) -> tuple[FrozenLinear, type]:
-    """Return our linear function of a frozen weight and our autograd class, for a release of Megatron's.
-
-    Args:
-        theirs: Megatron's ``linear_with_frozen_weight``.
-        linear_class: its autograd class.
-        resolve_group: Megatron's rule for a group that is None.
-    """
+    """Return our linear function of a frozen weight and our autograd class, for a release of Megatron's."""
     function = (FrozenLinear016 if _takes(theirs, _ASYNC) else FrozenLinear)(theirs, resolve_group)
     return function, LinearWithFrozenWeight.over(linear_class, function)
 
@@ -448,11 +419,7 @@ def _rematerialized(gtp_remat_size: int) -> dict[str, int]:
 
 
 def _warn_of_connections(frames: int) -> None:
-    """Warn unless the environment has CUDA start kernels in the order of their launches.
-
-    Args:
-        frames: between this function and the caller that the warning names.
-    """
+    """Warn unless CUDA starts kernels in the order of their launches; ``frames`` are between here and the caller."""
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
         warnings.warn(
             f"{_LINEAR}: set CUDA_DEVICE_MAX_CONNECTIONS=1, so that collectives start before the products that they "
@@ -462,28 +429,19 @@ def _warn_of_connections(frames: int) -> None:
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Forward: identity. Backward: all-reduce into the gradient that it receives, as Megatron-LM's contract says.
-
-    Tensors that ``tritoncomm.mappings.overwrite_inputs`` excludes are copied. Autograd notices the write.
-    """
+    """Forward: identity. Backward: all-reduce into the gradient that it receives, as Megatron-LM's contract says."""
+    # Tensors that ``tritoncomm.mappings.overwrite_inputs`` excludes are copied. Autograd notices the write.
     return copy_to(input_, group, in_place=True)
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Forward: all-reduce into ``input_``, as Megatron-LM's contract says. Backward: identity.
-
-    Tensors that ``tritoncomm.mappings.overwrite_inputs`` excludes are copied. Autograd notices the write.
-    """
+    """Forward: all-reduce into ``input_``, as Megatron-LM's contract says. Backward: identity."""
+    # As above: excluded tensors are copied, and autograd notices the write.
     return reduce_from(input_, group, in_place=True)
 
 
 class VocabParallelCrossEntropy:
-    """Our vocabulary-parallel cross entropy with the arguments of Megatron's ``vocab_parallel_cross_entropy``.
-
-    Args:
-        theirs: Megatron's function; it runs calls with label smoothing.
-        tensor_group: Megatron's default group.
-    """
+    """Vocabulary-parallel cross entropy with the arguments of Megatron's ``vocab_parallel_cross_entropy``."""
 
     def __init__(self, theirs: Any, tensor_group: Callable[[], ProcessGroup]) -> None:
         # The tensor package takes longer to import than everything else here, and this function is opt-in.
@@ -498,10 +456,8 @@ class VocabParallelCrossEntropy:
         label_smoothing: float = 0.0,
         tp_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """Return the loss of every position in fp32.
-
-        Sends one all-gather of two numbers a row, and does not write into the logits.
-        """
+        """Return the loss of every position in fp32; sends one all-gather of two numbers a row."""
+        # Megatron smooths over the local vocabulary, so its own function runs these calls.
         if label_smoothing:
             more = {} if tp_group is None else {"tp_group": tp_group}  # from 0.19 on
             return self._theirs(vocab_parallel_logits, target, label_smoothing, **more)

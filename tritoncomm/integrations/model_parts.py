@@ -24,10 +24,7 @@ ROUTER_LOSS = "every rank would add the router's auxiliary loss, of its own toke
 
 
 def wrong_part(model: Any, attention: str, sharded: bool) -> str | None:
-    """Return why a model would give wrong numbers, or None; ``sharded``: whether there are several ranks.
-
-    At one rank only what is wrong there: no state and no convolution crosses a shard then.
-    """
+    """Return why a model would give wrong numbers, or None; ``sharded``: whether there are several ranks."""
     config = _text_config(model.config)
     kinds = [type(module) for module in model.modules()]
     if attention == "sdpa" and not getattr(model, "_supports_sdpa", True) and _calls_registry(kinds):
@@ -50,12 +47,10 @@ def wrong_part(model: Any, attention: str, sharded: bool) -> str | None:
 
 
 def unknown_part(model: Any) -> str | None:
-    """Return what is not known of a model that has no ``layer_types``, or None.
-
-    Then only attention that calls transformers' registry may mix positions, and the source has to show it.
-    """
+    """Return the reason why nobody knows whether a model without ``layer_types`` is right over shards, or None."""
     if _kinds(_text_config(model.config)):
         return None
+    # Only attention that calls transformers' registry may mix positions, and the source has to show it.
     if not _calls_registry([type(module) for module in model.modules()]):
         return f"no layer_types are in its config, and its code does not call {_REGISTRY}"
     return None
@@ -92,7 +87,7 @@ def _wrong_kinds(config: Any) -> str | None:
 
 
 def _wrong_source(kinds: list[type]) -> str | None:
-    """Return what in the files of some classes is wrong over shards, and at one rank too."""
+    """Return the reason why the files of some classes are wrong over shards, and at one rank too; None without one."""
     for name in sorted({name for kind in set(kinds) for name in _files(kind)}):
         source = _source(name)
         if f"def {_OWN_POSITIONS}" in source:
@@ -108,7 +103,7 @@ def _calls_registry(kinds: list[type]) -> bool:
 
 
 def _files(kind: type) -> Iterator[str]:
-    """Yield the modules of a class and its bases, but for those of torch and of transformers' own base classes."""
+    """Yield the modules of a class and its bases, but for torch's and transformers' own base classes."""
     for base in kind.__mro__:
         name = base.__module__
         if name.startswith("transformers.models.") or name.partition(".")[0] not in (

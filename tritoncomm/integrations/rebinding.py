@@ -28,14 +28,12 @@ class Rebinding:
         self._replaced: dict[tuple[int, str], tuple[ModuleType, Any]] = {}
 
     def extend(self, swaps: Sequence[tuple[Any, Any]]) -> None:
-        """Add (original, replacement) pairs; an original that was added before keeps its replacement.
-
-        Of several originals of one replacement the newest is the last.
-        """
+        """Add (original, replacement) pairs; an original that was added before keeps its replacement."""
         swaps = [(original, replacement) for original, replacement in swaps if id(original) not in self._replacements]
         added = {id(replacement) for _, replacement in swaps} - self._originals.keys()
         self._swaps += swaps
         self._replacements |= {id(original): replacement for original, replacement in swaps}
+        # Of several originals of one replacement the newest is the last, and stays.
         self._originals |= {id(replacement): original for original, replacement in swaps}
         # A module may have imported a replacement by itself; that name is not ours to restore.
         self._imported |= {(id(module), name) for module, name, value in self._bound(added)}
@@ -63,11 +61,7 @@ class Rebinding:
                     yield module, name, value
 
     def apply(self) -> None:
-        """Bind every name to its replacement, all or nothing.
-
-        Raises:
-            Exception: the error of a module that refuses to set a name; no name has changed then.
-        """
+        """Bind every name to its replacement, or none, where a module refuses to set a name."""
         done: list[tuple[ModuleType, str, Any]] = []
         try:
             for module, name, original in self._bound(self._replacements):
@@ -80,15 +74,10 @@ class Rebinding:
         self._replaced |= {(id(module), name): (module, original) for module, name, original in done}
 
     def undo(self) -> Callable[[], None]:
-        """Bind every name to the original again, in modules that were imported since ``apply`` too.
-
-        A name gets the object that ``apply`` found there, and a name that was imported since gets the newest original.
-        A name that was rebound to a third object in between is left alone.
-
-        Returns:
-            A function that binds these names, and no others, to their replacements again.
-        """
+        """Bind every name to the original again, in modules imported since ``apply`` too; return the exact redo."""
         replaced, undone = self._replaced, []
+        # A name gets the object that ``apply`` found there, and a name that was imported since gets the newest
+        # original. A name that was rebound to a third object in between is left alone.
         for module, name, replacement in self._bound(self._originals):
             if (id(module), name) not in self._imported:
                 _, original = replaced.get((id(module), name), (module, None))

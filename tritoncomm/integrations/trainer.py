@@ -55,7 +55,7 @@ class UlyssesTrainerMixin(_Base):
             switch(self.model, ulysses, unverified=unverified)
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """``Trainer``'s, with this attention."""
+        """Make the model as ``Trainer`` does, with this attention."""
         model = super().call_model_init(trial)
         switch(model, self.ulysses, unverified=self.unverified)
         return model
@@ -81,7 +81,7 @@ class UlyssesTrainerMixin(_Base):
     # Data: one lane per sequence group.
 
     def create_accelerator_and_postprocess(self) -> None:
-        """``Trainer``'s; its accelerator then loads and gathers data per sequence group."""
+        """Make the accelerator as ``Trainer`` does; it then loads and gathers data per sequence group."""
         super().create_accelerator_and_postprocess()
         accelerator = self.accelerator
         self._leaders = self._group_leaders()
@@ -91,7 +91,7 @@ class UlyssesTrainerMixin(_Base):
         self.gather_function = self._gather_for_metrics
 
     def _group_leaders(self) -> list[int]:
-        """The first rank of every sequence group; all ranks of the job compare theirs."""
+        """Return the first rank of every sequence group; all ranks of the job compare theirs."""
         size, first = self.sequence_group.size(), self._first_rank()
         firsts = self.accelerator.gather(torch.tensor([first], device=self.accelerator.device)).tolist()
         leaders = sorted(set(firsts))
@@ -108,7 +108,7 @@ class UlyssesTrainerMixin(_Base):
     def _prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """``Accelerator.prepare_data_loader``, with sequence groups in the place of processes."""
+        """Run ``Accelerator.prepare_data_loader`` with sequence groups in the place of processes."""
         accelerator = self.accelerator
         if not getattr(data_loader, "_is_accelerate_prepared", False):
             data_loader = importlib.import_module("accelerate.data_loader").prepare_data_loader(
@@ -129,10 +129,11 @@ class UlyssesTrainerMixin(_Base):
         return self._prepare_as_accelerate(data_loader, device_placement, slice_fn_for_dispatch)  # notes it
 
     def _gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """``Accelerator.gather_for_metrics`` of one rank per sequence group."""
+        """Run ``Accelerator.gather_for_metrics`` over one rank per sequence group."""
         if use_gather_object:
             raise UnsupportedError(f"{type(self).__name__}: use_gather_object is not supported over sequence shards")
         state, world = self.accelerator.gradient_state, self.accelerator.num_processes
+        # The last batch repeats samples to fill all lanes; the remainder is the number of real ones.
         count = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
         def select(x: Tensor) -> Tensor:
@@ -144,11 +145,11 @@ class UlyssesTrainerMixin(_Base):
     # Numbers: a rank has a share of its group's batch.
 
     def get_cp_size(self) -> int:
-        """Ranks that share one batch, by which ``Trainer`` divides batch sizes and counts of labels."""
+        """Return the ranks that share one batch, by which ``Trainer`` divides batch sizes and counts of labels."""
         return self.sequence_group.size()
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> Any:
-        """Operations of this rank's share."""
+        """Return the operations of this rank's share."""
         return super().floating_point_ops(inputs) / self.sequence_group.size()
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
@@ -163,7 +164,7 @@ class UlyssesTrainerMixin(_Base):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """``Trainer``'s, of this rank's shard of ``inputs``."""
+        """Compute the loss as ``Trainer`` does, of this rank's shard of ``inputs``."""
         if num_items_in_batch is None:
             raise ArgumentError(f"{type(self).__name__}: a batch needs labels, only {', '.join(inputs)} are there")
         shard = shard_batch(inputs, self.sequence_group)
@@ -172,11 +173,7 @@ class UlyssesTrainerMixin(_Base):
         return (loss, outputs) if return_outputs else loss
 
     def _refuse_further_losses(self, outputs: Any) -> None:
-        """Refuse outputs with a loss besides the one that is a mean over labels: it would be of this rank's tokens.
-
-        Raises:
-            UnsupportedError: there is one.
-        """
+        """Reject outputs with a loss besides the one that is a mean over labels: it would be of this rank's tokens."""
         if not isinstance(outputs, Mapping) or self.sequence_group.size() == 1:
             return
         further = [name for name, x in outputs.items() if name.endswith("loss") and name != "loss" and x is not None]
@@ -186,7 +183,7 @@ class UlyssesTrainerMixin(_Base):
     def prediction_step(
         self, model: Any, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """``Trainer``'s; the loss and the logits are those of full sequences, on every rank."""
+        """Predict as ``Trainer`` does; the loss and the logits are of full sequences, on every rank."""
         length = inputs["input_ids"].shape[1]
         called = model
         if any(inputs.get(name) is None for name in self.label_names):  # `Trainer` does not call compute_loss then
@@ -197,7 +194,7 @@ class UlyssesTrainerMixin(_Base):
         return loss, self._full(logits, length), labels
 
     def _full(self, outputs: Any, length: int) -> Any:
-        """Outputs ``[b, s, ...]`` of all ranks of the group, without padding."""
+        """Gather outputs ``[b, s, ...]`` of all ranks of the group, without padding."""
         if isinstance(outputs, list | tuple):
             return type(outputs)(self._full(each, length) for each in outputs)
         if outputs is None:

@@ -120,7 +120,7 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
 
 
 def group_of(name: str) -> ProcessGroup:
-    """The ranks for which ``register`` added ``name``.
+    """Return the ranks for which ``register`` added ``name``.
 
     Raises:
         ArgumentError: ``register`` did not add ``name``.
@@ -147,13 +147,13 @@ def unregister(name: str | None = None) -> None:
 
 
 def _registries() -> tuple[Any, Any]:
-    """transformers' attention functions, and the functions that make their masks."""
+    """Return transformers' attention functions, and the functions that make their masks."""
     attentions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     return attentions, importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
 
 
 class _Local:
-    """An attention module as ``attention`` has to see it: with this rank's heads, and under its own name."""
+    """Attention module as ``attention`` has to see it: with this rank's heads, and under its own name."""
 
     def __init__(self, module: Any, groups: int, attention: str) -> None:
         self._module, self.num_key_value_groups, self._attention = module, groups, attention
@@ -164,7 +164,7 @@ class _Local:
 
 
 class _Config:
-    """A model's config with another attention implementation."""
+    """Config of a model with another attention implementation."""
 
     def __init__(self, config: Any, attention: str) -> None:
         self._config, self._attn_implementation = config, attention
@@ -194,7 +194,7 @@ class _Implementation:
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """q, k, v ``[b, heads, s, d]`` of this rank's positions in, ``[b, s, heads, d]`` of them out."""
+        """Attend: q, k, v ``[b, heads, s, d]`` of this rank's positions in, ``[b, s, heads, d]`` of them out."""
         group, groups = self.group, getattr(module, "num_key_value_groups", 1)
         if not is_compiling() and module not in self.judged:
             self._judge(module)
@@ -205,7 +205,7 @@ class _Implementation:
         tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         exchange = ulysses.exchange_for(*tensors, group, 1, None, self.name)
         if group.size() > 1:
-            kwargs.pop("position_ids", None)  # local ones; an implementation would take them for those of all positions
+            kwargs.pop("position_ids", None)  # local ones; an implementation would take them for all positions
             local = ulysses.to_heads(tensors, exchange.qkv, group, exchange.names)
             query, key, value = (x.transpose(1, 2) for x in local)
         of_rank = query.shape[1] // key.shape[1]
@@ -237,7 +237,7 @@ class _Implementation:
             )
 
     def _judge(self, module: Any) -> None:
-        """Refuse an attention of a model that was not given to ``switch``, by what can be seen from here."""
+        """Reject an attention of a model that was not given to ``switch``, by what its config and file show."""
         problem = model_parts.wrong_attention(module, self.group.size() > 1)
         if problem is not None:
             raise UnsupportedError(f"{self.name}: {type(module).__name__}: {problem}")
@@ -284,7 +284,7 @@ class _Implementation:
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The mask of all positions, by the mask function of ``attention``; lengths and offsets are local ones."""
+        """Make the mask of all positions, by the mask function of ``attention``, from local lengths and offsets."""
         positions = q_length * self.group.size()
         if attention_mask is not None and attention_mask.shape[-1] != positions:
             raise ShapeError(
@@ -308,7 +308,7 @@ class _Implementation:
 def shard_batch(
     batch: Mapping[str, Any], group: ProcessGroup | None = None, *, pad_token_id: int = 0
 ) -> dict[str, Any]:
-    """This rank's shard of a batch that every rank has in full, as keyword arguments of a causal language model.
+    """Return this rank's shard of a batch that every rank has in full, as arguments of a causal language model.
 
     The sequence is padded at its end to a multiple of the ranks; in a causal model no earlier token sees the padding.
     All ranks of the group call. In the first call they compare their batches: 24 bytes per rank, on a GPU one copy to
@@ -366,7 +366,7 @@ def _mark(position_ids: Tensor, group: ProcessGroup) -> None:
 
 
 def _sharded_over(position_ids: Tensor) -> str | None:
-    """The name of the group for which ``shard_batch`` made ``position_ids``; None if it did not."""
+    """Return the name of the group for which ``shard_batch`` made ``position_ids``; None if it did not."""
     return getattr(position_ids if is_compiling() else position_ids.untyped_storage(), _MARK, None)
 
 
@@ -388,7 +388,7 @@ def _check_batch(batch: Mapping[str, Any], group: ProcessGroup, name: str) -> No
 
 
 def _described(batch: Mapping[str, Any]) -> dict[str, str]:
-    """The entries of a batch in words, with a digest of their values."""
+    """Return the entries of a batch in words, with a digest of their values."""
     return {key: _in_words(batch[key]) for key in _SHARDED if batch.get(key) is not None}
 
 
@@ -411,7 +411,7 @@ def _check_entries(batch: Mapping[str, Any], name: str) -> None:
 
 
 def _positions(batch: Mapping[str, Any], length: int) -> Tensor:
-    """Global position ids; padding goes on counting, so that it starts no sequence."""
+    """Return global position ids; padding goes on counting, so that it starts no sequence."""
     ids, given = batch["input_ids"], batch.get("position_ids")
     if given is None:
         return torch.arange(length, device=ids.device).expand(ids.shape[0], length)
@@ -420,7 +420,7 @@ def _positions(batch: Mapping[str, Any], length: int) -> Tensor:
 
 
 def _packed_mask(positions: Tensor) -> Tensor | None:
-    """``[b, 1, S, S]``, true where a position attends to another of its sequence; None without packing."""
+    """Return ``[b, 1, S, S]``, true where a position attends to another of its sequence; None without packing."""
     starts = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
     if not starts.any():
         return None

@@ -14,11 +14,7 @@ __all__ = ["SeqAllToAll4D", "SeqAllToAll5D"]
 
 
 class _SeqAllToAll:
-    """Base of the two classes; heads are in the last dim but one.
-
-    Attributes:
-        ndim: dims of the input.
-    """
+    """Base of the two classes: ``ndim`` dims, the heads in the last but one."""
 
     ndim: ClassVar[int]
 
@@ -26,11 +22,7 @@ class _SeqAllToAll:
     def apply(
         cls, group: ProcessGroup | None, input: Tensor, scatter_idx: int, gather_idx: int, use_sync: bool = False
     ) -> Tensor:
-        """Exchange over ``group`` (all ranks by default); ``use_sync`` waits for the device afterwards.
-
-        Raises:
-            ShapeError: another number of dims, or dims other than sequence and heads.
-        """
+        """Exchange over ``group`` (all ranks by default); ``use_sync`` waits for the device afterwards."""
         heads = cls.ndim - 2
         if input.dim() != cls.ndim or {scatter_idx, gather_idx} != {1, heads}:
             raise ShapeError(
