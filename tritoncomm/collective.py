@@ -46,21 +46,15 @@ _all_to_all_outside = outside_graphs(eager.all_to_all_single)
 
 
 def _checked(tensor: Any, parallel_mode: Any, name: str) -> dist.ProcessGroup:
-    """Return the group of ``parallel_mode`` that moves ``tensor``.
-
-    Raises:
-        ArgumentError: ``tensor`` is no tensor. ``name`` is the function that the program called.
-    """
+    """Return the group of ``parallel_mode`` that moves ``tensor``; reject an argument that is no tensor."""
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"{name}: expected a tensor, not {type(tensor).__name__}")
     return group_for(parallel_mode, tensor, name)
 
 
 def _own_or_detached(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` if a collective can write into it, else a detached one, as the copy is no part of its graph.
-
-    A collective writes into contiguous tensors without lazy bits. A tensor that requires no grad is returned as it is.
-    """
+    """Return ``tensor`` if a collective can write into it, else a detached one, as the copy is no part of its graph."""
+    # Collectives write into contiguous tensors without lazy bits. A tensor that requires no grad needs no detached one.
     if tensor.requires_grad and (not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()):
         return tensor.detach()
     return tensor
@@ -134,7 +128,7 @@ def all_reduce(tensor: Tensor, parallel_mode: Any, op: Any = ReduceOp.SUM, async
 
 
 def broadcast(tensor: Tensor, src: int, parallel_mode: Any, async_op: bool = False) -> Any:
-    """Values of global rank ``src`` on every rank, in place when ``tensor`` is contiguous, else in a copy.
+    """Return the values of global rank ``src``, in place when ``tensor`` is contiguous, else in a copy.
 
     Returns:
         The tensor with the values, or ``(tensor, handle)``.
@@ -153,19 +147,7 @@ def reduce(tensor: Tensor, dst: int, parallel_mode: Any, op: Any = ReduceOp.SUM,
 
 @outside_graphs
 def _rooted(name: str, tensor: Tensor, root: int, parallel_mode: Any, op: Any, async_op: bool) -> Any:
-    """Run the collective ``name``, ``reduce`` into or ``broadcast`` from global rank ``root``, and return its result.
-
-    Args:
-        name: ``reduce`` or ``broadcast``.
-        tensor: tensor of this rank.
-        root: global rank of the target or source.
-        parallel_mode: ParallelMode or group.
-        op: reduction; None for a broadcast.
-        async_op: return (tensor, handle).
-
-    Raises:
-        GroupError: ``root`` is not in the group.
-    """
+    """Run ``reduce`` into, or ``broadcast`` (``op`` None) from, global rank ``root``, and return its result."""
     group = _checked(tensor, parallel_mode, name)
     group_root = rank_in(group, root, name)
     span = enter(name, name, group, tensor, (root, op))
@@ -263,16 +245,9 @@ def split_reduce_scatter(
 def _split_reduce_scatter(
     many: list[Tensor], axes: list[int], group: dist.ProcessGroup, dtype: torch.dtype | None, scale: float | None
 ) -> list[Tensor]:
-    """Run ``split_reduce_scatter`` of checked arguments, and return this rank's shard of each tensor.
-
-    Args:
-        many: tensors.
-        axes: split dim of each, counted from the front.
-        group: ranks that take part; over one rank the tensors are only cast and scaled.
-        dtype: dtype of the results; None for that of the tensors.
-        scale: factor applied before the sum.
-    """
+    """Run ``split_reduce_scatter`` of checked arguments, ``axes`` from the front; return this rank's shard of each."""
     name = "split_reduce_scatter"
+    # None over one rank, where the tensors are only cast and scaled.
     collective = enter(name, name, group, many, (tuple(axes), dtype, scale))
     span, world, rank = collective or Span(name), group.size(), group.rank()
     plain = [resolved(x) for x in many]  # a segment table reads memory as it is
@@ -292,14 +267,11 @@ def _split_reduce_scatter(
 
 
 def _own(part: Tensor, size: int, dim: int, shape: tuple[int, ...], rank: int) -> Tensor:
-    """Return this rank's shard of a tensor as a view of ``part``, without the padding of a shorter shard.
+    """Return this rank's shard of a tensor as a view of its ``part`` of the flat result, without padding.
 
     Args:
-        part: part of the flat result that belongs to the tensor.
-        size: size of the dim that was split.
-        dim: dim along which the tensor was split.
-        shape: shape of the longest shard.
-        rank: this rank.
+        size: of the dim that was split.
+        shape: of the longest shard.
     """
     own = max(0, min(shape[dim], size - rank * shape[dim]))
     return part.view(shape) if own == shape[dim] else part.view(shape).narrow(dim, 0, own)

@@ -149,7 +149,7 @@ GroupLike = ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str] | str
 def rank_lists(
     world: int, tensor: int = 1, pipeline: int = 1, context: int = 1, expert: int = 1
 ) -> dict[ParallelMode, list[list[int]]]:
-    """The rank lists of every mode: ``rank = ((d*P + p)*C + c)*T + t``, tensor fastest and data slowest.
+    """Return the rank lists of every mode: ``rank = ((d*P + p)*C + c)*T + t``, tensor fastest and data slowest.
 
     Example:
         ``rank_lists(4, tensor=2, pipeline=2)`` has TENSOR [0,1],[2,3] and PIPELINE [0,2],[1,3].
@@ -167,7 +167,7 @@ def rank_lists(
 
 
 def ranks_of_mode(mode: ParallelMode, ranks: Tensor, coordinate: Sequence[int], expert: int = 1) -> list[int]:
-    """The list of ``rank_lists`` that the rank at ``coordinate`` is in, without the other lists; in ascending order.
+    """Return the list of ``rank_lists`` that the rank at ``coordinate`` is in, ascending, without the other lists.
 
     Args:
         mode: a mode of ``rank_lists``.
@@ -237,7 +237,7 @@ def wait_until_connected(group: ProcessGroup) -> None:
 
 
 def as_mode(mode: Any) -> ParallelMode:
-    """A ``ParallelMode`` from one of ours or any enum member with the same value."""
+    """Return a ``ParallelMode`` from one of ours or any enum member with the same value."""
     if isinstance(mode, ParallelMode):
         return mode
     if isinstance(mode, enum.Enum):
@@ -262,12 +262,12 @@ def _entry(parallel_mode: Any) -> Group:
 
 
 def get_group(parallel_mode: Any) -> ProcessGroup:
-    """The process group of this rank for a mode."""
+    """Return the process group of this rank for a mode."""
     return _entry(parallel_mode).group
 
 
 def get_cpu_group(parallel_mode: Any) -> ProcessGroup:
-    """The group that carries CPU tensors; the same as ``get_group`` where that carries both.
+    """Return the group that carries CPU tensors; the same as ``get_group`` where that carries both.
 
     Over NCCL alone it is a Gloo group that all ranks of the mode make together, each at its first call of this or with
     a CPU tensor.
@@ -279,22 +279,22 @@ def get_cpu_group(parallel_mode: Any) -> ProcessGroup:
 
 
 def get_ranks_in_group(parallel_mode: Any) -> list[int]:
-    """Global ranks of this rank's group, in group order."""
+    """Return the global ranks of this rank's group, in group order."""
     return list(_entry(parallel_mode).ranks)
 
 
 def get_world_size(parallel_mode: Any) -> int:
-    """Ranks in this rank's group."""
+    """Return the number of ranks in this rank's group."""
     return _entry(parallel_mode).group.size()
 
 
 def get_global_rank() -> int:
-    """This process's rank in the job."""
+    """Return the rank of this process in the job."""
     return dist.get_rank()
 
 
 def get_local_rank(parallel_mode: Any) -> int:
-    """This process's index in the group's rank list."""
+    """Return the index of this process in the group's rank list."""
     return _entry(parallel_mode).group.rank()
 
 
@@ -307,12 +307,12 @@ def _neighbour(parallel_mode: Any, step: int) -> int:
 
 
 def get_next_global_rank(parallel_mode: Any) -> int:
-    """Global rank of the next member on the ring: after the last comes the first."""
+    """Return the global rank of the next member on the ring: after the last comes the first."""
     return _neighbour(parallel_mode, 1)
 
 
 def get_prev_global_rank(parallel_mode: Any) -> int:
-    """Global rank of the previous member on the ring: before the first comes the last."""
+    """Return the global rank of the previous member on the ring: before the first comes the last."""
     return _neighbour(parallel_mode, -1)
 
 
@@ -327,31 +327,31 @@ def is_last_rank(parallel_mode: Any) -> bool:
 
 
 def set_virtual_pipeline_parallel_size(size: int | None) -> None:
-    """Number of model chunks per pipeline stage (interleaved schedules)."""
+    """Set the number of model chunks per pipeline stage (interleaved schedules)."""
     _virtual["size"] = size
 
 
 def set_virtual_pipeline_parallel_rank(rank: int | None) -> None:
-    """The model chunk this process works on now."""
+    """Set the model chunk that this process works on now."""
     _virtual["rank"] = rank
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = False) -> bool:
-    """First stage and, with virtual stages, its first chunk."""
+    """Whether this is the first stage and, with virtual stages, its first chunk."""
     if not ignore_virtual and _virtual["size"] is not None and _virtual["rank"] != 0:
         return False
     return is_first_rank(ParallelMode.PIPELINE)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = False) -> bool:
-    """Last stage and, with virtual stages, its last chunk."""
+    """Whether this is the last stage and, with virtual stages, its last chunk."""
     if not ignore_virtual and _virtual["size"] is not None and _virtual["rank"] != _virtual["size"] - 1:
         return False
     return is_last_rank(ParallelMode.PIPELINE)
 
 
 def resolve(group: GroupLike | None, name: str) -> ProcessGroup:
-    """The group of a mapping: the one given, else our tensor group, else Megatron's.
+    """Return the group of a mapping: the one given, else our tensor group, else Megatron's.
 
     Raises:
         ArgumentError: no kind of group.
@@ -370,7 +370,7 @@ def resolve(group: GroupLike | None, name: str) -> ProcessGroup:
 
 
 def resolve_sequence(group: GroupLike | None, name: str) -> ProcessGroup:
-    """``resolve`` for ranks that hold one sequence: no default where these may be those of the context axis.
+    """Run ``resolve`` for ranks that hold one sequence: no default where these may be those of the context axis.
 
     Raises:
         ArgumentError: no kind of group.
@@ -385,7 +385,7 @@ def resolve_sequence(group: GroupLike | None, name: str) -> ProcessGroup:
 
 
 def as_group(group: Any, name: str) -> ProcessGroup:
-    """The process group that any kind of group stands for.
+    """Return the process group that any kind of group stands for.
 
     A mesh is looked up on every call, which takes some microseconds: hot loops pass ``mesh.get_group()``.
 
@@ -455,7 +455,7 @@ def _check_axis(mesh: DeviceMesh, axis: int, name: str) -> None:
 
 
 def group_for(parallel_mode: Any, x: Tensor, name: str) -> ProcessGroup:
-    """The group that moves ``x``: a mode's device group, or its CPU group for CPU tensors; else ``as_group``."""
+    """Return the group that moves ``x``: a mode's device group, or its CPU group for CPU tensors; else ``as_group``."""
     if isinstance(parallel_mode, ProcessGroup):
         return parallel_mode
     if parallel_mode is None:
@@ -475,7 +475,7 @@ def register(members: dict[ParallelMode, Group]) -> None:
 
 
 def check_ascending(ranks: Tensor, name: str, mesh: object = "the mesh", axes: Sequence[int] | None = None) -> None:
-    """Refuse a grid of ranks that descends along an axis.
+    """Reject a grid of ranks that descends along an axis.
 
     torch sorts the ranks of a process group. Along such an axis the index of a rank in the mesh is not its rank in the
     group, and a tensor split by one of them would be gathered by the other.
@@ -499,7 +499,7 @@ def check_ascending(ranks: Tensor, name: str, mesh: object = "the mesh", axes: S
 
 
 def check_mesh(mesh: DeviceMesh, name: str) -> None:
-    """``check_ascending`` of a torch mesh.
+    """Run ``check_ascending`` of a torch mesh.
 
     A slice of a mesh has this rank's line of ranks only. The mesh that it was sliced from is checked along the same
     axes, so that all ranks raise and none waits for another.

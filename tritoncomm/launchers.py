@@ -55,7 +55,7 @@ class Launch:
 
 
 def started_by(env: Mapping[str, str]) -> Launch | None:
-    """The launcher that started this process; None for a process on its own.
+    """Return the launcher that started this process; None for a process on its own.
 
     torchrun counts with its own variables only: RANK and WORLD_SIZE alone may be those of the nodes of a cluster.
     Slurm counts inside a step of srun only: a batch script has the job's variables, but one process.
@@ -90,7 +90,7 @@ def _launch(env: Mapping[str, str], launcher: str, *names: str) -> Launch:
 
 
 def local_rank(env: Mapping[str, str]) -> int | None:
-    """LOCAL_RANK, None where it is not set.
+    """Return LOCAL_RANK, None where it is not set.
 
     Raises:
         GroupError: it is no number of 0 or more.
@@ -99,7 +99,7 @@ def local_rank(env: Mapping[str, str]) -> int | None:
 
 
 def world_size(env: Mapping[str, str]) -> int | None:
-    """WORLD_SIZE, None where it is not set.
+    """Return WORLD_SIZE, None where it is not set.
 
     Raises:
         GroupError: it is no number of 0 or more.
@@ -115,7 +115,7 @@ def _integer(env: Mapping[str, str], name: str) -> int:
 
 
 def rendezvous(env: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables from another launcher's; nothing where RANK is set, or for a process on its own.
+    """Return torchrun's variables from another launcher's; nothing where RANK is set, or for a process on its own.
 
     On one node the ranks meet at 127.0.0.1 and a port that follows from the job. On several nodes Slurm's list has the
     first one; other launchers do not, so MASTER_ADDR and MASTER_PORT have to be set, as they may be everywhere.
@@ -151,7 +151,7 @@ def _is_one_node(env: Mapping[str, str], launch: Launch) -> bool:
 
 
 def _port(env: Mapping[str, str], launch: Launch) -> str:
-    """From what names the job: the same on all ranks, and another for another job."""
+    """Return a port that follows from the job's name: the same on all ranks, and another for another job."""
     if launch.launcher == "Slurm":
         step = env.get("SLURM_STEP_ID", "0")
         job = env.get("SLURM_JOB_ID", "0") + ("" if step == "0" else f".{step}")
@@ -167,10 +167,8 @@ def _port(env: Mapping[str, str], launch: Launch) -> str:
 
 
 def _starter(launch: Launch) -> str:
-    """The nearest ancestor that is no rank itself, so the launcher's process on this node; empty where /proc is closed.
-
-    A rank's parent may be a shell of its own; MPICH's and Intel's launchers name the job in no variable.
-    """
+    """Return the nearest ancestor that is no rank, the launcher's process on this node; empty where /proc is closed."""
+    # A rank's parent may be a shell of its own; MPICH's and Intel's launchers name the job in no variable.
     mark = next(f"{names[1]}=" for names in _LAUNCHERS if names[0] == launch.launcher).encode()
     pid = os.getppid()
     try:
@@ -182,7 +180,7 @@ def _starter(launch: Launch) -> str:
 
 
 def first_host(hosts: str) -> str:
-    """First host of a Slurm node list: ``rack[1-2]n[03-04],x`` is ``rack1n03``.
+    """Return the first host of a Slurm node list: ``rack[1-2]n[03-04],x`` is ``rack1n03``.
 
     Raises:
         GroupError: the list has no first host.

@@ -108,7 +108,7 @@ class SequenceParallel(style.SequenceParallel):
 
 
 class _Site:
-    """Where a module runs: its mesh, group and layouts. Copies of the module share it."""
+    """Place where a module runs: its mesh, group and layouts. Copies of the module share it."""
 
     __slots__ = ("group", "input", "local_output", "mesh", "output", "world")
 
@@ -124,7 +124,7 @@ class _Site:
         return _Site, (self.mesh, self.input, self.output, self.local_output)
 
     def local(self, x: Any, partial: bool = False) -> tuple[Tensor, Placement]:
-        """A plain input and its layout; ``partial``: the gradient of a replicated DTensor is partial."""
+        """Return a plain input and its layout; ``partial``: the gradient of a replicated DTensor is partial."""
         if not isinstance(x, DTensor):
             return x, self.input
         if x.device_mesh != self.mesh or len(x.placements) != 1:
@@ -137,7 +137,7 @@ class _Site:
         return x.to_local(), layout
 
     def shard(self, x: Any) -> Tensor:
-        """An input along whose sharded dim a norm runs; another DTensor is redistributed."""
+        """Return an input along whose sharded dim a norm runs; another DTensor is redistributed."""
         if isinstance(x, DTensor) and x.placements != (self.input,):
             x = x.redistribute(placements=(self.input,))
         return self.local(x)[0]
@@ -146,7 +146,7 @@ class _Site:
         return x if self.local_output else DTensor.from_local(x, self.mesh, (self.output,), run_check=False)
 
     def result_of(self, x: Tensor, features: int) -> Any:
-        """``result``, where the last dim may be sharded unevenly: ``features`` is its global size."""
+        """Return ``result``, where the last dim may be sharded unevenly: ``features`` is its global size."""
         if self.local_output or not self.is_last(x) or not self.sizes(features):
             return self.result(x)
         shape = torch.Size((*x.shape[:-1], features))
@@ -158,21 +158,19 @@ class _Site:
         return isinstance(self.output, Shard) and self.output.dim in (-1, x.dim() - 1)
 
     def sizes(self, size: int) -> Ints | None:
-        """Sizes of the shards of a dim, as DTensor splits it; None where they are equal."""
+        """Return the sizes of the shards of a dim, as DTensor splits it; None where they are equal."""
         return None if size % self.world == 0 else chunk_sizes(size, self.world)
 
     def replicated(self, x: Any) -> Tensor:
-        """An input of a column-parallel layer, whose gradient is partial.
-
-        The layer's product alone uses the result, so its gradient is new memory that nothing else needs.
-        """
+        """Return the input of a column-parallel layer, whose gradient is partial."""
         x, layout = self.local(x, partial=True)
         if isinstance(layout, Shard):
             return mappings.all_gather_dim(x, layout.dim, self.group)
+        # In place: the layer's product alone uses the result, so its gradient is new memory that nothing else needs.
         return x if layout.is_partial() else copy_to(x, self.group, in_place=True)
 
     def from_columns(self, x: Tensor, features: int) -> Any:
-        """Results that are sharded along the last dim, as ``output``."""
+        """Return results that are sharded along the last dim, as ``output``."""
         if isinstance(self.output, Replicate):
             sizes = self.sizes(features)
             x = mappings.all_gather_dim(x, -1, self.group, tensor_parallel_output_grad=False, sizes=sizes)
@@ -181,19 +179,17 @@ class _Site:
         return self.result_of(x, features)
 
     def summed(self, param: Tensor) -> Tensor:
-        """A replicated parameter that works on a shard of the tokens. Backward: all-reduce of its gradient."""
+        """Return a replicated parameter that works on a shard of the tokens. Backward: all-reduce of its gradient."""
         return mappings.copy_to_tensor_model_parallel_region(param, self.group)
 
 
 @direct
 class _Locals(Function):
-    """Forward: the local tensors of parameters. Backward: their gradients, as DTensors of the parameters' layouts.
-
-    ``to_local`` does this too. Its backward searches for the layout again, which takes longer than the layer's own.
-    """
+    """Forward: the local tensors of parameters. Backward: their gradients, as DTensors of the parameters' layouts."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Any) -> Any:
+        # Not ``to_local``: its backward searches for the layout again, which takes longer than the layer's own.
         ctx.set_materialize_grads(False)
         ctx.layouts = [None if each is None else each._spec for each in parameters]
         return tuple([None if each is None else each._local_tensor.view_as(each._local_tensor) for each in parameters])
@@ -305,7 +301,7 @@ class SequenceRMSNorm(nn.RMSNorm):
 
 
 def _base(module: nn.Module) -> type[nn.Module]:
-    """Which of torch's modules ``module`` runs as: a subclass that keeps ``forward``. ``nn.Module`` for none."""
+    """Return torch's module as which ``module``, a subclass that keeps ``forward``, runs. ``nn.Module`` for none."""
     if "forward" in module.__dict__:
         return nn.Module
     kinds = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
@@ -354,15 +350,10 @@ _SHARDED = "tritoncomm_sharded"
 
 
 def _replace(module: nn.Module, name: str, old: Tensor, new: Any) -> None:
-    """Register ``new`` in the place of ``old``, or what already stands in the place of ``old`` in another module.
-
-    Nobody knows here which other modules share ``old``. One that is not in the plan keeps it, untied: its gradient
-    raises then.
-
-    Raises:
-        ArgumentError: the other module's style sharded it otherwise.
-    """
+    """Register ``new`` in the place of ``old``, or the parameter that already stands in its place in another module."""
     what = f"parallelize_module: {type(module).__name__}.{name}"
+    # Nobody knows here which other modules share ``old``. One that is not in the plan keeps it, untied: its gradient
+    # raises then.
     shared = getattr(old, _SHARDED, None)
     if shared is None:
         setattr(old, _SHARDED, new)
@@ -393,7 +384,7 @@ class _Untied:
 
 @lru_cache(maxsize=256)
 def _class_of(kind: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
-    """``cls`` with the ``forward`` of ``kind``."""
+    """Return ``cls`` with the ``forward`` of ``kind``."""
     if cls in kind.__bases__:
         return kind
 
@@ -404,7 +395,8 @@ def _class_of(kind: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _empty(kind: type[nn.Module], cls: type[nn.Module]) -> nn.Module:
-    """A module of ``_class_of``, whose attributes pickle sets; the class has no name that pickle could look up."""
+    """Return a module of ``_class_of``, whose attributes pickle sets."""
+    # The class has no name that pickle could look up.
     return nn.Module.__new__(_class_of(kind, cls))
 
 

@@ -18,11 +18,7 @@ _SUPPORTED = re.compile(r"bfloat16|float(16|32|64|8_\w+)|complex(32|64|128)|u?in
 
 
 def parse_dtype(text: str) -> torch.dtype:
-    """``bfloat16``, ``torch.bfloat16`` or ``bf16``: torch's names of element types, and the short ones of the field.
-
-    Raises:
-        ValueError: torch has no such dtype, or tensors of it cannot be moved (quantized, or below a byte).
-    """
+    """Parse ``bfloat16``, ``torch.bfloat16`` or ``bf16``: torch's names of element types, and short ones."""
     name = text.strip().removeprefix("torch.")
     dtype = getattr(torch, _SHORT.get(name.lower(), name), None)
     if not isinstance(dtype, torch.dtype):
@@ -34,26 +30,17 @@ def parse_dtype(text: str) -> torch.dtype:
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``."""
+    """Return ``1 rank``, ``2 ranks``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16`` for ``torch.bfloat16``."""
+    """Return ``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def parse_ints(text: str, option: str, minimum: int | None = None) -> tuple[int, ...]:
-    """``4096,1,8192`` or ``4096x1x8192`` as a tuple; nothing is an empty one.
-
-    Args:
-        text: the argument.
-        option: its name, for the message.
-        minimum: the smallest valid integer; any by default.
-
-    Raises:
-        ValueError: not integers, or one that is too small.
-    """
+    """Parse ``4096,1,8192`` or ``4096x1x8192``, the argument of ``option``; an empty text is an empty tuple."""
     try:
         numbers = tuple(int(part) for part in text.replace("x", ",").split(",")) if text.strip() else ()
     except ValueError:

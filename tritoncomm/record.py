@@ -42,18 +42,16 @@ _Path = CopyPath | Literal["compiled", "cpu", "device"]
 
 
 class Observer(Protocol):
-    """An object that is told of every collective and p2p step of this process, as ``tritoncomm.debug.flight`` is."""
+    """Object that is told of every collective and p2p step of this process, as ``tritoncomm.debug.flight`` is."""
 
     def begin(self, name: str, kind: str, group: Any, x: Any, arguments: tuple[Any, ...] = (), depth: int = 4) -> None:
         """Take note that a call starts. An error raised here stops the call before anything is sent.
 
         Args:
-            name: function that the program called.
             kind: collective that runs, a key of ``tritoncomm.debug.descriptor.KINDS``.
-            group: process group of the call.
             x: tensor of the call, a sequence of its tensors, or None.
-            arguments: arguments of the kind, in its order; or a function followed by its arguments, which returns the
-                arguments of the kind when the flight record is written.
+            arguments: of the kind, in its order; or a function followed by its arguments, which returns them when the
+                flight record is written.
             depth: number of frames from this method up to the frame of the program, or fewer.
         """
         ...
@@ -80,12 +78,11 @@ class Observer(Protocol):
 
 
 class Hooks:
-    """The hooks by which calls report to the observer: one object, ``hooks``, that every call asks.
+    """Hooks by which calls report to the observer: one object, ``hooks``, that every call asks.
 
     Attributes:
         observer: receiver of the reports; None, as at the start, where nobody listens.
-        clock: function that returns the start time of a call in seconds; ``float``, which returns 0.0, while ``timing``
-            is off.
+        clock: returns the start time of a call in seconds; ``float``, which returns 0.0, while ``timing`` is off.
     """
 
     __slots__ = ("clock", "observer")
@@ -107,16 +104,7 @@ class Hooks:
         arguments: tuple[Any, ...] = (),
         depth: int = 3,
     ) -> "Span":
-        """Report to the observer that a call starts, and return its span, which ends the call.
-
-        Args:
-            name: function that the program called.
-            kind: collective that runs.
-            group: process group of the call.
-            x: tensor of the call, a sequence of its tensors, or None.
-            arguments: arguments of the kind, or a function followed by its arguments, which returns them.
-            depth: number of frames from this method up to the frame of the program, or fewer.
-        """
+        """Report as ``Observer.begin`` that a call starts, and return its span, which ends the call."""
         if self.observer is not None:
             self.observer.begin(name, kind, group, x, arguments, depth + 1)
         return Span(name)
@@ -145,7 +133,6 @@ class Span:
     """One call of a function, from its start to ``end``. A profiler shows it until the caller drops the span.
 
     Attributes:
-        name: function that the program called.
         world: number of ranks of the group; 0 in spans of ``Hooks.begin``.
         started: time of the start in seconds; 0.0 while ``timing`` is off.
     """
@@ -168,10 +155,9 @@ class Count:
     """Counts of one function on one path: one line of the record.
 
     Attributes:
-        calls: number of calls.
         bytes_copied: bytes read plus bytes written by local passes (pack, unpack, reduce, strided copies).
         bytes_sent: bytes that this rank had to send, by the formula of a bandwidth-optimal algorithm.
-        seconds: host time inside the calls, in seconds, while ``timing(True)``; a GPU may still be working afterwards.
+        seconds: host time inside the calls while ``timing(True)``; a GPU may still be working afterwards.
     """
 
     calls: int = 0
@@ -199,13 +185,11 @@ def is_observed() -> bool:
 
 
 def profiler_range(name: str) -> Any:
-    """Open a range ``tritoncomm::name`` in the trace of torch's profiler; None while no profiler is on.
-
-    The range ends when the caller drops the returned object, for instance by returning.
-    """
+    """Open a range ``tritoncomm::name`` in the trace of torch's profiler; None while no profiler is on."""
     if not profiler._is_profiler_enabled:
         return None
     opened = profiler.record_function(f"tritoncomm::{name}")
+    # The range ends when the caller drops the object, for instance by returning.
     opened.__enter__()
     return opened
 
@@ -214,10 +198,7 @@ def add(name: str, path: _Path, bytes_copied: int, bytes_sent: int, started: flo
     """Count a call of ``name``, and report its end to the observer.
 
     Args:
-        name: function that the program called; a line of the record has its name and its path.
         path: way of its local pass.
-        bytes_copied: bytes that local passes read plus wrote.
-        bytes_sent: bytes that this rank sent.
         started: ``now()`` at the start of the call; 0.0 adds no time.
         calls: 1 for a call; 0 for a pass of a call that is counted elsewhere, as pack and unpack under torch.compile.
     """

@@ -125,13 +125,12 @@ _LOOKS = 3  # in a row that find no worker at work
 
 
 def _let_workers_end() -> None:
-    """Wait as the process ends until Gloo's workers are idle; a function for ``atexit``.
-
-    A worker (the thread ``pt_gloo_runloop``) drops the last reference to a finished operation after its ``wait()`` has
-    returned, and takes the GIL to free the tensors. If the interpreter is being finalized by then, Python ends the
-    thread inside a destructor: "terminate called without an active exception", and exit code -6 after the work is done.
-    TODO: delete when torch has pytorch#189128, or Python 3.14, whose threads hang in that place, is the oldest.
-    """
+    """Wait as the process ends until Gloo's workers are idle; a function for ``atexit``."""
+    # A worker (the thread ``pt_gloo_runloop``) drops the last reference to a finished operation after its ``wait()``
+    # has returned, and takes the GIL to free the tensors. If the interpreter is being finalized by then, Python ends
+    # the thread inside a destructor. The process then says "terminate called without an active exception", and has exit
+    # code -6 after the work is done. TODO: delete when torch has pytorch#189128, or Python 3.14, whose threads hang in
+    # that place, is the oldest.
     if os.getpid() != _state["pid"]:  # a fork has no workers
         return
     end, quiet = time.monotonic() + _LONGEST_EXIT, 0
@@ -171,7 +170,7 @@ def destroy() -> None:
 
 
 def device_mesh() -> DeviceMesh:
-    """The mesh of ``initialize()``."""
+    """Return the mesh of ``initialize()``."""
     if _state["mesh"] is None:
         raise GroupError("tritoncomm is not initialized; call tritoncomm.initialize() first")
     return _state["mesh"]
@@ -216,14 +215,12 @@ def _as_timedelta(timeout: timedelta | float | None) -> timedelta | None:
 
 
 def _bind_gpu() -> torch.device | None:
-    """Make LOCAL_RANK's GPU the current one, unless the program uses one; None without that variable.
-
-    Memory on GPU 0 counts as the program's choice too: torch does not distinguish it from ``set_device(0)``.
-    """
+    """Make LOCAL_RANK's GPU the current one, unless the program uses one; None without that variable."""
     count = torch.cuda.device_count()
     if not count:
         return None
     bindings: Any = torch._C  # the attribute is in builds with CUDA only
+    # Memory on GPU 0 counts as the program's choice too: torch does not distinguish it from ``set_device(0)``.
     uses_gpu = torch.cuda.is_initialized() and (torch.cuda.current_device() != 0 or bindings._cuda_hasPrimaryContext(0))
     if not uses_gpu:
         local_rank = launchers.local_rank(os.environ)
@@ -242,7 +239,7 @@ def _device_type() -> str:
 
 
 def _make_mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    """The mesh of all ranks, with one group for each axis, made axis by axis on every rank."""
+    """Make the mesh of all ranks, with one group for each axis, made axis by axis on every rank."""
     ranks = torch.arange(math.prod(shape), device="cpu").view(shape)
     coordinate, rest = [0] * len(shape), dist.get_rank()
     for axis in reversed(range(len(shape))):
@@ -256,11 +253,10 @@ def _make_mesh(shape: tuple[int, ...]) -> DeviceMesh:
 
 
 def _lazy_backend() -> str | None:
-    """Backends that connect two ranks when they first exchange something; None for those of the default group.
-
-    The pipeline's group and groups of one rank have them. nccl2 makes a communicator with every group, and sends all
-    transfers of a group over one stream; nccl-lazy has a communicator and a stream for each pair of stages.
-    """
+    """Return backends that connect two ranks at their first exchange; None for the default group's."""
+    # For the pipeline's group and groups of one rank: nccl2 makes a communicator with every group, and sends all
+    # transfers of a group over one stream. A group of nccl-lazy has a communicator and a stream for each pair of
+    # stages.
     world = dist.group.WORLD
     assert world is not None
     if cuda_backend(world) != "nccl2" or not dist.is_backend_available("nccl-lazy"):
@@ -270,7 +266,7 @@ def _lazy_backend() -> str | None:
 
 
 def _make_groups(mesh: DeviceMesh, expert: int, tensor_mode: str | None) -> dict[ParallelMode, Group]:
-    """The groups of all modes; those that no axis of the mesh has are made mode by mode on every rank."""
+    """Make the groups of all modes; groups that no axis of the mesh has are made mode by mode on every rank."""
     names = mesh.mesh_dim_names or ()
     axis = {ours: next((n for n in names if n in known), None) for ours, known in _AXES.items()}
     unknown = set(names) - set(axis.values())
@@ -296,12 +292,9 @@ def _make_groups(mesh: DeviceMesh, expert: int, tensor_mode: str | None) -> dict
 
 
 def _grid(mesh: DeviceMesh, dims: Sequence[int | None], expert: int) -> tuple[torch.Tensor, list[int]]:
-    """The ranks of a mesh by data, pipeline, context and tensor, and this rank's place in them.
+    """Return the ranks of a mesh as a grid of data, pipeline, context and tensor, and this rank's place in it.
 
-    Args:
-        mesh: of all ranks.
-        dims: its dim of each of these axes, None for an axis that it does not have.
-        expert: ranks of the data axis that share one set of experts.
+    ``dims`` are the mesh's dim of each of these axes, None for an axis that it does not have.
     """
     if mesh.mesh.numel() != dist.get_world_size():
         raise GroupError(f"the mesh has {mesh.mesh.numel()} ranks, the job {dist.get_world_size()}")
@@ -326,7 +319,7 @@ def _new_group(mode: ParallelMode, ranks: list[int], backend: str | None) -> dis
 
 
 def _group_of_one(backend: str | None) -> dist.ProcessGroup:
-    """This rank's group without peers, one for all axes of one rank; a rank makes it alone."""
+    """Return this rank's group without peers, one for all axes of one rank; a rank makes it alone."""
     made: dict[str | None, dist.ProcessGroup] = _state["of_one"]
     if backend not in made:
         made[backend] = groups.make_group("one", [dist.get_rank()], backend or _lazy_backend())
@@ -346,8 +339,7 @@ class Sizes:
 
     Attributes:
         tensor: ranks that share one layer.
-        pipeline: stages.
-        data: replicas, None for what is left over.
+        data: replicas, None for the ranks that are left over.
         context: ranks that share one sequence.
         expert: ranks of the data axis that share one set of experts.
         virtual_pipeline: model chunks per stage.
@@ -363,12 +355,7 @@ class Sizes:
     tensor_mode: str | None = None
 
     def of_world(self, world: int) -> tuple[int, int, int, int]:
-        """Data, pipeline, context and tensor size for ``world`` ranks.
-
-        Raises:
-            GroupError: one is less than 1, they do not multiply to ``world``, or ``expert`` does not divide the data
-                size.
-        """
+        """Return the data, pipeline, context and tensor size for ``world`` ranks, which they have to multiply to."""
         for name in ("tensor", "pipeline", "context", "data"):
             size = getattr(self, name)
             if size is not None and size < 1:
@@ -393,12 +380,7 @@ class Sizes:
 def read_sizes(
     tensor: Any, pipeline: Any, data: Any, context: Any, expert: Any, virtual_pipeline: Any, mesh: Any, config: Any
 ) -> Sizes:
-    """The sizes that the arguments of ``initialize()`` give.
-
-    Raises:
-        ArgumentError: an argument of the wrong type, a key of ``config`` in the wrong place, or ``mesh`` or ``config``
-            together with the sizes that they replace.
-    """
+    """Return the sizes that the arguments of ``initialize()`` give; reject sizes that are given twice."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise ArgumentError(f"mesh must be torch's DeviceMesh, not {type(mesh).__name__}; ours has .to_torch()")
     given = {"tensor": tensor, "pipeline": pipeline, "data": data, "context": context}
@@ -432,7 +414,7 @@ def _integer(name: str, value: Any) -> int:
 
 
 def _read_config(config: Any) -> tuple[Any, Any, str | None]:
-    """Tensor size, pipeline size and tensor mode of ``dict(parallel=dict(pipeline=..., tensor=...))``."""
+    """Return tensor size, pipeline size and tensor mode of ``dict(parallel=dict(pipeline=..., tensor=...))``."""
     if not isinstance(config, Mapping):
         raise ArgumentError(f"config must be a dict, not {type(config).__name__}")
     for name in _KEYS:
@@ -450,7 +432,7 @@ def _read_config(config: Any) -> tuple[Any, Any, str | None]:
 
 
 def _read_axis(name: str, value: Any) -> tuple[Any, str | None]:
-    """Size and mode of one axis, given as a number or as a dict."""
+    """Return size and mode of one axis, given as a number or as a dict."""
     place = f"config['parallel'][{name!r}]"
     if not isinstance(value, Mapping):
         return _integer(place, value), None

@@ -49,13 +49,8 @@ def plan_exchange(
 
     Args:
         query, key, value: shapes of this rank's tensors, ``[b, s, heads, head_dim]``, or sequence first.
-        world, rank: number of ranks, this rank.
         seq_dim: dim of the sequence, 1 or 0.
         seq_sizes: number of positions of every rank; None where all have as many.
-        name: function that the program called.
-
-    Raises:
-        ShapeError: the shapes are not those of one attention, or the heads cannot be split over the ranks.
     """
     if any(len(shape) != 4 for shape in (query, key, value)):
         raise ShapeError("q, k and v need four dims")
@@ -108,17 +103,15 @@ def autocast(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 @direct
 class _Exchanged(torch.autograd.Function):
-    """Forward: one all-to-all, to the heads of this rank or to its positions. Backward: the other one, its adjoint.
-
-    ``forward_call`` and ``backward_call`` are ``heads.to_heads`` and ``heads.to_sequence``, in either order. A backward
-    whose gradient is differentiated again runs this function again.
-    """
+    """Forward: one all-to-all, to the heads of this rank or to its positions. Backward: the other one, its adjoint."""
 
     @staticmethod
     def forward(
         ctx: Any, forward_call: Any, backward_call: Any, layout: Layout, group: ProcessGroup, names: tuple[str, str],
         *tensors: Tensor,
     ) -> Any:  # fmt: skip
+        # The calls are ``heads.to_heads`` and ``heads.to_sequence``, in either order. A backward whose gradient is
+        # differentiated again runs this function with both swapped.
         ctx.calls, ctx.layout, ctx.group, ctx.names = (backward_call, forward_call), layout, group, (names[1], names[1])
         return tuple(forward_call(tensors, layout, group, names[0]))
 
@@ -154,10 +147,7 @@ class _FusedToHeads(torch.autograd.Function):
 
 @direct
 class _Flat(torch.autograd.Function):
-    """Forward: all-to-all of a flat tensor by numbers of elements. Backward: the all-to-all with both lists swapped.
-
-    Calls that torch.compile traces use it.
-    """
+    """Forward: all-to-all of a flat tensor by numbers of elements, for tracing. Backward: with both lists swapped."""
 
     @staticmethod
     def forward(ctx: Any, wire: Tensor, recv: Ints, send: Ints, group: ProcessGroup, names: tuple[str, str]) -> Tensor:
@@ -192,7 +182,7 @@ def to_heads(
 def _by_dtype(
     tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, names: tuple[str, str]
 ) -> Sequence[Tensor]:
-    """Compute ``to_heads`` of tensors of several dtypes, those of one dtype at a time."""
+    """Compute ``to_heads`` of tensors of several dtypes, one dtype at a time."""
     results = list(tensors)
     for dtype in dict.fromkeys([x.dtype for x in tensors]):
         chosen = tuple([i for i, x in enumerate(tensors) if x.dtype is dtype])
@@ -221,18 +211,9 @@ def to_sequence(out: Tensor, layout: Layout, group: ProcessGroup, names: tuple[s
 
 
 def _counts(layout: Layout, batch: int, width: int, rank: int, widths: Sequence[int]) -> tuple[Ints, Ints]:
-    """Return the number of elements of every rank's block in both directions.
+    """Return the elements of each block: this rank's positions of all heads, all positions of this rank's heads.
 
-    Args:
-        layout: split of heads and positions.
-        batch: size of the batch.
-        width: number of elements per token of this rank's heads.
-        rank: this rank.
-        widths: number of elements per token of every rank's heads.
-
-    Returns:
-        Blocks with this rank's positions of every rank's heads; blocks with every rank's positions of this rank's
-        heads.
+    ``width`` and ``widths`` are elements per token of this rank's heads, and of every rank's.
     """
     by_heads = tuple([batch * layout.seq_sizes[rank] * each for each in widths])
     return by_heads, tuple([batch * size * width for size in layout.seq_sizes])
@@ -247,7 +228,7 @@ def _traced_to_heads(
     widths = [sum(s.sizes[w] * d for s, d in zip(layout.shares, dims, strict=True)) for w in range(world)]
     by_heads, by_positions = _counts(layout, batch, widths[rank], rank, widths)
     if layout.even and not any(share.replicated for share in layout.shares):
-        # Views, whose code and gradients do not grow with the ranks as those of split and cat do.
+        # Views: the code and the gradients of split and cat would grow with the ranks.
         blocks = [
             x.unflatten(HEAD_DIM, (world, s.sizes[0])).movedim(HEAD_DIM, 0).flatten(3)
             for x, s in zip(tensors, layout.shares, strict=True)
@@ -395,11 +376,7 @@ class UlyssesAttention(nn.Module):
         return to_sequence(self._attend(local, kwargs), exchange.out, group, exchange.names)
 
     def _attend(self, tensors: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
-        """Call ``attention`` with q, k and v in the layout that it takes, and return its result in ``self.layout``.
-
-        Raises:
-            ArgumentError: ``attention`` returns no tensor.
-        """
+        """Call ``attention`` with q, k and v in the layout that it takes, and return its result in ``self.layout``."""
         query, key, value = tensors
         if not self._is_sdpa:
             out = self.attention(query, key, value, **kwargs)
@@ -416,12 +393,7 @@ class UlyssesAttention(nn.Module):
 
 
 def _checked(query: Tensor, key: Tensor | None, value: Tensor | None, name: str) -> tuple[Tensor, ...]:
-    """Return q, k and v, of three tensors or of one tensor ``query`` that holds all three in dim 2.
-
-    Raises:
-        ShapeError: ``query`` is the only tensor, and not of that shape.
-        ArgumentError: an argument is no tensor, or not one strided block of memory. ``name`` begins the message.
-    """
+    """Return q, k and v, of three tensors or of one tensor ``query`` that holds all three in dim 2."""
     for x in (query, key, value):
         if isinstance(x, Tensor):
             check_kind(x, name)
@@ -438,12 +410,7 @@ def _checked(query: Tensor, key: Tensor | None, value: Tensor | None, name: str)
 
 
 def _check_mask(mask: Any, positions: int, name: str) -> None:
-    """Check that every rank can apply the attention mask to its heads and all positions.
-
-    Raises:
-        ArgumentError: ``mask`` is no tensor of two dims or more. ``name`` begins the message.
-        UnsupportedError: the mask is one of local positions, or differs between heads.
-    """
+    """Check that every rank can apply the attention mask to its heads and all positions."""
     if not isinstance(mask, Tensor) or mask.dim() < 2:
         raise ArgumentError(f"{name}: attn_mask must be a tensor [..., positions, positions], not {mask!r:.60}")
     if any(size not in (1, positions) for size in mask.shape[-2:]):

@@ -59,12 +59,12 @@ def is_on(text: str) -> bool:
 
 
 def _path(text: str) -> str:
-    """``auto`` where nothing is forced. Other texts are returned unchanged: the first use refuses them."""
+    """Return ``auto`` where nothing is forced. Other texts are returned unchanged: the first use rejects them."""
     return text if is_on(text) else "auto"
 
 
 def _check_mode(text: str) -> bool:
-    """``_checks_every_call`` of the variable; warns of a text that is none of its values."""
+    """Return ``_checks_every_call`` of the variable; warn of a text that is none of its values."""
     every = _checks_every_call(text)
     if problem := check_problem(text):
         taken = "every call is compared" if every else f"hash:{HASH_EVERY} is taken"
@@ -73,7 +73,7 @@ def _check_mode(text: str) -> bool:
 
 
 def check_problem(text: str) -> str:
-    """What is wrong with a value of TRITONCOMM_CHECK, in words; nothing if it is one."""
+    """Return the problem of a value of TRITONCOMM_CHECK in words; nothing if it is valid."""
     word = text.strip().lower()
     name, colon, interval = word.partition(":")
     if not is_on(text) or word in _ON or (name == "hash" and (not colon or _count(interval))):
@@ -86,7 +86,7 @@ def _checks_every_call(text: str) -> bool:
 
 
 def hash_interval(text: str) -> int:
-    """Calls between two comparisons of digests; 0 where digests are off."""
+    """Return the number of calls between two comparisons of digests; 0 where digests are off."""
     name, _, interval = text.strip().lower().partition(":")
     if name != "hash":
         return 0
@@ -94,12 +94,12 @@ def hash_interval(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    """A number of calls; 0 for a text that is none, or that no counter reaches."""
+    """Return a number of calls; 0 for a text that is none, or that no counter reaches."""
     return int(text) if text.isdecimal() and len(text) < 19 else 0
 
 
 def flight_of(text: str) -> tuple[int, str]:
-    """Calls that are kept, 0 for none, and the folder of the dumps: ``1``, ``10000``, ``/logs`` or ``10000:/logs``."""
+    """Return the number of calls to keep and the folder of dumps, from ``1``, ``10000``, ``/logs``, ``10000:/logs``."""
     if not is_on(text):
         return 0, ""
     number, _, folder = text.strip().partition(":")
@@ -109,10 +109,9 @@ def flight_of(text: str) -> tuple[int, str]:
 
 
 class Setting(Generic[_T]):
-    """The value of a variable, or of the ``with`` block that overrides it.
+    """Value of a variable, or of the ``with`` block that overrides it; hot paths read ``value`` directly.
 
     Attributes:
-        value: the current value; read directly on hot paths.
         listeners: called after the value was set.
     """
 
@@ -172,11 +171,7 @@ def read() -> None:
 
 
 def set_check(check: bool | str) -> None:
-    """What ``initialize(check=...)`` takes: True, False, or a value of TRITONCOMM_CHECK.
-
-    Raises:
-        ArgumentError: another text.
-    """
+    """Set check mode as ``initialize(check=...)`` does: by True, False, or a value of TRITONCOMM_CHECK."""
     text = check if isinstance(check, str) else "1" if check else ""
     if problem := check_problem(text):
         raise ArgumentError(f"initialize: check {problem}")
@@ -185,6 +180,6 @@ def set_check(check: bool | str) -> None:
 
 
 def effective() -> dict[str, str]:
-    """The effective value of every variable that ranks have to agree on, whatever the spelling."""
+    """Return the effective value of every variable that ranks have to agree on, whatever the spelling."""
     check = "on" if CHECK.value else f"hash:{HASH.value}" if HASH.value else "off"
     return {PATH.name: PATH.value, CHECK.name: check, tables.VARIABLE: tables.variable()}
